@@ -1,0 +1,140 @@
+"""Text for training: a tokenizer, documents, and the fixed-length blocks that they are cut into."""
+
+import glob
+import re
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pyarrow.compute as pc
+import torch
+from datasets import Dataset, DatasetDict, Features, List, Value, load_dataset, load_from_disk
+from datasets.exceptions import DatasetNotFoundError
+from datasets.fingerprint import Hasher
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """The vocabulary of ByT5Tokenizer, which itself would end every prompt to be continued with </s>."""
+    letters = bytes_to_unicode()
+    tokens = ["<pad>", "</s>", "<unk>", *(letters[byte] for byte in range(256))]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    tokenizer = byte_tokenizer() if name == "bytes" else AutoTokenizer.from_pretrained(name)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"--tokenizer {name} has no eos token, which has to separate the documents")
+    return tokenizer
+
+
+def load_splits(source: str, split: str, dataset_config: str | None) -> dict[str, Dataset]:
+    """The splits of a data set; text and data without splits become the given one."""
+    path = Path(source)
+    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+        data = load_from_disk(source)
+        return data if isinstance(data, DatasetDict) else {split: data}
+    if path.exists():
+        files = [path] if path.is_file() else sorted(path.rglob("*.txt"))
+        if not files:
+            raise FileNotFoundError(f"{source} holds no .txt files")
+        # Escaped, because load_dataset silently skips files with [ or * in their names otherwise.
+        names = [glob.escape(str(file)) for file in files]
+        return {split: load_dataset("text", data_files=names, sample_by="document", split="train")}
+    missing = FileNotFoundError(f"{source} is neither a file, nor a folder, nor a data set to be had from the hub")
+    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", source):
+        raise missing
+    try:
+        return load_dataset(source, dataset_config)
+    except (DatasetNotFoundError, ConnectionError) as error:
+        raise missing from error
+
+
+def cut_blocks(
+    documents: Dataset, column: str, tokenizer: PreTrainedTokenizerBase, block_length: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """All documents as one stream, each ended by eos, in blocks of which only the last may be shorter."""
+    rest = np.empty(0, dtype=np.int32)
+    for batch in documents.iter(batch_size=8):
+        # Text that looks like a special token ("</s>") is text.
+        encoded = tokenizer(batch[column], add_special_tokens=False, split_special_tokens=True, verbose=False)
+        pieces = [np.array([*tokens, tokenizer.eos_token_id], dtype=np.int32) for tokens in encoded["input_ids"]]
+        stream = np.concatenate([rest, *pieces])
+        end = len(stream) - len(stream) % block_length
+        for block in stream[:end].reshape(-1, block_length):
+            yield {"input_ids": block}
+        rest = stream[end:]
+    # A single token can only be the last eos, and leaves nothing to predict: its mean loss would be 0 / 0.
+    if len(rest) > 1:
+        yield {"input_ids": rest}
+
+
+def count_tokens(blocks: Dataset) -> int:
+    return (len(blocks) - 1) * len(blocks[0]["input_ids"]) + len(blocks[-1]["input_ids"])
+
+
+def pack(
+    documents: Dataset, column: str, tokenizer: PreTrainedTokenizerBase, block_length: int
+) -> tuple[Dataset, float]:
+    """The blocks, cached on disk, and how many tokens a byte of their text takes."""
+    if column not in documents.column_names:
+        raise ValueError(f"the data has no --text_column {column}, only {', '.join(documents.column_names)}")
+    documents = documents.select_columns(column)
+    text_bytes = pc.sum(pc.binary_length(documents.data.column(column))).as_py()
+    if not text_bytes:
+        raise ValueError("the data holds no text")
+    blocks = Dataset.from_generator(
+        cut_blocks,
+        features=Features({"input_ids": List(Value("int32"))}),
+        gen_kwargs={
+            "documents": documents,
+            "column": column,
+            "tokenizer": tokenizer,
+            "block_length": block_length,
+        },
+        fingerprint=Hasher.hash([documents._fingerprint, cut_blocks, tokenizer, block_length]),
+    ).with_format("torch")
+    return blocks, count_tokens(blocks) / text_bytes
+
+
+def load_blocks(
+    tokenizer: PreTrainedTokenizerBase,
+    block_length: int,
+    train_data: str,
+    eval_data: str | None,
+    eval_fraction: float,
+    dataset_config: str | None,
+    text_column: str,
+) -> tuple[Dataset, Dataset, float]:
+    """Blocks to train on, blocks to evaluate on, and the latter's tokens per byte."""
+    pack_split = partial(pack, column=text_column, tokenizer=tokenizer, block_length=block_length)
+    train_splits = load_splits(train_data, "train", dataset_config)
+    eval_splits = load_splits(eval_data, "validation", dataset_config) if eval_data else train_splits
+    if "train" not in train_splits:
+        raise ValueError(f"{train_data} has no train split, only {', '.join(train_splits)}")
+    if eval_data and "validation" not in eval_splits:
+        raise ValueError(f"{eval_data} has no validation split, only {', '.join(eval_splits)}")
+    train_blocks, tokens_per_byte = pack_split(train_splits["train"])
+    if "validation" in eval_splits:
+        return train_blocks, *pack_split(eval_splits["validation"])
+    held_out = max(1, round(eval_fraction * len(train_blocks)))
+    start = len(train_blocks) - held_out
+    if start < 1:
+        raise ValueError(f"too little text to hold out {held_out} of {len(train_blocks)} blocks: give --eval_data")
+    return train_blocks.select(range(start)), train_blocks.select(range(start, len(train_blocks))), tokens_per_byte
+
+
+def collate(blocks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Pads a short block on the right, where no other token of a causal model sees it."""
+    labels = pad_sequence([block["input_ids"] for block in blocks], batch_first=True, padding_value=-100)
+    batch = {"input_ids": labels.clamp(min=0), "labels": labels}
+    if (labels == -100).any():
+        batch["attention_mask"] = (labels != -100).long()
+    return batch

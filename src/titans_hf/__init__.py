@@ -1,0 +1,29 @@
+"""Titans ("Learning to Memorize at Test Time", arXiv 2501.00663) for Hugging Face Transformers.
+
+Importing this package registers the model with AutoConfig, AutoModel and AutoModelForCausalLM.
+"""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from .cache_titans import TitansCache
+from .configuration_titans import TitansConfig
+from .memory_chunk import memorize
+from .memory_reference import memorize_reference
+from .memory_state import MemoryState
+from .modeling_titans import TitansForCausalLM, TitansModel, TitansPreTrainedModel
+
+AutoConfig.register("titans", TitansConfig)
+AutoModel.register(TitansConfig, TitansModel)
+AutoModelForCausalLM.register(TitansConfig, TitansForCausalLM)
+
+__version__ = "0.1.0"
+__all__ = [
+    "MemoryState",
+    "TitansCache",
+    "TitansConfig",
+    "TitansForCausalLM",
+    "TitansModel",
+    "TitansPreTrainedModel",
+    "memorize",
+    "memorize_reference",
+]

@@ -1,0 +1,221 @@
+"""The short-term memory: sliding-window attention (MAG, MAL) and segment attention (MAC), both with persistent tokens.
+
+Cost is linear in the sequence: queries are folded into blocks of one window (or segment), and no score or mask larger than
+a block is ever made. Rotary positions are relative to the block, so none is larger than two windows at any context length;
+persistent keys carry no position (their rotary part is zero) and stay outside the window.
+
+Shapes: B batch, T query slots, K key slots, P persistent tokens, W window, L segment length, h heads, D head size.
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import repeat_kv
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .configuration_titans import TitansConfig
+from .token_grid import TokenGrid
+
+
+def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+    """Attention written out, for `attn_implementation="eager"` and for attention weights; boolean mask."""
+    key, value = (repeat_kv(x, module.num_key_value_groups) for x in (key, value))
+    scores = query @ key.mT * scaling
+    scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    weights = nn.functional.softmax(scores, dim=-1, dtype=torch.promote_types(query.dtype, torch.float32))
+    weights = nn.functional.dropout(weights.to(query.dtype), p=dropout, training=module.training)
+    return (weights @ value).transpose(1, 2), weights
+
+
+def rotate(x: Tensor, positions: Tensor, rotary_dim: int, theta: float) -> Tensor:
+    """Rotary embedding of the first `rotary_dim` entries: x (B, N, h, D), positions (N,) or (B, N)."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    exponents = torch.arange(0, rotary_dim, 2, device=x.device, dtype=dtype) / rotary_dim
+    angles = positions[..., None].to(dtype) * theta**-exponents
+    angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
+    rotated, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+    half = torch.cat([-rotated[..., rotary_dim // 2 :], rotated[..., : rotary_dim // 2]], dim=-1)
+    return torch.cat([rotated * angles.cos().to(x.dtype) + half * angles.sin().to(x.dtype), rest], dim=-1)
+
+
+class TitansAttention(nn.Module):
+    """Projections, persistent keys and the attention interface, common to both forms."""
+
+    is_causal = True
+
+    def __init__(self, config: TitansConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = config.head_dim**-0.5
+        query_size, key_size = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=False)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+
+    def heads(self, x: Tensor) -> Tensor:
+        """(B, N, h * D) -> (B, N, h, D)"""
+        return x.unflatten(-1, (-1, self.head_dim))
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        return rotate(x, positions, self.config.rotary_dim, self.config.rope_parameters["rope_theta"])
+
+    def initial_keys_values(self, persistent: Tensor) -> tuple[Tensor, Tensor]:
+        """What is carried from call to call: keys and values of the persistent tokens, then room for those to come."""
+
+        def with_room(x: Tensor) -> Tensor:
+            return torch.cat([x, x.new_zeros(x.shape[0], self.config.attention_room, *x.shape[2:])], dim=1)
+
+        keys, values = self.heads(self.k_proj(persistent)), self.heads(self.v_proj(persistent))
+        placeless = torch.cat(
+            [torch.zeros_like(keys[..., : self.config.rotary_dim]), keys[..., self.config.rotary_dim :]], -1
+        )
+        return with_room(placeless), with_room(values)
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> tuple[Tensor, Tensor | None]:
+        """queries (B, T, h, D), keys and values (B, K, h, D), visible (B or 1, T, K) -> (B, T, h * D), weights or None."""
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        output, weights = attention(
+            self,
+            *(x.transpose(1, 2) for x in (queries, keys, values)),
+            visible[:, None],
+            dropout=self.config.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+        )
+        return output.flatten(2), weights
+
+
+class WindowAttention(TitansAttention):
+    """Every token attends to the last W tokens, itself included, and to the persistent tokens.
+
+    Carries the W - 1 keys before the next token, not rotated: their distance to it is not known yet.
+    """
+
+    def forward(
+        self, hidden_states: Tensor, carried: tuple[Tensor, Tensor], num_seen: Tensor, grid: TokenGrid, fresh: bool
+    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor]]:
+        """hidden_states (B, T, hidden) on the slots of `grid`; carried keys and values (B, P + W - 1, h, D); num_seen (B,)
+        tokens read before (`fresh`: none, by any row) -> output, weights (B, h, T, P + W) where recorded, carried on.
+        """
+        num_persistent = self.config.num_persistent_tokens
+        queries = self.heads(self.q_proj(hidden_states))
+        new = (self.heads(self.k_proj(hidden_states)), self.heads(self.v_proj(hidden_states)))
+        persistent = tuple(x[:, :num_persistent] for x in carried)
+        extended = tuple(grid.extend(x[:, num_persistent:], y) for x, y in zip(carried, new, strict=True))
+        oldest = grid.start - num_seen  # slot of the row's first token: what lies before it is empty
+        output, weights = self._attend_blocks(queries, *extended, persistent, None if fresh else oldest)
+        history = (grid.tail(x, self.config.sliding_window - 1) for x in extended)
+        carried = tuple(torch.cat(pair, dim=1) for pair in zip(persistent, history, strict=True))
+        return self.o_proj(output), weights, carried
+
+    def _attend_blocks(self, queries, keys, values, persistent, oldest):
+        """Folds blocks of W queries into the batch; keys and values (B, W - 1 + T, h, D). The first block is apart: only
+        it can reach back to slots before the first token.
+        """
+        window, length = self.config.sliding_window, queries.shape[1]
+        history, block = window - 1, min(window, length)
+        begin = history if oldest is None else 0
+        first = self._attend_block(
+            queries[:, :block], *(x[:, begin : history + block] for x in (keys, values)), persistent, oldest
+        )
+        if length == block:
+            return first
+        num_blocks = -(-(length - block) // block)
+        missing = num_blocks * block - (length - block)
+        queries = nn.functional.pad(queries[:, block:], (0, 0, 0, 0, 0, missing)).unflatten(1, (num_blocks, block))
+        keys, values = (
+            nn.functional.pad(x[:, block:], (0, 0, 0, 0, 0, missing))
+            .unfold(1, history + block, block)
+            .permute(0, 1, 4, 2, 3)
+            for x in (keys, values)
+        )
+        persistent = tuple(x.repeat_interleave(num_blocks, dim=0) for x in persistent)
+        output, weights = self._attend_block(*(x.flatten(0, 1) for x in (queries, keys, values)), persistent, None)
+        output = output.unflatten(0, (-1, num_blocks)).flatten(1, 2)[:, : length - block]
+        if weights is not None:
+            weights = weights.unflatten(0, (-1, num_blocks)).transpose(1, 2).flatten(2, 3)[:, :, : length - block]
+            weights = torch.cat([first[1], weights], dim=2)
+        return torch.cat([first[0], output], dim=1), weights
+
+    def _attend_block(self, queries, keys, values, persistent, oldest):
+        """One block of queries (B, T, h, D) on keys (B, K, h, D) that end with the block's own -> output, weights."""
+        window, (length, num_keys) = self.config.sliding_window, (queries.shape[1], keys.shape[1])
+        device = queries.device
+        positions = torch.arange(num_keys, device=device) - (num_keys - length)  # of keys, in slots of the block
+        distance = positions[-length:, None] - positions
+        visible = ((distance >= 0) & (distance < window))[None]
+        if oldest is not None:
+            visible = visible & (positions >= oldest[:, None])[:, None]
+        visible = torch.cat([visible.new_ones(*visible.shape[:2], persistent[0].shape[1]), visible], dim=-1)
+        positions = positions + window  # from 1 to 2 W
+        keys = torch.cat([persistent[0], self.rotate(keys, positions)], dim=1)
+        values = torch.cat([persistent[1], values], dim=1)
+        output, weights = self.attend(self.rotate(queries, positions[-length:]), keys, values, visible)
+        if weights is not None:
+            weights = self._by_distance(weights, num_keys)
+        return output, weights
+
+    def _by_distance(self, weights: Tensor, num_keys: int) -> Tensor:
+        """(B, h, T, P + K) by key slot -> (B, h, T, P + W): persistent tokens, then the window, oldest first."""
+        window, length = self.config.sliding_window, weights.shape[2]
+        persistent, band = weights.split([weights.shape[-1] - num_keys, num_keys], dim=-1)
+        band = nn.functional.pad(band, (window - 1 - (num_keys - length), 0))
+        columns = torch.arange(length, device=band.device)[:, None] + torch.arange(window, device=band.device)
+        return torch.cat([persistent, band.gather(-1, columns.expand(*band.shape[:2], -1, -1))], dim=-1)
+
+
+class SegmentAttention(TitansAttention):
+    """Causal attention within a segment over [P | h | S]: persistent tokens, what the memory recalls for each token of the
+    segment (h), and the segment (S). Token i sees h_j and S_j for j <= i: h_j is made from token j (paper section 4.1).
+
+    Carries the rotated keys of h and of S for every slot of the segment.
+    """
+
+    def forward(
+        self,
+        segment: Tensor,
+        recalled: Tensor,
+        carried: tuple[Tensor, Tensor],
+        slots: Tensor | None = None,
+        filled: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor]]:
+        """segment S and recalled h (B, T, hidden) at `slots` (B, T) of the segment, None for its first T; `filled` (B, T)
+        marks the slots that hold a token, None if all do; carried (B, P + 2 L, h, D)
+        -> output, weights (B, h, T, P + 2 L) where recorded, carried on.
+        """
+        length, num_persistent = self.config.segment_length, self.config.num_persistent_tokens
+        num_keys = segment.shape[1] if slots is None else length
+        positions = torch.arange(num_keys, device=segment.device)
+        at = positions[None] if slots is None else slots
+        queries = self.rotate(self.heads(self.q_proj(segment)), at + length)
+        both = torch.stack([recalled, segment], dim=1)  # (B, 2, T, hidden)
+        keys, values = self.heads(self.k_proj(both)), self.heads(self.v_proj(both))
+        keys = torch.stack([self.rotate(keys[:, 0], at), self.rotate(keys[:, 1], at + length)], dim=1)
+        persistent, room = zip(*(x.split([num_persistent, 2 * length], dim=1) for x in carried), strict=True)
+        stored = tuple(
+            _store(old.unflatten(1, (2, length)), new, slots, filled)
+            for old, new in zip(room, (keys, values), strict=True)
+        )
+        visible = positions <= at[..., None]
+        visible = torch.cat([visible.new_ones(*visible.shape[:2], num_persistent), visible, visible], dim=-1)
+        keys, values = (
+            torch.cat([p, x[:, :, :num_keys].flatten(1, 2)], dim=1) for p, x in zip(persistent, stored, strict=True)
+        )
+        output, weights = self.attend(queries, keys, values, visible)
+        if weights is not None:
+            parts = weights.split([num_persistent, num_keys, num_keys], dim=-1)
+            weights = torch.cat([parts[0], *(nn.functional.pad(x, (0, length - num_keys)) for x in parts[1:])], dim=-1)
+        carried = tuple(torch.cat([p, x.flatten(1, 2)], dim=1) for p, x in zip(persistent, stored, strict=True))
+        return self.o_proj(output), weights, carried
+
+
+def _store(old: Tensor, new: Tensor, slots: Tensor | None, filled: Tensor | None) -> Tensor:
+    """Puts `new` (B, 2, T, h, D) at its slots of `old` (B, 2, L, h, D)."""
+    if slots is not None:
+        return old.scatter(2, slots[:, None, :, None, None].expand_as(new), new)
+    kept = old[:, :, : new.shape[2]]
+    if filled is not None:
+        new = torch.where(filled[:, None, :, None, None], new, kept)
+    return torch.cat([new, old[:, :, new.shape[2] :]], dim=2)

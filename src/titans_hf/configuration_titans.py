@@ -1,0 +1,169 @@
+"""Configuration of Titans models ("Titans: Learning to Memorize at Test Time", arXiv 2501.00663)."""
+
+from typing import Literal
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+VARIANTS = ("mac", "mag", "mal", "lmm")
+
+
+@strict
+class TitansConfig(PreTrainedConfig):
+    r"""
+    Sizes and switches of a Titans model. Names that Transformers has keep their meaning there; the rest:
+
+    Args:
+        variant (`str`, defaults to `"mag"`):
+            How memory and attention meet (paper section 4): `"mac"` memory as context, `"mag"` memory as a gate,
+            `"mal"` memory as a layer, `"lmm"` the memory alone.
+        head_dim (`int`, *optional*):
+            Size of an attention head; `hidden_size // num_attention_heads` by default. A head of the memory has
+            `hidden_size // memory_num_heads`.
+        sliding_window (`int`, defaults to 512):
+            Tokens that a token attends to, itself included, in MAG and MAL.
+        rope_parameters (`dict`, *optional*):
+            `rope_theta` (10000) and `partial_rotary_factor` (0.5). Positions restart in every window and segment, so that
+            none is ever beyond those seen in training: only `rope_type="default"` makes sense.
+        segment_length (`int`, defaults to 256):
+            Tokens of a segment in MAC, its attention span; a multiple of `memory_chunk_size`.
+        num_persistent_tokens (`int`, defaults to 4):
+            Learned tokens before every sequence (N_p, paper section 3.3), per layer; 0 for none.
+        memory_depth (`int`, defaults to 2): Layers of the memory network (L_M); 1 is a linear memory.
+        memory_expansion (`int`, defaults to 2): Hidden size of the memory network in units of its head size.
+        memory_num_heads (`int`, *optional*): Independent memories per layer; `num_attention_heads` by default.
+        memory_chunk_size (`int`, defaults to 64): Tokens whose gradients are taken at the same weights (paper section 3.2).
+        memory_max_lr (`float`, defaults to 0.2): Largest step of the inner loop (theta, eq. 10); 0 turns learning off.
+        memory_momentum (`bool`, defaults to `True`): Past surprise (eta, eq. 10).
+        memory_forget (`bool`, defaults to `True`): Weight decay of the memory (alpha, eq. 13).
+        memory_conv_kernel (`int`, defaults to 4): Taps of the causal convolutions on q, k and v; 1 for none.
+        memory_error_clip (`float`, *optional*, defaults to 1.0):
+            Largest error |M(k) - v| that counts in full, in units of |v|; `None` for the paper's plain squared error.
+
+    Raises `ValueError` or huggingface_hub's `StrictDataclassError`, naming the field, where a value is not possible.
+    """
+
+    model_type = "titans"
+    keys_to_ignore_at_inference = ["past_key_values"]
+    default_theta = 10000.0
+
+    vocab_size: int = 32000
+    hidden_size: int = 1024
+    intermediate_size: int = 2816
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    variant: Literal["mac", "mag", "mal", "lmm"] = "mag"
+    sliding_window: int = 512
+    segment_length: int = 256
+    num_persistent_tokens: int = 4
+    memory_depth: int = 2
+    memory_expansion: int = 2
+    memory_num_heads: int | None = None
+    memory_chunk_size: int = 64
+    memory_max_lr: int | float = 0.2
+    memory_momentum: bool = True
+    memory_forget: bool = True
+    memory_conv_kernel: int = 4
+    memory_error_clip: int | float | None = 1.0
+    rope_parameters: dict | None = None
+    rms_norm_eps: float = 1e-6
+    attention_dropout: int | float = 0.0
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+
+    def __post_init__(self, **kwargs):
+        for name in ("num_attention_heads", "hidden_size"):
+            _at_least(name, getattr(self, name), 1)
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.memory_num_heads is None:
+            self.memory_num_heads = self.num_attention_heads
+        self.rope_parameters = {"partial_rotary_factor": 0.5, **(self.rope_parameters or {})}
+        super().__post_init__(**kwargs)
+
+    @property
+    def memory_head_dim(self) -> int:
+        """Size of keys, queries and values of one memory head."""
+        return self.hidden_size // self.memory_num_heads
+
+    @property
+    def rotary_dim(self) -> int:
+        """Leading entries of an attention head that carry the position."""
+        return int(self.head_dim * self.rope_parameters["partial_rotary_factor"])
+
+    @property
+    def grid_unit(self) -> int:
+        """Tokens after which chunk (and, in MAC, segment) boundaries of a row recur."""
+        return self.segment_length if self.variant == "mac" else self.memory_chunk_size
+
+    @property
+    def attention_room(self) -> int:
+        """Keys that attention carries from call to call, besides the persistent ones; 0 in LMM."""
+        rooms = {
+            "mac": 2 * self.segment_length,
+            "mag": self.sliding_window - 1,
+            "mal": self.sliding_window - 1,
+            "lmm": 0,
+        }
+        return rooms[self.variant]
+
+    def validate_sizes(self):
+        """Part of `@strict` validation: every size is possible on its own."""
+        for name in (
+            "vocab_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_key_value_heads",
+            "head_dim",
+            "sliding_window",
+            "segment_length",
+            "memory_depth",
+            "memory_expansion",
+            "memory_num_heads",
+            "memory_chunk_size",
+            "memory_conv_kernel",
+        ):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("num_persistent_tokens", "memory_max_lr", "attention_dropout", "initializer_range"):
+            _at_least(name, getattr(self, name), 0)
+        if self.memory_error_clip is not None and not self.memory_error_clip > 0:
+            raise ValueError(f"`memory_error_clip` must be None or above 0, but is {self.memory_error_clip}.")
+
+    def validate_architecture(self):
+        """Part of `@strict` validation: the sizes fit each other."""
+        _multiple("num_attention_heads", self.num_attention_heads, "num_key_value_heads", self.num_key_value_heads)
+        _multiple("hidden_size", self.hidden_size, "memory_num_heads", self.memory_num_heads)
+        if self.variant == "mac":
+            _multiple("segment_length", self.segment_length, "memory_chunk_size", self.memory_chunk_size)
+        if self.rope_parameters["rope_type"] != "default":
+            raise ValueError(
+                f"`rope_parameters['rope_type']` must be 'default', but is {self.rope_parameters['rope_type']!r}: "
+                "positions restart in every window and segment, so there is nothing to extend."
+            )
+        if not 0 <= self.rope_parameters["partial_rotary_factor"] <= 1 or self.rotary_dim % 2:
+            raise ValueError(
+                "`rope_parameters['partial_rotary_factor']` must be between 0 and 1 and make an even share of "
+                f"`head_dim` ({self.head_dim}), but is {self.rope_parameters['partial_rotary_factor']}."
+            )
+
+
+def _at_least(name: str, value: int | float, minimum: int) -> None:
+    if value < minimum:
+        raise ValueError(f"`{name}` must be at least {minimum}, but is {value}.")
+
+
+def _multiple(name: str, value: int, divisor_name: str, divisor: int) -> None:
+    if value % divisor:
+        raise ValueError(f"`{name}` ({value}) must be a multiple of `{divisor_name}` ({divisor}).")
+
+
+__all__ = ["TitansConfig"]

@@ -1,0 +1,56 @@
+"""Closed-form products of the per-token gates within a chunk, in log space.
+
+Unrolling eq. 13-14 from the chunk's start (weights M_0, momentum S_0, gradients g_i all taken at the start, eq. 16):
+
+    M_t = beta_t M_0 + f_t S_0 - sum_{i<=t} G_ti g_i        G = (R E) diag(theta)     f = R m
+    S_T = m_T S_0 - sum_i E_Ti theta_i g_i                  R_tj = prod_{j<l<=t} (1 - alpha_l),  E_ji = prod_{i<l<=j} eta_l
+
+Shapes: ... batch and heads, C tokens of the chunk.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class GateProducts(NamedTuple):
+    write: Tensor  # G (..., C, C): share of token i's gradient in the weights after token t
+    retain: Tensor  # beta (..., C): share of the weights at the chunk's start left after token t
+    carry: Tensor  # f (..., C): what the momentum at the chunk's start has added after token t
+    momentum_write: Tensor  # E_Ti theta_i (..., C): share of token i's gradient in the momentum at the chunk's end
+    momentum_carry: Tensor  # m_T (...): share of the momentum at the chunk's start left at its end
+
+
+def segment_sums(log_decay: Tensor) -> Tensor:
+    """(..., C) -> (..., C, C): sum of log_decay over j < l <= t at [t, j], -inf above the diagonal.
+
+    Summed directly, not as a difference of two cumulative sums: exact for decays of any size, -inf (a gate of 0) included.
+    """
+    size = log_decay.shape[-1]
+    lower = torch.ones(size, size, dtype=torch.bool, device=log_decay.device).tril()
+    terms = log_decay[..., :, None].expand(*log_decay.shape, size).masked_fill(~lower.tril(-1), 0.0)
+    return terms.cumsum(-2).masked_fill(~lower, -torch.inf)
+
+
+def gate_products(
+    inner_lr: Tensor, log_momentum_decay: Tensor, log_retain: Tensor, filled: Tensor | None = None
+) -> GateProducts:
+    """theta, log eta and log(1 - alpha), each (..., C); `filled` (..., C) is False where no token lies."""
+    if filled is not None:
+        inner_lr = inner_lr.masked_fill(~filled, 0.0)
+        log_momentum_decay = log_momentum_decay.masked_fill(~filled, 0.0)
+        log_retain = log_retain.masked_fill(~filled, 0.0)
+    retain_products = segment_sums(log_retain).exp()  # R
+    momentum_products = segment_sums(log_momentum_decay).exp()  # E
+    if filled is not None:
+        # A slot without a token leaves the weights alone: it must not add the momentum to them once more.
+        retain_products = retain_products * filled[..., None, :]
+    momentum_decay = log_momentum_decay.cumsum(-1).exp()  # m
+    return GateProducts(
+        write=(retain_products @ momentum_products) * inner_lr[..., None, :],
+        retain=log_retain.cumsum(-1).exp(),
+        carry=(retain_products @ momentum_decay[..., None]).squeeze(-1),
+        momentum_write=momentum_products[..., -1, :] * inner_lr,
+        momentum_carry=momentum_decay[..., -1],
+    )

@@ -1,0 +1,371 @@
+"""Titans for Transformers: the four variants of "Titans: Learning to Memorize at Test Time" (arXiv 2501.00663, section 4)."""
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.generation import GenerationMixin
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from .attention_titans import SegmentAttention, WindowAttention
+from .cache_titans import LayerState, TitansCache
+from .configuration_titans import TitansConfig
+from .input_checks import check_call, check_input_ids, new_columns
+from .memory_state import where_rows
+from .neural_memory import MemoryRecall, NeuralMemory, TokenGate
+from .token_grid import TokenGrid
+
+
+class TitansMixer(nn.Module):
+    """What a decoder layer does across tokens: the memory, persistent tokens P, and in most variants attention.
+
+    A mixer is a function of the normed input x (B, G, hidden) on the slots of a grid and of the state before it:
+    (output, attention weights or None, state after). Subclasses are the paper's variants.
+    """
+
+    def __init__(self, config: TitansConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.persistent = nn.Parameter(torch.empty(config.num_persistent_tokens, config.hidden_size))
+        self.memory = NeuralMemory(config, layer_idx)
+
+    def initial_state(self, batch_size: int, dtype: torch.dtype) -> LayerState:
+        """The state before the first token. The memory has read P, which is part of every sequence (x~ = P || x) but not
+        of its grid of chunks; this is the same for every row, so it is computed once and expanded.
+        """
+        persistent = self.persistent[None]
+        memory, history = self.memory.initial_state(1, dtype), self.memory.initial_history(persistent)
+        said = persistent
+        if self.config.num_persistent_tokens:
+            grid = TokenGrid.whole(1, self.config.num_persistent_tokens, persistent.device)
+            said, memory, history = self.memory(persistent, memory, history, grid)
+        state = LayerState(memory.primed(), history, *self.initial_keys_values(said))
+        return state.map(lambda x: x.expand(batch_size, *x.shape[1:]))
+
+    def initial_keys_values(self, said: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """What attention carries before the first token; `said` is the memory's output for P, (1, N_p, hidden)."""
+        return None, None
+
+    def forward(self, hidden_states: Tensor, state: LayerState, grid: TokenGrid, fresh: bool):
+        raise NotImplementedError
+
+
+class LMMMixer(TitansMixer):
+    """The memory alone (paper section 4.3, "memory without attention")."""
+
+    def forward(self, hidden_states, state, grid, fresh):
+        output, memory, history = self.memory(hidden_states, state.memory, state.conv, grid)
+        return output, None, LayerState(memory, history)
+
+
+class MALMixer(TitansMixer):
+    """Memory as a layer: sliding-window attention over what the memory says (eq. 29-31)."""
+
+    def __init__(self, config: TitansConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.memory_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.attention = WindowAttention(config, layer_idx)
+
+    def initial_keys_values(self, said):
+        return self.attention.initial_keys_values(self.memory_norm(said))
+
+    def forward(self, hidden_states, state, grid, fresh):
+        said, memory, history = self.memory(hidden_states, state.memory, state.conv, grid)
+        carried, num_seen = (state.keys, state.values), state.memory.num_seen
+        output, weights, carried = self.attention(self.memory_norm(said), carried, num_seen, grid, fresh)
+        return output, weights, LayerState(memory, history, *carried)
+
+
+class MAGMixer(TitansMixer):
+    """Memory as a gate: attention and memory side by side, mixed by a gate that looks at both (eq. 26-28)."""
+
+    def __init__(self, config: TitansConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.attention = WindowAttention(config, layer_idx)
+        self.attention_norm, self.memory_norm = nn.RMSNorm(size, eps=eps), nn.RMSNorm(size, eps=eps)
+        self.gate_attention, self.gate_memory, self.gate_bias = (nn.Parameter(torch.empty(size)) for _ in range(3))
+
+    def initial_keys_values(self, said):
+        return self.attention.initial_keys_values(self.persistent[None])
+
+    def forward(self, hidden_states, state, grid, fresh):
+        said, memory, history = self.memory(hidden_states, state.memory, state.conv, grid)
+        carried, num_seen = (state.keys, state.values), state.memory.num_seen
+        attended, weights, carried = self.attention(hidden_states, carried, num_seen, grid, fresh)
+        y, m = self.attention_norm(attended), self.memory_norm(said)
+        gate = torch.sigmoid(self.gate_attention * y + self.gate_memory * m + self.gate_bias)
+        return gate * y + (1 - gate) * m, weights, LayerState(memory, history, *carried)
+
+
+class MACMixer(TitansMixer):
+    """Memory as context: attention over what the memory recalls for a segment and the segment; the memory then learns from
+    the result and gates it (eq. 21-25). Segments follow each other: each recalls from the memory the last one left.
+    """
+
+    def __init__(self, config: TitansConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.recall = MemoryRecall(config, layer_idx)
+        self.attention = SegmentAttention(config, layer_idx)
+        self.attention_norm, self.memory_norm = nn.RMSNorm(size, eps=eps), nn.RMSNorm(size, eps=eps)
+
+    def initial_state(self, batch_size, dtype):
+        """In MAC, P is part of the attention's context only."""
+        memory = self.memory.initial_state(1, dtype)
+        persistent = self.persistent[None]
+        keys_values = self.attention.initial_keys_values(persistent)
+        segment_weights = memory.weights if self.keeps_segment_weights else ()
+        state = LayerState(memory, self.memory.initial_history(persistent), *keys_values, segment_weights)
+        return state.map(lambda x: x.expand(batch_size, *x.shape[1:]))
+
+    @property
+    def keeps_segment_weights(self) -> bool:
+        """With one chunk a segment, the weights at the segment's start are the memory's anchor."""
+        return self.config.segment_length != self.config.memory_chunk_size
+
+    def forward(self, hidden_states, state, grid, fresh):
+        if grid.is_step:
+            slot = state.memory.num_seen % self.config.segment_length
+            return self._segment(hidden_states, state, grid, slot == 0, slot[:, None])
+        outputs, weights = [], []
+        for first, piece in grid.pieces(self.config.segment_length):
+            segment = hidden_states[:, first : first + piece.num_slots]
+            output, seen, state = self._segment(segment, state, piece, (piece.start == 0) & (piece.end > 0), None)
+            outputs.append(output)
+            weights.append(seen)
+        return torch.cat(outputs, 1), None if weights[0] is None else torch.cat(weights, 2), state
+
+    def _segment(self, segment, state, grid, begins, slots):
+        """One segment, or the part of it that the call holds; `begins` (B,) marks rows that are at its start."""
+        before = state.segment_weights if self.keeps_segment_weights else state.memory.anchor
+        segment_weights = where_rows(begins, state.memory.weights, before)
+        recalled = self.recall(segment, segment_weights)
+        filled = None if slots is not None else grid.filled
+        attended, weights, carried = self.attention(segment, recalled, (state.keys, state.values), slots, filled)
+        attended = segment + attended
+        said, memory, history = self.memory(attended, state.memory, state.conv, grid)
+        output = self.attention_norm(attended) * torch.sigmoid(self.memory_norm(said))
+        kept = segment_weights if self.keeps_segment_weights else ()
+        return output, weights, LayerState(memory, history, *carried, kept)
+
+
+MIXERS = {"mac": MACMixer, "mag": MAGMixer, "mal": MALMixer, "lmm": LMMMixer}
+
+
+class TitansMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: TitansConfig, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.activation = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.down_proj(self.activation(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+
+
+class TitansDecoderLayer(GradientCheckpointingLayer):
+    """x += mixer(norm(x)); x += mlp(norm(x))."""
+
+    def __init__(self, config: TitansConfig, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.mixer_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mixer = MIXERS[config.variant](config, layer_idx)
+        self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = TitansMLP(config, layer_idx)
+
+    def forward(self, hidden_states: Tensor, grid: TokenGrid, past_key_values: TitansCache | None = None) -> Tensor:
+        cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        state = None if cache is None else cache.state
+        fresh = state is None
+        normed = grid.place(self.mixer_norm(hidden_states))
+        if fresh:
+            state = self.mixer.initial_state(hidden_states.shape[0], hidden_states.dtype)
+        mixed, _, state = self.mixer(normed, state, grid, fresh)
+        hidden_states = hidden_states + grid.take(mixed)
+        if cache is not None:
+            cache.set(state, hidden_states.shape[1])
+        return hidden_states + self.mlp(self.mlp_norm(hidden_states))
+
+
+class TitansPreTrainedModel(PreTrainedModel):
+    """Loading, saving and initialisation, as in every Transformers model."""
+
+    config: TitansConfig
+    config_class = TitansConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["TitansDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    _can_record_outputs = {"hidden_states": TitansDecoderLayer, "attentions": OutputRecorder(TitansMixer, index=1)}
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        # In a class outside Transformers only modules that own a parameter are visited, so each one is set by its owner.
+        std = self.config.initializer_range
+        if isinstance(module, TokenGate):
+            init.zeros_(module.weight)
+            init.constant_(module.bias, module.initial_logit)
+        elif isinstance(module, (nn.Linear, nn.Embedding)):
+            init.normal_(module.weight, std=std)
+        elif isinstance(module, nn.Conv1d):
+            bound = module.kernel_size[0] ** -0.5
+            init.uniform_(module.weight, -bound, bound)
+        elif isinstance(module, nn.RMSNorm):
+            init.ones_(module.weight)
+        elif isinstance(module, nn.ParameterList):  # the memory's initial weights: it starts by saying nothing
+            for weight in module[:-1]:
+                init.normal_(weight, std=weight.shape[-2] ** -0.5)
+            init.zeros_(module[-1])
+        elif isinstance(module, TitansMixer):
+            init.normal_(module.persistent, std=std)
+            if isinstance(module, MAGMixer):
+                for vector in (module.gate_attention, module.gate_memory, module.gate_bias):
+                    init.zeros_(vector)
+
+
+class TitansModel(TitansPreTrainedModel):
+    """Embeddings, decoder layers and the last norm."""
+
+    def __init__(self, config: TitansConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList(TitansDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: TitansCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPast:
+        """
+        Args:
+            input_ids (B, T) int64, or inputs_embeds (B, T, hidden): T new tokens, at least one.
+            attention_mask (B, T), or (B, columns read before + T): 0 at padding, wherever it stands. Padding is left out: it
+                neither counts nor changes a state, and the output there means nothing.
+            position_ids: not needed, since positions restart in every window and segment; must count up within each row.
+            past_key_values: where to read on; updated. Made here if `use_cache`.
+
+        Returns last_hidden_state (B, T, hidden), past_key_values; on request hidden_states and, with
+        `attn_implementation="eager"`, attentions: one (B, heads, T, P + W) per layer, columns being the persistent tokens and
+        the window up to the token, oldest first; in MAC (B, heads, T, P + 2 L): persistent tokens, recalled and segment slots.
+
+        Raises ValueError for an empty sequence, ids out of range, a mask or cache that does not fit, packed documents.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
+        if inputs_embeds is None:
+            check_input_ids(input_ids, self.config.vocab_size)
+            inputs_embeds = self.embed_tokens(input_ids)
+        batch_size, num_tokens = inputs_embeds.shape[:2]
+        if use_cache and past_key_values is None:
+            past_key_values = TitansCache(self.config)
+        check_call(self.config, batch_size, num_tokens, position_ids, past_key_values)
+        grid = self._grid(inputs_embeds, attention_mask, past_key_values)
+        hidden_states = inputs_embeds
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, grid, past_key_values=past_key_values)
+        return BaseModelOutputWithPast(
+            last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values if use_cache else None
+        )
+
+    def _grid(self, inputs_embeds: Tensor, attention_mask: Tensor | None, cache: TitansCache | None) -> TokenGrid:
+        """Where the tokens lie on each row's grid of chunks and segments."""
+        batch_size, num_tokens = inputs_embeds.shape[:2]
+        padding_mask = new_columns(
+            attention_mask, batch_size, num_tokens, 0 if cache is None else cache.get_seq_length()
+        )
+        state = None if cache is None else cache.layers[0].state
+        if padding_mask is None and (state is None or num_tokens == 1):
+            return TokenGrid.whole(batch_size, num_tokens, inputs_embeds.device)
+        num_seen = inputs_embeds.new_zeros(batch_size, dtype=torch.int64) if state is None else state.memory.num_seen
+        return TokenGrid.build(num_seen.to(inputs_embeds.device), num_tokens, self.config.grid_unit, padding_mask)
+
+
+class TitansForCausalLM(TitansPreTrainedModel, GenerationMixin):
+    """Titans as a language model. `generate()` carries a `TitansCache`, so the memory goes on learning while it decodes."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: TitansConfig):
+        super().__init__(config)
+        self.model = TitansModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: TitansCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> CausalLMOutputWithPast:
+        """
+        Args, beyond those of `TitansModel.forward`:
+            labels (B, T) int64: usually `input_ids`; shifted inside, -100 is ignored. The loss is their mean cross entropy,
+                or their sum over `num_items_in_batch` where given.
+            logits_to_keep: the last n positions, or the positions given, get logits; 0 for all.
+
+        Returns loss where there are labels, logits (B, T or fewer, vocab_size), and what `TitansModel` returns.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args) -> None:
+        """Makes the cache of `generate()`: the only kind there is, already of constant size."""
+        implementation = generation_config.cache_implementation
+        if implementation not in (None, "dynamic"):
+            raise ValueError(f"`cache_implementation` must be None for a Titans model, but is {implementation!r}.")
+        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = TitansCache(self.config)
+
+
+__all__ = ["TitansForCausalLM", "TitansModel", "TitansPreTrainedModel"]

@@ -1,0 +1,136 @@
+"""The long-term memory as a layer: what is written, how fast, and how it is read out (paper sections 3 and 4.4)."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid, normalize, silu
+
+from .configuration_titans import TitansConfig
+from .memory_chunk import memorize
+from .memory_network import layer_shapes, read
+from .memory_state import MemoryState
+from .token_grid import TokenGrid
+
+
+def norm_in_dtype(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    """The norm in the dtype of x: what a memory says may exceed the range of a half-precision model."""
+    return nn.functional.rms_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.eps)
+
+
+class TokenGate(nn.Linear):
+    """One logit per head from a token. It starts at `initial_logit` for every token: weight 0."""
+
+    def __init__(self, hidden_size: int, num_heads: int, initial_logit: float):
+        self.initial_logit = initial_logit  # before super().__init__, which initialises
+        super().__init__(hidden_size, num_heads)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        nn.init.constant_(self.bias, self.initial_logit)
+
+    def forward(self, hidden_states: Tensor, dtype: torch.dtype) -> Tensor:
+        """hidden_states (B, T, hidden) -> logits (B, H, T), computed in `dtype`."""
+        return nn.functional.linear(hidden_states.to(dtype), self.weight.to(dtype), self.bias.to(dtype)).mT
+
+
+class NeuralMemory(nn.Module):
+    """Projects tokens to keys, values and queries, learns key -> value at test time and returns what the queries retrieve.
+
+    The state it starts from is learned; the last layer of the memory network starts at zero.
+    """
+
+    def __init__(self, config: TitansConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.num_heads, self.head_dim = config.memory_num_heads, config.memory_head_dim
+        size = config.hidden_size
+        self.q_proj = nn.Linear(size, size, bias=False)
+        self.k_proj = nn.Linear(size, size, bias=False)
+        self.v_proj = nn.Linear(size, size, bias=False)
+        kernel = config.memory_conv_kernel
+        self.conv = nn.Conv1d(3 * size, 3 * size, kernel, groups=3 * size, bias=False) if kernel > 1 else None
+        self.inner_lr = TokenGate(size, self.num_heads, initial_logit=0.0)  # theta
+        self.momentum = TokenGate(size, self.num_heads, initial_logit=0.0) if config.memory_momentum else None  # eta
+        self.forget = TokenGate(size, self.num_heads, initial_logit=-5.0) if config.memory_forget else None  # alpha
+        shapes = layer_shapes(self.head_dim, config.memory_depth, config.memory_expansion)
+        self.initial_weights = nn.ParameterList(nn.Parameter(torch.empty(self.num_heads, *shape)) for shape in shapes)
+        self.norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.gate_proj = nn.Linear(size, size, bias=False)
+        self.o_proj = nn.Linear(size, size, bias=False)
+
+    def initial_state(self, batch_size: int, dtype: torch.dtype) -> MemoryState:
+        """The learned state before the first token, in float32 at least whatever the dtype of the model."""
+        return MemoryState.initial(list(self.initial_weights), batch_size, torch.promote_types(dtype, torch.float32))
+
+    def initial_history(self, hidden_states: Tensor) -> Tensor:
+        """(B, kernel - 1, 3 * hidden): the inputs of the convolutions before the first token."""
+        size = self.config.hidden_size
+        return hidden_states.new_zeros(hidden_states.shape[0], self.config.memory_conv_kernel - 1, 3 * size)
+
+    def forward(
+        self, hidden_states: Tensor, state: MemoryState, history: Tensor, grid: TokenGrid
+    ) -> tuple[Tensor, MemoryState, Tensor]:
+        """hidden_states (B, T, hidden) on the slots of `grid`; `history` the last inputs of the convolutions
+        -> what the memory says (B, T, hidden), the state and the history after.
+        """
+        queries, keys, values, history = self._project(hidden_states, history, grid)
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            retrieved, state = memorize(
+                normalize(queries, dim=-1),
+                normalize(keys, dim=-1),
+                values,
+                *self._gates(hidden_states, state.weights[0].dtype),
+                state,
+                chunk_size=self.config.memory_chunk_size,
+                error_clip=self.config.memory_error_clip,
+                grid=grid,
+            )
+            retrieved = norm_in_dtype(self.norm, retrieved.transpose(1, 2)).flatten(2)
+        gate = silu(self.gate_proj(hidden_states))
+        return self.o_proj(retrieved.to(gate.dtype) * gate), state, history
+
+    def _project(self, hidden_states: Tensor, history: Tensor, grid: TokenGrid):
+        """linear -> causal depthwise convolution -> SiLU for q, k and v: three (B, H, T, D), and the history after."""
+        projected = torch.cat([proj(hidden_states) for proj in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)
+        if self.conv is not None:
+            extended = grid.extend(history.to(projected.dtype), projected)
+            history = grid.tail(extended, history.shape[1])
+            projected = self.conv(extended.mT).mT
+        heads = silu(projected).unflatten(-1, (3, self.num_heads, self.head_dim))
+        return *heads.permute(2, 0, 3, 1, 4).unbind(0), history
+
+    def _gates(self, hidden_states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """theta, log eta and log(1 - alpha) of every token and head, (B, H, T): data-dependent (paper section 3.1)."""
+        inner_lr = self.config.memory_max_lr * torch.sigmoid(self.inner_lr(hidden_states, dtype))
+        if self.momentum is None:
+            log_momentum_decay = torch.full_like(inner_lr, -torch.inf)
+        else:
+            momentum = self.momentum(hidden_states, dtype)
+            log_momentum_decay = logsigmoid(momentum)
+            inner_lr = inner_lr * torch.sigmoid(-momentum)  # (1 - eta): the step does not grow with the momentum
+        if self.forget is None:
+            log_retain = torch.zeros_like(inner_lr)
+        else:
+            log_retain = logsigmoid(-self.forget(hidden_states, dtype))
+        return inner_lr, log_momentum_decay, log_retain
+
+
+class MemoryRecall(nn.Module):
+    """Reads the memory without writing, with projections of its own: h = norm(W_o norm(M(q))) (eq. 21, MAC)."""
+
+    def __init__(self, config: TitansConfig, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.head_dim = config.memory_head_dim
+        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.output_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, hidden_states: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
+        """hidden_states (B, T, hidden), weights of the memory network (B, H, d_in, d_out) -> (B, T, hidden)."""
+        queries = silu(self.q_proj(hidden_states)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            recalled = read(weights, normalize(queries.to(weights[0].dtype), dim=-1))
+            recalled = norm_in_dtype(self.norm, recalled.transpose(1, 2)).flatten(2)
+        return self.output_norm(self.o_proj(recalled.to(queries.dtype)))

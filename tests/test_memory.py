@@ -1,0 +1,160 @@
+"""The dual form and the single step against the autograd token loop, in float64."""
+
+import pytest
+import torch
+
+from titans_hf.memory_chunk import memorize
+from titans_hf.memory_network import layer_shapes
+from titans_hf.memory_reference import memorize_reference
+from titans_hf.memory_state import MemoryState
+
+B, H, D, CHUNK = 3, 2, 4, 4
+TOLERANCE = 1e-10
+
+
+def make_state(depth: int, num_seen: list[int], scale: float = 0.7) -> MemoryState:
+    def layers():
+        return tuple(scale * torch.randn(B, H, *shape, dtype=torch.float64) for shape in layer_shapes(D, depth, 2))
+
+    return MemoryState(layers(), layers(), layers(), torch.tensor(num_seen))
+
+
+def make_tokens(length: int, momentum: bool = True, forget: bool = True) -> list[torch.Tensor]:
+    queries, keys, values = (torch.randn(B, H, length, D, dtype=torch.float64) for _ in range(3))
+    inner_lr = 0.5 * torch.rand(B, H, length, dtype=torch.float64)
+    log_momentum_decay = torch.rand(B, H, length, dtype=torch.float64).log()
+    log_retain = torch.rand(B, H, length, dtype=torch.float64).log() / 4
+    if not momentum:
+        log_momentum_decay = torch.full_like(log_momentum_decay, -torch.inf)
+    if not forget:
+        log_retain = torch.zeros_like(log_retain)
+    normalize = torch.nn.functional.normalize
+    return [normalize(queries, dim=-1), normalize(keys, dim=-1), values, inner_lr, log_momentum_decay, log_retain]
+
+
+def run(fn, tokens, state, error_clip, seed=0):
+    """Outputs, final state and gradients of everything that went in, of a random function of everything that came out."""
+    finite = [x.isfinite().all() for x in tokens]
+    tokens = [x.clone().requires_grad_(bool(ok)) for x, ok in zip(tokens, finite, strict=True)]
+    state = state.map(lambda x: x.clone().requires_grad_(x.is_floating_point()))
+    retrieved, after = fn(*tokens, state, chunk_size=CHUNK, error_clip=error_clip)
+    outputs = [retrieved, *after.weights, *after.momentum]
+    generator = torch.Generator().manual_seed(seed)
+    loss = sum((x * torch.randn(x.shape, generator=generator, dtype=x.dtype)).sum() for x in outputs)
+    inputs = [x for x in tokens if x.requires_grad] + [*state.weights, *state.momentum, *state.anchor]
+    gradients = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+    return [*outputs, *after.anchor, after.num_seen], gradients
+
+
+def assert_same(ours, theirs):
+    for group_a, group_b in zip(ours, theirs, strict=True):
+        for a, b in zip(group_a, group_b, strict=True):
+            torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 13])
+@pytest.mark.parametrize("num_seen", [[0, 0, 0], [2, 2, 2], [5, 0, 3]], ids=["start", "mid-chunk", "out-of-step"])
+@pytest.mark.parametrize("error_clip", [None, 1.0], ids=["plain", "clipped"])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_dual_form_equals_reference(depth, error_clip, num_seen, length):
+    torch.manual_seed(length)
+    state, tokens = make_state(depth, num_seen), make_tokens(length)
+    if error_clip is None:  # the paper's loss diverges within 13 tokens at these rates, in the reference too
+        tokens[3] = 0.1 * tokens[3]
+    assert_same(run(memorize, tokens, state, error_clip), run(memorize_reference, tokens, state, error_clip))
+
+
+@pytest.mark.parametrize("momentum,forget", [(False, True), (True, False), (False, False)])
+@pytest.mark.parametrize("length", [1, 13])
+def test_momentum_and_forgetting_off(momentum, forget, length):
+    torch.manual_seed(0)
+    state, tokens = make_state(2, [5, 0, 3]), make_tokens(length, momentum, forget)
+    assert_same(run(memorize, tokens, state, 1.0), run(memorize_reference, tokens, state, 1.0))
+
+
+def test_both_clips_are_reached_and_left():
+    """The grids above are only worth something if tokens lie on both sides of each clip."""
+    from titans_hf.memory_network import gradient_factors, surprise
+
+    torch.manual_seed(13)
+    state, (_, keys, values, *_) = make_state(3, [0, 0, 0]), make_tokens(64)
+    limit = values.norm(dim=-1)
+    for clip in (None, 1.0):
+        inputs, deltas = gradient_factors(keys, values, state.weights, clip)
+        clipped = deltas[-1].norm(dim=-1) >= 2 * limit - 1e-9
+        assert 0.05 < clipped.double().mean() < 0.95
+        lengths = [surprise(x, d).squeeze(-1) for x, d in zip(inputs, deltas, strict=True)]
+        longer = [(x > 4 * limit + 1e-9).double().mean() for x in lengths]
+        assert all(x == 0 for x in longer) if clip else all(0.05 < x < 0.95 for x in longer)
+
+
+@pytest.mark.parametrize("split", [1, 3, 4, 5, 8, 12])
+def test_state_carries_on(split):
+    """Two calls equal one, with the first ending anywhere in a chunk; then token by token."""
+    torch.manual_seed(1)
+    state, tokens = make_state(2, [5, 0, 3]), make_tokens(13)
+    options = dict(chunk_size=CHUNK, error_clip=1.0)
+    whole, after = memorize(*tokens, state, **options)
+    for pieces in ([split, 13 - split], [1] * 13):
+        current, parts = state, []
+        for piece in zip(*(x.split(pieces, dim=2) for x in tokens), strict=True):
+            part, current = memorize(*piece, current, **options)
+            parts.append(part)
+        torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=TOLERANCE, atol=TOLERANCE)
+        for a, b in zip(
+            (*current.weights, *current.momentum, *current.anchor),
+            (*after.weights, *after.momentum, *after.anchor),
+            strict=True,
+        ):
+            torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_gradient_at_zero_error_is_finite():
+    """A memory that already answers exactly: e = 0, |e| has no gradient there, the update is 0."""
+    state = make_state(2, [0, 0, 0])
+    state = MemoryState(
+        (state.weights[0], torch.zeros_like(state.weights[1])), state.momentum, state.anchor, state.num_seen
+    )
+    tokens = make_tokens(5)
+    tokens[2] = torch.zeros_like(tokens[2])
+    for fn in (memorize, memorize_reference):
+        outputs, gradients = run(fn, tokens, state, 1.0)
+        assert all(x.isfinite().all() for x in (*outputs, *gradients))
+
+
+def test_bfloat16_inputs_keep_a_float32_state():
+    state = make_state(2, [0, 2, 3]).map(lambda x: x.float() if x.is_floating_point() else x)
+    tokens = [x.bfloat16() if i < 3 else x.float() for i, x in enumerate(make_tokens(9))]
+    for length in (9, 1):
+        retrieved, after = memorize(*(x[:, :, :length] for x in tokens), state, chunk_size=CHUNK, error_clip=1.0)
+        assert {retrieved.dtype, *(x.dtype for x in (*after.weights, *after.momentum, *after.anchor))} == {
+            torch.float32
+        }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+@pytest.mark.parametrize("inputs", ["constant", "alternating", "random", "huge"])
+@pytest.mark.parametrize("gates", ["momentum near 1", "momentum 0"])
+def test_nothing_blows_up(inputs, depth, gates, dtype):
+    """20,000 tokens at the ends of the gates, nothing forgotten: finite, and within the linear bound that clipping gives."""
+    length, chunk, max_lr = 20_000, 64, 0.2
+    torch.manual_seed(0)
+    keys = torch.nn.functional.normalize(torch.randn(1, 1, length, D), dim=-1)
+    values = torch.randn(1, 1, length, D)
+    if inputs in ("constant", "alternating"):
+        period = 1 if inputs == "constant" else 2
+        keys, values = (x[:, :, :period].repeat(1, 1, length // period, 1) for x in (keys, values))
+        if inputs == "alternating":
+            keys[:, :, 1::2] = keys[:, :, :1]
+    elif inputs == "huge":
+        values = 1e3 * torch.nn.functional.normalize(values, dim=-1)
+    eta = torch.full((1, 1, length), 1 - 1e-4 if gates == "momentum near 1" else 0.0)
+    tokens = [keys.to(dtype), keys.to(dtype), values.to(dtype), max_lr * (1 - eta), eta.log(), torch.zeros_like(eta)]
+    weights = [torch.randn(1, *shape) / shape[0] ** 0.5 for shape in layer_shapes(D, depth, 2)]
+    state = MemoryState.initial(weights, 1, torch.float32)
+    retrieved, after = memorize(*tokens, state, chunk_size=chunk, error_clip=1.0)
+    assert all(x.isfinite().all() for x in (retrieved, *after.weights, *after.momentum))
+    step = max_lr * 4 * values.norm(dim=-1).max() * 1.01
+    for weight, initial in zip(after.weights, weights, strict=True):
+        assert (weight - initial).norm() <= length * step

@@ -1,0 +1,322 @@
+"""scripts/train.py: packing, resuming, bad inputs, and a tiny run from text to a pipeline."""
+
+import importlib
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from datasets import Dataset, DatasetDict
+from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, TrainerCallback, pipeline
+from transformers.trainer_utils import get_last_checkpoint
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
+sys.path.insert(0, str(SCRIPT.parent))
+train = importlib.import_module("train")
+data = importlib.import_module("training_data")
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+TITANS = LLAMA | {
+    "model_type": "titans",
+    "variant": "mag",
+    "head_dim": 16,
+    "sliding_window": 16,
+    "segment_length": 16,
+    "memory_chunk_size": 8,
+}
+CONFIGS = {"llama": LLAMA, "mistral": LLAMA | {"model_type": "mistral"}, "titans": TITANS}
+
+
+class StopAt(TrainerCallback):
+    """Stands in for TimeLimit, so that --max_minutes is the step to stop at, and notes the steps made."""
+
+    steps: ClassVar[list[int]] = []
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.steps.append(state.global_step)
+        if state.global_step == self.step:
+            control.should_training_stop = True
+
+
+@pytest.fixture(autouse=True)
+def own_cache_and_no_network(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """Documents whose lengths, eos included, are shorter than, equal to and longer than a block of 32."""
+    folder = tmp_path / "texts"
+    (folder / "more").mkdir(parents=True)
+    documents = {
+        "a.txt": "short",
+        "b [1].txt": "x" * 31,
+        "c.txt": "Zwölf Boxkämpfer, </s> 東京 " * 20,
+        "more/d.txt": "",
+    }
+    for name, text in documents.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    (folder / "ignored.md").write_text("not a text file")
+    return folder
+
+
+@pytest.fixture
+def options(tmp_path, texts):
+    """A function making the command line of a tiny run; keywords replace options, and None leaves one out."""
+
+    def make(model=LLAMA, **changes):
+        path = tmp_path / f"{model['model_type']}.json"
+        path.write_text(json.dumps(model))
+        values = {
+            "config": path,
+            "tokenizer": "bytes",
+            "train_data": texts,
+            "output_dir": tmp_path / "out",
+            "block_length": 32,
+            "per_device_train_batch_size": 2,
+            "tokens_per_step": 128,
+            "max_steps": 8,
+            "logging_steps": 1,
+            "eval_steps": 2,
+            "save_steps": 4,
+            "learning_rate": 0.01,
+            "use_cpu": "true",
+            "bf16": "false",
+        }
+        values.update(changes)
+        return [text for name, value in values.items() if value is not None for text in (f"--{name}", str(value))]
+
+    return make
+
+
+def real_tokens(blocks):
+    return [token for block in blocks["input_ids"] for token in block.tolist()]
+
+
+def losses(folder, key):
+    history = json.loads((Path(folder) / "trainer_state.json").read_text())["log_history"]
+    return [(log["step"], log[key]) for log in history if key in log]
+
+
+@pytest.mark.parametrize("block_length", [2, 7, 32, 10_000])
+def test_packing_loses_no_text(texts, block_length):
+    tokenizer = data.load_tokenizer("bytes")
+    documents = data.load_splits(str(texts), "train", None)["train"]
+    blocks, tokens_per_byte = data.pack(documents, "text", tokenizer, block_length)
+
+    encoded = [path.read_bytes() for path in sorted(texts.rglob("*.txt"))]
+    stream = [token for text in encoded for token in [*(byte + 3 for byte in text), tokenizer.eos_token_id]]
+    assert real_tokens(blocks) == stream[: len(stream) - (len(stream) % block_length == 1)]
+    assert {len(block) for block in blocks["input_ids"][:-1]} <= {block_length}
+    assert data.count_tokens(blocks) == len(real_tokens(blocks))
+    assert tokens_per_byte == len(real_tokens(blocks)) / len(b"".join(encoded))
+
+
+def test_only_a_lone_final_eos_is_dropped():
+    documents = Dataset.from_dict({"text": ["abcd"]})
+    blocks, _ = data.pack(documents, "text", data.load_tokenizer("bytes"), 4)
+    assert real_tokens(blocks) == [100, 101, 102, 103]
+
+
+def test_blocks_are_cached(texts, monkeypatch):
+    tokenizer = data.load_tokenizer("bytes")
+    first, _ = data.pack(data.load_splits(str(texts), "train", None)["train"], "text", tokenizer, 32)
+    monkeypatch.setattr(type(tokenizer), "__call__", None)
+    again, _ = data.pack(data.load_splits(str(texts), "train", None)["train"], "text", data.load_tokenizer("bytes"), 32)
+    assert real_tokens(again) == real_tokens(first)
+
+
+def test_held_out_blocks_are_the_last(texts):
+    tokenizer = data.load_tokenizer("bytes")
+    blocks, _ = data.pack(data.load_splits(str(texts), "train", None)["train"], "text", tokenizer, 32)
+    kept, held_out, _ = data.load_blocks(tokenizer, 32, str(texts), None, 0.2, None, "text")
+    assert len(held_out) == round(0.2 * len(blocks))
+    assert real_tokens(kept) + real_tokens(held_out) == real_tokens(blocks)
+
+
+def test_saved_data_set_brings_its_validation_split(tmp_path):
+    splits = {"train": Dataset.from_dict({"body": ["aaaa", "bb"]}), "validation": Dataset.from_dict({"body": ["cc"]})}
+    DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    tokenizer = data.load_tokenizer("bytes")
+    kept, validation, _ = data.load_blocks(tokenizer, 32, str(tmp_path / "saved"), None, 0.01, None, "body")
+    assert tokenizer.decode(real_tokens(kept)) == "aaaa</s>bb</s>"
+    assert tokenizer.decode(real_tokens(validation)) == "cc</s>"
+
+
+def test_byte_tokenizer_is_byt5_without_the_eos(tmp_path):
+    data.load_tokenizer("bytes").save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    text = "Ünïcode 東京 🎉\r\n\t\x00  end "
+    byt5 = ByT5Tokenizer(extra_ids=0)
+    assert len(tokenizer) == len(byt5) == 259
+    assert tokenizer(text)["input_ids"] == byt5(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    for name in ("pad_token_id", "eos_token_id", "unk_token_id"):
+        assert getattr(tokenizer, name) == getattr(byt5, name)
+
+
+def test_collate_masks_only_padding():
+    batch = data.collate([{"input_ids": torch.tensor([5, 6, 7])}, {"input_ids": torch.tensor([8, 0])}])
+    assert batch["labels"].tolist() == [[5, 6, 7], [8, 0, -100]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert "attention_mask" not in data.collate([{"input_ids": torch.tensor([5, 0])}])
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_training_gives_a_model_that_loads_and_generates(options, tmp_path, texts, model_type):
+    metrics = train.main(options(CONFIGS[model_type], eval_data=texts))
+
+    folder = tmp_path / "out"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert model.config.model_type == model_type
+    assert (model.config.bos_token_id, model.config.eos_token_id, model.config.pad_token_id) == (None, 1, 0)
+
+    blocks, tokens_per_byte = data.pack(
+        data.load_splits(str(texts), "validation", None)["validation"], "text", tokenizer, 32
+    )
+    with torch.no_grad():
+        outputs = [(model(block[None], labels=block[None]).loss, len(block) - 1) for block in blocks["input_ids"]]
+    loss = sum(mean.item() * count for mean, count in outputs) / sum(count for _, count in outputs)
+    assert metrics["eval_loss"] == pytest.approx(loss, abs=1e-4)
+    assert metrics["eval_loss"] == pytest.approx(min(value for _, value in losses(folder, "eval_loss")))
+    assert metrics["eval_loss"] < math.log(320) - 1
+    assert metrics["eval_perplexity"] == pytest.approx(math.exp(metrics["eval_loss"]))
+    assert metrics["eval_bits_per_byte"] == pytest.approx(metrics["eval_loss"] / math.log(2) * tokens_per_byte)
+
+    assert json.loads((folder / "eval_results.json").read_text())["eval_perplexity"] == metrics["eval_perplexity"]
+    assert json.loads((folder / "run.json").read_text())["steps"] == 8
+    assert (folder / "loss.png").stat().st_size > 0
+
+    generate = pipeline("text-generation", model=str(folder), device="cpu")
+    text = generate("Zwölf", max_new_tokens=4, do_sample=False)[0]["generated_text"]
+    assert text.startswith("Zwölf")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "titans"])
+def test_resumed_run_is_bit_identical(options, tmp_path, monkeypatch, model_type):
+    config = CONFIGS[model_type] | ({"attention_dropout": 0.1} if model_type == "llama" else {})
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    metrics = train.main(options(config, output_dir=whole))
+    monkeypatch.setattr(train, "TimeLimit", StopAt)
+    monkeypatch.setattr(StopAt, "steps", [])
+    train.main(options(config, output_dir=parts, max_minutes=4))
+    assert StopAt.steps == [1, 2, 3, 4]
+    resumed = train.main(options(config, output_dir=parts, max_minutes=8, resume_from_checkpoint="true"))
+    assert StopAt.steps == list(range(1, 9))
+
+    for checkpoint in ("checkpoint-8", "."):
+        first, second = (AutoModelForCausalLM.from_pretrained(run / checkpoint).state_dict() for run in (whole, parts))
+        assert all(torch.equal(first[name], second[name]) for name in first)
+    for key in ("loss", "eval_loss"):
+        assert losses(whole, key) == losses(parts, key)
+    assert resumed["eval_loss"] == metrics["eval_loss"]
+
+
+def test_time_limit_stops_evaluates_and_saves(options, tmp_path):
+    train.main(options(max_minutes=1e-9))
+    assert get_last_checkpoint(tmp_path / "out").endswith("checkpoint-1")
+    assert [step for step, _ in losses(tmp_path / "out", "eval_loss")] == [1]
+
+
+@pytest.mark.parametrize(
+    ("given", "accumulated"),
+    [({"tokens_per_step": 256}, 4), ({"gradient_accumulation_steps": 3, "tokens_per_step": 7}, 3)],
+)
+def test_tokens_per_step(options, tmp_path, capsys, given, accumulated):
+    train.main(options(max_steps=1, **given))
+    arguments = torch.load(tmp_path / "out" / "training_args.bin", weights_only=False)
+    assert arguments.gradient_accumulation_steps == accumulated
+    assert f"steps: 1 of {accumulated * 2 * 32} tokens" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["tokens_seen"] == accumulated * 2 * 32
+
+
+def test_paper_defaults(options):
+    parser = train.HfArgumentParser((train.ScriptArguments, train.PaperArguments))
+    _, arguments = parser.parse_args_into_dataclasses(options(learning_rate=None))
+    assert (arguments.learning_rate, arguments.weight_decay, arguments.lr_scheduler_type) == (4e-4, 0.1, "cosine")
+    assert arguments.optim.startswith("adamw")
+    assert parser.get_default("tokens_per_step") == 524288
+
+
+def test_overrides_rebuild_the_config(options):
+    config = LLAMA | {"hidden_size": 64}
+    path = options(config)[1]
+    changed = train.load_config(path, "hidden_size=32,tie_word_embeddings=true", data.load_tokenizer("bytes"))
+    assert (changed.hidden_size, changed.head_dim, changed.tie_word_embeddings) == (32, 16, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train_data": "/no/such/folder"}, "/no/such/folder is neither a file, nor a folder, nor a data set"),
+        ({"eval_data": "/no/such/file.txt"}, "/no/such/file.txt is neither"),
+        ({"train_data": "no-such/data"}, "no-such/data is neither"),
+        ({"config": "/no/such/config.json"}, "/no/such/config.json: no such file"),
+        ({"block_length": 1}, "block_length 1"),
+        ({"block_length": 4096, "tokens_per_step": 8192}, "give --eval_data"),
+        ({"tokens_per_step": 100}, "try --tokens_per_step 128"),
+        ({"text_column": "body"}, "no --text_column body, only text"),
+        ({"config_overrides": "vocab_size=100"}, "vocab_size 100 .* vocabulary 259"),
+        ({"config_overrides": "hiden_size=64"}, "llama has no hiden_size"),
+        ({"resume_from_checkpoint": "true"}, "no checkpoint in"),
+        ({"resume_from_checkpoint": "/no/such/checkpoint"}, "no checkpoint in /no/such/checkpoint"),
+    ],
+)
+def test_bad_inputs_are_named(options, tmp_path, changes, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        train.main(options(**changes))
+    assert not (tmp_path / "out").exists()
+
+
+def test_folder_without_text_is_named(options, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"empty holds no \.txt files"):
+        train.main(options(train_data=tmp_path / "empty"))
+    (tmp_path / "empty" / "empty.txt").touch()
+    with pytest.raises(ValueError, match="holds no text"):
+        train.main(options(train_data=tmp_path / "empty"))
+
+
+def test_tokenizer_without_eos_is_named(options, tmp_path):
+    tokenizer = data.load_tokenizer("bytes")
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    with pytest.raises(ValueError, match="no eos token"):
+        train.main(options(tokenizer=tmp_path / "tokenizer"))
+
+
+def test_checkpoints_are_not_trained_over(options, tmp_path):
+    (tmp_path / "out" / "checkpoint-4").mkdir(parents=True)
+    with pytest.raises(ValueError, match="pass --resume_from_checkpoint true"):
+        train.main(options())
+
+
+@pytest.mark.slow
+def test_two_processes_train_like_one(options, tmp_path, texts, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    alone = train.main(options(output_dir=tmp_path / "alone", eval_data=texts))
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", str(SCRIPT)]
+    command = launch + options(per_device_train_batch_size=1, per_device_eval_batch_size=4, eval_data=texts)
+    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=240).stdout
+    assert output.count("eval_perplexity         =") == 1
+    assert output.count("model: llama") == 1
+    together = json.loads((tmp_path / "out" / "eval_results.json").read_text())
+    assert together["eval_loss"] == pytest.approx(alone["eval_loss"], rel=1e-4)
