@@ -1,6 +1,6 @@
 """Trains a causal language model from scratch: Titans, or any other model type that transformers knows.
 
-    python scripts/train.py --config scripts/configs/tiny-mag-bytes.json --tokenizer bytes \
+    python scripts/train.py --config scripts/configs/tiny-mag.json --tokenizer bytes \
         --train_data FOLDER --eval_data FOLDER --output_dir runs/tiny
 
 Every option of transformers' TrainingArguments can be given too. The defaults are those of the Titans paper
@@ -61,6 +61,9 @@ class ScriptArguments:
     tokens_per_step: int = field(
         default=2**19,
         metadata={"help": "Tokens in an optimizer step (paper: 0.5M), unless --gradient_accumulation_steps is given."},
+    )
+    max_eval_blocks: int | None = field(
+        default=None, metadata={"help": "Evaluate on this many blocks, evenly spread, instead of all."}
     )
     max_minutes: float | None = field(
         default=None,
@@ -253,6 +256,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             args.dataset_config,
             args.text_column,
         )
+
+    if args.max_eval_blocks and args.max_eval_blocks < len(eval_blocks):
+        eval_blocks = eval_blocks.select(np.linspace(0, len(eval_blocks) - 1, args.max_eval_blocks, dtype=int))
 
     set_seed(training_args.seed)
     trainer = TokenLossTrainer(

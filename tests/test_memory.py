@@ -33,7 +33,7 @@ def make_tokens(length: int, momentum: bool = True, forget: bool = True) -> list
 
 
 def run(fn, tokens, state, error_clip, seed=0):
-    """Outputs, final state and gradients of everything that went in, of a random function of everything that came out."""
+    """What comes out, and the gradients of a random function of it with respect to everything that goes in."""
     finite = [x.isfinite().all() for x in tokens]
     tokens = [x.clone().requires_grad_(bool(ok)) for x, ok in zip(tokens, finite, strict=True)]
     state = state.map(lambda x: x.clone().requires_grad_(x.is_floating_point()))
@@ -137,7 +137,7 @@ def test_bfloat16_inputs_keep_a_float32_state():
 @pytest.mark.parametrize("inputs", ["constant", "alternating", "random", "huge"])
 @pytest.mark.parametrize("gates", ["momentum near 1", "momentum 0"])
 def test_nothing_blows_up(inputs, depth, gates, dtype):
-    """20,000 tokens at the ends of the gates, nothing forgotten: finite, and within the linear bound that clipping gives."""
+    """20,000 tokens at the ends of the gates, nothing forgotten: finite, and within the bound that clipping gives."""
     length, chunk, max_lr = 20_000, 64, 0.2
     torch.manual_seed(0)
     keys = torch.nn.functional.normalize(torch.randn(1, 1, length, D), dim=-1)

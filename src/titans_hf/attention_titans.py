@@ -1,8 +1,8 @@
 """The short-term memory: sliding-window attention (MAG, MAL) and segment attention (MAC), both with persistent tokens.
 
-Cost is linear in the sequence: queries are folded into blocks of one window (or segment), and no score or mask larger than
-a block is ever made. Rotary positions are relative to the block, so none is larger than two windows at any context length;
-persistent keys carry no position (their rotary part is zero) and stay outside the window.
+Cost is linear in the sequence: queries are folded into blocks of one window (or segment), and no score or mask larger
+than a block is ever made. Rotary positions are relative to the block, so none is larger than two windows at any context
+length; persistent keys carry no position (their rotary part is zero) and stay outside the window.
 
 Shapes: B batch, T query slots, K key slots, P persistent tokens, W window, L segment length, h heads, D head size.
 """
@@ -75,7 +75,7 @@ class TitansAttention(nn.Module):
         return with_room(placeless), with_room(values)
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> tuple[Tensor, Tensor | None]:
-        """queries (B, T, h, D), keys and values (B, K, h, D), visible (B or 1, T, K) -> (B, T, h * D), weights or None."""
+        """queries (B, T, h, D), keys and values (B, K, h, D), visible (B or 1, T, K) -> (B, T, h * D), weights."""
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, weights = attention(
             self,
@@ -96,8 +96,9 @@ class WindowAttention(TitansAttention):
     def forward(
         self, hidden_states: Tensor, carried: tuple[Tensor, Tensor], num_seen: Tensor, grid: TokenGrid, fresh: bool
     ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor]]:
-        """hidden_states (B, T, hidden) on the slots of `grid`; carried keys and values (B, P + W - 1, h, D); num_seen (B,)
-        tokens read before (`fresh`: none, by any row) -> output, weights (B, h, T, P + W) where recorded, carried on.
+        """hidden_states (B, T, hidden) on the slots of `grid`; carried keys and values (B, P + W - 1, h, D); num_seen
+        (B,) tokens read before (`fresh`: none, by any row) -> output, weights (B, h, T, P + W) where recorded, carried
+        on.
         """
         num_persistent = self.config.num_persistent_tokens
         queries = self.heads(self.q_proj(hidden_states))
@@ -111,8 +112,8 @@ class WindowAttention(TitansAttention):
         return self.o_proj(output), weights, carried
 
     def _attend_blocks(self, queries, keys, values, persistent, oldest):
-        """Folds blocks of W queries into the batch; keys and values (B, W - 1 + T, h, D). The first block is apart: only
-        it can reach back to slots before the first token.
+        """Folds blocks of W queries into the batch; keys and values (B, W - 1 + T, h, D). The first block is apart:
+        only it can reach back to slots before the first token.
         """
         window, length = self.config.sliding_window, queries.shape[1]
         history, block = window - 1, min(window, length)
@@ -167,8 +168,9 @@ class WindowAttention(TitansAttention):
 
 
 class SegmentAttention(TitansAttention):
-    """Causal attention within a segment over [P | h | S]: persistent tokens, what the memory recalls for each token of the
-    segment (h), and the segment (S). Token i sees h_j and S_j for j <= i: h_j is made from token j (paper section 4.1).
+    """Causal attention within a segment over [P | h | S]: persistent tokens, what the memory recalls for each token of
+    the segment (h), and the segment (S). Token i sees h_j and S_j for j <= i: h_j is made from token j (paper section
+    4.1).
 
     Carries the rotated keys of h and of S for every slot of the segment.
     """
@@ -181,8 +183,8 @@ class SegmentAttention(TitansAttention):
         slots: Tensor | None = None,
         filled: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor]]:
-        """segment S and recalled h (B, T, hidden) at `slots` (B, T) of the segment, None for its first T; `filled` (B, T)
-        marks the slots that hold a token, None if all do; carried (B, P + 2 L, h, D)
+        """segment S and recalled h (B, T, hidden) at `slots` (B, T) of the segment, None for its first T; `filled` (B,
+        T) marks the slots that hold a token, None if all do; carried (B, P + 2 L, h, D)
         -> output, weights (B, h, T, P + 2 L) where recorded, carried on.
         """
         length, num_persistent = self.config.segment_length, self.config.num_persistent_tokens

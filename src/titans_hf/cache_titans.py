@@ -17,9 +17,10 @@ class LayerState:
 
     memory: weights, momentum, chunk-start weights and tokens seen (`MemoryState`).
     conv: (B, kernel - 1, 3 * hidden), the last inputs of the memory's convolutions.
-    keys, values: (B, P + W - 1, h, D) persistent tokens and window; in MAC (B, P + 2 L, h, D) persistent tokens, recalled
-    memory and segment; None in LMM.
-    segment_weights: MAC, the memory's weights at the start of the running segment; empty where that is the chunk's start.
+    keys, values: (B, P + W - 1, h, D) persistent tokens and window; in MAC (B, P + 2 L, h, D) persistent tokens,
+    recalled memory and segment; None in LMM.
+    segment_weights: MAC, the memory's weights at the start of the running segment; empty where that is the chunk's
+    start.
     """
 
     memory: MemoryState
@@ -146,7 +147,8 @@ class TitansCache(Cache):
         for name, value in ours.items():
             if value != theirs[name]:
                 raise ValueError(
-                    f"`past_key_values` does not fit the model and its input: its {name} is {value}, not {theirs[name]}."
+                    f"`past_key_values` does not fit the model and its input: its {name} is {value}, "
+                    f"not {theirs[name]}."
                 )
 
 

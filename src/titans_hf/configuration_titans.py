@@ -23,8 +23,8 @@ class TitansConfig(PreTrainedConfig):
         sliding_window (`int`, defaults to 512):
             Tokens that a token attends to, itself included, in MAG and MAL.
         rope_parameters (`dict`, *optional*):
-            `rope_theta` (10000) and `partial_rotary_factor` (0.5). Positions restart in every window and segment, so that
-            none is ever beyond those seen in training: only `rope_type="default"` makes sense.
+            `rope_theta` (10000) and `partial_rotary_factor` (0.5). Positions restart in every window and segment, so
+            that none is ever beyond those seen in training: only `rope_type="default"` makes sense.
         segment_length (`int`, defaults to 256):
             Tokens of a segment in MAC, its attention span; a multiple of `memory_chunk_size`.
         num_persistent_tokens (`int`, defaults to 4):
@@ -32,7 +32,8 @@ class TitansConfig(PreTrainedConfig):
         memory_depth (`int`, defaults to 2): Layers of the memory network (L_M); 1 is a linear memory.
         memory_expansion (`int`, defaults to 2): Hidden size of the memory network in units of its head size.
         memory_num_heads (`int`, *optional*): Independent memories per layer; `num_attention_heads` by default.
-        memory_chunk_size (`int`, defaults to 64): Tokens whose gradients are taken at the same weights (paper section 3.2).
+        memory_chunk_size (`int`, defaults to 64): Tokens whose gradients are taken at the same weights (paper section
+        3.2).
         memory_max_lr (`float`, defaults to 0.2): Largest step of the inner loop (theta, eq. 10); 0 turns learning off.
         memory_momentum (`bool`, defaults to `True`): Past surprise (eta, eq. 10).
         memory_forget (`bool`, defaults to `True`): Weight decay of the memory (alpha, eq. 13).

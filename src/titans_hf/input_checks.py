@@ -8,7 +8,7 @@ from .configuration_titans import TitansConfig
 
 
 def check_input_ids(input_ids: Tensor, vocab_size: int) -> None:
-    """Raises ValueError for ids that have no embedding. Not on accelerators, where looking would wait for the device."""
+    """Raises ValueError for ids that have no embedding. Not on accelerators: looking would wait for the device."""
     if input_ids.device.type != "cpu" or torch.compiler.is_compiling() or not input_ids.numel():
         return
     low, high = input_ids.aminmax()

@@ -1,8 +1,8 @@
 """The memory, fast: the dual form of chunked gradient descent (paper section 3.2), and the single step.
 
-Within a chunk every gradient is taken at the weights of the chunk's start, so a token's gradient is rank one in each layer
-and all weights after all tokens follow from a few matrix products (`memory_gates`), exactly. No per-token weights exist.
-Shapes: B batch, H heads, T tokens, C tokens of a chunk, D head size; weights (B, H, d_in, d_out).
+Within a chunk every gradient is taken at the weights of the chunk's start, so a token's gradient is rank one in each
+layer and all weights after all tokens follow from a few matrix products (`memory_gates`), exactly. No per-token weights
+exist. Shapes: B batch, H heads, T tokens, C tokens of a chunk, D head size; weights (B, H, d_in, d_out).
 """
 
 import torch
@@ -141,7 +141,7 @@ def _memorize_chunk(
     inputs, deltas = gradient_factors(keys, values, anchor, error_clip)
 
     def layer_after_each_token(w: Tensor, s: Tensor, inputs: Tensor, delta: Tensor):
-        """x_t -> x_t M_t = beta_t x_t W + f_t x_t S - sum_{i<=t} G_ti (x_t . h_i) delta_i, (B, H, C, d_in) -> (.., d_out)."""
+        """x_t -> x_t M_t = beta_t x_t W + f_t x_t S - sum_{i<=t} G_ti (x_t . h_i) delta_i, for x (B, H, C, d_in)."""
         beta, carry = gates.retain[..., None], gates.carry[..., None]
         return lambda x: beta * (x @ w) + carry * (x @ s) - ((x @ inputs.mT) * gates.write) @ delta
 

@@ -3,7 +3,8 @@
 Unrolling eq. 13-14 from the chunk's start (weights M_0, momentum S_0, gradients g_i all taken at the start, eq. 16):
 
     M_t = beta_t M_0 + f_t S_0 - sum_{i<=t} G_ti g_i        G = (R E) diag(theta)     f = R m
-    S_T = m_T S_0 - sum_i E_Ti theta_i g_i                  R_tj = prod_{j<l<=t} (1 - alpha_l),  E_ji = prod_{i<l<=j} eta_l
+    S_T = m_T S_0 - sum_i E_Ti theta_i g_i                  R_tj = prod_{j<l<=t} (1 - alpha_l)
+                                                            E_ji = prod_{i<l<=j} eta_l
 
 Shapes: ... batch and heads, C tokens of the chunk.
 """
@@ -25,7 +26,8 @@ class GateProducts(NamedTuple):
 def segment_sums(log_decay: Tensor) -> Tensor:
     """(..., C) -> (..., C, C): sum of log_decay over j < l <= t at [t, j], -inf above the diagonal.
 
-    Summed directly, not as a difference of two cumulative sums: exact for decays of any size, -inf (a gate of 0) included.
+    Summed directly, not as a difference of two cumulative sums: exact for decays of any size, -inf (a gate of 0)
+    included.
     """
     size = log_decay.shape[-1]
     lower = torch.ones(size, size, dtype=torch.bool, device=log_decay.device).tril()

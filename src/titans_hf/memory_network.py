@@ -6,6 +6,7 @@ Shapes: B batch, H heads, T tokens, D head size, F hidden size; layer l maps d_i
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch.nn.functional import silu
 def layer_shapes(head_dim: int, depth: int, expansion: int) -> list[tuple[int, int]]:
     """(d_in, d_out) of each of the `depth` layers: D -> F -> ... -> F -> D with F = expansion * D."""
     sizes = [head_dim, *[expansion * head_dim] * (depth - 1), head_dim]
-    return list(zip(sizes[:-1], sizes[1:], strict=True))
+    return list(pairwise(sizes))
 
 
 def apply_layers(x: Tensor, layers: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
@@ -41,9 +42,10 @@ def gradient_factors(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The gradient of |M(k) - v|^2 (eq. 12) in every layer, one rank-one matrix per token, as its two factors.
 
-    Token i's gradient of layer l is inputs[l][i] (x) deltas[l][i]. With `error_clip` kappa, the error e = M(k) - v enters
-    as e * min(1, kappa |v| / |e|), and no layer's gradient may be longer than 4 kappa |v|, twice the longest that a
-    one-layer memory with a unit key can have: the weights then grow at most linearly with the tokens read, whatever they are.
+    Token i's gradient of layer l is inputs[l][i] (x) deltas[l][i]. With `error_clip` kappa, the error e = M(k) - v
+    enters as e * min(1, kappa |v| / |e|), and no layer's gradient may be longer than 4 kappa |v|, twice the longest
+    that a one-layer memory with a unit key can have: the weights then grow at most linearly with the tokens read,
+    whatever they are.
 
     keys, values (B, H, T, D); weights (B, H, d_in, d_out) -> two lists of (B, H, T, d_in) and (B, H, T, d_out).
     """

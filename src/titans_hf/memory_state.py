@@ -11,8 +11,9 @@ from torch import Tensor
 class MemoryState:
     """The memory of every row and head; tuples hold one tensor per layer of the memory network.
 
-    weights (M), momentum (S), anchor (the weights at the start of the running chunk, where gradients are taken, eq. 16):
-    (B, H, d_in, d_out) in float32 (float64 in a float64 model). num_seen: (B,) int64, real tokens read by each row.
+    weights (M), momentum (S), anchor (the weights at the start of the running chunk, where gradients are taken, eq.
+    16): (B, H, d_in, d_out) in float32 (float64 in a float64 model). num_seen: (B,) int64, real tokens read by each
+    row.
     """
 
     weights: tuple[Tensor, ...]
@@ -28,7 +29,7 @@ class MemoryState:
         return cls(rows, tuple(torch.zeros_like(weight) for weight in rows), rows, num_seen)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> "MemoryState":
-        """The state with `fn` applied to every tensor; `fn` acts on the batch dimension or on storage, not on meaning."""
+        """The state with `fn` applied to every tensor, batch dimension first."""
         layers = (tuple(fn(tensor) for tensor in part) for part in (self.weights, self.momentum, self.anchor))
         return MemoryState(*layers, fn(self.num_seen))
 

@@ -1,4 +1,4 @@
-"""Titans for Transformers: the four variants of "Titans: Learning to Memorize at Test Time" (arXiv 2501.00663, section 4)."""
+"""Titans for Transformers: the four variants of section 4 of "Titans: Learning to Memorize at Test Time"."""
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +37,8 @@ class TitansMixer(nn.Module):
         self.memory = NeuralMemory(config, layer_idx)
 
     def initial_state(self, batch_size: int, dtype: torch.dtype) -> LayerState:
-        """The state before the first token. The memory has read P, which is part of every sequence (x~ = P || x) but not
-        of its grid of chunks; this is the same for every row, so it is computed once and expanded.
+        """The state before the first token. The memory has read P, which is part of every sequence (x~ = P || x) but
+        not of its grid of chunks; this is the same for every row, so it is computed once and expanded.
         """
         persistent = self.persistent[None]
         memory, history = self.memory.initial_state(1, dtype), self.memory.initial_history(persistent)
@@ -106,8 +106,9 @@ class MAGMixer(TitansMixer):
 
 
 class MACMixer(TitansMixer):
-    """Memory as context: attention over what the memory recalls for a segment and the segment; the memory then learns from
-    the result and gates it (eq. 21-25). Segments follow each other: each recalls from the memory the last one left.
+    """Memory as context: attention over what the memory recalls for a segment and the segment; the memory then learns
+    from the result and gates it (eq. 21-25). Segments follow each other: each recalls from the memory the last one
+    left.
     """
 
     def __init__(self, config: TitansConfig, layer_idx: int):
@@ -215,7 +216,8 @@ class TitansPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        # In a class outside Transformers only modules that own a parameter are visited, so each one is set by its owner.
+        # In a class outside Transformers only modules that own a parameter are visited, so each one is set by its
+        # owner.
         std = self.config.initializer_range
         if isinstance(module, TokenGate):
             init.zeros_(module.weight)
@@ -264,14 +266,15 @@ class TitansModel(TitansPreTrainedModel):
         """
         Args:
             input_ids (B, T) int64, or inputs_embeds (B, T, hidden): T new tokens, at least one.
-            attention_mask (B, T), or (B, columns read before + T): 0 at padding, wherever it stands. Padding is left out: it
-                neither counts nor changes a state, and the output there means nothing.
-            position_ids: not needed, since positions restart in every window and segment; must count up within each row.
+            attention_mask (B, T), or (B, columns read before + T): 0 at padding, wherever it stands. Padding is left
+                out: it neither counts nor changes a state, and the output there means nothing.
+            position_ids: not needed, since positions restart in every window and segment; must not restart in a row.
             past_key_values: where to read on; updated. Made here if `use_cache`.
 
         Returns last_hidden_state (B, T, hidden), past_key_values; on request hidden_states and, with
-        `attn_implementation="eager"`, attentions: one (B, heads, T, P + W) per layer, columns being the persistent tokens and
-        the window up to the token, oldest first; in MAC (B, heads, T, P + 2 L): persistent tokens, recalled and segment slots.
+        `attn_implementation="eager"`, attentions: one (B, heads, T, P + W) per layer, columns being the persistent
+        tokens and the window up to the token, oldest first; in MAC (B, heads, T, P + 2 L): persistent tokens, recalled
+        and segment slots.
 
         Raises ValueError for an empty sequence, ids out of range, a mask or cache that does not fit, packed documents.
         """
@@ -306,7 +309,7 @@ class TitansModel(TitansPreTrainedModel):
 
 
 class TitansForCausalLM(TitansPreTrainedModel, GenerationMixin):
-    """Titans as a language model. `generate()` carries a `TitansCache`, so the memory goes on learning while it decodes."""
+    """Titans as a language model: in `generate()`, the memory goes on learning while it decodes."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -332,8 +335,8 @@ class TitansForCausalLM(TitansPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """
         Args, beyond those of `TitansModel.forward`:
-            labels (B, T) int64: usually `input_ids`; shifted inside, -100 is ignored. The loss is their mean cross entropy,
-                or their sum over `num_items_in_batch` where given.
+            labels (B, T) int64: usually `input_ids`; shifted inside, -100 is ignored. The loss is their mean cross
+                entropy, or their sum over `num_items_in_batch` where given.
             logits_to_keep: the last n positions, or the positions given, get logits; 0 for all.
 
         Returns loss where there are labels, logits (B, T or fewer, vocab_size), and what `TitansModel` returns.

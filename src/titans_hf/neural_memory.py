@@ -33,7 +33,8 @@ class TokenGate(nn.Linear):
 
 
 class NeuralMemory(nn.Module):
-    """Projects tokens to keys, values and queries, learns key -> value at test time and returns what the queries retrieve.
+    """Projects tokens to keys, values and queries, learns key -> value at test time and returns what the queries
+    retrieve.
 
     The state it starts from is learned; the last layer of the memory network starts at zero.
     """

@@ -1,7 +1,7 @@
 """Where the tokens of a call lie on each row's own grid of chunks (or segments).
 
-A row that has already read `num_seen` tokens is `num_seen % unit` slots into a chunk. Rows of a batch may be out of step
-and may hold padding; laying every row's real tokens on slots that start there makes all rows share the same chunk
+A row that has already read `num_seen` tokens is `num_seen % unit` slots into a chunk. Rows of a batch may be out of
+step and may hold padding; laying every row's real tokens on slots that start there makes all rows share the same chunk
 boundaries. Slots that no token fills are marked and masked out; they never count as read.
 
 Shapes: B batch, T tokens, G slots, P slots of history before the first one.

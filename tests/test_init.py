@@ -1,0 +1,185 @@
+"""Initialisation: on every way to a model, every parameter starts as documented."""
+
+import re
+
+import pytest
+import torch
+from common import VARIANTS, make_config
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from titans_hf import TitansForCausalLM
+
+STD = 0.05  # not the default, which a parameter could have by accident
+SIZES = dict(hidden_size=64, num_persistent_tokens=16, memory_depth=3, initializer_range=STD, num_hidden_layers=2)
+
+
+def normal(std):
+    def check(x):
+        tolerance = 5 / (2 * x.numel()) ** 0.5
+        assert abs(x.std(correction=0) / std - 1) < tolerance, f"std {x.std():.4f}, not {std:.4f}"
+        assert abs(x.mean()) < 5 * std / x.numel() ** 0.5, f"mean {x.mean():.4f}, not 0"
+        beyond = (x.abs() > std).double().mean()  # 0.317 of a normal distribution
+        assert abs(beyond - 0.317) < 2.5 / x.numel() ** 0.5, f"{beyond:.3f} beyond one std: not normal"
+
+    return check
+
+
+def constant(value):
+    def check(x):
+        assert (x == value).all(), f"from {x.min()} to {x.max()}, not {value}"
+
+    return check
+
+
+def uniform(bound):
+    def check(x):
+        assert 0.98 * bound < x.abs().max() <= bound, f"reaches {x.abs().max():.3f}, not {bound:.3f}"
+        assert abs(x.std() / (bound / 3**0.5) - 1) < 0.1 and abs(x.mean()) < 0.1 * bound
+
+    return check
+
+
+def rules(config) -> dict:
+    """Pattern of a parameter's name -> what it starts from. Every parameter matches exactly one."""
+    head_dim, kernel = config.memory_head_dim, config.memory_conv_kernel
+    hidden = config.memory_expansion * head_dim
+    layer = r"model\.layers\.\d+\."
+    memory = layer + r"mixer\.memory\."
+    fan_ins = [head_dim] + [hidden] * (config.memory_depth - 1)
+    weights = {
+        memory + rf"initial_weights\.{i}": normal(fan_in**-0.5) if i < config.memory_depth - 1 else constant(0)
+        for i, fan_in in enumerate(fan_ins)
+    }
+    return weights | {
+        r"model\.embed_tokens\.weight": normal(STD),
+        r"lm_head\.weight": normal(STD),
+        layer + r".*(q|k|v|o|gate|up|down)_proj\.weight": normal(STD),
+        r".*norm\.weight": constant(1),
+        memory + r"(inner_lr|momentum|forget)\.weight": constant(0),
+        memory + r"(inner_lr|momentum)\.bias": constant(0),
+        memory + r"forget\.bias": constant(-5),
+        memory + r"conv\.weight": uniform(kernel**-0.5),
+        layer + r"mixer\.persistent": normal(STD),
+        layer + r"mixer\.gate_(attention|memory|bias)": constant(0),
+    }
+
+
+def check(model, only=None) -> None:
+    known = rules(model.config)
+    for name, parameter in model.named_parameters():
+        matching = [check for pattern, check in known.items() if re.fullmatch(pattern, name)]
+        assert len(matching) == 1, f"{name}: {len(matching)} rules"
+        if only is None or name in only:
+            try:
+                matching[0](parameter.detach().double())
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {error}") from None
+    values = [p for p in model.parameters() if p.unique().numel() > 1]
+    for i, a in enumerate(values):
+        assert not any(a.shape == b.shape and torch.equal(a, b) for b in values[:i]), "two parameters drawn alike"
+
+
+@pytest.fixture(params=VARIANTS)
+def config(request):
+    torch.manual_seed(0)
+    return make_config(request.param, **SIZES)
+
+
+def test_construction(config):
+    """Else training starts from another point than documented."""
+    check(TitansForCausalLM(config))
+
+
+def test_from_config(config):
+    check(AutoModelForCausalLM.from_config(config))
+
+
+def test_after_the_meta_device(config):
+    """Else a model that is made without memory and filled later holds whatever stood there."""
+    with torch.device("meta"):
+        model = TitansForCausalLM(config)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    model.init_weights()
+    check(model)
+
+
+def test_initialising_again(config):
+    """Else `init_weights()` leaves some tensors as they are: what training has changed, for one."""
+    model = TitansForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    for module in model.modules():
+        module._is_hf_initialized = False
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = False
+    model.init_weights()
+    check(model)
+
+
+KINDS = {
+    "gates": r"(inner_lr|momentum|forget)\.",
+    "gate biases": r"(inner_lr|momentum|forget)\.bias",
+    "forget bias of one layer": r"layers\.1\..*forget\.bias",
+    "initial weights": r"initial_weights\.",
+    "one initial weight": r"layers\.0\..*initial_weights\.2",
+    "first initial weight": r"layers\.0\..*initial_weights\.0",
+    "persistent": r"persistent",
+    "convolution": r"conv\.",
+    "gate vectors": r"mixer\.gate_(attention|memory|bias)$",
+    "one gate vector": r"layers\.0\.mixer\.gate_memory$",
+    "norms": r"norm\.weight",
+    "projections": r"proj\.weight",
+    "head": r"lm_head",
+    "all but the head": r"^model",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoint_with_missing_keys(config, kind, tmp_path):
+    """Else a tensor that a checkpoint lacks holds garbage, or initialising it disturbs one that was loaded."""
+    source = TitansForCausalLM(config)
+    with torch.no_grad():
+        for parameter in source.parameters():
+            parameter.copy_(7 + torch.rand(parameter.shape))  # like nothing that is ever initialised
+    source.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    missing = {name for name in stored if re.search(KINDS[kind], name)}
+    if not missing:
+        assert kind.endswith("gate vector") or kind == "gate vectors"
+        return
+    save_file({name: x for name, x in stored.items() if name not in missing}, file, metadata={"format": "pt"})
+    for _ in range(2):  # memory that was just freed, full of the last model's numbers, is used again
+        model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+        assert set(info["missing_keys"]) == missing
+        check(model, only=missing)
+        for name, parameter in model.named_parameters():
+            assert name in missing or torch.equal(parameter, stored[name]), f"{name} was loaded, then changed"
+
+
+def test_empty_checkpoint(config, tmp_path):
+    """Else a model made from a file with hardly anything in it starts from garbage."""
+    TitansForCausalLM(config).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({"lm_head.weight": load_file(file)["lm_head.weight"]}, file, metadata={"format": "pt"})
+    check(AutoModelForCausalLM.from_pretrained(tmp_path))
+
+
+def test_switches_own_their_parameters():
+    """Else a setting that turns a part off leaves its parameters behind, untrained."""
+    off = dict(memory_momentum=False, memory_forget=False, memory_conv_kernel=1, num_persistent_tokens=0)
+    names = [name for name, x in TitansForCausalLM(make_config("mag", **off)).named_parameters() if x.numel()]
+    assert not any(re.search(r"memory\.(momentum|forget|conv)|persistent", name) for name in names)
+
+
+def test_a_new_model_predicts_at_chance(config):
+    """Else the initial scale is off: the first loss must be that of a uniform guess."""
+    model, ids = TitansForCausalLM(config), torch.randint(50, (4, 40))
+    with torch.no_grad():
+        loss = model(ids, labels=ids).loss
+    assert abs(loss - torch.tensor(50.0).log()) < 0.25
