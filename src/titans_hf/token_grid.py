@@ -45,7 +45,7 @@ class TokenGrid:
             return cls(int(end.max()), start, end, start[:, None] + torch.arange(num_tokens, device=start.device))
         real = padding_mask != 0
         end = start + real.sum(1)
-        num_slots = int(end.max())
+        num_slots = max(1, int(end.max()))  # a call may hold padding only
         slot = start[:, None] + real.cumsum(1) - 1
         return cls(num_slots, start, end, slot.masked_fill(~real, num_slots))
 

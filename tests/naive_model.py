@@ -1,0 +1,198 @@
+"""The model as the paper's equations say it: one row, one token after the other, T x T masks, absolute positions.
+
+Takes the weights of a TitansForCausalLM and shares no code with it but the autograd token loop of the memory.
+"""
+
+import torch
+from torch.nn.functional import silu
+
+from titans_hf.memory_reference import memorize_reference
+from titans_hf.memory_state import MemoryState
+
+
+def rms_norm(x, weight, eps):
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def unit(x):
+    return x / x.norm(dim=-1, keepdim=True)
+
+
+def rotary(x, positions, dims, theta):
+    """x (N, h, D): entries i and i + dims / 2 turn together, by position / theta ** (2 i / dims)."""
+    x, half = x.clone(), dims // 2
+    for i in range(half):
+        angle = positions.double() / theta ** (2 * i / dims)
+        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+        a, b = x[..., i].clone(), x[..., i + half].clone()
+        x[..., i], x[..., i + half] = a * cos - b * sin, b * cos + a * sin
+    return x
+
+
+class NaiveMemory:
+    """A `NeuralMemory` read token by token; `inputs` are the convolutions' inputs so far."""
+
+    def __init__(self, module, config):
+        self.m, self.c = module, config
+        weights = tuple(w[None] for w in module.initial_weights)
+        zeros = tuple(torch.zeros_like(w) for w in weights)
+        self.state = MemoryState(weights, zeros, weights, torch.zeros(1, dtype=torch.int64))
+        self.inputs = []
+
+    def start_counting(self):
+        """The grid of chunks begins anew at the next token."""
+        s = self.state
+        self.state = MemoryState(s.weights, s.momentum, s.weights, torch.zeros_like(s.num_seen))
+
+    def __call__(self, x):
+        """x (hidden,), one token -> what the memory says (hidden,)."""
+        m, c = self.m, self.c
+        self.inputs.append(torch.cat([proj.weight @ x for proj in (m.q_proj, m.k_proj, m.v_proj)]))
+        mixed = self.inputs[-1]
+        if c.memory_conv_kernel > 1:
+            mixed = sum(
+                m.conv.weight[:, 0, c.memory_conv_kernel - 1 - back] * self.inputs[-1 - back]
+                for back in range(min(c.memory_conv_kernel, len(self.inputs)))
+            )
+        q, k, v = silu(mixed).view(3, 1, c.memory_num_heads, 1, -1)
+        gate = {
+            name: torch.sigmoid(gate.weight @ x + gate.bias)[None, :, None]
+            for name, gate in (("theta", m.inner_lr), ("eta", m.momentum), ("alpha", m.forget))
+            if gate is not None
+        }
+        eta = gate.get("eta", torch.zeros_like(gate["theta"]))
+        alpha = gate.get("alpha", torch.zeros_like(eta))
+        theta = c.memory_max_lr * gate["theta"] * (1 - eta)
+        y, self.state = memorize_reference(
+            unit(q),
+            unit(k),
+            v,
+            theta,
+            eta.log(),
+            (1 - alpha).log(),
+            self.state,
+            chunk_size=c.memory_chunk_size,
+            error_clip=c.memory_error_clip,
+        )
+        y = rms_norm(y[0, :, 0], m.norm.weight, c.rms_norm_eps).flatten()
+        return m.o_proj.weight @ (y * silu(m.gate_proj.weight @ x))
+
+
+def attend(attention, config, queries, keys, positions, visible, persistent):
+    """queries (T, hidden) at positions[0], keys (K, hidden) at positions[1], visible (T, K), persistent tokens (P, hidden)
+    -> output (T, hidden), weights (heads, T, P + K).
+    """
+    c, groups = config, config.num_attention_heads // config.num_key_value_heads
+    rope = c.rope_parameters
+    dims, theta = int(c.head_dim * rope["partial_rotary_factor"]), rope["rope_theta"]
+    q = rotary((queries @ attention.q_proj.weight.T).unflatten(-1, (-1, c.head_dim)), positions[0], dims, theta)
+    k, v = (
+        (torch.cat([persistent, keys]) @ proj.weight.T).unflatten(-1, (-1, c.head_dim))
+        for proj in (attention.k_proj, attention.v_proj)
+    )
+    first, rest = k.split([len(persistent), len(keys)])
+    first = torch.cat([torch.zeros_like(first[..., :dims]), first[..., dims:]], -1)
+    k = torch.cat([first, rotary(rest, positions[1], dims, theta)])
+    visible = torch.cat([torch.ones(len(queries), len(persistent), dtype=torch.bool), visible], 1)
+    outputs, weights = [], []
+    for head in range(c.num_attention_heads):
+        scores = q[:, head] @ k[:, head // groups].T / c.head_dim**0.5
+        weights.append(scores.masked_fill(~visible, -torch.inf).softmax(-1))
+        outputs.append(weights[-1] @ v[:, head // groups])
+    return torch.cat(outputs, -1) @ attention.o_proj.weight.T, torch.stack(weights)
+
+
+def window_attention(attention, config, x, persistent):
+    """Every token sees itself, the W - 1 before it and P -> output, weights (heads, T, P + T)."""
+    positions = torch.arange(len(x))
+    distance = positions[:, None] - positions
+    visible = (distance >= 0) & (distance < config.sliding_window)
+    return attend(attention, config, x, x, (positions, positions), visible, persistent)
+
+
+def primed_memory(mixer, config):
+    """The memory after reading P, and what it said."""
+    memory = NaiveMemory(mixer.memory, config)
+    said = [memory(token) for token in mixer.persistent]
+    memory.start_counting()
+    return memory, torch.stack(said) if said else mixer.persistent
+
+
+def lmm(mixer, config, x):
+    memory, _ = primed_memory(mixer, config)
+    return torch.stack([memory(token) for token in x]), None
+
+
+def mal(mixer, config, x):
+    memory, said = primed_memory(mixer, config)
+    norm = mixer.memory_norm
+    said, persistent = (
+        rms_norm(y, norm.weight, config.rms_norm_eps) for y in (torch.stack([memory(token) for token in x]), said)
+    )
+    return window_attention(mixer.attention, config, said, persistent)
+
+
+def mag(mixer, config, x):
+    memory, _ = primed_memory(mixer, config)
+    y, weights = window_attention(mixer.attention, config, x, mixer.persistent)
+    y = rms_norm(y, mixer.attention_norm.weight, config.rms_norm_eps)
+    m = rms_norm(torch.stack([memory(token) for token in x]), mixer.memory_norm.weight, config.rms_norm_eps)
+    gate = torch.sigmoid(mixer.gate_attention * y + mixer.gate_memory * m + mixer.gate_bias)
+    return gate * y + (1 - gate) * m, weights
+
+
+def recall(module, config, x, weights):
+    """h of every token of a segment (T, hidden), from the memory's weights (H, d_in, d_out) at its start."""
+    rows = []
+    for token in x:
+        h = unit(silu(module.q_proj.weight @ token).view(config.memory_num_heads, 1, -1))
+        for depth, w in enumerate(weights):
+            h = (silu(h) if depth else h) @ w
+        rows.append(module.o_proj.weight @ rms_norm(h[:, 0], module.norm.weight, config.rms_norm_eps).flatten())
+    return rms_norm(torch.stack(rows), module.output_norm.weight, config.rms_norm_eps)
+
+
+def mac(mixer, config, x):
+    """Weights (heads, T, P + 2 L): P, recalled and segment slots of each token's own segment."""
+    memory, length, eps = NaiveMemory(mixer.memory, config), config.segment_length, config.rms_norm_eps
+    outputs, seen = [], []
+    for segment in x.split(length):
+        size = len(segment)
+        h = recall(mixer.recall, config, segment, [w[0] for w in memory.state.weights])
+        at = torch.arange(size)
+        causal = at[:, None] >= at
+        attended, weights = attend(
+            mixer.attention,
+            config,
+            segment,
+            torch.cat([h, segment]),
+            (length + at, torch.cat([at, length + at])),
+            torch.cat([causal, causal], 1),
+            mixer.persistent,
+        )
+        y = segment + attended
+        m = torch.stack([memory(token) for token in y])
+        y, m = rms_norm(y, mixer.attention_norm.weight, eps), rms_norm(m, mixer.memory_norm.weight, eps)
+        outputs.append(y * torch.sigmoid(m))
+        parts = weights.split([config.num_persistent_tokens, size, size], -1)
+        room = weights.new_zeros(*weights.shape[:2], length - size)
+        seen.append(torch.cat([parts[0], parts[1], room, parts[2], room], -1))
+    return torch.cat(outputs), torch.cat(seen, 1)
+
+
+MIXERS = {"mac": mac, "mag": mag, "mal": mal, "lmm": lmm}
+
+
+@torch.no_grad()
+def naive_forward(model, ids):
+    """ids (T,) -> logits (T, vocab), attention weights of every layer: (heads, T, P + T), in MAC (heads, T, P + 2 L)."""
+    config, eps = model.config, model.config.rms_norm_eps
+    x, weights = model.model.embed_tokens.weight[ids], []
+    for layer in model.model.layers:
+        mixed, seen = MIXERS[config.variant](layer.mixer, config, rms_norm(x, layer.mixer_norm.weight, eps))
+        x, mlp = x + mixed, layer.mlp
+        normed = rms_norm(x, layer.mlp_norm.weight, eps)
+        up = silu(normed @ mlp.gate_proj.weight.T) * (normed @ mlp.up_proj.weight.T)
+        x = x + up @ mlp.down_proj.weight.T
+        weights.append(seen)
+    return rms_norm(x, model.model.norm.weight, eps) @ model.lm_head.weight.T, weights

@@ -1,0 +1,165 @@
+"""Bad input: a ValueError that names the argument, before anything has changed."""
+
+import copy
+
+import pytest
+import torch
+from common import SIZES, VARIANTS, assert_same, full_logits, make_ids, make_model, read, shared_model, tensors
+from transformers import DynamicCache
+
+from titans_hf import TitansCache
+
+IDS = make_ids(2, 6, seed=3)
+
+
+def refuse(model, name: str, cache: TitansCache | None = None, **arguments) -> None:
+    """The call raises a ValueError that mentions `name`, and the cache is what it was, and still of use."""
+    if cache is None:
+        cache = read(model, make_ids(2, 9))[1]
+        arguments["past_key_values"] = cache
+    kept = copy.deepcopy(tensors(cache)) if isinstance(cache, TitansCache) else None
+    columns = cache.get_seq_length()
+    with pytest.raises(ValueError, match=name), torch.no_grad():
+        model(**arguments)
+    assert cache.get_seq_length() == columns
+    if kept is not None:
+        assert len(kept) == len(tensors(cache))
+        assert all(torch.equal(a, b) for a, b in zip(kept, tensors(cache), strict=True))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_refused_calls_leave_the_cache_alone(variant):
+    """Else one bad call spoils a conversation: after refusing, it goes on as if nothing had happened."""
+    model, ids = shared_model(variant), make_ids(2, 15)
+    cache = read(model, ids[:, :9])[1]
+    for arguments in (
+        dict(input_ids=IDS + 50),
+        dict(input_ids=IDS, attention_mask=torch.ones(2, 7)),
+        dict(input_ids=IDS[:1]),
+        dict(input_ids=IDS[:, :0]),
+    ):
+        with pytest.raises(ValueError), torch.no_grad():
+            model(past_key_values=cache, **arguments)
+    assert_same(read(model, ids[:, 9:], None, cache)[0], full_logits(model, ids)[:, 9:])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_tokens(variant):
+    model = shared_model(variant)
+    refuse(model, "input_ids", input_ids=IDS[:, :0])
+    refuse(model, "inputs_embeds", inputs_embeds=torch.zeros(2, 0, 32, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("bad", [-1, -100, 50, 1000])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ids_without_an_embedding(variant, bad):
+    ids = IDS.clone()
+    ids[1, 4] = bad
+    refuse(shared_model(variant), "input_ids", input_ids=ids)
+    read(shared_model(variant), torch.tensor([[0, 49]]))  # the ends of the range are fine
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 5), (2, 7), (2, 14), (2, 16), (1, 6), (3, 6), (2, 1, 6, 15), (2, 1, 6, 6), (6,)], ids=str
+)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_masks_of_the_wrong_shape(variant, shape):
+    """(2, 6) and (2, 9 + 6) would be right."""
+    refuse(shared_model(variant), "attention_mask", input_ids=IDS, attention_mask=torch.ones(shape))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_both_or_neither_input(variant):
+    model = shared_model(variant)
+    embeds = model.model.embed_tokens(IDS)
+    for arguments in (dict(input_ids=IDS, inputs_embeds=embeds), {}):
+        refuse(model, "input_ids", **arguments)
+        refuse(model, "inputs_embeds", **arguments)
+
+
+@pytest.mark.parametrize("positions", [[0, 1, 2, 0, 1, 2], [5, 4, 3, 2, 1, 0], [3, 4, 5, 6, 7, 0]], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_packed_documents(variant, positions):
+    """Else documents packed into one row read each other's memory."""
+    model = shared_model(variant)
+    refuse(model, "position_ids", input_ids=IDS, position_ids=torch.tensor([positions]))
+    refuse(model, "position_ids", input_ids=IDS, position_ids=torch.tensor([range(6), positions]))
+    with torch.no_grad():
+        counted = model(IDS, position_ids=torch.arange(6)[None]).logits
+        shifted = model(IDS, position_ids=torch.arange(9, 15)[None]).logits
+    assert torch.equal(counted, full_logits(model, IDS)) and torch.equal(shifted, counted)
+
+
+@pytest.mark.parametrize("argument", ["cu_seq_lens_q", "seq_idx"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_packed_documents_said_otherwise(variant, argument):
+    """Else the other ways in which Transformers' collators tell documents apart are overlooked."""
+    value = torch.tensor([0, 3, 6], dtype=torch.int32) if argument == "cu_seq_lens_q" else torch.tensor([[0, 0, 0, 1, 1, 1]])
+    refuse(shared_model(variant), argument, input_ids=IDS, **{argument: value})
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_cache_of_another_batch_size(variant, batch_size):
+    refuse(shared_model(variant), "past_key_values", input_ids=make_ids(batch_size, 4))
+    refuse(shared_model(variant), "past_key_values", input_ids=make_ids(batch_size, 1))
+
+
+@pytest.mark.parametrize("other", VARIANTS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_cache_of_another_variant(variant, other):
+    if variant == other:
+        return
+    cache = read(make_model(other), make_ids(2, 9))[1]
+    refuse(shared_model(variant), "past_key_values", cache, input_ids=IDS, past_key_values=cache)
+    cache.reset()
+    refuse(shared_model(variant), "past_key_values", cache, input_ids=IDS, past_key_values=cache)
+
+
+SIZES_THAT_SHOW = dict(
+    num_hidden_layers=3,
+    num_attention_heads=8,
+    num_key_value_heads=1,
+    head_dim=12,
+    sliding_window=11,
+    segment_length=12,
+    num_persistent_tokens=2,
+    memory_depth=3,
+    memory_expansion=3,
+    memory_num_heads=2,
+    memory_conv_kernel=3,
+    memory_chunk_size=8,
+)
+MATTERS = {
+    "mac": SIZES_THAT_SHOW.keys() - {"sliding_window"},
+    "mag": SIZES_THAT_SHOW.keys() - {"segment_length"},
+    "mal": SIZES_THAT_SHOW.keys() - {"segment_length"},
+    "lmm": {"num_hidden_layers", "num_attention_heads", "memory_depth", "memory_expansion", "memory_num_heads"}
+    | {"memory_conv_kernel", "memory_chunk_size"},
+}
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("variant,name", [(v, n) for v in VARIANTS for n in sorted(MATTERS[v])])
+def test_cache_of_a_model_of_other_sizes(variant, name, swap):
+    """Else the numbers of one model are read as those of another: the sizes differ in one field."""
+    changes = {name: SIZES_THAT_SHOW[name]}
+    if name == "num_attention_heads":
+        changes |= dict(head_dim=4, num_key_value_heads=4)
+    if name == "segment_length":
+        changes |= dict(memory_chunk_size=SIZES["memory_chunk_size"])
+    models = [shared_model(variant), make_model(variant, **changes)]
+    source, target = models[::-1] if swap else models
+    cache = read(source, make_ids(2, 9))[1]
+    refuse(target, "past_key_values", cache, input_ids=IDS, past_key_values=cache)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_cache_of_another_kind(variant):
+    model = shared_model(variant)
+    cache = DynamicCache()
+    refuse(model, "past_key_values", cache, input_ids=IDS, past_key_values=cache)
+    with pytest.raises(ValueError, match="past_key_values"):
+        model(IDS, past_key_values=((torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8)),) * 2)
+    with pytest.raises(ValueError, match="past_key_values"):
+        model.generate(IDS, past_key_values=DynamicCache(), max_new_tokens=2, pad_token_id=0)

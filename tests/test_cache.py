@@ -1,0 +1,193 @@
+"""The cache: one size, always learning, and what a batch does to it."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from common import VARIANTS, assert_same, assert_same_cache, full_logits, make_ids, make_model, read, shared_model, tensors
+
+from titans_hf import TitansCache
+
+
+def storage_bytes(cache: TitansCache) -> int:
+    """What the cache keeps alive: a small view keeps the whole tensor that it looks into."""
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors(cache)}
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_size_does_not_grow(variant):
+    """Else long contexts cost memory: the bytes of the cache, and those that it keeps alive, read in one piece or token by
+    token.
+    """
+    model = make_model(variant, dtype=torch.float32)
+    short, long = (read(model, make_ids(1, length))[1] for length in (200, 2000))
+    assert short.num_bytes == long.num_bytes == sum(x.numel() * x.element_size() for x in tensors(long)) > 10_000
+    stepped = read(model, make_ids(1, 60), [1] * 60)[1]
+    assert stepped.num_bytes == short.num_bytes
+    assert storage_bytes(long) <= storage_bytes(short)
+    assert storage_bytes(long) <= long.num_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_size_at_20_000_tokens(variant):
+    model = make_model(variant, dtype=torch.float32)
+    long, cache = make_ids(1, 20_000), TitansCache(model.config)
+    read(model, long[:, :200], None, cache)
+    size = cache.num_bytes
+    read(model, long[:, 200:], [6000, 6000, 7000, 800], cache)
+    assert cache.get_seq_length() == 20_000 and cache.num_bytes == size
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_size_is_per_row(variant):
+    model = shared_model(variant)
+    assert read(model, make_ids(3, 9))[1].num_bytes == 3 * read(model, make_ids(1, 9))[1].num_bytes
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_token_is_learned(variant):
+    """Else the memory stands still while it decodes: weights and momentum of every layer and head change with each token."""
+    model, cache = shared_model(variant), TitansCache(shared_model(variant).config)
+    read(model, make_ids(2, 9), None, cache)
+    for token in make_ids(2, 10, seed=3).split(1, 1):
+        before = [layer.state.memory for layer in cache.layers]
+        read(model, token, None, cache)
+        for old, layer in zip(before, cache.layers, strict=True):
+            new = layer.state.memory
+            for a, b in zip((*old.weights, *old.momentum), (*new.weights, *new.momentum), strict=True):
+                assert ((a - b).abs().amax((2, 3)) > 1e-6).all()
+
+
+@pytest.mark.parametrize("forget", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_nothing_is_learned_at_rate_zero(variant, forget):
+    """Else something other than the inner learning rate writes: at 0 the momentum stays 0 and the weights stay what they
+    were, or, with forgetting, shrink by one factor per head.
+    """
+    model = make_model(variant, memory_max_lr=0.0, memory_forget=forget, num_persistent_tokens=0)
+    cache = TitansCache(model.config)
+    for sizes in ([13], [1] * 5):
+        read(model, make_ids(2, sum(sizes)), sizes, cache)
+        for layer, decoder in zip(cache.layers, model.model.layers, strict=True):
+            memory, initial = layer.state.memory, list(decoder.mixer.memory.initial_weights)
+            assert not any(x.any() for x in memory.momentum)
+            factors = []
+            for now, start in zip(memory.weights, initial, strict=True):
+                factor = (now * start).sum((2, 3), keepdim=True) / (start * start).sum((1, 2), keepdim=True)
+                assert_same(now, factor * start, 1e-12)
+                factors.append(factor)
+            assert_same(factors[0], factors[1])
+            assert (factors[0] < 0.999).all() if forget else torch.equal(factors[0], torch.ones_like(factors[0]))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_batch_operations(variant):
+    """Else beams, and rows that are taken out, repeated or reordered, mix up their memories."""
+    model, ids, more = shared_model(variant), make_ids(3, 21), make_ids(5, 14, seed=1)
+    index = torch.tensor([2, 0, 0])
+    operations = {
+        "reorder_cache": (lambda cache: cache.reorder_cache(index), [2, 0, 0]),
+        "batch_select_indices": (lambda cache: cache.batch_select_indices(torch.tensor([1, 2])), [1, 2]),
+        "batch_repeat_interleave": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+    }
+    for operation, rows in operations.values():
+        cache = read(model, ids)[1]
+        assert operation(cache) is None
+        later = more[torch.arange(len(rows)) % 5]
+        expected = full_logits(model, torch.cat([ids[rows], later], 1))[:, 21:]
+        assert_same(read(model, later, [1, 13], cache)[0], expected)
+    cache = read(model, ids)[1]
+    cache.batch_select_indices(torch.tensor([True, False, True]))
+    assert_same(read(model, more[:2], None, cache)[0], full_logits(model, torch.cat([ids[[0, 2]], more[:2]], 1))[:, 21:])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_reset_forgets_everything(variant):
+    """Else a cache that is used again remembers, or starts from zeros instead of the learned memory."""
+    model, ids = shared_model(variant), make_ids(2, 21)
+    cache = read(model, make_ids(2, 30, seed=8))[1]
+    cache.reset()
+    assert cache.get_seq_length() == 0 and cache.num_bytes == 0 and not cache.is_initialized
+    assert_same(read(model, ids, [5, 16], cache)[0], full_logits(model, ids))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_copy_is_a_branch(variant, duplicate):
+    """Else one prompt cannot be answered twice from one cache: reading on with a copy must leave the original alone."""
+    model, ids = shared_model(variant), make_ids(2, 21)
+    cache = read(model, ids)[1]
+    kept = copy.deepcopy(tensors(cache))
+    branch = duplicate(cache)
+    assert_same_cache(branch, cache, 0)
+    read(model, make_ids(2, 9, seed=1), [1, 1, 7], branch)
+    assert cache.get_seq_length() == 21 and branch.get_seq_length() == 30
+    assert all(torch.equal(a, b) for a, b in zip(kept, tensors(cache), strict=True))
+    later = make_ids(2, 9, seed=2)
+    assert_same(read(model, later, None, cache)[0], full_logits(model, torch.cat([ids, later], 1))[:, 21:])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_offload_and_prefetch_keep_the_state(variant):
+    model, ids = shared_model(variant), make_ids(2, 30)
+    cache = read(model, ids[:, :17])[1]
+    for layer in cache.layers:
+        layer.offload()
+        layer.prefetch()
+    assert_same(read(model, ids[:, 17:], None, cache)[0], full_logits(model, ids)[:, 17:])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_lengths_count_columns(variant):
+    """Else generation cuts its input at the wrong place; all variants answer, though none has a growing part."""
+    model, cache = shared_model(variant), TitansCache(shared_model(variant).config)
+    assert cache.get_seq_length() == 0 and len(cache) == 2 and not cache.is_initialized
+    for sizes, total in (([7], 7), ([1, 1], 9), ([30], 39)):
+        read(model, make_ids(2, sum(sizes)), sizes, cache)
+        assert {cache.get_seq_length(layer) for layer in (0, 1)} == {total}
+        assert cache.get_mask_sizes(3, 0) == (total + 3, 0)
+    assert cache.get_max_length() == -1 and cache.is_initialized
+    assert not cache.is_compileable and not any(cache.is_sliding)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_crop_is_refused(variant):
+    """Else assisted decoding goes on with a memory that has learned tokens it took back."""
+    cache = read(shared_model(variant), make_ids(1, 9))[1]
+    kept = tensors(cache)
+    with pytest.raises(NotImplementedError, match=r"crop.*deepcopy"):
+        cache.crop(3)
+    with pytest.raises(NotImplementedError, match="crop"):
+        cache.crop(-3)
+    assert all(a is b for a, b in zip(kept, tensors(cache), strict=True))
+
+
+def test_update_is_refused():
+    """Else an attention layer of another model writes keys into it and they are lost."""
+    with pytest.raises(NotImplementedError, match="TitansCache"):
+        TitansCache(shared_model("mag").config).update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), 0)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_state_is_float32_at_least(variant):
+    """Else thousands of small updates vanish in the rounding of a half-precision state."""
+    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float64,) * 2):
+        cache = read(make_model(variant, dtype=dtype), make_ids(1, 20), [9, 1, 10])[1]
+        for layer in cache.layers:
+            memory = layer.state.memory
+            parts = (*memory.weights, *memory.momentum, *memory.anchor, *layer.state.segment_weights)
+            assert {x.dtype for x in parts} == {expected}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_use_cache_makes_one(variant):
+    """Else `use_cache` is not what it is elsewhere in Transformers."""
+    model, ids = shared_model(variant), make_ids(1, 9)
+    with torch.no_grad():
+        assert isinstance(model(ids).past_key_values, TitansCache)  # config.use_cache
+        assert model(ids, use_cache=False).past_key_values is None
+        cache = TitansCache(model.config)
+        assert model(ids, past_key_values=cache, use_cache=True).past_key_values is cache

@@ -1,0 +1,177 @@
+"""The configuration: every wrong value is refused by name, and the list of fields does not change unnoticed."""
+
+from dataclasses import MISSING, fields
+
+import pytest
+from common import VARIANTS, make_config
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, PreTrainedConfig
+
+from titans_hf import TitansConfig
+
+DEFAULTS = dict(
+    vocab_size=32000,
+    hidden_size=1024,
+    intermediate_size=2816,
+    num_hidden_layers=24,
+    num_attention_heads=16,
+    num_key_value_heads=None,
+    head_dim=None,
+    hidden_act="silu",
+    variant="mag",
+    sliding_window=512,
+    segment_length=256,
+    num_persistent_tokens=4,
+    memory_depth=2,
+    memory_expansion=2,
+    memory_num_heads=None,
+    memory_chunk_size=64,
+    memory_max_lr=0.2,
+    memory_momentum=True,
+    memory_forget=True,
+    memory_conv_kernel=4,
+    memory_error_clip=1.0,
+    rope_parameters=None,
+    rms_norm_eps=1e-6,
+    attention_dropout=0.0,
+    initializer_range=0.02,
+    tie_word_embeddings=False,
+    use_cache=True,
+    pad_token_id=None,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+
+
+def test_fields_and_defaults_are_frozen():
+    """A field that is added, renamed or gets another default breaks checkpoints that exist: do it knowingly, here too."""
+    declared = TitansConfig.__dict__["__annotations__"]
+    assert list(declared) == list(DEFAULTS)
+    found = {field.name: field.default for field in fields(TitansConfig) if field.name in declared}
+    assert MISSING not in found.values()
+    assert found == DEFAULTS
+    inherited = {field.name for field in fields(PreTrainedConfig)}
+    assert {field.name for field in fields(TitansConfig)} - inherited <= set(DEFAULTS)
+
+
+def test_derived_defaults():
+    """Else a config that leaves sizes out gets others than documented."""
+    config = TitansConfig(hidden_size=48, num_attention_heads=6)
+    assert (config.num_key_value_heads, config.head_dim, config.memory_num_heads) == (6, 8, 6)
+    assert (config.memory_head_dim, config.rotary_dim) == (8, 4)
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    config = TitansConfig(
+        hidden_size=48, num_attention_heads=6, num_key_value_heads=2, head_dim=10, memory_num_heads=3,
+        rope_parameters={"rope_theta": 500.0, "partial_rotary_factor": 0.2},
+    )  # fmt: skip
+    assert (config.num_key_value_heads, config.head_dim, config.memory_num_heads) == (2, 10, 3)
+    assert (config.memory_head_dim, config.rotary_dim) == (16, 2)
+    assert config.rope_parameters["rope_theta"] == 500.0
+
+
+AT_LEAST_ONE = [
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "sliding_window", "segment_length", "memory_depth", "memory_expansion", "memory_num_heads",
+    "memory_chunk_size", "memory_conv_kernel",
+]  # fmt: skip
+BAD_VALUES = [
+    *((name, value) for name in AT_LEAST_ONE for value in (0, -3, "4", 4.5)),
+    *((name, -0.1) for name in ("memory_max_lr", "attention_dropout", "initializer_range", "rms_norm_eps")),
+    *((name, float("nan")) for name in ("memory_max_lr", "memory_error_clip", "attention_dropout")),
+    ("memory_max_lr", float("inf")),
+    ("memory_max_lr", "fast"),
+    ("memory_max_lr", None),
+    ("attention_dropout", 1.5),
+    ("rms_norm_eps", None),
+    ("num_persistent_tokens", -1),
+    ("num_persistent_tokens", 1.5),
+    ("num_persistent_tokens", None),
+    ("sliding_window", None),
+    ("memory_error_clip", 0),
+    ("memory_error_clip", -1.0),
+    ("memory_error_clip", "none"),
+    ("memory_momentum", "yes"),
+    ("memory_momentum", None),
+    ("memory_forget", 1),
+    ("variant", "MAG"),
+    ("variant", "titans"),
+    ("variant", None),
+    ("hidden_act", 3),
+    ("hidden_act", "no such function"),
+    ("tie_word_embeddings", "no"),
+    ("use_cache", 1),
+    ("initializer_range", "small"),
+    ("rope_parameters", "default"),
+    ("rope_parameters", {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}),
+    ("rope_parameters", {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}),
+    ("rope_parameters", {"partial_rotary_factor": 1.5}),
+    ("rope_parameters", {"partial_rotary_factor": -0.5}),
+    ("rope_parameters", {"partial_rotary_factor": 0.4}),  # 3 of 8 entries: odd
+    ("rope_parameters", {"rope_theta": 0.0}),
+    ("rope_parameters", {"rope_theta": -1.0}),
+]
+
+
+@pytest.mark.parametrize("name,value", BAD_VALUES, ids=lambda x: str(x))
+def test_a_bad_value_is_refused_by_name(name, value):
+    """Else a wrong value is found out late, far from its cause, or never."""
+    with pytest.raises((ValueError, TypeError, StrictDataclassError), match=name):
+        make_config("mag", **{name: value})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(num_attention_heads=4, num_key_value_heads=3),
+        dict(num_attention_heads=2, num_key_value_heads=4),
+        dict(hidden_size=32, memory_num_heads=5),
+        dict(variant="mac", segment_length=10, memory_chunk_size=4),
+        dict(variant="mac", segment_length=4, memory_chunk_size=8),
+    ],
+    ids=str,
+)
+def test_sizes_that_do_not_fit_are_refused_by_name(changes):
+    """Else a shape error deep in the model is all that one learns; both fields must be named."""
+    with pytest.raises((ValueError, StrictDataclassError)) as error:
+        make_config(**{"variant": "mag", **changes})
+    assert all(name in str(error.value) for name in list(changes)[-2:])
+
+
+def test_segment_length_matters_in_mac_only():
+    """Else settings that a variant never reads are refused."""
+    for variant in ("mag", "mal", "lmm"):
+        assert make_config(variant, segment_length=10).segment_length == 10
+
+
+@pytest.mark.parametrize("changes", [dict(hidden_size=30, num_attention_heads=4), dict(head_dim=7)], ids=str)
+def test_head_sizes_that_do_not_fit(changes):
+    """Else heads are cut short without a word: 30 / 4, or a rotary half that is odd."""
+    with pytest.raises((ValueError, StrictDataclassError), match=r"hidden_size|head_dim"):
+        make_config("mag", **{**changes, "num_key_value_heads": None})
+
+
+@pytest.mark.parametrize("changes", [
+    {}, dict(memory_error_clip=None), dict(memory_momentum=False, memory_forget=False), dict(head_dim=12),
+    dict(rope_parameters={"rope_theta": 5.0, "partial_rotary_factor": 1.0}), dict(eos_token_id=[2, 3]),
+    dict(memory_max_lr=1, memory_error_clip=2), dict(tie_word_embeddings=True, sliding_window=7),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_round_trip_through_json(variant, changes, tmp_path):
+    """Else a saved model loads with other settings: None in place of a value, for one."""
+    config = make_config(variant, **changes)
+    config.save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert type(loaded) is TitansConfig and loaded.model_type == "titans"
+    for name in DEFAULTS:
+        assert getattr(loaded, name) == getattr(config, name), name
+    assert all(getattr(loaded, name) == value for name, value in changes.items() if name != "rope_parameters")
+    assert TitansConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
+
+
+def test_configs_do_not_share_rope_parameters():
+    """Else changing one config changes another."""
+    given = {"rope_theta": 7.0}
+    first, second = make_config("mag", rope_parameters=given), make_config("mag", rope_parameters=given)
+    first.rope_parameters["rope_theta"] = 1.0
+    assert second.rope_parameters["rope_theta"] == 7.0 and given == {"rope_theta": 7.0}
+    assert make_config("mag").rope_parameters["rope_theta"] == 10000.0

@@ -1,0 +1,124 @@
+"""What a call costs: nothing grows with the square of the sequence, and a decoding step never waits for the device."""
+
+import pytest
+import torch
+from common import VARIANTS, assert_same, full_logits, make_ids, make_model, read, shared_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from titans_hf import TitansCache
+
+
+class Watch(TorchDispatchMode):
+    """The operations that run, and the largest tensor that any of them returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations, self.largest = set(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.operations.add(func.overloadpacket.__name__)
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor):
+                self.largest = max(self.largest, x.numel())
+        return result
+
+
+def watch(fn) -> Watch:
+    with Watch() as watched:
+        fn()
+    return watched
+
+
+WAITS = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2"}
+
+
+def test_the_watch_sees():
+    """Else the tests below watch nothing."""
+    x = torch.rand(7)
+    assert watch(lambda: x[:, None] * x).largest == 49
+    assert watch(lambda: x.sum().item()).operations & WAITS
+    assert watch(lambda: bool(x.any())).operations & WAITS
+    assert watch(lambda: x[x > 2]).operations & {"nonzero", "index"}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_tensor_grows_with_the_square_of_the_sequence(variant, attention):
+    """Else somewhere scores, a mask or per-token weights are made for all pairs of tokens, in the forward or the backward
+    pass, or when reading on.
+    """
+    model = make_model(variant, dtype=torch.float32, attention=attention)
+    length, largest = 2048, {}
+
+    def train(ids):
+        model(ids, labels=ids, use_cache=False).loss.backward()
+
+    def read_on(ids):
+        read(model, ids, [5, ids.shape[1] - 5])
+
+    for fn in (train, read_on):
+        for tokens in (length, 2 * length):
+            ids = make_ids(1, tokens)
+            largest[tokens] = watch(lambda fn=fn, ids=ids: fn(ids)).largest
+        assert largest[2 * length] < (2 * length) ** 2 / 10
+        assert largest[2 * length] < 2.2 * largest[length]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_tensor_grows_with_what_was_read(variant):
+    """Else a decoding step gets slower as the context grows."""
+    model, steps = make_model(variant, dtype=torch.float32), []
+    for length in (200, 1600):
+        cache = read(model, make_ids(1, length))[1]
+        steps.append(watch(lambda cache=cache: read(model, make_ids(1, 1), None, cache)))
+    assert steps[0].largest == steps[1].largest
+    assert steps[0].operations == steps[1].operations
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_decoding_step_does_not_wait(variant, attention):
+    """Else every token costs a round trip to the device: no operation whose result the host must see. Rows out of step,
+    at every place of the chunk and segment. `inputs_embeds`, since ids are looked at on the CPU.
+    """
+    model, ids = make_model(variant, attention=attention), make_ids(2, 13)
+    mask = torch.ones(2, 13)
+    mask[1, :5] = 0
+    cache = TitansCache(model.config)
+    later = make_ids(2, 17, seed=1)
+    embeds = model.model.embed_tokens(later).detach()
+    parts = []
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=cache)
+
+        def step(token):
+            parts.append(model(inputs_embeds=token, past_key_values=cache).logits)
+
+        for token in embeds.split(1, 1):
+            watched = watch(lambda token=token: step(token))
+            assert not watched.operations & WAITS
+            assert "mm" in watched.operations or "addmm" in watched.operations or "bmm" in watched.operations
+    assert_same(torch.cat(parts, 1)[0], full_logits(model, torch.cat([ids, later], 1))[0, 13:])
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_decoding_runs_without_data(variant, attention):
+    """Else something depends on values: on the meta device there are none, so any look at one fails."""
+    model = make_model(variant, attention=attention).to("meta")
+    cache = TitansCache(model.config)
+    for _ in range(3):
+        logits = model(torch.zeros(2, 1, dtype=torch.int64, device="meta"), past_key_values=cache).logits
+        assert logits.is_meta and logits.shape == (2, 1, 50)
+    assert cache.get_seq_length() == 3
+    fresh = model(torch.zeros(2, 30, dtype=torch.int64, device="meta"), use_cache=True)
+    assert fresh.logits.shape == (2, 30, 50)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_call_leaves_the_graph_alone_without_gradients(variant):
+    """Else generation keeps the graph of every token, and memory grows."""
+    cache = read(shared_model(variant), make_ids(1, 9), [8, 1])[1]
+    assert not any(x.requires_grad for layer in cache.layers for x in layer.state.tensors())

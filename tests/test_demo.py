@@ -1,0 +1,43 @@
+"""The demo's claim: it is the memory that remembers."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, set_seed
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+import demo
+
+
+def test_batches_ask_for_what_was_told():
+    """Every answer is in the facts, and nothing but answers is asked for."""
+    ids, labels = demo.make_batch(5, filler=7, generator=torch.Generator().manual_seed(0))
+    assert ids.shape == (5, 2 * demo.NUM_PAIRS + 7 + 2 * demo.NUM_QUERIES)
+    for row, asked in zip(ids.tolist(), labels.tolist(), strict=True):
+        facts = dict(zip(row[0 : 2 * demo.NUM_PAIRS : 2], row[1 : 2 * demo.NUM_PAIRS : 2], strict=True))
+        assert len(facts) == demo.NUM_PAIRS
+        answers = [(i, label) for i, label in enumerate(asked) if label != -100]
+        assert len(answers) == demo.NUM_QUERIES
+        assert all(label == row[i] == facts[row[i - 1]] for i, label in answers)
+
+
+def test_runs(tmp_path):
+    """Every step of the demo, though nothing is learnt in two."""
+    results = demo.main(["--steps", "2", "--questions", "4", "--output_dir", str(tmp_path)])
+    assert list(results) == ["Titans MAG", "Titans MAG, not learning", "Mistral"]
+    assert (tmp_path / "recall.png").stat().st_size > 0
+    assert (tmp_path / "recall.json").exists()
+
+
+@pytest.mark.slow
+def test_recall_is_the_memorys(tmp_path):
+    """Beyond the window a trained Titans knows the facts, and does not once its memory stops learning."""
+    set_seed(1)
+    model = AutoModelForCausalLM.from_config(demo.make_configs("mag")["Titans MAG"])
+    demo.train("Titans MAG", model, steps=250, seed=1)
+    model.save_pretrained(tmp_path)
+    stopped = AutoModelForCausalLM.from_pretrained(tmp_path, memory_max_lr=0.0)
+    assert demo.recall(model.eval(), filler=64, num_questions=100, seed=2) > 0.9
+    assert demo.recall(stopped, filler=64, num_questions=100, seed=2) < 0.25

@@ -1,0 +1,175 @@
+"""`generate()`: whatever it is asked for, the tokens are those of recomputing the whole sequence at every step."""
+
+import copy
+
+import pytest
+import torch
+from common import VARIANTS, assert_same, full_logits, left_pad, make_ids, read, shared_model, tensors
+from transformers import LogitsProcessorList
+
+from titans_hf import TitansCache
+
+GREEDY = dict(do_sample=False, pad_token_id=0)
+
+
+def greedy_by_recomputing(model, ids, steps: int, mask=None) -> torch.Tensor:
+    for _ in range(steps):
+        token = full_logits(model, ids, mask)[:, -1].argmax(-1, keepdim=True)
+        ids = torch.cat([ids, token], 1)
+        mask = None if mask is None else torch.cat([mask, torch.ones_like(token)], 1)
+    return ids
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_equals_recomputing(variant):
+    """Else the state that generation carries over 30 tokens, several windows and segments, is not the sequence's."""
+    model, ids = shared_model(variant), make_ids(2, 11)
+    expected = greedy_by_recomputing(model, ids, 30)
+    assert expected[:, 11:].unique().numel() > 5  # else a constant answer would pass
+    output = model.generate(ids, max_new_tokens=30, return_dict_in_generate=True, output_logits=True, **GREEDY)
+    assert torch.equal(output.sequences, expected)
+    assert isinstance(output.past_key_values, TitansCache)
+    assert output.past_key_values.get_seq_length() == 40  # the last token has not been read
+    logits = torch.stack(output.logits, 1).double()  # `generate()` makes them float32
+    assert_same(logits, full_logits(model, expected)[:, 10:-1], 1e-5)
+    assert torch.equal(model.generate(ids, max_new_tokens=30, use_cache=False, **GREEDY), expected)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_left_padded_batch(variant):
+    """Else a prompt is answered differently in a batch than alone."""
+    model, rows = shared_model(variant), [make_ids(n, seed=n) for n in (19, 12, 5, 1)]
+    ids, mask = left_pad(rows)
+    output = model.generate(ids, attention_mask=mask, max_new_tokens=20, **GREEDY)
+    for row, answer in zip(rows, output[:, 19:], strict=True):
+        assert torch.equal(answer, greedy_by_recomputing(model, row[None], 20)[0, len(row) :])
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_continuing_from_a_cache(variant, padded):
+    """Else a conversation of several turns differs from its transcript read at once. `input_ids` is the whole transcript,
+    as everywhere in Transformers.
+    """
+    model, ids, mask = shared_model(variant), make_ids(2, 13), torch.ones(2, 13, dtype=torch.int64)
+    if padded:
+        mask[1, :6] = 0
+    first = model.generate(ids, attention_mask=mask, max_new_tokens=9, return_dict_in_generate=True, **GREEDY)
+    question = make_ids(2, 12, seed=5)
+    transcript = torch.cat([first.sequences, question], 1)
+    mask = torch.cat([mask, torch.ones(2, 21, dtype=torch.int64)], 1)
+    cache = first.past_key_values
+    continued = model.generate(transcript, attention_mask=mask, past_key_values=cache, max_new_tokens=9, **GREEDY)
+    assert torch.equal(continued, greedy_by_recomputing(model, transcript, 9, mask))
+    assert cache.get_seq_length() == transcript.shape[1] + 8
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_memory_learns_while_generating(variant):
+    """Else decoding reads from a frozen memory: its weights must differ before every new token."""
+    model, cache, seen = shared_model(variant), TitansCache(shared_model(variant).config), []
+
+    def record(input_ids, scores):
+        seen.append([w for layer in cache.layers for w in layer.state.memory.weights])
+        return scores
+
+    model.generate(
+        make_ids(2, 9), past_key_values=cache, max_new_tokens=12, logits_processor=LogitsProcessorList([record]), **GREEDY
+    )
+    assert len(seen) == 12
+    for before, after in zip(seen, seen[1:], strict=False):
+        assert all(((a - b).abs().amax((1, 2, 3)) > 1e-6).all() for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_beam_search(variant):
+    """Else beams keep the memory of the beam whose place they took."""
+    model, (ids, mask) = shared_model(variant), left_pad([make_ids(9), make_ids(5, seed=1)])
+    options = dict(attention_mask=mask, num_beams=3, num_return_sequences=3, max_new_tokens=14, **GREEDY)
+    options |= dict(return_dict_in_generate=True, output_scores=True)
+    ours, expected = (model.generate(ids, use_cache=use_cache, **options) for use_cache in (True, False))
+    assert torch.equal(ours.sequences, expected.sequences)
+    assert_same(ours.sequences_scores, expected.sequences_scores, 1e-5)
+    moves = ours.beam_indices[:, 1:14] - ours.beam_indices[:, :13]
+    assert moves.any()  # else no beam was ever reordered
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_sampling_several_sequences(variant):
+    """Else samples of one prompt share a memory, or depend on the cache."""
+    model, ids, sampled = shared_model(variant), make_ids(2, 9), []
+    for use_cache in (True, False):
+        torch.manual_seed(0)
+        options = dict(do_sample=True, num_return_sequences=3, max_new_tokens=12, pad_token_id=0)
+        sampled.append(model.generate(ids, use_cache=use_cache, **options))
+    assert torch.equal(*sampled)
+    assert len(sampled[0].unique(dim=0)) == 6
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_inputs_embeds(variant):
+    """Else soft prompts, or embeddings made elsewhere, are another model."""
+    model, ids = shared_model(variant), make_ids(2, 17)
+    embeds = model.model.embed_tokens(ids).detach()
+    with torch.no_grad():
+        assert torch.equal(model(inputs_embeds=embeds, use_cache=False).logits, full_logits(model, ids))
+    answer = model.generate(inputs_embeds=embeds, max_new_tokens=10, **GREEDY)
+    assert torch.equal(answer, greedy_by_recomputing(model, ids, 10)[:, 17:])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_to_keep(variant):
+    """Else a prompt costs logits for every position, or the kept ones belong to others; the state must not depend on it."""
+    model, ids = shared_model(variant), make_ids(2, 17)
+    whole, after = read(model, ids)
+    for keep, expected in ((0, whole), (1, whole[:, -1:]), (5, whole[:, -5:])):
+        assert_same(full_logits(model, ids, logits_to_keep=keep), expected)
+    index = torch.tensor([0, 3, 16])
+    cache = TitansCache(model.config)
+    with torch.no_grad():
+        assert_same(model(ids, logits_to_keep=index, past_key_values=cache).logits, whole[:, index])
+    assert all(torch.equal(a, b) for a, b in zip(tensors(cache), tensors(after), strict=True))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_one_prompt_many_answers(variant):
+    """Else a prompt cannot be read once and answered often, by copying its cache."""
+    model, prompt = shared_model(variant), make_ids(1, 25)
+    _, cache = read(model, prompt[:, :-1])
+    for seed in (1, 2):
+        ids = torch.cat([prompt, make_ids(1, 3, seed=seed)], 1)
+        answer = model.generate(ids, past_key_values=copy.deepcopy(cache), max_new_tokens=8, **GREEDY)
+        assert torch.equal(answer, greedy_by_recomputing(model, ids, 8))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_end_of_sequence(variant):
+    """Else rows that have ended disturb those that go on."""
+    model, ids = shared_model(variant), make_ids(3, 11)
+    free = greedy_by_recomputing(model, ids, 20)
+    eos = free[0, 14].item()
+    answer = model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=eos, pad_token_id=0)
+    for ours, whole in zip(answer, free, strict=True):
+        ends = (whole[11:] == eos).nonzero()
+        stop = 12 + ends[0].item() if len(ends) else 31
+        assert torch.equal(ours[:stop], whole[:stop])
+        assert not ours[stop:].any()
+
+
+@pytest.mark.parametrize("implementation", ["static", "sliding_window", "quantized", "offloaded"])
+def test_other_cache_implementations_are_refused(implementation):
+    """Else `generate()` builds a cache that the model cannot use, and fails far from the cause."""
+    with pytest.raises(ValueError, match="cache_implementation"):
+        shared_model("mag").generate(make_ids(1, 5), max_new_tokens=2, cache_implementation=implementation, **GREEDY)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_assisted_decoding_is_refused_or_right(variant):
+    """Else a draft that is rejected stays in the memory without anyone being told."""
+    model, ids = shared_model(variant), make_ids(1, 9)
+    try:
+        answer = model.generate(ids, prompt_lookup_num_tokens=3, max_new_tokens=15, **GREEDY)
+    except (ValueError, NotImplementedError) as error:
+        assert "crop" in str(error) or "cache" in str(error).lower()
+    else:
+        assert torch.equal(answer, greedy_by_recomputing(model, ids, 15))

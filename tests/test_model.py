@@ -1,0 +1,173 @@
+"""One model: however a sequence is cut, the logits are those of the whole, in float64; and none depends on a later token."""
+
+import hypothesis
+import pytest
+import torch
+from common import (
+    VARIANTS,
+    assert_same,
+    assert_same_cache,
+    each_variant,
+    full_logits,
+    make_ids,
+    make_model,
+    read,
+    shared_model,
+)
+from hypothesis import strategies as st
+
+CHANGES = {
+    "chunk is segment": dict(memory_chunk_size=8),
+    "three chunks a segment": dict(segment_length=12),
+    "chunk of one": dict(memory_chunk_size=1),
+    "no persistent tokens": dict(num_persistent_tokens=0),
+    "linear memory": dict(memory_depth=1),
+    "deep memory": dict(memory_depth=3),
+    "no momentum": dict(memory_momentum=False),
+    "no forgetting": dict(memory_forget=False),
+    "neither": dict(memory_momentum=False, memory_forget=False),
+    "no convolution": dict(memory_conv_kernel=1),
+    "convolution over two chunks": dict(memory_conv_kernel=7),
+    "plain loss": dict(memory_error_clip=None, memory_max_lr=0.05),
+    "window of one": dict(sliding_window=1),
+    "window of two": dict(sliding_window=2),
+    "window beyond the sequence": dict(sliding_window=100),
+    "segment beyond the sequence": dict(segment_length=80),
+    "other heads": dict(num_key_value_heads=1, memory_num_heads=2, head_dim=12),
+    "three layers": dict(num_hidden_layers=3),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_split_in_two(variant):
+    """Else the state after some number of tokens is not the one that the whole sequence passes through."""
+    model, ids = shared_model(variant), make_ids(2, 40)
+    whole, after = read(model, ids)
+    assert_same(whole, full_logits(model, ids))
+    for split in range(1, 40):
+        logits, cache = read(model, ids, [split, 40 - split])
+        assert_same(logits, whole)
+        assert_same_cache(cache, after)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_token_by_token(variant):
+    """Else decoding is another model than training, beyond five windows, seven segments or sixteen chunks."""
+    model, ids = shared_model(variant), make_ids(2, 67)
+    whole, after = read(model, ids)
+    logits, cache = read(model, ids, [1] * 67)
+    assert_same(logits, whole)
+    assert_same_cache(cache, after)
+
+
+@hypothesis.settings(max_examples=12, deadline=None, derandomize=True)
+@hypothesis.given(data=st.data())
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ragged_pieces(variant, data):
+    """Else some order of short and long pieces loses or repeats a part of the state."""
+    pieces = data.draw(st.lists(st.integers(1, 30), min_size=2, max_size=9))
+    hypothesis.assume(sum(pieces) <= 120)
+    length = max(sum(pieces), 61)
+    pieces += [length - sum(pieces)] if length > sum(pieces) else []
+    model, ids = shared_model(variant), make_ids(1, length, seed=length)
+    assert_same(read(model, ids, pieces)[0], full_logits(model, ids))
+
+
+@pytest.mark.parametrize("variant,changes", each_variant(CHANGES))
+def test_settings_keep_one_model(variant, changes):
+    """Else a setting breaks what holds at the usual one: single tokens, then pieces that end off every boundary."""
+    model, ids = make_model(variant, **changes), make_ids(2, 35)
+    whole, after = read(model, ids)
+    for pieces in ([1] * 9 + [26], [26, 1, 2, 6]):
+        logits, cache = read(model, ids, pieces)
+        assert_same(logits, whole)
+        assert_same_cache(cache, after)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_eager_and_sdpa_agree(variant):
+    """Else the choice of the attention kernel changes the model."""
+    ids = make_ids(2, 40)
+    eager = make_model(variant, attention="eager")
+    assert eager.config._attn_implementation == "eager" and shared_model(variant).config._attn_implementation == "sdpa"
+    for pieces in ([40], [13, 1, 26], [1] * 40):
+        assert_same(read(eager, ids, pieces)[0], read(shared_model(variant), ids, pieces)[0])
+
+
+@pytest.mark.parametrize("pieces", [[40], [1] * 40], ids=["whole", "tokens"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_float32_is_close(variant, pieces):
+    """Else the order of operations loses more than float32 must."""
+    model, ids = make_model(variant, dtype=torch.float32), make_ids(2, 40)
+    logits, _ = read(model, ids, pieces)
+    assert logits.dtype == torch.float32
+    assert_same(logits.double(), full_logits(shared_model(variant), ids), 1e-4)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_logit_depends_on_a_later_token(variant):
+    """Else the model cheats in training; and the token itself and those after must feel it, or the test says nothing."""
+    model, ids = shared_model(variant), make_ids(1, 40)
+    whole = full_logits(model, ids)
+    for changed in (0, 1, 3, 4, 7, 8, 9, 12, 15, 16, 23, 31, 38, 39):
+        other = ids.clone()
+        other[0, changed] = (ids[0, changed] + 7) % 50
+        difference = (full_logits(model, other) - whole).abs().amax(-1)[0]
+        assert (difference[:changed] < 1e-10).all()
+        assert (difference[changed:] > 1e-6).all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_gradient_comes_from_a_later_token(variant):
+    """The same by autograd, for every pair of positions: exactly zero."""
+    model = shared_model(variant)
+    embeds = model.model.embed_tokens(make_ids(1, 21)).detach().requires_grad_()
+    logits = model(inputs_embeds=embeds).logits[0]
+    direction = torch.randn(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rows = [torch.autograd.grad(row @ direction, embeds, retain_graph=True)[0][0].norm(dim=-1) for row in logits]
+    influence = torch.stack(rows)  # (to, from)
+    assert (influence.triu(1) == 0).all()
+    assert (influence[torch.ones(21, 21).tril().bool()] > 1e-9).all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_parameter_and_setting_matters(variant):
+    """Else the tests here compare models in which a path is dead."""
+    model, ids = make_model(variant), make_ids(2, 40)
+    base = full_logits(model, ids)
+    for name, parameter in model.named_parameters():
+        with torch.no_grad():
+            kept = parameter.clone()
+            noise = torch.randn(kept.shape, generator=torch.Generator().manual_seed(1), dtype=kept.dtype)
+            parameter.add_(0.1 * noise)
+            assert (full_logits(model, ids) - base).abs().max() > 1e-3, name
+            parameter.copy_(kept)
+    settings = dict(memory_max_lr=0.1, memory_error_clip=0.5, memory_chunk_size=2, num_persistent_tokens=0)
+    settings |= dict(memory_momentum=False, memory_forget=False)
+    settings |= {"mac": dict(segment_length=4), "lmm": {}}.get(variant, dict(sliding_window=8))
+    for name, value in settings.items():
+        other = make_model(variant, **{name: value})
+        weights = {key: x for key, x in model.state_dict().items() if key in other.state_dict()}
+        if name == "num_persistent_tokens":
+            weights = {key: x for key, x in weights.items() if not key.endswith("persistent")}
+        other.load_state_dict(weights, strict=False)
+        assert (full_logits(other, ids) - base).abs().max() > 1e-3, name
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_reading_twice_is_deterministic(variant):
+    """Else a call leaves something behind in the model."""
+    model, ids = make_model(variant), make_ids(2, 30)
+    first = full_logits(model, ids)
+    read(model, make_ids(3, 17, seed=5))
+    assert torch.equal(full_logits(model, ids), first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_long_sequence_in_pieces(variant):
+    """Else something drifts with the length."""
+    model, ids = shared_model(variant), make_ids(1, 3000)
+    whole = full_logits(model, ids)
+    assert_same(read(model, ids, [999, 1, 1000, 7, 993])[0], whole)
+    assert_same(read(model, ids[:, :800], [1] * 800)[0], whole[:, :800])

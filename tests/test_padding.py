@@ -1,0 +1,137 @@
+"""Padding: wherever it stands, every row is what it is alone."""
+
+import pytest
+import torch
+from common import VARIANTS, assert_same, full_logits, left_pad, make_ids, make_model, read, shared_model
+
+from titans_hf import TitansCache
+
+
+def rows_of(*lengths: int) -> list[torch.Tensor]:
+    return [make_ids(length, seed=length) for length in lengths]
+
+
+def continue_alone(model, parts: list[torch.Tensor]) -> torch.Tensor:
+    """The logits of the last part, read after the others as one row without padding."""
+    return full_logits(model, torch.cat(parts)[None])[0, -len(parts[-1]) :]
+
+
+@pytest.mark.parametrize("lengths", [(31, 24, 13, 1), (9, 8, 7, 4), (40, 1)], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_left_padding(variant, lengths):
+    """Else a prompt's answer depends on its neighbours in the batch, or on what stands at the padding."""
+    model, rows = shared_model(variant), rows_of(*lengths)
+    for fill in (0, 49):
+        ids, mask = left_pad(rows, fill)
+        for row, logits in zip(rows, full_logits(model, ids, mask), strict=True):
+            assert_same(logits[-len(row) :], full_logits(model, row[None])[0])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_right_padding(variant):
+    """Else padding at the end, which evaluation harnesses use, changes what stands before it."""
+    model, rows = shared_model(variant), rows_of(31, 24, 13, 1)
+    ids, mask = (x.flip(1) for x in left_pad([row.flip(0) for row in rows], fill=7))
+    for row, logits in zip(rows, full_logits(model, ids, mask), strict=True):
+        assert_same(logits[: len(row)], full_logits(model, row[None])[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_padding_anywhere(variant, dtype):
+    """Else holes within a row shift what comes after them; the mask may be of any dtype."""
+    model, ids = shared_model(variant), make_ids(3, 33)
+    mask = torch.rand(3, 33, generator=torch.Generator().manual_seed(0)) < 0.6
+    logits = full_logits(model, ids, mask.to(dtype))
+    for row, real, ours in zip(ids, mask, logits, strict=True):
+        assert_same(ours[real], full_logits(model, row[real][None])[0])
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rows_out_of_step(variant, attention):
+    """Else rows that are at different places of their chunk, segment and window disturb each other: a padded first call,
+    then single tokens, then pieces, the mask growing as in `generate()`.
+    """
+    model, rows = make_model(variant, attention=attention), rows_of(18, 12, 5, 1)
+    ids, mask = left_pad(rows)
+    later = make_ids(4, 30, seed=9)
+    alone = torch.stack([continue_alone(model, [row, more]) for row, more in zip(rows, later, strict=True)])
+    for pieces in ([1] * 30, [30], [3, 1, 14, 12]):
+        cache, parts, grown = TitansCache(model.config), [], mask
+        with torch.no_grad():
+            model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+            for piece in later.split(pieces, 1):
+                grown = torch.cat([grown, torch.ones_like(piece)], 1)
+                parts.append(model(input_ids=piece, attention_mask=grown, past_key_values=cache).logits)
+        assert_same(torch.cat(parts, 1), alone)
+        assert cache.layers[0].state.memory.num_seen.tolist() == [len(row) + 30 for row in rows]
+
+
+@pytest.mark.parametrize("whole_mask", [True, False])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_padded_second_turn(variant, whole_mask):
+    """Else the second, padded turn of a conversation is read as if the padding had been said; the mask may cover both
+    turns or the new one alone.
+    """
+    model, first, second = shared_model(variant), rows_of(17, 6, 11), rows_of(3, 21, 10)
+    (ids_1, mask_1), (ids_2, mask_2) = left_pad(first), left_pad(second, fill=3)
+    third = make_ids(3, 13, seed=2)
+    cache = TitansCache(model.config)
+    with torch.no_grad():
+        model(input_ids=ids_1, attention_mask=mask_1, past_key_values=cache)
+        mask = torch.cat([mask_1, mask_2], 1) if whole_mask else mask_2
+        logits_2 = model(input_ids=ids_2, attention_mask=mask, past_key_values=cache).logits
+        logits_3 = model(input_ids=third, past_key_values=cache).logits
+    for i in range(3):
+        assert_same(logits_2[i, -len(second[i]) :], continue_alone(model, [first[i], second[i]]))
+        assert_same(logits_3[i], continue_alone(model, [first[i], second[i], third[i]]))
+    assert cache.get_seq_length() == ids_1.shape[1] + ids_2.shape[1] + 13
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rows_that_are_all_padding(variant):
+    """Else a row with nothing to read fails, or takes part in a call that it should sit out."""
+    model, rows = shared_model(variant), make_ids(2, 20)
+    mask = torch.ones(2, 20, dtype=torch.int64)
+    mask[1, 3:11] = 0
+    expected = full_logits(model, rows[1:][mask[1:] == 1][None])[0]
+    for pieces in ([3, 8, 9], [3] + [1] * 17):
+        cache, parts = TitansCache(model.config), []
+        with torch.no_grad():
+            for piece, seen in zip(rows.split(pieces, 1), mask.split(pieces, 1), strict=True):
+                parts.append(model(input_ids=piece, attention_mask=seen, past_key_values=cache).logits)
+        logits = torch.cat(parts, 1)
+        assert_same(logits[0], full_logits(model, rows[:1])[0])
+        assert_same(logits[1][mask[1] == 1], expected)
+        assert cache.layers[-1].state.memory.num_seen.tolist() == [20, 12]
+
+
+@pytest.mark.parametrize("first", [1, 6])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_call_of_padding_alone(variant, first):
+    """Else a call in which no row has a token fails or changes what is read after it."""
+    model, ids = shared_model(variant), make_ids(2, 20)
+    cache = TitansCache(model.config)
+    with torch.no_grad():
+        for before in (0, 8):  # at the very start, then where every row is at the start of a chunk and segment
+            model(
+                input_ids=make_ids(2, first, seed=4),
+                attention_mask=torch.zeros(2, first, dtype=torch.int64),
+                past_key_values=cache,
+            )
+            if not before:
+                model(input_ids=ids[:, :8], past_key_values=cache)
+        logits = model(input_ids=ids[:, 8:], past_key_values=cache).logits
+    assert_same(logits, full_logits(model, ids)[:, 8:])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_mask_of_ones_is_no_mask(variant):
+    """Else the mask that generation always passes costs exactness."""
+    model, ids = shared_model(variant), make_ids(2, 30)
+    cache = TitansCache(model.config)
+    with torch.no_grad():
+        first = model(input_ids=ids[:, :13], attention_mask=torch.ones(2, 13), past_key_values=cache).logits
+        rest = model(input_ids=ids[:, 13:], attention_mask=torch.ones(2, 30), past_key_values=cache).logits
+    assert torch.equal(torch.cat([first, rest], 1), read(model, ids, [13, 17])[0])

@@ -1,0 +1,61 @@
+"""The model against the paper's equations written out naively (`naive_model.py`), in float64."""
+
+import pytest
+import torch
+from common import assert_same, each_variant, full_logits, make_ids, make_model, shared_model
+from naive_model import naive_forward
+
+LENGTH = 26  # two windows, three segments, six chunks, and a part of each
+
+CHANGES = {
+    "base": {},
+    "no persistent tokens": dict(num_persistent_tokens=0),
+    "persistent tokens over two chunks": dict(num_persistent_tokens=7),
+    "linear memory": dict(memory_depth=1),
+    "deep memory": dict(memory_depth=3, memory_expansion=1),
+    "no momentum": dict(memory_momentum=False),
+    "no forgetting": dict(memory_forget=False),
+    "no convolution": dict(memory_conv_kernel=1),
+    "plain loss": dict(memory_error_clip=None, memory_max_lr=0.05),
+    "tight clip": dict(memory_error_clip=0.3),
+    "chunk is segment": dict(memory_chunk_size=8),
+    "chunk of one": dict(memory_chunk_size=1),
+    "window of one": dict(sliding_window=1),
+    "window beyond the sequence": dict(sliding_window=100),
+    "segment beyond the sequence": dict(segment_length=48),
+    "other heads": dict(num_key_value_heads=4, head_dim=12, memory_num_heads=2, rope_parameters={"rope_theta": 100.0}),
+    "full rotary": dict(rope_parameters={"partial_rotary_factor": 1.0, "rope_theta": 10000.0}),
+}
+
+
+@pytest.mark.parametrize("variant,changes", each_variant(CHANGES))
+def test_model_is_what_the_paper_says(variant, changes):
+    """Else some setting computes something other than what its equations say, however consistently."""
+    model, ids = make_model(variant, **changes), make_ids(LENGTH)
+    assert_same(full_logits(model, ids[None])[0], naive_forward(model, ids)[0])
+
+
+@pytest.mark.parametrize("variant", ["mac", "mag", "mal"])
+def test_recorded_attention_is_what_the_paper_says(variant):
+    """Else `output_attentions` shows weights in other columns than documented, or of other tokens."""
+    model, ids = make_model(variant, attention="eager"), make_ids(LENGTH)
+    config = model.config
+    with torch.no_grad():
+        recorded = model(ids[None], output_attentions=True).attentions
+    expected = naive_forward(model, ids)[1]
+    assert len(recorded) == len(expected) == config.num_hidden_layers
+    for ours, theirs in zip(recorded, expected, strict=True):
+        if variant != "mac":  # (heads, T, P + T) by token -> (heads, T, P + W), the window up to each token
+            num_persistent, window = config.num_persistent_tokens, config.sliding_window
+            padded = torch.nn.functional.pad(theirs[..., num_persistent:], (window - 1, 0))
+            band = torch.stack([padded[:, t, t : t + window] for t in range(LENGTH)], 1)
+            assert_same(band.sum(-1), theirs[..., num_persistent:].sum(-1))  # nothing lies outside of the window
+            theirs = torch.cat([theirs[..., :num_persistent], band], -1)
+        assert_same(ours[0], theirs)
+        assert_same(ours.sum(-1), torch.ones_like(ours[..., 0]))
+
+
+def test_lmm_has_no_attention_to_record():
+    """Else LMM invents weights."""
+    with torch.no_grad():
+        assert not any(x is not None for x in shared_model("lmm")(make_ids(1, 5), output_attentions=True).attentions or ())

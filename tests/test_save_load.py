@@ -1,0 +1,99 @@
+"""Saving and loading through the Auto classes."""
+
+import pytest
+import torch
+from common import VARIANTS, assert_same, full_logits, make_config, make_ids, make_model, read
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from titans_hf import TitansConfig, TitansForCausalLM, TitansModel
+
+
+def assert_equal_weights(actual, expected) -> None:
+    expected = dict(expected.named_parameters())
+    assert dict(actual.named_parameters()).keys() == expected.keys()
+    for name, parameter in actual.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+
+
+def stored_names(folder) -> set[str]:
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return set(file.keys())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_round_trip(variant, tied, tmp_path):
+    """Else a saved model is another one: same classes, same bits, tied embeddings stored once and still one tensor."""
+    model, ids = make_model(variant, tie_word_embeddings=tied), make_ids(2, 30)
+    expected = full_logits(model, ids)
+    model.save_pretrained(tmp_path)
+    names = {name for name, _ in model.named_parameters()}
+    assert stored_names(tmp_path) == names
+    assert ("lm_head.weight" in names) is not tied
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert type(loaded) is TitansForCausalLM
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) is tied
+    assert_equal_weights(loaded, model)
+    assert_same(full_logits(loaded, ids), expected)  # not bit for bit: where a tensor lies changes the rounding
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert type(config) is TitansConfig and config.variant == variant and config.architectures == ["TitansForCausalLM"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_base_model_loads_from_the_same_file(variant, tmp_path):
+    """Else AutoModel gets a body with fresh weights."""
+    model, ids = make_model(variant), make_ids(2, 30)
+    model.save_pretrained(tmp_path)
+    base, info = AutoModel.from_pretrained(tmp_path, dtype=torch.float64, output_loading_info=True)
+    assert type(base) is TitansModel and not info["missing_keys"]
+    with torch.no_grad():
+        assert_same(base(ids).last_hidden_state, model.model(ids).last_hidden_state)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_from_config(variant):
+    """Else the Auto classes do not know the model."""
+    config = make_config(variant)
+    assert type(AutoModelForCausalLM.from_config(config)) is TitansForCausalLM
+    assert type(AutoModel.from_config(config)) is TitansModel
+    assert type(AutoConfig.for_model("titans", variant=variant)) is TitansConfig
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_dtype_of_the_checkpoint_is_kept(variant, tmp_path):
+    """Else a float64 model comes back rounded where `dtype="auto"` is asked for."""
+    make_model(variant).save_pretrained(tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype == torch.float64
+    assert AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("pieces", [[60], [1] * 60], ids=["whole", "tokens"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_bfloat16(variant, pieces, tmp_path):
+    """Else half precision overflows or drifts: state in float32, logits finite and near those of float32."""
+    make_model(variant, dtype=torch.float32).save_pretrained(tmp_path)
+    ids, logits = make_ids(2, 60), {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+        logits[dtype], cache = read(model, ids, pieces)
+        assert logits[dtype].dtype == dtype
+        for layer in cache.layers:
+            memory = layer.state.memory
+            assert {x.dtype for x in (*memory.weights, *memory.momentum, *memory.anchor)} == {torch.float32}
+            assert layer.state.conv.dtype == dtype
+    exact, rounded = logits[torch.float32], logits[torch.bfloat16].float()
+    assert rounded.isfinite().all()
+    assert (rounded - exact).std() < 0.1 * exact.std()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_shards(variant, tmp_path):
+    """Else a checkpoint in several files loses tensors."""
+    model, ids = make_model(variant), make_ids(1, 20)
+    model.save_pretrained(tmp_path, max_shard_size="50KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert_equal_weights(loaded, model)
+    assert_same(full_logits(loaded, ids), full_logits(model, ids))

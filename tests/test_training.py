@@ -1,0 +1,194 @@
+"""Training: the loss, the gradients, what is recorded, and truncated backpropagation through time."""
+
+import pytest
+import torch
+from common import VARIANTS, assert_same, full_logits, left_pad, make_ids, make_model, read, shared_model
+
+from titans_hf import TitansCache
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def assert_same_gradients(actual, expected, tolerance: float = 1e-9) -> None:
+    assert actual.keys() == expected.keys()
+    for name, gradient in actual.items():
+        assert_same(gradient, expected[name], tolerance * max(1.0, expected[name].abs().max().item()))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_loss_is_cross_entropy_of_the_next_token(variant):
+    """Else the loss is shifted twice or not at all, counts ignored labels, or divides by the wrong number."""
+    model, ids = shared_model(variant), make_ids(3, 20)
+    labels = ids.clone()
+    labels[0, :9] = labels[2, 5] = -100
+    logits = full_logits(model, ids)[:, :-1]
+    kept = labels[:, 1:] != -100
+    losses = -logits.log_softmax(-1)[kept].gather(-1, labels[:, 1:][kept][:, None])
+    with torch.no_grad():
+        # Transformers computes every loss in float32
+        assert_same(model(ids, labels=labels).loss.double(), losses.mean(), 1e-5)
+        assert_same(model(ids, labels=labels, num_items_in_batch=100).loss.double(), losses.sum() / 100, 1e-5)
+        items = torch.tensor(100)
+        assert_same(model(ids, labels=labels, num_items_in_batch=items).loss.double(), losses.sum() / 100, 1e-5)
+        assert model(ids).loss is None
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_parameter_learns(variant):
+    """Else a path is cut from the graph: every entry that the input reaches must get a gradient."""
+    model, ids = make_model(variant), make_ids(2, 40)
+    model.train()
+    model(ids, labels=ids).loss.backward()
+    for name, gradient in gradients(model).items():
+        assert gradient is not None and gradient.isfinite().all(), name
+        if name != "model.embed_tokens.weight":
+            assert (gradient != 0).double().mean() > 0.99, name
+    # the last token of a row only predicts: it is nobody's context
+    used = torch.zeros(50, dtype=torch.bool).index_fill(0, ids[:, :-1].unique(), True)
+    assert torch.equal(model.model.embed_tokens.weight.grad.any(-1), used)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_are_those_of_finite_differences(variant):
+    """Else the outer gradient through the inner loop is wrong."""
+    model, ids = make_model(variant), make_ids(1, 18)
+    direction = torch.randn(18, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    (model(ids).logits[0] * direction).sum().backward()
+    step = 1e-6
+    for seed, parameter in enumerate(model.parameters()):
+        noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        values = []
+        with torch.no_grad():
+            for sign in (1, -1):
+                parameter.add_(sign * step * noise)
+                values.append((full_logits(model, ids)[0] * direction).sum())
+                parameter.sub_(sign * step * noise)
+        numeric, exact = (values[0] - values[1]) / (2 * step), (parameter.grad * noise).sum()
+        assert abs(numeric - exact) < 1e-5 * max(1.0, abs(exact)), list(model.state_dict())[seed]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradient_checkpointing_changes_nothing(variant, reentrant, padded):
+    """Else saving memory costs correctness, a cache updated by the second pass for one."""
+    rows = [make_ids(20), make_ids(13, seed=1)]
+    ids, mask = left_pad(rows) if padded else (make_ids(2, 20), None)
+    found = []
+    for checkpointing in (False, True):
+        model = make_model(variant)
+        model.train()
+        if checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": reentrant})
+            assert model.is_activation_checkpointing
+        output = model(ids, attention_mask=mask, labels=ids, use_cache=False)
+        output.loss.backward()
+        found.append((output.logits.detach(), gradients(model)))
+    assert_same(found[1][0], found[0][0])
+    assert_same_gradients(found[1][1], found[0][1])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradient_checkpointing_with_a_cache(variant):
+    """Else truncated backpropagation reads every piece as if it were the first, once memory is saved: the cache must be
+    used, or refused by name.
+    """
+    model, ids = make_model(variant), make_ids(2, 24)
+    expected = full_logits(model, ids)[:, 11:]
+    cache = read(model, ids[:, :11])[1]
+    model.train()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    try:
+        logits = model(ids[:, 11:], past_key_values=cache).logits
+    except ValueError as error:
+        assert "past_key_values" in str(error)
+    else:
+        logits.square().mean().backward()
+        assert_same(logits.detach(), expected)
+        assert cache.get_seq_length() == 24
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_cross_calls_until_detached(variant):
+    """Else backpropagation through a cache is cut where it should not be, or `detach()` leaves a path open."""
+    model, ids = make_model(variant), make_ids(2, 23)
+    model.train()
+    loss = model(ids).logits.square().mean(-1).sum()
+    loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    cache, losses = TitansCache(model.config), []
+    for piece in ids.split([9, 1, 13], 1):
+        losses.append(model(piece, past_key_values=cache).logits.square().mean(-1).sum())
+    sum(losses).backward()
+    assert_same_gradients(gradients(model), expected)
+
+    for detached in (False, True):
+        embeds = model.model.embed_tokens(ids).detach().requires_grad_()
+        cache = TitansCache(model.config)
+        first = model(inputs_embeds=embeds[:, :9], past_key_values=cache).logits
+        if detached:
+            assert cache.detach() is cache
+        second = model(inputs_embeds=embeds[:, 9:], past_key_values=cache).logits
+        gradient = torch.autograd.grad(second.square().sum(), embeds, retain_graph=True)[0]
+        assert (gradient[:, 9:].abs().amax(-1) > 0).all()
+        assert (gradient[:, :9].abs().amax(-1) > 0).all() if not detached else not gradient[:, :9].any()
+        assert torch.autograd.grad(first.square().sum(), embeds)[0].any()  # the first call's graph is intact
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_hidden_states(variant):
+    """Else `output_hidden_states` returns other tensors than those that pass from layer to layer."""
+    model, ids, seen = make_model(variant), make_ids(2, 13), []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda module, args, output: seen.extend([args[0], output]))
+    with torch.no_grad():
+        output = model.model(ids, output_hidden_states=True)
+        states = output.hidden_states
+        assert len(states) == model.config.num_hidden_layers + 1
+        assert torch.equal(states[0], model.model.embed_tokens(ids))
+        assert torch.equal(states[0], seen[0]) and torch.equal(states[1], seen[1]) and torch.equal(states[1], seen[2])
+        assert torch.equal(states[-1], output.last_hidden_state)
+        assert torch.equal(model.model.norm(seen[-1]), output.last_hidden_state)
+        assert torch.equal(model(ids, output_hidden_states=True).hidden_states[1], states[1])
+        assert model(ids).hidden_states is None
+
+
+@pytest.mark.parametrize("variant", ["mac", "mag", "mal"])
+def test_attentions_over_pieces(variant):
+    """Else recorded weights differ between a whole sequence and its pieces, or where rows are padded."""
+    model, rows = make_model(variant, attention="eager"), [make_ids(21), make_ids(13, seed=1)]
+    ids, mask = left_pad(rows)
+    cache = TitansCache(model.config)
+    width = 3 + (16 if variant == "mac" else 12)
+    with torch.no_grad():
+        batch = model(ids, attention_mask=mask, output_attentions=True).attentions
+        whole = model(rows[0][None], output_attentions=True).attentions
+        pieces = [
+            model(x, past_key_values=cache, output_attentions=True).attentions for x in rows[0][None].split([9, 1, 11], 1)
+        ]
+        alone = model(rows[1][None], output_attentions=True).attentions
+    for layer in range(2):
+        assert whole[layer].shape == (1, 4, 21, width) and batch[layer].shape == (2, 4, 21, width)
+        assert_same(torch.cat([piece[layer] for piece in pieces], 2), whole[layer])
+        assert_same(batch[layer][:1], whole[layer])
+        assert_same(batch[layer][1:, :, 8:], alone[layer])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_few_steps_reduce_the_loss(variant):
+    """Else the model as it is initialised does not train at all."""
+    torch.manual_seed(0)
+    model = type(shared_model(variant))(shared_model(variant).config).train()
+    optimizer, ids = torch.optim.AdamW(model.parameters(), lr=1e-2), make_ids(4, 24)
+    losses = []
+    for _ in range(25):
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
