@@ -79,8 +79,8 @@ class NaiveMemory:
 
 
 def attend(attention, config, queries, keys, positions, visible, persistent):
-    """queries (T, hidden) at positions[0], keys (K, hidden) at positions[1], visible (T, K), persistent tokens (P, hidden)
-    -> output (T, hidden), weights (heads, T, P + K).
+    """queries (T, hidden) at positions[0], keys (K, hidden) at positions[1], visible (T, K), persistent tokens
+    (P, hidden) -> output (T, hidden), weights (heads, T, P + K).
     """
     c, groups = config, config.num_attention_heads // config.num_key_value_heads
     rope = c.rope_parameters
@@ -185,7 +185,7 @@ MIXERS = {"mac": mac, "mag": mag, "mal": mal, "lmm": lmm}
 
 @torch.no_grad()
 def naive_forward(model, ids):
-    """ids (T,) -> logits (T, vocab), attention weights of every layer: (heads, T, P + T), in MAC (heads, T, P + 2 L)."""
+    """ids (T,) -> logits (T, vocab), attention weights by layer: (heads, T, P + T), in MAC (heads, T, P + 2 L)."""
     config, eps = model.config, model.config.rms_norm_eps
     x, weights = model.model.embed_tokens.weight[ids], []
     for layer in model.model.layers:

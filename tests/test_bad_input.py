@@ -1,6 +1,7 @@
 """Bad input: a ValueError that names the argument, before anything has changed."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -12,11 +13,15 @@ from titans_hf import TitansCache
 IDS = make_ids(2, 6, seed=3)
 
 
+@functools.cache
+def nine_tokens_read(model) -> TitansCache:
+    return read(model, make_ids(2, 9))[1]
+
+
 def refuse(model, name: str, cache: TitansCache | None = None, **arguments) -> None:
     """The call raises a ValueError that mentions `name`, and the cache is what it was, and still of use."""
     if cache is None:
-        cache = read(model, make_ids(2, 9))[1]
-        arguments["past_key_values"] = cache
+        cache = arguments["past_key_values"] = copy.deepcopy(nine_tokens_read(model))
     kept = copy.deepcopy(tensors(cache)) if isinstance(cache, TitansCache) else None
     columns = cache.get_seq_length()
     with pytest.raises(ValueError, match=name), torch.no_grad():
@@ -90,12 +95,11 @@ def test_packed_documents(variant, positions):
     assert torch.equal(counted, full_logits(model, IDS)) and torch.equal(shifted, counted)
 
 
-@pytest.mark.parametrize("argument", ["cu_seq_lens_q", "seq_idx"])
+@pytest.mark.parametrize("argument,value", [("cu_seq_lens_q", [0, 3, 6]), ("seq_idx", [[0, 0, 0, 1, 1, 1]])])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_packed_documents_said_otherwise(variant, argument):
+def test_packed_documents_said_otherwise(variant, argument, value):
     """Else the other ways in which Transformers' collators tell documents apart are overlooked."""
-    value = torch.tensor([0, 3, 6], dtype=torch.int32) if argument == "cu_seq_lens_q" else torch.tensor([[0, 0, 0, 1, 1, 1]])
-    refuse(shared_model(variant), argument, input_ids=IDS, **{argument: value})
+    refuse(shared_model(variant), argument, input_ids=IDS, **{argument: torch.tensor(value, dtype=torch.int32)})
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -148,7 +152,7 @@ def test_cache_of_a_model_of_other_sizes(variant, name, swap):
         changes |= dict(head_dim=4, num_key_value_heads=4)
     if name == "segment_length":
         changes |= dict(memory_chunk_size=SIZES["memory_chunk_size"])
-    models = [shared_model(variant), make_model(variant, **changes)]
+    models = [shared_model(variant, num_hidden_layers=1), make_model(variant, **{"num_hidden_layers": 1, **changes})]
     source, target = models[::-1] if swap else models
     cache = read(source, make_ids(2, 9))[1]
     refuse(target, "past_key_values", cache, input_ids=IDS, past_key_values=cache)

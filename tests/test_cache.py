@@ -5,7 +5,17 @@ import pickle
 
 import pytest
 import torch
-from common import VARIANTS, assert_same, assert_same_cache, full_logits, make_ids, make_model, read, shared_model, tensors
+from common import (
+    VARIANTS,
+    assert_same,
+    assert_same_cache,
+    full_logits,
+    make_ids,
+    make_model,
+    read,
+    shared_model,
+    tensors,
+)
 
 from titans_hf import TitansCache
 
@@ -18,13 +28,11 @@ def storage_bytes(cache: TitansCache) -> int:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_size_does_not_grow(variant):
-    """Else long contexts cost memory: the bytes of the cache, and those that it keeps alive, read in one piece or token by
-    token.
-    """
-    model = make_model(variant, dtype=torch.float32)
+    """Else long contexts cost memory: the bytes of the cache, and those that it keeps alive behind its tensors."""
+    model = make_model(variant, dtype=torch.float32, memory_chunk_size=32, segment_length=32)
     short, long = (read(model, make_ids(1, length))[1] for length in (200, 2000))
     assert short.num_bytes == long.num_bytes == sum(x.numel() * x.element_size() for x in tensors(long)) > 10_000
-    stepped = read(model, make_ids(1, 60), [1] * 60)[1]
+    stepped = read(model, make_ids(1, 40), [1] * 40)[1]
     assert stepped.num_bytes == short.num_bytes
     assert storage_bytes(long) <= storage_bytes(short)
     assert storage_bytes(long) <= long.num_bytes
@@ -49,7 +57,7 @@ def test_size_is_per_row(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_token_is_learned(variant):
-    """Else the memory stands still while it decodes: weights and momentum of every layer and head change with each token."""
+    """Else the memory stands still while it decodes: each token changes the weights and momentum of every head."""
     model, cache = shared_model(variant), TitansCache(shared_model(variant).config)
     read(model, make_ids(2, 9), None, cache)
     for token in make_ids(2, 10, seed=3).split(1, 1):
@@ -64,29 +72,22 @@ def test_every_token_is_learned(variant):
 @pytest.mark.parametrize("forget", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_nothing_is_learned_at_rate_zero(variant, forget):
-    """Else something other than the inner learning rate writes: at 0 the momentum stays 0 and the weights stay what they
-    were, or, with forgetting, shrink by one factor per head.
-    """
-    model = make_model(variant, memory_max_lr=0.0, memory_forget=forget, num_persistent_tokens=0)
+    """Else something other than the inner learning rate writes, or a memory that learns nothing forgets."""
+    model = make_model(variant, memory_max_lr=0.0, memory_forget=forget)
     cache = TitansCache(model.config)
     for sizes in ([13], [1] * 5):
         read(model, make_ids(2, sum(sizes)), sizes, cache)
         for layer, decoder in zip(cache.layers, model.model.layers, strict=True):
-            memory, initial = layer.state.memory, list(decoder.mixer.memory.initial_weights)
+            memory = layer.state.memory
             assert not any(x.any() for x in memory.momentum)
-            factors = []
-            for now, start in zip(memory.weights, initial, strict=True):
-                factor = (now * start).sum((2, 3), keepdim=True) / (start * start).sum((1, 2), keepdim=True)
-                assert_same(now, factor * start, 1e-12)
-                factors.append(factor)
-            assert_same(factors[0], factors[1])
-            assert (factors[0] < 0.999).all() if forget else torch.equal(factors[0], torch.ones_like(factors[0]))
+            for now, start in zip(memory.weights, decoder.mixer.memory.initial_weights, strict=True):
+                assert torch.equal(now, start.expand_as(now))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_batch_operations(variant):
     """Else beams, and rows that are taken out, repeated or reordered, mix up their memories."""
-    model, ids, more = shared_model(variant), make_ids(3, 21), make_ids(5, 14, seed=1)
+    model, ids, more = shared_model(variant), make_ids(3, 21), make_ids(5, 8, seed=1)
     index = torch.tensor([2, 0, 0])
     operations = {
         "reorder_cache": (lambda cache: cache.reorder_cache(index), [2, 0, 0]),
@@ -98,10 +99,11 @@ def test_batch_operations(variant):
         assert operation(cache) is None
         later = more[torch.arange(len(rows)) % 5]
         expected = full_logits(model, torch.cat([ids[rows], later], 1))[:, 21:]
-        assert_same(read(model, later, [1, 13], cache)[0], expected)
+        assert_same(read(model, later, [1, 7], cache)[0], expected)
     cache = read(model, ids)[1]
     cache.batch_select_indices(torch.tensor([True, False, True]))
-    assert_same(read(model, more[:2], None, cache)[0], full_logits(model, torch.cat([ids[[0, 2]], more[:2]], 1))[:, 21:])
+    expected = full_logits(model, torch.cat([ids[[0, 2]], more[:2]], 1))[:, 21:]
+    assert_same(read(model, more[:2], None, cache)[0], expected)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

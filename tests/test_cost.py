@@ -43,14 +43,18 @@ def test_the_watch_sees():
     assert watch(lambda: x[x > 2]).operations & {"nonzero", "index"}
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant,attention",
+    [(variant, "sdpa") for variant in VARIANTS]
+    + [pytest.param(variant, "eager", marks=pytest.mark.slow) for variant in ("mac", "mag", "mal")],
+)
 def test_no_tensor_grows_with_the_square_of_the_sequence(variant, attention):
-    """Else somewhere scores, a mask or per-token weights are made for all pairs of tokens, in the forward or the backward
-    pass, or when reading on.
+    """Else somewhere scores, a mask or per-token weights are made for all pairs of tokens: in the forward pass over
+    4,096 tokens, read on from an odd place, or in the backward pass over half of them.
     """
-    model = make_model(variant, dtype=torch.float32, attention=attention)
-    length, largest = 2048, {}
+    sizes = dict(num_hidden_layers=1, memory_chunk_size=128, segment_length=128)  # few operations to watch
+    model = make_model(variant, dtype=torch.float32, attention=attention, **sizes)
+    largest = {}
 
     def train(ids):
         model(ids, labels=ids, use_cache=False).loss.backward()
@@ -58,11 +62,11 @@ def test_no_tensor_grows_with_the_square_of_the_sequence(variant, attention):
     def read_on(ids):
         read(model, ids, [5, ids.shape[1] - 5])
 
-    for fn in (train, read_on):
+    for fn, length in ((train, 1024), (read_on, 2048)):
         for tokens in (length, 2 * length):
             ids = make_ids(1, tokens)
             largest[tokens] = watch(lambda fn=fn, ids=ids: fn(ids)).largest
-        assert largest[2 * length] < (2 * length) ** 2 / 10
+        assert largest[2 * length] < (2 * length) ** 2 / 3
         assert largest[2 * length] < 2.2 * largest[length]
 
 
@@ -70,7 +74,7 @@ def test_no_tensor_grows_with_the_square_of_the_sequence(variant, attention):
 def test_no_tensor_grows_with_what_was_read(variant):
     """Else a decoding step gets slower as the context grows."""
     model, steps = make_model(variant, dtype=torch.float32), []
-    for length in (200, 1600):
+    for length in (200, 900):
         cache = read(model, make_ids(1, length))[1]
         steps.append(watch(lambda cache=cache: read(model, make_ids(1, 1), None, cache)))
     assert steps[0].largest == steps[1].largest

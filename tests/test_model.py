@@ -1,4 +1,4 @@
-"""One model: however a sequence is cut, the logits are those of the whole, in float64; and none depends on a later token."""
+"""One model, in float64: however a sequence is cut, the logits are those of the whole; none depends on later tokens."""
 
 import hypothesis
 import pytest
@@ -60,7 +60,7 @@ def test_token_by_token(variant):
     assert_same_cache(cache, after)
 
 
-@hypothesis.settings(max_examples=12, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=6, deadline=None, derandomize=True)
 @hypothesis.given(data=st.data())
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_ragged_pieces(variant, data):
@@ -76,12 +76,11 @@ def test_ragged_pieces(variant, data):
 @pytest.mark.parametrize("variant,changes", each_variant(CHANGES))
 def test_settings_keep_one_model(variant, changes):
     """Else a setting breaks what holds at the usual one: single tokens, then pieces that end off every boundary."""
-    model, ids = make_model(variant, **changes), make_ids(2, 35)
+    model, ids = make_model(variant, **{"num_hidden_layers": 1, **changes}), make_ids(2, 35)
     whole, after = read(model, ids)
-    for pieces in ([1] * 9 + [26], [26, 1, 2, 6]):
-        logits, cache = read(model, ids, pieces)
-        assert_same(logits, whole)
-        assert_same_cache(cache, after)
+    logits, cache = read(model, ids, [1] * 9 + [17, 1, 2, 6])
+    assert_same(logits, whole)
+    assert_same_cache(cache, after)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -90,7 +89,7 @@ def test_eager_and_sdpa_agree(variant):
     ids = make_ids(2, 40)
     eager = make_model(variant, attention="eager")
     assert eager.config._attn_implementation == "eager" and shared_model(variant).config._attn_implementation == "sdpa"
-    for pieces in ([40], [13, 1, 26], [1] * 40):
+    for pieces in ([40], [13, 1, 1, 25]):
         assert_same(read(eager, ids, pieces)[0], read(shared_model(variant), ids, pieces)[0])
 
 
@@ -106,7 +105,7 @@ def test_float32_is_close(variant, pieces):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_logit_depends_on_a_later_token(variant):
-    """Else the model cheats in training; and the token itself and those after must feel it, or the test says nothing."""
+    """Else the model cheats in training; the token itself and those after must feel it, or the test says nothing."""
     model, ids = shared_model(variant), make_ids(1, 40)
     whole = full_logits(model, ids)
     for changed in (0, 1, 3, 4, 7, 8, 9, 12, 15, 16, 23, 31, 38, 39):
@@ -133,7 +132,7 @@ def test_no_gradient_comes_from_a_later_token(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_parameter_and_setting_matters(variant):
     """Else the tests here compare models in which a path is dead."""
-    model, ids = make_model(variant), make_ids(2, 40)
+    model, ids = make_model(variant), make_ids(1, 24)
     base = full_logits(model, ids)
     for name, parameter in model.named_parameters():
         with torch.no_grad():

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from common import VARIANTS, assert_same, full_logits, left_pad, make_ids, make_model, read, shared_model
+from common import VARIANTS, assert_same, full_logits, left_pad, make_config, make_ids, make_model, read, shared_model
 
-from titans_hf import TitansCache
+from titans_hf import TitansCache, TitansForCausalLM
 
 
 def gradients(model) -> dict[str, torch.Tensor]:
@@ -53,8 +53,8 @@ def test_every_parameter_learns(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients_are_those_of_finite_differences(variant):
     """Else the outer gradient through the inner loop is wrong."""
-    model, ids = make_model(variant), make_ids(1, 18)
-    direction = torch.randn(18, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    model, ids = make_model(variant, num_hidden_layers=1), make_ids(1, 13)
+    direction = torch.randn(13, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     (model(ids).logits[0] * direction).sum().backward()
     step = 1e-6
     for seed, parameter in enumerate(model.parameters()):
@@ -69,8 +69,7 @@ def test_gradients_are_those_of_finite_differences(variant):
         assert abs(numeric - exact) < 1e-5 * max(1.0, abs(exact)), list(model.state_dict())[seed]
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant,padded", [(False, True), (True, False)])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradient_checkpointing_changes_nothing(variant, reentrant, padded):
     """Else saving memory costs correctness, a cache updated by the second pass for one."""
@@ -166,9 +165,8 @@ def test_attentions_over_pieces(variant):
     with torch.no_grad():
         batch = model(ids, attention_mask=mask, output_attentions=True).attentions
         whole = model(rows[0][None], output_attentions=True).attentions
-        pieces = [
-            model(x, past_key_values=cache, output_attentions=True).attentions for x in rows[0][None].split([9, 1, 11], 1)
-        ]
+        calls = rows[0][None].split([9, 1, 11], 1)
+        pieces = [model(x, past_key_values=cache, output_attentions=True).attentions for x in calls]
         alone = model(rows[1][None], output_attentions=True).attentions
     for layer in range(2):
         assert whole[layer].shape == (1, 4, 21, width) and batch[layer].shape == (2, 4, 21, width)
@@ -181,10 +179,10 @@ def test_attentions_over_pieces(variant):
 def test_a_few_steps_reduce_the_loss(variant):
     """Else the model as it is initialised does not train at all."""
     torch.manual_seed(0)
-    model = type(shared_model(variant))(shared_model(variant).config).train()
-    optimizer, ids = torch.optim.AdamW(model.parameters(), lr=1e-2), make_ids(4, 24)
+    model = TitansForCausalLM(make_config(variant, num_hidden_layers=1, memory_chunk_size=8)).train()
+    optimizer, ids = torch.optim.AdamW(model.parameters(), lr=2e-2), make_ids(4, 24)
     losses = []
-    for _ in range(25):
+    for _ in range(15):
         loss = model(ids, labels=ids).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -34,7 +34,10 @@ class TitansConfig(PreTrainedConfig):
         memory_num_heads (`int`, *optional*): Independent memories per layer; `num_attention_heads` by default.
         memory_chunk_size (`int`, defaults to 64): Tokens whose gradients are taken at the same weights (paper section
         3.2).
-        memory_max_lr (`float`, defaults to 0.2): Largest step of the inner loop (theta, eq. 10); 0 turns learning off.
+        memory_max_lr (`float`, *optional*):
+            Largest step of the inner loop (theta, eq. 10); `1 / memory_chunk_size` by default: the tokens of a chunk
+            step from the same weights, and where their keys agree, steps that sum to more than 1 overshoot. 0 stops
+            the memory: it stays as it is, and forgets nothing.
         memory_momentum (`bool`, defaults to `True`): Past surprise (eta, eq. 10).
         memory_forget (`bool`, defaults to `True`): Weight decay of the memory (alpha, eq. 13).
         memory_conv_kernel (`int`, defaults to 4): Taps of the causal convolutions on q, k and v; 1 for none.
@@ -64,7 +67,7 @@ class TitansConfig(PreTrainedConfig):
     memory_expansion: int = 2
     memory_num_heads: int | None = None
     memory_chunk_size: int = 64
-    memory_max_lr: int | float = 0.2
+    memory_max_lr: int | float | None = None
     memory_momentum: bool = True
     memory_forget: bool = True
     memory_conv_kernel: int = 4
@@ -80,7 +83,7 @@ class TitansConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = 2
 
     def __post_init__(self, **kwargs):
-        for name in ("num_attention_heads", "hidden_size"):
+        for name in ("num_attention_heads", "hidden_size", "memory_chunk_size"):
             _at_least(name, getattr(self, name), 1)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
@@ -88,6 +91,8 @@ class TitansConfig(PreTrainedConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.memory_num_heads is None:
             self.memory_num_heads = self.num_attention_heads
+        if self.memory_max_lr is None:
+            self.memory_max_lr = 1 / self.memory_chunk_size
         self.rope_parameters = {"partial_rotary_factor": 0.5, **(self.rope_parameters or {})}
         super().__post_init__(**kwargs)
 

@@ -5,6 +5,8 @@ layer and all weights after all tokens follow from a few matrix products (`memor
 exist. Shapes: B batch, H heads, T tokens, C tokens of a chunk, D head size; weights (B, H, d_in, d_out).
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,17 @@ from .memory_gates import GateProducts, gate_products
 from .memory_network import apply_layers, gradient_factors, read
 from .memory_state import MemoryState, where_rows
 from .token_grid import TokenGrid
+
+
+class Tokens(NamedTuple):
+    """What `memorize` is told about T tokens, in the state's dtype."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    inner_lr: Tensor
+    log_momentum_decay: Tensor
+    log_retain: Tensor
 
 
 def memorize(
@@ -38,92 +51,64 @@ def memorize(
     Returns the retrieved values (B, H, T, D) in the state's dtype (undefined at unfilled slots) and the state after.
     """
     dtype = state.weights[0].dtype
-    tokens = tuple(x.to(dtype) for x in (queries, keys, values, inner_lr, log_momentum_decay, log_retain))
+    tokens = Tokens(*(x.to(dtype) for x in (queries, keys, values, inner_lr, log_momentum_decay, log_retain)))
     if keys.shape[2] == 1 and (grid is None or grid.is_step):
-        return _memorize_step(*tokens, state, chunk_size, error_clip)
+        return _memorize_step(tokens, state, chunk_size, error_clip)
     if grid is not None:
-        return _memorize_grid(*tokens, state, grid, chunk_size, error_clip)
+        return _memorize_grid(tokens, state, grid, chunk_size, error_clip)
     grid = TokenGrid.build(state.num_seen, keys.shape[2], chunk_size)
-    slots = (grid.place(x.transpose(1, 2)).transpose(1, 2) for x in tokens)
-    retrieved, state = _memorize_grid(*slots, state, grid, chunk_size, error_clip)
+    slots = Tokens(*(grid.place(x.transpose(1, 2)).transpose(1, 2) for x in tokens))
+    retrieved, state = _memorize_grid(slots, state, grid, chunk_size, error_clip)
     return grid.take(retrieved.transpose(1, 2)).transpose(1, 2), state
 
 
 def _memorize_step(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    inner_lr: Tensor,
-    log_momentum_decay: Tensor,
-    log_retain: Tensor,
-    state: MemoryState,
-    chunk_size: int,
-    error_clip: float | None,
+    token: Tokens, state: MemoryState, chunk_size: int, error_clip: float | None
 ) -> tuple[Tensor, MemoryState]:
     """One token: eq. 13-15 as they stand, without a branch on data."""
     anchor = where_rows(state.num_seen % chunk_size == 0, state.weights, state.anchor)
-    inputs, deltas = gradient_factors(key, value, anchor, error_clip)
-    eta, retain = log_momentum_decay.exp()[..., None], log_retain.exp()[..., None]
-    momentum = tuple(
-        eta * s - x.mT * (inner_lr[..., None] * d) for s, x, d in zip(state.momentum, inputs, deltas, strict=True)
+    inputs, deltas = gradient_factors(token.keys, token.values, anchor, error_clip)
+    theta, eta, retain = (
+        x[..., None] for x in (token.inner_lr, token.log_momentum_decay.exp(), token.log_retain.exp())
     )
+    momentum = tuple(eta * s - x.mT * (theta * d) for s, x, d in zip(state.momentum, inputs, deltas, strict=True))
     weights = tuple(retain * w + s for w, s in zip(state.weights, momentum, strict=True))
-    return read(weights, query), MemoryState(weights, momentum, anchor, state.num_seen + 1)
+    return read(weights, token.queries), MemoryState(weights, momentum, anchor, state.num_seen + 1)
 
 
 def _memorize_grid(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    inner_lr: Tensor,
-    log_momentum_decay: Tensor,
-    log_retain: Tensor,
-    state: MemoryState,
-    grid: TokenGrid,
-    chunk_size: int,
-    error_clip: float | None,
+    slots: Tokens, state: MemoryState, grid: TokenGrid, chunk_size: int, error_clip: float | None
 ) -> tuple[Tensor, MemoryState]:
     """All chunks of the grid, one after the other; every row's chunk begins at a multiple of `chunk_size`."""
-    num_slots = keys.shape[2]
-    filled = None if grid.filled is None else grid.filled[:, None]
-    chunk_gates = _chunk_gates(inner_lr, log_momentum_decay, log_retain, filled, min(chunk_size, num_slots))
+    filled = None if grid.filled is None else grid.filled[:, None].expand_as(slots.inner_lr)
+    chunk_gates = _chunk_gates(slots, filled, chunk_size)
     # split, not indexing: the backward of an index into one tensor is a tensor of its full size for every chunk
-    chunks = zip(*(x.split(chunk_size, dim=2) for x in (queries, keys, values)), chunk_gates, strict=True)
+    chunks = zip(*(x.split(chunk_size, dim=2) for x in slots[:3]), chunk_gates, strict=True)
     weights, momentum, anchor = state.weights, state.momentum, state.anchor
     retrieved = []
-    for start, (q, k, v, gates) in zip(range(0, num_slots, chunk_size), chunks, strict=True):
+    for chunk, (queries, keys, values, gates) in enumerate(chunks):
         if filled is None:
             anchor = weights
         else:
-            begins = (grid.start <= start) & (grid.end > start)
-            anchor = where_rows(begins, weights, anchor)
-        y, weights, momentum = _memorize_chunk(q, k, v, gates, weights, momentum, anchor, error_clip)
+            first = chunk * chunk_size
+            anchor = where_rows((grid.start <= first) & (grid.end > first), weights, anchor)
+        y, weights, momentum = _memorize_chunk(queries, keys, values, gates, weights, momentum, anchor, error_clip)
         retrieved.append(y)
     num_seen = state.num_seen + grid.end - grid.start
     return torch.cat(retrieved, dim=2), MemoryState(weights, momentum, anchor, num_seen)
 
 
-def _chunk_gates(
-    inner_lr: Tensor, log_momentum_decay: Tensor, log_retain: Tensor, filled: Tensor | None, size: int
-) -> list[GateProducts]:
-    """The gate products of every chunk, computed at once; the last chunk may be shorter."""
-    num_slots = inner_lr.shape[-1]
-    num_whole = num_slots // size * size
-
-    def products(begin: int, end: int, width: int) -> GateProducts:
-        gates = (
-            (inner_lr, log_momentum_decay, log_retain)
-            if filled is None
-            else (inner_lr, log_momentum_decay, log_retain, filled)
-        )
-        return gate_products(*(x[..., begin:end].unflatten(-1, (-1, width)) for x in gates))
-
+def _chunk_gates(slots: Tokens, filled: Tensor | None, chunk_size: int) -> list[GateProducts]:
+    """The gate products of every chunk, all full chunks at once; the last chunk may be shorter."""
+    gates = [*slots[3:], *([] if filled is None else [filled])]
+    num_slots = slots.inner_lr.shape[-1]
+    end_of_full = num_slots // chunk_size * chunk_size
     chunks = []
-    for begin, end, width in ((0, num_whole, size), (num_whole, num_slots, num_slots - num_whole)):
+    for begin, end in ((0, end_of_full), (end_of_full, num_slots)):
         if begin < end:
-            chunks += [
-                GateProducts(*parts) for parts in zip(*(x.unbind(2) for x in products(begin, end, width)), strict=True)
-            ]
+            size = min(chunk_size, end - begin)
+            products = gate_products(*(x[..., begin:end].unflatten(-1, (-1, size)) for x in gates))
+            chunks += [GateProducts(*parts) for parts in zip(*(x.unbind(2) for x in products), strict=True)]
     return chunks
 
 

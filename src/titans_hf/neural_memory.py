@@ -109,7 +109,7 @@ class NeuralMemory(nn.Module):
             momentum = self.momentum(hidden_states, dtype)
             log_momentum_decay = logsigmoid(momentum)
             inner_lr = inner_lr * torch.sigmoid(-momentum)  # (1 - eta): the step does not grow with the momentum
-        if self.forget is None:
+        if self.forget is None or self.config.memory_max_lr == 0:  # what learns nothing forgets nothing
             log_retain = torch.zeros_like(inner_lr)
         else:
             log_retain = logsigmoid(-self.forget(hidden_states, dtype))

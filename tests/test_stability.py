@@ -1,0 +1,66 @@
+"""Nothing that is read makes the model say inf or nan, whatever its gates have learnt to do."""
+
+import pytest
+import torch
+from common import VARIANTS
+
+from titans_hf import TitansCache, TitansConfig, TitansForCausalLM
+
+
+def make_reckless(variant: str, depth: int, dtype: torch.dtype) -> TitansForCausalLM:
+    """A model that takes the largest steps there are, with momentum near 1, and never forgets."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    spans = dict(sliding_window=64, segment_length=64, memory_chunk_size=64)
+    model = TitansForCausalLM(TitansConfig(**sizes, **spans, variant=variant, memory_depth=depth))
+    memory = model.model.layers[0].mixer.memory
+    for gate, logit in ((memory.inner_lr, 30.0), (memory.momentum, 7.0), (memory.forget, -30.0)):
+        torch.nn.init.constant_(gate.bias, logit)
+    return model.to(dtype).eval()
+
+
+def make_inputs(kind: str, length: int, size: int) -> torch.Tensor:
+    """(1, length, size) embeddings."""
+    inputs = torch.randn(1, length, size, generator=torch.Generator().manual_seed(0))
+    if kind in ("constant", "alternating"):
+        period = 1 if kind == "constant" else 2
+        inputs = inputs[:, :period].repeat(1, length // period, 1)
+    return 1e3 * torch.nn.functional.normalize(inputs, dim=-1)
+
+
+def check(variant, depth, kind, dtype, length):
+    model = make_reckless(variant, depth, dtype)
+    inputs, cache = make_inputs(kind, length, 16).to(dtype), TitansCache(model.config)
+    with torch.no_grad():
+        logits = model(inputs_embeds=inputs, past_key_values=cache).logits
+        last = model(inputs_embeds=inputs[:, -1:], past_key_values=cache).logits
+    state = cache.layers[0].state
+    assert all(x.isfinite().all() for x in (logits, last, *state.tensors()))
+    assert {x.dtype for x in (*state.memory.weights, *state.memory.momentum)} == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["constant", "alternating", "random"])
+@pytest.mark.parametrize("depth", [2, 4])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_huge_embeddings_stay_finite(variant, depth, kind, dtype):
+    """Embeddings of norm 1000 for 2,000 tokens, by the model and its cache."""
+    check(variant, depth, kind, dtype, 2_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_huge_embeddings_stay_finite_for_long(variant, depth, dtype):
+    """The same for 20,000 tokens, at every depth."""
+    check(variant, depth, "alternating", dtype, 20_000)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("length", [2, 200])
+def test_gradients_are_finite_where_the_memory_is_extreme(variant, length):
+    """Else one bad batch ends a training run."""
+    model = make_reckless(variant, 3, torch.float32).train()
+    model(inputs_embeds=make_inputs("alternating", length, 16), labels=torch.ones(1, length).long()).loss.backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
