@@ -66,7 +66,7 @@ class NaiveMemory:
         y, self.state = memorize_reference(
             unit(q),
             unit(k),
-            v,
+            unit(v),
             theta,
             eta.log(),
             (1 - alpha).log(),
