@@ -76,8 +76,8 @@ class NeuralMemory(nn.Module):
         """
         queries, keys, values, history = self._project(hidden_states, history, grid)
         with torch.autocast(hidden_states.device.type, enabled=False):
-            # Keys and queries as in the paper; values because the step that a hidden layer of the memory can take without
-            # overshooting falls with |v|^2. How much a token writes is left to theta.
+            # Keys and queries as in the paper; values because the step that a hidden layer of the memory can take
+            # without overshooting falls with |v|^2. How much a token writes is left to theta.
             retrieved, state = memorize(
                 normalize(queries, dim=-1),
                 normalize(keys, dim=-1),
