@@ -116,7 +116,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
     parser.add_argument("--variant", choices=("mac", "mag", "mal", "lmm"), default="mag")
     parser.add_argument("--initializer_range", type=float, default=0.02, help="MAC needs 0.1 at this width")
     parser.add_argument("--steps", type=int, default=600, help="optimizer steps of 32 sequences")
-    parser.add_argument("--questions", type=int, default=200, help="sequences asked per distance")
+    parser.add_argument("--questions", type=int, default=128, help="sequences asked per distance")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output_dir", type=Path, default=Path("runs/demo"))
     args = parser.parse_args(argv)

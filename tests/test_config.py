@@ -27,7 +27,7 @@ DEFAULTS = dict(
     memory_expansion=2,
     memory_num_heads=None,
     memory_chunk_size=64,
-    memory_max_lr=0.2,
+    memory_max_lr=None,
     memory_momentum=True,
     memory_forget=True,
     memory_conv_kernel=4,
@@ -68,6 +68,8 @@ def test_derived_defaults():
     assert (config.num_key_value_heads, config.head_dim, config.memory_num_heads) == (2, 10, 3)
     assert (config.memory_head_dim, config.rotary_dim) == (16, 2)
     assert config.rope_parameters["rope_theta"] == 500.0
+    assert TitansConfig(memory_chunk_size=8).memory_max_lr == 1 / 8
+    assert TitansConfig(memory_chunk_size=8, memory_max_lr=0).memory_max_lr == 0
 
 
 AT_LEAST_ONE = [
@@ -81,7 +83,6 @@ BAD_VALUES = [
     *((name, float("nan")) for name in ("memory_max_lr", "memory_error_clip", "attention_dropout")),
     ("memory_max_lr", float("inf")),
     ("memory_max_lr", "fast"),
-    ("memory_max_lr", None),
     ("attention_dropout", 1.5),
     ("rms_norm_eps", None),
     ("num_persistent_tokens", -1),

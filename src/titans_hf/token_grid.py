@@ -94,7 +94,7 @@ class TokenGrid:
     def tail(self, extended: Tensor, length: int) -> Tensor:
         """The last `length` entries of each row of `extended`: the history for the next call."""
         if self.slot is None:
-            return extended[:, extended.shape[1] - length :]
+            return extended[:, extended.shape[1] - length :].clone()  # a view would keep all of `extended` alive
         index = self.end[:, None] + torch.arange(length, device=self.end.device)
         return extended.gather(1, _index_like(index, extended))
 
