@@ -7,7 +7,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .configuration_titans import TitansConfig
-from .memory_network import layer_shapes
 from .memory_state import MemoryState
 
 
@@ -123,7 +122,7 @@ class TitansCache(Cache):
 
     def __init__(self, config: TitansConfig):
         super().__init__(layers=[TitansCacheLayer() for _ in range(config.num_hidden_layers)])
-        self.variant = config.variant
+        self.made_for = _shaping_fields(config)
 
     @property
     def num_bytes(self) -> int:
@@ -139,36 +138,25 @@ class TitansCache(Cache):
 
     def check_fits(self, config: TitansConfig, batch_size: int) -> None:
         """Raises ValueError, saying what differs, unless this is a cache of such a model for such a batch."""
-        ours = {"variant": self.variant, "number of layers": len(self.layers)}
-        theirs = {"variant": config.variant, "number of layers": config.num_hidden_layers}
+        ours, theirs = self.made_for, _shaping_fields(config)
         for state in (layer.state for layer in self.layers if layer.state is not None):
-            ours |= _shapes(state)
-            theirs |= _expected_shapes(config) | {"batch size": batch_size}
+            ours, theirs = ours | {"batch size": state.conv.shape[0]}, theirs | {"batch size": batch_size}
         for name, value in ours.items():
-            if value != theirs[name]:
+            if value != theirs.get(name):
                 raise ValueError(
                     f"`past_key_values` does not fit the model and its input: its {name} is {value}, "
-                    f"not {theirs[name]}."
+                    f"not {theirs.get(name)}."
                 )
 
 
-def _shapes(state: LayerState) -> dict:
-    return {
-        "memory shape": [tuple(w.shape[1:]) for w in state.memory.weights],
-        "convolution history shape": tuple(state.conv.shape[1:]),
-        "attention keys shape": None if state.keys is None else tuple(state.keys.shape[1:]),
-        "batch size": state.conv.shape[0],
-    }
-
-
-def _expected_shapes(config: TitansConfig) -> dict:
-    memory = layer_shapes(config.memory_head_dim, config.memory_depth, config.memory_expansion)
-    keys = (config.num_persistent_tokens + config.attention_room, config.num_key_value_heads, config.head_dim)
-    return {
-        "memory shape": [(config.memory_num_heads, *shape) for shape in memory],
-        "convolution history shape": (config.memory_conv_kernel - 1, 3 * config.hidden_size),
-        "attention keys shape": None if config.variant == "lmm" else keys,
-    }
+def _shaping_fields(config: TitansConfig) -> dict:
+    """The fields of a config that say what its states look like and when they change."""
+    names = ["variant", "num_hidden_layers", "hidden_size", "memory_num_heads", "memory_depth", "memory_expansion"]
+    names += ["memory_chunk_size", "memory_conv_kernel"]
+    if config.variant != "lmm":
+        names += ["num_persistent_tokens", "num_key_value_heads", "head_dim"]
+        names += ["segment_length"] if config.variant == "mac" else ["sliding_window"]
+    return {name: getattr(config, name) for name in names}
 
 
 __all__ = ["TitansCache", "TitansCacheLayer"]

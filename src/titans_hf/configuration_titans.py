@@ -1,11 +1,25 @@
 """Configuration of Titans models ("Titans: Learning to Memorize at Test Time", arXiv 2501.00663)."""
 
+import math
 from typing import Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 
-VARIANTS = ("mac", "mag", "mal", "lmm")
+COUNTS = (
+    "vocab_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "head_dim",
+    "sliding_window",
+    "segment_length",
+    "memory_depth",
+    "memory_expansion",
+    "memory_num_heads",
+    "memory_conv_kernel",
+)
 
 
 @strict
@@ -83,8 +97,8 @@ class TitansConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = 2
 
     def __post_init__(self, **kwargs):
-        for name in ("num_attention_heads", "hidden_size", "memory_chunk_size"):
-            _at_least(name, getattr(self, name), 1)
+        for name in ("hidden_size", "num_attention_heads", "memory_chunk_size"):  # others are derived from them
+            _in_range(name, getattr(self, name), 1)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
@@ -93,7 +107,12 @@ class TitansConfig(PreTrainedConfig):
             self.memory_num_heads = self.num_attention_heads
         if self.memory_max_lr is None:
             self.memory_max_lr = 1 / self.memory_chunk_size
-        self.rope_parameters = {"partial_rotary_factor": 0.5, **(self.rope_parameters or {})}
+        self.rope_parameters = {"rope_type": "default", "partial_rotary_factor": 0.5, **(self.rope_parameters or {})}
+        if self.rope_parameters["rope_type"] != "default":
+            raise ValueError(
+                f"`rope_parameters['rope_type']` must be 'default', but is {self.rope_parameters['rope_type']!r}: "
+                "positions restart in every window and segment, so there is nothing to extend."
+            )
         super().__post_init__(**kwargs)
 
     @property
@@ -122,39 +141,24 @@ class TitansConfig(PreTrainedConfig):
         }
         return rooms[self.variant]
 
-    def validate_sizes(self):
-        """Part of `@strict` validation: every size is possible on its own."""
-        for name in (
-            "vocab_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_key_value_heads",
-            "head_dim",
-            "sliding_window",
-            "segment_length",
-            "memory_depth",
-            "memory_expansion",
-            "memory_num_heads",
-            "memory_chunk_size",
-            "memory_conv_kernel",
-        ):
-            _at_least(name, getattr(self, name), 1)
-        for name in ("num_persistent_tokens", "memory_max_lr", "attention_dropout", "initializer_range"):
-            _at_least(name, getattr(self, name), 0)
+    def validate_architecture(self):
+        """Part of `@strict` validation: every value is possible on its own, and they fit each other."""
+        for name in COUNTS:
+            _in_range(name, getattr(self, name), 1)
+        for name in ("num_persistent_tokens", "memory_max_lr", "initializer_range", "rms_norm_eps"):
+            _in_range(name, getattr(self, name), 0)
+        _in_range("attention_dropout", self.attention_dropout, 0, 1)
         if self.memory_error_clip is not None and not self.memory_error_clip > 0:
             raise ValueError(f"`memory_error_clip` must be None or above 0, but is {self.memory_error_clip}.")
-
-    def validate_architecture(self):
-        """Part of `@strict` validation: the sizes fit each other."""
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"`hidden_act` must be one of {', '.join(ACT2FN)}, but is {self.hidden_act!r}.")
         _multiple("num_attention_heads", self.num_attention_heads, "num_key_value_heads", self.num_key_value_heads)
         _multiple("hidden_size", self.hidden_size, "memory_num_heads", self.memory_num_heads)
         if self.variant == "mac":
             _multiple("segment_length", self.segment_length, "memory_chunk_size", self.memory_chunk_size)
-        if self.rope_parameters["rope_type"] != "default":
-            raise ValueError(
-                f"`rope_parameters['rope_type']` must be 'default', but is {self.rope_parameters['rope_type']!r}: "
-                "positions restart in every window and segment, so there is nothing to extend."
-            )
+        if not self.rope_parameters["rope_theta"] > 0:
+            theta = self.rope_parameters["rope_theta"]
+            raise ValueError(f"`rope_parameters['rope_theta']` must be above 0, but is {theta}.")
         if not 0 <= self.rope_parameters["partial_rotary_factor"] <= 1 or self.rotary_dim % 2:
             raise ValueError(
                 "`rope_parameters['partial_rotary_factor']` must be between 0 and 1 and make an even share of "
@@ -162,9 +166,10 @@ class TitansConfig(PreTrainedConfig):
             )
 
 
-def _at_least(name: str, value: int | float, minimum: int) -> None:
-    if value < minimum:
-        raise ValueError(f"`{name}` must be at least {minimum}, but is {value}.")
+def _in_range(name: str, value: int | float, low: float, high: float = math.inf) -> None:
+    if not low <= value <= high or math.isinf(value):
+        limits = f"at least {low}" if high == math.inf else f"from {low} to {high}"
+        raise ValueError(f"`{name}` must be {limits}, but is {value}.")
 
 
 def _multiple(name: str, value: int, divisor_name: str, divisor: int) -> None:

@@ -18,17 +18,22 @@ def check_input_ids(input_ids: Tensor, vocab_size: int) -> None:
         )
 
 
-def check_call(
-    config: TitansConfig, batch_size: int, num_tokens: int, position_ids: Tensor | None, cache: TitansCache | None
-) -> None:
-    """Raises ValueError for an empty sequence, positions that restart, or a cache that does not fit."""
+def check_call(config: TitansConfig, batch_size: int, num_tokens: int, cache: TitansCache | None) -> None:
+    """Raises ValueError for an empty sequence or a cache that does not fit."""
     if num_tokens == 0:
         raise ValueError("The input has no tokens: give `input_ids` or `inputs_embeds` with at least one column.")
     if cache is not None:
         if not isinstance(cache, TitansCache):
             raise ValueError(f"`past_key_values` must be a TitansCache, but is a {type(cache).__name__}.")
         cache.check_fits(config, batch_size)
-    if position_ids is not None and num_tokens > 1 and (position_ids.diff(dim=-1) < 0).any():
+
+
+def check_not_packed(position_ids: Tensor | None, cu_seq_lens_q=None, seq_idx=None, **kwargs) -> None:
+    """Raises ValueError for several documents in a row, in any of the ways that Transformers' collators say so."""
+    for name, value in (("cu_seq_lens_q", cu_seq_lens_q), ("seq_idx", seq_idx)):
+        if value is not None:
+            raise ValueError(f"`{name}` packs documents into one row, which is not supported.")
+    if position_ids is not None and position_ids.shape[-1] > 1 and (position_ids.diff(dim=-1) < 0).any():
         raise ValueError("`position_ids` restart within a row: packed documents are not supported.")
 
 

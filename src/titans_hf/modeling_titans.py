@@ -16,7 +16,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .attention_titans import SegmentAttention, WindowAttention
 from .cache_titans import LayerState, TitansCache
 from .configuration_titans import TitansConfig
-from .input_checks import check_call, check_input_ids, new_columns
+from .input_checks import check_call, check_input_ids, check_not_packed, new_columns
 from .memory_state import where_rows
 from .neural_memory import MemoryRecall, NeuralMemory, TokenGate
 from .token_grid import TokenGrid
@@ -25,8 +25,8 @@ from .token_grid import TokenGrid
 class TitansMixer(nn.Module):
     """What a decoder layer does across tokens: the memory, persistent tokens P, and in most variants attention.
 
-    A mixer is a function of the normed input x (B, G, hidden) on the slots of a grid and of the state before it:
-    (output, attention weights or None, state after). Subclasses are the paper's variants.
+    A mixer is a function of the normed input x (B, T, hidden) and of the state before it. Subclasses are the paper's
+    variants: their `mix` sees the tokens on the slots of a grid, (B, G, hidden).
     """
 
     def __init__(self, config: TitansConfig, layer_idx: int):
@@ -53,14 +53,23 @@ class TitansMixer(nn.Module):
         """What attention carries before the first token; `said` is the memory's output for P, (1, N_p, hidden)."""
         return None, None
 
-    def forward(self, hidden_states: Tensor, state: LayerState, grid: TokenGrid, fresh: bool):
+    def forward(
+        self, hidden_states: Tensor, state: LayerState, grid: TokenGrid, fresh: bool
+    ) -> tuple[Tensor, Tensor | None, LayerState]:
+        """`fresh`: no row has read anything -> output (B, T, hidden), attention weights or None, the state after."""
+        output, weights, state = self.mix(grid.place(hidden_states), state, grid, fresh)
+        if weights is not None:
+            weights = grid.take(weights.transpose(1, 2)).transpose(1, 2)
+        return grid.take(output), weights, state
+
+    def mix(self, hidden_states: Tensor, state: LayerState, grid: TokenGrid, fresh: bool):
         raise NotImplementedError
 
 
 class LMMMixer(TitansMixer):
     """The memory alone (paper section 4.3, "memory without attention")."""
 
-    def forward(self, hidden_states, state, grid, fresh):
+    def mix(self, hidden_states, state, grid, fresh):
         output, memory, history = self.memory(hidden_states, state.memory, state.conv, grid)
         return output, None, LayerState(memory, history)
 
@@ -76,7 +85,7 @@ class MALMixer(TitansMixer):
     def initial_keys_values(self, said):
         return self.attention.initial_keys_values(self.memory_norm(said))
 
-    def forward(self, hidden_states, state, grid, fresh):
+    def mix(self, hidden_states, state, grid, fresh):
         said, memory, history = self.memory(hidden_states, state.memory, state.conv, grid)
         carried, num_seen = (state.keys, state.values), state.memory.num_seen
         output, weights, carried = self.attention(self.memory_norm(said), carried, num_seen, grid, fresh)
@@ -96,7 +105,7 @@ class MAGMixer(TitansMixer):
     def initial_keys_values(self, said):
         return self.attention.initial_keys_values(self.persistent[None])
 
-    def forward(self, hidden_states, state, grid, fresh):
+    def mix(self, hidden_states, state, grid, fresh):
         said, memory, history = self.memory(hidden_states, state.memory, state.conv, grid)
         carried, num_seen = (state.keys, state.values), state.memory.num_seen
         attended, weights, carried = self.attention(hidden_states, carried, num_seen, grid, fresh)
@@ -132,7 +141,7 @@ class MACMixer(TitansMixer):
         """With one chunk a segment, the weights at the segment's start are the memory's anchor."""
         return self.config.segment_length != self.config.memory_chunk_size
 
-    def forward(self, hidden_states, state, grid, fresh):
+    def mix(self, hidden_states, state, grid, fresh):
         if grid.is_step:
             slot = state.memory.num_seen % self.config.segment_length
             return self._segment(hidden_states, state, grid, slot == 0, slot[:, None])
@@ -191,11 +200,10 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
         cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         state = None if cache is None else cache.state
         fresh = state is None
-        normed = grid.place(self.mixer_norm(hidden_states))
         if fresh:
             state = self.mixer.initial_state(hidden_states.shape[0], hidden_states.dtype)
-        mixed, _, state = self.mixer(normed, state, grid, fresh)
-        hidden_states = hidden_states + grid.take(mixed)
+        mixed, _, state = self.mixer(self.mixer_norm(hidden_states), state, grid, fresh)
+        hidden_states = hidden_states + mixed
         if cache is not None:
             cache.set(state, hidden_states.shape[1])
         return hidden_states + self.mlp(self.mlp_norm(hidden_states))
@@ -286,7 +294,10 @@ class TitansModel(TitansPreTrainedModel):
         batch_size, num_tokens = inputs_embeds.shape[:2]
         if use_cache and past_key_values is None:
             past_key_values = TitansCache(self.config)
-        check_call(self.config, batch_size, num_tokens, position_ids, past_key_values)
+        check_call(self.config, batch_size, num_tokens, past_key_values)
+        check_not_packed(position_ids, **kwargs)
+        if past_key_values is not None and self.gradient_checkpointing and self.training:
+            raise ValueError("`past_key_values` cannot be read on from in training with gradient checkpointing.")
         grid = self._grid(inputs_embeds, attention_mask, past_key_values)
         hidden_states = inputs_embeds
         for layer in self.layers:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, normalize, silu
+from transformers.utils.generic import maybe_autocast
 
 from .configuration_titans import TitansConfig
 from .memory_chunk import memorize
@@ -75,7 +76,7 @@ class NeuralMemory(nn.Module):
         -> what the memory says (B, T, hidden), the state and the history after.
         """
         queries, keys, values, history = self._project(hidden_states, history, grid)
-        with torch.autocast(hidden_states.device.type, enabled=False):
+        with maybe_autocast(hidden_states.device.type, enabled=False):
             # Keys and queries as in the paper; values because the step that a hidden layer of the memory can take
             # without overshooting falls with |v|^2. How much a token writes is left to theta.
             retrieved, state = memorize(
@@ -133,7 +134,7 @@ class MemoryRecall(nn.Module):
     def forward(self, hidden_states: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
         """hidden_states (B, T, hidden), weights of the memory network (B, H, d_in, d_out) -> (B, T, hidden)."""
         queries = silu(self.q_proj(hidden_states)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        with torch.autocast(hidden_states.device.type, enabled=False):
+        with maybe_autocast(hidden_states.device.type, enabled=False):
             recalled = read(weights, normalize(queries.to(weights[0].dtype), dim=-1))
             recalled = norm_in_dtype(self.norm, recalled.transpose(1, 2)).flatten(2)
         return self.output_norm(self.o_proj(recalled.to(queries.dtype)))
