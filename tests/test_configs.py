@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from common import VARIANTS
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from titans_hf import TitansConfig
-from titans_hf.configuration_titans import VARIANTS
 
 FOLDER = Path(__file__).parents[1] / "scripts" / "configs"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
