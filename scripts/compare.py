@@ -17,7 +17,9 @@ def read_run(folder: Path) -> dict:
         raise FileNotFoundError(f"{folder} holds no run.json: it is not the output of a finished scripts/train.py")
     run = json.loads((folder / "run.json").read_text())
     history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-    run["minutes"] = sum(log["train_runtime"] for log in history if "train_runtime" in log) / 60
+    seconds = [log["train_runtime"] for log in history if "train_runtime" in log]
+    # The clock starts again when a run resumes: add up the last reading of each part.
+    run["minutes"] = sum(now for now, later in zip(seconds, [*seconds[1:], 0.0], strict=True) if later < now) / 60
     run["curve"] = [(log["num_input_tokens_seen"], log["eval_loss"]) for log in history if "eval_loss" in log]
     return run
 

@@ -85,6 +85,18 @@ def test_nothing_is_learned_at_rate_zero(variant, forget):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+def test_learning_can_be_stopped_later(variant):
+    """Else momentum from before the stop goes on writing, or the memory fades."""
+    model, cache = make_model(variant), TitansCache(shared_model(variant).config)
+    read(model, make_ids(2, 13), None, cache)
+    before = [layer.state.memory.weights for layer in cache.layers]
+    model.config.memory_max_lr = 0.0
+    read(model, make_ids(2, 9, seed=2), [4, 1, 4], cache)
+    for layer, weights in zip(cache.layers, before, strict=True):
+        assert all(map(torch.equal, layer.state.memory.weights, weights))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_batch_operations(variant):
     """Else beams, and rows that are taken out, repeated or reordered, mix up their memories."""
     model, ids, more = shared_model(variant), make_ids(3, 21), make_ids(5, 8, seed=1)

@@ -106,13 +106,14 @@ class NeuralMemory(nn.Module):
     def _gates(self, hidden_states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """theta, log eta and log(1 - alpha) of every token and head, (B, H, T): data-dependent (paper section 3.1)."""
         inner_lr = self.config.memory_max_lr * torch.sigmoid(self.inner_lr(hidden_states, dtype))
-        if self.momentum is None:
+        stopped = self.config.memory_max_lr == 0  # nothing moves: no past surprise is carried on, nothing forgotten
+        if self.momentum is None or stopped:
             log_momentum_decay = torch.full_like(inner_lr, -torch.inf)
         else:
             momentum = self.momentum(hidden_states, dtype)
             log_momentum_decay = logsigmoid(momentum)
             inner_lr = inner_lr * torch.sigmoid(-momentum)  # (1 - eta): the step does not grow with the momentum
-        if self.forget is None or self.config.memory_max_lr == 0:  # what learns nothing forgets nothing
+        if self.forget is None or stopped:
             log_retain = torch.zeros_like(inner_lr)
         else:
             log_retain = logsigmoid(-self.forget(hidden_states, dtype))
