@@ -1,0 +1,161 @@
+"""What a decoder layer does across tokens: one mixer per variant of the paper (section 4), on the same memory and
+attention.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from .attention_titans import SegmentAttention, WindowAttention
+from .cache_titans import LayerState
+from .configuration_titans import TitansConfig
+from .memory_state import where_rows
+from .neural_memory import MemoryRecall, NeuralMemory
+from .token_grid import TokenGrid
+
+
+class TitansMixer(nn.Module):
+    """What a decoder layer does across tokens: the memory, persistent tokens P, and in most variants attention.
+
+    A mixer is a function of the normed input x (B, T, hidden) and of the state before it. Subclasses are the paper's
+    variants: their `mix` sees the tokens on the slots of a grid, (B, G, hidden).
+    """
+
+    def __init__(self, config: TitansConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.persistent = nn.Parameter(torch.empty(config.num_persistent_tokens, config.hidden_size))
+        self.memory = NeuralMemory(config, layer_idx)
+
+    def initial_state(self, batch_size: int, dtype: torch.dtype) -> LayerState:
+        """The state before the first token. The memory has read P, which is part of every sequence (x~ = P || x) but
+        not of its grid of chunks; this is the same for every row, so it is computed once and expanded.
+        """
+        persistent = self.persistent[None]
+        memory, history = self.memory.initial_state(1, dtype), self.memory.initial_history(persistent)
+        said = persistent
+        if self.config.num_persistent_tokens:
+            grid = TokenGrid.whole(1, self.config.num_persistent_tokens, persistent.device)
+            said, memory, history = self.memory(persistent, memory, history, grid)
+        state = LayerState(memory.primed(), history, *self.initial_keys_values(said))
+        return state.map(lambda x: x.expand(batch_size, *x.shape[1:]))
+
+    def initial_keys_values(self, said: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """What attention carries before the first token; `said` is the memory's output for P, (1, N_p, hidden)."""
+        return None, None
+
+    def forward(
+        self, hidden_states: Tensor, state: LayerState, grid: TokenGrid, fresh: bool
+    ) -> tuple[Tensor, Tensor | None, LayerState]:
+        """`fresh`: no row has read anything -> output (B, T, hidden), attention weights or None, the state after."""
+        output, weights, state = self.mix(grid.place(hidden_states), state, grid, fresh)
+        if weights is not None:
+            weights = grid.take(weights.transpose(1, 2)).transpose(1, 2)
+        return grid.take(output), weights, state
+
+    def mix(self, hidden_states: Tensor, state: LayerState, grid: TokenGrid, fresh: bool):
+        raise NotImplementedError
+
+
+class LMMMixer(TitansMixer):
+    """The memory alone (paper section 4.3, "memory without attention")."""
+
+    def mix(self, hidden_states, state, grid, fresh):
+        output, memory, history = self.memory(hidden_states, state.memory, state.conv, grid)
+        return output, None, LayerState(memory, history)
+
+
+class MALMixer(TitansMixer):
+    """Memory as a layer: sliding-window attention over what the memory says (eq. 29-31)."""
+
+    def __init__(self, config: TitansConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.memory_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.attention = WindowAttention(config, layer_idx)
+
+    def initial_keys_values(self, said):
+        return self.attention.initial_keys_values(self.memory_norm(said))
+
+    def mix(self, hidden_states, state, grid, fresh):
+        said, memory, history = self.memory(hidden_states, state.memory, state.conv, grid)
+        carried, num_seen = (state.keys, state.values), state.memory.num_seen
+        output, weights, carried = self.attention(self.memory_norm(said), carried, num_seen, grid, fresh)
+        return output, weights, LayerState(memory, history, *carried)
+
+
+class MAGMixer(TitansMixer):
+    """Memory as a gate: attention and memory side by side, mixed by a gate that looks at both (eq. 26-28)."""
+
+    def __init__(self, config: TitansConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.attention = WindowAttention(config, layer_idx)
+        self.attention_norm, self.memory_norm = nn.RMSNorm(size, eps=eps), nn.RMSNorm(size, eps=eps)
+        self.gate_attention, self.gate_memory, self.gate_bias = (nn.Parameter(torch.empty(size)) for _ in range(3))
+
+    def initial_keys_values(self, said):
+        return self.attention.initial_keys_values(self.persistent[None])
+
+    def mix(self, hidden_states, state, grid, fresh):
+        said, memory, history = self.memory(hidden_states, state.memory, state.conv, grid)
+        carried, num_seen = (state.keys, state.values), state.memory.num_seen
+        attended, weights, carried = self.attention(hidden_states, carried, num_seen, grid, fresh)
+        y, m = self.attention_norm(attended), self.memory_norm(said)
+        gate = torch.sigmoid(self.gate_attention * y + self.gate_memory * m + self.gate_bias)
+        return gate * y + (1 - gate) * m, weights, LayerState(memory, history, *carried)
+
+
+class MACMixer(TitansMixer):
+    """Memory as context: attention over what the memory recalls for a segment and the segment; the memory then learns
+    from the result and gates it (eq. 21-25). Segments follow each other: each recalls from the memory the last one
+    left.
+    """
+
+    def __init__(self, config: TitansConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.recall = MemoryRecall(config, layer_idx)
+        self.attention = SegmentAttention(config, layer_idx)
+        self.attention_norm, self.memory_norm = nn.RMSNorm(size, eps=eps), nn.RMSNorm(size, eps=eps)
+
+    def initial_state(self, batch_size, dtype):
+        """In MAC, P is part of the attention's context only."""
+        memory = self.memory.initial_state(1, dtype)
+        persistent = self.persistent[None]
+        keys_values = self.attention.initial_keys_values(persistent)
+        segment_weights = memory.weights if self.keeps_segment_weights else ()
+        state = LayerState(memory, self.memory.initial_history(persistent), *keys_values, segment_weights)
+        return state.map(lambda x: x.expand(batch_size, *x.shape[1:]))
+
+    @property
+    def keeps_segment_weights(self) -> bool:
+        """With one chunk a segment, the weights at the segment's start are the memory's anchor."""
+        return self.config.segment_length != self.config.memory_chunk_size
+
+    def mix(self, hidden_states, state, grid, fresh):
+        if grid.is_step:
+            slot = state.memory.num_seen % self.config.segment_length
+            return self._segment(hidden_states, state, grid, slot == 0, slot[:, None])
+        outputs, weights = [], []
+        for first, piece in grid.pieces(self.config.segment_length):
+            segment = hidden_states[:, first : first + piece.num_slots]
+            output, seen, state = self._segment(segment, state, piece, (piece.start == 0) & (piece.end > 0), None)
+            outputs.append(output)
+            weights.append(seen)
+        return torch.cat(outputs, 1), None if weights[0] is None else torch.cat(weights, 2), state
+
+    def _segment(self, segment, state, grid, begins, slots):
+        """One segment, or the part of it that the call holds; `begins` (B,) marks rows that are at its start."""
+        before = state.segment_weights if self.keeps_segment_weights else state.memory.anchor
+        segment_weights = where_rows(begins, state.memory.weights, before)
+        recalled = self.recall(segment, segment_weights)
+        filled = None if slots is not None else grid.filled
+        attended, weights, carried = self.attention(segment, recalled, (state.keys, state.values), slots, filled)
+        attended = segment + attended
+        said, memory, history = self.memory(attended, state.memory, state.conv, grid)
+        output = self.attention_norm(attended) * torch.sigmoid(self.memory_norm(said))
+        kept = segment_weights if self.keeps_segment_weights else ()
+        return output, weights, LayerState(memory, history, *carried, kept)
+
+
+MIXERS = {"mac": MACMixer, "mag": MAGMixer, "mal": MALMixer, "lmm": LMMMixer}
