@@ -82,24 +82,30 @@ def test_both_or_neither_input(variant):
         refuse(model, "inputs_embeds", **arguments)
 
 
-@pytest.mark.parametrize("positions", [[0, 1, 2, 0, 1, 2], [5, 4, 3, 2, 1, 0], [3, 4, 5, 6, 7, 0]], ids=str)
+@pytest.mark.parametrize(
+    "argument,value",
+    [
+        ("position_ids", [[5, 4, 3, 2, 1, 0]] * 2),
+        ("position_ids", [[0, 1, 2, 2, 3, 4]] * 2),
+        ("position_ids", [[0, 1, 2]] * 2),
+        ("position_ids", [0, 1, 2, 3, 4, 5]),
+        ("position_ids", [[[0, 1, 2, 3, 4, 5]] * 2] * 3),
+        ("seq_idx", [[0, 0, 1]] * 2),
+        ("cu_seq_lens_q", [0, 3, 6]),  # two rows
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_packed_documents(variant, positions):
+def test_documents_that_make_no_sense(variant, argument, value):
     """Else documents packed into one row read each other's memory."""
-    model = shared_model(variant)
-    refuse(model, "position_ids", input_ids=IDS, position_ids=torch.tensor([positions]))
-    refuse(model, "position_ids", input_ids=IDS, position_ids=torch.tensor([range(6), positions]))
-    with torch.no_grad():
-        counted = model(IDS, position_ids=torch.arange(6)[None]).logits
-        shifted = model(IDS, position_ids=torch.arange(9, 15)[None]).logits
-    assert torch.equal(counted, full_logits(model, IDS)) and torch.equal(shifted, counted)
+    refuse(shared_model(variant), argument, input_ids=IDS, **{argument: torch.tensor(value)})
 
 
-@pytest.mark.parametrize("argument,value", [("cu_seq_lens_q", [0, 3, 6]), ("seq_idx", [[0, 0, 0, 1, 1, 1]])])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_packed_documents_said_otherwise(variant, argument, value):
-    """Else the other ways in which Transformers' collators tell documents apart are overlooked."""
-    refuse(shared_model(variant), argument, input_ids=IDS, **{argument: torch.tensor(value, dtype=torch.int32)})
+@pytest.mark.parametrize("value", [[0, 3], [1, 6], [0, 4, 3, 6], [0, 3, 7]], ids=str)
+def test_cumulative_lengths_that_make_no_sense(value):
+    refuse_row = dict(input_ids=IDS[:1], cu_seq_lens_q=torch.tensor(value, dtype=torch.int32))
+    with pytest.raises(ValueError, match="cu_seq_lens_q"):
+        shared_model("mag")(**refuse_row)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])

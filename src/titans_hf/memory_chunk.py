@@ -5,6 +5,7 @@ layer and all weights after all tokens follow from a few matrix products (`memor
 exist. Shapes: B batch, H heads, T tokens, C tokens of a chunk, D head size; weights (B, H, d_in, d_out).
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -66,7 +67,8 @@ def _memorize_step(
     token: Tokens, state: MemoryState, chunk_size: int, error_clip: float | None
 ) -> tuple[Tensor, MemoryState]:
     """One token: eq. 13-15 as they stand, without a branch on data."""
-    anchor = where_rows(state.num_seen % chunk_size == 0, state.weights, state.anchor)
+    begins = partial(where_rows, state.num_seen % chunk_size == 0)
+    anchor = tuple(map(begins, state.weights, state.anchor))
     inputs, deltas = gradient_factors(token.keys, token.values, anchor, error_clip)
     theta, eta, retain = (
         x[..., None] for x in (token.inner_lr, token.log_momentum_decay.exp(), token.log_retain.exp())
@@ -91,7 +93,8 @@ def _memorize_grid(
             anchor = weights
         else:
             first = chunk * chunk_size
-            anchor = where_rows((grid.start <= first) & (grid.end > first), weights, anchor)
+            begins = partial(where_rows, (grid.start <= first) & (grid.end > first))
+            anchor = tuple(map(begins, weights, anchor))
         y, weights, momentum = _memorize_chunk(queries, keys, values, gates, weights, momentum, anchor, error_clip)
         retrieved.append(y)
     num_seen = state.num_seen + grid.end - grid.start

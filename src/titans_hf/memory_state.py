@@ -28,17 +28,19 @@ class MemoryState:
         num_seen = torch.zeros(batch_size, dtype=torch.int64, device=weights[0].device)
         return cls(rows, tuple(torch.zeros_like(weight) for weight in rows), rows, num_seen)
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> "MemoryState":
-        """The state with `fn` applied to every tensor, batch dimension first."""
-        layers = (tuple(fn(tensor) for tensor in part) for part in (self.weights, self.momentum, self.anchor))
-        return MemoryState(*layers, fn(self.num_seen))
+    def map(self, fn: Callable[..., Tensor], *others: "MemoryState") -> "MemoryState":
+        """The state with `fn` applied to every tensor, batch dimension first, and to those of `others` beside it."""
+        states = (self, *others)
+        layers = (
+            tuple(map(fn, *(getattr(state, part) for state in states))) for part in ("weights", "momentum", "anchor")
+        )
+        return MemoryState(*layers, fn(*(state.num_seen for state in states)))
 
     def primed(self) -> "MemoryState":
         """The state with its tokens uncounted: the grid of chunks begins anew at the next token."""
         return MemoryState(self.weights, self.momentum, self.weights, torch.zeros_like(self.num_seen))
 
 
-def where_rows(rows: Tensor, new: Sequence[Tensor], old: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Layer by layer, `new` for the rows of a batch marked in `rows` (B,), `old` for the others."""
-    rows = rows[:, None, None, None]
-    return tuple(torch.where(rows, a, b) for a, b in zip(new, old, strict=True))
+def where_rows(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """`new` in the rows of a batch marked in `rows` (B,), `old` in the others; new and old (B, ...)."""
+    return torch.where(rows.view(-1, *[1] * (new.dim() - 1)), new, old)

@@ -2,6 +2,8 @@
 attention.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -45,13 +47,30 @@ class TitansMixer(nn.Module):
         return None, None
 
     def forward(
-        self, hidden_states: Tensor, state: LayerState, grid: TokenGrid, fresh: bool
+        self, hidden_states: Tensor, state: LayerState | None, grid: TokenGrid
     ) -> tuple[Tensor, Tensor | None, LayerState]:
-        """`fresh`: no row has read anything -> output (B, T, hidden), attention weights or None, the state after."""
-        output, weights, state = self.mix(grid.place(hidden_states), state, grid, fresh)
+        """hidden_states (B, T, hidden); state: None before the first token of every row
+        -> output (B, T, hidden), attention weights or None, the state after.
+        """
+        fresh = state is None
+        before = self._open(state, hidden_states, grid)
+        output, weights, state = self.mix(grid.place(hidden_states), before, grid, fresh)
         if weights is not None:
             weights = grid.take(weights.transpose(1, 2)).transpose(1, 2)
+        if grid.idle is not None:
+            state = before.map(partial(where_rows, grid.idle), state)
+        if grid.last is not None:
+            state = state.map(lambda x: x[grid.last])
         return grid.take(output), weights, state
+
+    def _open(self, state: LayerState | None, hidden_states: Tensor, grid: TokenGrid) -> LayerState:
+        """The states (B rows) before the call -> those that the rows of the grid begin with."""
+        if state is not None and grid.origin is None:
+            return state
+        initial = self.initial_state(grid.num_rows, hidden_states.dtype)
+        if state is None:
+            return initial
+        return initial.map(lambda new, old: where_rows(grid.origin < 0, new, old[grid.origin]), state)
 
     def mix(self, hidden_states: Tensor, state: LayerState, grid: TokenGrid, fresh: bool):
         raise NotImplementedError
@@ -147,7 +166,7 @@ class MACMixer(TitansMixer):
     def _segment(self, segment, state, grid, begins, slots):
         """One segment, or the part of it that the call holds; `begins` (B,) marks rows that are at its start."""
         before = state.segment_weights if self.keeps_segment_weights else state.memory.anchor
-        segment_weights = where_rows(begins, state.memory.weights, before)
+        segment_weights = tuple(map(partial(where_rows, begins), state.memory.weights, before))
         recalled = self.recall(segment, segment_weights)
         filled = None if slots is not None else grid.filled
         attended, weights, carried = self.attention(segment, recalled, (state.keys, state.values), slots, filled)

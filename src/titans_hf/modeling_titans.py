@@ -1,5 +1,7 @@
 """Titans for Transformers: the four variants of section 4 of "Titans: Learning to Memorize at Test Time"."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
@@ -15,10 +17,11 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .cache_titans import TitansCache
 from .configuration_titans import TitansConfig
-from .input_checks import check_call, check_input_ids, check_not_packed, new_columns
+from .input_checks import check_call, check_input_ids
 from .mixers_titans import MIXERS, MAGMixer, TitansMixer
 from .neural_memory import TokenGate
-from .token_grid import TokenGrid
+from .packing import columns_of_call
+from .token_grid import ALL_REAL, Columns, TokenGrid
 
 
 class TitansMLP(nn.Module):
@@ -47,17 +50,51 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = TitansMLP(config, layer_idx)
 
-    def forward(self, hidden_states: Tensor, grid: TokenGrid, past_key_values: TitansCache | None = None) -> Tensor:
+    def forward(self, hidden_states: Tensor, call: "TitansCall", past_key_values: TitansCache | None = None) -> Tensor:
         cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        state = None if cache is None else cache.state
-        fresh = state is None
-        if fresh:
-            state = self.mixer.initial_state(hidden_states.shape[0], hidden_states.dtype)
-        mixed, _, state = self.mixer(self.mixer_norm(hidden_states), state, grid, fresh)
-        hidden_states = hidden_states + mixed
+        state = None
         if cache is not None:
-            cache.set(state, hidden_states.shape[1])
+            if past_key_values.offloading:
+                cache.prefetch()
+            state = cache.state
+        if call.unread is not None:  # by its forward: hooks that record attention see each token once
+            state = self.mixer.forward(cache.unread.inputs, state, call.unread)[2]
+        inputs = self.mixer_norm(hidden_states)
+        mixed, _, after = self.mixer(inputs, state, call.grid)
+        if cache is not None:
+            cache.advance(state, after, inputs, call.columns)
+            if past_key_values.offloading:
+                cache.offload()
+        hidden_states = hidden_states + mixed
         return hidden_states + self.mlp(self.mlp_norm(hidden_states))
+
+
+class TitansCall(NamedTuple):
+    """What all layers are told about a call.
+
+    columns: of the tokens. grid: where they lie. unread: where those lie that a cropped cache has to read again first;
+    None for none.
+    """
+
+    columns: Columns
+    grid: TokenGrid
+    unread: TokenGrid | None
+
+    @classmethod
+    def plan(cls, config: TitansConfig, inputs_embeds: Tensor, columns: Columns, cache: TitansCache | None):
+        layer = None if cache is None else cache.layers[0]
+        (batch_size, num_tokens), device = inputs_embeds.shape[:2], inputs_embeds.device
+        num_seen, unread = torch.zeros(batch_size, dtype=torch.int64, device=device), None
+        fresh = layer is None or (layer.state is None and layer.unread is None)
+        if fresh and columns == ALL_REAL:
+            return cls(columns, TokenGrid.whole(batch_size, num_tokens, device), None)
+        if layer is not None and layer.state is not None:
+            num_seen = layer.state.memory.num_seen.to(device)
+        if layer is not None and layer.unread is not None:
+            again = Columns(layer.unread.real.to(device), layer.unread.begins.to(device))
+            unread = TokenGrid.build(num_seen, layer.unread.num_columns, config.grid_unit, again)
+            num_seen = unread.seen_after(num_seen)
+        return cls(columns, TokenGrid.build(num_seen, num_tokens, config.grid_unit, columns), unread)
 
 
 class TitansPreTrainedModel(PreTrainedModel):
@@ -127,7 +164,10 @@ class TitansModel(TitansPreTrainedModel):
             input_ids (B, T) int64, or inputs_embeds (B, T, hidden): T new tokens, at least one.
             attention_mask (B, T), or (B, columns read before + T): 0 at padding, wherever it stands. Padding is left
                 out: it neither counts nor changes a state, and the output there means nothing.
-            position_ids: not needed, since positions restart in every window and segment; must not restart in a row.
+            position_ids (B, T) or (1, T): not needed, since positions restart in every window and segment. Where they
+                restart at 0 within a row, a new document begins, as do `seq_idx` (B, T) where it changes and
+                `cu_seq_lens_q` (N + 1,) in a single row: nothing of the one before is seen. The first token of a call
+                goes on from the cache, which is left with each row's last document.
             past_key_values: where to read on; updated. Made here if `use_cache`.
 
         Returns last_hidden_state (B, T, hidden), past_key_values; on request hidden_states and, with
@@ -135,7 +175,7 @@ class TitansModel(TitansPreTrainedModel):
         tokens and the window up to the token, oldest first; in MAC (B, heads, T, P + 2 L): persistent tokens, recalled
         and segment slots.
 
-        Raises ValueError for an empty sequence, ids out of range, a mask or cache that does not fit, packed documents.
+        Raises ValueError for an empty sequence, ids out of range, a mask, positions or cache that do not fit.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
@@ -146,28 +186,16 @@ class TitansModel(TitansPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = TitansCache(self.config)
         check_call(self.config, batch_size, num_tokens, past_key_values)
-        check_not_packed(position_ids, **kwargs)
         if past_key_values is not None and self.gradient_checkpointing and self.training:
             raise ValueError("`past_key_values` cannot be read on from in training with gradient checkpointing.")
-        grid = self._grid(inputs_embeds, attention_mask, past_key_values)
+        columns = columns_of_call(batch_size, num_tokens, attention_mask, position_ids, past_key_values, kwargs)
+        call = TitansCall.plan(self.config, inputs_embeds, columns, past_key_values)
         hidden_states = inputs_embeds
         for layer in self.layers:
-            hidden_states = layer(hidden_states, grid, past_key_values=past_key_values)
+            hidden_states = layer(hidden_states, call, past_key_values=past_key_values)
         return BaseModelOutputWithPast(
             last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values if use_cache else None
         )
-
-    def _grid(self, inputs_embeds: Tensor, attention_mask: Tensor | None, cache: TitansCache | None) -> TokenGrid:
-        """Where the tokens lie on each row's grid of chunks and segments."""
-        batch_size, num_tokens = inputs_embeds.shape[:2]
-        padding_mask = new_columns(
-            attention_mask, batch_size, num_tokens, 0 if cache is None else cache.get_seq_length()
-        )
-        state = None if cache is None else cache.layers[0].state
-        if padding_mask is None and (state is None or num_tokens == 1):
-            return TokenGrid.whole(batch_size, num_tokens, inputs_embeds.device)
-        num_seen = inputs_embeds.new_zeros(batch_size, dtype=torch.int64) if state is None else state.memory.num_seen
-        return TokenGrid.build(num_seen.to(inputs_embeds.device), num_tokens, self.config.grid_unit, padding_mask)
 
 
 class TitansForCausalLM(TitansPreTrainedModel, GenerationMixin):
@@ -225,12 +253,30 @@ class TitansForCausalLM(TitansPreTrainedModel, GenerationMixin):
         )
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args) -> None:
-        """Makes the cache of `generate()`: the only kind there is, already of constant size."""
-        implementation = generation_config.cache_implementation
-        if implementation not in (None, "dynamic"):
-            raise ValueError(f"`cache_implementation` must be None for a Titans model, but is {implementation!r}.")
+        """Makes the cache of `generate()`. Its size is constant, so that "static" is not about its length: `generate()`
+        then compiles the decoding step, where Transformers compiles (accelerators, or as `compile_config` says).
+        """
+        kinds = {None: {}, "dynamic": {}, "static": {"compileable": True}, "offloaded": {"offloading": True}}
+        if generation_config.cache_implementation not in kinds:
+            raise ValueError(
+                f"`cache_implementation` must be one of {', '.join(map(repr, kinds))} for a Titans model, but is "
+                f"{generation_config.cache_implementation!r}: its cache is of constant size as it is."
+            )
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = TitansCache(self.config)
+            cache = TitansCache(self.config, **kinds[generation_config.cache_implementation])
+            if generation_config.is_assistant:
+                cache.activate_past_recording()
+            model_kwargs["past_key_values"] = cache
+
+    @staticmethod
+    def create_masks_for_generate(
+        config, inputs_embeds: Tensor, attention_mask: Tensor | None, is_first_iteration: bool = False, **kwargs
+    ) -> Tensor | None:
+        """The mask for a compiled call: of its own columns alone, so that it does not grow. What is generated is real."""
+        num_tokens = inputs_embeds.shape[1]
+        if attention_mask is None or (num_tokens == 1 and not is_first_iteration):
+            return None
+        return attention_mask[:, -num_tokens:]
 
 
 __all__ = ["TitansForCausalLM", "TitansModel", "TitansPreTrainedModel"]
