@@ -69,7 +69,7 @@ def test_rows_of_different_documents_and_padding(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_reading_on_after_packed_documents(variant):
-    """Else the cache belongs to no document: a call goes on from it, and leaves it with the last document of each row."""
+    """Else the cache belongs to no document: a call goes on from it and leaves it with each row's last document."""
     model, (first, second, third, more) = shared_model(variant), documents((13, 18, 11, 9))
     cache = read(model, first[None])[1]
     with torch.no_grad():

@@ -272,7 +272,7 @@ class TitansForCausalLM(TitansPreTrainedModel, GenerationMixin):
     def create_masks_for_generate(
         config, inputs_embeds: Tensor, attention_mask: Tensor | None, is_first_iteration: bool = False, **kwargs
     ) -> Tensor | None:
-        """The mask for a compiled call: of its own columns alone, so that it does not grow. What is generated is real."""
+        """The mask of a compiled call: its own columns alone, so that it does not grow; what is generated is real."""
         num_tokens = inputs_embeds.shape[1]
         if attention_mask is None or (num_tokens == 1 and not is_first_iteration):
             return None

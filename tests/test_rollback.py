@@ -1,0 +1,166 @@
+"""Recording and crop: what is taken back was never read; assisted decoding rests on it."""
+
+import copy
+
+import pytest
+import torch
+from common import (
+    VARIANTS,
+    assert_same,
+    assert_same_cache,
+    full_logits,
+    left_pad,
+    make_ids,
+    make_model,
+    read,
+    shared_model,
+    tensors,
+)
+
+from titans_hf import TitansCache
+
+GREEDY = dict(do_sample=False, pad_token_id=0)
+
+
+def recording_cache(model, ids, sizes=None) -> TitansCache:
+    cache = read(model, ids, sizes)[1] if ids.shape[1] else TitansCache(model.config)
+    cache.activate_past_recording()
+    return cache
+
+
+@pytest.mark.parametrize("before", [0, 3, 21])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_crop_goes_back_to_any_column(variant, before):
+    """Else a rejected draft stays in the memory, window, segment or convolution; all cuts of 17 recorded columns, read
+    in several calls, then going on in several calls.
+    """
+    model, ids, more = shared_model(variant), make_ids(2, before + 17), make_ids(2, 9, seed=1)
+    for removed in range(1, 18):
+        cache = recording_cache(model, ids[:, :before])
+        read(model, ids[:, before:], [4, 1, 12], cache)
+        cache.crop(-removed)
+        kept = before + 17 - removed
+        assert cache.get_seq_length() == kept and cache.is_initialized == (kept > 0)
+        expected = full_logits(model, torch.cat([ids[:, :kept], more], 1))[:, kept:]
+        assert_same(read(model, more, [1, 5, 3], cache)[0], expected)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_state_is_that_of_never_having_read(variant):
+    """Else some tensor of the state is not restored, though the logits of a few tokens do not show it."""
+    model, ids = shared_model(variant), make_ids(2, 40)
+    cache = recording_cache(model, ids[:, :13])
+    read(model, ids[:, 13:31], [18], cache)
+    cache.crop(-7)
+    read(model, ids[:, 24:], [16], cache)
+    cache.crop(0)
+    assert_same_cache(cache, read(model, ids, [40])[1])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_crop_again_and_again(variant):
+    """Else a second crop, before or after reading on, counts from the wrong place."""
+    model, ids = shared_model(variant), make_ids(1, 60)
+    cache = recording_cache(model, ids[:, :6])
+    for accepted, drafted in ((6, 5), (9, 8), (9, 1), (17, 12), (20, 7)):
+        draft = torch.cat([ids[:, accepted : accepted + 2], make_ids(1, drafted, seed=drafted)], 1)
+        logits = read(model, draft, None, cache)[0]
+        assert_same(logits, full_logits(model, torch.cat([ids[:, :accepted], draft], 1))[:, accepted:])
+        following = {6: 9, 9: 9, 17: 20, 20: 22}[accepted]
+        if accepted == 9 and drafted == 8:
+            cache.crop(-4)  # 10 drafted columns in two crops, down to none
+            cache.crop(-6)
+        elif accepted == 9:
+            cache.crop(-3)
+            read(model, ids[:, 9:17], [3, 5], cache)
+            cache.crop(0)
+            following = 17
+        else:
+            missing = accepted + 2 + drafted - following
+            cache.crop(-missing)
+            if following > accepted + 2:  # kept draft tokens: go back further and read the true ones
+                cache.crop(-(following - accepted - 2))
+                read(model, ids[:, accepted + 2 : following], None, cache)
+                cache.crop(0)
+        assert cache.get_seq_length() == following
+    assert_same(read(model, ids[:, 22:], None, cache)[0], full_logits(model, ids)[:, 22:])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_padding_documents_and_batch_operations(variant):
+    """Else what is read again forgets which columns were padding or began documents, or the rows are mixed up."""
+    model = shared_model(variant)
+    ids, mask = left_pad([make_ids(19, seed=1)[:], make_ids(8, seed=2), make_ids(19, seed=3)])
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    positions[2] = torch.tensor([*range(11), *range(8)])
+    more = make_ids(3, 9, seed=4)
+    alone = [ids[0, :16], ids[1, 11:16], ids[2, 11:16]]
+    for duplicate in (lambda cache: cache, copy.deepcopy):
+        cache = TitansCache(model.config)
+        cache.activate_past_recording()
+        with torch.no_grad():
+            model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        cache.crop(-3)
+        cache = duplicate(cache)
+        cache.reorder_cache(torch.tensor([2, 0, 1]))
+        cache.batch_repeat_interleave(2)
+        logits = read(model, more[[2, 2, 0, 0, 1, 1]], [4, 5], cache)[0]
+        for ours, row in zip(logits, (2, 2, 0, 0, 1, 1), strict=True):
+            assert_same(ours, full_logits(model, torch.cat([alone[row], more[row]])[None])[0, -9:])
+
+
+def test_what_was_not_recorded_cannot_be_taken_back():
+    """Else assisted decoding goes on with a memory that has learned tokens it took back."""
+    for variant in VARIANTS:
+        model, ids = shared_model(variant), make_ids(1, 9)
+        cache = read(model, ids)[1]
+        held = tensors(cache)
+        with pytest.raises(RuntimeError, match=r"crop\(-3\).*activate_past_recording.*deepcopy"):
+            cache.crop(-3)
+        with pytest.raises(ValueError, match="tokens_to_remove"):
+            cache.crop(3)
+        cache.crop(0)
+        cache.activate_past_recording()
+        read(model, ids, None, cache)
+        with pytest.raises(RuntimeError, match=r"crop\(-10\).*9 columns"):
+            cache.crop(-10)
+        with pytest.raises(RuntimeError, match="reset"):
+            cache.reset(torch.tensor([True]))
+        cache.reset()
+        assert cache.num_bytes == 0 and cache.get_seq_length() == 0 and held[0].shape[0] == 1
+
+
+def test_recording_is_bounded_by_what_can_be_taken_back():
+    """Else a long answer by assisted decoding fills the memory of the machine."""
+    for variant in VARIANTS:
+        model = shared_model(variant)
+        cache = recording_cache(model, make_ids(1, 30))
+        sizes = []
+        for _ in range(4):
+            read(model, make_ids(1, 10), None, cache)
+            cache.crop(-6)
+            read(model, make_ids(1, 2), None, cache)
+            cache.crop(0)
+            sizes.append(cache.num_bytes)
+        assert sizes[0] == sizes[-1] == read(model, make_ids(1, 54))[1].num_bytes
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_assisted_decoding_equals_greedy(variant):
+    """Else a draft changes what is generated: by another model, by itself (all accepted), by looking the prompt up."""
+    model = shared_model(variant)
+    prompt = make_ids(1, 5).repeat(1, 3)
+    expected = model.generate(prompt, max_new_tokens=40, **GREEDY)
+    drafts = {
+        "another": dict(assistant_model=make_model("lmm" if variant == "mag" else "mag", seed=5)),
+        "itself": dict(assistant_model=copy.deepcopy(model)),
+        "lookup": dict(prompt_lookup_num_tokens=5),
+    }
+    for name, settings in drafts.items():
+        answer = model.generate(prompt, max_new_tokens=40, return_dict_in_generate=True, **settings, **GREEDY)
+        assert torch.equal(answer.sequences, expected), name
+    # The cache that comes back goes on as if nothing had been drafted.
+    read_already = answer.past_key_values.get_seq_length()
+    later = torch.cat([expected[:, read_already:], make_ids(1, 9, seed=3)], 1)
+    whole = torch.cat([expected[:, :read_already], later], 1)
+    assert_same(read(model, later, None, answer.past_key_values)[0], full_logits(model, whole)[:, read_already:])
