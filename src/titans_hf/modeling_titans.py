@@ -83,6 +83,8 @@ class TitansPreTrainedModel(PreTrainedModel):
             init.constant_(module.bias, module.initial_logit)
         elif isinstance(module, (nn.Linear, nn.Embedding)):
             init.normal_(module.weight, std=std)
+            if getattr(module, "bias", None) is not None:  # that of a head
+                init.zeros_(module.bias)
         elif isinstance(module, nn.Conv1d):
             bound = module.kernel_size[0] ** -0.5
             init.uniform_(module.weight, -bound, bound)
