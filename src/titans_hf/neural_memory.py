@@ -75,15 +75,15 @@ class NeuralMemory(nn.Module):
         """hidden_states (B, T, hidden) on the slots of `grid`; `history` the last inputs of the convolutions
         -> what the memory says (B, T, hidden), the state and the history after.
         """
-        queries, keys, values, history = self._project(hidden_states, history, grid)
+        *projected, history = self._project(hidden_states, history, grid)
+        dtype = state.weights[0].dtype
         with maybe_autocast(hidden_states.device.type, enabled=False):
             # Keys and queries as in the paper; values because the step that a hidden layer of the memory can take
-            # without overshooting falls with |v|^2. How much a token writes is left to theta.
+            # without overshooting falls with |v|^2. How much a token writes is left to theta. In the memory's dtype:
+            # in float16 the epsilon of `normalize` is 0, and a vector of zeros would become nan.
             retrieved, state = memorize(
-                normalize(queries, dim=-1),
-                normalize(keys, dim=-1),
-                normalize(values, dim=-1),
-                *self._gates(hidden_states, state.weights[0].dtype),
+                *(normalize(x.to(dtype), dim=-1) for x in projected),
+                *self._gates(hidden_states, dtype),
                 state,
                 chunk_size=self.config.memory_chunk_size,
                 error_clip=self.config.memory_error_clip,
