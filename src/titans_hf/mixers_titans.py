@@ -32,7 +32,8 @@ class TitansMixer(nn.Module):
         not of its grid of chunks; this is the same for every row, so it is computed once and expanded.
         """
         persistent = self.persistent[None]
-        memory, history = self.memory.initial_state(1, dtype), self.memory.initial_history(persistent)
+        memory = self.memory.initial_state(1, dtype)
+        history = self.memory.initial_history(memory, persistent.dtype)
         said = persistent
         if self.config.num_persistent_tokens:
             grid = TokenGrid.whole(1, self.config.num_persistent_tokens, persistent.device)
@@ -124,7 +125,8 @@ class MACMixer(TitansMixer):
         persistent = self.persistent[None]
         keys_values = self.attention.initial_keys_values(persistent)
         segment_weights = memory.weights if self.keeps_segment_weights else ()
-        state = LayerState(memory, self.memory.initial_history(persistent), *keys_values, segment_weights)
+        history = self.memory.initial_history(memory, persistent.dtype)
+        state = LayerState(memory, history, *keys_values, segment_weights)
         return state.map(lambda x: x.expand(batch_size, *x.shape[1:]))
 
     @property
