@@ -24,7 +24,11 @@ class TitansMixer(nn.Module):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        self.persistent = nn.Parameter(torch.empty(config.num_persistent_tokens, config.hidden_size))
+        persistent = torch.empty(config.num_persistent_tokens, config.hidden_size)
+        if len(persistent):
+            self.persistent = nn.Parameter(persistent)
+        else:  # no parameter, for nothing would use it in LMM: DDP would wait for its gradient
+            self.register_buffer("persistent", persistent, persistent=False)
         self.memory = NeuralMemory(config, layer_idx)
 
     def initial_state(self, batch_size: int, dtype: torch.dtype) -> LayerState:
@@ -46,9 +50,14 @@ class TitansMixer(nn.Module):
         return None, None
 
     def forward(
-        self, hidden_states: Tensor, state: LayerState, grid: TokenGrid, fresh: bool
+        self, hidden_states: Tensor, state: LayerState | None, grid: TokenGrid
     ) -> tuple[Tensor, Tensor | None, LayerState]:
-        """`fresh`: no row has read anything -> output (B, T, hidden), attention weights or None, the state after."""
+        """hidden_states (B, T, hidden); state: None before the first token of every row
+        -> output (B, T, hidden), attention weights or None, the state after.
+        """
+        fresh = state is None
+        if fresh:  # in here, where the parameters are: a model may be sharded, or its layers offloaded
+            state = self.initial_state(hidden_states.shape[0], hidden_states.dtype)
         output, weights, state = self.mix(grid.place(hidden_states), state, grid, fresh)
         if weights is not None:
             weights = grid.take(weights.transpose(1, 2)).transpose(1, 2)

@@ -50,10 +50,7 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
     def forward(self, hidden_states: Tensor, grid: TokenGrid, past_key_values: TitansCache | None = None) -> Tensor:
         cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         state = None if cache is None else cache.state
-        fresh = state is None
-        if fresh:
-            state = self.mixer.initial_state(hidden_states.shape[0], hidden_states.dtype)
-        mixed, _, state = self.mixer(self.mixer_norm(hidden_states), state, grid, fresh)
+        mixed, _, state = self.mixer(self.mixer_norm(hidden_states), state, grid)
         hidden_states = hidden_states + mixed
         if cache is not None:
             cache.set(state, hidden_states.shape[1])
@@ -91,7 +88,7 @@ class TitansPreTrainedModel(PreTrainedModel):
         elif isinstance(module, nn.RMSNorm):
             init.ones_(module.weight)
         elif isinstance(module, InitialWeights):  # the memory starts by saying nothing
-            *hidden, last = module()
+            *hidden, last = module.parameters()
             for weight in hidden:
                 init.normal_(weight, std=weight.shape[-2] ** -0.5)
             init.zeros_(last)

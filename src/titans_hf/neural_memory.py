@@ -37,8 +37,9 @@ class InitialWeights(nn.Module):
         for layer, shape in enumerate(shapes):
             self.register_parameter(str(layer), nn.Parameter(torch.empty(num_heads, *shape)))
 
-    def forward(self) -> list[Tensor]:
-        return list(self._parameters.values())
+    def forward(self, dtype: torch.dtype) -> list[Tensor]:
+        """Copies: where parameters are sharded, they are gone when this returns."""
+        return [weight.to(dtype, copy=True) for weight in self._parameters.values()]
 
 
 class TokenGate(nn.Linear):
@@ -86,7 +87,8 @@ class NeuralMemory(nn.Module):
 
     def initial_state(self, batch_size: int, dtype: torch.dtype) -> MemoryState:
         """The learned state before the first token, in float32 at least whatever the dtype of the model."""
-        return MemoryState.initial(self.initial_weights(), batch_size, torch.promote_types(dtype, torch.float32))
+        dtype = torch.promote_types(dtype, torch.float32)
+        return MemoryState.initial(self.initial_weights(dtype), batch_size, dtype)
 
     def initial_history(self, state: MemoryState, dtype: torch.dtype) -> Tensor:
         """(B, kernel - 1, 3 * H * D): the inputs of the convolutions before the first token."""

@@ -8,7 +8,7 @@ Shapes: B batch, T tokens, G slots, P slots of history before the first one.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -48,6 +48,11 @@ class TokenGrid:
         num_slots = max(1, int(end.max()))  # a call may hold padding only
         slot = start[:, None] + real.cumsum(1) - 1
         return cls(num_slots, start, end, slot.masked_fill(~real, num_slots))
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "TokenGrid":
+        """The grid on another device: what Accelerate calls where layers are spread over several."""
+        tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **{name: x.to(device, non_blocking=non_blocking) for name, x in tensors.items()})
 
     def pieces(self, length: int) -> Iterator[tuple[int, "TokenGrid"]]:
         """The grid cut every `length` slots: first slot and grid of each piece; a row may have no token in some."""
