@@ -1,5 +1,9 @@
 """Transformers' heads on a Titans body, and the other ways in and out of a model: resized vocabularies, embeddings."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from common import VARIANTS, assert_same, full_logits, left_pad, make_config, make_ids, make_model, read, redraw
@@ -11,7 +15,12 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from titans_hf import TitansForQuestionAnswering, TitansForSequenceClassification, TitansForTokenClassification
+from titans_hf import (
+    TitansConfig,
+    TitansForQuestionAnswering,
+    TitansForSequenceClassification,
+    TitansForTokenClassification,
+)
 
 HEADS = {
     AutoModelForSequenceClassification: TitansForSequenceClassification,
@@ -123,6 +132,28 @@ def test_from_a_causal_checkpoint_and_back(variant, auto_class, tmp_path):
     assert 0.5 < again.lm_head.weight.std() / model.config.initializer_range < 1.5
     with torch.no_grad():
         assert_same(again.model(make_ids(1, 30))[0], source.model(make_ids(1, 30))[0], 1e-4)
+
+
+@pytest.mark.parametrize("auto_class", HEADS)
+def test_code_that_travels_with_a_checkpoint(auto_class, tmp_path, monkeypatch):
+    """Else a head cannot be loaded where this package is not installed."""
+    monkeypatch.setattr(TitansConfig, "_auto_class", "AutoConfig")
+    monkeypatch.setattr(HEADS[auto_class], "_auto_class", auto_class.__name__)
+    model, ids = make_head(auto_class, "mac").float(), make_ids(1, 41)
+    model.save_pretrained(tmp_path / "model")
+    load = f"""
+import sys, torch
+from transformers import {auto_class.__name__}
+model = {auto_class.__name__}.from_pretrained("model", trust_remote_code=True)
+assert type(model).__module__.startswith("transformers_modules") and "titans_hf" not in sys.modules
+with torch.no_grad():
+    torch.save(model(torch.load("ids"))[0], "output")
+"""
+    torch.save(ids, tmp_path / "ids")
+    environment = os.environ | dict(HF_MODULES_CACHE=str(tmp_path / "modules"), HF_HUB_OFFLINE="1")
+    subprocess.run([sys.executable, "-c", load], cwd=tmp_path, env=environment, check=True)
+    with torch.no_grad():
+        assert_same(torch.load(tmp_path / "output"), model(ids)[0], 1e-4)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

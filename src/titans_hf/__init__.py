@@ -5,6 +5,7 @@ Importing this package registers the model with AutoConfig, AutoModel and AutoMo
 
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
@@ -20,6 +21,7 @@ from .memory_state import MemoryState
 from .modeling_titans import TitansForCausalLM, TitansModel, TitansPreTrainedModel
 
 AutoConfig.register("titans", TitansConfig)
+AutoModel.register(TitansConfig, TitansModel)
 AutoModelForCausalLM.register(TitansConfig, TitansForCausalLM)
 AutoModelForQuestionAnswering.register(TitansConfig, TitansForQuestionAnswering)
 AutoModelForSequenceClassification.register(TitansConfig, TitansForSequenceClassification)

@@ -10,18 +10,23 @@ from transformers.modeling_layers import (
 from .configuration_titans import TitansConfig
 from .modeling_titans import TitansModel, TitansPreTrainedModel
 
-AutoModel.register(TitansConfig, TitansModel, exist_ok=True)  # the heads make their body through it
+
+class TitansHead(TitansPreTrainedModel):
+    def __init__(self, config: TitansConfig):
+        # The generic heads make their body through AutoModel, which does not know a config that came with a checkpoint.
+        AutoModel.register(type(config), TitansModel, exist_ok=True)
+        super().__init__(config)
 
 
-class TitansForSequenceClassification(GenericForSequenceClassification, TitansPreTrainedModel):
+class TitansForSequenceClassification(GenericForSequenceClassification, TitansHead):
     """One label a text, from its last token: the one that has read all the others. Give `pad_token_id` to batch."""
 
 
-class TitansForTokenClassification(GenericForTokenClassification, TitansPreTrainedModel):
+class TitansForTokenClassification(GenericForTokenClassification, TitansHead):
     """One label a token; a token knows those before it only."""
 
 
-class TitansForQuestionAnswering(GenericForQuestionAnswering, TitansPreTrainedModel):
+class TitansForQuestionAnswering(GenericForQuestionAnswering, TitansHead):
     """The first and the last token of the answer."""
 
 
