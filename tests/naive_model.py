@@ -34,7 +34,7 @@ class NaiveMemory:
 
     def __init__(self, module, config):
         self.m, self.c = module, config
-        weights = tuple(w[None] for w in module.initial_weights)
+        weights = tuple(w[None] for w in module.initial_weights.parameters())
         zeros = tuple(torch.zeros_like(w) for w in weights)
         self.state = MemoryState(weights, zeros, weights, torch.zeros(1, dtype=torch.int64))
         self.inputs = []

@@ -80,7 +80,7 @@ def test_nothing_is_learned_at_rate_zero(variant, forget):
         for layer, decoder in zip(cache.layers, model.model.layers, strict=True):
             memory = layer.state.memory
             assert not any(x.any() for x in memory.momentum)
-            for now, start in zip(memory.weights, decoder.mixer.memory.initial_weights, strict=True):
+            for now, start in zip(memory.weights, decoder.mixer.memory.initial_weights.parameters(), strict=True):
                 assert torch.equal(now, start.expand_as(now))
 
 

@@ -1,12 +1,20 @@
 """Titans ("Learning to Memorize at Test Time", arXiv 2501.00663) for Hugging Face Transformers.
 
-Importing this package registers the model with AutoConfig, AutoModel and AutoModelForCausalLM.
+Importing this package registers the model with AutoConfig, AutoModel and AutoModelFor... of every head.
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from .cache_titans import TitansCache
 from .configuration_titans import TitansConfig
+from .heads_titans import TitansForQuestionAnswering, TitansForSequenceClassification, TitansForTokenClassification
 from .memory_chunk import memorize
 from .memory_reference import memorize_reference
 from .memory_state import MemoryState
@@ -15,6 +23,9 @@ from .modeling_titans import TitansForCausalLM, TitansModel, TitansPreTrainedMod
 AutoConfig.register("titans", TitansConfig)
 AutoModel.register(TitansConfig, TitansModel)
 AutoModelForCausalLM.register(TitansConfig, TitansForCausalLM)
+AutoModelForQuestionAnswering.register(TitansConfig, TitansForQuestionAnswering)
+AutoModelForSequenceClassification.register(TitansConfig, TitansForSequenceClassification)
+AutoModelForTokenClassification.register(TitansConfig, TitansForTokenClassification)
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,6 +33,9 @@ __all__ = [
     "TitansCache",
     "TitansConfig",
     "TitansForCausalLM",
+    "TitansForQuestionAnswering",
+    "TitansForSequenceClassification",
+    "TitansForTokenClassification",
     "TitansModel",
     "TitansPreTrainedModel",
     "memorize",

@@ -103,6 +103,7 @@ class WindowAttention(TitansAttention):
         num_persistent = self.config.num_persistent_tokens
         queries = self.heads(self.q_proj(hidden_states))
         new = (self.heads(self.k_proj(hidden_states)), self.heads(self.v_proj(hidden_states)))
+        carried = tuple(old.to(x.dtype) for old, x in zip(carried, new, strict=True))  # of a call in another precision
         persistent = tuple(x[:, :num_persistent] for x in carried)
         extended = tuple(grid.extend(x[:, num_persistent:], y) for x, y in zip(carried, new, strict=True))
         oldest = grid.start - num_seen  # slot of the row's first token: what lies before it is empty
@@ -195,6 +196,7 @@ class SegmentAttention(TitansAttention):
         both = torch.stack([recalled, segment], dim=1)  # (B, 2, T, hidden)
         keys, values = self.heads(self.k_proj(both)), self.heads(self.v_proj(both))
         keys = torch.stack([self.rotate(keys[:, 0], at), self.rotate(keys[:, 1], at + length)], dim=1)
+        carried = tuple(x.to(keys.dtype) for x in carried)  # of a call in another precision
         persistent, room = zip(*(x.split([num_persistent, 2 * length], dim=1) for x in carried), strict=True)
         stored = tuple(
             _store(old.unflatten(1, (2, length)), new, slots, filled)

@@ -7,6 +7,8 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
+from .parallel_titans import tensor_parallel_plan
+
 COUNTS = (
     "vocab_size",
     "intermediate_size",
@@ -114,6 +116,11 @@ class TitansConfig(PreTrainedConfig):
                 "positions restart in every window and segment, so there is nothing to extend."
             )
         super().__post_init__(**kwargs)
+
+    @property
+    def base_model_tp_plan(self) -> dict[str, str]:
+        """How Transformers shares a `TitansModel` among the ranks of a tensor parallel run."""
+        return tensor_parallel_plan(self)
 
     @property
     def memory_head_dim(self) -> int:

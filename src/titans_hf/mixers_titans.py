@@ -26,7 +26,11 @@ class TitansMixer(nn.Module):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        self.persistent = nn.Parameter(torch.empty(config.num_persistent_tokens, config.hidden_size))
+        persistent = torch.empty(config.num_persistent_tokens, config.hidden_size)
+        if len(persistent):
+            self.persistent = nn.Parameter(persistent)
+        else:  # no parameter, for nothing would use it in LMM: DDP would wait for its gradient
+            self.register_buffer("persistent", persistent, persistent=False)
         self.memory = NeuralMemory(config, layer_idx)
 
     def initial_state(self, batch_size: int, dtype: torch.dtype) -> LayerState:
@@ -34,7 +38,8 @@ class TitansMixer(nn.Module):
         not of its grid of chunks; this is the same for every row, so it is computed once and expanded.
         """
         persistent = self.persistent[None]
-        memory, history = self.memory.initial_state(1, dtype), self.memory.initial_history(persistent)
+        memory = self.memory.initial_state(1, dtype)
+        history = self.memory.initial_history(memory, persistent.dtype)
         said = persistent
         if self.config.num_persistent_tokens:
             grid = TokenGrid.whole(1, self.config.num_persistent_tokens, persistent.device)
@@ -67,6 +72,7 @@ class TitansMixer(nn.Module):
         """The states (B rows) before the call -> those that the rows of the grid begin with."""
         if state is not None and grid.origin is None:
             return state
+        # made in here, where the parameters are: a model may be sharded, or its layers offloaded
         initial = self.initial_state(grid.num_rows, hidden_states.dtype)
         if state is None:
             return initial
@@ -143,7 +149,8 @@ class MACMixer(TitansMixer):
         persistent = self.persistent[None]
         keys_values = self.attention.initial_keys_values(persistent)
         segment_weights = memory.weights if self.keeps_segment_weights else ()
-        state = LayerState(memory, self.memory.initial_history(persistent), *keys_values, segment_weights)
+        history = self.memory.initial_history(memory, persistent.dtype)
+        state = LayerState(memory, history, *keys_values, segment_weights)
         return state.map(lambda x: x.expand(batch_size, *x.shape[1:]))
 
     @property

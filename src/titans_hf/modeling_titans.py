@@ -19,7 +19,7 @@ from .cache_titans import TitansCache
 from .configuration_titans import TitansConfig
 from .input_checks import check_call, check_input_ids
 from .mixers_titans import MIXERS, MAGMixer, TitansMixer
-from .neural_memory import TokenGate
+from .neural_memory import InitialWeights, TokenGate
 from .packing import columns_of_call
 from .token_grid import ALL_REAL, Columns, TokenGrid
 
@@ -120,15 +120,18 @@ class TitansPreTrainedModel(PreTrainedModel):
             init.constant_(module.bias, module.initial_logit)
         elif isinstance(module, (nn.Linear, nn.Embedding)):
             init.normal_(module.weight, std=std)
+            if getattr(module, "bias", None) is not None:  # that of a head
+                init.zeros_(module.bias)
         elif isinstance(module, nn.Conv1d):
             bound = module.kernel_size[0] ** -0.5
             init.uniform_(module.weight, -bound, bound)
         elif isinstance(module, nn.RMSNorm):
             init.ones_(module.weight)
-        elif isinstance(module, nn.ParameterList):  # the memory's initial weights: it starts by saying nothing
-            for weight in module[:-1]:
+        elif isinstance(module, InitialWeights):  # the memory starts by saying nothing
+            *hidden, last = module.parameters()
+            for weight in hidden:
                 init.normal_(weight, std=weight.shape[-2] ** -0.5)
-            init.zeros_(module[-1])
+            init.zeros_(last)
         elif isinstance(module, TitansMixer):
             init.normal_(module.persistent, std=std)
             if isinstance(module, MAGMixer):
@@ -202,6 +205,8 @@ class TitansForCausalLM(TitansPreTrainedModel, GenerationMixin):
     """Titans as a language model: in `generate()`, the memory goes on learning while it decodes."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
 
     def __init__(self, config: TitansConfig):
         super().__init__(config)

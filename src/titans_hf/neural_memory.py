@@ -12,9 +12,34 @@ from .memory_state import MemoryState
 from .token_grid import TokenGrid
 
 
-def norm_in_dtype(norm: nn.RMSNorm, x: Tensor) -> Tensor:
-    """The norm in the dtype of x: what a memory says may exceed the range of a half-precision model."""
-    return nn.functional.rms_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.eps)
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm in the dtype of its input: what a memory says may exceed the range of a half-precision model."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+class ChannelConv(nn.Conv1d):
+    """One filter a channel, of as many channels as there are filters: a rank of a parallel run has a part of them."""
+
+    def __init__(self, num_channels: int, kernel_size: int):
+        super().__init__(num_channels, num_channels, kernel_size, groups=num_channels, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.conv1d(x, self.weight, groups=len(self.weight))
+
+
+class InitialWeights(nn.Module):
+    """The learned weights of the memory network before the first token: (H, d_in, d_out), one a layer."""
+
+    def __init__(self, num_heads: int, shapes: list[tuple[int, int]]):
+        super().__init__()
+        for layer, shape in enumerate(shapes):
+            self.register_parameter(str(layer), nn.Parameter(torch.empty(num_heads, *shape)))
+
+    def forward(self, dtype: torch.dtype) -> list[Tensor]:
+        """Copies: where parameters are sharded, they are gone when this returns."""
+        return [weight.to(dtype, copy=True) for weight in self._parameters.values()]
 
 
 class TokenGate(nn.Linear):
@@ -29,8 +54,8 @@ class TokenGate(nn.Linear):
         nn.init.constant_(self.bias, self.initial_logit)
 
     def forward(self, hidden_states: Tensor, dtype: torch.dtype) -> Tensor:
-        """hidden_states (B, T, hidden) -> logits (B, H, T), computed in `dtype`."""
-        return nn.functional.linear(hidden_states.to(dtype), self.weight.to(dtype), self.bias.to(dtype)).mT
+        """hidden_states (B, T, hidden) -> logits (B, T, H), computed in `dtype`."""
+        return nn.functional.linear(hidden_states.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
 
 
 class NeuralMemory(nn.Module):
@@ -44,30 +69,32 @@ class NeuralMemory(nn.Module):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        self.num_heads, self.head_dim = config.memory_num_heads, config.memory_head_dim
-        size = config.hidden_size
+        self.head_dim = config.memory_head_dim
+        size, num_heads = config.hidden_size, config.memory_num_heads
         self.q_proj = nn.Linear(size, size, bias=False)
         self.k_proj = nn.Linear(size, size, bias=False)
         self.v_proj = nn.Linear(size, size, bias=False)
         kernel = config.memory_conv_kernel
-        self.conv = nn.Conv1d(3 * size, 3 * size, kernel, groups=3 * size, bias=False) if kernel > 1 else None
-        self.inner_lr = TokenGate(size, self.num_heads, initial_logit=0.0)  # theta
-        self.momentum = TokenGate(size, self.num_heads, initial_logit=0.0) if config.memory_momentum else None  # eta
-        self.forget = TokenGate(size, self.num_heads, initial_logit=-5.0) if config.memory_forget else None  # alpha
+        self.conv = ChannelConv(3 * size, kernel) if kernel > 1 else None
+        self.inner_lr = TokenGate(size, num_heads, initial_logit=0.0)  # theta
+        self.momentum = TokenGate(size, num_heads, initial_logit=0.0) if config.memory_momentum else None  # eta
+        self.forget = TokenGate(size, num_heads, initial_logit=-5.0) if config.memory_forget else None  # alpha
         shapes = layer_shapes(self.head_dim, config.memory_depth, config.memory_expansion)
-        self.initial_weights = nn.ParameterList(nn.Parameter(torch.empty(self.num_heads, *shape)) for shape in shapes)
-        self.norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.initial_weights = InitialWeights(num_heads, shapes)
+        self.norm = HeadNorm(self.head_dim, eps=config.rms_norm_eps)
         self.gate_proj = nn.Linear(size, size, bias=False)
         self.o_proj = nn.Linear(size, size, bias=False)
 
     def initial_state(self, batch_size: int, dtype: torch.dtype) -> MemoryState:
         """The learned state before the first token, in float32 at least whatever the dtype of the model."""
-        return MemoryState.initial(list(self.initial_weights), batch_size, torch.promote_types(dtype, torch.float32))
+        dtype = torch.promote_types(dtype, torch.float32)
+        return MemoryState.initial(self.initial_weights(dtype), batch_size, dtype)
 
-    def initial_history(self, hidden_states: Tensor) -> Tensor:
-        """(B, kernel - 1, 3 * hidden): the inputs of the convolutions before the first token."""
-        size = self.config.hidden_size
-        return hidden_states.new_zeros(hidden_states.shape[0], self.config.memory_conv_kernel - 1, 3 * size)
+    def initial_history(self, state: MemoryState, dtype: torch.dtype) -> Tensor:
+        """(B, kernel - 1, 3 * H * D): the inputs of the convolutions before the first token."""
+        batch_size, num_heads = state.weights[0].shape[:2]
+        size = (batch_size, self.config.memory_conv_kernel - 1, 3 * num_heads * self.head_dim)
+        return state.weights[0].new_zeros(size, dtype=dtype)
 
     def forward(
         self, hidden_states: Tensor, state: MemoryState, history: Tensor, grid: TokenGrid
@@ -75,21 +102,21 @@ class NeuralMemory(nn.Module):
         """hidden_states (B, T, hidden) on the slots of `grid`; `history` the last inputs of the convolutions
         -> what the memory says (B, T, hidden), the state and the history after.
         """
-        queries, keys, values, history = self._project(hidden_states, history, grid)
+        *projected, history = self._project(hidden_states, history, grid)
+        dtype = state.weights[0].dtype
         with maybe_autocast(hidden_states.device.type, enabled=False):
             # Keys and queries as in the paper; values because the step that a hidden layer of the memory can take
-            # without overshooting falls with |v|^2. How much a token writes is left to theta.
+            # without overshooting falls with |v|^2. How much a token writes is left to theta. In the memory's dtype:
+            # in float16 the epsilon of `normalize` is 0, and a vector of zeros would become nan.
             retrieved, state = memorize(
-                normalize(queries, dim=-1),
-                normalize(keys, dim=-1),
-                normalize(values, dim=-1),
-                *self._gates(hidden_states, state.weights[0].dtype),
+                *(normalize(x.to(dtype), dim=-1) for x in projected),
+                *self._gates(hidden_states, dtype),
                 state,
                 chunk_size=self.config.memory_chunk_size,
                 error_clip=self.config.memory_error_clip,
                 grid=grid,
             )
-            retrieved = norm_in_dtype(self.norm, retrieved.transpose(1, 2)).flatten(2)
+            retrieved = self.norm(retrieved.transpose(1, 2)).flatten(2)
         gate = silu(self.gate_proj(hidden_states))
         return self.o_proj(retrieved.to(gate.dtype) * gate), state, history
 
@@ -100,23 +127,23 @@ class NeuralMemory(nn.Module):
             extended = grid.extend(history.to(projected.dtype), projected)
             history = grid.tail(extended, history.shape[1])
             projected = self.conv(extended.mT).mT
-        heads = silu(projected).unflatten(-1, (3, self.num_heads, self.head_dim))
+        heads = silu(projected).unflatten(-1, (3, -1, self.head_dim))
         return *heads.permute(2, 0, 3, 1, 4).unbind(0), history
 
     def _gates(self, hidden_states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """theta, log eta and log(1 - alpha) of every token and head, (B, H, T): data-dependent (paper section 3.1)."""
-        inner_lr = self.config.memory_max_lr * torch.sigmoid(self.inner_lr(hidden_states, dtype))
+        inner_lr = self.config.memory_max_lr * torch.sigmoid(self.inner_lr(hidden_states, dtype).mT)
         stopped = self.config.memory_max_lr == 0  # nothing moves: no past surprise is carried on, nothing forgotten
         if self.momentum is None or stopped:
             log_momentum_decay = torch.full_like(inner_lr, -torch.inf)
         else:
-            momentum = self.momentum(hidden_states, dtype)
+            momentum = self.momentum(hidden_states, dtype).mT
             log_momentum_decay = logsigmoid(momentum)
             inner_lr = inner_lr * torch.sigmoid(-momentum)  # (1 - eta): the step does not grow with the momentum
         if self.forget is None or stopped:
             log_retain = torch.zeros_like(inner_lr)
         else:
-            log_retain = logsigmoid(-self.forget(hidden_states, dtype))
+            log_retain = logsigmoid(-self.forget(hidden_states, dtype).mT)
         return inner_lr, log_momentum_decay, log_retain
 
 
@@ -128,7 +155,7 @@ class MemoryRecall(nn.Module):
         self.layer_idx = layer_idx
         self.head_dim = config.memory_head_dim
         self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.norm = HeadNorm(self.head_dim, eps=config.rms_norm_eps)
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.output_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -137,5 +164,5 @@ class MemoryRecall(nn.Module):
         queries = silu(self.q_proj(hidden_states)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         with maybe_autocast(hidden_states.device.type, enabled=False):
             recalled = read(weights, normalize(queries.to(weights[0].dtype), dim=-1))
-            recalled = norm_in_dtype(self.norm, recalled.transpose(1, 2)).flatten(2)
+            recalled = self.norm(recalled.transpose(1, 2)).flatten(2)
         return self.output_norm(self.o_proj(recalled.to(queries.dtype)))

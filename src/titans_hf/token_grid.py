@@ -81,6 +81,11 @@ class TokenGrid:
         slot = (row * num_slots + start[row] + rank).masked_fill(~real, len(start) * num_slots)
         return cls(num_slots, start, end, slot, origin, last)
 
+    def to(self, device: torch.device, non_blocking: bool = False) -> "TokenGrid":
+        """The grid on another device: what Accelerate calls where layers are spread over several."""
+        tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **{name: x.to(device, non_blocking=non_blocking) for name, x in tensors.items()})
+
     def pieces(self, length: int) -> Iterator[tuple[int, "TokenGrid"]]:
         """The grid cut every `length` slots: first slot and grid of each piece; a row may have no token in some."""
         for first in range(0, self.num_slots, length):

@@ -1,0 +1,88 @@
+"""Tensor parallelism: every rank keeps whole heads, of the memory as of attention, through Transformers' plans.
+
+A memory head never looks at another one, so its projections, convolution, gates, learned weights and state go with it.
+The styles of Transformers cut linear layers; those registered here cut what else goes by heads.
+"""
+
+import contextlib
+
+import torch
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
+
+if torch.distributed.is_available():
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+
+def tensor_parallel_plan(config) -> dict[str, str]:
+    """Module of a `TitansModel` -> style."""
+    mixer, mlp = "layers.*.mixer", "layers.*.mlp"
+    plan = {mixer: "titans_whole_heads", f"{mixer}.memory.initial_weights": "titans_heads"}
+    columns = [f"{mixer}.memory.{name}" for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "inner_lr")]
+    rows, shared = [f"{mixer}.memory.o_proj"], [f"{mixer}.memory.norm"]
+    for name, exists in (("momentum", config.memory_momentum), ("forget", config.memory_forget)):
+        columns += [f"{mixer}.memory.{name}"] * exists
+    if config.memory_conv_kernel > 1:
+        plan[f"{mixer}.memory.conv"] = "titans_qkv_heads"
+    if config.variant == "mac":
+        columns, rows = [*columns, f"{mixer}.recall.q_proj"], [*rows, f"{mixer}.recall.o_proj"]
+        shared.append(f"{mixer}.recall.norm")
+    if config.variant != "lmm":
+        columns += [f"{mixer}.attention.{name}" for name in ("q_proj", "k_proj", "v_proj")]
+        rows.append(f"{mixer}.attention.o_proj")
+    columns += [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
+    rows.append(f"{mlp}.down_proj")
+    styles = (("colwise", columns), ("rowwise", rows), ("titans_shared_by_heads", shared))
+    return plan | {name: style for style, names in styles for name in names}
+
+
+class WholeHeads(TensorParallelLayer):
+    """Raises ValueError where the ranks cannot share the heads of a mixer without cutting one."""
+
+    def install_forward(self, module, mesh):
+        names = ["memory_num_heads"] + ["num_key_value_heads"] * (module.config.variant != "lmm")
+        for name in names:
+            if (heads := getattr(module.config, name)) % mesh.size():
+                raise ValueError(f"`{name}` ({heads}) must be a multiple of the tensor parallel size ({mesh.size()}).")
+        return module
+
+
+class Heads(TensorParallelLayer):
+    """Parameters whose first dimension goes by heads; `groups` times one after the other, as q, k and v do."""
+
+    def __init__(self, groups: int = 1):
+        self.groups = groups
+
+    def shard_param(self, module, param, mesh):
+        whole = module._parameters[param]
+        placement = Shard(0) if self.groups == 1 else _StridedShard(0, split_factor=self.groups)
+        part = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
+        module._parameters[param] = torch.nn.Parameter(part, requires_grad=whole.requires_grad)
+
+    def should_use_local_tensors(self, module):
+        return True
+
+
+class SharedByHeads(TensorParallelLayer):
+    """Parameters that all heads use: whole on every rank. Their gradient is summed over the ranks, and thus the heads,
+    use by use: summing what has accumulated, as `replicated_with_grad_allreduce` does, counts the first of several
+    backward passes twice.
+    """
+
+    @contextlib.contextmanager
+    def context_around_forward(self, module, mesh):
+        own = dict(module._parameters)
+        for name, parameter in own.items():
+            everywhere = DTensor.from_local(parameter, mesh, [Replicate()], run_check=False)
+            module._parameters[name] = everywhere.to_local(grad_placements=[Partial()])
+        try:
+            yield
+        finally:
+            module._parameters.update(own)
+
+
+if torch.distributed.is_available():
+    ALL_PARALLEL_STYLES.register("titans_whole_heads", WholeHeads())
+    ALL_PARALLEL_STYLES.register("titans_heads", Heads())
+    ALL_PARALLEL_STYLES.register("titans_qkv_heads", Heads(groups=3))
+    ALL_PARALLEL_STYLES.register("titans_shared_by_heads", SharedByHeads())

@@ -1,0 +1,274 @@
+"""What each of two processes does in tests/test_distributed.py: a run over both ranks equals that of one process.
+
+Every check has its own copy of the model as one process would train it, and the whole batch; the ranks share the work.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from common import VARIANTS, assert_same, assert_same_cache, left_pad, make_ids, make_model, read
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.distributed import DistributedConfig
+
+from titans_hf import TitansCache, TitansForCausalLM
+
+WORLD_SIZE = 2
+IDS = make_ids(WORLD_SIZE, 41)  # beyond three windows, five segments and ten chunks
+GREEDY = dict(max_new_tokens=15, do_sample=False, pad_token_id=0)
+MEMORY_OWN = ["memory.initial_weights", "memory.inner_lr", "memory.momentum", "memory.forget", "memory.norm"]
+
+
+class FloatMemory(TitansForCausalLM):
+    """Keeps what the memory alone uses in float32, whatever the dtype of the rest."""
+
+    _keep_in_fp32_modules_strict = MEMORY_OWN
+
+
+def run(rank: int, check: str, folder: str) -> None:
+    """Entry of a process: `check` for every variant."""
+    os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), LOCAL_WORLD_SIZE="2")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD_SIZE)
+    for variant in VARIANTS:
+        try:
+            globals()[check](rank, variant, f"{folder}/{variant}")
+        except Exception as error:
+            raise AssertionError(f"{check}, {variant}, rank {rank}") from error
+    dist.destroy_process_group()
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def checkpoint(rank: int, folder: str, model: TitansForCausalLM) -> TitansForCausalLM:
+    """Saves the model once, for all ranks to load."""
+    if rank == 0:
+        model.save_pretrained(folder)
+    dist.barrier()
+    return model
+
+
+def step(model, batches: list[torch.Tensor], **kwargs) -> torch.Tensor:
+    """One step of plain gradient descent on batches that count alike -> the loss."""
+    loss = 0
+    for ids in batches:
+        part = model(ids, labels=ids, use_cache=False, **kwargs).loss / len(batches)
+        part.backward()
+        loss = loss + part.detach()
+    torch.optim.SGD(model.parameters(), lr=0.1, foreach=False).step()
+    return whole(loss)
+
+
+def averaged(loss: torch.Tensor) -> torch.Tensor:
+    loss = loss.clone()
+    dist.all_reduce(loss)
+    return loss / WORLD_SIZE
+
+
+def assert_same_step(model, reference, tolerance: float = 1e-10) -> None:
+    """Gradients, and parameters after the step."""
+    names = dict(reference.named_parameters())
+    found = {name.removeprefix("module."): p for name, p in model.named_parameters()}
+    assert found.keys() == names.keys()
+    for name, expected in names.items():
+        try:
+            assert_same(whole(found[name].grad).to(expected.dtype), expected.grad, tolerance)
+            assert_same(whole(found[name]).detach().to(expected.dtype), expected.detach(), tolerance)
+        except AssertionError as error:
+            raise AssertionError(name) from error
+
+
+def check_data_parallel_step(model, reference, rank: int, tolerance: float = 1e-10, **kwargs) -> None:
+    """Each rank has one row; twice, so that the second forward pass uses what the first step made."""
+    for _ in range(2):
+        loss, expected = step(model, [IDS[rank : rank + 1]], **kwargs), step(reference, list(IDS.split(1)))
+        assert_same(averaged(loss), expected, tolerance)
+        assert_same_step(model, reference, tolerance)
+        model.zero_grad()
+        reference.zero_grad()
+
+
+def check_generation(model, reference, ids: torch.Tensor = IDS, **kwargs) -> None:
+    model.eval()
+    reference.eval()
+    assert torch.equal(model.generate(ids, **GREEDY, **kwargs), reference.generate(ids, **GREEDY, **kwargs))
+
+
+def ddp(rank, variant, folder):
+    """Through Accelerate."""
+    reference = make_model(variant).train()
+    model = Accelerator(cpu=True).prepare(make_model(variant).train())
+    assert type(model) is torch.nn.parallel.DistributedDataParallel
+    check_data_parallel_step(model, reference, rank)
+
+
+def ddp_without_persistent_tokens(rank, variant, folder):
+    """DDP wants a gradient of every parameter: none may be left that nothing uses."""
+    changes = dict(num_persistent_tokens=0, memory_momentum=False, memory_forget=False, memory_conv_kernel=1)
+    reference = make_model(variant, **changes).train()
+    model = torch.nn.parallel.DistributedDataParallel(make_model(variant, **changes).train())
+    check_data_parallel_step(model, reference, rank)
+
+
+def fsdp(rank, variant, folder):
+    """Through Transformers: sharded while loading, trained, generating, saved."""
+    tied = variant in ("mac", "mal")
+    reference = checkpoint(rank, folder, make_model(variant, tie_word_embeddings=tied)).train()
+    config = DistributedConfig(fsdp_size=WORLD_SIZE)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, distributed_config=config).train()
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    check_data_parallel_step(model, reference, rank)
+    mask = torch.ones_like(IDS)
+    mask[1 - rank, :18] = 0  # the ranks need not be alike
+    check_generation(model, reference, attention_mask=mask)
+    model.save_pretrained(f"{folder}-saved", is_main_process=rank == 0)
+    dist.barrier()
+    saved = AutoModelForCausalLM.from_pretrained(f"{folder}-saved", dtype=torch.float64)
+    for parameter, expected in zip(saved.parameters(), reference.parameters(), strict=True):
+        assert_same(parameter.detach(), expected.detach())
+
+
+def fsdp_checkpointed(rank, variant, folder):
+    """`fully_shard` by hand, every layer a unit, its activations computed again in the backward pass."""
+    reference, model = make_model(variant).train(), make_model(variant).train()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    check_data_parallel_step(model, reference, rank)
+
+
+def fsdp_over_calls(rank, variant, folder):
+    """Truncated backpropagation: a document in blocks, the cache carried over, detached."""
+    reference, model = make_model(variant).train(), make_model(variant).train()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    caches = [TitansCache(model.config), *(TitansCache(model.config) for _ in IDS)]
+    for block in IDS.split([17, 24], dim=1):
+        rows = [
+            (model, block[rank : rank + 1], caches[0]),
+            *zip([reference] * 2, block.split(1), caches[1:], strict=True),
+        ]
+        for net, ids, cache in rows:
+            loss = net(ids, labels=ids, past_key_values=cache.detach()).loss
+            (loss / (1 if net is model else 2)).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    assert_same_step(model, reference)
+    assert_same_cache(caches[0], caches[1 + rank])
+
+
+def fsdp_accelerate(rank, variant, folder):
+    """As Accelerate wraps a model: by `_no_split_modules`. On CPU it does so only when asked directly."""
+    reference, accelerator = make_model(variant).train(), Accelerator(cpu=True)
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+    )
+    model = fsdp2_prepare_model(accelerator, make_model(variant).train())
+    assert all(type(layer).__name__.startswith("FSDP") for layer in model.model.layers)
+    check_data_parallel_step(model, reference, rank)
+
+
+def fsdp_bfloat16(rank, variant, folder):
+    """Parameters in bfloat16, those of the memory in float32 or not: the states always are."""
+    checkpoint(rank, folder, make_model(variant, dtype=torch.float32))
+    for kind, dtypes in ((TitansForCausalLM, {torch.bfloat16}), (FloatMemory, {torch.bfloat16, torch.float32})):
+        reference = kind.from_pretrained(folder, dtype=torch.bfloat16).train()
+        config = DistributedConfig(fsdp_size=WORLD_SIZE)
+        model = kind.from_pretrained(folder, dtype=torch.bfloat16, distributed_config=config).train()
+        assert {p.dtype for p in model.parameters()} == dtypes
+        loss, expected = step(model, [IDS[rank : rank + 1]]), step(reference, list(IDS.split(1)))
+        assert_same(averaged(loss), expected, 1e-2)
+        gradients = [
+            torch.cat([whole(p.grad).float().flatten() for p in net.parameters()]) for net in (model, reference)
+        ]
+        assert gradients[0].isfinite().all()
+        assert torch.cosine_similarity(*gradients, dim=0) > 0.999
+        check_memory_dtype(model)
+
+
+def fsdp_mixed_precision(rank, variant, folder):
+    """Parameters in float32, computed with in bfloat16."""
+    reference, model = (make_model(variant, dtype=torch.float32).train() for _ in range(2))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    loss, expected = step(model, [IDS[rank : rank + 1]]), step(reference, list(IDS.split(1)))
+    assert_same(averaged(loss), expected, 0.03 * expected.item())
+    gradients = [torch.cat([whole(p.grad).flatten() for p in net.parameters()]) for net in (model, reference)]
+    assert gradients[0].dtype == torch.float32
+    assert torch.cosine_similarity(*gradients, dim=0) > 0.97
+    check_memory_dtype(model)
+
+
+def check_memory_dtype(model) -> None:
+    with torch.no_grad():
+        cache = model(IDS, use_cache=True).past_key_values
+    for layer in cache.layers:
+        memory = layer.state.memory
+        assert {x.dtype for x in (*memory.weights, *memory.momentum, *memory.anchor)} == {torch.float32}
+
+
+def tensor_parallel(rank, variant, folder):
+    """Through Transformers' plans: the ranks hold half of the heads each, and both read the whole batch."""
+    tied = variant in ("mac", "mal")
+    reference = checkpoint(rank, folder, make_model(variant, tie_word_embeddings=tied))
+    config = DistributedConfig(tp_size=WORLD_SIZE)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, distributed_config=config)
+    for name, parameter in model.named_parameters():
+        replicated = "norm" in name or "persistent" in name or "mixer.gate_" in name
+        assert isinstance(parameter, DTensor) is not replicated, name
+    logits, cache = read(model, IDS, [13, 1, 1, 26])
+    expected, whole_cache = read(reference, IDS, [13, 1, 1, 26])
+    assert_same(logits, expected)
+    heads = model.config.memory_num_heads // WORLD_SIZE
+    for layer, whole_layer in zip(cache.layers, whole_cache.layers, strict=True):
+        for mine, all_heads in zip(layer.state.memory.weights, whole_layer.state.memory.weights, strict=True):
+            assert_same(mine, all_heads[:, rank * heads : (rank + 1) * heads])
+    for batches in ([IDS], list(IDS.split(1))):  # the second with gradient accumulation
+        assert_same(step(model.train(), batches), step(reference.train(), batches))
+        assert_same_step(model, reference)
+        model.zero_grad()
+        reference.zero_grad()
+    ids, mask = left_pad([make_ids(30), make_ids(17, seed=1)])
+    check_generation(model, reference, ids, attention_mask=mask)
+    check_generation(model, reference, IDS, attention_mask=torch.ones_like(IDS), num_beams=3)
+    model.save_pretrained(f"{folder}-saved", is_main_process=rank == 0)
+    dist.barrier()
+    saved = AutoModelForCausalLM.from_pretrained(f"{folder}-saved", dtype=torch.float64)
+    for parameter, expected in zip(saved.parameters(), reference.parameters(), strict=True):
+        assert_same(parameter.detach(), expected.detach())
+
+
+def tensor_parallel_settings(rank, variant, folder):
+    """Other configurations, a head of Transformers, and what cannot be shared."""
+    off = dict(memory_conv_kernel=1, memory_momentum=False, memory_forget=False, memory_depth=1)
+    for i, changes in enumerate((off, dict(memory_depth=3, memory_num_heads=2, num_persistent_tokens=0))):
+        reference = checkpoint(rank, f"{folder}-{i}", make_model(variant, num_hidden_layers=1, **changes)).train()
+        config = DistributedConfig(tp_size=WORLD_SIZE)
+        model = AutoModelForCausalLM.from_pretrained(f"{folder}-{i}", dtype=torch.float64, distributed_config=config)
+        assert_same(step(model.train(), [IDS]), step(reference, [IDS]))
+        assert_same_step(model, reference)
+    kinds = dict(dtype=torch.float64, num_labels=3)
+    torch.manual_seed(0)
+    head = AutoModelForSequenceClassification.from_pretrained(f"{folder}-0", **kinds, distributed_config=config)
+    alone = AutoModelForSequenceClassification.from_pretrained(f"{folder}-0", **kinds)
+    with torch.no_grad():
+        alone.score.weight.copy_(head.score.weight)
+        assert_same(head(IDS[:1]).logits, alone(IDS[:1]).logits)
+    uncut = dict(memory_num_heads=1) if variant == "lmm" else dict(num_key_value_heads=1)
+    checkpoint(rank, f"{folder}-uncut", make_model(variant, **uncut))
+    try:
+        AutoModelForCausalLM.from_pretrained(f"{folder}-uncut", distributed_config=config)
+    except ValueError as error:
+        assert next(iter(uncut)) in str(error), error
+    else:
+        raise AssertionError("one head was shared by two ranks")

@@ -1,0 +1,75 @@
+"""Distribution through Accelerate and Transformers, each equal to one process. Ranks are processes on CPU (gloo)."""
+
+import distributed_worker
+import pytest
+import torch
+from accelerate import dispatch_model
+from accelerate.hooks import remove_hook_from_module
+from common import VARIANTS, assert_same, full_logits, left_pad, make_ids, make_model, read
+from transformers import AutoModelForCausalLM
+
+from titans_hf import TitansCache
+
+CHECKS = {
+    "ddp": "a parameter has no gradient, or a wrong one, on several devices",
+    "ddp_without_persistent_tokens": "a setting leaves a parameter that nothing uses, at which DDP stops",
+    "fsdp": "parameters are looked at outside of the layer that gathers them, or a sharded model is saved in parts",
+    "fsdp_checkpointed": "the second forward pass of a layer finds its parameters sharded",
+    "fsdp_over_calls": "a state that is carried over keeps parameters that are gathered no more",
+    "fsdp_accelerate": "Accelerate cuts a layer in two",
+    "fsdp_bfloat16": "a layer with parameters of two dtypes cannot be sharded, or the memory learns in bfloat16",
+    "fsdp_mixed_precision": "the memory learns in the dtype of the matrix products",
+    "tensor_parallel": "a rank has the wrong heads, or a gradient is that of its own heads only",
+    "tensor_parallel_settings": "a plan holds for one configuration only, or a head is cut in two",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", CHECKS)
+def test_two_ranks_equal_one_process(check, tmp_path):
+    """Else what CHECKS says, in one of the variants."""
+    torch.multiprocessing.spawn(distributed_worker.run, (check, str(tmp_path)), distributed_worker.WORLD_SIZE)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_automatic_placement_with_offloading(variant, tmp_path):
+    """Else a model that does not fit is cut within a layer, or a layer whose parameters come and go with each call says
+    something else: as a batch with padding, piece by piece and generating.
+    """
+    model = make_model(variant, num_hidden_layers=3)
+    model.save_pretrained(tmp_path)
+    (ids, mask), whole = left_pad([make_ids(40), make_ids(23, seed=1)]), make_ids(2, 40)
+    layer = sum(p.numel() * 8 for p in model.model.layers[0].parameters())
+    placed = AutoModelForCausalLM.from_pretrained(
+        tmp_path,
+        dtype=torch.float64,
+        device_map="auto",
+        max_memory={"cpu": int(2.7 * layer)},
+        offload_folder=tmp_path / "offloaded",
+    )
+    layers = {name: device for name, device in placed.hf_device_map.items() if "layers" in name}
+    assert layers == {"model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk"}
+    assert_same(full_logits(placed, ids, mask), full_logits(model, ids, mask))
+    assert_same(read(placed, whole, [13, *[1] * 10, 17])[0], full_logits(model, whole))
+    options = dict(attention_mask=mask, max_new_tokens=15, do_sample=False, pad_token_id=0)
+    assert torch.equal(placed.generate(ids, **options), model.generate(ids, **options))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_cache_stays_with_its_layer(variant):
+    """Else a model over two devices moves its states back and forth, or mixes tensors of both. The second device is
+    "meta", which refuses that as any other does.
+    """
+    model = make_model(variant)
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "meta", "model.norm": "meta"}
+    skip = model._skip_keys_device_placement
+    dispatch_model(model, places | {"lm_head": "meta"}, main_device="cpu", force_hooks=True, skip_keys=skip)
+    remove_hook_from_module(model)  # it would take the logits to the first device, which "meta" cannot
+    (ids, mask), cache = left_pad([make_ids(40), make_ids(23, seed=1)]), TitansCache(model.config)
+    masks = (mask, None, torch.ones(2, 9), torch.tensor([[1] * 5, [0, 1, 1, 0, 1]]))
+    for call, call_mask in zip((ids, ids[:, :1], ids[:, :9], ids[:, :5]), masks, strict=True):
+        with torch.no_grad():
+            logits = model(call, attention_mask=call_mask, past_key_values=cache).logits
+        assert logits.device.type == "meta"
+        for layer, device in zip(cache.layers, ("cpu", "meta"), strict=True):
+            assert {x.device.type for x in layer.state.tensors()} == {device}

@@ -1,0 +1,233 @@
+"""Transformers' heads on a Titans body, and the other ways in and out of a model: resized vocabularies, embeddings."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from common import VARIANTS, assert_same, full_logits, left_pad, make_config, make_ids, make_model, read, redraw
+from torch.nn.functional import cross_entropy
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from titans_hf import (
+    TitansConfig,
+    TitansForQuestionAnswering,
+    TitansForSequenceClassification,
+    TitansForTokenClassification,
+)
+
+HEADS = {
+    AutoModelForSequenceClassification: TitansForSequenceClassification,
+    AutoModelForTokenClassification: TitansForTokenClassification,
+    AutoModelForQuestionAnswering: TitansForQuestionAnswering,
+}
+LENGTHS = (41, 30, 13, 1)  # of a batch; beyond three windows, five segments and ten chunks
+
+
+def make_head(auto_class, variant: str, **changes) -> torch.nn.Module:
+    config = make_config(variant, num_labels=3, pad_token_id=0, **changes)
+    return redraw(auto_class.from_config(config).double().eval())
+
+
+def answers(output) -> torch.Tensor:
+    """Logits of any head, those of the tokens as (B, T, labels)."""
+    if "start_logits" in output:
+        return torch.stack([output.start_logits, output.end_logits], -1)
+    return output.logits
+
+
+def padded_batch(side: str) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Rows without the padding token 0, and all of them padded on one side: ids and mask."""
+    rows = [1 + make_ids(n, seed=n, vocab_size=49) for n in LENGTHS]
+    if side == "left":
+        return rows, *left_pad(rows)
+    ids, mask = (x.flip(-1) for x in left_pad([row.flip(0) for row in rows]))
+    return rows, ids, mask
+
+
+@pytest.mark.parametrize("auto_class", HEADS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_auto_classes(variant, auto_class):
+    """Else the Auto classes do not know the head, or it has a body of its own kind."""
+    model = make_head(auto_class, variant)
+    assert type(model) is HEADS[auto_class]
+    assert model.base_model is model.model and type(model.model).__name__ == "TitansModel"
+
+
+@pytest.mark.parametrize("side,masked", [("left", True), ("right", True), ("right", False)])
+@pytest.mark.parametrize("auto_class", HEADS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_padding(variant, auto_class, side, masked):
+    """Else a text is classified differently in a batch than alone."""
+    model, (rows, ids, mask) = make_head(auto_class, variant), padded_batch(side)
+    with torch.no_grad():
+        batch = answers(model(ids, attention_mask=mask if masked else None))
+        for row, found, real in zip(rows, batch, mask.bool(), strict=True):
+            alone = answers(model(row[None]))[0]
+            assert_same(found if auto_class is AutoModelForSequenceClassification else found[real], alone)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_text_is_judged_by_its_last_token(variant):
+    """Else the head looks at a token that has not read everything: every token must matter, the last one's hidden state
+    be what is scored."""
+    model, ids = make_head(AutoModelForSequenceClassification, variant), 1 + make_ids(1, 41, vocab_size=49)
+    embeds = model.model.embed_tokens(ids).detach().requires_grad_()
+    model(inputs_embeds=embeds).logits.square().sum().backward()
+    assert (embeds.grad.abs().amax(-1) > 0).all()
+    with torch.no_grad():
+        last = model.model(ids).last_hidden_state[:, -1]
+        assert_same(model(ids).logits, last @ model.score.weight.T)
+
+
+@pytest.mark.parametrize("auto_class", HEADS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_loss_and_gradients(variant, auto_class):
+    """Else a head trains on another loss than it says, or leaves a part of the body untrained."""
+    model, (_, ids, mask) = make_head(auto_class, variant), padded_batch("right")
+    labels = make_ids(*ids.shape, seed=9, vocab_size=3)
+    if auto_class is AutoModelForSequenceClassification:
+        output = model(ids, attention_mask=mask, labels=labels[:, 0])
+        expected = cross_entropy(output.logits, labels[:, 0])
+    elif auto_class is AutoModelForTokenClassification:
+        labels = labels.masked_fill(mask == 0, -100)
+        output = model(ids, attention_mask=mask, labels=labels)
+        expected = cross_entropy(output.logits.flatten(0, 1), labels.flatten())
+    else:
+        start, end = torch.tensor([3, 5, 2, 0]), torch.tensor([40, 7, 12, 0])
+        output = model(ids, attention_mask=mask, start_positions=start, end_positions=end)
+        expected = (cross_entropy(output.start_logits, start) + cross_entropy(output.end_logits, end)) / 2
+    assert_same(output.loss.double(), expected, 1e-6)  # Transformers takes the loss of tokens in float32
+    output.loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.isfinite().all() and parameter.grad.any(), name
+
+
+@pytest.mark.parametrize("auto_class", HEADS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_from_a_causal_checkpoint_and_back(variant, auto_class, tmp_path):
+    """Else a head put on a trained body starts from whatever stood in memory, or disturbs the body."""
+    source = make_model(variant, dtype=torch.float32)
+    source.save_pretrained(tmp_path / "causal")
+    model, info = auto_class.from_pretrained(tmp_path / "causal", num_labels=3, output_loading_info=True)
+    new = {name for name, _ in model.named_parameters() if not name.startswith("model.")}
+    assert new and set(info["missing_keys"]) == new
+    body = dict(source.model.named_parameters())
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") and name in new:
+            assert not parameter.any(), name
+        elif name in new:
+            assert 0.5 < parameter.std() / model.config.initializer_range < 1.5, name
+        else:
+            assert torch.equal(parameter, body[name.removeprefix("model.")]), name
+    model.save_pretrained(tmp_path / "head")
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "head", output_loading_info=True)
+    assert set(info["missing_keys"]) == {"lm_head.weight"}
+    assert 0.5 < again.lm_head.weight.std() / model.config.initializer_range < 1.5
+    with torch.no_grad():
+        assert_same(again.model(make_ids(1, 30))[0], source.model(make_ids(1, 30))[0], 1e-4)
+
+
+@pytest.mark.parametrize("auto_class", HEADS)
+def test_code_that_travels_with_a_checkpoint(auto_class, tmp_path, monkeypatch):
+    """Else a head cannot be loaded where this package is not installed."""
+    monkeypatch.setattr(TitansConfig, "_auto_class", "AutoConfig")
+    monkeypatch.setattr(HEADS[auto_class], "_auto_class", auto_class.__name__)
+    model, ids = make_head(auto_class, "mac").float(), make_ids(1, 41)
+    model.save_pretrained(tmp_path / "model")
+    load = f"""
+import sys, torch
+from transformers import {auto_class.__name__}
+model = {auto_class.__name__}.from_pretrained("model", trust_remote_code=True)
+assert type(model).__module__.startswith("transformers_modules") and "titans_hf" not in sys.modules
+with torch.no_grad():
+    torch.save(model(torch.load("ids"))[0], "output")
+"""
+    torch.save(ids, tmp_path / "ids")
+    environment = os.environ | dict(HF_MODULES_CACHE=str(tmp_path / "modules"), HF_HUB_OFFLINE="1")
+    subprocess.run([sys.executable, "-c", load], cwd=tmp_path, env=environment, check=True)
+    with torch.no_grad():
+        assert_same(torch.load(tmp_path / "output"), model(ids)[0], 1e-4)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_hidden_states_and_attentions_of_a_head(variant):
+    """Else a head does not pass on what the body recorded."""
+    model, ids = make_head(AutoModelForTokenClassification, variant), make_ids(2, 30)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        output = model(ids, output_hidden_states=True, output_attentions=True)
+        body = model.model(ids, output_hidden_states=True, output_attentions=True)
+    assert len(output.hidden_states) == 3
+    assert all(torch.equal(a, b) for a, b in zip(output.hidden_states, body.hidden_states, strict=True))
+    if variant == "lmm":
+        assert not output.attentions or all(x is None for x in output.attentions)
+    else:
+        assert len(output.attentions) == 2
+        assert all(torch.equal(a, b) for a, b in zip(output.attentions, body.attentions, strict=True))
+
+
+@pytest.mark.parametrize("size", [40, 61])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_resize_token_embeddings(variant, tied, size, tmp_path):
+    """Else a changed vocabulary changes what the kept tokens mean, unties the embeddings, or ends a conversation: a
+    cache from before is read on with, and new tokens can be read, learnt and saved.
+    """
+    model, ids = make_model(variant, tie_word_embeddings=tied), make_ids(2, 40, vocab_size=40)
+    expected, kept = full_logits(model, ids), min(size, 50)
+    _, cache = read(model, ids[:, :25])
+    model.resize_token_embeddings(size)
+    assert model.config.vocab_size == size
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
+    logits = full_logits(model, ids)
+    assert logits.shape[-1] == size
+    assert_same(logits[..., :kept], expected[..., :kept])
+    assert_same(read(model, ids[:, 25:], None, cache)[0][..., :kept], expected[:, 25:, :kept])
+
+    ids = torch.cat([ids, torch.full((2, 1), size - 1)], 1)
+    model(ids, labels=ids).loss.backward()
+    assert model.model.embed_tokens.weight.grad[:kept].isfinite().all()
+    mask = torch.ones_like(ids)
+    output = model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False, pad_token_id=0)
+    assert torch.equal(full_logits(model, output)[:, 40:-1].argmax(-1), output[:, 41:])
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert_same(full_logits(loaded, ids), full_logits(model, ids))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_generating_from_embeddings(variant, padded):
+    """Else a prompt given as embeddings is answered differently from the same prompt given as ids."""
+    model = make_model(variant)
+    ids, mask = left_pad([make_ids(29), make_ids(18, seed=1)]) if padded else (make_ids(2, 29), None)
+    options = dict(attention_mask=mask, max_new_tokens=20, do_sample=False, pad_token_id=0)
+    expected = model.generate(ids, **options)
+    embeds = model.model.embed_tokens(ids)
+    assert torch.equal(model.generate(inputs_embeds=embeds, **options), expected[:, 29:])
+    assert torch.equal(model.generate(ids, inputs_embeds=embeds, **options), expected)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_recorded_while_generating(variant):
+    """Else `generate()` returns hidden states or attention weights of another step than asked for."""
+    model, ids = make_model(variant, attention="eager"), make_ids(2, 19)
+    options = dict(output_hidden_states=True, output_attentions=variant != "lmm", return_dict_in_generate=True)
+    output = model.generate(ids, max_new_tokens=15, do_sample=False, pad_token_id=0, **options)
+    assert len(output.hidden_states) == 15
+    with torch.no_grad():
+        whole = model(output.sequences[:, :-1], output_hidden_states=True, output_attentions=variant != "lmm")
+    for layer in range(3):
+        steps = torch.cat([step[layer] for step in output.hidden_states], 1)
+        assert_same(steps, whole.hidden_states[layer])
+    if variant != "lmm":
+        for layer in range(2):
+            steps = torch.cat([step[layer] for step in output.attentions], 2)
+            assert_same(steps, whole.attentions[layer])

@@ -1,0 +1,155 @@
+"""Half precision: finite, near float32, and with a memory that is always float32."""
+
+import itertools
+
+import pytest
+import torch
+from common import VARIANTS, full_logits, left_pad, make_ids, make_model, read
+from transformers import AutoModelForCausalLM
+
+from titans_hf import TitansCache
+
+HALVES = {torch.bfloat16: 0.1, torch.float16: 0.013}  # and how far from float32, as a share of the logits' spread
+LENGTH = 67  # beyond five windows, eight segments and sixteen chunks
+
+
+def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    assert actual.isfinite().all()
+    return ((actual.float() - expected).std() / expected.std()).item()
+
+
+def memory_dtypes(cache: TitansCache) -> set[torch.dtype]:
+    found = set()
+    for state in (layer.state for layer in cache.layers):
+        memory = state.memory
+        found |= {x.dtype for x in (*memory.weights, *memory.momentum, *memory.anchor, *state.segment_weights)}
+    return found
+
+
+def to_half(model, dtype, way: str, folder) -> torch.nn.Module:
+    if way == "from_pretrained":
+        model.save_pretrained(folder)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    if way == "half":
+        return model.half() if dtype == torch.float16 else model.bfloat16()
+    return model.to(dtype)
+
+
+@pytest.mark.parametrize("way", ["to", "half", "from_pretrained"])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_inference(variant, dtype, way, tmp_path):
+    """Else half precision overflows or drifts as the sequence goes on, or the memory learns in it on some way there."""
+    model, ids = make_model(variant, dtype=torch.float32), make_ids(2, LENGTH)
+    expected = full_logits(model, ids)
+    model = to_half(model, dtype, way, tmp_path)
+    assert {p.dtype for p in model.parameters()} == {dtype}  # one dtype: FSDP2 shards no layer that mixes two
+    assert distance(full_logits(model, ids), expected) < HALVES[dtype]
+    for pieces in ([LENGTH], [1] * LENGTH, [30, 1, 36]):
+        logits, cache = read(model, ids, pieces)
+        assert logits.dtype == dtype
+        assert distance(logits, expected) < HALVES[dtype]
+        assert distance(logits[:, -10:], expected[:, -10:]) < 1.5 * HALVES[dtype]
+        assert memory_dtypes(cache) == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_generation(variant, dtype):
+    """Else `generate()` in half precision, padded rows included, goes where float32 would not."""
+    model = make_model(variant, dtype=torch.float32)
+    ids, mask = left_pad([make_ids(31), make_ids(18, seed=1)])
+    half = make_model(variant, dtype=torch.float32).to(dtype)
+    options = dict(do_sample=False, pad_token_id=0, return_dict_in_generate=True, output_logits=True)
+    output = half.generate(ids, attention_mask=mask, max_new_tokens=30, **options)
+    mask = torch.cat([mask, mask.new_ones(2, 30)], 1)
+    expected = full_logits(model, output.sequences, mask)[:, 30:-1]
+    assert distance(torch.stack(output.logits, 1), expected) < HALVES[dtype]
+    assert memory_dtypes(output.past_key_values) == {torch.float32}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("first,then", list(itertools.permutations([torch.float32, *HALVES], 2)))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_cache_of_another_precision(variant, first, then, attention):
+    """Else a conversation ends where the model's precision is changed, or its memory is rounded there."""
+    model, ids = make_model(variant, dtype=torch.float32, attention=attention), make_ids(2, LENGTH)
+    expected = full_logits(model, ids)
+    _, cache = read(model.to(first), ids[:, :31])
+    logits, cache = read(model.to(then), ids[:, 31:], [1, 20, 15], cache)  # `model` is rounded twice
+    assert logits.dtype == then
+    assert distance(logits, expected[:, 31:]) < max(HALVES.get(dtype, 0) for dtype in (first, then))
+    assert memory_dtypes(cache) == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tokens_that_say_nothing(variant, dtype):
+    """Else a token whose key, query or value is zero (they underflow long before an embedding does) makes all later
+    ones nan.
+    """
+    model, ids = make_model(variant, dtype=torch.float32).to(dtype), make_ids(2, LENGTH)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for proj in (layer.mixer.memory.q_proj, layer.mixer.memory.k_proj, layer.mixer.memory.v_proj):
+                proj.weight.mul_(1e-4)  # then the convolution and SiLU: below 6e-8 for some
+        model.model.embed_tokens.weight[::3] = 0
+    assert full_logits(model, ids).isfinite().all()
+    assert read(model, ids, [1] * LENGTH)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_memory_that_says_too_much(variant, dtype):
+    """Else a memory whose weights, or what it recalls, are beyond the range of float16 makes the model say nan."""
+    model, ids = make_model(variant, dtype=torch.float32), make_ids(2, LENGTH)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "initial_weights" in name:
+                parameter.mul_(6000)
+    expected = full_logits(model, ids)
+    _, cache = read(model.to(dtype), ids)
+    said = [w.abs().amax() for layer in cache.layers for w in layer.state.memory.weights]
+    assert max(said) > 1000  # squared, it is beyond 65504
+    assert distance(full_logits(model, ids), expected) < 2 * HALVES[dtype]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_autocast_training(variant, dtype):
+    """Else mixed precision trains another model: loss and gradients near float32's, gradients in float32 and complete,
+    the memory untouched by autocast, whatever is carried from call to call.
+    """
+    model, ids = make_model(variant, dtype=torch.float32).train(), make_ids(2, LENGTH)
+    found = []
+    for enabled in (False, True):
+        model.zero_grad()
+        cache, loss = TitansCache(model.config), 0
+        with torch.autocast("cpu", dtype, enabled=enabled):
+            for piece in ids.split([30, 1, 36], 1):
+                loss = loss + model(piece, labels=piece, past_key_values=cache).loss.nan_to_num(0)  # no label in 1
+        loss.backward()
+        assert memory_dtypes(cache) == {torch.float32}
+        found.append((loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}))
+    (exact_loss, exact), (loss, gradients) = found
+    assert abs(loss - exact_loss) < 0.02 * exact_loss
+    for name, gradient in gradients.items():
+        assert gradient.dtype == torch.float32
+        assert gradient.isfinite().all(), name
+    everything = [torch.cat([x.flatten() for x in g.values()]) for g in (gradients, exact)]
+    assert torch.cosine_similarity(*everything, dim=0) > (0.98 if dtype == torch.bfloat16 else 0.9995)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_cache_crosses_autocast(variant, dtype):
+    """Else a cache made under autocast cannot be read on from outside of it, or the other way round."""
+    model, ids = make_model(variant, dtype=torch.float32), make_ids(2, LENGTH)
+    expected = full_logits(model, ids)
+    for inside_first in (False, True):
+        with torch.autocast("cpu", dtype, enabled=inside_first):
+            _, cache = read(model, ids[:, :31])
+        with torch.autocast("cpu", dtype, enabled=not inside_first):
+            logits, cache = read(model, ids[:, 31:], [1, 20, 15], cache)
+        assert distance(logits, expected[:, 31:]) < HALVES[dtype]
+        assert memory_dtypes(cache) == {torch.float32}
