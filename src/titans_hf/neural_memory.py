@@ -29,8 +29,11 @@ class TokenGate(nn.Linear):
         nn.init.constant_(self.bias, self.initial_logit)
 
     def forward(self, hidden_states: Tensor, dtype: torch.dtype) -> Tensor:
-        """hidden_states (B, T, hidden) -> logits (B, H, T), computed in `dtype`."""
-        return nn.functional.linear(hidden_states.to(dtype), self.weight.to(dtype), self.bias.to(dtype)).mT
+        """hidden_states (B, T, hidden) -> logits (B, T, H), computed in `dtype`.
+
+        Laid out like any linear layer's output, because an adapter adds its own to it.
+        """
+        return nn.functional.linear(hidden_states.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
 
 
 class NeuralMemory(nn.Module):
@@ -105,18 +108,18 @@ class NeuralMemory(nn.Module):
 
     def _gates(self, hidden_states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """theta, log eta and log(1 - alpha) of every token and head, (B, H, T): data-dependent (paper section 3.1)."""
-        inner_lr = self.config.memory_max_lr * torch.sigmoid(self.inner_lr(hidden_states, dtype))
+        inner_lr = self.config.memory_max_lr * torch.sigmoid(self.inner_lr(hidden_states, dtype).mT)
         stopped = self.config.memory_max_lr == 0  # nothing moves: no past surprise is carried on, nothing forgotten
         if self.momentum is None or stopped:
             log_momentum_decay = torch.full_like(inner_lr, -torch.inf)
         else:
-            momentum = self.momentum(hidden_states, dtype)
+            momentum = self.momentum(hidden_states, dtype).mT
             log_momentum_decay = logsigmoid(momentum)
             inner_lr = inner_lr * torch.sigmoid(-momentum)  # (1 - eta): the step does not grow with the momentum
         if self.forget is None or stopped:
             log_retain = torch.zeros_like(inner_lr)
         else:
-            log_retain = logsigmoid(-self.forget(hidden_states, dtype))
+            log_retain = logsigmoid(-self.forget(hidden_states, dtype).mT)
         return inner_lr, log_momentum_decay, log_retain
 
 
