@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from common import VARIANTS
 from datasets import Dataset, DatasetDict
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, TrainerCallback, pipeline
 from transformers.trainer_utils import get_last_checkpoint
@@ -37,6 +38,8 @@ TITANS = LLAMA | {
     "memory_chunk_size": 8,
 }
 CONFIGS = {"llama": LLAMA, "mistral": LLAMA | {"model_type": "mistral"}, "titans": TITANS}
+DROPOUT = {"attention_dropout": 0.1}
+RESUMED = {"llama": LLAMA | DROPOUT} | {variant: TITANS | DROPOUT | {"variant": variant} for variant in VARIANTS}
 
 
 class StopAt(TrainerCallback):
@@ -209,9 +212,8 @@ def test_training_gives_a_model_that_loads_and_generates(options, tmp_path, text
     assert text.startswith("Zwölf")
 
 
-@pytest.mark.parametrize("model_type", ["llama", "titans"])
-def test_resumed_run_is_bit_identical(options, tmp_path, monkeypatch, model_type):
-    config = CONFIGS[model_type] | ({"attention_dropout": 0.1} if model_type == "llama" else {})
+@pytest.mark.parametrize("config", RESUMED.values(), ids=RESUMED)
+def test_resumed_run_is_bit_identical(options, tmp_path, monkeypatch, config):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     metrics = train.main(options(config, output_dir=whole))
     monkeypatch.setattr(train, "TimeLimit", StopAt)
