@@ -1,4 +1,4 @@
-"""Trainer: mixed precision and gradient accumulation. Resuming is tested with scripts/train.py."""
+"""Trainer: mixed precision, gradient accumulation and compiled training. Resuming is tested with scripts/train.py."""
 
 import pytest
 import torch
@@ -61,3 +61,15 @@ def test_mixed_precision(variant, tmp_path):
     assert all(parameter.dtype == torch.float32 for parameter in rough_parameters.values())
     assert rough_losses == pytest.approx(losses, rel=0.01)
     assert distance(rough_parameters, parameters, start) < 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_compiled_training(variant, tmp_path):
+    """Else `torch_compile` breaks on a batch, or trains something else. Its graphs are run as they are."""
+    runs = []
+    for compiled in (False, True):
+        options = dict(torch_compile=compiled, torch_compile_backend="eager" if compiled else None)
+        runs.append(fit(make_model(variant), tmp_path, per_device_train_batch_size=4, **options))
+    assert runs[1][0] == pytest.approx(runs[0][0], abs=1e-5)
+    assert distance(runs[1][1], runs[0][1], make_model(variant).state_dict()) < 1e-6
