@@ -20,6 +20,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate.utils import reduce
+from carry_memory import CarryTrainer, check_carry_memory
+from datasets import Dataset
+from lanes import Lanes, collate_lanes
 from matplotlib.figure import Figure
 from training_data import collate, count_tokens, load_blocks, load_tokenizer
 from transformers import (
@@ -65,6 +68,13 @@ class ScriptArguments:
     max_eval_blocks: int | None = field(
         default=None, metadata={"help": "Evaluate on this many blocks, evenly spread, instead of all."}
     )
+    carry_memory: bool = field(
+        default=False,
+        metadata={
+            "help": "For long documents (Titans only): every row of a batch goes on where the same row of the batch "
+            "before ended, with what its memory holds; gradients stay within a block. In order, never shuffled."
+        },
+    )
     max_minutes: float | None = field(
         default=None,
         metadata={"help": "Stop, evaluate and save after this time. The schedule still spans all planned steps."},
@@ -85,6 +95,9 @@ class PaperArguments(TrainingArguments):
         default=1.0, metadata={"help": "Passes over the data, unless --max_steps is given."}
     )
     gradient_accumulation_steps: int | None = field(default=None, metadata={"help": "Overrides --tokens_per_step."})
+    train_sampling_strategy: str | None = field(
+        default=None, metadata={"help": "Default: random, or sequential with --carry_memory."}
+    )
     bf16: bool = field(
         default=is_torch_bf16_gpu_available(), metadata={"help": "Mixed precision. Default: where the GPU can."}
     )
@@ -186,17 +199,17 @@ def find_checkpoint(training_args: TrainingArguments) -> str | None:
     return checkpoint
 
 
-def summary(trainer: Trainer, block_length: int) -> str:
-    args, blocks = trainer.args, trainer.train_dataset
+def summary(trainer: Trainer, train_blocks: Dataset, eval_blocks: Dataset, block_length: int) -> str:
+    args = trainer.args
     blocks_per_pass = args.train_batch_size * args.world_size
-    passes = math.ceil(len(blocks) / blocks_per_pass)
+    passes = math.ceil(len(trainer.train_dataset) / blocks_per_pass)
     steps_per_epoch = math.ceil(passes / args.gradient_accumulation_steps)
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_per_epoch)
     step_tokens = blocks_per_pass * args.gradient_accumulation_steps * block_length
     return (
         f"model: {trainer.model.config.model_type}, {trainer.model.num_parameters():,} parameters\n"
-        f"train: {count_tokens(blocks):,} tokens in {len(blocks):,} blocks\n"
-        f"eval:  {count_tokens(trainer.eval_dataset):,} tokens in {len(trainer.eval_dataset):,} blocks\n"
+        f"train: {count_tokens(train_blocks):,} tokens in {len(train_blocks):,} blocks\n"
+        f"eval:  {count_tokens(eval_blocks):,} tokens in {len(eval_blocks):,} blocks\n"
         f"steps: {steps:,} of {step_tokens:,} tokens"
     )
 
@@ -246,6 +259,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     checkpoint = find_checkpoint(training_args)
     tokenizer = load_tokenizer(args.tokenizer)
     config = load_config(args.config, args.config_overrides, tokenizer)
+    if args.carry_memory:
+        check_carry_memory(config, training_args, args.max_eval_blocks)
+        training_args.remove_unused_columns = False  # the trainer itself takes some
+    training_args.train_sampling_strategy = training_args.train_sampling_strategy or (
+        "sequential" if args.carry_memory else "random"
+    )
     with training_args.main_process_first(desc="preparing the data"):
         train_blocks, eval_blocks, tokens_per_byte = load_blocks(
             tokenizer,
@@ -260,19 +279,26 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     if args.max_eval_blocks and args.max_eval_blocks < len(eval_blocks):
         eval_blocks = eval_blocks.select(np.linspace(0, len(eval_blocks) - 1, args.max_eval_blocks, dtype=int))
 
+    train_data, eval_data, trainer_class, collator = train_blocks, eval_blocks, TokenLossTrainer, collate
+    if args.carry_memory:
+        trainer_class, collator = CarryTrainer, collate_lanes
+        train_rows, eval_rows = training_args.train_batch_size, training_args.eval_batch_size
+        train_data = Lanes(train_blocks, train_rows * training_args.world_size, tokenizer.eos_token_id)
+        eval_data = Lanes(eval_blocks, eval_rows * training_args.world_size, tokenizer.eos_token_id)
+
     set_seed(training_args.seed)
-    trainer = TokenLossTrainer(
+    trainer = trainer_class(
         # Whatever dtype the config names: mixed precision is a training option, and its weights are float32.
         model=AutoModelForCausalLM.from_config(config, dtype=torch.float32),
         args=training_args,
-        train_dataset=train_blocks,
-        eval_dataset=eval_blocks,
-        data_collator=collate,
+        train_dataset=train_data,
+        eval_dataset=eval_data,
+        data_collator=collator,
         processing_class=tokenizer,
         compute_metrics=partial(perplexity, tokens_per_byte=tokens_per_byte),
         callbacks=[TimeLimit(args.max_minutes)] if args.max_minutes else None,
     )
-    trainer.accelerator.print(summary(trainer, args.block_length))
+    trainer.accelerator.print(summary(trainer, train_blocks, eval_blocks, args.block_length))
     trainer.train(resume_from_checkpoint=checkpoint)
     return save_results(trainer, sys.argv if argv is None else argv)
 

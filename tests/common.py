@@ -105,3 +105,13 @@ def assert_same_cache(actual: TitansCache, expected: TitansCache, tolerance: flo
     assert len(tensors(actual)) == len(tensors(expected))
     for a, b in zip(tensors(actual), tensors(expected), strict=True):
         assert_same(a, b, tolerance)
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def assert_same_gradients(actual, expected, tolerance: float = 1e-9) -> None:
+    assert actual.keys() == expected.keys()
+    for name, gradient in actual.items():
+        assert_same(gradient, expected[name], tolerance * max(1.0, expected[name].abs().max().item()))

@@ -1,108 +1,26 @@
 """scripts/train.py: packing, resuming, bad inputs, and a tiny run from text to a pipeline."""
 
-import importlib
 import json
 import math
 import subprocess
-import sys
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
+import train
+import training_data as data
+from common import VARIANTS
 from datasets import Dataset, DatasetDict
-from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, TrainerCallback, pipeline
+from tiny_run import LAUNCH, LLAMA, TITANS, StopAt
+from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, pipeline
 from transformers.trainer_utils import get_last_checkpoint
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
-sys.path.insert(0, str(SCRIPT.parent))
-train = importlib.import_module("train")
-data = importlib.import_module("training_data")
+pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
 
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
-TITANS = LLAMA | {
-    "model_type": "titans",
-    "variant": "mag",
-    "head_dim": 16,
-    "sliding_window": 16,
-    "segment_length": 16,
-    "memory_chunk_size": 8,
-}
+
 CONFIGS = {"llama": LLAMA, "mistral": LLAMA | {"model_type": "mistral"}, "titans": TITANS}
-
-
-class StopAt(TrainerCallback):
-    """Stands in for TimeLimit, so that --max_minutes is the step to stop at, and notes the steps made."""
-
-    steps: ClassVar[list[int]] = []
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.steps.append(state.global_step)
-        if state.global_step == self.step:
-            control.should_training_stop = True
-
-
-@pytest.fixture(autouse=True)
-def own_cache_and_no_network(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-
-
-@pytest.fixture
-def texts(tmp_path):
-    """Documents whose lengths, eos included, are shorter than, equal to and longer than a block of 32."""
-    folder = tmp_path / "texts"
-    (folder / "more").mkdir(parents=True)
-    documents = {
-        "a.txt": "short",
-        "b [1].txt": "x" * 31,
-        "c.txt": "Zwölf Boxkämpfer, </s> 東京 " * 20,
-        "more/d.txt": "",
-    }
-    for name, text in documents.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    (folder / "ignored.md").write_text("not a text file")
-    return folder
-
-
-@pytest.fixture
-def options(tmp_path, texts):
-    """A function making the command line of a tiny run; keywords replace options, and None leaves one out."""
-
-    def make(model=LLAMA, **changes):
-        path = tmp_path / f"{model['model_type']}.json"
-        path.write_text(json.dumps(model))
-        values = {
-            "config": path,
-            "tokenizer": "bytes",
-            "train_data": texts,
-            "output_dir": tmp_path / "out",
-            "block_length": 32,
-            "per_device_train_batch_size": 2,
-            "tokens_per_step": 128,
-            "max_steps": 8,
-            "logging_steps": 1,
-            "eval_steps": 2,
-            "save_steps": 4,
-            "learning_rate": 0.01,
-            "use_cpu": "true",
-            "bf16": "false",
-        }
-        values.update(changes)
-        return [text for name, value in values.items() if value is not None for text in (f"--{name}", str(value))]
-
-    return make
+DROPOUT = {"attention_dropout": 0.1}
+RESUMED = {"llama": LLAMA | DROPOUT} | {variant: TITANS | DROPOUT | {"variant": variant} for variant in VARIANTS}
 
 
 def real_tokens(blocks):
@@ -209,9 +127,8 @@ def test_training_gives_a_model_that_loads_and_generates(options, tmp_path, text
     assert text.startswith("Zwölf")
 
 
-@pytest.mark.parametrize("model_type", ["llama", "titans"])
-def test_resumed_run_is_bit_identical(options, tmp_path, monkeypatch, model_type):
-    config = CONFIGS[model_type] | ({"attention_dropout": 0.1} if model_type == "llama" else {})
+@pytest.mark.parametrize("config", RESUMED.values(), ids=RESUMED)
+def test_resumed_run_is_bit_identical(options, tmp_path, monkeypatch, config):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     metrics = train.main(options(config, output_dir=whole))
     monkeypatch.setattr(train, "TimeLimit", StopAt)
@@ -313,10 +230,10 @@ def test_two_processes_train_like_one(options, tmp_path, texts, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     alone = train.main(options(output_dir=tmp_path / "alone", eval_data=texts))
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", str(SCRIPT)]
-    command = launch + options(per_device_train_batch_size=1, per_device_eval_batch_size=4, eval_data=texts)
+    command = [*LAUNCH, *options(per_device_train_batch_size=1, per_device_eval_batch_size=4, eval_data=texts)]
     output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=240).stdout
     assert output.count("eval_perplexity         =") == 1
     assert output.count("model: llama") == 1
+    assert (tmp_path / "out" / "checkpoint-8" / "rng_state_1.pth").exists()  # the second process was there
     together = json.loads((tmp_path / "out" / "eval_results.json").read_text())
     assert together["eval_loss"] == pytest.approx(alone["eval_loss"], rel=1e-4)

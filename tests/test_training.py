@@ -2,19 +2,21 @@
 
 import pytest
 import torch
-from common import VARIANTS, assert_same, full_logits, left_pad, make_config, make_ids, make_model, read, shared_model
+from common import (
+    VARIANTS,
+    assert_same,
+    assert_same_gradients,
+    full_logits,
+    gradients,
+    left_pad,
+    make_config,
+    make_ids,
+    make_model,
+    read,
+    shared_model,
+)
 
 from titans_hf import TitansCache, TitansForCausalLM
-
-
-def gradients(model) -> dict[str, torch.Tensor]:
-    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-
-
-def assert_same_gradients(actual, expected, tolerance: float = 1e-9) -> None:
-    assert actual.keys() == expected.keys()
-    for name, gradient in actual.items():
-        assert_same(gradient, expected[name], tolerance * max(1.0, expected[name].abs().max().item()))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -54,7 +54,10 @@ class TokenGate(nn.Linear):
         nn.init.constant_(self.bias, self.initial_logit)
 
     def forward(self, hidden_states: Tensor, dtype: torch.dtype) -> Tensor:
-        """hidden_states (B, T, hidden) -> logits (B, T, H), computed in `dtype`."""
+        """hidden_states (B, T, hidden) -> logits (B, T, H), computed in `dtype`.
+
+        Laid out like any linear layer's output, because an adapter adds its own to it.
+        """
         return nn.functional.linear(hidden_states.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
 
 

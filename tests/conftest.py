@@ -1,0 +1,61 @@
+"""Fixtures for tiny runs of scripts/train.py, whose modules tests can import."""
+
+import json
+import sys
+
+import pytest
+from tiny_run import LLAMA, SCRIPT
+
+sys.path.insert(0, str(SCRIPT.parent))
+
+
+@pytest.fixture
+def own_cache_and_no_network(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """Documents whose lengths, eos included, are shorter than, equal to and longer than a block of 32."""
+    folder = tmp_path / "texts"
+    (folder / "more").mkdir(parents=True)
+    documents = {
+        "a.txt": "short",
+        "b [1].txt": "x" * 31,
+        "c.txt": "Zwölf Boxkämpfer, </s> 東京 " * 20,
+        "more/d.txt": "",
+    }
+    for name, text in documents.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    (folder / "ignored.md").write_text("not a text file")
+    return folder
+
+
+@pytest.fixture
+def options(tmp_path, texts):
+    """A function making the command line of a tiny run; keywords replace options, and None leaves one out."""
+
+    def make(model=LLAMA, **changes):
+        path = tmp_path / f"{model['model_type']}.json"
+        path.write_text(json.dumps(model))
+        values = {
+            "config": path,
+            "tokenizer": "bytes",
+            "train_data": texts,
+            "output_dir": tmp_path / "out",
+            "block_length": 32,
+            "per_device_train_batch_size": 2,
+            "tokens_per_step": 128,
+            "max_steps": 8,
+            "logging_steps": 1,
+            "eval_steps": 2,
+            "save_steps": 4,
+            "learning_rate": 0.01,
+            "use_cpu": "true",
+            "bf16": "false",
+        }
+        values.update(changes)
+        return [text for name, value in values.items() if value is not None for text in (f"--{name}", str(value))]
+
+    return make

@@ -1,0 +1,198 @@
+"""--carry_memory: truncated backpropagation through time over the consecutive blocks of long documents."""
+
+import itertools
+import json
+import subprocess
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+import train
+from carry_memory import CarryTrainer
+from common import VARIANTS, make_ids, make_model
+from datasets import Dataset
+from lanes import Lanes, collate_lanes
+from tiny_run import LAUNCH, LLAMA, TITANS, StopAt
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+
+from titans_hf import TitansCache
+
+pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
+EOS, RATE = 1, 0.02
+BLOCK = 9  # no multiple of the chunk (4) or the segment (8), and shorter than the window (12)
+
+
+def make_stream() -> torch.Tensor:
+    """Documents shorter than a block and of several, which begin at blocks and within."""
+    documents = [make_ids(length, seed=length) % 48 + 2 for length in (35, 3, 0, 13, 26, 1, 7, 40)]
+    return torch.cat([torch.cat([document, torch.tensor([EOS])]) for document in documents])
+
+
+def make_trainer(model, folder, num_lanes: int, **options) -> CarryTrainer:
+    """One epoch of plain gradient descent, so that the parameters show the gradients."""
+    common = dict(output_dir=folder, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True)
+    common |= dict(optim="sgd", max_grad_norm=0.0, lr_scheduler_type="constant", learning_rate=RATE, num_train_epochs=1)
+    common |= dict(train_sampling_strategy="sequential", remove_unused_columns=False, dataloader_pin_memory=False)
+    common |= dict(per_device_train_batch_size=num_lanes, per_device_eval_batch_size=num_lanes)
+    blocks = Dataset.from_dict({"input_ids": [block.tolist() for block in make_stream().split(BLOCK)]})
+    lanes = Lanes(blocks.with_format("torch"), num_lanes, EOS)
+    return CarryTrainer(
+        model,
+        TrainingArguments(**common | options),
+        data_collator=collate_lanes,
+        train_dataset=lanes,
+        eval_dataset=lanes,
+        compute_metrics=partial(train.perplexity, tokens_per_byte=1.0),
+    )
+
+
+def naive_losses(model, lanes: Lanes):
+    """Step by step the losses of all predicted tokens, one document of one lane after the other, each alone."""
+    stream, caches = make_stream(), [None] * lanes.num_lanes
+    for step in range(lanes.num_steps):
+        losses = []
+        for lane, (start, end) in enumerate(itertools.pairwise(lanes.bounds)):
+            first = (start + step) * BLOCK
+            block = stream[first : min(first + BLOCK, end * BLOCK)]
+            for piece in block.tensor_split((block == EOS).nonzero().flatten() + 1):
+                last = first + len(piece)
+                if first < last:
+                    begins = (step == 0 and first == start * BLOCK) or stream[first - 1] == EOS
+                    caches[lane] = TitansCache(model.config) if begins else caches[lane].detach()
+                    logits = model(piece[None], past_key_values=caches[lane]).logits[0]
+                    targets = stream[first + 1 : last + 1 if stream[last - 1] != EOS else last]
+                    losses.append(F.cross_entropy(logits[: len(targets)], targets, reduction="none"))
+                first = last
+        yield torch.cat(losses)
+
+
+@pytest.mark.parametrize("num_lanes,accumulated", [(3, 1), (2, 2)])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_training_is_truncated_backpropagation(variant, num_lanes, accumulated, tmp_path):
+    """Else a document reads on from another one's memory, a gradient leaves its block, or a token counts twice."""
+    trainer = make_trainer(make_model(variant), tmp_path, num_lanes, gradient_accumulation_steps=accumulated)
+    trainer.train()
+    model, lanes = make_model(variant).train(), trainer.train_dataset
+    steps = naive_losses(model, lanes)
+    while batches := list(itertools.islice(steps, accumulated)):
+        torch.cat(batches).mean().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= RATE * parameter.grad
+        model.zero_grad()
+    assert trainer.state.global_step == -(-lanes.num_steps // accumulated)
+    start = dict(make_model(variant).named_parameters())
+    for (name, actual), expected in zip(trainer.model.named_parameters(), model.parameters(), strict=True):
+        moved = (expected - start[name]).abs().max().item()
+        assert moved > 0, name
+        assert (actual - expected).abs().max().item() < 1e-4 * moved, name  # transformers' loss is in float32
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_evaluation_reads_whole_documents(variant, tmp_path):
+    """Else the figures are those of blocks read alone, or an evaluation disturbs what the training carries."""
+    trainer = make_trainer(make_model(variant), tmp_path, 1)
+    model, stream = trainer.model, make_stream()
+    trainer.caches[True] = carried = TitansCache(model.config)
+    metrics = trainer.evaluate()
+    losses = []
+    with torch.no_grad():
+        for document in stream.tensor_split((stream == EOS).nonzero().flatten() + 1)[:-1]:
+            losses.append(F.cross_entropy(model(document[None]).logits[0, :-1], document[1:], reduction="none"))
+    assert metrics["eval_loss"] == pytest.approx(torch.cat(losses).mean().item(), abs=1e-6)
+    assert trainer.evaluate()["eval_loss"] == metrics["eval_loss"]
+    assert trainer.caches[True] is carried and carried.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_resumed_run_is_bit_identical(options, tmp_path, monkeypatch, variant):
+    """Else a run that goes on within a document has forgotten what it had read."""
+    config, common = TITANS | {"variant": variant}, dict(carry_memory="true", tokens_per_step=64, block_length=16)
+    common |= dict(eval_steps=4)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    metrics = train.main(options(config, output_dir=whole, **common))
+    monkeypatch.setattr(train, "TimeLimit", StopAt)
+    monkeypatch.setattr(StopAt, "steps", [])
+    train.main(options(config, output_dir=parts, max_minutes=4, **common))
+    common |= dict(max_minutes=8, resume_from_checkpoint="true")
+    resumed = train.main(options(config, output_dir=parts, **common))
+    assert StopAt.steps == list(range(1, 9))
+    first, second = (AutoModelForCausalLM.from_pretrained(run / "checkpoint-8").state_dict() for run in (whole, parts))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert resumed["eval_loss"] == metrics["eval_loss"]
+
+
+def test_resuming_with_other_rows_is_refused(options, tmp_path):
+    """Else rows go on with what other documents have left."""
+    common = dict(carry_memory="true", tokens_per_step=None, gradient_accumulation_steps=1, max_steps=4)
+    train.main(options(TITANS, **common))
+    common |= dict(max_steps=8, resume_from_checkpoint="true")
+    with pytest.raises(ValueError, match="carries 2 rows, but a batch has 3"):
+        train.main(options(TITANS, per_device_train_batch_size=3, **common))
+    (tmp_path / "out" / "checkpoint-4" / "carried_memory_0.pt").unlink()
+    with pytest.raises(FileNotFoundError, match="not made with --carry_memory"):
+        train.main(options(TITANS, **common))
+
+
+def test_batches_that_are_no_lanes_are_refused(tmp_path):
+    """Else whoever changes the size of batches, a launcher for one, mixes up documents."""
+    trainer = make_trainer(make_model("lmm"), tmp_path, 2, per_device_train_batch_size=3)
+    with pytest.raises(ValueError, match="3 rows in each of 1 processes"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    "model,changes,message",
+    [
+        (LLAMA, {}, "a llama model"),
+        (TITANS, {"activation_checkpointing": "true"}, "--activation_checkpointing"),
+        (TITANS, {"gradient_checkpointing": "true"}, "--gradient_checkpointing"),
+        (TITANS, {"train_sampling_strategy": "random"}, "--train_sampling_strategy random"),
+        (TITANS, {"auto_find_batch_size": "true"}, "--auto_find_batch_size"),
+        (TITANS, {"max_eval_blocks": 1}, "--max_eval_blocks"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused(options, tmp_path, model, changes, message):
+    """Else documents are shuffled or forgotten without a word."""
+    with pytest.raises(ValueError, match=f"--carry_memory cannot be combined with .*{message}"):
+        train.main(options(model, carry_memory="true", **changes))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_train_like_one(options, tmp_path, monkeypatch):
+    """Else each process deals out the documents by itself."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    common = dict(carry_memory="true", gradient_accumulation_steps=1, block_length=16, tokens_per_step=None)
+    alone = train.main(options(TITANS, output_dir=tmp_path / "alone", per_device_eval_batch_size=4, **common))
+    common |= dict(per_device_train_batch_size=1, per_device_eval_batch_size=2)
+    subprocess.run([*LAUNCH, *options(TITANS, **common)], check=True, capture_output=True, timeout=240)
+    assert (tmp_path / "out" / "checkpoint-8" / "carried_memory_1.pt").exists()
+    together = json.loads((tmp_path / "out" / "eval_results.json").read_text())
+    assert together["eval_loss"] == pytest.approx(alone["eval_loss"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_needle_two_blocks_away(options, tmp_path):
+    """Else what a document said in an earlier block is not there to be learnt from."""
+    needles = ["ABCDEFGH"[i] for i in torch.randint(8, (512,), generator=torch.Generator().manual_seed(0))]
+    # blocks of 8: the needle, nothing, and the needle again and again; the last one ends with eos
+    documents = [f"={needle}......" + "........" + f"={needle}={needle}={needle}=" for needle in needles]
+    Dataset.from_dict({"text": documents}).save_to_disk(tmp_path / "documents")
+    config = TITANS | dict(num_hidden_layers=1, sliding_window=8, memory_chunk_size=4, memory_max_lr=0.2)
+    common = dict(train_data=tmp_path / "documents", eval_data=tmp_path / "documents", block_length=8)
+    common |= dict(per_device_train_batch_size=32, per_device_eval_batch_size=32, tokens_per_step=None)
+    common |= dict(gradient_accumulation_steps=1, learning_rate=3e-3, max_steps=300, eval_steps=300, save_steps=300)
+    right = {}
+    for carry in (True, False):
+        folder = tmp_path / str(carry)
+        train.main(options(config, carry_memory=carry, output_dir=folder, **common))
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        ids = tokenizer(documents, return_tensors="pt").input_ids
+        with torch.no_grad():
+            said = model(ids[:, :17]).logits[:, -1].argmax(-1)
+        right[carry] = (said == ids[:, 17]).float().mean().item()
+    assert right[True] > 0.9 and right[False] < 0.3, right

@@ -1,0 +1,128 @@
+"""Adapters (LoRA through PEFT): their gradients, saving, merging, and a memory that learns under them."""
+
+import pytest
+import torch
+from common import (
+    VARIANTS,
+    assert_same,
+    assert_same_cache,
+    assert_same_gradients,
+    full_logits,
+    gradients,
+    left_pad,
+    make_ids,
+    make_model,
+    redraw,
+    tensors,
+)
+from transformers import AutoModelForCausalLM
+
+from titans_hf import TitansCache
+
+peft = pytest.importorskip("peft", reason="adapters need peft: pip install titans-hf[finetune]")
+
+TARGETS = {
+    "attention": r".*\.attention\.[qkvo]_proj",
+    "memory": r".*\.memory\.(q|k|v|o|gate)_proj",
+    "both": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "all-linear": "all-linear",
+}
+# the memory of LMM is all that it has
+EACH = [(variant, target) for variant in VARIANTS for target in TARGETS if (variant, target) != ("lmm", "attention")]
+CHECKPOINTING = [None, {"use_reentrant": True}, {"use_reentrant": False}]
+
+
+def adapt(variant: str, target: str, model=None, **changes):
+    """A frozen model with an adapter that changes what it says: as initialised, LoRA's second matrix is zero."""
+    config = peft.LoraConfig(target_modules=TARGETS[target], r=3, lora_alpha=6, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(make_model(variant, **changes) if model is None else model, config)
+    adapter = torch.nn.ParameterList(p for p in model.parameters() if p.requires_grad)
+    assert len(adapter) > 0
+    redraw(adapter, seed=1)
+    return model.eval()
+
+
+def trained(model) -> dict[str, torch.Tensor]:
+    return {name: gradient for name, gradient in gradients(model).items() if gradient is not None}
+
+
+@pytest.mark.parametrize("variant,target", EACH)
+def test_gradients_of_an_adapter_under_checkpointing(variant, target):
+    """Else an adapter gets no gradient where the inputs of a checkpointed layer have none, or another one."""
+    ids, mask = left_pad([make_ids(29), make_ids(18, seed=1)])
+    found = []
+    for checkpointing in CHECKPOINTING:
+        model = adapt(variant, target).train()
+        if checkpointing:
+            model.activation_checkpointing_enable(checkpointing)
+            model.enable_input_require_grads()
+        assert model.is_activation_checkpointing == bool(checkpointing)
+        model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False).loss.backward()
+        found.append(trained(model))
+    assert found[0].keys() == {name for name, p in model.named_parameters() if "lora_" in name}
+    assert all(gradient.any() for gradient in found[0].values())
+    for others in found[1:]:
+        assert_same_gradients(others, found[0])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_checkpointing_enabled_before_the_adapter(variant):
+    """Else the order that Trainer and TRL use, where PEFT itself makes the inputs require gradients, trains nothing."""
+    ids, found = make_ids(2, 29), []
+    for checkpointing in (None, {"use_reentrant": True}):
+        base = make_model(variant)
+        if checkpointing:
+            base.activation_checkpointing_enable(checkpointing)
+        model = adapt(variant, "both", base).train()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        found.append(trained(model))
+    assert_same_gradients(found[1], found[0])
+
+
+@pytest.mark.parametrize("variant,target", EACH)
+def test_adapters_save_load_and_merge(variant, target, tmp_path):
+    """Else an adapter does something else after loading, or after its weights became the model's."""
+    ids = make_ids(2, 29)
+    base = make_model(variant)
+    plain = full_logits(base, ids)
+    base.save_pretrained(tmp_path / "base")
+    base.name_or_path = str(tmp_path / "base")
+    model = adapt(variant, target, base)
+    expected = full_logits(model, ids)
+    assert (expected - plain).abs().amax(-1).min() > 1e-3
+
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(make_model(variant), tmp_path / "adapter")
+    assert_same(full_logits(loaded, ids), expected)
+    # both load the model first, from the folder that the adapter names
+    for load in (AutoModelForCausalLM, peft.AutoPeftModelForCausalLM):
+        assert_same(full_logits(load.from_pretrained(tmp_path / "adapter", dtype=torch.float64), ids), expected)
+    with model.disable_adapter():
+        assert_same(full_logits(model, ids), plain)
+
+    merged = model.merge_and_unload()
+    assert_same(full_logits(merged, ids), expected)
+    merged.save_pretrained(tmp_path / "merged")
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
+    assert_same(full_logits(whole, ids), expected)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_adapted_model_learns_while_it_generates(variant):
+    """Else generate() reads without the adapter, or an adapter stops the memory."""
+    ids, mask = left_pad([make_ids(21), make_ids(13, seed=1)])
+    options = dict(attention_mask=mask, max_new_tokens=15, do_sample=False, return_dict_in_generate=True)
+    model = adapt(variant, "both")
+    said = model.generate(input_ids=ids, **options)
+    merged = model.merge_and_unload()
+    expected = merged.generate(ids, **options)
+    assert torch.equal(said.sequences, expected.sequences)
+    assert_same_cache(said.past_key_values, expected.past_key_values)
+    before = TitansCache(merged.config)
+    with torch.no_grad():
+        merged(ids, attention_mask=mask, past_key_values=before)
+    for first, last in zip(before.layers, said.past_key_values.layers, strict=True):
+        assert last.state.memory.num_seen.tolist() == [35, 27]  # the last token said was not read
+        for a, b in zip(first.state.memory.weights, last.state.memory.weights, strict=True):
+            assert (a - b).abs().amax((-1, -2)).min() > 1e-3
+    assert len(tensors(before)) == len(tensors(said.past_key_values))

@@ -1,0 +1,122 @@
+"""Fine-tuning on conversations with TRL's SFTTrainer: padded, padding-free and packed."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+import training_data
+from common import VARIANTS, assert_same, make_model
+from datasets import load_dataset
+
+trl = pytest.importorskip("trl", reason="fine-tuning on conversations needs trl: pip install titans-hf[finetune]")
+
+pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'][0] + ':' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+RATE = 0.02
+
+
+@pytest.fixture
+def tokenizer():
+    tokenizer = training_data.byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture
+def chats(tmp_path):
+    """Conversations of very different lengths, from 12 to 90 bytes."""
+    turns = [("hi", "yes"), ("add 1 and 2, and then 3 and 4", "that is 10, or " * 3), ("what?", "no, never!")]
+    conversations = [turns[:1], turns, turns[1:2], turns[2:], turns[::-1], turns[:1]]
+    with (tmp_path / "chats.jsonl").open("w") as file:
+        for conversation in conversations:
+            messages = []
+            for question, answer in conversation:
+                messages += [dict(role="user", content=question), dict(role="assistant", content=answer)]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    return load_dataset("json", data_files=str(tmp_path / "chats.jsonl"), split="train")
+
+
+def fine_tune(variant: str, folder, tokenizer, chats, adapter=None, **options):
+    """Two steps of plain gradient descent on all conversations, so that the parameters show the gradients."""
+    common = dict(output_dir=folder, use_cpu=True, bf16=False, report_to="none", save_strategy="no", disable_tqdm=True)
+    common |= dict(optim="sgd", max_grad_norm=0.0, lr_scheduler_type="constant", learning_rate=RATE, max_steps=2)
+    common |= dict(per_device_train_batch_size=6, max_length=200, assistant_only_loss=True, logging_steps=1)
+    common |= dict(gradient_checkpointing=False, dataloader_pin_memory=False)
+    model = make_model(variant, vocab_size=260)
+    arguments = trl.SFTConfig(**common | options)
+    trainer = trl.SFTTrainer(model, arguments, train_dataset=chats, processing_class=tokenizer, peft_config=adapter)
+    trainer.train()
+    return trainer
+
+
+def fine_tune_naively(variant: str, tokenizer, chats) -> torch.nn.Module:
+    """The same, one conversation at a time; only what the assistant says is learnt."""
+    model = make_model(variant, vocab_size=260).train()
+    for _ in range(2):
+        losses = []
+        for messages in chats["messages"]:
+            text, assistants = "", []
+            for message in messages:
+                said = message["content"]
+                assistant = message["role"] == "assistant"
+                text += "a:" + said + "\x00" if assistant else "u:" + said + "\n"
+                assistants += [False] * 2 + [assistant] * (len(said) + 1)
+            ids = torch.tensor([byte + 3 if byte else tokenizer.eos_token_id for byte in text.encode()])
+            logits = model(ids[None]).logits[0, :-1]
+            learnt = torch.tensor(assistants[1:])
+            losses.append(F.cross_entropy(logits[learnt], ids[1:][learnt], reduction="none"))
+        torch.cat(losses).mean().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= RATE * parameter.grad
+        model.zero_grad()
+    return model
+
+
+WAYS = {
+    "padded": {},
+    "padding-free": dict(padding_free=True, max_length=None),
+    "packed": dict(packing=True, packing_strategy="bfd"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_conversations_are_learnt_alike(variant, way, tmp_path, tokenizer, chats):
+    """Else padding is learnt from, or a packed conversation reads on from another one's memory."""
+    trainer = fine_tune(variant, tmp_path, tokenizer, chats, **WAYS[way])
+    rows = next(iter(trainer.get_train_dataloader()))["input_ids"]
+    assert rows.shape[0] == (6 if way == "padded" else 1)
+    expected = fine_tune_naively(variant, tokenizer, chats)
+    start = dict(make_model(variant, vocab_size=260).named_parameters())
+    for (name, parameter), other in zip(trainer.model.named_parameters(), expected.parameters(), strict=True):
+        moved = (other - start[name]).abs().max().item()
+        assert moved > 0, name
+        assert (parameter - other).abs().max().item() < 1e-3 * moved, name  # TRL's loss is in float32
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_adapter_learns_packed_conversations(variant, tmp_path, tokenizer, chats):
+    """Else TRL's defaults for adapters, checkpointed layers among them, train nothing, or something else."""
+    peft = pytest.importorskip("peft", reason="adapters need peft: pip install titans-hf[finetune]")
+    found = []
+    for checkpointing in (True, False):
+        adapter = peft.LoraConfig(target_modules="all-linear", r=4, task_type="CAUSAL_LM")
+        options = dict(gradient_checkpointing=checkpointing, learning_rate=1.0, **WAYS["packed"])
+        torch.manual_seed(0)
+        trainer = fine_tune(variant, tmp_path, tokenizer, chats, adapter, **options)
+        losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+        assert losses[-1] < losses[0]
+        assert trainer.model.is_activation_checkpointing == checkpointing
+        learnt = {name: p.detach() for name, p in trainer.model.named_parameters() if p.requires_grad}
+        assert learnt and all("lora_" in name for name in learnt)
+        assert all(p.any() for name, p in learnt.items() if "lora_B" in name)  # zero before
+        found.append(learnt)
+    for name, parameter in found[0].items():
+        assert_same(parameter.double(), found[1][name].double(), 1e-6)
