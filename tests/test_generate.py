@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 from common import VARIANTS, assert_same, full_logits, left_pad, make_ids, read, shared_model, tensors
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, StaticCache
 
 from titans_hf import TitansCache
 
@@ -98,6 +98,31 @@ def test_beam_search(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+def test_beam_sampling(variant):
+    """Else sampled beams, which are reordered too, keep another beam's memory."""
+    model, ids, sampled = shared_model(variant), make_ids(2, 9), []
+    for use_cache in (True, False):
+        torch.manual_seed(0)
+        options = dict(do_sample=True, num_beams=3, num_return_sequences=2, max_new_tokens=10, pad_token_id=0)
+        sampled.append(model.generate(ids, use_cache=use_cache, **options))
+    assert torch.equal(*sampled)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_sampling_in_a_left_padded_batch(variant):
+    """Else what a padded row samples from is not what it would sample from alone."""
+    model, rows = shared_model(variant), [make_ids(length, seed=length) for length in (19, 12, 7, 1)]
+    ids, mask = left_pad(rows)
+    torch.manual_seed(0)
+    options = dict(do_sample=True, max_new_tokens=20, pad_token_id=0, return_dict_in_generate=True, output_logits=True)
+    answer = model.generate(ids, attention_mask=mask, **options)
+    assert len(answer.sequences[:, 19:].unique(dim=0)) == 4
+    for row, sampled, logits in zip(rows, answer.sequences, torch.stack(answer.logits, 1), strict=True):
+        alone = full_logits(model, torch.cat([row, sampled[19:]])[None])[0]
+        assert_same(logits.double(), alone[len(row) - 1 : -1], 1e-6)  # `generate()` returns float32
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_sampling_several_sequences(variant):
     """Else samples of one prompt share a memory, or depend on the cache."""
     model, ids, sampled = shared_model(variant), make_ids(2, 9), []
@@ -174,3 +199,14 @@ def test_cache_implementations_change_nothing(variant, implementation):
     settings = dict(attention_mask=mask, max_new_tokens=20, **GREEDY)
     expected = model.generate(ids, **settings)
     assert torch.equal(model.generate(ids, cache_implementation=implementation, **settings), expected)
+
+
+def test_what_needs_another_cache_is_refused():
+    """Else a cache of fixed length, of other numbers or of pages fails far from the cause, or loses the memory."""
+    model, ids = shared_model("mag"), make_ids(1, 5)
+    with pytest.raises(ValueError, match=r"past_key_values.*TitansCache.*StaticCache"):
+        model.generate(ids, past_key_values=StaticCache(model.config, max_cache_len=20), max_new_tokens=2, **GREEDY)
+    with pytest.raises(NotImplementedError, match=r"generate\(\)"):
+        model.generate_batch([[1, 2, 3]], max_new_tokens=2)
+    with pytest.raises(NotImplementedError, match=r"generate\(\)"):
+        model.generate(ids, cache_implementation="paged", max_new_tokens=2, **GREEDY)

@@ -28,11 +28,23 @@ def test_left_padding(variant, lengths):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_right_padding(variant):
-    """Else padding at the end, which evaluation harnesses use, changes what stands before it."""
+def test_every_pad_length_up_to_two_segments(variant):
+    """Else some pad length moves a row's grid of chunks and segments."""
+    model, row = shared_model(variant), make_ids(23, seed=5)
+    rows = [row[:length] for length in range(7, 24)]  # padding from 0 to 16
+    ids, mask = left_pad(rows)
+    expected = full_logits(model, row[None])[0]
+    for row, logits in zip(rows, full_logits(model, ids, mask), strict=True):
+        assert_same(logits[-len(row) :], expected[: len(row)])
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_right_padding(variant, masked):
+    """Else padding at the end, which evaluation harnesses use without a mask, changes what stands before it."""
     model, rows = shared_model(variant), rows_of(31, 24, 13, 1)
     ids, mask = (x.flip(1) for x in left_pad([row.flip(0) for row in rows], fill=7))
-    for row, logits in zip(rows, full_logits(model, ids, mask), strict=True):
+    for row, logits in zip(rows, full_logits(model, ids, mask if masked else None), strict=True):
         assert_same(logits[: len(row)], full_logits(model, row[None])[0])
 
 

@@ -112,6 +112,23 @@ def test_gradient_checkpointing_with_a_cache(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+def test_a_cache_made_without_gradients_is_trained_on(variant):
+    """Else reading a long context without gradients and training on its end gives other gradients than detaching it."""
+    ids, found = make_ids(2, 33), []
+    for grad in (False, True):
+        model = make_model(variant)
+        with torch.set_grad_enabled(grad):
+            cache = TitansCache(model.config)
+            model(ids[:, :14], past_key_values=cache)
+        cache.detach()
+        model(ids[:, 14:], past_key_values=cache).logits.square().mean().backward()
+        found.append(gradients(model))
+        assert found[-1]["model.layers.0.mixer.memory.q_proj.weight"].any()
+    for name, gradient in found[0].items():
+        assert (gradient is None and found[1][name] is None) or torch.equal(gradient, found[1][name])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients_cross_calls_until_detached(variant):
     """Else backpropagation through a cache is cut where it should not be, or `detach()` leaves a path open."""
     model, ids = make_model(variant), make_ids(2, 23)

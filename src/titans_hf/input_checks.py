@@ -24,5 +24,8 @@ def check_call(config: TitansConfig, batch_size: int, num_tokens: int, cache: Ti
         raise ValueError("The input has no tokens: give `input_ids` or `inputs_embeds` with at least one column.")
     if cache is not None:
         if not isinstance(cache, TitansCache):
-            raise ValueError(f"`past_key_values` must be a TitansCache, but is a {type(cache).__name__}.")
+            raise ValueError(
+                f"`past_key_values` must be a TitansCache, which is made where none is given, but is a "
+                f"{type(cache).__name__}: a memory does not fit a cache of keys and values."
+            )
         cache.check_fits(config, batch_size)

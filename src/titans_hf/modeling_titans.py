@@ -273,6 +273,11 @@ class TitansForCausalLM(TitansPreTrainedModel, GenerationMixin):
                 cache.activate_past_recording()
             model_kwargs["past_key_values"] = cache
 
+    def init_continuous_batching(self, *args, **kwargs):
+        raise NotImplementedError(
+            "Continuous batching pages keys and values; a Titans memory has none. Use generate() with a padded batch."
+        )
+
     @staticmethod
     def create_masks_for_generate(
         config, inputs_embeds: Tensor, attention_mask: Tensor | None, is_first_iteration: bool = False, **kwargs

@@ -1,0 +1,69 @@
+"""Prefill in pieces: any `prefill_chunk_size` gives what one prefill gives."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from common import VARIANTS, assert_same, assert_same_cache, left_pad, make_ids, shared_model
+
+GREEDY = dict(do_sample=False, pad_token_id=0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 8, 12, 13, 31, 40, 100])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_any_piece_size(variant, size):
+    """Else a long prompt is read differently in pieces: a left-padded batch whose shorter row has pieces of padding."""
+    model, (ids, mask) = shared_model(variant), left_pad([make_ids(40, seed=1), make_ids(11, seed=2)])
+    settings = dict(attention_mask=mask, max_new_tokens=6, return_dict_in_generate=True, output_logits=True, **GREEDY)
+    whole = model.generate(ids, **settings)
+    pieces = model.generate(ids, prefill_chunk_size=size, **settings)
+    assert torch.equal(pieces.sequences, whole.sequences)
+    assert_same(torch.stack(pieces.logits), torch.stack(whole.logits))
+    assert_same_cache(pieces.past_key_values, whole.past_key_values)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_pieces_go_on_from_a_cache(variant):
+    """Else a second turn cannot be read in pieces."""
+    model, ids, more = shared_model(variant), make_ids(2, 21), make_ids(2, 33, seed=1)
+    settings = dict(max_new_tokens=6, return_dict_in_generate=True, **GREEDY)
+    whole = model.generate(torch.cat([ids, more], 1), **settings)
+    first = model.generate(ids, max_new_tokens=1, return_dict_in_generate=True, **GREEDY)
+    second = model.generate(
+        torch.cat([ids, more], 1), past_key_values=first.past_key_values, prefill_chunk_size=9, **settings
+    )
+    assert torch.equal(second.sequences, whole.sequences)
+    assert_same_cache(second.past_key_values, whole.past_key_values)
+
+
+PEAK = """
+import resource, sys
+import torch
+from common import make_ids, make_model
+
+torch.set_num_threads(1)
+model = make_model(sys.argv[1], dtype=torch.float32, memory_chunk_size=16, segment_length=32, sliding_window=32)
+
+def peak_after(num_tokens):
+    answer = model.generate(make_ids(1, num_tokens), prefill_chunk_size=512, max_new_tokens=2, pad_token_id=0)
+    assert answer.shape == (1, num_tokens + 2)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+print(peak_after(4096), peak_after(65536))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_peak_memory_does_not_grow_with_the_prompt(variant):
+    """Else prompts of a machine's length limit are not read at constant cost. What grows is ids, mask and positions:
+    8 bytes each a token, and their copies; 65,536 states of a layer would be gigabytes.
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", PEAK, variant], cwd=Path(__file__).parent, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    short, long = map(float, run.stdout.split())
+    assert long - short < 16, f"{short} MiB after 4,096 tokens, {long} MiB after 65,536"
