@@ -63,7 +63,7 @@ def unpack_tests(folder: Path, checkout: Path | None) -> list[str]:
 
 @dataclass
 class Outcomes:
-    """A pytest plugin that keeps every test's outcome, by test class: {"passed" | "failed" | "skipped": {test: why}}."""
+    """A pytest plugin that keeps every outcome: found[test class]["passed", "failed" or "skipped"][test] says why."""
 
     found: dict = field(default_factory=lambda: defaultdict(lambda: defaultdict(dict)))
 

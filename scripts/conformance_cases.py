@@ -7,9 +7,7 @@ windows, chunks and segments several times.
 import copy
 import unittest
 
-import torch
 import transformers
-from tests import test_fsdp_mixin, test_tensor_parallel_mixin
 from tests.generation.test_utils import GenerationTesterMixin
 from tests.test_configuration_common import ConfigTester
 from tests.test_fsdp_mixin import FSDPTesterMixin
@@ -19,6 +17,7 @@ from tests.test_training_mixin import TrainingTesterMixin
 from transformers.models.auto import modeling_auto
 
 import titans_hf
+from tests import test_fsdp_mixin, test_tensor_parallel_mixin
 
 # The mixins look up what a class is for by its name in these tables, where models outside transformers are not.
 modeling_auto.MODEL_MAPPING_NAMES["titans"] = "TitansModel"
@@ -93,6 +92,12 @@ class TitansTests(CommonTests):
             memory_chunk_size=2,
             num_persistent_tokens=2,
         )
+
+    def _prepare_config_and_inputs_for_retain_grad_hidden_states_attentions(self):
+        """One window or segment without padding: the map of several, which follow each other, is put together after."""
+        config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
+        config.sliding_window = config.segment_length = 12
+        return config, {"input_ids": inputs["input_ids"]}
 
 
 class TitansMacTest(TitansTests, unittest.TestCase):

@@ -1,4 +1,4 @@
-"""Stands in for the fields that every configuration takes, which the source distribution lacks: values not the default."""
+"""Stands in for a list that the source distribution lacks: fields of every configuration, none at its default."""
 
 config_common_kwargs = {
     "output_hidden_states": True,
