@@ -122,7 +122,7 @@ class TitansLmmTest(TitansTests, unittest.TestCase):
 
 class OlmoHybridTest(CommonTests, unittest.TestCase):
     all_model_classes = (transformers.OlmoHybridModel, transformers.OlmoHybridForCausalLM)
-    settings = dict(layer_types=["linear_attention", "full_attention"])
+    settings = dict(layer_types=["linear_attention", "full_attention"], max_position_embeddings=512)
 
 
 class Qwen3NextTest(CommonTests, unittest.TestCase):
@@ -135,6 +135,7 @@ class Qwen3NextTest(CommonTests, unittest.TestCase):
     )
     settings = dict(
         layer_types=["linear_attention", "full_attention"],
+        max_position_embeddings=512,
         head_dim=8,
         linear_key_head_dim=8,
         linear_value_head_dim=8,
