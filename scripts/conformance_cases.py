@@ -22,6 +22,9 @@ from tests import test_fsdp_mixin, test_tensor_parallel_mixin
 # The mixins look up what a class is for by its name in these tables, where models outside transformers are not.
 modeling_auto.MODEL_MAPPING_NAMES["titans"] = "TitansModel"
 modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["titans"] = "TitansForCausalLM"
+modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES["titans"] = "TitansForSequenceClassification"
+modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES["titans"] = "TitansForTokenClassification"
+modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES["titans"] = "TitansForQuestionAnswering"
 # Distributed tests are switched on for a list of model types to save time; None is for all.
 test_fsdp_mixin.FSDP_DISTRIBUTED_TEST_MODEL_TYPES = None
 test_tensor_parallel_mixin.TP_DISTRIBUTED_TEST_MODEL_TYPES = None
@@ -80,7 +83,13 @@ class CommonTests(
 
 
 class TitansTests(CommonTests):
-    all_model_classes = (titans_hf.TitansModel, titans_hf.TitansForCausalLM)
+    all_model_classes = (
+        titans_hf.TitansModel,
+        titans_hf.TitansForCausalLM,
+        titans_hf.TitansForSequenceClassification,
+        titans_hf.TitansForTokenClassification,
+        titans_hf.TitansForQuestionAnswering,
+    )
     variant = None
 
     @property
