@@ -5,6 +5,7 @@ windows, chunks and segments several times.
 """
 
 import copy
+import inspect
 import unittest
 
 import transformers
@@ -14,7 +15,14 @@ from tests.test_fsdp_mixin import FSDPTesterMixin
 from tests.test_modeling_common import ModelTesterMixin, ids_tensor, random_attention_mask
 from tests.test_tensor_parallel_mixin import TensorParallelTesterMixin
 from tests.test_training_mixin import TrainingTesterMixin
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+)
 from transformers.models.auto import modeling_auto
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
 
 import titans_hf
 from tests import test_fsdp_mixin, test_tensor_parallel_mixin
@@ -25,6 +33,9 @@ modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["titans"] = "TitansForCausalLM"
 modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES["titans"] = "TitansForSequenceClassification"
 modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES["titans"] = "TitansForTokenClassification"
 modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES["titans"] = "TitansForQuestionAnswering"
+# The mixins look for `output_attentions` among the annotations of `forward`, which in the generic heads are strings.
+for head in (GenericForSequenceClassification, GenericForTokenClassification, GenericForQuestionAnswering):
+    inspect.unwrap(head.forward).__annotations__["kwargs"] = Unpack[TransformersKwargs]
 # Distributed tests are switched on for a list of model types to save time; None is for all.
 test_fsdp_mixin.FSDP_DISTRIBUTED_TEST_MODEL_TYPES = None
 test_tensor_parallel_mixin.TP_DISTRIBUTED_TEST_MODEL_TYPES = None
