@@ -76,22 +76,21 @@ class Outcomes:
 
 
 def table(outcomes: dict, names: list[str]) -> str:
-    """Counts of every test class, then each skip and failure with its reason, as Markdown."""
+    """Counts of every test class, then failures and skips by their reasons, as Markdown."""
     lines = ["| tests of | passed | failed | skipped |", "|---|---|---|---|"]
     for name in names:
         counts = [len(outcomes[name][outcome]) for outcome in ("passed", "failed", "skipped")]
         lines.append(f"| {name} | {' | '.join(map(str, counts))} |")
     for outcome in ("failed", "skipped"):
-        reasons = defaultdict(lambda: defaultdict(list))
-        for name in names:
-            for test, reason in outcomes[name][outcome].items():
-                reasons[test][reason].append(name)
-        if reasons:
-            lines += ["", f"| {outcome} | of | why |", "|---|---|---|"]
-        for test, by_reason in sorted(reasons.items()):
-            for reason, which in by_reason.items():
-                shown = reason[-300:].replace("|", "/")
-                lines.append(f"| {test} | {', '.join(which)} | {shown} |")
+        groups = defaultdict(list)
+        for test in sorted({test for name in names for test in outcomes[name][outcome]}):
+            for reason in {outcomes[name][outcome].get(test) for name in names} - {None}:
+                which = [name for name in names if outcomes[name][outcome].get(test) == reason]
+                groups[reason, ", ".join(which)].append(test.removeprefix("test_"))
+        if groups:
+            lines += ["", f"| {outcome} because | of | tests |", "|---|---|---|"]
+        for (reason, which), tests in sorted(groups.items()):
+            lines.append(f"| {reason[-300:].replace('|', '/')} | {which} | {', '.join(tests)} |")
     return "\n".join(lines)
 
 
