@@ -194,6 +194,23 @@ def test_attentions_over_pieces(variant):
         assert_same(batch[layer][1:, :, 8:], alone[layer])
 
 
+@pytest.mark.parametrize("variant", ["mac", "mag", "mal"])
+def test_outputs_have_a_gradient_with_respect_to_attentions(variant):
+    """Else a recorded map is a copy aside: no gradient tells what attending elsewhere would have changed.
+
+    Queries act through the map alone, so what reaches their projection through it must be its whole gradient.
+    """
+    model, ids = make_model(variant, attention="eager", segment_length=12), make_ids(2, 10)
+    output = model(ids, output_attentions=True)
+    attention, chosen = output.attentions[-1], output.logits[0, 7, 3]
+    queries = model.model.layers[-1].mixer.attention.q_proj.weight
+    (to_map,) = torch.autograd.grad(chosen, attention, retain_graph=True)
+    (through_map,) = torch.autograd.grad(attention, queries, to_map, retain_graph=True)
+    (whole,) = torch.autograd.grad(chosen, queries)
+    assert whole.abs().max() > 1e-6
+    assert_same(through_map, whole)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_few_steps_reduce_the_loss(variant):
     """Else the model as it is initialised does not train at all."""

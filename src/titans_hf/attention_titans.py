@@ -7,6 +7,9 @@ length; persistent keys carry no position (their rotary part is zero) and stay o
 Shapes: B batch, T query slots, K key slots, P persistent tokens, W window, L segment length, h heads, D head size.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import repeat_kv
@@ -16,14 +19,27 @@ from .configuration_titans import TitansConfig
 from .token_grid import TokenGrid
 
 
-def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
-    """Attention written out, for `attn_implementation="eager"` and for attention weights; boolean mask."""
+def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, lay_out=None, **kwargs):
+    """Attention written out, for `attn_implementation="eager"` and for attention weights; boolean mask. `lay_out`
+    arranges the weights as they are returned.
+    """
     key, value = (repeat_kv(x, module.num_key_value_groups) for x in (key, value))
     scores = query @ key.mT * scaling
     scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
     weights = nn.functional.softmax(scores, dim=-1, dtype=torch.promote_types(query.dtype, torch.float32))
     weights = nn.functional.dropout(weights.to(query.dtype), p=dropout, training=module.training)
-    return (weights @ value).transpose(1, 2), weights
+    shown = lay_out(weights)
+    # What is returned is what multiplies the values, so that an output has a gradient with respect to it.
+    weights = _undo(lay_out, shown, weights.shape)
+    return (weights @ value).transpose(1, 2), shown
+
+
+def _undo(lay_out: Callable[[Tensor], Tensor], shown: Tensor, shape: torch.Size) -> Tensor:
+    """The x (B, h, T, K) of that shape with lay_out(x) = shown, zero where `lay_out` leaves it out."""
+    size = shape[2] * shape[3]
+    origin = lay_out(torch.arange(1, size + 1, device=shown.device).view(1, 1, *shape[2:]))  # 0: not from x
+    flat = shown.new_zeros(*shape[:2], size + 1)
+    return flat.scatter(2, origin.flatten(2).expand(*shape[:2], -1), shown.flatten(2))[..., 1:].view(shape)
 
 
 def rotate(x: Tensor, positions: Tensor, rotary_dim: int, theta: float) -> Tensor:
@@ -74,8 +90,17 @@ class TitansAttention(nn.Module):
         )
         return with_room(placeless), with_room(values)
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> tuple[Tensor, Tensor | None]:
-        """queries (B, T, h, D), keys and values (B, K, h, D), visible (B or 1, T, K) -> (B, T, h * D), weights."""
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        visible: Tensor,
+        lay_out: Callable[[Tensor], Tensor],
+    ) -> tuple[Tensor, Tensor | None]:
+        """queries (B, T, h, D), keys and values (B, K, h, D), visible (B or 1, T, K) -> (B, T, h * D) and, where they
+        are recorded, the weights (B, h, T, K) as `lay_out` arranges them.
+        """
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, weights = attention(
             self,
@@ -83,6 +108,7 @@ class TitansAttention(nn.Module):
             visible[:, None],
             dropout=self.config.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
+            lay_out=lay_out,
         )
         return output.flatten(2), weights
 
@@ -154,10 +180,8 @@ class WindowAttention(TitansAttention):
         positions = positions + window  # from 1 to 2 W
         keys = torch.cat([persistent[0], self.rotate(keys, positions)], dim=1)
         values = torch.cat([persistent[1], values], dim=1)
-        output, weights = self.attend(self.rotate(queries, positions[-length:]), keys, values, visible)
-        if weights is not None:
-            weights = self._by_distance(weights, num_keys)
-        return output, weights
+        by_distance = partial(self._by_distance, num_keys=num_keys)
+        return self.attend(self.rotate(queries, positions[-length:]), keys, values, visible, by_distance)
 
     def _by_distance(self, weights: Tensor, num_keys: int) -> Tensor:
         """(B, h, T, P + K) by key slot -> (B, h, T, P + W): persistent tokens, then the window, oldest first."""
@@ -207,10 +231,13 @@ class SegmentAttention(TitansAttention):
         keys, values = (
             torch.cat([p, x[:, :, :num_keys].flatten(1, 2)], dim=1) for p, x in zip(persistent, stored, strict=True)
         )
-        output, weights = self.attend(queries, keys, values, visible)
-        if weights is not None:
+
+        def by_slot(weights: Tensor) -> Tensor:
+            """(B, h, T, P + 2 K) -> (B, h, T, P + 2 L)"""
             parts = weights.split([num_persistent, num_keys, num_keys], dim=-1)
-            weights = torch.cat([parts[0], *(nn.functional.pad(x, (0, length - num_keys)) for x in parts[1:])], dim=-1)
+            return torch.cat([parts[0], *(nn.functional.pad(x, (0, length - num_keys)) for x in parts[1:])], dim=-1)
+
+        output, weights = self.attend(queries, keys, values, visible, by_slot)
         carried = tuple(torch.cat([p, x.flatten(1, 2)], dim=1) for p, x in zip(persistent, stored, strict=True))
         return self.o_proj(output), weights, carried
 

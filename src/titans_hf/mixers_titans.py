@@ -60,7 +60,7 @@ class TitansMixer(nn.Module):
         fresh = state is None
         before = self._open(state, hidden_states, grid)
         output, weights, state = self.mix(grid.place(hidden_states), before, grid, fresh)
-        if weights is not None:
+        if weights is not None and grid.slot is not None:
             weights = grid.take(weights.transpose(1, 2)).transpose(1, 2)
         if grid.idle is not None:
             state = before.map(partial(where_rows, grid.idle), state)
@@ -168,7 +168,8 @@ class MACMixer(TitansMixer):
             output, seen, state = self._segment(segment, state, piece, (piece.start == 0) & (piece.end > 0), None)
             outputs.append(output)
             weights.append(seen)
-        return torch.cat(outputs, 1), None if weights[0] is None else torch.cat(weights, 2), state
+        recorded = weights[0] if weights[0] is None or len(weights) == 1 else torch.cat(weights, 2)
+        return torch.cat(outputs, 1), recorded, state
 
     def _segment(self, segment, state, grid, begins, slots):
         """One segment, or the part of it that the call holds; `begins` (B,) marks rows that are at its start."""

@@ -1,0 +1,130 @@
+"""Runs transformers' own common model tests against Titans, and against its recurrent hybrids for comparison.
+
+    python scripts/conformance.py --baselines --markdown conformance.md
+    python scripts/conformance.py -k "training or fsdp"
+
+The tests come from the source distribution of the installed transformers, fetched from the package index into
+build/conformance. What they import but the distribution lacks is filled in from scripts/conformance_standins; from a
+checkout of transformers (--source), everything is transformers' own. `conformance_cases.py` says what is tested.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import transformers
+
+SCRIPTS = Path(__file__).resolve().parent
+CACHE = SCRIPTS.parent / "build" / "conformance"
+STANDINS = SCRIPTS / "conformance_standins"
+TITANS = ("TitansMacTest", "TitansMagTest", "TitansMalTest", "TitansLmmTest")
+BASELINES = ("OlmoHybridTest", "Qwen3NextTest")
+
+
+def fetch_archive() -> Path:
+    """The source distribution of the installed transformers."""
+    requirement = f"transformers=={transformers.__version__}"
+    archive = CACHE / f"transformers-{transformers.__version__}.tar.gz"
+    if not archive.exists():
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "transformers"]
+        subprocess.run([*pip, "--dest", CACHE, requirement], check=True)
+    return archive
+
+
+def unpack_tests(folder: Path, checkout: Path | None) -> list[str]:
+    """Puts transformers' tests into `folder/tests`, with our stand-ins for what they lack -> the stand-ins' names."""
+    if checkout:
+        shutil.copytree(checkout / "tests", folder / "tests")
+    else:
+        with tarfile.open(fetch_archive()) as archive:
+            for member in archive:
+                if Path(member.name).match("transformers-*/tests/*.py"):
+                    member = member.replace(name="/".join(Path(member.name).parts[1:]))
+                    archive.extract(member, folder, filter="data")
+    used = []
+    for path in sorted(STANDINS.rglob("*.py")):
+        target = folder / "tests" / path.relative_to(STANDINS)
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, target)
+            used.append(str(path.relative_to(STANDINS)))
+    # A package, so that no other folder named tests is taken for a part of it.
+    (folder / "tests" / "__init__.py").touch()
+    return used
+
+
+@dataclass
+class Outcomes:
+    """A pytest plugin that keeps every outcome: found[test class]["passed", "failed" or "skipped"][test] says why."""
+
+    found: dict = field(default_factory=lambda: defaultdict(lambda: defaultdict(dict)))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" and report.passed:
+            return
+        name, test = report.nodeid.split("::")[-2:]
+        reason = report.longrepr[2].removeprefix("Skipped: ") if report.skipped else report.longreprtext
+        self.found[name][report.outcome][test] = " ".join(reason.split())
+
+
+def table(outcomes: dict, names: list[str]) -> str:
+    """Counts of every test class, then failures and skips by their reasons, as Markdown."""
+    lines = ["| tests of | passed | failed | skipped |", "|---|---|---|---|"]
+    for name in names:
+        counts = [len(outcomes[name][outcome]) for outcome in ("passed", "failed", "skipped")]
+        lines.append(f"| {name} | {' | '.join(map(str, counts))} |")
+    for outcome in ("failed", "skipped"):
+        groups = defaultdict(list)
+        for test in sorted({test for name in names for test in outcomes[name][outcome]}):
+            for reason in {outcomes[name][outcome].get(test) for name in names} - {None}:
+                which = [name for name in names if outcomes[name][outcome].get(test) == reason]
+                groups[reason, ", ".join(which)].append(test.removeprefix("test_"))
+        if groups:
+            lines += ["", f"| {outcome} because | of | tests |", "|---|---|---|"]
+        for (reason, which), tests in sorted(groups.items()):
+            lines.append(f"| {reason[-300:].replace('|', '/')} | {which} | {', '.join(tests)} |")
+    return "\n".join(lines)
+
+
+def run_tests(folder: Path, names: list[str], chosen: str | None) -> tuple[int, dict]:
+    """pytest's exit status, and the outcomes by test class."""
+    # Slow tests too; and nothing from the Hub, whatever this machine has in its cache.
+    os.environ |= {"RUN_SLOW": "1", "HF_HUB_OFFLINE": "1"}
+    sys.path[:0] = [str(folder), str(SCRIPTS)]
+    options = ["-q", "--no-header", "--tb=short", "-c", os.devnull, "--rootdir", str(SCRIPTS), "-p", "no:cacheprovider"]
+    outcomes = Outcomes()
+    cases = [f"{SCRIPTS / 'conformance_cases.py'}::{name}" for name in names]
+    status = pytest.main([*options, "-W", "ignore", *(["-k", chosen] if chosen else []), *cases], plugins=[outcomes])
+    return int(status), outcomes.found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("-k", metavar="EXPRESSION", help="run only matching tests, as in pytest")
+    parser.add_argument("--baselines", action="store_true", help="run OLMo-hybrid and Qwen3-Next too")
+    parser.add_argument("--markdown", type=Path, help="write the table into this file")
+    parser.add_argument("--source", type=Path, help="a checkout of transformers to take the tests from")
+    args = parser.parse_args()
+    names = [*TITANS, *(BASELINES if args.baselines else ())]
+    with tempfile.TemporaryDirectory() as folder:
+        standins = unpack_tests(Path(folder), args.source)
+        status, outcomes = run_tests(Path(folder), names, args.k)
+    text = table(outcomes, names)
+    if standins:
+        text += f"\n\nNot in the source distribution, and stood in for: {', '.join(standins)}."
+    print(f"\n{text}")
+    if args.markdown:
+        args.markdown.write_text(text + "\n")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
