@@ -92,7 +92,7 @@ def test_gradients(variant, checkpointing):
     directions = torch.randn(ids.shape[1], 50, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     packed.train()
     if checkpointing:
-        packed.gradient_checkpointing_enable()
+        packed.activation_checkpointing_enable()
     (packed(ids, position_ids=positions_of(rows), use_cache=False).logits[0] * directions).sum().backward()
     for row, direction in zip(rows, directions.split([len(row) for row in rows]), strict=True):
         (alone(row[None], use_cache=False).logits[0] * direction).sum().backward()
