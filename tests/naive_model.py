@@ -47,15 +47,14 @@ class NaiveMemory:
     def __call__(self, x):
         """x (hidden,), one token -> what the memory says (hidden,)."""
         m, c = self.m, self.c
-        heads = [(proj.weight @ x).view(c.memory_num_heads, -1) for proj in (m.q_proj, m.k_proj, m.v_proj)]
-        self.inputs.append(torch.cat(heads, 1).flatten())
+        self.inputs.append(torch.cat([proj.weight @ x for proj in (m.q_proj, m.k_proj, m.v_proj)]))
         mixed = self.inputs[-1]
         if c.memory_conv_kernel > 1:
             mixed = sum(
                 m.conv.weight[:, 0, c.memory_conv_kernel - 1 - back] * self.inputs[-1 - back]
                 for back in range(min(c.memory_conv_kernel, len(self.inputs)))
             )
-        q, k, v = silu(mixed).view(c.memory_num_heads, 3, -1).transpose(0, 1)[:, None, :, None]
+        q, k, v = silu(mixed).view(3, 1, c.memory_num_heads, 1, -1)
         gate = {
             name: torch.sigmoid(gate.weight @ x + gate.bias)[None, :, None]
             for name, gate in (("theta", m.inner_lr), ("eta", m.momentum), ("alpha", m.forget))

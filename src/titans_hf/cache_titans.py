@@ -18,7 +18,7 @@ class LayerState:
     """Everything a decoder layer needs to read on; every tensor has the batch first.
 
     memory: weights, momentum, chunk-start weights and tokens seen (`MemoryState`).
-    conv: (B, kernel - 1, 3 * hidden), the last inputs of the memory's convolutions, head by head.
+    conv: (B, kernel - 1, 3 * hidden), the last inputs of the memory's convolutions.
     keys, values: (B, P + W - 1, h, D) persistent tokens and window; in MAC (B, P + 2 L, h, D) persistent tokens,
     recalled memory and segment; None in LMM.
     segment_weights: MAC, the memory's weights at the start of the running segment; empty where that is the chunk's

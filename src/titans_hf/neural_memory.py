@@ -94,7 +94,7 @@ class NeuralMemory(nn.Module):
         return MemoryState.initial(self.initial_weights(dtype), batch_size, dtype)
 
     def initial_history(self, state: MemoryState, dtype: torch.dtype) -> Tensor:
-        """(B, kernel - 1, H * 3 * D): the inputs of the convolutions before the first token."""
+        """(B, kernel - 1, 3 * H * D): the inputs of the convolutions before the first token."""
         batch_size, num_heads = state.weights[0].shape[:2]
         size = (batch_size, self.config.memory_conv_kernel - 1, 3 * num_heads * self.head_dim)
         return state.weights[0].new_zeros(size, dtype=dtype)
@@ -125,15 +125,13 @@ class NeuralMemory(nn.Module):
 
     def _project(self, hidden_states: Tensor, history: Tensor, grid: TokenGrid):
         """linear -> causal depthwise convolution -> SiLU for q, k and v: three (B, H, T, D), and the history after."""
-        projected = (proj(hidden_states) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        # q, k and v of a head side by side, so that a part of the heads is one part of the channels
-        projected = torch.cat([x.unflatten(-1, (-1, self.head_dim)) for x in projected], dim=-1).flatten(2)
+        projected = torch.cat([proj(hidden_states) for proj in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)
         if self.conv is not None:
             extended = grid.extend(history.to(projected.dtype), projected)
             history = grid.tail(extended, history.shape[1])
             projected = self.conv(extended.mT).mT
-        heads = silu(projected).unflatten(-1, (-1, 3, self.head_dim))
-        return *heads.permute(3, 0, 2, 1, 4).unbind(0), history
+        heads = silu(projected).unflatten(-1, (3, -1, self.head_dim))
+        return *heads.permute(2, 0, 3, 1, 4).unbind(0), history
 
     def _gates(self, hidden_states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """theta, log eta and log(1 - alpha) of every token and head, (B, H, T): data-dependent (paper section 3.1)."""

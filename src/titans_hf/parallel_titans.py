@@ -11,6 +11,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, Tensor
 
 if torch.distributed.is_available():
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
 
 
 def tensor_parallel_plan(config) -> dict[str, str]:
@@ -22,7 +23,7 @@ def tensor_parallel_plan(config) -> dict[str, str]:
     for name, exists in (("momentum", config.memory_momentum), ("forget", config.memory_forget)):
         columns += [f"{mixer}.memory.{name}"] * exists
     if config.memory_conv_kernel > 1:
-        plan[f"{mixer}.memory.conv"] = "titans_heads"
+        plan[f"{mixer}.memory.conv"] = "titans_qkv_heads"
     if config.variant == "mac":
         columns, rows = [*columns, f"{mixer}.recall.q_proj"], [*rows, f"{mixer}.recall.o_proj"]
         shared.append(f"{mixer}.recall.norm")
@@ -47,11 +48,15 @@ class WholeHeads(TensorParallelLayer):
 
 
 class Heads(TensorParallelLayer):
-    """Parameters whose first dimension goes by heads."""
+    """Parameters whose first dimension goes by heads; `groups` times one after the other, as q, k and v do."""
+
+    def __init__(self, groups: int = 1):
+        self.groups = groups
 
     def shard_param(self, module, param, mesh):
         whole = module._parameters[param]
-        part = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+        placement = Shard(0) if self.groups == 1 else _StridedShard(0, split_factor=self.groups)
+        part = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
         module._parameters[param] = torch.nn.Parameter(part, requires_grad=whole.requires_grad)
 
     def should_use_local_tensors(self, module):
@@ -79,4 +84,5 @@ class SharedByHeads(TensorParallelLayer):
 if torch.distributed.is_available():
     ALL_PARALLEL_STYLES.register("titans_whole_heads", WholeHeads())
     ALL_PARALLEL_STYLES.register("titans_heads", Heads())
+    ALL_PARALLEL_STYLES.register("titans_qkv_heads", Heads(groups=3))
     ALL_PARALLEL_STYLES.register("titans_shared_by_heads", SharedByHeads())
