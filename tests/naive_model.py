@@ -50,8 +50,9 @@ class NaiveMemory:
         self.inputs.append(torch.cat([proj.weight @ x for proj in (m.q_proj, m.k_proj, m.v_proj)]))
         mixed = self.inputs[-1]
         if c.memory_conv_kernel > 1:
+            taps = torch.cat([m.q_conv.weight, m.k_conv.weight, m.v_conv.weight])[:, 0]
             mixed = sum(
-                m.conv.weight[:, 0, c.memory_conv_kernel - 1 - back] * self.inputs[-1 - back]
+                taps[:, c.memory_conv_kernel - 1 - back] * self.inputs[-1 - back]
                 for back in range(min(c.memory_conv_kernel, len(self.inputs)))
             )
         q, k, v = silu(mixed).view(3, 1, c.memory_num_heads, 1, -1)

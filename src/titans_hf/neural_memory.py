@@ -78,7 +78,7 @@ class NeuralMemory(nn.Module):
         self.k_proj = nn.Linear(size, size, bias=False)
         self.v_proj = nn.Linear(size, size, bias=False)
         kernel = config.memory_conv_kernel
-        self.conv = ChannelConv(3 * size, kernel) if kernel > 1 else None
+        self.q_conv, self.k_conv, self.v_conv = (ChannelConv(size, kernel) if kernel > 1 else None for _ in range(3))
         self.inner_lr = TokenGate(size, num_heads, initial_logit=0.0)  # theta
         self.momentum = TokenGate(size, num_heads, initial_logit=0.0) if config.memory_momentum else None  # eta
         self.forget = TokenGate(size, num_heads, initial_logit=-5.0) if config.memory_forget else None  # alpha
@@ -126,10 +126,11 @@ class NeuralMemory(nn.Module):
     def _project(self, hidden_states: Tensor, history: Tensor, grid: TokenGrid):
         """linear -> causal depthwise convolution -> SiLU for q, k and v: three (B, H, T, D), and the history after."""
         projected = torch.cat([proj(hidden_states) for proj in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)
-        if self.conv is not None:
+        if self.q_conv is not None:
             extended = grid.extend(history.to(projected.dtype), projected)
             history = grid.tail(extended, history.shape[1])
-            projected = self.conv(extended.mT).mT
+            parts = zip((self.q_conv, self.k_conv, self.v_conv), extended.mT.chunk(3, dim=1), strict=True)
+            projected = torch.cat([conv(channels) for conv, channels in parts], dim=1).mT
         heads = silu(projected).unflatten(-1, (3, -1, self.head_dim))
         return *heads.permute(2, 0, 3, 1, 4).unbind(0), history
 

@@ -11,7 +11,6 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, Tensor
 
 if torch.distributed.is_available():
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.placement_types import _StridedShard
 
 
 def tensor_parallel_plan(config) -> dict[str, str]:
@@ -23,7 +22,7 @@ def tensor_parallel_plan(config) -> dict[str, str]:
     for name, exists in (("momentum", config.memory_momentum), ("forget", config.memory_forget)):
         columns += [f"{mixer}.memory.{name}"] * exists
     if config.memory_conv_kernel > 1:
-        plan[f"{mixer}.memory.conv"] = "titans_qkv_heads"
+        plan |= {f"{mixer}.memory.{part}_conv": "titans_heads" for part in "qkv"}
     if config.variant == "mac":
         columns, rows = [*columns, f"{mixer}.recall.q_proj"], [*rows, f"{mixer}.recall.o_proj"]
         shared.append(f"{mixer}.recall.norm")
@@ -48,15 +47,11 @@ class WholeHeads(TensorParallelLayer):
 
 
 class Heads(TensorParallelLayer):
-    """Parameters whose first dimension goes by heads; `groups` times one after the other, as q, k and v do."""
-
-    def __init__(self, groups: int = 1):
-        self.groups = groups
+    """Parameters whose first dimension goes by heads."""
 
     def shard_param(self, module, param, mesh):
         whole = module._parameters[param]
-        placement = Shard(0) if self.groups == 1 else _StridedShard(0, split_factor=self.groups)
-        part = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
+        part = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
         module._parameters[param] = torch.nn.Parameter(part, requires_grad=whole.requires_grad)
 
     def should_use_local_tensors(self, module):
@@ -84,5 +79,4 @@ class SharedByHeads(TensorParallelLayer):
 if torch.distributed.is_available():
     ALL_PARALLEL_STYLES.register("titans_whole_heads", WholeHeads())
     ALL_PARALLEL_STYLES.register("titans_heads", Heads())
-    ALL_PARALLEL_STYLES.register("titans_qkv_heads", Heads(groups=3))
     ALL_PARALLEL_STYLES.register("titans_shared_by_heads", SharedByHeads())
