@@ -39,6 +39,37 @@ class TitansMLP(nn.Module):
         return self.down_proj(self.activation(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
 
 
+class TitansCall(NamedTuple):
+    """What all layers are told about a call.
+
+    columns: of the tokens. grid: where they lie. unread: where those lie that a cropped cache has to read again first;
+    None for none.
+    """
+
+    columns: Columns
+    grid: TokenGrid
+    unread: TokenGrid | None
+
+    @classmethod
+    def plan(
+        cls, config: TitansConfig, inputs_embeds: Tensor, columns: Columns, cache: TitansCache | None
+    ) -> "TitansCall":
+        """For new tokens (B, T, hidden); `cache` None where nothing was read before."""
+        layer = None if cache is None else cache.layers[0]
+        (batch_size, num_tokens), device = inputs_embeds.shape[:2], inputs_embeds.device
+        num_seen, unread = torch.zeros(batch_size, dtype=torch.int64, device=device), None
+        fresh = layer is None or (layer.state is None and layer.unread is None)
+        if fresh and columns == ALL_REAL:
+            return cls(columns, TokenGrid.whole(batch_size, num_tokens, device), None)
+        if layer is not None and layer.state is not None:
+            num_seen = layer.state.memory.num_seen.to(device)
+        if layer is not None and layer.unread is not None:
+            again = Columns(layer.unread.real.to(device), layer.unread.begins.to(device))
+            unread = TokenGrid.build(num_seen, layer.unread.num_columns, config.grid_unit, again)
+            num_seen = unread.seen_after(num_seen)
+        return cls(columns, TokenGrid.build(num_seen, num_tokens, config.grid_unit, columns), unread)
+
+
 class TitansDecoderLayer(GradientCheckpointingLayer):
     """x += mixer(norm(x)); x += mlp(norm(x))."""
 
@@ -50,7 +81,7 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = TitansMLP(config, layer_idx)
 
-    def forward(self, hidden_states: Tensor, call: "TitansCall", past_key_values: TitansCache | None = None) -> Tensor:
+    def forward(self, hidden_states: Tensor, call: TitansCall, past_key_values: TitansCache | None = None) -> Tensor:
         cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         state = None
         if cache is not None:
@@ -67,34 +98,6 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
                 cache.offload()
         hidden_states = hidden_states + mixed
         return hidden_states + self.mlp(self.mlp_norm(hidden_states))
-
-
-class TitansCall(NamedTuple):
-    """What all layers are told about a call.
-
-    columns: of the tokens. grid: where they lie. unread: where those lie that a cropped cache has to read again first;
-    None for none.
-    """
-
-    columns: Columns
-    grid: TokenGrid
-    unread: TokenGrid | None
-
-    @classmethod
-    def plan(cls, config: TitansConfig, inputs_embeds: Tensor, columns: Columns, cache: TitansCache | None):
-        layer = None if cache is None else cache.layers[0]
-        (batch_size, num_tokens), device = inputs_embeds.shape[:2], inputs_embeds.device
-        num_seen, unread = torch.zeros(batch_size, dtype=torch.int64, device=device), None
-        fresh = layer is None or (layer.state is None and layer.unread is None)
-        if fresh and columns == ALL_REAL:
-            return cls(columns, TokenGrid.whole(batch_size, num_tokens, device), None)
-        if layer is not None and layer.state is not None:
-            num_seen = layer.state.memory.num_seen.to(device)
-        if layer is not None and layer.unread is not None:
-            again = Columns(layer.unread.real.to(device), layer.unread.begins.to(device))
-            unread = TokenGrid.build(num_seen, layer.unread.num_columns, config.grid_unit, again)
-            num_seen = unread.seen_after(num_seen)
-        return cls(columns, TokenGrid.build(num_seen, num_tokens, config.grid_unit, columns), unread)
 
 
 class TitansPreTrainedModel(PreTrainedModel):
