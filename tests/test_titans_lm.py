@@ -1,0 +1,161 @@
+"""eval/titans_lm.py: the scores and texts of lm-eval's own class, with nothing cut and what is shared read once."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from common import VARIANTS, make_model
+from training_data import byte_tokenizer
+
+lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+sys.path.insert(0, str(Path(__file__).parents[1] / "eval"))
+
+from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.models.huggingface import HFLM  # noqa: E402
+from titans_lm import TitansLM  # noqa: E402
+
+DOCUMENT = "It was the best of times, it was the worst of times. "
+PAIRS = [
+    # One document with two questions, of which one has two choices.
+    (DOCUMENT + "What was it?", " the best"),
+    (DOCUMENT + "What was it?", " the worst of times"),
+    (DOCUMENT + "When?", " then"),
+    # The same document, longer: its memory is a branch of the first one's.
+    (DOCUMENT + DOCUMENT + "Once more?", " yes"),
+    (DOCUMENT + DOCUMENT + "Once more, again?", " no"),
+    (DOCUMENT[:40], "!"),
+    (DOCUMENT[:40], "?"),
+    ("", "No context."),
+    ("a", "b"),
+    ("Trailing space ", "moves"),
+]
+
+
+def requests(kind: str, arguments: list[tuple]) -> list[Instance]:
+    return [Instance(kind, {}, args, i) for i, args in enumerate(arguments)]
+
+
+def loglikelihoods(lm: HFLM, pairs: list[tuple[str, str]] = PAIRS) -> list[tuple[float, bool]]:
+    return lm.loglikelihood(requests("loglikelihood", pairs), disable_tqdm=True)
+
+
+def generated(lm: HFLM, prompts: list[str], **kwargs) -> list[str]:
+    return lm.generate_until(requests("generate_until", [(prompt, kwargs) for prompt in prompts]), disable_tqdm=True)
+
+
+def make_lm(lm_class: type[HFLM], model: torch.nn.Module, **kwargs) -> HFLM:
+    return lm_class(pretrained=model, tokenizer=byte_tokenizer(), **kwargs)
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def model(request):
+    return make_model(request.param, vocab_size=259, eos_token_id=1, pad_token_id=0)
+
+
+def assert_same_scores(actual, expected):
+    assert [greedy for _, greedy in actual] == [greedy for _, greedy in expected]
+    # HFLM adds in the dtype of the logits, here float64.
+    torch.testing.assert_close([x for x, _ in actual], [x for x, _ in expected], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(("batch_size", "share_from"), [(1, 5), (3, 5), (16, 10**6)])
+def test_scores_are_those_of_lm_eval(model, batch_size, share_from):
+    lm = make_lm(TitansLM, model, batch_size=batch_size, piece_length=7, share_from=share_from)
+    assert_same_scores(loglikelihoods(lm), loglikelihoods(make_lm(HFLM, model)))
+
+
+def test_what_greedy_decoding_says_is_marked(model):
+    prompt = byte_tokenizer().encode(DOCUMENT)
+    ids = torch.tensor([prompt])
+    said = model.generate(ids, max_new_tokens=10, do_sample=False)[0, len(prompt) :].tolist()
+    requests = [(None, prompt, said), (None, prompt, said[:1]), (None, prompt, [*said[:9], said[9] ^ 1])]
+    lm = make_lm(TitansLM, model, batch_size=3, piece_length=4)
+    assert [greedy for _, greedy in lm._loglikelihood_tokens(requests, True)] == [True, True, False]
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_texts_are_those_of_lm_eval(model, batch_size):
+    prompts = [DOCUMENT + "What was it?", DOCUMENT + "When was it?", "Short", DOCUMENT[:40], DOCUMENT + "What was it?"]
+    expected = generated(make_lm(HFLM, model), prompts, max_gen_toks=9, until=["e"])
+    lm = make_lm(TitansLM, model, batch_size=batch_size, piece_length=7, share_from=5)
+    assert generated(lm, prompts, max_gen_toks=9, until=["e"]) == expected
+    assert generated(lm, prompts[:1], max_gen_toks=2) == generated(make_lm(HFLM, model), prompts[:1], max_gen_toks=2)
+
+
+def test_requests_of_different_kinds_of_generation(model):
+    arguments = [("one", {"max_gen_toks": 2}), ("two", {"max_gen_toks": 4}), ("three", {"max_gen_toks": 2})]
+    texts = make_lm(TitansLM, model, batch_size=2).generate_until(requests("generate_until", arguments), True)
+    assert texts == make_lm(HFLM, model).generate_until(requests("generate_until", arguments), True)
+
+
+@pytest.fixture
+def columns_read(model):
+    """How many tokens each row of each call had."""
+    found = []
+    hook = model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: found.append(kwargs["attention_mask"].sum().item()), with_kwargs=True
+    )
+    yield found
+    hook.remove()
+
+
+def test_a_shared_document_is_read_once(model, columns_read):
+    questions = [(DOCUMENT * 4 + question, " yes") for question in ("Who?", "What?", "When?")]
+    loglikelihoods(make_lm(TitansLM, model, batch_size=2, share_from=20), questions)
+    # All three begin with "Wh"; then come each question's own rest, and its continuation but for the last token.
+    shared, own = len(DOCUMENT * 4) + 2, sum(len(question) - 2 for question in ("Who?", "What?", "When?"))
+    assert sum(columns_read) == shared + own + 3 * (len(" yes") - 1)
+
+
+def test_choices_share_their_context(model, columns_read):
+    loglikelihoods(make_lm(TitansLM, model, batch_size=8), [("A question?", f" {choice}") for choice in "abcd"])
+    assert sum(columns_read) == len("A question") + 4 * len("? ")
+
+
+def test_rolling_reads_the_whole_document(model):
+    text = DOCUMENT * 3
+    (score,) = make_lm(TitansLM, model, piece_length=11).loglikelihood_rolling(
+        requests("loglikelihood_rolling", [(text,)]), disable_tqdm=True
+    )
+    tokens = torch.tensor([byte_tokenizer().encode(text)])
+    prefix = torch.full((1, 1), model.config.eos_token_id)
+    with torch.no_grad():
+        logits = model(torch.cat([prefix, tokens[:, :-1]], 1), use_cache=False).logits
+    expected = logits.log_softmax(-1).gather(2, tokens[..., None]).sum().item()
+    assert score == pytest.approx(expected, abs=1e-9)
+
+
+def test_rolling_windows_are_those_of_lm_eval(model):
+    texts = requests("loglikelihood_rolling", [(DOCUMENT * 2,), (DOCUMENT,)])
+    expected = make_lm(HFLM, model, max_length=33).loglikelihood_rolling(texts, True)
+    for batch_size in (1, 4):
+        lm = make_lm(TitansLM, model, max_length=33, batch_size=batch_size)
+        assert lm.loglikelihood_rolling(texts, True) == pytest.approx(expected, abs=1e-9)
+
+
+def test_nothing_is_cut(model):
+    """lm-eval takes 2048 tokens for the longest context of a model that does not say."""
+    start, rest = "The key is 7. ", "x" * 2100
+    lm = make_lm(TitansLM, model)
+    changed = loglikelihoods(lm, [(start + rest, " 7"), (start.replace("7", "8") + rest, " 7")])
+    assert changed[0][0] != changed[1][0]
+    assert lm.max_length > 10**9
+
+
+def test_what_would_have_to_be_cut_is_an_error(model):
+    lm = make_lm(TitansLM, model, max_length=20)
+    with pytest.raises(ValueError, match="`max_length` 20"):
+        loglikelihoods(lm, [(DOCUMENT, "x")])
+    with pytest.raises(ValueError, match="`max_length` 20"):
+        generated(lm, ["short"], max_gen_toks=16)
+
+
+def test_bad_arguments():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=259, hidden_size=8, intermediate_size=8, num_attention_heads=1))
+    with pytest.raises(ValueError, match="must be a Titans checkpoint, but is one of 'llama'"):
+        make_lm(TitansLM, llama)
+    with pytest.raises(ValueError, match="`batch_size` must be a number"):
+        make_lm(TitansLM, make_model("mag"), batch_size="auto")
