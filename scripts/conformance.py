@@ -10,12 +10,13 @@ checkout of transformers (--source), everything is transformers' own. `conforman
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -71,7 +72,10 @@ class Outcomes:
         if report.when != "call" and report.passed:
             return
         name, test = report.nodeid.split("::")[-2:]
-        reason = report.longrepr[2].removeprefix("Skipped: ") if report.skipped else report.longreprtext
+        if report.skipped:
+            reason = report.longrepr[2].removeprefix("Skipped: ")
+        else:  # pytest marks what an exception says by an E; a rank's traceback ends with what happened
+            reason = next((line[1:] for line in reversed(report.longreprtext.splitlines()) if line[:1] == "E"), "")
         self.found[name][report.outcome][test] = " ".join(reason.split())
 
 
@@ -80,18 +84,29 @@ def table(outcomes: dict, names: list[str]) -> str:
     lines = ["| tests of | passed | failed | skipped |", "|---|---|---|---|"]
     for name in names:
         counts = [len(outcomes[name][outcome]) for outcome in ("passed", "failed", "skipped")]
-        lines.append(f"| {name} | {' | '.join(map(str, counts))} |")
+        lines.append(f"| {_short(name)} | {' | '.join(map(str, counts))} |")
     for outcome in ("failed", "skipped"):
         groups = defaultdict(list)
         for test in sorted({test for name in names for test in outcomes[name][outcome]}):
             for reason in {outcomes[name][outcome].get(test) for name in names} - {None}:
                 which = [name for name in names if outcomes[name][outcome].get(test) == reason]
-                groups[reason, ", ".join(which)].append(test.removeprefix("test_"))
+                groups[reason, tuple(which)].append(test)
         if groups:
             lines += ["", f"| {outcome} because | of | tests |", "|---|---|---|"]
         for (reason, which), tests in sorted(groups.items()):
-            lines.append(f"| {reason[-300:].replace('|', '/')} | {which} | {', '.join(tests)} |")
+            of = "all" if list(which) == names else ", ".join(map(_short, which))
+            lines.append(f"| {reason.replace('|', '/')} | {of} | {_list_tests(tests)} |")
     return "\n".join(lines)
+
+
+def _short(test_class: str) -> str:
+    return test_class.removesuffix("Test")
+
+
+def _list_tests(tests: list[str]) -> str:
+    """Names without test_; those that differ in their parameters alone (name_0_..., name_1_...) as one."""
+    found = Counter(re.sub(r"_\d+(_\w+)?$", "", test.removeprefix("test_")) for test in tests)
+    return ", ".join(name if number == 1 else f"{name} ({number})" for name, number in found.items())
 
 
 def run_tests(folder: Path, names: list[str], chosen: str | None) -> tuple[int, dict]:

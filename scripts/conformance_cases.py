@@ -159,7 +159,7 @@ class Qwen3NextTest(CommonTests, unittest.TestCase):
     settings = dict(
         layer_types=["linear_attention", "full_attention"],
         max_position_embeddings=512,
-        head_dim=8,
+        head_dim=16,  # of which a quarter is rotated
         linear_key_head_dim=8,
         linear_value_head_dim=8,
         linear_num_key_heads=4,
