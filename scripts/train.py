@@ -61,6 +61,13 @@ class ScriptArguments:
     eval_fraction: float = field(default=0.01, metadata={"help": "Share of the blocks held out without eval data."})
     config_overrides: str = field(default="", metadata={"help": "As in hidden_size=64,num_hidden_layers=2"})
     block_length: int = field(default=1024, metadata={"help": "Tokens in a training sequence."})
+    packing: bool = field(
+        default=True,
+        metadata={
+            "help": "All documents as one stream, cut into blocks. False: every document is a sequence of its own, of "
+            "at most --block_length tokens."
+        },
+    )
     tokens_per_step: int = field(
         default=2**19,
         metadata={"help": "Tokens in an optimizer step (paper: 0.5M), unless --gradient_accumulation_steps is given."},
@@ -274,6 +281,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             args.eval_fraction,
             args.dataset_config,
             args.text_column,
+            args.packing,
         )
 
     if args.max_eval_blocks and args.max_eval_blocks < len(eval_blocks):

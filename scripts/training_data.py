@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow.compute as pc
 import torch
 from datasets import Dataset, DatasetDict, Features, List, Value, load_dataset, load_from_disk
-from datasets.exceptions import DatasetNotFoundError
+from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from datasets.fingerprint import Hasher
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.utils.rnn import pad_sequence
@@ -76,12 +76,28 @@ def cut_blocks(
         yield {"input_ids": rest}
 
 
-def count_tokens(blocks: Dataset) -> int:
-    return (len(blocks) - 1) * len(blocks[0]["input_ids"]) + len(blocks[-1]["input_ids"])
-
-
-def pack(
+def whole_documents(
     documents: Dataset, column: str, tokenizer: PreTrainedTokenizerBase, block_length: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """Every document as a block of its own, ended by eos. Raises ValueError for one of more than `block_length`."""
+    for i, text in enumerate(documents[column]):
+        tokens = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+        if len(tokens) >= block_length:
+            raise ValueError(
+                f"document {i} has {len(tokens) + 1} tokens with its eos, more than --block_length {block_length}: "
+                "without --packing none is cut"
+            )
+        if tokens:
+            yield {"input_ids": np.array([*tokens, tokenizer.eos_token_id], dtype=np.int32)}
+
+
+def count_tokens(blocks: Dataset) -> int:
+    lengths = (pc.list_value_length(table["input_ids"]) for table in blocks.with_format("arrow").iter(batch_size=1000))
+    return sum(pc.sum(length).as_py() for length in lengths)
+
+
+def make_blocks(
+    documents: Dataset, column: str, tokenizer: PreTrainedTokenizerBase, block_length: int, packing: bool = True
 ) -> tuple[Dataset, float]:
     """The blocks, cached on disk, and how many tokens a byte of their text takes."""
     if column not in documents.column_names:
@@ -90,17 +106,21 @@ def pack(
     text_bytes = pc.sum(pc.binary_length(documents.data.column(column))).as_py()
     if not text_bytes:
         raise ValueError("the data holds no text")
-    blocks = Dataset.from_generator(
-        cut_blocks,
-        features=Features({"input_ids": List(Value("int32"))}),
-        gen_kwargs={
-            "documents": documents,
-            "column": column,
-            "tokenizer": tokenizer,
-            "block_length": block_length,
-        },
-        fingerprint=Hasher.hash([documents._fingerprint, cut_blocks, tokenizer, block_length]),
-    ).with_format("torch")
+    cut = cut_blocks if packing else whole_documents
+    try:
+        blocks = Dataset.from_generator(
+            cut,
+            features=Features({"input_ids": List(Value("int32"))}),
+            gen_kwargs={
+                "documents": documents,
+                "column": column,
+                "tokenizer": tokenizer,
+                "block_length": block_length,
+            },
+            fingerprint=Hasher.hash([documents._fingerprint, cut, tokenizer, block_length]),
+        ).with_format("torch")
+    except DatasetGenerationError as error:  # which says no more than that there was one
+        raise error.__cause__ from error
     return blocks, count_tokens(blocks) / text_bytes
 
 
@@ -112,18 +132,21 @@ def load_blocks(
     eval_fraction: float,
     dataset_config: str | None,
     text_column: str,
+    packing: bool,
 ) -> tuple[Dataset, Dataset, float]:
     """Blocks to train on, blocks to evaluate on, and the latter's tokens per byte."""
-    pack_split = partial(pack, column=text_column, tokenizer=tokenizer, block_length=block_length)
+    blocks_of = partial(
+        make_blocks, column=text_column, tokenizer=tokenizer, block_length=block_length, packing=packing
+    )
     train_splits = load_splits(train_data, "train", dataset_config)
     eval_splits = load_splits(eval_data, "validation", dataset_config) if eval_data else train_splits
     if "train" not in train_splits:
         raise ValueError(f"{train_data} has no train split, only {', '.join(train_splits)}")
     if eval_data and "validation" not in eval_splits:
         raise ValueError(f"{eval_data} has no validation split, only {', '.join(eval_splits)}")
-    train_blocks, tokens_per_byte = pack_split(train_splits["train"])
+    train_blocks, tokens_per_byte = blocks_of(train_splits["train"])
     if "validation" in eval_splits:
-        return train_blocks, *pack_split(eval_splits["validation"])
+        return train_blocks, *blocks_of(eval_splits["validation"])
     held_out = max(1, round(eval_fraction * len(train_blocks)))
     start = len(train_blocks) - held_out
     if start < 1:

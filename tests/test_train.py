@@ -36,7 +36,7 @@ def losses(folder, key):
 def test_packing_loses_no_text(texts, block_length):
     tokenizer = data.load_tokenizer("bytes")
     documents = data.load_splits(str(texts), "train", None)["train"]
-    blocks, tokens_per_byte = data.pack(documents, "text", tokenizer, block_length)
+    blocks, tokens_per_byte = data.make_blocks(documents, "text", tokenizer, block_length)
 
     encoded = [path.read_bytes() for path in sorted(texts.rglob("*.txt"))]
     stream = [token for text in encoded for token in [*(byte + 3 for byte in text), tokenizer.eos_token_id]]
@@ -48,22 +48,36 @@ def test_packing_loses_no_text(texts, block_length):
 
 def test_only_a_lone_final_eos_is_dropped():
     documents = Dataset.from_dict({"text": ["abcd"]})
-    blocks, _ = data.pack(documents, "text", data.load_tokenizer("bytes"), 4)
+    blocks, _ = data.make_blocks(documents, "text", data.load_tokenizer("bytes"), 4)
     assert real_tokens(blocks) == [100, 101, 102, 103]
+
+
+def test_without_packing_every_document_is_a_block():
+    """Else a question stands in another block than the fact that it asks for."""
+    tokenizer = data.load_tokenizer("bytes")
+    documents = Dataset.from_dict({"text": ["abc", "", "d", "efghijk"]})
+    blocks, tokens_per_byte = data.make_blocks(documents, "text", tokenizer, 8, packing=False)
+    assert [tokenizer.decode(block) for block in blocks["input_ids"]] == ["abc</s>", "d</s>", "efghijk</s>"]
+    assert data.count_tokens(blocks) == 14 and data.count_tokens(blocks.select([2, 0])) == 12
+    assert tokens_per_byte == 14 / 11
+    with pytest.raises(ValueError, match="document 3 has 8 tokens with its eos, more than --block_length 7"):
+        data.make_blocks(documents, "text", tokenizer, 7, packing=False)
 
 
 def test_blocks_are_cached(texts, monkeypatch):
     tokenizer = data.load_tokenizer("bytes")
-    first, _ = data.pack(data.load_splits(str(texts), "train", None)["train"], "text", tokenizer, 32)
+    first, _ = data.make_blocks(data.load_splits(str(texts), "train", None)["train"], "text", tokenizer, 32)
     monkeypatch.setattr(type(tokenizer), "__call__", None)
-    again, _ = data.pack(data.load_splits(str(texts), "train", None)["train"], "text", data.load_tokenizer("bytes"), 32)
+    again, _ = data.make_blocks(
+        data.load_splits(str(texts), "train", None)["train"], "text", data.load_tokenizer("bytes"), 32
+    )
     assert real_tokens(again) == real_tokens(first)
 
 
 def test_held_out_blocks_are_the_last(texts):
     tokenizer = data.load_tokenizer("bytes")
-    blocks, _ = data.pack(data.load_splits(str(texts), "train", None)["train"], "text", tokenizer, 32)
-    kept, held_out, _ = data.load_blocks(tokenizer, 32, str(texts), None, 0.2, None, "text")
+    blocks, _ = data.make_blocks(data.load_splits(str(texts), "train", None)["train"], "text", tokenizer, 32)
+    kept, held_out, _ = data.load_blocks(tokenizer, 32, str(texts), None, 0.2, None, "text", True)
     assert len(held_out) == round(0.2 * len(blocks))
     assert real_tokens(kept) + real_tokens(held_out) == real_tokens(blocks)
 
@@ -72,7 +86,7 @@ def test_saved_data_set_brings_its_validation_split(tmp_path):
     splits = {"train": Dataset.from_dict({"body": ["aaaa", "bb"]}), "validation": Dataset.from_dict({"body": ["cc"]})}
     DatasetDict(splits).save_to_disk(tmp_path / "saved")
     tokenizer = data.load_tokenizer("bytes")
-    kept, validation, _ = data.load_blocks(tokenizer, 32, str(tmp_path / "saved"), None, 0.01, None, "body")
+    kept, validation, _ = data.load_blocks(tokenizer, 32, str(tmp_path / "saved"), None, 0.01, None, "body", True)
     assert tokenizer.decode(real_tokens(kept)) == "aaaa</s>bb</s>"
     assert tokenizer.decode(real_tokens(validation)) == "cc</s>"
 
@@ -106,7 +120,7 @@ def test_training_gives_a_model_that_loads_and_generates(options, tmp_path, text
     assert model.config.model_type == model_type
     assert (model.config.bos_token_id, model.config.eos_token_id, model.config.pad_token_id) == (None, 1, 0)
 
-    blocks, tokens_per_byte = data.pack(
+    blocks, tokens_per_byte = data.make_blocks(
         data.load_splits(str(texts), "validation", None)["validation"], "text", tokenizer, 32
     )
     with torch.no_grad():
