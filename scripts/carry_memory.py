@@ -6,8 +6,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lanes import IGNORED, Lanes
+from run_folder import CardTrainer
 from torch.serialization import safe_globals
-from transformers import PreTrainedConfig, Trainer, TrainingArguments
+from transformers import PreTrainedConfig, TrainingArguments
 
 from titans_hf import TitansCache
 from titans_hf.cache_titans import LayerState, TitansCacheLayer
@@ -33,7 +34,7 @@ def check_carry_memory(config: PreTrainedConfig, args: TrainingArguments, max_ev
             raise ValueError(f"--carry_memory cannot be combined with {reason}")
 
 
-class CarryTrainer(Trainer):
+class CarryTrainer(CardTrainer):
     """A Trainer over `Lanes` (training and evaluation), in the order that they come in.
 
     The cache passes from batch to batch, detached, so that gradients stay within a batch; a row starts anew where its

@@ -23,7 +23,7 @@ from accelerate.utils import reduce
 from carry_memory import CarryTrainer, check_carry_memory
 from datasets import Dataset
 from lanes import Lanes, collate_lanes
-from matplotlib.figure import Figure
+from run_folder import CardTrainer, check_push, data_facts, save_results, write_dry_run
 from training_data import collate, count_tokens, load_blocks, load_tokenizer
 from transformers import (
     AutoConfig,
@@ -86,6 +86,13 @@ class ScriptArguments:
         default=None,
         metadata={"help": "Stop, evaluate and save after this time. The schedule still spans all planned steps."},
     )
+    license: str | None = field(
+        default=None,
+        metadata={"help": "Licence of the weights, for the model card, as the hub names it (apache-2.0, cc-by-4.0)."},
+    )
+    push_dry_run: str | None = field(
+        default=None, metadata={"help": "A new folder: write there what --push_to_hub would push, instead of pushing."}
+    )
 
 
 @dataclass
@@ -119,7 +126,7 @@ class PaperArguments(TrainingArguments):
     metric_for_best_model: str | None = field(default="eval_loss", metadata={"help": "What makes a model the best."})
 
 
-class TokenLossTrainer(Trainer):
+class TokenLossTrainer(CardTrainer):
     """Evaluates per token: Trainer averages over sequences, where a short last block weighs as much as a full one."""
 
     def prediction_step(
@@ -221,44 +228,11 @@ def summary(trainer: Trainer, train_blocks: Dataset, eval_blocks: Dataset, block
     )
 
 
-def plot_losses(history: list[dict[str, float]], path: Path) -> None:
-    figure = Figure(layout="constrained")
-    axes = figure.subplots()
-    for key, label in (("loss", "train"), ("eval_loss", "eval")):
-        logs = [log for log in history if key in log]
-        axes.plot([log["num_input_tokens_seen"] for log in logs], [log[key] for log in logs], ".-", label=label)
-    axes.set(xlabel="tokens", ylabel="loss per token")
-    axes.legend()
-    figure.savefig(path)
-
-
-def save_results(trainer: Trainer, command: list[str]) -> dict[str, float]:
-    """Saves the model, its curve and its metrics, which are those of the best checkpoint."""
-    folder = Path(trainer.args.output_dir)
-    trainer.save_model()
-    trainer.save_state()
-    if trainer.is_world_process_zero():
-        plot_losses(trainer.state.log_history, folder / "loss.png")
-    metrics = trainer.evaluate()
-    trainer.log_metrics("eval", metrics)
-    trainer.save_metrics("eval", metrics)
-    if trainer.is_world_process_zero():
-        record = {
-            "command": command,
-            "model_type": trainer.model.config.model_type,
-            "parameters": trainer.model.num_parameters(),
-            "steps": trainer.state.global_step,
-            "tokens_seen": trainer.state.num_input_tokens_seen,
-            "metrics": metrics,
-        }
-        (folder / "run.json").write_text(json.dumps(record, indent=2) + "\n")
-    return metrics
-
-
 def main(argv: list[str] | None = None) -> dict[str, float]:
     args, training_args = HfArgumentParser((ScriptArguments, PaperArguments)).parse_args_into_dataclasses(argv)
     if args.block_length < 2:
         raise ValueError(f"--block_length {args.block_length}: a block needs at least 2 tokens")
+    check_push(training_args, args.push_dry_run)
     if training_args.gradient_accumulation_steps is None:
         training_args.gradient_accumulation_steps = accumulation_steps(args, training_args)
     # The loss curve is drawn against it.
@@ -307,8 +281,21 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         callbacks=[TimeLimit(args.max_minutes)] if args.max_minutes else None,
     )
     trainer.accelerator.print(summary(trainer, train_blocks, eval_blocks, args.block_length))
+    if training_args.push_to_hub and trainer.is_world_process_zero():
+        trainer.model.config.save_pretrained(training_args.output_dir)  # what is pushed before the end needs the code
     trainer.train(resume_from_checkpoint=checkpoint)
-    return save_results(trainer, sys.argv if argv is None else argv)
+    facts = {
+        "command": sys.argv if argv is None else argv,
+        "license": args.license,
+        "data": data_facts(args.train_data, args.eval_data, train_blocks, eval_blocks),
+        "arguments": {"block_length": args.block_length, "carry_memory": args.carry_memory},
+    }
+    metrics = save_results(trainer, facts)
+    if training_args.push_to_hub:
+        trainer.push_to_hub()
+    elif args.push_dry_run and trainer.is_world_process_zero():
+        write_dry_run(training_args.output_dir, args.push_dry_run)
+    return metrics
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Configuration of Titans models ("Titans: Learning to Memorize at Test Time", arXiv 2501.00663)."""
 
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -9,6 +9,18 @@ from transformers.activations import ACT2FN
 
 from .parallel_titans import tensor_parallel_plan
 
+if TYPE_CHECKING:  # Transformers saves with a file those that it names: with the config, all that a checkpoint needs
+    from .heads_titans import TitansHead  # noqa: F401
+
+# What a checkpoint is loaded with where this package is not installed, whichever class it was saved from.
+AUTO_MAP = {
+    "AutoConfig": "configuration_titans.TitansConfig",
+    "AutoModel": "modeling_titans.TitansModel",
+    "AutoModelForCausalLM": "modeling_titans.TitansForCausalLM",
+    "AutoModelForQuestionAnswering": "heads_titans.TitansForQuestionAnswering",
+    "AutoModelForSequenceClassification": "heads_titans.TitansForSequenceClassification",
+    "AutoModelForTokenClassification": "heads_titans.TitansForTokenClassification",
+}
 COUNTS = (
     "vocab_size",
     "intermediate_size",
@@ -148,6 +160,13 @@ class TitansConfig(PreTrainedConfig):
         }
         return rooms[self.variant]
 
+    def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
+        """Writes config.json and the code of the model, which loads anywhere with `trust_remote_code=True`."""
+        # Classes of one's own stay; those of another repository ("repo--file.Class") are written beside the config.
+        given = getattr(self, "auto_map", None) or {}
+        self.auto_map = AUTO_MAP | {name: target for name, target in given.items() if "--" not in target}
+        super().save_pretrained(save_directory, push_to_hub, **kwargs)
+
     def validate_architecture(self):
         """Part of `@strict` validation: every value is possible on its own, and they fit each other."""
         for name in COUNTS:
@@ -183,5 +202,7 @@ def _multiple(name: str, value: int, divisor_name: str, divisor: int) -> None:
     if value % divisor:
         raise ValueError(f"`{name}` ({value}) must be a multiple of `{divisor_name}` ({divisor}).")
 
+
+TitansConfig.register_for_auto_class()
 
 __all__ = ["TitansConfig"]

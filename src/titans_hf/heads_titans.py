@@ -30,4 +30,8 @@ class TitansForQuestionAnswering(GenericForQuestionAnswering, TitansHead):
     """The first and the last token of the answer."""
 
 
+TitansForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
+TitansForTokenClassification.register_for_auto_class("AutoModelForTokenClassification")
+TitansForQuestionAnswering.register_for_auto_class("AutoModelForQuestionAnswering")
+
 __all__ = ["TitansForQuestionAnswering", "TitansForSequenceClassification", "TitansForTokenClassification"]

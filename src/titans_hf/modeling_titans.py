@@ -292,4 +292,7 @@ class TitansForCausalLM(TitansPreTrainedModel, GenerationMixin):
         return attention_mask[:, -num_tokens:]
 
 
+TitansModel.register_for_auto_class("AutoModel")
+TitansForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+
 __all__ = ["TitansForCausalLM", "TitansModel", "TitansPreTrainedModel"]

@@ -1,0 +1,14 @@
+"""Loads a folder as the model card says, where titans_hf is not installed: runs the card's second example."""
+
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+folder, name = sys.argv[1:]
+torch.set_num_threads(1)
+_, alone = re.findall(r"```python\n(.*?)```", Path(folder, "README.md").read_text(), re.DOTALL)
+assert "trust_remote_code=True" in alone
+exec(alone.replace(f'"{name}"', repr(folder)))
+assert "titans_hf" not in sys.modules

@@ -1,0 +1,133 @@
+"""What scripts/train.py shares: the card, what a push uploads, and the dry run that shows it."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import run_folder
+import train
+from clean_environment import clean_site, run_clean
+from huggingface_hub import ModelCard
+from test_remote_code import CODE, assert_brings_its_code
+from tiny_run import LLAMA, TITANS
+
+pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
+SHORT = dict(max_steps=2, eval_steps=2, save_steps=2)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def pushes(monkeypatch):
+    """The uploads, in order: the files, by name, as they are then."""
+    uploads = []
+
+    def upload(*args, add_operations=None, operations=None, **kwargs):
+        added = operations if add_operations is None else add_operations
+        uploads.append({file.path_in_repo: Path(file.path_or_fileobj).read_bytes() for file in added})
+
+    def create_repo(api, name, **kwargs):
+        return SimpleNamespace(repo_id=f"someone/{name}")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", create_repo)
+    monkeypatch.setattr("huggingface_hub.HfApi._validate_yaml", lambda *args, **kwargs: None)
+    monkeypatch.setattr("huggingface_hub._upload_pipeline.pipelined_upload", upload)
+    monkeypatch.setattr("huggingface_hub.HfApi.create_commit", upload)  # where hf_xet is not installed
+    return uploads
+
+
+def test_a_push_uploads_the_files_of_the_dry_run(options, tmp_path, pushes):
+    """Else one publishes what one has not seen: Trainer's own card, or a file that was thought to stay here."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "_notes.txt").write_text("not for others")
+    train.main(options(TITANS, push_to_hub="true", **SHORT))
+    assert list((tmp_path / "out").glob("checkpoint-*"))
+    run_folder.write_dry_run(str(tmp_path / "out"), str(tmp_path / "dry"))
+    assert files(tmp_path / "dry") == pushes[-1]
+    assert not {"_notes.txt", *(name for name in pushes[-1] if "checkpoint" in name)} & pushes[-1].keys()
+    assert ModelCard(pushes[-1]["README.md"].decode()).data.model_name == "out"
+    assert "someone/out" in pushes[-1]["README.md"].decode()
+
+
+def test_what_is_pushed_while_training_brings_its_code(options, tmp_path, pushes):
+    """Else those who follow a run get weights that do not load."""
+    train.main(options(TITANS, push_to_hub="true", max_steps=4, eval_steps=2, save_steps=2))
+    assert len(pushes) > 1
+    for push in pushes:
+        assert push.keys() >= CODE | {"config.json", "model.safetensors", "tokenizer.json"}
+
+
+def test_dry_run(options, tmp_path, texts):
+    """Else the card says something else than the run, or the folder is not what can be loaded."""
+    folder, dry = tmp_path / "out", tmp_path / "dry"
+    changes = dict(push_dry_run=dry, license="cc-by-4.0", eval_data=texts / "c.txt", hub_model_id="someone/small")
+    metrics = train.main(options(TITANS, **SHORT, **changes))
+    assert files(dry).keys() == {name for name in files(folder) if not name.startswith("checkpoint-")}
+    assert_brings_its_code(dry)
+    card = ModelCard.load(dry / "README.md")
+    assert (card.data.license, card.data.library_name, card.data.model_name) == ("cc-by-4.0", "transformers", "small")
+    assert card.data.tags == ["titans", "mag"] and card.data.pipeline_tag == "text-generation"
+    found = {result.metric_type: result.metric_value for result in card.data.eval_results}
+    assert found == {kind: metrics[f"eval_{kind}"] for kind in ("loss", "perplexity", "bits_per_byte")}
+    assert {(result.dataset_name, result.dataset_split) for result in card.data.eval_results} == {
+        ("c.txt", "validation")
+    }
+    record = json.loads((dry / "run.json").read_text())
+    for text in (
+        f"| parameters | {record['parameters']:,} |",
+        "| width | 32 |",
+        "| window | 16 |",
+        "variant **MAG**",
+        "| `block_length` | 32 |",
+        "| `learning_rate` | 0.01 |",
+        "From scratch on texts (",
+        f"{record['tokens_seen']:,} tokens in 2 steps",
+        'from_pretrained("someone/small", trust_remote_code=True)',
+        "python -m titans_hf serve someone/small",
+        "Weights: cc-by-4.0.",
+    ):
+        assert text in card.text, text
+    assert "segment" not in card.text
+    assert str(tmp_path) not in card.content
+
+
+@pytest.mark.parametrize("model", [TITANS, LLAMA], ids=lambda model: model["model_type"])
+def test_a_licence_is_not_made_up(options, tmp_path, model):
+    """Else weights are given away by someone who never said so; a baseline's card does not speak of Titans."""
+    train.main(options(model, **SHORT))
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.data.license is None
+    assert "Weights: not stated" in card.text
+    assert ("titans" in card.content.lower()) is (model is TITANS)
+    assert ("trust_remote_code" in card.text) is (model is TITANS)
+    assert card.data.eval_results[0].dataset_name == "texts (held out)"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hub_token": "hf_secret"}, "--hub_token.*HF_TOKEN"),
+        ({"push_to_hub": "true", "push_dry_run": "dry"}, "--push_dry_run .*--push_to_hub"),
+        ({"push_dry_run": "texts"}, "--push_dry_run texts exists"),
+        ({"push_dry_run": "texts/a.txt"}, "--push_dry_run texts/a.txt exists"),
+    ],
+)
+def test_bad_options_are_named_before_training(options, tmp_path, monkeypatch, changes, message):
+    """Else a token is published, or a run ends in an error."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        train.main(options(TITANS, **changes))
+    assert not (tmp_path / "out").exists() or not files(tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_the_card_tells_how_to_load_it(options, tmp_path):
+    """Else whoever follows it gets an error."""
+    train.main(options(TITANS, push_dry_run=tmp_path / "dry", hub_model_id="someone/small", **SHORT))
+    text = run_clean(
+        clean_site(tmp_path), Path(__file__).with_name("card_worker.py"), tmp_path / "dry", "someone/small"
+    )
+    assert text.startswith("It was a dark night, and")
