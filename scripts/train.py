@@ -288,7 +288,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         "command": sys.argv if argv is None else argv,
         "license": args.license,
         "data": data_facts(args.train_data, args.eval_data, train_blocks, eval_blocks),
-        "arguments": {"block_length": args.block_length, "carry_memory": args.carry_memory},
+        "arguments": {name: getattr(args, name) for name in ("block_length", "packing", "carry_memory")},
     }
     metrics = save_results(trainer, facts)
     if training_args.push_to_hub:
