@@ -68,7 +68,9 @@ class TitansConfig(PreTrainedConfig):
             the memory: it stays as it is, and forgets nothing.
         memory_momentum (`bool`, defaults to `True`): Past surprise (eta, eq. 10).
         memory_forget (`bool`, defaults to `True`): Weight decay of the memory (alpha, eq. 13).
-        memory_conv_kernel (`int`, defaults to 4): Taps of the causal convolutions on q, k and v; 1 for none.
+        memory_conv_kernel (`int`, defaults to 4):
+            Taps of the causal convolutions on q, k and v; 1 for none. At first the one on k delays by a token and the
+            others do nothing: the memory begins by storing what follows a token under that token.
         memory_error_clip (`float`, *optional*, defaults to 1.0):
             Largest error |M(k) - v| that counts in full, in units of |v|; `None` for the paper's plain squared error.
 

@@ -19,7 +19,7 @@ from .cache_titans import TitansCache
 from .configuration_titans import TitansConfig
 from .input_checks import check_call, check_input_ids
 from .mixers_titans import MIXERS, MAGMixer, TitansMixer
-from .neural_memory import InitialWeights, TokenGate
+from .neural_memory import ChannelConv, InitialWeights, TokenGate
 from .packing import columns_of_call
 from .token_grid import ALL_REAL, Columns, TokenGrid
 
@@ -125,9 +125,9 @@ class TitansPreTrainedModel(PreTrainedModel):
             init.normal_(module.weight, std=std)
             if getattr(module, "bias", None) is not None:  # that of a head
                 init.zeros_(module.bias)
-        elif isinstance(module, nn.Conv1d):
-            bound = module.kernel_size[0] ** -0.5
-            init.uniform_(module.weight, -bound, bound)
+        elif isinstance(module, ChannelConv):
+            impulse = torch.arange(module.kernel_size[0]).flip(0) == module.initial_delay
+            init.copy_(module.weight, impulse.to(module.weight).expand_as(module.weight))
         elif isinstance(module, nn.RMSNorm):
             init.ones_(module.weight)
         elif isinstance(module, InitialWeights):  # the memory starts by saying nothing

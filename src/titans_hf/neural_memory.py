@@ -20,10 +20,14 @@ class HeadNorm(nn.RMSNorm):
 
 
 class ChannelConv(nn.Conv1d):
-    """One filter a channel, of as many channels as there are filters: a rank of a parallel run has a part of them."""
+    """One filter a channel, of as many channels as there are filters: a rank of a parallel run has a part of them.
 
-    def __init__(self, num_channels: int, kernel_size: int):
+    At first it hands on the token that came `initial_delay` tokens ago.
+    """
+
+    def __init__(self, num_channels: int, kernel_size: int, initial_delay: int):
         super().__init__(num_channels, num_channels, kernel_size, groups=num_channels, bias=False)
+        self.initial_delay = initial_delay
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.conv1d(x, self.weight, groups=len(self.weight))
@@ -77,8 +81,8 @@ class NeuralMemory(nn.Module):
         self.q_proj = nn.Linear(size, size, bias=False)
         self.k_proj = nn.Linear(size, size, bias=False)
         self.v_proj = nn.Linear(size, size, bias=False)
-        kernel = config.memory_conv_kernel
-        self.q_conv, self.k_conv, self.v_conv = (ChannelConv(size, kernel) if kernel > 1 else None for _ in range(3))
+        # At first what follows a token is stored under that token, and looked up by it: keys are a token late.
+        self.q_conv, self.k_conv, self.v_conv = (self._convolution(initial_delay) for initial_delay in (0, 1, 0))
         self.inner_lr = TokenGate(size, num_heads, initial_logit=0.0)  # theta
         self.momentum = TokenGate(size, num_heads, initial_logit=0.0) if config.memory_momentum else None  # eta
         self.forget = TokenGate(size, num_heads, initial_logit=-5.0) if config.memory_forget else None  # alpha
@@ -87,6 +91,10 @@ class NeuralMemory(nn.Module):
         self.norm = HeadNorm(self.head_dim, eps=config.rms_norm_eps)
         self.gate_proj = nn.Linear(size, size, bias=False)
         self.o_proj = nn.Linear(size, size, bias=False)
+
+    def _convolution(self, initial_delay: int) -> ChannelConv | None:
+        kernel = self.config.memory_conv_kernel
+        return ChannelConv(self.config.hidden_size, kernel, initial_delay) if kernel > 1 else None
 
     def initial_state(self, batch_size: int, dtype: torch.dtype) -> MemoryState:
         """The learned state before the first token, in float32 at least whatever the dtype of the model."""
