@@ -48,14 +48,34 @@ KINDS = {
 
 
 @cache
-def key_words() -> list[str]:
-    """All pairs adjective-noun of wonderwords."""
+def word_groups() -> list[list[str]]:
+    """Adjectives of keys (all pairs adjective-noun of wonderwords); a group's keys all sort before the next one's."""
+    groups: list[list[str]] = []
+    for adjective in sorted({f"{adjective}-" for adjective in _categories()["adjectives"]}):
+        if groups and adjective.startswith(groups[-1][0]):  # "old-fashioned-act" sorts between two of "old-"
+            groups[-1].append(adjective)
+        else:
+            groups.append([adjective])
+    return groups
+
+
+def draw_key(rng: random.Random) -> str:
+    """RULER draws from the sorted list of the six million keys; making that list takes half a gigabyte."""
+    nouns = sorted(set(_categories()["nouns"]))
+    place = rng.randrange(len(nouns) * sum(map(len, word_groups())))
+    for group in word_groups():
+        if place < len(group) * len(nouns):
+            return sorted(adjective + noun for adjective in group for noun in nouns)[place]
+        place -= len(group) * len(nouns)
+
+
+@cache
+def _categories() -> dict[str, list[str]]:
     try:
         import wonderwords
     except ImportError as error:
         raise ImportError("needles need the words of wonderwords: pip install -e '.[eval]'") from error
-    categories = wonderwords.RandomWord()._categories
-    return sorted({f"{adjective}-{noun}" for adjective in categories["adjectives"] for noun in categories["nouns"]})
+    return wonderwords.RandomWord()._categories
 
 
 def book_text(folder: str | Path) -> str:
@@ -72,7 +92,7 @@ def split_sentences(text: str) -> list[str]:
 
 def make_sample(rng: random.Random, kind: Kind, size: int, words: list[str]) -> dict:
     """One needle in `size` sentences of noise, or in the first `size` words."""
-    key = rng.choice(key_words())
+    key = draw_key(rng)
     if kind.values == "numbers":
         value = str(rng.randint(10**6, 10**7 - 1))
     else:
@@ -133,13 +153,18 @@ def make_samples(
     size = 1
     for index in range(number):
         draw = partial(_draw, f"{seed}/{length}/{index}", kind, words)
-        size = largest(lambda n, draw=draw: count(prompt_of(draw(n))) + GENERATED_TOKENS <= length, size)
+
+        def fits(size: int, draw=draw) -> bool:
+            enough = kind.in_noise or size <= len(words)
+            return enough and count(prompt_of(draw(size))) + GENERATED_TOKENS <= length
+
+        size = largest(fits, size)
         if not size:
             raise ValueError(
                 f"length {length} is too short for {name}: with the {GENERATED_TOKENS} tokens to be generated, its "
                 f"shortest prompt takes {count(prompt_of(draw(1))) + GENERATED_TOKENS} tokens of this tokenizer"
             )
-        if not kind.in_noise and size >= len(words):
+        if not kind.in_noise and size == len(words):
             raise ValueError(f"length {length} is more than the {len(words):,} words of the books can fill")
         sample = draw(size)
         tokens = count(prompt_of(sample)) + GENERATED_TOKENS

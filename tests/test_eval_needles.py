@@ -4,6 +4,7 @@ import importlib
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from training_data import byte_tokenizer
@@ -19,13 +20,23 @@ TOKENIZER = byte_tokenizer()
 
 @pytest.fixture(scope="module")
 def official():
-    """lm-eval's module, which looks for nltk's data as it is imported."""
+    """lm-eval's module, which sorts all keys and looks for nltk's data as it is imported."""
+    words = {
+        "nouns": ["act", "yak", "fashion", "zoo"],
+        "adjectives": ["old", "old-fashioned", "new", "older"],
+        "verbs": [],
+    }
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("wonderwords.RandomWord", lambda: SimpleNamespace(_categories=words))
+        needles._categories.cache_clear()
+        needles.word_groups.cache_clear()
         patch.setattr("nltk.data.find", lambda name: None)
         module = importlib.import_module("lm_eval.tasks.ruler.prepare_niah")
         utils = importlib.import_module("lm_eval.tasks.ruler.niah_utils")
         patch.setattr(module, "cached_sent_tokenize", needles.split_sentences)
         yield module, utils.TEMPLATE
+    needles._categories.cache_clear()
+    needles.word_groups.cache_clear()
 
 
 @pytest.mark.parametrize("name", needles.KINDS)
@@ -50,9 +61,10 @@ def test_samples_are_those_of_lm_eval(official, name, size):
         assert query in sample["gen_prefix"]
 
 
-def test_words_depths_and_noise_are_those_of_lm_eval(official):
+def test_keys_depths_and_noise_are_those_of_lm_eval(official):
     module, _ = official
-    assert needles.key_words() == module.WORDS
+    for seed in range(200):
+        assert needles.draw_key(random.Random(seed)) == random.Random(seed).choice(module.WORDS)
     assert [int(depth) for depth in module.DEPTHS] == needles.DEPTHS
     assert module.get_haystack("repeat") == needles.NOISE
     assert module.NUM_SAMPLES == needles.NUM_SAMPLES
