@@ -1,12 +1,27 @@
 """BABILong from bAbI's own files and a folder of books: facts hidden in a novel, in their order, at random places."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import cycle, islice
+from pathlib import Path
 
 import numpy as np
 from needles import SEED, largest, split_sentences, token_counter
 from transformers import PreTrainedTokenizerBase
+
+
+def read_stories(data: str | Path, task: str) -> str:
+    """The test file of qa1, qa2, ..."""
+    files = list(Path(data).glob(f"babi/en-10k/{task}_*_test.txt"))
+    if len(files) != 1:
+        raise FileNotFoundError(f"the data folder {data} holds no babi/en-10k/{task}_*_test.txt")
+    return files[0].read_text(encoding="utf-8")
+
+
+def check_facts(stories: str, count: Callable[[str], int], length: int) -> None:
+    """Raises if the facts of no question fit into `length` tokens."""
+    if not any(count(" ".join(facts)) <= length for facts, _, _ in read_questions(stories)):
+        raise ValueError(f"length {length} is too short for the facts of any question")
 
 
 def read_questions(stories: str) -> Iterator[tuple[list[str], str, str]]:

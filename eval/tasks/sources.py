@@ -104,7 +104,7 @@ def _hellaswag_row(context: str, label: str, *endings: str) -> dict:
 
 
 def wikitext_pages(data) -> list[str]:
-    """The articles as EleutherAI/wikitext_document_level cuts them; blank lines, lost here, are those of another copy."""
+    """The articles as EleutherAI/wikitext_document_level cuts them; lost blank lines are taken from another copy."""
     lines = iter(local_file(data, "wikitext/wiki.test.raw").read_text(encoding="utf-8").split("\n"))
     layout = local_file(data, "wikitext/wikitext-2/test.txt").read_text(encoding="utf-8").split("\n")
     pages: list[list[str]] = [[]]
@@ -143,12 +143,9 @@ def niah_accuracy(doc: dict, results: list[str]) -> dict[str, float]:
 
 
 def babilong_books(qa_split, data=None, max_seq_lengths=0, samples=None, **kwargs) -> dict[str, Dataset]:
-    (facts,) = local_file(data, "babi/en-10k").glob(f"{qa_split}_*_test.txt")
     book = _book(local_file(data, HAYSTACK), get_tokenizer(resolve_tokenizer_name(kwargs)))
-    rows = list(islice(babilong.make_samples(facts.read_text(), book, max_seq_lengths), samples))
-    if not rows:
-        raise ValueError(f"length {max_seq_lengths} is too short for the facts of any question of {qa_split}")
-    return {qa_split: Dataset.from_list(rows)}
+    rows = babilong.make_samples(babilong.read_stories(data, qa_split), book, max_seq_lengths)
+    return {qa_split: Dataset.from_list(list(islice(rows, samples)))}
 
 
 @cache
