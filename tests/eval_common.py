@@ -4,21 +4,14 @@ import bz2
 import hashlib
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 from datasets import Dataset
-
-pytest.importorskip("lm_eval")
-pytest.importorskip("wonderwords")
 from lm_eval.api.model import LM
 
 EVAL = Path(__file__).parents[1] / "eval"
 SHARED = Path(__file__).parents[2] / "shared" / "data"
-sys.path.insert(0, str(EVAL))
-sys.path.insert(0, str(EVAL / "tasks"))
-
 needs_shared_data = pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data is absent")
 BOOK = "It was dark. Mr. Darcy came! 'Who is there?' she said. Nobody was. The wind (it blew.) fell.\n" * 400
 STORIES = {

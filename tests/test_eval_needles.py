@@ -2,8 +2,6 @@
 
 import importlib
 import random
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +9,6 @@ from training_data import byte_tokenizer
 
 pytest.importorskip("lm_eval")
 pytest.importorskip("wonderwords")
-sys.path.insert(0, str(Path(__file__).parents[1] / "eval"))
 import needles
 
 TEXT = "It was dark. Mr. Darcy came! 'Who is there?' she said. Nobody was. The wind (it blew.) fell. " * 400

@@ -2,6 +2,10 @@
 
 import pytest
 from datasets import Dataset
+from training_data import byte_tokenizer
+
+pytest.importorskip("lm_eval")
+pytest.importorskip("wonderwords")
 from eval_common import BOOK, EVAL, SHARED, RuleLM, make_data, needs_shared_data
 from lm_eval import simple_evaluate
 from lm_eval.api.task import ConfigurableTask
@@ -9,7 +13,6 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.tasks.ruler import common_utils as ruler
 from local_task import OFFICIAL
-from training_data import byte_tokenizer
 
 # The items of make_data as the Hub's data sets have them.
 ARC = [
