@@ -153,7 +153,10 @@ def run(units: list[Unit], checkpoint: Checkpoint, args: argparse.Namespace) -> 
     lm = load_lm(checkpoint, args.batch_size, args.device, args.dtype)
     for number, unit in enumerate(left, 1):
         print(f"{checkpoint.label}: {unit} ({number} of {len(left)})", flush=True)
-        result = evaluate(lm, unit, checkpoint, args)
+        try:
+            result = evaluate(lm, unit, checkpoint, args)
+        except ConnectionError as error:
+            raise ConnectionError(f"{unit}: {error}; --data takes the data from a folder") from error
         save(paths[unit], {"settings": settings[unit], **result})
 
 
@@ -180,5 +183,5 @@ def main(argv: list[str] | None = None) -> None:
 if __name__ == "__main__":
     try:
         main()
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, ConnectionError) as error:
         raise SystemExit(f"error: {error}") from error

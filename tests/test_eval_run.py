@@ -88,6 +88,7 @@ def test_scores_are_those_of_lm_eval_hf(evaluate, data, models):
         assert result["documents"] == theirs["n-samples"][names[key]]["effective"]
 
 
+@pytest.mark.slow
 def test_the_batch_size_changes_no_score(evaluate, tmp_path):
     suite = [*FAST, "wikitext_whole", "babilong_qa1"]
     one, many = (evaluate("mistral", suite=suite, lengths=1024, output=tmp_path / str(n), batch_size=n) for n in (1, 8))
@@ -157,6 +158,7 @@ def test_an_interruption_loses_only_the_task_in_progress(evaluate, monkeypatch, 
     assert {key: r["metrics"] for key, r in resumed.items()} == {key: r["metrics"] for key, r in whole.items()}
 
 
+@pytest.mark.slow
 def test_several_models_share_the_tables_and_plots(evaluate, tmp_path):
     suite = ["piqa", "boolq", "social_iqa", "niah_single_1", "babilong_qa1"]
     evaluate("mistral", "titans", suite=suite, lengths="1024", limit=1)
