@@ -98,11 +98,11 @@ def _cut(mask: Tensor, keep: int) -> int:
     return int((mask.sum(1) - keep).clamp(min=0).sum())
 
 
-def load_lm(checkpoint: Checkpoint, batch_size: int, device: str | None, dtype: str) -> LM:
-    """lm-eval's model: the class for Titans where it is one, else what "hf" is."""
+def load_lm(checkpoint: Checkpoint, batch_size: int, device: str | None, dtype: str, max_length: int | None) -> LM:
+    """lm-eval's model: the class for Titans where it is one, which takes any length, else what "hf" is."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model_class = CountingHFLM
+    options = {"pretrained": checkpoint.path, "batch_size": batch_size, "device": device, "dtype": dtype}
     if checkpoint.model_type == "titans" and find_spec("titans_lm"):
         import_module("titans_lm")  # registers it
-        model_class = get_model("titans")
-    return model_class(pretrained=checkpoint.path, batch_size=batch_size, device=device, dtype=dtype)
+        return get_model("titans")(**options)
+    return CountingHFLM(**options, max_length=max_length)

@@ -47,10 +47,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, help="only so many documents of a task, to try it out")
     parser.add_argument("--lengths", type=int, nargs="+", help="context lengths in tokens, for needles and BABILong")
     parser.add_argument("--batch_size", type=int, default=8)
+    parser.add_argument(
+        "--max_length", type=int, help="context of models other than Titans, if not their own limit: it takes memory"
+    )
     parser.add_argument("--device", help="as in cpu or cuda:0; default: the GPU if there is one")
     parser.add_argument("--dtype", default="auto", help="of the weights: auto (as saved), float32, bfloat16, ...")
     args = parser.parse_args(argv)
-    for name in ("limit", "batch_size"):
+    for name in ("limit", "batch_size", "max_length"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ValueError(f"--{name} {value}: must be at least 1")
     if args.lengths and min(args.lengths) < 0:
@@ -82,6 +85,7 @@ def settings_of(unit: Unit, checkpoint: Checkpoint, args: argparse.Namespace) ->
         "data": data,
         "limit": args.limit,
         "dtype": args.dtype,
+        "max_length": None if checkpoint.model_type == "titans" else args.max_length,
         "code": digest(CODE),
         "lm_eval": version("lm_eval"),
     }
@@ -150,7 +154,7 @@ def run(units: list[Unit], checkpoint: Checkpoint, args: argparse.Namespace) -> 
         print(f"{checkpoint.label}: {len(units) - len(left)} of {len(units)} tasks are done already and skipped")
     if not left:
         return
-    lm = load_lm(checkpoint, args.batch_size, args.device, args.dtype)
+    lm = load_lm(checkpoint, args.batch_size, args.device, args.dtype, args.max_length)
     for number, unit in enumerate(left, 1):
         print(f"{checkpoint.label}: {unit} ({number} of {len(left)})", flush=True)
         try:

@@ -181,9 +181,10 @@ def test_results_of_another_limit_stay_out_of_the_tables(evaluate, capsys):
     assert len(evaluate("titans", suite=["piqa"], limit=1)) == 2
 
 
-def test_cut_tokens_are_counted_and_told(evaluate, models, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoints.CountingHFLM, "max_length", 600)
-    found = evaluate("mistral", suite=["niah_single_1", "lambada_openai"], lengths=1024, limit=2)
+def test_cut_tokens_are_counted_and_told(evaluate, tmp_path):
+    # 600 tokens of 1024, of which 128 are generated.
+    suite = ["niah_single_1", "lambada_openai"]
+    found = evaluate("mistral", suite=suite, lengths=1024, limit=2, max_length=600)
     needle = found["mistral", "niah_single_1", 1024]
     assert 2 * (1024 - 89 - 600) < needle["cut_tokens"] <= 2 * (1024 - 600)
     assert found["mistral", "lambada_openai", None]["cut_tokens"] == 0
