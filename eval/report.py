@@ -63,7 +63,7 @@ def score(results: Results, model: str, task: str, metric: str, length: int | No
 def cell(value: Score | None) -> str:
     if value is None:
         return "–"
-    return f"{value[0]:.2f}" if value[1] is None else f"{value[0]:.2f} ±{value[1]:.2f}"
+    return " ±".join(f"{x:.2f}" if x < 1e5 else f"{x:.3g}" for x in value if x is not None)
 
 
 def mean(values: list[Score | None]) -> Score | None:

@@ -69,23 +69,24 @@ def evaluate(data, models, tmp_path):
 def test_scores_are_those_of_lm_eval_hf(evaluate, data, models):
     found = evaluate("mistral", suite=[*FAST, "niah_single_2"], lengths=1024, limit=2, batch_size=2)
     metadata = {"data": str(data), "tokenizer": str(models / "mistral"), "max_seq_lengths": [1024], "samples": 2}
-    names = {key: suites.TASKS[key[1]].local for key in found}
-    theirs = simple_evaluate(
-        "hf",
-        {"pretrained": str(models / "mistral"), "dtype": "auto"},
-        tasks=list(names.values()),
-        batch_size=2,
-        device="cpu",
-        limit=2,
-        bootstrap_iters=0,
-        task_manager=TaskManager(include_path=str(EVAL / "tasks"), include_defaults=False, metadata=metadata),
-    )
+    manager = TaskManager(include_path=str(EVAL / "tasks"), include_defaults=False, metadata=metadata)
     assert len(found) == 9
-    for key, result in found.items():
-        expected = theirs["results"][names[key]]
-        values = {name: value for name, value in result["metrics"].items() if "stderr" not in name}
-        assert values == {name: expected[f"{name},none"] for name in values}
-        assert result["documents"] == theirs["n-samples"][names[key]]["effective"]
+    for (_, task, _), result in found.items():
+        name = suites.TASKS[task].local
+        # Tasks one by one: lm-eval puts the requests of several into the same batches, which changes the rounding.
+        theirs = simple_evaluate(
+            "hf",
+            {"pretrained": str(models / "mistral"), "dtype": "auto"},
+            tasks=[name],
+            batch_size=2,
+            device="cpu",
+            limit=2,
+            bootstrap_iters=0,
+            task_manager=manager,
+        )
+        values = {metric: value for metric, value in result["metrics"].items() if "stderr" not in metric}
+        assert values == {metric: theirs["results"][name][f"{metric},none"] for metric in values}
+        assert result["documents"] == theirs["n-samples"][name]["effective"]
 
 
 @pytest.mark.slow
