@@ -55,6 +55,7 @@ class Book:
         self.sentences, self.count = split_sentences(text), token_counter(tokenizer)
         tokens = tokenizer([f" {sentence}" for sentence in self.sentences], verbose=False).input_ids
         self._ends = np.cumsum([0, *map(len, tokens)])
+        self.mean = self._ends[-1] / len(self.sentences)
 
     def read(self, start: int, size: int) -> list[str]:
         return list(islice(cycle(self.sentences), start, start + size))
@@ -82,6 +83,8 @@ def make_samples(stories: str, book: Book, length: int, seed: int = SEED) -> Ite
             def hidden(size: int, facts=facts, places=places, start=start) -> str:
                 return hide(facts, places, book.read(start, size))
 
-            size = largest(lambda n, hidden=hidden: book.count(hidden(n)) <= length, book.size(start, room))
-            context = hidden(size)
+            size = book.size(start, room)
+            for _ in range(2):  # joined sentences take other numbers of tokens; counting a million takes long
+                size = max(0, size + int((length - book.count(hidden(size))) / book.mean))
+            context = hidden(largest(lambda n, hidden=hidden: book.count(hidden(n)) <= length, size))
         yield {"input": context, "question": question, "target": answer}
