@@ -1,4 +1,4 @@
-"""Fixtures for tiny runs of scripts/train.py, whose modules tests can import."""
+"""Fixtures for tiny runs of scripts/train.py. Tests can import its modules, and those of eval/."""
 
 import json
 import sys
@@ -6,7 +6,8 @@ import sys
 import pytest
 from tiny_run import LLAMA, SCRIPT
 
-sys.path.insert(0, str(SCRIPT.parent))
+EVAL = SCRIPT.parents[1] / "eval"
+sys.path[:0] = map(str, (SCRIPT.parent, EVAL, EVAL / "tasks"))
 
 
 @pytest.fixture

@@ -1,0 +1,108 @@
+"""The models to evaluate: what has to be there before anything is run, what identifies them, lm-eval's view of them."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from lm_eval.api.model import LM
+from lm_eval.api.registry import get_model
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+
+import titans_hf  # noqa: F401  registers the model type "titans"
+
+# What a checkpoint's scores depend on; a README or a trainer's state may change.
+PARTS = ("*.safetensors", "*.bin", "*.py", "config.json", "generation_config.json", "*token*", "vocab*", "merges*")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder or a name on the Hub. `fingerprint` changes with its weights, configuration and tokenizer."""
+
+    path: str
+    label: str
+    model_type: str
+    fingerprint: str
+    tokenizer: PreTrainedTokenizerBase
+
+
+def read_checkpoints(paths: list[str]) -> list[Checkpoint]:
+    labels = [Path(path).resolve().name if Path(path).exists() else path.replace("/", "--") for path in paths]
+    if twice := [label for label, number in Counter(labels).items() if number > 1]:
+        raise ValueError(f"two models are called {twice[0]}: their folders' names label the results")
+    return [_read(path, label) for path, label in zip(paths, labels, strict=True)]
+
+
+def _read(path: str, label: str) -> Checkpoint:
+    folder = Path(path)
+    if folder.exists() and not ((folder / "config.json").is_file() and _files(folder, ("*.safetensors", "*.bin"))):
+        raise ValueError(f"MODEL {path} is not a checkpoint: it holds no config.json with weights")
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        where = "its config.json does not load" if folder.exists() else "no such folder, nor to be had from the Hub"
+        raise ValueError(f"MODEL {path} is not a checkpoint: {where}") from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        found = bool(tokenizer("a b").input_ids)
+    except Exception as error:  # whatever a class does without its files
+        raise ValueError(f"MODEL {path} has no tokenizer: save it beside the weights") from error
+    if not found:
+        raise ValueError(f"MODEL {path} has no tokenizer: save it beside the weights")
+    fingerprint = digest(_files(folder, PARTS)) if folder.exists() else f"{path}@{config._commit_hash}"
+    return Checkpoint(path, label, config.model_type, fingerprint, tokenizer)
+
+
+def _files(folder: Path, patterns: Iterable[str]) -> tuple[Path, ...]:
+    return tuple(sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}))
+
+
+@cache
+def digest(paths: tuple[Path, ...]) -> str:
+    """What identifies the contents of files and folders."""
+    total = hashlib.sha256()
+    for path in paths:
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if file.is_file() and "__pycache__" not in file.parts:
+                with file.open("rb") as stream:
+                    total.update(f"{file.name} {hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
+    return total.hexdigest()[:16]
+
+
+class CountingHFLM(HFLM):
+    """lm-eval's "hf", which also counts the tokens that it cuts from prompts longer than the model's limit."""
+
+    cut_tokens = 0
+
+    def _loglikelihood_tokens(self, requests: list[tuple], *args, **kwargs) -> list[tuple[float, bool]]:
+        lengths = [len(context) + len(continuation) for _, context, continuation in requests]
+        self.cut_tokens += sum(max(0, length - self.max_length - 1) for length in lengths)
+        return super()._loglikelihood_tokens(requests, *args, **kwargs)
+
+    def tok_batch_encode(self, strings: list[str], padding_side="left", left_truncate_len=None, truncation=False):
+        ids, mask = super().tok_batch_encode(strings, padding_side, None, truncation)
+        if left_truncate_len is None:
+            return ids, mask
+        self.cut_tokens += _cut(mask, left_truncate_len)
+        return ids[:, -left_truncate_len:], mask[:, -left_truncate_len:]
+
+
+def _cut(mask: Tensor, keep: int) -> int:
+    return int((mask.sum(1) - keep).clamp(min=0).sum())
+
+
+def load_lm(checkpoint: Checkpoint, batch_size: int, device: str | None, dtype: str, max_length: int | None) -> LM:
+    """lm-eval's model: the class for Titans where it is one, which takes any length, else what "hf" is."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    options = {"pretrained": checkpoint.path, "batch_size": batch_size, "device": device, "dtype": dtype}
+    if checkpoint.model_type == "titans" and find_spec("titans_lm"):
+        import_module("titans_lm")  # registers it
+        return get_model("titans")(**options)
+    return CountingHFLM(**options, max_length=max_length)

@@ -1,0 +1,195 @@
+"""The single needles of RULER (niah_single_1, 2 and 3), as in lm-eval's tasks of these names, without the network.
+
+Wording, order of random draws, depths and answers are those of lm_eval/tasks/ruler/prepare_niah.py, which cannot be
+imported offline. Two things differ. A sample is as long as fits into the asked length, to the sentence of noise or the
+word of a book, where RULER's size grows in steps. And sentences end where a regular expression says so.
+"""
+
+import random
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+SEED = 42
+NUM_SAMPLES = 500
+GENERATED_TOKENS = 128
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+NEEDLE = "One of the special magic {values} for {key} is: {value}."
+PROMPT = (
+    "A special magic {value_name} is hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the {value_name} afterwards.\n{context}\n"
+    "What is the special magic {value_name} for {key} mentioned in the provided text?"
+)
+PREFIX = "The special magic {value_name} for {key} mentioned in the provided text is"
+DEPTHS = np.linspace(0, 100, num=40).round().astype(int).tolist()
+# A full stop after a title or an initial ends no sentence.
+SENTENCE_END = re.compile(r"(?<!\bMr\.)(?<!\bMrs\.)(?<!\bDr\.)(?<!\bSt\.)(?<!\b[A-Z]\.)(?<=[.!?])([\"')]*)\s+")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is hidden (numbers or uuids), and whether in repeated noise or in the words of a text."""
+
+    values: str
+    in_noise: bool = False
+
+
+KINDS = {
+    "niah_single_1": Kind("numbers", in_noise=True),
+    "niah_single_2": Kind("numbers"),
+    "niah_single_3": Kind("uuids"),
+}
+
+
+@cache
+def word_groups() -> list[list[str]]:
+    """Adjectives of keys (all pairs adjective-noun of wonderwords); a group's keys all sort before the next one's."""
+    groups: list[list[str]] = []
+    for adjective in sorted({f"{adjective}-" for adjective in _categories()["adjectives"]}):
+        if groups and adjective.startswith(groups[-1][0]):  # "old-fashioned-act" sorts between two of "old-"
+            groups[-1].append(adjective)
+        else:
+            groups.append([adjective])
+    return groups
+
+
+def draw_key(rng: random.Random) -> str:
+    """RULER draws from the sorted list of the six million keys; making that list takes half a gigabyte."""
+    nouns = sorted(set(_categories()["nouns"]))
+    place = rng.randrange(len(nouns) * sum(map(len, word_groups())))
+    for group in word_groups():
+        if place < len(group) * len(nouns):
+            return sorted(adjective + noun for adjective in group for noun in nouns)[place]
+        place -= len(group) * len(nouns)
+
+
+@cache
+def _categories() -> dict[str, list[str]]:
+    try:
+        import wonderwords
+    except ImportError as error:
+        raise ImportError("needles need the words of wonderwords: pip install -e '.[eval]'") from error
+    return wonderwords.RandomWord()._categories
+
+
+def book_text(folder: str | Path) -> str:
+    """The books of a folder, one after the other, every run of white space a space."""
+    files = sorted(Path(folder).glob("*.txt"))
+    if not files:
+        raise FileNotFoundError(f"{folder} holds no .txt files to hide needles in")
+    return " ".join(" ".join(file.read_text(encoding="utf-8").split()) for file in files)
+
+
+def split_sentences(text: str) -> list[str]:
+    return SENTENCE_END.sub(r"\1\n", text).split("\n")
+
+
+def make_sample(rng: random.Random, kind: Kind, size: int, words: list[str]) -> dict:
+    """One needle in `size` sentences of noise, or in the first `size` words."""
+    key = draw_key(rng)
+    if kind.values == "numbers":
+        value = str(rng.randint(10**6, 10**7 - 1))
+    else:
+        value = str(uuid.UUID(int=rng.getrandbits(128), version=4))
+    needle = NEEDLE.format(values=kind.values, key=key, value=value)
+    if kind.in_noise:
+        sentences = [NOISE] * size
+        sentences.insert(rng.sample(range(size), 1)[0], needle)
+        context = "\n".join(sentences)
+    else:
+        sentences = split_sentences(" ".join(words[:size]))
+        place = int(len(sentences) * (rng.sample(DEPTHS, 1)[0] / 100))
+        context = " ".join([" ".join(sentences[:place]), needle, " ".join(sentences[place:])])
+    names = {"value_name": kind.values.removesuffix("s"), "key": key}
+    return {
+        "input": PROMPT.format(context=context, **names),
+        "outputs": [value],
+        "gen_prefix": PREFIX.format(**names),
+    }
+
+
+def token_counter(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int]:
+    return lambda text: len(tokenizer(text, verbose=False).input_ids)
+
+
+def prompt_of(sample: dict) -> str:
+    """What the model reads, as lm-eval joins it."""
+    return f"{sample['input']} {sample['gen_prefix']}"
+
+
+def largest(fits: Callable[[int], bool], start: int) -> int:
+    """The largest size that fits, 0 if none does: in steps that double, then halve, from a first guess."""
+    size, step = max(start, 1), 1
+    while size > 0 and not fits(size):
+        size, step = size - step, step * 2
+    size, step = max(size, 0), 1
+    while fits(size + step):
+        size, step = size + step, step * 2
+    while step := step // 2:
+        if fits(size + step):
+            size += step
+    return size
+
+
+def make_samples(
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    number: int = NUM_SAMPLES,
+    text: str = "",
+    seed: int = SEED,
+) -> Iterator[dict]:
+    """`number` samples of a kind: prompt, prefix and the 128 tokens to be generated fill at most `length` tokens.
+
+    Sample i is the same however many there are.
+    """
+    kind, words, count = KINDS[name], text.split(), token_counter(tokenizer)
+    size = 1
+    for index in range(number):
+        draw = partial(_draw, f"{seed}/{length}/{index}", kind, words)
+
+        def fits(size: int, draw=draw) -> bool:
+            enough = kind.in_noise or size <= len(words)
+            return enough and count(prompt_of(draw(size))) + GENERATED_TOKENS <= length
+
+        size = largest(fits, size)
+        if not size:
+            raise ValueError(
+                f"length {length} is too short for {name}: with the {GENERATED_TOKENS} tokens to be generated, its "
+                f"shortest prompt takes {count(prompt_of(draw(1))) + GENERATED_TOKENS} tokens of this tokenizer"
+            )
+        if not kind.in_noise and size == len(words):
+            raise ValueError(f"length {length} is more than the {len(words):,} words of the books can fill")
+        sample = draw(size)
+        tokens = count(prompt_of(sample)) + GENERATED_TOKENS
+        yield {"index": index, **sample, "length": tokens, "max_length": length}
+
+
+def _draw(seed: str, kind: Kind, words: list[str], size: int) -> dict:
+    return make_sample(random.Random(seed), kind, size, words)
+
+
+def passkey_document(rng: random.Random, tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[str, str]:
+    """Training data for niah_single_1: a prompt as the task puts it, and the answer that goes on from it.
+
+    Both together fill at most `length` tokens, to the sentence of noise.
+    """
+    draw, count = partial(_draw, str(rng.getrandbits(64)), KINDS["niah_single_1"], []), token_counter(tokenizer)
+
+    def document(size: int) -> tuple[str, str]:
+        sample = draw(size)
+        return prompt_of(sample), f" {sample['outputs'][0]}."
+
+    # A sentence of noise takes the same number of tokens each time: the first guess is all but right.
+    shortest, longer = (count("".join(document(size))) for size in (1, 11))
+    guess = 1 + 10 * (length - shortest) // (longer - shortest)
+    size = largest(lambda n: count("".join(document(n))) <= length, guess)
+    if not size:
+        raise ValueError(f"length {length} is too short for a pass-key: the shortest document takes {shortest} tokens")
+    return document(size)
