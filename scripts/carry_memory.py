@@ -15,7 +15,9 @@ from titans_hf.cache_titans import LayerState, TitansCacheLayer
 from titans_hf.memory_state import MemoryState
 
 
-def check_carry_memory(config: PreTrainedConfig, args: TrainingArguments, max_eval_blocks: int | None) -> None:
+def check_carry_memory(
+    config: PreTrainedConfig, args: TrainingArguments, max_eval_blocks: int | None, packing: bool
+) -> None:
     """Raises ValueError for options that cannot be combined with --carry_memory."""
     refused = {
         f"a {config.model_type} model, which has no memory": config.model_type != "titans",
@@ -27,6 +29,7 @@ def check_carry_memory(config: PreTrainedConfig, args: TrainingArguments, max_ev
         ),
         "--auto_find_batch_size: the rows of a batch are fixed": args.auto_find_batch_size,
         "several GPUs in one process: use accelerate launch": args.n_gpu > 1,
+        "--packing false: no document is longer than a block": not packing,
         "--max_eval_blocks: blocks are evaluated one after the other": max_eval_blocks is not None,
     }
     for reason, holds in refused.items():

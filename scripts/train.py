@@ -65,7 +65,7 @@ class ScriptArguments:
         default=True,
         metadata={
             "help": "All documents as one stream, cut into blocks. False: every document is a sequence of its own, of "
-            "at most --block_length tokens."
+            "at most --block_length tokens; with columns prompt and completion only completions are learnt."
         },
     )
     tokens_per_step: int = field(
@@ -241,8 +241,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     tokenizer = load_tokenizer(args.tokenizer)
     config = load_config(args.config, args.config_overrides, tokenizer)
     if args.carry_memory:
-        check_carry_memory(config, training_args, args.max_eval_blocks)
-        training_args.remove_unused_columns = False  # the trainer itself takes some
+        check_carry_memory(config, training_args, args.max_eval_blocks, args.packing)
+    training_args.remove_unused_columns = False  # the collators take all there are
     training_args.train_sampling_strategy = training_args.train_sampling_strategy or (
         "sequential" if args.carry_memory else "random"
     )

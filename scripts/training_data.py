@@ -1,8 +1,9 @@
 """Text for training: a tokenizer, documents, and the fixed-length blocks that they are cut into."""
 
 import glob
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -58,37 +59,42 @@ def load_splits(source: str, split: str, dataset_config: str | None) -> dict[str
 
 
 def cut_blocks(
-    documents: Dataset, column: str, tokenizer: PreTrainedTokenizerBase, block_length: int
-) -> Iterator[dict[str, np.ndarray]]:
+    documents: Dataset, columns: Sequence[str], tokenizer: PreTrainedTokenizerBase, block_length: int
+) -> Iterator[dict[str, np.ndarray | int]]:
     """All documents as one stream, each ended by eos, in blocks of which only the last may be shorter."""
     rest = np.empty(0, dtype=np.int32)
     for batch in documents.iter(batch_size=8):
         # Text that looks like a special token ("</s>") is text.
-        encoded = tokenizer(batch[column], add_special_tokens=False, split_special_tokens=True, verbose=False)
+        encoded = tokenizer(batch[columns[0]], add_special_tokens=False, split_special_tokens=True, verbose=False)
         pieces = [np.array([*tokens, tokenizer.eos_token_id], dtype=np.int32) for tokens in encoded["input_ids"]]
         stream = np.concatenate([rest, *pieces])
         end = len(stream) - len(stream) % block_length
         for block in stream[:end].reshape(-1, block_length):
-            yield {"input_ids": block}
+            yield {"input_ids": block, "prompt_length": 0}
         rest = stream[end:]
     # A single token can only be the last eos, and leaves nothing to predict: its mean loss would be 0 / 0.
     if len(rest) > 1:
-        yield {"input_ids": rest}
+        yield {"input_ids": rest, "prompt_length": 0}
 
 
 def whole_documents(
-    documents: Dataset, column: str, tokenizer: PreTrainedTokenizerBase, block_length: int
-) -> Iterator[dict[str, np.ndarray]]:
-    """Every document as a block of its own, ended by eos. Raises ValueError for one of more than `block_length`."""
-    for i, text in enumerate(documents[column]):
-        tokens = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
-        if len(tokens) >= block_length:
+    documents: Dataset, columns: Sequence[str], tokenizer: PreTrainedTokenizerBase, block_length: int
+) -> Iterator[dict[str, np.ndarray | int]]:
+    """Every document as a block of its own, ended by eos; of two columns, the first is a prompt, not to be learnt.
+
+    Raises ValueError for one of more than `block_length` tokens.
+    """
+    for i, document in enumerate(documents):
+        texts = [document[column] for column in columns]
+        parts = tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+        tokens = [*itertools.chain(*parts), tokenizer.eos_token_id]
+        if len(tokens) > block_length:
             raise ValueError(
-                f"document {i} has {len(tokens) + 1} tokens with its eos, more than --block_length {block_length}: "
+                f"document {i} has {len(tokens)} tokens with its eos, more than --block_length {block_length}: "
                 "without --packing none is cut"
             )
-        if tokens:
-            yield {"input_ids": np.array([*tokens, tokenizer.eos_token_id], dtype=np.int32)}
+        if len(tokens) > 1:
+            yield {"input_ids": np.array(tokens, dtype=np.int32), "prompt_length": sum(map(len, parts[:-1]))}
 
 
 def count_tokens(blocks: Dataset) -> int:
@@ -96,24 +102,35 @@ def count_tokens(blocks: Dataset) -> int:
     return sum(pc.sum(length).as_py() for length in lengths)
 
 
+def text_columns(documents: Dataset, column: str, packing: bool) -> list[str]:
+    """The columns that hold the text: the given one, or a prompt and its completion."""
+    if column in documents.column_names:
+        return [column]
+    found = ", ".join(documents.column_names)
+    if not {"prompt", "completion"} <= set(documents.column_names):
+        raise ValueError(f"the data has no --text_column {column}, nor a prompt and a completion, only {found}")
+    if packing:
+        raise ValueError(f"the data has no --text_column {column}, only {found}: these need --packing false")
+    return ["prompt", "completion"]
+
+
 def make_blocks(
     documents: Dataset, column: str, tokenizer: PreTrainedTokenizerBase, block_length: int, packing: bool = True
 ) -> tuple[Dataset, float]:
     """The blocks, cached on disk, and how many tokens a byte of their text takes."""
-    if column not in documents.column_names:
-        raise ValueError(f"the data has no --text_column {column}, only {', '.join(documents.column_names)}")
-    documents = documents.select_columns(column)
-    text_bytes = pc.sum(pc.binary_length(documents.data.column(column))).as_py()
+    columns = text_columns(documents, column, packing)
+    documents = documents.select_columns(columns)
+    text_bytes = sum(pc.sum(pc.binary_length(documents.data.column(column))).as_py() or 0 for column in columns)
     if not text_bytes:
         raise ValueError("the data holds no text")
     cut = cut_blocks if packing else whole_documents
     try:
         blocks = Dataset.from_generator(
             cut,
-            features=Features({"input_ids": List(Value("int32"))}),
+            features=Features({"input_ids": List(Value("int32")), "prompt_length": Value("int32")}),
             gen_kwargs={
                 "documents": documents,
-                "column": column,
+                "columns": tuple(columns),  # a list would be shared out among processes
                 "tokenizer": tokenizer,
                 "block_length": block_length,
             },
@@ -156,8 +173,10 @@ def load_blocks(
 
 def collate(blocks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Pads a short block on the right, where no other token of a causal model sees it."""
-    labels = pad_sequence([block["input_ids"] for block in blocks], batch_first=True, padding_value=-100)
-    batch = {"input_ids": labels.clamp(min=0), "labels": labels}
-    if (labels == -100).any():
-        batch["attention_mask"] = (labels != -100).long()
+    ids = pad_sequence([block["input_ids"] for block in blocks], batch_first=True, padding_value=-100)
+    prompt_lengths = torch.stack([block["prompt_length"] for block in blocks])
+    labels = ids.masked_fill(torch.arange(ids.shape[1]) < prompt_lengths[:, None], -100)
+    batch = {"input_ids": ids.clamp(min=0), "labels": labels}
+    if (ids == -100).any():
+        batch["attention_mask"] = (ids != -100).long()
     return batch

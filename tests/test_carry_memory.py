@@ -152,6 +152,7 @@ def test_batches_that_are_no_lanes_are_refused(tmp_path):
         (TITANS, {"train_sampling_strategy": "random"}, "--train_sampling_strategy random"),
         (TITANS, {"auto_find_batch_size": "true"}, "--auto_find_batch_size"),
         (TITANS, {"max_eval_blocks": 1}, "--max_eval_blocks"),
+        (TITANS, {"packing": "false"}, "--packing false"),
     ],
 )
 def test_what_cannot_be_combined_is_refused(options, tmp_path, model, changes, message):

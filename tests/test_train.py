@@ -3,6 +3,7 @@
 import json
 import math
 import subprocess
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,27 @@ def test_without_packing_every_document_is_a_block():
         data.make_blocks(documents, "text", tokenizer, 7, packing=False)
 
 
+def test_prompts_are_read_and_completions_learnt(options, tmp_path, monkeypatch):
+    """Else what is given in the prompt, and need not be said, takes most of the loss."""
+    rows = {"prompt": ["2 + 2 =", "", "7 = "], "completion": [" 4", "yes", "x" * 40]}
+    Dataset.from_dict(rows).save_to_disk(tmp_path / "rows")
+    tokenizer = data.load_tokenizer("bytes")
+    blocks, tokens_per_byte = data.make_blocks(Dataset.from_dict(rows), "text", tokenizer, 64, packing=False)
+    batch = data.collate([blocks[i] for i in range(2)])
+    assert tokenizer.decode(batch["input_ids"][0]) == "2 + 2 = 4</s>"
+    learnt = [tokenizer.decode(labels[labels != -100]) for labels in batch["labels"]]
+    assert learnt == [" 4</s>", "yes</s>"] and tokens_per_byte == 59 / 56
+    common = dict(train_data=tmp_path / "rows", eval_data=tmp_path / "rows", block_length=64, max_steps=4)
+    with pytest.raises(ValueError, match="only prompt, completion: these need --packing false"):
+        train.main(options(**common))
+    seen = []
+    monkeypatch.setattr(train, "collate", lambda blocks: seen.append(data.collate(blocks)) or seen[-1])
+    train.main(options(packing="false", **common))
+    completions = (3, 4, 41)  # tokens
+    sums = {sum(some) for number in (1, 2, 3) for some in combinations(completions, number)}
+    assert {(x["labels"] != -100).sum().item() for x in seen} <= sums
+
+
 def test_blocks_are_cached(texts, monkeypatch):
     tokenizer = data.load_tokenizer("bytes")
     first, _ = data.make_blocks(data.load_splits(str(texts), "train", None)["train"], "text", tokenizer, 32)
@@ -103,11 +125,15 @@ def test_byte_tokenizer_is_byt5_without_the_eos(tmp_path):
         assert getattr(tokenizer, name) == getattr(byt5, name)
 
 
+def block(tokens, prompt_length=0):
+    return {"input_ids": torch.tensor(tokens), "prompt_length": torch.tensor(prompt_length)}
+
+
 def test_collate_masks_only_padding():
-    batch = data.collate([{"input_ids": torch.tensor([5, 6, 7])}, {"input_ids": torch.tensor([8, 0])}])
+    batch = data.collate([block([5, 6, 7]), block([8, 0])])
     assert batch["labels"].tolist() == [[5, 6, 7], [8, 0, -100]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
-    assert "attention_mask" not in data.collate([{"input_ids": torch.tensor([5, 0])}])
+    assert "attention_mask" not in data.collate([block([5, 0])])
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
@@ -203,7 +229,7 @@ def test_overrides_rebuild_the_config(options):
         ({"block_length": 1}, "block_length 1"),
         ({"block_length": 4096, "tokens_per_step": 8192}, "give --eval_data"),
         ({"tokens_per_step": 100}, "try --tokens_per_step 128"),
-        ({"text_column": "body"}, "no --text_column body, only text"),
+        ({"text_column": "body"}, "no --text_column body, nor a prompt and a completion, only text"),
         ({"config_overrides": "vocab_size=100"}, "vocab_size 100 .* vocabulary 259"),
         ({"config_overrides": "hiden_size=64"}, "llama has no hiden_size"),
         ({"resume_from_checkpoint": "true"}, "no checkpoint in"),
