@@ -51,7 +51,7 @@ KINDS = {
 def word_groups() -> list[list[str]]:
     """Adjectives of keys (all pairs adjective-noun of wonderwords); a group's keys all sort before the next one's."""
     groups: list[list[str]] = []
-    for adjective in sorted({f"{adjective}-" for adjective in _categories()["adjectives"]}):
+    for adjective in sorted(f"{adjective}-" for adjective in _categories()["adjectives"]):
         if groups and adjective.startswith(groups[-1][0]):  # "old-fashioned-act" sorts between two of "old-"
             groups[-1].append(adjective)
         else:
@@ -61,12 +61,20 @@ def word_groups() -> list[list[str]]:
 
 def draw_key(rng: random.Random) -> str:
     """RULER draws from the sorted list of the six million keys; making that list takes half a gigabyte."""
-    nouns = sorted(set(_categories()["nouns"]))
+    nouns = _categories()["nouns"]
     place = rng.randrange(len(nouns) * sum(map(len, word_groups())))
     for group in word_groups():
         if place < len(group) * len(nouns):
-            return sorted(adjective + noun for adjective in group for noun in nouns)[place]
+            # one adjective with all nouns is in order as it is
+            keys = (adjective + noun for adjective in group for noun in nouns)
+            return group[0] + nouns[place] if len(group) == 1 else sorted(keys)[place]
         place -= len(group) * len(nouns)
+
+
+def draw_value(rng: random.Random, kind: Kind) -> str:
+    if kind.values == "numbers":
+        return str(rng.randint(10**6, 10**7 - 1))
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
 @cache
@@ -75,7 +83,8 @@ def _categories() -> dict[str, list[str]]:
         import wonderwords
     except ImportError as error:
         raise ImportError("needles need the words of wonderwords: pip install -e '.[eval]'") from error
-    return wonderwords.RandomWord()._categories
+    words = wonderwords.RandomWord()._categories
+    return {kind: sorted(set(words[kind])) for kind in ("adjectives", "nouns")}
 
 
 def book_text(folder: str | Path) -> str:
@@ -92,11 +101,7 @@ def split_sentences(text: str) -> list[str]:
 
 def make_sample(rng: random.Random, kind: Kind, size: int, words: list[str]) -> dict:
     """One needle in `size` sentences of noise, or in the first `size` words."""
-    key = draw_key(rng)
-    if kind.values == "numbers":
-        value = str(rng.randint(10**6, 10**7 - 1))
-    else:
-        value = str(uuid.UUID(int=rng.getrandbits(128), version=4))
+    key, value = draw_key(rng), draw_value(rng, kind)
     needle = NEEDLE.format(values=kind.values, key=key, value=value)
     if kind.in_noise:
         sentences = [NOISE] * size

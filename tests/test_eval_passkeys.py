@@ -1,0 +1,59 @@
+"""eval/passkeys.py: documents to learn the pass-key from, in the order in which they are to be learnt."""
+
+import random
+
+import pytest
+from datasets import load_from_disk
+from training_data import byte_tokenizer, make_blocks
+
+pytest.importorskip("wonderwords", reason="the words of needles are not installed")
+
+import passkeys
+
+PREFIX = "mentioned in the provided text is"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "passkeys"
+    passkeys.main(["--output", str(folder), "--number", "200", "--length", "900"])
+    return load_from_disk(folder)
+
+
+def test_every_prompt_asks_for_what_it_hides(data):
+    """Else there is nothing to be learnt."""
+    assert len(data["train"]) == 200
+    for row in [*data["train"], *data["validation"]]:
+        assert f" is:{row['completion']}" in row["prompt"] and row["prompt"].endswith(PREFIX)
+        assert row["completion"][0] == " " and row["completion"][1:-1].isdigit() and len(row["completion"]) == 9
+    assert len(set(data["train"]["prompt"])) == 200
+
+
+def test_documents_become_those_of_the_task(data):
+    """Else the model is asked for what it was not trained for, or has to look far back before it looks back at all."""
+    lengths = [len(row["prompt"]) for row in data["train"]]
+    assert max(lengths[:10]) < 250 and max(lengths[:100]) < 600 < max(lengths[100:160]) < max(lengths[160:]) < 900
+    assert [row["prompt"].startswith("A special magic number") for row in data["train"]] == [False] * 100 + [True] * 100
+    assert min(len(row["prompt"]) for row in data["validation"]) > 900 - 100
+
+
+def test_the_training_script_takes_them(data):
+    tokenizer = byte_tokenizer()
+    blocks, _ = make_blocks(data["validation"], "text", tokenizer, 901, packing=False)
+    row = blocks[0]
+    assert tokenizer.decode(row["input_ids"][row["prompt_length"] :]) == data["validation"]["completion"][0] + "</s>"
+
+
+def test_runs_differ_by_their_seed_alone():
+    first, again, other = (
+        list(passkeys.curriculum(random.Random(seed), byte_tokenizer(), 900, 6)) for seed in (0, 0, 1)
+    )
+    assert first == again != other
+
+
+def test_bad_input(tmp_path):
+    with pytest.raises(ValueError, match=r"--output .* exists"):
+        passkeys.main(["--output", str(tmp_path)])
+    with pytest.raises(ValueError, match=r"--length 300: the shortest documents take up to \d+ tokens"):
+        passkeys.main(["--output", str(tmp_path / "new"), "--length", "300"])
+    assert not (tmp_path / "new").exists()
