@@ -2,8 +2,8 @@
 
     python eval/passkeys.py --output data/passkeys
 
-The first ones are a needle, at most three sentences of noise and the beginning of the answer. The others are prompts of
-niah_single_1, whose lengths rise to `--length` tokens: a model that has to look for something hundreds of tokens back
+The first ones are a needle and the beginning of the answer, then with up to three sentences of noise between them. The
+others are prompts of niah_single_1, whose lengths rise to `--length` tokens: a model that has to look for something hundreds of tokens back
 before it can look things up at all learns nothing.
 """
 
@@ -53,7 +53,7 @@ def curriculum(rng: random.Random, tokenizer: PreTrainedTokenizerBase, length: i
     for index in tqdm(range(number), desc="writing documents"):
         progress = index / number
         if progress < SHORT:
-            yield short_document(rng, rng.randint(0, int(4 * progress / SHORT)))
+            yield short_document(rng, rng.randint(0, max(0, int(8 * progress / SHORT) - 4)))
         else:
             longest = shortest + (length - shortest) * min(1.0, (progress - SHORT) / RISING)
             yield passkey_document(rng, tokenizer, rng.randint(shortest, int(longest)))
@@ -67,7 +67,7 @@ def table(documents: Iterable[Document]) -> Dataset:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="a new folder, for scripts/train.py --train_data")
-    parser.add_argument("--number", type=int, default=16_000, help="documents to train on")
+    parser.add_argument("--number", type=int, default=32_000, help="documents to train on")
     parser.add_argument("--length", type=int, default=1023, help="tokens of the longest, without an eos")
     parser.add_argument("--tokenizer", default="bytes", help="the word bytes, or the folder of a tokenizer")
     parser.add_argument("--seed", type=int, default=0)

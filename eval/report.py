@@ -126,7 +126,8 @@ def table_2(results: Results) -> str:
     lengths = sorted({length for rows in results.values() for task, length in rows if task in NEEDLES})
     if not lengths:
         return ""
-    columns = [(task, length) for task in NEEDLES for length in lengths]
+    asked = [task for task in NEEDLES if any(task == done for rows in results.values() for done, _ in rows)]
+    columns = [(task, length) for task in asked for length in lengths]
     models = [model for model in results if any(task in NEEDLES for task, _ in results[model])]
     rows = [[f"**{m}**", *(cell(score(results, m, task, "acc", n)) for task, n in columns)] for m in models]
     positions = [(task, length) for task in PAPER["table_2"]["tasks"] for length in PAPER["table_2"]["lengths"]]
@@ -200,6 +201,8 @@ def notes(results: Results, limit: int | None, source: str, skipped: list[str]) 
 
 def plot(results: Results, panels: dict[str, list[str]], chance: dict[str, float], path: Path) -> None:
     """Accuracy against length, a panel per group of tasks (their mean), a line per model."""
+    done = {task for rows in results.values() for task, _ in rows}
+    panels = {title: group for title, group in panels.items() if done & set(group)}
     tasks = {task for group in panels.values() for task in group}
     lengths = sorted({length for rows in results.values() for task, length in rows if task in tasks})
     if not lengths:
