@@ -3,8 +3,8 @@
     python eval/passkeys.py --output data/passkeys
 
 The first ones are a needle and the beginning of the answer, then with up to three sentences of noise between them. The
-others are prompts of niah_single_1, whose lengths rise to `--length` tokens: a model that has to look for something hundreds of tokens back
-before it can look things up at all learns nothing.
+others are prompts of niah_single_1, whose lengths rise to `--length` tokens: a model that has to look for something
+hundreds of tokens back before it can look things up at all learns nothing.
 """
 
 import argparse
