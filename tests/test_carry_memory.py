@@ -177,13 +177,15 @@ def test_two_processes_train_like_one(options, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_needle_two_blocks_away(options, tmp_path):
-    """Else what a document said in an earlier block is not there to be learnt from."""
+@pytest.mark.parametrize("variant", ["mac", "mag"])
+def test_a_needle_two_blocks_away(options, tmp_path, variant):
+    """Else what a document said in an earlier block is not there to be learnt from. (LMM learns it from blocks alone.)"""
     needles = ["ABCDEFGH"[i] for i in torch.randint(8, (512,), generator=torch.Generator().manual_seed(0))]
     # blocks of 8: the needle, nothing, and the needle again and again; the last one ends with eos
     documents = [f"={needle}......" + "........" + f"={needle}={needle}={needle}=" for needle in needles]
     Dataset.from_dict({"text": documents}).save_to_disk(tmp_path / "documents")
     config = TITANS | dict(num_hidden_layers=1, sliding_window=8, memory_chunk_size=4, memory_max_lr=0.2)
+    config |= dict(variant=variant, segment_length=8, initializer_range=0.1 if variant == "mac" else 0.02)
     common = dict(train_data=tmp_path / "documents", eval_data=tmp_path / "documents", block_length=8)
     common |= dict(per_device_train_batch_size=32, per_device_eval_batch_size=32, tokens_per_step=None)
     common |= dict(gradient_accumulation_steps=1, learning_rate=3e-3, max_steps=300, eval_steps=300, save_steps=300)
