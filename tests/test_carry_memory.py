@@ -179,7 +179,7 @@ def test_two_processes_train_like_one(options, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["mac", "mag"])
 def test_a_needle_two_blocks_away(options, tmp_path, variant):
-    """Else what a document said in an earlier block is not there to be learnt from. (LMM learns it from blocks alone.)"""
+    """Else what a document said in an earlier block is not there to be learnt from. LMM learns it from blocks alone."""
     needles = ["ABCDEFGH"[i] for i in torch.randint(8, (512,), generator=torch.Generator().manual_seed(0))]
     # blocks of 8: the needle, nothing, and the needle again and again; the last one ends with eos
     documents = [f"={needle}......" + "........" + f"={needle}={needle}={needle}=" for needle in needles]
