@@ -5,14 +5,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from lm_eval.api.model import LM
-from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
+from titans_lm import TitansLM
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -98,11 +95,12 @@ def _cut(mask: Tensor, keep: int) -> int:
     return int((mask.sum(1) - keep).clamp(min=0).sum())
 
 
-def load_lm(checkpoint: Checkpoint, batch_size: int, device: str | None, dtype: str, max_length: int | None) -> LM:
-    """lm-eval's model: the class for Titans where it is one, which takes any length, else what "hf" is."""
+def load_lm(
+    checkpoint: Checkpoint, batch_size: int, device: str | None, dtype: str, max_length: int | None
+) -> TitansLM | CountingHFLM:
+    """lm-eval's model; that of a Titans takes any length."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     options = {"pretrained": checkpoint.path, "batch_size": batch_size, "device": device, "dtype": dtype}
-    if checkpoint.model_type == "titans" and find_spec("titans_lm"):
-        import_module("titans_lm")  # registers it
-        return get_model("titans")(**options)
+    if checkpoint.model_type == "titans":
+        return TitansLM(**options)
     return CountingHFLM(**options, max_length=max_length)

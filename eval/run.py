@@ -18,13 +18,13 @@ from typing import Any
 
 import datasets
 from babilong import check_facts, read_stories
-from checkpoints import Checkpoint, digest, load_lm, read_checkpoints
+from checkpoints import Checkpoint, CountingHFLM, digest, load_lm, read_checkpoints
 from lm_eval import simple_evaluate
-from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 from needles import make_samples, token_counter
 from report import write_report
 from suites import BABILONG_LENGTHS, SUITES, TASKS, Unit, choose, plan
+from titans_lm import TitansLM
 
 EVAL = Path(__file__).parent
 # A result is kept only while the code that made its prompts and read its answers is the same.
@@ -104,12 +104,14 @@ def finished(path: Path, settings: dict[str, Any]) -> bool:
     return not changed
 
 
-def evaluate(lm: LM, unit: Unit, checkpoint: Checkpoint, args: argparse.Namespace) -> dict[str, Any]:
+def evaluate(
+    lm: TitansLM | CountingHFLM, unit: Unit, checkpoint: Checkpoint, args: argparse.Namespace
+) -> dict[str, Any]:
     """lm-eval's results of one unit, and what the tables need beside them."""
     metadata = unit.metadata(args.data, checkpoint.path, args.limit)
     # lm-eval's thousands of tasks take long to index, and only those of the Hub are among them.
     manager = TaskManager(include_path=str(EVAL / "tasks"), include_defaults=args.data is None, metadata=metadata)
-    start, cut = time.monotonic(), getattr(lm, "cut_tokens", 0)
+    start, cut = time.monotonic(), lm.cut_tokens
     results = simple_evaluate(
         lm,
         tasks=[unit.lm_eval_name],
@@ -128,7 +130,7 @@ def evaluate(lm: LM, unit: Unit, checkpoint: Checkpoint, args: argparse.Namespac
         "length": unit.length,
         "limit": args.limit,
         "documents": results["n-samples"][unit.lm_eval_name]["effective"],
-        "cut_tokens": getattr(lm, "cut_tokens", 0) - cut,
+        "cut_tokens": lm.cut_tokens - cut,
         "metrics": {k.removesuffix(",none"): v for k, v in results["results"][unit.lm_eval_name].items() if "," in k},
         "seconds": round(time.monotonic() - start, 1),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

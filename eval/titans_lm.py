@@ -39,6 +39,8 @@ class TitansLM(HFLM):
     longest context.
     """
 
+    cut_tokens = 0  # as CountingHFLM counts them
+
     def __init__(self, pretrained, *args, piece_length: int = 512, share_from: int = 256, **kwargs):
         if not str(kwargs.get("batch_size", 1)).isdigit():
             raise ValueError(f"`batch_size` must be a number for a Titans model, but is {kwargs['batch_size']!r}.")
@@ -61,18 +63,26 @@ class TitansLM(HFLM):
             for cache, start, members in self._branches(contexts):
                 same_context = [list(same) for _, same in groupby(members, key=contexts.__getitem__)]
                 for batch in _batches(same_context, self.batch_size):
-                    heads = [contexts[same[0]][start:-1] for same in batch]
-                    read = self._read(_repeat(cache, len(batch)), *_pad(heads, "right"))
-                    rows = [(row, i) for row, same in enumerate(batch) for i in same]
-                    for part in _batches(rows, self.batch_size):
-                        branch = _select(read, [row for row, _ in part])
-                        scores = self._score(branch, [(contexts[i][-1], requests[i][2]) for _, i in part])
-                        for (_, i), score in zip(part, scores, strict=True):
-                            results[i] = score
-                            if requests[i][0] is not None:
-                                self.cache_hook.add_partial("loglikelihood", requests[i][0], score)
-                    progress.update(len(rows))
+                    for i, score in self._score_contexts(cache, start, batch, requests):
+                        results[i] = score
+                        if requests[i][0] is not None:
+                            self.cache_hook.add_partial("loglikelihood", requests[i][0], score)
+                        progress.update()
         return results
+
+    def _score_contexts(
+        self, cache: TitansCache, start: int, contexts: list[list[int]], requests: list[tuple]
+    ) -> Iterator[tuple[int, tuple[float, bool]]]:
+        """Yields each request's place and score; `contexts` holds the places of those with the same context, whose
+        first `start` tokens `cache` has read.
+        """
+        heads = [requests[same[0]][1][start:-1] for same in contexts]
+        read = self._read(_repeat(cache, len(contexts)), *_pad(heads, "right"))
+        rows = [(row, i) for row, same in enumerate(contexts) for i in same]
+        for part in _batches(rows, self.batch_size):
+            branch = _select(read, [row for row, _ in part])
+            scores = self._score(branch, [(requests[i][1][-1], requests[i][2]) for _, i in part])
+            yield from zip((i for _, i in part), scores, strict=True)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         prompts = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]

@@ -65,7 +65,9 @@ def data_facts(train: str, evaluation: str | None, train_blocks: Dataset, eval_b
         "eval": names[1],
         "held_out": evaluation is None,
         "hub": [] if Path(train).exists() else [train],
+        "train_blocks": len(train_blocks),
         "train_tokens": count_tokens(train_blocks),
+        "eval_blocks": len(eval_blocks),
         "eval_tokens": count_tokens(eval_blocks),
     }
 

@@ -24,7 +24,7 @@ from carry_memory import CarryTrainer, check_carry_memory
 from datasets import Dataset
 from lanes import Lanes, collate_lanes
 from run_folder import CardTrainer, check_push, data_facts, save_results, write_dry_run
-from training_data import collate, count_tokens, load_blocks, load_tokenizer
+from training_data import collate, load_blocks, load_tokenizer
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -213,7 +213,54 @@ def find_checkpoint(training_args: TrainingArguments) -> str | None:
     return checkpoint
 
 
-def summary(trainer: Trainer, train_blocks: Dataset, eval_blocks: Dataset, block_length: int) -> str:
+def prepare_blocks(args: ScriptArguments, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset, float]:
+    """Blocks to train on, blocks to evaluate on, and the latter's tokens per byte."""
+    train_blocks, eval_blocks, tokens_per_byte = load_blocks(
+        tokenizer,
+        args.block_length,
+        args.train_data,
+        args.eval_data,
+        args.eval_fraction,
+        args.dataset_config,
+        args.text_column,
+        args.packing,
+    )
+    if args.max_eval_blocks and args.max_eval_blocks < len(eval_blocks):
+        eval_blocks = eval_blocks.select(np.linspace(0, len(eval_blocks) - 1, args.max_eval_blocks, dtype=int))
+    return train_blocks, eval_blocks, tokens_per_byte
+
+
+def make_trainer(
+    args: ScriptArguments,
+    training_args: TrainingArguments,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    blocks: tuple[Dataset, Dataset],
+    tokens_per_byte: float,
+) -> CardTrainer:
+    """`blocks`: those to train on, those to evaluate on."""
+    (train_data, eval_data), trainer_class, collator = blocks, TokenLossTrainer, collate
+    if args.carry_memory:
+        trainer_class, collator = CarryTrainer, collate_lanes
+        train_rows, eval_rows = training_args.train_batch_size, training_args.eval_batch_size
+        train_data = Lanes(train_data, train_rows * training_args.world_size, tokenizer.eos_token_id)
+        eval_data = Lanes(eval_data, eval_rows * training_args.world_size, tokenizer.eos_token_id)
+    set_seed(training_args.seed)
+    return trainer_class(
+        # Whatever dtype the config names: mixed precision is a training option, and its weights are float32.
+        model=AutoModelForCausalLM.from_config(config, dtype=torch.float32),
+        args=training_args,
+        train_dataset=train_data,
+        eval_dataset=eval_data,
+        data_collator=collator,
+        processing_class=tokenizer,
+        compute_metrics=partial(perplexity, tokens_per_byte=tokens_per_byte),
+        callbacks=[TimeLimit(args.max_minutes)] if args.max_minutes else None,
+    )
+
+
+def summary(trainer: Trainer, data: dict[str, Any], block_length: int) -> str:
+    """What is going to be trained on what; `data` as from `data_facts`."""
     args = trainer.args
     blocks_per_pass = args.train_batch_size * args.world_size
     passes = math.ceil(len(trainer.train_dataset) / blocks_per_pass)
@@ -222,8 +269,8 @@ def summary(trainer: Trainer, train_blocks: Dataset, eval_blocks: Dataset, block
     step_tokens = blocks_per_pass * args.gradient_accumulation_steps * block_length
     return (
         f"model: {trainer.model.config.model_type}, {trainer.model.num_parameters():,} parameters\n"
-        f"train: {count_tokens(train_blocks):,} tokens in {len(train_blocks):,} blocks\n"
-        f"eval:  {count_tokens(eval_blocks):,} tokens in {len(eval_blocks):,} blocks\n"
+        f"train: {data['train_tokens']:,} tokens in {data['train_blocks']:,} blocks\n"
+        f"eval:  {data['eval_tokens']:,} tokens in {data['eval_blocks']:,} blocks\n"
         f"steps: {steps:,} of {step_tokens:,} tokens"
     )
 
@@ -247,47 +294,17 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         "sequential" if args.carry_memory else "random"
     )
     with training_args.main_process_first(desc="preparing the data"):
-        train_blocks, eval_blocks, tokens_per_byte = load_blocks(
-            tokenizer,
-            args.block_length,
-            args.train_data,
-            args.eval_data,
-            args.eval_fraction,
-            args.dataset_config,
-            args.text_column,
-            args.packing,
-        )
-
-    if args.max_eval_blocks and args.max_eval_blocks < len(eval_blocks):
-        eval_blocks = eval_blocks.select(np.linspace(0, len(eval_blocks) - 1, args.max_eval_blocks, dtype=int))
-
-    train_data, eval_data, trainer_class, collator = train_blocks, eval_blocks, TokenLossTrainer, collate
-    if args.carry_memory:
-        trainer_class, collator = CarryTrainer, collate_lanes
-        train_rows, eval_rows = training_args.train_batch_size, training_args.eval_batch_size
-        train_data = Lanes(train_blocks, train_rows * training_args.world_size, tokenizer.eos_token_id)
-        eval_data = Lanes(eval_blocks, eval_rows * training_args.world_size, tokenizer.eos_token_id)
-
-    set_seed(training_args.seed)
-    trainer = trainer_class(
-        # Whatever dtype the config names: mixed precision is a training option, and its weights are float32.
-        model=AutoModelForCausalLM.from_config(config, dtype=torch.float32),
-        args=training_args,
-        train_dataset=train_data,
-        eval_dataset=eval_data,
-        data_collator=collator,
-        processing_class=tokenizer,
-        compute_metrics=partial(perplexity, tokens_per_byte=tokens_per_byte),
-        callbacks=[TimeLimit(args.max_minutes)] if args.max_minutes else None,
-    )
-    trainer.accelerator.print(summary(trainer, train_blocks, eval_blocks, args.block_length))
+        train_blocks, eval_blocks, tokens_per_byte = prepare_blocks(args, tokenizer)
+    data = data_facts(args.train_data, args.eval_data, train_blocks, eval_blocks)
+    trainer = make_trainer(args, training_args, config, tokenizer, (train_blocks, eval_blocks), tokens_per_byte)
+    trainer.accelerator.print(summary(trainer, data, args.block_length))
     if training_args.push_to_hub and trainer.is_world_process_zero():
         trainer.model.config.save_pretrained(training_args.output_dir)  # what is pushed before the end needs the code
     trainer.train(resume_from_checkpoint=checkpoint)
     facts = {
         "command": sys.argv if argv is None else argv,
         "license": args.license,
-        "data": data_facts(args.train_data, args.eval_data, train_blocks, eval_blocks),
+        "data": data,
         "arguments": {name: getattr(args, name) for name in ("block_length", "packing", "carry_memory")},
     }
     metrics = save_results(trainer, facts)

@@ -22,14 +22,21 @@ def forget_compiled_code():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_decoding_step_is_one_graph_compiled_once(variant):
-    """Else decoding compiles again and again as the context grows, or breaks into many graphs; rows out of step."""
+def read_rows_out_of_step(variant):
+    """A model, and what it has read: 21 tokens in one row and 10 in the other."""
     model, (ids, mask) = shared_model(variant), left_pad([make_ids(21, seed=1), make_ids(10, seed=2)])
-    later = make_ids(2, 30, seed=3)
     cache = TitansCache(model.config)
     with torch.no_grad():
         model(ids, attention_mask=mask, past_key_values=cache)
+    return model, cache
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_decoding_step_is_one_graph_compiled_once(variant):
+    """Else decoding compiles again and again as the context grows, or breaks into many graphs; rows out of step."""
+    model, cache = read_rows_out_of_step(variant)
+    later = make_ids(2, 30, seed=3)
+    with torch.no_grad():
         plain = copy.deepcopy(cache)
         counter = CompileCounter()
         step = torch.compile(model.forward, fullgraph=True, backend=counter)
@@ -96,11 +103,9 @@ def test_training_forward(variant, padded):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_compiled_piece_goes_on_from_the_cache(variant):
     """Else prefill in pieces cannot be compiled: rows anywhere in their chunk, segment and window."""
-    model, (ids, mask) = shared_model(variant), left_pad([make_ids(21, seed=1), make_ids(10, seed=2)])
+    model, cache = read_rows_out_of_step(variant)
     later = make_ids(2, 22, seed=3)
-    cache = TitansCache(model.config)
     with torch.no_grad():
-        model(ids, attention_mask=mask, past_key_values=cache)
         expected = model(later, past_key_values=copy.deepcopy(cache)).logits
         piece = torch.compile(model.forward, fullgraph=True, backend="eager")
         assert_same(torch.cat([piece(x, past_key_values=cache).logits for x in later.split(11, 1)], 1), expected)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from common import VARIANTS, make_model
 from training_data import byte_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 sys.path.insert(0, str(Path(__file__).parents[1] / "eval"))
@@ -152,8 +153,6 @@ def test_what_would_have_to_be_cut_is_an_error(model):
 
 
 def test_bad_arguments():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     llama = LlamaForCausalLM(LlamaConfig(vocab_size=259, hidden_size=8, intermediate_size=8, num_attention_heads=1))
     with pytest.raises(ValueError, match="must be a Titans checkpoint, but is one of 'llama'"):
         make_lm(TitansLM, llama)
