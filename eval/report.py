@@ -233,11 +233,11 @@ def plot(results: Results, panels: dict[str, list[str]], chance: dict[str, float
 
 def write_report(
     folder: Path, fingerprints: dict[str, str], limit: int | None, source: str, skipped: list[str]
-) -> None:
-    """Writes results.json, table.md, niah.png and babilong.png from what is saved in the folder."""
+) -> Results:
+    """Writes results.json, table.md, niah.png and babilong.png from what is saved in the folder, and returns that."""
     results, others = read_results(folder, fingerprints, limit, source)
     if not results:
-        return
+        return results
     if others:
         print(f"{others} saved results of other settings are left out of the tables")
     flat = [result for rows in results.values() for result in rows.values()]
@@ -248,3 +248,4 @@ def write_report(
     single = {task.removeprefix("babilong_"): [task] for task in CHANCE}
     plot(results, {"mean of qa1 to qa5": list(CHANCE)} | single, CHANCE, folder / "babilong.png")
     print(f"wrote {folder / 'table.md'}")
+    return results

@@ -18,6 +18,7 @@ from typing import Any
 
 import datasets
 from babilong import check_facts, read_stories
+from cards import card_of, update_card
 from checkpoints import Checkpoint, CountingHFLM, digest, load_lm, read_checkpoints
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
@@ -50,6 +51,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--max_length", type=int, help="context of models other than Titans, if not their own limit: it takes memory"
     )
+    parser.add_argument(
+        "--update_cards", action="store_true", help="write the results into the model cards (README.md) of the MODELs"
+    )
     parser.add_argument("--device", help="as in cpu or cuda:0; default: the GPU if there is one")
     parser.add_argument("--dtype", default="auto", help="of the weights: auto (as saved), float32, bfloat16, ...")
     args = parser.parse_args(argv)
@@ -58,6 +62,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             raise ValueError(f"--{name} {value}: must be at least 1")
     if args.lengths and min(args.lengths) < 0:
         raise ValueError(f"--lengths {min(args.lengths)}: must not be negative")
+    if args.update_cards and args.limit:
+        raise ValueError("--update_cards: what --limit leaves of a task is a trial and belongs in no model card")
     return args
 
 
@@ -171,6 +177,7 @@ def main(argv: list[str] | None = None) -> None:
     units, skipped = plan(choose(args.suite), args.data, args.lengths)
     checkpoints = read_checkpoints(args.models)
     check_lengths(units, checkpoints, args.data)
+    cards = {checkpoint.label: card_of(checkpoint.path) for checkpoint in checkpoints if args.update_cards}
     for reason in skipped:
         print(f"skipped {reason}")
     # lm-eval repeats advice for every task.
@@ -183,7 +190,9 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit("interrupted: what is finished is saved; the same command goes on from there") from None
     finally:
         kept = {checkpoint.label: checkpoint.fingerprint for checkpoint in checkpoints}
-        write_report(args.output, kept, args.limit, "hub" if args.data is None else "local", skipped)
+        results = write_report(args.output, kept, args.limit, "hub" if args.data is None else "local", skipped)
+        for label in cards.keys() & results.keys():
+            update_card(cards[label], results, label)
 
 
 if __name__ == "__main__":

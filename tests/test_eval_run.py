@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from training_data import byte_tokenizer
 from transformers import MistralConfig, MistralForCausalLM
 
@@ -106,6 +107,26 @@ def test_what_is_finished_is_not_run_again(evaluate, capsys, monkeypatch):
     monkeypatch.setattr(run, "load_lm", lambda *args: pytest.fail("nothing was left to run"))
     assert evaluate("mistral", suite=["piqa", "boolq"]) == first
     assert "mistral: 2 of 2 tasks are done already and skipped" in capsys.readouterr().out
+
+
+def test_results_go_into_the_card(evaluate, models):
+    """Else what is measured has to be copied by hand, or what the card says of the training is lost."""
+    path = models / "titans" / "README.md"
+    trained = EvalResult("text-generation", "books", "books", "loss", 1.5)
+    data = ModelCardData(license="mit", model_name="mine", eval_results=[trained])
+    ModelCard(f"---\n{data.to_yaml()}\n---\n\n# Mine\n\n## Training\n\nLong.\n").save(path)
+    found = evaluate("titans", suite=["piqa", "babilong_qa1"], lengths=0, update_cards="")
+    for _ in range(2):  # the second time in the place of the first
+        card = ModelCard.load(path)
+        assert (card.data.license, card.data.model_name) == ("mit", "mine")
+        said = {(r.dataset_type, r.metric_name): (r.metric_value, r.dataset_config) for r in card.data.eval_results}
+        assert len(card.data.eval_results) == 3 and said["books", None] == (1.5, None)
+        accuracy = found["titans", "piqa", None]["metrics"]["acc"]
+        assert said["piqa", "acc"] == (100 * accuracy, None)
+        assert said["babilong_qa1", "acc"][1] == "at 0 tokens"
+        assert "Long." in card.text and card.text.count("## Benchmarks") == 1
+        assert f"| piqa |  | 2 | acc | {100 * accuracy:.2f} ±" in card.text
+        evaluate("titans", suite=["piqa"], update_cards="")
 
 
 def test_other_settings_are_run_anew(evaluate, models, data, capsys):
@@ -227,6 +248,8 @@ def test_bad_input_is_refused_before_any_work(data, models, tmp_path, monkeypatc
     refused(r"--lengths 200: .*too short for niah_single_1", "--suite", "niah", "--lengths", "200")
     refused(r"--lengths 20: .*too short for the facts", "--suite", "babilong", "--lengths", "20")
     refused(r"--lengths: none of the chosen tasks", "--suite", "lm", "--lengths", "2048")
+    refused(r"--update_cards: .*mistral holds no README.md", "--suite", "lm", "--update_cards")
+    refused(r"--update_cards: .*is a trial", "--suite", "lm", "--update_cards", "--limit", "2")
     refused(r"--limit 0: must be at least 1", "--suite", "lm", "--limit", "0")
     assert not (tmp_path / "out").exists()
 
