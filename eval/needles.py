@@ -51,7 +51,7 @@ KINDS = {
 def word_groups() -> list[list[str]]:
     """Adjectives of keys (all pairs adjective-noun of wonderwords); a group's keys all sort before the next one's."""
     groups: list[list[str]] = []
-    for adjective in sorted(f"{adjective}-" for adjective in _categories()["adjectives"]):
+    for adjective in sorted(f"{adjective}-" for adjective in categories()["adjectives"]):
         if groups and adjective.startswith(groups[-1][0]):  # "old-fashioned-act" sorts between two of "old-"
             groups[-1].append(adjective)
         else:
@@ -61,7 +61,7 @@ def word_groups() -> list[list[str]]:
 
 def draw_key(rng: random.Random) -> str:
     """RULER draws from the sorted list of the six million keys; making that list takes half a gigabyte."""
-    nouns = _categories()["nouns"]
+    nouns = categories()["nouns"]
     place = rng.randrange(len(nouns) * sum(map(len, word_groups())))
     for group in word_groups():
         if place < len(group) * len(nouns):
@@ -78,7 +78,7 @@ def draw_value(rng: random.Random, kind: Kind) -> str:
 
 
 @cache
-def _categories() -> dict[str, list[str]]:
+def categories() -> dict[str, list[str]]:
     try:
         import wonderwords
     except ImportError as error:
@@ -178,23 +178,3 @@ def make_samples(
 
 def _draw(seed: str, kind: Kind, words: list[str], size: int) -> dict:
     return make_sample(random.Random(seed), kind, size, words)
-
-
-def passkey_document(rng: random.Random, tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[str, str]:
-    """Training data for niah_single_1: a prompt as the task puts it, and the answer that goes on from it.
-
-    Both together fill at most `length` tokens, to the sentence of noise.
-    """
-    draw, count = partial(_draw, str(rng.getrandbits(64)), KINDS["niah_single_1"], []), token_counter(tokenizer)
-
-    def document(size: int) -> tuple[str, str]:
-        sample = draw(size)
-        return prompt_of(sample), f" {sample['outputs'][0]}."
-
-    # A sentence of noise takes the same number of tokens each time: the first guess is all but right.
-    shortest, longer = (count("".join(document(size))) for size in (1, 11))
-    guess = 1 + 10 * (length - shortest) // (longer - shortest)
-    size = largest(lambda n: count("".join(document(n))) <= length, guess)
-    if not size:
-        raise ValueError(f"length {length} is too short for a pass-key: the shortest document takes {shortest} tokens")
-    return document(size)

@@ -2,9 +2,10 @@
 
     python eval/passkeys.py --output data/passkeys
 
-The first ones are a needle and the beginning of the answer, then with up to three sentences of noise between them. The
+The first ones are a needle and the beginning of the answer, then with up to three lines of noise between them. The
 others are prompts of niah_single_1, whose lengths rise to `--length` tokens: a model that has to look for something
-hundreds of tokens back before it can look things up at all learns nothing.
+hundreds of tokens back before it can look things up at all learns nothing. In half of the documents the noise is that
+of the task, one line again and again; in the others it is sentences of random words.
 """
 
 import argparse
@@ -16,32 +17,69 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from datasets import Dataset, DatasetDict
-from needles import KINDS, NEEDLE, NOISE, PREFIX, draw_key, draw_value, passkey_document
+from needles import KINDS, NEEDLE, NOISE, PREFIX, PROMPT, categories, draw_key, draw_value, largest, token_counter
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 from training_data import load_tokenizer
 
-SHORT = 0.5  # share of documents that are no prompts of the task yet
+SHORT = 0.35  # share of documents that are no prompts of the task yet
 RISING = 0.3  # share of documents while lengths rise
+FEWEST = 13  # tokens in a line of noise, at least: its words
 EVALUATED = 128
 
 Document = tuple[str, str]  # a prompt and its completion
 
 
-def short_document(rng: random.Random, num_sentences: int) -> Document:
+def random_line(rng: random.Random) -> str:
+    (a, b, c), (w, x, y, z) = (rng.choices(categories()[kind], k=k) for kind, k in (("adjectives", 3), ("nouns", 4)))
+    return f"The {w} is {a}. {x.capitalize()} and {y}. The {b} {z} is {c}."
+
+
+def noise(rng: random.Random, number: int, random_words: bool) -> list[str]:
+    return [random_line(rng) if random_words else NOISE for _ in range(number)]
+
+
+def short_document(rng: random.Random, num_lines: int, random_words: bool) -> Document:
     """A needle, noise, and the beginning of the answer."""
     key, value = draw_key(rng), draw_value(rng, KINDS["niah_single_1"])
     needle = NEEDLE.format(values="numbers", key=key, value=value)
-    return "\n".join([needle, *[NOISE] * num_sentences, PREFIX.format(value_name="number", key=key)]), f" {value}."
+    lines = [needle, *noise(rng, num_lines, random_words), PREFIX.format(value_name="number", key=key)]
+    return "\n".join(lines), f" {value}."
+
+
+def task_document(
+    rng: random.Random, tokenizer: PreTrainedTokenizerBase, length: int, random_words: bool = False
+) -> Document:
+    """A prompt as niah_single_1 puts it, and the answer: at most `length` tokens, to the line of noise.
+
+    Raises ValueError where not one line fits.
+    """
+    names = {"value_name": "number", "key": draw_key(rng)}
+    value, depth, count = draw_value(rng, KINDS["niah_single_1"]), rng.random(), token_counter(tokenizer)
+    needle = NEEDLE.format(values="numbers", key=names["key"], value=value)
+    lines = noise(rng, length // FEWEST, random_words)
+
+    def document(size: int) -> Document:
+        place = int(depth * (size + 1))
+        context = "\n".join([*lines[:place], needle, *lines[place:size]])
+        return f"{PROMPT.format(context=context, **names)} {PREFIX.format(**names)}", f" {value}."
+
+    def fits(size: int) -> bool:
+        return size <= len(lines) and count("".join(document(size))) <= length
+
+    size = largest(fits, start=len(lines) // 8)
+    if not size:
+        raise ValueError(f"length {length} is too short for a pass-key and a line of noise")
+    return document(size)
 
 
 def shortest_length(tokenizer: PreTrainedTokenizerBase) -> int:
     """Tokens that any key's shortest document fits into."""
     for length in itertools.count(64, step=64):
         with contextlib.suppress(ValueError):
-            passkey_document(random.Random(0), tokenizer, length)
+            task_document(random.Random(0), tokenizer, length)
             return length + 64
 
 
@@ -51,12 +89,12 @@ def curriculum(rng: random.Random, tokenizer: PreTrainedTokenizerBase, length: i
     if length < shortest:
         raise ValueError(f"--length {length}: the shortest documents take up to {shortest} tokens of this tokenizer")
     for index in tqdm(range(number), desc="writing documents"):
-        progress = index / number
+        progress, random_words = index / number, rng.random() < 0.5
         if progress < SHORT:
-            yield short_document(rng, rng.randint(0, max(0, int(8 * progress / SHORT) - 4)))
+            yield short_document(rng, rng.randint(0, max(0, int(8 * progress / SHORT) - 4)), random_words)
         else:
             longest = shortest + (length - shortest) * min(1.0, (progress - SHORT) / RISING)
-            yield passkey_document(rng, tokenizer, rng.randint(shortest, int(longest)))
+            yield task_document(rng, tokenizer, rng.randint(shortest, int(longest)), random_words)
 
 
 def table(documents: Iterable[Document]) -> Dataset:
@@ -67,7 +105,7 @@ def table(documents: Iterable[Document]) -> Dataset:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="a new folder, for scripts/train.py --train_data")
-    parser.add_argument("--number", type=int, default=32_000, help="documents to train on")
+    parser.add_argument("--number", type=int, default=51_200, help="documents to train on")
     parser.add_argument("--length", type=int, default=1023, help="tokens of the longest, without an eos")
     parser.add_argument("--tokenizer", default="bytes", help="the word bytes, or the folder of a tokenizer")
     parser.add_argument("--seed", type=int, default=0)
@@ -76,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"--output {args.output} exists")
     rng, tokenizer = random.Random(args.seed), load_tokenizer(args.tokenizer)
     train = table(curriculum(rng, tokenizer, args.length, args.number))
-    validation = table(passkey_document(rng, tokenizer, args.length) for _ in range(EVALUATED))
+    validation = table(task_document(rng, tokenizer, args.length) for _ in range(EVALUATED))
     DatasetDict(train=train, validation=validation).save_to_disk(args.output)
 
 

@@ -25,14 +25,14 @@ def official():
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("wonderwords.RandomWord", lambda: SimpleNamespace(_categories=words))
-        needles._categories.cache_clear()
+        needles.categories.cache_clear()
         needles.word_groups.cache_clear()
         patch.setattr("nltk.data.find", lambda name: None)
         module = importlib.import_module("lm_eval.tasks.ruler.prepare_niah")
         utils = importlib.import_module("lm_eval.tasks.ruler.niah_utils")
         patch.setattr(module, "cached_sent_tokenize", needles.split_sentences)
         yield module, utils.TEMPLATE
-    needles._categories.cache_clear()
+    needles.categories.cache_clear()
     needles.word_groups.cache_clear()
 
 
@@ -116,23 +116,11 @@ def test_needles_lie_at_all_depths():
 def test_too_short_a_length_says_what_it_takes():
     with pytest.raises(ValueError, match=r"length 300 is too short for niah_single_1.* takes \d+ tokens"):
         next(needles.make_samples("niah_single_1", TOKENIZER, 300))
-    with pytest.raises(ValueError, match="too short for a pass-key"):
-        needles.passkey_document(random.Random(0), TOKENIZER, 100)
 
 
 def test_too_long_a_length_says_what_there_is():
     with pytest.raises(ValueError, match="more than the 3 words"):
         next(needles.make_samples("niah_single_2", TOKENIZER, 4096, text="only three words"))
-
-
-def test_passkey_document_is_the_task_with_its_answer():
-    rng = random.Random(0)
-    documents = [needles.passkey_document(rng, TOKENIZER, 1024) for _ in range(4)]
-    assert len(set(documents)) == 4
-    for prompt, answer in documents:
-        assert 1024 - len(needles.NOISE) - 1 < len(prompt + answer) <= 1024
-        assert prompt.endswith("mentioned in the provided text is")
-        assert f" is:{answer}\n" in prompt
 
 
 def test_sentences_end_after_quotes_and_not_after_titles():

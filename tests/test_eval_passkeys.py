@@ -1,6 +1,7 @@
 """eval/passkeys.py: documents to learn the pass-key from, in the order in which they are to be learnt."""
 
 import random
+import re
 
 import pytest
 from datasets import load_from_disk
@@ -8,6 +9,7 @@ from training_data import byte_tokenizer, make_blocks
 
 pytest.importorskip("wonderwords", reason="the words of needles are not installed")
 
+import needles
 import passkeys
 
 PREFIX = "mentioned in the provided text is"
@@ -32,9 +34,34 @@ def test_every_prompt_asks_for_what_it_hides(data):
 def test_documents_become_those_of_the_task(data):
     """Else the model is asked for what it was not trained for, or has to look far back before it looks back at all."""
     lengths = [len(row["prompt"]) for row in data["train"]]
-    assert max(lengths[:10]) < 250 and max(lengths[:100]) < 600 < max(lengths[100:160]) < max(lengths[160:]) < 900
-    assert [row["prompt"].startswith("A special magic number") for row in data["train"]] == [False] * 100 + [True] * 100
+    assert max(lengths[:10]) < 250 and max(lengths[:70]) < 600 < max(lengths[70:130]) < max(lengths[130:]) < 900
+    assert [row["prompt"].startswith("A special magic number") for row in data["train"]] == [False] * 70 + [True] * 130
     assert min(len(row["prompt"]) for row in data["validation"]) > 900 - 100
+    assert all(row["prompt"].count(needles.NOISE) > 1 for row in data["validation"])
+    assert 30 < sum(needles.NOISE not in row["prompt"] for row in data["train"].select(range(70, 200))) < 100
+
+
+def skeleton(prompt):
+    """What is the same in all prompts of the task."""
+    key = re.search(r"magic number for (\S+) mentioned", prompt)[1]
+    return re.sub(r"\d{7}", "VALUE", prompt.replace(key, "KEY")).replace(f"{needles.NOISE}\n", "")
+
+
+def test_a_document_is_the_task_with_its_answer():
+    """Else the prompts learnt from are worded differently from those asked, or shorter than they may be."""
+    rng, tokenizer = random.Random(0), byte_tokenizer()
+    documents = [passkeys.task_document(rng, tokenizer, 1024) for _ in range(6)]
+    assert len(set(documents)) == 6
+    asked = {
+        skeleton(needles.prompt_of(sample)) for sample in needles.make_samples("niah_single_1", tokenizer, 1024, 6)
+    }
+    for prompt, answer in documents:
+        assert 1024 - len(needles.NOISE) - 1 < len(prompt + answer) <= 1024
+        assert skeleton(prompt) in asked
+    places = [prompt.index("One of the") for prompt, _ in documents]
+    assert min(places) < 350 and max(places) > 650
+    with pytest.raises(ValueError, match="too short for a pass-key"):
+        passkeys.task_document(rng, tokenizer, 100)
 
 
 def test_the_training_script_takes_them(data):
