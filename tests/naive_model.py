@@ -9,13 +9,15 @@ from torch.nn.functional import silu
 from titans_hf.memory_reference import memorize_reference
 from titans_hf.memory_state import MemoryState
 
+EPSILON = 1e-4  # of keys, queries, values and of what a memory says
+
 
 def rms_norm(x, weight, eps):
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
 
 
 def unit(x):
-    return x / x.norm(dim=-1, keepdim=True)
+    return x / (x.norm(dim=-1, keepdim=True) ** 2 + EPSILON).sqrt()
 
 
 def rotary(x, positions, dims, theta):
@@ -75,7 +77,7 @@ class NaiveMemory:
             chunk_size=c.memory_chunk_size,
             error_clip=c.memory_error_clip,
         )
-        y = rms_norm(y[0, :, 0], m.norm.weight, c.rms_norm_eps).flatten()
+        y = rms_norm(y[0, :, 0], m.norm.weight, EPSILON).flatten()
         return m.o_proj.weight @ (y * silu(m.gate_proj.weight @ x))
 
 
@@ -149,8 +151,8 @@ def recall(module, config, x, weights):
         h = unit(silu(module.q_proj.weight @ token).view(config.memory_num_heads, 1, -1))
         for depth, w in enumerate(weights):
             h = (silu(h) if depth else h) @ w
-        rows.append(module.o_proj.weight @ rms_norm(h[:, 0], module.norm.weight, config.rms_norm_eps).flatten())
-    return rms_norm(torch.stack(rows), module.output_norm.weight, config.rms_norm_eps)
+        rows.append(module.o_proj.weight @ rms_norm(h[:, 0], module.norm.weight, EPSILON).flatten())
+    return rms_norm(torch.stack(rows), module.output_norm.weight, EPSILON)
 
 
 def mac(mixer, config, x):

@@ -184,3 +184,14 @@ def test_a_new_model_predicts_at_chance(config):
     with torch.no_grad():
         loss = model(ids, labels=ids).loss
     assert abs(loss - torch.tensor(50.0).log()) < 0.25
+
+
+def test_no_gradient_of_a_new_model_outgrows_the_others(config):
+    """Else the first steps go where one parameter wants, and leave Adam's averages full of it: what is zero at first (a
+    memory that has read nothing, the key of the first token) must not be divided by its length.
+    """
+    model, ids = TitansForCausalLM(config), torch.randint(50, (4, 40))
+    model(ids, labels=ids).loss.backward()
+    lengths = {name: parameter.grad.norm().item() for name, parameter in model.named_parameters()}
+    longest = max(lengths, key=lengths.get)
+    assert lengths[longest] < 30 * lengths["lm_head.weight"], f"{longest}: {lengths[longest]:.2g}"

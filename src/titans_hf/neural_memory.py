@@ -2,7 +2,7 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import logsigmoid, normalize, silu
+from torch.nn.functional import logsigmoid, silu
 from transformers.utils.generic import maybe_autocast
 
 from .configuration_titans import TitansConfig
@@ -10,6 +10,15 @@ from .memory_chunk import memorize
 from .memory_network import layer_shapes, read
 from .memory_state import MemoryState
 from .token_grid import TokenGrid
+
+# Added to squares of lengths that may be 0: a memory that has read nothing says nothing, and the first token of all has
+# no key in a new model. With an epsilon as small as usual, there would be no other first gradients than theirs.
+EPSILON = 1e-4
+
+
+def unit(x: Tensor) -> Tensor:
+    """x at length 1; shorter where |x| is not large against sqrt(EPSILON)."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON)
 
 
 class HeadNorm(nn.RMSNorm):
@@ -88,7 +97,7 @@ class NeuralMemory(nn.Module):
         self.forget = TokenGate(size, num_heads, initial_logit=-5.0) if config.memory_forget else None  # alpha
         shapes = layer_shapes(self.head_dim, config.memory_depth, config.memory_expansion)
         self.initial_weights = InitialWeights(num_heads, shapes)
-        self.norm = HeadNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.norm = HeadNorm(self.head_dim, EPSILON)
         self.gate_proj = nn.Linear(size, size, bias=False)
         self.o_proj = nn.Linear(size, size, bias=False)
 
@@ -118,9 +127,9 @@ class NeuralMemory(nn.Module):
         with maybe_autocast(hidden_states.device.type, enabled=False):
             # Keys and queries as in the paper; values because the step that a hidden layer of the memory can take
             # without overshooting falls with |v|^2. How much a token writes is left to theta. In the memory's dtype:
-            # in float16 the epsilon of `normalize` is 0, and a vector of zeros would become nan.
+            # float16 has no room for the squares.
             retrieved, state = memorize(
-                *(normalize(x.to(dtype), dim=-1) for x in projected),
+                *(unit(x.to(dtype)) for x in projected),
                 *self._gates(hidden_states, dtype),
                 state,
                 chunk_size=self.config.memory_chunk_size,
@@ -167,14 +176,14 @@ class MemoryRecall(nn.Module):
         self.layer_idx = layer_idx
         self.head_dim = config.memory_head_dim
         self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.norm = HeadNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.norm = HeadNorm(self.head_dim, EPSILON)
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.output_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.output_norm = nn.RMSNorm(config.hidden_size, EPSILON)
 
     def forward(self, hidden_states: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
         """hidden_states (B, T, hidden), weights of the memory network (B, H, d_in, d_out) -> (B, T, hidden)."""
         queries = silu(self.q_proj(hidden_states)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         with maybe_autocast(hidden_states.device.type, enabled=False):
-            recalled = read(weights, normalize(queries.to(weights[0].dtype), dim=-1))
+            recalled = read(weights, unit(queries.to(weights[0].dtype)))
             recalled = self.norm(recalled.transpose(1, 2)).flatten(2)
         return self.output_norm(self.o_proj(recalled.to(queries.dtype)))
