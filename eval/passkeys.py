@@ -24,8 +24,8 @@ from transformers import PreTrainedTokenizerBase
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 from training_data import load_tokenizer
 
-SHORT = 0.35  # share of documents that are no prompts of the task yet
-RISING = 0.3  # share of documents while lengths rise
+SHORT = 0.25  # share of documents that are no prompts of the task yet
+RISING = 0.2  # share of documents while lengths rise
 FEWEST = 13  # tokens in a line of noise, at least: its words
 EVALUATED = 128
 
@@ -94,7 +94,7 @@ def curriculum(rng: random.Random, tokenizer: PreTrainedTokenizerBase, length: i
             yield short_document(rng, rng.randint(0, max(0, int(8 * progress / SHORT) - 4)), random_words)
         else:
             longest = shortest + (length - shortest) * min(1.0, (progress - SHORT) / RISING)
-            yield task_document(rng, tokenizer, rng.randint(shortest, int(longest)), random_words)
+            yield task_document(rng, tokenizer, rng.randint(int(shortest + longest) // 2, int(longest)), random_words)
 
 
 def table(documents: Iterable[Document]) -> Dataset:
@@ -105,7 +105,7 @@ def table(documents: Iterable[Document]) -> Dataset:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="a new folder, for scripts/train.py --train_data")
-    parser.add_argument("--number", type=int, default=51_200, help="documents to train on")
+    parser.add_argument("--number", type=int, default=64_000, help="documents to train on")
     parser.add_argument("--length", type=int, default=1023, help="tokens of the longest, without an eos")
     parser.add_argument("--tokenizer", default="bytes", help="the word bytes, or the folder of a tokenizer")
     parser.add_argument("--seed", type=int, default=0)

@@ -34,11 +34,11 @@ def test_every_prompt_asks_for_what_it_hides(data):
 def test_documents_become_those_of_the_task(data):
     """Else the model is asked for what it was not trained for, or has to look far back before it looks back at all."""
     lengths = [len(row["prompt"]) for row in data["train"]]
-    assert max(lengths[:10]) < 250 and max(lengths[:70]) < 600 < max(lengths[70:130]) < max(lengths[130:]) < 900
-    assert [row["prompt"].startswith("A special magic number") for row in data["train"]] == [False] * 70 + [True] * 130
+    assert max(lengths[:10]) < 250 and max(lengths[:50]) < 600 < max(lengths[50:80]) < max(lengths[80:]) < 900
+    assert [row["prompt"].startswith("A special magic number") for row in data["train"]] == [False] * 50 + [True] * 150
     assert min(len(row["prompt"]) for row in data["validation"]) > 900 - 100
     assert all(row["prompt"].count(needles.NOISE) > 1 for row in data["validation"])
-    assert 30 < sum(needles.NOISE not in row["prompt"] for row in data["train"].select(range(70, 200))) < 100
+    assert 40 < sum(needles.NOISE not in row["prompt"] for row in data["train"].select(range(50, 200))) < 110
 
 
 def skeleton(prompt):
