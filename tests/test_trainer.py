@@ -60,7 +60,7 @@ def test_mixed_precision(variant, tmp_path):
     assert seen == {torch.bfloat16}
     assert all(parameter.dtype == torch.float32 for parameter in rough_parameters.values())
     assert rough_losses == pytest.approx(losses, rel=0.01)
-    assert distance(rough_parameters, parameters, start) < 0.05
+    assert distance(rough_parameters, parameters, start) < 0.1
 
 
 @pytest.mark.slow
