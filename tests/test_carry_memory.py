@@ -198,7 +198,9 @@ def test_a_needle_two_blocks_away(options, tmp_path, variant, initializer_range,
     config |= dict(variant=variant, segment_length=8, initializer_range=initializer_range)
     common = dict(train_data=tmp_path / "documents", eval_data=tmp_path / "documents", block_length=8)
     common |= dict(per_device_train_batch_size=32, per_device_eval_batch_size=32, tokens_per_step=None)
-    common |= dict(gradient_accumulation_steps=1, learning_rate=3e-3, max_steps=steps, eval_steps=steps, save_steps=steps)
+    common |= dict(
+        gradient_accumulation_steps=1, learning_rate=3e-3, max_steps=steps, eval_steps=steps, save_steps=steps
+    )
     right = {}
     for carry in (True, False):
         folder = tmp_path / str(carry)
