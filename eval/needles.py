@@ -102,7 +102,7 @@ def split_sentences(text: str) -> list[str]:
 def make_sample(rng: random.Random, kind: Kind, size: int, words: list[str]) -> dict:
     """One needle in `size` sentences of noise, or in the first `size` words."""
     key, value = draw_key(rng), draw_value(rng, kind)
-    needle = NEEDLE.format(values=kind.values, key=key, value=value)
+    needle = needle_of(kind, key, value)
     if kind.in_noise:
         sentences = [NOISE] * size
         sentences.insert(rng.sample(range(size), 1)[0], needle)
@@ -111,6 +111,14 @@ def make_sample(rng: random.Random, kind: Kind, size: int, words: list[str]) -> 
         sentences = split_sentences(" ".join(words[:size]))
         place = int(len(sentences) * (rng.sample(DEPTHS, 1)[0] / 100))
         context = " ".join([" ".join(sentences[:place]), needle, " ".join(sentences[place:])])
+    return sample_of(kind, key, value, context)
+
+
+def needle_of(kind: Kind, key: str, value: str) -> str:
+    return NEEDLE.format(values=kind.values, key=key, value=value)
+
+
+def sample_of(kind: Kind, key: str, value: str, context: str) -> dict:
     names = {"value_name": kind.values.removesuffix("s"), "key": key}
     return {
         "input": PROMPT.format(context=context, **names),

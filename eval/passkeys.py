@@ -17,13 +17,25 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from datasets import Dataset, DatasetDict
-from needles import KINDS, NEEDLE, NOISE, PREFIX, PROMPT, categories, draw_key, draw_value, largest, token_counter
+from needles import (
+    KINDS,
+    NOISE,
+    categories,
+    draw_key,
+    draw_value,
+    largest,
+    needle_of,
+    prompt_of,
+    sample_of,
+    token_counter,
+)
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 from training_data import load_tokenizer
 
+PASSKEY = KINDS["niah_single_1"]
 SHORT = 0.25  # share of documents that are no prompts of the task yet
 RISING = 0.2  # share of documents while lengths rise
 FEWEST = 13  # tokens in a line of noise, at least: its words
@@ -43,10 +55,9 @@ def noise(rng: random.Random, number: int, random_words: bool) -> list[str]:
 
 def short_document(rng: random.Random, num_lines: int, random_words: bool) -> Document:
     """A needle, noise, and the beginning of the answer."""
-    key, value = draw_key(rng), draw_value(rng, KINDS["niah_single_1"])
-    needle = NEEDLE.format(values="numbers", key=key, value=value)
-    lines = [needle, *noise(rng, num_lines, random_words), PREFIX.format(value_name="number", key=key)]
-    return "\n".join(lines), f" {value}."
+    key, value = draw_key(rng), draw_value(rng, PASSKEY)
+    lines = [needle_of(PASSKEY, key, value), *noise(rng, num_lines, random_words)]
+    return "\n".join([*lines, sample_of(PASSKEY, key, value, context="")["gen_prefix"]]), f" {value}."
 
 
 def task_document(
@@ -56,15 +67,13 @@ def task_document(
 
     Raises ValueError where not one line fits.
     """
-    names = {"value_name": "number", "key": draw_key(rng)}
-    value, depth, count = draw_value(rng, KINDS["niah_single_1"]), rng.random(), token_counter(tokenizer)
-    needle = NEEDLE.format(values="numbers", key=names["key"], value=value)
-    lines = noise(rng, length // FEWEST, random_words)
+    key, value, depth = draw_key(rng), draw_value(rng, PASSKEY), rng.random()
+    lines, count = noise(rng, length // FEWEST, random_words), token_counter(tokenizer)
 
     def document(size: int) -> Document:
         place = int(depth * (size + 1))
-        context = "\n".join([*lines[:place], needle, *lines[place:size]])
-        return f"{PROMPT.format(context=context, **names)} {PREFIX.format(**names)}", f" {value}."
+        context = "\n".join([*lines[:place], needle_of(PASSKEY, key, value), *lines[place:size]])
+        return prompt_of(sample_of(PASSKEY, key, value, context)), f" {value}."
 
     def fits(size: int) -> bool:
         return size <= len(lines) and count("".join(document(size))) <= length
