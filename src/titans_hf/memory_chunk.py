@@ -1,15 +1,19 @@
-"""The memory, fast: the dual form of chunked gradient descent (paper section 3.2), and the single step.
+"""The memory, fast: the dual form of chunked gradient descent (paper section 3.2), its backward, and the single step.
 
 Within a chunk every gradient is taken at the weights of the chunk's start, so a token's gradient is rank one in each
 layer and all weights after all tokens follow from a few matrix products (`memory_gates`), exactly. No per-token weights
-exist. Shapes: B batch, H heads, T tokens, C tokens of a chunk, D head size; weights (B, H, d_in, d_out).
+exist. For the backward, only the state at the start of every chunk is kept; what happens within a chunk is computed
+again, but for its longest part, the step of the state. Shapes: B batch, H heads, T tokens, C tokens of a chunk, D head
+size; weights (B, H, d_in, d_out).
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .memory_gates import GateProducts, gate_products
 from .memory_network import apply_layers, gradient_factors, read
@@ -18,7 +22,7 @@ from .token_grid import TokenGrid
 
 
 class Tokens(NamedTuple):
-    """What `memorize` is told about T tokens, in the state's dtype."""
+    """What `memorize` is told about T tokens, in the state's dtype; or the gradients with respect to it."""
 
     queries: Tensor
     keys: Tensor
@@ -78,66 +82,233 @@ def _memorize_step(
     return read(weights, token.queries), MemoryState(weights, momentum, anchor, state.num_seen + 1)
 
 
+class Plan(NamedTuple):
+    """What a sweep is told beside its tensors.
+
+    filled: (B, H, T) bool, False where no token lies; None if all are filled. begins: (N, B) bool, the rows in which
+    of the N chunks begins, and neither goes on nor holds no token; None if all do.
+    """
+
+    chunk_size: int
+    error_clip: float | None
+    filled: Tensor | None
+    begins: Tensor | None
+
+
+class Layers(NamedTuple):
+    """The state, one tensor (B, H, d_in, d_out) per layer; or the gradients with respect to it."""
+
+    weights: tuple[Tensor, ...]
+    momentum: tuple[Tensor, ...]
+    anchor: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> "Layers":
+        """From all tensors, one after the other."""
+        depth = len(tensors) // 3
+        return cls(*(tuple(tensors[i * depth : (i + 1) * depth]) for i in range(3)))
+
+
+class Layer(NamedTuple):
+    """A layer of the memory in a chunk, or the gradients with respect to it.
+
+    weights, momentum (B, H, d_in, d_out): at the chunk's start. inputs h (B, H, C, d_in), deltas (B, H, C, d_out): the
+    factors of its tokens' gradients.
+    """
+
+    weights: Tensor
+    momentum: Tensor
+    inputs: Tensor
+    deltas: Tensor
+
+
 def _memorize_grid(
     slots: Tokens, state: MemoryState, grid: TokenGrid, chunk_size: int, error_clip: float | None
 ) -> tuple[Tensor, MemoryState]:
-    """All chunks of the grid, one after the other; every row's chunk begins at a multiple of `chunk_size`."""
-    filled = None if grid.filled is None else grid.filled[:, None].expand_as(slots.inner_lr)
-    chunk_gates = _chunk_gates(slots, filled, chunk_size)
+    """All chunks of the grid; every row's chunk begins at a multiple of `chunk_size`."""
+    filled = begins = None
+    if grid.filled is not None:
+        filled = grid.filled[:, None].expand_as(slots.inner_lr)
+        first = torch.arange(0, grid.num_slots, chunk_size, device=filled.device)[:, None]
+        begins = (grid.start <= first) & (grid.end > first)
+    plan = Plan(chunk_size, error_clip, filled, begins)
+    tensors = (*slots, *state.weights, *state.momentum, *state.anchor)
+    by_hand = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if by_hand and not torch.compiler.is_compiling():  # a compiler makes the backward itself
+        retrieved, *after = Sweep.apply(plan, *tensors)
+    else:
+        retrieved, *after = _sweep(plan, tensors)
+    return retrieved, MemoryState(*Layers.of(after), state.num_seen + grid.end - grid.start)
+
+
+def _sweep(plan: Plan, tensors: Sequence[Tensor], starts: list[Layers] | None = None) -> tuple[Tensor, ...]:
+    """All chunks, one after the other: the six `Tokens`, then those of `Layers` -> what is retrieved, those after.
+
+    Appends to `starts` what each chunk starts with.
+    """
+    tokens, state = Tokens(*tensors[:6]), Layers.of(tensors[6:])
     # split, not indexing: the backward of an index into one tensor is a tensor of its full size for every chunk
-    chunks = zip(*(x.split(chunk_size, dim=2) for x in slots[:3]), chunk_gates, strict=True)
-    weights, momentum, anchor = state.weights, state.momentum, state.anchor
+    pieces = zip(*(x.split(plan.chunk_size, dim=2) for x in tokens[:3]), _chunk_gates(plan, tokens), strict=True)
     retrieved = []
-    for chunk, (queries, keys, values, gates) in enumerate(chunks):
-        if filled is None:
-            anchor = weights
-        else:
-            first = chunk * chunk_size
-            begins = partial(where_rows, (grid.start <= first) & (grid.end > first))
-            anchor = tuple(map(begins, weights, anchor))
-        y, weights, momentum = _memorize_chunk(queries, keys, values, gates, weights, momentum, anchor, error_clip)
-        retrieved.append(y)
-    num_seen = state.num_seen + grid.end - grid.start
-    return torch.cat(retrieved, dim=2), MemoryState(weights, momentum, anchor, num_seen)
+    for chunk, (queries, keys, values, gates) in enumerate(pieces):
+        state = state._replace(anchor=_where_begins(plan, chunk, state.weights, state.anchor))
+        if starts is not None:
+            starts.append(state)
+        factors = gradient_factors(keys, values, state.anchor, plan.error_clip)
+        layers = [Layer(*parts) for parts in zip(state.weights, state.momentum, *factors, strict=True)]
+        retrieved.append(apply_layers(queries, [partial(_read_layer, layer=layer, gates=gates) for layer in layers]))
+        state = Layers(*zip(*(_step_layer(layer, gates) for layer in layers), strict=True), state.anchor)
+    return torch.cat(retrieved, dim=2), *state.weights, *state.momentum, *state.anchor
 
 
-def _chunk_gates(slots: Tokens, filled: Tensor | None, chunk_size: int) -> list[GateProducts]:
+def _where_begins(plan: Plan, chunk: int, new: Sequence[Tensor], old: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """`new` in the rows in which the chunk begins, `old` in the others."""
+    if plan.begins is None:
+        return tuple(new)
+    return tuple(map(partial(where_rows, plan.begins[chunk]), new, old))
+
+
+def _chunk_gates(plan: Plan, tokens: Tokens) -> list[GateProducts]:
     """The gate products of every chunk, all full chunks at once; the last chunk may be shorter."""
-    gates = [*slots[3:], *([] if filled is None else [filled])]
-    num_slots = slots.inner_lr.shape[-1]
-    end_of_full = num_slots // chunk_size * chunk_size
+    gates = [*tokens[3:], *([] if plan.filled is None else [plan.filled])]
+    num_slots = tokens.inner_lr.shape[-1]
+    end_of_full = num_slots // plan.chunk_size * plan.chunk_size
     chunks = []
     for begin, end in ((0, end_of_full), (end_of_full, num_slots)):
         if begin < end:
-            size = min(chunk_size, end - begin)
+            size = min(plan.chunk_size, end - begin)
             products = gate_products(*(x[..., begin:end].unflatten(-1, (-1, size)) for x in gates))
             chunks += [GateProducts(*parts) for parts in zip(*(x.unbind(2) for x in products), strict=True)]
     return chunks
 
 
-def _memorize_chunk(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    gates: GateProducts,
-    weights: tuple[Tensor, ...],
-    momentum: tuple[Tensor, ...],
-    anchor: tuple[Tensor, ...],
-    error_clip: float | None,
-) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """One chunk (B, H, C, D) -> what its queries retrieve, and the weights and momentum at its end."""
-    inputs, deltas = gradient_factors(keys, values, anchor, error_clip)
+def _read_layer(x: Tensor, layer: Layer, gates: GateProducts) -> Tensor:
+    """x_t M_t = beta_t x_t W + f_t x_t S - sum_{i<=t} G_ti (x_t . h_i) delta_i: (B, H, C, d_in) -> (B, H, C, d_out)"""
+    beta, carry = gates.retain[..., None], gates.carry[..., None]
+    scores = (x @ layer.inputs.mT) * gates.write
+    return beta * (x @ layer.weights) + carry * (x @ layer.momentum) - scores @ layer.deltas
 
-    def layer_after_each_token(w: Tensor, s: Tensor, inputs: Tensor, delta: Tensor):
-        """x_t -> x_t M_t = beta_t x_t W + f_t x_t S - sum_{i<=t} G_ti (x_t . h_i) delta_i, for x (B, H, C, d_in)."""
-        beta, carry = gates.retain[..., None], gates.carry[..., None]
-        return lambda x: beta * (x @ w) + carry * (x @ s) - ((x @ inputs.mT) * gates.write) @ delta
 
-    layers = list(zip(weights, momentum, inputs, deltas, strict=True))
-    retrieved = apply_layers(queries, [layer_after_each_token(*layer) for layer in layers])
+def _step_layer(layer: Layer, gates: GateProducts) -> tuple[Tensor, Tensor]:
+    """Weights and momentum at the chunk's end."""
     beta, carry = gates.retain[..., -1, None, None], gates.carry[..., -1, None, None]
     share, momentum_share = gates.write[..., -1, :, None], gates.momentum_write[..., None]
+    return (
+        beta * layer.weights + carry * layer.momentum - layer.inputs.mT @ (share * layer.deltas),
+        gates.momentum_carry[..., None, None] * layer.momentum - layer.inputs.mT @ (momentum_share * layer.deltas),
+    )
+
+
+class Sweep(torch.autograd.Function):
+    """`_sweep`, which keeps for its backward the states that the chunks start with, and nothing else."""
+
+    @staticmethod
+    def forward(ctx, plan: Plan, *tensors: Tensor) -> tuple[Tensor, ...]:
+        starts = []
+        results = _sweep(plan, tensors, starts)
+        kept = 3 if plan.begins is not None else 2  # where every chunk begins, the anchor is the weights
+        ctx.plan, ctx.depth = plan, len(starts[0].weights)
+        ctx.save_for_backward(*tensors[:6], *(x for start in starts for part in start[:kept] for x in part))
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_retrieved: Tensor, *grad_after: Tensor) -> tuple[Tensor | None, ...]:
+        plan, tokens = ctx.plan, ctx.saved_tensors[:6]
+        pieces = list(zip(*(x.split(plan.chunk_size, dim=2) for x in (*tokens, grad_retrieved)), strict=True))
+        filled = None if plan.filled is None else plan.filled.split(plan.chunk_size, dim=2)
+        saved = ctx.saved_tensors[6:]
+        saved = [saved[i : i + ctx.depth] for i in range(0, len(saved), ctx.depth)]
+        kept = len(saved) // len(pieces)
+        grads, grad_tokens = Layers.of(grad_after), []
+        with torch.autocast(grad_retrieved.device.type, enabled=False):
+            for chunk in reversed(range(len(pieces))):
+                *piece, grad = pieces[chunk]
+                parts = saved[chunk * kept : (chunk + 1) * kept]
+                start = Layers(*parts, *(parts[:1] if kept == 2 else ()))
+                where = filled and filled[chunk]
+                grads, grad_piece = _chunk_backward(Tokens(*piece), where, start, plan.error_clip, grad, grads)
+                # the anchor was taken from the weights where the chunk began, else from the chunk before
+                nothing = [torch.zeros_like(x) for x in grads.anchor]
+                to_weights = _where_begins(plan, chunk, grads.anchor, nothing)
+                to_anchor = _where_begins(plan, chunk, nothing, grads.anchor)
+                weights = tuple(a + b for a, b in zip(grads.weights, to_weights, strict=True))
+                grads = Layers(weights, grads.momentum, to_anchor)
+                grad_tokens.append(grad_piece)
+        grad_tokens = (torch.cat(parts[::-1], dim=2) for parts in zip(*grad_tokens, strict=True))
+        return None, *grad_tokens, *grads.weights, *grads.momentum, *grads.anchor
+
+
+def _chunk_backward(
+    tokens: Tokens, filled: Tensor | None, start: Layers, error_clip: float | None, grad: Tensor, grad_after: Layers
+) -> tuple[Layers, Tokens]:
+    """Gradients with respect to what a chunk retrieves and the state after it -> those to the state it starts with and
+    to its tokens.
+
+    What is not linear, the factors and the gate products, is computed again and left to autograd.
+    """
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (*tokens[1:], *start.anchor)]
+        gates = gate_products(*leaves[2:5], *([] if filled is None else [filled]))
+        inputs, deltas = gradient_factors(*leaves[:2], leaves[5:], error_clip)
+    layers = [Layer(*parts) for parts in zip(start.weights, start.momentum, inputs, deltas, strict=True)]
+    reads, sigmoids = [tokens.queries], []
+    for layer in layers[:-1]:
+        pre_activation = _read_layer(reads[-1], layer, gates)
+        sigmoids.append(torch.sigmoid(pre_activation))
+        reads.append(pre_activation * sigmoids[-1])
+    grad_layers, grad_gates = [], []
+    for i in reversed(range(len(layers))):
+        after = grad_after.weights[i], grad_after.momentum[i]
+        grad, grad_layer, grad_of_gates = _layer_backward(grad, *after, reads[i], layers[i], gates)
+        grad_layers.insert(0, grad_layer)
+        grad_gates.append(grad_of_gates)
+        if i > 0:
+            grad = grad * (sigmoids[i - 1] + reads[i] * (1 - sigmoids[i - 1]))
+    grad_weights, grad_momentum, grad_inputs, grad_deltas = zip(*grad_layers, strict=True)
+    grad_gates = [sum(parts) for parts in zip(*grad_gates, strict=True)]
+    grad_keys, *found = torch.autograd.grad(
+        [*gates, *inputs[1:], *deltas], leaves, [*grad_gates, *grad_inputs[1:], *grad_deltas]
+    )
+    grad_anchor = tuple(a + b for a, b in zip(grad_after.anchor, found[4:], strict=True))
+    grad_tokens = Tokens(grad, grad_keys + grad_inputs[0], *found[:4])
+    return Layers(grad_weights, grad_momentum, grad_anchor), grad_tokens
+
+
+def _layer_backward(
+    grad: Tensor, grad_weights: Tensor, grad_momentum: Tensor, x: Tensor, layer: Layer, gates: GateProducts
+) -> tuple[Tensor, Layer, GateProducts]:
+    """Of `_read_layer` and `_step_layer`: gradients with respect to what they return -> to x, the layer and the gates."""
+    weights, momentum, inputs, deltas = layer
+    beta, carry = gates.retain[..., None], gates.carry[..., None]
+    last_beta, last_carry = beta[..., -1:, :], carry[..., -1:, :]
+    share, momentum_share = gates.write[..., -1, :, None], gates.momentum_write[..., None]
     momentum_carry = gates.momentum_carry[..., None, None]
-    new_weights = tuple(beta * w + carry * s - h.mT @ (share * d) for w, s, h, d in layers)
-    new_momentum = tuple(momentum_carry * s - h.mT @ (momentum_share * d) for _, s, h, d in layers)
-    return retrieved, new_weights, new_momentum
+    # the read
+    to_weights, to_momentum = grad @ weights.mT, grad @ momentum.mT
+    scores, grad_scores = x @ inputs.mT, grad @ deltas.mT
+    written = grad_scores * gates.write
+    grad_x = beta * to_weights + carry * to_momentum - written @ inputs
+    grad_write = -(scores * grad_scores)
+    grad_retain, grad_carry = (x * to_weights).sum(-1), (x * to_momentum).sum(-1)
+    # the step
+    from_weights, from_momentum = inputs @ grad_weights, inputs @ grad_momentum
+    grad_inputs = -(written.mT @ x) - (share * deltas) @ grad_weights.mT - (momentum_share * deltas) @ grad_momentum.mT
+    grad_deltas = -((scores * gates.write).mT @ grad) - share * from_weights - momentum_share * from_momentum
+    grad_write[..., -1, :] -= (deltas * from_weights).sum(-1)
+    grad_retain[..., -1] += (grad_weights * weights).sum((-2, -1))
+    grad_carry[..., -1] += (grad_weights * momentum).sum((-2, -1))
+    grad_gates = GateProducts(
+        grad_write,
+        grad_retain,
+        grad_carry,
+        momentum_write=-(deltas * from_momentum).sum(-1),
+        momentum_carry=(grad_momentum * momentum).sum((-2, -1)),
+    )
+    grad_layer = Layer(
+        last_beta * grad_weights + x.mT @ (beta * grad),
+        last_carry * grad_weights + momentum_carry * grad_momentum + x.mT @ (carry * grad),
+        grad_inputs,
+        grad_deltas,
+    )
+    return grad_x, grad_layer, grad_gates
