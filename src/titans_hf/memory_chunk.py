@@ -182,20 +182,29 @@ def _chunk_gates(plan: Plan, tokens: Tokens) -> list[GateProducts]:
     return chunks
 
 
+def _add_product(x: Tensor, a: Tensor, b: Tensor, factor: int = 1) -> Tensor:
+    """x + factor a @ b, in one pass."""
+    flat = torch.baddbmm(*(y.flatten(0, 1) for y in (x, a, b)), alpha=factor)
+    return flat.unflatten(0, x.shape[:2])
+
+
 def _read_layer(x: Tensor, layer: Layer, gates: GateProducts) -> Tensor:
     """x_t M_t = beta_t x_t W + f_t x_t S - sum_{i<=t} G_ti (x_t . h_i) delta_i: (B, H, C, d_in) -> (B, H, C, d_out)"""
     beta, carry = gates.retain[..., None], gates.carry[..., None]
     scores = (x @ layer.inputs.mT) * gates.write
-    return beta * (x @ layer.weights) + carry * (x @ layer.momentum) - scores @ layer.deltas
+    unwritten = torch.addcmul(beta * (x @ layer.weights), carry, x @ layer.momentum)
+    return _add_product(unwritten, scores, layer.deltas, -1)
 
 
 def _step_layer(layer: Layer, gates: GateProducts) -> tuple[Tensor, Tensor]:
     """Weights and momentum at the chunk's end."""
     beta, carry = gates.retain[..., -1, None, None], gates.carry[..., -1, None, None]
     share, momentum_share = gates.write[..., -1, :, None], gates.momentum_write[..., None]
+    unwritten = torch.addcmul(beta * layer.weights, carry, layer.momentum)
+    momentum = gates.momentum_carry[..., None, None] * layer.momentum
     return (
-        beta * layer.weights + carry * layer.momentum - layer.inputs.mT @ (share * layer.deltas),
-        gates.momentum_carry[..., None, None] * layer.momentum - layer.inputs.mT @ (momentum_share * layer.deltas),
+        _add_product(unwritten, layer.inputs.mT, share * layer.deltas, -1),
+        _add_product(momentum, layer.inputs.mT, momentum_share * layer.deltas, -1),
     )
 
 
@@ -229,14 +238,16 @@ class Sweep(torch.autograd.Function):
                 where = filled and filled[chunk]
                 grads, grad_piece = _chunk_backward(Tokens(*piece), where, start, plan.error_clip, grad, grads)
                 # the anchor was taken from the weights where the chunk began, else from the chunk before
-                nothing = [torch.zeros_like(x) for x in grads.anchor]
-                to_weights = _where_begins(plan, chunk, grads.anchor, nothing)
-                to_anchor = _where_begins(plan, chunk, nothing, grads.anchor)
-                weights = tuple(a + b for a, b in zip(grads.weights, to_weights, strict=True))
+                to_weights, to_anchor = grads.anchor, ()
+                if plan.begins is not None:
+                    nothing = [torch.zeros_like(x) for x in grads.anchor]
+                    to_weights = _where_begins(plan, chunk, grads.anchor, nothing)
+                    to_anchor = _where_begins(plan, chunk, nothing, grads.anchor)
+                weights = tuple(a.add_(b) for a, b in zip(grads.weights, to_weights, strict=True))
                 grads = Layers(weights, grads.momentum, to_anchor)
                 grad_tokens.append(grad_piece)
         grad_tokens = (torch.cat(parts[::-1], dim=2) for parts in zip(*grad_tokens, strict=True))
-        return None, *grad_tokens, *grads.weights, *grads.momentum, *grads.anchor
+        return None, *grad_tokens, *grads.weights, *grads.momentum, *(grads.anchor or [None] * ctx.depth)
 
 
 def _chunk_backward(
@@ -270,7 +281,7 @@ def _chunk_backward(
     grad_keys, *found = torch.autograd.grad(
         [*gates, *inputs[1:], *deltas], leaves, [*grad_gates, *grad_inputs[1:], *grad_deltas]
     )
-    grad_anchor = tuple(a + b for a, b in zip(grad_after.anchor, found[4:], strict=True))
+    grad_anchor = [a + b for a, b in zip(found[4:], grad_after.anchor, strict=True)] if grad_after.anchor else found[4:]
     grad_tokens = Tokens(grad, grad_keys + grad_inputs[0], *found[:4])
     return Layers(grad_weights, grad_momentum, grad_anchor), grad_tokens
 
@@ -288,13 +299,15 @@ def _layer_backward(
     to_weights, to_momentum = grad @ weights.mT, grad @ momentum.mT
     scores, grad_scores = x @ inputs.mT, grad @ deltas.mT
     written = grad_scores * gates.write
-    grad_x = beta * to_weights + carry * to_momentum - written @ inputs
+    grad_x = _add_product(torch.addcmul(beta * to_weights, carry, to_momentum), written, inputs, -1)
     grad_write = -(scores * grad_scores)
     grad_retain, grad_carry = (x * to_weights).sum(-1), (x * to_momentum).sum(-1)
     # the step
     from_weights, from_momentum = inputs @ grad_weights, inputs @ grad_momentum
-    grad_inputs = -(written.mT @ x) - (share * deltas) @ grad_weights.mT - (momentum_share * deltas) @ grad_momentum.mT
-    grad_deltas = -((scores * gates.write).mT @ grad) - share * from_weights - momentum_share * from_momentum
+    grad_inputs = _add_product((share * deltas) @ grad_weights.mT, momentum_share * deltas, grad_momentum.mT)
+    grad_inputs = _add_product(grad_inputs, written.mT, x).neg_()
+    grad_deltas = torch.addcmul(share * from_weights, momentum_share, from_momentum)
+    grad_deltas = _add_product(grad_deltas, (scores * gates.write).mT, grad).neg_()
     grad_write[..., -1, :] -= (deltas * from_weights).sum(-1)
     grad_retain[..., -1] += (grad_weights * weights).sum((-2, -1))
     grad_carry[..., -1] += (grad_weights * momentum).sum((-2, -1))
@@ -306,8 +319,8 @@ def _layer_backward(
         momentum_carry=(grad_momentum * momentum).sum((-2, -1)),
     )
     grad_layer = Layer(
-        last_beta * grad_weights + x.mT @ (beta * grad),
-        last_carry * grad_weights + momentum_carry * grad_momentum + x.mT @ (carry * grad),
+        _add_product(last_beta * grad_weights, x.mT, beta * grad),
+        _add_product(torch.addcmul(last_carry * grad_weights, momentum_carry, grad_momentum), x.mT, carry * grad),
         grad_inputs,
         grad_deltas,
     )
