@@ -80,7 +80,7 @@ def test_both_clips_are_reached_and_left():
     state, (_, keys, values, *_) = make_state(3, [0, 0, 0]), make_tokens(64)
     limit = values.norm(dim=-1)
     for clip in (None, 1.0):
-        inputs, deltas = gradient_factors(keys, values, state.weights, clip)
+        inputs, deltas, *_ = gradient_factors(keys, values, state.weights, clip)
         clipped = deltas[-1].norm(dim=-1) >= 2 * limit - 1e-9
         assert 0.05 < clipped.double().mean() < 0.95
         lengths = [surprise(x, d).squeeze(-1) for x, d in zip(inputs, deltas, strict=True)]

@@ -11,7 +11,6 @@ Shapes: ... batch and heads, C tokens of the chunk.
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 
@@ -23,16 +22,14 @@ class GateProducts(NamedTuple):
     momentum_carry: Tensor  # m_T (...): share of the momentum at the chunk's start left at its end
 
 
-def segment_sums(log_decay: Tensor) -> Tensor:
-    """(..., C) -> (..., C, C): sum of log_decay over j < l <= t at [t, j], -inf above the diagonal.
+def segment_products(log_decay: Tensor) -> Tensor:
+    """(..., C) -> (..., C, C): product of the decays at j < l <= t at [t, j], 0 above the diagonal.
 
-    Summed directly, not as a difference of two cumulative sums: exact for decays of any size, -inf (a gate of 0)
-    included.
+    Their logarithms are summed directly, not as a difference of two cumulative sums: exact for decays of any size,
+    -inf (a gate of 0) included. Transposed on the way: sums along rows are twice as fast.
     """
-    size = log_decay.shape[-1]
-    lower = torch.ones(size, size, dtype=torch.bool, device=log_decay.device).tril()
-    terms = log_decay[..., :, None].expand(*log_decay.shape, size).masked_fill(~lower.tril(-1), 0.0)
-    return terms.cumsum(-2).masked_fill(~lower, -torch.inf)
+    terms = log_decay[..., None, :].expand(*log_decay.shape, log_decay.shape[-1])
+    return terms.triu(1).cumsum(-1).exp().triu().mT
 
 
 def gate_products(
@@ -43,8 +40,8 @@ def gate_products(
         inner_lr = inner_lr.masked_fill(~filled, 0.0)
         log_momentum_decay = log_momentum_decay.masked_fill(~filled, 0.0)
         log_retain = log_retain.masked_fill(~filled, 0.0)
-    retain_products = segment_sums(log_retain).exp()  # R
-    momentum_products = segment_sums(log_momentum_decay).exp()  # E
+    retain_products = segment_products(log_retain)  # R
+    momentum_products = segment_products(log_momentum_decay)  # E
     if filled is not None:
         # A slot without a token leaves the weights alone: it must not add the momentum to them once more.
         retain_products = retain_products * filled[..., None, :]

@@ -7,6 +7,7 @@ Shapes: B batch, H heads, T tokens, D head size, F hidden size; layer l maps d_i
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,41 +38,61 @@ def clip_scale(norm: Tensor, limit: Tensor) -> Tensor:
     return torch.where(exceeds, limit / torch.where(exceeds, norm, 1.0), 1.0)
 
 
-def gradient_factors(
-    keys: Tensor, values: Tensor, weights: Sequence[Tensor], error_clip: float | None
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The gradient of |M(k) - v|^2 (eq. 12) in every layer, one rank-one matrix per token, as its two factors.
+class Factors(NamedTuple):
+    """The gradient of |M(k) - v|^2 (eq. 12) in every layer, one rank-one matrix per token: inputs[l] (x) deltas[l].
 
-    Token i's gradient of layer l is inputs[l][i] (x) deltas[l][i]. With `error_clip` kappa, the error e = M(k) - v
-    enters as e * min(1, kappa |v| / |e|), and no layer's gradient may be longer than 4 kappa |v|, twice the longest
-    that a one-layer memory with a unit key can have: the weights then grow at most linearly with the tokens read,
-    whatever they are.
-
-    keys, values (B, H, T, D); weights (B, H, d_in, d_out) -> two lists of (B, H, T, d_in) and (B, H, T, d_out).
+    And what led there, for its own derivative: a list per layer, or per hidden layer.
     """
-    inputs, sigmoids = [keys], []
+
+    inputs: list[Tensor]  # h (..., T, d_in)
+    deltas: list[Tensor]  # (..., T, d_out), limited
+    pre_activations: list[Tensor]  # z, hidden layers: the next layer's input is silu(z)
+    sigmoids: list[Tensor]  # of z
+    slopes: list[Tensor]  # silu'(z)
+    returned: list[Tensor]  # what the next layer's delta is at silu(z)
+    unlimited: list[Tensor]  # deltas before they are limited
+    scales: list[Tensor]  # (..., T, 1), what limits them; empty without a clip
+    error: Tensor  # M(k) - v, before it is limited
+    error_scale: Tensor | None  # (..., T, 1)
+
+
+def gradient_factors(keys: Tensor, values: Tensor, weights: Sequence[Tensor], error_clip: float | None) -> Factors:
+    """The gradient of the memory's loss as its factors.
+
+    With `error_clip` kappa, the error e = M(k) - v enters as e * min(1, kappa |v| / |e|), and no layer's gradient may
+    be longer than 4 kappa |v|, twice the longest that a one-layer memory with a unit key can have: the weights then
+    grow at most linearly with the tokens read, whatever they are.
+
+    keys, values (..., T, D); weights (..., d_in, d_out).
+    """
+    inputs, pre_activations, sigmoids = [keys], [], []
     for weight in weights[:-1]:
-        pre_activation = inputs[-1] @ weight
-        sigmoids.append(torch.sigmoid(pre_activation))
-        inputs.append(pre_activation * sigmoids[-1])
+        pre_activations.append(inputs[-1] @ weight)
+        sigmoids.append(torch.sigmoid(pre_activations[-1]))
+        inputs.append(pre_activations[-1] * sigmoids[-1])
     error = inputs[-1] @ weights[-1] - values
+    scale, scales = None, []
     if error_clip is None:
-        limit = None
+        unlimited = [2 * error]
     else:
         limit = error_clip * values.norm(dim=-1, keepdim=True)
-        error = error * clip_scale(error.norm(dim=-1, keepdim=True), limit)
-    delta = 2 * error
-    deltas = [delta]
-    for weight, sigmoid, hidden in zip(weights[:0:-1], sigmoids[::-1], inputs[:0:-1], strict=True):
-        # silu'(z) = s + silu(z) (1 - s) with s = sigmoid(z)
-        delta = (delta @ weight.mT) * (sigmoid + hidden * (1 - sigmoid))
-        deltas.append(delta)
-    deltas.reverse()
-    if limit is not None:
-        deltas = [d * clip_scale(surprise(x, d), 4 * limit) for x, d in zip(inputs, deltas, strict=True)]
-    return inputs, deltas
+        scale = clip_scale(error.norm(dim=-1, keepdim=True), limit)
+        unlimited = [2 * scale * error]
+    # silu'(z) = s + silu(z) (1 - s) with s = sigmoid(z)
+    slopes = [torch.lerp(h, h.new_ones(()), s) for h, s in zip(inputs[1:], sigmoids, strict=True)]
+    returned = []
+    for weight, slope in zip(weights[:0:-1], slopes[::-1], strict=True):
+        returned.append(unlimited[-1] @ weight.mT)
+        unlimited.append(returned[-1] * slope)
+    returned.reverse()
+    unlimited.reverse()
+    deltas = unlimited
+    if error_clip is not None:
+        scales = [clip_scale(surprise(x, d), 4 * limit) for x, d in zip(inputs, unlimited, strict=True)]
+        deltas = [d * c for d, c in zip(unlimited, scales, strict=True)]
+    return Factors(inputs, deltas, pre_activations, sigmoids, slopes, returned, unlimited, scales, error, scale)
 
 
 def surprise(inputs: Tensor, delta: Tensor) -> Tensor:
-    """The norm of a token's gradient of one layer, |h (x) delta| = |h| |delta|: (B, H, T, 1)."""
+    """The norm of a token's gradient of one layer, |h (x) delta| = |h| |delta|: (..., T, 1)."""
     return inputs.norm(dim=-1, keepdim=True) * delta.norm(dim=-1, keepdim=True)

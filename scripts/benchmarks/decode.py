@@ -1,0 +1,84 @@
+"""One more token: time and size of the cache, by the length of what was read.
+
+Titans reads all of the context. The others read its first 256 tokens, and what attends to all of it is given their keys
+and values again and again until there are as many: what a step costs depends on how many there are alone.
+"""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from statistics import median
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+
+from . import zoo
+from .measure import seconds
+from .report import Plot
+
+PLOT = Plot(line=("model",), x="context", y=("ms/token", "cache MB"))
+PREFIX = 256
+PIECE = 4096
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--size", choices=zoo.SHAPES, default="30m")
+    parser.add_argument("--models", nargs="+", choices=zoo.NAMES, default=list(zoo.NAMES))
+    parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1024, 4096, 16384, 65536])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+
+
+@torch.no_grad()
+def run(args: Namespace) -> Iterator[dict]:
+    for name in tqdm(args.models, desc="decode"):
+        model = zoo.build(zoo.fitting_config(name, args.size), args.device, getattr(torch, args.dtype))
+        zoo.check(model)
+        readers = {context: Reader(model, context) for context in args.contexts}
+        sizes = {context: num_bytes(reader.cache) for context, reader in readers.items()}
+        # all contexts in turn, so that they share the machine's moods
+        rounds = [[seconds(reader.step, args.device) for reader in readers.values()] for _ in range(args.steps + 3)][3:]
+        for i, context in enumerate(args.contexts):
+            yield {
+                "model": name,
+                "context": context,
+                "ms/token": 1e3 * median(times[i] for times in rounds),
+                "of the first": median(times[i] / times[0] for times in rounds),
+                "cache MB": sizes[context] / 1e6,
+            }
+
+
+class Reader:
+    """A model that has read `context` tokens."""
+
+    def __init__(self, model: PreTrainedModel, context: int):
+        self.model = model
+        titans = model.config.model_type == "titans"
+        ids = zoo.draw_tokens(model, context if titans else min(context, PREFIX))
+        self.given = {}
+        for piece in ids.split(PIECE, dim=1):
+            output = model(piece, use_cache=True, logits_to_keep=1, **self.given)
+            key = "cache_params" if "cache_params" in output else "past_key_values"
+            self.given = {key: output[key]}
+        self.cache: Cache = output[key]
+        self.token = ids[:, -1:]
+        if not titans:
+            for layer in self.cache.layers:
+                if isinstance(layer, DynamicLayer) and not isinstance(layer, DynamicSlidingWindowLayer):
+                    repeats = (1, 1, context // ids.shape[1], 1)
+                    layer.keys, layer.values = layer.keys.repeat(repeats), layer.values.repeat(repeats)
+
+    def step(self) -> None:
+        self.model(self.token, use_cache=True, **self.given)
+
+
+def num_bytes(held: object) -> int:
+    """Of all tensors that a cache holds."""
+    if isinstance(held, torch.Tensor):
+        return held.numel() * held.element_size()
+    if isinstance(held, dict):
+        held = list(held.values())
+    if isinstance(held, (list, tuple)):
+        return sum(map(num_bytes, held))
+    return num_bytes(vars(held)) if type(held).__module__.startswith(("transformers", "titans_hf")) else 0

@@ -1,0 +1,92 @@
+"""Time and memory of a piece of work, alone or in turn with others."""
+
+import ctypes
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+
+Work = Callable[[], object]
+MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc's mallopt
+
+
+def seconds(work: Work, device: torch.device) -> float:
+    """Of the processor: what else runs on the machine does not count. Of the clock where a GPU works."""
+    if device.type == "cpu":
+        start = time.process_time()
+        work()
+        return time.process_time() - start
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    work()
+    torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def in_turn(works: Mapping[str, Work], device: torch.device, repeats: int) -> dict[str, float]:
+    """Median seconds of each: a first round warms up, then every round runs all of them, so that they share the
+    machine's moods."""
+    rounds = [{name: seconds(work, device) for name, work in works.items()} for _ in range(repeats + 1)]
+    return {name: median(times[name] for times in rounds[1:]) for name in works}
+
+
+def peak_bytes(work: Work, device: torch.device) -> int:
+    """The most memory that `work` holds beyond what was held before it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        return torch.cuda.max_memory_allocated(device) - before
+    reader, writer = os.pipe()
+    libc = ctypes.CDLL(None)
+    libc.malloc_trim(0)  # what was freed before is not to be used again unseen
+    child = os.fork()  # freed memory is given back to the system at once, which is slow: in a process of its own
+    if not child:
+        try:
+            libc.mallopt(MMAP_THRESHOLD, 1 << 16)
+            before = _status_bytes("VmRSS")
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+            work()
+            os.write(writer, str(_status_bytes("VmHWM") - before).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        text = answer.read()
+    os.waitpid(child, 0)
+    if not text:
+        raise RuntimeError("the process whose memory was measured ended without an answer; out of memory?")
+    return int(text)
+
+
+def _status_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
+
+
+def resident_bytes() -> int:
+    return _status_bytes("VmRSS")
+
+
+def large_product_rate(dtype: torch.dtype, device: torch.device) -> float:
+    """Multiply-adds per second of one large matrix product."""
+    size = 1024 if device.type == "cpu" else 8192
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    repeats = 5
+
+    def work() -> None:
+        for _ in range(repeats):
+            a @ b
+
+    return repeats * size**3 / in_turn({"product": work}, device, 5)["product"]
+
+
+def check_close(name: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Raises where what is about to be timed is not what it is to be."""
+    distance = (found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)
+    if not distance <= tolerance:
+        raise AssertionError(f"{name} is off by {distance:.1e} of its length; at most {tolerance:.0e} was expected")

@@ -1,0 +1,45 @@
+"""Rows as a Markdown table and as a plot."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from matplotlib.figure import Figure
+
+
+class Plot(NamedTuple):
+    """A line for each value of the columns `line`, one panel for each of the columns `y`, over the column `x`."""
+
+    line: tuple[str, ...]
+    x: str
+    y: tuple[str, ...]
+
+
+def table(rows: list[dict]) -> str:
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [columns, ["---"] * len(columns), *([_cell(row.get(name)) for name in columns] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def save_plot(rows: list[dict], plot: Plot, path: Path) -> None:
+    figure = Figure(figsize=(5 * len(plot.y), 4), layout="constrained")
+    for axes, y in zip(figure.subplots(1, len(plot.y), squeeze=False)[0], plot.y, strict=True):
+        lines: dict[str, list[tuple]] = {}
+        for row in rows:
+            if row.get(y) is not None:
+                name = ", ".join(f"{column} {row[column]}" for column in plot.line)
+                lines.setdefault(name, []).append((row[plot.x], row[y]))
+        for name, points in lines.items():
+            axes.plot(*zip(*points, strict=True), marker="o", label=name)
+        axes.set(xlabel=plot.x, ylabel=y, xscale="log", ylim=(0, None))
+        axes.grid(alpha=0.3)
+    if lines:
+        axes.legend()
+    figure.savefig(path, dpi=120)

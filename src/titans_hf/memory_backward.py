@@ -1,0 +1,196 @@
+"""The backward of the memory's sweep over chunks, from the states that the chunks start with.
+
+Nothing else is kept: what happens within a chunk is computed again, but for the step of the state. Shapes: N batch and
+heads, C tokens of a chunk; weights (N, d_in, d_out).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .memory_gates import GateProducts, gate_products
+from .memory_network import Factors, gradient_factors
+from .memory_sweep import Layer, Layers, Plan, Tokens, read_layer, sweep, where_begins
+
+
+class Sweep(torch.autograd.Function):
+    """`sweep`, which keeps for its backward the states that the chunks start with."""
+
+    @staticmethod
+    def forward(ctx, plan: Plan, *tensors: Tensor) -> tuple[Tensor, ...]:
+        starts = []
+        results = sweep(plan, tensors, starts)
+        kept = 3 if plan.begins is not None else 2  # where every chunk begins, the anchor is the weights
+        ctx.plan, ctx.depth = plan, len(starts[0].weights)
+        ctx.save_for_backward(*tensors[:6], *(x for start in starts for part in start[:kept] for x in part))
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_retrieved: Tensor, *grad_after: Tensor) -> tuple[Tensor | None, ...]:
+        plan, tokens = ctx.plan, ctx.saved_tensors[:6]
+        filled = () if plan.filled is None else (plan.filled,)
+        pieces = zip(*(x.split(plan.chunk_size, dim=1) for x in (*tokens, grad_retrieved, *filled)), strict=True)
+        saved = ctx.saved_tensors[6:]
+        saved = [saved[i : i + ctx.depth] for i in range(0, len(saved), ctx.depth)]
+        kept = 3 if plan.begins is not None else 2
+        grads, grad_tokens = Layers.of(grad_after), []
+        with torch.autocast(grad_retrieved.device.type, enabled=False):
+            for chunk, piece in reversed(list(enumerate(pieces))):
+                parts = saved[chunk * kept : (chunk + 1) * kept]
+                start = Layers(*parts, *(parts[:1] if kept == 2 else ()))
+                grads, grad_piece = _chunk_backward(plan, chunk, piece, start, grads)
+                grad_tokens.append(grad_piece)
+        grad_tokens = (torch.cat(parts[::-1], dim=1) for parts in zip(*grad_tokens, strict=True))
+        return None, *grad_tokens, *grads.weights, *grads.momentum, *(grads.anchor or [None] * ctx.depth)
+
+
+def _chunk_backward(
+    plan: Plan, chunk: int, piece: Sequence[Tensor], start: Layers, grad_after: Layers
+) -> tuple[Layers, Tokens]:
+    """Gradients with respect to the state after a chunk -> those to the state it starts with and to its tokens.
+
+    piece: its six `Tokens`, the gradient with respect to what it retrieves and, unless all are, which slots are filled.
+    """
+    tokens, grad, filled = Tokens(*piece[:6]), piece[6], piece[7:]
+    with torch.enable_grad():
+        gate_inputs = [x.detach().requires_grad_() for x in tokens[3:]]
+        gates = gate_products(*gate_inputs, *filled)
+    constants = GateProducts(*(x.detach() for x in gates))
+    factors = gradient_factors(tokens.keys, tokens.values, start.anchor, plan.error_clip)
+    layers = [Layer(*x) for x in zip(start.weights, start.momentum, factors.inputs, factors.deltas, strict=True)]
+    reads, slopes = [tokens.queries], []
+    for layer in layers[:-1]:
+        pre_activation = read_layer(reads[-1], layer, constants)
+        sigmoid = torch.sigmoid(pre_activation)
+        reads.append(pre_activation.mul_(sigmoid))
+        slopes.append(torch.lerp(reads[-1], sigmoid.new_ones(()), sigmoid))
+    grad_layers, grad_gates = [], []
+    for i in reversed(range(len(layers))):
+        after = grad_after.weights[i], grad_after.momentum[i]
+        grad, grad_layer, grad_of_gates = _layer_backward(grad, *after, reads[i], layers[i], constants)
+        grad_layers.insert(0, grad_layer)
+        grad_gates.append(grad_of_gates)
+        if i > 0:
+            grad = grad.mul_(slopes[i - 1])
+    grad_weights, grad_momentum, grad_inputs, grad_deltas = map(list, zip(*grad_layers, strict=True))
+    # the anchor was taken from the weights where the chunk began, else from the chunk before
+    grad_anchor = grad_weights
+    if plan.begins is not None:
+        grad_anchor = [x.clone() for x in grad_after.anchor]
+    elif grad_after.anchor:
+        grad_anchor = [x.add_(y) for x, y in zip(grad_weights, grad_after.anchor, strict=True)]
+    grad_pair = _factors_backward(factors, tokens.values, start.anchor, grad_inputs, grad_deltas, grad_anchor)
+    grad_before = ()
+    if plan.begins is not None:
+        nothing = [torch.zeros_like(x) for x in grad_anchor]
+        here = where_begins(plan, chunk, grad_anchor, nothing)
+        grad_weights = [x.add_(y) for x, y in zip(grad_weights, here, strict=True)]
+        grad_before = where_begins(plan, chunk, nothing, grad_anchor)
+    grad_gates = [sum(parts) for parts in zip(*grad_gates, strict=True)]
+    grad_tokens = Tokens(grad, *grad_pair, *torch.autograd.grad(gates, gate_inputs, grad_gates))
+    return Layers(grad_weights, grad_momentum, grad_before), grad_tokens
+
+
+def _layer_backward(
+    grad: Tensor, grad_weights: Tensor, grad_momentum: Tensor, x: Tensor, layer: Layer, gates: GateProducts
+) -> tuple[Tensor, Layer, GateProducts]:
+    """Of `read_layer` and `step_layer`: gradients with respect to what they return -> to x, the layer and the gates."""
+    weights, momentum, inputs, deltas = layer
+    beta, carry = gates.retain[..., None], gates.carry[..., None]
+    share, momentum_share = gates.write[..., -1, :, None], gates.momentum_write[..., None]
+    scores, grad_scores = x @ inputs.mT, grad @ deltas.mT
+    grad_write = (scores * grad_scores).neg_()
+    scores, grad_scores = scores.mul_(gates.write), grad_scores.mul_(gates.write)
+    to_weights = gates.retain[..., -1, None, None] * grad_weights
+    to_momentum = gates.momentum_carry[..., None, None] * grad_momentum
+    to_momentum.addcmul_(gates.carry[..., -1, None, None], grad_weights)
+    from_weights, from_momentum = grad @ weights.mT, grad @ momentum.mT
+    grad_retain, grad_carry = (x * from_weights).sum(-1), (x * from_momentum).sum(-1)
+    grad_x = from_weights.mul_(beta).addcmul_(carry, from_momentum)
+    if inputs.shape[-1] > deltas.shape[-1]:
+        to_weights.baddbmm_(x.mT, beta * grad)
+        to_momentum.baddbmm_(x.mT, carry * grad)
+        from_weights, from_momentum = inputs @ grad_weights, inputs @ grad_momentum
+        grad_share, grad_momentum_share = (deltas * from_weights).sum(-1), (deltas * from_momentum).sum(-1)
+        grad_deltas = from_weights.mul_(share).addcmul_(momentum_share, from_momentum)
+        grad_inputs = ((share * deltas) @ grad_weights.mT).baddbmm_(momentum_share * deltas, grad_momentum.mT)
+    else:
+        to_weights.baddbmm_((beta * x).mT, grad)
+        to_momentum.baddbmm_((carry * x).mT, grad)
+        from_weights, from_momentum = deltas @ grad_weights.mT, deltas @ grad_momentum.mT
+        grad_share, grad_momentum_share = (inputs * from_weights).sum(-1), (inputs * from_momentum).sum(-1)
+        grad_inputs = from_weights.mul_(share).addcmul_(momentum_share, from_momentum)
+        grad_deltas = ((share * inputs) @ grad_weights).baddbmm_(momentum_share * inputs, grad_momentum)
+    grad_write[..., -1, :] -= grad_share
+    grad_retain[..., -1] += (grad_weights * weights).sum((-2, -1))
+    grad_carry[..., -1] += (grad_weights * momentum).sum((-2, -1))
+    grad_gates = GateProducts(
+        grad_write,
+        grad_retain,
+        grad_carry,
+        momentum_write=grad_momentum_share.neg_(),
+        momentum_carry=(grad_momentum * momentum).sum((-2, -1)),
+    )
+    grad_inputs.baddbmm_(grad_scores.mT, x).neg_()
+    grad_deltas.baddbmm_(scores.mT, grad).neg_()
+    grad_x.baddbmm_(grad_scores, inputs, alpha=-1)
+    return grad_x, Layer(to_weights, to_momentum, grad_inputs, grad_deltas), grad_gates
+
+
+def _factors_backward(
+    factors: Factors,
+    values: Tensor,
+    weights: Sequence[Tensor],
+    grad_inputs: list[Tensor],
+    grad_deltas: list[Tensor],
+    grad_weights: list[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Of `gradient_factors`: gradients with respect to its inputs and deltas, which are used up -> to keys and values.
+
+    Those to the weights are added to `grad_weights`.
+    """
+    last = len(weights) - 1
+    pulls = []  # of a limit, a multiple of |v|: gradients with respect to its logarithm
+    for i, scale in enumerate(factors.scales):
+        h, d = factors.inputs[i], factors.unlimited[i]
+        pulls.append(_limited(scale, grad_deltas[i], d))
+        grad_inputs[i].addcmul_(h, -_over_square(pulls[-1], h))
+        grad_deltas[i].mul_(scale).addcmul_(d, -_over_square(pulls[-1], d))
+    grad_slopes = []
+    for i in range(last):
+        grad_slopes.append(grad_deltas[i] * factors.returned[i])
+        grad_returned = grad_deltas[i].mul_(factors.slopes[i])
+        grad_weights[i + 1].baddbmm_(grad_returned.mT, factors.unlimited[i + 1])
+        grad_deltas[i + 1].baddbmm_(grad_returned, weights[i + 1])
+    grad_error = grad_deltas[last].mul_(2)
+    if factors.error_scale is not None:
+        pulls.append(_limited(factors.error_scale, grad_error, factors.error))
+        grad_error.mul_(factors.error_scale).addcmul_(factors.error, -_over_square(pulls[-1], factors.error))
+    grad_values = -grad_error
+    if pulls:
+        grad_values.addcmul_(values, _over_square(sum(pulls), values))
+    for i in reversed(range(len(weights))):
+        if i == last:
+            grad_output = grad_error
+        else:
+            z, s, h = factors.pre_activations[i], factors.sigmoids[i], factors.inputs[i + 1]
+            # silu''(z) = s (1 - s) (2 + z - 2 silu(z))
+            curvature = torch.sub(z, h, alpha=2).add_(2).mul_(torch.addcmul(s, s, s, value=-1))
+            grad_output = curvature.mul_(grad_slopes[i]).addcmul_(grad_inputs[i + 1], factors.slopes[i])
+        grad_weights[i].baddbmm_(factors.inputs[i].mT, grad_output)
+        grad_inputs[i].baddbmm_(grad_output, weights[i].mT)
+    return grad_inputs[0], grad_values
+
+
+def _limited(scale: Tensor, grad: Tensor, x: Tensor) -> Tensor:
+    """Of scale * x, scale = limit / norm: the gradient with respect to log(limit), 0 where the limit is not exceeded."""
+    return torch.where(scale < 1, (grad * x).sum(-1, keepdim=True) * scale, 0.0)
+
+
+def _over_square(x: Tensor, vector: Tensor) -> Tensor:
+    """x / |vector|^2, 0 where it is 0."""
+    square = vector.square().sum(-1, keepdim=True)
+    return torch.where(square > 0, x / torch.where(square > 0, square, 1.0), 0.0)

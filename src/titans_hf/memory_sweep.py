@@ -1,0 +1,129 @@
+"""The dual form of chunked gradient descent (paper section 3.2), chunk after chunk.
+
+Within a chunk every gradient is taken at the weights of the chunk's start, so a token's gradient is rank one in each
+layer and all weights after all tokens follow from a few matrix products (`memory_gates`), exactly. No per-token weights
+exist. What every token scales is scaled where it is narrow, before a matrix product or after it. Shapes: N batch and
+heads, T tokens, C tokens of a chunk; weights (N, d_in, d_out).
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .memory_gates import GateProducts, gate_products
+from .memory_network import apply_layers, gradient_factors
+from .memory_state import where_rows
+
+
+class Tokens(NamedTuple):
+    """What `memorize` is told about T tokens, in the state's dtype; or the gradients with respect to it."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    inner_lr: Tensor
+    log_momentum_decay: Tensor
+    log_retain: Tensor
+
+
+class Plan(NamedTuple):
+    """What a sweep is told beside its tensors.
+
+    filled: (N, T) bool, False where no token lies; None if all are filled. begins: (number of chunks, N) bool, where the
+    chunk begins, and neither goes on nor holds no token; None if it always does.
+    """
+
+    chunk_size: int
+    error_clip: float | None
+    filled: Tensor | None
+    begins: Tensor | None
+
+
+class Layers(NamedTuple):
+    """The state, one tensor (N, d_in, d_out) per layer; or the gradients with respect to it."""
+
+    weights: tuple[Tensor, ...]
+    momentum: tuple[Tensor, ...]
+    anchor: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> "Layers":
+        """From all tensors, one after the other."""
+        depth = len(tensors) // 3
+        return cls(*(tuple(tensors[i * depth : (i + 1) * depth]) for i in range(3)))
+
+
+class Layer(NamedTuple):
+    """A layer of the memory in a chunk, or the gradients with respect to it.
+
+    weights, momentum (N, d_in, d_out): at the chunk's start. inputs h (N, C, d_in), deltas (N, C, d_out): the
+    factors of its tokens' gradients.
+    """
+
+    weights: Tensor
+    momentum: Tensor
+    inputs: Tensor
+    deltas: Tensor
+
+
+def sweep(plan: Plan, tensors: Sequence[Tensor], starts: list[Layers] | None = None) -> tuple[Tensor, ...]:
+    """All chunks, one after the other: the six `Tokens`, then those of `Layers` -> what is retrieved, those after.
+
+    Appends to `starts` what each chunk starts with.
+    """
+    tokens, state = Tokens(*tensors[:6]), Layers.of(tensors[6:])
+    retrieved = []
+    for chunk, (queries, keys, values, gates) in enumerate(_pieces(plan, tokens)):
+        state = state._replace(anchor=where_begins(plan, chunk, state.weights, state.anchor))
+        if starts is not None:
+            starts.append(state)
+        factors = gradient_factors(keys, values, state.anchor, plan.error_clip)
+        layers = [Layer(*x) for x in zip(state.weights, state.momentum, factors.inputs, factors.deltas, strict=True)]
+        retrieved.append(apply_layers(queries, [partial(read_layer, layer=layer, gates=gates) for layer in layers]))
+        state = Layers(*zip(*(step_layer(layer, gates) for layer in layers), strict=True), state.anchor)
+    return torch.cat(retrieved, dim=1), *state.weights, *state.momentum, *state.anchor
+
+
+def where_begins(plan: Plan, chunk: int, new: Sequence[Tensor], old: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """`new` in the rows in which the chunk begins, `old` in the others."""
+    if plan.begins is None:
+        return tuple(new)
+    return tuple(map(partial(where_rows, plan.begins[chunk]), new, old))
+
+
+def _pieces(plan: Plan, tokens: Tokens) -> Iterator[tuple[Tensor, Tensor, Tensor, GateProducts]]:
+    """Queries, keys, values and gate products of every chunk; the last one may be shorter."""
+    per_token = tokens if plan.filled is None else (*tokens, plan.filled)
+    # split, not indexing: the backward of an index into one tensor is a tensor of its full size for every chunk
+    for queries, keys, values, *gates in zip(*(x.split(plan.chunk_size, dim=1) for x in per_token), strict=True):
+        yield queries, keys, values, gate_products(*gates)
+
+
+def read_layer(x: Tensor, layer: Layer, gates: GateProducts) -> Tensor:
+    """x_t M_t = beta_t x_t W + f_t x_t S - sum_{i<=t} G_ti (x_t . h_i) delta_i: (N, C, d_in) -> (N, C, d_out)"""
+    scores = (x @ layer.inputs.mT) * gates.write
+    if x.shape[-1] > layer.weights.shape[-1]:
+        read = gates.retain[..., None] * (x @ layer.weights)
+        read.addcmul_(gates.carry[..., None], x @ layer.momentum)
+    else:
+        read = (gates.retain[..., None] * x) @ layer.weights
+        read.baddbmm_(gates.carry[..., None] * x, layer.momentum)
+    return read.baddbmm_(scores, layer.deltas, alpha=-1)
+
+
+def step_layer(layer: Layer, gates: GateProducts) -> tuple[Tensor, Tensor]:
+    """Weights and momentum at the chunk's end."""
+    share, momentum_share = gates.write[..., -1, :, None], gates.momentum_write[..., None]
+    weights = gates.retain[..., -1, None, None] * layer.weights
+    weights.addcmul_(gates.carry[..., -1, None, None], layer.momentum)
+    momentum = gates.momentum_carry[..., None, None] * layer.momentum
+    if layer.inputs.shape[-1] > layer.deltas.shape[-1]:
+        weights.baddbmm_(layer.inputs.mT, share * layer.deltas, alpha=-1)
+        momentum.baddbmm_(layer.inputs.mT, momentum_share * layer.deltas, alpha=-1)
+    else:
+        weights.baddbmm_((share * layer.inputs).mT, layer.deltas, alpha=-1)
+        momentum.baddbmm_((momentum_share * layer.inputs).mT, layer.deltas, alpha=-1)
+    return weights, momentum
