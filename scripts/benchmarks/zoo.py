@@ -29,14 +29,8 @@ def make_config(name: str, size: str, free: int, **settings) -> PreTrainedConfig
     head_dim = shape["hidden_size"] // heads
     shape = shape | {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1, "tie_word_embeddings": True} | settings
     if name == "mamba2":
-        sizes = {
-            "num_hidden_layers": free,
-            "num_heads": 2 * heads,
-            "head_dim": head_dim,
-            "n_groups": 1,
-            "state_size": 64,
-        }
-        return transformers.Mamba2Config(**shape | sizes)
+        shape |= {"num_hidden_layers": free, "num_heads": 2 * heads, "head_dim": head_dim, "n_groups": 1}
+        return transformers.Mamba2Config(**shape, state_size=64)
     shape |= {"num_attention_heads": heads, "num_key_value_heads": heads, "intermediate_size": free}
     if name in VARIANTS:
         return TitansConfig(**shape, variant=name, sliding_window=WINDOW, segment_length=WINDOW)

@@ -186,7 +186,7 @@ def _factors_backward(
 
 
 def _limited(scale: Tensor, grad: Tensor, x: Tensor) -> Tensor:
-    """Of scale * x, scale = limit / norm: the gradient with respect to log(limit), 0 where the limit is not exceeded."""
+    """Of scale * x, scale = limit / norm: the gradient with respect to log(limit); 0 where nothing is limited."""
     return torch.where(scale < 1, (grad * x).sum(-1, keepdim=True) * scale, 0.0)
 
 

@@ -32,8 +32,8 @@ class Tokens(NamedTuple):
 class Plan(NamedTuple):
     """What a sweep is told beside its tensors.
 
-    filled: (N, T) bool, False where no token lies; None if all are filled. begins: (number of chunks, N) bool, where the
-    chunk begins, and neither goes on nor holds no token; None if it always does.
+    filled: (N, T) bool, False where no token lies; None if all are filled. begins: (number of chunks, N) bool, where
+    the chunk begins, and neither goes on nor holds no token; None if it always does.
     """
 
     chunk_size: int
