@@ -158,3 +158,22 @@ def test_nothing_blows_up(inputs, depth, gates, dtype):
     step = max_lr * 4 * values.norm(dim=-1).max() * 1.01
     for weight, initial in zip(after.weights, weights, strict=True):
         assert (weight - initial).norm() <= length * step
+
+
+def test_training_keeps_the_states_that_chunks_start_with():
+    """Else memory in training is that of every intermediate of every token."""
+    state, tokens = make_state(2, [0, 0, 0]), [x.requires_grad_() for x in make_tokens(10 * CHUNK)]
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        memorize(*tokens, state, chunk_size=CHUNK, error_clip=1.0)
+    of_states = 10 * sum(x.numel() for x in (*state.weights, *state.momentum))
+    assert of_states <= sum(kept) < of_states + 3 * sum(x.numel() for x in tokens)
+
+
+def test_a_second_derivative_is_refused():
+    """Else it would be silently wrong: the backward by hand is no function that could be differentiated."""
+    state, tokens = make_state(2, [0, 0, 0]), [x.requires_grad_() for x in make_tokens(6)]
+    retrieved, _ = memorize(*tokens, state, chunk_size=CHUNK, error_clip=1.0)
+    (gradient,) = torch.autograd.grad(retrieved.square().sum(), tokens[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()

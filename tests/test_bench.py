@@ -1,0 +1,101 @@
+"""scripts/bench.py: each benchmark measures what it says, checks it first, and keeps what it has measured."""
+
+import json
+
+import bench
+import pytest
+import torch
+from benchmarks import decode, measure, memory, report, zoo
+from transformers import DynamicCache
+
+
+def run(tmp_path, *arguments):
+    bench.main([*arguments, "--repeats", "1", "--output", str(tmp_path)])
+    path = tmp_path / f"{arguments[0]}.json"
+    assert path.with_suffix(".png").stat().st_size > 5000
+    assert path.with_suffix(".md").read_text().count("\n") == len(json.loads(path.read_text())["rows"]) + 2
+    return json.loads(path.read_text())["rows"]
+
+
+def test_the_peak_of_memory():
+    """Else what the tables say is of something else: of what was freed before, or of what is left at the end."""
+    cpu = torch.device("cpu")
+    freed = torch.ones(20_000_000)
+    del freed
+
+    def work():
+        x = torch.ones(10_000_000)
+        del x
+        return torch.ones(5_000_000)
+
+    assert 40e6 < measure.peak_bytes(work, cpu) < 44e6
+    assert measure.peak_bytes(lambda: None, cpu) < 2e6
+
+
+def test_work_that_ends_its_process_is_an_error():
+    with pytest.raises(RuntimeError, match="ended without an answer"):
+        measure.peak_bytes(lambda: 1 / 0, torch.device("cpu"))
+
+
+def test_what_is_wrong_is_not_timed(monkeypatch):
+    wrong = memory.memorize
+    monkeypatch.setattr(memory, "memorize", lambda *args, **kw: wrong(*args, **kw | {"chunk_size": 32}))
+    with pytest.raises(AssertionError, match="chunk 64, depth 2: what is read is off by"):
+        memory.check(2, 64, torch.device("cpu"))
+
+
+def test_the_floor_counts_every_product():
+    """Of one layer, two heads' worth: what `memory_sweep` multiplies, counted by hand."""
+    chunk, size = 16, memory.HEAD_DIM
+    by_hand = 5 * chunk * size * size + 2 * chunk * chunk * size + chunk**3
+    assert memory.Products(1, chunk, torch.device("cpu")).multiply_adds == memory.BATCH * memory.HEADS * by_hand
+
+
+def test_models_are_of_equal_size():
+    for size, expected in zoo.PARAMETERS.items():
+        for name in zoo.NAMES:
+            assert abs(zoo._num_parameters(zoo.fitting_config(name, size)) / expected - 1) < 0.06, name
+
+
+def test_tables_show_what_is_missing():
+    rows = [{"model": "a", "tokens": 1024, "speed": 1234.5}, {"model": "b", "tokens": 5, "share": 0.12345}]
+    assert report.table(rows).splitlines()[2:] == ["| a | 1,024 | 1,234 | – |", "| b | 5 | – | 0.123 |"]
+
+
+def test_memory(tmp_path):
+    rows = run(tmp_path, "memory", "--lengths", "64", "200", "--chunks", "64")
+    assert [row["tokens"] for row in rows] == [64, 200]
+    assert all(0 < row["forward of products"] < 2 for row in rows)
+    assert rows[0]["both peak MB"] < rows[1]["both peak MB"]
+
+
+@pytest.mark.slow
+def test_models(tmp_path):
+    rows = run(tmp_path, "models", "--lengths", "64", "128", "--models", "mag", "mamba2", "without memory")
+    assert [row["model"] for row in rows] == ["mag"] * 2 + ["mamba2"] * 2 + ["without memory"] * 2
+    assert rows[4]["parameters"] < 0.8 * rows[0]["parameters"]
+
+
+@pytest.mark.slow
+def test_decoding(tmp_path):
+    rows = run(
+        tmp_path, "decode", "--size", "tiny", "--contexts", "256", "512", "--steps", "2", "--models", "lmm", "llama"
+    )
+    sizes = [row["cache MB"] for row in rows]
+    assert sizes[0] == sizes[1] and sizes[3] == 2 * sizes[2] == pytest.approx(4 * 2 * 512 * 128 * 4 / 1e6)
+
+
+@pytest.mark.slow
+def test_a_long_prompt(tmp_path):
+    (tmp_path / "a.txt").write_text("x" * 700)
+    options = ("--text", str(tmp_path), "--tokens", "2000", "--piece", "256", "--every", "1000")
+    rows = run(tmp_path / "out", "prompt", *options)
+    assert [row["tokens"] for row in rows] == [1024, 2000]
+    with pytest.raises(SystemExit, match="holds no [.]txt files"):
+        run(tmp_path, "prompt", "--text", str(tmp_path / "out"))
+
+
+def test_bytes_of_a_cache():
+    cache = DynamicCache()
+    cache.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), layer_idx=0)
+    assert decode.num_bytes(cache) == 2 * 24 * 4
