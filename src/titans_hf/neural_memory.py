@@ -39,6 +39,8 @@ class ChannelConv(nn.Conv1d):
         self.initial_delay = initial_delay
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] == self.kernel_size[0]:  # of one token: conv1d takes ten times as long
+            return (x * self.weight[:, 0]).sum(-1, keepdim=True)
         return nn.functional.conv1d(x, self.weight, groups=len(self.weight))
 
 
