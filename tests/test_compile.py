@@ -11,7 +11,7 @@ from common import VARIANTS, assert_same, full_logits, left_pad, make_ids, make_
 from torch._dynamo.testing import CompileCounter
 from transformers import CompileConfig
 
-from titans_hf import TitansCache
+from titans_hf import TitansCache, memory_sweep
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +123,33 @@ def test_packed_documents_are_refused_when_compiled(variant):
 
 
 @pytest.mark.slow
+def losses_and_gradients(model, lengths):
+    results = []
+    for length in lengths:
+        ids = make_ids(2, length, seed=length)
+        loss = model(ids, labels=ids, use_cache=False).loss
+        results += [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+    return results
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_compiled_memory_compiles_no_length(variant, monkeypatch):
+    """Else what is compiled is something else, or every new length waits for a compiler: two graphs for two lengths, of
+    which a chunk is no divisor.
+    """
+    model, lengths = make_model(variant), (21, 33)
+    plain = losses_and_gradients(model, lengths)
+    monkeypatch.setattr(memory_sweep, "COMPILED", counted := {})
+    monkeypatch.setattr("titans_hf.memory_chunk.COMPILED", counted)
+    counter = CompileCounter()
+    model.compile_memory(backend=counter, fullgraph=True)
+    compiled = losses_and_gradients(model, lengths[:1])
+    graphs = counter.frame_count
+    compiled += losses_and_gradients(model, lengths[1:])
+    assert_same(compiled, plain)
+    assert graphs == counter.frame_count > 0
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_export(variant):
     """Else the forward pass cannot be exported: the exported program gives the same logits, padded or not."""

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .memory_gates import GateProducts, gate_products
+from .memory_gates import GateProducts, gate_products, gate_products_backward
 from .memory_network import Factors, gradient_factors
-from .memory_sweep import Layer, Layers, Plan, Tokens, read_layer, sweep, where_begins
+from .memory_sweep import Layer, Layers, Plan, Tokens, compiled, pieces, read_layer, sweep, where_begins
 
 
 class Sweep(torch.autograd.Function):
@@ -21,7 +21,7 @@ class Sweep(torch.autograd.Function):
     @staticmethod
     def forward(ctx, plan: Plan, *tensors: Tensor) -> tuple[Tensor, ...]:
         starts = []
-        results = sweep(plan, tensors, starts)
+        results = sweep(plan, [x.detach() for x in tensors], starts)
         kept = 3 if plan.begins is not None else 2  # where every chunk begins, the anchor is the weights
         ctx.plan, ctx.depth = plan, len(starts[0].weights)
         ctx.save_for_backward(*tensors[:6], *(x for start in starts for part in start[:kept] for x in part))
@@ -30,68 +30,60 @@ class Sweep(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_retrieved: Tensor, *grad_after: Tensor) -> tuple[Tensor | None, ...]:
-        plan, tokens = ctx.plan, ctx.saved_tensors[:6]
-        filled = () if plan.filled is None else (plan.filled,)
-        pieces = zip(*(x.split(plan.chunk_size, dim=1) for x in (*tokens, grad_retrieved, *filled)), strict=True)
+        plan = ctx.plan
+        tokens = pieces(plan, (grad_retrieved, *ctx.saved_tensors[:6]))
         saved = ctx.saved_tensors[6:]
         saved = [saved[i : i + ctx.depth] for i in range(0, len(saved), ctx.depth)]
-        kept = 3 if plan.begins is not None else 2
+        kept = len(saved) // len(tokens)
         grads, grad_tokens = Layers.of(grad_after), []
         with torch.autocast(grad_retrieved.device.type, enabled=False):
-            for chunk, piece in reversed(list(enumerate(pieces))):
+            for chunk, (grad, *piece) in reversed(list(enumerate(tokens))):
                 parts = saved[chunk * kept : (chunk + 1) * kept]
                 start = Layers(*parts, *(parts[:1] if kept == 2 else ()))
-                grads, grad_piece = _chunk_backward(plan, chunk, piece, start, grads)
+                work = compiled(chunk_backward) if grad.shape[1] == plan.chunk_size else chunk_backward
+                grad_start, grad_piece = work(grad, piece, start, grads.weights, grads.momentum, plan.error_clip)
                 grad_tokens.append(grad_piece)
+                # the anchor was taken from the weights where the chunk began, else from the chunk before
+                grad_anchor = [x + y for x, y in zip(grad_start.anchor, grads.anchor, strict=True)]
+                nothing = [torch.zeros_like(x) for x in grad_anchor]
+                here = where_begins(plan, chunk, grad_anchor, nothing)
+                grad_weights = [x + y for x, y in zip(grad_start.weights, here, strict=True)]
+                grads = Layers(grad_weights, grad_start.momentum, where_begins(plan, chunk, nothing, grad_anchor))
         grad_tokens = (torch.cat(parts[::-1], dim=1) for parts in zip(*grad_tokens, strict=True))
-        return None, *grad_tokens, *grads.weights, *grads.momentum, *(grads.anchor or [None] * ctx.depth)
+        return None, *grad_tokens, *grads.weights, *grads.momentum, *grads.anchor
 
 
-def _chunk_backward(
-    plan: Plan, chunk: int, piece: Sequence[Tensor], start: Layers, grad_after: Layers
+def chunk_backward(
+    grad: Tensor,
+    piece: Sequence[Tensor],
+    start: Layers,
+    grad_weights: Sequence[Tensor],
+    grad_momentum: Sequence[Tensor],
+    error_clip: float | None,
 ) -> tuple[Layers, Tokens]:
-    """Gradients with respect to the state after a chunk -> those to the state it starts with and to its tokens.
-
-    piece: its six `Tokens`, the gradient with respect to what it retrieves and, unless all are, which slots are filled.
-    """
-    tokens, grad, filled = Tokens(*piece[:6]), piece[6], piece[7:]
-    with torch.enable_grad():
-        gate_inputs = [x.detach().requires_grad_() for x in tokens[3:]]
-        gates = gate_products(*gate_inputs, *filled)
-    constants = GateProducts(*(x.detach() for x in gates))
-    factors = gradient_factors(tokens.keys, tokens.values, start.anchor, plan.error_clip)
+    """Of `chunk_forward`: gradients with respect to what it returns -> to the state before and to its tokens."""
+    tokens, gates = Tokens(*piece[:6]), gate_products(*piece[3:])
+    factors = gradient_factors(tokens.keys, tokens.values, start.anchor, error_clip)
     layers = [Layer(*x) for x in zip(start.weights, start.momentum, factors.inputs, factors.deltas, strict=True)]
     reads, slopes = [tokens.queries], []
     for layer in layers[:-1]:
-        pre_activation = read_layer(reads[-1], layer, constants)
+        pre_activation = read_layer(reads[-1], layer, gates)
         sigmoid = torch.sigmoid(pre_activation)
         reads.append(pre_activation.mul_(sigmoid))
         slopes.append(torch.lerp(reads[-1], sigmoid.new_ones(()), sigmoid))
     grad_layers, grad_gates = [], []
     for i in reversed(range(len(layers))):
-        after = grad_after.weights[i], grad_after.momentum[i]
-        grad, grad_layer, grad_of_gates = _layer_backward(grad, *after, reads[i], layers[i], constants)
+        after = grad_weights[i], grad_momentum[i]
+        grad, grad_layer, grad_of_gates = _layer_backward(grad, *after, reads[i], layers[i], gates)
         grad_layers.insert(0, grad_layer)
         grad_gates.append(grad_of_gates)
         if i > 0:
             grad = grad.mul_(slopes[i - 1])
-    grad_weights, grad_momentum, grad_inputs, grad_deltas = map(list, zip(*grad_layers, strict=True))
-    # the anchor was taken from the weights where the chunk began, else from the chunk before
-    grad_anchor = grad_weights
-    if plan.begins is not None:
-        grad_anchor = [x.clone() for x in grad_after.anchor]
-    elif grad_after.anchor:
-        grad_anchor = [x.add_(y) for x, y in zip(grad_weights, grad_after.anchor, strict=True)]
-    grad_pair = _factors_backward(factors, tokens.values, start.anchor, grad_inputs, grad_deltas, grad_anchor)
-    grad_before = ()
-    if plan.begins is not None:
-        nothing = [torch.zeros_like(x) for x in grad_anchor]
-        here = where_begins(plan, chunk, grad_anchor, nothing)
-        grad_weights = [x.add_(y) for x, y in zip(grad_weights, here, strict=True)]
-        grad_before = where_begins(plan, chunk, nothing, grad_anchor)
-    grad_gates = [sum(parts) for parts in zip(*grad_gates, strict=True)]
-    grad_tokens = Tokens(grad, *grad_pair, *torch.autograd.grad(gates, gate_inputs, grad_gates))
-    return Layers(grad_weights, grad_momentum, grad_before), grad_tokens
+    to_weights, to_momentum, grad_inputs, grad_deltas = map(list, zip(*grad_layers, strict=True))
+    grad_pair, to_anchor = _factors_backward(factors, tokens.values, start.anchor, grad_inputs, grad_deltas)
+    grad_gates = GateProducts(*(sum(parts) for parts in zip(*grad_gates, strict=True)))
+    grad_tokens = Tokens(grad, *grad_pair, *gate_products_backward(grad_gates, gates, *piece[3:]))
+    return Layers(to_weights, to_momentum, to_anchor), grad_tokens
 
 
 def _layer_backward(
@@ -146,13 +138,12 @@ def _factors_backward(
     weights: Sequence[Tensor],
     grad_inputs: list[Tensor],
     grad_deltas: list[Tensor],
-    grad_weights: list[Tensor],
-) -> tuple[Tensor, Tensor]:
-    """Of `gradient_factors`: gradients with respect to its inputs and deltas, which are used up -> to keys and values.
-
-    Those to the weights are added to `grad_weights`.
+) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
+    """Of `gradient_factors`: gradients with respect to its inputs and deltas, which are used up -> to keys and values,
+    and to the weights.
     """
     last = len(weights) - 1
+    grad_weights = []
     pulls = []  # of a limit, a multiple of |v|: gradients with respect to its logarithm
     for i, scale in enumerate(factors.scales):
         h, d = factors.inputs[i], factors.unlimited[i]
@@ -163,7 +154,7 @@ def _factors_backward(
     for i in range(last):
         grad_slopes.append(grad_deltas[i] * factors.returned[i])
         grad_returned = grad_deltas[i].mul_(factors.slopes[i])
-        grad_weights[i + 1].baddbmm_(grad_returned.mT, factors.unlimited[i + 1])
+        grad_weights.append(grad_returned.mT @ factors.unlimited[i + 1])
         grad_deltas[i + 1].baddbmm_(grad_returned, weights[i + 1])
     grad_error = grad_deltas[last].mul_(2)
     if factors.error_scale is not None:
@@ -180,9 +171,12 @@ def _factors_backward(
             # silu''(z) = s (1 - s) (2 + z - 2 silu(z))
             curvature = torch.sub(z, h, alpha=2).add_(2).mul_(torch.addcmul(s, s, s, value=-1))
             grad_output = curvature.mul_(grad_slopes[i]).addcmul_(grad_inputs[i + 1], factors.slopes[i])
-        grad_weights[i].baddbmm_(factors.inputs[i].mT, grad_output)
+        if i > 0:
+            grad_weights[i - 1].baddbmm_(factors.inputs[i].mT, grad_output)
+        else:
+            grad_weights.insert(0, factors.inputs[i].mT @ grad_output)
         grad_inputs[i].baddbmm_(grad_output, weights[i].mT)
-    return grad_inputs[0], grad_values
+    return (grad_inputs[0], grad_values), grad_weights
 
 
 def _limited(scale: Tensor, grad: Tensor, x: Tensor) -> Tensor:

@@ -8,10 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .memory_backward import Sweep
+from .memory_backward import Sweep, chunk_backward
 from .memory_network import gradient_factors, read
 from .memory_state import MemoryState, where_rows
-from .memory_sweep import Layers, Plan, Tokens, sweep
+from .memory_sweep import COMPILED, Layers, Plan, Tokens, chunk_forward, sweep
 from .token_grid import TokenGrid
 
 
@@ -83,3 +83,9 @@ def _memorize_grid(
         retrieved, *after = sweep(plan, tensors)
     retrieved, *after = (x.unflatten(0, slots.inner_lr.shape[:2]) for x in (retrieved, *after))
     return retrieved, MemoryState(*Layers.of(after), state.num_seen + grid.end - grid.start)
+
+
+def compile_chunks(**options) -> None:
+    """Compiles what is done with a full chunk, forward and backward: `TitansPreTrainedModel.compile_memory`."""
+    for work in (chunk_forward, chunk_backward):
+        COMPILED[work] = torch.compile(work, dynamic=False, **options)

@@ -53,3 +53,43 @@ def gate_products(
         momentum_write=momentum_products[..., -1, :] * inner_lr,
         momentum_carry=momentum_decay[..., -1],
     )
+
+
+def gate_products_backward(
+    grad: GateProducts,
+    products: GateProducts,
+    inner_lr: Tensor,
+    log_momentum_decay: Tensor,
+    log_retain: Tensor,
+    filled: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients with respect to `gate_products` -> to theta, log eta and log(1 - alpha)."""
+    if filled is not None:
+        inner_lr = inner_lr.masked_fill(~filled, 0.0)
+        log_momentum_decay = log_momentum_decay.masked_fill(~filled, 0.0)
+        log_retain = log_retain.masked_fill(~filled, 0.0)
+    retain_products, momentum_products = segment_products(log_retain), segment_products(log_momentum_decay)
+    counted = retain_products if filled is None else retain_products * filled[..., None, :]
+    momentum_decay = log_momentum_decay.cumsum(-1).exp()
+    grad_lr = (grad.write * (counted @ momentum_products)).sum(-2) + grad.momentum_write * momentum_products[..., -1, :]
+    grad_write = grad.write * inner_lr[..., None, :]
+    grad_counted = grad_write @ momentum_products.mT + grad.carry[..., None] * momentum_decay[..., None, :]
+    grad_momentum = counted.mT @ grad_write
+    grad_momentum[..., -1, :] += grad.momentum_write * inner_lr
+    grad_decay = (counted.mT @ grad.carry[..., None]).squeeze(-1)
+    grad_decay[..., -1] += grad.momentum_carry
+    grads = (
+        grad_lr,
+        _segment_backward(grad_momentum * momentum_products) + _suffix_sums(grad_decay * momentum_decay, -1),
+        _segment_backward(grad_counted * counted) + _suffix_sums(grad.retain * products.retain, -1),
+    )
+    return grads if filled is None else tuple(x.masked_fill(~filled, 0.0) for x in grads)
+
+
+def _suffix_sums(x: Tensor, dim: int) -> Tensor:
+    return x.flip(dim).cumsum(dim).flip(dim)
+
+
+def _segment_backward(grad: Tensor) -> Tensor:
+    """Gradients with respect to the sums over j < l <= t, at [t, j] -> to the terms: sums over j < l <= t of these."""
+    return _suffix_sums(grad, -2).tril(-1).sum(-1)

@@ -6,7 +6,7 @@ exist. What every token scales is scaled where it is narrow, before a matrix pro
 heads, T tokens, C tokens of a chunk; weights (N, d_in, d_out).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -16,6 +16,12 @@ from torch import Tensor
 from .memory_gates import GateProducts, gate_products
 from .memory_network import apply_layers, gradient_factors
 from .memory_state import where_rows
+
+COMPILED: dict[Callable, Callable] = {}  # filled by `memory_chunk.compile_chunks`
+
+
+def compiled(work: Callable) -> Callable:
+    return work if torch.compiler.is_compiling() else COMPILED.get(work, work)
 
 
 class Tokens(NamedTuple):
@@ -74,17 +80,29 @@ def sweep(plan: Plan, tensors: Sequence[Tensor], starts: list[Layers] | None = N
 
     Appends to `starts` what each chunk starts with.
     """
-    tokens, state = Tokens(*tensors[:6]), Layers.of(tensors[6:])
+    state = Layers.of(tensors[6:])
     retrieved = []
-    for chunk, (queries, keys, values, gates) in enumerate(_pieces(plan, tokens)):
+    for chunk, tokens in enumerate(pieces(plan, tensors[:6])):
         state = state._replace(anchor=where_begins(plan, chunk, state.weights, state.anchor))
         if starts is not None:
             starts.append(state)
-        factors = gradient_factors(keys, values, state.anchor, plan.error_clip)
-        layers = [Layer(*x) for x in zip(state.weights, state.momentum, factors.inputs, factors.deltas, strict=True)]
-        retrieved.append(apply_layers(queries, [partial(read_layer, layer=layer, gates=gates) for layer in layers]))
-        state = Layers(*zip(*(step_layer(layer, gates) for layer in layers), strict=True), state.anchor)
+        work = compiled(chunk_forward) if tokens[0].shape[1] == plan.chunk_size else chunk_forward
+        read, weights, momentum = work(tokens, state, plan.error_clip)
+        retrieved.append(read)
+        state = Layers(weights, momentum, state.anchor)
     return torch.cat(retrieved, dim=1), *state.weights, *state.momentum, *state.anchor
+
+
+def pieces(plan: Plan, per_token: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    """Of tensors (N, T, ...), those of every chunk, and which of its slots are filled, unless all are.
+
+    The last chunk may be shorter. The strides of the others do not depend on T, else they would be compiled anew.
+    """
+    if plan.filled is not None:
+        per_token = (*per_token, plan.filled)
+    # split, not indexing: the backward of an index into one tensor is a tensor of its full size for every chunk
+    chunks = zip(*(x.split(plan.chunk_size, dim=1) for x in per_token), strict=True)
+    return [tuple(x.contiguous() for x in chunk) for chunk in chunks]
 
 
 def where_begins(plan: Plan, chunk: int, new: Sequence[Tensor], old: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -94,12 +112,15 @@ def where_begins(plan: Plan, chunk: int, new: Sequence[Tensor], old: Sequence[Te
     return tuple(map(partial(where_rows, plan.begins[chunk]), new, old))
 
 
-def _pieces(plan: Plan, tokens: Tokens) -> Iterator[tuple[Tensor, Tensor, Tensor, GateProducts]]:
-    """Queries, keys, values and gate products of every chunk; the last one may be shorter."""
-    per_token = tokens if plan.filled is None else (*tokens, plan.filled)
-    # split, not indexing: the backward of an index into one tensor is a tensor of its full size for every chunk
-    for queries, keys, values, *gates in zip(*(x.split(plan.chunk_size, dim=1) for x in per_token), strict=True):
-        yield queries, keys, values, gate_products(*gates)
+def chunk_forward(
+    piece: Sequence[Tensor], start: Layers, error_clip: float | None
+) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """One of the `pieces` -> what it retrieves (N, C, D), weights and momentum after it."""
+    tokens, gates = Tokens(*piece[:6]), gate_products(*piece[3:])
+    factors = gradient_factors(tokens.keys, tokens.values, start.anchor, error_clip)
+    layers = [Layer(*x) for x in zip(start.weights, start.momentum, factors.inputs, factors.deltas, strict=True)]
+    read = apply_layers(tokens.queries, [partial(read_layer, layer=layer, gates=gates) for layer in layers])
+    return read, *zip(*(step_layer(layer, gates) for layer in layers), strict=True)
 
 
 def read_layer(x: Tensor, layer: Layer, gates: GateProducts) -> Tensor:

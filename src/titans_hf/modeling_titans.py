@@ -18,6 +18,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .cache_titans import TitansCache
 from .configuration_titans import TitansConfig
 from .input_checks import check_call, check_input_ids
+from .memory_chunk import compile_chunks
 from .mixers_titans import MIXERS, MAGMixer, TitansMixer
 from .neural_memory import ChannelConv, InitialWeights, TokenGate
 from .packing import columns_of_call
@@ -112,6 +113,15 @@ class TitansPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_attention_backend = True
     _can_record_outputs = {"hidden_states": TitansDecoderLayer, "attentions": OutputRecorder(TitansMixer, index=1)}
+
+    def compile_memory(self, **options) -> None:
+        """Compiles what the memory does with a full chunk, when it next does it: for all Titans of the process, whatever
+        the length of what they read, and once for every size of a chunk and every number of heads times rows.
+
+        `torch.compile(model)` compiles everything, but for each length anew: the chunks are a loop. `options` are those
+        of torch.compile.
+        """
+        compile_chunks(**options)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
