@@ -4,8 +4,9 @@
 
 The first ones are a needle and the beginning of the answer, then with up to three lines of noise between them. The
 others are prompts of niah_single_1, whose lengths rise to `--length` tokens: a model that has to look for something
-hundreds of tokens back before it can look things up at all learns nothing. In half of the documents the noise is that
-of the task, one line again and again; in the others it is sentences of random words.
+hundreds of tokens back before it can look things up at all learns nothing. In a fifth of the documents the noise is
+that of the task, one line again and again; in the others it is lines of random words, of which a document has a few,
+again and again, or all different. A memory that learns from one line alone does not keep the needle among many more.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import itertools
 import random
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 from datasets import Dataset, DatasetDict
@@ -36,59 +38,71 @@ sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 from training_data import load_tokenizer
 
 PASSKEY = KINDS["niah_single_1"]
-SHORT = 0.25  # share of documents that are no prompts of the task yet
+SHORT = 0.2  # share of documents that are no prompts of the task yet
 RISING = 0.2  # share of documents while lengths rise
-FEWEST = 13  # tokens in a line of noise, at least: its words
+OF_THE_TASK = 0.2  # share of documents with the task's own noise
+DIFFERENT = (1, 2, 4, 64)  # lines of random words in a document
+LONGEST_WORD = 7
 EVALUATED = 128
 
 Document = tuple[str, str]  # a prompt and its completion
 
 
+@cache
+def words() -> list[str]:
+    return [w for kind in categories().values() for w in kind if len(w) <= LONGEST_WORD and w.isalpha()]
+
+
 def random_line(rng: random.Random) -> str:
-    (a, b, c), (w, x, y, z) = (rng.choices(categories()[kind], k=k) for kind, k in (("adjectives", 3), ("nouns", 4)))
-    return f"The {w} is {a}. {x.capitalize()} and {y}. The {b} {z} is {c}."
+    """One to eight sentences of one to four words."""
+    sentences = (" ".join(rng.choices(words(), k=rng.randint(1, 4))) for _ in range(rng.randint(1, 8)))
+    return " ".join(f"{sentence.capitalize()}." for sentence in sentences)
 
 
-def noise(rng: random.Random, number: int, random_words: bool) -> list[str]:
-    return [random_line(rng) if random_words else NOISE for _ in range(number)]
+def noise(rng: random.Random) -> Iterator[str]:
+    """The lines of a document, without end."""
+    of_the_task = rng.random() < OF_THE_TASK
+    lines = [NOISE] if of_the_task else [random_line(rng) for _ in range(rng.choice(DIFFERENT))]
+    while True:
+        yield rng.choice(lines)
 
 
-def short_document(rng: random.Random, num_lines: int, random_words: bool) -> Document:
+def short_document(rng: random.Random, num_lines: int) -> Document:
     """A needle, noise, and the beginning of the answer."""
     key, value = draw_key(rng), draw_value(rng, PASSKEY)
-    lines = [needle_of(PASSKEY, key, value), *noise(rng, num_lines, random_words)]
+    lines = [needle_of(PASSKEY, key, value), *itertools.islice(noise(rng), num_lines)]
     return "\n".join([*lines, sample_of(PASSKEY, key, value, context="")["gen_prefix"]]), f" {value}."
 
 
 def task_document(
-    rng: random.Random, tokenizer: PreTrainedTokenizerBase, length: int, random_words: bool = False
+    rng: random.Random, tokenizer: PreTrainedTokenizerBase, length: int, endless: Iterator[str]
 ) -> Document:
-    """A prompt as niah_single_1 puts it, and the answer: at most `length` tokens, to the line of noise.
+    """A prompt as niah_single_1 puts it, and the answer: at most `length` tokens, to the line of the endless noise.
 
-    Raises ValueError where not one line fits.
+    Raises ValueError where not even the needle fits.
     """
     key, value, depth = draw_key(rng), draw_value(rng, PASSKEY), rng.random()
-    lines, count = noise(rng, length // FEWEST, random_words), token_counter(tokenizer)
+    lines, count = [], token_counter(tokenizer)
 
     def document(size: int) -> Document:
+        lines.extend(itertools.islice(endless, max(0, size - len(lines))))
         place = int(depth * (size + 1))
         context = "\n".join([*lines[:place], needle_of(PASSKEY, key, value), *lines[place:size]])
         return prompt_of(sample_of(PASSKEY, key, value, context)), f" {value}."
 
     def fits(size: int) -> bool:
-        return size <= len(lines) and count("".join(document(size))) <= length
+        return count("".join(document(size))) <= length
 
-    size = largest(fits, start=len(lines) // 8)
-    if not size:
-        raise ValueError(f"length {length} is too short for a pass-key and a line of noise")
-    return document(size)
+    if not fits(0):
+        raise ValueError(f"length {length} is too short for a pass-key")
+    return document(largest(fits, start=length // 100))
 
 
 def shortest_length(tokenizer: PreTrainedTokenizerBase) -> int:
     """Tokens that any key's shortest document fits into."""
     for length in itertools.count(64, step=64):
         with contextlib.suppress(ValueError):
-            task_document(random.Random(0), tokenizer, length)
+            task_document(random.Random(0), tokenizer, length, noise(random.Random(0)))
             return length + 64
 
 
@@ -98,12 +112,12 @@ def curriculum(rng: random.Random, tokenizer: PreTrainedTokenizerBase, length: i
     if length < shortest:
         raise ValueError(f"--length {length}: the shortest documents take up to {shortest} tokens of this tokenizer")
     for index in tqdm(range(number), desc="writing documents"):
-        progress, random_words = index / number, rng.random() < 0.5
+        progress = index / number
         if progress < SHORT:
-            yield short_document(rng, rng.randint(0, max(0, int(8 * progress / SHORT) - 4)), random_words)
+            yield short_document(rng, rng.randint(0, max(0, int(8 * progress / SHORT) - 4)))
         else:
             longest = shortest + (length - shortest) * min(1.0, (progress - SHORT) / RISING)
-            yield task_document(rng, tokenizer, rng.randint(int(shortest + longest) // 2, int(longest)), random_words)
+            yield task_document(rng, tokenizer, rng.randint(int(shortest + longest) // 2, int(longest)), noise(rng))
 
 
 def table(documents: Iterable[Document]) -> Dataset:
@@ -123,7 +137,8 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"--output {args.output} exists")
     rng, tokenizer = random.Random(args.seed), load_tokenizer(args.tokenizer)
     train = table(curriculum(rng, tokenizer, args.length, args.number))
-    validation = table(task_document(rng, tokenizer, args.length) for _ in range(EVALUATED))
+    of_the_task = itertools.repeat(NOISE)
+    validation = table(task_document(rng, tokenizer, args.length, of_the_task) for _ in range(EVALUATED))
     DatasetDict(train=train, validation=validation).save_to_disk(args.output)
 
 

@@ -1,5 +1,6 @@
 """eval/passkeys.py: documents to learn the pass-key from, in the order in which they are to be learnt."""
 
+import itertools
 import random
 import re
 
@@ -34,11 +35,11 @@ def test_every_prompt_asks_for_what_it_hides(data):
 def test_documents_become_those_of_the_task(data):
     """Else the model is asked for what it was not trained for, or has to look far back before it looks back at all."""
     lengths = [len(row["prompt"]) for row in data["train"]]
-    assert max(lengths[:10]) < 250 and max(lengths[:50]) < 600 < max(lengths[50:80]) < max(lengths[80:]) < 900
-    assert [row["prompt"].startswith("A special magic number") for row in data["train"]] == [False] * 50 + [True] * 150
+    assert max(lengths[:10]) < 250 and max(lengths[:40]) < 1000 and max(lengths[40:60]) < max(lengths[80:]) < 900
+    assert [row["prompt"].startswith("A special magic number") for row in data["train"]] == [False] * 40 + [True] * 160
     assert min(len(row["prompt"]) for row in data["validation"]) > 900 - 100
     assert all(row["prompt"].count(needles.NOISE) > 1 for row in data["validation"])
-    assert 40 < sum(needles.NOISE not in row["prompt"] for row in data["train"].select(range(50, 200))) < 110
+    assert 110 < sum(needles.NOISE not in row["prompt"] for row in data["train"].select(range(40, 200))) < 150
 
 
 def skeleton(prompt):
@@ -50,7 +51,7 @@ def skeleton(prompt):
 def test_a_document_is_the_task_with_its_answer():
     """Else the prompts learnt from are worded differently from those asked, or shorter than they may be."""
     rng, tokenizer = random.Random(0), byte_tokenizer()
-    documents = [passkeys.task_document(rng, tokenizer, 1024) for _ in range(6)]
+    documents = [passkeys.task_document(rng, tokenizer, 1024, itertools.repeat(needles.NOISE)) for _ in range(6)]
     assert len(set(documents)) == 6
     asked = {
         skeleton(needles.prompt_of(sample)) for sample in needles.make_samples("niah_single_1", tokenizer, 1024, 6)
@@ -61,7 +62,7 @@ def test_a_document_is_the_task_with_its_answer():
     places = [prompt.index("One of the") for prompt, _ in documents]
     assert min(places) < 350 and max(places) > 650
     with pytest.raises(ValueError, match="too short for a pass-key"):
-        passkeys.task_document(rng, tokenizer, 100)
+        passkeys.task_document(rng, tokenizer, 100, passkeys.noise(rng))
 
 
 def test_the_training_script_takes_them(data):

@@ -115,8 +115,8 @@ class TitansPreTrainedModel(PreTrainedModel):
     _can_record_outputs = {"hidden_states": TitansDecoderLayer, "attentions": OutputRecorder(TitansMixer, index=1)}
 
     def compile_memory(self, **options) -> None:
-        """Compiles what the memory does with a full chunk, when it next does it: for all Titans of the process, whatever
-        the length of what they read, and once for every size of a chunk and every number of heads times rows.
+        """Compiles what the memory does with a full chunk, when it next does it: for all Titans of the process,
+        whatever the length of what they read, once for every size of a chunk and every number of heads times rows.
 
         `torch.compile(model)` compiles everything, but for each length anew: the chunks are a loop. `options` are those
         of torch.compile.
