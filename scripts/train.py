@@ -9,6 +9,7 @@ Every option of transformers' TrainingArguments can be given too. The defaults a
 
 import json
 import math
+import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -280,6 +281,11 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     if args.block_length < 2:
         raise ValueError(f"--block_length {args.block_length}: a block needs at least 2 tokens")
     check_push(training_args, args.push_dry_run)
+    num_processes = int(os.environ.get("WORLD_SIZE", 1))
+    if num_processes != training_args.world_size:  # Trainer goes on, as many times
+        raise ValueError(
+            f"{num_processes} processes were started, and each would train by itself: without a GPU, pass --use_cpu true"
+        )
     if training_args.gradient_accumulation_steps is None:
         training_args.gradient_accumulation_steps = accumulation_steps(args, training_args)
     # The loss curve is drawn against it.

@@ -266,6 +266,15 @@ def test_checkpoints_are_not_trained_over(options, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="processes find each other where there is a GPU")
+def test_processes_that_know_nothing_of_each_other_are_refused(options, tmp_path):
+    """Else each trains on everything and writes over what the other wrote."""
+    run = subprocess.run([*LAUNCH, *options(use_cpu=None)], capture_output=True, text=True, timeout=240)
+    assert run.returncode and "2 processes were started, and each would train by itself" in run.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
 def test_two_processes_train_like_one(options, tmp_path, texts, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
