@@ -283,9 +283,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     check_push(training_args, args.push_dry_run)
     num_processes = int(os.environ.get("WORLD_SIZE", 1))
     if num_processes != training_args.world_size:  # Trainer goes on, as many times
-        raise ValueError(
-            f"{num_processes} processes were started, and each would train by itself: without a GPU, pass --use_cpu true"
-        )
+        raise ValueError(f"{num_processes} processes were started, but each would train by itself: pass --use_cpu true")
     if training_args.gradient_accumulation_steps is None:
         training_args.gradient_accumulation_steps = accumulation_steps(args, training_args)
     # The loss curve is drawn against it.

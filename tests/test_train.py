@@ -270,7 +270,7 @@ def test_checkpoints_are_not_trained_over(options, tmp_path):
 def test_processes_that_know_nothing_of_each_other_are_refused(options, tmp_path):
     """Else each trains on everything and writes over what the other wrote."""
     run = subprocess.run([*LAUNCH, *options(use_cpu=None)], capture_output=True, text=True, timeout=240)
-    assert run.returncode and "2 processes were started, and each would train by itself" in run.stderr
+    assert run.returncode and "2 processes were started, but each would train by itself" in run.stderr
     assert not (tmp_path / "out").exists()
 
 
