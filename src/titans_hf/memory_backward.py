@@ -30,9 +30,8 @@ class Sweep(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_retrieved: Tensor, *grad_after: Tensor) -> tuple[Tensor | None, ...]:
-        plan = ctx.plan
-        tokens = pieces(plan, (grad_retrieved, *ctx.saved_tensors[:6]))
-        saved = ctx.saved_tensors[6:]
+        plan, saved = ctx.plan, ctx.saved_tensors  # once: under checkpointing, asking for them computes them
+        tokens, saved = pieces(plan, (grad_retrieved, *saved[:6])), saved[6:]
         saved = [saved[i : i + ctx.depth] for i in range(0, len(saved), ctx.depth)]
         kept = len(saved) // len(tokens)
         grads, grad_tokens = Layers.of(grad_after), []
