@@ -122,7 +122,6 @@ def test_packed_documents_are_refused_when_compiled(variant):
             forward(ids, position_ids=(torch.arange(12) % 7)[None])
 
 
-@pytest.mark.slow
 def losses_and_gradients(model, lengths):
     results = []
     for length in lengths:
@@ -150,6 +149,7 @@ def test_a_compiled_memory_compiles_no_length(variant, monkeypatch):
     assert graphs == counter.frame_count > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_export(variant):
     """Else the forward pass cannot be exported: the exported program gives the same logits, padded or not."""

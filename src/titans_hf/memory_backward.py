@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .memory_gates import GateProducts, gate_products, gate_products_backward
-from .memory_network import Factors, gradient_factors
-from .memory_sweep import Layer, Layers, Plan, Tokens, compiled, pieces, read_layer, sweep, where_begins
+from .memory_gates import GateProducts, gate_products_backward
+from .memory_network import Factors
+from .memory_sweep import Layer, Layers, Plan, Tokens, compiled, pieces, prepare, read_layer, sweep, where_begins
 
 
 class Sweep(torch.autograd.Function):
@@ -61,9 +61,7 @@ def chunk_backward(
     error_clip: float | None,
 ) -> tuple[Layers, Tokens]:
     """Of `chunk_forward`: gradients with respect to what it returns -> to the state before and to its tokens."""
-    tokens, gates = Tokens(*piece[:6]), gate_products(*piece[3:])
-    factors = gradient_factors(tokens.keys, tokens.values, start.anchor, error_clip)
-    layers = [Layer(*x) for x in zip(start.weights, start.momentum, factors.inputs, factors.deltas, strict=True)]
+    tokens, gates, factors, layers = prepare(piece, start, error_clip)
     reads, slopes = [tokens.queries], []
     for layer in layers[:-1]:
         pre_activation = read_layer(reads[-1], layer, gates)

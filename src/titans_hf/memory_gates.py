@@ -32,14 +32,16 @@ def segment_products(log_decay: Tensor) -> Tensor:
     return terms.triu(1).cumsum(-1).exp().triu().mT
 
 
+def _of_tokens(filled: Tensor | None, *per_slot: Tensor) -> tuple[Tensor, ...]:
+    """0 where no token lies."""
+    return per_slot if filled is None else tuple(x.masked_fill(~filled, 0.0) for x in per_slot)
+
+
 def gate_products(
     inner_lr: Tensor, log_momentum_decay: Tensor, log_retain: Tensor, filled: Tensor | None = None
 ) -> GateProducts:
     """theta, log eta and log(1 - alpha), each (..., C); `filled` (..., C) is False where no token lies."""
-    if filled is not None:
-        inner_lr = inner_lr.masked_fill(~filled, 0.0)
-        log_momentum_decay = log_momentum_decay.masked_fill(~filled, 0.0)
-        log_retain = log_retain.masked_fill(~filled, 0.0)
+    inner_lr, log_momentum_decay, log_retain = _of_tokens(filled, inner_lr, log_momentum_decay, log_retain)
     retain_products = segment_products(log_retain)  # R
     momentum_products = segment_products(log_momentum_decay)  # E
     if filled is not None:
@@ -64,10 +66,7 @@ def gate_products_backward(
     filled: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients with respect to `gate_products` -> to theta, log eta and log(1 - alpha)."""
-    if filled is not None:
-        inner_lr = inner_lr.masked_fill(~filled, 0.0)
-        log_momentum_decay = log_momentum_decay.masked_fill(~filled, 0.0)
-        log_retain = log_retain.masked_fill(~filled, 0.0)
+    inner_lr, log_momentum_decay, log_retain = _of_tokens(filled, inner_lr, log_momentum_decay, log_retain)
     retain_products, momentum_products = segment_products(log_retain), segment_products(log_momentum_decay)
     counted = retain_products if filled is None else retain_products * filled[..., None, :]
     momentum_decay = log_momentum_decay.cumsum(-1).exp()
@@ -83,7 +82,7 @@ def gate_products_backward(
         _segment_backward(grad_momentum * momentum_products) + _suffix_sums(grad_decay * momentum_decay, -1),
         _segment_backward(grad_counted * counted) + _suffix_sums(grad.retain * products.retain, -1),
     )
-    return grads if filled is None else tuple(x.masked_fill(~filled, 0.0) for x in grads)
+    return _of_tokens(filled, *grads)
 
 
 def _suffix_sums(x: Tensor, dim: int) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .memory_gates import GateProducts, gate_products
-from .memory_network import apply_layers, gradient_factors
+from .memory_network import Factors, apply_layers, gradient_factors
 from .memory_state import where_rows
 
 COMPILED: dict[Callable, Callable] = {}  # filled by `memory_chunk.compile_chunks`
@@ -116,11 +116,19 @@ def chunk_forward(
     piece: Sequence[Tensor], start: Layers, error_clip: float | None
 ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
     """One of the `pieces` -> what it retrieves (N, C, D), weights and momentum after it."""
+    tokens, gates, _, layers = prepare(piece, start, error_clip)
+    read = apply_layers(tokens.queries, [partial(read_layer, layer=layer, gates=gates) for layer in layers])
+    return read, *zip(*(step_layer(layer, gates) for layer in layers), strict=True)
+
+
+def prepare(
+    piece: Sequence[Tensor], start: Layers, error_clip: float | None
+) -> tuple[Tokens, GateProducts, Factors, list[Layer]]:
+    """What forward and backward of a chunk begin with: what its gates and its gradients come to."""
     tokens, gates = Tokens(*piece[:6]), gate_products(*piece[3:])
     factors = gradient_factors(tokens.keys, tokens.values, start.anchor, error_clip)
     layers = [Layer(*x) for x in zip(start.weights, start.momentum, factors.inputs, factors.deltas, strict=True)]
-    read = apply_layers(tokens.queries, [partial(read_layer, layer=layer, gates=gates) for layer in layers])
-    return read, *zip(*(step_layer(layer, gates) for layer in layers), strict=True)
+    return tokens, gates, factors, layers
 
 
 def read_layer(x: Tensor, layer: Layer, gates: GateProducts) -> Tensor:
