@@ -11,7 +11,8 @@ from torch.serialization import safe_globals
 from transformers import PreTrainedConfig, TrainingArguments
 
 from titans_hf import TitansCache
-from titans_hf.cache_titans import LayerState, TitansCacheLayer
+from titans_hf.cache_titans import TitansCacheLayer
+from titans_hf.layer_state import LayerState
 from titans_hf.memory_state import MemoryState
 
 

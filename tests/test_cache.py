@@ -128,7 +128,7 @@ def test_reset_forgets_everything(variant):
     assert_same(read(model, ids, [5, 16], cache)[0], full_logits(model, ids))
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, lambda cache: pickle.loads(pickle.dumps(cache))])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_copy_is_a_branch(variant, duplicate):
     """Else one prompt cannot be answered twice from one cache: reading on with a copy must leave the original alone."""

@@ -1,93 +1,21 @@
 """The cache of a Titans model: what it has learned and last seen, of one size however much it has read."""
 
+import copy
+import os
+import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from operator import methodcaller
+from typing import Any
 
-import torch
+from huggingface_hub import CommitInfo, HfApi
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .configuration_titans import TitansConfig
-from .memory_state import MemoryState
+from .layer_state import LayerState, Span, as_tree, named_tensors
+from .memory_files import check_model, fingerprint, read_description, read_tensors, write_memory
 from .token_grid import Columns
-
-
-@dataclass(frozen=True)
-class LayerState:
-    """Everything a decoder layer needs to read on; every tensor has the batch first.
-
-    memory: weights, momentum, chunk-start weights and tokens seen (`MemoryState`).
-    conv: (B, kernel - 1, 3 * hidden), the last inputs of the memory's convolutions.
-    keys, values: (B, P + W - 1, h, D) persistent tokens and window; in MAC (B, P + 2 L, h, D) persistent tokens,
-    recalled memory and segment; None in LMM.
-    segment_weights: MAC, the memory's weights at the start of the running segment; empty where that is the chunk's
-    start.
-    """
-
-    memory: MemoryState
-    conv: Tensor
-    keys: Tensor | None = None
-    values: Tensor | None = None
-    segment_weights: tuple[Tensor, ...] = ()
-
-    def map(self, fn: Callable[..., Tensor], *others: "LayerState") -> "LayerState":
-        """The state with `fn` applied to every tensor, and to those of `others` beside it."""
-        states = (self, *others)
-        keys_values = (
-            None if getattr(self, part) is None else fn(*(getattr(state, part) for state in states))
-            for part in ("keys", "values")
-        )
-        return LayerState(
-            self.memory.map(fn, *(state.memory for state in others)),
-            fn(*(state.conv for state in states)),
-            *keys_values,
-            tuple(map(fn, *(state.segment_weights for state in states))),
-        )
-
-    def tensors(self) -> list[Tensor]:
-        return _tensors(self)
-
-
-class Span(NamedTuple):
-    """Columns that a layer has read and may have to give up again: the state before them (None: nothing read) and what
-    it takes to read them once more.
-
-    inputs: (B, T, hidden), the mixer's. real, begins: (B, T), `Columns`.
-    """
-
-    state: LayerState | None
-    inputs: Tensor
-    real: Tensor
-    begins: Tensor
-
-    @property
-    def num_columns(self) -> int:
-        return self.inputs.shape[1]
-
-    def append(self, inputs: Tensor, columns: Columns) -> "Span":
-        shape, device = inputs.shape[:2], inputs.device
-        real = torch.ones(shape, dtype=torch.bool, device=device) if columns.real is None else columns.real
-        begins = torch.zeros(shape, dtype=torch.bool, device=device) if columns.begins is None else columns.begins
-        new = (inputs, real, begins)
-        return Span(self.state, *(torch.cat(pair, dim=1) for pair in zip(self[1:], new, strict=True)))
-
-    @classmethod
-    def empty(cls, state: LayerState | None, inputs: Tensor) -> "Span":
-        nothing = torch.zeros(inputs.shape[0], 0, dtype=torch.bool, device=inputs.device)
-        return cls(state, inputs[:, :0], nothing, nothing)
-
-    def first(self, num_columns: int) -> "Span":
-        return Span(self.state, *(x[:, :num_columns] for x in self[1:]))
-
-    def map(self, fn: Callable[[Tensor], Tensor]) -> "Span":
-        return Span(None if self.state is None else self.state.map(fn), *map(fn, self[1:]))
-
-
-def _tensors(part: LayerState | Span) -> list[Tensor]:
-    found = []
-    part.map(lambda x: found.append(x) or x)
-    return found
 
 
 class TitansCacheLayer(CacheLayerMixin):
@@ -147,7 +75,19 @@ class TitansCacheLayer(CacheLayerMixin):
 
     def tensors(self) -> list[Tensor]:
         """All that the layer holds."""
-        return [x for part in (self.state, self.recorded, self.unread) if part is not None for x in _tensors(part)]
+        return list(self.named_tensors().values())
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        parts = {name: getattr(self, name) for name in ("state", "recorded", "unread", "restart")}
+        return {path: x for name, part in parts.items() for path, x in named_tensors(part, name)}
+
+    def restore(self, tree: dict[str, Any], num_columns: int, record_past: bool) -> None:
+        """Takes what `named_tensors` returned, `as_tree`."""
+        self.state = LayerState.of_tree(tree["state"]) if "state" in tree else None
+        self.recorded, self.unread = (Span.of_tree(tree[x]) if x in tree else None for x in ("recorded", "unread"))
+        self.restart = tree.get("restart")
+        self.num_columns, self.record_past = num_columns, record_past
+        self.is_initialized = num_columns > 0
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
         for part in ("state", "recorded", "unread"):
@@ -173,7 +113,10 @@ class TitansCacheLayer(CacheLayerMixin):
         self._map(lambda x: x[indices.to(x.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
+        if self.batch_size == 1:  # nothing is written into: rows share a state until they read on
+            self._map(lambda x: x.expand(repeats, *x.shape[1:]))
+        else:
+            self._map(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def offload(self) -> None:
         if held := self.tensors():
@@ -224,12 +167,15 @@ class TitansCache(Cache):
 
     offloading: keep the state of a layer on the CPU except while the layer is at work.
     compileable: let `generate()` compile the decoding step.
+
+    `about` is what a person wants to know of the memory, as JSON takes it: it is saved with it.
     """
 
     def __init__(self, config: TitansConfig, *, offloading: bool = False, compileable: bool = False):
         super().__init__(layers=[TitansCacheLayer(compileable) for _ in range(config.num_hidden_layers)])
         self.offloading = offloading  # not the base class's: that one follows update(), which states never go through
         self.made_for = _shaping_fields(config)
+        self.about: dict[str, Any] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -243,11 +189,75 @@ class TitansCache(Cache):
         for layer in self.layers:
             layer.reset(rows)
 
+    def start_prompt(self) -> None:
+        """Columns are counted from here, so that `generate()` takes a prompt that has only what is to be read next.
+
+        Otherwise it needs all ids since the cache was made, or a mask for them. Raises RuntimeError for a cache that
+        records, whose columns may have to be taken back.
+        """
+        if any(layer.record_past or layer.unread is not None for layer in self.layers):
+            raise RuntimeError("start_prompt() cannot be taken back by crop(): make a copy that does not record.")
+        for layer in self.layers:
+            layer.num_columns = 0
+
+    def __copy__(self) -> "TitansCache":
+        """A branch, which shares what has been read: both read on without disturbing each other."""
+        branch = object.__new__(type(self))
+        branch.__dict__ |= vars(self) | {"layers": [copy.copy(x) for x in self.layers], "about": dict(self.about)}
+        return branch
+
     def detach(self) -> "TitansCache":
         """Cuts the cache from the graph that made it, in place (truncated backpropagation through time)."""
         for layer in self.layers:
             layer._map(Tensor.detach)
         return self
+
+    def save_pretrained(self, folder: str | os.PathLike, model: PreTrainedModel) -> None:
+        """Writes `memory.json` and a safetensors file, in place of the memory that the folder holds: at once, so that
+        whoever interrupts it finds the old one. It belongs to `model`, which has read, with the weights it has now.
+
+        The file contains what was read: treat it like the text itself. Raises ValueError for a cache that is not the
+        model's, and a model that is sharded or offloaded.
+        """
+        self.check_fits(model.config, self.batch_size)
+        layers = [layer.named_tensors() for layer in self.layers]
+        tensors = {f"{i}.{path}": x for i, layer in enumerate(layers) for path, x in layer.items()}
+        num_seen = tensors.get("0.state.memory.num_seen")
+        tokens_seen = [] if num_seen is None else num_seen.tolist()
+        description = {"model": fingerprint(model), "tokens_seen": tokens_seen, "about": self.about}
+        first = self.layers[0]
+        scalars = {"num_columns": str(first.num_columns), "record_past": str(first.record_past)}
+        write_memory(folder, tensors, description, scalars)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | os.PathLike, model: PreTrainedModel, **options) -> "TitansCache":
+        """The memory of a folder, bit for bit, for the model that made it. The file is mapped: what is not used takes
+        no memory. `options` are those of the class.
+
+        Raises FileNotFoundError where there is none, and ValueError, naming what differs, for the memory of a model
+        with another config, dtype or weights, for a file that was cut or altered, and for a newer format.
+        """
+        description = read_description(folder)
+        check_model(folder, description, model)
+        tensors, metadata = read_tensors(folder, description)
+        cache = cls(model.config, **options)
+        cache.about = description["about"]
+        tree = as_tree(tensors)
+        for i, (layer, decoder) in enumerate(zip(cache.layers, model.base_model.layers, strict=True)):
+            layer.restore(tree.get(str(i), {}), int(metadata["num_columns"]), metadata["record_past"] == "True")
+            layer._map(methodcaller("to", next(decoder.parameters()).device))
+        return cache
+
+    def push_to_hub(self, repo_id: str, model: PreTrainedModel, *, private: bool = True, **kwargs) -> CommitInfo:
+        """Uploads what `save_pretrained` writes; to a private repository, because a memory contains what was read.
+
+        kwargs: those of `HfApi.upload_folder`, as `token`, `revision` and `commit_message`.
+        """
+        api = HfApi(token=kwargs.pop("token", None))
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, model)
+            return api.upload_folder(repo_id=repo_id, folder_path=folder, **kwargs)
 
     def check_fits(self, config: TitansConfig, batch_size: int) -> None:
         """Raises ValueError, saying what differs, unless this is a cache of such a model for such a batch."""

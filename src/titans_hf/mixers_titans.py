@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from .attention_titans import SegmentAttention, WindowAttention
-from .cache_titans import LayerState
 from .configuration_titans import TitansConfig
+from .layer_state import LayerState
 from .memory_state import where_rows
 from .neural_memory import MemoryRecall, NeuralMemory
 from .token_grid import TokenGrid

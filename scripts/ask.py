@@ -1,0 +1,108 @@
+"""Answers prompts from a memory that scripts/read.py has made: what was read is not read again.
+
+    python scripts/ask.py MODEL --memory DIR --prompt "The key was" --prompt "The door was"
+    python scripts/ask.py MODEL --memory DIR     # asks for prompts, until an empty line
+
+Every prompt is continued from the memory as it was saved, and the saved one stays as it is. With --keep it learns: each
+prompt and its answer become part of it, and it is saved after each.
+"""
+
+import argparse
+import copy
+import sys
+from pathlib import Path
+
+import torch
+from read import load_model
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from titans_hf import TitansCache
+
+
+def answer(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: TitansCache,
+    prompts: list[str],
+    options: GenerationConfig,
+) -> list[str]:
+    """What follows each of the prompts after what `cache` (one row) has read; all at once."""
+    rows = [tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids[0] for prompt in prompts]
+    length = max(map(len, rows))
+    ids, mask = torch.zeros(2, len(rows), length, dtype=torch.int64)
+    for row, (tokens, real) in zip(rows, zip(ids, mask, strict=True), strict=True):
+        tokens[length - len(row) :], real[length - len(row) :] = row, 1
+    cache.start_prompt()
+    cache.batch_repeat_interleave(len(rows))
+    ids, mask = ids.to(model.device), mask.to(model.device)
+    said = model.generate(ids, attention_mask=mask, past_key_values=cache, generation_config=options)
+    return tokenizer.batch_decode(said[:, length:], skip_special_tokens=True)
+
+
+def learn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: TitansCache, text: str) -> None:
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids.to(model.device)
+    with torch.inference_mode():
+        model.base_model(ids, past_key_values=cache)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", metavar="MODEL", help="the checkpoint that has read: a folder or a name on the Hub")
+    parser.add_argument("--memory", type=Path, required=True, help="the folder that scripts/read.py has saved to")
+    parser.add_argument("--prompt", action="append", help="a text to be continued; may be given several times")
+    parser.add_argument("--keep", action="store_true", help="prompts and answers become part of the saved memory")
+    parser.add_argument("--max_new_tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 for the likeliest token")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", help="cpu, cuda, ...; a GPU if there is one")
+    args = parser.parse_args(argv)
+    if args.prompt is not None and not all(args.prompt):
+        raise ValueError("--prompt is empty")
+    if args.max_new_tokens < 1:
+        raise ValueError(f"--max_new_tokens {args.max_new_tokens} must be at least 1")
+    if args.temperature < 0:
+        raise ValueError(f"--temperature {args.temperature} must be at least 0")
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    model, tokenizer = load_model(args.model, args.device)
+    cache = TitansCache.from_pretrained(args.memory, model)
+    torch.manual_seed(args.seed)
+    options = GenerationConfig(
+        max_new_tokens=args.max_new_tokens,
+        do_sample=args.temperature > 0,
+        temperature=args.temperature or None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+    )
+
+    def reply(prompts: list[str]) -> None:
+        texts = answer(model, tokenizer, copy.copy(cache), prompts, options)
+        for prompt, text in zip(prompts, texts, strict=True):
+            print(f"{prompt}{text}" if args.prompt else text, flush=True)
+            if args.keep:
+                learn(model, tokenizer, cache, prompt + text)
+                cache.save_pretrained(args.memory, model)
+
+    if args.prompt:
+        reply(args.prompt)
+        return
+    while prompt := _ask():
+        reply([prompt])
+
+
+def _ask() -> str:
+    """An empty text where there is nothing more."""
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except EOFError:
+        return ""
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, FileNotFoundError) as error:
+        raise SystemExit(f"error: {error}") from error

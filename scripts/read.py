@@ -1,0 +1,174 @@
+"""Reads any amount of text into a memory, for scripts/ask.py to answer from.
+
+    python scripts/read.py MODEL TEXT... --memory DIR
+
+TEXT is a file, a folder (all its .txt files, in order) or - for standard input. The memory is saved every --save_every
+tokens, at once, so that whatever stops the reading costs no more than these; the same command then goes on, after it
+has made sure that the texts are still those that were read. More texts at the end are read as if they had been there.
+A memory contains what was read: treat it like the texts themselves.
+"""
+
+import argparse
+import codecs
+import hashlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from titans_hf import TitansCache
+from titans_hf.memory_files import DESCRIPTION
+
+BLOCK = 1 << 14  # bytes of text that are tokenized at once
+
+
+def load_model(path: str, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A Titans checkpoint, to read with, and its tokenizer. Raises ValueError for anything else."""
+    try:
+        config, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"MODEL {path} is not a checkpoint with a tokenizer: {error}") from error
+    if config.model_type != "titans":
+        raise ValueError(f"MODEL {path} is a {config.model_type} model, which has no memory")
+    model = AutoModelForCausalLM.from_pretrained(path)
+    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval(), tokenizer
+
+
+def find_files(texts: list[str]) -> list[Path | None]:
+    """All files, None for standard input. Raises ValueError for what is not there."""
+    files: list[Path | None] = []
+    for text in texts:
+        path = Path(text)
+        found = [None] if text == "-" else sorted(path.rglob("*.txt")) if path.is_dir() else [path]
+        if not found:
+            raise ValueError(f"TEXT {text} is a folder without .txt files")
+        if found[0] is not None and not found[0].is_file():
+            raise ValueError(f"TEXT {text} does not exist")
+        files += found
+    return files
+
+
+def blocks(files: list[Path | None]) -> Iterator[tuple[str, int]]:
+    """The texts, one after the other, in blocks that begin where a word does, each with its number of bytes."""
+    for number, file in enumerate(files):
+        decoder, rest = codecs.getincrementaldecoder("utf-8")(), "\n" if number else ""
+        with sys.stdin.buffer if file is None else file.open("rb") as stream:
+            while data := stream.read(BLOCK):
+                try:
+                    rest += decoder.decode(data)
+                except UnicodeDecodeError as error:
+                    raise ValueError(f"TEXT {file or '-'} is not UTF-8: {error}") from error
+                cut = max(rest.rfind(" "), rest.rfind("\n"))
+                cut = cut if cut > 0 else len(rest)
+                yield rest[:cut], len(data)
+                rest = rest[cut:]
+            yield rest + decoder.decode(b"", final=True), 0
+
+
+class TokenStream:
+    """The tokens of the texts, in order; `num_bytes` of text have been taken in."""
+
+    def __init__(self, files: list[Path | None], tokenizer: PreTrainedTokenizerBase):
+        self.blocks, self.tokenizer = blocks(files), tokenizer
+        self.held, self.num_bytes = np.empty(0, np.int64), 0
+
+    def take(self, number: int) -> np.ndarray:
+        """The next tokens; fewer than `number` at the end alone."""
+        while len(self.held) < number and (block := next(self.blocks, None)) is not None:
+            text, length = block
+            tokens = self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+            self.held = np.concatenate([self.held, np.array(tokens, np.int64)])
+            self.num_bytes += length
+        taken, self.held = self.held[:number], self.held[number:]
+        return taken
+
+
+class Reading:
+    """A memory on its way through texts. `digest` is of the tokens read, so that they are known again."""
+
+    def __init__(self, model: PreTrainedModel, folder: Path, stream: TokenStream, piece: int):
+        self.model, self.folder, self.stream, self.piece = model, folder, stream, piece
+        self.cache, self.num_read, self.digest = TitansCache(model.config), 0, hashlib.sha256()
+
+    def resume(self, append: bool) -> None:
+        """Takes up the memory in the folder, if there is one. Raises ValueError where it has read something else."""
+        if not (self.folder / DESCRIPTION).exists():
+            return
+        self.cache = TitansCache.from_pretrained(self.folder, self.model)
+        if append:
+            return
+        before = self.cache.about.get("reading")
+        hint = "give the texts that it has read, or --append to read on with others"
+        if before is None:
+            raise ValueError(f"--memory {self.folder} was not made by reading texts: {hint}")
+        while len(tokens := self.stream.take(min(self.piece, before["tokens"] - self.num_read))):
+            self._count(tokens)
+        if self.digest.hexdigest() != before["sha256"]:
+            raise ValueError(f"--memory {self.folder} has read {before['tokens']:,} tokens of other texts: {hint}")
+
+    def read(self) -> bool:
+        """A piece, until there are none."""
+        tokens = self.stream.take(self.piece)
+        if len(tokens):
+            ids = torch.tensor(tokens[None], device=self.model.device)
+            with torch.inference_mode():
+                self.model.base_model(ids, past_key_values=self.cache, use_cache=True)
+            self._count(tokens)
+        return len(tokens) > 0
+
+    def _count(self, tokens: np.ndarray) -> None:
+        self.num_read += len(tokens)
+        self.digest.update(tokens.astype("<i8").tobytes())
+
+    def save(self) -> None:
+        self.cache.about["reading"] = {"tokens": self.num_read, "sha256": self.digest.hexdigest()}
+        self.cache.save_pretrained(self.folder, self.model)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", metavar="MODEL", help="a Titans checkpoint: a folder or a name on the Hub")
+    parser.add_argument("texts", metavar="TEXT", nargs="+", help="a file, a folder, or - for standard input")
+    parser.add_argument("--memory", type=Path, required=True, help="the folder to save to, and to go on from")
+    parser.add_argument("--save_every", type=int, default=100_000, help="tokens that an interruption may cost")
+    parser.add_argument("--piece", type=int, default=4096, help="tokens read at once: they bound the memory needed")
+    parser.add_argument("--append", action="store_true", help="read TEXT after whatever the memory has read")
+    parser.add_argument("--device", help="cpu, cuda, ...; a GPU if there is one")
+    args = parser.parse_args(argv)
+    for name in ("save_every", "piece"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")
+    return args
+
+
+def main(argv: list[str] | None = None) -> Reading:
+    args = parse(argv)
+    files = find_files(args.texts)
+    model, tokenizer = load_model(args.model, args.device)
+    stream = TokenStream(files, tokenizer)
+    reading = Reading(model, args.memory, stream, min(args.piece, args.save_every))
+    total = None if None in files else sum(file.stat().st_size for file in files)
+    with tqdm(total=total, unit="B", unit_scale=True, desc="reading") as bar:
+        reading.resume(args.append)
+        bar.update(stream.num_bytes)
+        bar.set_postfix_str(f"{reading.num_read:,} tokens")
+        kept = reading.num_read
+        while reading.read():
+            bar.update(stream.num_bytes - bar.n)
+            bar.set_postfix_str(f"{reading.num_read:,} tokens")
+            if reading.num_read + reading.piece > kept + args.save_every:
+                reading.save()
+                kept = reading.num_read
+        reading.save()
+    return reading
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from error

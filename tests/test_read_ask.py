@@ -1,0 +1,254 @@
+"""scripts/read.py and scripts/ask.py: what was read is kept through anything, and asking changes nothing."""
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import ask
+import pytest
+import read
+import torch
+from common import make_model
+from test_memory_files import assert_equal
+from tiny_run import LLAMA, SCRIPT
+from training_data import byte_tokenizer
+
+from titans_hf import TitansCache
+from titans_hf.memory_files import read_description
+
+TEXT = "Es war einmal ein König, der hatte zwölf Töchter. 東京 " * 9
+
+
+@pytest.fixture
+def paths(tmp_path):
+    """A checkpoint, a text in three parts, and where to save."""
+    model = make_model("mag", dtype=torch.float32, vocab_size=259, pad_token_id=0, eos_token_id=1)
+    model.save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for name, part in zip(("a", "b", "c"), TEXT.split("Töchter", 2), strict=True):
+        (texts / f"{name}.txt").write_text(part)
+    (texts / "ignored.md").write_text("not a text file")
+    return SimpleNamespace(model=str(tmp_path / "model"), net=model, texts=texts, memory=tmp_path / "memory")
+
+
+def whole_text(paths) -> str:
+    return "\n".join((paths.texts / f"{name}.txt").read_text() for name in "abc")
+
+
+def ids_of(text: str) -> torch.Tensor:
+    return byte_tokenizer()(text, return_tensors="pt").input_ids
+
+
+def expected(paths, text: str) -> TitansCache:
+    """The cache of a model that reads the text in one call."""
+    with torch.no_grad():
+        return paths.net.model(ids_of(text), use_cache=True).past_key_values
+
+
+def load(paths, memory: Path | None = None) -> TitansCache:
+    return TitansCache.from_pretrained(memory or paths.memory, paths.net)
+
+
+def assert_has_read(paths, text: str, memory: Path | None = None) -> None:
+    found, wanted = load(paths, memory), expected(paths, text)
+    for ours, theirs in zip(found.layers, wanted.layers, strict=True):
+        torch.testing.assert_close(ours.named_tensors(), theirs.named_tensors(), rtol=1e-4, atol=1e-4)
+    assert found.get_seq_length() == ids_of(text).shape[1]
+
+
+def flags(**options) -> list[str]:
+    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
+
+
+def run_read(paths, *texts, **changes) -> read.Reading:
+    return read.main(
+        [paths.model, *map(str, texts), *flags(**dict(memory=paths.memory, piece=32, save_every=100) | changes)]
+    )
+
+
+@pytest.mark.parametrize("block", [1, 7, read.BLOCK])
+def test_reading_a_folder(block, paths, monkeypatch):
+    """Else the texts are not what is read: characters and words that lie across the borders of blocks, and files."""
+    monkeypatch.setattr(read, "BLOCK", block)
+    run_read(paths, paths.texts)
+    assert_has_read(paths, whole_text(paths))
+
+
+def test_reading_standard_input(paths, monkeypatch):
+    """Else what comes from a pipe is something else than what comes from files."""
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(TEXT.encode())))
+    run_read(paths, paths.texts / "a.txt", "-")
+    assert_has_read(paths, (paths.texts / "a.txt").read_text() + "\n" + TEXT)
+
+
+def test_a_killed_reading_goes_on(paths):
+    """Else kill -9 loses more than --save_every tokens, or what follows is not what would have been: it is killed
+    while it waits for more text.
+    """
+    text = " ".join(str(i) for i in range(900)).encode()
+    options = [paths.model, "-", "--memory", str(paths.memory), "--save_every", "100", "--piece", "32"]
+    process = subprocess.Popen([sys.executable, SCRIPT.with_name("read.py"), *options], stdin=subprocess.PIPE)
+    process.stdin.write(text[:2000].ljust(read.BLOCK))
+    process.stdin.flush()
+    deadline = time.monotonic() + 120
+    while not (paths.memory / "memory.json").exists() or read_description(paths.memory)["tokens_seen"] < [1000]:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    num_seen = read_description(paths.memory)["tokens_seen"][0]
+    assert num_seen % 96 == 0
+    (paths.texts / "all.txt").write_bytes(text[:2000].ljust(read.BLOCK) + text[2000:])
+    resumed = run_read(paths, paths.texts / "all.txt")
+    assert resumed.num_read == read.BLOCK + len(text) - 2000
+    whole = paths.memory.with_name("whole")
+    run_read(paths, paths.texts / "all.txt", memory=whole)
+    assert_equal(load(paths), load(paths, whole))
+
+
+def test_an_interruption_costs_no_more_than_said(paths, monkeypatch):
+    """Else the tokens between two saves are more than --save_every, when they are no multiple of a piece."""
+    saved, counted, save, count = [], [], read.Reading.save, read.Reading._count
+
+    def save_and_note(self):
+        saved.append(self.num_read)
+        save(self)
+
+    def count_and_note(self, tokens):
+        count(self, tokens)
+        counted.append(self.num_read - (saved[-1] if saved else 0))
+
+    monkeypatch.setattr(read.Reading, "save", save_and_note)
+    monkeypatch.setattr(read.Reading, "_count", count_and_note)
+    total = run_read(paths, paths.texts, save_every=100, piece=32).num_read
+    assert max(counted) <= 100 and saved[-1] == total and len(saved) >= total // 100
+
+
+def test_more_texts_are_read_on_with(paths):
+    """Else a text that comes later means reading everything again."""
+    a, b, c = (paths.texts / f"{name}.txt" for name in "abc")
+    run_read(paths, a)
+    assert run_read(paths, a, b).num_read == 96
+    run_read(paths, a, b, c)
+    assert_has_read(paths, whole_text(paths))
+    run_read(paths, a, append=True)
+    assert load(paths).layers[0].state.memory.num_seen.item() == len(whole_text(paths).encode()) + len(a.read_bytes())
+    run_read(paths, a)  # what was appended is known as well
+
+
+def test_other_texts_are_refused(paths):
+    """Else a memory goes on in the middle of a text that it does not know."""
+    a, b = paths.texts / "a.txt", paths.texts / "b.txt"
+    run_read(paths, a, b)
+    for texts in ([b], [a]):
+        with pytest.raises(ValueError, match=r"has read [\d,]+ tokens of other texts: give the texts that it has read"):
+            run_read(paths, *texts)
+    cache = expected(paths, "by other means")
+    cache.save_pretrained(paths.memory, paths.net)
+    with pytest.raises(ValueError, match="was not made by reading texts"):
+        run_read(paths, a)
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (lambda paths: [str(paths.texts / "d.txt")], r"TEXT .*d.txt does not exist"),
+        (lambda paths: [paths.model], "is a folder without .txt files"),
+        (lambda paths: ["bad.txt"], "TEXT .*bad.txt is not UTF-8"),
+        (lambda paths: [str(paths.texts), "--piece=0"], "--piece 0 must be at least 1"),
+    ],
+)
+def test_bad_input_to_read(change, message, paths, monkeypatch):
+    """Else an error names nothing that its reader knows."""
+    monkeypatch.chdir(paths.texts)
+    Path("bad.txt").write_bytes(b"caf\xe9 au lait")
+    with pytest.raises(ValueError, match=message):
+        read.main([paths.model, *change(paths), "--memory", str(paths.memory)])
+    assert not paths.memory.exists()
+
+
+def test_what_has_no_memory_is_refused(paths):
+    """Else the error comes from a model's depths, or after the reading."""
+    with pytest.raises(ValueError, match="is not a checkpoint with a tokenizer"):
+        run_read(SimpleNamespace(model=str(paths.texts), memory=paths.memory), paths.texts)
+    config = Path(paths.model) / "config.json"
+    config.write_text(json.dumps(LLAMA))
+    with pytest.raises(ValueError, match="is a llama model, which has no memory"):
+        run_read(paths, paths.texts)
+
+
+def run_ask(paths, *prompts, **changes) -> None:
+    options = dict(memory=paths.memory, max_new_tokens=9) | changes
+    ask.main([paths.model, *(f"--prompt={x}" for x in prompts), *flags(**options)])
+
+
+def continuation(paths, text: str) -> str:
+    """Greedy, after reading everything in one call."""
+    ids = ids_of(text)
+    said = paths.net.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
+    return byte_tokenizer().decode(said[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_answers_are_those_of_a_model_that_has_just_read(paths, capsys):
+    """Else asking a memory is something else than reading the text and the prompt: of different lengths, at once."""
+    run_read(paths, paths.texts)
+    before = {path.name: path.read_bytes() for path in paths.memory.iterdir()}
+    prompts = ["Der König", "Zwölf Töchter hatte der", "X"]
+    run_ask(paths, *prompts)
+    answers = "".join(f"{prompt}{continuation(paths, whole_text(paths) + prompt)}\n" for prompt in prompts)
+    assert capsys.readouterr().out == answers
+    assert {path.name: path.read_bytes() for path in paths.memory.iterdir()} == before
+
+
+def test_what_is_kept_is_learnt(paths, capsys):
+    """Else --keep forgets a prompt or its answer, or an order."""
+    run_read(paths, paths.texts)
+    run_ask(paths, "Der König", "Zwölf", keep=True)
+    text = whole_text(paths)
+    for prompt in ("Der König", "Zwölf"):
+        text += prompt + continuation(paths, whole_text(paths) + prompt)
+    assert load(paths).layers[0].state.memory.num_seen.item() == len(ids_of(text)[0])
+    run_ask(paths, "X")
+    assert capsys.readouterr().out.splitlines()[-1] == "X" + continuation(paths, text + "X")
+    run_read(paths, paths.texts)  # and is known to have read its texts
+
+
+def test_asking_again_and_again(paths, capsys, monkeypatch):
+    """Else one prompt hears what the one before was told."""
+    run_read(paths, paths.texts / "a.txt")
+    prompts = iter(["Der König", "Zwölf", ""])
+    monkeypatch.setattr("builtins.input", lambda _: next(prompts))
+    run_ask(paths)
+    text = (paths.texts / "a.txt").read_text()
+    said = [continuation(paths, text + prompt) for prompt in ("Der König", "Zwölf")]
+    assert capsys.readouterr().out == "".join(f"{x}\n" for x in said)
+
+
+def test_questions_share_the_memory(paths):
+    """Else a hundred questions need a hundred copies of the memory before the first is read."""
+    run_read(paths, paths.texts / "a.txt")
+    cache = load(paths)
+    cache.batch_repeat_interleave(100)
+    for layer in cache.layers:
+        for x in layer.state.tensors():
+            assert (
+                len(x) == 100
+                and x.untyped_storage().nbytes() <= next(paths.memory.glob("*.safetensors")).stat().st_size
+            )
+
+
+@pytest.mark.parametrize("options", [{"max_new_tokens": 0}, {"temperature": -1}])
+def test_bad_input_to_ask(options, paths):
+    with pytest.raises(ValueError, match=f"--{next(iter(options))}"):
+        run_ask(paths, "X", **options)
+    with pytest.raises(ValueError, match="--prompt is empty"):
+        run_ask(paths, "")
+    with pytest.raises(FileNotFoundError, match="is not a memory folder"):
+        run_ask(paths, "X")
