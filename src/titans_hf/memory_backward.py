@@ -22,6 +22,7 @@ class Sweep(torch.autograd.Function):
     def forward(ctx, plan: Plan, *tensors: Tensor) -> tuple[Tensor, ...]:
         starts = []
         results = sweep(plan, [x.detach() for x in tensors], starts)
+        ctx.mark_non_differentiable(results[1])
         kept = 3 if plan.begins is not None else 2  # where every chunk begins, the anchor is the weights
         ctx.plan, ctx.depth = plan, len(starts[0].weights)
         ctx.save_for_backward(*tensors[:6], *(x for start in starts for part in start[:kept] for x in part))
@@ -29,7 +30,7 @@ class Sweep(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_retrieved: Tensor, *grad_after: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad_retrieved: Tensor, _: Tensor, *grad_after: Tensor) -> tuple[Tensor | None, ...]:
         plan, saved = ctx.plan, ctx.saved_tensors  # once: under checkpointing, asking for them computes them
         tokens, saved = pieces(plan, (grad_retrieved, *saved[:6])), saved[6:]
         saved = [saved[i : i + ctx.depth] for i in range(0, len(saved), ctx.depth)]

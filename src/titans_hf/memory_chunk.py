@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .memory_backward import Sweep, chunk_backward
-from .memory_network import gradient_factors, read
+from .memory_network import gradient_factors, read, token_surprise
 from .memory_state import MemoryState, where_rows
 from .memory_sweep import COMPILED, Layers, Plan, Tokens, chunk_forward, sweep
 from .token_grid import TokenGrid
@@ -38,36 +38,50 @@ def memorize(
     grid: given, the tokens already lie on its slots (T = grid.num_slots), made for a multiple of `chunk_size`.
     Returns the retrieved values (B, H, T, D) in the state's dtype (undefined at unfilled slots) and the state after.
     """
+    tokens = Tokens(queries, keys, values, inner_lr, log_momentum_decay, log_retain)
+    retrieved, _, state = memorize_surprised(tokens, state, chunk_size=chunk_size, error_clip=error_clip, grid=grid)
+    return retrieved, state
+
+
+def memorize_surprised(
+    tokens: Tokens, state: MemoryState, *, chunk_size: int, error_clip: float | None, grid: TokenGrid | None
+) -> tuple[Tensor, Tensor, MemoryState]:
+    """`memorize`, which also returns the surprise of each token (B, H, T), the norm of its gradient as it is written.
+    No gradient flows through it.
+    """
     dtype = state.weights[0].dtype
-    tokens = Tokens(*(x.to(dtype) for x in (queries, keys, values, inner_lr, log_momentum_decay, log_retain)))
-    if keys.shape[2] == 1 and (grid is None or grid.is_step):
+    tokens = Tokens(*(x.to(dtype) for x in tokens))
+    num_tokens = tokens.keys.shape[2]
+    if num_tokens == 1 and (grid is None or grid.is_step):
         return _memorize_step(tokens, state, chunk_size, error_clip)
     if grid is not None:
         return _memorize_grid(tokens, state, grid, chunk_size, error_clip)
-    grid = TokenGrid.build(state.num_seen, keys.shape[2], chunk_size)
+    grid = TokenGrid.build(state.num_seen, num_tokens, chunk_size)
     slots = Tokens(*(grid.place(x.transpose(1, 2)).transpose(1, 2) for x in tokens))
-    retrieved, state = _memorize_grid(slots, state, grid, chunk_size, error_clip)
-    return grid.take(retrieved.transpose(1, 2)).transpose(1, 2), state
+    *found, state = _memorize_grid(slots, state, grid, chunk_size, error_clip)
+    return *(grid.take(x.transpose(1, 2)).transpose(1, 2) for x in found), state
 
 
 def _memorize_step(
     token: Tokens, state: MemoryState, chunk_size: int, error_clip: float | None
-) -> tuple[Tensor, MemoryState]:
+) -> tuple[Tensor, Tensor, MemoryState]:
     """One token: eq. 13-15 as they stand, without a branch on data."""
     begins = partial(where_rows, state.num_seen % chunk_size == 0)
     anchor = tuple(map(begins, state.weights, state.anchor))
-    inputs, deltas, *_ = gradient_factors(token.keys, token.values, anchor, error_clip)
+    factors = gradient_factors(token.keys, token.values, anchor, error_clip)
     theta, eta, retain = (
         x[..., None] for x in (token.inner_lr, token.log_momentum_decay.exp(), token.log_retain.exp())
     )
-    momentum = tuple(eta * s - x.mT * (theta * d) for s, x, d in zip(state.momentum, inputs, deltas, strict=True))
+    gradients = zip(state.momentum, factors.inputs, factors.deltas, strict=True)
+    momentum = tuple(eta * s - x.mT * (theta * d) for s, x, d in gradients)
     weights = tuple(retain * w + s for w, s in zip(state.weights, momentum, strict=True))
-    return read(weights, token.queries), MemoryState(weights, momentum, anchor, state.num_seen + 1)
+    state = MemoryState(weights, momentum, anchor, state.num_seen + 1)
+    return read(weights, token.queries), token_surprise(factors).detach(), state
 
 
 def _memorize_grid(
     slots: Tokens, state: MemoryState, grid: TokenGrid, chunk_size: int, error_clip: float | None
-) -> tuple[Tensor, MemoryState]:
+) -> tuple[Tensor, Tensor, MemoryState]:
     """All chunks of the grid; every row's chunk begins at a multiple of `chunk_size`."""
     filled = begins = None
     if grid.filled is not None:
@@ -77,12 +91,10 @@ def _memorize_grid(
     plan = Plan(chunk_size, error_clip, filled, begins)
     tensors = [x.flatten(0, 1) for x in (*slots, *state.weights, *state.momentum, *state.anchor)]
     by_hand = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    if by_hand and not torch.compiler.is_compiling():  # a compiler makes the backward itself
-        retrieved, *after = Sweep.apply(plan, *tensors)
-    else:
-        retrieved, *after = sweep(plan, tensors)
-    retrieved, *after = (x.unflatten(0, slots.inner_lr.shape[:2]) for x in (retrieved, *after))
-    return retrieved, MemoryState(*Layers.of(after), state.num_seen + grid.end - grid.start)
+    by_hand = by_hand and not torch.compiler.is_compiling()  # a compiler makes the backward itself
+    results = Sweep.apply(plan, *tensors) if by_hand else sweep(plan, tensors)
+    retrieved, surprise, *after = (x.unflatten(0, slots.inner_lr.shape[:2]) for x in results)
+    return retrieved, surprise.detach(), MemoryState(*Layers.of(after), state.num_seen + grid.end - grid.start)
 
 
 def compile_chunks(**options) -> None:

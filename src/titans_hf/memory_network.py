@@ -51,6 +51,7 @@ class Factors(NamedTuple):
     slopes: list[Tensor]  # silu'(z)
     returned: list[Tensor]  # what the next layer's delta is at silu(z)
     unlimited: list[Tensor]  # deltas before they are limited
+    norms: list[Tensor]  # (..., T, 1), of the layers' gradients before they are limited
     scales: list[Tensor]  # (..., T, 1), what limits them; empty without a clip
     error: Tensor  # M(k) - v, before it is limited
     error_scale: Tensor | None  # (..., T, 1)
@@ -86,13 +87,21 @@ def gradient_factors(keys: Tensor, values: Tensor, weights: Sequence[Tensor], er
         unlimited.append(returned[-1] * slope)
     returned.reverse()
     unlimited.reverse()
-    deltas = unlimited
+    deltas, norms = unlimited, [surprise(x, d) for x, d in zip(inputs, unlimited, strict=True)]
     if error_clip is not None:
-        scales = [clip_scale(surprise(x, d), 4 * limit) for x, d in zip(inputs, unlimited, strict=True)]
+        scales = [clip_scale(norm, 4 * limit) for norm in norms]
         deltas = [d * c for d, c in zip(unlimited, scales, strict=True)]
-    return Factors(inputs, deltas, pre_activations, sigmoids, slopes, returned, unlimited, scales, error, scale)
+    return Factors(inputs, deltas, pre_activations, sigmoids, slopes, returned, unlimited, norms, scales, error, scale)
 
 
 def surprise(inputs: Tensor, delta: Tensor) -> Tensor:
     """The norm of a token's gradient of one layer, |h (x) delta| = |h| |delta|: (..., T, 1)."""
     return inputs.norm(dim=-1, keepdim=True) * delta.norm(dim=-1, keepdim=True)
+
+
+def token_surprise(factors: Factors) -> Tensor:
+    """The norm of a token's gradient of all layers, as it is written: (..., T)."""
+    norms = torch.cat(factors.norms, dim=-1)
+    if factors.scales:
+        norms = norms * torch.cat(factors.scales, dim=-1)
+    return norms.norm(dim=-1)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .memory_gates import GateProducts, gate_products
-from .memory_network import Factors, apply_layers, gradient_factors
+from .memory_network import Factors, apply_layers, gradient_factors, token_surprise
 from .memory_state import where_rows
 
 COMPILED: dict[Callable, Callable] = {}  # filled by `memory_chunk.compile_chunks`
@@ -76,21 +76,23 @@ class Layer(NamedTuple):
 
 
 def sweep(plan: Plan, tensors: Sequence[Tensor], starts: list[Layers] | None = None) -> tuple[Tensor, ...]:
-    """All chunks, one after the other: the six `Tokens`, then those of `Layers` -> what is retrieved, those after.
+    """All chunks, one after the other: the six `Tokens`, then those of `Layers` -> what is retrieved, the surprise of
+    each token (N, T), those after.
 
     Appends to `starts` what each chunk starts with.
     """
     state = Layers.of(tensors[6:])
-    retrieved = []
+    retrieved, surprise = [], []
     for chunk, tokens in enumerate(pieces(plan, tensors[:6])):
         state = state._replace(anchor=where_begins(plan, chunk, state.weights, state.anchor))
         if starts is not None:
             starts.append(state)
         work = compiled(chunk_forward) if tokens[0].shape[1] == plan.chunk_size else chunk_forward
-        read, weights, momentum = work(tokens, state, plan.error_clip)
+        read, surprise_here, weights, momentum = work(tokens, state, plan.error_clip)
         retrieved.append(read)
+        surprise.append(surprise_here)
         state = Layers(weights, momentum, state.anchor)
-    return torch.cat(retrieved, dim=1), *state.weights, *state.momentum, *state.anchor
+    return torch.cat(retrieved, dim=1), torch.cat(surprise, dim=1), *state.weights, *state.momentum, *state.anchor
 
 
 def pieces(plan: Plan, per_token: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
@@ -114,11 +116,11 @@ def where_begins(plan: Plan, chunk: int, new: Sequence[Tensor], old: Sequence[Te
 
 def chunk_forward(
     piece: Sequence[Tensor], start: Layers, error_clip: float | None
-) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """One of the `pieces` -> what it retrieves (N, C, D), weights and momentum after it."""
-    tokens, gates, _, layers = prepare(piece, start, error_clip)
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """One of the `pieces` -> what it retrieves (N, C, D), its surprise (N, C), weights and momentum after it."""
+    tokens, gates, factors, layers = prepare(piece, start, error_clip)
     read = apply_layers(tokens.queries, [partial(read_layer, layer=layer, gates=gates) for layer in layers])
-    return read, *zip(*(step_layer(layer, gates) for layer in layers), strict=True)
+    return read, token_surprise(factors), *zip(*(step_layer(layer, gates) for layer in layers), strict=True)
 
 
 def prepare(

@@ -12,6 +12,7 @@ from .configuration_titans import TitansConfig
 from .layer_state import LayerState
 from .memory_state import where_rows
 from .neural_memory import MemoryRecall, NeuralMemory
+from .surprise_titans import LayerSurprise
 from .token_grid import TokenGrid
 
 
@@ -19,7 +20,7 @@ class TitansMixer(nn.Module):
     """What a decoder layer does across tokens: the memory, persistent tokens P, and in most variants attention.
 
     A mixer is a function of the normed input x (B, T, hidden) and of the state before it. Subclasses are the paper's
-    variants: their `mix` sees the tokens on the slots of a grid, (B, G, hidden).
+    variants: their `mix` sees the tokens on the slots of a grid, (B, G, hidden), and returns what the memory wrote too.
     """
 
     def __init__(self, config: TitansConfig, layer_idx: int):
@@ -43,7 +44,7 @@ class TitansMixer(nn.Module):
         said = persistent
         if self.config.num_persistent_tokens:
             grid = TokenGrid.whole(1, self.config.num_persistent_tokens, persistent.device)
-            said, memory, history = self.memory(persistent, memory, history, grid)
+            said, memory, history, _ = self.memory(persistent, memory, history, grid)
         state = LayerState(memory.primed(), history, *self.initial_keys_values(said))
         return state.map(lambda x: x.expand(batch_size, *x.shape[1:]))
 
@@ -53,20 +54,20 @@ class TitansMixer(nn.Module):
 
     def forward(
         self, hidden_states: Tensor, state: LayerState | None, grid: TokenGrid
-    ) -> tuple[Tensor, Tensor | None, LayerState]:
+    ) -> tuple[Tensor, Tensor | None, LayerState, LayerSurprise]:
         """hidden_states (B, T, hidden); state: None before the first token of every row
-        -> output (B, T, hidden), attention weights or None, the state after.
+        -> output (B, T, hidden), attention weights or None, the state after, and how the tokens surprised the memory.
         """
         fresh = state is None
         before = self._open(state, hidden_states, grid)
-        output, weights, state = self.mix(grid.place(hidden_states), before, grid, fresh)
+        output, weights, state, writes = self.mix(grid.place(hidden_states), before, grid, fresh)
         if weights is not None and grid.slot is not None:
             weights = grid.take(weights.transpose(1, 2)).transpose(1, 2)
         if grid.idle is not None:
             state = before.map(partial(where_rows, grid.idle), state)
         if grid.last is not None:
             state = state.map(lambda x: x[grid.last])
-        return grid.take(output), weights, state
+        return grid.take(output), weights, state, LayerSurprise(((writes, grid),))
 
     def _open(self, state: LayerState | None, hidden_states: Tensor, grid: TokenGrid) -> LayerState:
         """The states (B rows) before the call -> those that the rows of the grid begin with."""
@@ -86,8 +87,8 @@ class LMMMixer(TitansMixer):
     """The memory alone (paper section 4.3, "memory without attention")."""
 
     def mix(self, hidden_states, state, grid, fresh):
-        output, memory, history = self.memory(hidden_states, state.memory, state.conv, grid)
-        return output, None, LayerState(memory, history)
+        output, memory, history, writes = self.memory(hidden_states, state.memory, state.conv, grid)
+        return output, None, LayerState(memory, history), [writes]
 
 
 class MALMixer(TitansMixer):
@@ -102,10 +103,10 @@ class MALMixer(TitansMixer):
         return self.attention.initial_keys_values(self.memory_norm(said))
 
     def mix(self, hidden_states, state, grid, fresh):
-        said, memory, history = self.memory(hidden_states, state.memory, state.conv, grid)
+        said, memory, history, writes = self.memory(hidden_states, state.memory, state.conv, grid)
         carried, num_seen = (state.keys, state.values), state.memory.num_seen
         output, weights, carried = self.attention(self.memory_norm(said), carried, num_seen, grid, fresh)
-        return output, weights, LayerState(memory, history, *carried)
+        return output, weights, LayerState(memory, history, *carried), [writes]
 
 
 class MAGMixer(TitansMixer):
@@ -122,12 +123,12 @@ class MAGMixer(TitansMixer):
         return self.attention.initial_keys_values(self.persistent[None])
 
     def mix(self, hidden_states, state, grid, fresh):
-        said, memory, history = self.memory(hidden_states, state.memory, state.conv, grid)
+        said, memory, history, writes = self.memory(hidden_states, state.memory, state.conv, grid)
         carried, num_seen = (state.keys, state.values), state.memory.num_seen
         attended, weights, carried = self.attention(hidden_states, carried, num_seen, grid, fresh)
         y, m = self.attention_norm(attended), self.memory_norm(said)
         gate = torch.sigmoid(self.gate_attention * y + self.gate_memory * m + self.gate_bias)
-        return gate * y + (1 - gate) * m, weights, LayerState(memory, history, *carried)
+        return gate * y + (1 - gate) * m, weights, LayerState(memory, history, *carried), [writes]
 
 
 class MACMixer(TitansMixer):
@@ -161,15 +162,18 @@ class MACMixer(TitansMixer):
     def mix(self, hidden_states, state, grid, fresh):
         if grid.is_step:
             slot = state.memory.num_seen % self.config.segment_length
-            return self._segment(hidden_states, state, grid, slot == 0, slot[:, None])
-        outputs, weights = [], []
+            *result, written = self._segment(hidden_states, state, grid, slot == 0, slot[:, None])
+            return *result, [written]
+        outputs, weights, writes = [], [], []
         for first, piece in grid.pieces(self.config.segment_length):
             segment = hidden_states[:, first : first + piece.num_slots]
-            output, seen, state = self._segment(segment, state, piece, (piece.start == 0) & (piece.end > 0), None)
+            begins = (piece.start == 0) & (piece.end > 0)
+            output, seen, state, written = self._segment(segment, state, piece, begins, None)
             outputs.append(output)
             weights.append(seen)
+            writes.append(written)
         recorded = weights[0] if weights[0] is None or len(weights) == 1 else torch.cat(weights, 2)
-        return torch.cat(outputs, 1), recorded, state
+        return torch.cat(outputs, 1), recorded, state, writes
 
     def _segment(self, segment, state, grid, begins, slots):
         """One segment, or the part of it that the call holds; `begins` (B,) marks rows that are at its start."""
@@ -179,10 +183,10 @@ class MACMixer(TitansMixer):
         filled = None if slots is not None else grid.filled
         attended, weights, carried = self.attention(segment, recalled, (state.keys, state.values), slots, filled)
         attended = segment + attended
-        said, memory, history = self.memory(attended, state.memory, state.conv, grid)
+        said, memory, history, written = self.memory(attended, state.memory, state.conv, grid)
         output = self.attention_norm(attended) * torch.sigmoid(self.memory_norm(said))
         kept = segment_weights if self.keeps_segment_weights else ()
-        return output, weights, LayerState(memory, history, *carried, kept)
+        return output, weights, LayerState(memory, history, *carried, kept), written
 
 
 MIXERS = {"mac": MACMixer, "mag": MAGMixer, "mal": MALMixer, "lmm": LMMMixer}

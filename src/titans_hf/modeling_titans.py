@@ -6,9 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
-from transformers.generation import GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
@@ -17,11 +15,13 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .cache_titans import TitansCache
 from .configuration_titans import TitansConfig
+from .generation_titans import TitansGenerationMixin
 from .input_checks import check_call, check_input_ids
 from .memory_chunk import compile_chunks
 from .mixers_titans import MIXERS, MAGMixer, TitansMixer
 from .neural_memory import ChannelConv, InitialWeights, TokenGate
 from .packing import columns_of_call
+from .surprise_titans import TitansCausalLMOutput, TitansModelOutput
 from .token_grid import ALL_REAL, Columns, TokenGrid
 
 
@@ -92,7 +92,7 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
         if call.unread is not None:  # by its forward: hooks that record attention see each token once
             state = self.mixer.forward(cache.unread.inputs, state, call.unread)[2]
         inputs = self.mixer_norm(hidden_states)
-        mixed, _, after = self.mixer(inputs, state, call.grid)
+        mixed, _, after, _ = self.mixer(inputs, state, call.grid)
         if cache is not None:
             cache.advance(state, after, inputs, call.columns)
             if past_key_values.offloading:
@@ -112,7 +112,11 @@ class TitansPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
     _supports_attention_backend = True
-    _can_record_outputs = {"hidden_states": TitansDecoderLayer, "attentions": OutputRecorder(TitansMixer, index=1)}
+    _can_record_outputs = {
+        "hidden_states": TitansDecoderLayer,
+        "attentions": OutputRecorder(TitansMixer, index=1),
+        "surprise": OutputRecorder(TitansMixer, index=3),
+    }
 
     def compile_memory(self, **options) -> None:
         """Compiles what the memory does with a full chunk, when it next does it: for all Titans of the process,
@@ -174,7 +178,7 @@ class TitansModel(TitansPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> BaseModelOutputWithPast:
+    ) -> TitansModelOutput:
         """
         Args:
             input_ids (B, T) int64, or inputs_embeds (B, T, hidden): T new tokens, at least one.
@@ -186,10 +190,10 @@ class TitansModel(TitansPreTrainedModel):
                 goes on from the cache, which is left with each row's last document.
             past_key_values: where to read on; updated. Made here if `use_cache`.
 
-        Returns last_hidden_state (B, T, hidden), past_key_values; on request hidden_states and, with
-        `attn_implementation="eager"`, attentions: one (B, heads, T, P + W) per layer, columns being the persistent
-        tokens and the window up to the token, oldest first; in MAC (B, heads, T, P + 2 L): persistent tokens, recalled
-        and segment slots.
+        Returns last_hidden_state (B, T, hidden), past_key_values; on request hidden_states; with
+        `output_surprise=True` surprise, one `LayerSurprise` per layer; with `attn_implementation="eager"` attentions:
+        one (B, heads, T, P + W) per layer, columns being the persistent tokens and the window up to the token, oldest
+        first; in MAC (B, heads, T, P + 2 L): persistent tokens, recalled and segment slots.
 
         Raises ValueError for an empty sequence, ids out of range, a mask, positions or cache that do not fit.
         """
@@ -209,12 +213,12 @@ class TitansModel(TitansPreTrainedModel):
         hidden_states = inputs_embeds
         for layer in self.layers:
             hidden_states = layer(hidden_states, call, past_key_values=past_key_values)
-        return BaseModelOutputWithPast(
+        return TitansModelOutput(
             last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values if use_cache else None
         )
 
 
-class TitansForCausalLM(TitansPreTrainedModel, GenerationMixin):
+class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
     """Titans as a language model: in `generate()`, the memory goes on learning while it decodes."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -239,13 +243,15 @@ class TitansForCausalLM(TitansPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        output_surprise: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> CausalLMOutputWithPast:
+    ) -> TitansCausalLMOutput:
         """
         Args, beyond those of `TitansModel.forward`:
             labels (B, T) int64: usually `input_ids`; shifted inside, -100 is ignored. The loss is their mean cross
                 entropy, or their sum over `num_items_in_batch` where given.
             logits_to_keep: the last n positions, or the positions given, get logits; 0 for all.
+            output_surprise: return how much each token taught the memory, and with which gates.
 
         Returns loss where there are labels, logits (B, T or fewer, vocab_size), and what `TitansModel` returns.
         """
@@ -256,50 +262,21 @@ class TitansForCausalLM(TitansPreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            output_surprise=output_surprise,
             **kwargs,
         )
         logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
+        return TitansCausalLMOutput(
             loss=loss,
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            surprise=outputs.surprise,
         )
-
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args) -> None:
-        """Makes the cache of `generate()`. Its size is constant, so that "static" is not about its length: `generate()`
-        then compiles the decoding step, where Transformers compiles (accelerators, or as `compile_config` says).
-        """
-        kinds = {None: {}, "dynamic": {}, "static": {"compileable": True}, "offloaded": {"offloading": True}}
-        if generation_config.cache_implementation not in kinds:
-            raise ValueError(
-                f"`cache_implementation` must be one of {', '.join(map(repr, kinds))} for a Titans model, but is "
-                f"{generation_config.cache_implementation!r}: its cache is of constant size as it is."
-            )
-        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
-            cache = TitansCache(self.config, **kinds[generation_config.cache_implementation])
-            if generation_config.is_assistant:
-                cache.activate_past_recording()
-            model_kwargs["past_key_values"] = cache
-
-    def init_continuous_batching(self, *args, **kwargs):
-        raise NotImplementedError(
-            "Continuous batching pages keys and values; a Titans memory has none. Use generate() with a padded batch."
-        )
-
-    @staticmethod
-    def create_masks_for_generate(
-        config, inputs_embeds: Tensor, attention_mask: Tensor | None, is_first_iteration: bool = False, **kwargs
-    ) -> Tensor | None:
-        """The mask of a compiled call: its own columns alone, so that it does not grow; what is generated is real."""
-        num_tokens = inputs_embeds.shape[1]
-        if attention_mask is None or (num_tokens == 1 and not is_first_iteration):
-            return None
-        return attention_mask[:, -num_tokens:]
 
 
 TitansModel.register_for_auto_class("AutoModel")

@@ -6,9 +6,11 @@ from torch.nn.functional import logsigmoid, silu
 from transformers.utils.generic import maybe_autocast
 
 from .configuration_titans import TitansConfig
-from .memory_chunk import memorize
+from .memory_chunk import memorize_surprised
 from .memory_network import layer_shapes, read
 from .memory_state import MemoryState
+from .memory_sweep import Tokens
+from .surprise_titans import Writes
 from .token_grid import TokenGrid
 
 # Added to squares of lengths that may be 0: a memory that has read nothing says nothing, and the first token of all has
@@ -120,9 +122,9 @@ class NeuralMemory(nn.Module):
 
     def forward(
         self, hidden_states: Tensor, state: MemoryState, history: Tensor, grid: TokenGrid
-    ) -> tuple[Tensor, MemoryState, Tensor]:
+    ) -> tuple[Tensor, MemoryState, Tensor, Writes]:
         """hidden_states (B, T, hidden) on the slots of `grid`; `history` the last inputs of the convolutions
-        -> what the memory says (B, T, hidden), the state and the history after.
+        -> what the memory says (B, T, hidden), the state and the history after, and what was written.
         """
         *projected, history = self._project(hidden_states, history, grid)
         dtype = state.weights[0].dtype
@@ -130,9 +132,9 @@ class NeuralMemory(nn.Module):
             # Keys and queries as in the paper; values because the step that a hidden layer of the memory can take
             # without overshooting falls with |v|^2. How much a token writes is left to theta. In the memory's dtype:
             # float16 has no room for the squares.
-            retrieved, state = memorize(
-                *(unit(x.to(dtype)) for x in projected),
-                *self._gates(hidden_states, dtype),
+            gates = self._gates(hidden_states, dtype)
+            retrieved, surprise, state = memorize_surprised(
+                Tokens(*(unit(x.to(dtype)) for x in projected), *gates),
                 state,
                 chunk_size=self.config.memory_chunk_size,
                 error_clip=self.config.memory_error_clip,
@@ -140,7 +142,7 @@ class NeuralMemory(nn.Module):
             )
             retrieved = self.norm(retrieved.transpose(1, 2)).flatten(2)
         gate = silu(self.gate_proj(hidden_states))
-        return self.o_proj(retrieved.to(gate.dtype) * gate), state, history
+        return self.o_proj(retrieved.to(gate.dtype) * gate), state, history, Writes(surprise, *gates)
 
     def _project(self, hidden_states: Tensor, history: Tensor, grid: TokenGrid):
         """linear -> causal depthwise convolution -> SiLU for q, k and v: three (B, H, T, D), and the history after."""

@@ -1,0 +1,161 @@
+"""output_surprise: the gradient's norm as autograd finds it, and the gates, of every token and nothing but tokens."""
+
+import pytest
+import torch
+from common import VARIANTS, assert_same, left_pad, make_ids, make_model, read, shared_model
+
+from titans_hf import MemoryState, TitansCache
+from titans_hf.memory_chunk import memorize_surprised
+from titans_hf.memory_network import layer_shapes
+from titans_hf.memory_reference import _clip_gradient, _loss, memorize_reference
+from titans_hf.memory_sweep import Tokens
+from titans_hf.surprise_titans import LayerSurprise
+
+QUANTITIES = ("gradient_norm", "inner_lr", "momentum_decay", "forget")
+GREEDY = dict(max_new_tokens=9, do_sample=False, pad_token_id=0)
+
+
+def told(surprise: tuple[LayerSurprise, ...]) -> torch.Tensor:
+    """(layers, quantities, B, H, T)"""
+    return torch.stack([torch.stack([getattr(layer, name) for name in QUANTITIES]) for layer in surprise])
+
+
+@torch.no_grad()
+def tell(model, ids, cache=None, **kwargs) -> torch.Tensor:
+    return told(model(ids, past_key_values=cache, output_surprise=True, **kwargs).surprise)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_norm_is_that_of_autograd(depth, clip):
+    """Else what is shown is not the gradient that is written: at the weights of the chunk's start, by chunks or not."""
+    torch.manual_seed(depth)
+    weights = [torch.randn(3, *shape, dtype=torch.float64) / 2 for shape in layer_shapes(6, depth, 2)]
+    state = MemoryState.initial(weights, 2, torch.float64)
+    queries, keys, values = torch.randn(3, 2, 3, 11, 6, dtype=torch.float64)
+    gates = 0.05 * torch.rand(2, 3, 11).double(), torch.rand(2, 3, 11).double().log(), -torch.rand(2, 3, 11).double()
+    tokens, options = Tokens(queries, keys, values, *gates), dict(chunk_size=4, error_clip=clip)
+    expected, at = [], state
+    for t in range(11):
+        anchor = at.weights if t % 4 == 0 else anchor  # noqa: F821
+        key, value = keys[:, :, t], values[:, :, t]
+        gradients = [_clip_gradient(x, value, clip) for x in torch.func.grad(_loss)(tuple(anchor), key, value, clip)]
+        expected.append(sum(x.square().sum((-2, -1)) for x in gradients).sqrt())
+        at = memorize_reference(*(x[:, :, t : t + 1] for x in tokens), at, **options)[1]
+    expected = torch.stack(expected, dim=-1)
+    assert_same(memorize_surprised(tokens, state, **options, grid=None)[1], expected)
+    found = []
+    for t in range(11):
+        piece = Tokens(*(x[:, :, t : t + 1] for x in tokens))
+        _, surprise, state = memorize_surprised(piece, state, **options, grid=None)
+        found.append(surprise)
+    assert_same(torch.cat(found, dim=-1), expected)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_surprise_does_not_depend_on_how_a_sequence_is_cut(variant):
+    """Else it is that of a slot of the grid, or of a persistent token: whole, in pieces, and token by token."""
+    model, ids = shared_model(variant), make_ids(2, 45)
+    whole = tell(model, ids)
+    assert whole.shape == (2, len(QUANTITIES), 2, 4, 45)
+    assert (whole[:, 0] > 0).all() and whole.std(-1).min() > 1e-4  # of every quantity, from token to token
+    for sizes in ([13, 32], [5, 1, 1, 9, 29], [1] * 45):
+        cache = TitansCache(model.config)
+        assert_same(torch.cat([tell(model, piece, cache) for piece in ids.split(sizes, 1)], dim=-1), whole)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_padding_does_not_surprise(variant):
+    """Else a short row's tokens have their neighbours' figures, or padding has some; also in a single column."""
+    model, rows = shared_model(variant), [make_ids(31), make_ids(17, seed=1)]
+    ids, mask = left_pad(rows)
+    cache = TitansCache(model.config)
+    found = tell(model, ids, cache, attention_mask=mask)
+    for i, row in enumerate(rows):
+        assert_same(found[:, :, i, :, 31 - len(row) :], tell(model, row[None])[:, :, 0])
+    assert not found[:, :, 1, :, :14].any()
+    step = tell(model, make_ids(2, 1), cache, attention_mask=torch.tensor([[1], [0]]))
+    assert step[:, :2, 0].all() and not step[:, :, 1].any()
+
+
+def test_the_gates_are_those_of_the_layer():
+    """Else theta, eta and alpha are mixed up, or are logits."""
+    model, ids = shared_model("lmm"), make_ids(1, 21)
+    found = tell(model, ids)[0]
+    layer = model.model.layers[0]
+    with torch.no_grad():
+        x = layer.mixer_norm(model.model.embed_tokens(ids))
+        memory = layer.mixer.memory
+        theta, eta, alpha = (
+            torch.sigmoid(gate(x, x.dtype)).mT for gate in (memory.inner_lr, memory.momentum, memory.forget)
+        )
+    assert_same(found[1:], torch.stack([model.config.memory_max_lr * theta * (1 - eta), eta, alpha]))
+
+
+@pytest.mark.parametrize("switch", [dict(memory_momentum=False), dict(memory_forget=False), dict(memory_max_lr=0)])
+def test_gates_that_are_off(switch):
+    """Else a gate that is off looks as if it were not."""
+    found = dict(zip(QUANTITIES, tell(make_model("mag", **switch), make_ids(1, 9))[0], strict=True))
+    off = {"memory_momentum": ["momentum_decay"], "memory_forget": ["forget"], "memory_max_lr": QUANTITIES[1:]}
+    for name in QUANTITIES:
+        assert found[name].any() == (name not in off[next(iter(switch))])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_it_is_told_on_request_alone(variant):
+    """Else the outputs of every call hold on to what they are made of; or training changes, or is differentiated."""
+    model, ids = make_model(variant).train(), make_ids(2, 21)
+    plain = model(ids, labels=ids)
+    assert plain.surprise is None and "surprise" not in plain
+    asked = model(ids, labels=ids, output_surprise=True)
+    assert torch.equal(asked.loss, plain.loss)
+    assert not told(asked.surprise).requires_grad
+    assert_same(told(asked.surprise), tell(model, ids))
+    gradients = [torch.autograd.grad(x.loss, model.parameters()) for x in (plain, asked)]
+    assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_generate_tells_it(variant):
+    """Else the tokens that a model has written itself are missing, or twice there: padded rows, in pieces, going on."""
+    model = shared_model(variant)
+    ids, mask = left_pad([make_ids(30), make_ids(17, seed=1)])
+    options = dict(GREEDY, attention_mask=mask, return_dict_in_generate=True, output_surprise=True)
+    result = model.generate(ids, **options)
+    mask = torch.cat([mask, torch.ones(2, 9, dtype=torch.long)], dim=1)
+    expected = tell(model, result.sequences[:, :-1], attention_mask=mask[:, :-1])
+    assert_same(told(result.surprise), expected)
+    assert_same(told(model.generate(ids, **options, prefill_chunk_size=7).surprise), expected)
+    later = model.generate(
+        result.sequences, past_key_values=result.past_key_values, **options | {"attention_mask": mask}
+    )
+    assert told(later.surprise).shape[-1] == 1 + 8
+    assert "surprise" not in model.generate(ids, **GREEDY, return_dict_in_generate=True)
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        (dict(num_beams=2), "not possible in beam_search"),
+        (dict(prompt_lookup_num_tokens=2), "not possible in assisted_generation"),
+        (dict(cache_implementation="static"), "not possible with `cache_implementation='static'`"),
+        (dict(use_cache=False), "not possible with `use_cache=False`"),
+        (dict(return_dict_in_generate=False), "not possible without `return_dict_in_generate=True`"),
+    ],
+)
+def test_where_it_cannot_be_told(options, message):
+    """Else what is told belongs to other tokens than those that were generated."""
+    with pytest.raises(ValueError, match=message):
+        shared_model("mag").generate(
+            make_ids(1, 9), output_surprise=True, **GREEDY | dict(return_dict_in_generate=True) | options
+        )
+
+
+def test_columns_that_are_read_again_are_told_once():
+    """Else a cropped cache makes a call tell of tokens that are not its own."""
+    model, ids = shared_model("mag"), make_ids(2, 30)
+    cache = read(model, ids[:, :13])[1]
+    cache.activate_past_recording()
+    read(model, ids[:, 13:20], cache=cache)
+    cache.crop(-3)
+    assert_same(tell(model, ids[:, 17:], cache), tell(model, ids)[..., 17:])
