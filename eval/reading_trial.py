@@ -1,0 +1,186 @@
+"""A memory through thick and thin: a long text with needles in it is read, killed on the way, resumed, and asked.
+
+    python eval/reading_trial.py MODEL --text ../shared/data/books/train --output DIR
+
+Pass-keys as RULER words them stand in novels at the given shares of the text. scripts/read.py reads it, a token a byte,
+in processes that are killed (SIGKILL) at even distances and started anew; scripts/ask.py is then asked for every key.
+Writes trial.json, table.md and trial.png: resident memory against tokens read.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+from itertools import cycle
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from needles import KINDS, PREFIX, PROMPT, draw_key, draw_value, needle_of
+from transformers import AutoTokenizer
+
+from titans_hf.memory_files import DESCRIPTION, read_description
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+PASSKEY = KINDS["niah_single_1"]
+NAMES = {"value_name": "number"}
+SECONDS = 0.5  # between two looks at the reading process
+
+
+def write_text(path: Path, books: list[Path], length: int, depths: list[float], seed: int) -> list[dict]:
+    """About `length` bytes of novels, over and over if need be -> the needles: key, value and their place in bytes."""
+    rng = random.Random(seed)
+    needles = [{"key": draw_key(rng), "value": draw_value(rng, PASSKEY), "depth": x} for x in sorted(depths)]
+    begin, written = PROMPT.split("{context}")[0], 0
+    with path.open("w", encoding="utf-8") as stream:
+
+        def write(text: str) -> None:
+            nonlocal written
+            stream.write(text)
+            written += len(text.encode())
+
+        write(begin.format(**NAMES))
+        waiting = list(needles)
+        for book in cycle(books):
+            for paragraph in book.read_text(encoding="utf-8").split("\n\n"):
+                if waiting and written >= waiting[0]["depth"] * length:
+                    needle = waiting.pop(0)
+                    needle["place"] = written
+                    write(needle_of(PASSKEY, needle["key"], needle["value"]) + "\n\n")
+                if written >= length:
+                    return needles
+                write(paragraph + "\n\n")
+
+
+def start(args: argparse.Namespace, text: Path) -> subprocess.Popen:
+    options = ["--memory", args.output / "memory", "--save_every", args.save_every]
+    command = [sys.executable, SCRIPTS / "read.py", args.model, text, *options]
+    return subprocess.Popen(list(map(str, command)))
+
+
+def resident_bytes(process: subprocess.Popen) -> int | None:
+    """None for a process that is gone."""
+    try:
+        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS"))
+    except (OSError, StopIteration):
+        return None
+
+
+def tokens_saved(folder: Path) -> int:
+    return sum(read_description(folder)["tokens_seen"]) if (folder / DESCRIPTION).exists() else 0
+
+
+def read(args: argparse.Namespace, text: Path, length: int) -> tuple[list[dict], list[dict]]:
+    """Reads it all -> what was seen on the way, and what each kill cost."""
+    folder, seen, kills = args.output / "memory", [], []
+    at = [length * (i + 1) // (args.kills + 1) for i in range(args.kills)]
+    begun, process = time.monotonic(), start(args, text)
+    while process.poll() is None:
+        time.sleep(SECONDS)
+        saved, resident = tokens_saved(folder), resident_bytes(process)
+        if resident is not None:
+            file = next(folder.glob("*.safetensors"), None) if saved else None
+            seen.append(
+                {
+                    "seconds": time.monotonic() - begun,
+                    "tokens saved": saved,
+                    "resident bytes": resident,
+                    "memory file bytes": file.stat().st_size if file and file.exists() else None,
+                    "process": len(kills) + 1,
+                }
+            )
+        if at and saved >= at[0]:
+            at.pop(0)
+            process.kill()
+            process.wait()
+            kills.append({"tokens saved": tokens_saved(folder), "seconds": time.monotonic() - begun})
+            process = start(args, text)
+    if process.returncode:
+        raise RuntimeError(f"scripts/read.py ended with {process.returncode}")
+    return seen, kills
+
+
+def ask(args: argparse.Namespace, needles: list[dict]) -> None:
+    """Adds to each needle what the memory says; all are asked at once."""
+    question = PROMPT.split("{context}\n")[1]
+    prompts = [f"{question} {PREFIX}".format(**NAMES, key=needle["key"]) for needle in needles]
+    command = [sys.executable, SCRIPTS / "ask.py", args.model, "--memory", args.output / "memory"]
+    command += ["--max_new_tokens", args.max_new_tokens, *(f"--prompt={prompt}" for prompt in prompts)]
+    said = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True).stdout
+    for needle, prompt in zip(needles, prompts, strict=True):
+        answer = said[said.index(prompt) + len(prompt) :].split("What is the special")[0]
+        needle |= {"answer": answer.strip(), "right": needle["value"] in answer}
+
+
+def draw(path: Path, seen: list[dict], kills: list[dict], title: str) -> None:
+    figure = Figure(figsize=(7, 3.2), layout="constrained")
+    axes = figure.subplots()
+    for process in range(1, len(kills) + 2):
+        rows = [row for row in seen if row["process"] == process]
+        axes.plot(
+            [row["tokens saved"] / 1e6 for row in rows],
+            [row["resident bytes"] / 2**20 for row in rows],
+            label=f"process {process}" + (", killed" if process <= len(kills) else ""),
+        )
+    axes.set(xlabel="million tokens saved", ylabel="resident memory, MiB", ylim=(0, None), title=title)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def table(needles: list[dict], length: int) -> str:
+    rows = ["| needle at | tokens after it | asked for | answered | |", "|---|---|---|---|---|"]
+    for needle in needles:
+        after = f"{length - needle['place']:,}"
+        answer = " ".join(needle["answer"].split())
+        verdict = "right" if needle["right"] else "wrong"
+        rows.append(f"| {needle['depth']:.0%} | {after} | {needle['value']} | {answer} | {verdict} |")
+    return "\n".join(rows) + "\n"
+
+
+def main(argv: list[str] | None = None) -> dict:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", metavar="MODEL", help="a Titans checkpoint that reads bytes, as passkey-lmm")
+    parser.add_argument("--text", type=Path, required=True, help="a folder of .txt files to hide the needles in")
+    parser.add_argument("--output", type=Path, required=True, help="a new folder")
+    parser.add_argument("--tokens", type=int, default=1_000_000)
+    parser.add_argument("--depths", type=float, nargs="+", default=[0.1, 0.5, 0.9, 0.99, 0.999])
+    parser.add_argument("--kills", type=int, default=2)
+    parser.add_argument("--save_every", type=int, default=20_000)
+    parser.add_argument("--max_new_tokens", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    books = sorted(args.text.glob("*.txt"))
+    if not books:
+        raise ValueError(f"--text {args.text} holds no .txt files")
+    if not all(0 <= depth < 1 for depth in args.depths):
+        raise ValueError(f"--depths {args.depths} must be from 0 to below 1")
+    if len(AutoTokenizer.from_pretrained(args.model)("é", add_special_tokens=False).input_ids) != 2:
+        raise ValueError(f"MODEL {args.model} does not read bytes: the lengths here are in bytes")
+    if args.output.exists():
+        raise ValueError(f"--output {args.output} exists")
+    args.output.mkdir(parents=True)
+    text = args.output / "text.txt"
+    needles = write_text(text, books, args.tokens, args.depths, args.seed)
+    length = text.stat().st_size
+    seen, kills = read(args, text, length)
+    ask(args, needles)
+    sizes = sorted({row["memory file bytes"] for row in seen if row["memory file bytes"]})
+    record = {"tokens": length, "needles": needles, "kills": kills, "memory file bytes": sizes, "seen": seen}
+    (args.output / "trial.json").write_text(json.dumps(record, indent=1) + "\n")
+    (args.output / "table.md").write_text(table(needles, length))
+    draw(args.output / "trial.png", seen, kills, f"{Path(args.model).name} reads {length:,} tokens")
+    print(table(needles, length))
+    peak = [max(x["resident bytes"] for x in seen if x["process"] == i + 1) / 2**20 for i in range(len(kills) + 1)]
+    print(f"killed at {[kill['tokens saved'] for kill in kills]} tokens saved; memory file {sizes} bytes")
+    print(f"most resident memory of each process: {', '.join(f'{x:.0f} MiB' for x in peak)}")
+    return record
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from error
