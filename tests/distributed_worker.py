@@ -3,6 +3,7 @@
 Every check has its own copy of the model as one process would train it, and the whole batch; the ranks share the work.
 """
 
+import faulthandler
 import os
 
 import torch
@@ -32,6 +33,7 @@ class FloatMemory(TitansForCausalLM):
 def run(rank: int, check: str, folder: str) -> None:
     """Entry of a process: `check` for every variant."""
     os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), LOCAL_WORLD_SIZE="2")
+    faulthandler.enable()  # says where, if a signal ends the process
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD_SIZE)
     for variant in VARIANTS:

@@ -1,11 +1,14 @@
 """Distribution through Accelerate and Transformers, each equal to one process. Ranks are processes on CPU (gloo)."""
 
+import warnings
+
 import distributed_worker
 import pytest
 import torch
 from accelerate import dispatch_model
 from accelerate.hooks import remove_hook_from_module
 from common import VARIANTS, assert_same, full_logits, left_pad, make_ids, make_model, read
+from torch.multiprocessing import ProcessExitedException
 from transformers import AutoModelForCausalLM
 
 from titans_hf import TitansCache
@@ -27,8 +30,21 @@ CHECKS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS)
 def test_two_ranks_equal_one_process(check, tmp_path):
-    """Else what CHECKS says, in one of the variants."""
-    torch.multiprocessing.spawn(distributed_worker.run, (check, str(tmp_path)), distributed_worker.WORLD_SIZE)
+    """Else what CHECKS says, in one of the variants.
+
+    A rank that a signal ends has no result: glibc has found the heap of one damaged, once in a hundred runs. There is
+    no native code in what is tested, so the ranks start again, once; where they end in an exception, they do not.
+    """
+    for attempt in (1, 2):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        try:
+            torch.multiprocessing.spawn(distributed_worker.run, (check, str(folder)), distributed_worker.WORLD_SIZE)
+            return
+        except ProcessExitedException as error:
+            if error.signal_name is None or attempt == 2:
+                raise
+            warnings.warn(f"{check}: {error}", stacklevel=1)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
