@@ -206,6 +206,27 @@ class TitansCache(Cache):
         branch.__dict__ |= vars(self) | {"layers": [copy.copy(x) for x in self.layers], "about": dict(self.about)}
         return branch
 
+    def merge(self, other: "TitansCache", weight: float = 0.5) -> None:
+        """Takes in what another cache of the same model has learned: memories become (1 - weight) ours + weight theirs.
+
+        What was last seen (window, segment, convolution inputs, columns) stays ours. Means of memories keep what each
+        of them holds (docs/results.md): for the mean of n of them, merge with weights 1/2, 1/3, ..., 1/n. `other` has
+        as many rows, or one for all.
+
+        Raises ValueError for a weight that is not from 0 to 1, and for caches that do not fit each other, have read
+        nothing or have columns to read again; RuntimeError for one that records.
+        """
+        if not 0 <= weight <= 1:
+            raise ValueError(f"`weight` must be from 0 to 1, but is {weight}.")
+        if other.made_for != self.made_for or other.batch_size not in (1, self.batch_size):
+            raise ValueError("`other` is not a cache of the same model, with as many rows or one.")
+        if any(layer.record_past for layer in self.layers):
+            raise RuntimeError("merge() cannot be taken back by crop(): make a copy that does not record.")
+        for ours, theirs in zip(self.layers, other.layers, strict=True):
+            if None in (ours.state, theirs.state) or ours.unread is not None or theirs.unread is not None:
+                raise ValueError("Caches that have read nothing, or have columns to read again, cannot be merged.")
+            ours.state = ours.state.merged(theirs.state, weight)
+
     def detach(self) -> "TitansCache":
         """Cuts the cache from the graph that made it, in place (truncated backpropagation through time)."""
         for layer in self.layers:

@@ -1,7 +1,7 @@
 """What a decoder layer carries between calls, and what it has to keep to take a call back."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +42,19 @@ class LayerState:
             *keys_values,
             tuple(map(fn, *(state.segment_weights for state in states))),
         )
+
+    def merged(self, other: "LayerState", weight: float) -> "LayerState":
+        """The state with a memory between its own and that of `other`, which stands at `weight` 1."""
+
+        def between(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return tuple(torch.lerp(x, y.to(x).expand_as(x), weight) for x, y in zip(ours, theirs, strict=True))
+
+        ours, theirs = self.memory, other.memory
+        parts = {
+            part: between(getattr(ours, part), getattr(theirs, part)) for part in ("weights", "momentum", "anchor")
+        }
+        segment_weights = between(self.segment_weights, other.segment_weights)
+        return replace(self, memory=replace(ours, **parts), segment_weights=segment_weights)
 
     def tensors(self) -> list[Tensor]:
         return [x for _, x in named_tensors(self)]
