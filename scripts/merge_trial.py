@@ -1,6 +1,6 @@
 """Do merged memories hold what each of them held? Asks a model of scripts/demo.py.
 
-    python scripts/demo.py && python scripts/merge_trial.py runs/demo/titans-mag
+    python scripts/demo.py && python scripts/merge_trial.py runs/demo/titans-lmm
 
 Every text has six key-value pairs, all keys different, and filler. One memory reads them one after the other; others
 read one each and are merged into their mean by `TitansCache.merge`. Then all values are asked for.

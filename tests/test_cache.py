@@ -274,3 +274,23 @@ def test_what_cannot_be_merged():
     cropped.crop(-3)
     with pytest.raises(ValueError, match="columns to read again"):
         cache.merge(cropped)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_prompt_after_what_was_read(variant):
+    """Else `generate()` needs all that was ever read, or a mask as long; or takes a prompt for a part of it."""
+    model, ids, prompt = shared_model(variant), make_ids(2, 21), make_ids(2, 7, seed=1)
+    options = dict(max_new_tokens=9, do_sample=False, pad_token_id=0)
+    whole = model.generate(torch.cat([ids, prompt], dim=1), **options)
+    cache = read(model, ids)[1]
+    cache.start_prompt()
+    mask = torch.ones_like(prompt)
+    mask[1, :3] = 0
+    assert torch.equal(model.generate(prompt, past_key_values=copy.copy(cache), **options), whole[:, 21:])
+    padded = model.generate(prompt, attention_mask=mask, past_key_values=copy.copy(cache), **options)
+    assert torch.equal(padded[0], whole[0, 21:])
+    alone = model.generate(torch.cat([ids[1:], prompt[1:, 3:]], dim=1), **options)
+    assert torch.equal(padded[1, 7:], alone[0, 25:])
+    cache.activate_past_recording()
+    with pytest.raises(RuntimeError, match=r"start_prompt\(\) cannot be taken back"):
+        cache.start_prompt()

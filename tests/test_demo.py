@@ -26,7 +26,7 @@ def test_batches_ask_for_what_was_told():
 def test_runs(tmp_path):
     """Every step of the demo, though nothing is learnt in two."""
     results = demo.main(["--steps", "2", "--questions", "4", "--output_dir", str(tmp_path)])
-    assert list(results) == ["Titans MAG", "Titans MAG, not learning", "Mistral"]
+    assert list(results) == ["Titans LMM", "Titans LMM, not learning", "Mistral"]
     assert (tmp_path / "recall.png").stat().st_size > 0
     assert (tmp_path / "recall.json").exists()
 
