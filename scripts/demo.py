@@ -45,9 +45,7 @@ def make_batch(batch_size: int, filler: int, generator: torch.Generator, num_que
 
 def make_configs(variant: str, initializer_range: float = 0.02) -> dict[str, PreTrainedConfig]:
     """Two models of about the same number of parameters, with the same window."""
-    common = dict(
-        vocab_size=VOCAB_SIZE, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, sliding_window=WINDOW
-    )
+    common = dict(vocab_size=VOCAB_SIZE, hidden_size=64, num_hidden_layers=2, num_attention_heads=2)
     common |= dict(num_key_value_heads=2, pad_token_id=None, bos_token_id=None, eos_token_id=None)
     common |= dict(sliding_window=WINDOW, initializer_range=initializer_range)
     # Keys here are distinct symbols, so a chunk's steps rarely add up and may be larger than the default.
