@@ -14,7 +14,8 @@ import contextlib
 import itertools
 import random
 import sys
-from collections.abc import Iterable, Iterator
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -40,9 +41,11 @@ from training_data import load_tokenizer
 PASSKEY = KINDS["niah_single_1"]
 SHORT = 0.2  # share of documents that are no prompts of the task yet
 RISING = 0.2  # share of documents while lengths rise
+OF_BOOKS = 0.5  # share of documents with lines of books, where there are some
 OF_THE_TASK = 0.2  # share of documents with the task's own noise
 DIFFERENT = (1, 2, 4, 64)  # lines of random words in a document
 LONGEST_WORD = 7
+LONGEST_LINE = 80  # of a book, in characters
 EVALUATED = 128
 
 Document = tuple[str, str]  # a prompt and its completion
@@ -59,18 +62,20 @@ def random_line(rng: random.Random) -> str:
     return " ".join(f"{sentence.capitalize()}." for sentence in sentences)
 
 
-def noise(rng: random.Random) -> Iterator[str]:
-    """The lines of a document, without end."""
+def noise(rng: random.Random, books: Sequence[str] = ()) -> Iterator[str]:
+    """The lines of a document, without end; in half of the documents those of books, from anywhere on."""
+    if books and rng.random() < OF_BOOKS:
+        yield from (books[i % len(books)] for i in itertools.count(rng.randrange(len(books))))
     of_the_task = rng.random() < OF_THE_TASK
     lines = [NOISE] if of_the_task else [random_line(rng) for _ in range(rng.choice(DIFFERENT))]
     while True:
         yield rng.choice(lines)
 
 
-def short_document(rng: random.Random, num_lines: int) -> Document:
+def short_document(rng: random.Random, num_lines: int, endless: Iterator[str]) -> Document:
     """A needle, noise, and the beginning of the answer."""
     key, value = draw_key(rng), draw_value(rng, PASSKEY)
-    lines = [needle_of(PASSKEY, key, value), *itertools.islice(noise(rng), num_lines)]
+    lines = [needle_of(PASSKEY, key, value), *itertools.islice(endless, num_lines)]
     return "\n".join([*lines, sample_of(PASSKEY, key, value, context="")["gen_prefix"]]), f" {value}."
 
 
@@ -106,7 +111,9 @@ def shortest_length(tokenizer: PreTrainedTokenizerBase) -> int:
             return length + 64
 
 
-def curriculum(rng: random.Random, tokenizer: PreTrainedTokenizerBase, length: int, number: int) -> Iterator[Document]:
+def curriculum(
+    rng: random.Random, tokenizer: PreTrainedTokenizerBase, length: int, number: int, books: Sequence[str] = ()
+) -> Iterator[Document]:
     """`number` documents of at most `length` tokens, in the order in which they are to be learnt from."""
     shortest = shortest_length(tokenizer)
     if length < shortest:
@@ -114,10 +121,20 @@ def curriculum(rng: random.Random, tokenizer: PreTrainedTokenizerBase, length: i
     for index in tqdm(range(number), desc="writing documents"):
         progress = index / number
         if progress < SHORT:
-            yield short_document(rng, rng.randint(0, max(0, int(8 * progress / SHORT) - 4)))
+            yield short_document(rng, rng.randint(0, max(0, int(8 * progress / SHORT) - 4)), noise(rng, books))
         else:
             longest = shortest + (length - shortest) * min(1.0, (progress - SHORT) / RISING)
-            yield task_document(rng, tokenizer, rng.randint(int(shortest + longest) // 2, int(longest)), noise(rng))
+            size = rng.randint(int(shortest + longest) // 2, int(longest))
+            yield task_document(rng, tokenizer, size, noise(rng, books))
+
+
+def read_lines(folder: Path | None) -> list[str]:
+    """The lines of all books of a folder, long ones broken."""
+    files = [] if folder is None else sorted(folder.glob("*.txt"))
+    if folder is not None and not files:
+        raise ValueError(f"--text {folder} holds no .txt files")
+    lines = (line for file in files for line in file.read_text(encoding="utf-8").splitlines())
+    return [part for line in lines for part in textwrap.wrap(line, LONGEST_LINE)]
 
 
 def table(documents: Iterable[Document]) -> Dataset:
@@ -130,13 +147,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True, help="a new folder, for scripts/train.py --train_data")
     parser.add_argument("--number", type=int, default=33_280, help="documents to train on")
     parser.add_argument("--length", type=int, default=1023, help="tokens of the longest, without an eos")
+    parser.add_argument("--text", type=Path, help="a folder of .txt files: half of the documents have lines of these")
     parser.add_argument("--tokenizer", default="bytes", help="the word bytes, or the folder of a tokenizer")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     if args.output.exists():
         raise ValueError(f"--output {args.output} exists")
     rng, tokenizer = random.Random(args.seed), load_tokenizer(args.tokenizer)
-    train = table(curriculum(rng, tokenizer, args.length, args.number))
+    train = table(curriculum(rng, tokenizer, args.length, args.number, read_lines(args.text)))
     of_the_task = itertools.repeat(NOISE)
     validation = table(task_document(rng, tokenizer, args.length, of_the_task) for _ in range(EVALUATED))
     DatasetDict(train=train, validation=validation).save_to_disk(args.output)

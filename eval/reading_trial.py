@@ -44,14 +44,14 @@ def write_text(path: Path, books: list[Path], length: int, depths: list[float], 
         write(begin.format(**NAMES))
         waiting = list(needles)
         for book in cycle(books):
-            for paragraph in book.read_text(encoding="utf-8").split("\n\n"):
-                if waiting and written >= waiting[0]["depth"] * length:
+            for line in book.read_text(encoding="utf-8").splitlines(keepends=True):
+                while waiting and written >= waiting[0]["depth"] * length:
                     needle = waiting.pop(0)
                     needle["place"] = written
-                    write(needle_of(PASSKEY, needle["key"], needle["value"]) + "\n\n")
-                if written >= length:
+                    write(needle_of(PASSKEY, needle["key"], needle["value"]) + "\n")
+                if written >= length and not waiting:
                     return needles
-                write(paragraph + "\n\n")
+                write(line)
 
 
 def start(args: argparse.Namespace, text: Path) -> subprocess.Popen:
@@ -146,7 +146,7 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--text", type=Path, required=True, help="a folder of .txt files to hide the needles in")
     parser.add_argument("--output", type=Path, required=True, help="a new folder")
     parser.add_argument("--tokens", type=int, default=1_000_000)
-    parser.add_argument("--depths", type=float, nargs="+", default=[0.1, 0.5, 0.9, 0.99, 0.999])
+    parser.add_argument("--depths", type=float, nargs="+", default=[0.5])
     parser.add_argument("--kills", type=int, default=2)
     parser.add_argument("--save_every", type=int, default=20_000)
     parser.add_argument("--max_new_tokens", type=int, default=10)

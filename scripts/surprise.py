@@ -3,8 +3,8 @@
     python scripts/surprise.py MODEL TEXT --output DIR
 
 TEXT is a file, or - for standard input. The page colours each word by the surprise of its tokens, the norm of the
-gradient by which the memory learns them (paper, eq. 12), of any layer or of all; the picture shows layers x tokens, and
-the gates with which they were learnt below: theta (step), eta (momentum), alpha (forgetting).
+gradient by which the memory learns them (paper, eq. 12), or by a gate with which they were learnt: theta (step), eta
+(momentum), alpha (forgetting); of a layer, or the mean of all. The picture shows all of it, layers x tokens.
 """
 
 import argparse
@@ -27,9 +27,9 @@ from titans_hf import TitansCache
 PIECE = 2048  # tokens read at once
 QUANTITIES = {
     "gradient_norm": "surprise",
-    "inner_lr": r"$\theta$, step",
-    "momentum_decay": r"$\eta$, momentum",
-    "forget": r"$\alpha$, forgetting",
+    "inner_lr": "θ, step",
+    "momentum_decay": "η, momentum",
+    "forget": "α, forgetting",
 }
 PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -42,23 +42,23 @@ header {{ font: 14px/1.5 sans-serif; position: sticky; top: 0; background: #fff;
 #text {{ white-space: pre-wrap; }}
 #text span {{ background: rgba(228, 87, 46, var(--s)); border-radius: 2px; }}
 </style>
-<header><b>{title}</b> <label>surprise of <select id="layer"></select></label>
-low <span class="scale"></span> high: from the least to the most surprising hundredth of the words</header>
+<header><b>{title}</b> <select id="choice"></select>
+low <span class="scale"></span> high, but for the lowest and the highest fiftieth of the words</header>
 <p id="text">{text}</p>
 <script>
-const layers = {values};
-const words = document.querySelectorAll("#text span"), choice = document.getElementById("layer");
+const rows = {values};
+const words = document.querySelectorAll("#text span"), choice = document.getElementById("choice");
 function colour(values) {{
   const sorted = [...values].sort((a, b) => a - b), at = share => sorted[Math.round(share * (sorted.length - 1))];
-  const low = at(.01), width = Math.max(at(.99) - low, 1e-9);
+  const low = at(.02), width = Math.max(at(.98) - low, 1e-9);
   words.forEach((word, i) => {{
     word.style.setProperty("--s", Math.min(1, Math.max(0, (values[i] - low) / width)).toFixed(3));
-    word.title = "surprise " + values[i];
+    word.title = choice.value + ": " + values[i];
   }});
 }}
-for (const name in layers) choice.add(new Option(name));
-choice.onchange = () => colour(layers[choice.value]);
-colour(layers[choice.value]);
+for (const name in rows) choice.add(new Option(name));
+choice.onchange = () => colour(rows[choice.value]);
+colour(rows[choice.value]);
 </script>
 """
 
@@ -75,7 +75,7 @@ def measure(model: PreTrainedModel, ids: list[int]) -> np.ndarray:
 
 
 def word_means(text: str, spans: list[tuple[int, int]], values: np.ndarray) -> tuple[list[str], np.ndarray]:
-    """The words of a text, each with the white space after it, and the mean (layers, words) of their tokens' values.
+    """The words of a text, each with the white space after it, and the means (..., words) of their tokens' values.
 
     spans: the characters of each token. Tokens belong to the word in which they end; words without any join the next.
     """
@@ -87,11 +87,13 @@ def word_means(text: str, spans: list[tuple[int, int]], values: np.ndarray) -> t
     return words, np.stack([values[:, word == i].mean(1) for i in used], axis=1)
 
 
-def write_page(path: Path, title: str, words: list[str], layers: np.ndarray) -> None:
-    """layers (layers, words)"""
-    shown = {"all layers": (layers / layers.mean(1, keepdims=True)).mean(0)}
-    shown |= {f"layer {i + 1}": layer for i, layer in enumerate(layers)}
-    values = json.dumps({name: [round(float(x), 4) for x in row] for name, row in shown.items()})
+def write_page(path: Path, title: str, words: list[str], values: np.ndarray) -> None:
+    """values (quantities, layers, words)"""
+    shown = {}
+    for name, layers in zip(QUANTITIES.values(), values, strict=True):
+        shown[f"{name}, mean of the layers"] = layers.mean(0)
+        shown |= {f"{name}, layer {i + 1}": layer for i, layer in enumerate(layers)}
+    values = json.dumps({name: [float(f"{x:.4g}") for x in row] for name, row in shown.items()})
     text = "".join(f"<span>{html.escape(word)}</span>" for word in words)
     path.write_text(PAGE.format(title=html.escape(title), text=text, values=values), encoding="utf-8")
 
@@ -147,7 +149,8 @@ def main(argv: list[str] | None = None) -> None:
     values = measure(model, ids)
     title = f"{Path(args.model).name}: {Path(args.text).name}"
     args.output.mkdir(parents=True, exist_ok=True)
-    write_page(args.output / "surprise.html", title, *word_means(text, spans, values[0]))
+    words, means = word_means(text, spans, values.reshape(-1, len(ids)))
+    write_page(args.output / "surprise.html", title, words, means.reshape(*values.shape[:2], -1))
     draw(args.output / "surprise.png", title, values)
     print(f"{args.output / 'surprise.html'}\n{args.output / 'surprise.png'}")
 

@@ -85,3 +85,21 @@ def test_bad_input(tmp_path):
     with pytest.raises(ValueError, match=r"--length 300: the shortest documents take up to \d+ tokens"):
         passkeys.main(["--output", str(tmp_path / "new"), "--length", "300"])
     assert not (tmp_path / "new").exists()
+
+
+def test_lines_of_books(tmp_path):
+    """Else a model that is to find something in books has never seen one; or long lines do not fit."""
+    folder = tmp_path / "books"
+    folder.mkdir()
+    (folder / "a.txt").write_text("First line.\n\n" + "word " * 100 + "\nLast line.\n")
+    lines = passkeys.read_lines(folder)
+    assert lines[0] == "First line." and lines[-1] == "Last line." and "" not in lines
+    assert max(map(len, lines)) <= passkeys.LONGEST_LINE and " ".join(lines).split() == (
+        ["First", "line."] + ["word"] * 100 + ["Last", "line."]
+    )
+    documents = list(passkeys.curriculum(random.Random(0), byte_tokenizer(), 900, 200, lines))
+    of_books = [prompt for prompt, _ in documents[100:] if set(prompt.splitlines()) & set(lines)]
+    assert 30 < len(of_books) < 70
+    assert any("Last line.\nFirst line." in prompt for prompt in of_books)  # over and over
+    with pytest.raises(ValueError, match="holds no"):
+        passkeys.read_lines(tmp_path)

@@ -29,7 +29,7 @@ def paths(tmp_path):
 
 
 def values_of(page: str) -> dict[str, list[float]]:
-    return json.loads(re.search(r"const layers = (.*);", page).group(1))
+    return json.loads(re.search(r"const rows = (.*);", page).group(1))
 
 
 def test_the_page_shows_the_text_and_each_words_surprise(paths, monkeypatch):
@@ -42,16 +42,15 @@ def test_the_page_shows_the_text_and_each_words_surprise(paths, monkeypatch):
     assert [word.strip() for word in words if word.strip()] == TEXT.split()
     ids = byte_tokenizer()(TEXT, return_tensors="pt").input_ids
     with torch.no_grad():
-        norms = [x.gradient_norm[0].mean(0) for x in paths.net(ids, output_surprise=True).surprise]
-    shown, start = values_of(page), 0
-    assert list(shown) == ["all layers", "layer 1", "layer 2"]
-    for i, word in enumerate(words):
-        end = start + len(word.encode())
-        for layer in (0, 1):
-            assert shown[f"layer {layer + 1}"][i] == pytest.approx(norms[layer][start:end].mean().item(), abs=1e-3)
-        start = end
-    scaled = np.array([shown["layer 1"], shown["layer 2"]])
-    assert shown["all layers"] == pytest.approx((scaled / scaled.mean(1, keepdims=True)).mean(0).tolist(), abs=1e-3)
+        told = paths.net(ids, output_surprise=True).surprise
+    shown, ends = values_of(page), np.cumsum([len(word.encode()) for word in words])
+    assert len(shown) == len(surprise.QUANTITIES) * 3
+    for quantity, name in surprise.QUANTITIES.items():
+        for i, layer in enumerate(told):
+            tokens = getattr(layer, quantity)[0].mean(0).split(np.diff(ends, prepend=0).tolist())
+            assert shown[f"{name}, layer {i + 1}"] == pytest.approx([x.mean().item() for x in tokens], rel=1e-3)
+        mean = np.mean([shown[f"{name}, layer {i + 1}"] for i in range(2)], axis=0)
+        assert shown[f"{name}, mean of the layers"] == pytest.approx(mean.tolist(), rel=1e-3)
 
 
 def test_the_page_needs_nothing_else(paths):
