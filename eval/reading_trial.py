@@ -69,8 +69,11 @@ def resident_bytes(process: subprocess.Popen) -> int | None:
         return None
 
 
-def tokens_saved(folder: Path) -> int:
-    return sum(read_description(folder)["tokens_seen"]) if (folder / DESCRIPTION).exists() else 0
+def saved(folder: Path) -> dict[str, int | None]:
+    if not (folder / DESCRIPTION).exists():
+        return {"tokens saved": 0, "memory file bytes": None}
+    found = read_description(folder)
+    return {"tokens saved": sum(found["tokens_seen"]), "memory file bytes": found["bytes"]}
 
 
 def read(args: argparse.Namespace, text: Path, length: int) -> tuple[list[dict], list[dict]]:
@@ -80,23 +83,15 @@ def read(args: argparse.Namespace, text: Path, length: int) -> tuple[list[dict],
     begun, process = time.monotonic(), start(args, text)
     while process.poll() is None:
         time.sleep(SECONDS)
-        saved, resident = tokens_saved(folder), resident_bytes(process)
+        resident, row = resident_bytes(process), saved(folder)
+        row |= {"resident bytes": resident, "process": len(kills) + 1, "seconds": time.monotonic() - begun}
         if resident is not None:
-            file = next(folder.glob("*.safetensors"), None) if saved else None
-            seen.append(
-                {
-                    "seconds": time.monotonic() - begun,
-                    "tokens saved": saved,
-                    "resident bytes": resident,
-                    "memory file bytes": file.stat().st_size if file and file.exists() else None,
-                    "process": len(kills) + 1,
-                }
-            )
-        if at and saved >= at[0]:
+            seen.append(row)
+        if at and row["tokens saved"] >= at[0]:
             at.pop(0)
             process.kill()
             process.wait()
-            kills.append({"tokens saved": tokens_saved(folder), "seconds": time.monotonic() - begun})
+            kills.append(saved(folder) | {"seconds": time.monotonic() - begun})
             process = start(args, text)
     if process.returncode:
         raise RuntimeError(f"scripts/read.py ended with {process.returncode}")
