@@ -54,7 +54,7 @@ def test_whatever_is_saved_brings_all_the_code(name, tmp_path):
 def test_code_that_travels_needs_nothing_else():
     """Else it asks for packages that whoever loads it may not have."""
     needed = {package for name in CODE for package in get_imports(PACKAGE / name)}
-    assert needed - {"torch", "transformers", "huggingface_hub"} <= sys.stdlib_module_names
+    assert needed - {"torch", "transformers", "huggingface_hub", "safetensors"} <= sys.stdlib_module_names
 
 
 def test_checkpoints_of_the_trainer_bring_their_code(tmp_path):
