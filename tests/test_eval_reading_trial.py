@@ -4,15 +4,12 @@ import json
 
 import pytest
 import reading_trial
-import torch
-from common import make_model
-from training_data import byte_tokenizer
+from byte_model import save_byte_model
 
 
 @pytest.fixture
 def model(tmp_path):
-    make_model("lmm", dtype=torch.float32, vocab_size=259, eos_token_id=1).save_pretrained(tmp_path / "model")
-    byte_tokenizer().save_pretrained(tmp_path / "model")
+    save_byte_model(tmp_path / "model", "lmm")
     (tmp_path / "books").mkdir()
     (tmp_path / "books" / "one.txt").write_text("\n\n".join(f"Paragraph {i} of a book, née 1850." for i in range(70)))
     return str(tmp_path / "model")

@@ -13,7 +13,7 @@ import ask
 import pytest
 import read
 import torch
-from common import make_model
+from byte_model import save_byte_model
 from test_memory_files import assert_equal
 from tiny_run import LLAMA, SCRIPT
 from training_data import byte_tokenizer
@@ -27,9 +27,7 @@ TEXT = "Es war einmal ein König, der hatte zwölf Töchter. 東京 " * 9
 @pytest.fixture
 def paths(tmp_path):
     """A checkpoint, a text in three parts, and where to save."""
-    model = make_model("mag", dtype=torch.float32, vocab_size=259, pad_token_id=0, eos_token_id=1)
-    model.save_pretrained(tmp_path / "model")
-    byte_tokenizer().save_pretrained(tmp_path / "model")
+    model = save_byte_model(tmp_path / "model", "mag")
     texts = tmp_path / "texts"
     texts.mkdir()
     for name, part in zip(("a", "b", "c"), TEXT.split("Töchter", 2), strict=True):

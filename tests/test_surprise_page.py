@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import surprise
 import torch
-from common import make_model
+from byte_model import save_byte_model
 from training_data import byte_tokenizer
 
 TEXT = '  Es war <einmal> ein König & "sonst"\nniemand: 東京 ist weit. ' * 4
@@ -19,9 +19,7 @@ TEXT = '  Es war <einmal> ein König & "sonst"\nniemand: 東京 ist weit. ' * 4
 
 @pytest.fixture
 def paths(tmp_path):
-    model = make_model("mag", dtype=torch.float32, vocab_size=259, pad_token_id=0, eos_token_id=1)
-    model.save_pretrained(tmp_path / "model")
-    byte_tokenizer().save_pretrained(tmp_path / "model")
+    model = save_byte_model(tmp_path / "model", "mag")
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     return SimpleNamespace(
         net=model, model=str(tmp_path / "model"), text=str(tmp_path / "text.txt"), out=tmp_path / "out"
