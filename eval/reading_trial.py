@@ -8,6 +8,7 @@ Writes trial.json, table.md and trial.png: resident memory against tokens read.
 """
 
 import argparse
+import contextlib
 import json
 import random
 import subprocess
@@ -23,6 +24,8 @@ from transformers import AutoTokenizer
 from titans_hf.memory_files import DESCRIPTION, read_description
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
+sys.path.append(str(SCRIPTS))
+from benchmarks.measure import resident_bytes  # noqa: E402  after the path to it
 
 PASSKEY = KINDS["niah_single_1"]
 NAMES = {"value_name": "number"}
@@ -60,15 +63,6 @@ def start(args: argparse.Namespace, text: Path) -> subprocess.Popen:
     return subprocess.Popen(list(map(str, command)))
 
 
-def resident_bytes(process: subprocess.Popen) -> int | None:
-    """None for a process that is gone."""
-    try:
-        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS"))
-    except (OSError, StopIteration):
-        return None
-
-
 def saved(folder: Path) -> dict[str, int | None]:
     if not (folder / DESCRIPTION).exists():
         return {"tokens saved": 0, "memory file bytes": None}
@@ -83,10 +77,9 @@ def read(args: argparse.Namespace, text: Path, length: int) -> tuple[list[dict],
     begun, process = time.monotonic(), start(args, text)
     while process.poll() is None:
         time.sleep(SECONDS)
-        resident, row = resident_bytes(process), saved(folder)
-        row |= {"resident bytes": resident, "process": len(kills) + 1, "seconds": time.monotonic() - begun}
-        if resident is not None:
-            seen.append(row)
+        row = saved(folder) | {"process": len(kills) + 1, "seconds": time.monotonic() - begun}
+        with contextlib.suppress(OSError, StopIteration):  # it may have ended
+            seen.append(row | {"resident bytes": resident_bytes(process.pid)})
         if at and row["tokens saved"] >= at[0]:
             at.pop(0)
             process.kill()

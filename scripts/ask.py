@@ -27,16 +27,12 @@ def answer(
     options: GenerationConfig,
 ) -> list[str]:
     """What follows each of the prompts after what `cache` (one row) has read; all at once."""
-    rows = [tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids[0] for prompt in prompts]
-    length = max(map(len, rows))
-    ids, mask = torch.zeros(2, len(rows), length, dtype=torch.int64)
-    for row, (tokens, real) in zip(rows, zip(ids, mask, strict=True), strict=True):
-        tokens[length - len(row) :], real[length - len(row) :] = row, 1
+    batch = tokenizer(prompts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt")
+    ids, mask = batch.input_ids.to(model.device), batch.attention_mask.to(model.device)
     cache.start_prompt()
-    cache.batch_repeat_interleave(len(rows))
-    ids, mask = ids.to(model.device), mask.to(model.device)
+    cache.batch_repeat_interleave(len(prompts))
     said = model.generate(ids, attention_mask=mask, past_key_values=cache, generation_config=options)
-    return tokenizer.batch_decode(said[:, length:], skip_special_tokens=True)
+    return tokenizer.batch_decode(said[:, ids.shape[1] :], skip_special_tokens=True)
 
 
 def learn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: TitansCache, text: str) -> None:
@@ -70,12 +66,14 @@ def main(argv: list[str] | None = None) -> None:
     model, tokenizer = load_model(args.model, args.device)
     cache = TitansCache.from_pretrained(args.memory, model)
     torch.manual_seed(args.seed)
+    if tokenizer.pad_token is None:  # what stands there is masked out
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     options = GenerationConfig(
         max_new_tokens=args.max_new_tokens,
         do_sample=args.temperature > 0,
         temperature=args.temperature or None,
         eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
 
     def reply(prompts: list[str]) -> None:

@@ -63,13 +63,14 @@ def peak_bytes(work: Work, device: torch.device) -> int:
     return int(text)
 
 
-def _status_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
+def _status_bytes(field: str, process: int | str = "self") -> int:
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
 
 
-def resident_bytes() -> int:
-    return _status_bytes("VmRSS")
+def resident_bytes(process: int | str = "self") -> int:
+    """Of a process by its number. Raises OSError or StopIteration for one that has ended."""
+    return _status_bytes("VmRSS", process)
 
 
 def large_product_rate(dtype: torch.dtype, device: torch.device) -> float:
