@@ -28,7 +28,7 @@ def test_the_peak_of_memory():
         del x
         return torch.ones(5_000_000)
 
-    assert 40e6 < measure.peak_bytes(work, cpu) < 44e6
+    assert 40e6 < measure.peak_bytes(work, cpu) < 56e6
     assert measure.peak_bytes(lambda: None, cpu) < 2e6
 
 
