@@ -140,8 +140,7 @@ class TitansPreTrainedModel(PreTrainedModel):
             if getattr(module, "bias", None) is not None:  # that of a head
                 init.zeros_(module.bias)
         elif isinstance(module, ChannelConv):
-            impulse = torch.arange(module.kernel_size[0]).flip(0) == module.initial_delay
-            init.copy_(module.weight, impulse.to(module.weight).expand_as(module.weight))
+            init.copy_(module.weight, module.initial_weight())
         elif isinstance(module, nn.RMSNorm):
             init.ones_(module.weight)
         elif isinstance(module, InitialWeights):  # the memory starts by saying nothing

@@ -33,12 +33,18 @@ class HeadNorm(nn.RMSNorm):
 class ChannelConv(nn.Conv1d):
     """One filter a channel, of as many channels as there are filters: a rank of a parallel run has a part of them.
 
-    At first it hands on the token that came `initial_delay` tokens ago.
+    At first it hands on the token that came `initial_delay` tokens ago, and as much of a random mixture.
     """
 
     def __init__(self, num_channels: int, kernel_size: int, initial_delay: int):
         super().__init__(num_channels, num_channels, kernel_size, groups=num_channels, bias=False)
         self.initial_delay = initial_delay
+
+    def initial_weight(self) -> Tensor:
+        """An impulse and noise of the same norm: the impulse is what recall needs, the noise what language needs."""
+        kernel = self.kernel_size[0]
+        impulse = torch.arange(kernel).flip(0) == self.initial_delay
+        return torch.randn_like(self.weight) * kernel**-0.5 + impulse.to(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] == self.kernel_size[0]:  # of one token: conv1d takes ten times as long
