@@ -34,6 +34,7 @@ COUNTS = (
     "memory_num_heads",
     "memory_conv_kernel",
 )
+AMOUNTS = ("num_persistent_tokens", "memory_max_lr", "memory_conv_noise", "initializer_range", "rms_norm_eps")
 
 
 @strict
@@ -69,8 +70,11 @@ class TitansConfig(PreTrainedConfig):
         memory_momentum (`bool`, defaults to `True`): Past surprise (eta, eq. 10).
         memory_forget (`bool`, defaults to `True`): Weight decay of the memory (alpha, eq. 13).
         memory_conv_kernel (`int`, defaults to 4):
-            Taps of the causal convolutions on q, k and v; 1 for none. At first the one on k delays by a token and the
-            others do nothing: the memory begins by storing what follows a token under that token.
+            Taps of the causal convolutions on q, k and v; 1 for none. They begin as impulses, that on k a token late:
+            what follows a token is stored under that token.
+        memory_conv_noise (`float`, defaults to 1.0):
+            Norm of the noise added to these impulses, whose norm is 1. Only an initialisation: a memory learns to look
+            things up soonest without noise, and language with it.
         memory_error_clip (`float`, *optional*, defaults to 1.0):
             Largest error |M(k) - v| that counts in full, in units of |v|; `None` for the paper's plain squared error.
 
@@ -101,6 +105,7 @@ class TitansConfig(PreTrainedConfig):
     memory_momentum: bool = True
     memory_forget: bool = True
     memory_conv_kernel: int = 4
+    memory_conv_noise: int | float = 1.0
     memory_error_clip: int | float | None = 1.0
     rope_parameters: dict | None = None
     rms_norm_eps: float = 1e-6
@@ -173,7 +178,7 @@ class TitansConfig(PreTrainedConfig):
         """Part of `@strict` validation: every value is possible on its own, and they fit each other."""
         for name in COUNTS:
             _in_range(name, getattr(self, name), 1)
-        for name in ("num_persistent_tokens", "memory_max_lr", "initializer_range", "rms_norm_eps"):
+        for name in AMOUNTS:
             _in_range(name, getattr(self, name), 0)
         _in_range("attention_dropout", self.attention_dropout, 0, 1)
         if self.memory_error_clip is not None and not self.memory_error_clip > 0:

@@ -33,18 +33,22 @@ class HeadNorm(nn.RMSNorm):
 class ChannelConv(nn.Conv1d):
     """One filter a channel, of as many channels as there are filters: a rank of a parallel run has a part of them.
 
-    At first it hands on the token that came `initial_delay` tokens ago, and as much of a random mixture.
+    At first it hands on the token that came `initial_delay` tokens ago and, of norm `initial_noise` beside that token's
+    1, a random mixture of tokens.
     """
 
-    def __init__(self, num_channels: int, kernel_size: int, initial_delay: int):
+    def __init__(self, num_channels: int, kernel_size: int, initial_delay: int, initial_noise: float):
         super().__init__(num_channels, num_channels, kernel_size, groups=num_channels, bias=False)
         self.initial_delay = initial_delay
+        self.initial_noise = initial_noise
 
     def initial_weight(self) -> Tensor:
-        """An impulse and noise of the same norm: the impulse is what recall needs, the noise what language needs."""
         kernel = self.kernel_size[0]
         impulse = torch.arange(kernel).flip(0) == self.initial_delay
-        return torch.randn_like(self.weight) * kernel**-0.5 + impulse.to(self.weight)
+        weight = impulse.to(self.weight).expand_as(self.weight)
+        if self.initial_noise:
+            weight = weight + torch.randn_like(weight) * self.initial_noise * kernel**-0.5
+        return weight
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] == self.kernel_size[0]:  # of one token: conv1d takes ten times as long
@@ -113,7 +117,9 @@ class NeuralMemory(nn.Module):
 
     def _convolution(self, initial_delay: int) -> ChannelConv | None:
         kernel = self.config.memory_conv_kernel
-        return ChannelConv(self.config.hidden_size, kernel, initial_delay) if kernel > 1 else None
+        if kernel == 1:
+            return None
+        return ChannelConv(self.config.hidden_size, kernel, initial_delay, self.config.memory_conv_noise)
 
     def initial_state(self, batch_size: int, dtype: torch.dtype) -> MemoryState:
         """The learned state before the first token, in float32 at least whatever the dtype of the model."""
