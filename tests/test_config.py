@@ -31,6 +31,7 @@ DEFAULTS = dict(
     memory_momentum=True,
     memory_forget=True,
     memory_conv_kernel=4,
+    memory_conv_noise=1.0,
     memory_error_clip=1.0,
     rope_parameters=None,
     rms_norm_eps=1e-6,
@@ -79,7 +80,8 @@ AT_LEAST_ONE = [
 ]  # fmt: skip
 BAD_VALUES = [
     *((name, value) for name in AT_LEAST_ONE for value in (0, -3, "4", 4.5)),
-    *((name, -0.1) for name in ("memory_max_lr", "attention_dropout", "initializer_range", "rms_norm_eps")),
+    *((name, -0.1) for name in ("memory_max_lr", "memory_conv_noise", "attention_dropout")),
+    *((name, -0.1) for name in ("initializer_range", "rms_norm_eps")),
     *((name, float("nan")) for name in ("memory_max_lr", "memory_error_clip", "attention_dropout")),
     ("memory_max_lr", float("inf")),
     ("memory_max_lr", "fast"),

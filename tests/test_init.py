@@ -12,6 +12,7 @@ from titans_hf import TitansForCausalLM
 
 STD = 0.05  # not the default, which a parameter could have by accident
 SIZES = dict(hidden_size=64, num_persistent_tokens=16, memory_depth=3, initializer_range=STD, num_hidden_layers=2)
+SIZES |= dict(memory_conv_noise=0.7)
 
 
 def normal(std):
@@ -32,11 +33,13 @@ def constant(value):
     return check
 
 
-def delay(num_tokens):
-    """Filters (channels, 1, kernel) that hand on the token of so many tokens ago."""
+def delay(num_tokens, noise):
+    """Filters (channels, 1, kernel) that hand on the token of so many tokens ago, and noise of that norm beside it."""
 
     def check(x):
-        assert (x[..., -1 - num_tokens] == 1).all() and x.sum() == x.abs().sum() == len(x), f"{x[0]}"
+        rest = x.clone()
+        rest[..., -1 - num_tokens] -= 1
+        normal(noise * x.shape[-1] ** -0.5)(rest) if noise else constant(0)(rest)
 
     return check
 
@@ -60,8 +63,8 @@ def rules(config) -> dict:
         memory + r"(inner_lr|momentum|forget)\.weight": constant(0),
         memory + r"(inner_lr|momentum)\.bias": constant(0),
         memory + r"forget\.bias": constant(-5),
-        memory + r"[qv]_conv\.weight": delay(0),
-        memory + r"k_conv\.weight": delay(1),
+        memory + r"[qv]_conv\.weight": delay(0, config.memory_conv_noise),
+        memory + r"k_conv\.weight": delay(1, config.memory_conv_noise),
         layer + r"mixer\.persistent": normal(STD),
         layer + r"mixer\.gate_(attention|memory|bias)": constant(0),
     }
@@ -91,6 +94,11 @@ def config(request):
 def test_construction(config):
     """Else training starts from another point than documented."""
     check(TitansForCausalLM(config))
+
+
+def test_filters_without_noise():
+    """Else a model that is to begin by looking things up begins by mixing tokens."""
+    check(TitansForCausalLM(make_config("mag", **SIZES | dict(memory_conv_noise=0))))
 
 
 def test_from_config(config):
