@@ -195,7 +195,7 @@ def test_a_needle_two_blocks_away(options, tmp_path, variant, initializer_range,
     documents = [f"={needle}......" + "........" + last_block.format(needle) for needle in needles]
     Dataset.from_dict({"text": documents}).save_to_disk(tmp_path / "documents")
     config = TITANS | dict(num_hidden_layers=1, sliding_window=8, memory_chunk_size=4, memory_max_lr=0.2)
-    config |= dict(variant=variant, segment_length=8, initializer_range=initializer_range)
+    config |= dict(variant=variant, segment_length=8, initializer_range=initializer_range, memory_conv_noise=0)
     common = dict(train_data=tmp_path / "documents", eval_data=tmp_path / "documents", block_length=8)
     common |= dict(per_device_train_batch_size=32, per_device_eval_batch_size=32, tokens_per_step=None)
     common |= dict(
