@@ -3,7 +3,7 @@
     python eval/reading_trial.py MODEL --text ../shared/data/books/train --output DIR
 
 Pass-keys as RULER words them stand in novels at the given shares of the text. scripts/read.py reads it, a token a byte,
-in processes that are killed (SIGKILL) at even distances and started anew; scripts/ask.py is then asked for every key.
+in processes that are killed (SIGKILL) at shares of it and started anew; scripts/ask.py is then asked for every key.
 Writes trial.json, table.md and trial.png: resident memory against tokens read.
 """
 
@@ -73,7 +73,7 @@ def saved(folder: Path) -> dict[str, int | None]:
 def read(args: argparse.Namespace, text: Path, length: int) -> tuple[list[dict], list[dict]]:
     """Reads it all -> what was seen on the way, and what each kill cost."""
     folder, seen, kills = args.output / "memory", [], []
-    at = [length * (i + 1) // (args.kills + 1) for i in range(args.kills)]
+    at = [share * length for share in sorted(args.kills)]
     begun, process = time.monotonic(), start(args, text)
     while process.poll() is None:
         time.sleep(SECONDS)
@@ -124,7 +124,7 @@ def table(needles: list[dict], length: int) -> str:
         after = f"{length - needle['place']:,}"
         answer = " ".join(needle["answer"].split())
         verdict = "right" if needle["right"] else "wrong"
-        rows.append(f"| {needle['depth']:.0%} | {after} | {needle['value']} | {answer} | {verdict} |")
+        rows.append(f"| {needle['depth']:.1%} | {after} | {needle['value']} | {answer} | {verdict} |")
     return "\n".join(rows) + "\n"
 
 
@@ -135,7 +135,7 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--output", type=Path, required=True, help="a new folder")
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--depths", type=float, nargs="+", default=[0.5])
-    parser.add_argument("--kills", type=int, default=2)
+    parser.add_argument("--kills", type=float, nargs="*", default=[1 / 3, 2 / 3])
     parser.add_argument("--save_every", type=int, default=20_000)
     parser.add_argument("--max_new_tokens", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
@@ -143,8 +143,9 @@ def main(argv: list[str] | None = None) -> dict:
     books = sorted(args.text.glob("*.txt"))
     if not books:
         raise ValueError(f"--text {args.text} holds no .txt files")
-    if not all(0 <= depth < 1 for depth in args.depths):
-        raise ValueError(f"--depths {args.depths} must be from 0 to below 1")
+    for name in ("depths", "kills"):
+        if not all(0 <= share < 1 for share in getattr(args, name)):
+            raise ValueError(f"--{name} {getattr(args, name)} must be from 0 to below 1")
     if len(AutoTokenizer.from_pretrained(args.model)("é", add_special_tokens=False).input_ids) != 2:
         raise ValueError(f"MODEL {args.model} does not read bytes: the lengths here are in bytes")
     if args.output.exists():

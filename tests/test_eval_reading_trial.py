@@ -20,7 +20,7 @@ def test_a_trial(model, tmp_path, monkeypatch):
     """Else a process was never killed, a needle is not in the text or the table says what no model said."""
     monkeypatch.setattr(reading_trial, "SECONDS", 0.01)
     options = ["--text", tmp_path / "books", "--output", tmp_path / "out", "--tokens", 60_000, "--save_every", 5_000]
-    options += ["--depths", 0, 0.5, "--kills", 1]
+    options += ["--depths", 0, 0.5, "--kills", 0.5]
     found = reading_trial.main([model, *map(str, options)])
     assert found == json.loads((tmp_path / "out" / "trial.json").read_text())
     (kill,) = found["kills"]
@@ -43,6 +43,7 @@ def test_a_trial(model, tmp_path, monkeypatch):
     [
         (["--text", "model"], "--text model holds no .txt files"),
         (["--text", "books", "--depths", "1"], r"--depths \[1.0\] must be from 0 to below 1"),
+        (["--text", "books", "--kills", "0.2", "-1"], r"--kills \[0.2, -1.0\] must be from 0 to below 1"),
         (["--text", "books", "--output", "books"], "--output books exists"),
     ],
 )
