@@ -19,6 +19,10 @@ def make_state(depth: int, num_seen: list[int], scale: float = 0.7) -> MemorySta
     return MemoryState(layers(), layers(), layers(), torch.tensor(num_seen))
 
 
+def make_initial(depth: int) -> tuple[torch.Tensor, ...]:
+    return tuple(0.3 * torch.randn(H, *shape, dtype=torch.float64) for shape in layer_shapes(D, depth, 2))
+
+
 def make_tokens(length: int, momentum: bool = True, forget: bool = True) -> list[torch.Tensor]:
     queries, keys, values = (torch.randn(B, H, length, D, dtype=torch.float64) for _ in range(3))
     inner_lr = 0.5 * torch.rand(B, H, length, dtype=torch.float64)
@@ -32,16 +36,17 @@ def make_tokens(length: int, momentum: bool = True, forget: bool = True) -> list
     return [normalize(queries, dim=-1), normalize(keys, dim=-1), values, inner_lr, log_momentum_decay, log_retain]
 
 
-def run(fn, tokens, state, error_clip, seed=0):
+def run(fn, tokens, state, error_clip, initial=(), seed=0):
     """What comes out, and the gradients of a random function of it with respect to everything that goes in."""
     finite = [x.isfinite().all() for x in tokens]
     tokens = [x.clone().requires_grad_(bool(ok)) for x, ok in zip(tokens, finite, strict=True)]
     state = state.map(lambda x: x.clone().requires_grad_(x.is_floating_point()))
-    retrieved, after = fn(*tokens, state, chunk_size=CHUNK, error_clip=error_clip)
+    initial = tuple(x.clone().requires_grad_() for x in initial)
+    retrieved, after = fn(*tokens, state, chunk_size=CHUNK, error_clip=error_clip, initial=initial)
     outputs = [retrieved, *after.weights, *after.momentum]
     generator = torch.Generator().manual_seed(seed)
     loss = sum((x * torch.randn(x.shape, generator=generator, dtype=x.dtype)).sum() for x in outputs)
-    inputs = [x for x in tokens if x.requires_grad] + [*state.weights, *state.momentum, *state.anchor]
+    inputs = [x for x in tokens if x.requires_grad] + [*state.weights, *state.momentum, *state.anchor, *initial]
     gradients = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
     return [*outputs, *after.anchor, after.num_seen], gradients
 
@@ -61,7 +66,21 @@ def test_dual_form_equals_reference(depth, error_clip, num_seen, length):
     state, tokens = make_state(depth, num_seen), make_tokens(length)
     if error_clip is None:  # the paper's loss diverges within 13 tokens at these rates, in the reference too
         tokens[3] = 0.1 * tokens[3]
-    assert_same(run(memorize, tokens, state, error_clip), run(memorize_reference, tokens, state, error_clip))
+    for initial in ((), make_initial(depth)):
+        options = dict(error_clip=error_clip, initial=initial)
+        assert_same(run(memorize, tokens, state, **options), run(memorize_reference, tokens, state, **options))
+
+
+def test_forgetting_leads_back_to_the_initial_weights():
+    """Else a memory of several layers forgets how to learn: at 0, no layer of it has a gradient."""
+    state, tokens, initial = make_state(2, [0, 0, 0]), make_tokens(13), make_initial(2)
+    tokens[3], tokens[5] = torch.zeros_like(tokens[3]), torch.full_like(tokens[5], -torch.inf)  # all at once
+    for length in (13, 1):
+        piece = [x[:, :, :length] for x in tokens]
+        still = MemoryState(state.weights, tuple(map(torch.zeros_like, state.momentum)), state.anchor, state.num_seen)
+        after = memorize(*piece, still, chunk_size=CHUNK, error_clip=1.0, initial=initial)[1]
+        for found, expected in zip(after.weights, initial, strict=True):
+            torch.testing.assert_close(found, expected.expand_as(found), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("momentum,forget", [(False, True), (True, False), (False, False)])
@@ -93,7 +112,7 @@ def test_state_carries_on(split):
     """Two calls equal one, with the first ending anywhere in a chunk; then token by token."""
     torch.manual_seed(1)
     state, tokens = make_state(2, [5, 0, 3]), make_tokens(13)
-    options = dict(chunk_size=CHUNK, error_clip=1.0)
+    options = dict(chunk_size=CHUNK, error_clip=1.0, initial=make_initial(2))
     whole, after = memorize(*tokens, state, **options)
     for pieces in ([split, 13 - split], [1] * 13):
         current, parts = state, []

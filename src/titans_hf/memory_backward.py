@@ -12,7 +12,19 @@ from torch.autograd.function import once_differentiable
 
 from .memory_gates import GateProducts, gate_products_backward
 from .memory_network import Factors
-from .memory_sweep import Layer, Layers, Plan, Tokens, compiled, pieces, prepare, read_layer, sweep, where_begins
+from .memory_sweep import (
+    Layer,
+    Layers,
+    Plan,
+    Tokens,
+    compiled,
+    pieces,
+    prepare,
+    read_layer,
+    split_state,
+    sweep,
+    where_begins,
+)
 
 
 class Sweep(torch.autograd.Function):
@@ -24,8 +36,9 @@ class Sweep(torch.autograd.Function):
         results = sweep(plan, [x.detach() for x in tensors], starts)
         ctx.mark_non_differentiable(results[1])
         kept = 3 if plan.begins is not None else 2  # where every chunk begins, the anchor is the weights
-        ctx.plan, ctx.depth = plan, len(starts[0].weights)
-        ctx.save_for_backward(*tensors[:6], *(x for start in starts for part in start[:kept] for x in part))
+        ctx.plan, ctx.kept = plan, kept
+        initial = split_state(plan, tensors[6:])[1]
+        ctx.save_for_backward(*tensors[:6], *(x for start in starts for part in start[:kept] for x in part), *initial)
         return results
 
     @staticmethod
@@ -33,16 +46,19 @@ class Sweep(torch.autograd.Function):
     def backward(ctx, grad_retrieved: Tensor, _: Tensor, *grad_after: Tensor) -> tuple[Tensor | None, ...]:
         plan, saved = ctx.plan, ctx.saved_tensors  # once: under checkpointing, asking for them computes them
         tokens, saved = pieces(plan, (grad_retrieved, *saved[:6])), saved[6:]
-        saved = [saved[i : i + ctx.depth] for i in range(0, len(saved), ctx.depth)]
-        kept = len(saved) // len(tokens)
-        grads, grad_tokens = Layers.of(grad_after), []
+        saved = [saved[i : i + plan.depth] for i in range(0, len(saved), plan.depth)]
+        kept = ctx.kept
+        initial = saved[kept * len(tokens)] if len(saved) > kept * len(tokens) else ()
+        grads, grad_tokens, grad_initial = Layers.of(grad_after), [], [torch.zeros_like(x) for x in initial]
         with torch.autocast(grad_retrieved.device.type, enabled=False):
             for chunk, (grad, *piece) in reversed(list(enumerate(tokens))):
                 parts = saved[chunk * kept : (chunk + 1) * kept]
                 start = Layers(*parts, *(parts[:1] if kept == 2 else ()))
                 work = compiled(chunk_backward) if grad.shape[1] == plan.chunk_size else chunk_backward
-                grad_start, grad_piece = work(grad, piece, start, grads.weights, grads.momentum, plan.error_clip)
+                after = grads.weights, grads.momentum
+                grad_start, grad_piece, to_initial = work(grad, piece, start, initial, *after, plan.error_clip)
                 grad_tokens.append(grad_piece)
+                grad_initial = [x.add_(y) for x, y in zip(grad_initial, to_initial, strict=True)]
                 # the anchor was taken from the weights where the chunk began, else from the chunk before
                 grad_anchor = [x + y for x, y in zip(grad_start.anchor, grads.anchor, strict=True)]
                 nothing = [torch.zeros_like(x) for x in grad_anchor]
@@ -50,19 +66,22 @@ class Sweep(torch.autograd.Function):
                 grad_weights = [x + y for x, y in zip(grad_start.weights, here, strict=True)]
                 grads = Layers(grad_weights, grad_start.momentum, where_begins(plan, chunk, nothing, grad_anchor))
         grad_tokens = (torch.cat(parts[::-1], dim=1) for parts in zip(*grad_tokens, strict=True))
-        return None, *grad_tokens, *grads.weights, *grads.momentum, *grads.anchor
+        return None, *grad_tokens, *grads.weights, *grads.momentum, *grads.anchor, *grad_initial
 
 
 def chunk_backward(
     grad: Tensor,
     piece: Sequence[Tensor],
     start: Layers,
+    initial: Sequence[Tensor],
     grad_weights: Sequence[Tensor],
     grad_momentum: Sequence[Tensor],
     error_clip: float | None,
-) -> tuple[Layers, Tokens]:
-    """Of `chunk_forward`: gradients with respect to what it returns -> to the state before and to its tokens."""
-    tokens, gates, factors, layers = prepare(piece, start, error_clip)
+) -> tuple[Layers, Tokens, list[Tensor]]:
+    """Of `chunk_forward`: gradients with respect to what it returns -> to the state before, to its tokens and to the
+    initial weights.
+    """
+    tokens, gates, factors, layers = prepare(piece, start, initial, error_clip)
     reads, slopes = [tokens.queries], []
     for layer in layers[:-1]:
         pre_activation = read_layer(reads[-1], layer, gates)
@@ -77,18 +96,18 @@ def chunk_backward(
         grad_gates.append(grad_of_gates)
         if i > 0:
             grad = grad.mul_(slopes[i - 1])
-    to_weights, to_momentum, grad_inputs, grad_deltas = map(list, zip(*grad_layers, strict=True))
+    to_weights, to_momentum, grad_inputs, grad_deltas, to_initial = map(list, zip(*grad_layers, strict=True))
     grad_pair, to_anchor = _factors_backward(factors, tokens.values, start.anchor, grad_inputs, grad_deltas)
     grad_gates = GateProducts(*(sum(parts) for parts in zip(*grad_gates, strict=True)))
     grad_tokens = Tokens(grad, *grad_pair, *gate_products_backward(grad_gates, gates, *piece[3:]))
-    return Layers(to_weights, to_momentum, to_anchor), grad_tokens
+    return Layers(to_weights, to_momentum, to_anchor), grad_tokens, to_initial if initial else []
 
 
 def _layer_backward(
     grad: Tensor, grad_weights: Tensor, grad_momentum: Tensor, x: Tensor, layer: Layer, gates: GateProducts
 ) -> tuple[Tensor, Layer, GateProducts]:
     """Of `read_layer` and `step_layer`: gradients with respect to what they return -> to x, the layer and the gates."""
-    weights, momentum, inputs, deltas = layer
+    learnt, momentum, inputs, deltas, initial = layer
     beta, carry = gates.retain[..., None], gates.carry[..., None]
     share, momentum_share = gates.write[..., -1, :, None], gates.momentum_write[..., None]
     scores, grad_scores = x @ inputs.mT, grad @ deltas.mT
@@ -97,7 +116,7 @@ def _layer_backward(
     to_weights = gates.retain[..., -1, None, None] * grad_weights
     to_momentum = gates.momentum_carry[..., None, None] * grad_momentum
     to_momentum.addcmul_(gates.carry[..., -1, None, None], grad_weights)
-    from_weights, from_momentum = grad @ weights.mT, grad @ momentum.mT
+    from_weights, from_momentum = grad @ learnt.mT, grad @ momentum.mT
     grad_retain, grad_carry = (x * from_weights).sum(-1), (x * from_momentum).sum(-1)
     grad_x = from_weights.mul_(beta).addcmul_(carry, from_momentum)
     if inputs.shape[-1] > deltas.shape[-1]:
@@ -115,7 +134,7 @@ def _layer_backward(
         grad_inputs = from_weights.mul_(share).addcmul_(momentum_share, from_momentum)
         grad_deltas = ((share * inputs) @ grad_weights).baddbmm_(momentum_share * inputs, grad_momentum)
     grad_write[..., -1, :] -= grad_share
-    grad_retain[..., -1] += (grad_weights * weights).sum((-2, -1))
+    grad_retain[..., -1] += (grad_weights * learnt).sum((-2, -1))
     grad_carry[..., -1] += (grad_weights * momentum).sum((-2, -1))
     grad_gates = GateProducts(
         grad_write,
@@ -127,7 +146,11 @@ def _layer_backward(
     grad_inputs.baddbmm_(grad_scores.mT, x).neg_()
     grad_deltas.baddbmm_(scores.mT, grad).neg_()
     grad_x.baddbmm_(grad_scores, inputs, alpha=-1)
-    return grad_x, Layer(to_weights, to_momentum, grad_inputs, grad_deltas), grad_gates
+    to_initial = None
+    if initial is not None:
+        grad_x.baddbmm_(grad, initial.mT)
+        to_initial = (grad_weights - to_weights).baddbmm_(x.mT, grad)
+    return grad_x, Layer(to_weights, to_momentum, grad_inputs, grad_deltas, to_initial), grad_gates
 
 
 def _factors_backward(

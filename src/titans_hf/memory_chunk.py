@@ -26,6 +26,7 @@ def memorize(
     *,
     chunk_size: int,
     error_clip: float | None,
+    initial: tuple[Tensor, ...] = (),
     grid: TokenGrid | None = None,
 ) -> tuple[Tensor, MemoryState]:
     """Writes T tokens into the memory and reads each one's query right after its own write (eq. 13-16).
@@ -35,16 +36,24 @@ def memorize(
     state: where to go on from; rows may be at different positions in their chunk.
     chunk_size: tokens that share the weights at which their gradients are taken.
     error_clip: kappa of `memory_network.gradient_factors`; None for the paper's plain loss.
+    initial: weights (H, d_in, d_out) of each layer that forgetting leads back to; none for 0, as in eq. 13.
     grid: given, the tokens already lie on its slots (T = grid.num_slots), made for a multiple of `chunk_size`.
     Returns the retrieved values (B, H, T, D) in the state's dtype (undefined at unfilled slots) and the state after.
     """
     tokens = Tokens(queries, keys, values, inner_lr, log_momentum_decay, log_retain)
-    retrieved, _, state = memorize_surprised(tokens, state, chunk_size=chunk_size, error_clip=error_clip, grid=grid)
+    options = dict(chunk_size=chunk_size, error_clip=error_clip, initial=initial, grid=grid)
+    retrieved, _, state = memorize_surprised(tokens, state, **options)
     return retrieved, state
 
 
 def memorize_surprised(
-    tokens: Tokens, state: MemoryState, *, chunk_size: int, error_clip: float | None, grid: TokenGrid | None
+    tokens: Tokens,
+    state: MemoryState,
+    *,
+    chunk_size: int,
+    error_clip: float | None,
+    initial: tuple[Tensor, ...] = (),
+    grid: TokenGrid | None = None,
 ) -> tuple[Tensor, Tensor, MemoryState]:
     """`memorize`, which also returns the surprise of each token (B, H, T), the norm of its gradient as it is written.
     No gradient flows through it.
@@ -53,17 +62,17 @@ def memorize_surprised(
     tokens = Tokens(*(x.to(dtype) for x in tokens))
     num_tokens = tokens.keys.shape[2]
     if num_tokens == 1 and (grid is None or grid.is_step):
-        return _memorize_step(tokens, state, chunk_size, error_clip)
+        return _memorize_step(tokens, state, initial, chunk_size, error_clip)
     if grid is not None:
-        return _memorize_grid(tokens, state, grid, chunk_size, error_clip)
+        return _memorize_grid(tokens, state, initial, grid, chunk_size, error_clip)
     grid = TokenGrid.build(state.num_seen, num_tokens, chunk_size)
     slots = Tokens(*(grid.place(x.transpose(1, 2)).transpose(1, 2) for x in tokens))
-    *found, state = _memorize_grid(slots, state, grid, chunk_size, error_clip)
+    *found, state = _memorize_grid(slots, state, initial, grid, chunk_size, error_clip)
     return *(grid.take(x.transpose(1, 2)).transpose(1, 2) for x in found), state
 
 
 def _memorize_step(
-    token: Tokens, state: MemoryState, chunk_size: int, error_clip: float | None
+    token: Tokens, state: MemoryState, initial: tuple[Tensor, ...], chunk_size: int, error_clip: float | None
 ) -> tuple[Tensor, Tensor, MemoryState]:
     """One token: eq. 13-15 as they stand, without a branch on data."""
     begins = partial(where_rows, state.num_seen % chunk_size == 0)
@@ -74,13 +83,22 @@ def _memorize_step(
     )
     gradients = zip(state.momentum, factors.inputs, factors.deltas, strict=True)
     momentum = tuple(eta * s - x.mT * (theta * d) for s, x, d in gradients)
-    weights = tuple(retain * w + s for w, s in zip(state.weights, momentum, strict=True))
+    if initial:
+        kept = tuple(torch.lerp(m, w, retain) for m, w in zip(initial, state.weights, strict=True))
+    else:
+        kept = tuple(retain * w for w in state.weights)
+    weights = tuple(w + s for w, s in zip(kept, momentum, strict=True))
     state = MemoryState(weights, momentum, anchor, state.num_seen + 1)
     return read(weights, token.queries), token_surprise(factors).detach(), state
 
 
 def _memorize_grid(
-    slots: Tokens, state: MemoryState, grid: TokenGrid, chunk_size: int, error_clip: float | None
+    slots: Tokens,
+    state: MemoryState,
+    initial: tuple[Tensor, ...],
+    grid: TokenGrid,
+    chunk_size: int,
+    error_clip: float | None,
 ) -> tuple[Tensor, Tensor, MemoryState]:
     """All chunks of the grid; every row's chunk begins at a multiple of `chunk_size`."""
     filled = begins = None
@@ -88,8 +106,9 @@ def _memorize_grid(
         filled = grid.filled[:, None].expand_as(slots.inner_lr).flatten(0, 1)
         first = torch.arange(0, grid.num_slots, chunk_size, device=filled.device)[:, None]
         begins = ((grid.start <= first) & (grid.end > first)).repeat_interleave(slots.inner_lr.shape[1], dim=1)
-    plan = Plan(chunk_size, error_clip, filled, begins)
-    tensors = [x.flatten(0, 1) for x in (*slots, *state.weights, *state.momentum, *state.anchor)]
+    plan = Plan(len(state.weights), chunk_size, error_clip, filled, begins)
+    initial = [m.expand_as(w) for m, w in zip(initial, state.weights, strict=False)]
+    tensors = [x.flatten(0, 1) for x in (*slots, *state.weights, *state.momentum, *state.anchor, *initial)]
     by_hand = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     by_hand = by_hand and not torch.compiler.is_compiling()  # a compiler makes the backward itself
     results = Sweep.apply(plan, *tensors) if by_hand else sweep(plan, tensors)

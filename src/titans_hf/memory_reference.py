@@ -51,9 +51,11 @@ def memorize_reference(
     *,
     chunk_size: int,
     error_clip: float | None,
+    initial: tuple[Tensor, ...] = (),
 ) -> tuple[Tensor, MemoryState]:
     """Reads and writes T tokens; the arguments and results of `memory_chunk.memorize`."""
     weights, momentum, anchor, num_seen = state.weights, state.momentum, state.anchor, state.num_seen
+    initial = initial or tuple(torch.zeros_like(w) for w in weights)
     gradient_of_loss = torch.func.grad(_loss)
     retrieved = []
     for t in range(keys.shape[2]):
@@ -64,7 +66,8 @@ def memorize_reference(
         gradients = gradient_of_loss(anchor, key, value, error_clip)
         gradients = [_clip_gradient(g, value, error_clip) for g in gradients]
         momentum = tuple(eta * s - theta * g for s, g in zip(momentum, gradients, strict=True))  # eq. 10, 14
-        weights = tuple(retain * m + s for m, s in zip(weights, momentum, strict=True))  # eq. 13
+        parts = zip(weights, momentum, initial, strict=True)
+        weights = tuple(retain * m + (1 - retain) * m_0 + s for m, s, m_0 in parts)  # eq. 13, which has M_0 = 0
         retrieved.append(_memory(weights, query))  # eq. 15
         num_seen = num_seen + 1
     return torch.stack(retrieved, dim=2), MemoryState(weights, momentum, anchor, num_seen)

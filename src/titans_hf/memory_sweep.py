@@ -38,10 +38,11 @@ class Tokens(NamedTuple):
 class Plan(NamedTuple):
     """What a sweep is told beside its tensors.
 
-    filled: (N, T) bool, False where no token lies; None if all are filled. begins: (number of chunks, N) bool, where
-    the chunk begins, and neither goes on nor holds no token; None if it always does.
+    depth: layers of the memory network. filled: (N, T) bool, False where no token lies; None if all are filled. begins:
+    (number of chunks, N) bool, where the chunk begins, and neither goes on nor holds no token; None if it always does.
     """
 
+    depth: int
     chunk_size: int
     error_clip: float | None
     filled: Tensor | None
@@ -65,34 +66,40 @@ class Layers(NamedTuple):
 class Layer(NamedTuple):
     """A layer of the memory in a chunk, or the gradients with respect to it.
 
-    weights, momentum (N, d_in, d_out): at the chunk's start. inputs h (N, C, d_in), deltas (N, C, d_out): the
-    factors of its tokens' gradients.
+    learnt, momentum (N, d_in, d_out): at the chunk's start; `learnt` is what the weights have beyond `initial`, which
+    is None for 0. inputs h (N, C, d_in), deltas (N, C, d_out): the factors of its tokens' gradients.
     """
 
-    weights: Tensor
+    learnt: Tensor
     momentum: Tensor
     inputs: Tensor
     deltas: Tensor
+    initial: Tensor | None
 
 
 def sweep(plan: Plan, tensors: Sequence[Tensor], starts: list[Layers] | None = None) -> tuple[Tensor, ...]:
-    """All chunks, one after the other: the six `Tokens`, then those of `Layers` -> what is retrieved, the surprise of
-    each token (N, T), those after.
+    """All chunks, one after the other: the six `Tokens`, then those of `Layers`, then the weights that forgetting leads
+    back to, if not to 0 -> what is retrieved, the surprise of each token (N, T), those of `Layers` after.
 
     Appends to `starts` what each chunk starts with.
     """
-    state = Layers.of(tensors[6:])
+    state, initial = split_state(plan, tensors[6:])
     retrieved, surprise = [], []
     for chunk, tokens in enumerate(pieces(plan, tensors[:6])):
         state = state._replace(anchor=where_begins(plan, chunk, state.weights, state.anchor))
         if starts is not None:
             starts.append(state)
         work = compiled(chunk_forward) if tokens[0].shape[1] == plan.chunk_size else chunk_forward
-        read, surprise_here, weights, momentum = work(tokens, state, plan.error_clip)
+        read, surprise_here, weights, momentum = work(tokens, state, initial, plan.error_clip)
         retrieved.append(read)
         surprise.append(surprise_here)
         state = Layers(weights, momentum, state.anchor)
     return torch.cat(retrieved, dim=1), torch.cat(surprise, dim=1), *state.weights, *state.momentum, *state.anchor
+
+
+def split_state(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Layers, tuple[Tensor, ...]]:
+    """The state, and the initial weights or nothing."""
+    return Layers.of(tensors[: 3 * plan.depth]), tuple(tensors[3 * plan.depth :])
 
 
 def pieces(plan: Plan, per_token: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
@@ -115,40 +122,49 @@ def where_begins(plan: Plan, chunk: int, new: Sequence[Tensor], old: Sequence[Te
 
 
 def chunk_forward(
-    piece: Sequence[Tensor], start: Layers, error_clip: float | None
+    piece: Sequence[Tensor], start: Layers, initial: Sequence[Tensor], error_clip: float | None
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
     """One of the `pieces` -> what it retrieves (N, C, D), its surprise (N, C), weights and momentum after it."""
-    tokens, gates, factors, layers = prepare(piece, start, error_clip)
+    tokens, gates, factors, layers = prepare(piece, start, initial, error_clip)
     read = apply_layers(tokens.queries, [partial(read_layer, layer=layer, gates=gates) for layer in layers])
     return read, token_surprise(factors), *zip(*(step_layer(layer, gates) for layer in layers), strict=True)
 
 
 def prepare(
-    piece: Sequence[Tensor], start: Layers, error_clip: float | None
+    piece: Sequence[Tensor], start: Layers, initial: Sequence[Tensor], error_clip: float | None
 ) -> tuple[Tokens, GateProducts, Factors, list[Layer]]:
     """What forward and backward of a chunk begin with: what its gates and its gradients come to."""
     tokens, gates = Tokens(*piece[:6]), gate_products(*piece[3:])
     factors = gradient_factors(tokens.keys, tokens.values, start.anchor, error_clip)
-    layers = [Layer(*x) for x in zip(start.weights, start.momentum, factors.inputs, factors.deltas, strict=True)]
+    learnt = [w - m for w, m in zip(start.weights, initial, strict=True)] if initial else start.weights
+    parts = (learnt, start.momentum, factors.inputs, factors.deltas, initial or [None] * len(learnt))
+    layers = [Layer(*x) for x in zip(*parts, strict=True)]
     return tokens, gates, factors, layers
 
 
 def read_layer(x: Tensor, layer: Layer, gates: GateProducts) -> Tensor:
-    """x_t M_t = beta_t x_t W + f_t x_t S - sum_{i<=t} G_ti (x_t . h_i) delta_i: (N, C, d_in) -> (N, C, d_out)"""
+    """x_t M_t = x_t M_0 + beta_t x_t W + f_t x_t S - sum_{i<=t} G_ti (x_t . h_i) delta_i: (N, C, d_in) -> (N, C, d_out)
+
+    W is what is learnt, the weights at the chunk's start less M_0.
+    """
     scores = (x @ layer.inputs.mT) * gates.write
-    if x.shape[-1] > layer.weights.shape[-1]:
-        read = gates.retain[..., None] * (x @ layer.weights)
+    if x.shape[-1] > layer.learnt.shape[-1]:
+        read = gates.retain[..., None] * (x @ layer.learnt)
         read.addcmul_(gates.carry[..., None], x @ layer.momentum)
     else:
-        read = (gates.retain[..., None] * x) @ layer.weights
+        read = (gates.retain[..., None] * x) @ layer.learnt
         read.baddbmm_(gates.carry[..., None] * x, layer.momentum)
+    if layer.initial is not None:
+        read.baddbmm_(x, layer.initial)
     return read.baddbmm_(scores, layer.deltas, alpha=-1)
 
 
 def step_layer(layer: Layer, gates: GateProducts) -> tuple[Tensor, Tensor]:
     """Weights and momentum at the chunk's end."""
     share, momentum_share = gates.write[..., -1, :, None], gates.momentum_write[..., None]
-    weights = gates.retain[..., -1, None, None] * layer.weights
+    weights = gates.retain[..., -1, None, None] * layer.learnt
+    if layer.initial is not None:
+        weights.add_(layer.initial)
     weights.addcmul_(gates.carry[..., -1, None, None], layer.momentum)
     momentum = gates.momentum_carry[..., None, None] * layer.momentum
     if layer.inputs.shape[-1] > layer.deltas.shape[-1]:

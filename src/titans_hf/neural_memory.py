@@ -150,6 +150,8 @@ class NeuralMemory(nn.Module):
                 state,
                 chunk_size=self.config.memory_chunk_size,
                 error_clip=self.config.memory_error_clip,
+                # to 0, it would lead to a network of several layers that has no gradient any more
+                initial=tuple(self.initial_weights(dtype)) if self.forgets else (),
                 grid=grid,
             )
             retrieved = self.norm(retrieved.transpose(1, 2)).flatten(2)
@@ -167,21 +169,23 @@ class NeuralMemory(nn.Module):
         heads = silu(projected).unflatten(-1, (3, -1, self.head_dim))
         return *heads.permute(2, 0, 3, 1, 4).unbind(0), history
 
+    @property
+    def forgets(self) -> bool:
+        """A stopped memory (no step) stays as it is."""
+        return self.forget is not None and self.config.memory_max_lr > 0
+
     def _gates(self, hidden_states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """theta, log eta and log(1 - alpha) of every token and head, (B, H, T): data-dependent (paper section 3.1)."""
         inner_lr = self.config.memory_max_lr * torch.sigmoid(self.inner_lr(hidden_states, dtype).mT)
-        stopped = self.config.memory_max_lr == 0  # nothing moves: no past surprise is carried on, nothing forgotten
-        if self.momentum is None or stopped:
+        if self.momentum is None or self.config.memory_max_lr == 0:  # nothing moves: no past surprise is carried on
             log_momentum_decay = torch.full_like(inner_lr, -torch.inf)
         else:
             momentum = self.momentum(hidden_states, dtype).mT
             log_momentum_decay = logsigmoid(momentum)
             inner_lr = inner_lr * torch.sigmoid(-momentum)  # (1 - eta): the step does not grow with the momentum
-        if self.forget is None or stopped:
-            log_retain = torch.zeros_like(inner_lr)
-        else:
-            log_retain = logsigmoid(-self.forget(hidden_states, dtype).mT)
-        return inner_lr, log_momentum_decay, log_retain
+        if not self.forgets:
+            return inner_lr, log_momentum_decay, torch.zeros_like(inner_lr)
+        return inner_lr, log_momentum_decay, logsigmoid(-self.forget(hidden_states, dtype).mT)
 
 
 class MemoryRecall(nn.Module):
