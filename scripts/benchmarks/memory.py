@@ -62,7 +62,7 @@ class Products:
         pairs = []
         for layer, (d_in, d_out) in enumerate(layer_shapes(HEAD_DIM, depth, EXPANSION)):
             tokens, weights = (chunk, d_in), (d_in, d_out)
-            pairs += 3 * [(tokens, weights)]  # k W, q W, q S
+            pairs += 4 * [(tokens, weights)]  # k W, q W, q S, q I
             pairs += [(tokens, (d_in, chunk)), ((chunk, chunk), (chunk, d_out))]  # q h^T, scores delta
             pairs += 2 * [((d_in, chunk), (chunk, d_out))]  # h^T delta for W and S
             pairs += [((chunk, d_out), (d_out, d_in))] if layer else []  # delta W^T
@@ -108,7 +108,7 @@ def work(depth: int, chunk: int, length: int, device: torch.device):
 
 def _read(memory, inputs: list[Tensor], chunk: int) -> Tensor:
     state = MemoryState.initial(inputs[6:], BATCH, inputs[0].dtype)
-    return memory(*inputs[:6], state, chunk_size=chunk, error_clip=ERROR_CLIP)[0]
+    return memory(*inputs[:6], state, chunk_size=chunk, error_clip=ERROR_CLIP, initial=tuple(inputs[6:]))[0]
 
 
 def check(depth: int, chunk: int, device: torch.device) -> None:

@@ -68,7 +68,9 @@ class TitansConfig(PreTrainedConfig):
             step from the same weights, and where their keys agree, steps that sum to more than 1 overshoot. 0 stops
             the memory: it stays as it is, and forgets nothing.
         memory_momentum (`bool`, defaults to `True`): Past surprise (eta, eq. 10).
-        memory_forget (`bool`, defaults to `True`): Weight decay of the memory (alpha, eq. 13).
+        memory_forget (`bool`, defaults to `True`):
+            Decay of what the memory has learnt (alpha, eq. 13), to its learned initial weights: at 0, a network of
+            several layers has no gradient.
         memory_conv_kernel (`int`, defaults to 4):
             Taps of the causal convolutions on q, k and v; 1 for none. They begin as impulses, that on k a token late:
             what follows a token is stored under that token.

@@ -53,7 +53,10 @@ def memorize_reference(
     error_clip: float | None,
     initial: tuple[Tensor, ...] = (),
 ) -> tuple[Tensor, MemoryState]:
-    """Reads and writes T tokens; the arguments and results of `memory_chunk.memorize`."""
+    """Reads and writes T tokens; the arguments and results of `memory_chunk.memorize`.
+
+    Where `initial` is not 0, eq. 13 is of the weights' distance from it.
+    """
     weights, momentum, anchor, num_seen = state.weights, state.momentum, state.anchor, state.num_seen
     initial = initial or tuple(torch.zeros_like(w) for w in weights)
     gradient_of_loss = torch.func.grad(_loss)
@@ -67,7 +70,7 @@ def memorize_reference(
         gradients = [_clip_gradient(g, value, error_clip) for g in gradients]
         momentum = tuple(eta * s - theta * g for s, g in zip(momentum, gradients, strict=True))  # eq. 10, 14
         parts = zip(weights, momentum, initial, strict=True)
-        weights = tuple(retain * m + (1 - retain) * m_0 + s for m, s, m_0 in parts)  # eq. 13, which has M_0 = 0
+        weights = tuple(retain * m + (1 - retain) * m_0 + s for m, s, m_0 in parts)  # eq. 13
         retrieved.append(_memory(weights, query))  # eq. 15
         num_seen = num_seen + 1
     return torch.stack(retrieved, dim=2), MemoryState(weights, momentum, anchor, num_seen)

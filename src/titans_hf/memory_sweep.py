@@ -143,9 +143,9 @@ def prepare(
 
 
 def read_layer(x: Tensor, layer: Layer, gates: GateProducts) -> Tensor:
-    """x_t M_t = x_t M_0 + beta_t x_t W + f_t x_t S - sum_{i<=t} G_ti (x_t . h_i) delta_i: (N, C, d_in) -> (N, C, d_out)
+    """x_t M_t = beta_t x_t W + f_t x_t S - sum_{i<=t} G_ti (x_t . h_i) delta_i + x_t I: (N, C, d_in) -> (N, C, d_out)
 
-    W is what is learnt, the weights at the chunk's start less M_0.
+    W is what is learnt: the weights at the chunk's start less the initial ones I.
     """
     scores = (x @ layer.inputs.mT) * gates.write
     if x.shape[-1] > layer.learnt.shape[-1]:
