@@ -1,7 +1,7 @@
 """Closed-form products of the per-token gates within a chunk, in log space.
 
-Unrolling eq. 13-14 from the chunk's start (weights M_0, less those that forgetting leads back to; momentum S_0; gradients
-g_i all taken at the start, eq. 16):
+Unrolling eq. 13-14 from the chunk's start (weights M_0, less those that forgetting leads back to, momentum S_0,
+gradients g_i all taken at the start, eq. 16):
 
     M_t = beta_t M_0 + f_t S_0 - sum_{i<=t} G_ti g_i        G = (R E) diag(theta)     f = R m
     S_T = m_T S_0 - sum_i E_Ti theta_i g_i                  R_tj = prod_{j<l<=t} (1 - alpha_l)
