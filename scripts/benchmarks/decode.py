@@ -28,6 +28,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1024, 4096, 16384, 65536])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--compile", action="store_true", help="the models, by torch.compile")
 
 
 @torch.no_grad()
@@ -36,6 +37,8 @@ def run(args: Namespace) -> Iterator[dict]:
         model = zoo.build(zoo.fitting_config(name, args.size), args.device, getattr(torch, args.dtype))
         zoo.check(model)
         readers = {context: Reader(model, context) for context in args.contexts}
+        if args.compile:
+            model.compile()
         sizes = {context: num_bytes(reader.cache) for context, reader in readers.items()}
         # all contexts in turn, so that they share the machine's moods
         rounds = [[seconds(reader.step, args.device) for reader in readers.values()] for _ in range(args.steps + 3)][3:]

@@ -81,13 +81,14 @@ def _memorize_step(
     theta, eta, retain = (
         x[..., None] for x in (token.inner_lr, token.log_momentum_decay.exp(), token.log_retain.exp())
     )
+    # in place where a tensor is new: a step takes as long as it takes to pass over the state
     gradients = zip(state.momentum, factors.inputs, factors.deltas, strict=True)
-    momentum = tuple(eta * s - x.mT * (theta * d) for s, x, d in gradients)
+    momentum = tuple((eta * s).addcmul_(x.mT, theta * d, value=-1) for s, x, d in gradients)
     if initial:
-        kept = tuple(torch.lerp(m, w, retain) for m, w in zip(initial, state.weights, strict=True))
+        kept = [torch.lerp(m, w, retain) for m, w in zip(initial, state.weights, strict=True)]
     else:
-        kept = tuple(retain * w for w in state.weights)
-    weights = tuple(w + s for w, s in zip(kept, momentum, strict=True))
+        kept = [retain * w for w in state.weights]
+    weights = tuple(w.add_(s) for w, s in zip(kept, momentum, strict=True))
     state = MemoryState(weights, momentum, anchor, state.num_seen + 1)
     return read(weights, token.queries), token_surprise(factors).detach(), state
 

@@ -138,7 +138,7 @@ class NeuralMemory(nn.Module):
         """hidden_states (B, T, hidden) on the slots of `grid`; `history` the last inputs of the convolutions
         -> what the memory says (B, T, hidden), the state and the history after, and what was written.
         """
-        *projected, history = self._project(hidden_states, history, grid)
+        projected, history = self._project(hidden_states, history, grid)
         dtype = state.weights[0].dtype
         with maybe_autocast(hidden_states.device.type, enabled=False):
             # Keys and queries as in the paper; values because the step that a hidden layer of the memory can take
@@ -146,7 +146,7 @@ class NeuralMemory(nn.Module):
             # float16 has no room for the squares.
             gates = self._gates(hidden_states, dtype)
             retrieved, surprise, state = memorize_surprised(
-                Tokens(*(unit(x.to(dtype)) for x in projected), *gates),
+                Tokens(*unit(projected.to(dtype)), *gates),
                 state,
                 chunk_size=self.config.memory_chunk_size,
                 error_clip=self.config.memory_error_clip,
@@ -159,7 +159,7 @@ class NeuralMemory(nn.Module):
         return self.o_proj(retrieved.to(gate.dtype) * gate), state, history, Writes(surprise, *gates)
 
     def _project(self, hidden_states: Tensor, history: Tensor, grid: TokenGrid):
-        """linear -> causal depthwise convolution -> SiLU for q, k and v: three (B, H, T, D), and the history after."""
+        """linear -> causal depthwise convolution -> SiLU: q, k and v (3, B, H, T, D), and the history after."""
         projected = torch.cat([proj(hidden_states) for proj in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)
         if self.q_conv is not None:
             extended = grid.extend(history.to(projected.dtype), projected)
@@ -167,7 +167,7 @@ class NeuralMemory(nn.Module):
             parts = zip((self.q_conv, self.k_conv, self.v_conv), extended.mT.chunk(3, dim=1), strict=True)
             projected = torch.cat([conv(channels) for conv, channels in parts], dim=1).mT
         heads = silu(projected).unflatten(-1, (3, -1, self.head_dim))
-        return *heads.permute(2, 0, 3, 1, 4).unbind(0), history
+        return heads.permute(2, 0, 3, 1, 4), history
 
     @property
     def forgets(self) -> bool:
