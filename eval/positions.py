@@ -1,0 +1,111 @@
+"""Loss by position: what models make of tokens far from a text's beginning, beyond the lengths they were trained on.
+
+    python eval/positions.py MODEL [MODEL ...] --text FOLDER --output DIR
+
+Of every .txt file of the folder, `--stretches` of `--length` tokens, evenly spread over it, are each read as a text of
+their own. The table and the plot have the mean loss between positions 0, 256, 512, 1024, ..., in bits per token (of a
+tokenizer of bytes: per byte).
+"""
+
+import argparse
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from checkpoints import Checkpoint, read_checkpoints
+from matplotlib.figure import Figure
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+
+FIRST_EDGE = 256
+
+
+def stretches_of(folder: Path, tokenizer: PreTrainedTokenizerBase, length: int, number: int) -> Tensor:
+    """(files x number, length) token ids. Raises ValueError for a file that is too short."""
+    files = sorted(folder.glob("*.txt"))
+    if not files:
+        raise ValueError(f"--text {folder} holds no .txt files")
+    found = []
+    for file in files:
+        ids = tokenizer(file.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False).input_ids
+        if len(ids) < number * length:
+            raise ValueError(f"{file} has {len(ids)} tokens: too few for {number} stretches of {length}")
+        starts = [(len(ids) - number * length) // (number + 1) * (i + 1) + i * length for i in range(number)]
+        found += [ids[start : start + length] for start in starts]
+    return torch.tensor(found)
+
+
+def edges_to(length: int) -> list[int]:
+    """0, 256, 512, 1024, ..., length"""
+    doubled = [FIRST_EDGE << i for i in range(length.bit_length()) if FIRST_EDGE << i < length]
+    return [0, *doubled, length]
+
+
+@torch.inference_mode()
+def bits_by_position(checkpoint: Checkpoint, stretches: Tensor, device: str) -> list[float]:
+    """The mean loss between `edges_to`, of the tokens that have one before them."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint.path).to(device).eval()
+    total = torch.zeros(stretches.shape[1] - 1, dtype=torch.float64)
+    for ids in tqdm(stretches.to(device), desc=checkpoint.label):
+        logits = model(ids[None], use_cache=False).logits[0, :-1]
+        total += cross_entropy(logits.float(), ids[1:], reduction="none").cpu()
+    bits = total / len(stretches) / math.log(2)
+    # the loss at index i is that of the token at position i + 1
+    return [bits[max(0, low - 1) : high - 1].mean().item() for low, high in pairwise(edges_to(stretches.shape[1]))]
+
+
+def table(found: dict[str, list[float]], length: int) -> str:
+    columns = ["model", *(f"{low:,} to {high:,}" for low, high in pairwise(edges_to(length)))]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    lines += [f"| {label} | {' | '.join(f'{x:.2f}' for x in bits)} |" for label, bits in found.items()]
+    return "\n".join(lines)
+
+
+def plot(found: dict[str, list[float]], length: int, path: Path) -> None:
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for label, bits in found.items():
+        axes.plot(edges_to(length)[1:], bits, ".-", label=label)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="position, to", ylabel="bits per token")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", metavar="MODEL", nargs="+", help="checkpoints with a tokenizer, the same in all")
+    parser.add_argument("--text", type=Path, required=True, help="a folder of .txt files")
+    parser.add_argument("--length", type=int, default=8192, help="tokens")
+    parser.add_argument("--stretches", type=int, default=4, help="of each file")
+    parser.add_argument("--output", type=Path, required=True, help="the folder for positions.json, .md and .png")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args(argv)
+    for name in ("length", "stretches"):
+        if getattr(args, name) < (least := {"length": 2, "stretches": 1}[name]):
+            raise ValueError(f"--{name} must be at least {least}, but is {getattr(args, name)}")
+    checkpoints = read_checkpoints(args.models)
+    stretches = stretches_of(args.text, checkpoints[0].tokenizer, args.length, args.stretches)
+    for other in checkpoints[1:]:
+        if other.tokenizer.get_vocab() != checkpoints[0].tokenizer.get_vocab():
+            raise ValueError(f"{other.path} has another tokenizer than {checkpoints[0].path}: bits cannot be compared")
+    args.output.mkdir(parents=True, exist_ok=True)
+    found = {}
+    for checkpoint in checkpoints:
+        found[checkpoint.label] = bits_by_position(checkpoint, stretches, args.device)
+        record = {"edges": edges_to(args.length), "bits per token": found}
+        (args.output / "positions.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        (args.output / "positions.md").write_text(table(found, args.length) + "\n", encoding="utf-8")
+        plot(found, args.length, args.output / "positions.png")
+    print(table(found, args.length))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from error
