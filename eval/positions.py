@@ -68,9 +68,11 @@ def table(found: dict[str, list[float]], length: int) -> str:
 def plot(found: dict[str, list[float]], length: int, path: Path) -> None:
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
+    edges = edges_to(length)[1:]
     for label, bits in found.items():
-        axes.plot(edges_to(length)[1:], bits, ".-", label=label)
+        axes.plot(edges, bits, ".-", label=label)
     axes.set_xscale("log", base=2)
+    axes.set_xticks(edges, [f"{edge:,}" for edge in edges])
     axes.set(xlabel="position, to", ylabel="bits per token")
     axes.legend()
     figure.savefig(path, dpi=150)
