@@ -220,17 +220,12 @@ class SegmentAttention(TitansAttention):
         both = torch.stack([recalled, segment], dim=1)  # (B, 2, T, hidden)
         keys, values = self.heads(self.k_proj(both)), self.heads(self.v_proj(both))
         keys = torch.stack([self.rotate(keys[:, 0], at), self.rotate(keys[:, 1], at + length)], dim=1)
-        carried = tuple(x.to(keys.dtype) for x in carried)  # of a call in another precision
-        persistent, room = zip(*(x.split([num_persistent, 2 * length], dim=1) for x in carried), strict=True)
-        stored = tuple(
-            _store(old.unflatten(1, (2, length)), new, slots, filled)
-            for old, new in zip(room, (keys, values), strict=True)
+        carried = tuple(  # .to: of a call in another precision
+            self._store(old.to(new.dtype), new, slots, filled) for old, new in zip(carried, (keys, values), strict=True)
         )
         visible = positions <= at[..., None]
         visible = torch.cat([visible.new_ones(*visible.shape[:2], num_persistent), visible, visible], dim=-1)
-        keys, values = (
-            torch.cat([p, x[:, :, :num_keys].flatten(1, 2)], dim=1) for p, x in zip(persistent, stored, strict=True)
-        )
+        keys, values = carried if num_keys == length else (self._first_slots(x, num_keys) for x in carried)
 
         def by_slot(weights: Tensor) -> Tensor:
             """(B, h, T, P + 2 K) -> (B, h, T, P + 2 L)"""
@@ -238,15 +233,28 @@ class SegmentAttention(TitansAttention):
             return torch.cat([parts[0], *(nn.functional.pad(x, (0, length - num_keys)) for x in parts[1:])], dim=-1)
 
         output, weights = self.attend(queries, keys, values, visible, by_slot)
-        carried = tuple(torch.cat([p, x.flatten(1, 2)], dim=1) for p, x in zip(persistent, stored, strict=True))
         return self.o_proj(output), weights, carried
 
+    def _split(self, carried: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, P + 2 L, h, D) -> (B, P, h, D) of the persistent tokens and (B, 2, L, h, D) of h and of S"""
+        length, num_persistent = self.config.segment_length, self.config.num_persistent_tokens
+        persistent, room = carried.split([num_persistent, 2 * length], dim=1)
+        return persistent, room.unflatten(1, (2, length))
 
-def _store(old: Tensor, new: Tensor, slots: Tensor | None, filled: Tensor | None) -> Tensor:
-    """Puts `new` (B, 2, T, h, D) at its slots of `old` (B, 2, L, h, D)."""
-    if slots is not None:
-        return old.scatter(2, slots[:, None, :, None, None].expand_as(new), new)
-    kept = old[:, :, : new.shape[2]]
-    if filled is not None:
-        new = torch.where(filled[:, None, :, None, None], new, kept)
-    return torch.cat([new, old[:, :, new.shape[2] :]], dim=2)
+    def _store(self, carried: Tensor, new: Tensor, slots: Tensor | None, filled: Tensor | None) -> Tensor:
+        """Puts `new` (B, 2, T, h, D) at its slots of `carried` (B, P + 2 L, h, D)."""
+        if slots is not None:
+            index = torch.cat([slots, slots + self.config.segment_length], dim=1) + self.config.num_persistent_tokens
+            new = new.flatten(1, 2)
+            return carried.scatter(1, index[..., None, None].expand_as(new), new)
+        persistent, room = self._split(carried)
+        length = new.shape[2]
+        if filled is not None:
+            new = torch.where(filled[:, None, :, None, None], new, room[:, :, :length])
+        room = torch.cat([new, room[:, :, length:]], dim=2)
+        return torch.cat([persistent, room.flatten(1, 2)], dim=1)
+
+    def _first_slots(self, carried: Tensor, number: int) -> Tensor:
+        """(B, P + 2 L, h, D) -> (B, P + 2 number, h, D)"""
+        persistent, room = self._split(carried)
+        return torch.cat([persistent, room[:, :, :number].flatten(1, 2)], dim=1)
