@@ -42,15 +42,21 @@ def _undo(lay_out: Callable[[Tensor], Tensor], shown: Tensor, shape: torch.Size)
     return flat.scatter(2, origin.flatten(2).expand(*shape[:2], -1), shown.flatten(2))[..., 1:].view(shape)
 
 
-def rotate(x: Tensor, positions: Tensor, rotary_dim: int, theta: float) -> Tensor:
-    """Rotary embedding of the first `rotary_dim` entries: x (B, N, h, D), positions (N,) or (B, N)."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    exponents = torch.arange(0, rotary_dim, 2, device=x.device, dtype=dtype) / rotary_dim
-    angles = positions[..., None].to(dtype) * theta**-exponents
+def rotary_factors(positions: Tensor, rotary_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of the angles at `positions` (N,) or (B, N): (..., N, 1, rotary_dim), the same for all heads."""
+    precise = torch.promote_types(dtype, torch.float32)
+    exponents = torch.arange(0, rotary_dim, 2, device=positions.device, dtype=precise) / rotary_dim
+    angles = positions[..., None].to(precise) * theta**-exponents
     angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
-    rotated, rest = x[..., :rotary_dim], x[..., rotary_dim:]
-    half = torch.cat([-rotated[..., rotary_dim // 2 :], rotated[..., : rotary_dim // 2]], dim=-1)
-    return torch.cat([rotated * angles.cos().to(x.dtype) + half * angles.sin().to(x.dtype), rest], dim=-1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of the first entries of x (B, N, h, D), as many as cos and sin (..., N, 1, rotary_dim) have."""
+    rotated, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
+    first, second = rotated.chunk(2, dim=-1)
+    half = torch.cat([-second, first], dim=-1)
+    return torch.cat([torch.addcmul(rotated * cos, half, sin), rest], dim=-1)
 
 
 class TitansAttention(nn.Module):
@@ -75,8 +81,8 @@ class TitansAttention(nn.Module):
         """(B, N, h * D) -> (B, N, h, D)"""
         return x.unflatten(-1, (-1, self.head_dim))
 
-    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        return rotate(x, positions, self.config.rotary_dim, self.config.rope_parameters["rope_theta"])
+    def rotary_factors(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return rotary_factors(positions, self.config.rotary_dim, self.config.rope_parameters["rope_theta"], dtype)
 
     def initial_keys_values(self, persistent: Tensor) -> tuple[Tensor, Tensor]:
         """What is carried from call to call: keys and values of the persistent tokens, then room for those to come."""
@@ -177,11 +183,12 @@ class WindowAttention(TitansAttention):
         if oldest is not None:
             visible = visible & (positions >= oldest[:, None])[:, None]
         visible = torch.cat([visible.new_ones(*visible.shape[:2], persistent[0].shape[1]), visible], dim=-1)
-        positions = positions + window  # from 1 to 2 W
-        keys = torch.cat([persistent[0], self.rotate(keys, positions)], dim=1)
+        cos, sin = self.rotary_factors(positions + window, keys.dtype)  # positions from 1 to 2 W
+        keys = torch.cat([persistent[0], rotate(keys, cos, sin)], dim=1)
         values = torch.cat([persistent[1], values], dim=1)
         by_distance = partial(self._by_distance, num_keys=num_keys)
-        return self.attend(self.rotate(queries, positions[-length:]), keys, values, visible, by_distance)
+        queries = rotate(queries, cos[-length:], sin[-length:])
+        return self.attend(queries, keys, values, visible, by_distance)
 
     def _by_distance(self, weights: Tensor, num_keys: int) -> Tensor:
         """(B, h, T, P + K) by key slot -> (B, h, T, P + W): persistent tokens, then the window, oldest first."""
@@ -216,10 +223,12 @@ class SegmentAttention(TitansAttention):
         num_keys = segment.shape[1] if slots is None else length
         positions = torch.arange(num_keys, device=segment.device)
         at = positions[None] if slots is None else slots
-        queries = self.rotate(self.heads(self.q_proj(segment)), at + length)
+        queries = self.heads(self.q_proj(segment))
+        first, second = (self.rotary_factors(x, queries.dtype) for x in (at, at + length))
         both = torch.stack([recalled, segment], dim=1)  # (B, 2, T, hidden)
         keys, values = self.heads(self.k_proj(both)), self.heads(self.v_proj(both))
-        keys = torch.stack([self.rotate(keys[:, 0], at), self.rotate(keys[:, 1], at + length)], dim=1)
+        queries = rotate(queries, *second)
+        keys = torch.stack([rotate(keys[:, 0], *first), rotate(keys[:, 1], *second)], dim=1)
         carried = tuple(  # .to: of a call in another precision
             self._store(old.to(new.dtype), new, slots, filled) for old, new in zip(carried, (keys, values), strict=True)
         )
