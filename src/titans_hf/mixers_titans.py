@@ -165,8 +165,9 @@ class MACMixer(TitansMixer):
             *result, written = self._segment(hidden_states, state, grid, slot == 0, slot[:, None])
             return *result, [written]
         outputs, weights, writes = [], [], []
-        for first, piece in grid.pieces(self.config.segment_length):
-            segment = hidden_states[:, first : first + piece.num_slots]
+        length = self.config.segment_length
+        # split, not indexing: the backward of an index is a tensor of the whole size for every segment
+        for segment, piece in zip(hidden_states.split(length, dim=1), grid.pieces(length), strict=True):
             begins = (piece.start == 0) & (piece.end > 0)
             output, seen, state, written = self._segment(segment, state, piece, begins, None)
             outputs.append(output)

@@ -86,12 +86,12 @@ class TokenGrid:
         tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
         return replace(self, **{name: x.to(device, non_blocking=non_blocking) for name, x in tensors.items()})
 
-    def pieces(self, length: int) -> Iterator[tuple[int, "TokenGrid"]]:
-        """The grid cut every `length` slots: first slot and grid of each piece; a row may have no token in some."""
+    def pieces(self, length: int) -> Iterator["TokenGrid"]:
+        """The grid cut every `length` slots; a row may have no token in some."""
         for first in range(0, self.num_slots, length):
             size = min(length, self.num_slots - first)
             start, end = ((x - first).clamp(0, size) for x in (self.start, self.end))
-            yield first, TokenGrid(size, start, end, self.slot)
+            yield TokenGrid(size, start, end, self.slot)
 
     def seen_after(self, num_seen: Tensor) -> Tensor:
         """(B,) tokens read before -> (B,) tokens of its last document that each batch row has read after the call."""
