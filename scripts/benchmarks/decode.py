@@ -17,7 +17,7 @@ from . import zoo
 from .measure import seconds
 from .report import Plot
 
-PLOT = Plot(line=("model",), x="context", y=("ms/token", "cache MB"))
+PLOT = Plot(line=("model",), x="context", y=("ms/token", "cache MB"), yscale="log")
 PREFIX = 256
 PIECE = 4096
 

@@ -12,6 +12,7 @@ class Plot(NamedTuple):
     line: tuple[str, ...]
     x: str
     y: tuple[str, ...]
+    yscale: str = "linear"
 
 
 def table(rows: list[dict]) -> str:
@@ -34,11 +35,14 @@ def save_plot(rows: list[dict], plot: Plot, path: Path) -> None:
         lines: dict[str, list[tuple]] = {}
         for row in rows:
             if row.get(y) is not None:
-                name = ", ".join(f"{column} {row[column]}" for column in plot.line)
+                names = [f"{column} {row[column]}" for column in plot.line]
+                name = ", ".join(names) if len(names) > 1 else str(row[plot.line[0]])
                 lines.setdefault(name, []).append((row[plot.x], row[y]))
         for name, points in lines.items():
             axes.plot(*zip(*points, strict=True), marker="o", label=name)
-        axes.set(xlabel=plot.x, ylabel=y, xscale="log", ylim=(0, None))
+        axes.set(xlabel=plot.x, ylabel=y, xscale="log", yscale=plot.yscale)
+        if plot.yscale == "linear":
+            axes.set_ylim(0)
         axes.grid(alpha=0.3)
     if lines:
         axes.legend()
