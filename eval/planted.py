@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from report import markdown
 from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
@@ -81,13 +82,13 @@ def main(argv: list[str] | None = None) -> None:
             surprise, theta = (values[list(QUANTITIES).index(part)] for part in ("gradient_norm", "inner_lr"))
             per_file.append(stands_out(np.stack([surprise, theta, surprise * theta]), first, last))
         found[name] = np.stack(per_file, axis=1)  # (quantities, files, layers)
-        rows.append(f"| {name} | {' | '.join(map(count, found[name]))} |")
-    head = [f"| in how many of {len(files)}, by layer | surprise | theta | theta × surprise |", "|---|---|---|---|"]
+        rows.append([name, *map(count, found[name])])
+    table = markdown([f"in how many of {len(files)}, by layer", "surprise", "theta", "theta × surprise"], rows)
     args.output.mkdir(parents=True, exist_ok=True)
     record = {"files": [file.name for file in files], "stands out": {k: v.tolist() for k, v in found.items()}}
     (args.output / "planted.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
-    (args.output / "planted.md").write_text("\n".join([*head, *rows]) + "\n", encoding="utf-8")
-    print("\n".join([*head, *rows]))
+    (args.output / "planted.md").write_text(table + "\n", encoding="utf-8")
+    print(table)
 
 
 if __name__ == "__main__":

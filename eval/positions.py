@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from checkpoints import Checkpoint, read_checkpoints
 from matplotlib.figure import Figure
+from report import markdown
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
@@ -59,10 +60,8 @@ def bits_by_position(checkpoint: Checkpoint, stretches: Tensor, device: str) -> 
 
 
 def table(found: dict[str, list[float]], length: int) -> str:
-    columns = ["model", *(f"{low:,} to {high:,}" for low, high in pairwise(edges_to(length)))]
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    lines += [f"| {label} | {' | '.join(f'{x:.2f}' for x in bits)} |" for label, bits in found.items()]
-    return "\n".join(lines)
+    heading = ["model", *(f"{low:,} to {high:,}" for low, high in pairwise(edges_to(length)))]
+    return markdown(heading, [[label, *(f"{x:.2f}" for x in bits)] for label, bits in found.items()])
 
 
 def plot(found: dict[str, list[float]], length: int, path: Path) -> None:
@@ -87,8 +86,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True, help="the folder for positions.json, .md and .png")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
-    for name in ("length", "stretches"):
-        if getattr(args, name) < (least := {"length": 2, "stretches": 1}[name]):
+    for name, least in (("length", 2), ("stretches", 1)):
+        if getattr(args, name) < least:
             raise ValueError(f"--{name} must be at least {least}, but is {getattr(args, name)}")
     checkpoints = read_checkpoints(args.models)
     stretches = stretches_of(args.text, checkpoints[0].tokenizer, args.length, args.stretches)
