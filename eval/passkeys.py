@@ -32,6 +32,7 @@ from needles import (
     sample_of,
     token_counter,
 )
+from texts import text_files
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -130,9 +131,7 @@ def curriculum(
 
 def read_lines(folder: Path | None) -> list[str]:
     """The lines of all books of a folder, long ones broken."""
-    files = [] if folder is None else sorted(folder.glob("*.txt"))
-    if folder is not None and not files:
-        raise ValueError(f"--text {folder} holds no .txt files")
+    files = [] if folder is None else text_files(folder)
     lines = (line for file in files for line in file.read_text(encoding="utf-8").splitlines())
     return [part for line in lines for part in textwrap.wrap(line, LONGEST_LINE)]
 

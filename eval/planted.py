@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 from report import markdown
+from texts import text_files
 from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
@@ -65,9 +66,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True, help="the folder for planted.json and planted.md")
     parser.add_argument("--device", help="cpu, cuda, ...; a GPU if there is one")
     args = parser.parse_args(argv)
-    files = sorted(args.text.glob("*.txt"))
-    if not files:
-        raise ValueError(f"--text {args.text} holds no .txt files")
+    files = text_files(args.text)
     if args.length < 2000:
         raise ValueError(f"--length must be at least 2000, but is {args.length}: a sentence is compared with others")
     model, tokenizer = load_model(args.model, args.device)

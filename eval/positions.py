@@ -17,6 +17,7 @@ import torch
 from checkpoints import Checkpoint, read_checkpoints
 from matplotlib.figure import Figure
 from report import markdown
+from texts import text_files
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
@@ -26,12 +27,9 @@ FIRST_EDGE = 256
 
 
 def stretches_of(folder: Path, tokenizer: PreTrainedTokenizerBase, length: int, number: int) -> Tensor:
-    """(files x number, length) token ids. Raises ValueError for a file that is too short."""
-    files = sorted(folder.glob("*.txt"))
-    if not files:
-        raise ValueError(f"--text {folder} holds no .txt files")
+    """(files x number, length) token ids. Raises ValueError for a file that is too short, or for none."""
     found = []
-    for file in files:
+    for file in text_files(folder):
         ids = tokenizer(file.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False).input_ids
         if len(ids) < number * length:
             raise ValueError(f"{file} has {len(ids)} tokens: too few for {number} stretches of {length}")

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 from needles import KINDS, PREFIX, PROMPT, draw_key, draw_value, needle_of
+from texts import text_files
 from transformers import AutoTokenizer
 
 from titans_hf.memory_files import DESCRIPTION, read_description
@@ -140,9 +141,7 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--max_new_tokens", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    books = sorted(args.text.glob("*.txt"))
-    if not books:
-        raise ValueError(f"--text {args.text} holds no .txt files")
+    books = text_files(args.text)
     for name in ("depths", "kills"):
         if not all(0 <= share < 1 for share in getattr(args, name)):
             raise ValueError(f"--{name} {getattr(args, name)} must be from 0 to below 1")
