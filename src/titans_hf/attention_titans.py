@@ -42,15 +42,6 @@ def _undo(lay_out: Callable[[Tensor], Tensor], shown: Tensor, shape: torch.Size)
     return flat.scatter(2, origin.flatten(2).expand(*shape[:2], -1), shown.flatten(2))[..., 1:].view(shape)
 
 
-def rotary_factors(positions: Tensor, rotary_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of the angles at `positions` (N,) or (B, N): (..., N, 1, rotary_dim), the same for all heads."""
-    precise = torch.promote_types(dtype, torch.float32)
-    exponents = torch.arange(0, rotary_dim, 2, device=positions.device, dtype=precise) / rotary_dim
-    angles = positions[..., None].to(precise) * theta**-exponents
-    angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of the first entries of x (B, N, h, D), as many as cos and sin (..., N, 1, rotary_dim) have."""
     rotated, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
@@ -82,7 +73,13 @@ class TitansAttention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim))
 
     def rotary_factors(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return rotary_factors(positions, self.config.rotary_dim, self.config.rope_parameters["rope_theta"], dtype)
+        """cos and sin of the angles at `positions` (N,) or (B, N): (..., N, 1, rotary_dim), the same for all heads."""
+        precise = torch.promote_types(dtype, torch.float32)
+        size, theta = self.config.rotary_dim, self.config.rope_parameters["rope_theta"]
+        exponents = torch.arange(0, size, 2, device=positions.device, dtype=precise) / size
+        angles = positions[..., None].to(precise) * theta**-exponents
+        angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def initial_keys_values(self, persistent: Tensor) -> tuple[Tensor, Tensor]:
         """What is carried from call to call: keys and values of the persistent tokens, then room for those to come."""
@@ -207,31 +204,34 @@ class SegmentAttention(TitansAttention):
     Carries the rotated keys of h and of S for every slot of the segment.
     """
 
+    def project(self, hidden_states: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden_states (B, T, hidden), each token `at` (T,) or (B, T) of its segment S -> queries, keys, values of S:
+        (B, T, h, D).
+        """
+        queries, keys, values = (self.heads(f(hidden_states)) for f in (self.q_proj, self.k_proj, self.v_proj))
+        factors = self.rotary_factors(at + self.config.segment_length, queries.dtype)
+        return rotate(queries, *factors), rotate(keys, *factors), values
+
     def forward(
         self,
-        segment: Tensor,
+        projected: tuple[Tensor, Tensor, Tensor],
         recalled: Tensor,
         carried: tuple[Tensor, Tensor],
         slots: Tensor | None = None,
         filled: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor]]:
-        """segment S and recalled h (B, T, hidden) at `slots` (B, T) of the segment, None for its first T; `filled` (B,
-        T) marks the slots that hold a token, None if all do; carried (B, P + 2 L, h, D)
+        """`projected` (`project`) of a segment and recalled h (B, T, hidden) at `slots` (B, T) of the segment, None for
+        its first T; `filled` (B, T) marks the slots that hold a token, None if all do; carried (B, P + 2 L, h, D)
         -> output, weights (B, h, T, P + 2 L) where recorded, carried on.
         """
         length, num_persistent = self.config.segment_length, self.config.num_persistent_tokens
-        num_keys = segment.shape[1] if slots is None else length
-        positions = torch.arange(num_keys, device=segment.device)
+        queries, *own = projected
+        num_keys = recalled.shape[1] if slots is None else length
+        positions = torch.arange(num_keys, device=recalled.device)
         at = positions[None] if slots is None else slots
-        queries = self.heads(self.q_proj(segment))
-        first, second = (self.rotary_factors(x, queries.dtype) for x in (at, at + length))
-        both = torch.stack([recalled, segment], dim=1)  # (B, 2, T, hidden)
-        keys, values = self.heads(self.k_proj(both)), self.heads(self.v_proj(both))
-        queries = rotate(queries, *second)
-        keys = torch.stack([rotate(keys[:, 0], *first), rotate(keys[:, 1], *second)], dim=1)
-        carried = tuple(  # .to: of a call in another precision
-            self._store(old.to(new.dtype), new, slots, filled) for old, new in zip(carried, (keys, values), strict=True)
-        )
+        keys = rotate(self.heads(self.k_proj(recalled)), *self.rotary_factors(at, queries.dtype))
+        new = zip((keys, self.heads(self.v_proj(recalled))), own, strict=True)
+        carried = tuple(self._store(old, *pair, slots, filled) for old, pair in zip(carried, new, strict=True))
         visible = positions <= at[..., None]
         visible = torch.cat([visible.new_ones(*visible.shape[:2], num_persistent), visible, visible], dim=-1)
         keys, values = carried if num_keys == length else (self._first_slots(x, num_keys) for x in carried)
@@ -244,26 +244,28 @@ class SegmentAttention(TitansAttention):
         output, weights = self.attend(queries, keys, values, visible, by_slot)
         return self.o_proj(output), weights, carried
 
-    def _split(self, carried: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, P + 2 L, h, D) -> (B, P, h, D) of the persistent tokens and (B, 2, L, h, D) of h and of S"""
-        length, num_persistent = self.config.segment_length, self.config.num_persistent_tokens
-        persistent, room = carried.split([num_persistent, 2 * length], dim=1)
-        return persistent, room.unflatten(1, (2, length))
+    def _split(self, carried: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, P + 2 L, h, D) -> (B, P, h, D) of the persistent tokens and (B, L, h, D) of h and of S"""
+        length = self.config.segment_length
+        return carried.split([self.config.num_persistent_tokens, length, length], dim=1)
 
-    def _store(self, carried: Tensor, new: Tensor, slots: Tensor | None, filled: Tensor | None) -> Tensor:
-        """Puts `new` (B, 2, T, h, D) at its slots of `carried` (B, P + 2 L, h, D)."""
+    def _store(
+        self, carried: Tensor, recalled: Tensor, own: Tensor, slots: Tensor | None, filled: Tensor | None
+    ) -> Tensor:
+        """Puts what is of h and of S, (B, T, h, D) each, at its slots of `carried` (B, P + 2 L, h, D)."""
+        carried = carried.to(own.dtype)  # of a call in another precision
         if slots is not None:
             index = torch.cat([slots, slots + self.config.segment_length], dim=1) + self.config.num_persistent_tokens
-            new = new.flatten(1, 2)
+            new = torch.cat([recalled, own], dim=1)
             return carried.scatter(1, index[..., None, None].expand_as(new), new)
-        persistent, room = self._split(carried)
-        length = new.shape[2]
-        if filled is not None:
-            new = torch.where(filled[:, None, :, None, None], new, room[:, :, :length])
-        room = torch.cat([new, room[:, :, length:]], dim=2)
-        return torch.cat([persistent, room.flatten(1, 2)], dim=1)
+        persistent, *rooms = self._split(carried)
+        parts = [persistent]
+        for new, room in zip((recalled, own), rooms, strict=True):
+            before, after = room.tensor_split([new.shape[1]], dim=1)
+            parts += [new if filled is None else torch.where(filled[..., None, None], new, before), after]
+        return torch.cat(parts, dim=1)
 
     def _first_slots(self, carried: Tensor, number: int) -> Tensor:
         """(B, P + 2 L, h, D) -> (B, P + 2 number, h, D)"""
-        persistent, room = self._split(carried)
-        return torch.cat([persistent, room[:, :, :number].flatten(1, 2)], dim=1)
+        persistent, *rooms = self._split(carried)
+        return torch.cat([persistent, *(room[:, :number] for room in rooms)], dim=1)

@@ -160,34 +160,39 @@ class MACMixer(TitansMixer):
         return self.config.segment_length != self.config.memory_chunk_size
 
     def mix(self, hidden_states, state, grid, fresh):
+        """Only what needs the memory of the segment before is done segment by segment."""
+        length, slots = self.config.segment_length, None
         if grid.is_step:
-            slot = state.memory.num_seen % self.config.segment_length
-            *result, written = self._segment(hidden_states, state, grid, slot == 0, slot[:, None])
-            return *result, [written]
-        outputs, weights, writes = [], [], []
-        length = self.config.segment_length
+            at = slots = state.memory.num_seen[:, None] % length
+        else:
+            at = torch.arange(grid.num_slots, device=hidden_states.device) % length
+        projected = self.recall.queries(hidden_states), *self.attention.project(hidden_states, at)
+        initial = self.memory.forgets_to(state.memory)
         # split, not indexing: the backward of an index is a tensor of the whole size for every segment
-        for segment, piece in zip(hidden_states.split(length, dim=1), grid.pieces(length), strict=True):
-            begins = (piece.start == 0) & (piece.end > 0)
-            output, seen, state, written = self._segment(segment, state, piece, begins, None)
-            outputs.append(output)
-            weights.append(seen)
-            writes.append(written)
-        recorded = weights[0] if weights[0] is None or len(weights) == 1 else torch.cat(weights, 2)
-        return torch.cat(outputs, 1), recorded, state, writes
-
-    def _segment(self, segment, state, grid, begins, slots):
-        """One segment, or the part of it that the call holds; `begins` (B,) marks rows that are at its start."""
-        before = state.segment_weights if self.keeps_segment_weights else state.memory.anchor
-        segment_weights = tuple(map(partial(where_rows, begins), state.memory.weights, before))
-        recalled = self.recall(segment, segment_weights)
-        filled = None if slots is not None else grid.filled
-        attended, weights, carried = self.attention(segment, recalled, (state.keys, state.values), slots, filled)
-        attended = segment + attended
-        said, memory, history, written = self.memory(attended, state.memory, state.conv, grid)
+        segments = zip(*(x.split(length, dim=1) for x in (hidden_states, *projected)), strict=True)
+        found = []
+        for (segment, queries, *own), piece in zip(segments, grid.pieces(length), strict=True):
+            weights = self._segment_weights(state, piece, slots)
+            recalled = self.recall(queries, weights)
+            filled = None if slots is not None else piece.filled
+            attended, seen, carried = self.attention(own, recalled, (state.keys, state.values), slots, filled)
+            attended = segment + attended
+            retrieved, memory, history, written = self.memory.write(attended, state.memory, state.conv, piece, initial)
+            state = LayerState(memory, history, *carried, weights if self.keeps_segment_weights else ())
+            found.append((attended, retrieved, seen, written))
+        attended, retrieved, seen, writes = zip(*found, strict=True)
+        attended = torch.cat(attended, dim=1)
+        said = self.memory.say(attended, torch.cat(retrieved, dim=2))
         output = self.attention_norm(attended) * torch.sigmoid(self.memory_norm(said))
-        kept = segment_weights if self.keeps_segment_weights else ()
-        return output, weights, LayerState(memory, history, *carried, kept), written
+        return output, None if seen[0] is None else torch.cat(seen, dim=2), state, writes
+
+    def _segment_weights(self, state: LayerState, grid: TokenGrid, slots: Tensor | None) -> tuple[Tensor, ...]:
+        """The memory's weights at the start of the segment that each row goes on with."""
+        if slots is None and grid.slot is None:  # it starts here, in every row
+            return state.memory.weights
+        before = state.segment_weights if self.keeps_segment_weights else state.memory.anchor
+        begins = (grid.start == 0) & (grid.end > 0) if slots is None else slots[:, 0] == 0
+        return tuple(map(partial(where_rows, begins), state.memory.weights, before))
 
 
 MIXERS = {"mac": MACMixer, "mag": MAGMixer, "mal": MALMixer, "lmm": LMMMixer}

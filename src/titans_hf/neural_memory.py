@@ -138,6 +138,21 @@ class NeuralMemory(nn.Module):
         """hidden_states (B, T, hidden) on the slots of `grid`; `history` the last inputs of the convolutions
         -> what the memory says (B, T, hidden), the state and the history after, and what was written.
         """
+        retrieved, state, *rest = self.write(hidden_states, state, history, grid, self.forgets_to(state))
+        return self.say(hidden_states, retrieved), state, *rest
+
+    def forgets_to(self, state: MemoryState) -> tuple[Tensor, ...]:
+        """The weights (H, d_in, d_out) that forgetting leads back to, in the state's dtype; none if nothing is
+        forgotten. To 0, it would lead to a network of several layers that has no gradient any more.
+        """
+        return tuple(self.initial_weights(state.weights[0].dtype)) if self.forgets else ()
+
+    def write(
+        self, hidden_states: Tensor, state: MemoryState, history: Tensor, grid: TokenGrid, initial: tuple[Tensor, ...]
+    ) -> tuple[Tensor, MemoryState, Tensor, Writes]:
+        """Like `forward`, but returns what the queries retrieve, (B, H, T, D) in the state's dtype; `initial` are the
+        weights of `forgets_to`.
+        """
         projected, history = self._project(hidden_states, history, grid)
         dtype = state.weights[0].dtype
         with maybe_autocast(hidden_states.device.type, enabled=False):
@@ -150,13 +165,17 @@ class NeuralMemory(nn.Module):
                 state,
                 chunk_size=self.config.memory_chunk_size,
                 error_clip=self.config.memory_error_clip,
-                # to 0, it would lead to a network of several layers that has no gradient any more
-                initial=tuple(self.initial_weights(dtype)) if self.forgets else (),
+                initial=initial,
                 grid=grid,
             )
-            retrieved = self.norm(retrieved.transpose(1, 2)).flatten(2)
+        return retrieved, state, history, Writes(surprise, *gates)
+
+    def say(self, hidden_states: Tensor, retrieved: Tensor) -> Tensor:
+        """hidden_states (B, T, hidden) and what they retrieved (B, H, T, D) -> what the memory says (B, T, hidden)."""
+        with maybe_autocast(hidden_states.device.type, enabled=False):
+            normed = self.norm(retrieved.transpose(1, 2)).flatten(2)
         gate = silu(self.gate_proj(hidden_states))
-        return self.o_proj(retrieved.to(gate.dtype) * gate), state, history, Writes(surprise, *gates)
+        return self.o_proj(normed.to(gate.dtype) * gate)
 
     def _project(self, hidden_states: Tensor, history: Tensor, grid: TokenGrid):
         """linear -> causal depthwise convolution -> SiLU: q, k and v (3, B, H, T, D), and the history after."""
@@ -200,10 +219,13 @@ class MemoryRecall(nn.Module):
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.output_norm = nn.RMSNorm(config.hidden_size, EPSILON)
 
-    def forward(self, hidden_states: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
-        """hidden_states (B, T, hidden), weights of the memory network (B, H, d_in, d_out) -> (B, T, hidden)."""
-        queries = silu(self.q_proj(hidden_states)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        with maybe_autocast(hidden_states.device.type, enabled=False):
-            recalled = read(weights, unit(queries.to(weights[0].dtype)))
+    def queries(self, hidden_states: Tensor) -> Tensor:
+        """(B, T, hidden) -> (B, T, H, D)"""
+        return silu(self.q_proj(hidden_states)).unflatten(-1, (-1, self.head_dim))
+
+    def forward(self, queries: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
+        """`queries` (B, T, H, D), weights of the memory network (B, H, d_in, d_out) -> (B, T, hidden)."""
+        with maybe_autocast(queries.device.type, enabled=False):
+            recalled = read(weights, unit(queries.transpose(1, 2).to(weights[0].dtype)))
             recalled = self.norm(recalled.transpose(1, 2)).flatten(2)
         return self.output_norm(self.o_proj(recalled.to(queries.dtype)))
