@@ -1,7 +1,7 @@
-"""The backward of the memory's sweep over chunks, from the states that the chunks start with.
+"""The backward of the memory's sweep over chunks, from the state that every fourth chunk starts with.
 
-Nothing else is kept: what happens within a chunk is computed again, but for the step of the state. Shapes: N batch and
-heads, C tokens of a chunk; weights (N, d_in, d_out).
+Nothing else is kept: what happens within a chunk is computed again, and the states between. Shapes: N batch and heads,
+C tokens of a chunk; weights (N, d_in, d_out).
 """
 
 from collections.abc import Sequence
@@ -13,32 +13,34 @@ from torch.autograd.function import once_differentiable
 from .memory_gates import GateProducts, gate_products_backward
 from .memory_network import Factors
 from .memory_sweep import (
+    KEPT_EVERY,
     Layer,
     Layers,
     Plan,
+    Prepared,
     Tokens,
-    compiled,
     pieces,
     prepare,
     read_layer,
     split_state,
+    step,
     sweep,
     where_begins,
+    with_anchor,
 )
 
 
 class Sweep(torch.autograd.Function):
-    """`sweep`, which keeps for its backward the states that the chunks start with."""
+    """`sweep`, which keeps for its backward the state that every `KEPT_EVERY`-th chunk starts with."""
 
     @staticmethod
     def forward(ctx, plan: Plan, *tensors: Tensor) -> tuple[Tensor, ...]:
         starts = []
         results = sweep(plan, [x.detach() for x in tensors], starts)
         ctx.mark_non_differentiable(results[1])
-        kept = 3 if plan.begins is not None else 2  # where every chunk begins, the anchor is the weights
-        ctx.plan, ctx.kept = plan, kept
+        ctx.plan = plan
         initial = split_state(plan, tensors[6:])[1]
-        ctx.save_for_backward(*tensors[:6], *(x for start in starts for part in start[:kept] for x in part), *initial)
+        ctx.save_for_backward(*tensors[:6], *(x for start in starts for part in start for x in part), *initial)
         return results
 
     @staticmethod
@@ -46,42 +48,58 @@ class Sweep(torch.autograd.Function):
     def backward(ctx, grad_retrieved: Tensor, _: Tensor, *grad_after: Tensor) -> tuple[Tensor | None, ...]:
         plan, saved = ctx.plan, ctx.saved_tensors  # once: under checkpointing, asking for them computes them
         tokens, saved = pieces(plan, (grad_retrieved, *saved[:6])), saved[6:]
-        saved = [saved[i : i + plan.depth] for i in range(0, len(saved), plan.depth)]
-        kept = ctx.kept
-        initial = saved[kept * len(tokens)] if len(saved) > kept * len(tokens) else ()
+        firsts, size = range(0, len(tokens), KEPT_EVERY), 3 * plan.depth
+        starts = [Layers.of(saved[i * size : (i + 1) * size]) for i in range(len(firsts))]
+        initial = saved[len(firsts) * size :]
         grads, grad_tokens, grad_initial = Layers.of(grad_after), [], [torch.zeros_like(x) for x in initial]
         with torch.autocast(grad_retrieved.device.type, enabled=False):
-            for chunk, (grad, *piece) in reversed(list(enumerate(tokens))):
-                parts = saved[chunk * kept : (chunk + 1) * kept]
-                start = Layers(*parts, *(parts[:1] if kept == 2 else ()))
-                work = compiled(chunk_backward) if grad.shape[1] == plan.chunk_size else chunk_backward
-                after = grads.weights, grads.momentum
-                grad_start, grad_piece, to_initial = work(grad, piece, start, initial, *after, plan.error_clip)
-                grad_tokens.append(grad_piece)
-                grad_initial = [x.add_(y) for x, y in zip(grad_initial, to_initial, strict=True)]
-                # the anchor was taken from the weights where the chunk began, else from the chunk before
-                grad_anchor = [x + y for x, y in zip(grad_start.anchor, grads.anchor, strict=True)]
-                nothing = [torch.zeros_like(x) for x in grad_anchor]
-                here = where_begins(plan, chunk, grad_anchor, nothing)
-                grad_weights = [x + y for x, y in zip(grad_start.weights, here, strict=True)]
-                grads = Layers(grad_weights, grad_start.momentum, where_begins(plan, chunk, nothing, grad_anchor))
+            for first, start in zip(reversed(firsts), reversed(starts), strict=True):
+                group = tokens[first : first + KEPT_EVERY]
+                again = _prepare_again(plan, first, [piece for _, *piece in group], start, initial)
+                for chunk, (grad, *piece) in reversed(list(enumerate(group, first))):
+                    work, after = plan.work(chunk_backward, piece), (grads.weights, grads.momentum)
+                    grad_start, grad_piece, to_initial = work(grad, piece, again.pop(), *after)
+                    grad_tokens.append(grad_piece)
+                    grad_initial = [x.add_(y) for x, y in zip(grad_initial, to_initial, strict=True)]
+                    grads = _before_anchor(plan, chunk, grad_start, grads.anchor)
         grad_tokens = (torch.cat(parts[::-1], dim=1) for parts in zip(*grad_tokens, strict=True))
         return None, *grad_tokens, *grads.weights, *grads.momentum, *grads.anchor, *grad_initial
+
+
+def _prepare_again(
+    plan: Plan, first: int, group: Sequence[Sequence[Tensor]], state: Layers, initial: Sequence[Tensor]
+) -> list[Prepared]:
+    """Of the `pieces` of chunks that follow each other, from the state that the first starts with."""
+    found = []
+    for chunk, piece in enumerate(group, first):
+        if found:
+            state = with_anchor(plan, chunk, Layers(*step(found[-1]), state.anchor))
+        found.append(plan.work(prepare, piece)(piece, state, initial, plan.error_clip))
+    return found
+
+
+def _before_anchor(plan: Plan, chunk: int, grads: Layers, later: Sequence[Tensor]) -> Layers:
+    """Gradients with respect to the state that a chunk starts with, `later` to the anchor after it -> to the state
+    before: its anchor was taken from the weights where it began, else from the chunk before.
+    """
+    grad_anchor = [x + y for x, y in zip(grads.anchor, later, strict=True)]
+    nothing = [torch.zeros_like(x) for x in grad_anchor]
+    here = where_begins(plan, chunk, grad_anchor, nothing)
+    grad_weights = tuple(x + y for x, y in zip(grads.weights, here, strict=True))
+    return Layers(grad_weights, grads.momentum, where_begins(plan, chunk, nothing, grad_anchor))
 
 
 def chunk_backward(
     grad: Tensor,
     piece: Sequence[Tensor],
-    start: Layers,
-    initial: Sequence[Tensor],
+    prepared: Prepared,
     grad_weights: Sequence[Tensor],
     grad_momentum: Sequence[Tensor],
-    error_clip: float | None,
 ) -> tuple[Layers, Tokens, list[Tensor]]:
     """Of `chunk_forward`: gradients with respect to what it returns -> to the state before, to its tokens and to the
     initial weights.
     """
-    tokens, gates, factors, layers = prepare(piece, start, initial, error_clip)
+    tokens, gates, factors, layers, anchor = prepared
     reads, slopes = [tokens.queries], []
     for layer in layers[:-1]:
         pre_activation = read_layer(reads[-1], layer, gates)
@@ -97,10 +115,10 @@ def chunk_backward(
         if i > 0:
             grad = grad.mul_(slopes[i - 1])
     to_weights, to_momentum, grad_inputs, grad_deltas, to_initial = map(list, zip(*grad_layers, strict=True))
-    grad_pair, to_anchor = _factors_backward(factors, tokens.values, start.anchor, grad_inputs, grad_deltas)
+    grad_pair, to_anchor = _factors_backward(factors, tokens.values, anchor, grad_inputs, grad_deltas)
     grad_gates = GateProducts(*(sum(parts) for parts in zip(*grad_gates, strict=True)))
     grad_tokens = Tokens(grad, *grad_pair, *gate_products_backward(grad_gates, gates, *piece[3:]))
-    return Layers(to_weights, to_momentum, to_anchor), grad_tokens, to_initial if initial else []
+    return Layers(to_weights, to_momentum, to_anchor), grad_tokens, [x for x in to_initial if x is not None]
 
 
 def _layer_backward(

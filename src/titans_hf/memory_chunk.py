@@ -11,7 +11,7 @@ from torch import Tensor
 from .memory_backward import Sweep, chunk_backward
 from .memory_network import gradient_factors, read, token_surprise
 from .memory_state import MemoryState, where_rows
-from .memory_sweep import COMPILED, Layers, Plan, Tokens, chunk_forward, sweep
+from .memory_sweep import COMPILED, Layers, Plan, Tokens, chunk_forward, prepare, sweep
 from .token_grid import TokenGrid
 
 
@@ -119,5 +119,5 @@ def _memorize_grid(
 
 def compile_chunks(**options) -> None:
     """Compiles what is done with a full chunk, forward and backward: `TitansPreTrainedModel.compile_memory`."""
-    for work in (chunk_forward, chunk_backward):
+    for work in (chunk_forward, prepare, chunk_backward):
         COMPILED[work] = torch.compile(work, dynamic=False, **options)

@@ -18,10 +18,7 @@ from .memory_network import Factors, apply_layers, gradient_factors, token_surpr
 from .memory_state import where_rows
 
 COMPILED: dict[Callable, Callable] = {}  # filled by `memory_chunk.compile_chunks`
-
-
-def compiled(work: Callable) -> Callable:
-    return work if torch.compiler.is_compiling() else COMPILED.get(work, work)
+KEPT_EVERY = 4  # chunks, for the backward
 
 
 class Tokens(NamedTuple):
@@ -47,6 +44,11 @@ class Plan(NamedTuple):
     error_clip: float | None
     filled: Tensor | None
     begins: Tensor | None
+
+    def work(self, work: Callable, piece: Sequence[Tensor]) -> Callable:
+        """`work` compiled, if it is and the piece is a full chunk."""
+        full = piece[0].shape[1] == self.chunk_size
+        return COMPILED.get(work, work) if full and not torch.compiler.is_compiling() else work
 
 
 class Layers(NamedTuple):
@@ -77,19 +79,29 @@ class Layer(NamedTuple):
     initial: Tensor | None
 
 
+class Prepared(NamedTuple):
+    """What forward and backward of a chunk begin with: what its gates and its gradients come to."""
+
+    tokens: Tokens
+    gates: GateProducts
+    factors: Factors
+    layers: list[Layer]
+    anchor: tuple[Tensor, ...]
+
+
 def sweep(plan: Plan, tensors: Sequence[Tensor], starts: list[Layers] | None = None) -> tuple[Tensor, ...]:
     """All chunks, one after the other: the six `Tokens`, then those of `Layers`, then the weights that forgetting leads
     back to, if not to 0 -> what is retrieved, the surprise of each token (N, T), those of `Layers` after.
 
-    Appends to `starts` what each chunk starts with.
+    Appends to `starts` what every `KEPT_EVERY`-th chunk starts with.
     """
     state, initial = split_state(plan, tensors[6:])
     retrieved, surprise = [], []
     for chunk, tokens in enumerate(pieces(plan, tensors[:6])):
-        state = state._replace(anchor=where_begins(plan, chunk, state.weights, state.anchor))
-        if starts is not None:
+        state = with_anchor(plan, chunk, state)
+        if starts is not None and chunk % KEPT_EVERY == 0:
             starts.append(state)
-        work = compiled(chunk_forward) if tokens[0].shape[1] == plan.chunk_size else chunk_forward
+        work = plan.work(chunk_forward, tokens)
         read, surprise_here, weights, momentum = work(tokens, state, initial, plan.error_clip)
         retrieved.append(read)
         surprise.append(surprise_here)
@@ -121,25 +133,26 @@ def where_begins(plan: Plan, chunk: int, new: Sequence[Tensor], old: Sequence[Te
     return tuple(map(partial(where_rows, plan.begins[chunk]), new, old))
 
 
+def with_anchor(plan: Plan, chunk: int, state: Layers) -> Layers:
+    """The state before a chunk, its anchor the weights in the rows in which the chunk begins."""
+    return state._replace(anchor=where_begins(plan, chunk, state.weights, state.anchor))
+
+
 def chunk_forward(
     piece: Sequence[Tensor], start: Layers, initial: Sequence[Tensor], error_clip: float | None
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
     """One of the `pieces` -> what it retrieves (N, C, D), its surprise (N, C), weights and momentum after it."""
-    tokens, gates, factors, layers = prepare(piece, start, initial, error_clip)
-    read = apply_layers(tokens.queries, [partial(read_layer, layer=layer, gates=gates) for layer in layers])
-    return read, token_surprise(factors), *zip(*(step_layer(layer, gates) for layer in layers), strict=True)
+    prepared = prepare(piece, start, initial, error_clip)
+    layers = [partial(read_layer, layer=layer, gates=prepared.gates) for layer in prepared.layers]
+    return apply_layers(prepared.tokens.queries, layers), token_surprise(prepared.factors), *step(prepared)
 
 
-def prepare(
-    piece: Sequence[Tensor], start: Layers, initial: Sequence[Tensor], error_clip: float | None
-) -> tuple[Tokens, GateProducts, Factors, list[Layer]]:
-    """What forward and backward of a chunk begin with: what its gates and its gradients come to."""
+def prepare(piece: Sequence[Tensor], start: Layers, initial: Sequence[Tensor], error_clip: float | None) -> Prepared:
     tokens, gates = Tokens(*piece[:6]), gate_products(*piece[3:])
     factors = gradient_factors(tokens.keys, tokens.values, start.anchor, error_clip)
     learnt = [w - m for w, m in zip(start.weights, initial, strict=True)] if initial else start.weights
     parts = (learnt, start.momentum, factors.inputs, factors.deltas, initial or [None] * len(learnt))
-    layers = [Layer(*x) for x in zip(*parts, strict=True)]
-    return tokens, gates, factors, layers
+    return Prepared(tokens, gates, factors, [Layer(*x) for x in zip(*parts, strict=True)], start.anchor)
 
 
 def read_layer(x: Tensor, layer: Layer, gates: GateProducts) -> Tensor:
@@ -157,6 +170,12 @@ def read_layer(x: Tensor, layer: Layer, gates: GateProducts) -> Tensor:
     if layer.initial is not None:
         read.baddbmm_(x, layer.initial)
     return read.baddbmm_(scores, layer.deltas, alpha=-1)
+
+
+def step(prepared: Prepared) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Weights and momentum at the chunk's end, a tensor a layer."""
+    weights, momentum = zip(*(step_layer(layer, prepared.gates) for layer in prepared.layers), strict=True)
+    return weights, momentum
 
 
 def step_layer(layer: Layer, gates: GateProducts) -> tuple[Tensor, Tensor]:

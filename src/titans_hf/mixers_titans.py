@@ -184,7 +184,8 @@ class MACMixer(TitansMixer):
         attended = torch.cat(attended, dim=1)
         said = self.memory.say(attended, torch.cat(retrieved, dim=2))
         output = self.attention_norm(attended) * torch.sigmoid(self.memory_norm(said))
-        return output, None if seen[0] is None else torch.cat(seen, dim=2), state, writes
+        # of one segment, what was recorded itself: the output has a gradient with respect to it
+        return output, seen[0] if seen[0] is None or len(seen) == 1 else torch.cat(seen, dim=2), state, writes
 
     def _segment_weights(self, state: LayerState, grid: TokenGrid, slots: Tensor | None) -> tuple[Tensor, ...]:
         """The memory's weights at the start of the segment that each row goes on with."""
