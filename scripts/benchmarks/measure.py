@@ -12,6 +12,7 @@ from torch import Tensor
 
 Work = Callable[[], object]
 MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc's mallopt
+MAPPED = 1 << 16  # bytes from which on memory is mapped, and given back when it is freed
 
 
 def seconds(work: Work, device: torch.device) -> float:
@@ -47,7 +48,8 @@ def peak_bytes(work: Work, device: torch.device) -> int:
     child = os.fork()  # freed memory is given back to the system at once, which is slow: in a process of its own
     if not child:
         try:
-            libc.mallopt(MMAP_THRESHOLD, 1 << 16)
+            libc.mallopt(MMAP_THRESHOLD, MAPPED)
+            _use_up_free_chunks(libc)
             before = _status_bytes("VmRSS")
             Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
             work()
@@ -61,6 +63,22 @@ def peak_bytes(work: Work, device: torch.device) -> int:
     if not text:
         raise RuntimeError("the process whose memory was measured ended without an answer; out of memory?")
     return int(text)
+
+
+class MallocInfo(ctypes.Structure):
+    """What glibc's mallinfo2 returns; `fordblks` are the free bytes."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+def _use_up_free_chunks(libc: ctypes.CDLL) -> None:
+    """Takes what the heap has free, else it would serve what is to be mapped, in pieces that do not fit together."""
+    libc.mallinfo2.restype = MallocInfo
+    for _ in range(libc.mallinfo2().fordblks // (MAPPED // 2)):
+        libc.malloc(MAPPED // 2)
 
 
 def _status_bytes(field: str, process: int | str = "self") -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from titans_hf.memory_chunk import memorize
+from titans_hf.memory_chunk import compile_chunks, memorize
 from titans_hf.memory_network import layer_shapes
 from titans_hf.memory_reference import memorize_reference
 from titans_hf.memory_state import MemoryState
@@ -30,9 +30,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 32768])
     parser.add_argument("--chunks", type=int, nargs="+", default=[16, 64, 128, 256])
     parser.add_argument("--depths", type=int, nargs="+", default=[DEPTH], help="layers of the memory network")
+    parser.add_argument("--compile", action="store_true", help="what is done with a chunk, as compile_memory() does")
 
 
 def run(args: Namespace) -> Iterator[dict]:
+    if args.compile:
+        compile_chunks()
     large_rate = large_product_rate(torch.float32, args.device)
     cases = [(depth, chunk, length) for depth in args.depths for chunk in args.chunks for length in args.lengths]
     for depth, chunk, length in tqdm(cases, desc="memory"):
