@@ -68,10 +68,8 @@ def peak_bytes(work: Work, device: torch.device) -> int:
 class MallocInfo(ctypes.Structure):
     """What glibc's mallinfo2 returns; `fordblks` are the free bytes."""
 
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
-    ]
+    _names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    _fields_ = [(name, ctypes.c_size_t) for name in _names]
 
 
 def _use_up_free_chunks(libc: ctypes.CDLL) -> None:
