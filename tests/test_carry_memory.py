@@ -176,36 +176,26 @@ def test_two_processes_train_like_one(options, tmp_path, monkeypatch):
     assert together["eval_loss"] == pytest.approx(alone["eval_loss"], rel=1e-4)
 
 
-# Asked for once, the needle is to be learnt from earlier blocks alone. MAG takes longer for that; asked for thrice, it
-# does not learn it from the block of the questions alone either.
+# Asked for once in a block, the needle can be learnt from earlier blocks alone. With these initial weights all variants
+# learn it on three seeds; where learning is slow, rounding decides how much of it is learnt by the last step.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "variant,initializer_range,last_block,steps,carry",
-    [
-        ("mac", 0.1, "={0}.....", 400, True),
-        ("mag", 0.02, "={0}={0}={0}=", 300, True),
-        ("mal", 0.1, "={0}.....", 300, True),
-        ("lmm", 0.1, "={0}.....", 300, True),
-        ("lmm", 0.1, "={0}.....", 300, False),
-    ],
-)
-def test_a_needle_two_blocks_away(options, tmp_path, variant, initializer_range, last_block, steps, carry):
+@pytest.mark.parametrize("carry", [True, False])
+@pytest.mark.parametrize("variant,initializer_range", [("mac", 0.2), ("mag", 0.05), ("mal", 0.2), ("lmm", 0.05)])
+def test_a_needle_two_blocks_away(options, tmp_path, variant, initializer_range, carry):
     """Else what a document said in an earlier block is not there to be learnt from."""
     needles = ["ABCDEFGH"[i] for i in torch.randint(8, (512,), generator=torch.Generator().manual_seed(0))]
     # blocks of 8: the needle, nothing, and the needle again; the last one ends with eos
-    documents = [f"={needle}......" + "........" + last_block.format(needle) for needle in needles]
+    documents = [f"={needle}......" + "........" + f"={needle}....." for needle in needles]
     Dataset.from_dict({"text": documents}).save_to_disk(tmp_path / "documents")
     config = TITANS | dict(num_hidden_layers=1, sliding_window=8, memory_chunk_size=4, memory_max_lr=0.2)
     config |= dict(variant=variant, segment_length=8, initializer_range=initializer_range, memory_conv_noise=0)
     common = dict(train_data=tmp_path / "documents", eval_data=tmp_path / "documents", block_length=8)
     common |= dict(per_device_train_batch_size=32, per_device_eval_batch_size=32, tokens_per_step=None)
-    common |= dict(
-        gradient_accumulation_steps=1, learning_rate=3e-3, max_steps=steps, eval_steps=steps, save_steps=steps
-    )
+    common |= dict(gradient_accumulation_steps=1, learning_rate=3e-3, max_steps=500, eval_steps=500, save_steps=500)
     train.main(options(config, carry_memory=carry, output_dir=tmp_path / "run", **common))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
     ids = AutoTokenizer.from_pretrained(tmp_path / "run")(documents, return_tensors="pt").input_ids
     with torch.no_grad():
         said = model(ids[:, :17]).logits[:, -1].argmax(-1)
     right = (said == ids[:, 17]).float().mean().item()
-    assert right > 0.3 if carry else right < 0.2  # of 512; a guess is 0.125
+    assert right > 0.45 if carry else right < 0.2  # of 512; a guess is 0.125
