@@ -99,7 +99,7 @@ def chunk_backward(
     """Of `chunk_forward`: gradients with respect to what it returns -> to the state before, to its tokens and to the
     initial weights.
     """
-    tokens, gates, factors, layers, anchor = prepared
+    tokens, gates, gate_parts, factors, layers, anchor = prepared
     reads, slopes = [tokens.queries], []
     for layer in layers[:-1]:
         pre_activation = read_layer(reads[-1], layer, gates)
@@ -117,7 +117,8 @@ def chunk_backward(
     to_weights, to_momentum, grad_inputs, grad_deltas, to_initial = map(list, zip(*grad_layers, strict=True))
     grad_pair, to_anchor = _factors_backward(factors, tokens.values, anchor, grad_inputs, grad_deltas)
     grad_gates = GateProducts(*(sum(parts) for parts in zip(*grad_gates, strict=True)))
-    grad_tokens = Tokens(grad, *grad_pair, *gate_products_backward(grad_gates, gates, *piece[3:]))
+    to_gates = gate_products_backward(grad_gates, gates, gate_parts, tokens.inner_lr, *piece[6:])
+    grad_tokens = Tokens(grad, *grad_pair, *to_gates)
     return Layers(to_weights, to_momentum, to_anchor), grad_tokens, [x for x in to_initial if x is not None]
 
 

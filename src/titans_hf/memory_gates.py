@@ -23,6 +23,15 @@ class GateProducts(NamedTuple):
     momentum_carry: Tensor  # m_T (...): share of the momentum at the chunk's start left at its end
 
 
+class GateParts(NamedTuple):
+    """What the products are made of; a slot without a token has nothing in R's column."""
+
+    retain: Tensor  # R (..., C, C)
+    momentum: Tensor  # E (..., C, C)
+    both: Tensor  # R E (..., C, C)
+    momentum_decay: Tensor  # m (..., C)
+
+
 def segment_products(log_decay: Tensor) -> Tensor:
     """(..., C) -> (..., C, C): product of the decays at j < l <= t at [t, j], 0 above the diagonal.
 
@@ -40,7 +49,7 @@ def _of_tokens(filled: Tensor | None, *per_slot: Tensor) -> tuple[Tensor, ...]:
 
 def gate_products(
     inner_lr: Tensor, log_momentum_decay: Tensor, log_retain: Tensor, filled: Tensor | None = None
-) -> GateProducts:
+) -> tuple[GateProducts, GateParts]:
     """theta, log eta and log(1 - alpha), each (..., C); `filled` (..., C) is False where no token lies."""
     inner_lr, log_momentum_decay, log_retain = _of_tokens(filled, inner_lr, log_momentum_decay, log_retain)
     retain_products = segment_products(log_retain)  # R
@@ -49,39 +58,33 @@ def gate_products(
         # A slot without a token leaves the weights alone: it must not add the momentum to them once more.
         retain_products = retain_products * filled[..., None, :]
     momentum_decay = log_momentum_decay.cumsum(-1).exp()  # m
-    return GateProducts(
-        write=(retain_products @ momentum_products) * inner_lr[..., None, :],
+    both = retain_products @ momentum_products
+    products = GateProducts(
+        write=both * inner_lr[..., None, :],
         retain=log_retain.cumsum(-1).exp(),
         carry=(retain_products @ momentum_decay[..., None]).squeeze(-1),
         momentum_write=momentum_products[..., -1, :] * inner_lr,
         momentum_carry=momentum_decay[..., -1],
     )
+    return products, GateParts(retain_products, momentum_products, both, momentum_decay)
 
 
 def gate_products_backward(
-    grad: GateProducts,
-    products: GateProducts,
-    inner_lr: Tensor,
-    log_momentum_decay: Tensor,
-    log_retain: Tensor,
-    filled: Tensor | None = None,
+    grad: GateProducts, products: GateProducts, parts: GateParts, inner_lr: Tensor, filled: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients with respect to `gate_products` -> to theta, log eta and log(1 - alpha)."""
-    inner_lr, log_momentum_decay, log_retain = _of_tokens(filled, inner_lr, log_momentum_decay, log_retain)
-    retain_products, momentum_products = segment_products(log_retain), segment_products(log_momentum_decay)
-    counted = retain_products if filled is None else retain_products * filled[..., None, :]
-    momentum_decay = log_momentum_decay.cumsum(-1).exp()
-    grad_lr = (grad.write * (counted @ momentum_products)).sum(-2) + grad.momentum_write * momentum_products[..., -1, :]
+    (inner_lr,) = _of_tokens(filled, inner_lr)
+    grad_lr = (grad.write * parts.both).sum(-2) + grad.momentum_write * parts.momentum[..., -1, :]
     grad_write = grad.write * inner_lr[..., None, :]
-    grad_counted = grad_write @ momentum_products.mT + grad.carry[..., None] * momentum_decay[..., None, :]
-    grad_momentum = counted.mT @ grad_write
+    grad_retain = grad_write @ parts.momentum.mT + grad.carry[..., None] * parts.momentum_decay[..., None, :]
+    grad_momentum = parts.retain.mT @ grad_write
     grad_momentum[..., -1, :] += grad.momentum_write * inner_lr
-    grad_decay = (counted.mT @ grad.carry[..., None]).squeeze(-1)
+    grad_decay = (parts.retain.mT @ grad.carry[..., None]).squeeze(-1)
     grad_decay[..., -1] += grad.momentum_carry
     grads = (
         grad_lr,
-        _segment_backward(grad_momentum * momentum_products) + _suffix_sums(grad_decay * momentum_decay, -1),
-        _segment_backward(grad_counted * counted) + _suffix_sums(grad.retain * products.retain, -1),
+        _segment_backward(grad_momentum * parts.momentum) + _suffix_sums(grad_decay * parts.momentum_decay, -1),
+        _segment_backward(grad_retain * parts.retain) + _suffix_sums(grad.retain * products.retain, -1),
     )
     return _of_tokens(filled, *grads)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .memory_gates import GateProducts, gate_products
+from .memory_gates import GateParts, GateProducts, gate_products
 from .memory_network import Factors, apply_layers, gradient_factors, token_surprise
 from .memory_state import where_rows
 
@@ -84,6 +84,7 @@ class Prepared(NamedTuple):
 
     tokens: Tokens
     gates: GateProducts
+    gate_parts: GateParts
     factors: Factors
     layers: list[Layer]
     anchor: tuple[Tensor, ...]
@@ -152,7 +153,7 @@ def prepare(piece: Sequence[Tensor], start: Layers, initial: Sequence[Tensor], e
     factors = gradient_factors(tokens.keys, tokens.values, start.anchor, error_clip)
     learnt = [w - m for w, m in zip(start.weights, initial, strict=True)] if initial else start.weights
     parts = (learnt, start.momentum, factors.inputs, factors.deltas, initial or [None] * len(learnt))
-    return Prepared(tokens, gates, factors, [Layer(*x) for x in zip(*parts, strict=True)], start.anchor)
+    return Prepared(tokens, *gates, factors, [Layer(*x) for x in zip(*parts, strict=True)], start.anchor)
 
 
 def read_layer(x: Tensor, layer: Layer, gates: GateProducts) -> Tensor:
