@@ -1,4 +1,4 @@
-"""The backward of the memory's sweep over chunks, from the state that every fourth chunk starts with.
+"""The backward of the memory's sweep over chunks, from the states that some of them start with.
 
 Nothing else is kept: what happens within a chunk is computed again, and the states between. Shapes: N batch and heads,
 C tokens of a chunk; weights (N, d_in, d_out).

@@ -18,7 +18,7 @@ from .memory_network import Factors, apply_layers, gradient_factors, token_surpr
 from .memory_state import where_rows
 
 COMPILED: dict[Callable, Callable] = {}  # filled by `memory_chunk.compile_chunks`
-KEPT_EVERY = 4  # chunks, for the backward
+KEPT_EVERY = 4  # chunks, from one state that is kept for the backward to the next
 
 
 class Tokens(NamedTuple):
