@@ -204,17 +204,18 @@ class SegmentAttention(TitansAttention):
     Carries the rotated keys of h and of S for every slot of the segment.
     """
 
-    def project(self, hidden_states: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden_states (B, T, hidden), each token `at` (T,) or (B, T) of its segment S -> queries, keys, values of S:
-        (B, T, h, D).
+    def project(self, hidden_states: Tensor, at: Tensor) -> tuple[Tensor, ...]:
+        """hidden_states (B, T, hidden), each token `at` (B or 1, T) of its segment S -> queries, keys and values of S,
+        (B, T, h, D), and the rotary factors of h, (B or 1, T, 1, rotary_dim).
         """
         queries, keys, values = (self.heads(f(hidden_states)) for f in (self.q_proj, self.k_proj, self.v_proj))
-        factors = self.rotary_factors(at + self.config.segment_length, queries.dtype)
-        return rotate(queries, *factors), rotate(keys, *factors), values
+        cos, sin = self.rotary_factors(torch.cat([at, at + self.config.segment_length]), queries.dtype)
+        (cos, cos_own), (sin, sin_own) = cos.chunk(2), sin.chunk(2)
+        return rotate(queries, cos_own, sin_own), rotate(keys, cos_own, sin_own), values, cos, sin
 
     def forward(
         self,
-        projected: tuple[Tensor, Tensor, Tensor],
+        projected: tuple[Tensor, ...],
         recalled: Tensor,
         carried: tuple[Tensor, Tensor],
         slots: Tensor | None = None,
@@ -225,11 +226,11 @@ class SegmentAttention(TitansAttention):
         -> output, weights (B, h, T, P + 2 L) where recorded, carried on.
         """
         length, num_persistent = self.config.segment_length, self.config.num_persistent_tokens
-        queries, *own = projected
+        queries, *own, cos, sin = projected
         num_keys = recalled.shape[1] if slots is None else length
         positions = torch.arange(num_keys, device=recalled.device)
         at = positions[None] if slots is None else slots
-        keys = rotate(self.heads(self.k_proj(recalled)), *self.rotary_factors(at, queries.dtype))
+        keys = rotate(self.heads(self.k_proj(recalled)), cos, sin)
         new = zip((keys, self.heads(self.v_proj(recalled))), own, strict=True)
         carried = tuple(self._store(old, *pair, slots, filled) for old, pair in zip(carried, new, strict=True))
         visible = positions <= at[..., None]

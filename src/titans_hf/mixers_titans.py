@@ -165,7 +165,7 @@ class MACMixer(TitansMixer):
         if grid.is_step:
             at = slots = state.memory.num_seen[:, None] % length
         else:
-            at = torch.arange(grid.num_slots, device=hidden_states.device) % length
+            at = torch.arange(grid.num_slots, device=hidden_states.device)[None] % length
         projected = self.recall.queries(hidden_states), *self.attention.project(hidden_states, at)
         initial = self.memory.forgets_to(state.memory)
         # split, not indexing: the backward of an index is a tensor of the whole size for every segment
