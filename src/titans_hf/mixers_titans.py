@@ -174,8 +174,7 @@ class MACMixer(TitansMixer):
         for (segment, queries, *own), piece in zip(segments, grid.pieces(length), strict=True):
             weights = self._segment_weights(state, piece, slots)
             recalled = self.recall(queries, weights)
-            filled = None if slots is not None else piece.filled
-            attended, seen, carried = self.attention(own, recalled, (state.keys, state.values), slots, filled)
+            attended, seen, carried = self.attention(own, recalled, (state.keys, state.values), slots, piece.filled)
             attended = segment + attended
             retrieved, memory, history, written = self.memory.write(attended, state.memory, state.conv, piece, initial)
             state = LayerState(memory, history, *carried, weights if self.keeps_segment_weights else ())
