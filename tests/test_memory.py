@@ -58,15 +58,15 @@ def assert_same(ours, theirs):
             torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("length", [1, 3, 4, 22])  # 22: more chunks than between two states that are kept
+@pytest.mark.parametrize("length", [1, 3, 4, 13, 22])  # 22: more chunks than between two states that are kept
 @pytest.mark.parametrize("num_seen", [[0, 0, 0], [2, 2, 2], [5, 0, 3]], ids=["start", "mid-chunk", "out-of-step"])
 @pytest.mark.parametrize("error_clip", [None, 1.0], ids=["plain", "clipped"])
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_dual_form_equals_reference(depth, error_clip, num_seen, length):
     torch.manual_seed(length)
     state, tokens = make_state(depth, num_seen), make_tokens(length)
-    if error_clip is None:  # the paper's loss diverges at these rates, in the reference too
-        tokens[3] = 0.01 * tokens[3]
+    if error_clip is None:  # the paper's loss diverges within 13 tokens at these rates, in the reference too
+        tokens[3] = (0.1 if length <= 13 else 0.01) * tokens[3]
     for initial in ((), make_initial(depth)):
         options = dict(error_clip=error_clip, initial=initial)
         assert_same(run(memorize, tokens, state, **options), run(memorize_reference, tokens, state, **options))
