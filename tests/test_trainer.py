@@ -64,10 +64,9 @@ def test_mixed_precision(variant, tmp_path):
 
 
 @pytest.mark.slow
-def test_compiled_training(tmp_path):
-    """Else `torch_compile` breaks on a batch, or trains something else. Its graphs are run as they are; those of all
-    variants are in test_compile.py."""
-    variant = "mag"
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_compiled_training(variant, tmp_path):
+    """Else `torch_compile` breaks on a batch, or trains something else. Its graphs are run as they are."""
     runs = []
     for compiled in (False, True):
         options = dict(torch_compile=compiled, torch_compile_backend="eager" if compiled else None)
