@@ -22,7 +22,7 @@ from needles import KINDS, PREFIX, PROMPT, draw_key, draw_value, needle_of
 from texts import text_files
 from transformers import AutoTokenizer
 
-from titans_hf.memory_files import DESCRIPTION, read_description
+from titans_hf.cache_files import DESCRIPTION, read_description
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 sys.path.append(str(SCRIPTS))

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, TrainingArguments
 
 from titans_hf import TitansCache
 from titans_hf.cache_titans import TitansCacheLayer
-from titans_hf.layer_state import LayerState
+from titans_hf.layer_state import KeyValueCache, LayerState
 from titans_hf.memory_state import MemoryState
 
 
@@ -99,7 +99,7 @@ class CarryTrainer(CardTrainer):
             path = self._carried_path(resume_from_checkpoint)
             if not path.exists():
                 raise FileNotFoundError(f"{path}: the checkpoint was not made with --carry_memory and these processes")
-            with safe_globals([TitansCache, TitansCacheLayer, LayerState, MemoryState]):
+            with safe_globals([TitansCache, TitansCacheLayer, LayerState, KeyValueCache, MemoryState]):
                 saved = torch.load(path, map_location=self.args.device, weights_only=True)
             if saved["num_lanes"] != self.train_dataset.num_lanes:
                 raise ValueError(

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from titans_hf import TitansCache
-from titans_hf.memory_files import DESCRIPTION
+from titans_hf.cache_files import DESCRIPTION
 
 BLOCK = 1 << 14  # bytes of text that are tokenized at once
 

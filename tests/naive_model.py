@@ -76,7 +76,7 @@ class NaiveMemory:
             self.state,
             chunk_size=c.memory_chunk_size,
             error_clip=c.memory_error_clip,
-            initial=tuple(m.initial_weights.parameters()) if m.forget is not None else (),
+            decay_target=tuple(m.initial_weights.parameters()) if m.forget is not None else (),
         )
         y = rms_norm(y[0, :, 0], m.norm.weight, EPSILON).flatten()
         return m.o_proj.weight @ (y * silu(m.gate_proj.weight @ x))

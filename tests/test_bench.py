@@ -45,7 +45,7 @@ def test_what_is_wrong_is_not_timed(monkeypatch):
 
 
 def test_the_floor_counts_every_product():
-    """Of one layer, two heads' worth: what `memory_sweep` multiplies, counted by hand."""
+    """Of one layer, two heads' worth: what `memory_chunk` multiplies, counted by hand."""
     chunk, size = 16, memory.HEAD_DIM
     by_hand = 6 * chunk * size * size + 2 * chunk * chunk * size + chunk**3
     assert memory.Products(1, chunk, torch.device("cpu")).multiply_adds == memory.BATCH * memory.HEADS * by_hand

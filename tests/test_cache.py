@@ -268,7 +268,7 @@ def test_what_cannot_be_merged():
         TitansCache(model.config).merge(TitansCache(model.config))
     cropped = copy.copy(cache)
     cropped.activate_past_recording()
-    with pytest.raises(RuntimeError, match="cannot be taken back"):
+    with pytest.raises(RuntimeError, match="cannot be undone"):
         cropped.merge(cache)
     read(model, ids, cache=cropped)
     cropped.crop(-3)
@@ -292,5 +292,5 @@ def test_a_prompt_after_what_was_read(variant):
     alone = model.generate(torch.cat([ids[1:], prompt[1:, 3:]], dim=1), **options)
     assert torch.equal(padded[1, 7:], alone[0, 25:])
     cache.activate_past_recording()
-    with pytest.raises(RuntimeError, match=r"start_prompt\(\) cannot be taken back"):
+    with pytest.raises(RuntimeError, match=r"start_prompt\(\) cannot be undone"):
         cache.start_prompt()

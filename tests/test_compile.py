@@ -11,7 +11,7 @@ from common import VARIANTS, assert_same, full_logits, left_pad, make_ids, make_
 from torch._dynamo.testing import CompileCounter
 from transformers import CompileConfig
 
-from titans_hf import TitansCache, memory_sweep
+from titans_hf import TitansCache, memory_ops
 
 
 @pytest.fixture(autouse=True)
@@ -138,8 +138,7 @@ def test_a_compiled_memory_compiles_no_length(variant, monkeypatch):
     """
     model, lengths = make_model(variant), (21, 33)
     plain = losses_and_gradients(model, lengths)
-    monkeypatch.setattr(memory_sweep, "COMPILED", counted := {})
-    monkeypatch.setattr("titans_hf.memory_chunk.COMPILED", counted)
+    monkeypatch.setattr(memory_ops, "_compiled", None)
     counter = CompileCounter()
     model.compile_memory(backend=counter, fullgraph=True)
     compiled = losses_and_gradients(model, lengths[:1])

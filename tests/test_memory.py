@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from titans_hf.memory_chunk import memorize
 from titans_hf.memory_network import layer_shapes
+from titans_hf.memory_ops import memorize
 from titans_hf.memory_reference import memorize_reference
+from titans_hf.memory_scan import CHECKPOINT_INTERVAL
 from titans_hf.memory_state import MemoryState
-from titans_hf.memory_sweep import KEPT_EVERY
 
 B, H, D, CHUNK = 3, 2, 4, 4
 TOLERANCE = 1e-10
@@ -20,7 +20,7 @@ def make_state(depth: int, num_seen: list[int], scale: float = 0.7) -> MemorySta
     return MemoryState(layers(), layers(), layers(), torch.tensor(num_seen))
 
 
-def make_initial(depth: int) -> tuple[torch.Tensor, ...]:
+def make_decay_target(depth: int) -> tuple[torch.Tensor, ...]:
     return tuple(0.3 * torch.randn(H, *shape, dtype=torch.float64) for shape in layer_shapes(D, depth, 2))
 
 
@@ -37,17 +37,17 @@ def make_tokens(length: int, momentum: bool = True, forget: bool = True) -> list
     return [normalize(queries, dim=-1), normalize(keys, dim=-1), values, inner_lr, log_momentum_decay, log_retain]
 
 
-def run(fn, tokens, state, error_clip, initial=(), seed=0):
+def run(fn, tokens, state, error_clip, decay_target=(), seed=0):
     """What comes out, and the gradients of a random function of it with respect to everything that goes in."""
     finite = [x.isfinite().all() for x in tokens]
     tokens = [x.clone().requires_grad_(bool(ok)) for x, ok in zip(tokens, finite, strict=True)]
     state = state.map(lambda x: x.clone().requires_grad_(x.is_floating_point()))
-    initial = tuple(x.clone().requires_grad_() for x in initial)
-    retrieved, after = fn(*tokens, state, chunk_size=CHUNK, error_clip=error_clip, initial=initial)
+    decay_target = tuple(x.clone().requires_grad_() for x in decay_target)
+    retrieved, after = fn(*tokens, state, chunk_size=CHUNK, error_clip=error_clip, decay_target=decay_target)
     outputs = [retrieved, *after.weights, *after.momentum]
     generator = torch.Generator().manual_seed(seed)
     loss = sum((x * torch.randn(x.shape, generator=generator, dtype=x.dtype)).sum() for x in outputs)
-    inputs = [x for x in tokens if x.requires_grad] + [*state.weights, *state.momentum, *state.anchor, *initial]
+    inputs = [x for x in tokens if x.requires_grad] + [*state.weights, *state.momentum, *state.anchor, *decay_target]
     gradients = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
     return [*outputs, *after.anchor, after.num_seen], gradients
 
@@ -67,20 +67,20 @@ def test_dual_form_equals_reference(depth, error_clip, num_seen, length):
     state, tokens = make_state(depth, num_seen), make_tokens(length)
     if error_clip is None:  # the paper's loss diverges within 13 tokens at these rates, in the reference too
         tokens[3] = (0.1 if length <= 13 else 0.01) * tokens[3]
-    for initial in ((), make_initial(depth)):
-        options = dict(error_clip=error_clip, initial=initial)
+    for decay_target in ((), make_decay_target(depth)):
+        options = dict(error_clip=error_clip, decay_target=decay_target)
         assert_same(run(memorize, tokens, state, **options), run(memorize_reference, tokens, state, **options))
 
 
 def test_forgetting_leads_back_to_the_initial_weights():
     """Else a memory of several layers forgets how to learn: at 0, no layer of it has a gradient."""
-    state, tokens, initial = make_state(2, [0, 0, 0]), make_tokens(13), make_initial(2)
+    state, tokens, decay_target = make_state(2, [0, 0, 0]), make_tokens(13), make_decay_target(2)
     tokens[3], tokens[5] = torch.zeros_like(tokens[3]), torch.full_like(tokens[5], -torch.inf)  # all at once
     for length in (13, 1):
         piece = [x[:, :, :length] for x in tokens]
         still = MemoryState(state.weights, tuple(map(torch.zeros_like, state.momentum)), state.anchor, state.num_seen)
-        after = memorize(*piece, still, chunk_size=CHUNK, error_clip=1.0, initial=initial)[1]
-        for found, expected in zip(after.weights, initial, strict=True):
+        after = memorize(*piece, still, chunk_size=CHUNK, error_clip=1.0, decay_target=decay_target)[1]
+        for found, expected in zip(after.weights, decay_target, strict=True):
             torch.testing.assert_close(found, expected.expand_as(found), rtol=TOLERANCE, atol=TOLERANCE)
 
 
@@ -94,16 +94,17 @@ def test_momentum_and_forgetting_off(momentum, forget, length):
 
 def test_both_clips_are_reached_and_left():
     """The grids above are only worth something if tokens lie on both sides of each clip."""
-    from titans_hf.memory_network import gradient_factors, surprise
+    from titans_hf.memory_network import gradient_factors, gradient_norm
 
     torch.manual_seed(13)
     state, (_, keys, values, *_) = make_state(3, [0, 0, 0]), make_tokens(64)
     limit = values.norm(dim=-1)
     for clip in (None, 1.0):
-        inputs, deltas, *_ = gradient_factors(keys, values, state.weights, clip)
+        factors = gradient_factors(keys, values, state.weights, clip)
+        inputs, deltas = factors.inputs, factors.deltas
         clipped = deltas[-1].norm(dim=-1) >= 2 * limit - 1e-9
         assert 0.05 < clipped.double().mean() < 0.95
-        lengths = [surprise(x, d).squeeze(-1) for x, d in zip(inputs, deltas, strict=True)]
+        lengths = [gradient_norm(x, d).squeeze(-1) for x, d in zip(inputs, deltas, strict=True)]
         longer = [(x > 4 * limit + 1e-9).double().mean() for x in lengths]
         assert all(x == 0 for x in longer) if clip else all(0.05 < x < 0.95 for x in longer)
 
@@ -113,7 +114,7 @@ def test_state_carries_on(split):
     """Two calls equal one, with the first ending anywhere in a chunk; then token by token."""
     torch.manual_seed(1)
     state, tokens = make_state(2, [5, 0, 3]), make_tokens(13)
-    options = dict(chunk_size=CHUNK, error_clip=1.0, initial=make_initial(2))
+    options = dict(chunk_size=CHUNK, error_clip=1.0, decay_target=make_decay_target(2))
     whole, after = memorize(*tokens, state, **options)
     for pieces in ([split, 13 - split], [1] * 13):
         current, parts = state, []
@@ -186,7 +187,7 @@ def test_training_keeps_the_states_that_some_chunks_start_with():
     kept = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.data_ptr(), x), lambda x: x):
         memorize(*tokens, state, chunk_size=CHUNK, error_clip=1.0)
-    of_states = -(-10 // KEPT_EVERY) * sum(x.numel() for x in (*state.weights, *state.momentum))
+    of_states = -(-10 // CHECKPOINT_INTERVAL) * sum(x.numel() for x in (*state.weights, *state.momentum))
     assert of_states <= sum(x.numel() for x in kept.values()) < of_states + 3 * sum(x.numel() for x in tokens)
 
 

@@ -12,7 +12,7 @@ import torch
 from common import VARIANTS, assert_same, left_pad, make_ids, make_model, read, shared_model
 from transformers import PreTrainedModel
 
-from titans_hf import TitansCache, memory_files
+from titans_hf import TitansCache, cache_files
 
 IDS = make_ids(2, 60)
 
@@ -262,7 +262,7 @@ def test_an_interrupted_save_leaves_the_memory_before(step, memory, monkeypatch)
     model, folder = memory
     before = TitansCache.from_pretrained(folder, model)
     name, *later = step.split(" of ")
-    works, calls = getattr(memory_files, name), []
+    works, calls = getattr(cache_files, name), []
 
     def interrupted(*args):
         calls.append(args)
@@ -270,7 +270,7 @@ def test_an_interrupted_save_leaves_the_memory_before(step, memory, monkeypatch)
             return works(*args)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(memory_files, name, interrupted)
+    monkeypatch.setattr(cache_files, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
         read(model, IDS[:, ::2])[1].save_pretrained(folder, model)
     monkeypatch.undo()
@@ -312,7 +312,7 @@ def test_push_to_hub(monkeypatch, memory):
 def test_a_sharded_model_is_refused():
     """Else the hash is that of the part which this process holds."""
     with pytest.raises(ValueError, match="neither sharded nor offloaded"):
-        memory_files.fingerprint(make_model("mag").to("meta"))
+        cache_files.fingerprint(make_model("mag").to("meta"))
 
 
 def test_about_may_not_be_anything(tmp_path):

@@ -19,7 +19,7 @@ from tiny_run import LLAMA, SCRIPT
 from training_data import byte_tokenizer
 
 from titans_hf import TitansCache
-from titans_hf.memory_files import read_description
+from titans_hf.cache_files import read_description
 
 TEXT = "Es war einmal ein König, der hatte zwölf Töchter. 東京 " * 9
 

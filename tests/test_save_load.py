@@ -82,7 +82,7 @@ def test_bfloat16(variant, pieces, tmp_path):
         for layer in cache.layers:
             memory = layer.state.memory
             assert {x.dtype for x in (*memory.weights, *memory.momentum, *memory.anchor)} == {torch.float32}
-            assert layer.state.conv.dtype == dtype
+            assert layer.state.conv_state.dtype == dtype
     exact, rounded = logits[torch.float32], logits[torch.bfloat16].float()
     assert rounded.isfinite().all()
     assert (rounded - exact).std() < 0.1 * exact.std()

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from titans_hf.memory_chunk import compile_chunks, memorize
 from titans_hf.memory_network import layer_shapes
+from titans_hf.memory_ops import compile_chunks, memorize
 from titans_hf.memory_reference import memorize_reference
 from titans_hf.memory_state import MemoryState
 
@@ -111,7 +111,7 @@ def work(depth: int, chunk: int, length: int, device: torch.device):
 
 def _read(memory, inputs: list[Tensor], chunk: int) -> Tensor:
     state = MemoryState.initial(inputs[6:], BATCH, inputs[0].dtype)
-    return memory(*inputs[:6], state, chunk_size=chunk, error_clip=ERROR_CLIP, initial=tuple(inputs[6:]))[0]
+    return memory(*inputs[:6], state, chunk_size=chunk, error_clip=ERROR_CLIP, decay_target=tuple(inputs[6:]))[0]
 
 
 def check(depth: int, chunk: int, device: torch.device) -> None:

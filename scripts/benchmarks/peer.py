@@ -74,9 +74,9 @@ def layer(length: int, backward: bool):
     def work() -> None:
         with torch.set_grad_enabled(backward):
             state = module.initial_state(BATCH, torch.float32)
-            history = module.initial_history(state, torch.float32)
+            history = module.initial_conv_state(state, torch.float32)
             grid = TokenGrid.build(state.num_seen, length, CHUNK)
-            retrieved = module(grid.place(tokens), state, history, grid)[0]
+            retrieved = module(grid.scatter(tokens), state, history, grid)[0]
             if backward:
                 torch.autograd.grad(retrieved.sum(), trained)
 

@@ -1,6 +1,6 @@
 """Titans ("Learning to Memorize at Test Time", arXiv 2501.00663) for Hugging Face Transformers.
 
-Importing this package registers the model with AutoConfig, AutoModel and AutoModelFor... of every head.
+Importing this package registers the model with AutoConfig, AutoModel and the AutoModelFor... class of every head.
 """
 
 from transformers import (
@@ -14,11 +14,17 @@ from transformers import (
 
 from .cache_titans import TitansCache
 from .configuration_titans import TitansConfig
-from .heads_titans import TitansForQuestionAnswering, TitansForSequenceClassification, TitansForTokenClassification
-from .memory_chunk import memorize
+from .memory_ops import memorize
 from .memory_reference import memorize_reference
 from .memory_state import MemoryState
-from .modeling_titans import TitansForCausalLM, TitansModel, TitansPreTrainedModel
+from .modeling_titans import (
+    TitansForCausalLM,
+    TitansForQuestionAnswering,
+    TitansForSequenceClassification,
+    TitansForTokenClassification,
+    TitansModel,
+    TitansPreTrainedModel,
+)
 
 AutoConfig.register("titans", TitansConfig)
 AutoModel.register(TitansConfig, TitansModel)

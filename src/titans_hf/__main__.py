@@ -1,4 +1,4 @@
-"""Transformers' own command line, for Titans checkpoints too: `python -m titans_hf serve PATH`, `... chat PATH URL`."""
+"""Runs Transformers' command line with Titans registered: `python -m titans_hf serve PATH`, `... chat PATH URL`."""
 
 import sys
 
@@ -9,13 +9,13 @@ from . import TitansConfig, TitansForCausalLM
 
 
 def main() -> None:
-    if "--continuous-batching" in sys.argv:  # else every request would fail
+    if "--continuous-batching" in sys.argv:  # fail now: otherwise every request would
         try:
             TitansForCausalLM.init_continuous_batching(None)
         except NotImplementedError as error:
             sys.exit(f"--continuous-batching: {error}")
-    # The server looks the class of a checkpoint up on the module (the one there is by now: Transformers replaces it on
-    # the way), and lists those of the downloaded models that are in the map.
+    # The server looks up the class of a checkpoint on the transformers module (in sys.modules: Transformers replaces
+    # the module object while it is imported), and lists only downloaded models whose type is in the map.
     sys.modules["transformers"].TitansForCausalLM = TitansForCausalLM
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TitansConfig.model_type] = TitansForCausalLM.__name__
     transformers_main()

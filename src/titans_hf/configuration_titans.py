@@ -9,19 +9,19 @@ from transformers.activations import ACT2FN
 
 from .parallel_titans import tensor_parallel_plan
 
-if TYPE_CHECKING:  # Transformers saves with a file those that it names: with the config, all that a checkpoint needs
-    from .heads_titans import TitansHead  # noqa: F401
+if TYPE_CHECKING:  # never executed: makes save_pretrained copy every sibling module
+    from .modeling_titans import TitansModel  # noqa: F401
 
-# What a checkpoint is loaded with where this package is not installed, whichever class it was saved from.
+# The classes that load a checkpoint where this package is not installed, whichever class it was saved from.
 AUTO_MAP = {
     "AutoConfig": "configuration_titans.TitansConfig",
     "AutoModel": "modeling_titans.TitansModel",
     "AutoModelForCausalLM": "modeling_titans.TitansForCausalLM",
-    "AutoModelForQuestionAnswering": "heads_titans.TitansForQuestionAnswering",
-    "AutoModelForSequenceClassification": "heads_titans.TitansForSequenceClassification",
-    "AutoModelForTokenClassification": "heads_titans.TitansForTokenClassification",
+    "AutoModelForQuestionAnswering": "modeling_titans.TitansForQuestionAnswering",
+    "AutoModelForSequenceClassification": "modeling_titans.TitansForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_titans.TitansForTokenClassification",
 }
-COUNTS = (
+POSITIVE_FIELDS = (
     "vocab_size",
     "intermediate_size",
     "num_hidden_layers",
@@ -34,53 +34,59 @@ COUNTS = (
     "memory_num_heads",
     "memory_conv_kernel",
 )
-AMOUNTS = ("num_persistent_tokens", "memory_max_lr", "memory_conv_noise", "initializer_range", "rms_norm_eps")
+NON_NEGATIVE_FIELDS = (
+    "num_persistent_tokens",
+    "memory_max_lr",
+    "memory_conv_noise",
+    "initializer_range",
+    "rms_norm_eps",
+)
 
 
 @strict
 class TitansConfig(PreTrainedConfig):
     r"""
-    Sizes and switches of a Titans model. Names that Transformers has keep their meaning there; the rest:
+    Configures a Titans model. Names that Transformers uses have the same meaning here; the others:
 
     Args:
         variant (`str`, defaults to `"mag"`):
-            How memory and attention meet (paper section 4): `"mac"` memory as context, `"mag"` memory as a gate,
-            `"mal"` memory as a layer, `"lmm"` the memory alone.
+            How memory and attention are combined (paper section 4): `"mac"` memory as context, `"mag"` memory as a
+            gate, `"mal"` memory as a layer, `"lmm"` the memory alone.
         head_dim (`int`, *optional*):
             Size of an attention head; `hidden_size // num_attention_heads` by default. A head of the memory has
             `hidden_size // memory_num_heads`.
         sliding_window (`int`, defaults to 512):
-            Tokens that a token attends to, itself included, in MAG and MAL.
+            Number of tokens that a token attends to, itself included, in MAG and MAL.
         rope_parameters (`dict`, *optional*):
             `rope_theta` (10000) and `partial_rotary_factor` (0.5). Positions restart in every window and segment, so
-            that none is ever beyond those seen in training: only `rope_type="default"` makes sense.
+            none ever exceeds those of training: only `rope_type="default"` is supported.
         segment_length (`int`, defaults to 256):
-            Tokens of a segment in MAC, its attention span; a multiple of `memory_chunk_size`.
+            Number of tokens of a segment in MAC, its attention span; a multiple of `memory_chunk_size`.
         num_persistent_tokens (`int`, defaults to 4):
-            Learned tokens before every sequence (N_p, paper section 3.3), per layer; 0 for none.
-        memory_depth (`int`, defaults to 2): Layers of the memory network (L_M); 1 is a linear memory.
+            Number of learned tokens in front of every sequence (N_p, paper section 3.3), per layer; 0 for none.
+        memory_depth (`int`, defaults to 2): Number of layers of the memory network (L_M); 1 is a linear memory.
         memory_expansion (`int`, defaults to 2): Hidden size of the memory network in units of its head size.
         memory_num_heads (`int`, *optional*): Independent memories per layer; `num_attention_heads` by default.
-        memory_chunk_size (`int`, defaults to 64): Tokens whose gradients are taken at the same weights (paper section
-        3.2).
+        memory_chunk_size (`int`, defaults to 64):
+            Number of tokens whose gradients are taken at the same weights (paper section 3.2).
         memory_max_lr (`float`, *optional*):
-            Largest step of the inner loop (theta, eq. 10); `1 / memory_chunk_size` by default: the tokens of a chunk
-            step from the same weights, and where their keys agree, steps that sum to more than 1 overshoot. 0 stops
-            the memory: it stays as it is, and forgets nothing.
-        memory_momentum (`bool`, defaults to `True`): Past surprise (eta, eq. 10).
+            Largest step size of the inner loop (theta, eq. 10); `1 / memory_chunk_size` by default: the gradients of a
+            chunk are taken at the same weights, and for equal keys, steps that sum to more than 1 overshoot. 0 keeps
+            the memory constant: nothing is written, nothing forgotten.
+        memory_momentum (`bool`, defaults to `True`): Momentum of the update (eta, eq. 10).
         memory_forget (`bool`, defaults to `True`):
-            Decay of what the memory has learnt (alpha, eq. 13), to its learned initial weights: at 0, a network of
-            several layers has no gradient.
+            Weight decay of the memory (alpha, eq. 13), to its learned initial weights instead of 0, where a network of
+            several layers would have no gradient.
         memory_conv_kernel (`int`, defaults to 4):
-            Taps of the causal convolutions on q, k and v; 1 for none. They begin as impulses, that on k a token late:
-            what follows a token is stored under that token.
+            Kernel size of the causal convolutions on q, k and v; 1 for none. They start as the identity, on k as a
+            one-token delay: x_t is stored under the key of x_{t-1}.
         memory_conv_noise (`float`, defaults to 1.0):
-            Norm of the noise added to these impulses, whose norm is 1. Only an initialisation: a memory learns to look
-            things up soonest without noise, and language with it.
+            Norm of the noise added to the initial filters, whose norm is 1. In our experiments, recall tasks are
+            learned fastest without noise, and language with it.
         memory_error_clip (`float`, *optional*, defaults to 1.0):
-            Largest error |M(k) - v| that counts in full, in units of |v|; `None` for the paper's plain squared error.
+            Largest error |M(k) - v| without clipping, in units of |v|; `None` for the paper's plain squared error.
 
-    Raises `ValueError` or huggingface_hub's `StrictDataclassError`, naming the field, where a value is not possible.
+    Raises `ValueError` or huggingface_hub's `StrictDataclassError`, naming the field, for a value that is not possible.
     """
 
     model_type = "titans"
@@ -120,7 +126,7 @@ class TitansConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = 2
 
     def __post_init__(self, **kwargs):
-        for name in ("hidden_size", "num_attention_heads", "memory_chunk_size"):  # others are derived from them
+        for name in ("hidden_size", "num_attention_heads", "memory_chunk_size"):  # others are derived from these
             _in_range(name, getattr(self, name), 1)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
@@ -140,47 +146,47 @@ class TitansConfig(PreTrainedConfig):
 
     @property
     def base_model_tp_plan(self) -> dict[str, str]:
-        """How Transformers shares a `TitansModel` among the ranks of a tensor parallel run."""
+        """Returns the tensor parallel style of each module of a `TitansModel`."""
         return tensor_parallel_plan(self)
 
     @property
     def memory_head_dim(self) -> int:
-        """Size of keys, queries and values of one memory head."""
+        """Size of the keys, queries and values of one memory head."""
         return self.hidden_size // self.memory_num_heads
 
     @property
     def rotary_dim(self) -> int:
-        """Leading entries of an attention head that carry the position."""
+        """Number of leading entries of an attention head that are rotated by position."""
         return int(self.head_dim * self.rope_parameters["partial_rotary_factor"])
 
     @property
-    def grid_unit(self) -> int:
-        """Tokens after which chunk (and, in MAC, segment) boundaries of a row recur."""
+    def grid_size(self) -> int:
+        """Number of tokens between two boundaries of chunks (in MAC: of segments) of a row."""
         return self.segment_length if self.variant == "mac" else self.memory_chunk_size
 
     @property
-    def attention_room(self) -> int:
-        """Keys that attention carries from call to call, besides the persistent ones; 0 in LMM."""
-        rooms = {
+    def kv_cache_length(self) -> int:
+        """Number of keys in the key-value cache of a layer, without the persistent ones; 0 in LMM."""
+        lengths = {
             "mac": 2 * self.segment_length,
             "mag": self.sliding_window - 1,
             "mal": self.sliding_window - 1,
             "lmm": 0,
         }
-        return rooms[self.variant]
+        return lengths[self.variant]
 
     def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
-        """Writes config.json and the code of the model, which loads anywhere with `trust_remote_code=True`."""
-        # Classes of one's own stay; those of another repository ("repo--file.Class") are written beside the config.
+        """Writes config.json and the model's code: a checkpoint loads anywhere with `trust_remote_code=True`."""
+        # Entries of the user are kept, but those of another repository ("repo--file.Class"): its code is copied here.
         given = getattr(self, "auto_map", None) or {}
         self.auto_map = AUTO_MAP | {name: target for name, target in given.items() if "--" not in target}
         super().save_pretrained(save_directory, push_to_hub, **kwargs)
 
     def validate_architecture(self):
-        """Part of `@strict` validation: every value is possible on its own, and they fit each other."""
-        for name in COUNTS:
+        """Checks the range of every value, and that values fit each other; part of the validation of `@strict`."""
+        for name in POSITIVE_FIELDS:
             _in_range(name, getattr(self, name), 1)
-        for name in AMOUNTS:
+        for name in NON_NEGATIVE_FIELDS:
             _in_range(name, getattr(self, name), 0)
         _in_range("attention_dropout", self.attention_dropout, 0, 1)
         if self.memory_error_clip is not None and not self.memory_error_clip > 0:

@@ -1,4 +1,4 @@
-"""What `generate()` needs to know of a Titans model: which cache, which masks, and what it can tell."""
+"""Adapts `generate()` to Titans: its cache, its masks, and the surprise of the tokens."""
 
 from torch import Tensor
 from transformers.generation import GenerationMixin
@@ -8,15 +8,16 @@ from .cache_titans import TitansCache
 from .surprise_titans import LayerSurprise
 
 CACHES = {None: {}, "dynamic": {}, "static": {"compileable": True}, "offloaded": {"offloading": True}}
-ONE_BY_ONE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+SEQUENTIAL_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
 class TitansGenerationMixin(GenerationMixin):
-    """`generate()`, in which the memory goes on learning while it decodes."""
+    """`generate()` for Titans. The memory is updated with every token that is generated."""
 
     def generate(self, *args, output_surprise: bool = False, **kwargs):
-        """As in Transformers. With `output_surprise` (and `return_dict_in_generate`) the result has `surprise`: one
-        `LayerSurprise` a layer, of all tokens read, which are the prompt's and those generated but for the last.
+        """Generates as in Transformers. With `output_surprise` (and `return_dict_in_generate`) the result has
+        `surprise`: one `LayerSurprise` per layer, of all tokens read: those of the prompt, and those generated except
+        the last.
 
         Raises ValueError for `output_surprise` with beams, assisted decoding or a compiled step.
         """
@@ -32,8 +33,8 @@ class TitansGenerationMixin(GenerationMixin):
         return result
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args) -> None:
-        """Makes the cache of `generate()`. Its size is constant, so that "static" is not about its length: `generate()`
-        then compiles the decoding step, where Transformers compiles (accelerators, or as `compile_config` says).
+        """Creates the cache of `generate()`. Its size is always constant; "static" means that `generate()` compiles the
+        decoding step, where Transformers compiles (on accelerators, or as `compile_config` says).
         """
         if model_kwargs.get("output_surprise"):
             _check_surprise(generation_config, generation_mode)
@@ -57,7 +58,9 @@ class TitansGenerationMixin(GenerationMixin):
     def create_masks_for_generate(
         config, inputs_embeds: Tensor, attention_mask: Tensor | None, is_first_iteration: bool = False, **kwargs
     ) -> Tensor | None:
-        """The mask of a compiled call: its own columns alone, so that it does not grow; what is generated is real."""
+        """Returns the mask of a compiled call: of its new columns only, so that the shape is constant; None for a
+        generated token, which is never padding.
+        """
         num_tokens = inputs_embeds.shape[1]
         if attention_mask is None or (num_tokens == 1 and not is_first_iteration):
             return None
@@ -65,9 +68,9 @@ class TitansGenerationMixin(GenerationMixin):
 
 
 def _check_surprise(generation_config, generation_mode: GenerationMode) -> None:
-    """Raises ValueError where not every token is read once, in order, before the eyes of a hook."""
+    """Raises ValueError unless every token is read exactly once, in order, in calls that run forward hooks."""
     refused = {
-        f"in {generation_mode.value}, which gives up tokens that were read": generation_mode not in ONE_BY_ONE,
+        f"in {generation_mode.value}, which discards tokens that were read": generation_mode not in SEQUENTIAL_MODES,
         "with `cache_implementation='static'`, which compiles": generation_config.cache_implementation == "static",
         "with `use_cache=False`, which reads tokens again": generation_config.use_cache is False,
         "without `return_dict_in_generate=True`, which returns it": not generation_config.return_dict_in_generate,

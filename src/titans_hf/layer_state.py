@@ -1,4 +1,4 @@
-"""What a decoder layer carries between calls, and what it has to keep to take a call back."""
+"""The state of a decoder layer between calls, and the record from which a crop restores an earlier one."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -11,121 +11,152 @@ from .memory_state import MemoryState
 from .token_grid import Columns
 
 
+class KeyValueCache(NamedTuple):
+    """Keys and values of attention, (B, N, h, D) each: of the persistent tokens, then in MAG and MAL of the last W - 1
+    tokens (not rotated; N = P + W - 1), in MAC of the recalled tokens h and of the segment (rotated; N = P + 2 L).
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    def map(self, fn: Callable[..., Tensor], *others: "KeyValueCache") -> "KeyValueCache":
+        """Applies `fn` to keys and values, with those of `others` as further arguments."""
+        return KeyValueCache(*map(fn, self, *others))
+
+
 @dataclass(frozen=True)
 class LayerState:
-    """Everything a decoder layer needs to read on; every tensor has the batch first.
+    """All that a decoder layer needs to continue a sequence; every tensor has the batch first.
 
-    memory: weights, momentum, chunk-start weights and tokens seen (`MemoryState`).
-    conv: (B, kernel - 1, 3 * hidden), the last inputs of the memory's convolutions.
-    keys, values: (B, P + W - 1, h, D) persistent tokens and window; in MAC (B, P + 2 L, h, D) persistent tokens,
-    recalled memory and segment; None in LMM.
-    segment_weights: MAC, the memory's weights at the start of the running segment; empty where that is the chunk's
-    start.
+    memory: weights, momentum, anchor and number of tokens (`MemoryState`).
+    conv_state: (B, kernel - 1, 3 * hidden), the last inputs of the memory's convolutions.
+    kv_cache: None in LMM.
+    segment_weights: in MAC, the memory's weights at the start of the current segment; empty where segment and chunk are
+    the same, and those weights are the memory's anchor.
     """
 
     memory: MemoryState
-    conv: Tensor
-    keys: Tensor | None = None
-    values: Tensor | None = None
+    conv_state: Tensor
+    kv_cache: KeyValueCache | None = None
     segment_weights: tuple[Tensor, ...] = ()
 
     def map(self, fn: Callable[..., Tensor], *others: "LayerState") -> "LayerState":
-        """The state with `fn` applied to every tensor, and to those of `others` beside it."""
+        """Applies `fn` to every tensor, with the tensors of `others` as further arguments."""
         states = (self, *others)
-        keys_values = (
-            None if getattr(self, part) is None else fn(*(getattr(state, part) for state in states))
-            for part in ("keys", "values")
-        )
         return LayerState(
             self.memory.map(fn, *(state.memory for state in others)),
-            fn(*(state.conv for state in states)),
-            *keys_values,
+            fn(*(state.conv_state for state in states)),
+            None if self.kv_cache is None else self.kv_cache.map(fn, *(state.kv_cache for state in others)),
             tuple(map(fn, *(state.segment_weights for state in states))),
         )
 
     def merged(self, other: "LayerState", weight: float) -> "LayerState":
-        """The state with a memory between its own and that of `other`, which stands at `weight` 1."""
+        """Interpolates the memory linearly, `weight` 0 being this state's and 1 that of `other`; keeps all else."""
 
-        def between(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        def interpolate(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return tuple(torch.lerp(x, y.to(x).expand_as(x), weight) for x, y in zip(ours, theirs, strict=True))
 
-        ours, theirs = self.memory, other.memory
-        parts = {
-            part: between(getattr(ours, part), getattr(theirs, part)) for part in ("weights", "momentum", "anchor")
-        }
-        segment_weights = between(self.segment_weights, other.segment_weights)
-        return replace(self, memory=replace(ours, **parts), segment_weights=segment_weights)
+        memory = MemoryState(
+            interpolate(self.memory.weights, other.memory.weights),
+            interpolate(self.memory.momentum, other.memory.momentum),
+            interpolate(self.memory.anchor, other.memory.anchor),
+            self.memory.num_seen,
+        )
+        segment_weights = interpolate(self.segment_weights, other.segment_weights)
+        return replace(self, memory=memory, segment_weights=segment_weights)
 
     def tensors(self) -> list[Tensor]:
+        """Returns all tensors."""
         return [x for _, x in named_tensors(self)]
 
     @classmethod
-    def of_tree(cls, tree: dict[str, Any]) -> "LayerState":
-        """From `named_tensors`, as `as_tree` returns them."""
+    def from_tree(cls, tree: dict[str, Any]) -> "LayerState":
+        """Returns the state whose `named_tensors` are the leaves of `tree` (see `as_tree`)."""
         memory = tree["memory"]
         layers = (_in_order(memory[part]) for part in ("weights", "momentum", "anchor"))
         return cls(
             MemoryState(*layers, memory["num_seen"]),
-            tree["conv"],
-            tree.get("keys"),
-            tree.get("values"),
+            tree["conv_state"],
+            KeyValueCache(**tree["kv_cache"]) if "kv_cache" in tree else None,
             _in_order(tree.get("segment_weights", {})),
         )
 
 
-class Span(NamedTuple):
-    """Columns that a layer has read and may have to give up again: the state before them (None: nothing read) and what
-    it takes to read them once more.
+class RecordedColumns(NamedTuple):
+    """Columns that a crop may remove: the state before them (None before the first token), and what the layer needs to
+    read them again.
 
-    inputs: (B, T, hidden), the mixer's. real, begins: (B, T), `Columns`.
+    inputs: (B, T, hidden), the mixer's. mask, document_starts: (B, T), as in `Columns`.
     """
 
     state: LayerState | None
     inputs: Tensor
-    real: Tensor
-    begins: Tensor
+    mask: Tensor
+    document_starts: Tensor
 
     @property
     def num_columns(self) -> int:
+        """T."""
         return self.inputs.shape[1]
 
-    def append(self, inputs: Tensor, columns: Columns) -> "Span":
+    @property
+    def columns(self) -> Columns:
+        """The columns without their inputs."""
+        return Columns(self.mask, self.document_starts)
+
+    def append(self, inputs: Tensor, columns: Columns) -> "RecordedColumns":
+        """Returns the record with the columns of one more call."""
         shape, device = inputs.shape[:2], inputs.device
-        real = torch.ones(shape, dtype=torch.bool, device=device) if columns.real is None else columns.real
-        begins = torch.zeros(shape, dtype=torch.bool, device=device) if columns.begins is None else columns.begins
-        new = (inputs, real, begins)
-        return Span(self.state, *(torch.cat(pair, dim=1) for pair in zip(self[1:], new, strict=True)))
+        mask, starts = columns.mask, columns.document_starts
+        mask = torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask
+        starts = torch.zeros(shape, dtype=torch.bool, device=device) if starts is None else starts
+        return RecordedColumns(
+            self.state,
+            torch.cat([self.inputs, inputs], dim=1),
+            torch.cat([self.mask, mask], dim=1),
+            torch.cat([self.document_starts, starts], dim=1),
+        )
 
     @classmethod
-    def empty(cls, state: LayerState | None, inputs: Tensor) -> "Span":
+    def empty(cls, state: LayerState | None, inputs: Tensor) -> "RecordedColumns":
+        """Returns a record of no columns after `state`, for inputs like `inputs`."""
         nothing = torch.zeros(inputs.shape[0], 0, dtype=torch.bool, device=inputs.device)
         return cls(state, inputs[:, :0], nothing, nothing)
 
-    def first(self, num_columns: int) -> "Span":
-        return Span(self.state, *(x[:, :num_columns] for x in self[1:]))
+    def first(self, num_columns: int) -> "RecordedColumns":
+        """Returns the record of the first columns alone."""
+        return RecordedColumns(
+            self.state,
+            self.inputs[:, :num_columns],
+            self.mask[:, :num_columns],
+            self.document_starts[:, :num_columns],
+        )
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> "Span":
-        return Span(None if self.state is None else self.state.map(fn), *map(fn, self[1:]))
+    def map(self, fn: Callable[[Tensor], Tensor]) -> "RecordedColumns":
+        """Applies `fn` to every tensor."""
+        state = None if self.state is None else self.state.map(fn)
+        return RecordedColumns(state, fn(self.inputs), fn(self.mask), fn(self.document_starts))
 
     @classmethod
-    def of_tree(cls, tree: dict[str, Any]) -> "Span":
-        state = LayerState.of_tree(tree["state"]) if "state" in tree else None
-        return cls(state, tree["inputs"], tree["real"], tree["begins"])
+    def from_tree(cls, tree: dict[str, Any]) -> "RecordedColumns":
+        """Returns the record whose `named_tensors` are the leaves of `tree` (see `as_tree`)."""
+        state = LayerState.from_tree(tree["state"]) if "state" in tree else None
+        return cls(state, tree["inputs"], tree["mask"], tree["document_starts"])
 
 
 def named_tensors(part: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a state, a span or a tuple of them, each with its path, as "memory.weights.0"."""
+    """Yields the tensors of a state, a record or a tuple of them, each with its path, as "memory.weights.0"."""
     if isinstance(part, Tensor):
         yield path, part
     elif part is not None:
-        names = getattr(type(part), "__match_args__", None)  # of a dataclass and of a named tuple: its fields
+        names = getattr(type(part), "__match_args__", None)  # the fields of a dataclass or a named tuple
         values = part if names is None else [getattr(part, name) for name in names]
         for name, value in zip(range(len(part)) if names is None else names, values, strict=True):
             yield from named_tensors(value, f"{path}.{name}" if path else str(name))
 
 
 def as_tree(named: dict[str, Any]) -> dict[str, Any]:
-    """{"a.b": x} -> {"a": {"b": x}}"""
+    """Nests dictionaries by the parts of their keys: {"a.b": x} -> {"a": {"b": x}}."""
     tree: dict[str, Any] = {}
     for path, x in named.items():
         *parents, name = path.split(".")

@@ -1,123 +1,249 @@
-"""The memory, fast: chunks of tokens in the dual form (`memory_sweep`), or one token as the equations stand.
+"""One chunk of the memory's update in the dual form (paper section 3.2): forward and hand-written backward.
 
-Shapes: B batch, H heads, T tokens, D head size; weights (B, H, d_in, d_out).
+All gradients of a chunk are taken at the weights of its start, so each token's gradient is rank one in every layer, and
+the weights after every token follow from a few matrix products (`memory_gates`), exactly. No per-token weights are
+formed. Factors per token are applied where the tensor is narrower: before a matrix product or after it.
+
+Shapes: N batch and heads, C tokens of the chunk; weights (N, d_in, d_out).
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from .memory_backward import Sweep, chunk_backward
-from .memory_network import gradient_factors, read, token_surprise
-from .memory_state import MemoryState, where_rows
-from .memory_sweep import COMPILED, Layers, Plan, Tokens, chunk_forward, prepare, sweep
-from .token_grid import TokenGrid
+from .memory_gates import GateIntermediates, GateProducts, gate_products, gate_products_backward
+from .memory_network import (
+    GradientFactors,
+    apply_layers,
+    gradient_factors,
+    gradient_factors_backward,
+    layer_inputs,
+    token_surprise,
+)
+from .memory_state import MemoryInputs, MemoryState
 
 
-def memorize(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    inner_lr: Tensor,
-    log_momentum_decay: Tensor,
-    log_retain: Tensor,
-    state: MemoryState,
-    *,
-    chunk_size: int,
-    error_clip: float | None,
-    initial: tuple[Tensor, ...] = (),
-    grid: TokenGrid | None = None,
-) -> tuple[Tensor, MemoryState]:
-    """Writes T tokens into the memory and reads each one's query right after its own write (eq. 13-16).
+class ChunkLayer(NamedTuple):
+    """One layer of the memory network in a chunk, or the gradients with respect to it.
 
-    queries, keys, values: (B, H, T, D), any floating dtype; the work is done in the state's.
-    inner_lr (theta), log_momentum_decay (log eta), log_retain (log(1 - alpha)): (B, H, T); -inf is a gate of 0.
-    state: where to go on from; rows may be at different positions in their chunk.
-    chunk_size: tokens that share the weights at which their gradients are taken.
-    error_clip: kappa of `memory_network.gradient_factors`; None for the paper's plain loss.
-    initial: weights (H, d_in, d_out) of each layer that forgetting leads back to; none for 0, as in eq. 13.
-    grid: given, the tokens already lie on its slots (T = grid.num_slots), made for a multiple of `chunk_size`.
-    Returns the retrieved values (B, H, T, D) in the state's dtype (undefined at unfilled slots) and the state after.
+    offset (W), momentum (S) (N, d_in, d_out): at the chunk's start; the offset is the weights less the decay target.
+    inputs h (N, C, d_in), deltas (N, C, d_out): the factors of the tokens' gradients.
+    decay_target (M_0) (N, d_in, d_out): the weights that forgetting decays to; None for 0.
     """
-    tokens = Tokens(queries, keys, values, inner_lr, log_momentum_decay, log_retain)
-    options = dict(chunk_size=chunk_size, error_clip=error_clip, initial=initial, grid=grid)
-    retrieved, _, state = memorize_surprised(tokens, state, **options)
-    return retrieved, state
+
+    offset: Tensor
+    momentum: Tensor
+    inputs: Tensor
+    deltas: Tensor
+    decay_target: Tensor | None
 
 
-def memorize_surprised(
-    tokens: Tokens,
-    state: MemoryState,
-    *,
-    chunk_size: int,
-    error_clip: float | None,
-    initial: tuple[Tensor, ...] = (),
-    grid: TokenGrid | None = None,
-) -> tuple[Tensor, Tensor, MemoryState]:
-    """`memorize`, which also returns the surprise of each token (B, H, T), the norm of its gradient as it is written.
-    No gradient flows through it.
+class ChunkIntermediates(NamedTuple):
+    """The gate products and gradient factors of a chunk, with which forward and backward start."""
+
+    inputs: MemoryInputs
+    gates: GateProducts
+    gate_intermediates: GateIntermediates
+    factors: GradientFactors
+    layers: list[ChunkLayer]
+    anchor: tuple[Tensor, ...]
+
+
+class ChunkOutput(NamedTuple):
+    """retrieved (N, C, D), surprise (N, C); weights and momentum at the chunk's end, one tensor per layer."""
+
+    retrieved: Tensor
+    surprise: Tensor
+    weights: tuple[Tensor, ...]
+    momentum: tuple[Tensor, ...]
+
+
+class ChunkGradients(NamedTuple):
+    """Gradients with respect to a chunk's inputs, the state at its start and the decay target (empty for 0)."""
+
+    inputs: MemoryInputs
+    state: MemoryState
+    decay_target: list[Tensor]
+
+
+class ChunkFunctions(NamedTuple):
+    """The functions of one chunk, as written here or compiled."""
+
+    forward: Callable[..., ChunkOutput]
+    intermediates: Callable[..., ChunkIntermediates]
+    backward: Callable[..., ChunkGradients]
+
+
+def chunk_forward(
+    inputs: MemoryInputs, state: MemoryState, decay_target: Sequence[Tensor], error_clip: float | None
+) -> ChunkOutput:
+    """Computes what the queries of a chunk retrieve, and the weights and momentum at its end."""
+    chunk = chunk_intermediates(inputs, state, decay_target, error_clip)
+    layers = [partial(read_layer, layer=layer, gates=chunk.gates) for layer in chunk.layers]
+    retrieved = apply_layers(inputs.queries, layers)
+    return ChunkOutput(retrieved, token_surprise(chunk.factors), *end_of_chunk(chunk))
+
+
+def chunk_intermediates(
+    inputs: MemoryInputs, state: MemoryState, decay_target: Sequence[Tensor], error_clip: float | None
+) -> ChunkIntermediates:
+    """Computes gate products and gradient factors from a chunk's inputs and the state at its start."""
+    gates = gate_products(inputs.inner_lr, inputs.log_momentum_decay, inputs.log_retain, inputs.filled)
+    factors = gradient_factors(inputs.keys, inputs.values, state.anchor, error_clip)
+    offsets = [w - m for w, m in zip(state.weights, decay_target, strict=True)] if decay_target else state.weights
+    parts = (offsets, state.momentum, factors.inputs, factors.deltas, decay_target or [None] * len(offsets))
+    layers = [ChunkLayer(*x) for x in zip(*parts, strict=True)]
+    return ChunkIntermediates(inputs, *gates, factors, layers, state.anchor)
+
+
+def read_layer(x: Tensor, layer: ChunkLayer, gates: GateProducts) -> Tensor:
+    """Multiplies every token by the layer's weights after that token: (N, C, d_in) -> (N, C, d_out).
+
+    x_t M_t = beta_t x_t W + f_t x_t S - sum_{i<=t} G_ti (x_t . h_i) delta_i + x_t M_0    (eq. 13-16, unrolled)
     """
-    dtype = state.weights[0].dtype
-    tokens = Tokens(*(x.to(dtype) for x in tokens))
-    num_tokens = tokens.keys.shape[2]
-    if num_tokens == 1 and (grid is None or grid.is_step):
-        return _memorize_step(tokens, state, initial, chunk_size, error_clip)
-    if grid is not None:
-        return _memorize_grid(tokens, state, initial, grid, chunk_size, error_clip)
-    grid = TokenGrid.build(state.num_seen, num_tokens, chunk_size)
-    slots = Tokens(*(grid.place(x.transpose(1, 2)).transpose(1, 2) for x in tokens))
-    *found, state = _memorize_grid(slots, state, initial, grid, chunk_size, error_clip)
-    return *(grid.take(x.transpose(1, 2)).transpose(1, 2) for x in found), state
-
-
-def _memorize_step(
-    token: Tokens, state: MemoryState, initial: tuple[Tensor, ...], chunk_size: int, error_clip: float | None
-) -> tuple[Tensor, Tensor, MemoryState]:
-    """One token: eq. 13-15 as they stand, without a branch on data."""
-    begins = partial(where_rows, state.num_seen % chunk_size == 0)
-    anchor = tuple(map(begins, state.weights, state.anchor))
-    factors = gradient_factors(token.keys, token.values, anchor, error_clip)
-    theta, eta, retain = (
-        x[..., None] for x in (token.inner_lr, token.log_momentum_decay.exp(), token.log_retain.exp())
-    )
-    # in place where a tensor is new: a step takes as long as it takes to pass over the state
-    gradients = zip(state.momentum, factors.inputs, factors.deltas, strict=True)
-    momentum = tuple((eta * s).addcmul_(x.mT, theta * d, value=-1) for s, x, d in gradients)
-    if initial:
-        kept = [torch.lerp(m, w, retain) for m, w in zip(initial, state.weights, strict=True)]
+    scores = (x @ layer.inputs.mT) * gates.gradient_to_weights  # (N, C, d_in) @ (N, d_in, C): (x h^T) o G
+    if x.shape[-1] > layer.offset.shape[-1]:
+        output = gates.weights_decay[..., None] * (x @ layer.offset)  # beta (x W): (N, C, d_in) @ (N, d_in, d_out)
+        output.addcmul_(gates.momentum_to_weights[..., None], x @ layer.momentum)  # + f (x S)
     else:
-        kept = [retain * w for w in state.weights]
-    weights = tuple(w.add_(s) for w, s in zip(kept, momentum, strict=True))
-    state = MemoryState(weights, momentum, anchor, state.num_seen + 1)
-    return read(weights, token.queries), token_surprise(factors).detach(), state
+        output = (gates.weights_decay[..., None] * x) @ layer.offset
+        output.baddbmm_(gates.momentum_to_weights[..., None] * x, layer.momentum)
+    if layer.decay_target is not None:
+        output.baddbmm_(x, layer.decay_target)  # + x M_0
+    return output.baddbmm_(scores, layer.deltas, alpha=-1)  # - ((x h^T) o G) delta: (N, C, C) @ (N, C, d_out)
 
 
-def _memorize_grid(
-    slots: Tokens,
-    state: MemoryState,
-    initial: tuple[Tensor, ...],
-    grid: TokenGrid,
-    chunk_size: int,
-    error_clip: float | None,
-) -> tuple[Tensor, Tensor, MemoryState]:
-    """All chunks of the grid; every row's chunk begins at a multiple of `chunk_size`."""
-    filled = begins = None
-    if grid.filled is not None:
-        filled = grid.filled[:, None].expand_as(slots.inner_lr).flatten(0, 1)
-        first = torch.arange(0, grid.num_slots, chunk_size, device=filled.device)[:, None]
-        begins = ((grid.start <= first) & (grid.end > first)).repeat_interleave(slots.inner_lr.shape[1], dim=1)
-    plan = Plan(len(state.weights), chunk_size, error_clip, filled, begins)
-    initial = [m.expand_as(w) for m, w in zip(initial, state.weights, strict=False)]
-    tensors = [x.flatten(0, 1) for x in (*slots, *state.weights, *state.momentum, *state.anchor, *initial)]
-    by_hand = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    by_hand = by_hand and not torch.compiler.is_compiling()  # a compiler makes the backward itself
-    results = Sweep.apply(plan, *tensors) if by_hand else sweep(plan, tensors)
-    retrieved, surprise, *after = (x.unflatten(0, slots.inner_lr.shape[:2]) for x in results)
-    return retrieved, surprise.detach(), MemoryState(*Layers.of(after), state.num_seen + grid.end - grid.start)
+def end_of_chunk(chunk: ChunkIntermediates) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Computes weights and momentum at the chunk's end, one tensor per layer."""
+    weights, momentum = zip(*(_end_of_layer(layer, chunk.gates) for layer in chunk.layers), strict=True)
+    return weights, momentum
 
 
-def compile_chunks(**options) -> None:
-    """Compiles what is done with a full chunk, forward and backward: `TitansPreTrainedModel.compile_memory`."""
-    for work in (chunk_forward, prepare, chunk_backward):
-        COMPILED[work] = torch.compile(work, dynamic=False, **options)
+def _end_of_layer(layer: ChunkLayer, gates: GateProducts) -> tuple[Tensor, Tensor]:
+    """Computes M_T = beta_T W + f_T S - h^T diag(G_T) delta + M_0 and S_T = m_T S - h^T diag(E_T theta) delta."""
+    factor, momentum_factor = gates.gradient_to_weights[..., -1, :, None], gates.gradient_to_momentum[..., None]
+    weights = gates.weights_decay[..., -1, None, None] * layer.offset
+    if layer.decay_target is not None:
+        weights.add_(layer.decay_target)
+    weights.addcmul_(gates.momentum_to_weights[..., -1, None, None], layer.momentum)
+    momentum = gates.momentum_decay[..., None, None] * layer.momentum
+    if layer.inputs.shape[-1] > layer.deltas.shape[-1]:  # (N, d_in, C) @ (N, C, d_out)
+        weights.baddbmm_(layer.inputs.mT, factor * layer.deltas, alpha=-1)
+        momentum.baddbmm_(layer.inputs.mT, momentum_factor * layer.deltas, alpha=-1)
+    else:
+        weights.baddbmm_((factor * layer.inputs).mT, layer.deltas, alpha=-1)
+        momentum.baddbmm_((momentum_factor * layer.inputs).mT, layer.deltas, alpha=-1)
+    return weights, momentum
+
+
+def chunk_backward(
+    grad_retrieved: Tensor,
+    chunk: ChunkIntermediates,
+    grad_weights: Sequence[Tensor],
+    grad_momentum: Sequence[Tensor],
+) -> ChunkGradients:
+    """Computes the backward of `chunk_forward` from the gradients with respect to its output."""
+    layers = [partial(read_layer, layer=layer, gates=chunk.gates) for layer in chunk.layers]
+    reads, grad = layer_inputs(chunk.inputs.queries, layers), grad_retrieved
+    layer_gradients, gate_gradients = [], []
+    for i in reversed(range(len(layers))):
+        gradients = _layer_backward(grad, grad_weights[i], grad_momentum[i], reads.inputs[i], chunk, i)
+        layer_gradients.insert(0, gradients.layer)
+        gate_gradients.append(gradients.gates)
+        grad = gradients.x.mul_(reads.slopes[i - 1]) if i > 0 else gradients.x
+    to_offset, to_momentum, to_inputs, to_deltas, to_target = map(list, zip(*layer_gradients, strict=True))
+    values, anchor = chunk.inputs.values, chunk.anchor
+    to_network = gradient_factors_backward(chunk.factors, values, anchor, to_inputs, to_deltas)
+    to_products = GateProducts(*(sum(parts) for parts in zip(*gate_gradients, strict=True)))
+    inner_lr, filled = chunk.inputs.inner_lr, chunk.inputs.filled
+    to_gates = gate_products_backward(to_products, chunk.gates, chunk.gate_intermediates, inner_lr, filled)
+    return ChunkGradients(
+        MemoryInputs(grad, to_network.keys, to_network.values, *to_gates),
+        MemoryState(to_offset, to_momentum, to_network.weights),
+        [x for x in to_target if x is not None],
+    )
+
+
+class _LayerGradients(NamedTuple):
+    x: Tensor
+    layer: ChunkLayer
+    gates: GateProducts
+
+
+def _layer_backward(
+    grad: Tensor, grad_weights: Tensor, grad_momentum: Tensor, x: Tensor, chunk: ChunkIntermediates, i: int
+) -> _LayerGradients:
+    """Computes the backward of `read_layer` and `_end_of_layer` for layer i with respect to x, the layer and the gates.
+
+    The gradients are those of the output (N, C, d_out) and of weights and momentum at the end (N, d_in, d_out).
+    """
+    (offset, momentum, inputs, deltas, decay_target), gates = chunk.layers[i], chunk.gates
+    beta, f = gates.weights_decay[..., None], gates.momentum_to_weights[..., None]
+    # 1. ((x h^T) o G) delta: with respect to G and, as `grad_scores`, to x h^T
+    scores, grad_scores = x @ inputs.mT, grad @ deltas.mT  # (N, C, C)
+    grad_products = (scores * grad_scores).neg_()
+    scores, grad_scores = scores.mul_(gates.gradient_to_weights), grad_scores.mul_(gates.gradient_to_weights)
+    # 2. beta (x W) + f (x S): with respect to beta, f and x
+    from_offset, from_momentum = grad @ offset.mT, grad @ momentum.mT  # (N, C, d_in)
+    grad_beta, grad_f = (x * from_offset).sum(-1), (x * from_momentum).sum(-1)
+    grad_x = from_offset.mul_(beta).addcmul_(f, from_momentum)
+    # 3. The weights and momentum at the start: through those at the end, then through what was read
+    grad_offset = gates.weights_decay[..., -1, None, None] * grad_weights
+    grad_start_momentum = gates.momentum_decay[..., None, None] * grad_momentum
+    grad_start_momentum.addcmul_(gates.momentum_to_weights[..., -1, None, None], grad_weights)
+    if inputs.shape[-1] > deltas.shape[-1]:
+        grad_offset.baddbmm_(x.mT, beta * grad)
+        grad_start_momentum.baddbmm_(x.mT, f * grad)
+    else:
+        grad_offset.baddbmm_((beta * x).mT, grad)
+        grad_start_momentum.baddbmm_((f * x).mT, grad)
+    # 4. The tokens' gradients h (x) delta in the weights and momentum at the end
+    end = _end_backward(grad_weights, grad_momentum, inputs, deltas, gates)
+    grad_products[..., -1, :] -= end.factor
+    grad_beta[..., -1] += (grad_weights * offset).sum((-2, -1))
+    grad_f[..., -1] += (grad_weights * momentum).sum((-2, -1))
+    grad_m = (grad_momentum * momentum).sum((-2, -1))
+    grad_gates = GateProducts(grad_products, grad_beta, grad_f, end.momentum_factor.neg_(), grad_m)
+    # 5. h, delta and x in the scores of step 1
+    grad_inputs = end.inputs.baddbmm_(grad_scores.mT, x).neg_()
+    grad_deltas = end.deltas.baddbmm_(scores.mT, grad).neg_()
+    grad_x.baddbmm_(grad_scores, inputs, alpha=-1)
+    # 6. The decay target: W is the weights less M_0, and x M_0 is added to what is read
+    to_target = None
+    if decay_target is not None:
+        grad_x.baddbmm_(grad, decay_target.mT)
+        to_target = (grad_weights - grad_offset).baddbmm_(x.mT, grad)
+    layer = ChunkLayer(grad_offset, grad_start_momentum, grad_inputs, grad_deltas, to_target)
+    return _LayerGradients(grad_x, layer, grad_gates)
+
+
+class _EndGradients(NamedTuple):
+    inputs: Tensor
+    deltas: Tensor
+    factor: Tensor
+    momentum_factor: Tensor
+
+
+def _end_backward(
+    grad_weights: Tensor, grad_momentum: Tensor, inputs: Tensor, deltas: Tensor, gates: GateProducts
+) -> _EndGradients:
+    """Computes the gradients of h^T diag(G_T) delta and h^T diag(E_T theta) delta with respect to h (N, C, d_in), delta
+    (N, C, d_out) and the two factors per token (N, C).
+    """
+    factor, momentum_factor = gates.gradient_to_weights[..., -1, :, None], gates.gradient_to_momentum[..., None]
+    if inputs.shape[-1] > deltas.shape[-1]:
+        from_weights, from_momentum = inputs @ grad_weights, inputs @ grad_momentum  # (N, C, d_out)
+        grad_factor, grad_momentum_factor = (deltas * from_weights).sum(-1), (deltas * from_momentum).sum(-1)
+        grad_deltas = from_weights.mul_(factor).addcmul_(momentum_factor, from_momentum)
+        grad_inputs = ((factor * deltas) @ grad_weights.mT).baddbmm_(momentum_factor * deltas, grad_momentum.mT)
+    else:
+        from_weights, from_momentum = deltas @ grad_weights.mT, deltas @ grad_momentum.mT  # (N, C, d_in)
+        grad_factor, grad_momentum_factor = (inputs * from_weights).sum(-1), (inputs * from_momentum).sum(-1)
+        grad_inputs = from_weights.mul_(factor).addcmul_(momentum_factor, from_momentum)
+        grad_deltas = ((factor * inputs) @ grad_weights).baddbmm_(momentum_factor * inputs, grad_momentum)
+    return _EndGradients(grad_inputs, grad_deltas, grad_factor, grad_momentum_factor)
+
+
+CHUNK_FUNCTIONS = ChunkFunctions(chunk_forward, chunk_intermediates, chunk_backward)

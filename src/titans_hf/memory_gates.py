@@ -1,9 +1,9 @@
 """Closed-form products of the per-token gates within a chunk, in log space.
 
-Unrolling eq. 13-14 from the chunk's start (weights M_0, less those that forgetting leads back to, momentum S_0,
-gradients g_i all taken at the start, eq. 16):
+Unrolling eq. 13-14 from the chunk's start, where the weights less the decay target are W_0, the momentum is S_0 and all
+gradients g_i are taken (eq. 16):
 
-    M_t = beta_t M_0 + f_t S_0 - sum_{i<=t} G_ti g_i        G = (R E) diag(theta)     f = R m
+    W_t = beta_t W_0 + f_t S_0 - sum_{i<=t} G_ti g_i        G = (R E) diag(theta)     f = R m
     S_T = m_T S_0 - sum_i E_Ti theta_i g_i                  R_tj = prod_{j<l<=t} (1 - alpha_l)
                                                             E_ji = prod_{i<l<=j} eta_l
 
@@ -16,83 +16,105 @@ from torch import Tensor
 
 
 class GateProducts(NamedTuple):
-    write: Tensor  # G (..., C, C): share of token i's gradient in the weights after token t
-    retain: Tensor  # beta (..., C): share of the weights at the chunk's start left after token t
-    carry: Tensor  # f (..., C): what the momentum at the chunk's start has added after token t
-    momentum_write: Tensor  # E_Ti theta_i (..., C): share of token i's gradient in the momentum at the chunk's end
-    momentum_carry: Tensor  # m_T (...): share of the momentum at the chunk's start left at its end
+    """Factors by which the start of a chunk and its tokens' gradients enter later weights and momenta."""
+
+    gradient_to_weights: Tensor  # G (..., C, C): of token i's gradient in the weights after token t
+    weights_decay: Tensor  # beta (..., C): of the chunk-start weights in the weights after token t
+    momentum_to_weights: Tensor  # f (..., C): of the chunk-start momentum in the weights after token t
+    gradient_to_momentum: Tensor  # E_Ti theta_i (..., C): of token i's gradient in the momentum at the chunk's end
+    momentum_decay: Tensor  # m_T (...): of the chunk-start momentum in the momentum at the chunk's end
 
 
-class GateParts(NamedTuple):
-    """What the products are made of; a slot without a token has nothing in R's column."""
+class GateIntermediates(NamedTuple):
+    """Intermediate results of `gate_products`, for its backward. The columns of R at empty slots are 0."""
 
-    retain: Tensor  # R (..., C, C)
-    momentum: Tensor  # E (..., C, C)
-    both: Tensor  # R E (..., C, C)
-    momentum_decay: Tensor  # m (..., C)
+    retain_products: Tensor  # R (..., C, C)
+    momentum_products: Tensor  # E (..., C, C)
+    combined_products: Tensor  # R E (..., C, C)
+    momentum_decays: Tensor  # m (..., C)
+
+
+class GateGradients(NamedTuple):
+    """Gradients with respect to the gates, (..., C) each."""
+
+    inner_lr: Tensor
+    log_momentum_decay: Tensor
+    log_retain: Tensor
 
 
 def segment_products(log_decay: Tensor) -> Tensor:
-    """(..., C) -> (..., C, C): product of the decays at j < l <= t at [t, j], 0 above the diagonal.
+    """Computes the product of the decays at j < l <= t at entry [t, j], 0 above the diagonal: (..., C) -> (..., C, C).
 
-    Their logarithms are summed directly, not as a difference of two cumulative sums: exact for decays of any size,
-    -inf (a gate of 0) included. Transposed on the way: sums along rows are twice as fast.
+    The logarithms are summed directly, not as a difference of two cumulative sums: exact for decays of any size, -inf
+    (a gate of 0) included. The sum runs along rows and is transposed: twice as fast as along columns.
     """
     terms = log_decay[..., None, :].expand(*log_decay.shape, log_decay.shape[-1])
     return terms.triu(1).cumsum(-1).exp().triu().mT
 
 
-def _of_tokens(filled: Tensor | None, *per_slot: Tensor) -> tuple[Tensor, ...]:
-    """0 where no token lies."""
+def _zero_empty_slots(filled: Tensor | None, *per_slot: Tensor) -> tuple[Tensor, ...]:
     return per_slot if filled is None else tuple(x.masked_fill(~filled, 0.0) for x in per_slot)
 
 
 def gate_products(
     inner_lr: Tensor, log_momentum_decay: Tensor, log_retain: Tensor, filled: Tensor | None = None
-) -> tuple[GateProducts, GateParts]:
-    """theta, log eta and log(1 - alpha), each (..., C); `filled` (..., C) is False where no token lies."""
-    inner_lr, log_momentum_decay, log_retain = _of_tokens(filled, inner_lr, log_momentum_decay, log_retain)
+) -> tuple[GateProducts, GateIntermediates]:
+    """Computes the products from theta, log eta and log(1 - alpha), each (..., C); `filled` (..., C) is False at slots
+    without a token.
+    """
+    inner_lr, log_momentum_decay, log_retain = _zero_empty_slots(filled, inner_lr, log_momentum_decay, log_retain)
     retain_products = segment_products(log_retain)  # R
     momentum_products = segment_products(log_momentum_decay)  # E
     if filled is not None:
-        # A slot without a token leaves the weights alone: it must not add the momentum to them once more.
+        # An empty slot leaves the weights unchanged: it must not add the momentum to them once more.
         retain_products = retain_products * filled[..., None, :]
-    momentum_decay = log_momentum_decay.cumsum(-1).exp()  # m
-    both = retain_products @ momentum_products
+    momentum_decays = log_momentum_decay.cumsum(-1).exp()  # m
+    combined_products = retain_products @ momentum_products  # R E: (..., C, C) @ (..., C, C)
     products = GateProducts(
-        write=both * inner_lr[..., None, :],
-        retain=log_retain.cumsum(-1).exp(),
-        carry=(retain_products @ momentum_decay[..., None]).squeeze(-1),
-        momentum_write=momentum_products[..., -1, :] * inner_lr,
-        momentum_carry=momentum_decay[..., -1],
+        gradient_to_weights=combined_products * inner_lr[..., None, :],  # G = (R E) diag(theta)
+        weights_decay=log_retain.cumsum(-1).exp(),  # beta
+        momentum_to_weights=(retain_products @ momentum_decays[..., None]).squeeze(-1),  # f = R m
+        gradient_to_momentum=momentum_products[..., -1, :] * inner_lr,  # E_T diag(theta)
+        momentum_decay=momentum_decays[..., -1],  # m_T
     )
-    return products, GateParts(retain_products, momentum_products, both, momentum_decay)
+    return products, GateIntermediates(retain_products, momentum_products, combined_products, momentum_decays)
 
 
 def gate_products_backward(
-    grad: GateProducts, products: GateProducts, parts: GateParts, inner_lr: Tensor, filled: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients with respect to `gate_products` -> to theta, log eta and log(1 - alpha)."""
-    (inner_lr,) = _of_tokens(filled, inner_lr)
-    grad_lr = (grad.write * parts.both).sum(-2) + grad.momentum_write * parts.momentum[..., -1, :]
-    grad_write = grad.write * inner_lr[..., None, :]
-    grad_retain = grad_write @ parts.momentum.mT + grad.carry[..., None] * parts.momentum_decay[..., None, :]
-    grad_momentum = parts.retain.mT @ grad_write
-    grad_momentum[..., -1, :] += grad.momentum_write * inner_lr
-    grad_decay = (parts.retain.mT @ grad.carry[..., None]).squeeze(-1)
-    grad_decay[..., -1] += grad.momentum_carry
+    grad: GateProducts,
+    products: GateProducts,
+    intermediates: GateIntermediates,
+    inner_lr: Tensor,
+    filled: Tensor | None = None,
+) -> GateGradients:
+    """Computes the gradients with respect to the gates from those with respect to their products."""
+    (inner_lr,) = _zero_empty_slots(filled, inner_lr)
+    retain, momentum = intermediates.retain_products, intermediates.momentum_products
+    decays = intermediates.momentum_decays
+    # 1. G = (R E) diag(theta) and E_T diag(theta), with respect to theta
+    grad_lr = (grad.gradient_to_weights * intermediates.combined_products).sum(-2)
+    grad_lr = grad_lr + grad.gradient_to_momentum * momentum[..., -1, :]
+    # 2. The same and f = R m, with respect to R, E and m
+    grad_combined = grad.gradient_to_weights * inner_lr[..., None, :]
+    grad_retain = grad_combined @ momentum.mT + grad.momentum_to_weights[..., None] * decays[..., None, :]
+    grad_momentum = retain.mT @ grad_combined
+    grad_momentum[..., -1, :] += grad.gradient_to_momentum * inner_lr
+    grad_decays = (retain.mT @ grad.momentum_to_weights[..., None]).squeeze(-1)
+    grad_decays[..., -1] += grad.momentum_decay
+    # 3. R and beta with respect to log(1 - alpha), E and m with respect to log eta
     grads = (
         grad_lr,
-        _segment_backward(grad_momentum * parts.momentum) + _suffix_sums(grad_decay * parts.momentum_decay, -1),
-        _segment_backward(grad_retain * parts.retain) + _suffix_sums(grad.retain * products.retain, -1),
+        _segment_sums_backward(grad_momentum * momentum) + _suffix_sums(grad_decays * decays, -1),
+        _segment_sums_backward(grad_retain * retain) + _suffix_sums(grad.weights_decay * products.weights_decay, -1),
     )
-    return _of_tokens(filled, *grads)
+    return GateGradients(*_zero_empty_slots(filled, *grads))
 
 
 def _suffix_sums(x: Tensor, dim: int) -> Tensor:
+    """Sums each entry and those after it along `dim`."""
     return x.flip(dim).cumsum(dim).flip(dim)
 
 
-def _segment_backward(grad: Tensor) -> Tensor:
-    """Gradients with respect to the sums over j < l <= t, at [t, j] -> to the terms: sums over j < l <= t of these."""
+def _segment_sums_backward(grad: Tensor) -> Tensor:
+    """Computes the gradients with respect to x_l (..., C) from those with respect to sum_{j<l<=t} x_l at [t, j]."""
     return _suffix_sums(grad, -2).tril(-1).sum(-1)

@@ -1,7 +1,12 @@
-"""The memory as a function: a bias-free MLP whose weights are the state (paper section 3.1), and its gradient.
+"""The memory network: a bias-free MLP whose weights are the memory's state (paper section 3.1), and its gradient.
 
-M(x) = W_L silu(... silu(W_1 x)), one weight matrix per layer, applied from the right: x @ W.
-Shapes: B batch, H heads, T tokens, D head size, F hidden size; layer l maps d_in to d_out.
+M(x) = W_L silu(... silu(W_1 x)), one weight matrix per layer, multiplied from the right: x @ W.
+
+All that depends on the form of the network and of its loss is in this file: its layers' shapes, reading it, the
+gradient of its loss as rank-one factors per layer, and the backward of both. The update of the weights
+(`memory_chunk.py`) sees only those factors.
+
+Shapes: ... batch and heads, T tokens, D head size, F hidden size; layer l maps d_in to d_out.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,56 +20,79 @@ from torch.nn.functional import silu
 
 
 def layer_shapes(head_dim: int, depth: int, expansion: int) -> list[tuple[int, int]]:
-    """(d_in, d_out) of each of the `depth` layers: D -> F -> ... -> F -> D with F = expansion * D."""
+    """Returns (d_in, d_out) of each of the `depth` layers: D -> F -> ... -> F -> D with F = expansion * D."""
     sizes = [head_dim, *[expansion * head_dim] * (depth - 1), head_dim]
     return list(pairwise(sizes))
 
 
 def apply_layers(x: Tensor, layers: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
-    """The MLP with its linear maps given as functions: SiLU between them, none after the last."""
+    """Applies the MLP with its linear maps given as functions: SiLU between them, none after the last."""
     for layer in layers[:-1]:
         x = silu(layer(x))
     return layers[-1](x)
 
 
 def read(weights: Sequence[Tensor], queries: Tensor) -> Tensor:
-    """M(q) (eq. 15): weights of (B, H, d_in, d_out), queries (B, H, T, D) -> (B, H, T, D)."""
+    """Computes M(q) (eq. 15): weights (..., d_in, d_out), queries (..., T, D) -> (..., T, D)."""
     return apply_layers(queries, [partial(torch.matmul, other=weight) for weight in weights])
 
 
+class LayerInputs(NamedTuple):
+    """What `apply_layers` multiplies: the input of every layer, and silu' before every layer but the first."""
+
+    inputs: list[Tensor]
+    slopes: list[Tensor]
+
+
+def layer_inputs(x: Tensor, layers: Sequence[Callable[[Tensor], Tensor]]) -> LayerInputs:
+    """Computes the input of each layer in `apply_layers` and the derivative of its SiLU, for the backward."""
+    inputs, slopes = [x], []
+    for layer in layers[:-1]:
+        pre_activation = layer(inputs[-1])
+        sigmoid = torch.sigmoid(pre_activation)
+        inputs.append(pre_activation.mul_(sigmoid))
+        slopes.append(_silu_slope(inputs[-1], sigmoid))
+    return LayerInputs(inputs, slopes)
+
+
+def _silu_slope(activation: Tensor, sigmoid: Tensor) -> Tensor:
+    """Computes silu'(z) = s + silu(z) (1 - s) from silu(z) and s = sigmoid(z)."""
+    return torch.lerp(activation, sigmoid.new_ones(()), sigmoid)
+
+
 def clip_scale(norm: Tensor, limit: Tensor) -> Tensor:
-    """min(1, limit / norm), without an epsilon: 1 where the norm is 0, and with a finite gradient everywhere."""
+    """Computes min(1, limit / norm) without an epsilon: 1 where the norm is 0, with a finite gradient everywhere."""
     exceeds = norm > limit
     return torch.where(exceeds, limit / torch.where(exceeds, norm, 1.0), 1.0)
 
 
-class Factors(NamedTuple):
-    """The gradient of |M(k) - v|^2 (eq. 12) in every layer, one rank-one matrix per token: inputs[l] (x) deltas[l].
-
-    And what led there, for its own derivative: a list per layer, or per hidden layer.
+class GradientFactors(NamedTuple):
+    """The gradient of |M(k) - v|^2 (eq. 12) in every layer as one rank-one matrix per token, inputs[l] (x) deltas[l];
+    and the intermediate results that its own backward needs: lists with one entry per layer, or per hidden layer.
     """
 
     inputs: list[Tensor]  # h (..., T, d_in)
-    deltas: list[Tensor]  # (..., T, d_out), limited
+    deltas: list[Tensor]  # (..., T, d_out), clipped
     pre_activations: list[Tensor]  # z, hidden layers: the next layer's input is silu(z)
     sigmoids: list[Tensor]  # of z
     slopes: list[Tensor]  # silu'(z)
-    returned: list[Tensor]  # what the next layer's delta is at silu(z)
-    unlimited: list[Tensor]  # deltas before they are limited
-    norms: list[Tensor]  # (..., T, 1), of the layers' gradients before they are limited
-    scales: list[Tensor]  # (..., T, 1), what limits them; empty without a clip
-    error: Tensor  # M(k) - v, before it is limited
-    error_scale: Tensor | None  # (..., T, 1)
+    grad_activations: list[Tensor]  # gradient of the loss with respect to silu(z)
+    unclipped_deltas: list[Tensor]  # (..., T, d_out)
+    gradient_norms: list[Tensor]  # (..., T, 1), of the layers' gradients before clipping
+    gradient_scales: list[Tensor]  # (..., T, 1), the factors that clip them; empty without a clip
+    error: Tensor  # M(k) - v, before clipping
+    error_scale: Tensor | None  # (..., T, 1), the factor that clips it
 
 
-def gradient_factors(keys: Tensor, values: Tensor, weights: Sequence[Tensor], error_clip: float | None) -> Factors:
-    """The gradient of the memory's loss as its factors.
+def gradient_factors(
+    keys: Tensor, values: Tensor, weights: Sequence[Tensor], error_clip: float | None
+) -> GradientFactors:
+    """Computes the gradient of the memory's loss (eq. 12), factored: keys, values (..., T, D), weights (..., d_in,
+    d_out).
 
-    With `error_clip` kappa, the error e = M(k) - v enters as e * min(1, kappa |v| / |e|), and no layer's gradient may
-    be longer than 4 kappa |v|, twice the longest that a one-layer memory with a unit key can have: the weights then
-    grow at most linearly with the tokens read, whatever they are.
-
-    keys, values (..., T, D); weights (..., d_in, d_out).
+    With `error_clip` kappa, the error e = M(k) - v enters as e * min(1, kappa |v| / |e|), and the gradient of each
+    layer is clipped at 4 kappa |v|, twice the largest that a one-layer memory with a unit key can have: the weights
+    then grow at most linearly with the number of tokens, whatever the tokens are.
     """
     inputs, pre_activations, sigmoids = [keys], [], []
     for weight in weights[:-1]:
@@ -72,36 +100,111 @@ def gradient_factors(keys: Tensor, values: Tensor, weights: Sequence[Tensor], er
         sigmoids.append(torch.sigmoid(pre_activations[-1]))
         inputs.append(pre_activations[-1] * sigmoids[-1])
     error = inputs[-1] @ weights[-1] - values
-    scale, scales = None, []
+    error_scale, scales = None, []
     if error_clip is None:
-        unlimited = [2 * error]
+        unclipped = [2 * error]
     else:
         limit = error_clip * values.norm(dim=-1, keepdim=True)
-        scale = clip_scale(error.norm(dim=-1, keepdim=True), limit)
-        unlimited = [2 * scale * error]
-    # silu'(z) = s + silu(z) (1 - s) with s = sigmoid(z)
-    slopes = [torch.lerp(h, h.new_ones(()), s) for h, s in zip(inputs[1:], sigmoids, strict=True)]
-    returned = []
+        error_scale = clip_scale(error.norm(dim=-1, keepdim=True), limit)
+        unclipped = [2 * error_scale * error]
+    slopes = [_silu_slope(h, s) for h, s in zip(inputs[1:], sigmoids, strict=True)]
+    grad_activations = []
     for weight, slope in zip(weights[:0:-1], slopes[::-1], strict=True):
-        returned.append(unlimited[-1] @ weight.mT)
-        unlimited.append(returned[-1] * slope)
-    returned.reverse()
-    unlimited.reverse()
-    deltas, norms = unlimited, [surprise(x, d) for x, d in zip(inputs, unlimited, strict=True)]
+        grad_activations.append(unclipped[-1] @ weight.mT)
+        unclipped.append(grad_activations[-1] * slope)
+    grad_activations.reverse()
+    unclipped.reverse()
+    deltas, norms = unclipped, [gradient_norm(x, d) for x, d in zip(inputs, unclipped, strict=True)]
     if error_clip is not None:
         scales = [clip_scale(norm, 4 * limit) for norm in norms]
-        deltas = [d * c for d, c in zip(unlimited, scales, strict=True)]
-    return Factors(inputs, deltas, pre_activations, sigmoids, slopes, returned, unlimited, norms, scales, error, scale)
+        deltas = [d * c for d, c in zip(unclipped, scales, strict=True)]
+    intermediates = (pre_activations, sigmoids, slopes, grad_activations, unclipped, norms, scales, error, error_scale)
+    return GradientFactors(inputs, deltas, *intermediates)
 
 
-def surprise(inputs: Tensor, delta: Tensor) -> Tensor:
-    """The norm of a token's gradient of one layer, |h (x) delta| = |h| |delta|: (..., T, 1)."""
+def gradient_norm(inputs: Tensor, delta: Tensor) -> Tensor:
+    """Computes the norm of each token's gradient of one layer, |h (x) delta| = |h| |delta|: (..., T, 1)."""
     return inputs.norm(dim=-1, keepdim=True) * delta.norm(dim=-1, keepdim=True)
 
 
-def token_surprise(factors: Factors) -> Tensor:
-    """The norm of a token's gradient of all layers, as it is written: (..., T)."""
-    norms = torch.cat(factors.norms, dim=-1)
-    if factors.scales:
-        norms = norms * torch.cat(factors.scales, dim=-1)
+def token_surprise(factors: GradientFactors) -> Tensor:
+    """Computes the norm of each token's clipped gradient over all layers: (..., T)."""
+    norms = torch.cat(factors.gradient_norms, dim=-1)
+    if factors.gradient_scales:
+        norms = norms * torch.cat(factors.gradient_scales, dim=-1)
     return norms.norm(dim=-1)
+
+
+class FactorsGradients(NamedTuple):
+    """Gradients with respect to the arguments of `gradient_factors`."""
+
+    keys: Tensor
+    values: Tensor
+    weights: list[Tensor]
+
+
+def gradient_factors_backward(
+    factors: GradientFactors,
+    values: Tensor,
+    weights: Sequence[Tensor],
+    grad_inputs: list[Tensor],
+    grad_deltas: list[Tensor],
+) -> FactorsGradients:
+    """Computes the gradients with respect to keys, values and weights from those with respect to the factors' inputs
+    and deltas, which are overwritten.
+    """
+    last = len(weights) - 1
+    # 1. The clip of each layer's gradient. Its limit is a multiple of |v|: gradients with respect to its logarithm.
+    grad_log_limits = []
+    for i, scale in enumerate(factors.gradient_scales):
+        h, d = factors.inputs[i], factors.unclipped_deltas[i]
+        grad_log_limits.append(_grad_log_limit(scale, grad_deltas[i], d))
+        grad_inputs[i].addcmul_(h, -_divide_by_square(grad_log_limits[-1], h))
+        grad_deltas[i].mul_(scale).addcmul_(d, -_divide_by_square(grad_log_limits[-1], d))
+    # 2. delta_i = silu'(z_i) o (delta_{i+1} W_{i+1}^T), from the first layer to the last
+    grad_slopes, grad_weights = [], []
+    for i in range(last):
+        grad_slopes.append(grad_deltas[i] * factors.grad_activations[i])
+        grad_activation = grad_deltas[i].mul_(factors.slopes[i])
+        grad_weights.append(grad_activation.mT @ factors.unclipped_deltas[i + 1])  # (..., d_in, T) @ (..., T, d_out)
+        grad_deltas[i + 1].baddbmm_(grad_activation, weights[i + 1])  # (..., T, d_in) @ (..., d_in, d_out)
+    # 3. delta_L = 2 e, with the clip of e = M(k) - v
+    grad_error = grad_deltas[last].mul_(2)
+    if factors.error_scale is not None:
+        grad_log_limits.append(_grad_log_limit(factors.error_scale, grad_error, factors.error))
+        clip_term = _divide_by_square(grad_log_limits[-1], factors.error)
+        grad_error.mul_(factors.error_scale).addcmul_(factors.error, -clip_term)
+    grad_values = -grad_error
+    if grad_log_limits:
+        grad_values.addcmul_(values, _divide_by_square(sum(grad_log_limits), values))
+    # 4. z_i = h_i W_i and h_{i+1} = silu(z_i), from the last layer to the first
+    grad_output = grad_error
+    for i in reversed(range(len(weights))):
+        if i < last:
+            slope_term = _silu_curvature(factors, i).mul_(grad_slopes[i])
+            grad_output = slope_term.addcmul_(grad_inputs[i + 1], factors.slopes[i])
+        if i > 0:
+            grad_weights[i - 1].baddbmm_(factors.inputs[i].mT, grad_output)  # (..., d_in, T) @ (..., T, d_out)
+        else:
+            grad_weights.insert(0, factors.inputs[i].mT @ grad_output)
+        grad_inputs[i].baddbmm_(grad_output, weights[i].mT)  # (..., T, d_out) @ (..., d_out, d_in)
+    return FactorsGradients(grad_inputs[0], grad_values, grad_weights)
+
+
+def _silu_curvature(factors: GradientFactors, i: int) -> Tensor:
+    """Computes silu''(z) = s (1 - s) (2 + z - 2 silu(z)) of hidden layer i, s = sigmoid(z)."""
+    z, s, h = factors.pre_activations[i], factors.sigmoids[i], factors.inputs[i + 1]
+    return torch.sub(z, h, alpha=2).add_(2).mul_(torch.addcmul(s, s, s, value=-1))
+
+
+def _grad_log_limit(scale: Tensor, grad: Tensor, x: Tensor) -> Tensor:
+    """Computes the gradient with respect to log(limit) of scale * x with scale = limit / norm; 0 where nothing is
+    clipped.
+    """
+    return torch.where(scale < 1, (grad * x).sum(-1, keepdim=True) * scale, 0.0)
+
+
+def _divide_by_square(x: Tensor, vector: Tensor) -> Tensor:
+    """Computes x / |vector|^2, 0 where the vector is 0."""
+    square = vector.square().sum(-1, keepdim=True)
+    return torch.where(square > 0, x / torch.where(square > 0, square, 1.0), 0.0)

@@ -1,46 +1,80 @@
-"""What a neural memory carries from token to token, and what a batch does to it."""
+"""The state of a neural memory, and the inputs that update it."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class MemoryState:
-    """The memory of every row and head; tuples hold one tensor per layer of the memory network.
+class MemoryState(NamedTuple):
+    """The memory of every batch row and head; tuples hold one tensor per layer of the memory network.
 
-    weights (M), momentum (S), anchor (the weights at the start of the running chunk, where gradients are taken, eq.
-    16): (B, H, d_in, d_out) in float32 (float64 in a float64 model). num_seen: (B,) int64, real tokens read by each
-    row.
+    weights (M), momentum (S), anchor (the weights at the start of the current chunk, where gradients are taken, eq.
+    16): (B, H, d_in, d_out) in float32 (float64 in a float64 model).
+    num_seen: (B,) int64, tokens read by each row, padding excluded.
+
+    Inside the scan over chunks, batch and heads are one dimension, (N, d_in, d_out), and `num_seen` is None. Gradients
+    with respect to a state have the same form.
     """
 
     weights: tuple[Tensor, ...]
     momentum: tuple[Tensor, ...]
     anchor: tuple[Tensor, ...]
-    num_seen: Tensor
+    num_seen: Tensor | None = None
 
     @classmethod
     def initial(cls, weights: Sequence[Tensor], batch_size: int, dtype: torch.dtype) -> "MemoryState":
-        """The state before the first token, from learned initial weights of (H, d_in, d_out)."""
+        """Returns the state before the first token, from learned initial weights (H, d_in, d_out)."""
         rows = tuple(weight.to(dtype).expand(batch_size, *weight.shape) for weight in weights)
         num_seen = torch.zeros(batch_size, dtype=torch.int64, device=weights[0].device)
         return cls(rows, tuple(torch.zeros_like(weight) for weight in rows), rows, num_seen)
 
     def map(self, fn: Callable[..., Tensor], *others: "MemoryState") -> "MemoryState":
-        """The state with `fn` applied to every tensor, batch dimension first, and to those of `others` beside it."""
+        """Applies `fn` to every tensor (batch dimension first), with the tensors of `others` as further arguments."""
         states = (self, *others)
         layers = (
             tuple(map(fn, *(getattr(state, part) for state in states))) for part in ("weights", "momentum", "anchor")
         )
         return MemoryState(*layers, fn(*(state.num_seen for state in states)))
 
-    def primed(self) -> "MemoryState":
-        """The state with its tokens uncounted: the grid of chunks begins anew at the next token."""
+    def with_count_reset(self) -> "MemoryState":
+        """Returns the state with no token counted: the next token starts a new chunk."""
         return MemoryState(self.weights, self.momentum, self.weights, torch.zeros_like(self.num_seen))
+
+    def flat(self) -> tuple[Tensor, ...]:
+        """Returns all tensors but `num_seen`, as `from_flat` takes them."""
+        return (*self.weights, *self.momentum, *self.anchor)
+
+    @classmethod
+    def from_flat(cls, tensors: Iterable[Tensor]) -> "MemoryState":
+        """Returns the state of the tensors of `flat`, without a count."""
+        tensors = tuple(tensors)
+        depth = len(tensors) // 3
+        return cls(*(tensors[i * depth : (i + 1) * depth] for i in range(3)))
+
+
+class MemoryInputs(NamedTuple):
+    """The inputs of the memory's update for T tokens (of a call, or of one chunk), in the state's dtype; or the
+    gradients with respect to them.
+
+    queries, keys, values: (B, H, T, D). inner_lr (theta), log_momentum_decay (log eta), log_retain (log(1 - alpha)):
+    (B, H, T). filled: (B, H, T) bool, False at slots without a token; None if every slot holds one.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    inner_lr: Tensor
+    log_momentum_decay: Tensor
+    log_retain: Tensor
+    filled: Tensor | None = None
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> "MemoryInputs":
+        """Applies `fn` to every tensor."""
+        return MemoryInputs(*(None if x is None else fn(x) for x in self))
 
 
 def where_rows(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """`new` in the rows of a batch marked in `rows` (B,), `old` in the others; new and old (B, ...)."""
+    """Selects `new` in the batch rows where `rows` (B,) is True, `old` in the others; new and old (B, ...)."""
     return torch.where(rows.view(-1, *[1] * (new.dim() - 1)), new, old)

@@ -1,26 +1,46 @@
-"""What a decoder layer does across tokens: one mixer per variant of the paper (section 4), on the same memory and
-attention.
-"""
+"""The token mixers of the decoder layers: one per variant (paper section 4), on the same memory and attention."""
 
+from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .attention_titans import SegmentAttention, WindowAttention
 from .configuration_titans import TitansConfig
-from .layer_state import LayerState
+from .layer_state import KeyValueCache, LayerState
 from .memory_state import where_rows
 from .neural_memory import MemoryRecall, NeuralMemory
-from .surprise_titans import LayerSurprise
+from .surprise_titans import LayerSurprise, MemoryUpdates
 from .token_grid import TokenGrid
 
 
-class TitansMixer(nn.Module):
-    """What a decoder layer does across tokens: the memory, persistent tokens P, and in most variants attention.
+class MixerOutput(NamedTuple):
+    """hidden_states (B, T, hidden); attention weights (B, h, T, K) or None; the state after; the tokens' surprise."""
 
-    A mixer is a function of the normed input x (B, T, hidden) and of the state before it. Subclasses are the paper's
-    variants: their `mix` sees the tokens on the slots of a grid, (B, G, hidden), and returns what the memory wrote too.
+    hidden_states: Tensor
+    attentions: Tensor | None
+    state: LayerState
+    surprise: LayerSurprise
+
+
+class SlotsOutput(NamedTuple):
+    """What `TitansMixer.mix` returns for the slots of a grid: hidden_states (R, G, hidden), attention weights (R, h, G,
+    K) or None, the state after (R rows), and the memory's updates.
+    """
+
+    hidden_states: Tensor
+    attentions: Tensor | None
+    state: LayerState
+    updates: Sequence[MemoryUpdates]
+
+
+class TitansMixer(nn.Module):
+    """Combines memory, persistent tokens P and, in most variants, attention.
+
+    A mixer is a function of the normalised input x (B, T, hidden) and of the state before it. Subclasses are the
+    paper's variants and implement `mix` for tokens on the slots of a grid.
     """
 
     def __init__(self, config: TitansConfig, layer_idx: int):
@@ -30,87 +50,88 @@ class TitansMixer(nn.Module):
         persistent = torch.empty(config.num_persistent_tokens, config.hidden_size)
         if len(persistent):
             self.persistent = nn.Parameter(persistent)
-        else:  # no parameter, for nothing would use it in LMM: DDP would wait for its gradient
+        else:  # not a parameter: without entries it has no gradient in LMM, and DDP would wait for one
             self.register_buffer("persistent", persistent, persistent=False)
         self.memory = NeuralMemory(config, layer_idx)
 
     def initial_state(self, batch_size: int, dtype: torch.dtype) -> LayerState:
-        """The state before the first token. The memory has read P, which is part of every sequence (x~ = P || x) but
-        not of its grid of chunks; this is the same for every row, so it is computed once and expanded.
+        """Returns the state before the first token: after P, which precedes every sequence (x~ = P || x).
+
+        P does not count as tokens of the first chunk. The state is the same for every row: computed once and expanded.
         """
         persistent = self.persistent[None]
         memory = self.memory.initial_state(1, dtype)
-        history = self.memory.initial_history(memory, persistent.dtype)
-        said = persistent
+        conv_state = self.memory.initial_conv_state(memory, persistent.dtype)
+        memory_output = persistent
         if self.config.num_persistent_tokens:
-            grid = TokenGrid.whole(1, self.config.num_persistent_tokens, persistent.device)
-            said, memory, history, _ = self.memory(persistent, memory, history, grid)
-        state = LayerState(memory.primed(), history, *self.initial_keys_values(said))
+            grid = TokenGrid.identity(1, self.config.num_persistent_tokens, persistent.device)
+            memory_output, memory, conv_state, _ = self.memory(persistent, memory, conv_state, grid)
+        state = LayerState(memory.with_count_reset(), conv_state, self.initial_kv_cache(memory_output))
         return state.map(lambda x: x.expand(batch_size, *x.shape[1:]))
 
-    def initial_keys_values(self, said: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """What attention carries before the first token; `said` is the memory's output for P, (1, N_p, hidden)."""
-        return None, None
+    def initial_kv_cache(self, memory_output: Tensor) -> KeyValueCache | None:
+        """Returns attention's cache before the first token; memory_output (1, N_p, hidden) is the memory's for P."""
+        return None
 
-    def forward(
-        self, hidden_states: Tensor, state: LayerState | None, grid: TokenGrid
-    ) -> tuple[Tensor, Tensor | None, LayerState, LayerSurprise]:
-        """hidden_states (B, T, hidden); state: None before the first token of every row
-        -> output (B, T, hidden), attention weights or None, the state after, and how the tokens surprised the memory.
-        """
-        fresh = state is None
-        before = self._open(state, hidden_states, grid)
-        output, weights, state, writes = self.mix(grid.place(hidden_states), before, grid, fresh)
-        if weights is not None and grid.slot is not None:
-            weights = grid.take(weights.transpose(1, 2)).transpose(1, 2)
-        if grid.idle is not None:
-            state = before.map(partial(where_rows, grid.idle), state)
-        if grid.last is not None:
-            state = state.map(lambda x: x[grid.last])
-        return grid.take(output), weights, state, LayerSurprise(((writes, grid),))
+    def forward(self, hidden_states: Tensor, state: LayerState | None, grid: TokenGrid) -> MixerOutput:
+        """Mixes tokens (B, T, hidden) after `state`, None before the first token of every row."""
+        before = self._state_of_rows(state, hidden_states, grid)
+        output = self.mix(grid.scatter(hidden_states), before, grid, at_start=state is None)
+        weights, after = output.attentions, output.state
+        if weights is not None and grid.token_slots is not None:
+            weights = grid.gather(weights.transpose(1, 2)).transpose(1, 2)
+        if grid.is_padding is not None:
+            after = before.map(partial(where_rows, grid.is_padding), after)
+        if grid.last_rows is not None:
+            after = after.map(lambda x: x[grid.last_rows])
+        surprise = LayerSurprise(((output.updates, grid),))
+        return MixerOutput(grid.gather(output.hidden_states), weights, after, surprise)
 
-    def _open(self, state: LayerState | None, hidden_states: Tensor, grid: TokenGrid) -> LayerState:
-        """The states (B rows) before the call -> those that the rows of the grid begin with."""
-        if state is not None and grid.origin is None:
+    def _state_of_rows(self, state: LayerState | None, hidden_states: Tensor, grid: TokenGrid) -> LayerState:
+        """Returns the state from which each row of the grid continues, given those of the B batch rows."""
+        if state is not None and grid.source_rows is None:
             return state
-        # made in here, where the parameters are: a model may be sharded, or its layers offloaded
+        # created in forward, where the parameters are complete: a model may be sharded, or its layers offloaded
         initial = self.initial_state(grid.num_rows, hidden_states.dtype)
         if state is None:
             return initial
-        return initial.map(lambda new, old: where_rows(grid.origin < 0, new, old[grid.origin]), state)
+        return initial.map(lambda new, old: where_rows(grid.source_rows < 0, new, old[grid.source_rows]), state)
 
-    def mix(self, hidden_states: Tensor, state: LayerState, grid: TokenGrid, fresh: bool):
+    def mix(self, hidden_states: Tensor, state: LayerState, grid: TokenGrid, at_start: bool) -> SlotsOutput:
+        """Mixes hidden_states (R, G, hidden) on the slots of `grid`; `at_start`: no row has read a token before."""
         raise NotImplementedError
 
 
 class LMMMixer(TitansMixer):
     """The memory alone (paper section 4.3, "memory without attention")."""
 
-    def mix(self, hidden_states, state, grid, fresh):
-        output, memory, history, writes = self.memory(hidden_states, state.memory, state.conv, grid)
-        return output, None, LayerState(memory, history), [writes]
+    def mix(self, hidden_states, state, grid, at_start):
+        output, memory, conv_state, updates = self.memory(hidden_states, state.memory, state.conv_state, grid)
+        return SlotsOutput(output, None, LayerState(memory, conv_state), [updates])
 
 
 class MALMixer(TitansMixer):
-    """Memory as a layer: sliding-window attention over what the memory says (eq. 29-31)."""
+    """Memory as a layer: sliding-window attention over the memory's output (eq. 29-31)."""
 
     def __init__(self, config: TitansConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.memory_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.attention = WindowAttention(config, layer_idx)
 
-    def initial_keys_values(self, said):
-        return self.attention.initial_keys_values(self.memory_norm(said))
+    def initial_kv_cache(self, memory_output):
+        return self.attention.initial_kv_cache(self.memory_norm(memory_output))
 
-    def mix(self, hidden_states, state, grid, fresh):
-        said, memory, history, writes = self.memory(hidden_states, state.memory, state.conv, grid)
-        carried, num_seen = (state.keys, state.values), state.memory.num_seen
-        output, weights, carried = self.attention(self.memory_norm(said), carried, num_seen, grid, fresh)
-        return output, weights, LayerState(memory, history, *carried), [writes]
+    def mix(self, hidden_states, state, grid, at_start):
+        # y = M(x~): eq. 30
+        y, memory, conv_state, updates = self.memory(hidden_states, state.memory, state.conv_state, grid)
+        # o = SW-Attn(norm(y)): eq. 31
+        attended = self.attention(self.memory_norm(y), state.kv_cache, state.memory.num_seen, grid, at_start)
+        after = LayerState(memory, conv_state, attended.kv_cache)
+        return SlotsOutput(attended.hidden_states, attended.weights, after, [updates])
 
 
 class MAGMixer(TitansMixer):
-    """Memory as a gate: attention and memory side by side, mixed by a gate that looks at both (eq. 26-28)."""
+    """Memory as a gate: attention and memory in parallel, mixed by a gate that is computed from both (eq. 26-28)."""
 
     def __init__(self, config: TitansConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -119,22 +140,23 @@ class MAGMixer(TitansMixer):
         self.attention_norm, self.memory_norm = nn.RMSNorm(size, eps=eps), nn.RMSNorm(size, eps=eps)
         self.gate_attention, self.gate_memory, self.gate_bias = (nn.Parameter(torch.empty(size)) for _ in range(3))
 
-    def initial_keys_values(self, said):
-        return self.attention.initial_keys_values(self.persistent[None])
+    def initial_kv_cache(self, memory_output):
+        return self.attention.initial_kv_cache(self.persistent[None])
 
-    def mix(self, hidden_states, state, grid, fresh):
-        said, memory, history, writes = self.memory(hidden_states, state.memory, state.conv, grid)
-        carried, num_seen = (state.keys, state.values), state.memory.num_seen
-        attended, weights, carried = self.attention(hidden_states, carried, num_seen, grid, fresh)
-        y, m = self.attention_norm(attended), self.memory_norm(said)
+    def mix(self, hidden_states, state, grid, at_start):
+        m, memory, conv_state, updates = self.memory(hidden_states, state.memory, state.conv_state, grid)  # M(x~)
+        attended = self.attention(hidden_states, state.kv_cache, state.memory.num_seen, grid, at_start)  # eq. 27
+        y, m = self.attention_norm(attended.hidden_states), self.memory_norm(m)
+        # o = y (x) M(x~), eq. 28, as a convex combination per channel
         gate = torch.sigmoid(self.gate_attention * y + self.gate_memory * m + self.gate_bias)
-        return gate * y + (1 - gate) * m, weights, LayerState(memory, history, *carried), [writes]
+        output, after = gate * y + (1 - gate) * m, LayerState(memory, conv_state, attended.kv_cache)
+        return SlotsOutput(output, attended.weights, after, [updates])
 
 
 class MACMixer(TitansMixer):
-    """Memory as context: attention over what the memory recalls for a segment and the segment; the memory then learns
-    from the result and gates it (eq. 21-25). Segments follow each other: each recalls from the memory the last one
-    left.
+    """Memory as context: attention over what the memory recalls for a segment and over the segment; the memory is then
+    updated with the result and gates it (eq. 21-25). Segments are processed in order: each recalls from the memory at
+    the end of the one before.
     """
 
     def __init__(self, config: TitansConfig, layer_idx: int):
@@ -145,54 +167,67 @@ class MACMixer(TitansMixer):
         self.attention_norm, self.memory_norm = nn.RMSNorm(size, eps=eps), nn.RMSNorm(size, eps=eps)
 
     def initial_state(self, batch_size, dtype):
-        """In MAC, P is part of the attention's context only."""
+        """Returns the state before the first token. In MAC, P is part of the attention's context only."""
         memory = self.memory.initial_state(1, dtype)
         persistent = self.persistent[None]
-        keys_values = self.attention.initial_keys_values(persistent)
+        conv_state = self.memory.initial_conv_state(memory, persistent.dtype)
         segment_weights = memory.weights if self.keeps_segment_weights else ()
-        history = self.memory.initial_history(memory, persistent.dtype)
-        state = LayerState(memory, history, *keys_values, segment_weights)
+        state = LayerState(memory, conv_state, self.attention.initial_kv_cache(persistent), segment_weights)
         return state.map(lambda x: x.expand(batch_size, *x.shape[1:]))
 
     @property
     def keeps_segment_weights(self) -> bool:
-        """With one chunk a segment, the weights at the segment's start are the memory's anchor."""
+        """True if a segment has several chunks; with one, the weights at its start are the memory's anchor."""
         return self.config.segment_length != self.config.memory_chunk_size
 
-    def mix(self, hidden_states, state, grid, fresh):
-        """Only what needs the memory of the segment before is done segment by segment."""
+    def mix(self, hidden_states, state, grid, at_start):
+        """Processes segment by segment only what depends on the memory of the segment before."""
         length, slots = self.config.segment_length, None
-        if grid.is_step:
-            at = slots = state.memory.num_seen[:, None] % length
+        if grid.is_single_token:
+            segment_slots = slots = state.memory.num_seen[:, None] % length
         else:
-            at = torch.arange(grid.num_slots, device=hidden_states.device)[None] % length
-        projected = self.recall.queries(hidden_states), *self.attention.project(hidden_states, at)
-        initial = self.memory.forgets_to(state.memory)
-        # split, not indexing: the backward of an index is a tensor of the whole size for every segment
-        segments = zip(*(x.split(length, dim=1) for x in (hidden_states, *projected)), strict=True)
-        found = []
-        for (segment, queries, *own), piece in zip(segments, grid.pieces(length), strict=True):
-            weights = self._segment_weights(state, piece, slots)
-            recalled = self.recall(queries, weights)
-            attended, seen, carried = self.attention(own, recalled, (state.keys, state.values), slots, piece.filled)
-            attended = segment + attended
-            retrieved, memory, history, written = self.memory.write(attended, state.memory, state.conv, piece, initial)
-            state = LayerState(memory, history, *carried, weights if self.keeps_segment_weights else ())
-            found.append((attended, retrieved, seen, written))
-        attended, retrieved, seen, writes = zip(*found, strict=True)
-        attended = torch.cat(attended, dim=1)
-        said = self.memory.say(attended, torch.cat(retrieved, dim=2))
-        output = self.attention_norm(attended) * torch.sigmoid(self.memory_norm(said))
-        # of one segment, what was recorded itself: the output has a gradient with respect to it
-        return output, seen[0] if seen[0] is None or len(seen) == 1 else torch.cat(seen, dim=2), state, writes
+            segment_slots = torch.arange(grid.num_slots, device=hidden_states.device)[None] % length
+        queries, projected = self.recall.queries(hidden_states), self.attention.project(hidden_states, segment_slots)
+        decay_target = self.memory.decay_target(state.memory)
+        segments = zip(
+            hidden_states.split(length, dim=1),
+            queries.split(length, dim=1),
+            projected.split(length),
+            grid.split(length),
+            strict=True,
+        )
+        results = []
+        for segment, queries, projected, part in segments:
+            weights = self._segment_weights(state, part, slots)
+            h = self.recall(queries, weights)  # h_t = M*_{t-1}(q_t): eq. 21
+            attended = self.attention(projected, h, state.kv_cache, slots, part.filled)  # Attn([P | h | S]): eq. 22-23
+            y = segment + attended.hidden_states  # with the residual connection
+            update = self.memory.update(y, state.memory, state.conv_state, part, decay_target)  # M_t: eq. 24
+            kept = weights if self.keeps_segment_weights else ()
+            state = LayerState(update.state, update.conv_state, attended.kv_cache, kept)
+            results.append(_SegmentResult(y, update.retrieved, attended.weights, update.updates))
+        ys, retrieved, attentions, updates = zip(*results, strict=True)
+        y = torch.cat(ys, dim=1)
+        m = self.memory.project_output(y, torch.cat(retrieved, dim=2))  # M_t(y_t)
+        output = self.attention_norm(y) * torch.sigmoid(self.memory_norm(m))  # o_t = y_t (x) M*_t(y_t): eq. 25
+        # With one segment, the recorded tensor itself: the output has a gradient with respect to it.
+        single = attentions[0] is None or len(attentions) == 1
+        return SlotsOutput(output, attentions[0] if single else torch.cat(attentions, dim=2), state, updates)
 
     def _segment_weights(self, state: LayerState, grid: TokenGrid, slots: Tensor | None) -> tuple[Tensor, ...]:
-        """The memory's weights at the start of the segment that each row goes on with."""
-        if slots is None and grid.slot is None:  # it starts here, in every row
+        """Returns the memory's weights at the start of the segment that each row is in."""
+        if slots is None and grid.token_slots is None:  # the segment starts here, in every row
             return state.memory.weights
         before = state.segment_weights if self.keeps_segment_weights else state.memory.anchor
-        begins = (grid.start == 0) & (grid.end > 0) if slots is None else slots[:, 0] == 0
-        return tuple(map(partial(where_rows, begins), state.memory.weights, before))
+        starts = (grid.row_starts == 0) & (grid.row_ends > 0) if slots is None else slots[:, 0] == 0
+        return tuple(map(partial(where_rows, starts), state.memory.weights, before))
+
+
+class _SegmentResult(NamedTuple):
+    y: Tensor
+    retrieved: Tensor
+    attentions: Tensor | None
+    updates: MemoryUpdates
 
 
 MIXERS = {"mac": MACMixer, "mag": MAGMixer, "mal": MALMixer, "lmm": LMMMixer}

@@ -1,12 +1,16 @@
 """Titans for Transformers: the four variants of section 4 of "Titans: Learning to Memorize at Test Time"."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
+from transformers import AutoModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
@@ -16,17 +20,15 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .cache_titans import TitansCache
 from .configuration_titans import TitansConfig
 from .generation_titans import TitansGenerationMixin
-from .input_checks import check_call, check_input_ids
-from .memory_chunk import compile_chunks
+from .memory_ops import compile_chunks
 from .mixers_titans import MIXERS, MAGMixer, TitansMixer
 from .neural_memory import ChannelConv, InitialWeights, TokenGate
-from .packing import columns_of_call
 from .surprise_titans import TitansCausalLMOutput, TitansModelOutput
-from .token_grid import ALL_REAL, Columns, TokenGrid
+from .token_layout import DocumentArguments, TokenLayout
 
 
 class TitansMLP(nn.Module):
-    """SwiGLU."""
+    """SwiGLU feed-forward network."""
 
     def __init__(self, config: TitansConfig, layer_idx: int):
         super().__init__()
@@ -40,39 +42,8 @@ class TitansMLP(nn.Module):
         return self.down_proj(self.activation(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
 
 
-class TitansCall(NamedTuple):
-    """What all layers are told about a call.
-
-    columns: of the tokens. grid: where they lie. unread: where those lie that a cropped cache has to read again first;
-    None for none.
-    """
-
-    columns: Columns
-    grid: TokenGrid
-    unread: TokenGrid | None
-
-    @classmethod
-    def plan(
-        cls, config: TitansConfig, inputs_embeds: Tensor, columns: Columns, cache: TitansCache | None
-    ) -> "TitansCall":
-        """For new tokens (B, T, hidden); `cache` None where nothing was read before."""
-        layer = None if cache is None else cache.layers[0]
-        (batch_size, num_tokens), device = inputs_embeds.shape[:2], inputs_embeds.device
-        num_seen, unread = torch.zeros(batch_size, dtype=torch.int64, device=device), None
-        fresh = layer is None or (layer.state is None and layer.unread is None)
-        if fresh and columns == ALL_REAL:
-            return cls(columns, TokenGrid.whole(batch_size, num_tokens, device), None)
-        if layer is not None and layer.state is not None:
-            num_seen = layer.state.memory.num_seen.to(device)
-        if layer is not None and layer.unread is not None:
-            again = Columns(layer.unread.real.to(device), layer.unread.begins.to(device))
-            unread = TokenGrid.build(num_seen, layer.unread.num_columns, config.grid_unit, again)
-            num_seen = unread.seen_after(num_seen)
-        return cls(columns, TokenGrid.build(num_seen, num_tokens, config.grid_unit, columns), unread)
-
-
 class TitansDecoderLayer(GradientCheckpointingLayer):
-    """x += mixer(norm(x)); x += mlp(norm(x))."""
+    """Computes x += mixer(norm(x)); x += mlp(norm(x))."""
 
     def __init__(self, config: TitansConfig, layer_idx: int):
         super().__init__()
@@ -82,22 +53,16 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = TitansMLP(config, layer_idx)
 
-    def forward(self, hidden_states: Tensor, call: TitansCall, past_key_values: TitansCache | None = None) -> Tensor:
+    def forward(self, hidden_states: Tensor, layout: TokenLayout, past_key_values: TitansCache | None = None) -> Tensor:
+        """hidden_states (B, T, hidden) -> (B, T, hidden); updates the layer's part of the cache."""
         cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        state = None
-        if cache is not None:
-            if past_key_values.offloading:
-                cache.prefetch()
-            state = cache.state
-        if call.unread is not None:  # by its forward: hooks that record attention see each token once
-            state = self.mixer.forward(cache.unread.inputs, state, call.unread)[2]
+        # by the mixer's forward, without hooks: those that record attention get each token once
+        state = None if cache is None else cache.state_before_call(self.mixer.forward, layout.reread_grid)
         inputs = self.mixer_norm(hidden_states)
-        mixed, _, after, _ = self.mixer(inputs, state, call.grid)
+        mixed = self.mixer(inputs, state, layout.grid)
         if cache is not None:
-            cache.advance(state, after, inputs, call.columns)
-            if past_key_values.offloading:
-                cache.offload()
-        hidden_states = hidden_states + mixed
+            cache.finish_call(state, mixed.state, inputs, layout.columns)
+        hidden_states = hidden_states + mixed.hidden_states
         return hidden_states + self.mlp(self.mlp_norm(hidden_states))
 
 
@@ -119,31 +84,30 @@ class TitansPreTrainedModel(PreTrainedModel):
     }
 
     def compile_memory(self, **options) -> None:
-        """Compiles what the memory does with a full chunk, when it next does it: for all Titans of the process,
-        whatever the length of what they read, once for every size of a chunk and every number of heads times rows.
+        """Compiles the memory's update with a full chunk, forward and backward, at its next use: for all Titans models
+        of the process and any sequence length, once per chunk size and number of heads times rows.
 
-        `torch.compile(model)` compiles everything, but for each length anew: the chunks are a loop. `options` are those
-        of torch.compile.
+        `torch.compile(model)` compiles everything, but each sequence length anew: the chunks are a loop. `options` are
+        those of torch.compile.
         """
         compile_chunks(**options)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        # In a class outside Transformers only modules that own a parameter are visited, so each one is set by its
-        # owner.
+        # Transformers visits only modules that own a parameter, in a class outside of it: each is set by its owner.
         std = self.config.initializer_range
         if isinstance(module, TokenGate):
             init.zeros_(module.weight)
             init.constant_(module.bias, module.initial_logit)
         elif isinstance(module, (nn.Linear, nn.Embedding)):
             init.normal_(module.weight, std=std)
-            if getattr(module, "bias", None) is not None:  # that of a head
+            if getattr(module, "bias", None) is not None:  # of a classification head
                 init.zeros_(module.bias)
         elif isinstance(module, ChannelConv):
             init.copy_(module.weight, module.initial_weight())
         elif isinstance(module, nn.RMSNorm):
             init.ones_(module.weight)
-        elif isinstance(module, InitialWeights):  # the memory starts by saying nothing
+        elif isinstance(module, InitialWeights):  # last layer zero-initialised: M_0(x) = 0
             *hidden, last = module.parameters()
             for weight in hidden:
                 init.normal_(weight, std=weight.shape[-2] ** -0.5)
@@ -156,7 +120,7 @@ class TitansPreTrainedModel(PreTrainedModel):
 
 
 class TitansModel(TitansPreTrainedModel):
-    """Embeddings, decoder layers and the last norm."""
+    """Embeddings, decoder layers and the final norm."""
 
     def __init__(self, config: TitansConfig):
         super().__init__(config)
@@ -176,49 +140,54 @@ class TitansModel(TitansPreTrainedModel):
         past_key_values: TitansCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        seq_idx: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> TitansModelOutput:
-        """
+        """Computes the hidden states of T new tokens per row.
+
         Args:
-            input_ids (B, T) int64, or inputs_embeds (B, T, hidden): T new tokens, at least one.
-            attention_mask (B, T), or (B, columns read before + T): 0 at padding, wherever it stands. Padding is left
-                out: it neither counts nor changes a state, and the output there means nothing.
-            position_ids (B, T) or (1, T): not needed, since positions restart in every window and segment. Where they
-                restart at 0 within a row, a new document begins, as do `seq_idx` (B, T) where it changes and
-                `cu_seq_lens_q` (N + 1,) in a single row: nothing of the one before is seen. The first token of a call
-                goes on from the cache, which is left with each row's last document.
-            past_key_values: where to read on; updated. Made here if `use_cache`.
+            input_ids (B, T) int64, or inputs_embeds (B, T, hidden): new tokens, at least one per row.
+            attention_mask (B, T), or (B, columns read before + T): 0 at padding, in any column. Padding is removed: it
+                neither counts as a token nor changes a state, and the output at padding is undefined.
+            position_ids (B, T) or (1, T): needed only to mark packed documents, since positions restart in every window
+                and segment. A new document starts where they restart at 0 within a row.
+            past_key_values: the cache to continue from; updated. Created here with `use_cache`. The first token of a
+                call continues from it, and it is left with the last document of each row.
+            cu_seq_lens_q (N + 1,) int: cumulative lengths of the documents packed in a single row, from 0 to T.
+            seq_idx (B, T) or (1, T) int: document of each token; a new one starts where it changes.
+
+        A document is independent of those before it in the row.
 
         Returns last_hidden_state (B, T, hidden), past_key_values; on request hidden_states; with
         `output_surprise=True` surprise, one `LayerSurprise` per layer; with `attn_implementation="eager"` attentions:
-        one (B, heads, T, P + W) per layer, columns being the persistent tokens and the window up to the token, oldest
-        first; in MAC (B, heads, T, P + 2 L): persistent tokens, recalled and segment slots.
+        one (B, heads, T, P + W) per layer, its columns the persistent tokens and the window up to the token, oldest
+        first; in MAC (B, heads, T, P + 2 L): persistent tokens, recalled tokens and segment slots.
 
-        Raises ValueError for an empty sequence, ids out of range, a mask, positions or cache that do not fit.
+        Raises ValueError for an empty sequence, ids out of range, and a mask, positions or cache that do not fit.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
         if inputs_embeds is None:
-            check_input_ids(input_ids, self.config.vocab_size)
+            _check_input_ids(input_ids, self.config.vocab_size)
             inputs_embeds = self.embed_tokens(input_ids)
-        batch_size, num_tokens = inputs_embeds.shape[:2]
         if use_cache and past_key_values is None:
             past_key_values = TitansCache(self.config)
-        check_call(self.config, batch_size, num_tokens, past_key_values)
+        _check_call(self.config, inputs_embeds, past_key_values)
         if past_key_values is not None and self.gradient_checkpointing and self.training:
-            raise ValueError("`past_key_values` cannot be read on from in training with gradient checkpointing.")
-        columns = columns_of_call(batch_size, num_tokens, attention_mask, position_ids, past_key_values, kwargs)
-        call = TitansCall.plan(self.config, inputs_embeds, columns, past_key_values)
+            raise ValueError("`past_key_values` cannot be used in training with gradient checkpointing.")
+        documents = DocumentArguments(position_ids, cu_seq_lens_q, seq_idx)
+        layout = TokenLayout.of_call(self.config, inputs_embeds, attention_mask, documents, past_key_values)
         hidden_states = inputs_embeds
         for layer in self.layers:
-            hidden_states = layer(hidden_states, call, past_key_values=past_key_values)
+            hidden_states = layer(hidden_states, layout, past_key_values=past_key_values)
         return TitansModelOutput(
             last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values if use_cache else None
         )
 
 
 class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
-    """Titans as a language model: in `generate()`, the memory goes on learning while it decodes."""
+    """Titans as a language model. The memory is updated with every token, in `generate()` too."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
@@ -243,14 +212,17 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         output_surprise: bool | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        seq_idx: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> TitansCausalLMOutput:
-        """
+        """Computes next-token logits and, with labels, the loss.
+
         Args, beyond those of `TitansModel.forward`:
             labels (B, T) int64: usually `input_ids`; shifted inside, -100 is ignored. The loss is their mean cross
-                entropy, or their sum over `num_items_in_batch` where given.
-            logits_to_keep: the last n positions, or the positions given, get logits; 0 for all.
-            output_surprise: return how much each token taught the memory, and with which gates.
+                entropy, or their sum divided by `num_items_in_batch` where given.
+            logits_to_keep: compute logits only for the last n positions, or for the positions given; 0 for all.
+            output_surprise: return the surprise of each token and the gates of its update.
 
         Returns loss where there are labels, logits (B, T or fewer, vocab_size), and what `TitansModel` returns.
         """
@@ -262,6 +234,8 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_surprise=output_surprise,
+            cu_seq_lens_q=cu_seq_lens_q,
+            seq_idx=seq_idx,
             **kwargs,
         )
         logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
@@ -278,7 +252,63 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
         )
 
 
+class TitansHead(TitansPreTrainedModel):
+    """Base of the heads of Transformers, which create the model below them through AutoModel."""
+
+    def __init__(self, config: TitansConfig):
+        # AutoModel does not know the config class of a checkpoint that was loaded with its own code.
+        AutoModel.register(type(config), TitansModel, exist_ok=True)
+        super().__init__(config)
+
+
+class TitansForSequenceClassification(GenericForSequenceClassification, TitansHead):
+    """Classifies a text from its last token, which follows all others. Set `pad_token_id` to batch."""
+
+
+class TitansForTokenClassification(GenericForTokenClassification, TitansHead):
+    """Classifies each token from itself and those before it."""
+
+
+class TitansForQuestionAnswering(GenericForQuestionAnswering, TitansHead):
+    """Predicts the first and the last token of an answer."""
+
+
+def _check_input_ids(input_ids: Tensor, vocab_size: int) -> None:
+    """Raises ValueError for ids without an embedding. Only on CPUs: elsewhere, reading the ids waits for the device."""
+    if input_ids.device.type != "cpu" or torch.compiler.is_compiling() or not input_ids.numel():
+        return
+    low, high = input_ids.aminmax()
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"`input_ids` must be from 0 to {vocab_size - 1} (`vocab_size` - 1), but go from {low} to {high}."
+        )
+
+
+def _check_call(config: TitansConfig, inputs_embeds: Tensor, cache: TitansCache | None) -> None:
+    """Raises ValueError for an empty sequence or a cache that does not fit."""
+    batch_size, num_tokens = inputs_embeds.shape[:2]
+    if num_tokens == 0:
+        raise ValueError("The input has no tokens: give `input_ids` or `inputs_embeds` with at least one column.")
+    if cache is not None:
+        if not isinstance(cache, TitansCache):
+            raise ValueError(
+                f"`past_key_values` must be a TitansCache, which is created where none is given, but is a "
+                f"{type(cache).__name__}: a cache of keys and values cannot hold a memory."
+            )
+        cache.check_fits(config, batch_size)
+
+
 TitansModel.register_for_auto_class("AutoModel")
 TitansForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+TitansForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
+TitansForTokenClassification.register_for_auto_class("AutoModelForTokenClassification")
+TitansForQuestionAnswering.register_for_auto_class("AutoModelForQuestionAnswering")
 
-__all__ = ["TitansForCausalLM", "TitansModel", "TitansPreTrainedModel"]
+__all__ = [
+    "TitansForCausalLM",
+    "TitansForQuestionAnswering",
+    "TitansForSequenceClassification",
+    "TitansForTokenClassification",
+    "TitansModel",
+    "TitansPreTrainedModel",
+]

@@ -1,4 +1,9 @@
-"""The long-term memory as a layer: what is written, how fast, and how it is read out (paper sections 3 and 4.4)."""
+"""The long-term memory as a layer: projections, gates, update and output (paper sections 3 and 4.4).
+
+Shapes: B batch, H heads, T tokens, D head size of the memory.
+"""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -6,35 +11,34 @@ from torch.nn.functional import logsigmoid, silu
 from transformers.utils.generic import maybe_autocast
 
 from .configuration_titans import TitansConfig
-from .memory_chunk import memorize_surprised
 from .memory_network import layer_shapes, read
-from .memory_state import MemoryState
-from .memory_sweep import Tokens
-from .surprise_titans import Writes
+from .memory_ops import memorize_with_surprise
+from .memory_state import MemoryInputs, MemoryState
+from .surprise_titans import MemoryUpdates
 from .token_grid import TokenGrid
 
-# Added to squares of lengths that may be 0: a memory that has read nothing says nothing, and the first token of all has
-# no key in a new model. With an epsilon as small as usual, there would be no other first gradients than theirs.
+# Added to squared norms that may be 0: a new memory outputs 0, and the key of a sequence's first token is 0 in a new
+# model. With an epsilon as small as usual, the gradients of those tokens would exceed all others.
 EPSILON = 1e-4
 
 
-def unit(x: Tensor) -> Tensor:
-    """x at length 1; shorter where |x| is not large against sqrt(EPSILON)."""
+def l2_normalize(x: Tensor) -> Tensor:
+    """Computes x / sqrt(|x|^2 + EPSILON) along the last dimension."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON)
 
 
 class HeadNorm(nn.RMSNorm):
-    """RMSNorm in the dtype of its input: what a memory says may exceed the range of a half-precision model."""
+    """RMSNorm in the dtype of its input: the memory's output may exceed the range of a half-precision model."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class ChannelConv(nn.Conv1d):
-    """One filter a channel, of as many channels as there are filters: a rank of a parallel run has a part of them.
+    """Depthwise causal convolution, whose input has the kernel_size - 1 previous columns in front.
 
-    At first it hands on the token that came `initial_delay` tokens ago and, of norm `initial_noise` beside that token's
-    1, a random mixture of tokens.
+    It starts as a delay by `initial_delay` tokens plus noise, of norm `initial_noise` where the delay has norm 1. The
+    number of channels is that of the filters at the time: in a tensor parallel run each rank has a part of them.
     """
 
     def __init__(self, num_channels: int, kernel_size: int, initial_delay: int, initial_noise: float):
@@ -43,6 +47,7 @@ class ChannelConv(nn.Conv1d):
         self.initial_noise = initial_noise
 
     def initial_weight(self) -> Tensor:
+        """Draws the initial filters, like `weight`."""
         kernel = self.kernel_size[0]
         impulse = torch.arange(kernel).flip(0) == self.initial_delay
         weight = impulse.to(self.weight).expand_as(self.weight)
@@ -51,13 +56,14 @@ class ChannelConv(nn.Conv1d):
         return weight
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[-1] == self.kernel_size[0]:  # of one token: conv1d takes ten times as long
+        """x (B, channels, kernel_size - 1 + T) -> (B, channels, T)"""
+        if x.shape[-1] == self.kernel_size[0]:  # a single token: conv1d takes ten times as long
             return (x * self.weight[:, 0]).sum(-1, keepdim=True)
         return nn.functional.conv1d(x, self.weight, groups=len(self.weight))
 
 
 class InitialWeights(nn.Module):
-    """The learned weights of the memory network before the first token: (H, d_in, d_out), one a layer."""
+    """The learned weights of the memory network before the first token: (H, d_in, d_out), one per layer."""
 
     def __init__(self, num_heads: int, shapes: list[tuple[int, int]]):
         super().__init__()
@@ -65,12 +71,12 @@ class InitialWeights(nn.Module):
             self.register_parameter(str(layer), nn.Parameter(torch.empty(num_heads, *shape)))
 
     def forward(self, dtype: torch.dtype) -> list[Tensor]:
-        """Copies: where parameters are sharded, they are gone when this returns."""
+        """Returns copies: sharded parameters are released when this returns."""
         return [weight.to(dtype, copy=True) for weight in self._parameters.values()]
 
 
 class TokenGate(nn.Linear):
-    """One logit per head from a token. It starts at `initial_logit` for every token: weight 0."""
+    """One logit per token and head. Zero-initialised weight: every token's logit starts as `initial_logit`."""
 
     def __init__(self, hidden_size: int, num_heads: int, initial_logit: float):
         self.initial_logit = initial_logit  # before super().__init__, which initialises
@@ -83,16 +89,42 @@ class TokenGate(nn.Linear):
     def forward(self, hidden_states: Tensor, dtype: torch.dtype) -> Tensor:
         """hidden_states (B, T, hidden) -> logits (B, T, H), computed in `dtype`.
 
-        Laid out like any linear layer's output, because an adapter adds its own to it.
+        The shape is that of any linear layer's output, because an adapter adds its own output to it.
         """
         return nn.functional.linear(hidden_states.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
+
+
+class MemoryUpdate(NamedTuple):
+    """retrieved (B, H, T, D) in the state's dtype; state and conv_state after the last token; the updates per token."""
+
+    retrieved: Tensor
+    state: MemoryState
+    conv_state: Tensor
+    updates: MemoryUpdates
+
+
+class MemoryOutput(NamedTuple):
+    """hidden_states (B, T, hidden); the rest as in `MemoryUpdate`."""
+
+    hidden_states: Tensor
+    state: MemoryState
+    conv_state: Tensor
+    updates: MemoryUpdates
+
+
+class Gates(NamedTuple):
+    """theta, log eta and log(1 - alpha) of every token and head, (B, H, T) each."""
+
+    inner_lr: Tensor
+    log_momentum_decay: Tensor
+    log_retain: Tensor
 
 
 class NeuralMemory(nn.Module):
     """Projects tokens to keys, values and queries, learns key -> value at test time and returns what the queries
     retrieve.
 
-    The state it starts from is learned; the last layer of the memory network starts at zero.
+    The initial state is learned. The last layer of the memory network is zero-initialised: M_0(x) = 0.
     """
 
     def __init__(self, config: TitansConfig, layer_idx: int):
@@ -104,7 +136,7 @@ class NeuralMemory(nn.Module):
         self.q_proj = nn.Linear(size, size, bias=False)
         self.k_proj = nn.Linear(size, size, bias=False)
         self.v_proj = nn.Linear(size, size, bias=False)
-        # At first what follows a token is stored under that token, and looked up by it: keys are a token late.
+        # k_conv starts as a one-token delay: x_t is stored under the key of x_{t-1} and retrieved by its query.
         self.q_conv, self.k_conv, self.v_conv = (self._convolution(initial_delay) for initial_delay in (0, 1, 0))
         self.inner_lr = TokenGate(size, num_heads, initial_logit=0.0)  # theta
         self.momentum = TokenGate(size, num_heads, initial_logit=0.0) if config.memory_momentum else None  # eta
@@ -122,93 +154,98 @@ class NeuralMemory(nn.Module):
         return ChannelConv(self.config.hidden_size, kernel, initial_delay, self.config.memory_conv_noise)
 
     def initial_state(self, batch_size: int, dtype: torch.dtype) -> MemoryState:
-        """The learned state before the first token, in float32 at least whatever the dtype of the model."""
+        """Returns the learned state before the first token, in float32 at least whatever the dtype of the model."""
         dtype = torch.promote_types(dtype, torch.float32)
         return MemoryState.initial(self.initial_weights(dtype), batch_size, dtype)
 
-    def initial_history(self, state: MemoryState, dtype: torch.dtype) -> Tensor:
-        """(B, kernel - 1, 3 * H * D): the inputs of the convolutions before the first token."""
+    def initial_conv_state(self, state: MemoryState, dtype: torch.dtype) -> Tensor:
+        """Returns the inputs of the convolutions before the first token, zeros: (B, kernel - 1, 3 * H * D)."""
         batch_size, num_heads = state.weights[0].shape[:2]
         size = (batch_size, self.config.memory_conv_kernel - 1, 3 * num_heads * self.head_dim)
         return state.weights[0].new_zeros(size, dtype=dtype)
 
-    def forward(
-        self, hidden_states: Tensor, state: MemoryState, history: Tensor, grid: TokenGrid
-    ) -> tuple[Tensor, MemoryState, Tensor, Writes]:
-        """hidden_states (B, T, hidden) on the slots of `grid`; `history` the last inputs of the convolutions
-        -> what the memory says (B, T, hidden), the state and the history after, and what was written.
-        """
-        retrieved, state, *rest = self.write(hidden_states, state, history, grid, self.forgets_to(state))
-        return self.say(hidden_states, retrieved), state, *rest
+    def forward(self, hidden_states: Tensor, state: MemoryState, conv_state: Tensor, grid: TokenGrid) -> MemoryOutput:
+        """Updates the memory with hidden_states (B, T, hidden) on the slots of `grid` and reads it for each of them."""
+        update = self.update(hidden_states, state, conv_state, grid, self.decay_target(state))
+        output = self.project_output(hidden_states, update.retrieved)
+        return MemoryOutput(output, update.state, update.conv_state, update.updates)
 
-    def forgets_to(self, state: MemoryState) -> tuple[Tensor, ...]:
-        """The weights (H, d_in, d_out) that forgetting leads back to, in the state's dtype; none if nothing is
-        forgotten. To 0, it would lead to a network of several layers that has no gradient any more.
+    def decay_target(self, state: MemoryState) -> tuple[Tensor, ...]:
+        """Returns M_0, the weights (H, d_in, d_out) that forgetting decays to, in the state's dtype; empty if nothing
+        is forgotten. With 0 as the target, a network of several layers would lose its gradient.
         """
         return tuple(self.initial_weights(state.weights[0].dtype)) if self.forgets else ()
 
-    def write(
-        self, hidden_states: Tensor, state: MemoryState, history: Tensor, grid: TokenGrid, initial: tuple[Tensor, ...]
-    ) -> tuple[Tensor, MemoryState, Tensor, Writes]:
-        """Like `forward`, but returns what the queries retrieve, (B, H, T, D) in the state's dtype; `initial` are the
-        weights of `forgets_to`.
-        """
-        projected, history = self._project(hidden_states, history, grid)
+    def update(
+        self,
+        hidden_states: Tensor,
+        state: MemoryState,
+        conv_state: Tensor,
+        grid: TokenGrid,
+        decay_target: tuple[Tensor, ...],
+    ) -> MemoryUpdate:
+        """Updates the memory like `forward`, and returns what the queries retrieve without the output projection."""
+        projected, conv_state = self._project_inputs(hidden_states, conv_state, grid)
         dtype = state.weights[0].dtype
         with maybe_autocast(hidden_states.device.type, enabled=False):
-            # Keys and queries as in the paper; values because the step that a hidden layer of the memory can take
-            # without overshooting falls with |v|^2. How much a token writes is left to theta. In the memory's dtype:
-            # float16 has no room for the squares.
+            # Keys and queries are normalised as in the paper (section 4.4); values too, because the largest stable step
+            # of a hidden layer decreases with |v|^2: theta alone sets the size of an update. In the memory's dtype: the
+            # squares may exceed the range of float16.
             gates = self._gates(hidden_states, dtype)
-            retrieved, surprise, state = memorize_surprised(
-                Tokens(*unit(projected.to(dtype)), *gates),
+            retrieved, surprise, state = memorize_with_surprise(
+                MemoryInputs(*l2_normalize(projected.to(dtype)), *gates),
                 state,
                 chunk_size=self.config.memory_chunk_size,
                 error_clip=self.config.memory_error_clip,
-                initial=initial,
+                decay_target=decay_target,
                 grid=grid,
             )
-        return retrieved, state, history, Writes(surprise, *gates)
+        return MemoryUpdate(retrieved, state, conv_state, MemoryUpdates(surprise, *gates))
 
-    def say(self, hidden_states: Tensor, retrieved: Tensor) -> Tensor:
-        """hidden_states (B, T, hidden) and what they retrieved (B, H, T, D) -> what the memory says (B, T, hidden)."""
+    def project_output(self, hidden_states: Tensor, retrieved: Tensor) -> Tensor:
+        """Computes W_o (norm(y) o silu(W_g x)) (section 4.4) from x (B, T, hidden) and what it retrieved, y
+        (B, H, T, D): (B, T, hidden).
+        """
         with maybe_autocast(hidden_states.device.type, enabled=False):
             normed = self.norm(retrieved.transpose(1, 2)).flatten(2)
         gate = silu(self.gate_proj(hidden_states))
         return self.o_proj(normed.to(gate.dtype) * gate)
 
-    def _project(self, hidden_states: Tensor, history: Tensor, grid: TokenGrid):
-        """linear -> causal depthwise convolution -> SiLU: q, k and v (3, B, H, T, D), and the history after."""
+    def _project_inputs(self, hidden_states: Tensor, conv_state: Tensor, grid: TokenGrid) -> tuple[Tensor, Tensor]:
+        """Computes q, k and v (3, B, H, T, D) by linear -> causal depthwise convolution -> SiLU, and the conv state
+        after the last token.
+        """
         projected = torch.cat([proj(hidden_states) for proj in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)
         if self.q_conv is not None:
-            extended = grid.extend(history.to(projected.dtype), projected)
-            history = grid.tail(extended, history.shape[1])
+            extended = grid.prepend(conv_state.to(projected.dtype), projected)
+            conv_state = grid.last_entries(extended, conv_state.shape[1])
             parts = zip((self.q_conv, self.k_conv, self.v_conv), extended.mT.chunk(3, dim=1), strict=True)
             projected = torch.cat([conv(channels) for conv, channels in parts], dim=1).mT
         heads = silu(projected).unflatten(-1, (3, -1, self.head_dim))
-        return heads.permute(2, 0, 3, 1, 4), history
+        return heads.permute(2, 0, 3, 1, 4), conv_state
 
     @property
     def forgets(self) -> bool:
-        """A stopped memory (no step) stays as it is."""
+        """True if weights decay: with a forget gate and a step size above 0."""
         return self.forget is not None and self.config.memory_max_lr > 0
 
-    def _gates(self, hidden_states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """theta, log eta and log(1 - alpha) of every token and head, (B, H, T): data-dependent (paper section 3.1)."""
-        inner_lr = self.config.memory_max_lr * torch.sigmoid(self.inner_lr(hidden_states, dtype).mT)
-        if self.momentum is None or self.config.memory_max_lr == 0:  # nothing moves: no past surprise is carried on
-            log_momentum_decay = torch.full_like(inner_lr, -torch.inf)
+    def _gates(self, hidden_states: Tensor, dtype: torch.dtype) -> Gates:
+        """Computes the data-dependent gates (paper section 3.1) of eq. 10 and 13."""
+        inner_lr = self.config.memory_max_lr * torch.sigmoid(self.inner_lr(hidden_states, dtype).mT)  # theta_t
+        if self.momentum is None or self.config.memory_max_lr == 0:  # step size 0: earlier momentum must stop as well
+            log_momentum_decay = torch.full_like(inner_lr, -torch.inf)  # eta_t = 0
         else:
             momentum = self.momentum(hidden_states, dtype).mT
-            log_momentum_decay = logsigmoid(momentum)
-            inner_lr = inner_lr * torch.sigmoid(-momentum)  # (1 - eta): the step does not grow with the momentum
+            log_momentum_decay = logsigmoid(momentum)  # log eta_t
+            inner_lr = inner_lr * torch.sigmoid(-momentum)  # times 1 - eta_t: the sum of steps is independent of eta_t
         if not self.forgets:
-            return inner_lr, log_momentum_decay, torch.zeros_like(inner_lr)
-        return inner_lr, log_momentum_decay, logsigmoid(-self.forget(hidden_states, dtype).mT)
+            return Gates(inner_lr, log_momentum_decay, torch.zeros_like(inner_lr))  # alpha_t = 0
+        log_retain = logsigmoid(-self.forget(hidden_states, dtype).mT)  # log(1 - alpha_t)
+        return Gates(inner_lr, log_momentum_decay, log_retain)
 
 
 class MemoryRecall(nn.Module):
-    """Reads the memory without writing, with projections of its own: h = norm(W_o norm(M(q))) (eq. 21, MAC)."""
+    """Reads the memory without updating it, with projections of its own: h = norm(W_o norm(M(q))) (eq. 21, MAC)."""
 
     def __init__(self, config: TitansConfig, layer_idx: int):
         super().__init__()
@@ -224,8 +261,8 @@ class MemoryRecall(nn.Module):
         return silu(self.q_proj(hidden_states)).unflatten(-1, (-1, self.head_dim))
 
     def forward(self, queries: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
-        """`queries` (B, T, H, D), weights of the memory network (B, H, d_in, d_out) -> (B, T, hidden)."""
+        """queries (B, T, H, D), weights of the memory network (B, H, d_in, d_out) -> h (B, T, hidden)"""
         with maybe_autocast(queries.device.type, enabled=False):
-            recalled = read(weights, unit(queries.transpose(1, 2).to(weights[0].dtype)))
-            recalled = self.norm(recalled.transpose(1, 2)).flatten(2)
-        return self.output_norm(self.o_proj(recalled.to(queries.dtype)))
+            retrieved = read(weights, l2_normalize(queries.transpose(1, 2).to(weights[0].dtype)))  # M*(q): eq. 21
+            retrieved = self.norm(retrieved.transpose(1, 2)).flatten(2)
+        return self.output_norm(self.o_proj(retrieved.to(queries.dtype)))

@@ -1,7 +1,7 @@
-"""Tensor parallelism: every rank keeps whole heads, of the memory as of attention, through Transformers' plans.
+"""Tensor parallelism by Transformers' plans: every rank has whole heads, of the memory and of attention.
 
-A memory head never looks at another one, so its projections, convolution, gates, learned weights and state go with it.
-The styles of Transformers cut linear layers; those registered here cut what else goes by heads.
+Memory heads are independent of each other, so the projections, convolutions, gates, learned weights and state of a head
+are on the same rank. The styles of Transformers split linear layers; those registered here split the other parameters.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ if torch.distributed.is_available():
 
 
 def tensor_parallel_plan(config) -> dict[str, str]:
-    """Module of a `TitansModel` -> style."""
+    """Returns the tensor parallel style of each module of a `TitansModel`."""
     mixer, mlp = "layers.*.mixer", "layers.*.mlp"
     plan = {mixer: "titans_whole_heads", f"{mixer}.memory.initial_weights": "titans_heads"}
     columns = [f"{mixer}.memory.{name}" for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "inner_lr")]
@@ -36,7 +36,7 @@ def tensor_parallel_plan(config) -> dict[str, str]:
 
 
 class WholeHeads(TensorParallelLayer):
-    """Raises ValueError where the ranks cannot share the heads of a mixer without cutting one."""
+    """Raises ValueError unless the numbers of heads of a mixer are multiples of the number of ranks."""
 
     def install_forward(self, module, mesh):
         names = ["memory_num_heads"] + ["num_key_value_heads"] * (module.config.variant != "lmm")
@@ -47,7 +47,7 @@ class WholeHeads(TensorParallelLayer):
 
 
 class Heads(TensorParallelLayer):
-    """Parameters whose first dimension goes by heads."""
+    """Splits parameters along their first dimension, which is ordered by heads."""
 
     def shard_param(self, module, param, mesh):
         whole = module._parameters[param]
@@ -59,8 +59,8 @@ class Heads(TensorParallelLayer):
 
 
 class SharedByHeads(TensorParallelLayer):
-    """Parameters that all heads use: whole on every rank. Their gradient is summed over the ranks, and thus the heads,
-    use by use: summing what has accumulated, as `replicated_with_grad_allreduce` does, counts the first of several
+    """Replicates parameters that all heads use. Their gradient is summed over the ranks, and thus over the heads, at
+    each use: summing the accumulated gradient, as `replicated_with_grad_allreduce` does, counts the first of several
     backward passes twice.
     """
 

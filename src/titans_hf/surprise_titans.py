@@ -1,4 +1,4 @@
-"""How much each token taught the memory, on request: `output_surprise=True` in a call and in `generate()`."""
+"""The surprise of each token and the gates of its update, on request: `output_surprise=True` in a call."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from .token_grid import TokenGrid
 
 
-class Writes(NamedTuple):
-    """What a memory did with the tokens on the slots of a grid: (R, H, G) each."""
+class MemoryUpdates(NamedTuple):
+    """Surprise and gates of the memory's updates with the tokens on the slots of a grid: (R, H, G) each."""
 
     surprise: Tensor
     inner_lr: Tensor
@@ -22,59 +22,60 @@ class Writes(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerSurprise:
-    """What each token (B, H, T) did to the memory of a layer: its properties, computed when they are asked for, without
-    a gradient and 0 at padding. Persistent tokens are not among them.
+    """The surprise and the gates of each token (B, H, T) in the memory of one layer, persistent tokens excluded.
 
-    parts: per call the slots in order, and where the tokens lie.
+    The properties are computed when they are read; they carry no gradient and are 0 at padding.
+
+    parts: per call the updates, slots in order, and the grid of the tokens.
     """
 
-    parts: tuple[tuple[Sequence[Writes], TokenGrid], ...]
+    parts: tuple[tuple[Sequence[MemoryUpdates], TokenGrid], ...]
 
     @property
     def gradient_norm(self) -> Tensor:
-        """The surprise: the norm of the gradient of |M(k) - v|^2 (eq. 12), limited as it is when it is written."""
-        return self._of_tokens(lambda writes: writes.surprise)
+        """The surprise: the norm of the gradient of |M(k) - v|^2 (eq. 12), clipped as in the update."""
+        return self._of_tokens(lambda updates: updates.surprise)
 
     @property
     def inner_lr(self) -> Tensor:
-        """theta (eq. 10), by which the gradient is multiplied."""
-        return self._of_tokens(lambda writes: writes.inner_lr)
+        """theta (eq. 10), the factor of the gradient."""
+        return self._of_tokens(lambda updates: updates.inner_lr)
 
     @property
     def momentum_decay(self) -> Tensor:
-        """eta (eq. 10), the share of the momentum that stays."""
-        return self._of_tokens(lambda writes: writes.log_momentum_decay.exp())
+        """eta (eq. 10), the factor of the previous momentum."""
+        return self._of_tokens(lambda updates: updates.log_momentum_decay.exp())
 
     @property
     def forget(self) -> Tensor:
-        """alpha (eq. 13), the share of the weights that goes."""
-        return self._of_tokens(lambda writes: -writes.log_retain.expm1())
+        """alpha (eq. 13): 1 - alpha is the factor of the previous weights."""
+        return self._of_tokens(lambda updates: -updates.log_retain.expm1())
 
-    def _of_tokens(self, quantity: Callable[[Writes], Tensor]) -> Tensor:
+    def _of_tokens(self, quantity: Callable[[MemoryUpdates], Tensor]) -> Tensor:
         calls = []
-        for writes, grid in self.parts:
-            slots = torch.cat([quantity(x).detach() for x in writes], dim=-1)
-            if grid.idle is not None:
-                slots = slots.masked_fill(grid.idle[:, None, None], 0)
-            calls.append(grid.take(slots.mT).mT)
+        for updates, grid in self.parts:
+            slots = torch.cat([quantity(x).detach() for x in updates], dim=-1)
+            if grid.is_padding is not None:
+                slots = slots.masked_fill(grid.is_padding[:, None, None], 0)
+            calls.append(grid.gather(slots.mT).mT)
         return torch.cat(calls, dim=-1)
 
     @classmethod
     def joined(cls, calls: Iterable["LayerSurprise"]) -> "LayerSurprise":
-        """That of calls that follow each other."""
+        """Concatenates the surprise of consecutive calls."""
         return cls(tuple(part for call in calls for part in call.parts))
 
 
 @dataclass
 class TitansModelOutput(BaseModelOutputWithPast):
-    """surprise: one `LayerSurprise` a layer."""
+    """surprise: one `LayerSurprise` per layer."""
 
     surprise: tuple[LayerSurprise, ...] | None = None
 
 
 @dataclass
 class TitansCausalLMOutput(CausalLMOutputWithPast):
-    """surprise: one `LayerSurprise` a layer."""
+    """surprise: one `LayerSurprise` per layer."""
 
     surprise: tuple[LayerSurprise, ...] | None = None
 

@@ -1,12 +1,12 @@
-"""Where the tokens of a call lie on each row's own grid of chunks (or segments).
+"""The grid of chunks (or segments) on which the tokens of a call are placed, for each row.
 
-A row that has already read `num_seen` tokens is `num_seen % unit` slots into a chunk. Rows of a batch may be out of
-step, hold padding or several documents; laying every document's real tokens on slots of a row of their own that start
-there makes all rows share the same chunk boundaries. Slots that no token fills are marked and masked out; they never
-count as read.
+A row that has already read `num_seen` tokens is `num_seen % grid_size` slots into a chunk. The rows of a batch may be
+at different positions in their chunk, and contain padding or several documents. Each document gets a row of slots, and
+its tokens (without padding) consecutive slots from its position in the chunk on: then all rows share the same chunk
+boundaries. Empty slots are masked out and never count as tokens.
 
-Shapes: B batch rows, T tokens, R rows of slots (one per document; B where there are no others), G slots of a row,
-P slots of history before the first one.
+Shapes: B batch rows, T tokens, R rows of slots (one per document; B where there is one document per batch row), G slots
+of a row, P entries that precede a row's first slot.
 """
 
 from collections.abc import Iterator
@@ -18,142 +18,157 @@ from torch import Tensor
 
 
 class Columns(NamedTuple):
-    """What stands in each column of a call, (B, T) bool each; None where it is everywhere the same."""
+    """What the columns of a call contain, (B, T) bool each.
 
-    real: Tensor | None = None  # not padding; None: all are real
-    begins: Tensor | None = None  # a document begins here, whatever the row has read before; None: nowhere
+    mask: True at tokens, False at padding; None if there is no padding.
+    document_starts: True where a document starts, whatever the row has read before; None if none starts.
+    """
+
+    mask: Tensor | None = None
+    document_starts: Tensor | None = None
 
 
-ALL_REAL = Columns()
+ALL_TOKENS = Columns()
 
 
 @dataclass(frozen=True)
 class TokenGrid:
-    """The slots of a (B, T) call.
+    """The slots of the tokens of a call (B, T).
 
     num_slots: G.
-    start, end: (R,) int64, each row's first filled slot and one past its last; filled slots are contiguous.
-    slot: (B, T) int64, the slot of every token among all R * G, R * G for padding; None where token t of batch row b
-    simply lies at slot t of row b.
-    origin: (R,) int64, the batch row that a row goes on from, -1 for a new document; None where each is its own.
-    last: (B,) int64, the row that each batch row ends in; None likewise.
-    idle: (B,) bool, in a call of one column, the rows where it is padding; None for none.
+    row_starts, row_ends: (R,) int64, each row's first slot with a token and one past its last; those between have one.
+    token_slots: (B, T) int64, the slot of every token among all R * G, R * G for padding; None where token t of batch
+    row b is at slot t of row b.
+    source_rows: (R,) int64, the batch row whose state a row continues, -1 for a new document; None where each row
+    continues its own.
+    last_rows: (B,) int64, the row of each batch row's last document; None likewise.
+    is_padding: (B,) bool, in a call of one column, True in rows where it is padding; None without padding.
     """
 
     num_slots: int
-    start: Tensor
-    end: Tensor
-    slot: Tensor | None = None
-    origin: Tensor | None = None
-    last: Tensor | None = None
-    idle: Tensor | None = None
+    row_starts: Tensor
+    row_ends: Tensor
+    token_slots: Tensor | None = None
+    source_rows: Tensor | None = None
+    last_rows: Tensor | None = None
+    is_padding: Tensor | None = None
 
     @classmethod
-    def whole(cls, batch_size: int, num_tokens: int, device: torch.device) -> "TokenGrid":
-        """Token t at slot t in every row: the beginning of a sequence, or a single token."""
-        start = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        return cls(num_tokens, start, start + num_tokens)
+    def identity(cls, batch_size: int, num_tokens: int, device: torch.device) -> "TokenGrid":
+        """Returns the grid with token t at slot t in every row: the start of a sequence, or a single token."""
+        row_starts = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        return cls(num_tokens, row_starts, row_starts + num_tokens)
 
     @classmethod
-    def build(cls, num_seen: Tensor, num_tokens: int, unit: int, columns: Columns = ALL_REAL) -> "TokenGrid":
-        """`num_seen` (B,) tokens read before by each batch row."""
+    def build(cls, num_seen: Tensor, num_tokens: int, grid_size: int, columns: Columns = ALL_TOKENS) -> "TokenGrid":
+        """Returns the grid of T tokens after `num_seen` (B,) tokens per batch row, for chunks of `grid_size` slots."""
         shape, device = (len(num_seen), num_tokens), num_seen.device
-        if num_tokens == 1 and columns.begins is None:  # a single token needs no grid
-            whole = cls.whole(*shape, device)
-            return whole if columns.real is None else replace(whole, idle=~columns.real[:, 0])
-        compiling = torch.compiler.is_compiling()  # sizes may not depend on data: take the largest that can be needed
-        if columns == ALL_REAL and not compiling and not (num_seen % unit).any():
-            return cls.whole(*shape, device)
-        row, origin, last = torch.arange(shape[0], device=device)[:, None].expand(shape), None, None
-        if columns.begins is not None:
-            opens = columns.begins.clone()
-            opens[:, 0] = True
-            row = opens.flatten().cumsum(0).view(shape) - 1
-            last = row[:, -1]
-            origin = torch.where(columns.begins, -1, torch.arange(shape[0], device=device)[:, None])[opens]
-            num_seen = seen_before(num_seen, origin)
-        real = torch.ones(shape, dtype=torch.bool, device=device) if columns.real is None else columns.real
-        start = num_seen % unit
-        count = torch.zeros_like(start).index_add(0, row.flatten(), real.flatten().long())
-        end = start + count
-        num_slots = num_tokens + unit - 1 if compiling else max(1, int(end.max()))  # a call may hold padding only
-        rank = real.flatten().cumsum(0).view(shape) - 1 - (count.cumsum(0) - count)[row]
-        slot = (row * num_slots + start[row] + rank).masked_fill(~real, len(start) * num_slots)
-        return cls(num_slots, start, end, slot, origin, last)
+        # 1. Calls that need no grid: a single token per row, and tokens that start at a chunk boundary in every row.
+        if num_tokens == 1 and columns.document_starts is None:
+            grid = cls.identity(*shape, device)
+            return grid if columns.mask is None else replace(grid, is_padding=~columns.mask[:, 0])
+        compiling = torch.compiler.is_compiling()  # then no size may depend on data
+        if columns == ALL_TOKENS and not compiling and not (num_seen % grid_size).any():
+            return cls.identity(*shape, device)
+        # 2. One row of slots per document: documents are counted over all columns, batch row after batch row.
+        row, source_rows, last_rows = torch.arange(shape[0], device=device)[:, None].expand(shape), None, None
+        if columns.document_starts is not None:
+            row_begins = columns.document_starts.clone()
+            row_begins[:, 0] = True
+            row = row_begins.flatten().cumsum(0).view(shape) - 1
+            last_rows = row[:, -1]
+            batch_row = torch.arange(shape[0], device=device)[:, None]
+            source_rows = torch.where(columns.document_starts, -1, batch_row)[row_begins]
+            num_seen = _num_seen_of_rows(num_seen, source_rows)
+        # 3. A row's tokens start at its position in the chunk; the longest row sets the number of slots.
+        mask = torch.ones(shape, dtype=torch.bool, device=device) if columns.mask is None else columns.mask
+        row_starts = num_seen % grid_size
+        count = torch.zeros_like(row_starts).index_add(0, row.flatten(), mask.flatten().long())
+        row_ends = row_starts + count
+        # Compiled: the largest number that can be needed. At least 1: a call may contain padding only.
+        num_slots = num_tokens + grid_size - 1 if compiling else max(1, int(row_ends.max()))
+        # 4. A token's slot: its row's first slot plus the number of the row's tokens before it.
+        index_in_row = mask.flatten().cumsum(0).view(shape) - 1 - (count.cumsum(0) - count)[row]
+        token_slots = row * num_slots + row_starts[row] + index_in_row
+        token_slots = token_slots.masked_fill(~mask, len(row_starts) * num_slots)
+        return cls(num_slots, row_starts, row_ends, token_slots, source_rows, last_rows)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "TokenGrid":
-        """The grid on another device: what Accelerate calls where layers are spread over several."""
+        """Copies the grid to a device. Accelerate calls it where layers are on several devices."""
         tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
         return replace(self, **{name: x.to(device, non_blocking=non_blocking) for name, x in tensors.items()})
 
-    def pieces(self, length: int) -> Iterator["TokenGrid"]:
-        """The grid cut every `length` slots; a row may have no token in some."""
+    def split(self, length: int) -> Iterator["TokenGrid"]:
+        """Splits the grid every `length` slots; a row may have no token in some of the parts."""
         for first in range(0, self.num_slots, length):
             size = min(length, self.num_slots - first)
-            start, end = ((x - first).clamp(0, size) for x in (self.start, self.end))
-            yield TokenGrid(size, start, end, self.slot)
+            row_starts, row_ends = ((x - first).clamp(0, size) for x in (self.row_starts, self.row_ends))
+            yield TokenGrid(size, row_starts, row_ends, self.token_slots)
 
-    def seen_after(self, num_seen: Tensor) -> Tensor:
-        """(B,) tokens read before -> (B,) tokens of its last document that each batch row has read after the call."""
-        if self.idle is not None:
-            return num_seen + ~self.idle
-        if self.origin is None:
-            return num_seen + self.end - self.start
-        return (seen_before(num_seen, self.origin) + self.end - self.start)[self.last]
+    def num_seen_after(self, num_seen: Tensor) -> Tensor:
+        """Computes, from the tokens read before (B,), those that each batch row has read of its last document after
+        the call (B,).
+        """
+        if self.is_padding is not None:
+            return num_seen + ~self.is_padding
+        if self.source_rows is None:
+            return num_seen + self.row_ends - self.row_starts
+        return (_num_seen_of_rows(num_seen, self.source_rows) + self.row_ends - self.row_starts)[self.last_rows]
 
     @property
     def num_rows(self) -> int:
-        return len(self.start)
+        """R."""
+        return len(self.row_starts)
 
     @property
     def filled(self) -> Tensor | None:
-        """(R, G) bool, True where a token lies; None where every slot is filled."""
-        if self.slot is None:
+        """(R, G) bool, True at slots with a token; None if every slot has one."""
+        if self.token_slots is None:
             return None
-        slots = torch.arange(self.num_slots, device=self.start.device)
-        return (slots >= self.start[:, None]) & (slots < self.end[:, None])
+        slots = torch.arange(self.num_slots, device=self.row_starts.device)
+        return (slots >= self.row_starts[:, None]) & (slots < self.row_ends[:, None])
 
     @property
-    def is_step(self) -> bool:
-        """Whether this is one token a row, which needs no grid: a row may then be anywhere in its chunk."""
-        return self.num_slots == 1 and self.slot is None
+    def is_single_token(self) -> bool:
+        """True for one token per row without a grid: each row may be at any position in its chunk."""
+        return self.num_slots == 1 and self.token_slots is None
 
-    def place(self, x: Tensor) -> Tensor:
-        """(B, T, ...) tokens -> (R, G, ...) slots, zero where no token lies."""
-        if self.slot is None:
+    def scatter(self, x: Tensor) -> Tensor:
+        """Scatters tokens (B, T, ...) to slots (R, G, ...); empty slots are zero."""
+        if self.token_slots is None:
             return x
         slots = x.new_zeros(self.num_rows * self.num_slots + 1, *x.shape[2:])
-        slots = slots.index_copy(0, self.slot.flatten(), x.flatten(0, 1))[:-1]
+        slots = slots.index_copy(0, self.token_slots.flatten(), x.flatten(0, 1))[:-1]
         return slots.unflatten(0, (self.num_rows, self.num_slots))
 
-    def take(self, y: Tensor) -> Tensor:
-        """(R, G, ...) slots -> (B, T, ...) tokens, zero at padding."""
-        if self.slot is None:
+    def gather(self, y: Tensor) -> Tensor:
+        """Gathers tokens (B, T, ...) from slots (R, G, ...); padding is zero."""
+        if self.token_slots is None:
             return y
         y = torch.cat([y.flatten(0, 1), y.new_zeros(1, *y.shape[2:])])
-        return y.index_select(0, self.slot.flatten()).unflatten(0, self.slot.shape)
+        return y.index_select(0, self.token_slots.flatten()).unflatten(0, self.token_slots.shape)
 
-    def extend(self, history: Tensor, x: Tensor) -> Tensor:
-        """(R, P, ...) and (R, G, ...) -> (R, P + G, ...), each row's history right before its first filled slot."""
-        extended = torch.cat([history, x], dim=1)
-        if self.slot is None:
+    def prepend(self, previous: Tensor, x: Tensor) -> Tensor:
+        """Puts each row's previous entries (R, P, ...) before its first token in x (R, G, ...): (R, P + G, ...)."""
+        extended = torch.cat([previous, x], dim=1)
+        if self.token_slots is None:
             return extended
-        index = self.start[:, None] + torch.arange(history.shape[1], device=self.start.device)
-        return extended.scatter(1, _index_like(index, history), history)
+        index = self.row_starts[:, None] + torch.arange(previous.shape[1], device=self.row_starts.device)
+        return extended.scatter(1, _index_like(index, previous), previous)
 
-    def tail(self, extended: Tensor, length: int) -> Tensor:
-        """The last `length` entries of each row of `extended`: the history for the next call."""
-        if self.slot is None:
+    def last_entries(self, extended: Tensor, length: int) -> Tensor:
+        """Returns the last `length` entries up to each row's last token of what `prepend` returned."""
+        if self.token_slots is None:
             return extended[:, extended.shape[1] - length :].clone()  # a view would keep all of `extended` alive
-        index = self.end[:, None] + torch.arange(length, device=self.end.device)
+        index = self.row_ends[:, None] + torch.arange(length, device=self.row_ends.device)
         return extended.gather(1, _index_like(index, extended))
 
 
-def seen_before(num_seen: Tensor, origin: Tensor) -> Tensor:
-    """(B,) tokens read by batch rows -> (R,) tokens read by the rows that go on from them: 0 for a new document."""
-    return torch.where(origin < 0, 0, num_seen[origin])
+def _num_seen_of_rows(num_seen: Tensor, source_rows: Tensor) -> Tensor:
+    """Computes the tokens read by the rows of slots (R,) from those of batch rows (B,): 0 for a new document."""
+    return torch.where(source_rows < 0, 0, num_seen[source_rows])
 
 
 def _index_like(index: Tensor, x: Tensor) -> Tensor:
-    """(R, N) -> (R, N, ...) with the trailing sizes of x, as gather and scatter want it."""
+    """Expands (R, N) to (R, N, ...) with the trailing sizes of x, as gather and scatter need it."""
     return index.view(*index.shape, *[1] * (x.dim() - 2)).expand(*index.shape, *x.shape[2:])

@@ -21,9 +21,9 @@ from .configuration_titans import TitansConfig
 FORMAT, VERSION = "titans-memory", 1
 DESCRIPTION = "memory.json"
 TENSORS = re.compile(r"memory-[0-9a-f]{16}\.safetensors")
-# of a config, what a state does not depend on
-NO_MATTER = {"attention_dropout", "initializer_range", "tie_word_embeddings", "use_cache"}
-NO_MATTER |= {"pad_token_id", "bos_token_id", "eos_token_id"}
+# fields of a config that a state does not depend on
+STATE_INDEPENDENT_FIELDS = {"attention_dropout", "initializer_range", "tie_word_embeddings", "use_cache"}
+STATE_INDEPENDENT_FIELDS |= {"pad_token_id", "bos_token_id", "eos_token_id"}
 
 
 def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
@@ -32,7 +32,8 @@ def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
 
     Raises ValueError for a model whose weights are shared among processes or not in memory.
     """
-    fields = {name: getattr(model.config, name) for name in TitansConfig.__annotations__ if name not in NO_MATTER}
+    names = [name for name in TitansConfig.__annotations__ if name not in STATE_INDEPENDENT_FIELDS]
+    fields = {name: getattr(model.config, name) for name in names}
     total, dtypes = hashlib.sha256(), set()
     for name, x in sorted(model.base_model.state_dict().items()):
         if hasattr(x, "full_tensor") or x.is_meta:

@@ -1,0 +1,167 @@
+"""The cache of one decoder layer: its state, and what a batch, a crop or a device does to it."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from .layer_state import LayerState, RecordedColumns, named_tensors
+from .token_grid import Columns, TokenGrid
+
+
+class TitansCacheLayer(CacheLayerMixin):
+    """The `LayerState` of one layer; None before the first token.
+
+    States are replaced, never modified in place: earlier ones, and the graph of a training step, stay intact.
+
+    recorded: with `record_past`, the columns read since the last `crop`.
+    to_reread: after `crop(-k)`, those of them that remain; `state` is the one before them, and the next call reads them
+    again before its own tokens.
+    restart: (B,) bool, True in rows that have been reset, whose next column starts a new document.
+    """
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, compileable: bool = False, offloading: bool = False):
+        super().__init__()
+        self.is_compileable = compileable
+        self.offloading = offloading
+        self.state: LayerState | None = None
+        self.num_columns = 0
+        self.record_past = False
+        self.recorded: RecordedColumns | None = None
+        self.to_reread: RecordedColumns | None = None
+        self.restart: Tensor | None = None
+
+    def state_before_call(self, mixer: Callable, reread_grid: TokenGrid | None) -> LayerState | None:
+        """Returns the state from which a call continues, on the layer's device: after the columns that a crop left,
+        which the `mixer` reads again on the slots of `reread_grid`.
+        """
+        if self.offloading:
+            self.prefetch()
+        if self.to_reread is None:
+            return self.state
+        return mixer(self.to_reread.inputs, self.state, reread_grid).state
+
+    def finish_call(self, before: LayerState | None, after: LayerState, inputs: Tensor, columns: Columns) -> None:
+        """Stores the state after a call that read `inputs` (B, T, hidden) from the state `before`."""
+        if self.record_past:
+            recorded = RecordedColumns.empty(before, inputs) if self.recorded is None else self.recorded
+            self.recorded = recorded.append(inputs, columns)
+        self.state, self.to_reread, self.restart = after, None, None
+        self.num_columns += inputs.shape[1]
+        self.is_initialized = True
+        if self.offloading:
+            self.offload()
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise NotImplementedError("A Titans layer creates its state itself, from learned weights, at the first token.")
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("A TitansCache stores layer states, not keys and values: use it with a Titans model.")
+
+    def get_seq_length(self) -> int:
+        return self.num_columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.num_columns + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    @property
+    def batch_size(self) -> int:
+        """-1 before the first token."""
+        if self.state is not None:
+            return self.state.conv_state.shape[0]
+        return -1 if self.to_reread is None else self.to_reread.inputs.shape[0]
+
+    def tensors(self) -> list[Tensor]:
+        """Returns all tensors of the layer."""
+        return list(self.named_tensors().values())
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Returns all tensors of the layer by their paths, as "state.memory.weights.0"."""
+        parts = {name: getattr(self, name) for name in ("state", "recorded", "to_reread", "restart")}
+        return {path: x for name, part in parts.items() for path, x in named_tensors(part, name)}
+
+    def restore(self, tree: dict[str, Any], num_columns: int, record_past: bool) -> None:
+        """Sets the layer to what `named_tensors` returned, nested by `as_tree`."""
+        self.state = LayerState.from_tree(tree["state"]) if "state" in tree else None
+        self.recorded = RecordedColumns.from_tree(tree["recorded"]) if "recorded" in tree else None
+        self.to_reread = RecordedColumns.from_tree(tree["to_reread"]) if "to_reread" in tree else None
+        self.restart = tree.get("restart")
+        self.num_columns, self.record_past = num_columns, record_past
+        self.is_initialized = num_columns > 0
+
+    def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        for name in ("state", "recorded", "to_reread"):
+            part = getattr(self, name)
+            setattr(self, name, None if part is None else part.map(fn))
+        self.restart = None if self.restart is None else fn(self.restart)
+
+    def reset(self, rows: Tensor | None = None) -> None:
+        """Resets the layer, or the rows where `rows` (B,) bool is True: their next token starts from the learned
+        initial memory. Raises RuntimeError for some rows of a layer that records.
+        """
+        if rows is None:
+            self.state, self.recorded, self.to_reread, self.restart = (None,) * 4
+            self.num_columns, self.is_initialized = 0, False
+        elif self.record_past:
+            raise RuntimeError("reset(rows) cannot be undone by crop(): reset all rows, or stop recording.")
+        elif self.state is not None:
+            self.restart = rows if self.restart is None else self.restart | rows
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._map(lambda x: x[indices.to(x.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.batch_size == 1:  # states are never modified in place: rows share one until the next call
+            self._map(lambda x: x.expand(repeats, *x.shape[1:]))
+        else:
+            self._map(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def offload(self) -> None:
+        """Moves the state to the CPU."""
+        if tensors := self.tensors():
+            self.device = tensors[0].device
+            self._map(lambda x: x.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """Moves the state back to the device that it was on before `offload`."""
+        if hasattr(self, "device"):
+            self._map(lambda x: x.to(self.device, non_blocking=True))
+
+    def activate_past_recording(self) -> None:
+        """Records the columns that are read from now on, so that `crop` can remove them."""
+        self.record_past = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last columns, `tokens_to_remove` being their number, negative; 0 accepts all that were read.
+
+        Raises ValueError for a positive number, and RuntimeError for columns that were not recorded: an update of the
+        memory cannot be inverted.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"`tokens_to_remove` must be 0 or negative, as in crop(-3), but is {tokens_to_remove}.")
+        record = self.recorded if self.to_reread is None else self.to_reread
+        kept = tokens_to_remove + (0 if record is None else record.num_columns)
+        if tokens_to_remove and kept < 0:
+            raise RuntimeError(
+                f"crop({tokens_to_remove}) goes back beyond the {kept - tokens_to_remove} columns recorded since the "
+                "last crop. Call activate_past_recording() before reading what may have to be removed, or read with "
+                "a copy (copy.deepcopy)."
+            )
+        if tokens_to_remove:
+            self.state, self.to_reread = record.state, record.first(kept) if kept else None
+            self.num_columns += tokens_to_remove
+            self.is_initialized = self.num_columns > 0
+        self.recorded = None
+
+
+__all__ = ["TitansCacheLayer"]

@@ -1,0 +1,159 @@
+"""The update and the read of the memory, `memorize`: in chunks by the dual form, or one token by the equations.
+
+Shapes: B batch, H heads, T tokens, D head size; weights (B, H, d_in, d_out).
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .memory_chunk import CHUNK_FUNCTIONS, ChunkFunctions
+from .memory_network import gradient_factors, read, token_surprise
+from .memory_scan import ScanArguments, ScanOptions, scan_chunks, scan_chunks_differentiable
+from .memory_state import MemoryInputs, MemoryState, where_rows
+from .token_grid import TokenGrid
+
+_compiled: ChunkFunctions | None = None
+
+
+class MemorizeOutput(NamedTuple):
+    """retrieved (B, H, T, D), surprise (B, H, T), and the state after the last token."""
+
+    retrieved: Tensor
+    surprise: Tensor
+    state: MemoryState
+
+
+def compile_chunks(**options) -> None:
+    """Compiles the functions of a full chunk for the whole process: see `TitansPreTrainedModel.compile_memory`."""
+    global _compiled
+    _compiled = ChunkFunctions(*(torch.compile(fn, dynamic=False, **options) for fn in CHUNK_FUNCTIONS))
+
+
+def memorize(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    inner_lr: Tensor,
+    log_momentum_decay: Tensor,
+    log_retain: Tensor,
+    state: MemoryState,
+    *,
+    chunk_size: int,
+    error_clip: float | None,
+    decay_target: tuple[Tensor, ...] = (),
+    grid: TokenGrid | None = None,
+) -> tuple[Tensor, MemoryState]:
+    """Updates the memory with T tokens and reads each token's query right after its own update (eq. 13-16).
+
+    Args:
+        queries, keys, values: (B, H, T, D), any floating dtype; all is computed in the state's dtype.
+        inner_lr (theta), log_momentum_decay (log eta), log_retain (log(1 - alpha)): (B, H, T); -inf is a gate of 0.
+        state: the state before the first of these tokens; rows may be at different positions in their chunk.
+        chunk_size: number of tokens whose gradients are taken at the same weights.
+        error_clip: kappa of `memory_network.gradient_factors`; None for the paper's plain loss.
+        decay_target: weights (H, d_in, d_out) of each layer that forgetting decays to; empty for 0, as in eq. 13.
+        grid: where given, the tokens are already on its slots (T = grid.num_slots), of a grid for a multiple of
+            `chunk_size`.
+
+    Returns the retrieved values (B, H, T, D) in the state's dtype (undefined at empty slots) and the state after the
+    last token.
+    """
+    inputs = MemoryInputs(queries, keys, values, inner_lr, log_momentum_decay, log_retain)
+    options = dict(chunk_size=chunk_size, error_clip=error_clip, decay_target=decay_target, grid=grid)
+    output = memorize_with_surprise(inputs, state, **options)
+    return output.retrieved, output.state
+
+
+def memorize_with_surprise(
+    inputs: MemoryInputs,
+    state: MemoryState,
+    *,
+    chunk_size: int,
+    error_clip: float | None,
+    decay_target: tuple[Tensor, ...] = (),
+    grid: TokenGrid | None = None,
+) -> MemorizeOutput:
+    """Computes `memorize` and the surprise of each token, the norm of its gradient, which carries no gradient itself.
+
+    A single token per row is computed by the equations, anything else in chunks.
+    """
+    dtype = state.weights[0].dtype
+    inputs = inputs.map(lambda x: x.to(dtype))
+    num_tokens = inputs.keys.shape[2]
+    if num_tokens == 1 and (grid is None or grid.is_single_token):
+        return _memorize_token(inputs, state, decay_target, chunk_size, error_clip)
+    if grid is not None:
+        return _memorize_grid(inputs, state, decay_target, grid, chunk_size, error_clip)
+    grid = TokenGrid.build(state.num_seen, num_tokens, chunk_size)
+    slots = inputs.map(lambda x: grid.scatter(x.transpose(1, 2)).transpose(1, 2))
+    output = _memorize_grid(slots, state, decay_target, grid, chunk_size, error_clip)
+    retrieved, surprise = (grid.gather(x.transpose(1, 2)).transpose(1, 2) for x in (output.retrieved, output.surprise))
+    return MemorizeOutput(retrieved, surprise, output.state)
+
+
+def _memorize_token(
+    inputs: MemoryInputs,
+    state: MemoryState,
+    decay_target: tuple[Tensor, ...],
+    chunk_size: int,
+    error_clip: float | None,
+) -> MemorizeOutput:
+    """Updates with one token per row by eq. 13-15, without a branch on data.
+
+    Operations are in place on new tensors: a step takes as long as reading and writing the state.
+    """
+    at_chunk_start = partial(where_rows, state.num_seen % chunk_size == 0)
+    anchor = tuple(map(at_chunk_start, state.weights, state.anchor))
+    factors = gradient_factors(inputs.keys, inputs.values, anchor, error_clip)  # grad l(A; k, v), eq. 12, 16
+    theta, eta, retain = (
+        x[..., None] for x in (inputs.inner_lr, inputs.log_momentum_decay.exp(), inputs.log_retain.exp())
+    )
+    gradients = zip(state.momentum, factors.inputs, factors.deltas, strict=True)
+    # S_t = eta_t S_{t-1} - theta_t h (x) delta (eq. 10, 14)
+    momentum = tuple((eta * s).addcmul_(h.mT, theta * d, value=-1) for s, h, d in gradients)
+    # M_t = (1 - alpha_t) M_{t-1} + alpha_t M_0 + S_t (eq. 13)
+    if decay_target:
+        decayed = [torch.lerp(m, w, retain) for m, w in zip(decay_target, state.weights, strict=True)]
+    else:
+        decayed = [retain * w for w in state.weights]
+    weights = tuple(w.add_(s) for w, s in zip(decayed, momentum, strict=True))
+    state = MemoryState(weights, momentum, anchor, state.num_seen + 1)
+    return MemorizeOutput(read(weights, inputs.queries), token_surprise(factors).detach(), state)  # y_t: eq. 15
+
+
+def _memorize_grid(
+    slots: MemoryInputs,
+    state: MemoryState,
+    decay_target: tuple[Tensor, ...],
+    grid: TokenGrid,
+    chunk_size: int,
+    error_clip: float | None,
+) -> MemorizeOutput:
+    """Updates with the tokens on the slots of a grid; chunks of every row start at multiples of `chunk_size`."""
+    rows_and_heads = slots.inner_lr.shape[:2]
+    chunk_starts = None
+    if grid.filled is not None:
+        slots = slots._replace(filled=grid.filled[:, None].expand_as(slots.inner_lr))
+        first = torch.arange(0, grid.num_slots, chunk_size, device=grid.filled.device)[:, None]
+        starts = (grid.row_starts <= first) & (grid.row_ends > first)
+        chunk_starts = starts.repeat_interleave(rows_and_heads[1], dim=1)
+    decay_target = [m.expand_as(w) for m, w in zip(decay_target, state.weights, strict=False)]
+    arguments = ScanArguments(
+        slots.map(lambda x: x.flatten(0, 1)),
+        MemoryState.from_flat(x.flatten(0, 1) for x in state.flat()),
+        tuple(x.flatten(0, 1) for x in decay_target),
+    )
+    compiling = torch.compiler.is_compiling()  # then the compiler makes the backward
+    options = ScanOptions(chunk_size, error_clip, chunk_starts, None if compiling else _compiled)
+    differentiated = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments.flat())
+    scan = scan_chunks_differentiable if differentiated and not compiling else scan_chunks
+    output = scan(options, arguments)
+    after = MemoryState.from_flat(x.unflatten(0, rows_and_heads) for x in output.state.flat())
+    return MemorizeOutput(
+        output.retrieved.unflatten(0, rows_and_heads),
+        output.surprise.unflatten(0, rows_and_heads).detach(),
+        after._replace(num_seen=state.num_seen + grid.row_ends - grid.row_starts),
+    )

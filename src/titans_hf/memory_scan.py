@@ -1,0 +1,200 @@
+"""The scan over chunks: the state at the end of one is the state at the start of the next.
+
+For the backward, the scan keeps the state at every `CHECKPOINT_INTERVAL`-th chunk; the others, and everything within a
+chunk, are recomputed. Shapes: N batch and heads, T tokens, C tokens of a chunk; weights (N, d_in, d_out).
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .memory_chunk import CHUNK_FUNCTIONS, ChunkFunctions, ChunkIntermediates, end_of_chunk
+from .memory_state import MemoryInputs, MemoryState, where_rows
+
+CHECKPOINT_INTERVAL = 4  # chunks
+
+
+class ScanOptions(NamedTuple):
+    """The options of a scan.
+
+    chunk_starts: (number of chunks, N) bool, True where a non-empty chunk starts in this call; None for everywhere. A
+    chunk that started in an earlier call keeps its anchor.
+    compiled: the functions for full chunks; None for those of `memory_chunk` as they are.
+    """
+
+    chunk_size: int
+    error_clip: float | None
+    chunk_starts: Tensor | None
+    compiled: ChunkFunctions | None
+
+    def functions(self, inputs: MemoryInputs) -> ChunkFunctions:
+        """Returns the functions for a chunk: compiled ones only for full chunks, whose shape is always the same."""
+        full = inputs.keys.shape[1] == self.chunk_size
+        return self.compiled if full and self.compiled is not None else CHUNK_FUNCTIONS
+
+
+class ScanArguments(NamedTuple):
+    """The tensors that a scan reads: the inputs (N, T, ...), the state before them, and one decay target per layer
+    (none for 0).
+    """
+
+    inputs: MemoryInputs
+    state: MemoryState
+    decay_target: tuple[Tensor, ...]
+
+    def flat(self) -> tuple[Tensor | None, ...]:
+        """Returns all tensors, as an autograd.Function takes them."""
+        return (*self.inputs, *self.state.flat(), *self.decay_target)
+
+    @classmethod
+    def from_flat(cls, tensors: Sequence[Tensor | None], depth: int) -> "ScanArguments":
+        """Returns the arguments of the tensors of `flat`, for a memory network of `depth` layers."""
+        remaining = iter(tensors)
+        return cls(_next_inputs(remaining), _next_state(remaining, depth), tuple(remaining))
+
+
+class ScanOutput(NamedTuple):
+    """retrieved (N, T, D), surprise (N, T), and the state after the last token."""
+
+    retrieved: Tensor
+    surprise: Tensor
+    state: MemoryState
+
+
+def _next_inputs(tensors: Iterator[Tensor | None]) -> MemoryInputs:
+    return MemoryInputs(*islice(tensors, len(MemoryInputs._fields)))
+
+
+def _next_state(tensors: Iterator[Tensor], depth: int) -> MemoryState:
+    return MemoryState.from_flat(islice(tensors, 3 * depth))
+
+
+def scan_chunks(
+    options: ScanOptions, arguments: ScanArguments, checkpoints: list[MemoryState] | None = None
+) -> ScanOutput:
+    """Updates and reads the memory chunk after chunk. Appends the state at every `CHECKPOINT_INTERVAL`-th chunk to
+    `checkpoints`.
+    """
+    state, retrieved, surprise = arguments.state, [], []
+    for chunk, inputs in enumerate(_split_inputs(arguments.inputs, options.chunk_size)):
+        state = _with_anchor(options, chunk, state)
+        if checkpoints is not None and chunk % CHECKPOINT_INTERVAL == 0:
+            checkpoints.append(state)
+        forward = options.functions(inputs).forward
+        output = forward(inputs, state, arguments.decay_target, options.error_clip)
+        retrieved.append(output.retrieved)
+        surprise.append(output.surprise)
+        state = MemoryState(output.weights, output.momentum, state.anchor)
+    return ScanOutput(torch.cat(retrieved, dim=1), torch.cat(surprise, dim=1), state)
+
+
+def scan_chunks_differentiable(options: ScanOptions, arguments: ScanArguments) -> ScanOutput:
+    """Runs `scan_chunks` with the hand-written backward."""
+    depth = len(arguments.state.weights)
+    retrieved, surprise, *state = _ChunkScan.apply(options, depth, *arguments.flat())
+    return ScanOutput(retrieved, surprise, MemoryState.from_flat(state))
+
+
+class _ChunkScan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, options: ScanOptions, depth: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        given = ScanArguments.from_flat(tensors, depth)
+        detached = ScanArguments.from_flat([None if x is None else x.detach() for x in tensors], depth)
+        checkpoints = []
+        output = scan_chunks(options, detached, checkpoints)
+        ctx.mark_non_differentiable(output.surprise)
+        ctx.options, ctx.depth = options, depth
+        ctx.save_for_backward(*given.inputs, *(x for state in checkpoints for x in state.flat()), *given.decay_target)
+        return output.retrieved, output.surprise, *output.state.flat()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_retrieved: Tensor, _: Tensor, *grad_state: Tensor) -> tuple[Tensor | None, ...]:
+        options, saved = ctx.options, iter(ctx.saved_tensors)  # read once: under checkpointing, reading recomputes
+        chunks = _split_inputs(_next_inputs(saved), options.chunk_size)
+        firsts = range(0, len(chunks), CHECKPOINT_INTERVAL)
+        checkpoints = [_next_state(saved, ctx.depth) for _ in firsts]
+        decay_target = tuple(saved)
+        grad_outputs = _split(grad_retrieved, options.chunk_size)
+        grads, grad_inputs = MemoryState.from_flat(grad_state), []
+        grad_target = [torch.zeros_like(x) for x in decay_target]
+        with torch.autocast(grad_retrieved.device.type, enabled=False):
+            for first, checkpoint in zip(reversed(firsts), reversed(checkpoints), strict=True):
+                group = chunks[first : first + CHECKPOINT_INTERVAL]
+                recomputed = _recompute(options, first, group, checkpoint, decay_target)
+                for chunk in reversed(range(first, first + len(group))):
+                    backward = options.functions(chunks[chunk]).backward
+                    gradients = backward(grad_outputs[chunk], recomputed.pop(), grads.weights, grads.momentum)
+                    grad_inputs.insert(0, gradients.inputs)
+                    for total, gradient in zip(grad_target, gradients.decay_target, strict=True):
+                        total.add_(gradient)
+                    grads = _anchor_backward(options, chunk, gradients.state, grads.anchor)
+        return None, None, *_join_inputs(grad_inputs), *grads.flat(), *grad_target
+
+
+def _recompute(
+    options: ScanOptions,
+    first: int,
+    group: Sequence[MemoryInputs],
+    state: MemoryState,
+    decay_target: Sequence[Tensor],
+) -> list[ChunkIntermediates]:
+    """Computes the intermediate results of consecutive chunks from the state at the start of the first."""
+    chunks = []
+    for chunk, inputs in enumerate(group, first):
+        if chunks:
+            state = _with_anchor(options, chunk, MemoryState(*end_of_chunk(chunks[-1]), state.anchor))
+        intermediates = options.functions(inputs).intermediates
+        chunks.append(intermediates(inputs, state, decay_target, options.error_clip))
+    return chunks
+
+
+def _split(x: Tensor, chunk_size: int) -> list[Tensor]:
+    """Splits (N, T, ...) into chunks (N, C, ...), the last of which may be shorter.
+
+    Contiguous, so that the strides do not depend on T: otherwise every length would be compiled anew. By `split`, not
+    by indexing: the backward of an index is a tensor of the full size for every chunk.
+    """
+    return [part.contiguous() for part in x.split(chunk_size, dim=1)]
+
+
+def _split_inputs(inputs: MemoryInputs, chunk_size: int) -> list[MemoryInputs]:
+    parts = [_split(x, chunk_size) for x in inputs if x is not None]  # without `filled`, where it is None
+    return [MemoryInputs(*chunk) for chunk in zip(*parts, strict=True)]
+
+
+def _join_inputs(chunks: Sequence[MemoryInputs]) -> MemoryInputs:
+    """Concatenates the gradients of all chunks; `filled` has none."""
+    return MemoryInputs(*(None if parts[0] is None else torch.cat(parts, dim=1) for parts in zip(*chunks, strict=True)))
+
+
+def _where_chunk_starts(
+    options: ScanOptions, chunk: int, new: Sequence[Tensor], old: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Selects `new` in the rows where the chunk starts, `old` in the others."""
+    if options.chunk_starts is None:
+        return tuple(new)
+    return tuple(map(partial(where_rows, options.chunk_starts[chunk]), new, old))
+
+
+def _with_anchor(options: ScanOptions, chunk: int, state: MemoryState) -> MemoryState:
+    """Returns the state at a chunk's start: where the chunk starts, its anchor is the current weights (eq. 16)."""
+    return state._replace(anchor=_where_chunk_starts(options, chunk, state.weights, state.anchor))
+
+
+def _anchor_backward(
+    options: ScanOptions, chunk: int, grads: MemoryState, grad_later_anchor: Sequence[Tensor]
+) -> MemoryState:
+    """Computes the backward of `_with_anchor`: the anchor's gradient, with that of later chunks, goes to the weights
+    where the chunk starts, and to the previous anchor elsewhere.
+    """
+    grad_anchor = [x + y for x, y in zip(grads.anchor, grad_later_anchor, strict=True)]
+    zeros = [torch.zeros_like(x) for x in grad_anchor]
+    to_weights = _where_chunk_starts(options, chunk, grad_anchor, zeros)
+    grad_weights = tuple(x + y for x, y in zip(grads.weights, to_weights, strict=True))
+    return MemoryState(grad_weights, grads.momentum, _where_chunk_starts(options, chunk, zeros, grad_anchor))

@@ -1,0 +1,146 @@
+"""The layout of a call's tokens: which columns are padding, where documents start, and which slots tokens are on.
+
+All that a call says about its columns (mask, positions, packed documents) and all that the cache contributes (tokens
+read before, columns to read again, rows to restart) is combined here, once for all layers.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .cache_titans import TitansCache
+from .configuration_titans import TitansConfig
+from .token_grid import ALL_TOKENS, Columns, TokenGrid
+
+
+class DocumentArguments(NamedTuple):
+    """The three ways in which Transformers marks packed documents: position_ids (B, T) or (1, T), restarting at 0;
+    cu_seq_lens_q (N + 1,), cumulative lengths in a single row; seq_idx (B, T) or (1, T), one index per document.
+    """
+
+    position_ids: Tensor | None = None
+    cu_seq_lens_q: Tensor | None = None
+    seq_idx: Tensor | None = None
+
+
+class TokenLayout(NamedTuple):
+    """The layout that all layers share.
+
+    columns: of the new tokens. grid: their slots. reread_grid: the slots of the columns that a cropped cache has to
+    read again first; None without any.
+    """
+
+    columns: Columns
+    grid: TokenGrid
+    reread_grid: TokenGrid | None
+
+    @classmethod
+    def of_call(
+        cls,
+        config: TitansConfig,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None,
+        documents: DocumentArguments,
+        cache: TitansCache | None,
+    ) -> "TokenLayout":
+        """Returns the layout of new tokens (B, T, hidden) after those of `cache` (None: there are none).
+
+        Raises ValueError, naming the argument, for shapes that do not fit and for positions that decrease to another
+        value than 0.
+        """
+        (batch_size, num_tokens), device = inputs_embeds.shape[:2], inputs_embeds.device
+        columns = _columns((batch_size, num_tokens), attention_mask, documents, cache)
+        num_seen = None if cache is None else cache.num_tokens_seen()
+        to_reread = None if cache is None else cache.columns_to_reread()
+        if num_seen is None and to_reread is None and columns == ALL_TOKENS:
+            return cls(columns, TokenGrid.identity(batch_size, num_tokens, device), None)
+        if num_seen is None:
+            num_seen = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        num_seen, reread_grid = num_seen.to(device), None
+        if to_reread is not None:
+            again = Columns(to_reread.mask.to(device), to_reread.document_starts.to(device))
+            reread_grid = TokenGrid.build(num_seen, to_reread.num_columns, config.grid_size, again)
+            num_seen = reread_grid.num_seen_after(num_seen)
+        return cls(columns, TokenGrid.build(num_seen, num_tokens, config.grid_size, columns), reread_grid)
+
+
+def _columns(
+    shape: tuple[int, int], attention_mask: Tensor | None, documents: DocumentArguments, cache: TitansCache | None
+) -> Columns:
+    """Returns the `Columns` of T new tokens."""
+    mask = _new_columns_of_mask(attention_mask, shape, 0 if cache is None else cache.get_seq_length())
+    starts = _document_starts(shape, mask, documents) if shape[1] > 1 else None  # the first token continues the cache
+    restart = None if cache is None else cache.rows_to_restart()
+    if restart is not None:
+        device = restart.device if starts is None else starts.device
+        starts = torch.zeros(shape, dtype=torch.bool, device=device) if starts is None else starts
+        starts[:, 0] |= restart.to(device)
+    return Columns(mask, starts)
+
+
+def _new_columns_of_mask(attention_mask: Tensor | None, shape: tuple[int, int], num_read: int) -> Tensor | None:
+    """Returns the mask of the new tokens, (B, T) bool; None if none of them is padding."""
+    if attention_mask is None:
+        return None
+    batch_size, num_tokens = shape
+    if attention_mask.dim() != 2 or attention_mask.shape not in (shape, (batch_size, num_read + num_tokens)):
+        raise ValueError(
+            f"`attention_mask` must be ({batch_size}, {num_tokens}) or, with the {num_read} columns read before, "
+            f"({batch_size}, {num_read + num_tokens}), but is {tuple(attention_mask.shape)}."
+        )
+    mask = attention_mask[:, -num_tokens:] != 0
+    return mask if torch.compiler.is_compiling() or not mask.all() else None
+
+
+def _document_starts(shape: tuple[int, int], mask: Tensor | None, documents: DocumentArguments) -> Tensor | None:
+    """Returns (B, T) bool, True where a document follows another in a row; None where none does."""
+    position_ids, cu_seq_lens_q, seq_idx = documents
+    for name, value in {"position_ids": position_ids, "seq_idx": seq_idx}.items():
+        if value is not None and (value.dim() != 2 or value.shape not in (shape, (1, shape[1]))):
+            raise ValueError(f"`{name}` must be {shape}, but is {tuple(value.shape)}.")
+    tensors = [x for x in documents if x is not None]
+    if not tensors:
+        return None
+    device = tensors[0].device
+    mask = torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask
+    columns = torch.arange(shape[1], device=device)
+    last_token = torch.where(mask, columns, -1).cummax(1).values
+    previous = torch.nn.functional.pad(last_token, (1, -1), value=-1)  # column of the token before; -1 without one
+    has_previous = mask & (previous >= 0)
+    starts = torch.zeros(shape, dtype=torch.bool, device=device)
+    if position_ids is not None:
+        positions = position_ids.expand(shape)
+        decreases = has_previous & (positions <= positions.gather(1, previous.clamp(min=0)))
+        _require(not_any=decreases & (positions != 0), message="`position_ids` may go back within a row only to 0.")
+        starts = starts | (decreases & (positions == 0))
+    if seq_idx is not None:
+        indices = seq_idx.expand(shape)
+        starts = starts | (has_previous & (indices != indices.gather(1, previous.clamp(min=0))))
+    if cu_seq_lens_q is not None:
+        starts = starts | (has_previous & _starts_of_lengths(cu_seq_lens_q, shape))
+    if torch.compiler.is_compiling():
+        _require(not_any=starts, message="Packed documents cannot be compiled: the number of rows depends on the data.")
+        return None
+    return starts if starts.any() else None
+
+
+def _starts_of_lengths(cu_seq_lens_q: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Converts the cumulative lengths (N + 1,) of the documents of a single row to their first columns, (1, T) bool."""
+    ends = cu_seq_lens_q.tolist()
+    if shape[0] != 1 or ends[0] != 0 or ends[-1] != shape[1] or ends != sorted(ends):
+        raise ValueError(
+            f"`cu_seq_lens_q` must rise from 0 to the {shape[1]} columns of a single row, but is {ends} for "
+            f"{shape[0]} rows."
+        )
+    starts = torch.zeros(shape, dtype=torch.bool, device=cu_seq_lens_q.device)
+    starts[:, [end for end in ends if end < shape[1]]] = True
+    return starts
+
+
+def _require(*, not_any: Tensor, message: str) -> None:
+    """Raises ValueError if any entry is True; in a compiled call RuntimeError, when it runs."""
+    if torch.compiler.is_compiling():
+        torch._assert_async(~not_any.any(), message)
+    elif not_any.any():
+        raise ValueError(message)
