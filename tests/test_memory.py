@@ -1,11 +1,11 @@
-"""The dual form and the single step against the autograd token loop, in float64."""
+"""The dual form, the single step and the chunk listing against the autograd token loop, in float64."""
 
 import pytest
 import torch
 
 from titans_hf.memory_network import layer_shapes
 from titans_hf.memory_ops import memorize
-from titans_hf.memory_reference import memorize_reference
+from titans_hf.memory_reference import memorize_chunks_reference, memorize_reference
 from titans_hf.memory_scan import CHECKPOINT_INTERVAL
 from titans_hf.memory_state import MemoryState
 
@@ -70,6 +70,32 @@ def test_dual_form_equals_reference(depth, error_clip, num_seen, length):
     for decay_target in ((), make_decay_target(depth)):
         options = dict(error_clip=error_clip, decay_target=decay_target)
         assert_same(run(memorize, tokens, state, **options), run(memorize_reference, tokens, state, **options))
+
+
+@pytest.mark.parametrize("num_seen", [[0, 0, 0], [4, 0, 8]], ids=["start", "later chunks"])
+@pytest.mark.parametrize("momentum,forget", [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_chunk_listing_equals_both_other_forms(depth, momentum, forget, num_seen):
+    """The page that explains section 3.2 computes what the model and the token loop compute: results and gradients.
+    Otherwise a reader learns other mathematics than what runs.
+    """
+    torch.manual_seed(depth)
+    state, tokens = make_state(depth, num_seen), make_tokens(6 * CHUNK, momentum, forget)
+    tokens[3] = 0.1 * tokens[3]
+    for error_clip, decay_target in ((1.0, ()), (1.0, make_decay_target(depth)), (None, ())):
+        tokens = [x if error_clip or i != 3 else 0.05 * x for i, x in enumerate(tokens)]
+        options = dict(error_clip=error_clip, decay_target=decay_target)
+        listing = run(memorize_chunks_reference, tokens, state, **options)
+        assert_same(listing, run(memorize_reference, tokens, state, **options))
+        assert_same(listing, run(memorize, tokens, state, **options))
+
+
+def test_the_chunk_listing_refuses_parts_of_chunks():
+    """Anything but whole chunks raises: otherwise it would return wrong values silently."""
+    options = dict(chunk_size=CHUNK, error_clip=1.0)
+    for num_seen, length in (([0, 0, 0], CHUNK + 1), ([0, 1, 0], CHUNK)):
+        with pytest.raises(ValueError, match=r"whole chunks of `chunk_size` \(4\)"):
+            memorize_chunks_reference(*make_tokens(length), make_state(1, num_seen), **options)
 
 
 def test_forgetting_leads_back_to_the_initial_weights():

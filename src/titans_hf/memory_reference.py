@@ -75,3 +75,64 @@ def memorize_reference(
         retrieved.append(_memory(weights, query))  # eq. 15
         num_seen = num_seen + 1
     return torch.stack(retrieved, dim=2), MemoryState(weights, momentum, anchor, num_seen)
+
+
+def memorize_chunks_reference(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    inner_lr: Tensor,
+    log_momentum_decay: Tensor,
+    log_retain: Tensor,
+    state: MemoryState,
+    *,
+    chunk_size: int,
+    error_clip: float | None,
+    decay_target: tuple[Tensor, ...] = (),
+) -> tuple[Tensor, MemoryState]:
+    """Updates and reads the memory chunk by chunk (paper section 3.2), with per-token weights; arguments and results
+    are those of `memory_ops.memorize`, for whole chunks: T is a multiple of C and no row starts within a chunk.
+    """
+    gates = (inner_lr, log_momentum_decay, log_retain)
+    if keys.shape[2] % chunk_size or (state.num_seen % chunk_size).any():
+        raise ValueError(f"`keys` must be whole chunks of `chunk_size` ({chunk_size}), but has {keys.shape[2]} tokens.")
+    weights, momentum, retrieved = state.weights, state.momentum, []
+    decay_target = decay_target or tuple(torch.zeros_like(w) for w in weights)
+    for q, k, v, theta, log_eta, log_kept in zip(
+        *(x.split(chunk_size, dim=2) for x in (queries, keys, values, *gates)), strict=True
+    ):
+        # 1. Every token's gradient, at the weights A of the chunk's start (eq. 16): u (B, H, C, d_in, d_out)
+        anchor = weights
+        per_token = tuple(w[:, :, None].expand(-1, -1, chunk_size, -1, -1) for w in anchor)
+        gradients = torch.func.grad(_loss)(per_token, k, v, error_clip)
+        gradients = [_clip_gradient(u, v, error_clip) for u in gradients]
+        # 2. Products of the gates: m_t = prod_{l<=t} eta_l, beta_t = prod_{l<=t} (1 - alpha_l) (B, H, C), and the same
+        #    products over j < l <= t at [t, j], E and R (B, H, C, C)
+        (m, decays), (beta, retains) = (_products(x.exp()) for x in (log_eta, log_kept))
+        # 3. S_t = m_t S_0 - sum_{i<=t} E_ti theta_i u_i (eq. 14 unrolled)
+        # 4. M_t = beta_t (M_0 - target) + sum_{i<=t} R_ti S_i + target (eq. 13 unrolled)
+        new_weights, new_momentum = [], []
+        for w, s, u, target in zip(weights, momentum, gradients, decay_target, strict=True):
+            s_0 = torch.einsum("bht,bhio->bhtio", m, s)  # (B, H, C) x (B, H, d_in, d_out)
+            s_t = s_0 - torch.einsum("bhtj,bhj,bhjio->bhtio", decays, theta, u)  # (C, C) x (C) x (C, d_in, d_out)
+            w_0 = torch.einsum("bht,bhio->bhtio", beta, w - target)  # (B, H, C) x (B, H, d_in, d_out)
+            w_t = w_0 + torch.einsum("bhtj,bhjio->bhtio", retains, s_t)  # (B, H, C, C) x (B, H, C, d_in, d_out)
+            new_weights.append(w_t + target[..., None, :, :])
+            new_momentum.append(s_t)
+        # 5. y_t = M_t(q_t) (eq. 15), and the state at the chunk's end
+        retrieved.append(_memory(tuple(new_weights), q))  # (B, H, C, d_in) x (B, H, C, d_in, d_out)
+        weights = tuple(w[:, :, -1] for w in new_weights)
+        momentum = tuple(s[:, :, -1] for s in new_momentum)
+    return torch.cat(retrieved, dim=2), MemoryState(weights, momentum, anchor, state.num_seen + keys.shape[2])
+
+
+def _products(gate: Tensor) -> tuple[Tensor, Tensor]:
+    """Multiplies gates (B, H, C) over l <= t, (B, H, C), and over j < l <= t at [t, j], (B, H, C, C); 0 for j > t."""
+    rows = [
+        torch.cat(
+            [torch.zeros_like(gate[..., :j]), torch.ones_like(gate[..., j : j + 1]), gate[..., j + 1 :].cumprod(-1)],
+            dim=-1,
+        )
+        for j in range(gate.shape[-1])
+    ]
+    return gate.cumprod(-1), torch.stack(rows, dim=-1)
