@@ -1,6 +1,6 @@
-"""The model as the paper's equations say it: one row, one token after the other, T x T masks, absolute positions.
+"""Computes the model by the paper's equations: one row, token by token, T x T masks, absolute positions.
 
-Takes the weights of a TitansForCausalLM and shares no code with it but the autograd token loop of the memory.
+Uses the weights of a TitansForCausalLM and shares no code with it except the autograd token loop of the memory.
 """
 
 import torch
@@ -9,19 +9,19 @@ from torch.nn.functional import silu
 from titans_hf.memory_reference import memorize_reference
 from titans_hf.memory_state import MemoryState
 
-EPSILON = 1e-4  # of keys, queries, values and of what a memory says
+EPSILON = 1e-4  # in the norms of keys, queries, values and of the memory's output
 
 
 def rms_norm(x, weight, eps):
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
 
 
-def unit(x):
+def l2_normalize(x):
     return x / (x.norm(dim=-1, keepdim=True) ** 2 + EPSILON).sqrt()
 
 
 def rotary(x, positions, dims, theta):
-    """x (N, h, D): entries i and i + dims / 2 turn together, by position / theta ** (2 i / dims)."""
+    """Rotates entries i and i + dims / 2 of x (N, h, D) by the angle position / theta ** (2 i / dims)."""
     x, half = x.clone(), dims // 2
     for i in range(half):
         angle = positions.double() / theta ** (2 * i / dims)
@@ -32,7 +32,7 @@ def rotary(x, positions, dims, theta):
 
 
 class NaiveMemory:
-    """A `NeuralMemory` read token by token; `inputs` are the convolutions' inputs so far."""
+    """Computes a `NeuralMemory` token by token; `inputs` are the convolutions' inputs so far."""
 
     def __init__(self, module, config):
         self.m, self.c = module, config
@@ -42,12 +42,12 @@ class NaiveMemory:
         self.inputs = []
 
     def start_counting(self):
-        """The grid of chunks begins anew at the next token."""
+        """Starts a new chunk at the next token."""
         s = self.state
         self.state = MemoryState(s.weights, s.momentum, s.weights, torch.zeros_like(s.num_seen))
 
     def __call__(self, x):
-        """x (hidden,), one token -> what the memory says (hidden,)."""
+        """Updates and reads the memory with one token: (hidden,) -> (hidden,)."""
         m, c = self.m, self.c
         self.inputs.append(torch.cat([proj.weight @ x for proj in (m.q_proj, m.k_proj, m.v_proj)]))
         mixed = self.inputs[-1]
@@ -67,9 +67,9 @@ class NaiveMemory:
         alpha = gate.get("alpha", torch.zeros_like(eta))
         theta = c.memory_max_lr * gate["theta"] * (1 - eta)
         y, self.state = memorize_reference(
-            unit(q),
-            unit(k),
-            unit(v),
+            l2_normalize(q),
+            l2_normalize(k),
+            l2_normalize(v),
             theta,
             eta.log(),
             (1 - alpha).log(),
@@ -82,9 +82,9 @@ class NaiveMemory:
         return m.o_proj.weight @ (y * silu(m.gate_proj.weight @ x))
 
 
-def attend(attention, config, queries, keys, positions, visible, persistent):
-    """queries (T, hidden) at positions[0], keys (K, hidden) at positions[1], visible (T, K), persistent tokens
-    (P, hidden) -> output (T, hidden), weights (heads, T, P + K).
+def attend(attention, config, queries, keys, positions, mask, persistent):
+    """Attends with queries (T, hidden) at positions[0] to keys (K, hidden) at positions[1] where mask (T, K) is True,
+    and to persistent tokens (P, hidden): output (T, hidden), weights (heads, T, P + K).
     """
     c, groups = config, config.num_attention_heads // config.num_key_value_heads
     rope = c.rope_parameters
@@ -97,29 +97,29 @@ def attend(attention, config, queries, keys, positions, visible, persistent):
     first, rest = k.split([len(persistent), len(keys)])
     first = torch.cat([torch.zeros_like(first[..., :dims]), first[..., dims:]], -1)
     k = torch.cat([first, rotary(rest, positions[1], dims, theta)])
-    visible = torch.cat([torch.ones(len(queries), len(persistent), dtype=torch.bool), visible], 1)
+    mask = torch.cat([torch.ones(len(queries), len(persistent), dtype=torch.bool), mask], 1)
     outputs, weights = [], []
     for head in range(c.num_attention_heads):
         scores = q[:, head] @ k[:, head // groups].T / c.head_dim**0.5
-        weights.append(scores.masked_fill(~visible, -torch.inf).softmax(-1))
+        weights.append(scores.masked_fill(~mask, -torch.inf).softmax(-1))
         outputs.append(weights[-1] @ v[:, head // groups])
     return torch.cat(outputs, -1) @ attention.o_proj.weight.T, torch.stack(weights)
 
 
 def window_attention(attention, config, x, persistent):
-    """Every token sees itself, the W - 1 before it and P -> output, weights (heads, T, P + T)."""
+    """Attends from every token to itself, the W - 1 before it and P: output, weights (heads, T, P + T)."""
     positions = torch.arange(len(x))
     distance = positions[:, None] - positions
-    visible = (distance >= 0) & (distance < config.sliding_window)
-    return attend(attention, config, x, x, (positions, positions), visible, persistent)
+    mask = (distance >= 0) & (distance < config.sliding_window)
+    return attend(attention, config, x, x, (positions, positions), mask, persistent)
 
 
 def primed_memory(mixer, config):
-    """The memory after reading P, and what it said."""
+    """Returns the memory after reading P, and its output for P."""
     memory = NaiveMemory(mixer.memory, config)
-    said = [memory(token) for token in mixer.persistent]
+    outputs = [memory(token) for token in mixer.persistent]
     memory.start_counting()
-    return memory, torch.stack(said) if said else mixer.persistent
+    return memory, torch.stack(outputs) if outputs else mixer.persistent
 
 
 def lmm(mixer, config, x):
@@ -128,12 +128,11 @@ def lmm(mixer, config, x):
 
 
 def mal(mixer, config, x):
-    memory, said = primed_memory(mixer, config)
+    memory, persistent_output = primed_memory(mixer, config)
     norm = mixer.memory_norm
-    said, persistent = (
-        rms_norm(y, norm.weight, config.rms_norm_eps) for y in (torch.stack([memory(token) for token in x]), said)
-    )
-    return window_attention(mixer.attention, config, said, persistent)
+    output = torch.stack([memory(token) for token in x])  # eq. 30
+    output, persistent = (rms_norm(y, norm.weight, config.rms_norm_eps) for y in (output, persistent_output))
+    return window_attention(mixer.attention, config, output, persistent)  # eq. 31
 
 
 def mag(mixer, config, x):
@@ -146,10 +145,10 @@ def mag(mixer, config, x):
 
 
 def recall(module, config, x, weights):
-    """h of every token of a segment (T, hidden), from the memory's weights (H, d_in, d_out) at its start."""
+    """Computes h of every token of a segment (T, hidden) from the memory's weights (H, d_in, d_out) at its start."""
     rows = []
     for token in x:
-        h = unit(silu(module.q_proj.weight @ token).view(config.memory_num_heads, 1, -1))
+        h = l2_normalize(silu(module.q_proj.weight @ token).view(config.memory_num_heads, 1, -1))
         for depth, w in enumerate(weights):
             h = (silu(h) if depth else h) @ w
         rows.append(module.o_proj.weight @ rms_norm(h[:, 0], module.norm.weight, EPSILON).flatten())
@@ -157,9 +156,9 @@ def recall(module, config, x, weights):
 
 
 def mac(mixer, config, x):
-    """Weights (heads, T, P + 2 L): P, recalled and segment slots of each token's own segment."""
+    """Weights are (heads, T, P + 2 L): P, recalled tokens and segment slots of each token's own segment."""
     memory, length, eps = NaiveMemory(mixer.memory, config), config.segment_length, config.rms_norm_eps
-    outputs, seen = [], []
+    outputs, attentions = [], []
     for segment in x.split(length):
         size = len(segment)
         h = recall(mixer.recall, config, segment, [w[0] for w in memory.state.weights])
@@ -179,9 +178,9 @@ def mac(mixer, config, x):
         y, m = rms_norm(y, mixer.attention_norm.weight, eps), rms_norm(m, mixer.memory_norm.weight, eps)
         outputs.append(y * torch.sigmoid(m))
         parts = weights.split([config.num_persistent_tokens, size, size], -1)
-        room = weights.new_zeros(*weights.shape[:2], length - size)
-        seen.append(torch.cat([parts[0], parts[1], room, parts[2], room], -1))
-    return torch.cat(outputs), torch.cat(seen, 1)
+        empty = weights.new_zeros(*weights.shape[:2], length - size)
+        attentions.append(torch.cat([parts[0], parts[1], empty, parts[2], empty], -1))
+    return torch.cat(outputs), torch.cat(attentions, 1)
 
 
 MIXERS = {"mac": mac, "mag": mag, "mal": mal, "lmm": lmm}
@@ -189,14 +188,16 @@ MIXERS = {"mac": mac, "mag": mag, "mal": mal, "lmm": lmm}
 
 @torch.no_grad()
 def naive_forward(model, ids):
-    """ids (T,) -> logits (T, vocab), attention weights by layer: (heads, T, P + T), in MAC (heads, T, P + 2 L)."""
+    """Computes logits (T, vocab) of ids (T,), and the attention weights per layer: (heads, T, P + T), in MAC (heads, T,
+    P + 2 L).
+    """
     config, eps = model.config, model.config.rms_norm_eps
     x, weights = model.model.embed_tokens.weight[ids], []
     for layer in model.model.layers:
-        mixed, seen = MIXERS[config.variant](layer.mixer, config, rms_norm(x, layer.mixer_norm.weight, eps))
+        mixed, attention = MIXERS[config.variant](layer.mixer, config, rms_norm(x, layer.mixer_norm.weight, eps))
         x, mlp = x + mixed, layer.mlp
         normed = rms_norm(x, layer.mlp_norm.weight, eps)
         up = silu(normed @ mlp.gate_proj.weight.T) * (normed @ mlp.up_proj.weight.T)
         x = x + up @ mlp.down_proj.weight.T
-        weights.append(seen)
+        weights.append(attention)
     return rms_norm(x, model.model.norm.weight, eps) @ model.lm_head.weight.T, weights

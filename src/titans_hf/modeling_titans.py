@@ -152,12 +152,9 @@ class TitansModel(TitansPreTrainedModel):
                 neither counts as a token nor changes a state, and the output at padding is undefined.
             position_ids (B, T) or (1, T): needed only to mark packed documents, since positions restart in every window
                 and segment. A new document starts where they restart at 0 within a row.
-            past_key_values: the cache to continue from; updated. Created here with `use_cache`. The first token of a
-                call continues from it, and it is left with the last document of each row.
+            past_key_values: the cache that the first token continues; updated to the last document of each row.
             cu_seq_lens_q (N + 1,) int: cumulative lengths of the documents packed in a single row, from 0 to T.
-            seq_idx (B, T) or (1, T) int: document of each token; a new one starts where it changes.
-
-        A document is independent of those before it in the row.
+            seq_idx (B, T) or (1, T) int: document of each token, which is independent of the documents before it.
 
         Returns last_hidden_state (B, T, hidden), past_key_values; on request hidden_states; with
         `output_surprise=True` surprise, one `LayerSurprise` per layer; with `attn_implementation="eager"` attentions:
@@ -181,9 +178,8 @@ class TitansModel(TitansPreTrainedModel):
         hidden_states = inputs_embeds
         for layer in self.layers:
             hidden_states = layer(hidden_states, layout, past_key_values=past_key_values)
-        return TitansModelOutput(
-            last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values if use_cache else None
-        )
+        returned_cache = past_key_values if use_cache else None
+        return TitansModelOutput(last_hidden_state=self.norm(hidden_states), past_key_values=returned_cache)
 
 
 class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
@@ -216,9 +212,9 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
         seq_idx: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> TitansCausalLMOutput:
-        """Computes next-token logits and, with labels, the loss.
+        """Computes logits and, with labels, the loss; arguments beyond those of `TitansModel.forward`:
 
-        Args, beyond those of `TitansModel.forward`:
+        Args:
             labels (B, T) int64: usually `input_ids`; shifted inside, -100 is ignored. The loss is their mean cross
                 entropy, or their sum divided by `num_items_in_batch` where given.
             logits_to_keep: compute logits only for the last n positions, or for the positions given; 0 for all.
@@ -238,8 +234,7 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
             seq_idx=seq_idx,
             **kwargs,
         )
-        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
-        loss = None
+        logits, loss = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)), None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return TitansCausalLMOutput(

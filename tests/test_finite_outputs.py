@@ -1,4 +1,4 @@
-"""Nothing that is read makes the model say inf or nan, whatever its gates have learnt to do."""
+"""Outputs and states are finite for any input and any gates: otherwise one bad text breaks a model for good."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from titans_hf import TitansCache, TitansConfig, TitansForCausalLM
 
 
 def make_reckless(variant: str, depth: int, dtype: torch.dtype) -> TitansForCausalLM:
-    """A model that takes the largest steps there are, with momentum near 1, and never forgets."""
+    """Makes a model with the largest step size, momentum near 1 and no forgetting."""
     torch.manual_seed(0)
     sizes = dict(vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     spans = dict(sliding_window=64, segment_length=64, memory_chunk_size=64)
@@ -44,7 +44,7 @@ def check(variant, depth, kind, dtype, length):
 @pytest.mark.parametrize("depth", [2, 4])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_huge_embeddings_stay_finite(variant, depth, kind, dtype):
-    """Embeddings of norm 1000 for 2,000 tokens, by the model and its cache."""
+    """Logits and cache are finite after 2,000 embeddings of norm 1000: otherwise an outlier ends in nan."""
     check(variant, depth, kind, dtype, 2_000)
 
 
@@ -53,14 +53,14 @@ def test_huge_embeddings_stay_finite(variant, depth, kind, dtype):
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_huge_embeddings_stay_finite_for_long(variant, depth, dtype):
-    """The same for 20,000 tokens, at every depth."""
+    """The same after 20,000 tokens, at every depth: otherwise the memory diverges slowly."""
     check(variant, depth, "alternating", dtype, 20_000)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("length", [2, 200])
 def test_gradients_are_finite_where_the_memory_is_extreme(variant, length):
-    """Else one bad batch ends a training run."""
+    """Gradients are finite for extreme memories: otherwise one bad batch ends a training run."""
     model = make_reckless(variant, 3, torch.float32).train()
     model(inputs_embeds=make_inputs("alternating", length, 16), labels=torch.ones(1, length).long()).loss.backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())

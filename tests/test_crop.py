@@ -1,4 +1,4 @@
-"""Recording and crop: what is taken back was never read; assisted decoding rests on it."""
+"""Recording and crop: a cropped cache equals one that never read the columns; assisted decoding depends on it."""
 
 import copy
 

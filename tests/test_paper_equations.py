@@ -1,4 +1,4 @@
-"""The model against the paper's equations written out naively (`naive_model.py`), in float64."""
+"""The model equals the paper's equations, computed naively in `naive_model.py`, in float64."""
 
 import pytest
 import torch
@@ -29,15 +29,15 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("variant,changes", each_variant(CHANGES))
-def test_model_is_what_the_paper_says(variant, changes):
-    """Else some setting computes something other than what its equations say, however consistently."""
+def test_logits_equal_the_naive_model(variant, changes):
+    """Logits equal the naive model's in every setting: otherwise one computes other equations, however consistently."""
     model, ids = make_model(variant, **(changes and {"num_hidden_layers": 1, **changes})), make_ids(LENGTH)
     assert_same(full_logits(model, ids[None])[0], naive_forward(model, ids)[0])
 
 
 @pytest.mark.parametrize("variant", ["mac", "mag", "mal"])
-def test_recorded_attention_is_what_the_paper_says(variant):
-    """Else `output_attentions` shows weights in other columns than documented, or of other tokens."""
+def test_recorded_attention_equals_the_naive_model(variant):
+    """Recorded weights equal the naive model's: otherwise they are in other columns than documented."""
     model, ids = make_model(variant, attention="eager"), make_ids(LENGTH)
     config = model.config
     with torch.no_grad():
@@ -56,7 +56,7 @@ def test_recorded_attention_is_what_the_paper_says(variant):
 
 
 def test_lmm_has_no_attention_to_record():
-    """Else LMM invents weights."""
+    """LMM returns no attention weights: otherwise they would be invented."""
     with torch.no_grad():
         assert not any(
             x is not None for x in shared_model("lmm")(make_ids(1, 5), output_attentions=True).attentions or ()

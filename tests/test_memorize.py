@@ -58,7 +58,7 @@ def assert_same(ours, theirs):
             torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("length", [1, 3, 4, 13, 22])  # 22: more chunks than between two states that are kept
+@pytest.mark.parametrize("length", [1, 3, 4, 13, 22])  # 22: more chunks than a checkpoint interval
 @pytest.mark.parametrize("num_seen", [[0, 0, 0], [2, 2, 2], [5, 0, 3]], ids=["start", "mid-chunk", "out-of-step"])
 @pytest.mark.parametrize("error_clip", [None, 1.0], ids=["plain", "clipped"])
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
@@ -99,7 +99,7 @@ def test_the_chunk_listing_refuses_parts_of_chunks():
 
 
 def test_forgetting_leads_back_to_the_initial_weights():
-    """Else a memory of several layers forgets how to learn: at 0, no layer of it has a gradient."""
+    """Full forgetting gives the decay target: otherwise a deep memory decays to 0, where it has no gradient."""
     state, tokens, decay_target = make_state(2, [0, 0, 0]), make_tokens(13), make_decay_target(2)
     tokens[3], tokens[5] = torch.zeros_like(tokens[3]), torch.full_like(tokens[5], -torch.inf)  # all at once
     for length in (13, 1):
@@ -208,7 +208,7 @@ def test_nothing_blows_up(inputs, depth, gates, dtype):
 
 
 def test_training_keeps_the_states_that_some_chunks_start_with():
-    """Else memory in training is that of every intermediate of every token."""
+    """Training stores checkpoints of the state, not intermediates: otherwise memory grows with every token's."""
     state, tokens = make_state(2, [0, 0, 0]), [x.requires_grad_() for x in make_tokens(10 * CHUNK)]
     kept = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.data_ptr(), x), lambda x: x):
