@@ -96,7 +96,8 @@ class TitansCacheLayer(CacheLayerMixin):
         self.num_columns, self.record_past = num_columns, record_past
         self.is_initialized = num_columns > 0
 
-    def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
+    def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replaces every tensor x of the layer by fn(x)."""
         for name in ("state", "recorded", "to_reread"):
             part = getattr(self, name)
             setattr(self, name, None if part is None else part.map(fn))
@@ -115,27 +116,27 @@ class TitansCacheLayer(CacheLayerMixin):
             self.restart = rows if self.restart is None else self.restart | rows
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        self.apply(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._map(lambda x: x[indices.to(x.device)])
+        self.apply(lambda x: x[indices.to(x.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.batch_size == 1:  # states are never modified in place: rows share one until the next call
-            self._map(lambda x: x.expand(repeats, *x.shape[1:]))
+            self.apply(lambda x: x.expand(repeats, *x.shape[1:]))
         else:
-            self._map(lambda x: x.repeat_interleave(repeats, dim=0))
+            self.apply(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def offload(self) -> None:
         """Moves the state to the CPU."""
         if tensors := self.tensors():
             self.device = tensors[0].device
-            self._map(lambda x: x.to("cpu", non_blocking=True))
+            self.apply(lambda x: x.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
         """Moves the state back to the device that it was on before `offload`."""
         if hasattr(self, "device"):
-            self._map(lambda x: x.to(self.device, non_blocking=True))
+            self.apply(lambda x: x.to(self.device, non_blocking=True))
 
     def activate_past_recording(self) -> None:
         """Records the columns that are read from now on, so that `crop` can remove them."""

@@ -113,7 +113,7 @@ class TitansCache(Cache):
     def detach(self) -> "TitansCache":
         """Detaches the state from the autograd graph, in place (truncated backpropagation through time)."""
         for layer in self.layers:
-            layer._map(Tensor.detach)
+            layer.apply(Tensor.detach)
         return self
 
     def save_pretrained(self, folder: str | os.PathLike, model: PreTrainedModel) -> None:
@@ -149,7 +149,7 @@ class TitansCache(Cache):
         tree = as_tree(tensors)
         for i, (layer, decoder) in enumerate(zip(cache.layers, model.base_model.layers, strict=True)):
             layer.restore(tree.get(str(i), {}), int(metadata["num_columns"]), metadata["record_past"] == "True")
-            layer._map(methodcaller("to", next(decoder.parameters()).device))
+            layer.apply(methodcaller("to", next(decoder.parameters()).device))
         return cache
 
     def push_to_hub(self, repo_id: str, model: PreTrainedModel, *, private: bool = True, **kwargs) -> CommitInfo:
