@@ -35,11 +35,18 @@ from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.training.arguments import DataArguments, ModelArguments, PaperArguments, RunArguments
 from titans_hf_scripts.training.blocks import collate
 from titans_hf_scripts.training.carried_memory_trainer import CarriedMemoryTrainer, check_carry_memory
-from titans_hf_scripts.training.checkpoints import find_checkpoint, finished_run
+from titans_hf_scripts.training.checkpoints import find_checkpoint, read_record
 from titans_hf_scripts.training.contiguous_batches import ContiguousBatches, collate_contiguous
 from titans_hf_scripts.training.data import Blocks, load_blocks
 from titans_hf_scripts.training.model import check_model_arguments, load_config, load_model, unused_weights
-from titans_hf_scripts.training.run_folder import CardTrainer, check_push, data_facts, save_results, write_dry_run
+from titans_hf_scripts.training.run_folder import (
+    CardTrainer,
+    check_push,
+    data_facts,
+    public_name,
+    save_results,
+    write_dry_run,
+)
 from titans_hf_scripts.training.tokenizer import load_tokenizer
 
 ARGUMENTS = (ModelArguments, DataArguments, RunArguments, PaperArguments)
@@ -178,7 +185,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     model_args, data_args, run_args, training_args = HfArgumentParser(ARGUMENTS).parse_args_into_dataclasses(argv)
     command = sys.argv if argv is None else argv
     check_arguments(model_args, data_args, run_args, training_args)
-    if record := finished_run(training_args.output_dir, command):
+    record = read_record(training_args.output_dir)
+    if record and record["command"] == command and record["steps"] >= record["planned_steps"]:
         return report_finished(training_args.output_dir, record)
     checkpoint = find_checkpoint(training_args)
     tokenizer = load_tokenizer(model_args.tokenizer or model_args.model_name_or_path)
@@ -191,6 +199,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         blocks = load_blocks(data_args, tokenizer, training_args.seed)
     trainer = make_trainer(model_args, run_args, training_args, config, tokenizer, blocks)
     steps = planned_steps(trainer)
+    if checkpoint and record and record["steps"] >= steps:
+        return report_finished(training_args.output_dir, record)
     data = data_facts(data_args, blocks, streamed_tokens=steps * tokens_of_step(training_args, data_args.block_length))
     trainer.accelerator.print(summary(trainer, data, data_args.block_length))
     if training_args.push_to_hub and trainer.is_world_process_zero():
@@ -199,7 +209,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     facts = {
         "command": command,
         "license": run_args.license,
-        "base_model": model_args.model_name_or_path,
+        "base_model": public_name(model_args.model_name_or_path),
         "planned_steps": steps,
         "data": data,
         "arguments": {

@@ -100,7 +100,9 @@ def tokenize_documents(
     By default there are as many processes as cores, and one for less than 8 MB. Prints the speed. Raises ValueError
     for data without text.
     """
-    documents = documents.select_columns(list(columns)).flatten_indices()
+    documents = documents.select_columns(list(columns))
+    if documents._indices is not None:
+        documents = documents.flatten_indices()
     num_bytes = sum(pc.sum(pc.binary_length(documents.data.column(name))).as_py() or 0 for name in columns)
     if not num_bytes:
         raise ValueError("the data holds no text")

@@ -68,10 +68,10 @@ def what_is_missing(checkpoint: Path) -> str | None:
     return None
 
 
-def finished_run(folder: str, command: list[str]) -> dict[str, Any] | None:
-    """Returns the record of a run that this very command has finished, else None."""
+def read_record(folder: str) -> dict[str, Any] | None:
+    """Reads run.json, which a run writes at its end; None where there is none."""
     try:
         record = json.loads((Path(folder) / RECORD).read_text())
-        return record if record["command"] == command and record["steps"] >= record["planned_steps"] else None
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError):
         return None
+    return record if {"command", "steps", "planned_steps", "metrics"} <= record.keys() else None

@@ -82,6 +82,11 @@ def check_push(args: TrainingArguments, dry_run: str | None) -> None:
         raise ValueError(f"--push_dry_run {dry_run} exists: give a new or an empty folder")
 
 
+def public_name(source: str | None) -> str | None:
+    """Returns the name of a file or folder without its path; a name on the Hub as it is."""
+    return Path(source).resolve().name if source and Path(source).exists() else source
+
+
 def data_facts(args: DataArguments, blocks: Blocks, streamed_tokens: int) -> dict:
     """Describes the data for run.json by names alone: of a file or folder, or a data set's id; paths stay private."""
     names = [
@@ -89,8 +94,8 @@ def data_facts(args: DataArguments, blocks: Blocks, streamed_tokens: int) -> dic
         for path in (args.train_data, args.eval_data or args.train_data)
     ]
     return {
-        "train": names[0],
-        "eval": names[1],
+        "train": public_name(args.train_data),
+        "eval": public_name(args.eval_data or args.train_data),
         "held_out": args.eval_data is None,
         "hub": [] if Path(args.train_data).exists() else [args.train_data],
         "train_blocks": None if args.streaming else len(blocks.train),
