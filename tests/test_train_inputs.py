@@ -19,7 +19,7 @@ from titans_hf_scripts.training.checkpoints import what_is_missing
 from titans_hf_scripts.training.data import load_blocks
 from titans_hf_scripts.training.documents import load_splits
 from titans_hf_scripts.training.model import load_config, split_overrides, unused_weights
-from titans_hf_scripts.training.tokenizer import byte_tokenizer, load_tokenizer
+from titans_hf_scripts.training.tokenizer import byte_tokenizer, is_byte_tokenizer, load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
 SHORT = dict(max_steps=2, eval_steps=2, save_steps=2)
@@ -107,6 +107,10 @@ def test_long_texts_are_tokenized_as_a_whole(monkeypatch, text):
         (tokens,) = blocks_module.encode_texts([text], tokenizer)
         (expected,) = tokenizer([text], add_special_tokens=False)["input_ids"]
         assert tokens.tolist() == expected
+    with monkeypatch.context() as patch:
+        patch.setattr(blocks_module, "is_byte_tokenizer", lambda tokenizer: False)
+        (tokens,) = blocks_module.encode_texts([text], byte_tokenizer())
+        assert tokens.tolist() == byte_tokenizer()(text)["input_ids"]
     assert len(blocks_module.split_text("word " * 900, byte_tokenizer())) > 10
     assert blocks_module.split_text("word " * 900, SlowTokenizer()) == ["word " * 900]
 
@@ -284,3 +288,15 @@ def test_a_checkpoint_that_was_cut_off_is_skipped(options, tmp_path, damage):
     (last / "trainer_state.json").write_text("{")
     with pytest.raises(ValueError, match="checkpoint-8 is incomplete"):
         train.main(options(LLAMA, resume_from_checkpoint=last))
+
+
+def test_the_byte_tokenizer_is_recognized(tmp_path):
+    """Bytes need no tokenizer: made here or loaded, it is recognized; with another token it is another tokenizer."""
+    byte_tokenizer().save_pretrained(tmp_path)
+    assert is_byte_tokenizer(byte_tokenizer()) and is_byte_tokenizer(load_tokenizer(str(tmp_path)))
+    other = byte_tokenizer()
+    other.add_tokens(["whale"])
+    assert not is_byte_tokenizer(other)
+    text = "".join(map(chr, range(0x2FF))) + "東京 🎉</s>"
+    (tokens,) = blocks_module.encode_texts([text], byte_tokenizer())
+    assert tokens.tolist() == byte_tokenizer()(text, split_special_tokens=True)["input_ids"]

@@ -13,7 +13,7 @@ IGNORED = -100
 
 
 class ContiguousBatches(torch.utils.data.Dataset):
-    """The blocks of `blocks.pack_blocks`, in the order in which batches of `num_rows` rows take them.
+    """The blocks of `blocks.pack_arrays`, in the order in which batches of `num_rows` rows take them.
 
     Items are dictionaries:
         input_ids (T,): a block; empty after the end of a row's stretch.

@@ -89,10 +89,6 @@ def public_name(source: str | None) -> str | None:
 
 def data_facts(args: DataArguments, blocks: Blocks, streamed_tokens: int) -> dict:
     """Describes the data for run.json by names alone: of a file or folder, or a data set's id; paths stay private."""
-    names = [
-        Path(path).resolve().name if Path(path).exists() else path
-        for path in (args.train_data, args.eval_data or args.train_data)
-    ]
     return {
         "train": public_name(args.train_data),
         "eval": public_name(args.eval_data or args.train_data),

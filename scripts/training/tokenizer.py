@@ -4,6 +4,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+FIRST_BYTE = 3  # the token of byte 0, after <pad>, </s> and <unk>
+
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """Makes a tokenizer with the vocabulary of ByT5Tokenizer, which itself appends </s> to every prompt."""
@@ -13,6 +15,13 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+
+
+def is_byte_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer is `byte_tokenizer()`, made here or saved and loaded: byte b of UTF-8 is token 3 + b."""
+    if not getattr(tokenizer, "is_fast", False):
+        return False
+    return tokenizer.backend_tokenizer.to_str() == byte_tokenizer().backend_tokenizer.to_str()
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
