@@ -31,8 +31,8 @@ from titans_hf_scripts.shared.text_files import find_files
 SCRIPTS = Path(read_command.__file__).parent
 
 PASSKEY = KINDS["niah_single_1"]
-NAMES = {"value_name": "number"}
-SECONDS = 0.5  # between two samples of the reading process
+PROMPT_NAMES = {"value_name": "number"}
+SAMPLE_SECONDS = 0.5  # between two samples of the reading process
 
 
 def write_text(path: Path, books: list[Path], length: int, depths: list[float], seed: int) -> list[dict]:
@@ -47,7 +47,7 @@ def write_text(path: Path, books: list[Path], length: int, depths: list[float], 
             stream.write(text)
             written += len(text.encode())
 
-        write(begin.format(**NAMES))
+        write(begin.format(**PROMPT_NAMES))
         waiting = list(needles)
         for book in cycle(books):
             for line in book.read_text(encoding="utf-8").splitlines(keepends=True):
@@ -79,7 +79,7 @@ def read(args: argparse.Namespace, text: Path, length: int) -> tuple[list[dict],
     at = [share * length for share in sorted(args.kills)]
     begun, process = time.monotonic(), start(args, text)
     while process.poll() is None:
-        time.sleep(SECONDS)
+        time.sleep(SAMPLE_SECONDS)
         row = saved(folder) | {"process": len(kills) + 1, "seconds": time.monotonic() - begun}
         with contextlib.suppress(OSError, StopIteration):  # it may have ended
             samples.append(row | {"resident bytes": resident_bytes(process.pid)})
@@ -97,7 +97,7 @@ def read(args: argparse.Namespace, text: Path, length: int) -> tuple[list[dict],
 def ask(args: argparse.Namespace, needles: list[dict]) -> None:
     """Adds to each needle the model's answer; all are asked in one batch."""
     question = PROMPT.split("{context}\n")[1]
-    prompts = [f"{question} {PREFIX}".format(**NAMES, key=needle["key"]) for needle in needles]
+    prompts = [f"{question} {PREFIX}".format(**PROMPT_NAMES, key=needle["key"]) for needle in needles]
     command = [sys.executable, SCRIPTS / "ask.py", args.model, "--memory", args.output / "memory"]
     command += ["--max_new_tokens", args.max_new_tokens, *(f"--prompt={prompt}" for prompt in prompts)]
     output = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True).stdout

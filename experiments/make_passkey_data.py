@@ -39,21 +39,21 @@ from titans_hf_scripts.shared.text_files import find_files
 from titans_hf_scripts.training.tokenizer import load_tokenizer
 
 PASSKEY = KINDS["niah_single_1"]
-SHORT = 0.2  # share of documents that are no prompts of the task yet
-RISING = 0.2  # share of documents while lengths rise
-OF_BOOKS = 0.5  # share of documents with lines of books, where there are some
-OF_THE_TASK = 0.2  # share of documents with the task's own noise
-DIFFERENT = (1, 2, 4, 64)  # lines of random words in a document
-LONGEST_WORD = 7
-LONGEST_LINE = 80  # of a book, in characters
-EVALUATED = 128
+SHORT_DOCUMENT_SHARE = 0.2  # share of documents that are no prompts of the task yet
+RISING_LENGTH_SHARE = 0.2  # share of documents while lengths rise
+BOOK_NOISE_SHARE = 0.5  # share of documents with lines of books, where there are some
+TASK_NOISE_SHARE = 0.2  # share of documents with the task's own noise
+NUM_NOISE_LINES = (1, 2, 4, 64)  # lines of random words in a document
+MAX_WORD_LETTERS = 7
+MAX_LINE_CHARACTERS = 80  # of a book, in characters
+NUM_VALIDATION_DOCUMENTS = 128
 
 Document = tuple[str, str]  # a prompt and its completion
 
 
 @cache
 def words() -> list[str]:
-    return [w for kind in categories().values() for w in kind if len(w) <= LONGEST_WORD and w.isalpha()]
+    return [w for kind in categories().values() for w in kind if len(w) <= MAX_WORD_LETTERS and w.isalpha()]
 
 
 def random_line(rng: random.Random) -> str:
@@ -64,10 +64,10 @@ def random_line(rng: random.Random) -> str:
 
 def noise(rng: random.Random, books: Sequence[str] = ()) -> Iterator[str]:
     """The lines of a document, without end; in half of the documents those of books, from anywhere on."""
-    if books and rng.random() < OF_BOOKS:
+    if books and rng.random() < BOOK_NOISE_SHARE:
         yield from (books[i % len(books)] for i in itertools.count(rng.randrange(len(books))))
-    of_the_task = rng.random() < OF_THE_TASK
-    lines = [NOISE] if of_the_task else [random_line(rng) for _ in range(rng.choice(DIFFERENT))]
+    of_the_task = rng.random() < TASK_NOISE_SHARE
+    lines = [NOISE] if of_the_task else [random_line(rng) for _ in range(rng.choice(NUM_NOISE_LINES))]
     while True:
         yield rng.choice(lines)
 
@@ -120,10 +120,12 @@ def curriculum(
         raise ValueError(f"--length {length}: the shortest documents take up to {shortest} tokens of this tokenizer")
     for index in tqdm(range(number), desc="writing documents"):
         progress = index / number
-        if progress < SHORT:
-            yield short_document(rng, rng.randint(0, max(0, int(8 * progress / SHORT) - 4)), noise(rng, books))
+        if progress < SHORT_DOCUMENT_SHARE:
+            yield short_document(
+                rng, rng.randint(0, max(0, int(8 * progress / SHORT_DOCUMENT_SHARE) - 4)), noise(rng, books)
+            )
         else:
-            longest = shortest + (length - shortest) * min(1.0, (progress - SHORT) / RISING)
+            longest = shortest + (length - shortest) * min(1.0, (progress - SHORT_DOCUMENT_SHARE) / RISING_LENGTH_SHARE)
             size = rng.randint(int(shortest + longest) // 2, int(longest))
             yield task_document(rng, tokenizer, size, noise(rng, books))
 
@@ -132,7 +134,7 @@ def read_lines(folder: Path | None) -> list[str]:
     """The lines of all books of a folder, long ones broken."""
     files = [] if folder is None else find_files(folder, "--text")
     lines = (line for file in files for line in file.read_text(encoding="utf-8").splitlines())
-    return [part for line in lines for part in textwrap.wrap(line, LONGEST_LINE)]
+    return [part for line in lines for part in textwrap.wrap(line, MAX_LINE_CHARACTERS)]
 
 
 def table(documents: Iterable[Document]) -> Dataset:
@@ -154,7 +156,7 @@ def main(argv: list[str] | None = None) -> None:
     rng, tokenizer = random.Random(args.seed), load_tokenizer(args.tokenizer)
     train = table(curriculum(rng, tokenizer, args.length, args.number, read_lines(args.text)))
     of_the_task = itertools.repeat(NOISE)
-    validation = table(task_document(rng, tokenizer, args.length, of_the_task) for _ in range(EVALUATED))
+    validation = table(task_document(rng, tokenizer, args.length, of_the_task) for _ in range(NUM_VALIDATION_DOCUMENTS))
     DatasetDict(train=train, validation=validation).save_to_disk(args.output)
 
 

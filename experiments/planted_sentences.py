@@ -30,7 +30,7 @@ SENTENCES = {
     "digits": "3.14159265358979 2.71828182845904 1.61803398874989 0.57721566490153 1.41421356237309. ",
     "capitals": "THE NUCLEAR REACTOR IN SECTOR SEVEN HAS BEEN SHUT DOWN; EVACUATE ALL PERSONNEL NOW. ",
 }
-START = 512  # tokens at the beginning that are not compared: the memory is still almost empty
+NUM_SKIPPED_TOKENS = 512  # tokens at the beginning that are not compared: the memory is still almost empty
 
 
 def plant(text: str, length: int, sentence: str) -> tuple[str, int]:
@@ -51,7 +51,7 @@ def stands_out(values: np.ndarray, first: int, last: int) -> np.ndarray:
     size = last - first
     sums = np.cumsum(np.pad(values, [(0, 0)] * (values.ndim - 1) + [(1, 0)]), axis=-1)
     means = sums[..., size:] - sums[..., :-size]
-    others = np.concatenate([means[..., START : first - size + 1], means[..., last:]], axis=-1)
+    others = np.concatenate([means[..., NUM_SKIPPED_TOKENS : first - size + 1], means[..., last:]], axis=-1)
     return means[..., first] > others.max(-1)
 
 

@@ -137,7 +137,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
     titans, stopped, window = (accuracies[-1] for accuracies in results.values())
     console.print(
         f"Trained with at most {TRAINED_FILLER} tokens between fact and question and asked after {DISTANCES[-1]}, "
-        f"Titans knows {titans:.0%} of the facts; with its memory stopped it knows {stopped:.0%}; "
+        f"Titans recalls {titans:.0%} of the facts; with its memory stopped it recalls {stopped:.0%}; "
         f"a Transformer with a window of {WINDOW} tokens {window:.0%}."
     )
     console.print(f"Plot, figures and both models: {args.output_dir}")

@@ -98,7 +98,7 @@ def test_lines_of_books(tmp_path):
     (folder / "a.txt").write_text("First line.\n\n" + "word " * 100 + "\nLast line.\n")
     lines = make_passkey_data.read_lines(folder)
     assert lines[0] == "First line." and lines[-1] == "Last line." and "" not in lines
-    assert max(map(len, lines)) <= make_passkey_data.LONGEST_LINE and " ".join(lines).split() == (
+    assert max(map(len, lines)) <= make_passkey_data.MAX_LINE_CHARACTERS and " ".join(lines).split() == (
         ["First", "line."] + ["word"] * 100 + ["Last", "line."]
     )
     documents = list(make_passkey_data.curriculum(random.Random(0), byte_tokenizer(), 900, 200, lines))

@@ -24,7 +24,7 @@ def test_plant():
 
 
 @pytest.mark.parametrize(("elsewhere", "stands_out"), [(0.9, True), (1.1, False)])
-@pytest.mark.parametrize("place", [planted_sentences.START, 1390, 2990])
+@pytest.mark.parametrize("place", [planted_sentences.NUM_SKIPPED_TOKENS, 1390, 2990])
 def test_stands_out(elsewhere, stands_out, place):
     """Else a stretch is left out, at either end or beside the sentence, or counts that overlaps with it."""
     values = np.zeros((2, 3000))
@@ -33,7 +33,7 @@ def test_stands_out(elsewhere, stands_out, place):
     found = planted_sentences.stands_out(values, first, last)
     assert not found[0]  # as high as all others is not higher
     assert found[1] == stands_out
-    values[1, : planted_sentences.START - 10] = 5  # is not compared
+    values[1, : planted_sentences.NUM_SKIPPED_TOKENS - 10] = 5  # is not compared
     assert planted_sentences.stands_out(values, first, last)[1] == stands_out
 
 

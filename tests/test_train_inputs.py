@@ -101,8 +101,8 @@ class SlowTokenizer:
 @pytest.mark.parametrize("text", ["word " * 900, "x" * 4000, "one\n\n two\t" * 400, "é " * 2000])
 def test_long_texts_are_tokenized_as_a_whole(monkeypatch, text):
     """Cutting a text for memory's sake changes no token: else the model learns what no tokenizer gives it later."""
-    monkeypatch.setattr(blocks_module, "PIECE", 256)
-    monkeypatch.setattr(blocks_module, "CALL", 1024)
+    monkeypatch.setattr(blocks_module, "PIECE_CHARACTERS", 256)
+    monkeypatch.setattr(blocks_module, "CALL_CHARACTERS", 1024)
     for tokenizer in (byte_tokenizer(), SlowTokenizer()):
         (tokens,) = blocks_module.encode_texts([text], tokenizer)
         (expected,) = tokenizer([text], add_special_tokens=False)["input_ids"]

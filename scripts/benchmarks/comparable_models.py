@@ -20,7 +20,7 @@ SHAPES = {
 }
 HEADS = {"tiny": 4, "30m": 6}
 PARAMETERS = {"tiny": 1_030_000, "30m": 30_000_000}
-CHECKED = 200  # tokens
+NUM_CHECKED_TOKENS = 200  # tokens
 
 
 def make_config(name: str, size: str, free: int, **settings) -> PreTrainedConfig:
@@ -75,7 +75,7 @@ def draw_tokens(model: PreTrainedModel, length: int) -> Tensor:
 @torch.no_grad()
 def check(model: PreTrainedModel) -> None:
     """Raises AssertionError unless a step with the cache gives the logits of the whole text."""
-    ids = draw_tokens(model, CHECKED)
+    ids = draw_tokens(model, NUM_CHECKED_TOKENS)
     cache = model(ids[:, :-1], use_cache=True)
     key = "cache_params" if "cache_params" in cache else "past_key_values"
     step = model(ids[:, -1:], use_cache=True, **{key: cache[key]})

@@ -18,8 +18,8 @@ from .measure import seconds
 from .table_and_plot import Plot
 
 PLOT = Plot(line=("model",), x="context", y=("ms/token", "cache MB"), yscale="log")
-PREFIX = 256
-PIECE = 4096
+NUM_READ_TOKENS = 256
+TOKENS_PER_CALL = 4096
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -60,9 +60,9 @@ class Reader:
     def __init__(self, model: PreTrainedModel, context: int):
         self.model = model
         titans = model.config.model_type == "titans"
-        ids = comparable_models.draw_tokens(model, context if titans else min(context, PREFIX))
+        ids = comparable_models.draw_tokens(model, context if titans else min(context, NUM_READ_TOKENS))
         self.given = {}
-        for piece in ids.split(PIECE, dim=1):
+        for piece in ids.split(TOKENS_PER_CALL, dim=1):
             output = model(piece, use_cache=True, logits_to_keep=1, **self.given)
             key = "cache_params" if "cache_params" in output else "past_key_values"
             self.given = {key: output[key]}

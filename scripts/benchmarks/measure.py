@@ -12,7 +12,7 @@ from torch import Tensor
 
 Work = Callable[[], object]
 MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc's mallopt
-MAPPED = 1 << 16  # bytes from which on memory is mapped, and given back when it is freed
+MMAP_MIN_BYTES = 1 << 16  # bytes from which on memory is mapped, and given back when it is freed
 
 
 def seconds(work: Work, device: torch.device) -> float:
@@ -48,7 +48,7 @@ def peak_bytes(work: Work, device: torch.device) -> int:
     child = os.fork()  # in a process of its own, because returning freed memory to the system at once is slow
     if not child:
         try:
-            libc.mallopt(MMAP_THRESHOLD, MAPPED)
+            libc.mallopt(MMAP_THRESHOLD, MMAP_MIN_BYTES)
             _use_up_free_chunks(libc)
             before = _status_bytes("VmRSS")
             Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
@@ -75,8 +75,8 @@ class MallocInfo(ctypes.Structure):
 def _use_up_free_chunks(libc: ctypes.CDLL) -> None:
     """Allocates the free chunks of the heap, so that later allocations are mapped and counted."""
     libc.mallinfo2.restype = MallocInfo
-    for _ in range(libc.mallinfo2().fordblks // (MAPPED // 2)):
-        libc.malloc(MAPPED // 2)
+    for _ in range(libc.mallinfo2().fordblks // (MMAP_MIN_BYTES // 2)):
+        libc.malloc(MMAP_MIN_BYTES // 2)
 
 
 def _status_bytes(field: str, process: int | str = "self") -> int:

@@ -23,7 +23,7 @@ from .table_and_plot import Plot
 BATCH, HEADS, HEAD_DIM, DEPTH, EXPANSION = 2, 6, 64, 2, 4
 ERROR_CLIP = 1.0
 PLOT = Plot(line=("depth", "chunk"), x="tokens", y=("forward of products", "both of products"))
-CHECKED = 150  # tokens: two chunks of 64 and a part of one
+NUM_CHECKED_TOKENS = 150  # tokens: two chunks of 64 and a part of one
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -120,7 +120,7 @@ def check(depth: int, chunk: int, device: torch.device) -> None:
     """Raises AssertionError unless outputs and gradients equal those of the token loop in float64."""
     results = []
     for memory, dtype in ((memorize, torch.float32), (memorize_reference, torch.float64)):
-        inputs = [x.requires_grad_() for x in draw(depth, CHECKED, chunk, device, torch.float64)]
+        inputs = [x.requires_grad_() for x in draw(depth, NUM_CHECKED_TOKENS, chunk, device, torch.float64)]
         retrieved = _read(memory, [x.to(dtype) for x in inputs], chunk)
         results.append([retrieved, *torch.autograd.grad(retrieved.square().sum(), inputs)])
     names = ["the output", *(f"the gradient of input {i}" for i in range(len(inputs)))]

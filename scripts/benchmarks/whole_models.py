@@ -12,13 +12,16 @@ from .measure import peak_bytes, seconds
 from .table_and_plot import Plot
 
 PLOT = Plot(line=("model",), x="tokens", y=("read tokens/s", "train tokens/s", "train peak KB/token"))
-TWIN = "without memory"  # Mistral with the MLP of MAG, MAC and MAL
+WITHOUT_MEMORY = "without memory"  # Mistral with the MLP of MAG, MAC and MAL
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--size", choices=comparable_models.SHAPES, default="tiny")
     parser.add_argument(
-        "--models", nargs="+", choices=(*comparable_models.NAMES, TWIN), default=[*comparable_models.NAMES, TWIN]
+        "--models",
+        nargs="+",
+        choices=(*comparable_models.NAMES, WITHOUT_MEMORY),
+        default=[*comparable_models.NAMES, WITHOUT_MEMORY],
     )
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 8192, 32768])
     parser.add_argument("--depths", type=int, nargs="+", default=[2], help="layers of the memory network")
@@ -42,7 +45,7 @@ def run(args: Namespace) -> Iterator[dict]:
 
 def _configs(args: Namespace) -> Iterator[tuple[str, int, PreTrainedConfig]]:
     for name in args.models:
-        if name == TWIN:
+        if name == WITHOUT_MEMORY:
             mag = comparable_models.fitting_config("mag", args.size)
             yield name, 0, comparable_models.make_config("mistral", args.size, mag.intermediate_size)
         else:

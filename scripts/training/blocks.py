@@ -21,11 +21,11 @@ from titans_hf_scripts.training.documents import text_columns
 from titans_hf_scripts.training.tokenizer import FIRST_BYTE, is_byte_tokenizer
 
 FEATURES = Features({"input_ids": List(Value("int32")), "prompt_length": Value("int32")})
-PIECE = 1 << 15  # characters of a longer text that are tokenized at once
-CALL = 1 << 19  # characters in a call of the tokenizer
-PARALLEL_FROM = 1 << 23  # bytes of text that are worth a second process
-MARGIN = 64  # characters on both sides of a cut on which the cut is checked
-TRIES = 8
+PIECE_CHARACTERS = 1 << 15  # characters of a longer text that are tokenized at once
+CALL_CHARACTERS = 1 << 19  # characters in a call of the tokenizer
+PARALLEL_MIN_BYTES = 1 << 23  # bytes of text that are worth a second process
+COMPARED_CHARACTERS = 64  # characters on both sides of a cut on which the cut is checked
+MAX_TRIES = 8
 
 
 class Tokenized(NamedTuple):
@@ -41,9 +41,9 @@ def split_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     At every cut the tokens of its surroundings, whole and cut, are compared.
     """
     pieces, start = [], 0
-    while len(text) - start > PIECE:
-        end = start + PIECE
-        for _ in range(TRIES):
+    while len(text) - start > PIECE_CHARACTERS:
+        end = start + PIECE_CHARACTERS
+        for _ in range(MAX_TRIES):
             end = max(text.rfind(" ", start, end), text.rfind("\n", start, end))
             if end <= start or _cut_changes_nothing(text, end, tokenizer):
                 break
@@ -57,7 +57,7 @@ def split_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def _cut_changes_nothing(text: str, cut: int, tokenizer: PreTrainedTokenizerBase) -> bool:
-    left, right = text[max(0, cut - MARGIN) : cut], text[cut : cut + MARGIN]
+    left, right = text[max(0, cut - COMPARED_CHARACTERS) : cut], text[cut : cut + COMPARED_CHARACTERS]
     whole, first, second = _encode([left + right, left, right], tokenizer)
     return whole == first + second
 
@@ -76,7 +76,7 @@ def encode_texts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> li
     tokens: list[list[np.ndarray]] = [[] for _ in texts]
     call: list[tuple[int, str]] = []
     for i, piece in [*pieces, (None, "")]:
-        if call and (i is None or sum(len(text) for _, text in call) + len(piece) > CALL):
+        if call and (i is None or sum(len(text) for _, text in call) + len(piece) > CALL_CHARACTERS):
             for (owner, _), ids in zip(call, _encode([text for _, text in call], tokenizer), strict=True):
                 tokens[owner].append(np.array(ids, dtype=np.int32))
             call = []
@@ -111,11 +111,11 @@ def tokenize_documents(
     if not num_bytes:
         raise ValueError("the data holds no text")
     if num_workers is None:
-        num_workers = len(os.sched_getaffinity(0)) if num_bytes >= PARALLEL_FROM else 1
+        num_workers = len(os.sched_getaffinity(0)) if num_bytes >= PARALLEL_MIN_BYTES else 1
     num_workers = max(1, min(num_workers, len(documents)))
     if num_workers > 1:  # the processes are the parallelism
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    batch_size = max(1, min(1000, CALL * len(documents) // num_bytes))
+    batch_size = max(1, min(1000, CALL_CHARACTERS * len(documents) // num_bytes))
     fingerprint = Hasher.hash([documents._fingerprint, tokenize_batch, tuple(columns), tokenizer])
     cache = _cache_folder()
     fresh, start = not list(cache.glob(f"tokens-{fingerprint}*")), time.monotonic()

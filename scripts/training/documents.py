@@ -14,7 +14,7 @@ from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from titans_hf_scripts.shared.text_files import find_files
 
 BUILDERS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-HEAD = 8192  # bytes at the start of a file that are searched for a zero byte
+HEAD_BYTES = 8192  # bytes at the start of a file that are searched for a zero byte
 
 
 def load_splits(
@@ -56,7 +56,7 @@ def _load_files(path: Path, argument: str, streaming: bool) -> Dataset | Iterabl
     except DatasetGenerationError as error:  # whose message names no file
         for file in files:
             try:
-                CHECKS[builder](file)
+                FILE_CHECKS[builder](file)
             except (ValueError, OSError) as reason:
                 raise ValueError(f"{argument}: {file} is no valid {builder} file: {reason}") from error
         raise ValueError(f"{argument} {path}: {error.__cause__ or error}") from error
@@ -80,7 +80,7 @@ def choose_files(path: Path, argument: str) -> tuple[str, list[Path]]:
 
 def _check_head(file: Path, builder: str, argument: str) -> None:
     with file.open("rb") as stream:
-        head = stream.read(HEAD)
+        head = stream.read(HEAD_BYTES)
     if builder != "parquet" and b"\0" in head:
         raise ValueError(f"{argument}: {file} is a binary file, not text")
     if builder != "text" and not head:
@@ -107,7 +107,7 @@ def _check_parquet(file: Path) -> None:
         raise ValueError(str(error)) from error
 
 
-CHECKS: dict[str, Callable[[Path], object]] = {
+FILE_CHECKS: dict[str, Callable[[Path], object]] = {
     "text": lambda file: file.read_bytes().decode(),
     "json": _check_json,
     "parquet": _check_parquet,
