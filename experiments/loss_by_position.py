@@ -92,6 +92,7 @@ def main(argv: list[str] | None = None) -> None:
     for name, least in (("length", 2), ("stretches", 1)):
         if getattr(args, name) < least:
             raise ValueError(f"--{name} must be at least {least}, but is {getattr(args, name)}")
+    find_files(args.text, "--text")  # before the models are loaded
     checkpoints = read_checkpoints(args.models)
     stretches = stretches_of(args.text, checkpoints[0].tokenizer, args.length, args.stretches)
     for other in checkpoints[1:]:

@@ -1,4 +1,4 @@
-"""eval/interrupted_reading.py: the kills are real, and what is said of the needles is what was asked."""
+"""experiments/interrupted_reading.py: the process is killed, and the table has the model's own answers."""
 
 import json
 

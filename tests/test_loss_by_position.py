@@ -1,4 +1,4 @@
-"""eval/loss_by_position.py: every token's loss counts at its own position, and stretches lie where they should."""
+"""experiments/loss_by_position.py: a loss counts at the position of its token, and stretches are spread evenly."""
 
 import json
 import math

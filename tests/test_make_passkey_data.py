@@ -1,4 +1,4 @@
-"""eval/make_passkey_data.py: documents to learn the pass-key from, in the order in which they are to be learnt."""
+"""experiments/make_passkey_data.py: documents to learn the pass-key from, sorted from short to long."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""eval/planted_sentences.py: what is counted is the sentence, wherever it lies, against all that is not it."""
+"""experiments/planted_sentences.py: the sentence is compared with every stretch of its length beside it."""
 
 import json
 
