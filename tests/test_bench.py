@@ -19,7 +19,7 @@ def run(tmp_path, *arguments):
 
 
 def test_the_peak_of_memory():
-    """Else what the tables say is of something else: of what was freed before, or of what is left at the end."""
+    """Counted is the peak during the call: else memory freed before, or left at the end, is measured."""
     cpu = torch.device("cpu")
     freed = torch.ones(20_000_000)
     del freed

@@ -70,7 +70,7 @@ def naive_losses(model, batches: ContiguousBatches):
 @pytest.mark.parametrize("num_rows,accumulated", [(3, 1), (2, 2)])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_training_is_truncated_backpropagation(variant, num_rows, accumulated, tmp_path):
-    """Else a document reads on from another one's memory, a gradient leaves its block, or a token counts twice."""
+    """Losses and gradients equal a naive loop: else memories mix, or gradients leave their block."""
     trainer = make_trainer(make_model(variant), tmp_path, num_rows, gradient_accumulation_steps=accumulated)
     trainer.train()
     model, data = make_model(variant).train(), trainer.train_dataset
@@ -92,7 +92,7 @@ def test_training_is_truncated_backpropagation(variant, num_rows, accumulated, t
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_evaluation_reads_whole_documents(variant, tmp_path):
-    """Else the figures are those of blocks read alone, or an evaluation disturbs what the training carries."""
+    """Evaluation carries a cache of its own: else it scores blocks alone, or changes the cache of the training."""
     trainer = make_trainer(make_model(variant), tmp_path, 1)
     model, stream = trainer.model, make_stream()
     trainer.caches[True] = carried = TitansCache(model.config)
@@ -108,7 +108,7 @@ def test_evaluation_reads_whole_documents(variant, tmp_path):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_resumed_run_is_bit_identical(options, tmp_path, monkeypatch, variant):
-    """Else a run that goes on within a document has forgotten what it had read."""
+    """A checkpoint holds the memory: else a run resumed within a document starts with an empty one."""
     config, common = TITANS | {"variant": variant}, dict(carry_memory="true", tokens_per_step=64, block_length=16)
     common |= dict(eval_steps=4)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -137,7 +137,7 @@ def test_resuming_with_other_rows_is_refused(options, tmp_path):
 
 
 def test_batches_of_another_size_are_refused(tmp_path):
-    """Else whoever changes the size of batches, a launcher for one, mixes up documents."""
+    """A batch of another size is refused: else documents are mixed up."""
     trainer = make_trainer(make_model("lmm"), tmp_path, 2, per_device_train_batch_size=3)
     with pytest.raises(ValueError, match="3 rows in each of 1 processes"):
         trainer.train()
@@ -156,7 +156,7 @@ def test_batches_of_another_size_are_refused(tmp_path):
     ],
 )
 def test_what_cannot_be_combined_is_refused(options, tmp_path, model, changes, message):
-    """Else documents are shuffled or forgotten without a word."""
+    """Options that shuffle or skip blocks are refused: else documents lose their order silently."""
     with pytest.raises(ValueError, match=f"--carry_memory cannot be combined with .*{message}"):
         train.main(options(model, carry_memory="true", **changes))
     assert not (tmp_path / "out").exists()
@@ -164,7 +164,7 @@ def test_what_cannot_be_combined_is_refused(options, tmp_path, model, changes, m
 
 @pytest.mark.slow
 def test_two_processes_train_like_one(options, tmp_path, monkeypatch):
-    """Else each process deals out the documents by itself."""
+    """Two processes share the rows of one batch: else each distributes the documents by itself."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     common = dict(carry_memory="true", gradient_accumulation_steps=1, block_length=16, tokens_per_step=None)
@@ -182,7 +182,7 @@ def test_two_processes_train_like_one(options, tmp_path, monkeypatch):
 @pytest.mark.parametrize("carry", [True, False])
 @pytest.mark.parametrize("variant,initializer_range", [("mac", 0.2), ("mag", 0.05), ("mal", 0.2), ("lmm", 0.05)])
 def test_a_needle_two_blocks_away(options, tmp_path, variant, initializer_range, carry):
-    """Else what a document said in an earlier block is not there to be learnt from."""
+    """A value from an earlier block is learnt only with --carry_memory: else the option has no effect."""
     needles = ["ABCDEFGH"[i] for i in torch.randint(8, (512,), generator=torch.Generator().manual_seed(0))]
     # blocks of 8: the needle, nothing, and the needle again; the last one ends with eos
     documents = [f"={needle}......" + "........" + f"={needle}....." for needle in needles]

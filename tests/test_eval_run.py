@@ -108,7 +108,7 @@ def test_what_is_finished_is_not_run_again(evaluate, capsys, monkeypatch):
 
 
 def test_results_go_into_the_card(evaluate, models):
-    """Else what is measured has to be copied by hand, or what the card says of the training is lost."""
+    """Results are added to the card, and the rest of it stays: else its account of the training is lost."""
     path = models / "titans" / "README.md"
     trained = EvalResult("text-generation", "books", "books", "loss", 1.5)
     data = ModelCardData(license="mit", model_name="mine", eval_results=[trained])

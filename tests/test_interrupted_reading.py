@@ -18,7 +18,7 @@ def model(tmp_path):
 
 @pytest.mark.slow
 def test_a_trial(model, tmp_path, monkeypatch):
-    """Else a process was never killed, a needle is not in the text or the table says what no model said."""
+    """A process is killed, every needle is in the text, and the table has the model's own answers."""
     monkeypatch.setattr(interrupted_reading, "SAMPLE_SECONDS", 0.01)
     options = ["--text", tmp_path / "books", "--output", tmp_path / "out", "--tokens", 60_000, "--save_every", 5_000]
     options += ["--depths", 0, 0.5, "--kills", 0.5]

@@ -29,7 +29,7 @@ def command(folder, *models, **options):
 
 
 def test_bits_by_position(folder):
-    """Else a loss is counted at the token before, or for some stretches only."""
+    """A loss counts at the position of its token, averaged over all stretches."""
     model = save_byte_model(folder / "model", "mag").eval()
     command(folder, folder / "model")
     found = json.loads((folder / "out" / "loss_by_position.json").read_text())
@@ -47,7 +47,7 @@ def test_bits_by_position(folder):
 
 
 def test_stretches_are_of_the_text(folder):
-    """Else the same words count twice, or words that nobody wrote in that order."""
+    """Stretches are parts of the text without overlap: else words count twice."""
     texts = [file.read_bytes() for file in sorted((folder / "books").iterdir())]
     ids = loss_by_position.stretches_of(folder / "books", byte_tokenizer(), LENGTH, 3)
     read = [bytes(row - 3 for row in rows) for rows in ids.tolist()]  # ids 0 to 2 are no bytes
@@ -81,7 +81,7 @@ def test_nothing_to_read(folder):
 
 
 def test_another_tokenizer(folder):
-    """Else bits of letters stand beside bits of words."""
+    """Models with different tokenizers are refused: their bits per token cannot be compared."""
     for name in ("a", "b"):
         save_byte_model(folder / name, "lmm")
     other = byte_tokenizer()

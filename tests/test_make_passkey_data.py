@@ -26,7 +26,7 @@ def data(tmp_path_factory):
 
 
 def test_every_prompt_asks_for_what_it_hides(data):
-    """Else there is nothing to be learnt."""
+    """Every prompt contains the value of its completion: else there is nothing to learn."""
     assert len(data["train"]) == 200
     for row in [*data["train"], *data["validation"]]:
         assert f" is:{row['completion']}" in row["prompt"] and row["prompt"].endswith(PREFIX)
@@ -35,7 +35,7 @@ def test_every_prompt_asks_for_what_it_hides(data):
 
 
 def test_documents_become_those_of_the_task(data):
-    """Else the model is asked for what it was not trained for, or has to look far back before it looks back at all."""
+    """Lengths rise, and the last documents are those of the task: else a model learns nothing, or another task."""
     lengths = [len(row["prompt"]) for row in data["train"]]
     assert max(lengths[:10]) < 250 and max(lengths[:40]) < 1000 and max(lengths[40:60]) < max(lengths[80:]) < 900
     assert [row["prompt"].startswith("A special magic number") for row in data["train"]] == [False] * 40 + [True] * 160
@@ -51,7 +51,7 @@ def skeleton(prompt):
 
 
 def test_a_document_is_the_task_with_its_answer():
-    """Else the prompts learnt from are worded differently from those asked, or shorter than they may be."""
+    """Prompts have the wording of the task and fill the length."""
     rng, tokenizer = random.Random(0), byte_tokenizer()
     documents = [
         make_passkey_data.task_document(rng, tokenizer, 1024, itertools.repeat(needles.NOISE)) for _ in range(6)
@@ -92,7 +92,7 @@ def test_bad_input(tmp_path):
 
 
 def test_lines_of_books(tmp_path):
-    """Else a model that is to find something in books has never seen one; or long lines do not fit."""
+    """Half of the documents have lines of books, with long lines wrapped."""
     folder = tmp_path / "books"
     folder.mkdir()
     (folder / "a.txt").write_text("First line.\n\n" + "word " * 100 + "\nLast line.\n")

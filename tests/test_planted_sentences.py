@@ -13,7 +13,7 @@ BOOK = "".join(f"Chapter {i}. It was dark, née light. Nobody came. " for i in r
 
 
 def test_plant():
-    """Else the sentence stands within a word, or another one is cut out."""
+    """The sentence follows the end of another one: else it is within a word, or replaces text."""
     text, place = planted_sentences.plant(BOOK, 3000, "XYZ. ")
     middle = text[:place] + text[place + 5 :]
     assert len(middle) == 3000 and middle in BOOK
@@ -26,7 +26,7 @@ def test_plant():
 @pytest.mark.parametrize(("elsewhere", "stands_out"), [(0.9, True), (1.1, False)])
 @pytest.mark.parametrize("place", [planted_sentences.NUM_SKIPPED_TOKENS, 1390, 2990])
 def test_stands_out(elsewhere, stands_out, place):
-    """Else a stretch is left out, at either end or beside the sentence, or counts that overlaps with it."""
+    """Every stretch beside the sentence counts, and none that overlaps it."""
     values = np.zeros((2, 3000))
     values[1, 1400:1410], values[1, place : place + 10] = 1.0, elsewhere
     first, last = 1400, 1410
@@ -38,7 +38,7 @@ def test_stands_out(elsewhere, stands_out, place):
 
 
 def test_sentences_are_found_by_their_tokens(tmp_path, monkeypatch):
-    """Else tokens of something else are counted, where characters have several bytes."""
+    """Characters of several bytes do not shift the sentence's tokens."""
     save_byte_model(tmp_path / "model", "lmm")
     (tmp_path / "books").mkdir()
     for name in ("a", "b"):

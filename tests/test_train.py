@@ -60,7 +60,7 @@ def test_only_a_lone_final_eos_is_dropped():
 
 
 def test_without_packing_every_document_is_a_block():
-    """Else a question stands in another block than the fact that it asks for."""
+    """Without packing no document is cut: else a question is in another block than its fact."""
     tokenizer = load_tokenizer("bytes")
     documents = Dataset.from_dict({"text": ["abc", "", "d", "efghijk"]})
     blocks, tokens_per_byte = data.make_blocks(documents, "text", tokenizer, 8, packing=False)
@@ -72,7 +72,7 @@ def test_without_packing_every_document_is_a_block():
 
 
 def test_prompts_are_read_and_completions_learnt(options, tmp_path, monkeypatch):
-    """Else what is given in the prompt, and need not be said, takes most of the loss."""
+    """The loss covers completions alone: else it is mostly that of given prompts."""
     rows = {"prompt": ["2 + 2 =", "", "7 = "], "completion": [" 4", "yes", "x" * 40]}
     Dataset.from_dict(rows).save_to_disk(tmp_path / "rows")
     tokenizer = load_tokenizer("bytes")
@@ -280,7 +280,7 @@ def test_checkpoints_are_not_trained_over(options, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="processes find each other where there is a GPU")
 def test_processes_that_know_nothing_of_each_other_are_refused(options, tmp_path):
-    """Else each trains on everything and writes over what the other wrote."""
+    """Processes without a common group are refused: else each trains alone and overwrites the other's files."""
     run = subprocess.run([*LAUNCH, *options(use_cpu=None)], capture_output=True, text=True, timeout=240)
     assert run.returncode and "2 processes were started, but each would train by itself" in run.stderr
     assert not (tmp_path / "out").exists()
