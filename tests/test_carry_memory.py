@@ -8,15 +8,15 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-import train
-from carry_memory import CarryTrainer
 from common import VARIANTS, make_ids, make_model
 from datasets import Dataset
-from lanes import Lanes, collate_lanes
 from tiny_run import LAUNCH, LLAMA, TITANS, StopAt
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from titans_hf import TitansCache
+from titans_hf_scripts import train
+from titans_hf_scripts.training.carried_memory_trainer import CarriedMemoryTrainer
+from titans_hf_scripts.training.contiguous_batches import ContiguousBatches, collate_contiguous
 
 pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
 EOS, RATE = 1, 0.02
@@ -29,52 +29,52 @@ def make_stream() -> torch.Tensor:
     return torch.cat([torch.cat([document, torch.tensor([EOS])]) for document in documents])
 
 
-def make_trainer(model, folder, num_lanes: int, **options) -> CarryTrainer:
+def make_trainer(model, folder, num_rows: int, **options) -> CarriedMemoryTrainer:
     """One epoch of plain gradient descent, so that the parameters show the gradients."""
     common = dict(output_dir=folder, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True)
     common |= dict(optim="sgd", max_grad_norm=0.0, lr_scheduler_type="constant", learning_rate=RATE, num_train_epochs=1)
     common |= dict(train_sampling_strategy="sequential", remove_unused_columns=False, dataloader_pin_memory=False)
-    common |= dict(per_device_train_batch_size=num_lanes, per_device_eval_batch_size=num_lanes)
+    common |= dict(per_device_train_batch_size=num_rows, per_device_eval_batch_size=num_rows)
     blocks = Dataset.from_dict({"input_ids": [block.tolist() for block in make_stream().split(BLOCK)]})
-    lanes = Lanes(blocks.with_format("torch"), num_lanes, EOS)
-    return CarryTrainer(
+    batches = ContiguousBatches(blocks.with_format("torch"), num_rows, EOS)
+    return CarriedMemoryTrainer(
         model,
         TrainingArguments(**common | options),
-        data_collator=collate_lanes,
-        train_dataset=lanes,
-        eval_dataset=lanes,
+        data_collator=collate_contiguous,
+        train_dataset=batches,
+        eval_dataset=batches,
         compute_metrics=partial(train.perplexity, tokens_per_byte=1.0),
     )
 
 
-def naive_losses(model, lanes: Lanes):
-    """Step by step the losses of all predicted tokens, one document of one lane after the other, each alone."""
-    stream, caches = make_stream(), [None] * lanes.num_lanes
-    for step in range(lanes.num_steps):
+def naive_losses(model, batches: ContiguousBatches):
+    """Step by step the losses of all predicted tokens, one document of one row after the other, each alone."""
+    stream, caches = make_stream(), [None] * batches.num_rows
+    for step in range(batches.num_steps):
         losses = []
-        for lane, (start, end) in enumerate(itertools.pairwise(lanes.bounds)):
+        for row, (start, end) in enumerate(itertools.pairwise(batches.bounds)):
             first = (start + step) * BLOCK
             block = stream[first : min(first + BLOCK, end * BLOCK)]
             for piece in block.tensor_split((block == EOS).nonzero().flatten() + 1):
                 last = first + len(piece)
                 if first < last:
-                    begins = (step == 0 and first == start * BLOCK) or stream[first - 1] == EOS
-                    caches[lane] = TitansCache(model.config) if begins else caches[lane].detach()
-                    logits = model(piece[None], past_key_values=caches[lane]).logits[0]
+                    starts = (step == 0 and first == start * BLOCK) or stream[first - 1] == EOS
+                    caches[row] = TitansCache(model.config) if starts else caches[row].detach()
+                    logits = model(piece[None], past_key_values=caches[row]).logits[0]
                     targets = stream[first + 1 : last + 1 if stream[last - 1] != EOS else last]
                     losses.append(F.cross_entropy(logits[: len(targets)], targets, reduction="none"))
                 first = last
         yield torch.cat(losses)
 
 
-@pytest.mark.parametrize("num_lanes,accumulated", [(3, 1), (2, 2)])
+@pytest.mark.parametrize("num_rows,accumulated", [(3, 1), (2, 2)])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_training_is_truncated_backpropagation(variant, num_lanes, accumulated, tmp_path):
-    """Else a document reads on from another one's memory, a gradient leaves its block, or a token counts twice."""
-    trainer = make_trainer(make_model(variant), tmp_path, num_lanes, gradient_accumulation_steps=accumulated)
+def test_training_is_truncated_backpropagation(variant, num_rows, accumulated, tmp_path):
+    """Losses and gradients equal a naive loop: else memories mix, or gradients leave their block."""
+    trainer = make_trainer(make_model(variant), tmp_path, num_rows, gradient_accumulation_steps=accumulated)
     trainer.train()
-    model, lanes = make_model(variant).train(), trainer.train_dataset
-    steps = naive_losses(model, lanes)
+    model, data = make_model(variant).train(), trainer.train_dataset
+    steps = naive_losses(model, data)
     while batches := list(itertools.islice(steps, accumulated)):
         torch.cat(batches).mean().backward()
         with torch.no_grad():
@@ -82,7 +82,7 @@ def test_training_is_truncated_backpropagation(variant, num_lanes, accumulated, 
                 if parameter.grad is not None:
                     parameter -= RATE * parameter.grad
         model.zero_grad()
-    assert trainer.state.global_step == -(-lanes.num_steps // accumulated)
+    assert trainer.state.global_step == -(-data.num_steps // accumulated)
     start = dict(make_model(variant).named_parameters())
     for (name, actual), expected in zip(trainer.model.named_parameters(), model.parameters(), strict=True):
         moved = (expected - start[name]).abs().max().item()
@@ -92,7 +92,7 @@ def test_training_is_truncated_backpropagation(variant, num_lanes, accumulated, 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_evaluation_reads_whole_documents(variant, tmp_path):
-    """Else the figures are those of blocks read alone, or an evaluation disturbs what the training carries."""
+    """Evaluation carries a cache of its own: else it scores blocks alone, or changes the cache of the training."""
     trainer = make_trainer(make_model(variant), tmp_path, 1)
     model, stream = trainer.model, make_stream()
     trainer.caches[True] = carried = TitansCache(model.config)
@@ -108,7 +108,7 @@ def test_evaluation_reads_whole_documents(variant, tmp_path):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_resumed_run_is_bit_identical(options, tmp_path, monkeypatch, variant):
-    """Else a run that goes on within a document has forgotten what it had read."""
+    """A checkpoint holds the memory: else a run resumed within a document starts with an empty one."""
     config, common = TITANS | {"variant": variant}, dict(carry_memory="true", tokens_per_step=64, block_length=16)
     common |= dict(eval_steps=4)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -136,8 +136,8 @@ def test_resuming_with_other_rows_is_refused(options, tmp_path):
         train.main(options(TITANS, **common))
 
 
-def test_batches_that_are_no_lanes_are_refused(tmp_path):
-    """Else whoever changes the size of batches, a launcher for one, mixes up documents."""
+def test_batches_of_another_size_are_refused(tmp_path):
+    """A batch of another size is refused: else documents are mixed up."""
     trainer = make_trainer(make_model("lmm"), tmp_path, 2, per_device_train_batch_size=3)
     with pytest.raises(ValueError, match="3 rows in each of 1 processes"):
         trainer.train()
@@ -156,7 +156,7 @@ def test_batches_that_are_no_lanes_are_refused(tmp_path):
     ],
 )
 def test_what_cannot_be_combined_is_refused(options, tmp_path, model, changes, message):
-    """Else documents are shuffled or forgotten without a word."""
+    """Options that shuffle or skip blocks are refused: else documents lose their order silently."""
     with pytest.raises(ValueError, match=f"--carry_memory cannot be combined with .*{message}"):
         train.main(options(model, carry_memory="true", **changes))
     assert not (tmp_path / "out").exists()
@@ -164,7 +164,7 @@ def test_what_cannot_be_combined_is_refused(options, tmp_path, model, changes, m
 
 @pytest.mark.slow
 def test_two_processes_train_like_one(options, tmp_path, monkeypatch):
-    """Else each process deals out the documents by itself."""
+    """Two processes share the rows of one batch: else each distributes the documents by itself."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     common = dict(carry_memory="true", gradient_accumulation_steps=1, block_length=16, tokens_per_step=None)
@@ -182,7 +182,7 @@ def test_two_processes_train_like_one(options, tmp_path, monkeypatch):
 @pytest.mark.parametrize("carry", [True, False])
 @pytest.mark.parametrize("variant,initializer_range", [("mac", 0.2), ("mag", 0.05), ("mal", 0.2), ("lmm", 0.05)])
 def test_a_needle_two_blocks_away(options, tmp_path, variant, initializer_range, carry):
-    """Else what a document said in an earlier block is not there to be learnt from."""
+    """A value from an earlier block is learnt only with --carry_memory: else the option has no effect."""
     needles = ["ABCDEFGH"[i] for i in torch.randint(8, (512,), generator=torch.Generator().manual_seed(0))]
     # blocks of 8: the needle, nothing, and the needle again; the last one ends with eos
     documents = [f"={needle}......" + "........" + f"={needle}....." for needle in needles]
@@ -196,6 +196,6 @@ def test_a_needle_two_blocks_away(options, tmp_path, variant, initializer_range,
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
     ids = AutoTokenizer.from_pretrained(tmp_path / "run")(documents, return_tensors="pt").input_ids
     with torch.no_grad():
-        said = model(ids[:, :17]).logits[:, -1].argmax(-1)
-    right = (said == ids[:, 17]).float().mean().item()
+        logits = model(ids[:, :17]).logits[:, -1].argmax(-1)
+    right = (logits == ids[:, 17]).float().mean().item()
     assert right > 0.45 if carry else right < 0.2  # of 512; a guess is 0.125

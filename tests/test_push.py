@@ -5,12 +5,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import run_folder
-import train
 from clean_environment import clean_site, run_clean
 from huggingface_hub import ModelCard
 from test_remote_code import CODE, assert_brings_its_code
 from tiny_run import LLAMA, TITANS
+
+from titans_hf_scripts import train
+from titans_hf_scripts.training import run_folder
 
 pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
 SHORT = dict(max_steps=2, eval_steps=2, save_steps=2)
@@ -40,7 +41,7 @@ def pushes(monkeypatch):
 
 
 def test_a_push_uploads_the_files_of_the_dry_run(options, tmp_path, pushes):
-    """Else one publishes what one has not seen: Trainer's own card, or a file that was thought to stay here."""
+    """The dry run shows exactly the pushed files: else one publishes Trainer's own card, or a private file."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "_notes.txt").write_text("not for others")
     train.main(options(TITANS, push_to_hub="true", **SHORT))
@@ -53,7 +54,7 @@ def test_a_push_uploads_the_files_of_the_dry_run(options, tmp_path, pushes):
 
 
 def test_what_is_pushed_while_training_brings_its_code(options, tmp_path, pushes):
-    """Else those who follow a run get weights that do not load."""
+    """Every push holds code, configuration and tokenizer: else the weights of an unfinished run do not load."""
     train.main(options(TITANS, push_to_hub="true", max_steps=4, eval_steps=2, save_steps=2))
     assert len(pushes) > 1
     for push in pushes:
@@ -61,7 +62,7 @@ def test_what_is_pushed_while_training_brings_its_code(options, tmp_path, pushes
 
 
 def test_dry_run(options, tmp_path, texts):
-    """Else the card says something else than the run, or the folder is not what can be loaded."""
+    """The card has the run's own figures, and the folder loads: else it misleads whoever follows it."""
     folder, dry = tmp_path / "out", tmp_path / "dry"
     changes = dict(push_dry_run=dry, license="cc-by-4.0", eval_data=texts / "c.txt", hub_model_id="someone/small")
     metrics = train.main(options(TITANS, **SHORT, **changes))
@@ -96,7 +97,7 @@ def test_dry_run(options, tmp_path, texts):
 
 @pytest.mark.parametrize("model", [TITANS, LLAMA], ids=lambda model: model["model_type"])
 def test_a_licence_is_not_made_up(options, tmp_path, model):
-    """Else weights are given away by someone who never said so; a baseline's card does not speak of Titans."""
+    """No licence is written unless given; a baseline's card does not mention Titans."""
     train.main(options(model, **SHORT))
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert card.data.license is None
@@ -116,7 +117,7 @@ def test_a_licence_is_not_made_up(options, tmp_path, model):
     ],
 )
 def test_bad_options_are_named_before_training(options, tmp_path, monkeypatch, changes, message):
-    """Else a token is published, or a run ends in an error."""
+    """Such options are refused before training: else a token is published, or a finished run ends in an error."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
         train.main(options(TITANS, **changes))
@@ -125,7 +126,7 @@ def test_bad_options_are_named_before_training(options, tmp_path, monkeypatch, c
 
 @pytest.mark.slow
 def test_the_card_tells_how_to_load_it(options, tmp_path):
-    """Else whoever follows it gets an error."""
+    """The card's code runs as it stands, without the package."""
     train.main(options(TITANS, push_dry_run=tmp_path / "dry", hub_model_id="someone/small", **SHORT))
     text = run_clean(
         clean_site(tmp_path), Path(__file__).with_name("card_worker.py"), tmp_path / "dry", "someone/small"

@@ -13,8 +13,9 @@ import urllib.request
 import pytest
 import torch
 from common import make_model
-from training_data import byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from titans_hf_scripts.training.tokenizer import byte_tokenizer
 
 pytestmark = pytest.mark.slow
 COMMAND = [sys.executable, "-m", "titans_hf"]
@@ -96,7 +97,7 @@ def complete(url: str, checkpoint, **more):
 
 
 def test_a_completion_is_what_generate_says(server, checkpoint, expected):
-    """Else the server does not know the model, or feeds it something else."""
+    """The served answer is that of generate(): else the server loads another model or prompt."""
     with complete(f"{server}/v1/chat/completions", checkpoint, messages=MESSAGES) as response:
         answer = json.load(response)
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": expected}
@@ -104,7 +105,7 @@ def test_a_completion_is_what_generate_says(server, checkpoint, expected):
 
 
 def test_a_streamed_completion_is_what_generate_says(server, checkpoint, expected):
-    """Else a streamer and the cache do not get on: tokens come late, twice or never."""
+    """Streamed tokens come piece by piece, each once."""
     with complete(f"{server}/v1/chat/completions", checkpoint, messages=MESSAGES, stream=True) as response:
         lines = [line.decode() for line in response]
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
@@ -114,13 +115,13 @@ def test_a_streamed_completion_is_what_generate_says(server, checkpoint, expecte
 
 
 def test_text_is_continued_without_a_template(server, checkpoint, expected):
-    """Else a model that never saw a chat cannot be served."""
+    """Completions without a chat template are served."""
     with complete(f"{server}/v1/completions", checkpoint, prompt=PROMPT) as response:
         assert json.load(response)["choices"][0]["text"] == expected
 
 
 def test_openai_client(server, checkpoint, expected):
-    """Else the commonest client of all cannot talk to it."""
+    """OpenAI's client gets the same answer."""
     client = pytest.importorskip("openai").OpenAI(base_url=f"{server}/v1", api_key="none")
     answer = client.chat.completions.create(
         model=str(checkpoint), messages=MESSAGES, temperature=0, max_tokens=NUM_TOKENS
@@ -129,14 +130,14 @@ def test_openai_client(server, checkpoint, expected):
 
 
 def test_downloaded_models_are_listed(server):
-    """Else an interface that offers the models there are does not offer Titans."""
+    """The list of models contains Titans checkpoints."""
     with urllib.request.urlopen(f"{server}/v1/models", timeout=60) as response:
         listed = json.load(response)["data"]
     assert [model["id"] for model in listed] == ["someone/titans"]
 
 
 def test_chat(server, checkpoint, expected):
-    """Else the chat interface stops at what the server sends. The empty line: no, do not go on after the limit."""
+    """The chat interface prints the answer. The empty line declines to go on after the limit."""
     flags = [f"max_new_tokens={NUM_TOKENS}", "do_sample=False"]
     chat = subprocess.run(
         [*COMMAND, "chat", str(checkpoint), f"{server}/v1", *flags, "--user", "me"],
@@ -151,8 +152,8 @@ def test_chat(server, checkpoint, expected):
 
 
 def test_continuous_batching_is_refused(checkpoint):
-    """Else a server starts of which every answer is an error."""
+    """Continuous batching is refused at the start: else every request fails."""
     command = [*COMMAND, "serve", str(checkpoint), "--continuous-batching"]
     served = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert served.returncode == 1
+    assert served.returncode == 2
     assert "--continuous-batching: Continuous batching pages keys and values" in served.stderr

@@ -1,0 +1,62 @@
+"""Compares runs of scripts/train.py: a Markdown table, and their evaluation losses in one plot.
+
+python experiments/compare_training_runs.py runs/tiny-* --plot losses.png
+"""
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from titans_hf_scripts.shared.command_line import run_command
+from titans_hf_scripts.shared.markdown_tables import markdown_table
+
+
+def read_run(folder: Path) -> dict:
+    """Reads run.json, and from trainer_state.json the minutes and the evaluation losses (tokens, loss)."""
+    if not (folder / "run.json").exists():
+        raise FileNotFoundError(f"{folder} holds no run.json: it is not the output of a finished scripts/train.py")
+    run = json.loads((folder / "run.json").read_text())
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    seconds = [log["train_runtime"] for log in history if "train_runtime" in log]
+    # The clock starts again when a run resumes: add up the last reading of each part.
+    run["minutes"] = sum(now for now, later in zip(seconds, [*seconds[1:], 0.0], strict=True) if later < now) / 60
+    run["curve"] = [(log["num_input_tokens_seen"], log["eval_loss"]) for log in history if "eval_loss" in log]
+    return run
+
+
+def table(runs: dict[str, dict]) -> str:
+    columns = ["run", "parameters", "tokens", "minutes", "first eval ppl", "eval ppl", "bits per byte"]
+    rows = []
+    for name, run in sorted(runs.items(), key=lambda item: item[1]["metrics"]["eval_loss"]):
+        first, metrics = math.exp(run["curve"][0][1]), run["metrics"]
+        figures = [f"{run['parameters']:,}", f"{run['tokens_seen']:,}", f"{run['minutes']:.1f}", f"{first:.2f}"]
+        rows.append([name, *figures, f"{metrics['eval_perplexity']:.2f}", f"{metrics['eval_bits_per_byte']:.3f}"])
+    return markdown_table(columns, rows)
+
+
+def plot(runs: dict[str, dict], path: Path) -> None:
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, run in runs.items():
+        axes.plot(*zip(*run["curve"], strict=True), ".-", label=name)
+    axes.set(xlabel="training tokens", ylabel="evaluation loss per token")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", type=Path, nargs="+", help="output folders of scripts/train.py")
+    parser.add_argument("--plot", type=Path, help="PNG to write")
+    args = parser.parse_args(argv)
+    runs = {folder.name: read_run(folder) for folder in args.folders}
+    print(table(runs))
+    if args.plot:
+        plot(runs, args.plot)
+
+
+if __name__ == "__main__":
+    run_command(main)

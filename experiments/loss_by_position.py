@@ -1,0 +1,113 @@
+"""Measures the loss by position in a text, also beyond the lengths that the models were trained on.
+
+    python experiments/loss_by_position.py MODEL [MODEL ...] --text FOLDER --output DIR
+
+Of every .txt file of the folder, `--stretches` of `--length` tokens, evenly spread over it, are each read as a text of
+their own. The table and the plot have the mean loss between positions 0, 256, 512, 1024, ..., in bits per token (of a
+tokenizer of bytes: per byte).
+"""
+
+import argparse
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from titans_hf_eval.checkpoints import Checkpoint, read_checkpoints
+from titans_hf_scripts.shared.command_line import run_command
+from titans_hf_scripts.shared.markdown_tables import markdown_table
+from titans_hf_scripts.shared.text_files import find_files
+
+FIRST_EDGE = 256
+
+
+def stretches_of(folder: Path, tokenizer: PreTrainedTokenizerBase, length: int, number: int) -> Tensor:
+    """Cuts `number` stretches from every file: token ids (files x number, length).
+
+    Raises ValueError for a file that is too short, or a folder without files.
+    """
+    stretches = []
+    for file in find_files(folder, "--text"):
+        ids = tokenizer(file.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False).input_ids
+        if len(ids) < number * length:
+            raise ValueError(f"{file} has {len(ids)} tokens: too few for {number} stretches of {length}")
+        starts = [(len(ids) - number * length) // (number + 1) * (i + 1) + i * length for i in range(number)]
+        stretches += [ids[start : start + length] for start in starts]
+    return torch.tensor(stretches)
+
+
+def edges_to(length: int) -> list[int]:
+    """0, 256, 512, 1024, ..., length"""
+    doubled = [FIRST_EDGE << i for i in range(length.bit_length()) if FIRST_EDGE << i < length]
+    return [0, *doubled, length]
+
+
+@torch.inference_mode()
+def bits_by_position(checkpoint: Checkpoint, stretches: Tensor, device: str) -> list[float]:
+    """Returns the mean loss between `edges_to`, over all tokens but the first."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint.path).to(device).eval()
+    total = torch.zeros(stretches.shape[1] - 1, dtype=torch.float64)
+    for ids in tqdm(stretches.to(device), desc=checkpoint.label):
+        logits = model(ids[None], use_cache=False).logits[0, :-1]
+        total += cross_entropy(logits.float(), ids[1:], reduction="none").cpu()
+    bits = total / len(stretches) / math.log(2)
+    # the loss at index i is that of the token at position i + 1
+    return [bits[max(0, low - 1) : high - 1].mean().item() for low, high in pairwise(edges_to(stretches.shape[1]))]
+
+
+def table(losses: dict[str, list[float]], length: int) -> str:
+    heading = ["model", *(f"{low:,} to {high:,}" for low, high in pairwise(edges_to(length)))]
+    return markdown_table(heading, [[label, *(f"{x:.2f}" for x in bits)] for label, bits in losses.items()])
+
+
+def plot(losses: dict[str, list[float]], length: int, path: Path) -> None:
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    edges = edges_to(length)[1:]
+    for label, bits in losses.items():
+        axes.plot(edges, bits, ".-", label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(edges, [f"{edge:,}" for edge in edges])
+    axes.set(xlabel="position, to", ylabel="bits per token")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", metavar="MODEL", nargs="+", help="checkpoints with a tokenizer, the same in all")
+    parser.add_argument("--text", type=Path, required=True, help="a folder of .txt files")
+    parser.add_argument("--length", type=int, default=8192, help="tokens")
+    parser.add_argument("--stretches", type=int, default=4, help="of each file")
+    parser.add_argument("--output", type=Path, required=True, help="the folder for loss_by_position.json, .md and .png")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args(argv)
+    for name, least in (("length", 2), ("stretches", 1)):
+        if getattr(args, name) < least:
+            raise ValueError(f"--{name} must be at least {least}, but is {getattr(args, name)}")
+    find_files(args.text, "--text")  # before the models are loaded
+    checkpoints = read_checkpoints(args.models)
+    stretches = stretches_of(args.text, checkpoints[0].tokenizer, args.length, args.stretches)
+    for other in checkpoints[1:]:
+        if other.tokenizer.get_vocab() != checkpoints[0].tokenizer.get_vocab():
+            raise ValueError(f"{other.path} has another tokenizer than {checkpoints[0].path}: bits cannot be compared")
+    args.output.mkdir(parents=True, exist_ok=True)
+    losses = {}
+    for checkpoint in checkpoints:
+        losses[checkpoint.label] = bits_by_position(checkpoint, stretches, args.device)
+        record = {"edges": edges_to(args.length), "bits per token": losses}
+        (args.output / "loss_by_position.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        (args.output / "loss_by_position.md").write_text(table(losses, args.length) + "\n", encoding="utf-8")
+        plot(losses, args.length, args.output / "loss_by_position.png")
+    print(table(losses, args.length))
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,83 @@
+"""Models of equal size: the variants of Titans, and the models of transformers that they are compared with."""
+
+from functools import partial
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from titans_hf import TitansConfig
+
+from .measure import check_close
+
+WINDOW = 64
+VARIANTS = ("mac", "mag", "mal", "lmm")
+NAMES = (*VARIANTS, "llama", "mistral", "mamba2", "qwen3-next", "olmo-hybrid")
+SHAPES = {
+    "tiny": {"hidden_size": 128, "num_hidden_layers": 4, "vocab_size": 259},
+    "30m": {"hidden_size": 384, "num_hidden_layers": 8, "vocab_size": 32_000},
+}
+HEADS = {"tiny": 4, "30m": 6}
+PARAMETERS = {"tiny": 1_030_000, "30m": 30_000_000}
+NUM_CHECKED_TOKENS = 200  # tokens
+
+
+def make_config(name: str, size: str, free: int, **settings) -> PreTrainedConfig:
+    """Makes a configuration; `free` is the size of the MLPs, or the number of layers of Mamba2, which has no MLPs."""
+    shape, heads = SHAPES[size], HEADS[size]
+    head_dim = shape["hidden_size"] // heads
+    shape = shape | {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1, "tie_word_embeddings": True} | settings
+    if name == "mamba2":
+        shape |= {"num_hidden_layers": free, "num_heads": 2 * heads, "head_dim": head_dim, "n_groups": 1}
+        return transformers.Mamba2Config(**shape, state_size=64)
+    shape |= {"num_attention_heads": heads, "num_key_value_heads": heads, "intermediate_size": free}
+    if name in VARIANTS:
+        return TitansConfig(**shape, variant=name, sliding_window=WINDOW, segment_length=WINDOW)
+    if name == "mistral":
+        return transformers.MistralConfig(**shape, sliding_window=WINDOW)
+    shape["max_position_embeddings"] = 1 << 20
+    if name == "llama":
+        return transformers.LlamaConfig(**shape)
+    every_fourth = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+    shape["layer_types"] = every_fourth * (shape["num_hidden_layers"] // 4)
+    shape |= {f"linear_num_{part}_heads": heads for part in ("key", "value")}
+    shape |= {f"linear_{part}_head_dim": head_dim for part in ("key", "value")}
+    if name == "olmo-hybrid":
+        return transformers.OlmoHybridConfig(**shape)
+    return transformers.Qwen3NextConfig(**shape, head_dim=head_dim, num_experts=0)
+
+
+def fitting_config(name: str, size: str, **settings) -> PreTrainedConfig:
+    """Makes a configuration with about `PARAMETERS[size]` parameters."""
+    make = partial(make_config, name, size, **settings)
+    first, second = (1, 2) if name == "mamba2" else (64, 128)
+    counts = [_num_parameters(make(free)) for free in (first, second)]
+    free = first + (PARAMETERS[size] - counts[0]) * (second - first) / (counts[1] - counts[0])
+    step = 1 if name == "mamba2" else 8
+    return make(max(step, step * round(free / step)))
+
+
+def _num_parameters(config: PreTrainedConfig) -> int:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config).num_parameters()
+
+
+def build(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).to(device, dtype).eval()
+
+
+def draw_tokens(model: PreTrainedModel, length: int) -> Tensor:
+    return torch.randint(2, model.config.vocab_size, (1, length), device=model.device)
+
+
+@torch.no_grad()
+def check(model: PreTrainedModel) -> None:
+    """Raises AssertionError unless a step with the cache gives the logits of the whole text."""
+    ids = draw_tokens(model, NUM_CHECKED_TOKENS)
+    cache = model(ids[:, :-1], use_cache=True)
+    key = "cache_params" if "cache_params" in cache else "past_key_values"
+    step = model(ids[:, -1:], use_cache=True, **{key: cache[key]})
+    tolerance = 1e-3 if model.dtype == torch.float32 else 0.1
+    check_close(f"{type(model).__name__}: a step", step.logits[:, -1], model(ids).logits[:, -1], tolerance)

@@ -1,0 +1,106 @@
+"""The memory as a layer, compared with titans-pytorch 0.5.5, which is installed in an environment of its own.
+
+    python -m venv other && other/bin/pip install titans-pytorch==0.5.5
+    python scripts/bench.py titans-pytorch --python other/bin/python
+
+Width 384, six heads, two layers of the memory network. Its chunk_size 1 computes what ours computes: gates and
+retrievals for every token, and gradients at the weights of every 64th token. Its chunk_size 64 computes less: one gate
+and one retrieval for 64 tokens.
+"""
+
+import json
+import subprocess
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+import torch
+from tqdm import tqdm
+
+from titans_hf import TitansConfig
+from titans_hf.neural_memory import NeuralMemory
+from titans_hf.token_grid import TokenGrid
+
+from . import memory_alone
+from .measure import peak_bytes, seconds
+from .table_and_plot import Plot
+
+WIDTH, HEADS, BATCH, CHUNK = 384, 6, 2, 64
+PLOT = Plot(line=("its chunk_size", "pass"), x="tokens", y=("times faster", "its memory of ours"))
+CASES = ((1, 256), (1, 512), (CHUNK, 256), (CHUNK, 512), (CHUNK, 2048), (CHUNK, 8192))
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--python", required=True, help="the interpreter that has titans-pytorch")
+
+
+def run(args: Namespace) -> Iterator[dict]:
+    memory_alone.check(2, CHUNK, args.device)
+    with Worker(args.python) as worker:
+        for chunk_size, length in tqdm(CASES, desc="titans-pytorch"):
+            for backward in (False, True):
+                work = layer(length, backward)
+                case = {"chunk_size": chunk_size, "batch_size": CHUNK, "batch": BATCH, "length": length}
+                case |= {"backward": backward, "repeats": 1}
+                pairs = []
+                for _ in range(args.repeats):
+                    work()
+                    pairs.append((seconds(work, args.device), worker.ask(case, "seconds")))
+                ours, theirs = (median(times) for times in zip(*pairs, strict=True))
+                peaks = peak_bytes(work, args.device), worker.ask(case, "peak")
+                yield {
+                    "its chunk_size": chunk_size,
+                    "tokens": length,
+                    "pass": "forward and backward" if backward else "forward",
+                    "ours tokens/s": BATCH * length / ours,
+                    "its tokens/s": BATCH * length / theirs,
+                    "times faster": median(its / our for our, its in pairs),
+                    "ours peak MB": peaks[0] / 1e6,
+                    "its peak MB": peaks[1] / 1e6,
+                    "its memory of ours": peaks[1] / peaks[0],
+                }
+
+
+def layer(length: int, backward: bool):
+    """Makes a function that runs the whole layer: projections, convolutions, gates, memory, norm."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "memory_chunk_size": CHUNK, "memory_expansion": 4}
+    config = TitansConfig(variant="lmm", **sizes)
+    module = NeuralMemory(config, layer_idx=0)
+    tokens = torch.randn(BATCH, length, WIDTH, requires_grad=backward)
+    trained = [tokens, *module.parameters()]
+
+    def work() -> None:
+        with torch.set_grad_enabled(backward):
+            state = module.initial_state(BATCH, torch.float32)
+            history = module.initial_conv_state(state, torch.float32)
+            grid = TokenGrid.build(state.num_seen, length, CHUNK)
+            retrieved = module(grid.scatter(tokens), state, history, grid)[0]
+            if backward:
+                torch.autograd.grad(retrieved.sum(), trained)
+
+    return work
+
+
+class Worker:
+    """Runs `titans_pytorch_worker.py` in the other interpreter."""
+
+    def __init__(self, python: str):
+        command = [python, str(Path(__file__).with_name("titans_pytorch_worker.py"))]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+    def ask(self, case: dict, what: str) -> float:
+        self.process.stdin.write(json.dumps(case | {"what": what}) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"titans-pytorch's process ended on {case}; its error is above")
+        return json.loads(answer)

@@ -1,0 +1,78 @@
+"""A very long prompt, read in pieces: tokens per second and resident memory along it."""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from titans_hf_scripts.shared.text_files import find_files
+
+from . import comparable_models
+from .measure import resident_bytes, seconds
+from .table_and_plot import Plot
+
+PLOT = Plot(line=("model",), x="tokens", y=("tokens/s", "resident MB"))
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--text", type=Path, required=True, help="folder of .txt files, read as bytes, over and over")
+    parser.add_argument("--models", nargs="+", choices=comparable_models.VARIANTS, default=["mag"])
+    parser.add_argument("--tokens", type=int, default=2_000_000)
+    parser.add_argument("--piece", type=int, default=4096, help="tokens read at once")
+    parser.add_argument("--every", type=int, default=100_000, help="tokens between two rows")
+
+
+@torch.no_grad()
+def run(args: Namespace) -> Iterator[dict]:
+    files = find_files(args.text, "--text")
+    for name in args.models:
+        model = comparable_models.build(comparable_models.fitting_config(name, "tiny"), args.device, torch.float32)
+        comparable_models.check(model)
+        reader = Reader(model)
+        with tqdm(total=args.tokens, desc=name, unit=" tokens", unit_scale=True) as bar:
+            spent, measured = 0.0, 0  # seconds since the last row; tokens up to it
+            for ids in _pieces(files, args.piece, args.tokens):
+                spent += seconds(partial(reader.read, ids), args.device)
+                bar.update(ids.shape[1])
+                if reader.num_tokens >= min(measured + args.every, args.tokens):
+                    speed = (reader.num_tokens - measured) / spent
+                    measured, spent = reader.num_tokens, 0.0
+                    yield {
+                        "model": name,
+                        "tokens": measured,
+                        "tokens/s": speed,
+                        "resident MB": resident_bytes() / 1e6,
+                    }
+
+
+class Reader:
+    """A model and its cache."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+        self.cache = None
+        self.num_tokens = 0
+
+    def read(self, ids: torch.Tensor) -> None:
+        ids = ids.to(self.model.device)
+        output = self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.cache = output.past_key_values
+        self.num_tokens += ids.shape[1]
+
+
+def _pieces(files: list[Path], size: int, total: int) -> Iterator[torch.Tensor]:
+    left, rest = total, b""
+    for file in cycle(files):
+        text = rest + file.read_bytes()
+        while len(text) >= min(size, left):
+            piece, text = text[: min(size, left)], text[min(size, left) :]
+            left -= len(piece)
+            yield torch.tensor(list(piece))[None] + 3
+            if not left:
+                return
+        rest = text

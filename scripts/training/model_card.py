@@ -1,0 +1,135 @@
+"""The model card of a run of scripts/train.py, from its configuration and its record (run.json)."""
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from transformers import PreTrainedConfig
+
+SIZES = {
+    "num_hidden_layers": "layers",
+    "hidden_size": "width",
+    "intermediate_size": "width of the MLP",
+    "num_attention_heads": "attention heads",
+    "num_key_value_heads": "key and value heads",
+    "sliding_window": "window",
+    "segment_length": "segment",
+    "num_persistent_tokens": "persistent tokens",
+    "memory_num_heads": "memory heads",
+    "memory_chunk_size": "chunk of the memory",
+    "memory_depth": "depth of the memory",
+    "memory_expansion": "expansion of the memory",
+    "vocab_size": "vocabulary",
+}
+# Sizes that mean nothing to a variant of Titans.
+UNUSED = {
+    "mac": {"sliding_window"},
+    "mag": {"segment_length"},
+    "mal": {"segment_length"},
+    "lmm": {"sliding_window", "segment_length", "num_attention_heads", "num_key_value_heads"},
+}
+METRICS = {
+    "eval_loss": ("loss", "loss per token, in nats"),
+    "eval_perplexity": ("perplexity", "perplexity per token"),
+    "eval_bits_per_byte": ("bits_per_byte", "bits per byte"),
+}
+LOADING = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+{imports}
+model = AutoModelForCausalLM.from_pretrained("{name}"{arguments})
+tokenizer = AutoTokenizer.from_pretrained("{name}"{arguments})
+prompt = tokenizer("It was a dark night, and", return_tensors="pt")
+print(tokenizer.decode(model.generate(**prompt, max_new_tokens=80)[0]))
+```
+"""
+TITANS = """A language model with a memory that learns while it reads: Titans
+([Learning to Memorize at Test Time](https://arxiv.org/abs/2501.00663)), variant **{variant}**.
+State and time per token are constant at any context length. A cache holds what was read: treat it like the text."""
+
+
+def model_card(config: PreTrainedConfig, record: dict) -> ModelCard:
+    """`record`: what `run_folder.save_results` writes to run.json."""
+    variant = [config.variant] if config.model_type == "titans" else []
+    data = record["data"]
+    results = [
+        EvalResult(
+            task_type="text-generation",
+            task_name="Language modelling",
+            dataset_type=data["eval"],
+            dataset_name=evaluated_on(data),
+            dataset_split="validation",
+            metric_type=kind,
+            metric_name=name,
+            metric_value=record["metrics"][key],
+        )
+        for key, (kind, name) in METRICS.items()
+        if key in record["metrics"]
+    ]
+    metadata = ModelCardData(
+        license=record["license"],
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=[config.model_type, *variant],
+        datasets=data["hub"] or None,
+        model_name=record["name"].split("/")[-1],
+        eval_results=results,
+    )
+    parts = [f"# {record['name']}", introduction(config), "## Load", loading(config, record["name"])]
+    parts += ["## Sizes", sizes(config, record), "## Training", training(record)]
+    parts += ["## Evaluation", evaluation(record), "## Licence", licence(config, record)]
+    return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
+
+
+def evaluated_on(data: dict) -> str:
+    return f"{data['eval']} (held out)" if data["held_out"] else data["eval"]
+
+
+def table(rows: list[tuple]) -> str:
+    lines = [f"| {name} | {value:,} |" if type(value) is int else f"| {name} | {value} |" for name, value in rows]
+    return "\n".join(["| | |", "|---|---|", *lines])
+
+
+def introduction(config: PreTrainedConfig) -> str:
+    if config.model_type == "titans":
+        return TITANS.format(variant=config.variant.upper())
+    return f"A language model of type {config.model_type}."
+
+
+def loading(config: PreTrainedConfig, name: str) -> str:
+    if config.model_type != "titans":
+        return LOADING.format(imports="", name=name, arguments="")
+    package = LOADING.format(imports="import titans_hf  # registers the model\n", name=name, arguments="")
+    alone = LOADING.format(imports="", name=name, arguments=", trust_remote_code=True")
+    return (
+        f"With the package `titans_hf`:\n\n{package}\n"
+        f"Without it, by the code in this repository (transformers 5.23 or newer):\n\n{alone}\n"
+        f"As a server with OpenAI's API: `python -m titans_hf serve {name}`."
+    )
+
+
+def sizes(config: PreTrainedConfig, record: dict) -> str:
+    unused = UNUSED[config.variant] if config.model_type == "titans" else set()
+    found = [(label, getattr(config, name, None)) for name, label in SIZES.items() if name not in unused]
+    return table([("parameters", record["parameters"]), *((label, size) for label, size in found if size is not None)])
+
+
+def training(record: dict) -> str:
+    data = record["data"]
+    start = f"From {record['base_model']}" if record.get("base_model") else "From scratch"
+    text = (
+        f"{start} on {data['train']} ({data['train_tokens']:,} tokens), {record['tokens_seen']:,} tokens in "
+        f"{record['steps']:,} steps. Nothing else was done to it: no instructions, no preferences, no filter."
+    )
+    if record["best_step"]:
+        text += f" The weights are those of step {record['best_step']:,}, the best in evaluation."
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    arguments = table([(f"`{name}`", f"{value}") for name, value in record["arguments"].items()])
+    return f"{text}\n\n{arguments}\n\nMade with {versions}."
+
+
+def evaluation(record: dict) -> str:
+    data, metrics = record["data"], record["metrics"]
+    figures = table([(name, f"{metrics[key]:.4f}") for key, (_, name) in METRICS.items() if key in metrics])
+    return f"On {evaluated_on(data)}, {data['eval_tokens']:,} tokens, by the training script:\n\n{figures}"
+
+
+def licence(config: PreTrainedConfig, record: dict) -> str:
+    stated = f"Weights: {record['license']}." if record["license"] else "Weights: not stated by whoever trained them."
+    return stated + " Code (`*.py`): Apache-2.0." * (config.model_type == "titans")
