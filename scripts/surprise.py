@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from read import load_model
+from text_ids import encode, normalize_newlines
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -123,11 +124,20 @@ def draw(path: Path, title: str, values: np.ndarray) -> None:
     figure.savefig(path, dpi=120)
 
 
+def read_text(path: str) -> str:
+    """A file, or standard input for -, in UTF-8. Raises ValueError for what is not."""
+    data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    try:
+        return normalize_newlines(data.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"TEXT {path} is not UTF-8: {error}") from error
+
+
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[tuple[int, int]]]:
     """Ids, and the characters of each."""
     if not tokenizer.is_fast:
         raise ValueError(f"the tokenizer {type(tokenizer).__name__} does not say which characters a token stands for")
-    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    found = encode(tokenizer, text, return_offsets_mapping=True)
     return found.input_ids, found.offset_mapping
 
 
@@ -141,7 +151,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.text != "-" and not Path(args.text).is_file():
         raise ValueError(f"TEXT {args.text} is not a file")
-    text = sys.stdin.read() if args.text == "-" else Path(args.text).read_text(encoding="utf-8")
+    text = read_text(args.text)
     model, tokenizer = load_model(args.model, args.device)
     ids, spans = tokenize(tokenizer, text)
     if not 0 < len(ids) <= args.max_tokens:
@@ -158,5 +168,5 @@ def main(argv: list[str] | None = None) -> None:
 if __name__ == "__main__":
     try:
         main()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from error

@@ -101,7 +101,8 @@ def test_what_killed_saves_left_is_removed(tmp_path):
     the user's own files stay.
     """
     strangers = {"notes.txt", "memory-1.safetensors", "model.safetensors"}
-    leftovers = ("memory-" + "0" * 32 + ".tmp", "memory-" + "0" * 16 + ".safetensors")
+    (tmp_path / f"memory-{'0' * 32}.tmp").mkdir()
+    leftovers = (f"memory-{'0' * 32}.tmp/.tmp0", f"memory-{'0' * 16}.safetensors")
     for name in (*strangers, *leftovers):
         (tmp_path / name).write_text("text")
     memory_of(0).save_pretrained(tmp_path, shared_model("mag"))

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import uuid
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,22 +79,24 @@ def write_memory(folder: str | os.PathLike, memory: SavedMemory) -> None:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / LOCK):
+        # a folder, because safetensors has a temporary file of its own beside the one that it writes
         new = folder / f"memory-{uuid.uuid4().hex}.tmp"
+        new.mkdir()
         try:
             # copies: two tensors may share their storage, which safetensors refuses
             tensors = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in memory.tensors.items()}
             # one entry: safetensors writes several in random order, and a memory has one checksum
             scalars = json.dumps({"num_columns": memory.num_columns, "record_past": memory.record_past})
-            save_file(tensors, new, {"cache": scalars})
-            checksum, size = _checksum(new), new.stat().st_size
+            save_file(tensors, new / "tensors", {"cache": scalars})
+            checksum, size = _checksum(new / "tensors"), (new / "tensors").stat().st_size
             file = folder / f"memory-{checksum[:16]}.safetensors"
-            _replace(new, file)
+            _replace(new / "tensors", file)
             content = {"format": FORMAT, "format_version": VERSION, **memory.description}
             content |= {"file": file.name, "bytes": size, "sha256": checksum}
-            new.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-            _replace(new, folder / DESCRIPTION)
+            (new / DESCRIPTION).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            _replace(new / DESCRIPTION, folder / DESCRIPTION)
         finally:
-            new.unlink(missing_ok=True)
+            shutil.rmtree(new, ignore_errors=True)
         _remove_leftovers(folder)
 
 
@@ -251,7 +254,9 @@ def _remove_leftovers(folder: Path) -> None:
     except ValueError:  # damaged, or of a newer format: whoever mends it may need its file
         return
     for file in folder.iterdir():
-        if TEMPORARY.fullmatch(file.name) or (TENSORS.fullmatch(file.name) and file.name != named):
+        if TEMPORARY.fullmatch(file.name):
+            shutil.rmtree(file, ignore_errors=True)
+        elif TENSORS.fullmatch(file.name) and file.name != named:
             file.unlink(missing_ok=True)
 
 
