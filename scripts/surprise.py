@@ -48,7 +48,8 @@ PAGE = """<!DOCTYPE html>
 <style>
 body {{ font: 17px/1.9 Georgia, serif; max-width: 46em; margin: 0 auto; padding: 0 1em 2em; color: #222; }}
 body {{ overflow-wrap: anywhere; }}
-header {{ font: 14px/1.5 sans-serif; position: sticky; top: 0; background: #fff; padding: .6em 0; }}
+header, #explanation {{ font: 14px/1.5 sans-serif; }}
+header {{ position: sticky; top: 0; background: #fff; padding: .6em 0; }}
 header p {{ margin: .3em 0; }}
 select {{ font-size: 16px; max-width: 100%; }}
 .scale {{ display: inline-block; width: 6em; height: .8em; background: linear-gradient(90deg, #fff, #e4572e); }}
@@ -57,9 +58,9 @@ select {{ font-size: 16px; max-width: 100%; }}
 #text span {{ background: rgba(228, 87, 46, var(--s)); border-radius: 2px; }}
 #text span.chosen {{ outline: 2px solid #222; }}
 </style>
+<p id="explanation"></p>
 <header><b>{title}</b>
 <p><select id="choice" aria-label="quantity and layer"></select></p>
-<p id="explanation"></p>
 <p><span id="low"></span> <i class="scale"></i> <span id="high"></span> (2nd to 98th percentile of the words)</p>
 <p><output id="value">Tap or click a word for its value.</output></p></header>
 <p id="text">{text}</p>
