@@ -18,7 +18,7 @@ import titans_hf
 from titans_hf import TitansConfig, TitansForCausalLM
 
 PACKAGE = Path(titans_hf.__file__).parent
-STAYS = {"__init__.py", "__main__.py", "memory_reference.py"}
+STAYS = {"__init__.py", "__main__.py", "server_titans.py", "memory_reference.py"}
 CODE = {file.name for file in PACKAGE.glob("*.py")} - STAYS
 AUTO_CLASSES = {
     "AutoConfig": "TitansConfig",

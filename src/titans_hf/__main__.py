@@ -6,6 +6,7 @@ from transformers.cli.transformers import main as transformers_main
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from . import TitansConfig, TitansForCausalLM
+from .server_titans import extend_server
 
 
 def main() -> None:
@@ -18,6 +19,7 @@ def main() -> None:
     # the way), and lists those of the downloaded models that are in the map.
     sys.modules["transformers"].TitansForCausalLM = TitansForCausalLM
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TitansConfig.model_type] = TitansForCausalLM.__name__
+    extend_server()
     transformers_main()
 
 

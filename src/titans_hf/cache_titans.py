@@ -5,6 +5,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from operator import methodcaller
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitInfo, HfApi
@@ -276,7 +277,7 @@ class TitansCache(Cache):
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder, model)
-            os.remove(os.path.join(folder, LOCK))
+            Path(folder, LOCK).unlink(missing_ok=True)
             return api.upload_folder(repo_id=repo_id, folder_path=folder, **kwargs)
 
     def check_fits(self, config: TitansConfig, batch_size: int) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from filelock import FileLock
+from huggingface_hub.utils import WeakFileLock
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -78,7 +78,7 @@ def write_memory(folder: str | os.PathLike, memory: SavedMemory) -> None:
     _check_about(memory.description["about"])
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / LOCK):
+    with WeakFileLock(folder / LOCK):
         # a folder, because safetensors has a temporary file of its own beside the one that it writes
         new = folder / f"memory-{uuid.uuid4().hex}.tmp"
         new.mkdir()
