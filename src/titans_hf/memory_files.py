@@ -227,7 +227,7 @@ def _read_tensors(folder: str | os.PathLike, description: dict[str, Any]) -> Sav
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
             metadata = json.loads((opened.metadata() or {})["cache"])
         num_columns, record_past = metadata["num_columns"], metadata["record_past"]
-    except (SafetensorError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except (SafetensorError, RuntimeError, ValueError, TypeError, KeyError) as error:  # RuntimeError: it has gone
         raise ValueError(f"{file} is damaged: it is not a memory's file of tensors ({error})") from error
     if type(num_columns) is not int or not 0 <= num_columns <= MAX_COUNT or type(record_past) is not bool:
         raise ValueError(f"{file} is damaged: its metadata is {metadata!r:.120}")
