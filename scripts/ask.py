@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from titans_hf import TitansCache
 from titans_hf_scripts.read import load_model
+from titans_hf_scripts.shared.text_ids import encode
 
 
 def answer(
@@ -27,7 +28,7 @@ def answer(
     options: GenerationConfig,
 ) -> list[str]:
     """What follows each of the prompts after what `cache` (one row) has read; all at once."""
-    batch = tokenizer(prompts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt")
+    batch = encode(tokenizer, prompts, padding=True, padding_side="left", return_tensors="pt")
     ids, mask = batch.input_ids.to(model.device), batch.attention_mask.to(model.device)
     cache.start_prompt()
     cache.batch_repeat_interleave(len(prompts))
@@ -36,7 +37,7 @@ def answer(
 
 
 def learn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: TitansCache, text: str) -> None:
-    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids.to(model.device)
+    ids = encode(tokenizer, text, return_tensors="pt").input_ids.to(model.device)
     with torch.inference_mode():
         model.base_model(ids, past_key_values=cache)
 
@@ -102,5 +103,5 @@ def _ask() -> str:
 if __name__ == "__main__":
     try:
         main()
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from error

@@ -5,15 +5,16 @@
 TEXT is a file, a folder (all its .txt files, in order) or - for standard input. The memory is saved every --save_every
 tokens, at once, so that whatever stops the reading costs no more than these; the same command then goes on, after it
 has made sure that the texts are still those that were read. More texts at the end are read as if they had been there.
+With --append, TEXT is read after all that the memory has read; an --append that was stopped goes on likewise.
 A memory contains what was read: treat it like the texts themselves.
 """
 
 import argparse
-import codecs
 import hashlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from titans_hf import TitansCache
 from titans_hf.cache_files import DESCRIPTION
+from titans_hf_scripts.shared.text_ids import encode, newline_decoder
 
 BLOCK = 1 << 14  # bytes of text that are tokenized at once
 
@@ -55,7 +57,7 @@ def find_files(texts: list[str]) -> list[Path | None]:
 def blocks(files: list[Path | None]) -> Iterator[tuple[str, int]]:
     """The texts, one after the other, in blocks that begin where a word does, each with its number of bytes."""
     for number, file in enumerate(files):
-        decoder, rest = codecs.getincrementaldecoder("utf-8")(), "\n" if number else ""
+        decoder, rest = newline_decoder(), "\n" if number else ""
         with sys.stdin.buffer if file is None else file.open("rb") as stream:
             while data := stream.read(BLOCK):
                 try:
@@ -80,7 +82,7 @@ class TokenStream:
         """The next tokens; fewer than `number` at the end alone."""
         while len(self.held) < number and (block := next(self.blocks, None)) is not None:
             text, length = block
-            tokens = self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+            tokens = encode(self.tokenizer, text).input_ids
             self.held = np.concatenate([self.held, np.array(tokens, np.int64)])
             self.num_bytes += length
         taken, self.held = self.held[:number], self.held[number:]
@@ -88,27 +90,39 @@ class TokenStream:
 
 
 class Reading:
-    """A memory on its way through texts. `digest` is of the tokens read, so that they are known again."""
+    """A memory on its way through texts. `digest` is of the tokens read, so that they are known again; `finished` once
+    all of them have been read.
+    """
 
     def __init__(self, model: PreTrainedModel, folder: Path, stream: TokenStream, piece: int):
         self.model, self.folder, self.stream, self.piece = model, folder, stream, piece
         self.cache, self.num_read, self.digest = TitansCache(model.config), 0, hashlib.sha256()
+        self.finished = False
 
-    def resume(self, append: bool) -> None:
-        """Takes up the memory in the folder, if there is one. Raises ValueError where it has read something else."""
+    def resume(self, append: bool, abandon: bool = False) -> None:
+        """Takes up the memory in the folder, if there is one: where its texts were left, or, with `append`, after them.
+
+        Raises ValueError where it has read other texts, and, with `append` but not `abandon`, where it has not read
+        them to their end.
+        """
         if not (self.folder / DESCRIPTION).exists():
             return
         self.cache = TitansCache.from_pretrained(self.folder, self.model)
-        if append:
+        before = read_before(self.cache.about)
+        if append and (abandon or before is None or before["finished"]):
             return
-        before = self.cache.about.get("reading")
         hint = "give the texts that it has read, or --append to read on with others"
         if before is None:
             raise ValueError(f"--memory {self.folder} was not made by reading texts: {hint}")
+        if append:
+            hint = "give these again to read the rest, or --abandon to leave it unread"
         while len(tokens := self.stream.take(min(self.piece, before["tokens"] - self.num_read))):
             self._count(tokens)
         if self.digest.hexdigest() != before["sha256"]:
-            raise ValueError(f"--memory {self.folder} has read {before['tokens']:,} tokens of other texts: {hint}")
+            stopped = " and was stopped before their end" if append else ""
+            raise ValueError(
+                f"--memory {self.folder} has read {before['tokens']:,} tokens of other texts{stopped}: {hint}"
+            )
 
     def read(self) -> bool:
         """A piece, until there are none."""
@@ -118,15 +132,30 @@ class Reading:
             with torch.inference_mode():
                 self.model.base_model(ids, past_key_values=self.cache, use_cache=True)
             self._count(tokens)
-        return len(tokens) > 0
+        self.finished = not len(tokens)
+        return not self.finished
 
     def _count(self, tokens: np.ndarray) -> None:
         self.num_read += len(tokens)
         self.digest.update(tokens.astype("<i8").tobytes())
 
     def save(self) -> None:
-        self.cache.about["reading"] = {"tokens": self.num_read, "sha256": self.digest.hexdigest()}
+        reading = {"tokens": self.num_read, "sha256": self.digest.hexdigest(), "finished": self.finished}
+        self.cache.about["reading"] = reading
         self.cache.save_pretrained(self.folder, self.model)
+
+
+def read_before(about: dict[str, Any]) -> dict[str, Any] | None:
+    """What `Reading.save` has written: the tokens read of the last texts, their digest, and whether that was all of
+    them. None for a memory made by other means. Raises ValueError for one that it cannot have written.
+    """
+    reading = about.get("reading")
+    if reading is None:
+        return None
+    types = {"tokens": int, "sha256": str, "finished": bool}
+    if not isinstance(reading, dict) or any(type(reading.get(name)) is not kind for name, kind in types.items()):
+        raise ValueError(f"the memory's `about` is damaged: its reading is {reading!r:.80}")
+    return reading
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -137,11 +166,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--save_every", type=int, default=100_000, help="tokens that an interruption may cost")
     parser.add_argument("--piece", type=int, default=4096, help="tokens read at once: they bound the memory needed")
     parser.add_argument("--append", action="store_true", help="read TEXT after whatever the memory has read")
+    parser.add_argument("--abandon", action="store_true", help="--append even to texts that were not read to their end")
     parser.add_argument("--device", help="cpu, cuda, ...; a GPU if there is one")
     args = parser.parse_args(argv)
     for name in ("save_every", "piece"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")
+    if args.abandon and not args.append:
+        raise ValueError("--abandon needs --append")
     return args
 
 
@@ -153,7 +185,7 @@ def main(argv: list[str] | None = None) -> Reading:
     reading = Reading(model, args.memory, stream, min(args.piece, args.save_every))
     total = None if None in files else sum(file.stat().st_size for file in files)
     with tqdm(total=total, unit="B", unit_scale=True, desc="reading") as bar:
-        reading.resume(args.append)
+        reading.resume(args.append, args.abandon)
         bar.update(stream.num_bytes)
         bar.set_postfix_str(f"{reading.num_read:,} tokens")
         kept = reading.num_read
@@ -170,5 +202,5 @@ def main(argv: list[str] | None = None) -> Reading:
 if __name__ == "__main__":
     try:
         main()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from error

@@ -3,8 +3,9 @@
     python scripts/surprise.py MODEL TEXT --output DIR
 
 TEXT is a file, or - for standard input. The page colours each word by the surprise of its tokens, the norm of the
-gradient by which the memory learns them (paper, eq. 12), or by a gate with which they were learnt: theta (step), eta
-(momentum), alpha (forgetting); of a layer, or the mean of all. The picture shows all of it, layers x tokens.
+gradient by which the memory learns them (paper, eq. 12), or by a gate with which they were learnt: theta (learning
+rate), eta (momentum decay), alpha (forgetting rate); of a layer, or the mean of all. The picture shows all of it,
+layers x tokens.
 """
 
 import argparse
@@ -23,42 +24,77 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from titans_hf import TitansCache
 from titans_hf_scripts.read import load_model
+from titans_hf_scripts.shared.text_ids import encode, normalize_newlines
 
 PIECE = 2048  # tokens read at once
 QUANTITIES = {
-    "gradient_norm": "surprise",
-    "inner_lr": "θ, step",
-    "momentum_decay": "η, momentum",
-    "forget": "α, forgetting",
+    "gradient_norm": "gradient norm (surprise)",
+    "inner_lr": "learning rate θ",
+    "momentum_decay": "momentum decay η",
+    "forget": "forgetting rate α",
+}
+EXPLANATIONS = {
+    "gradient_norm": "the norm of the gradient by which the memory learns it, its surprise: the larger, the less the "
+    "memory expected the word",
+    "inner_lr": "the learning rate θ of the step by which the memory learns it",
+    "momentum_decay": "the share η of the previous steps that the memory adds to the step for it",
+    "forget": "the share α of its contents that the memory forgets at it",
 }
 PAGE = """<!DOCTYPE html>
 <html lang="en">
 <meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
 <style>
-body {{ font: 17px/1.9 Georgia, serif; max-width: 46em; margin: 2em auto; padding: 0 1em; color: #222; }}
-header {{ font: 14px/1.5 sans-serif; position: sticky; top: 0; background: #fff; padding: .6em 0; }}
-.scale {{ display: inline-block; width: 8em; height: .8em; background: linear-gradient(90deg, #fff, #e4572e); }}
+body {{ font: 17px/1.9 Georgia, serif; max-width: 46em; margin: 0 auto; padding: 0 1em 2em; color: #222; }}
+body {{ overflow-wrap: anywhere; }}
+header, #explanation {{ font: 14px/1.5 sans-serif; }}
+header {{ position: sticky; top: 0; background: #fff; padding: .6em 0; }}
+header p {{ margin: .3em 0; }}
+select {{ font-size: 16px; max-width: 100%; }}
+.scale {{ display: inline-block; width: 6em; height: .8em; background: linear-gradient(90deg, #fff, #e4572e); }}
+.scale {{ border: 1px solid #ccc; vertical-align: middle; }}
 #text {{ white-space: pre-wrap; }}
 #text span {{ background: rgba(228, 87, 46, var(--s)); border-radius: 2px; }}
+#text span.chosen {{ outline: 2px solid #222; }}
 </style>
-<header><b>{title}</b> <select id="choice"></select>
-low <span class="scale"></span> high, but for the lowest and the highest fiftieth of the words</header>
+<p id="explanation"></p>
+<header><b>{title}</b>
+<p><select id="choice" aria-label="quantity and layer"></select></p>
+<p><span id="low"></span> <i class="scale"></i> <span id="high"></span> (2nd to 98th percentile of the words)</p>
+<p><output id="value">Tap or click a word for its value.</output></p></header>
 <p id="text">{text}</p>
 <script>
 const rows = {values};
-const words = document.querySelectorAll("#text span"), choice = document.getElementById("choice");
-function colour(values) {{
+const explanations = {explanations};
+const words = [...document.querySelectorAll("#text span")], $ = id => document.getElementById(id);
+let chosen = null;
+function showValue() {{
+  if (chosen === null) return;
+  words.forEach((word, i) => word.classList.toggle("chosen", i === chosen));
+  $("value").textContent = "“" + words[chosen].textContent.trim() + "”: " + rows[$("choice").value][chosen];
+}}
+function colour() {{
+  const name = $("choice").value, values = rows[name];
   const sorted = [...values].sort((a, b) => a - b), at = share => sorted[Math.round(share * (sorted.length - 1))];
   const low = at(.02), width = Math.max(at(.98) - low, 1e-9);
   words.forEach((word, i) => {{
     word.style.setProperty("--s", Math.min(1, Math.max(0, (values[i] - low) / width)).toFixed(3));
-    word.title = choice.value + ": " + values[i];
+    word.title = name + ": " + values[i];
   }});
+  $("low").textContent = low;
+  $("high").textContent = at(.98);
+  $("explanation").textContent = explanations[name];
+  showValue();
 }}
-for (const name in rows) choice.add(new Option(name));
-choice.onchange = () => colour(rows[choice.value]);
-colour(rows[choice.value]);
+$("text").onclick = event => {{
+  if (!words.includes(event.target)) return;
+  chosen = words.indexOf(event.target);
+  showValue();
+}};
+for (const name in rows) $("choice").add(new Option(name));
+$("choice").onchange = colour;
+colour();
 </script>
 """
 
@@ -89,45 +125,66 @@ def word_means(text: str, spans: list[tuple[int, int]], values: np.ndarray) -> t
 
 def write_page(path: Path, title: str, words: list[str], values: np.ndarray) -> None:
     """values (quantities, layers, words)"""
-    shown = {}
-    for name, layers in zip(QUANTITIES.values(), values, strict=True):
-        shown[f"{name}, mean of the layers"] = layers.mean(0)
-        shown |= {f"{name}, layer {i + 1}": layer for i, layer in enumerate(layers)}
-    values = json.dumps({name: [float(f"{x:.4g}") for x in row] for name, row in shown.items()})
+    shown, explanations = {}, {}
+    for quantity, layers in zip(QUANTITIES, values, strict=True):
+        rows = {"mean of the layers": layers.mean(0)} | {f"layer {i}": layer for i, layer in enumerate(layers, 1)}
+        for place, row in rows.items():
+            name = f"{QUANTITIES[quantity]}, {place}"
+            shown[name] = [float(f"{x:.4g}") for x in row]
+            explanations[name] = (
+                f"The darker a word, the larger {EXPLANATIONS[quantity]}. Mean of the word's tokens and the memory's "
+                f"heads, {place}."
+            )
     text = "".join(f"<span>{html.escape(word)}</span>" for word in words)
-    path.write_text(PAGE.format(title=html.escape(title), text=text, values=values), encoding="utf-8")
+    values, explanations = json.dumps(shown), json.dumps(explanations)
+    page = PAGE.format(title=html.escape(title), text=text, values=values, explanations=explanations)
+    path.write_text(page, encoding="utf-8")
 
 
 def draw(path: Path, title: str, values: np.ndarray) -> None:
-    """values (quantities, layers, tokens)"""
+    """values (quantities, layers, tokens). Every layer has a colour scale of its own, so that one with large values
+    does not hide what happens in the others.
+    """
     num_layers, num_tokens = values.shape[1:]
+    low, high = np.quantile(values, (0.01, 0.99), axis=-1, keepdims=True)
+    shares = ((values - low) / np.maximum(high - low, 1e-12)).clip(0, 1)
     figure = Figure(figsize=(12, 1.2 + 4 * (0.5 + 0.22 * num_layers)), layout="constrained")
     panels = figure.subplots(len(QUANTITIES), 1, sharex=True)
-    for axes, name, rows in zip(panels, QUANTITIES.values(), values, strict=True):
-        low, high = np.quantile(rows, (0.01, 0.99))
+    for axes, (quantity, name), rows in zip(panels, QUANTITIES.items(), shares, strict=True):
         image = axes.imshow(
             rows,
             aspect="auto",
             interpolation="none",
-            cmap="magma" if name == "surprise" else "viridis",
-            vmin=low,
-            vmax=high,
+            cmap="magma" if quantity == "gradient_norm" else "viridis",
+            vmin=0,
+            vmax=1,
             extent=(0, num_tokens, num_layers + 0.5, 0.5),
         )
         axes.set_yticks(range(1, num_layers + 1))
         axes.set_ylabel("layer")
         axes.set_title(name, loc="left", fontsize=10)
-        figure.colorbar(image, ax=axes, pad=0.01)
-    panels[-1].set_xlabel("token")
-    figure.suptitle(title)
+        bar = figure.colorbar(image, ax=axes, pad=0.01, ticks=[0, 1])
+        bar.ax.set_yticklabels(["1st", "99th"], fontsize=8)
+    panels[-1].set_xlabel("token position")
+    # a file's name, in which $ and _ are themselves
+    figure.suptitle(f"{title} (colours: from the 1st to the 99th percentile of each layer)", parse_math=False)
     figure.savefig(path, dpi=120)
+
+
+def read_text(path: str) -> str:
+    """A file, or standard input for -, in UTF-8. Raises ValueError for what is not."""
+    data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    try:
+        return normalize_newlines(data.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"TEXT {path} is not UTF-8: {error}") from error
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[tuple[int, int]]]:
     """Ids, and the characters of each."""
     if not tokenizer.is_fast:
         raise ValueError(f"the tokenizer {type(tokenizer).__name__} does not say which characters a token stands for")
-    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    found = encode(tokenizer, text, return_offsets_mapping=True)
     return found.input_ids, found.offset_mapping
 
 
@@ -141,13 +198,13 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.text != "-" and not Path(args.text).is_file():
         raise ValueError(f"TEXT {args.text} is not a file")
-    text = sys.stdin.read() if args.text == "-" else Path(args.text).read_text(encoding="utf-8")
+    text = read_text(args.text)
     model, tokenizer = load_model(args.model, args.device)
     ids, spans = tokenize(tokenizer, text)
     if not 0 < len(ids) <= args.max_tokens:
         raise ValueError(f"TEXT {args.text} has {len(ids)} tokens; it may have 1 to {args.max_tokens} (--max_tokens)")
     values = measure(model, ids)
-    title = f"{Path(args.model).name}: {Path(args.text).name}"
+    title = " ".join(f"{Path(args.model).name}: {Path(args.text).name}".split())
     args.output.mkdir(parents=True, exist_ok=True)
     words, means = word_means(text, spans, values.reshape(-1, len(ids)))
     write_page(args.output / "surprise.html", title, words, means.reshape(*values.shape[:2], -1))
@@ -158,5 +215,5 @@ def main(argv: list[str] | None = None) -> None:
 if __name__ == "__main__":
     try:
         main()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from error

@@ -33,6 +33,11 @@ def assert_equal(actual: TitansCache, expected: TitansCache) -> None:
     assert actual.about == expected.about
 
 
+def names(folder: Path) -> set[str]:
+    """The files of a memory folder, without the lock."""
+    return {path.name for path in folder.iterdir()} - {cache_files.LOCK}
+
+
 def saved(cache: TitansCache, model: PreTrainedModel, folder: Path) -> TitansCache:
     cache.save_pretrained(folder, model)
     return TitansCache.from_pretrained(folder, model)
@@ -128,7 +133,7 @@ def test_a_file_is_of_one_size(tmp_path):
         (file,) = tmp_path.glob("*.safetensors")  # and that before it is gone
         sizes.append(file.stat().st_size)
     assert sizes[0] == sizes[1]
-    assert {path.name for path in tmp_path.iterdir()} == {"memory.json", file.name}
+    assert names(tmp_path) == {"memory.json", file.name}
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="tells what is mapped on Linux alone")
@@ -277,7 +282,7 @@ def test_an_interrupted_save_leaves_the_memory_before(step, memory, monkeypatch)
     assert_equal(TitansCache.from_pretrained(folder, model), before)
     after = saved(read(model, IDS[:, ::2])[1], model, folder)
     assert after.get_seq_length() == 30
-    assert len(list(folder.iterdir())) == 2  # nothing is left of the interrupted one
+    assert len(names(folder)) == 2  # nothing is left of the interrupted one
 
 
 def test_a_moved_folder_is_the_same_memory(memory, tmp_path_factory):

@@ -18,6 +18,7 @@ from tiny_run import LLAMA, SCRIPT
 from titans_hf import TitansCache
 from titans_hf.cache_files import read_description
 from titans_hf_scripts import ask, read
+from titans_hf_scripts.training.documents import load_splits
 from titans_hf_scripts.training.tokenizer import byte_tokenizer
 
 TEXT = "Es war einmal ein König, der hatte zwölf Töchter. 東京 " * 9
@@ -40,7 +41,8 @@ def whole_text(paths) -> str:
 
 
 def ids_of(text: str) -> torch.Tensor:
-    return byte_tokenizer()(text, return_tensors="pt").input_ids
+    """As in training, where special tokens are tokens by themselves only."""
+    return byte_tokenizer()(text, return_tensors="pt", split_special_tokens=True).input_ids
 
 
 def expected(paths, text: str) -> TitansCache:
@@ -140,6 +142,95 @@ def test_more_texts_are_read_on_with(paths):
     run_read(paths, a)  # what was appended is known as well
 
 
+def stop_reading_at(number, monkeypatch) -> None:
+    """A reading of `number` tokens or more is killed, as far as it notices."""
+    count = read.Reading._count
+
+    def counted(self, tokens):
+        count(self, tokens)
+        if self.num_read >= number:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(read.Reading, "_count", counted)
+
+
+def test_an_append_that_was_stopped_goes_on(paths, monkeypatch):
+    """Property: --append, stopped and repeated, reads every text once. Else what was read before it was stopped is read
+    again, and nobody is told. Repeated after its end, it appends once more.
+    """
+    a, c = paths.texts / "a.txt", paths.texts / "c.txt"
+    run_read(paths, a)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_reading_at(128, patch)
+        run_read(paths, c, append=True)
+    assert read_description(paths.memory)["tokens_seen"] == [len(a.read_bytes()) + 96]
+    resumed = run_read(paths, c, append=True)
+    whole = paths.memory.with_name("whole")
+    run_read(paths, a, memory=whole)
+    run_read(paths, c, memory=whole, append=True)
+    assert resumed.num_read == len(c.read_bytes())
+    assert_equal(load(paths), load(paths, whole))
+    run_read(paths, c, append=True)
+    assert read_description(paths.memory)["tokens_seen"] == [len(a.read_bytes()) + 2 * len(c.read_bytes())]
+
+
+@pytest.mark.parametrize("append", [False, True])
+def test_appending_to_a_reading_that_was_stopped(append, paths, monkeypatch):
+    """Property: texts of which a part was read are read to their end, or left on request. Else a memory holds half of a
+    text without a word.
+    """
+    a, b, c = (paths.texts / f"{name}.txt" for name in "abc")
+    run_read(paths, a)
+    texts = [c] if append else [a, c]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_reading_at(190, patch)
+        run_read(paths, *texts, **({"append": True} if append else {}))
+    with pytest.raises(ValueError, match=r"tokens of other texts and was stopped before their end: .* --abandon"):
+        run_read(paths, b, append=True)
+    (num_seen,) = read_description(paths.memory)["tokens_seen"]
+    run_read(paths, b, append=True, abandon=True)
+    assert read_description(paths.memory)["tokens_seen"] == [num_seen + len(b.read_bytes())]
+
+
+@pytest.mark.parametrize("reading", [5, {}, {"tokens": "5"}, {"tokens": 5, "sha256": "0", "finished": None}], ids=str)
+def test_a_reading_that_cannot_have_been(reading, paths):
+    """Else a memory made by others ends in a traceback."""
+    cache = expected(paths, "by other means")
+    cache.about["reading"] = reading
+    cache.save_pretrained(paths.memory, paths.net)
+    with pytest.raises(ValueError, match="its reading is"):
+        run_read(paths, paths.texts)
+
+
+SPECIAL = "Er sagte </s> und <pad> und <unk>, sonst nichts. " * 4
+
+
+@pytest.mark.parametrize("block", [1, 7, read.BLOCK])
+def test_special_tokens_in_a_text_are_text(block, paths, monkeypatch):
+    """Property: reading makes the same ids of a text as training does. Else `</s>` in a file, text while a model was
+    trained, ends a document for the model that reads it.
+    """
+    monkeypatch.setattr(read, "BLOCK", block)
+    (paths.texts / "a.txt").write_text(SPECIAL)
+    run_read(paths, paths.texts / "a.txt")
+    assert_has_read(paths, SPECIAL)
+    assert byte_tokenizer().eos_token_id not in ids_of(SPECIAL)[0]
+
+
+@pytest.mark.parametrize("block", [1, 7, read.BLOCK])
+def test_line_ends_are_those_of_training(block, paths, monkeypatch):
+    r"""Property: a file with \r\n is read as the same file with \n, as in training. Else a model reads characters that
+    it never saw; also where the two lie in two blocks.
+    """
+    monkeypatch.setattr(read, "BLOCK", block)
+    text = "eins\r\nzwei\r\n\r\ndrei\rvier\r"
+    (paths.texts / "a.txt").write_bytes(text.encode())
+    run_read(paths, paths.texts / "a.txt")
+    assert_has_read(paths, "eins\nzwei\n\ndrei\nvier\n")
+    (trained_on,) = load_splits(str(paths.texts / "a.txt"), "--train_data", "train")["train"]["text"]
+    assert trained_on == "eins\nzwei\n\ndrei\nvier\n"
+
+
 def test_other_texts_are_refused(paths):
     """Else a memory goes on in the middle of a text that it does not know."""
     a, b = paths.texts / "a.txt", paths.texts / "b.txt"
@@ -202,6 +293,16 @@ def test_answers_are_those_of_a_model_that_has_just_read(paths, capsys):
     answers = "".join(f"{prompt}{continuation(paths, whole_text(paths) + prompt)}\n" for prompt in prompts)
     assert capsys.readouterr().out == answers
     assert {path.name: path.read_bytes() for path in paths.memory.iterdir()} == before
+
+
+def test_special_tokens_in_a_prompt_are_text(paths, capsys):
+    """Else a prompt is cut in two documents, whether it is asked or kept."""
+    run_read(paths, paths.texts / "a.txt")
+    text = (paths.texts / "a.txt").read_text()
+    run_ask(paths, SPECIAL, keep=True)
+    said = continuation(paths, text + SPECIAL)
+    assert capsys.readouterr().out == f"{SPECIAL}{said}\n"
+    assert read_description(paths.memory)["tokens_seen"] == [len(ids_of(text + SPECIAL + said)[0])]
 
 
 def test_what_is_kept_is_learnt(paths, capsys):

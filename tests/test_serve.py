@@ -8,13 +8,19 @@ import string
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 from common import make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from titans_hf_scripts.shared.server_extensions import list_models
 from titans_hf_scripts.training.tokenizer import byte_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -51,14 +57,9 @@ def expected(checkpoint):
     return text
 
 
-@pytest.fixture(scope="module")
-def server(checkpoint, tmp_path_factory):
-    """The address of a running server, which has a repository in its cache as well."""
-    home = tmp_path_factory.mktemp("home")
-    cached = home / "hub" / "models--someone--titans"
-    shutil.copytree(checkpoint, cached / "snapshots" / ("a" * 40))
-    (cached / "refs").mkdir()
-    (cached / "refs" / "main").write_text("a" * 40)
+@contextmanager
+def serving(checkpoint, home):
+    """The address of a running server, whose cache is below `home`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -76,6 +77,13 @@ def server(checkpoint, tmp_path_factory):
     finally:
         process.terminate()
         process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint, tmp_path_factory):
+    """The address of a running server."""
+    with serving(checkpoint, tmp_path_factory.mktemp("home")) as url:
+        yield url
 
 
 def wait_for(url: str, process: subprocess.Popen, log) -> None:
@@ -129,11 +137,52 @@ def test_openai_client(server, checkpoint, expected):
     assert answer.choices[0].message.content == expected
 
 
-def test_downloaded_models_are_listed(server):
-    """The list of models contains Titans checkpoints."""
+def test_the_served_model_is_listed(server, checkpoint):
+    """Else an interface that offers the models there are does not offer this one, or one that the server refuses."""
     with urllib.request.urlopen(f"{server}/v1/models", timeout=60) as response:
         listed = json.load(response)["data"]
-    assert [model["id"] for model in listed] == ["someone/titans"]
+    assert [(model["id"], model["object"]) for model in listed] == [(str(checkpoint), "model")]
+
+
+def test_downloaded_models_are_listed(checkpoint, tmp_path, monkeypatch):
+    """Property: a server without a model of its own lists the downloaded ones, Titans among them, and none where
+    nothing was ever downloaded. Else /v1/models is an internal error on a new machine.
+    """
+    monkeypatch.setitem(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "titans", "TitansForCausalLM")
+    cached = tmp_path / "hub" / "models--someone--titans"
+    shutil.copytree(checkpoint, cached / "snapshots" / ("a" * 40))
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("a" * 40)
+
+    def listed(folder: str) -> list[str]:
+        manager = SimpleNamespace(force_model=None)
+        return [model["id"] for model in list_models(manager, ModelManager.get_gen_models, str(tmp_path / folder))]
+
+    assert listed("hub") == ["someone/titans"]
+    assert listed("missing") == []
+
+
+@pytest.mark.parametrize(
+    "endpoint,body", [("chat/completions", {"messages": MESSAGES}), ("responses", {"input": PROMPT})]
+)
+def test_a_chat_without_a_template(endpoint, body, checkpoint, tmp_path):
+    """Property: the answer to a chat with a model that has no chat template is an error of the request, and says what
+    is missing. Else it is an internal error, and nobody knows why.
+    """
+    shutil.copytree(checkpoint, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    with serving(tmp_path / "model", tmp_path) as url:
+        request = urllib.request.Request(
+            f"{url}/v1/{endpoint}",
+            json.dumps({"model": str(tmp_path / "model"), **body}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with pytest.raises(urllib.error.HTTPError) as error:
+            urllib.request.urlopen(request, timeout=60)
+        assert error.value.code == 400
+        assert "has no chat template" in json.load(error.value)["detail"]
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as response:
+            assert json.load(response)["data"][0]["id"] == str(tmp_path / "model")
 
 
 def test_chat(server, checkpoint, expected):

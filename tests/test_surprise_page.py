@@ -2,8 +2,9 @@
 
 import json
 import re
-from html import unescape
+from html import escape, unescape
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import matplotlib.image
@@ -68,6 +69,55 @@ def test_the_picture_has_a_panel_for_each_quantity(paths):
     assert (np.diff(coloured.astype(int)) == 1).sum() == len(surprise.QUANTITIES)
 
 
+@pytest.mark.parametrize("name", ["a$b_{c.txt", "$\\frac{.txt", "{title}.txt", "<b>&.txt", "two\nlines.txt"])
+def test_names_of_files(name, paths, tmp_path):
+    """Else a file whose name is a formula, markup or a placeholder cannot be drawn, or is drawn under another name."""
+    (tmp_path / name).write_text(TEXT, encoding="utf-8")
+    surprise.main([paths.model, str(tmp_path / name), "--output", str(paths.out)])
+    page = (paths.out / "surprise.html").read_text(encoding="utf-8")
+    assert f"<title>model: {escape(name.replace(chr(10), ' '))}</title>" in page
+    assert (paths.out / "surprise.png").stat().st_size > 1000
+
+
+def test_ids_are_those_of_training(paths, tmp_path):
+    """Property: `</s>` is text, and a line's end is \\n, as in training. Else the memory is shown at another text."""
+    (tmp_path / "text.txt").write_bytes(b"one </s> two\r\nthree\r\n")
+    surprise.main([paths.model, str(tmp_path / "text.txt"), "--output", str(paths.out)])
+    page = (paths.out / "surprise.html").read_text(encoding="utf-8")
+    words = [unescape(word) for word in re.findall(r"<span>(.*?)</span>", page, re.DOTALL)]
+    assert words == ["one ", "</s> ", "two\n", "three\n"]
+    ids = byte_tokenizer()("one </s> two\nthree\n", split_special_tokens=True).input_ids
+    told = surprise.measure(paths.net, ids)[0, 0]  # 22 bytes
+    assert values_of(page)["gradient norm (surprise), layer 1"] == pytest.approx(
+        [told[a:b].mean() for a, b in pairwise([0, 4, 9, 13, 19])], rel=1e-3
+    )
+
+
+def test_the_page_on_a_telephone(paths):
+    """Property: it is laid out for the screen's width, what is shown stands above it, and values are to be had by a
+    tap. Else it is tiny, and its values are for those who have a mouse.
+    """
+    surprise.main([paths.model, paths.text, "--output", str(paths.out)])
+    page = (paths.out / "surprise.html").read_text(encoding="utf-8")
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
+    explanations = json.loads(re.search(r"const explanations = (.*);", page).group(1))
+    assert explanations.keys() == values_of(page).keys()
+    assert all(text.startswith("The darker a word, the larger") for text in explanations.values())
+    assert "onclick" in page and "<output" in page
+
+
+def test_every_layer_has_a_scale_of_its_own(tmp_path):
+    """Else a layer of large values leaves the others in one colour."""
+    ramp = np.linspace(0, 1, 100)
+    values = np.broadcast_to(np.stack([ramp, 1000 * ramp + 5]), (len(surprise.QUANTITIES), 2, 100))
+    surprise.draw(tmp_path / "surprise.png", "title", values)
+    picture = matplotlib.image.imread(tmp_path / "surprise.png")[..., :3]
+    coloured = (picture[:, :1000].std(-1) > 0.05).mean(1) > 0.5
+    top, bottom = np.flatnonzero(coloured)[0], np.flatnonzero(np.diff(coloured.astype(int)) == -1)[0]
+    rows = [picture[round(top + (bottom - top) * share)] for share in (0.25, 0.75)]
+    assert np.abs(rows[0] - rows[1])[:, ::7].mean() < 0.02
+
+
 @pytest.mark.parametrize(
     "text,words",
     [
@@ -97,11 +147,13 @@ def test_a_token_of_several_words():
     "change,message",
     [
         (["missing.txt"], "TEXT missing.txt is not a file"),
+        (["bad.txt"], "TEXT bad.txt is not UTF-8"),
         (["text.txt", "--max_tokens=5"], r"TEXT text.txt has \d+ tokens; it may have 1 to 5"),
     ],
 )
 def test_bad_input(change, message, paths, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
+    Path("bad.txt").write_bytes(b"caf\xe9 au lait")
     with pytest.raises(ValueError, match=message):
         surprise.main([paths.model, *change, "--output", str(paths.out)])
     assert not paths.out.exists()

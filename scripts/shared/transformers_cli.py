@@ -6,6 +6,7 @@ from transformers.cli.transformers import main as transformers_main
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from titans_hf import TitansConfig, TitansForCausalLM
+from titans_hf_scripts.shared.server_extensions import extend_server
 
 
 def main() -> None:
@@ -19,4 +20,5 @@ def main() -> None:
     # since it was imported, and lists the downloaded models whose type is in the mapping.
     sys.modules["transformers"].TitansForCausalLM = TitansForCausalLM
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TitansConfig.model_type] = TitansForCausalLM.__name__
+    extend_server()
     transformers_main()

@@ -17,6 +17,7 @@ from datasets.fingerprint import Hasher
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
+from titans_hf_scripts.shared.text_ids import encode, normalize_newlines
 from titans_hf_scripts.training.documents import text_columns
 from titans_hf_scripts.training.tokenizer import FIRST_BYTE, is_byte_tokenizer
 
@@ -63,13 +64,12 @@ def _cut_changes_nothing(text: str, cut: int, tokenizer: PreTrainedTokenizerBase
 
 
 def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    # Text that looks like a special token ("</s>") is text.
-    options = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
-    return tokenizer(texts, **options, verbose=False)["input_ids"]
+    return encode(tokenizer, texts, return_attention_mask=False)["input_ids"]
 
 
 def encode_texts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
     """Tokenizes texts of any length in bounded memory; one int32 array (T,) per text, without special tokens."""
+    texts = [normalize_newlines(text) for text in texts]
     if is_byte_tokenizer(tokenizer):  # a hundred times faster than by the tokenizer
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32) + FIRST_BYTE for text in texts]
     pieces = [(i, piece) for i, text in enumerate(texts) for piece in split_text(text, tokenizer)]

@@ -1,5 +1,10 @@
 """The model card of a run of scripts/train.py, from its configuration and its record (run.json)."""
 
+import json
+import re
+import shlex
+from typing import Any
+
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedConfig
 
@@ -33,8 +38,8 @@ METRICS = {
 LOADING = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 {imports}
-model = AutoModelForCausalLM.from_pretrained("{name}"{arguments})
-tokenizer = AutoTokenizer.from_pretrained("{name}"{arguments})
+model = AutoModelForCausalLM.from_pretrained({name}{arguments})
+tokenizer = AutoTokenizer.from_pretrained({name}{arguments})
 prompt = tokenizer("It was a dark night, and", return_tensors="pt")
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=80)[0]))
 ```
@@ -47,6 +52,7 @@ State and time per token are constant at any context length. A cache holds what 
 def model_card(config: PreTrainedConfig, record: dict) -> ModelCard:
     """`record`: what `run_folder.save_results` writes to run.json."""
     variant = [config.variant] if config.model_type == "titans" else []
+    record = one_line(record)
     data = record["data"]
     results = [
         EvalResult(
@@ -71,10 +77,30 @@ def model_card(config: PreTrainedConfig, record: dict) -> ModelCard:
         model_name=record["name"].split("/")[-1],
         eval_results=results,
     )
-    parts = [f"# {record['name']}", introduction(config), "## Load", loading(config, record["name"])]
+    parts = [f"# {escape(record['name'])}", introduction(config), "## Load", loading(config, record["name"])]
     parts += ["## Sizes", sizes(config, record), "## Training", training(record)]
     parts += ["## Evaluation", evaluation(record), "## Licence", licence(config, record)]
     return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
+
+
+def one_line(value: Any) -> Any:
+    """The value with every text in it on one line: a line's end would end a heading, a row or an entry of the card."""
+    if isinstance(value, dict):
+        return {key: one_line(x) for key, x in value.items()}
+    if isinstance(value, list):
+        return [one_line(x) for x in value]
+    return " ".join(value.split()) if isinstance(value, str) else value
+
+
+def escape(text: str) -> str:
+    """The text as Markdown that shows it: names of files and licences are not markup."""
+    return re.sub(r"([\\`*_{}\[\]<>#|~$&])", r"\\\1", text)
+
+
+def code(text: str) -> str:
+    """The text as a code span."""
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}{text}{fence}" if fence == "`" else f"{fence} {text} {fence}"
 
 
 def evaluated_on(data: dict) -> str:
@@ -93,14 +119,15 @@ def introduction(config: PreTrainedConfig) -> str:
 
 
 def loading(config: PreTrainedConfig, name: str) -> str:
+    quoted = json.dumps(name, ensure_ascii=False)
     if config.model_type != "titans":
-        return LOADING.format(imports="", name=name, arguments="")
-    package = LOADING.format(imports="import titans_hf  # registers the model\n", name=name, arguments="")
-    alone = LOADING.format(imports="", name=name, arguments=", trust_remote_code=True")
+        return LOADING.format(imports="", name=quoted, arguments="")
+    package = LOADING.format(imports="import titans_hf  # registers the model\n", name=quoted, arguments="")
+    alone = LOADING.format(imports="", name=quoted, arguments=", trust_remote_code=True")
     return (
         f"With the package `titans_hf`:\n\n{package}\n"
         f"Without it, by the code in this repository (transformers 5.23 or newer):\n\n{alone}\n"
-        f"As a server with OpenAI's API: `python -m titans_hf serve {name}`."
+        f"As a server with OpenAI's API: {code(f'python -m titans_hf serve {shlex.quote(name)}')}."
     )
 
 
@@ -111,25 +138,29 @@ def sizes(config: PreTrainedConfig, record: dict) -> str:
 
 
 def training(record: dict) -> str:
-    data = record["data"]
-    start = f"From {record['base_model']}" if record.get("base_model") else "From scratch"
+    data, source = record["data"], escape(record["data"]["train"])
+    start = f"From {escape(record['base_model'])}" if record.get("base_model") else "From scratch"
     text = (
-        f"{start} on {data['train']} ({data['train_tokens']:,} tokens), {record['tokens_seen']:,} tokens in "
+        f"{start} on {source} ({data['train_tokens']:,} tokens), {record['tokens_seen']:,} tokens in "
         f"{record['steps']:,} steps. Nothing else was done to it: no instructions, no preferences, no filter."
     )
     if record["best_step"]:
         text += f" The weights are those of step {record['best_step']:,}, the best in evaluation."
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    arguments = table([(f"`{name}`", f"{value}") for name, value in record["arguments"].items()])
+    arguments = table([(code(name), escape(f"{value}")) for name, value in record["arguments"].items()])
     return f"{text}\n\n{arguments}\n\nMade with {versions}."
 
 
 def evaluation(record: dict) -> str:
     data, metrics = record["data"], record["metrics"]
     figures = table([(name, f"{metrics[key]:.4f}") for key, (_, name) in METRICS.items() if key in metrics])
-    return f"On {evaluated_on(data)}, {data['eval_tokens']:,} tokens, by the training script:\n\n{figures}"
+    return f"On {escape(evaluated_on(data))}, {data['eval_tokens']:,} tokens, by the training script:\n\n{figures}"
 
 
 def licence(config: PreTrainedConfig, record: dict) -> str:
-    stated = f"Weights: {record['license']}." if record["license"] else "Weights: not stated by whoever trained them."
+    stated = (
+        f"Weights: {escape(record['license'])}."
+        if record["license"]
+        else "Weights: not stated by whoever trained them."
+    )
     return stated + " Code (`*.py`): Apache-2.0." * (config.model_type == "titans")

@@ -1,29 +1,51 @@
 """A memory as a folder: `memory.json`, which says what it is, and the safetensors file that it names.
 
-`memory.json` is replaced last, at once: whenever a save is interrupted, the folder holds the memory before it.
+`memory.json` is replaced last, atomically: whenever a save is interrupted, the folder holds the memory before it.
+Processes that save into one folder take turns (a lock); a process that loads meanwhile gets one of their memories.
 """
 
 import hashlib
 import json
 import os
 import re
+import shutil
+import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from huggingface_hub.utils import WeakFileLock
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from .configuration_titans import TitansConfig
+from .layer_state import named_tensors
 
 FORMAT, VERSION = "titans-memory", 1
 DESCRIPTION = "memory.json"
+LOCK = ".memory.lock"
 TENSORS = re.compile(r"memory-[0-9a-f]{16}\.safetensors")
-# fields of a config that a state does not depend on
-STATE_INDEPENDENT_FIELDS = {"attention_dropout", "initializer_range", "tie_word_embeddings", "use_cache"}
-STATE_INDEPENDENT_FIELDS |= {"pad_token_id", "bos_token_id", "eos_token_id"}
+TEMPORARY = re.compile(r"memory-[0-9a-f]{32}\.tmp")
+MAX_COUNT = 2**63 - 1  # of an int64
+# the keys of memory.json besides its format, and the type of each
+DESCRIPTION_TYPES = {"model": dict, "tokens_seen": list, "about": dict, "file": str, "bytes": int, "sha256": str}
+FIELDS_WITHOUT_EFFECT_ON_STATE = {"attention_dropout", "initializer_range", "tie_word_embeddings", "use_cache"}
+FIELDS_WITHOUT_EFFECT_ON_STATE |= {"pad_token_id", "bos_token_id", "eos_token_id"}
+
+
+class SavedMemory(NamedTuple):
+    """What a memory folder holds.
+
+    description: the content of memory.json. tensors: by name, "0.state.conv" being of layer 0. num_columns and
+    record_past: those of every layer of the cache (`TitansCacheLayer`).
+    """
+
+    description: dict[str, Any]
+    tensors: dict[str, Tensor]
+    num_columns: int
+    record_past: bool
 
 
 def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
@@ -32,8 +54,8 @@ def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
 
     Raises ValueError for a model whose weights are shared among processes or not in memory.
     """
-    names = [name for name in TitansConfig.__annotations__ if name not in STATE_INDEPENDENT_FIELDS]
-    fields = {name: getattr(model.config, name) for name in names}
+    names = TitansConfig.__annotations__.keys() - FIELDS_WITHOUT_EFFECT_ON_STATE
+    fields = {name: getattr(model.config, name) for name in TitansConfig.__annotations__ if name in names}
     total, dtypes = hashlib.sha256(), set()
     for name, x in sorted(model.base_model.state_dict().items()):
         if hasattr(x, "full_tensor") or x.is_meta:
@@ -47,78 +69,195 @@ def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
     return json.loads(json.dumps(fields)) | {"dtype": " ".join(sorted(dtypes)), "weights": total.hexdigest()}
 
 
-def write_memory(
-    folder: str | os.PathLike, tensors: dict[str, Tensor], description: dict[str, Any], metadata: dict[str, str]
-) -> None:
-    """Replaces the memory of a folder, at once. `description` is for people and for checks, `metadata` (which is in the
-    file with the tensors) for loading."""
+def write_memory(folder: str | os.PathLike, memory: SavedMemory) -> None:
+    """Replaces the memory of a folder, atomically. The format and the file are added to its description. Waits while
+    another process saves there.
+
+    Raises TypeError, before anything is written, for an `about` in the description that is not a dict of JSON values.
+    """
+    _check_about(memory.description["about"])
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    new = folder / "memory.tmp"
-    # copies: two tensors may share their storage, which safetensors refuses
-    save_file({name: x.detach().to("cpu", copy=True).contiguous() for name, x in tensors.items()}, new, metadata)
-    checksum = _checksum(new)
-    file = folder / f"memory-{checksum[:16]}.safetensors"
-    size = new.stat().st_size
-    _replace(new, file)
-    about = {"format": FORMAT, "format_version": VERSION, **description}
-    about |= {"file": file.name, "bytes": size, "sha256": checksum}
-    new.write_text(json.dumps(about, indent=2) + "\n")
-    _replace(new, folder / DESCRIPTION)
-    for old in folder.iterdir():
-        if TENSORS.fullmatch(old.name) and old != file:
-            old.unlink()
+    with WeakFileLock(folder / LOCK):
+        # a folder, because safetensors has a temporary file of its own beside the one that it writes
+        new = folder / f"memory-{uuid.uuid4().hex}.tmp"
+        new.mkdir()
+        try:
+            # copies: two tensors may share their storage, which safetensors refuses
+            tensors = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in memory.tensors.items()}
+            # one entry: safetensors writes several in random order, and a memory has one checksum
+            scalars = json.dumps({"num_columns": memory.num_columns, "record_past": memory.record_past})
+            save_file(tensors, new / "tensors", {"cache": scalars})
+            checksum, size = _checksum(new / "tensors"), (new / "tensors").stat().st_size
+            file = folder / f"memory-{checksum[:16]}.safetensors"
+            _replace(new / "tensors", file)
+            content = {"format": FORMAT, "format_version": VERSION, **memory.description}
+            content |= {"file": file.name, "bytes": size, "sha256": checksum}
+            (new / DESCRIPTION).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            _replace(new / DESCRIPTION, folder / DESCRIPTION)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+        _remove_leftovers(folder)
+
+
+def read_memory(folder: str | os.PathLike, model: PreTrainedModel) -> SavedMemory:
+    """The memory of a folder, checked: it belongs to `model`, and every tensor is one that a cache of `model` has.
+
+    Tensors are mapped from the file: those that are not used take no memory. Raises FileNotFoundError where there is
+    no memory, ValueError for one that is damaged, altered, of another model or of another format.
+    """
+    ours, failed = fingerprint(model), None
+    while True:
+        description = read_description(folder)
+        check_model(folder, description, ours)
+        try:
+            saved = _read_tensors(folder, description)
+            break
+        except (ValueError, FileNotFoundError):
+            if description == failed:
+                raise
+            failed = description  # a save may have replaced it meanwhile
+    try:
+        check_tensors(saved.tensors, model)
+    except ValueError as error:
+        raise ValueError(f"{Path(folder) / description['file']} is damaged: {error}") from error
+    return saved
 
 
 def read_description(folder: str | os.PathLike) -> dict[str, Any]:
-    """What `memory.json` says. Raises FileNotFoundError where there is none, ValueError for one that is damaged or of
-    another format.
+    """The content of memory.json. Raises FileNotFoundError where there is none, ValueError for one that is damaged or
+    of another format.
     """
     path = Path(folder) / DESCRIPTION
     if not path.is_file():
         raise FileNotFoundError(f"{folder} is not a memory folder: it holds no {DESCRIPTION}")
     try:
-        found = json.loads(path.read_text())
-        what = found["format"], found["format_version"]
-    except (ValueError, TypeError, KeyError) as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        name, version = found["format"], found["format_version"]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: it does not say what format it has") from error
-    if what[0] != FORMAT or not isinstance(what[1], int):
-        raise ValueError(f"{path} has the format {what[0]!r}, version {what[1]!r}, not {FORMAT!r}")
-    if what[1] > VERSION:
+    if name != FORMAT or type(version) is not int or version < 1:
+        raise ValueError(f"{path} has the format {name!r}, version {version!r}, not {FORMAT!r}, version {VERSION}")
+    if version > VERSION:
         raise ValueError(
-            f"{path} has version {what[1]} of its format, but this titans_hf reads versions up to {VERSION}: update it"
+            f"{path} has version {version} of its format, but this titans_hf reads versions up to {VERSION}: update it"
         )
-    if missing := {"model", "tokens_seen", "about", "file", "bytes", "sha256"} - found.keys():
+    if missing := DESCRIPTION_TYPES.keys() - found.keys():
         raise ValueError(f"{path} is damaged: it lacks {', '.join(sorted(missing))}")
+    for name, kind in DESCRIPTION_TYPES.items():
+        if type(found[name]) is not kind:
+            raise ValueError(f"{path} is damaged: its {name} is {found[name]!r:.80}, not a {kind.__name__}")
+    if not all(type(number) is int and 0 <= number <= MAX_COUNT for number in found["tokens_seen"]):
+        raise ValueError(f"{path} is damaged: its tokens_seen is {found['tokens_seen']!r:.80}, not numbers of tokens")
     return found
 
 
-def check_model(folder: str | os.PathLike, description: dict[str, Any], model: PreTrainedModel) -> None:
-    """Raises ValueError, saying what differs, unless it is the memory of this model with these weights."""
-    theirs, ours = description["model"], fingerprint(model)
+def check_model(folder: str | os.PathLike, description: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Raises ValueError, naming what differs, unless it is the memory of the model with the fingerprint `ours`."""
+    theirs = description["model"]
     for name in ours:
         if ours[name] != theirs.get(name):
             raise ValueError(
-                f"{folder} is the memory of another model: its {name} is {theirs.get(name)!r}, not {ours[name]!r}"
+                f"{folder} is the memory of another model: its {name} is {theirs.get(name)!r:.200}, not {ours[name]!r}"
             )
 
 
-def read_tensors(folder: str | os.PathLike, description: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors and the metadata of a memory, mapped from its file: what is not looked at takes no memory.
-
-    Raises ValueError for a file that is not the one that was saved.
+def check_tensors(tensors: dict[str, Tensor], model: PreTrainedModel) -> None:
+    """Raises ValueError, naming the tensor, unless a cache of `model` can have these: all layers, of the shapes that
+    the config gives, for one number of rows, finite, and counts from 0.
     """
-    file = Path(folder) / str(description["file"])
-    if not TENSORS.fullmatch(file.name) or not file.is_file():
-        raise ValueError(
-            f"{folder} is damaged: {DESCRIPTION} names the file {description['file']!r}, which is not there"
-        )
+    layers = [_expected_tensors(model, i) for i in range(model.config.num_hidden_layers)]
+    present = {part for layer in layers for part, group in layer.items() if group.keys() & tensors.keys()}
+    present |= {part.split(".")[0] for part in present if part != "state"}  # "recorded.state" only with "recorded"
+    expected = {name: x for layer in layers for part in present for name, x in layer[part].items()}
+    if missing := expected.keys() - tensors.keys():
+        raise ValueError(f"it lacks the tensor {min(missing)}")
+    if unknown := tensors.keys() - expected.keys():
+        raise ValueError(f"it has a tensor {min(unknown)}, which no cache of this model has")
+    sizes: dict[str, int] = {}  # of the dimensions whose size the config does not give
+    for name, (dtype, shape) in expected.items():
+        x = tensors[name]
+        wanted = [
+            size if isinstance(size, int) else sizes.setdefault(size, x.shape[at]) if at < x.dim() else -1
+            for at, size in enumerate(shape)
+        ]
+        if list(x.shape) != wanted:
+            raise ValueError(f"{name} has the shape {tuple(x.shape)}, not {tuple(wanted)}")
+        if x.dtype != dtype and not (x.is_floating_point() and dtype.is_floating_point):
+            raise ValueError(f"{name} has the dtype {x.dtype}, not {dtype}")
+        if x.is_floating_point() and not x.isfinite().all():
+            raise ValueError(f"{name} holds numbers that are not finite")
+        if x.dtype == torch.int64 and (x < 0).any():
+            raise ValueError(f"{name} holds a negative number of tokens")
+    if sizes.get("rows") == 0:
+        raise ValueError("it has no rows")
+
+
+def _expected_tensors(model: PreTrainedModel, index: int) -> dict[str, dict[str, tuple[torch.dtype, list[int | str]]]]:
+    """For every part that a layer of a cache may have, the dtypes and shapes of its tensors by name. A size that is not
+    given by the config is a name: "rows" of the batch, or of the columns of the part.
+    """
+    layer = model.base_model.layers[index]
+    with torch.no_grad():
+        state = dict(named_tensors(layer.mixer.initial_state(1, next(layer.parameters()).dtype)))
+    state = {name: (x.dtype, ["rows", *x.shape[1:]]) for name, x in state.items()}
+    parts = {"state": state, "restart": {"": (torch.bool, ["rows"])}}
+    for span in ("recorded", "unread"):
+        inputs = (state["conv_state"][0], ["rows", f"columns of {span}", model.config.hidden_size])
+        marks = (torch.bool, ["rows", f"columns of {span}"])
+        parts |= {span: {"inputs": inputs, "mask": marks, "document_starts": marks}, f"{span}.state": state}
+    return {
+        part: {f"{index}.{part}.{name}".removesuffix("."): x for name, x in group.items()}
+        for part, group in parts.items()
+    }
+
+
+def _read_tensors(folder: str | os.PathLike, description: dict[str, Any]) -> SavedMemory:
+    """Raises ValueError for a file that is not the one that was saved, FileNotFoundError where it has just gone."""
+    name = description["file"]
+    file = Path(folder) / name
+    if not TENSORS.fullmatch(name) or not file.is_file():
+        raise ValueError(f"{folder} is damaged: {DESCRIPTION} names the file {name!r:.80}, which is not there")
     if (size := file.stat().st_size) != description["bytes"]:
         raise ValueError(f"{file} is damaged: it has {size} bytes, not the {description['bytes']} that were saved")
     if _checksum(file) != description["sha256"]:
         raise ValueError(f"{file} was altered: its sha256 is not the one that {DESCRIPTION} names")
-    with safe_open(file, framework="pt") as opened:
-        return {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata()  # noqa: SIM118
+    try:
+        with safe_open(file, framework="pt") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            metadata = json.loads((opened.metadata() or {})["cache"])
+        num_columns, record_past = metadata["num_columns"], metadata["record_past"]
+    except (SafetensorError, RuntimeError, ValueError, TypeError, KeyError) as error:  # RuntimeError: it has gone
+        raise ValueError(f"{file} is damaged: it is not a memory's file of tensors ({error})") from error
+    if type(num_columns) is not int or not 0 <= num_columns <= MAX_COUNT or type(record_past) is not bool:
+        raise ValueError(f"{file} is damaged: its metadata is {metadata!r:.120}")
+    return SavedMemory(description, tensors, num_columns, record_past)
+
+
+def _check_about(about: Any) -> None:
+    if type(about) is not dict:
+        raise TypeError(f"`about` must be a dict, but is {about!r:.80}")
+    try:
+        json.dumps(about)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(f"`about` is not JSON serializable: {error}") from error
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Removes the files of this format that memory.json does not name: that of the memory before, and those of saves
+    that were killed. Only for the one who holds the lock.
+    """
+    try:
+        named = read_description(folder)["file"]
+    except FileNotFoundError:
+        named = None
+    except ValueError:  # damaged, or of a newer format: whoever mends it may need its file
+        return
+    for file in folder.iterdir():
+        if TEMPORARY.fullmatch(file.name):
+            shutil.rmtree(file, ignore_errors=True)
+        elif TENSORS.fullmatch(file.name) and file.name != named:
+            file.unlink(missing_ok=True)
 
 
 def _checksum(path: Path) -> str:

@@ -4,6 +4,7 @@ import copy
 import os
 import tempfile
 from operator import methodcaller
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitInfo, HfApi
@@ -11,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from .cache_files import check_model, fingerprint, read_description, read_tensors, write_memory
+from .cache_files import LOCK, SavedMemory, check_tensors, fingerprint, read_memory, write_memory
 from .cache_layer import TitansCacheLayer
 from .configuration_titans import TitansConfig
 from .layer_state import RecordedColumns, as_tree
@@ -129,9 +130,9 @@ class TitansCache(Cache):
         num_seen = self.num_tokens_seen()
         tokens_seen = [] if num_seen is None else num_seen.tolist()
         description = {"model": fingerprint(model), "tokens_seen": tokens_seen, "about": self.about}
+        check_tensors(tensors, model)
         first = self.layers[0]
-        scalars = {"num_columns": str(first.num_columns), "record_past": str(first.record_past)}
-        write_memory(folder, tensors, description, scalars)
+        write_memory(folder, SavedMemory(description, tensors, first.num_columns, first.record_past))
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike, model: PreTrainedModel, **options) -> "TitansCache":
@@ -141,14 +142,12 @@ class TitansCache(Cache):
         Raises FileNotFoundError for a folder without a memory, and ValueError, naming what differs, for the memory of a
         model with another config, dtype or weights, for a file that was truncated or altered, and for a newer format.
         """
-        description = read_description(folder)
-        check_model(folder, description, model)
-        tensors, metadata = read_tensors(folder, description)
+        saved = read_memory(folder, model)
         cache = cls(model.config, **options)
-        cache.about = description["about"]
-        tree = as_tree(tensors)
+        cache.about = saved.description["about"]
+        tree = as_tree(saved.tensors)
         for i, (layer, decoder) in enumerate(zip(cache.layers, model.base_model.layers, strict=True)):
-            layer.restore(tree.get(str(i), {}), int(metadata["num_columns"]), metadata["record_past"] == "True")
+            layer.restore(tree.get(str(i), {}), saved.num_columns, saved.record_past)
             layer.apply(methodcaller("to", next(decoder.parameters()).device))
         return cache
 
@@ -161,6 +160,7 @@ class TitansCache(Cache):
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder, model)
+            Path(folder, LOCK).unlink(missing_ok=True)
             return api.upload_folder(repo_id=repo_id, folder_path=folder, **kwargs)
 
     def check_fits(self, config: TitansConfig, batch_size: int) -> None:

@@ -1,0 +1,20 @@
+"""Runs scripts/read.py once for every command line (JSON) on standard input, in a forked process that need not import
+anything: prints the process's id, and when it has ended its exit code.
+"""
+
+import json
+import os
+import sys
+
+from titans_hf_scripts import read
+
+for line in sys.stdin:
+    if (process := os.fork()) == 0:
+        code = 1
+        try:
+            read.main(json.loads(line))
+            code = 0
+        finally:
+            os._exit(code)
+    print(process, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)

@@ -1,0 +1,222 @@
+"""Files that claim to be a memory: whatever no cache of the model can be is refused with a ValueError that names it."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from common import make_ids, read, shared_model
+from safetensors import safe_open
+from safetensors.torch import save_file
+from test_memory_files import describe, memory, names  # noqa: F401
+
+from titans_hf import TitansCache, cache_files
+
+BIG = 10**30
+
+
+def load(memory) -> TitansCache:  # noqa: F811
+    model, folder = memory
+    return TitansCache.from_pretrained(folder, model)
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        ({"model": None}, "its model is None, not a dict"),
+        ({"model": [1]}, "its model is .1., not a dict"),
+        ({"about": None}, "its about is None, not a dict"),
+        ({"about": "text"}, "its about is 'text', not a dict"),
+        ({"tokens_seen": None}, "its tokens_seen is None, not a list"),
+        ({"tokens_seen": [-5]}, "its tokens_seen is .-5., not numbers of tokens"),
+        ({"tokens_seen": [BIG]}, "its tokens_seen"),
+        ({"tokens_seen": ["60"]}, "its tokens_seen"),
+        ({"file": 5}, "its file is 5, not a str"),
+        ({"file": None}, "its file is None"),
+        ({"bytes": True}, "its bytes is True, not a int"),
+        ({"sha256": None}, "its sha256 is None"),
+        ({"format": ["titans-memory"]}, "has the format .'titans-memory'., version 1"),
+        *(({"format_version": version}, f"version {version}") for version in (0, -1, True, 1.0, "1")),
+    ],
+    ids=str,
+)
+def test_a_description_of_other_types(changes, message, memory):  # noqa: F811
+    describe(memory[1], **changes)
+    with pytest.raises(ValueError, match=message):
+        load(memory)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[" * 100_000, '{"a":' * 100_000, "[]", "null", "5", '"titans-memory"', "{}", "", b"\xff\xfe", "9" * 10_000],
+    ids=lambda content: repr(content[:8]),
+)
+def test_a_description_that_is_none(content, memory):  # noqa: F811
+    """Else what reads a stranger's memory ends in a traceback: nesting exhausts the parser's stack."""
+    (memory[1] / "memory.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=r"memory.json is damaged"):
+        load(memory)
+
+
+@pytest.mark.parametrize("how", ["..", "absolute", "below"])
+def test_a_file_elsewhere_is_not_loaded(how, memory, tmp_path_factory):  # noqa: F811
+    """Else memory.json decides which file of the machine is read; the file itself is good."""
+    _, folder = memory
+    (file,) = folder.glob("*.safetensors")
+    elsewhere = folder / "below" if how == "below" else tmp_path_factory.mktemp("elsewhere")
+    elsewhere.mkdir(exist_ok=True)
+    shutil.move(file, elsewhere)
+    moved = elsewhere / file.name
+    name = str(moved) if how == "absolute" else os.path.relpath(moved, folder)
+    assert (folder / name).is_file()
+    describe(folder, file=name)
+    with pytest.raises(ValueError, match="names the file"):
+        load(memory)
+
+
+def rewrite(folder: Path, change) -> None:
+    """Saves the folder's tensors anew as `change(tensors, metadata)` leaves them, with the checksum that they have."""
+    (file,) = folder.glob("*.safetensors")
+    with safe_open(file, framework="pt") as opened:
+        tensors, metadata = {name: opened.get_tensor(name).clone() for name in opened.keys()}, opened.metadata()  # noqa: SIM118
+    metadata = change(tensors, metadata) or metadata
+    file.unlink()
+    save_file(tensors, file, metadata)
+    describe(folder, bytes=file.stat().st_size, sha256=cache_files._checksum(file))
+
+
+def without(prefix):
+    def change(tensors, metadata):
+        for name in [name for name in tensors if name.startswith(prefix)]:
+            del tensors[name]
+
+    return change
+
+
+def filled(name, value):
+    def change(tensors, metadata):
+        tensors[name].view(-1)[-1] = value
+
+    return change
+
+
+def replaced(name, make):
+    def change(tensors, metadata):
+        tensors[name] = make(tensors.get(name))
+
+    return change
+
+
+def restarts(x):
+    def change(tensors, metadata):
+        tensors |= {"0.restart": x, "1.restart": x.clone()}
+
+    return change
+
+
+def scalars(**changes):
+    def change(tensors, metadata):
+        return {"cache": json.dumps({"num_columns": 60, "record_past": False} | changes)}
+
+    return change
+
+
+CONV = "1.state.conv"
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (without("1."), "lacks the tensor 1.state.conv"),
+        (without("0.state.memory.momentum.1"), "lacks the tensor 0.state.memory.momentum.1"),
+        (without("0.state.keys"), "lacks the tensor 0.state.keys"),
+        (replaced("2.state.conv", lambda _: torch.zeros(1)), "a tensor 2.state.conv, which no cache"),
+        (replaced("0.restart", lambda _: torch.zeros(2)), "lacks the tensor 1.restart"),
+        (restarts(torch.zeros(2)), "0.restart has the dtype torch.float32"),
+        (restarts(torch.zeros(3, dtype=torch.bool)), "has the shape"),
+        (replaced("0.recorded.inputs", lambda _: torch.zeros(2, 3, 32)), "lacks the tensor 0.recorded.begins"),
+        (replaced(CONV, lambda x: x[:, 1:].clone()), r"1.state.conv has the shape \(2, 2, 96\), not \(2, 3, 96\)"),
+        (replaced(CONV, lambda x: x[:1].clone()), r"1.state.conv has the shape"),
+        (replaced(CONV, lambda x: x[None].clone()), r"1.state.conv has the shape"),
+        (replaced(CONV, lambda x: torch.zeros(())), r"1.state.conv has the shape"),
+        (replaced(CONV, lambda x: x.long()), "1.state.conv has the dtype torch.int64"),
+        (replaced("0.state.memory.num_seen", lambda x: x.double()), "num_seen has the dtype torch.float64"),
+        (filled(CONV, float("nan")), "1.state.conv holds numbers that are not finite"),
+        (filled("0.state.memory.weights.0", float("inf")), "weights.0 holds numbers that are not finite"),
+        (filled("0.state.memory.num_seen", -5), "num_seen holds a negative number"),
+        (scalars(num_columns=BIG), "its metadata is"),
+        (scalars(num_columns=-1), "its metadata is"),
+        (scalars(num_columns=1.5), "its metadata is"),
+        (scalars(num_columns=True), "its metadata is"),
+        (scalars(record_past=1), "its metadata is"),
+        (lambda tensors, metadata: {"cache": "["}, "is not a memory's file of tensors"),
+        (lambda tensors, metadata: {"cache": "[" * 100_000}, "is not a memory's file of tensors"),
+        (lambda tensors, metadata: {"other": "1"}, "is not a memory's file of tensors"),
+    ],
+)
+def test_tensors_that_no_cache_has(change, message, memory):  # noqa: F811
+    """Else they fail in the midst of a model, or answer; the checksums are right."""
+    rewrite(memory[1], change)
+    with pytest.raises(ValueError, match=message):
+        load(memory)
+
+
+def test_a_rewritten_file_loads(memory):  # noqa: F811
+    """The tests above fail for what they change, not for being rewritten."""
+    rewrite(memory[1], lambda tensors, metadata: None)
+    assert load(memory).get_seq_length() == 60
+
+
+def test_no_rows(memory):  # noqa: F811
+    def change(tensors, metadata):
+        for name, x in tensors.items():
+            tensors[name] = x[:0].clone()
+
+    rewrite(memory[1], change)
+    with pytest.raises(ValueError, match="no rows"):
+        load(memory)
+
+
+def test_a_file_that_is_not_safetensors(memory):  # noqa: F811
+    (file,) = memory[1].glob("*.safetensors")
+    file.write_bytes(b"\xff" * 100)
+    describe(memory[1], bytes=100, sha256=cache_files._checksum(file))
+    with pytest.raises(ValueError, match="is not a memory's file of tensors"):
+        load(memory)
+
+
+def test_a_memory_that_is_not_finite_is_not_saved(memory):  # noqa: F811
+    """Else the good memory before it is replaced by one that cannot be loaded."""
+    model, folder = memory
+    cache = read(model, make_ids(2, 9))[1]
+    cache.layers[1]._map(lambda x: x.clone().fill_(float("nan")) if x.is_floating_point() else x)
+    with pytest.raises(ValueError, match="not finite"):
+        cache.save_pretrained(folder, model)
+    assert load(memory).get_seq_length() == 60
+
+
+def circular() -> dict:
+    about: dict = {}
+    about["about"] = about
+    return about
+
+
+def nested() -> dict:
+    about: dict = {}
+    for _ in range(100_000):
+        about = {"about": about}
+    return about
+
+
+@pytest.mark.parametrize("make", [lambda: {"when": object()}, circular, nested, lambda: None, lambda: "text"])
+def test_an_about_that_is_not_json_leaves_nothing(make, tmp_path):
+    """Property: it is refused before anything is written. Else a file with what was read stays behind, which no
+    memory.json names.
+    """
+    cache = read(shared_model("mag"), make_ids(2, 9))[1]
+    cache.about = make()
+    with pytest.raises(TypeError, match="`about`"):
+        cache.save_pretrained(tmp_path / "new", shared_model("mag"))
+    assert not (tmp_path / "new").exists() or not names(tmp_path / "new")

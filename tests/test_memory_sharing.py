@@ -1,0 +1,118 @@
+"""Several processes at one memory folder: it holds one of their memories at any time, and nothing else after."""
+
+import multiprocessing
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from common import make_ids, read, shared_model
+from test_memory_files import assert_equal, names
+
+from titans_hf import TitansCache, cache_files
+
+PROCESSES = multiprocessing.get_context("forkserver")
+
+
+def memory_of(number: int) -> TitansCache:
+    """The memory that process `number` saves."""
+    return read(shared_model("mag"), make_ids(1, 20, seed=number))[1]
+
+
+def save_in_turn(number: int, folders: list[Path], barrier, errors) -> None:
+    """A process: saves its memory into each of the folders, at the same moment as the other processes."""
+    torch.set_num_threads(1)
+    cache = memory_of(number)
+    for folder in folders:
+        barrier.wait(60)
+        try:
+            cache.save_pretrained(folder, shared_model("mag"))
+        except Exception as error:
+            errors.put(repr(error))
+
+
+@contextmanager
+def two_savers(folders: list[Path]) -> Iterator[list]:
+    """Two processes at `save_in_turn`; afterwards, none of their saves has failed."""
+    barrier, errors = PROCESSES.Barrier(2), PROCESSES.Queue()
+    savers = [PROCESSES.Process(target=save_in_turn, args=(i, folders, barrier, errors)) for i in range(2)]
+    for saver in savers:
+        saver.start()
+    yield savers
+    for saver in savers:
+        saver.join(240)
+        assert saver.exitcode == 0
+    assert errors.empty(), errors.get()
+
+
+@pytest.mark.parametrize("num_pairs", [10, pytest.param(100, marks=pytest.mark.slow)])
+def test_concurrent_saves(num_pairs, tmp_path):
+    """Property: of two that save at once, one is kept, whole. Else they delete each other's file, or fail over a
+    temporary name that both use.
+    """
+    folders = [tmp_path / str(i) for i in range(num_pairs)]
+    with two_savers(folders):
+        pass
+    memories, kept = [memory_of(i) for i in range(2)], []
+    for folder in folders:
+        cache = TitansCache.from_pretrained(folder, shared_model("mag"))
+        same = [torch.equal(cache.layers[0].state.conv, memory.layers[0].state.conv) for memory in memories]
+        kept.append(same.index(True))
+        assert_equal(cache, memories[kept[-1]])
+        assert len(names(folder)) == 2
+
+
+def test_loading_during_saves(tmp_path):
+    """Property: whoever loads gets a memory. Else the file that memory.json named is gone before it is read, and a
+    good memory is called damaged.
+    """
+    memory_of(0).save_pretrained(tmp_path, shared_model("mag"))
+    num_loaded, deadline = 0, time.monotonic() + 240
+    with two_savers([tmp_path] * 60) as savers:
+        while any(saver.is_alive() for saver in savers):
+            assert time.monotonic() < deadline
+            TitansCache.from_pretrained(tmp_path, shared_model("mag"))
+            num_loaded += 1
+    assert num_loaded > 10
+
+
+def test_a_save_between_description_and_tensors(tmp_path, monkeypatch):
+    """Property: loading reads memory.json again when the file that it named has gone. (The race above, at its worst
+    moment; a memory that is damaged is still an error, because memory.json then stays the same.)
+    """
+    model, works, saves = shared_model("mag"), cache_files.read_description, []
+    memory_of(0).save_pretrained(tmp_path, model)
+
+    def slow(folder):
+        description = works(folder)
+        if not saves:
+            saves.append(1)
+            memory_of(1).save_pretrained(folder, model)
+        return description
+
+    monkeypatch.setattr(cache_files, "read_description", slow)
+    assert_equal(TitansCache.from_pretrained(tmp_path, model), memory_of(1))
+
+
+def test_what_killed_saves_left_is_removed(tmp_path):
+    """Property: a folder holds one memory. Else every kill during a save leaves what was read on the disk, for good;
+    the user's own files stay.
+    """
+    strangers = {"notes.txt", "memory-1.safetensors", "model.safetensors"}
+    (tmp_path / f"memory-{'0' * 32}.tmp").mkdir()
+    leftovers = (f"memory-{'0' * 32}.tmp/.tmp0", f"memory-{'0' * 16}.safetensors")
+    for name in (*strangers, *leftovers):
+        (tmp_path / name).write_text("text")
+    memory_of(0).save_pretrained(tmp_path, shared_model("mag"))
+    (file,) = tmp_path.glob("memory-" + "[0-9a-f]" * 16 + ".safetensors")
+    assert names(tmp_path) == {"memory.json", file.name} | strangers
+
+
+def test_one_memory_has_one_checksum(tmp_path):
+    """Else the same memory, saved twice, looks like two."""
+    for i in range(12):
+        memory_of(0).save_pretrained(tmp_path / str(i), shared_model("mag"))
+    sums = {cache_files.read_description(tmp_path / str(i))["sha256"] for i in range(12)}
+    assert len(sums) == 1

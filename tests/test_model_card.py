@@ -1,0 +1,61 @@
+"""scripts/model_card.py: whatever names and licences are, the card is one that the Hub reads and shows."""
+
+import pytest
+from common import make_config
+from huggingface_hub import ModelCard
+
+from titans_hf_scripts.training.model_card import code, escape, model_card
+
+HOSTILE = "a\n---\nb: *c* | [d](e) <f> `g` $h$ _{i\r\n# j"
+SHOWN = "a --- b: *c* | [d](e) <f> `g` $h$ _{i # j"
+
+
+def record(**changes) -> dict:
+    data = {"train": "texts", "eval": "texts", "held_out": True, "hub": [], "train_tokens": 5, "eval_tokens": 5}
+    return {
+        "name": "small",
+        "license": "mit",
+        "data": data | changes.pop("data", {}),
+        "metrics": {"eval_loss": 1.5},
+        "parameters": 10,
+        "arguments": {"optim": "adamw_torch"},
+        "versions": {"torch": "2"},
+        "steps": 1,
+        "best_step": None,
+        "tokens_seen": 5,
+    } | changes
+
+
+@pytest.mark.parametrize("variant", ["mag", "lmm"])
+@pytest.mark.parametrize("field", ["license", "name", "train", "eval", "arguments"])
+def test_names_that_are_markup(field, variant):
+    """Property: a name is shown as it is, on one line. Else it ends the card's metadata, a heading or a table's row, or
+    is read as markup.
+    """
+    changes = {
+        "train": {"data": {"train": HOSTILE}},
+        "eval": {"data": {"eval": HOSTILE}},
+        "arguments": {"arguments": {"optim": HOSTILE}},
+    }.get(field, {field: HOSTILE})
+    card, plain = model_card(make_config(variant), record(**changes)), model_card(make_config(variant), record())
+    again = ModelCard(card.content)
+    assert again.data.to_dict().keys() == plain.data.to_dict().keys()
+    assert not any("\n" in str(value) for value in again.data.to_dict().values())
+    assert len(card.text.splitlines()) == len(plain.text.splitlines())
+    assert escape(SHOWN) in card.text
+    for line, before in zip(card.text.splitlines(), plain.text.splitlines(), strict=True):
+        if before.startswith("|"):
+            assert line.replace("\\|", "").count("|") == before.count("|")
+
+
+def test_escape():
+    assert escape("a_b*c|d") == r"a\_b\*c\|d"
+    assert escape("cc-by-4.0 (1)") == "cc-by-4.0 (1)"
+    assert code("plain") == "`plain`" and code("a `b`") == "`` a `b` ``"
+
+
+def test_code_with_a_hostile_name_is_code():
+    """Else the example of a card is not Python, or the command is another one."""
+    text = model_card(make_config("mag"), record(name='x" + exit() + "; rm y')).text
+    assert 'from_pretrained("x\\" + exit() + \\"; rm y")' in text
+    assert "serve 'x\" + exit() + \"; rm y'`" in text

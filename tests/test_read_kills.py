@@ -1,0 +1,104 @@
+"""scripts/read.py, killed at any moment and repeated, reads every text once, in order."""
+
+import json
+import os
+import random
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from byte_model import save_byte_model
+from test_memory_files import assert_equal, names
+
+from titans_hf import TitansCache
+from titans_hf.cache_files import read_description
+
+NUM_KILLS, MAX_SECONDS = 30, 240
+
+
+@pytest.fixture
+def run():
+    """A function that runs scripts/read.py to its end, or kills it after so many seconds; True at the end."""
+    worker = subprocess.Popen(
+        [sys.executable, Path(__file__).with_name("read_worker.py")],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        bufsize=0,
+    )
+
+    def run(command: list[str], seconds: float | None = None) -> bool:
+        worker.stdin.write(f"{json.dumps(command)}\n".encode())
+        process = int(worker.stdout.readline())
+        (ended, _, _) = select.select([worker.stdout], [], [], 100 if seconds is None else seconds)
+        if not ended:
+            os.kill(process, signal.SIGKILL)
+        code = int(worker.stdout.readline())
+        assert code == 0 or (code == -signal.SIGKILL and seconds is not None), code
+        return code == 0
+
+    yield run
+    worker.kill()
+    worker.wait()
+
+
+def progress(memory: Path) -> tuple[int, bool]:
+    """Tokens read in all, and whether the second text was read to its end: a kill may come after that."""
+    if not (memory / "memory.json").exists():
+        return 0, False
+    description = read_description(memory)
+    reading = description["about"]["reading"]
+    return description["tokens_seen"][0], reading["finished"] and reading["tokens"] == NUM_TOKENS
+
+
+TEXTS = {"first": " ".join(map(str, range(100))), "second": " ".join(map(str, range(900, 1500)))}
+NUM_TOKENS = len(TEXTS["second"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.parametrize("append", [False, True])
+def test_thirty_kills(append, run, tmp_path):
+    """Property: killed at random moments and repeated until its end, a reading leaves the memory, bit for bit, of one
+    that was left alone, and nothing else in its folder. Else texts are lost or read twice.
+    """
+    start = time.monotonic()
+    model = save_byte_model(tmp_path / "model", "mag")
+    for name, text in TEXTS.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+
+    def command(text: str, memory: str, *more: str) -> list[str]:
+        paths = [str(tmp_path / x) for x in ("model", f"{text}.txt", memory)]
+        return [*paths[:2], "--memory", paths[2], "--save_every=64", "--piece=32", *more]
+
+    def prepare(memory: str) -> list[str]:
+        """The command that is killed, and what it goes on from."""
+        if not append:
+            return command("second", memory)
+        shutil.copytree(tmp_path / "before", tmp_path / memory)
+        return command("second", memory, "--append")
+
+    assert run(command("first", "before"))
+    began = time.monotonic()
+    assert run(prepare("whole"))
+    duration, chance = time.monotonic() - began, random.Random(0)
+    num_kills, num_rounds, places = 0, 0, set()
+    while num_kills < NUM_KILLS:
+        num_rounds += 1
+        folder, again = tmp_path / f"{num_rounds}", prepare(f"{num_rounds}")
+        while not progress(folder)[1]:
+            assert time.monotonic() < start + MAX_SECONDS, f"{num_kills} kills"
+            if not run(again, chance.uniform(0.05, 0.6) * duration if num_kills < NUM_KILLS else None):
+                num_kills += 1
+                places.add(progress(folder)[0])
+        caches = [TitansCache.from_pretrained(x, model) for x in (folder, tmp_path / "whole")]
+        assert_equal(*caches)
+        assert len(names(folder)) == 2
+    assert len(places) > NUM_KILLS // 4, "the kills hit something else than the reading"
+    print(f"{num_kills} kills, {num_rounds} rounds, {len(places)} places, {time.monotonic() - start:.0f} s")
