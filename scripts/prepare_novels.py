@@ -4,8 +4,8 @@
     git clone https://github.com/computationalstylistics/A_Small_Collection_of_British_Fiction
     python scripts/prepare_novels.py 100_english_novels A_Small_Collection_of_British_Fiction --output data/books
 
-Makes data/books/train (83 novels), valid (4) and test (6, by authors of whom nothing is in train). Which file goes where,
-its checksum and the commit it was taken from are in novels.json beside this script.
+Makes data/books/train (83 novels), valid (4) and test (6, by authors of whom nothing is in train). Which file goes
+where, its checksum and the commit it was taken from are in novels.json beside this script.
 """
 
 import argparse
@@ -46,7 +46,9 @@ def copy_novels(sources: dict[Path, tuple[str, str]], output: Path) -> None:
         content = source.read_bytes()
         found = hashlib.sha256(content).hexdigest()
         if found != digest:
-            raise ValueError(f"{source} has SHA-256 {found}, not {digest}: check out the commit that {NOVELS.name} names")
+            raise ValueError(
+                f"{source} has SHA-256 {found}, not {digest}: check out the commit that {NOVELS.name} names"
+            )
         contents[output / name] = content
     for path, content in contents.items():
         path.parent.mkdir(parents=True, exist_ok=True)

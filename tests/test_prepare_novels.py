@@ -27,9 +27,7 @@ def clone(tmp_path, monkeypatch):
 def test_novels_go_where_they_belong(clone, tmp_path):
     """Every file lies in its split. If it failed, a model would be evaluated on what it was trained on."""
     prepare_novels.main([str(tmp_path), str(clone), "--output", str(tmp_path / "out")])
-    written = {
-        str(file.relative_to(tmp_path / "out")): file.read_text() for file in (tmp_path / "out").glob("*/*.txt")
-    }
+    written = {str(file.relative_to(tmp_path / "out")): file.read_text() for file in (tmp_path / "out").glob("*/*.txt")}
     assert written == {"train/a.txt": TEXTS["corpus/a.txt"], "test/b.txt": TEXTS["corpus/b.txt"]}
 
 
