@@ -1,4 +1,4 @@
-"""BABILong from bAbI's own files and a folder of books: facts hidden in a novel, in their order, at random places."""
+"""Makes BABILong from bAbI's own files and a folder of books: facts hidden in a novel, in order, at random places."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -6,12 +6,13 @@ from itertools import cycle, islice
 from pathlib import Path
 
 import numpy as np
-from needles import SEED, largest, split_sentences, token_counter
 from transformers import PreTrainedTokenizerBase
+
+from titans_hf_eval.needles import SEED, largest, split_sentences, token_counter
 
 
 def read_stories(data: str | Path, task: str) -> str:
-    """The test file of qa1, qa2, ..."""
+    """Reads the test file of qa1, qa2, ..."""
     files = list(Path(data).glob(f"babi/en-10k/{task}_*_test.txt"))
     if len(files) != 1:
         raise FileNotFoundError(f"the data folder {data} holds no babi/en-10k/{task}_*_test.txt")
@@ -25,7 +26,7 @@ def check_facts(stories: str, count: Callable[[str], int], length: int) -> None:
 
 
 def read_questions(stories: str) -> Iterator[tuple[list[str], str, str]]:
-    """Facts, question and answer of every question in a bAbI file; the facts are all that came before in its story."""
+    """Yields facts, question and answer of each question; its facts are all earlier ones of the story."""
     facts: list[str] = []
     for line in stories.splitlines():
         number, _, text = line.partition(" ")
@@ -39,7 +40,7 @@ def read_questions(stories: str) -> Iterator[tuple[list[str], str, str]]:
 
 
 def hide(facts: list[str], places: list[float], sentences: list[str]) -> str:
-    """Facts among sentences: `places`, in ascending order, says after which share of them each fact comes."""
+    """Inserts facts among sentences; `places`, ascending, are the shares of the sentences that precede each fact."""
     pieces, done = [], 0
     for fact, place in zip(facts, places, strict=True):
         until = int(place * (len(sentences) + 1))
@@ -74,8 +75,8 @@ def make_samples(stories: str, book: Book, length: int, seed: int = SEED) -> Ite
     for index, (facts, question, answer) in enumerate(read_questions(stories)):
         context = " ".join(facts)
         if length:
-            room = length - book.count(context)
-            if room < 0:
+            available = length - book.count(context)
+            if available < 0:
                 continue
             rng = random.Random(f"{seed}/{length}/{index}")
             places, start = sorted(rng.random() for _ in facts), rng.randrange(len(book.sentences))
@@ -83,7 +84,7 @@ def make_samples(stories: str, book: Book, length: int, seed: int = SEED) -> Ite
             def hidden(size: int, facts=facts, places=places, start=start) -> str:
                 return hide(facts, places, book.read(start, size))
 
-            size = book.size(start, room)
+            size = book.size(start, available)
             for _ in range(2):  # joined sentences take other numbers of tokens; counting a million takes long
                 size = max(0, size + int((length - book.count(hidden(size))) / book.mean))
             context = hidden(largest(lambda n, hidden=hidden: book.count(hidden(n)) <= length, size))

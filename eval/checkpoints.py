@@ -1,4 +1,4 @@
-"""The models to evaluate: what has to be there before anything is run, what identifies them, lm-eval's view of them."""
+"""The models to evaluate: checks of their folders, fingerprints, and lm-eval's classes for them."""
 
 import hashlib
 from collections import Counter
@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 from lm_eval.models.huggingface import HFLM
-from titans_lm import TitansLM
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 import titans_hf  # noqa: F401  registers the model type "titans"
+from titans_hf_eval.titans_lm import TitansLM
 
 # What a checkpoint's scores depend on; a README or a trainer's state may change.
 PARTS = ("*.safetensors", "*.bin", "*.py", "config.json", "generation_config.json", "*token*", "vocab*", "merges*")
@@ -48,10 +48,10 @@ def _read(path: str, label: str) -> Checkpoint:
         raise ValueError(f"MODEL {path} is not a checkpoint: {where}") from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-        found = bool(tokenizer("a b").input_ids)
-    except Exception as error:  # whatever a class does without its files
+        usable = bool(tokenizer("a b").input_ids)
+    except Exception as error:  # the classes raise different errors without their files
         raise ValueError(f"MODEL {path} has no tokenizer: save it beside the weights") from error
-    if not found:
+    if not usable:
         raise ValueError(f"MODEL {path} has no tokenizer: save it beside the weights")
     fingerprint = digest(_files(folder, PARTS)) if folder.exists() else f"{path}@{config._commit_hash}"
     return Checkpoint(path, label, config.model_type, fingerprint, tokenizer)
@@ -63,7 +63,7 @@ def _files(folder: Path, patterns: Iterable[str]) -> tuple[Path, ...]:
 
 @cache
 def digest(paths: tuple[Path, ...]) -> str:
-    """What identifies the contents of files and folders."""
+    """Hashes the contents of files and folders; 16 hexadecimal digits."""
     total = hashlib.sha256()
     for path in paths:
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
@@ -98,7 +98,7 @@ def _cut(mask: Tensor, keep: int) -> int:
 def load_lm(
     checkpoint: Checkpoint, batch_size: int, device: str | None, dtype: str, max_length: int | None
 ) -> TitansLM | CountingHFLM:
-    """lm-eval's model; that of a Titans takes any length."""
+    """Loads lm-eval's model; a Titans checkpoint takes prompts of any length."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     options = {"pretrained": checkpoint.path, "batch_size": batch_size, "device": device, "dtype": dtype}
     if checkpoint.model_type == "titans":

@@ -2,7 +2,7 @@
 
 Wording, order of random draws, depths and answers are those of lm_eval/tasks/ruler/prepare_niah.py, which cannot be
 imported offline. Two things differ. A sample is as long as fits into the asked length, to the sentence of noise or the
-word of a book, where RULER's size grows in steps. And sentences end where a regular expression says so.
+word of a book, where RULER's size grows in steps. Sentences are split by a regular expression.
 """
 
 import random
@@ -15,6 +15,8 @@ from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
+
+from titans_hf_scripts.shared.text_files import find_files
 
 SEED = 42
 NUM_SAMPLES = 500
@@ -34,7 +36,7 @@ SENTENCE_END = re.compile(r"(?<!\bMr\.)(?<!\bMrs\.)(?<!\bDr\.)(?<!\bSt\.)(?<!\b[
 
 @dataclass(frozen=True)
 class Kind:
-    """What is hidden (numbers or uuids), and whether in repeated noise or in the words of a text."""
+    """The kind of the hidden values (numbers or uuids), and whether they are in repeated noise or in a text."""
 
     values: str
     in_noise: bool = False
@@ -49,7 +51,7 @@ KINDS = {
 
 @cache
 def word_groups() -> list[list[str]]:
-    """Adjectives of keys (all pairs adjective-noun of wonderwords); a group's keys all sort before the next one's."""
+    """Groups the adjectives of keys (adjective-noun of wonderwords) so that a group's keys sort before the next's."""
     groups: list[list[str]] = []
     for adjective in sorted(f"{adjective}-" for adjective in categories()["adjectives"]):
         if groups and adjective.startswith(groups[-1][0]):  # "old-fashioned-act" sorts between two of "old-"
@@ -60,7 +62,7 @@ def word_groups() -> list[list[str]]:
 
 
 def draw_key(rng: random.Random) -> str:
-    """RULER draws from the sorted list of the six million keys; making that list takes half a gigabyte."""
+    """Draws a key as RULER does from the sorted list of six million, without the half gigabyte of that list."""
     nouns = categories()["nouns"]
     place = rng.randrange(len(nouns) * sum(map(len, word_groups())))
     for group in word_groups():
@@ -88,10 +90,8 @@ def categories() -> dict[str, list[str]]:
 
 
 def book_text(folder: str | Path) -> str:
-    """The books of a folder, one after the other, every run of white space a space."""
-    files = sorted(Path(folder).glob("*.txt"))
-    if not files:
-        raise FileNotFoundError(f"{folder} holds no .txt files to hide needles in")
+    """Joins the books of a folder; every run of white space becomes one space."""
+    files = find_files(folder, "the folder of the haystack")
     return " ".join(" ".join(file.read_text(encoding="utf-8").split()) for file in files)
 
 
@@ -100,7 +100,7 @@ def split_sentences(text: str) -> list[str]:
 
 
 def make_sample(rng: random.Random, kind: Kind, size: int, words: list[str]) -> dict:
-    """One needle in `size` sentences of noise, or in the first `size` words."""
+    """Makes a sample: one needle in `size` sentences of noise, or in the first `size` words."""
     key, value = draw_key(rng), draw_value(rng, kind)
     needle = needle_of(kind, key, value)
     if kind.in_noise:
@@ -132,12 +132,12 @@ def token_counter(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int]:
 
 
 def prompt_of(sample: dict) -> str:
-    """What the model reads, as lm-eval joins it."""
+    """Joins input and prefix as lm-eval does."""
     return f"{sample['input']} {sample['gen_prefix']}"
 
 
 def largest(fits: Callable[[int], bool], start: int) -> int:
-    """The largest size that fits, 0 if none does: in steps that double, then halve, from a first guess."""
+    """Finds the largest size that fits, 0 if none does: in steps that double, then halve, from a first guess."""
     size, step = max(start, 1), 1
     while size > 0 and not fits(size):
         size, step = size - step, step * 2
@@ -158,7 +158,7 @@ def make_samples(
     text: str = "",
     seed: int = SEED,
 ) -> Iterator[dict]:
-    """`number` samples of a kind: prompt, prefix and the 128 tokens to be generated fill at most `length` tokens.
+    """Makes `number` samples of a kind: prompt, prefix and the 128 tokens to be generated fill at most `length` tokens.
 
     Sample i is the same however many there are.
     """

@@ -17,15 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from babilong import check_facts, read_stories
-from cards import card_of, update_card
-from checkpoints import Checkpoint, CountingHFLM, digest, load_lm, read_checkpoints
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
-from needles import make_samples, token_counter
-from report import write_report
-from suites import BABILONG_LENGTHS, SUITES, TASKS, Unit, choose, plan
-from titans_lm import TitansLM
+
+from titans_hf_eval.babilong import check_facts, read_stories
+from titans_hf_eval.checkpoints import Checkpoint, CountingHFLM, digest, load_lm, read_checkpoints
+from titans_hf_eval.model_card_results import card_of, update_card
+from titans_hf_eval.needles import make_samples, token_counter
+from titans_hf_eval.result_tables import write_report
+from titans_hf_eval.suites import BABILONG_LENGTHS, SUITES, TASKS, Unit, choose, plan
+from titans_hf_eval.titans_lm import TitansLM
+from titans_hf_scripts.shared.command_line import run_command
 
 EVAL = Path(__file__).parent
 # A result is kept only while the code that made its prompts and read its answers is the same.
@@ -83,7 +85,7 @@ def check_lengths(units: list[Unit], checkpoints: list[Checkpoint], data: Path |
 
 
 def settings_of(unit: Unit, checkpoint: Checkpoint, args: argparse.Namespace) -> dict[str, Any]:
-    """What a saved result has to agree with to be used again. Batch size and device do not change scores."""
+    """Returns the settings that a saved result must share to be used again; batch size and device change no score."""
     data = "hub" if args.data is None else digest(tuple(args.data / need for need in unit.task.needs))
     return {
         "task": str(unit),
@@ -98,7 +100,7 @@ def settings_of(unit: Unit, checkpoint: Checkpoint, args: argparse.Namespace) ->
 
 
 def finished(path: Path, settings: dict[str, Any]) -> bool:
-    """Whether a saved result holds for these settings; says so if it does not."""
+    """Whether a saved result has these settings; prints the differences if it has not."""
     if not path.exists():
         return False
     saved = json.loads(path.read_text())["settings"]
@@ -113,7 +115,7 @@ def finished(path: Path, settings: dict[str, Any]) -> bool:
 def evaluate(
     lm: TitansLM | CountingHFLM, unit: Unit, checkpoint: Checkpoint, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """lm-eval's results of one unit, and what the tables need beside them."""
+    """Runs one unit; returns lm-eval's results with the facts that the tables need."""
     metadata = unit.metadata(args.data, checkpoint.path, args.limit)
     # lm-eval's thousands of tasks take long to index, and only those of the Hub are among them.
     manager = TaskManager(include_path=str(EVAL / "tasks"), include_defaults=args.data is None, metadata=metadata)
@@ -196,7 +198,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, FileNotFoundError, ConnectionError) as error:
-        raise SystemExit(f"error: {error}") from error
+    run_command(main)

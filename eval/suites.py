@@ -1,4 +1,4 @@
-"""What can be evaluated: suites of tasks, each from the Hub or from a local folder."""
+"""The suites of tasks, each with its data from the Hub or from a local folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Unit:
-    """What is evaluated and saved at once: a task, at one length if it has lengths."""
+    """A task, at one length if it has lengths: the unit of evaluating and saving."""
 
     task: Task
     lm_eval_name: str
@@ -32,12 +32,12 @@ class Unit:
         return self.lm_eval_name if self.length is None else f"{self.lm_eval_name}-{self.length}"
 
     def metadata(self, data: Path | None, tokenizer: str, limit: int | None) -> dict[str, Any]:
-        """What lm-eval hands to the code that makes the task's documents."""
+        """Returns the metadata that lm-eval passes to the code that makes the task's documents."""
         lengths: Any = [self.length]
         if self.task.suite == "babilong":
             lengths = f"{self.length // 1024}k" if data is None else self.length
-        found = {"data": data and str(data), "tokenizer": tokenizer, "samples": limit, "max_seq_lengths": lengths}
-        return {name: value for name, value in found.items() if value not in (None, [None])}
+        metadata = {"data": data and str(data), "tokenizer": tokenizer, "samples": limit, "max_seq_lengths": lengths}
+        return {name: value for name, value in metadata.items() if value not in (None, [None])}
 
 
 def _local(name: str, suite: str, *needs: str) -> Task:
@@ -79,7 +79,10 @@ def choose(names: list[str]) -> list[Task]:
 
 
 def plan(tasks: list[Task], data: Path | None, lengths: list[int] | None) -> tuple[list[Unit], list[str]]:
-    """Units to evaluate, and why tasks are left out; raises for data that is not there."""
+    """Lists the units to evaluate, and the reasons for tasks left out.
+
+    Raises FileNotFoundError for missing data, ValueError for lengths that no chosen task has.
+    """
     if data is not None and not data.is_dir():
         raise FileNotFoundError(f"--data {data}: no such folder")
     units, skipped, missing = [], [], []

@@ -35,8 +35,8 @@ class TitansLM(HFLM):
         piece_length: tokens read at once.
         share_from: a common beginning of at least so many tokens is read once for all requests that have it.
 
-    Raises ValueError for a checkpoint of another model type and for batch_size="auto", which is found by trying the
-    longest context.
+    Raises ValueError for a checkpoint of another model type and for batch_size="auto", which lm-eval determines by
+    trying the longest context.
     """
 
     cut_tokens = 0  # as CountingHFLM counts them
@@ -166,8 +166,8 @@ class TitansLM(HFLM):
         for piece in self._pieces(ids.shape[1]):
             logits = self._forward(cache, ids[:, piece], real[:, piece], 0)
             log_probs, best = F.log_softmax(logits, -1, dtype=self.softmax_dtype), logits.argmax(-1).cpu()
-            said = log_probs.gather(2, targets[:, piece, None].to(self.device))[..., 0].cpu().double()
-            total += said.where(real[:, piece], 0).sum(1)
+            chosen = log_probs.gather(2, targets[:, piece, None].to(self.device))[..., 0].cpu().double()
+            total += chosen.where(real[:, piece], 0).sum(1)
             greedy &= ((best == targets[:, piece]) | ~real[:, piece]).all(1)
         return list(zip(total.tolist(), greedy.tolist(), strict=True))
 
@@ -180,7 +180,7 @@ class TitansLM(HFLM):
         cache = self._read(_repeat(cache, len(prompts)), ids[:, :-1], real[:, :-1])
         shared = torch.tensor(prompts[0][:start], dtype=torch.long).expand(len(prompts), -1)
         ids, real = torch.cat([shared, ids], dim=1), F.pad(real, (start, 0), value=True)
-        said = self._model_generate(
+        output = self._model_generate(
             context=ids.to(self.device),
             attention_mask=real.long().to(self.device),
             max_length=ids.shape[1] + num_new,
@@ -188,7 +188,7 @@ class TitansLM(HFLM):
             past_key_values=cache,
             **kwargs,
         )
-        texts = (self.tok_decode(row) for row in said[:, ids.shape[1] :].tolist())
+        texts = (self.tok_decode(row) for row in output[:, ids.shape[1] :].tolist())
         return [postprocess_generated_text(text, stop=until, think_end_token=self.think_end_token) for text in texts]
 
 

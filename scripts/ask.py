@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 
 import torch
-from read import load_model
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from titans_hf import TitansCache
+from titans_hf_scripts.read import load_model
 
 
 def answer(

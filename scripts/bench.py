@@ -1,9 +1,9 @@
-"""Speed and memory, measured: tables, JSON and plots.
+"""Measures speed and memory: tables, JSON and plots.
 
     python scripts/bench.py memory --output runs/bench
 
-Times are of the processor, on one thread, in float32; on a GPU they are of the clock. Each benchmark first checks that
-what it times computes what it should. What is compared runs in turn in one process, so ratios hold on a busy machine.
+Times are processor time of one thread in float32, and wall-clock time on a GPU. Each benchmark first checks the result
+of what it times. Candidates run in turn in one process, so that their ratios hold on a busy machine.
 """
 
 import argparse
@@ -13,15 +13,17 @@ from pathlib import Path
 
 import torch
 import transformers
-from benchmarks import decode, memory, models, peer, prompt
-from benchmarks.report import save_plot, table
+
+from titans_hf_scripts.benchmarks import compare_titans_pytorch, decode, long_prompt, memory_alone, whole_models
+from titans_hf_scripts.benchmarks.table_and_plot import save_plot, table
+from titans_hf_scripts.shared.command_line import run_command
 
 BENCHMARKS = {
-    "memory": memory,
-    "titans-pytorch": peer,
-    "models": models,
+    "memory": memory_alone,
+    "titans-pytorch": compare_titans_pytorch,
+    "models": whole_models,
     "decode": decode,
-    "prompt": prompt,
+    "prompt": long_prompt,
 }
 
 
@@ -32,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
         command = commands.add_parser(name, help=benchmark.__doc__.splitlines()[0], description=benchmark.__doc__)
         command.add_argument("--output", type=Path, default=Path("runs/bench"), help="folder of tables and plots")
         command.add_argument("--device", type=torch.device, default=torch.device("cpu"))
-        command.add_argument("--repeats", type=int, default=5, help="rounds, of which the median counts")
+        command.add_argument("--repeats", type=int, default=5, help="rounds; the median is reported")
         benchmark.add_arguments(command)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -44,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def save(args: argparse.Namespace, rows: list[dict]) -> None:
-    """After every row: an interrupted run keeps what it has measured."""
+    """Writes JSON, table and plot; called after every row, so that an interrupted run keeps its rows."""
     args.output.mkdir(parents=True, exist_ok=True)
     versions = {name: module.__version__ for name, module in (("torch", torch), ("transformers", transformers))}
     device = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else "CPU"
@@ -56,4 +58,4 @@ def save(args: argparse.Namespace, rows: list[dict]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -4,8 +4,9 @@
     python scripts/conformance.py -k "training or fsdp"
 
 The tests come from the source distribution of the installed transformers, fetched from the package index into
-build/conformance. What they import but the distribution lacks is filled in from scripts/conformance_standins; from a
-checkout of transformers (--source), everything is transformers' own. `conformance_cases.py` says what is tested.
+build/conformance. What they import but the distribution lacks is filled in from conformance_tests/standins; from a
+checkout of transformers (--source), everything is transformers' own. `conformance_tests/conformance_cases.py` lists
+what is tested.
 """
 
 import argparse
@@ -23,9 +24,12 @@ from pathlib import Path
 import pytest
 import transformers
 
+from titans_hf_scripts.shared.markdown_tables import markdown_table
+
 SCRIPTS = Path(__file__).resolve().parent
 CACHE = SCRIPTS.parent / "build" / "conformance"
-STANDINS = SCRIPTS / "conformance_standins"
+TESTS = SCRIPTS / "conformance_tests"
+STANDINS = TESTS / "standins"
 TITANS = ("TitansMacTest", "TitansMagTest", "TitansMalTest", "TitansLmmTest")
 BASELINES = ("OlmoHybridTest", "Qwen3NextTest")
 
@@ -41,7 +45,7 @@ def fetch_archive() -> Path:
 
 
 def unpack_tests(folder: Path, checkout: Path | None) -> list[str]:
-    """Puts transformers' tests into `folder/tests`, with our stand-ins for what they lack -> the stand-ins' names."""
+    """Puts transformers' tests into `folder/tests`, and stand-ins for missing modules; returns the stand-ins' names."""
     if checkout:
         shutil.copytree(checkout / "tests", folder / "tests")
     else:
@@ -64,9 +68,9 @@ def unpack_tests(folder: Path, checkout: Path | None) -> list[str]:
 
 @dataclass
 class Outcomes:
-    """A pytest plugin that keeps every outcome: found[test class]["passed", "failed" or "skipped"][test] says why."""
+    """A pytest plugin that keeps the reasons: by_class[test class]["passed", "failed" or "skipped"][test]."""
 
-    found: dict = field(default_factory=lambda: defaultdict(lambda: defaultdict(dict)))
+    by_class: dict = field(default_factory=lambda: defaultdict(lambda: defaultdict(dict)))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call" and report.passed:
@@ -74,29 +78,28 @@ class Outcomes:
         name, test = report.nodeid.split("::")[-2:]
         if report.skipped:
             reason = report.longrepr[2].removeprefix("Skipped: ")
-        else:  # pytest marks what an exception says by an E; a rank's traceback ends with what happened
+        else:  # pytest marks the message of an exception by an E; a rank's traceback ends with it
             reason = next((line[1:] for line in reversed(report.longreprtext.splitlines()) if line[:1] == "E"), "")
-        self.found[name][report.outcome][test] = " ".join(reason.split())
+        self.by_class[name][report.outcome][test] = " ".join(reason.split())
 
 
 def table(outcomes: dict, names: list[str]) -> str:
     """Counts of every test class, then failures and skips by their reasons, as Markdown."""
-    lines = ["| tests of | passed | failed | skipped |", "|---|---|---|---|"]
-    for name in names:
-        counts = [len(outcomes[name][outcome]) for outcome in ("passed", "failed", "skipped")]
-        lines.append(f"| {_short(name)} | {' | '.join(map(str, counts))} |")
+    kinds = ("passed", "failed", "skipped")
+    rows = [[_short(name), *(len(outcomes[name][kind]) for kind in kinds)] for name in names]
+    parts = [markdown_table(["tests of", *kinds], rows)]
     for outcome in ("failed", "skipped"):
         groups = defaultdict(list)
         for test in sorted({test for name in names for test in outcomes[name][outcome]}):
             for reason in {outcomes[name][outcome].get(test) for name in names} - {None}:
                 which = [name for name in names if outcomes[name][outcome].get(test) == reason]
                 groups[reason, tuple(which)].append(test)
-        if groups:
-            lines += ["", f"| {outcome} because | of | tests |", "|---|---|---|"]
+        rows = []
         for (reason, which), tests in sorted(groups.items()):
-            of = "all" if list(which) == names else ", ".join(map(_short, which))
-            lines.append(f"| {reason.replace('|', '/')} | {of} | {_list_tests(tests)} |")
-    return "\n".join(lines)
+            rows.append([reason, "all" if list(which) == names else ", ".join(map(_short, which)), _list_tests(tests)])
+        if rows:
+            parts.append(markdown_table([f"{outcome} because", "of", "tests"], rows))
+    return "\n\n".join(parts)
 
 
 def _short(test_class: str) -> str:
@@ -105,20 +108,20 @@ def _short(test_class: str) -> str:
 
 def _list_tests(tests: list[str]) -> str:
     """Names without test_; those that differ in their parameters alone (name_0_..., name_1_...) as one."""
-    found = Counter(re.sub(r"_\d+(_\w+)?$", "", test.removeprefix("test_")) for test in tests)
-    return ", ".join(name if number == 1 else f"{name} ({number})" for name, number in found.items())
+    counts = Counter(re.sub(r"_\d+(_\w+)?$", "", test.removeprefix("test_")) for test in tests)
+    return ", ".join(name if number == 1 else f"{name} ({number})" for name, number in counts.items())
 
 
 def run_tests(folder: Path, names: list[str], chosen: str | None) -> tuple[int, dict]:
     """pytest's exit status, and the outcomes by test class."""
     # Slow tests too; and nothing from the Hub, whatever this machine has in its cache.
     os.environ |= {"RUN_SLOW": "1", "HF_HUB_OFFLINE": "1"}
-    sys.path[:0] = [str(folder), str(SCRIPTS)]
-    options = ["-q", "--no-header", "--tb=short", "-c", os.devnull, "--rootdir", str(SCRIPTS), "-p", "no:cacheprovider"]
+    options = ["-q", "--no-header", "--tb=short", "-c", os.devnull, "--rootdir", str(TESTS), "-p", "no:cacheprovider"]
+    options += ["-o", f"pythonpath={folder}"]
     outcomes = Outcomes()
-    cases = [f"{SCRIPTS / 'conformance_cases.py'}::{name}" for name in names]
+    cases = [f"{TESTS / 'conformance_cases.py'}::{name}" for name in names]
     status = pytest.main([*options, "-W", "ignore", *(["-k", chosen] if chosen else []), *cases], plugins=[outcomes])
-    return int(status), outcomes.found
+    return int(status), outcomes.by_class
 
 
 def main() -> int:
@@ -134,7 +137,7 @@ def main() -> int:
         status, outcomes = run_tests(Path(folder), names, args.k)
     text = table(outcomes, names)
     if standins:
-        text += f"\n\nNot in the source distribution, and stood in for: {', '.join(standins)}."
+        text += f"\n\nReplaced by stand-ins, because the source distribution lacks them: {', '.join(standins)}."
     print(f"\n{text}")
     if args.markdown:
         args.markdown.write_text(text + "\n")

@@ -1,8 +1,8 @@
-"""A model that learns while it reads: two small models learn key-value recall, then are asked from ever farther away.
+"""Trains two small models on key-value recall within minutes, then asks both at growing distances.
 
-Both see "k1 v1 ... k6 v6 filler k?" and have to answer the v that came with that k. They are trained with at most 16
-tokens of filler and asked with up to 1024, through `generate()`. The Titans carries what it has read in the weights of
-its memory (by default it has nothing else); the Transformer (Mistral) has nothing but its window.
+Both get "k1 v1 ... k6 v6 filler k?" and have to answer the v that came with that k. They are trained with at most 16
+tokens of filler and asked with up to 1024, through `generate()`. The Titans stores the pairs in the weights of its
+memory (the default variant, LMM, has no attention); the Transformer (Mistral) has a sliding window only.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedConfig, 
 from transformers.utils import logging
 
 import titans_hf
+from titans_hf_scripts.shared.command_line import run_command
 
 NUM_PAIRS, NUM_QUERIES, NUM_SYMBOLS, TRAINED_FILLER = 6, 16, 32, 16
 VOCAB_SIZE = 3 * NUM_SYMBOLS  # keys, values, filler
@@ -26,7 +27,7 @@ WINDOW = 16
 
 
 def make_batch(batch_size: int, filler: int, generator: torch.Generator, num_queries: int = NUM_QUERIES):
-    """Token ids (B, 2 * pairs + filler + 2 * queries), and labels: the values in the queries, nothing else."""
+    """Draws ids (B, 2 * pairs + filler + 2 * queries) and labels of that shape: the queries' values, else -100."""
     keys, values = (
         torch.rand(batch_size, NUM_SYMBOLS, generator=generator).argsort(1)[:, :NUM_PAIRS] + first
         for first in (0, NUM_SYMBOLS)
@@ -72,11 +73,11 @@ def train(name: str, model: PreTrainedModel, steps: int, seed: int) -> None:
 
 
 def recall(model: PreTrainedModel, filler: int, num_questions: int, seed: int) -> float:
-    """Share of right answers by `generate()` to one question a sequence, `filler` tokens after the facts."""
+    """Asks one question per sequence, `filler` tokens after the facts; returns the share of right answers."""
     ids, _ = make_batch(num_questions, filler, torch.Generator().manual_seed(seed), num_queries=1)
     prompt, answer = ids[:, :-1], ids[:, -1]
-    said = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=1, do_sample=False)
-    return (said[:, -1] == answer).float().mean().item()
+    output = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=1, do_sample=False)
+    return (output[:, -1] == answer).float().mean().item()
 
 
 def plot(results: dict[str, list[float]], path: Path) -> None:
@@ -93,7 +94,7 @@ def plot(results: dict[str, list[float]], path: Path) -> None:
 
 
 def train_and_ask(args: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Recall at every distance, and parameters, by model; Titans is asked again with its memory stopped."""
+    """Returns recall at every distance and number of parameters by model; Titans once more with its memory frozen."""
     results, sizes = {}, {}
     for name, config in make_configs(args.variant, args.initializer_range).items():
         set_seed(args.seed)
@@ -144,4 +145,4 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -18,11 +18,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from read import load_model
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from titans_hf import TitansCache
+from titans_hf_scripts.read import load_model
 
 PIECE = 2048  # tokens read at once
 QUANTITIES = {

@@ -21,11 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate.utils import reduce
-from carry_memory import CarryTrainer, check_carry_memory
 from datasets import Dataset
-from lanes import Lanes, collate_lanes
-from run_folder import CardTrainer, check_push, data_facts, save_results, write_dry_run
-from training_data import collate, load_blocks, load_tokenizer
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -42,6 +38,11 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import is_torch_bf16_gpu_available
 
 import titans_hf  # noqa: F401  registers the model type "titans"
+from titans_hf_scripts.shared.command_line import run_command
+from titans_hf_scripts.training.carried_memory_trainer import CarriedMemoryTrainer, check_carry_memory
+from titans_hf_scripts.training.contiguous_batches import ContiguousBatches, collate_contiguous
+from titans_hf_scripts.training.data import collate, load_blocks, load_tokenizer
+from titans_hf_scripts.training.run_folder import CardTrainer, check_push, data_facts, save_results, write_dry_run
 
 
 @dataclass
@@ -242,10 +243,10 @@ def make_trainer(
     """`blocks`: those to train on, those to evaluate on."""
     (train_data, eval_data), trainer_class, collator = blocks, TokenLossTrainer, collate
     if args.carry_memory:
-        trainer_class, collator = CarryTrainer, collate_lanes
+        trainer_class, collator = CarriedMemoryTrainer, collate_contiguous
         train_rows, eval_rows = training_args.train_batch_size, training_args.eval_batch_size
-        train_data = Lanes(train_data, train_rows * training_args.world_size, tokenizer.eos_token_id)
-        eval_data = Lanes(eval_data, eval_rows * training_args.world_size, tokenizer.eos_token_id)
+        train_data = ContiguousBatches(train_data, train_rows * training_args.world_size, tokenizer.eos_token_id)
+        eval_data = ContiguousBatches(eval_data, eval_rows * training_args.world_size, tokenizer.eos_token_id)
     set_seed(training_args.seed)
     return trainer_class(
         # Whatever dtype the config names: mixed precision is a training option, and its weights are float32.
@@ -320,4 +321,4 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 from common import make_model
-from training_data import byte_tokenizer
 
 from titans_hf import TitansForCausalLM
+from titans_hf_scripts.training.data import byte_tokenizer
 
 
 def save_byte_model(folder: Path, variant: str) -> TitansForCausalLM:

@@ -2,11 +2,12 @@
 
 import json
 
-import bench
 import pytest
 import torch
-from benchmarks import decode, measure, memory, report, zoo
 from transformers import DynamicCache
+
+from titans_hf_scripts import bench
+from titans_hf_scripts.benchmarks import comparable_models, decode, measure, memory_alone, table_and_plot
 
 
 def run(tmp_path, *arguments):
@@ -38,28 +39,34 @@ def test_work_that_ends_its_process_is_an_error():
 
 
 def test_what_is_wrong_is_not_timed(monkeypatch):
-    wrong = memory.memorize
-    monkeypatch.setattr(memory, "memorize", lambda *args, **kw: wrong(*args, **kw | {"chunk_size": 32}))
-    with pytest.raises(AssertionError, match="chunk 64, depth 2: what is read is off by"):
-        memory.check(2, 64, torch.device("cpu"))
+    wrong = memory_alone.memorize
+    monkeypatch.setattr(memory_alone, "memorize", lambda *args, **kw: wrong(*args, **kw | {"chunk_size": 32}))
+    with pytest.raises(AssertionError, match="chunk 64, depth 2: the output is off by"):
+        memory_alone.check(2, 64, torch.device("cpu"))
 
 
 def test_the_floor_counts_every_product():
     """Of one layer, two heads' worth: what `memory_sweep` multiplies, counted by hand."""
-    chunk, size = 16, memory.HEAD_DIM
+    chunk, size = 16, memory_alone.HEAD_DIM
     by_hand = 6 * chunk * size * size + 2 * chunk * chunk * size + chunk**3
-    assert memory.Products(1, chunk, torch.device("cpu")).multiply_adds == memory.BATCH * memory.HEADS * by_hand
+    assert (
+        memory_alone.Products(1, chunk, torch.device("cpu")).multiply_adds
+        == memory_alone.BATCH * memory_alone.HEADS * by_hand
+    )
 
 
 def test_models_are_of_equal_size():
-    for size, expected in zoo.PARAMETERS.items():
-        for name in zoo.NAMES:
-            assert abs(zoo._num_parameters(zoo.fitting_config(name, size)) / expected - 1) < 0.06, name
+    for size, expected in comparable_models.PARAMETERS.items():
+        for name in comparable_models.NAMES:
+            assert (
+                abs(comparable_models._num_parameters(comparable_models.fitting_config(name, size)) / expected - 1)
+                < 0.06
+            ), name
 
 
 def test_tables_show_what_is_missing():
     rows = [{"model": "a", "tokens": 1024, "speed": 1234.5}, {"model": "b", "tokens": 5, "share": 0.12345}]
-    assert report.table(rows).splitlines()[2:] == ["| a | 1,024 | 1,234 | – |", "| b | 5 | – | 0.123 |"]
+    assert table_and_plot.table(rows).splitlines()[2:] == ["| a | 1,024 | 1,234 | – |", "| b | 5 | – | 0.123 |"]
 
 
 def test_memory(tmp_path):
@@ -91,7 +98,7 @@ def test_a_long_prompt(tmp_path):
     options = ("--text", str(tmp_path), "--tokens", "2000", "--piece", "256", "--every", "1000")
     rows = run(tmp_path / "out", "prompt", *options)
     assert [row["tokens"] for row in rows] == [1024, 2000]
-    with pytest.raises(SystemExit, match="holds no"):
+    with pytest.raises(ValueError, match="holds no"):
         run(tmp_path, "prompt", "--text", str(tmp_path / "out"))
 
 

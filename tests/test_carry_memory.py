@@ -8,15 +8,15 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-import train
-from carry_memory import CarryTrainer
 from common import VARIANTS, make_ids, make_model
 from datasets import Dataset
-from lanes import Lanes, collate_lanes
 from tiny_run import LAUNCH, LLAMA, TITANS, StopAt
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from titans_hf import TitansCache
+from titans_hf_scripts import train
+from titans_hf_scripts.training.carried_memory_trainer import CarriedMemoryTrainer
+from titans_hf_scripts.training.contiguous_batches import ContiguousBatches, collate_contiguous
 
 pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
 EOS, RATE = 1, 0.02
@@ -29,52 +29,52 @@ def make_stream() -> torch.Tensor:
     return torch.cat([torch.cat([document, torch.tensor([EOS])]) for document in documents])
 
 
-def make_trainer(model, folder, num_lanes: int, **options) -> CarryTrainer:
+def make_trainer(model, folder, num_rows: int, **options) -> CarriedMemoryTrainer:
     """One epoch of plain gradient descent, so that the parameters show the gradients."""
     common = dict(output_dir=folder, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True)
     common |= dict(optim="sgd", max_grad_norm=0.0, lr_scheduler_type="constant", learning_rate=RATE, num_train_epochs=1)
     common |= dict(train_sampling_strategy="sequential", remove_unused_columns=False, dataloader_pin_memory=False)
-    common |= dict(per_device_train_batch_size=num_lanes, per_device_eval_batch_size=num_lanes)
+    common |= dict(per_device_train_batch_size=num_rows, per_device_eval_batch_size=num_rows)
     blocks = Dataset.from_dict({"input_ids": [block.tolist() for block in make_stream().split(BLOCK)]})
-    lanes = Lanes(blocks.with_format("torch"), num_lanes, EOS)
-    return CarryTrainer(
+    batches = ContiguousBatches(blocks.with_format("torch"), num_rows, EOS)
+    return CarriedMemoryTrainer(
         model,
         TrainingArguments(**common | options),
-        data_collator=collate_lanes,
-        train_dataset=lanes,
-        eval_dataset=lanes,
+        data_collator=collate_contiguous,
+        train_dataset=batches,
+        eval_dataset=batches,
         compute_metrics=partial(train.perplexity, tokens_per_byte=1.0),
     )
 
 
-def naive_losses(model, lanes: Lanes):
-    """Step by step the losses of all predicted tokens, one document of one lane after the other, each alone."""
-    stream, caches = make_stream(), [None] * lanes.num_lanes
-    for step in range(lanes.num_steps):
+def naive_losses(model, batches: ContiguousBatches):
+    """Step by step the losses of all predicted tokens, one document of one row after the other, each alone."""
+    stream, caches = make_stream(), [None] * batches.num_rows
+    for step in range(batches.num_steps):
         losses = []
-        for lane, (start, end) in enumerate(itertools.pairwise(lanes.bounds)):
+        for row, (start, end) in enumerate(itertools.pairwise(batches.bounds)):
             first = (start + step) * BLOCK
             block = stream[first : min(first + BLOCK, end * BLOCK)]
             for piece in block.tensor_split((block == EOS).nonzero().flatten() + 1):
                 last = first + len(piece)
                 if first < last:
-                    begins = (step == 0 and first == start * BLOCK) or stream[first - 1] == EOS
-                    caches[lane] = TitansCache(model.config) if begins else caches[lane].detach()
-                    logits = model(piece[None], past_key_values=caches[lane]).logits[0]
+                    starts = (step == 0 and first == start * BLOCK) or stream[first - 1] == EOS
+                    caches[row] = TitansCache(model.config) if starts else caches[row].detach()
+                    logits = model(piece[None], past_key_values=caches[row]).logits[0]
                     targets = stream[first + 1 : last + 1 if stream[last - 1] != EOS else last]
                     losses.append(F.cross_entropy(logits[: len(targets)], targets, reduction="none"))
                 first = last
         yield torch.cat(losses)
 
 
-@pytest.mark.parametrize("num_lanes,accumulated", [(3, 1), (2, 2)])
+@pytest.mark.parametrize("num_rows,accumulated", [(3, 1), (2, 2)])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_training_is_truncated_backpropagation(variant, num_lanes, accumulated, tmp_path):
+def test_training_is_truncated_backpropagation(variant, num_rows, accumulated, tmp_path):
     """Else a document reads on from another one's memory, a gradient leaves its block, or a token counts twice."""
-    trainer = make_trainer(make_model(variant), tmp_path, num_lanes, gradient_accumulation_steps=accumulated)
+    trainer = make_trainer(make_model(variant), tmp_path, num_rows, gradient_accumulation_steps=accumulated)
     trainer.train()
-    model, lanes = make_model(variant).train(), trainer.train_dataset
-    steps = naive_losses(model, lanes)
+    model, batches = make_model(variant).train(), trainer.train_dataset
+    steps = naive_losses(model, batches)
     while batches := list(itertools.islice(steps, accumulated)):
         torch.cat(batches).mean().backward()
         with torch.no_grad():
@@ -82,7 +82,7 @@ def test_training_is_truncated_backpropagation(variant, num_lanes, accumulated, 
                 if parameter.grad is not None:
                     parameter -= RATE * parameter.grad
         model.zero_grad()
-    assert trainer.state.global_step == -(-lanes.num_steps // accumulated)
+    assert trainer.state.global_step == -(-batches.num_steps // accumulated)
     start = dict(make_model(variant).named_parameters())
     for (name, actual), expected in zip(trainer.model.named_parameters(), model.parameters(), strict=True):
         moved = (expected - start[name]).abs().max().item()
@@ -125,7 +125,7 @@ def test_resumed_run_is_bit_identical(options, tmp_path, monkeypatch, variant):
 
 
 def test_resuming_with_other_rows_is_refused(options, tmp_path):
-    """Else rows go on with what other documents have left."""
+    """Resuming with another batch size must fail: rows would inherit other documents' memory."""
     common = dict(carry_memory="true", tokens_per_step=None, gradient_accumulation_steps=1, max_steps=4)
     train.main(options(TITANS, **common))
     common |= dict(max_steps=8, resume_from_checkpoint="true")
@@ -136,7 +136,7 @@ def test_resuming_with_other_rows_is_refused(options, tmp_path):
         train.main(options(TITANS, **common))
 
 
-def test_batches_that_are_no_lanes_are_refused(tmp_path):
+def test_batches_of_another_size_are_refused(tmp_path):
     """Else whoever changes the size of batches, a launcher for one, mixes up documents."""
     trainer = make_trainer(make_model("lmm"), tmp_path, 2, per_device_train_batch_size=3)
     with pytest.raises(ValueError, match="3 rows in each of 1 processes"):
@@ -196,6 +196,6 @@ def test_a_needle_two_blocks_away(options, tmp_path, variant, initializer_range,
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
     ids = AutoTokenizer.from_pretrained(tmp_path / "run")(documents, return_tensors="pt").input_ids
     with torch.no_grad():
-        said = model(ids[:, :17]).logits[:, -1].argmax(-1)
-    right = (said == ids[:, 17]).float().mean().item()
+        logits = model(ids[:, :17]).logits[:, -1].argmax(-1)
+    right = (logits == ids[:, 17]).float().mean().item()
     assert right > 0.45 if carry else right < 0.2  # of 512; a guess is 0.125

@@ -1,14 +1,10 @@
 """The demo's claim: it is the memory that remembers."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, set_seed
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-import demo
+from titans_hf_scripts import demo
 
 
 def test_batches_ask_for_what_was_told():

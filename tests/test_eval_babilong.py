@@ -1,14 +1,16 @@
 """BABILong's samples: facts in their order among the sentences of a book, as long as asked."""
 
 import pytest
-from training_data import byte_tokenizer
+
+from titans_hf_scripts.training.data import byte_tokenizer
 
 pytest.importorskip("lm_eval")
 pytest.importorskip("wonderwords")
-import babilong
 from eval_common import BOOK, SHARED, STORIES, needs_shared_data
-from needles import split_sentences
-from report import CHANCE
+
+from titans_hf_eval import babilong
+from titans_hf_eval.needles import split_sentences
+from titans_hf_eval.result_tables import CHANCE
 
 (QA1,) = STORIES.values()
 TEXT = " ".join(BOOK.split())

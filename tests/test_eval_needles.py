@@ -5,11 +5,12 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from training_data import byte_tokenizer
+
+from titans_hf_scripts.training.data import byte_tokenizer
 
 pytest.importorskip("lm_eval")
 pytest.importorskip("wonderwords")
-import needles
+from titans_hf_eval import needles
 
 TEXT = "It was dark. Mr. Darcy came! 'Who is there?' she said. Nobody was. The wind (it blew.) fell. " * 400
 TOKENIZER = byte_tokenizer()

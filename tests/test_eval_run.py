@@ -5,20 +5,18 @@ import json
 import pytest
 import torch
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from training_data import byte_tokenizer
 from transformers import MistralConfig, MistralForCausalLM
 
 from titans_hf import TitansConfig, TitansForCausalLM
+from titans_hf_scripts.training.data import byte_tokenizer
 
 pytest.importorskip("lm_eval")
 pytest.importorskip("wonderwords")
-import checkpoints
-import report
-import run
-import suites
 from eval_common import EVAL, make_data
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
+
+from titans_hf_eval import checkpoints, result_tables, run, suites
 
 SIZES = dict(
     vocab_size=259,
@@ -214,17 +212,22 @@ def test_cut_tokens_are_counted_and_told(evaluate, tmp_path):
 
 
 def test_averages_and_errors():
-    assert report.mean([(1.0, 3.0), (2.0, 4.0)]) == (1.5, 2.5)
-    assert report.mean([(1.0, None), (2.0, 4.0)]) == (1.5, None)
-    assert report.mean([(1.0, 1.0), None]) is None
-    assert [report.nearest(size) for size in (10**6, 380 * 10**6, 10**9)] == ["340000000", "400000000", "760000000"]
+    assert result_tables.mean([(1.0, 3.0), (2.0, 4.0)]) == (1.5, 2.5)
+    assert result_tables.mean([(1.0, None), (2.0, 4.0)]) == (1.5, None)
+    assert result_tables.mean([(1.0, 1.0), None]) is None
+    nearest = [result_tables.nearest(size) for size in (10**6, 380 * 10**6, 10**9)]
+    assert nearest == [
+        "340000000",
+        "400000000",
+        "760000000",
+    ]
 
 
 def test_the_papers_averages_are_those_of_its_columns():
     known = {"340000000": {"Titans (MAC)": 47.36, "Transformer++": 42.92}, "760000000": {"Titans (MAG)": 52.50}}
     for size, rows in known.items():
         for name, average in rows.items():
-            figures = report.PAPER["table_1"]["sizes"][size]["rows"][name]
+            figures = result_tables.PAPER["table_1"]["sizes"][size]["rows"][name]
             assert sum(figures[2:]) / 8 == pytest.approx(average, abs=0.006)
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 from datasets import Dataset
-from training_data import byte_tokenizer
+
+from titans_hf_scripts.training.data import byte_tokenizer
 
 pytest.importorskip("lm_eval")
 pytest.importorskip("wonderwords")
@@ -12,7 +13,8 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.tasks.ruler import common_utils as ruler
-from local_task import OFFICIAL
+
+from titans_hf_eval.tasks.local_task import OFFICIAL
 
 # The items of make_data as the Hub's data sets have them.
 ARC = [

@@ -5,12 +5,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import run_folder
-import train
 from clean_environment import clean_site, run_clean
 from huggingface_hub import ModelCard
 from test_remote_code import CODE, assert_brings_its_code
 from tiny_run import LLAMA, TITANS
+
+from titans_hf_scripts import train
+from titans_hf_scripts.training import run_folder
 
 pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
 SHORT = dict(max_steps=2, eval_steps=2, save_steps=2)

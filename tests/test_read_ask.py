@@ -9,17 +9,16 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import ask
 import pytest
-import read
 import torch
 from byte_model import save_byte_model
 from test_memory_files import assert_equal
 from tiny_run import LLAMA, SCRIPT
-from training_data import byte_tokenizer
 
 from titans_hf import TitansCache
 from titans_hf.memory_files import read_description
+from titans_hf_scripts import ask, read
+from titans_hf_scripts.training.data import byte_tokenizer
 
 TEXT = "Es war einmal ein König, der hatte zwölf Töchter. 東京 " * 9
 

@@ -10,12 +10,12 @@ import torch
 import transformers
 from clean_environment import clean_site, run_clean
 from common import VARIANTS, make_config, make_ids, make_model, redraw
-from training_data import byte_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.dynamic_module_utils import get_imports
 
 import titans_hf
 from titans_hf import TitansConfig, TitansForCausalLM
+from titans_hf_scripts.training.data import byte_tokenizer
 
 PACKAGE = Path(titans_hf.__file__).parent
 STAYS = {"__init__.py", "__main__.py", "memory_reference.py"}

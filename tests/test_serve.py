@@ -13,8 +13,9 @@ import urllib.request
 import pytest
 import torch
 from common import make_model
-from training_data import byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from titans_hf_scripts.training.data import byte_tokenizer
 
 pytestmark = pytest.mark.slow
 COMMAND = [sys.executable, "-m", "titans_hf"]

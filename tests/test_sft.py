@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-import training_data
 from common import VARIANTS, assert_same, make_model
 from datasets import load_dataset
+
+from titans_hf_scripts.training import data as training_data
 
 trl = pytest.importorskip("trl", reason="fine-tuning on conversations needs trl: pip install titans-hf[finetune]")
 

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import matplotlib.image
 import numpy as np
 import pytest
-import surprise
 import torch
 from byte_model import save_byte_model
-from training_data import byte_tokenizer
+
+from titans_hf_scripts import surprise
+from titans_hf_scripts.training.data import byte_tokenizer
 
 TEXT = '  Es war <einmal> ein König & "sonst"\nniemand: 東京 ist weit. ' * 4
 

@@ -1,20 +1,18 @@
 """eval/titans_lm.py: the scores and texts of lm-eval's own class, with nothing cut and what is shared read once."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from common import VARIANTS, make_model
-from training_data import byte_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from titans_hf_scripts.training.data import byte_tokenizer
+
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed")
-sys.path.insert(0, str(Path(__file__).parents[1] / "eval"))
 
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
-from titans_lm import TitansLM  # noqa: E402
+
+from titans_hf_eval.titans_lm import TitansLM  # noqa: E402
 
 DOCUMENT = "It was the best of times, it was the worst of times. "
 PAIRS = [

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import train
-import training_data as data
 from common import VARIANTS
 from datasets import Dataset, DatasetDict
 from tiny_run import LAUNCH, LLAMA, TITANS, StopAt
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, pipeline
 from transformers.trainer_utils import get_last_checkpoint
+
+from titans_hf_scripts import train
+from titans_hf_scripts.training import data as data
 
 pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
 

@@ -7,7 +7,6 @@ lm-eval calls these with its `metadata`: "data" is the folder; needles and BABIL
 import bz2
 import json
 import re
-import sys
 from collections.abc import Iterable
 from functools import cache
 from itertools import islice
@@ -17,16 +16,13 @@ from datasets import Dataset, load_dataset
 from lm_eval.tasks.ruler.common_utils import get_tokenizer, process_results, resolve_tokenizer_name
 from transformers import PreTrainedTokenizerBase
 
-# lm-eval loads this file by its path; the generators lie one folder up, where training finds them too.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import babilong
-import needles
+from titans_hf_eval import babilong, needles
 
 HAYSTACK = "books/test"
 
 
 def local_file(data: str | Path | None, name: str) -> Path:
-    """A file or folder of the data; errors say what is missing."""
+    """Returns a path of the data folder. Raises ValueError without a folder, FileNotFoundError for a missing file."""
     if data is None:
         raise ValueError('this task reads a local folder: name it in --metadata, as in \'{"data": "my_data"}\'')
     path = Path(data) / name

@@ -1,0 +1,1 @@
+"""The benchmarks of bench.py, one per module."""

@@ -1,7 +1,7 @@
-"""One more token: time and size of the cache, by the length of what was read.
+"""One decoding step: time and size of the cache by the length of the context.
 
-Titans reads all of the context. The others read its first 256 tokens, and what attends to all of it is given their keys
-and values again and again until there are as many: what a step costs depends on how many there are alone.
+Titans reads all of the context. The others read its first 256 tokens; layers with full attention get these keys and
+values repeated up to the length, because the cost of a step depends on their number alone.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -13,9 +13,9 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from . import zoo
+from . import comparable_models
 from .measure import seconds
-from .report import Plot
+from .table_and_plot import Plot
 
 PLOT = Plot(line=("model",), x="context", y=("ms/token", "cache MB"), yscale="log")
 PREFIX = 256
@@ -23,24 +23,26 @@ PIECE = 4096
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--size", choices=zoo.SHAPES, default="30m")
-    parser.add_argument("--models", nargs="+", choices=zoo.NAMES, default=list(zoo.NAMES))
+    parser.add_argument("--size", choices=comparable_models.SHAPES, default="30m")
+    parser.add_argument("--models", nargs="+", choices=comparable_models.NAMES, default=list(comparable_models.NAMES))
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1024, 4096, 16384, 65536])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--compile", action="store_true", help="the models, by torch.compile")
+    parser.add_argument("--compile", action="store_true", help="compile the models by torch.compile")
 
 
 @torch.no_grad()
 def run(args: Namespace) -> Iterator[dict]:
     for name in tqdm(args.models, desc="decode"):
-        model = zoo.build(zoo.fitting_config(name, args.size), args.device, getattr(torch, args.dtype))
-        zoo.check(model)
+        model = comparable_models.build(
+            comparable_models.fitting_config(name, args.size), args.device, getattr(torch, args.dtype)
+        )
+        comparable_models.check(model)
         readers = {context: Reader(model, context) for context in args.contexts}
         if args.compile:
             model.compile()
         sizes = {context: num_bytes(reader.cache) for context, reader in readers.items()}
-        # all contexts in turn, so that they share the machine's moods
+        # all contexts in turn, so that each is slowed alike by other processes
         rounds = [[seconds(reader.step, args.device) for reader in readers.values()] for _ in range(args.steps + 3)][3:]
         for i, context in enumerate(args.contexts):
             yield {
@@ -53,12 +55,12 @@ def run(args: Namespace) -> Iterator[dict]:
 
 
 class Reader:
-    """A model that has read `context` tokens."""
+    """A model with the cache of `context` tokens."""
 
     def __init__(self, model: PreTrainedModel, context: int):
         self.model = model
         titans = model.config.model_type == "titans"
-        ids = zoo.draw_tokens(model, context if titans else min(context, PREFIX))
+        ids = comparable_models.draw_tokens(model, context if titans else min(context, PREFIX))
         self.given = {}
         for piece in ids.split(PIECE, dim=1):
             output = model(piece, use_cache=True, logits_to_keep=1, **self.given)
@@ -77,7 +79,7 @@ class Reader:
 
 
 def num_bytes(held: object) -> int:
-    """Of all tensors that a cache holds."""
+    """Bytes of all tensors that a cache holds."""
     if isinstance(held, torch.Tensor):
         return held.numel() * held.element_size()
     if isinstance(held, dict):

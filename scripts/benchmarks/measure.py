@@ -1,4 +1,4 @@
-"""Time and memory of a piece of work, alone or in turn with others."""
+"""Time and peak memory of functions, alone or in turn with others."""
 
 import ctypes
 import os
@@ -16,7 +16,7 @@ MAPPED = 1 << 16  # bytes from which on memory is mapped, and given back when it
 
 
 def seconds(work: Work, device: torch.device) -> float:
-    """Of the processor: what else runs on the machine does not count. Of the clock where a GPU works."""
+    """Seconds that `work` takes: processor time, which other processes do not change; wall-clock time on a GPU."""
     if device.type == "cpu":
         start = time.process_time()
         work()
@@ -29,14 +29,14 @@ def seconds(work: Work, device: torch.device) -> float:
 
 
 def in_turn(works: Mapping[str, Work], device: torch.device, repeats: int) -> dict[str, float]:
-    """Median seconds of each: a first round warms up, then every round runs all of them, so that they share the
-    machine's moods."""
+    """Median seconds of each function: after a round of warming up, every round runs all of them once, so that other
+    processes slow all alike."""
     rounds = [{name: seconds(work, device) for name, work in works.items()} for _ in range(repeats + 1)]
     return {name: median(times[name] for times in rounds[1:]) for name in works}
 
 
 def peak_bytes(work: Work, device: torch.device) -> int:
-    """The most memory that `work` holds beyond what was held before it."""
+    """Peak memory of `work` in bytes, beyond what was allocated before it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -44,8 +44,8 @@ def peak_bytes(work: Work, device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device) - before
     reader, writer = os.pipe()
     libc = ctypes.CDLL(None)
-    libc.malloc_trim(0)  # what was freed before is not to be used again unseen
-    child = os.fork()  # freed memory is given back to the system at once, which is slow: in a process of its own
+    libc.malloc_trim(0)  # memory freed before would be reused without being counted
+    child = os.fork()  # in a process of its own, because returning freed memory to the system at once is slow
     if not child:
         try:
             libc.mallopt(MMAP_THRESHOLD, MAPPED)
@@ -73,7 +73,7 @@ class MallocInfo(ctypes.Structure):
 
 
 def _use_up_free_chunks(libc: ctypes.CDLL) -> None:
-    """Takes what the heap has free, else it would serve what is to be mapped, in pieces that do not fit together."""
+    """Allocates the free chunks of the heap, so that later allocations are mapped and counted."""
     libc.mallinfo2.restype = MallocInfo
     for _ in range(libc.mallinfo2().fordblks // (MAPPED // 2)):
         libc.malloc(MAPPED // 2)
@@ -85,7 +85,7 @@ def _status_bytes(field: str, process: int | str = "self") -> int:
 
 
 def resident_bytes(process: int | str = "self") -> int:
-    """Of a process by its number. Raises OSError or StopIteration for one that has ended."""
+    """Resident memory of a process in bytes. Raises OSError or StopIteration for one that has ended."""
     return _status_bytes("VmRSS", process)
 
 
@@ -102,8 +102,8 @@ def large_product_rate(dtype: torch.dtype, device: torch.device) -> float:
     return repeats * size**3 / in_turn({"product": work}, device, 5)["product"]
 
 
-def check_close(name: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
-    """Raises where what is about to be timed is not what it is to be."""
-    distance = (found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)
+def check_close(name: str, actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Raises AssertionError where two tensors differ by more than `tolerance` of the expected norm."""
+    distance = (actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)
     if not distance <= tolerance:
         raise AssertionError(f"{name} is off by {distance:.1e} of its length; at most {tolerance:.0e} was expected")

@@ -1,12 +1,10 @@
-"""Truncated backpropagation through time: every batch goes on with what the memory holds after the one before."""
+"""Truncated backpropagation through time: every batch continues from the memory state after the batch before."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lanes import IGNORED, Lanes
-from run_folder import CardTrainer
 from torch.serialization import safe_globals
 from transformers import PreTrainedConfig, TrainingArguments
 
@@ -14,6 +12,8 @@ from titans_hf import TitansCache
 from titans_hf.cache_titans import TitansCacheLayer
 from titans_hf.layer_state import LayerState
 from titans_hf.memory_state import MemoryState
+from titans_hf_scripts.training.contiguous_batches import IGNORED, ContiguousBatches
+from titans_hf_scripts.training.run_folder import CardTrainer
 
 
 def check_carry_memory(
@@ -22,7 +22,7 @@ def check_carry_memory(
     """Raises ValueError for options that cannot be combined with --carry_memory."""
     refused = {
         f"a {config.model_type} model, which has no memory": config.model_type != "titans",
-        "--activation_checkpointing (or --gradient_checkpointing), which would read a carried memory twice": (
+        "--activation_checkpointing (or --gradient_checkpointing), which would update a carried memory twice": (
             args.activation_checkpointing
         ),
         f"--train_sampling_strategy {args.train_sampling_strategy}: the blocks of a document follow each other": (
@@ -38,22 +38,22 @@ def check_carry_memory(
             raise ValueError(f"--carry_memory cannot be combined with {reason}")
 
 
-class CarryTrainer(CardTrainer):
-    """A Trainer over `Lanes` (training and evaluation), in the order that they come in.
+class CarriedMemoryTrainer(CardTrainer):
+    """A Trainer over `ContiguousBatches` (training and evaluation), in their order.
 
-    The cache passes from batch to batch, detached, so that gradients stay within a batch; a row starts anew where its
-    document does. Gradient accumulation reads on from micro-batch to micro-batch. Evaluation carries a cache of its
-    own. Checkpoints hold the training's cache.
+    The cache passes from batch to batch, detached, so that gradients stay within a batch; a row is reset where a
+    document starts. Gradient accumulation passes it from micro-batch to micro-batch. Evaluation has a cache of its own.
+    Checkpoints hold the cache of the training.
     """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.caches: dict[bool, TitansCache] = {}  # by whether it is the training's
+        self.caches: dict[bool, TitansCache] = {}  # {True: of training, False: of evaluation}
 
     def compute_loss(
         self, model: torch.nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch=None
     ) -> Any:
-        cache = self._cache(inputs.pop("begins"), self.train_dataset, training=True)
+        cache = self._cache(inputs.pop("row_starts"), self.train_dataset, training=True)
         inputs = {**inputs, "past_key_values": cache}
         result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         cache.detach()
@@ -62,36 +62,36 @@ class CarryTrainer(CardTrainer):
     def prediction_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[None, torch.Tensor, torch.Tensor]:
-        """Summed loss and number of predicted tokens of every row, as `train.perplexity` takes them."""
+        """Returns summed loss and number of predicted tokens of every row, as `train.perplexity` takes them."""
         inputs = self._prepare_inputs(inputs)
         targets = inputs.pop("shift_labels")
         del inputs["labels"]
-        cache = self._cache(inputs.pop("begins"), self.eval_dataset, training=False)
+        cache = self._cache(inputs.pop("row_starts"), self.eval_dataset, training=False)
         with torch.no_grad(), self.compute_loss_context_manager():
             logits = model(**inputs, past_key_values=cache).logits
         losses = F.cross_entropy(logits.mT.float(), targets, reduction="none", ignore_index=IGNORED)
         return None, losses.sum(1), (targets != IGNORED).sum(1)
 
-    def _cache(self, begins: torch.Tensor, lanes: Lanes, training: bool) -> TitansCache:
-        """What the rows go on with; those that begin start anew."""
-        if len(begins) * self.args.world_size != lanes.num_lanes:
+    def _cache(self, row_starts: torch.Tensor, data: ContiguousBatches, training: bool) -> TitansCache:
+        """Returns the cache of the batch before, with the rows reset that start a document."""
+        if len(row_starts) * self.args.world_size != data.num_rows:
             raise ValueError(
-                f"the batch has {len(begins)} rows in each of {self.args.world_size} processes, but the data was "
-                f"arranged for {lanes.num_lanes} rows in all: resume with the batch size of the checkpoint"
+                f"the batch has {len(row_starts)} rows in each of {self.args.world_size} processes, but the data was "
+                f"arranged for {data.num_rows} rows in all: resume with the batch size of the checkpoint"
             )
-        if begins.all():
+        if row_starts.all():
             self.caches[training] = TitansCache(self.model.config)
         else:
-            self.caches[training].reset(begins)
+            self.caches[training].reset(row_starts)
         return self.caches[training]
 
     def _carried_path(self, checkpoint: str) -> Path:
         return Path(checkpoint) / f"carried_memory_{self.args.process_index}.pt"
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """With the other state that every process has of its own."""
+        """Saves the cache with the other state of each process."""
         super()._save_rng_state(output_dir)
-        saved = {"num_lanes": self.train_dataset.num_lanes, "cache": self.caches[True]}
+        saved = {"num_rows": self.train_dataset.num_rows, "cache": self.caches[True]}
         torch.save(saved, self._carried_path(output_dir))
 
     def train(self, resume_from_checkpoint: str | None = None, **kwargs) -> Any:
@@ -101,9 +101,9 @@ class CarryTrainer(CardTrainer):
                 raise FileNotFoundError(f"{path}: the checkpoint was not made with --carry_memory and these processes")
             with safe_globals([TitansCache, TitansCacheLayer, LayerState, MemoryState]):
                 saved = torch.load(path, map_location=self.args.device, weights_only=True)
-            if saved["num_lanes"] != self.train_dataset.num_lanes:
+            if saved["num_rows"] != self.train_dataset.num_rows:
                 raise ValueError(
-                    f"the checkpoint carries {saved['num_lanes']} rows, but a batch has {self.train_dataset.num_lanes} "
+                    f"the checkpoint carries {saved['num_rows']} rows, but a batch has {self.train_dataset.num_rows} "
                     "(--per_device_train_batch_size times processes): they have to be the same to resume"
                 )
             self.caches[True] = saved["cache"]

@@ -1,26 +1,28 @@
-"""Training data for the pass-key needle: prompts and completions, from short to long, for scripts/train.py.
+"""Makes training data for the pass-key needle: prompts and completions, from short to long, for scripts/train.py.
 
-    python eval/passkeys.py --output data/passkeys
+    python experiments/make_passkey_data.py --output data/passkeys
 
-The first ones are a needle and the beginning of the answer, then with up to three lines of noise between them. The
-others are prompts of niah_single_1, whose lengths rise to `--length` tokens: a model that has to look for something
-hundreds of tokens back before it can look things up at all learns nothing. In a fifth of the documents the noise is
-that of the task, one line again and again; in the others it is lines of random words, of which a document has a few,
-again and again, or all different. A memory that learns from one line alone does not keep the needle among many more.
+The first documents are a needle and the beginning of the answer, then with up to three lines of noise between them. The
+others are prompts of niah_single_1, whose lengths rise to `--length` tokens: without the short ones first a model
+learns nothing. In a fifth of the documents the noise is that of the task, one repeated line; in the others it is lines
+of random words, of which a document repeats a few or draws all anew. A model trained on the one line alone loses the
+needle among other lines.
 """
 
 import argparse
 import contextlib
 import itertools
 import random
-import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
 from datasets import Dataset, DatasetDict
-from needles import (
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from titans_hf_eval.needles import (
     KINDS,
     NOISE,
     categories,
@@ -32,12 +34,9 @@ from needles import (
     sample_of,
     token_counter,
 )
-from texts import text_files
-from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
-
-sys.path.append(str(Path(__file__).parents[1] / "scripts"))
-from training_data import load_tokenizer
+from titans_hf_scripts.shared.command_line import run_command
+from titans_hf_scripts.shared.text_files import find_files
+from titans_hf_scripts.training.data import load_tokenizer
 
 PASSKEY = KINDS["niah_single_1"]
 SHORT = 0.2  # share of documents that are no prompts of the task yet
@@ -131,7 +130,7 @@ def curriculum(
 
 def read_lines(folder: Path | None) -> list[str]:
     """The lines of all books of a folder, long ones broken."""
-    files = [] if folder is None else text_files(folder)
+    files = [] if folder is None else find_files(folder, "--text")
     lines = (line for file in files for line in file.read_text(encoding="utf-8").splitlines())
     return [part for line in lines for part in textwrap.wrap(line, LONGEST_LINE)]
 
@@ -160,7 +159,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
+    run_command(main)

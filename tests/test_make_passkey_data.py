@@ -1,4 +1,4 @@
-"""eval/passkeys.py: documents to learn the pass-key from, in the order in which they are to be learnt."""
+"""eval/make_passkey_data.py: documents to learn the pass-key from, in the order in which they are to be learnt."""
 
 import itertools
 import random
@@ -6,12 +6,13 @@ import re
 
 import pytest
 from datasets import load_from_disk
-from training_data import byte_tokenizer, make_blocks
+
+from titans_hf_scripts.training.data import byte_tokenizer, make_blocks
 
 pytest.importorskip("wonderwords", reason="the words of needles are not installed")
 
-import needles
-import passkeys
+from experiments import make_passkey_data
+from titans_hf_eval import needles
 
 PREFIX = "mentioned in the provided text is"
 
@@ -19,7 +20,7 @@ PREFIX = "mentioned in the provided text is"
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data") / "passkeys"
-    passkeys.main(["--output", str(folder), "--number", "200", "--length", "900"])
+    make_passkey_data.main(["--output", str(folder), "--number", "200", "--length", "900"])
     return load_from_disk(folder)
 
 
@@ -51,7 +52,9 @@ def skeleton(prompt):
 def test_a_document_is_the_task_with_its_answer():
     """Else the prompts learnt from are worded differently from those asked, or shorter than they may be."""
     rng, tokenizer = random.Random(0), byte_tokenizer()
-    documents = [passkeys.task_document(rng, tokenizer, 1024, itertools.repeat(needles.NOISE)) for _ in range(6)]
+    documents = [
+        make_passkey_data.task_document(rng, tokenizer, 1024, itertools.repeat(needles.NOISE)) for _ in range(6)
+    ]
     assert len(set(documents)) == 6
     asked = {
         skeleton(needles.prompt_of(sample)) for sample in needles.make_samples("niah_single_1", tokenizer, 1024, 6)
@@ -62,7 +65,7 @@ def test_a_document_is_the_task_with_its_answer():
     places = [prompt.index("One of the") for prompt, _ in documents]
     assert min(places) < 350 and max(places) > 650
     with pytest.raises(ValueError, match="too short for a pass-key"):
-        passkeys.task_document(rng, tokenizer, 100, passkeys.noise(rng))
+        make_passkey_data.task_document(rng, tokenizer, 100, make_passkey_data.noise(rng))
 
 
 def test_the_training_script_takes_them(data):
@@ -74,16 +77,16 @@ def test_the_training_script_takes_them(data):
 
 def test_runs_differ_by_their_seed_alone():
     first, again, other = (
-        list(passkeys.curriculum(random.Random(seed), byte_tokenizer(), 900, 6)) for seed in (0, 0, 1)
+        list(make_passkey_data.curriculum(random.Random(seed), byte_tokenizer(), 900, 6)) for seed in (0, 0, 1)
     )
     assert first == again != other
 
 
 def test_bad_input(tmp_path):
     with pytest.raises(ValueError, match=r"--output .* exists"):
-        passkeys.main(["--output", str(tmp_path)])
+        make_passkey_data.main(["--output", str(tmp_path)])
     with pytest.raises(ValueError, match=r"--length 300: the shortest documents take up to \d+ tokens"):
-        passkeys.main(["--output", str(tmp_path / "new"), "--length", "300"])
+        make_passkey_data.main(["--output", str(tmp_path / "new"), "--length", "300"])
     assert not (tmp_path / "new").exists()
 
 
@@ -92,14 +95,15 @@ def test_lines_of_books(tmp_path):
     folder = tmp_path / "books"
     folder.mkdir()
     (folder / "a.txt").write_text("First line.\n\n" + "word " * 100 + "\nLast line.\n")
-    lines = passkeys.read_lines(folder)
+    lines = make_passkey_data.read_lines(folder)
     assert lines[0] == "First line." and lines[-1] == "Last line." and "" not in lines
-    assert max(map(len, lines)) <= passkeys.LONGEST_LINE and " ".join(lines).split() == (
+    assert max(map(len, lines)) <= make_passkey_data.LONGEST_LINE and " ".join(lines).split() == (
         ["First", "line."] + ["word"] * 100 + ["Last", "line."]
     )
-    documents = list(passkeys.curriculum(random.Random(0), byte_tokenizer(), 900, 200, lines))
+    documents = list(make_passkey_data.curriculum(random.Random(0), byte_tokenizer(), 900, 200, lines))
     of_books = [prompt for prompt, _ in documents[100:] if set(prompt.splitlines()) & set(lines)]
     assert 30 < len(of_books) < 70
     assert any("Last line.\nFirst line." in prompt for prompt in of_books)  # over and over
+    (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="holds no"):
-        passkeys.read_lines(tmp_path)
+        make_passkey_data.read_lines(tmp_path / "empty")

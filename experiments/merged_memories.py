@@ -1,9 +1,9 @@
-"""Do merged memories hold what each of them held? Asks a model of scripts/demo.py.
+"""Measures the recall of merged memories, with a model of scripts/demo.py.
 
-    python scripts/demo.py && python scripts/merge_trial.py runs/demo/titans-lmm
+    python scripts/demo.py && python experiments/merged_memories.py runs/demo/titans-lmm
 
-Every text has six key-value pairs, all keys different, and filler. One memory reads them one after the other; others
-read one each and are merged into their mean by `TitansCache.merge`. Then all values are asked for.
+Every text has six key-value pairs, all keys different, and filler. One memory reads all texts, one after the other;
+other memories read one text each and are merged into their mean by `TitansCache.merge`. Then all values are asked for.
 """
 
 import argparse
@@ -11,7 +11,6 @@ import copy
 import json
 
 import torch
-from demo import NUM_PAIRS, NUM_SYMBOLS
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -19,12 +18,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from titans_hf import TitansCache
+from titans_hf_scripts.demo import NUM_PAIRS, NUM_SYMBOLS
+from titans_hf_scripts.shared.command_line import run_command
 
 NUM_ROWS = 128
 
 
 def make_texts(number: int, filler: int, generator: torch.Generator) -> list[tuple[Tensor, Tensor]]:
-    """`number` texts: facts (B, pairs, 2), and all their ids (B, 2 * pairs + filler)."""
+    """Draws `number` texts: facts (B, pairs, 2), and all their ids (B, 2 * pairs + filler)."""
     keys = torch.rand(NUM_ROWS, NUM_SYMBOLS, generator=generator).argsort(1)
     values = torch.rand(NUM_ROWS, NUM_SYMBOLS, generator=generator).argsort(1) + NUM_SYMBOLS
     texts = []
@@ -39,14 +40,15 @@ def read(model: PreTrainedModel, ids: Tensor, cache: TitansCache | None = None) 
 
 
 def recall(model: PreTrainedModel, cache: TitansCache, facts: Tensor) -> float:
-    """The share of values that follow their keys; every question to a branch."""
-    said = [model(key, past_key_values=copy.copy(cache)).logits[:, -1].argmax(-1) for key in facts[..., 0].split(1, 1)]
-    return (torch.stack(said, dim=1) == facts[..., 1]).float().mean().item()
+    """Returns the share of values predicted after their keys; every question gets a copy of the cache."""
+    keys = facts[..., 0].split(1, 1)
+    predicted = [model(key, past_key_values=copy.copy(cache)).logits[:, -1].argmax(-1) for key in keys]
+    return (torch.stack(predicted, dim=1) == facts[..., 1]).float().mean().item()
 
 
 @torch.inference_mode()
 def compare(model: PreTrainedModel, number: int, filler: int, seed: int) -> dict[str, float]:
-    """Recall over the pairs of all texts."""
+    """Returns the recall over the pairs of all texts, by the way the memory was made."""
     texts = make_texts(number, filler, torch.Generator().manual_seed(seed))
     in_turn = None
     for _, ids in texts:
@@ -85,7 +87,4 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
+    run_command(main)

@@ -1,14 +1,15 @@
-"""eval/positions.py: every token's loss counts at its own position, and stretches lie where they should."""
+"""eval/loss_by_position.py: every token's loss counts at its own position, and stretches lie where they should."""
 
 import json
 import math
 from itertools import pairwise
 
-import positions
 import pytest
 import torch
 from byte_model import save_byte_model
-from training_data import byte_tokenizer
+
+from experiments import loss_by_position
+from titans_hf_scripts.training.data import byte_tokenizer
 
 LENGTH = 300
 
@@ -24,31 +25,31 @@ def folder(tmp_path):
 def command(folder, *models, **options):
     arguments = [*models, "--text", folder / "books", "--output", folder / "out", "--device", "cpu"]
     options = {"length": LENGTH, "stretches": 2} | options
-    positions.main([*map(str, arguments), *(f"--{name}={value}" for name, value in options.items())])
+    loss_by_position.main([*map(str, arguments), *(f"--{name}={value}" for name, value in options.items())])
 
 
 def test_bits_by_position(folder):
     """Else a loss is counted at the token before, or for some stretches only."""
     model = save_byte_model(folder / "model", "mag").eval()
     command(folder, folder / "model")
-    found = json.loads((folder / "out" / "positions.json").read_text())
+    found = json.loads((folder / "out" / "loss_by_position.json").read_text())
     assert found["edges"] == [0, 256, LENGTH]
-    ids = positions.stretches_of(folder / "books", byte_tokenizer(), LENGTH, 2)
+    ids = loss_by_position.stretches_of(folder / "books", byte_tokenizer(), LENGTH, 2)
     assert ids.shape == (4, LENGTH)
     with torch.no_grad():
         said = model(ids).logits.log_softmax(-1)
     bits = [[-said[row, t - 1, ids[row, t]].item() / math.log(2) for row in range(4)] for t in range(1, LENGTH)]
     expected = [torch.tensor(bits[:255]).mean(), torch.tensor(bits[255:]).mean()]
     torch.testing.assert_close(torch.tensor(found["bits per token"]["model"]), torch.stack(expected))
-    lines = (folder / "out" / "positions.md").read_text().splitlines()
+    lines = (folder / "out" / "loss_by_position.md").read_text().splitlines()
     assert lines[0] == "| model | 0 to 256 | 256 to 300 |" and len(lines) == 3
-    assert (folder / "out" / "positions.png").stat().st_size > 5_000
+    assert (folder / "out" / "loss_by_position.png").stat().st_size > 5_000
 
 
 def test_stretches_are_of_the_text(folder):
     """Else the same words count twice, or words that nobody wrote in that order."""
     texts = [file.read_bytes() for file in sorted((folder / "books").iterdir())]
-    ids = positions.stretches_of(folder / "books", byte_tokenizer(), LENGTH, 3)
+    ids = loss_by_position.stretches_of(folder / "books", byte_tokenizer(), LENGTH, 3)
     read = [bytes(row - 3 for row in rows) for rows in ids.tolist()]  # ids 0 to 2 are no bytes
     for text, parts in zip(texts, (read[:3], read[3:]), strict=True):
         places = [text.index(part) for part in parts]

@@ -1,4 +1,4 @@
-"""Runs in an environment that has titans-pytorch: a line of JSON says what to do, a line answers.
+"""Measures titans-pytorch in its own environment: reads a line of JSON per measurement, writes a line with the figure.
 
 {"chunk_size": 1, "batch_size": 64, "batch": 2, "length": 256, "backward": true, "what": "seconds" or "peak"}
 """

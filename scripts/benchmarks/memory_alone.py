@@ -1,8 +1,8 @@
-"""The memory alone: how far from the arithmetic that it needs.
+"""The memory alone: its time relative to the matrix products that it needs.
 
-The floor is the time of the matrix products of the dual form and of nothing else, batched over heads in the same
-shapes; and, beside it, that of as many multiply-adds in one large product. Forward and backward together count as three
-forwards.
+"of products" is the share of the time that the matrix products of the dual form take by themselves, batched over heads
+in the same shapes; "of large product" that of as many multiply-adds in one large product. Forward and backward together
+count as three forwards.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -18,7 +18,7 @@ from titans_hf.memory_reference import memorize_reference
 from titans_hf.memory_state import MemoryState
 
 from .measure import check_close, in_turn, large_product_rate, peak_bytes
-from .report import Plot
+from .table_and_plot import Plot
 
 BATCH, HEADS, HEAD_DIM, DEPTH, EXPANSION = 2, 6, 64, 2, 4
 ERROR_CLIP = 1.0
@@ -30,7 +30,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 32768])
     parser.add_argument("--chunks", type=int, nargs="+", default=[16, 64, 128, 256])
     parser.add_argument("--depths", type=int, nargs="+", default=[DEPTH], help="layers of the memory network")
-    parser.add_argument("--compile", action="store_true", help="what is done with a chunk, as compile_memory() does")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the functions of a chunk, as compile_memory() does"
+    )
 
 
 def run(args: Namespace) -> Iterator[dict]:
@@ -59,7 +61,7 @@ def run(args: Namespace) -> Iterator[dict]:
 
 
 class Products:
-    """All matrix products of a chunk's forward, of which only the shapes count."""
+    """All matrix products of a chunk's forward, on random operands of the same shapes."""
 
     def __init__(self, depth: int, chunk: int, device: torch.device):
         pairs = []
@@ -81,7 +83,7 @@ class Products:
 
 
 def draw(depth: int, length: int, chunk: int, device: torch.device, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Queries, keys, values, theta, log eta, log(1 - alpha) and the weights, as an untrained model would have them."""
+    """Draws queries, keys, values, theta, log eta, log(1 - alpha) and the weights like those of an untrained model."""
     generator = torch.Generator(device).manual_seed(0)
     size = (BATCH, HEADS, length)
 
@@ -115,12 +117,12 @@ def _read(memory, inputs: list[Tensor], chunk: int) -> Tensor:
 
 
 def check(depth: int, chunk: int, device: torch.device) -> None:
-    """Outputs and gradients against the token loop in float64."""
+    """Raises AssertionError unless outputs and gradients equal those of the token loop in float64."""
     results = []
     for memory, dtype in ((memorize, torch.float32), (memorize_reference, torch.float64)):
         inputs = [x.requires_grad_() for x in draw(depth, CHECKED, chunk, device, torch.float64)]
         retrieved = _read(memory, [x.to(dtype) for x in inputs], chunk)
         results.append([retrieved, *torch.autograd.grad(retrieved.square().sum(), inputs)])
-    names = ["what is read", *(f"the gradient of input {i}" for i in range(len(inputs)))]
-    for name, found, expected in zip(names, *results, strict=True):
-        check_close(f"chunk {chunk}, depth {depth}: {name}", found, expected, 1e-4)
+    names = ["the output", *(f"the gradient of input {i}" for i in range(len(inputs)))]
+    for name, actual, expected in zip(names, *results, strict=True):
+        check_close(f"chunk {chunk}, depth {depth}: {name}", actual, expected, 1e-4)

@@ -1,4 +1,4 @@
-"""Tables in the form of the paper's tables 1 and 2, with its figures, and plots of accuracy against context length."""
+"""Makes tables in the form of the paper's tables 1 and 2, with its figures, and plots of accuracy by context length."""
 
 import json
 import math
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+
+from titans_hf_scripts.shared.markdown_tables import markdown_table
 
 PAPER = json.loads((Path(__file__).parent / "paper_tables.json").read_text())
 # Heading, task, metric of lm-eval; in the paper's order, where the whole file is ours.
@@ -75,11 +77,6 @@ def mean(values: list[Score | None]) -> Score | None:
     return sum(value for value, _ in values) / len(values), error
 
 
-def markdown(heading: list[str], rows: list[list[str]]) -> str:
-    lines = [heading, ["---"] * len(heading), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def table_1(results: Results) -> str:
     """Language modelling and common sense: the models, then the rows of the paper for the nearest size."""
     tasks = {task for _, task, _ in COLUMNS}
@@ -96,10 +93,12 @@ def table_1(results: Results) -> str:
         rows.append([f"**{model}** ({parameters / 1e6:.3g}M)", *map(cell, values), cell(average)])
     for size in sorted({nearest(next(iter(results[model].values()))["parameters"]) for model in models}, key=int):
         rows += paper_rows(size, [task if metric != "perplexity" else "ppl" for task, metric in shared])
-    found = [[results[model].get((task, None)) for model in models] for _, task, _ in COLUMNS]
-    rows.append(["documents", *("/".join(sorted({str(r["documents"]) for r in column if r})) for column in found), ""])
+    columns = [[results[model].get((task, None)) for model in models] for _, task, _ in COLUMNS]
+    rows.append(
+        ["documents", *("/".join(sorted({str(r["documents"]) for r in column if r})) for column in columns), ""]
+    )
     averaged = f"Avg. of {len(shared)} acc ↑"
-    return "## Table 1: language modelling and common-sense reasoning\n\n" + markdown(
+    return "## Table 1: language modelling and common-sense reasoning\n\n" + markdown_table(
         ["model", *(heading for heading, _, _ in COLUMNS), averaged], rows
     )
 
@@ -136,7 +135,7 @@ def table_2(results: Results) -> str:
         rows.append([f"paper: {name}", *(f"{known[c]:.2f}" if c in known else "–" for c in columns)])
     rows.append(documents(results, models, columns))
     heading = ["model", *(f"{needle_name(results, task)} {short(length)}" for task, length in columns)]
-    return "## Table 2: single needles in a haystack\n\n" + markdown(heading, rows)
+    return "## Table 2: single needles in a haystack\n\n" + markdown_table(heading, rows)
 
 
 def needle_name(results: Results, task: str) -> str:
@@ -168,11 +167,11 @@ def babilong_table(results: Results) -> str:
             if counts:
                 name = f"{task.removeprefix('babilong_')} ({'/'.join(map(str, counts))} questions)"
                 rows.append([model, name, *map(cell, values)])
-    return "## BABILong (figure 6 of the paper)\n\n" + markdown(["model", "task", *map(short, lengths)], rows)
+    return "## BABILong (figure 6 of the paper)\n\n" + markdown_table(["model", "task", *map(short, lengths)], rows)
 
 
 def notes(results: Results, limit: int | None, source: str, skipped: list[str]) -> str:
-    """What a reader has to know of these figures."""
+    """Lists the conditions of these figures."""
     kept = [result for rows in results.values() for result in rows.values()]
     lines = [
         f"Evaluated with lm-eval {', '.join(sorted({r['settings']['lm_eval'] for r in kept}))}, zero-shot but for "

@@ -1,26 +1,26 @@
-"""Sentences planted in novels: does what the memory is taught by them stand out?
+"""Measures whether the memory's surprise stands out at sentences planted in novels.
 
-    python eval/planted.py MODEL --text FOLDER --output DIR
+    python experiments/planted_sentences.py MODEL --text FOLDER --output DIR
 
 Each of six sentences that no novelist of the time would have written is planted in the middle of a stretch of every
-.txt file of the folder. Counted is in how many files the mean over the sentence is higher than over any other stretch
-as long: of the surprise, of theta (the step), and of their product, what is written; by layer, the mean of the heads.
+.txt file of the folder. Counted are the files where the mean over the sentence is higher than over any other stretch of
+that length: of the surprise, of theta (the inner learning rate), and of their product; by layer, as the mean of the
+heads.
 """
 
 import argparse
 import json
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
-from report import markdown
-from texts import text_files
 from tqdm import tqdm
 
-sys.path.append(str(Path(__file__).parents[1] / "scripts"))
-from read import load_model
-from surprise import QUANTITIES, measure, tokenize
+from titans_hf_scripts.read import load_model
+from titans_hf_scripts.shared.command_line import run_command
+from titans_hf_scripts.shared.markdown_tables import markdown_table
+from titans_hf_scripts.shared.text_files import find_files
+from titans_hf_scripts.surprise import QUANTITIES, measure, tokenize
 
 SENTENCES = {
     "taxes": "The tax form 8843-B must be uploaded as a ZIP archive before 23:59 UTC, or the cluster reboots. ",
@@ -30,11 +30,11 @@ SENTENCES = {
     "digits": "3.14159265358979 2.71828182845904 1.61803398874989 0.57721566490153 1.41421356237309. ",
     "capitals": "THE NUCLEAR REACTOR IN SECTOR SEVEN HAS BEEN SHUT DOWN; EVACUATE ALL PERSONNEL NOW. ",
 }
-START = 512  # tokens at the beginning that are not compared: the memory knows nothing yet
+START = 512  # tokens at the beginning that are not compared: the memory is still almost empty
 
 
 def plant(text: str, length: int, sentence: str) -> tuple[str, int]:
-    """The middle `length` characters of a text with the sentence where another ends, and where that is."""
+    """Returns the middle `length` characters of a text with the sentence planted where another ends, and its place."""
     middle = text[max(0, (len(text) - length) // 2) :][:length]
     ends = [match.end() for match in re.finditer(r"[a-z]{3}\. ", middle)]
     if not ends:
@@ -44,8 +44,10 @@ def plant(text: str, length: int, sentence: str) -> tuple[str, int]:
 
 
 def stands_out(values: np.ndarray, first: int, last: int) -> np.ndarray:
-    """values (..., tokens), a sentence from `first` to before `last` -> (...) bool: its mean is the highest of all that
-    do not overlap with it."""
+    """Compares the mean over tokens `first` to `last` - 1 with all stretches of that length that do not overlap it.
+
+    values (..., tokens); returns (...) bool, True where the mean is higher than all others.
+    """
     size = last - first
     sums = np.cumsum(np.pad(values, [(0, 0)] * (values.ndim - 1) + [(1, 0)]), axis=-1)
     means = sums[..., size:] - sums[..., :-size]
@@ -53,9 +55,9 @@ def stands_out(values: np.ndarray, first: int, last: int) -> np.ndarray:
     return means[..., first] > others.max(-1)
 
 
-def count(found: np.ndarray) -> str:
-    """(files, layers) -> "0 6 6 4", files of every layer"""
-    return " ".join(map(str, found.sum(0)))
+def count(highest: np.ndarray) -> str:
+    """Counts the files of every layer: (files, layers) bool -> "0 6 6 4"."""
+    return " ".join(map(str, highest.sum(0)))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -63,14 +65,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("model", metavar="MODEL", help="a Titans checkpoint: a folder or a name on the Hub")
     parser.add_argument("--text", type=Path, required=True, help="a folder of .txt files")
     parser.add_argument("--length", type=int, default=6000, help="characters of each file that are read")
-    parser.add_argument("--output", type=Path, required=True, help="the folder for planted.json and planted.md")
+    parser.add_argument("--output", type=Path, required=True, help="the folder for planted_sentences.json and .md")
     parser.add_argument("--device", help="cpu, cuda, ...; a GPU if there is one")
     args = parser.parse_args(argv)
-    files = text_files(args.text)
+    files = find_files(args.text, "--text")
     if args.length < 2000:
         raise ValueError(f"--length must be at least 2000, but is {args.length}: a sentence is compared with others")
     model, tokenizer = load_model(args.model, args.device)
-    rows, found = [], {}
+    rows, highest = [], {}
     for name, sentence in SENTENCES.items():
         per_file = []
         for file in tqdm(files, desc=name):
@@ -80,18 +82,15 @@ def main(argv: list[str] | None = None) -> None:
             values = measure(model, ids)
             surprise, theta = (values[list(QUANTITIES).index(part)] for part in ("gradient_norm", "inner_lr"))
             per_file.append(stands_out(np.stack([surprise, theta, surprise * theta]), first, last))
-        found[name] = np.stack(per_file, axis=1)  # (quantities, files, layers)
-        rows.append([name, *map(count, found[name])])
-    table = markdown([f"in how many of {len(files)}, by layer", "surprise", "theta", "theta × surprise"], rows)
+        highest[name] = np.stack(per_file, axis=1)  # (quantities, files, layers)
+        rows.append([name, *map(count, highest[name])])
+    table = markdown_table([f"in how many of {len(files)}, by layer", "surprise", "theta", "theta × surprise"], rows)
     args.output.mkdir(parents=True, exist_ok=True)
-    record = {"files": [file.name for file in files], "stands out": {k: v.tolist() for k, v in found.items()}}
-    (args.output / "planted.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
-    (args.output / "planted.md").write_text(table + "\n", encoding="utf-8")
+    record = {"files": [file.name for file in files], "stands out": {k: v.tolist() for k, v in highest.items()}}
+    (args.output / "planted_sentences.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
+    (args.output / "planted_sentences.md").write_text(table + "\n", encoding="utf-8")
     print(table)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
+    run_command(main)

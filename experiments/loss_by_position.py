@@ -1,6 +1,6 @@
-"""Loss by position: what models make of tokens far from a text's beginning, beyond the lengths they were trained on.
+"""Measures the loss by position in a text, also beyond the lengths that the models were trained on.
 
-    python eval/positions.py MODEL [MODEL ...] --text FOLDER --output DIR
+    python experiments/loss_by_position.py MODEL [MODEL ...] --text FOLDER --output DIR
 
 Of every .txt file of the folder, `--stretches` of `--length` tokens, evenly spread over it, are each read as a text of
 their own. The table and the plot have the mean loss between positions 0, 256, 512, 1024, ..., in bits per token (of a
@@ -14,28 +14,33 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from checkpoints import Checkpoint, read_checkpoints
 from matplotlib.figure import Figure
-from report import markdown
-from texts import text_files
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from titans_hf_eval.checkpoints import Checkpoint, read_checkpoints
+from titans_hf_scripts.shared.command_line import run_command
+from titans_hf_scripts.shared.markdown_tables import markdown_table
+from titans_hf_scripts.shared.text_files import find_files
+
 FIRST_EDGE = 256
 
 
 def stretches_of(folder: Path, tokenizer: PreTrainedTokenizerBase, length: int, number: int) -> Tensor:
-    """(files x number, length) token ids. Raises ValueError for a file that is too short, or for none."""
-    found = []
-    for file in text_files(folder):
+    """Cuts `number` stretches from every file: token ids (files x number, length).
+
+    Raises ValueError for a file that is too short, or a folder without files.
+    """
+    stretches = []
+    for file in find_files(folder, "--text"):
         ids = tokenizer(file.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False).input_ids
         if len(ids) < number * length:
             raise ValueError(f"{file} has {len(ids)} tokens: too few for {number} stretches of {length}")
         starts = [(len(ids) - number * length) // (number + 1) * (i + 1) + i * length for i in range(number)]
-        found += [ids[start : start + length] for start in starts]
-    return torch.tensor(found)
+        stretches += [ids[start : start + length] for start in starts]
+    return torch.tensor(stretches)
 
 
 def edges_to(length: int) -> list[int]:
@@ -46,7 +51,7 @@ def edges_to(length: int) -> list[int]:
 
 @torch.inference_mode()
 def bits_by_position(checkpoint: Checkpoint, stretches: Tensor, device: str) -> list[float]:
-    """The mean loss between `edges_to`, of the tokens that have one before them."""
+    """Returns the mean loss between `edges_to`, over all tokens but the first."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint.path).to(device).eval()
     total = torch.zeros(stretches.shape[1] - 1, dtype=torch.float64)
     for ids in tqdm(stretches.to(device), desc=checkpoint.label):
@@ -57,16 +62,16 @@ def bits_by_position(checkpoint: Checkpoint, stretches: Tensor, device: str) -> 
     return [bits[max(0, low - 1) : high - 1].mean().item() for low, high in pairwise(edges_to(stretches.shape[1]))]
 
 
-def table(found: dict[str, list[float]], length: int) -> str:
+def table(losses: dict[str, list[float]], length: int) -> str:
     heading = ["model", *(f"{low:,} to {high:,}" for low, high in pairwise(edges_to(length)))]
-    return markdown(heading, [[label, *(f"{x:.2f}" for x in bits)] for label, bits in found.items()])
+    return markdown_table(heading, [[label, *(f"{x:.2f}" for x in bits)] for label, bits in losses.items()])
 
 
-def plot(found: dict[str, list[float]], length: int, path: Path) -> None:
+def plot(losses: dict[str, list[float]], length: int, path: Path) -> None:
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     edges = edges_to(length)[1:]
-    for label, bits in found.items():
+    for label, bits in losses.items():
         axes.plot(edges, bits, ".-", label=label)
     axes.set_xscale("log", base=2)
     axes.set_xticks(edges, [f"{edge:,}" for edge in edges])
@@ -81,7 +86,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--text", type=Path, required=True, help="a folder of .txt files")
     parser.add_argument("--length", type=int, default=8192, help="tokens")
     parser.add_argument("--stretches", type=int, default=4, help="of each file")
-    parser.add_argument("--output", type=Path, required=True, help="the folder for positions.json, .md and .png")
+    parser.add_argument("--output", type=Path, required=True, help="the folder for loss_by_position.json, .md and .png")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
     for name, least in (("length", 2), ("stretches", 1)):
@@ -93,18 +98,15 @@ def main(argv: list[str] | None = None) -> None:
         if other.tokenizer.get_vocab() != checkpoints[0].tokenizer.get_vocab():
             raise ValueError(f"{other.path} has another tokenizer than {checkpoints[0].path}: bits cannot be compared")
     args.output.mkdir(parents=True, exist_ok=True)
-    found = {}
+    losses = {}
     for checkpoint in checkpoints:
-        found[checkpoint.label] = bits_by_position(checkpoint, stretches, args.device)
-        record = {"edges": edges_to(args.length), "bits per token": found}
-        (args.output / "positions.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        (args.output / "positions.md").write_text(table(found, args.length) + "\n", encoding="utf-8")
-        plot(found, args.length, args.output / "positions.png")
-    print(table(found, args.length))
+        losses[checkpoint.label] = bits_by_position(checkpoint, stretches, args.device)
+        record = {"edges": edges_to(args.length), "bits per token": losses}
+        (args.output / "loss_by_position.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        (args.output / "loss_by_position.md").write_text(table(losses, args.length) + "\n", encoding="utf-8")
+        plot(losses, args.length, args.output / "loss_by_position.png")
+    print(table(losses, args.length))
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
+    run_command(main)

@@ -1,10 +1,12 @@
-"""Benchmark results in a checkpoint's model card, where the Hub looks for them (model-index), and as a table."""
+"""Writes benchmark results into a checkpoint's model card: as metadata for the Hub (model-index), and as a table."""
 
 import re
 from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard
-from report import CHANCE, COLUMNS, NEEDLES, Results, cell, markdown, score
+
+from titans_hf_eval.result_tables import CHANCE, COLUMNS, NEEDLES, Results, cell, score
+from titans_hf_scripts.shared.markdown_tables import markdown_table
 
 METRICS = [(task, metric) for _, task, metric in COLUMNS] + [(task, "acc") for task in (*NEEDLES, *CHANCE)]
 HEADING = "## Benchmarks"
@@ -12,7 +14,7 @@ SECTION = re.compile(rf"^{HEADING}$.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
 
 def card_of(path: str) -> Path:
-    """The model card of a checkpoint. Raises FileNotFoundError where there is none."""
+    """Returns the path of a checkpoint's model card. Raises FileNotFoundError where there is none."""
     card = Path(path) / "README.md"
     if not card.is_file():
         raise FileNotFoundError(f"--update_cards: {path} holds no README.md, which scripts/train.py writes")
@@ -31,7 +33,7 @@ def update_card(path: Path, results: Results, model: str) -> None:
     others = [old for old in card.data.eval_results or [] if not any(map(old.is_equal_except_value, entries))]
     card.data.eval_results = [*others, *entries]
     card.data.model_name = card.data.model_name or model
-    table = markdown(["task", "length", "documents", "metric", "value"], rows)
+    table = markdown_table(["task", "length", "documents", "metric", "value"], rows)
     section = f"{HEADING}\n\nBy lm-eval; accuracies in percent, ± the standard error.\n\n{table}\n"
     card.text = f"{SECTION.sub('', card.text).rstrip()}\n\n{section}"
     card.save(path)

@@ -1,4 +1,4 @@
-"""What `conformance.py` tests: one class per variant of Titans, and per hybrid of transformers to compare with.
+"""The test classes of `conformance.py`: one per variant of Titans, and per hybrid of transformers to compare with.
 
 Each inherits the tests from transformers' mixins and adds a tiny configuration and its input, long enough to cross
 windows, chunks and segments several times.
@@ -27,7 +27,7 @@ from transformers.utils import TransformersKwargs
 import titans_hf
 from tests import test_fsdp_mixin, test_tensor_parallel_mixin
 
-# The mixins look up what a class is for by its name in these tables, where models outside transformers are not.
+# The mixins look up the task of a class by its name in these tables, which lack models outside transformers.
 modeling_auto.MODEL_MAPPING_NAMES["titans"] = "TitansModel"
 modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["titans"] = "TitansForCausalLM"
 modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES["titans"] = "TitansForSequenceClassification"
@@ -83,7 +83,7 @@ class CommonTests(
 ):
     settings = {}
     key_length = None  # columns of an attention map, where it has not one per token
-    # Not only of files that say they are younger: ours do not say when they were written.
+    # The mixin runs this test only for files with a copyright year, which ours lack.
     test_can_init_all_missing_weights_before_2023 = True
 
     def setUp(self):

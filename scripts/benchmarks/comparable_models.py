@@ -1,4 +1,4 @@
-"""Models of equal size: the variants of Titans and what people would use instead, from transformers."""
+"""Models of equal size: the variants of Titans, and the models of transformers that they are compared with."""
 
 from functools import partial
 
@@ -24,7 +24,7 @@ CHECKED = 200  # tokens
 
 
 def make_config(name: str, size: str, free: int, **settings) -> PreTrainedConfig:
-    """`free` is the size of the MLPs; of Mamba2, which has none, the number of layers."""
+    """Makes a configuration; `free` is the size of the MLPs, or the number of layers of Mamba2, which has no MLPs."""
     shape, heads = SHAPES[size], HEADS[size]
     head_dim = shape["hidden_size"] // heads
     shape = shape | {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1, "tie_word_embeddings": True} | settings
@@ -49,7 +49,7 @@ def make_config(name: str, size: str, free: int, **settings) -> PreTrainedConfig
 
 
 def fitting_config(name: str, size: str, **settings) -> PreTrainedConfig:
-    """With about as many parameters as all models of that size."""
+    """Makes a configuration with about `PARAMETERS[size]` parameters."""
     make = partial(make_config, name, size, **settings)
     first, second = (1, 2) if name == "mamba2" else (64, 128)
     counts = [_num_parameters(make(free)) for free in (first, second)]
@@ -74,7 +74,7 @@ def draw_tokens(model: PreTrainedModel, length: int) -> Tensor:
 
 @torch.no_grad()
 def check(model: PreTrainedModel) -> None:
-    """A step with the cache says what the whole text says."""
+    """Raises AssertionError unless a step with the cache gives the logits of the whole text."""
     ids = draw_tokens(model, CHECKED)
     cache = model(ids[:, :-1], use_cache=True)
     key = "cache_params" if "cache_params" in cache else "past_key_values"

@@ -1,10 +1,10 @@
-"""A memory through thick and thin: a long text with needles in it is read, killed on the way, resumed, and asked.
+"""Kills scripts/read.py while it reads a long text with needles, resumes it, and asks for the needles.
 
-    python eval/reading_trial.py MODEL --text ../shared/data/books/train --output DIR
+    python experiments/interrupted_reading.py MODEL --text ../shared/data/books/train --output DIR
 
 Pass-keys as RULER words them stand in novels at the given shares of the text. scripts/read.py reads it, a token a byte,
 in processes that are killed (SIGKILL) at shares of it and started anew; scripts/ask.py is then asked for every key.
-Writes trial.json, table.md and trial.png: resident memory against tokens read.
+Writes interrupted_reading.json, .md and .png: resident memory against tokens read.
 """
 
 import argparse
@@ -18,23 +18,25 @@ from itertools import cycle
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from needles import KINDS, PREFIX, PROMPT, draw_key, draw_value, needle_of
-from texts import text_files
 from transformers import AutoTokenizer
 
 from titans_hf.memory_files import DESCRIPTION, read_description
+from titans_hf_eval.needles import KINDS, PREFIX, PROMPT, draw_key, draw_value, needle_of
+from titans_hf_scripts import read as read_command
+from titans_hf_scripts.benchmarks.measure import resident_bytes
+from titans_hf_scripts.shared.command_line import run_command
+from titans_hf_scripts.shared.markdown_tables import markdown_table
+from titans_hf_scripts.shared.text_files import find_files
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
-sys.path.append(str(SCRIPTS))
-from benchmarks.measure import resident_bytes  # noqa: E402  after the path to it
+SCRIPTS = Path(read_command.__file__).parent
 
 PASSKEY = KINDS["niah_single_1"]
 NAMES = {"value_name": "number"}
-SECONDS = 0.5  # between two looks at the reading process
+SECONDS = 0.5  # between two samples of the reading process
 
 
 def write_text(path: Path, books: list[Path], length: int, depths: list[float], seed: int) -> list[dict]:
-    """About `length` bytes of novels, over and over if need be -> the needles: key, value and their place in bytes."""
+    """Writes about `length` bytes of novels, repeated if need be; returns the needles: key, value, place in bytes."""
     rng = random.Random(seed)
     needles = [{"key": draw_key(rng), "value": draw_value(rng, PASSKEY), "depth": x} for x in sorted(depths)]
     begin, written = PROMPT.split("{context}")[0], 0
@@ -67,20 +69,20 @@ def start(args: argparse.Namespace, text: Path) -> subprocess.Popen:
 def saved(folder: Path) -> dict[str, int | None]:
     if not (folder / DESCRIPTION).exists():
         return {"tokens saved": 0, "memory file bytes": None}
-    found = read_description(folder)
-    return {"tokens saved": sum(found["tokens_seen"]), "memory file bytes": found["bytes"]}
+    description = read_description(folder)
+    return {"tokens saved": sum(description["tokens_seen"]), "memory file bytes": description["bytes"]}
 
 
 def read(args: argparse.Namespace, text: Path, length: int) -> tuple[list[dict], list[dict]]:
-    """Reads it all -> what was seen on the way, and what each kill cost."""
-    folder, seen, kills = args.output / "memory", [], []
+    """Reads the whole text with kills; returns samples of the processes over time, and the state at each kill."""
+    folder, samples, kills = args.output / "memory", [], []
     at = [share * length for share in sorted(args.kills)]
     begun, process = time.monotonic(), start(args, text)
     while process.poll() is None:
         time.sleep(SECONDS)
         row = saved(folder) | {"process": len(kills) + 1, "seconds": time.monotonic() - begun}
         with contextlib.suppress(OSError, StopIteration):  # it may have ended
-            seen.append(row | {"resident bytes": resident_bytes(process.pid)})
+            samples.append(row | {"resident bytes": resident_bytes(process.pid)})
         if at and row["tokens saved"] >= at[0]:
             at.pop(0)
             process.kill()
@@ -89,26 +91,26 @@ def read(args: argparse.Namespace, text: Path, length: int) -> tuple[list[dict],
             process = start(args, text)
     if process.returncode:
         raise RuntimeError(f"scripts/read.py ended with {process.returncode}")
-    return seen, kills
+    return samples, kills
 
 
 def ask(args: argparse.Namespace, needles: list[dict]) -> None:
-    """Adds to each needle what the memory says; all are asked at once."""
+    """Adds to each needle the model's answer; all are asked in one batch."""
     question = PROMPT.split("{context}\n")[1]
     prompts = [f"{question} {PREFIX}".format(**NAMES, key=needle["key"]) for needle in needles]
     command = [sys.executable, SCRIPTS / "ask.py", args.model, "--memory", args.output / "memory"]
     command += ["--max_new_tokens", args.max_new_tokens, *(f"--prompt={prompt}" for prompt in prompts)]
-    said = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True).stdout
     for needle, prompt in zip(needles, prompts, strict=True):
-        answer = said[said.index(prompt) + len(prompt) :].split("What is the special")[0]
+        answer = output[output.index(prompt) + len(prompt) :].split("What is the special")[0]
         needle |= {"answer": answer.strip(), "right": needle["value"] in answer}
 
 
-def draw(path: Path, seen: list[dict], kills: list[dict], title: str) -> None:
+def draw(path: Path, samples: list[dict], kills: list[dict], title: str) -> None:
     figure = Figure(figsize=(7, 3.2), layout="constrained")
     axes = figure.subplots()
     for process in range(1, len(kills) + 2):
-        rows = [row for row in seen if row["process"] == process]
+        rows = [row for row in samples if row["process"] == process]
         axes.plot(
             [row["tokens saved"] / 1e6 for row in rows],
             [row["resident bytes"] / 2**20 for row in rows],
@@ -120,13 +122,12 @@ def draw(path: Path, seen: list[dict], kills: list[dict], title: str) -> None:
 
 
 def table(needles: list[dict], length: int) -> str:
-    rows = ["| needle at | tokens after it | asked for | answered | |", "|---|---|---|---|---|"]
+    rows = []
     for needle in needles:
         after = f"{length - needle['place']:,}"
-        answer = " ".join(needle["answer"].split())
         verdict = "right" if needle["right"] else "wrong"
-        rows.append(f"| {needle['depth']:.1%} | {after} | {needle['value']} | {answer} | {verdict} |")
-    return "\n".join(rows) + "\n"
+        rows.append([f"{needle['depth']:.1%}", after, needle["value"], needle["answer"], verdict])
+    return markdown_table(["needle at", "tokens after it", "asked for", "answered", ""], rows) + "\n"
 
 
 def main(argv: list[str] | None = None) -> dict:
@@ -141,7 +142,7 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--max_new_tokens", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    books = text_files(args.text)
+    books = find_files(args.text, "--text")
     for name in ("depths", "kills"):
         if not all(0 <= share < 1 for share in getattr(args, name)):
             raise ValueError(f"--{name} {getattr(args, name)} must be from 0 to below 1")
@@ -153,22 +154,19 @@ def main(argv: list[str] | None = None) -> dict:
     text = args.output / "text.txt"
     needles = write_text(text, books, args.tokens, args.depths, args.seed)
     length = text.stat().st_size
-    seen, kills = read(args, text, length)
+    samples, kills = read(args, text, length)
     ask(args, needles)
-    sizes = sorted({row["memory file bytes"] for row in seen if row["memory file bytes"]})
-    record = {"tokens": length, "needles": needles, "kills": kills, "memory file bytes": sizes, "seen": seen}
-    (args.output / "trial.json").write_text(json.dumps(record, indent=1) + "\n")
-    (args.output / "table.md").write_text(table(needles, length))
-    draw(args.output / "trial.png", seen, kills, f"{Path(args.model).name} reads {length:,} tokens")
+    sizes = sorted({row["memory file bytes"] for row in samples if row["memory file bytes"]})
+    record = {"tokens": length, "needles": needles, "kills": kills, "memory file bytes": sizes, "samples": samples}
+    (args.output / "interrupted_reading.json").write_text(json.dumps(record, indent=1) + "\n")
+    (args.output / "interrupted_reading.md").write_text(table(needles, length))
+    draw(args.output / "interrupted_reading.png", samples, kills, f"{Path(args.model).name} reads {length:,} tokens")
     print(table(needles, length))
-    peak = [max(x["resident bytes"] for x in seen if x["process"] == i + 1) / 2**20 for i in range(len(kills) + 1)]
+    peak = [max(x["resident bytes"] for x in samples if x["process"] == i + 1) / 2**20 for i in range(len(kills) + 1)]
     print(f"killed at {[kill['tokens saved'] for kill in kills]} tokens saved; memory file {sizes} bytes")
     print(f"most resident memory of each process: {', '.join(f'{x:.0f} MiB' for x in peak)}")
     return record
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
+    run_command(main)

@@ -1,10 +1,11 @@
-"""eval/reading_trial.py: the kills are real, and what is said of the needles is what was asked."""
+"""eval/interrupted_reading.py: the kills are real, and what is said of the needles is what was asked."""
 
 import json
 
 import pytest
-import reading_trial
 from byte_model import save_byte_model
+
+from experiments import interrupted_reading
 
 
 @pytest.fixture
@@ -18,24 +19,24 @@ def model(tmp_path):
 @pytest.mark.slow
 def test_a_trial(model, tmp_path, monkeypatch):
     """Else a process was never killed, a needle is not in the text or the table says what no model said."""
-    monkeypatch.setattr(reading_trial, "SECONDS", 0.01)
+    monkeypatch.setattr(interrupted_reading, "SECONDS", 0.01)
     options = ["--text", tmp_path / "books", "--output", tmp_path / "out", "--tokens", 60_000, "--save_every", 5_000]
     options += ["--depths", 0, 0.5, "--kills", 0.5]
-    found = reading_trial.main([model, *map(str, options)])
-    assert found == json.loads((tmp_path / "out" / "trial.json").read_text())
+    found = interrupted_reading.main([model, *map(str, options)])
+    assert found == json.loads((tmp_path / "out" / "interrupted_reading.json").read_text())
     (kill,) = found["kills"]
     assert 30_000 <= kill["tokens saved"] < found["tokens"]
-    assert {row["process"] for row in found["seen"]} == {1, 2}
+    assert {row["process"] for row in found["samples"]} == {1, 2}
     text = (tmp_path / "out" / "text.txt").read_bytes()
     assert 60_000 <= len(text) == found["tokens"] < 60_100
-    table = (tmp_path / "out" / "table.md").read_text()
+    table = (tmp_path / "out" / "interrupted_reading.md").read_text()
     for needle in found["needles"]:
         assert text[needle["place"] :].startswith(b"One of the special magic numbers for " + needle["key"].encode())
         assert text.count(needle["value"].encode()) == 1
         assert needle["right"] == (needle["value"] in needle["answer"])
         assert f"| {needle['value']} | {' '.join(needle['answer'].split())} | " in table
     assert len(found["memory file bytes"]) == 1
-    assert (tmp_path / "out" / "trial.png").stat().st_size > 10_000
+    assert (tmp_path / "out" / "interrupted_reading.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(
@@ -50,4 +51,4 @@ def test_a_trial(model, tmp_path, monkeypatch):
 def test_bad_input(options, message, model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
-        reading_trial.main([model, "--output", "out", *options])
+        interrupted_reading.main([model, "--output", "out", *options])

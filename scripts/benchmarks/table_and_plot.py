@@ -1,9 +1,11 @@
-"""Rows as a Markdown table and as a plot."""
+"""The rows of a benchmark as a Markdown table and as a plot."""
 
 from pathlib import Path
 from typing import NamedTuple
 
 from matplotlib.figure import Figure
+
+from titans_hf_scripts.shared.markdown_tables import markdown_table
 
 
 class Plot(NamedTuple):
@@ -16,9 +18,9 @@ class Plot(NamedTuple):
 
 
 def table(rows: list[dict]) -> str:
+    """Formats rows as Markdown; a value that a row lacks is a dash."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [columns, ["---"] * len(columns), *([_cell(row.get(name)) for name in columns] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(columns, ([_cell(row.get(name)) for name in columns] for row in rows))
 
 
 def _cell(value: object) -> str:

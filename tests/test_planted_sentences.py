@@ -1,39 +1,40 @@
-"""eval/planted.py: what is counted is the sentence, wherever it lies, against all that is not it."""
+"""eval/planted_sentences.py: what is counted is the sentence, wherever it lies, against all that is not it."""
 
 import json
 
 import numpy as np
-import planted
 import pytest
 from byte_model import save_byte_model
-from training_data import byte_tokenizer
+
+from experiments import planted_sentences
+from titans_hf_scripts.training.data import byte_tokenizer
 
 BOOK = "".join(f"Chapter {i}. It was dark, née light. Nobody came. " for i in range(120))
 
 
 def test_plant():
     """Else the sentence stands within a word, or another one is cut out."""
-    text, place = planted.plant(BOOK, 3000, "XYZ. ")
+    text, place = planted_sentences.plant(BOOK, 3000, "XYZ. ")
     middle = text[:place] + text[place + 5 :]
     assert len(middle) == 3000 and middle in BOOK
     assert text[place:].startswith("XYZ. ") and text[:place].endswith(". ")
     assert abs(place - 1500) < 100
     with pytest.raises(ValueError, match="no sentence ends"):
-        planted.plant("word " * 1000, 3000, "XYZ. ")
+        planted_sentences.plant("word " * 1000, 3000, "XYZ. ")
 
 
 @pytest.mark.parametrize(("elsewhere", "stands_out"), [(0.9, True), (1.1, False)])
-@pytest.mark.parametrize("place", [planted.START, 1390, 2990])
+@pytest.mark.parametrize("place", [planted_sentences.START, 1390, 2990])
 def test_stands_out(elsewhere, stands_out, place):
     """Else a stretch is left out, at either end or beside the sentence, or counts that overlaps with it."""
     values = np.zeros((2, 3000))
     values[1, 1400:1410], values[1, place : place + 10] = 1.0, elsewhere
     first, last = 1400, 1410
-    found = planted.stands_out(values, first, last)
+    found = planted_sentences.stands_out(values, first, last)
     assert not found[0]  # as high as all others is not higher
     assert found[1] == stands_out
-    values[1, : planted.START - 10] = 5  # is not compared
-    assert planted.stands_out(values, first, last)[1] == stands_out
+    values[1, : planted_sentences.START - 10] = 5  # is not compared
+    assert planted_sentences.stands_out(values, first, last)[1] == stands_out
 
 
 def test_sentences_are_found_by_their_tokens(tmp_path, monkeypatch):
@@ -49,25 +50,25 @@ def test_sentences_are_found_by_their_tokens(tmp_path, monkeypatch):
         return np.ones(values.shape[:2], dtype=bool)
 
     read = []
-    measure = planted.measure
-    monkeypatch.setattr(planted, "measure", lambda model, ids: (read.append(ids), measure(model, ids))[1])
-    monkeypatch.setattr(planted, "stands_out", stands_out)
+    measure = planted_sentences.measure
+    monkeypatch.setattr(planted_sentences, "measure", lambda model, ids: (read.append(ids), measure(model, ids))[1])
+    monkeypatch.setattr(planted_sentences, "stands_out", stands_out)
     arguments = ["--text", tmp_path / "books", "--output", tmp_path / "out", "--length", 2000, "--device", "cpu"]
-    planted.main([str(tmp_path / "model"), *map(str, arguments)])
-    sentences = [sentence for sentence in planted.SENTENCES.values() for _ in "ab"]
+    planted_sentences.main([str(tmp_path / "model"), *map(str, arguments)])
+    sentences = [sentence for sentence in planted_sentences.SENTENCES.values() for _ in "ab"]
     for sentence, ids, (shape, first, last) in zip(sentences, read, seen, strict=True):
         assert byte_tokenizer().decode(ids[first:last]) == sentence
         assert shape == (3, 2, len(ids))
-    assert (tmp_path / "out" / "planted.md").read_text().splitlines()[2] == "| taxes | 2 2 | 2 2 | 2 2 |"
-    found = json.loads((tmp_path / "out" / "planted.json").read_text())
-    assert found["files"] == ["a.txt", "b.txt"] and set(found["stands out"]) == set(planted.SENTENCES)
+    assert (tmp_path / "out" / "planted_sentences.md").read_text().splitlines()[2] == "| taxes | 2 2 | 2 2 | 2 2 |"
+    found = json.loads((tmp_path / "out" / "planted_sentences.json").read_text())
+    assert found["files"] == ["a.txt", "b.txt"] and set(found["stands out"]) == set(planted_sentences.SENTENCES)
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         ({"length": 1999}, "--length must be at least 2000, but is 1999"),
-        ({"text": "nowhere"}, r"--text nowhere holds no .txt files"),
+        ({"text": "nowhere"}, "--text nowhere does not exist"),
     ],
 )
 def test_bad_options(tmp_path, options, says):
@@ -75,4 +76,4 @@ def test_bad_options(tmp_path, options, says):
     options = {"text": tmp_path, "output": tmp_path / "out"} | options
     arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
     with pytest.raises(ValueError, match=says):
-        planted.main(["nothing", *arguments])
+        planted_sentences.main(["nothing", *arguments])

@@ -1,6 +1,6 @@
-"""Puts runs of scripts/train.py beside each other: a Markdown table, and their evaluation losses in one plot.
+"""Compares runs of scripts/train.py: a Markdown table, and their evaluation losses in one plot.
 
-python scripts/compare.py runs/tiny-* --plot losses.png
+python experiments/compare_training_runs.py runs/tiny-* --plot losses.png
 """
 
 import argparse
@@ -10,9 +10,12 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from titans_hf_scripts.shared.command_line import run_command
+from titans_hf_scripts.shared.markdown_tables import markdown_table
+
 
 def read_run(folder: Path) -> dict:
-    """What run.json and trainer_state.json say of a run."""
+    """Reads run.json, and from trainer_state.json the minutes and the evaluation losses (tokens, loss)."""
     if not (folder / "run.json").exists():
         raise FileNotFoundError(f"{folder} holds no run.json: it is not the output of a finished scripts/train.py")
     run = json.loads((folder / "run.json").read_text())
@@ -26,14 +29,12 @@ def read_run(folder: Path) -> dict:
 
 def table(runs: dict[str, dict]) -> str:
     columns = ["run", "parameters", "tokens", "minutes", "first eval ppl", "eval ppl", "bits per byte"]
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    rows = []
     for name, run in sorted(runs.items(), key=lambda item: item[1]["metrics"]["eval_loss"]):
         first, metrics = math.exp(run["curve"][0][1]), run["metrics"]
-        lines.append(
-            f"| {name} | {run['parameters']:,} | {run['tokens_seen']:,} | {run['minutes']:.1f} | {first:.2f} "
-            f"| {metrics['eval_perplexity']:.2f} | {metrics['eval_bits_per_byte']:.3f} |"
-        )
-    return "\n".join(lines)
+        figures = [f"{run['parameters']:,}", f"{run['tokens_seen']:,}", f"{run['minutes']:.1f}", f"{first:.2f}"]
+        rows.append([name, *figures, f"{metrics['eval_perplexity']:.2f}", f"{metrics['eval_bits_per_byte']:.3f}"])
+    return markdown_table(columns, rows)
 
 
 def plot(runs: dict[str, dict], path: Path) -> None:
@@ -58,4 +59,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

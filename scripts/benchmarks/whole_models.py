@@ -1,4 +1,4 @@
-"""Whole models of equal size: tokens per second and memory of reading a text and of training on it, by its length."""
+"""Whole models of equal size: tokens per second and peak memory of a forward pass and of training, by length."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
@@ -7,17 +7,19 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedConfig
 
-from . import zoo
+from . import comparable_models
 from .measure import peak_bytes, seconds
-from .report import Plot
+from .table_and_plot import Plot
 
 PLOT = Plot(line=("model",), x="tokens", y=("read tokens/s", "train tokens/s", "train peak KB/token"))
 TWIN = "without memory"  # Mistral with the MLP of MAG, MAC and MAL
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--size", choices=zoo.SHAPES, default="tiny")
-    parser.add_argument("--models", nargs="+", choices=(*zoo.NAMES, TWIN), default=[*zoo.NAMES, TWIN])
+    parser.add_argument("--size", choices=comparable_models.SHAPES, default="tiny")
+    parser.add_argument(
+        "--models", nargs="+", choices=(*comparable_models.NAMES, TWIN), default=[*comparable_models.NAMES, TWIN]
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 8192, 32768])
     parser.add_argument("--depths", type=int, nargs="+", default=[2], help="layers of the memory network")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -25,8 +27,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> Iterator[dict]:
     for name, depth, config in tqdm(list(_configs(args)), desc="models"):
-        model = zoo.build(config, args.device, getattr(torch, args.dtype))
-        zoo.check(model)
+        model = comparable_models.build(config, args.device, getattr(torch, args.dtype))
+        comparable_models.check(model)
         for length in args.lengths:
             read, train = work(model, length)
             row = {"model": f"{name}, depth {depth}" if len(args.depths) > 1 else name, "tokens": length}
@@ -41,16 +43,16 @@ def run(args: Namespace) -> Iterator[dict]:
 def _configs(args: Namespace) -> Iterator[tuple[str, int, PreTrainedConfig]]:
     for name in args.models:
         if name == TWIN:
-            mag = zoo.fitting_config("mag", args.size)
-            yield name, 0, zoo.make_config("mistral", args.size, mag.intermediate_size)
+            mag = comparable_models.fitting_config("mag", args.size)
+            yield name, 0, comparable_models.make_config("mistral", args.size, mag.intermediate_size)
         else:
-            for depth in args.depths if name in zoo.VARIANTS else args.depths[:1]:
-                more = {"memory_depth": depth} if name in zoo.VARIANTS else {}
-                yield name, depth, zoo.fitting_config(name, args.size, **more)
+            for depth in args.depths if name in comparable_models.VARIANTS else args.depths[:1]:
+                more = {"memory_depth": depth} if name in comparable_models.VARIANTS else {}
+                yield name, depth, comparable_models.fitting_config(name, args.size, **more)
 
 
 def work(model, length: int) -> tuple[Callable, Callable]:
-    ids = zoo.draw_tokens(model, length)
+    ids = comparable_models.draw_tokens(model, length)
 
     def read() -> None:
         with torch.no_grad():

@@ -9,10 +9,11 @@ import transformers
 from datasets import Dataset
 from huggingface_hub.utils import DEFAULT_IGNORE_PATTERNS, filter_repo_objects
 from matplotlib.figure import Figure
-from model_card import model_card
-from training_data import count_tokens
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from titans_hf_scripts.training.data import count_tokens
+from titans_hf_scripts.training.model_card import model_card
 
 # Those of TrainingArguments that make the model what it is.
 ARGUMENTS = (

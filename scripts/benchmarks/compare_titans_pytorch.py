@@ -1,11 +1,11 @@
-"""The memory as a layer, beside that of titans-pytorch 0.5.5, which lives in an environment of its own.
+"""The memory as a layer, compared with titans-pytorch 0.5.5, which is installed in an environment of its own.
 
     python -m venv other && other/bin/pip install titans-pytorch==0.5.5
     python scripts/bench.py titans-pytorch --python other/bin/python
 
-Width 384, six heads, two layers of the memory network. With its chunk_size 1 it does what ours does: gates and reads
-for every token, weights that gradients are taken at renewed every 64. With chunk_size 64 it does less: one gate and one
-read for 64 tokens.
+Width 384, six heads, two layers of the memory network. Its chunk_size 1 computes what ours computes: gates and
+retrievals for every token, and gradients at the weights of every 64th token. Its chunk_size 64 computes less: one gate
+and one retrieval for 64 tokens.
 """
 
 import json
@@ -22,9 +22,9 @@ from titans_hf import TitansConfig
 from titans_hf.neural_memory import NeuralMemory
 from titans_hf.token_grid import TokenGrid
 
-from . import memory
+from . import memory_alone
 from .measure import peak_bytes, seconds
-from .report import Plot
+from .table_and_plot import Plot
 
 WIDTH, HEADS, BATCH, CHUNK = 384, 6, 2, 64
 PLOT = Plot(line=("its chunk_size", "pass"), x="tokens", y=("times faster", "its memory of ours"))
@@ -36,7 +36,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> Iterator[dict]:
-    memory.check(2, CHUNK, args.device)
+    memory_alone.check(2, CHUNK, args.device)
     with Worker(args.python) as worker:
         for chunk_size, length in tqdm(CASES, desc="titans-pytorch"):
             for backward in (False, True):
@@ -63,7 +63,7 @@ def run(args: Namespace) -> Iterator[dict]:
 
 
 def layer(length: int, backward: bool):
-    """All of the layer: projections, convolutions, gates, memory, norm."""
+    """Makes a function that runs the whole layer: projections, convolutions, gates, memory, norm."""
     torch.manual_seed(0)
     sizes = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "memory_chunk_size": CHUNK, "memory_expansion": 4}
     config = TitansConfig(variant="lmm", **sizes)
@@ -84,10 +84,10 @@ def layer(length: int, backward: bool):
 
 
 class Worker:
-    """`peer_worker.py` in the other interpreter."""
+    """Runs `titans_pytorch_worker.py` in the other interpreter."""
 
     def __init__(self, python: str):
-        command = [python, str(Path(__file__).with_name("peer_worker.py"))]
+        command = [python, str(Path(__file__).with_name("titans_pytorch_worker.py"))]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def __enter__(self) -> "Worker":

@@ -1,0 +1,1 @@
+"""Benchmarks of the Titans paper, run by lm-eval; `run.py` is the command."""

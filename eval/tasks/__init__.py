@@ -1,0 +1,1 @@
+"""Tasks of lm-eval on local data: one YAML file each, and the code that they name."""

@@ -1,0 +1,1 @@
+"""Helpers of several commands: errors, Markdown tables, text files."""

@@ -1,0 +1,22 @@
+"""Files of a folder by their suffix."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def find_files(path: str | Path, argument: str, suffixes: Sequence[str] = (".txt",)) -> list[Path]:
+    """Lists a file, or the files of a folder and its subfolders that end in one of `suffixes`, sorted by path.
+
+    Hidden files and folders are left out. `argument` names the path in errors, as in "--text". Raises ValueError where
+    the path does not exist, or the folder holds no such file.
+    """
+    path = Path(path)
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise ValueError(f"{argument} {path} does not exist")
+    files = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in suffixes and file.is_file()]
+    files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+    if not files:
+        raise ValueError(f"{argument} {path} holds no {' or '.join(suffixes)} files")
+    return files

@@ -1,0 +1,70 @@
+"""scripts/shared: Markdown tables, lists of text files, errors on one line; and how the folders import each other."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from titans_hf_scripts.shared.command_line import run_command
+from titans_hf_scripts.shared.markdown_tables import markdown_table
+from titans_hf_scripts.shared.text_files import find_files
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_a_cell_stays_within_its_row_and_column():
+    """A bar or a line break in a value is escaped: else the rest of the row is shifted or lost."""
+    assert markdown_table(["a", "b"], [["x|y", "two\nlines"], [1, 2.5]]).splitlines() == [
+        "| a | b |",
+        "| --- | --- |",
+        r"| x\|y | two lines |",
+        "| 1 | 2.5 |",
+    ]
+    with pytest.raises(ValueError, match="a row has 1 cells, but the heading has 2"):
+        markdown_table(["a", "b"], [["alone"]])
+
+
+def test_files_are_those_of_the_suffixes_in_all_subfolders(tmp_path):
+    """All commands list the same files of a folder: else a text that was trained on is not evaluated."""
+    for name in ("b.txt", "sub/a.TXT", "notes.md", ".hidden.txt", ".git/c.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "folder.txt").mkdir()
+    assert find_files(tmp_path, "--text") == [tmp_path / "b.txt", tmp_path / "sub" / "a.TXT"]
+    assert find_files(tmp_path, "--text", (".md",)) == [tmp_path / "notes.md"]
+    assert find_files(tmp_path / "notes.md", "--text") == [tmp_path / "notes.md"]
+    with pytest.raises(ValueError, match=r"--text .*folder.txt holds no .txt files"):
+        find_files(tmp_path / "folder.txt", "--text")
+    with pytest.raises(ValueError, match=r"--text .*missing does not exist"):
+        find_files(tmp_path / "missing", "--text")
+
+
+@pytest.mark.parametrize("error", [ValueError("--x 1\nmust be 2"), OSError("--x 1 must be 2")])
+def test_an_error_is_one_line(error, monkeypatch, capsys):
+    """Bad input prints one line and exits with 2: else users get a traceback, and shells do not notice."""
+
+    def fail():
+        raise error
+
+    monkeypatch.setattr(sys, "argv", ["folder/train.py"])
+    with pytest.raises(SystemExit) as ended:
+        run_command(fail)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "train.py: error: --x 1 must be 2\n"
+    monkeypatch.setenv("TITANS_HF_DEBUG", "1")
+    with pytest.raises(type(error)):
+        run_command(fail)
+
+
+def test_other_errors_keep_their_traceback(monkeypatch):
+    """A defect of ours is not dressed up as bad input: else nobody can report where it is."""
+    with pytest.raises(ZeroDivisionError):
+        run_command(lambda: 1 / 0)
+
+
+def test_no_module_edits_the_import_path():
+    """Modules import each other by installed names: else a command works from one folder only."""
+    sources = [path for name in ("scripts", "eval", "experiments") for path in (ROOT / name).rglob("*.py")]
+    assert len(sources) > 30
+    assert [path for path in sources if re.search(r"sys\.path|sys import path", path.read_text())] == []
