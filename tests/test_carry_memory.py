@@ -73,8 +73,8 @@ def test_training_is_truncated_backpropagation(variant, num_rows, accumulated, t
     """Else a document reads on from another one's memory, a gradient leaves its block, or a token counts twice."""
     trainer = make_trainer(make_model(variant), tmp_path, num_rows, gradient_accumulation_steps=accumulated)
     trainer.train()
-    model, batches = make_model(variant).train(), trainer.train_dataset
-    steps = naive_losses(model, batches)
+    model, data = make_model(variant).train(), trainer.train_dataset
+    steps = naive_losses(model, data)
     while batches := list(itertools.islice(steps, accumulated)):
         torch.cat(batches).mean().backward()
         with torch.no_grad():
@@ -82,7 +82,7 @@ def test_training_is_truncated_backpropagation(variant, num_rows, accumulated, t
                 if parameter.grad is not None:
                     parameter -= RATE * parameter.grad
         model.zero_grad()
-    assert trainer.state.global_step == -(-batches.num_steps // accumulated)
+    assert trainer.state.global_step == -(-data.num_steps // accumulated)
     start = dict(make_model(variant).named_parameters())
     for (name, actual), expected in zip(trainer.model.named_parameters(), model.parameters(), strict=True):
         moved = (expected - start[name]).abs().max().item()

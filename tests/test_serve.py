@@ -155,5 +155,5 @@ def test_continuous_batching_is_refused(checkpoint):
     """Else a server starts of which every answer is an error."""
     command = [*COMMAND, "serve", str(checkpoint), "--continuous-batching"]
     served = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert served.returncode == 1
+    assert served.returncode == 2
     assert "--continuous-batching: Continuous batching pages keys and values" in served.stderr

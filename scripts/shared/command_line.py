@@ -26,8 +26,5 @@ def run_command(main: Callable[[], object]) -> None:
 
 
 def message_of(error: Exception) -> str:
-    """The error's message on one line, with its class where it has none."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, ModuleNotFoundError):
-        text += ": install the packages of this command, as in pip install 'titans-hf[train,finetune,demo,serve,eval]'"
-    return text
+    """Returns the error's message on one line; the name of its class where it has none."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,22 @@
+"""Runs transformers' own command line for Titans checkpoints too: `serve PATH` and `chat PATH URL`."""
+
+import sys
+
+from transformers.cli.transformers import main as transformers_main
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from titans_hf import TitansConfig, TitansForCausalLM
+
+
+def main() -> None:
+    """Runs the command in `sys.argv`. Raises ValueError for --continuous-batching, which Titans does not support."""
+    if "--continuous-batching" in sys.argv:  # every request would fail
+        try:
+            TitansForCausalLM.init_continuous_batching(None)
+        except NotImplementedError as error:
+            raise ValueError(f"--continuous-batching: {error}") from error
+    # The server looks the class of a checkpoint up in the module `transformers`, which transformers may have replaced
+    # since it was imported, and lists the downloaded models whose type is in the mapping.
+    sys.modules["transformers"].TitansForCausalLM = TitansForCausalLM
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TitansConfig.model_type] = TitansForCausalLM.__name__
+    transformers_main()
