@@ -13,6 +13,8 @@ import hashlib
 import json
 from pathlib import Path
 
+from titans_hf_scripts.shared.command_line import run_command
+
 NOVELS = Path(__file__).with_name("novels.json")
 
 
@@ -66,7 +68,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
+    run_command(main)

@@ -3,8 +3,9 @@
 import hashlib
 import json
 
-import prepare_novels
 import pytest
+
+from titans_hf_scripts import prepare_novels
 
 TEXTS = {"corpus/a.txt": "It was dark.", "corpus/b.txt": "Nobody was there."}
 
