@@ -75,7 +75,7 @@ TREATMENTS = [
         r"titans-hf train .*|torchrun .* scripts/train.py .*", "--max_steps 2 --max_eval_blocks 2 --use_cpu true"
     ),
     Treatment(r"titans-hf demo.*", "--steps 2 --questions 2"),
-    Treatment(r"titans-hf eval .*", "--limit 1 --lengths 512 --max_length 1024"),
+    Treatment(r"titans-hf eval .*", "--limit 1 --lengths 1024 --max_length 2048"),
     Treatment(r"titans-hf (read|surprise) .*"),
     Treatment(r"titans-hf ask .*", "--max_new_tokens 4"),
     Treatment(r"lm_eval .*", "--limit 1 --device cpu"),
