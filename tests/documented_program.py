@@ -25,7 +25,8 @@ def main(program: str, arguments: list[str]) -> int:
     if treatment.not_run or os.environ.get("DRY_RUN"):
         return 0
     start = [sys.executable] if program == "python" else [sys.executable, "-m", MODULES[program]]
-    return subprocess.run([*start, *arguments, *treatment.options.split()]).returncode
+    environment = os.environ | {"PATH": "/usr/bin:/bin"}  # what the program itself calls is no matter of the page
+    return subprocess.run([*start, *arguments, *treatment.options.split()], env=environment).returncode
 
 
 if __name__ == "__main__":
