@@ -36,7 +36,7 @@ from titans_hf_eval.needles import (
 )
 from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.text_files import find_files
-from titans_hf_scripts.training.data import load_tokenizer
+from titans_hf_scripts.training.tokenizer import load_tokenizer
 
 PASSKEY = KINDS["niah_single_1"]
 SHORT = 0.2  # share of documents that are no prompts of the task yet

@@ -8,7 +8,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import MistralConfig, MistralForCausalLM
 
 from titans_hf import TitansConfig, TitansForCausalLM
-from titans_hf_scripts.training.data import byte_tokenizer
+from titans_hf_scripts.training.tokenizer import byte_tokenizer
 
 pytest.importorskip("lm_eval")
 pytest.importorskip("wonderwords")

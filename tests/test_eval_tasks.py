@@ -3,7 +3,7 @@
 import pytest
 from datasets import Dataset
 
-from titans_hf_scripts.training.data import byte_tokenizer
+from titans_hf_scripts.training.tokenizer import byte_tokenizer
 
 pytest.importorskip("lm_eval")
 pytest.importorskip("wonderwords")

@@ -9,7 +9,7 @@ import torch
 from byte_model import save_byte_model
 
 from experiments import loss_by_position
-from titans_hf_scripts.training.data import byte_tokenizer
+from titans_hf_scripts.training.tokenizer import byte_tokenizer
 
 LENGTH = 300
 

@@ -7,7 +7,8 @@ import re
 import pytest
 from datasets import load_from_disk
 
-from titans_hf_scripts.training.data import byte_tokenizer, make_blocks
+from titans_hf_scripts.training.blocks import make_blocks
+from titans_hf_scripts.training.tokenizer import byte_tokenizer
 
 pytest.importorskip("wonderwords", reason="the words of needles are not installed")
 

@@ -7,7 +7,7 @@ import pytest
 from byte_model import save_byte_model
 
 from experiments import planted_sentences
-from titans_hf_scripts.training.data import byte_tokenizer
+from titans_hf_scripts.training.tokenizer import byte_tokenizer
 
 BOOK = "".join(f"Chapter {i}. It was dark, née light. Nobody came. " for i in range(120))
 

@@ -18,7 +18,7 @@ from tiny_run import LLAMA, SCRIPT
 from titans_hf import TitansCache
 from titans_hf.memory_files import read_description
 from titans_hf_scripts import ask, read
-from titans_hf_scripts.training.data import byte_tokenizer
+from titans_hf_scripts.training.tokenizer import byte_tokenizer
 
 TEXT = "Es war einmal ein König, der hatte zwölf Töchter. 東京 " * 9
 

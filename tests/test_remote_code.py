@@ -15,7 +15,7 @@ from transformers.dynamic_module_utils import get_imports
 
 import titans_hf
 from titans_hf import TitansConfig, TitansForCausalLM
-from titans_hf_scripts.training.data import byte_tokenizer
+from titans_hf_scripts.training.tokenizer import byte_tokenizer
 
 PACKAGE = Path(titans_hf.__file__).parent
 STAYS = {"__init__.py", "__main__.py", "memory_reference.py"}

@@ -15,7 +15,7 @@ import torch
 from common import make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from titans_hf_scripts.training.data import byte_tokenizer
+from titans_hf_scripts.training.tokenizer import byte_tokenizer
 
 pytestmark = pytest.mark.slow
 COMMAND = [sys.executable, "-m", "titans_hf"]

@@ -13,7 +13,7 @@ import torch
 from byte_model import save_byte_model
 
 from titans_hf_scripts import surprise
-from titans_hf_scripts.training.data import byte_tokenizer
+from titans_hf_scripts.training.tokenizer import byte_tokenizer
 
 TEXT = '  Es war <einmal> ein König & "sonst"\nniemand: 東京 ist weit. ' * 4
 

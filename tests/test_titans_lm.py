@@ -5,7 +5,7 @@ import torch
 from common import VARIANTS, make_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from titans_hf_scripts.training.data import byte_tokenizer
+from titans_hf_scripts.training.tokenizer import byte_tokenizer
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 

@@ -15,7 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, pip
 from transformers.trainer_utils import get_last_checkpoint
 
 from titans_hf_scripts import train
-from titans_hf_scripts.training import data as data
+from titans_hf_scripts.training import blocks as data
+from titans_hf_scripts.training.arguments import DataArguments, ModelArguments
+from titans_hf_scripts.training.data import load_blocks
+from titans_hf_scripts.training.documents import load_splits
+from titans_hf_scripts.training.model import load_config
+from titans_hf_scripts.training.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
 
@@ -36,8 +41,8 @@ def losses(folder, key):
 
 @pytest.mark.parametrize("block_length", [2, 7, 32, 10_000])
 def test_packing_loses_no_text(texts, block_length):
-    tokenizer = data.load_tokenizer("bytes")
-    documents = data.load_splits(str(texts), "train", None)["train"]
+    tokenizer = load_tokenizer("bytes")
+    documents = load_splits(str(texts), "--train_data", "train")["train"]
     blocks, tokens_per_byte = data.make_blocks(documents, "text", tokenizer, block_length)
 
     encoded = [path.read_bytes() for path in sorted(texts.rglob("*.txt"))]
@@ -50,13 +55,13 @@ def test_packing_loses_no_text(texts, block_length):
 
 def test_only_a_lone_final_eos_is_dropped():
     documents = Dataset.from_dict({"text": ["abcd"]})
-    blocks, _ = data.make_blocks(documents, "text", data.load_tokenizer("bytes"), 4)
+    blocks, _ = data.make_blocks(documents, "text", load_tokenizer("bytes"), 4)
     assert real_tokens(blocks) == [100, 101, 102, 103]
 
 
 def test_without_packing_every_document_is_a_block():
     """Else a question stands in another block than the fact that it asks for."""
-    tokenizer = data.load_tokenizer("bytes")
+    tokenizer = load_tokenizer("bytes")
     documents = Dataset.from_dict({"text": ["abc", "", "d", "efghijk"]})
     blocks, tokens_per_byte = data.make_blocks(documents, "text", tokenizer, 8, packing=False)
     assert [tokenizer.decode(block) for block in blocks["input_ids"]] == ["abc</s>", "d</s>", "efghijk</s>"]
@@ -70,7 +75,7 @@ def test_prompts_are_read_and_completions_learnt(options, tmp_path, monkeypatch)
     """Else what is given in the prompt, and need not be said, takes most of the loss."""
     rows = {"prompt": ["2 + 2 =", "", "7 = "], "completion": [" 4", "yes", "x" * 40]}
     Dataset.from_dict(rows).save_to_disk(tmp_path / "rows")
-    tokenizer = data.load_tokenizer("bytes")
+    tokenizer = load_tokenizer("bytes")
     blocks, tokens_per_byte = data.make_blocks(Dataset.from_dict(rows), "text", tokenizer, 64, packing=False)
     batch = data.collate([blocks[i] for i in range(2)])
     assert tokenizer.decode(batch["input_ids"][0]) == "2 + 2 = 4</s>"
@@ -88,19 +93,20 @@ def test_prompts_are_read_and_completions_learnt(options, tmp_path, monkeypatch)
 
 
 def test_blocks_are_cached(texts, monkeypatch):
-    tokenizer = data.load_tokenizer("bytes")
-    first, _ = data.make_blocks(data.load_splits(str(texts), "train", None)["train"], "text", tokenizer, 32)
+    tokenizer = load_tokenizer("bytes")
+    first, _ = data.make_blocks(load_splits(str(texts), "--train_data", "train")["train"], "text", tokenizer, 32)
     monkeypatch.setattr(type(tokenizer), "__call__", None)
     again, _ = data.make_blocks(
-        data.load_splits(str(texts), "train", None)["train"], "text", data.load_tokenizer("bytes"), 32
+        load_splits(str(texts), "--train_data", "train")["train"], "text", load_tokenizer("bytes"), 32
     )
     assert real_tokens(again) == real_tokens(first)
 
 
 def test_held_out_blocks_are_the_last(texts):
-    tokenizer = data.load_tokenizer("bytes")
-    blocks, _ = data.make_blocks(data.load_splits(str(texts), "train", None)["train"], "text", tokenizer, 32)
-    kept, held_out, _ = data.load_blocks(tokenizer, 32, str(texts), None, 0.2, None, "text", True)
+    tokenizer = load_tokenizer("bytes")
+    blocks, _ = data.make_blocks(load_splits(str(texts), "--train_data", "train")["train"], "text", tokenizer, 32)
+    arguments = DataArguments(train_data=str(texts), eval_fraction=0.2, block_length=32)
+    kept, held_out, _ = load_blocks(arguments, tokenizer)
     assert len(held_out) == round(0.2 * len(blocks))
     assert real_tokens(kept) + real_tokens(held_out) == real_tokens(blocks)
 
@@ -108,14 +114,15 @@ def test_held_out_blocks_are_the_last(texts):
 def test_saved_data_set_brings_its_validation_split(tmp_path):
     splits = {"train": Dataset.from_dict({"body": ["aaaa", "bb"]}), "validation": Dataset.from_dict({"body": ["cc"]})}
     DatasetDict(splits).save_to_disk(tmp_path / "saved")
-    tokenizer = data.load_tokenizer("bytes")
-    kept, validation, _ = data.load_blocks(tokenizer, 32, str(tmp_path / "saved"), None, 0.01, None, "body", True)
+    tokenizer = load_tokenizer("bytes")
+    arguments = DataArguments(train_data=str(tmp_path / "saved"), text_column="body", block_length=32)
+    kept, validation, _ = load_blocks(arguments, tokenizer)
     assert tokenizer.decode(real_tokens(kept)) == "aaaa</s>bb</s>"
     assert tokenizer.decode(real_tokens(validation)) == "cc</s>"
 
 
 def test_byte_tokenizer_is_byt5_without_the_eos(tmp_path):
-    data.load_tokenizer("bytes").save_pretrained(tmp_path)
+    load_tokenizer("bytes").save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     text = "Ünïcode 東京 🎉\r\n\t\x00  end "
     byt5 = ByT5Tokenizer(extra_ids=0)
@@ -148,7 +155,7 @@ def test_training_gives_a_model_that_loads_and_generates(options, tmp_path, text
     assert (model.config.bos_token_id, model.config.eos_token_id, model.config.pad_token_id) == (None, 1, 0)
 
     blocks, tokens_per_byte = data.make_blocks(
-        data.load_splits(str(texts), "validation", None)["validation"], "text", tokenizer, 32
+        load_splits(str(texts), "--eval_data", "validation")["validation"], "text", tokenizer, 32
     )
     with torch.no_grad():
         outputs = [(model(block[None], labels=block[None]).loss, len(block) - 1) for block in blocks["input_ids"]]
@@ -206,8 +213,8 @@ def test_tokens_per_step(options, tmp_path, capsys, given, accumulated):
 
 
 def test_paper_defaults(options):
-    parser = train.HfArgumentParser((train.ScriptArguments, train.PaperArguments))
-    _, arguments = parser.parse_args_into_dataclasses(options(learning_rate=None))
+    parser = train.HfArgumentParser(train.ARGUMENTS)
+    *_, arguments = parser.parse_args_into_dataclasses(options(learning_rate=None))
     assert (arguments.learning_rate, arguments.weight_decay, arguments.lr_scheduler_type) == (4e-4, 0.1, "cosine")
     assert arguments.optim.startswith("adamw")
     assert parser.get_default("tokens_per_step") == 524288
@@ -216,7 +223,8 @@ def test_paper_defaults(options):
 def test_overrides_rebuild_the_config(options):
     config = LLAMA | {"hidden_size": 64}
     path = options(config)[1]
-    changed = train.load_config(path, "hidden_size=32,tie_word_embeddings=true", data.load_tokenizer("bytes"))
+    arguments = ModelArguments(config=path, config_overrides="hidden_size=32,tie_word_embeddings=true")
+    changed = load_config(arguments, load_tokenizer("bytes"))
     assert (changed.hidden_size, changed.head_dim, changed.tie_word_embeddings) == (32, 16, True)
 
 
@@ -231,9 +239,12 @@ def test_overrides_rebuild_the_config(options):
         ({"block_length": 4096, "tokens_per_step": 8192}, "give --eval_data"),
         ({"tokens_per_step": 100}, "try --tokens_per_step 128"),
         ({"text_column": "body"}, "no --text_column body, nor a prompt and a completion, only text"),
-        ({"config_overrides": "vocab_size=100"}, "vocab_size 100 .* vocabulary 259"),
+        (
+            {"config_overrides": "vocab_size=100"},
+            "has 259 tokens, more than the vocab_size 100: give --config_overrides vocab_size=259",
+        ),
         ({"config_overrides": "hiden_size=64"}, "llama has no hiden_size"),
-        ({"resume_from_checkpoint": "true"}, "no checkpoint in"),
+        ({"resume_from_checkpoint": "true"}, "no complete checkpoint in"),
         ({"resume_from_checkpoint": "/no/such/checkpoint"}, "no checkpoint in /no/such/checkpoint"),
     ],
 )
@@ -245,7 +256,7 @@ def test_bad_inputs_are_named(options, tmp_path, changes, message):
 
 def test_folder_without_text_is_named(options, tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"empty holds no \.txt files"):
+    with pytest.raises(ValueError, match=r"--train_data .*empty holds no \.txt or \.md or .*files"):
         train.main(options(train_data=tmp_path / "empty"))
     (tmp_path / "empty" / "empty.txt").touch()
     with pytest.raises(ValueError, match="holds no text"):
@@ -253,7 +264,7 @@ def test_folder_without_text_is_named(options, tmp_path):
 
 
 def test_tokenizer_without_eos_is_named(options, tmp_path):
-    tokenizer = data.load_tokenizer("bytes")
+    tokenizer = load_tokenizer("bytes")
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     with pytest.raises(ValueError, match="no eos token"):

@@ -12,13 +12,12 @@ from titans_hf import TitansCache
 from titans_hf.cache_titans import TitansCacheLayer
 from titans_hf.layer_state import LayerState
 from titans_hf.memory_state import MemoryState
+from titans_hf_scripts.training.arguments import DataArguments
 from titans_hf_scripts.training.contiguous_batches import IGNORED, ContiguousBatches
 from titans_hf_scripts.training.run_folder import CardTrainer
 
 
-def check_carry_memory(
-    config: PreTrainedConfig, args: TrainingArguments, max_eval_blocks: int | None, packing: bool
-) -> None:
+def check_carry_memory(config: PreTrainedConfig, args: TrainingArguments, data: DataArguments) -> None:
     """Raises ValueError for options that cannot be combined with --carry_memory."""
     refused = {
         f"a {config.model_type} model, which has no memory": config.model_type != "titans",
@@ -30,8 +29,9 @@ def check_carry_memory(
         ),
         "--auto_find_batch_size: the rows of a batch are fixed": args.auto_find_batch_size,
         "several GPUs in one process: use accelerate launch": args.n_gpu > 1,
-        "--packing false: no document is longer than a block": not packing,
-        "--max_eval_blocks: blocks are evaluated one after the other": max_eval_blocks is not None,
+        "--packing false: no document is longer than a block": not data.packing,
+        "--streaming: the blocks are ordered by their number": data.streaming,
+        "--max_eval_blocks: blocks are evaluated one after the other": data.max_eval_blocks is not None,
     }
     for reason, holds in refused.items():
         if holds:

@@ -112,8 +112,9 @@ def sizes(config: PreTrainedConfig, record: dict) -> str:
 
 def training(record: dict) -> str:
     data = record["data"]
+    start = f"From {record['base_model']}" if record.get("base_model") else "From scratch"
     text = (
-        f"From scratch on {data['train']} ({data['train_tokens']:,} tokens), {record['tokens_seen']:,} tokens in "
+        f"{start} on {data['train']} ({data['train_tokens']:,} tokens), {record['tokens_seen']:,} tokens in "
         f"{record['steps']:,} steps. Nothing else was done to it: no instructions, no preferences, no filter."
     )
     if record["best_step"]:

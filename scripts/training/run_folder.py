@@ -1,21 +1,24 @@
-"""What a run leaves: the best model, its curve, figures and card, and what of that goes to the Hub."""
+"""The files that a run writes: the best model, its curve, figures and card; and the selection that goes to the Hub."""
 
+import contextlib
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import transformers
-from datasets import Dataset
 from huggingface_hub.utils import DEFAULT_IGNORE_PATTERNS, filter_repo_objects
 from matplotlib.figure import Figure
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from titans_hf_scripts.training.data import count_tokens
+from titans_hf_scripts.training.arguments import DataArguments
+from titans_hf_scripts.training.blocks import count_tokens
+from titans_hf_scripts.training.data import Blocks
 from titans_hf_scripts.training.model_card import model_card
 
-# Those of TrainingArguments that make the model what it is.
+# The TrainingArguments that decide on the result.
 ARGUMENTS = (
     "learning_rate",
     "lr_scheduler_type",
@@ -31,12 +34,33 @@ ARGUMENTS = (
     "bf16",
     "seed",
 )
-# What Trainer.push_to_hub leaves out of a run's folder.
+# The files of a run's folder that Trainer.push_to_hub leaves out.
 NOT_PUSHED = ["_*", f"{PREFIX_CHECKPOINT_DIR}-*", *DEFAULT_IGNORE_PATTERNS]
 
 
 class CardTrainer(Trainer):
-    """A Trainer whose model card is made from the run's record instead of Trainer's own."""
+    """A Trainer that makes the model card from the run's record, and saves configurations with `use_cache` true.
+
+    During training Trainer sets `use_cache` to false; saved so, a checkpoint that is called plainly would forget.
+    """
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        with self._use_cache():
+            super()._save(output_dir, state_dict)
+
+    def save_config(self) -> None:
+        """Saves the configuration, and the code that travels with it, into the run's folder."""
+        with self._use_cache():
+            self.model.config.save_pretrained(self.args.output_dir)
+
+    @contextlib.contextmanager
+    def _use_cache(self) -> Iterator[None]:
+        config, before = self.model.config, self.model.config.use_cache
+        config.use_cache = True
+        try:
+            yield
+        finally:
+            config.use_cache = before
 
     def create_model_card(self, *args, **kwargs) -> None:
         """Writes README.md. Raises FileNotFoundError before the run has been recorded."""
@@ -58,18 +82,26 @@ def check_push(args: TrainingArguments, dry_run: str | None) -> None:
         raise ValueError(f"--push_dry_run {dry_run} exists: give a new or an empty folder")
 
 
-def data_facts(train: str, evaluation: str | None, train_blocks: Dataset, eval_blocks: Dataset) -> dict:
-    """What run.json says of the data, without the places where it lies: a file's or folder's name, a data set's id."""
-    names = [Path(path).resolve().name if Path(path).exists() else path for path in (train, evaluation or train)]
+def public_name(source: str | None) -> str | None:
+    """Returns the name of a file or folder without its path; a name on the Hub as it is."""
+    return Path(source).resolve().name if source and Path(source).exists() else source
+
+
+def data_facts(args: DataArguments, blocks: Blocks, streamed_tokens: int) -> dict:
+    """Describes the data for run.json by names alone: of a file or folder, or a data set's id; paths stay private."""
+    names = [
+        Path(path).resolve().name if Path(path).exists() else path
+        for path in (args.train_data, args.eval_data or args.train_data)
+    ]
     return {
-        "train": names[0],
-        "eval": names[1],
-        "held_out": evaluation is None,
-        "hub": [] if Path(train).exists() else [train],
-        "train_blocks": len(train_blocks),
-        "train_tokens": count_tokens(train_blocks),
-        "eval_blocks": len(eval_blocks),
-        "eval_tokens": count_tokens(eval_blocks),
+        "train": public_name(args.train_data),
+        "eval": public_name(args.eval_data or args.train_data),
+        "held_out": args.eval_data is None,
+        "hub": [] if Path(args.train_data).exists() else [args.train_data],
+        "train_blocks": None if args.streaming else len(blocks.train),
+        "train_tokens": streamed_tokens if args.streaming else count_tokens(blocks.train),
+        "eval_blocks": len(blocks.evaluation),
+        "eval_tokens": count_tokens(blocks.evaluation),
     }
 
 
@@ -85,11 +117,9 @@ def plot_losses(history: list[dict[str, float]], path: Path) -> None:
 
 
 def save_results(trainer: CardTrainer, facts: dict) -> dict[str, float]:
-    """Saves the model, its curve, its metrics, which are those of the best checkpoint, and its card; `facts` goes into
-    run.json as it is.
-    """
+    """Saves the best model, its curve, metrics and card, and run.json, which contains `facts`; returns the metrics."""
     folder, args = Path(trainer.args.output_dir), trainer.args
-    trainer.save_model(_internal_call=True)  # else it is pushed as it is now
+    trainer.save_model(_internal_call=True)  # an external call would push the unfinished folder
     trainer.save_state()
     if trainer.is_world_process_zero():
         plot_losses(trainer.state.log_history, folder / "loss.png")

@@ -1,0 +1,77 @@
+"""The checkpoints of a run: which one to go on from, and whether the run is finished."""
+
+import json
+import re
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from transformers import TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+RECORD = "run.json"  # what a run writes once it has ended
+PATTERN = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "pytorch_model_fsdp*", "*.distcp")
+
+
+def find_checkpoint(args: TrainingArguments) -> str | None:
+    """Returns the checkpoint to go on from, None to start anew.
+
+    With --resume_from_checkpoint true that is the last complete one; incomplete ones are skipped with a warning. Raises
+    ValueError for a folder with checkpoints without that option, so that a run is never written over by accident, and
+    for an incomplete checkpoint that was named; FileNotFoundError where there is none.
+    """
+    folder, wanted = Path(args.output_dir), args.resume_from_checkpoint or "false"
+    steps = {int(match[1]): path for path in folder.glob("*") if (match := PATTERN.fullmatch(path.name))}
+    checkpoints = [path for _, path in sorted(steps.items(), reverse=True)]
+    if wanted.lower() == "false":
+        if checkpoints:
+            raise ValueError(f"{folder} holds checkpoints: pass --resume_from_checkpoint true or another --output_dir")
+        return None
+    if wanted.lower() != "true":
+        if not Path(wanted).is_dir():
+            raise FileNotFoundError(f"--resume_from_checkpoint {wanted}: no checkpoint in {wanted}")
+        if reason := what_is_missing(Path(wanted)):
+            raise ValueError(f"--resume_from_checkpoint {wanted} is incomplete: {reason}")
+        return wanted
+    for checkpoint in checkpoints:
+        if not (reason := what_is_missing(checkpoint)):
+            return str(checkpoint)
+        warnings.warn(f"{checkpoint} is incomplete and skipped: {reason}", stacklevel=2)
+    raise FileNotFoundError(f"--resume_from_checkpoint {wanted}: no complete checkpoint in {folder}")
+
+
+def what_is_missing(checkpoint: Path) -> str | None:
+    """Returns why a checkpoint cannot be resumed, None for a complete one. Trainer writes its state last."""
+    try:
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_text())
+    except (OSError, ValueError):
+        return f"it holds no readable {TRAINER_STATE_NAME}, which is written last"
+    if not any(file for pattern in WEIGHTS for file in checkpoint.glob(pattern)):
+        return "it holds no weights"
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            return f"{file.name} is cut off ({error})"
+    for index in checkpoint.glob("*.index.json"):
+        for name in set(json.loads(index.read_text())["weight_map"].values()):
+            if not (checkpoint / name).exists():
+                return f"{name} is missing"
+    for file in sorted(path for pattern in ("*.pt", "*.pth", "*.bin") for path in checkpoint.glob(pattern)):
+        if not zipfile.is_zipfile(file):
+            return f"{file.name} is cut off"
+    return None
+
+
+def read_record(folder: str) -> dict[str, Any] | None:
+    """Reads run.json, which a run writes at its end; None where there is none."""
+    try:
+        record = json.loads((Path(folder) / RECORD).read_text())
+    except (OSError, ValueError):
+        return None
+    return record if {"command", "steps", "planned_steps", "metrics"} <= record.keys() else None

@@ -1,0 +1,26 @@
+"""The tokenizer of a run: a saved one, or one token per byte."""
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Makes a tokenizer with the vocabulary of ByT5Tokenizer, which itself appends </s> to every prompt."""
+    letters = bytes_to_unicode()
+    tokens = ["<pad>", "</s>", "<unk>", *(letters[byte] for byte in range(256))]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Loads a tokenizer by its folder or name on the Hub; `bytes` is `byte_tokenizer()`.
+
+    Raises OSError or ValueError where there is none, ValueError for one without an eos token.
+    """
+    tokenizer = byte_tokenizer() if name == "bytes" else AutoTokenizer.from_pretrained(name)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"--tokenizer {name} has no eos token, which has to separate the documents")
+    return tokenizer
