@@ -14,7 +14,7 @@ from documentation import PAGES, ROOT, TREATMENTS, anchors, blocks, prose, run_b
 from eval_common import BOOK, make_data
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from titans_hf_scripts.training.data import byte_tokenizer
+from titans_hf_scripts.training.tokenizer import byte_tokenizer
 
 BASH, PYTHON = blocks("bash"), blocks("python")
 VARIANTS = ("mac", "mag", "mal", "lmm")
