@@ -71,10 +71,9 @@ TREATMENTS = [
     Treatment(r"python scripts/bench.py models .*", "--lengths 32 --depths 1 --size tiny --repeats 1"),
     Treatment(r"python scripts/bench.py decode .*", "--contexts 32 --steps 2 --size tiny --repeats 1"),
     Treatment(r"python scripts/bench.py prompt .*", "--tokens 256 --piece 64 --every 128"),
-    Treatment(
-        r"titans-hf train .*|torchrun .* scripts/train.py .*", "--max_steps 2 --max_eval_blocks 2 --use_cpu true"
-    ),
+    Treatment(r"titans-hf train .*|torchrun .* scripts/train.py .*", "--max_steps 2 --use_cpu true"),
     Treatment(r"titans-hf demo.*", "--steps 2 --questions 2"),
+    Treatment(r"titans-hf eval .* --suite lm commonsense .*", "--limit 1 --max_length 2048"),
     Treatment(r"titans-hf eval .*", "--limit 1 --lengths 1024 --max_length 2048"),
     Treatment(r"titans-hf (read|surprise) .*"),
     Treatment(r"titans-hf ask .*", "--max_new_tokens 4"),
