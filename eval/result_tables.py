@@ -3,12 +3,12 @@
 import json
 import math
 from collections import defaultdict
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
+from titans_hf_scripts.shared.figures import line_styles, mark_failures, save_figure
 from titans_hf_scripts.shared.markdown_tables import markdown_table
 
 PAPER = json.loads((Path(__file__).parent / "paper_tables.json").read_text())
@@ -208,26 +208,26 @@ def plot(results: Results, panels: dict[str, list[str]], chance: dict[str, float
         return
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(4 * columns, 3.2 * rows + 0.4), layout="constrained")
+    figure = Figure(figsize=(4 * columns + 2, 3.2 * rows), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     for axes, (title, group) in zip(grid.flat, panels.items(), strict=True):
-        for model, marker in zip(results, cycle("os^Dv"), strict=False):
+        for model, style in line_styles(results).items():
             values = [mean([score(results, model, task, "acc", length) for task in group]) for length in lengths]
             points = [(x, *value) for x, value in enumerate(values) if value]
             if points:
                 x, y, errors = zip(*points, strict=True)
-                axes.errorbar(x, y, [error or 0 for error in errors], marker=marker, capsize=3, alpha=0.8, label=model)
+                axes.errorbar(x, y, [error or 0 for error in errors], capsize=3, label=model, **style)
+                zeros = [at for at, accuracy in zip(x, y, strict=True) if accuracy == 0]
+                mark_failures(axes, zeros, [0] * len(zeros), label="none right")
         if group[0] in chance:
             guess = 100 * sum(chance[task] for task in group) / len(group)
-            axes.axhline(guess, color="gray", linestyle=":", label="chance")
+            axes.axhline(guess, color="gray", linewidth=0.8, label="chance", zorder=0)
         axes.set(title=title, xticks=range(len(lengths)), ylim=(-5, 105))
         axes.set_xticklabels(map(short, lengths))
         axes.grid(alpha=0.3)
-    figure.supxlabel("context length in tokens of the model")
+    figure.supxlabel("sequence length in tokens of the model")
     figure.supylabel("accuracy in %")
-    lines = {label: line for axes in grid.flat for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(lines.values(), lines.keys(), loc="outside upper center", ncols=4)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
 
 
 def write_report(

@@ -11,6 +11,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from titans_hf_scripts.shared.command_line import run_command
+from titans_hf_scripts.shared.figures import line_styles, save_figure
 from titans_hf_scripts.shared.markdown_tables import markdown_table
 
 
@@ -38,13 +39,13 @@ def table(runs: dict[str, dict]) -> str:
 
 
 def plot(runs: dict[str, dict], path: Path) -> None:
-    figure = Figure(figsize=(6, 4), layout="constrained")
+    figure = Figure(figsize=(7.5, 4), layout="constrained")
     axes = figure.subplots()
+    styles = line_styles(runs)
     for name, run in runs.items():
-        axes.plot(*zip(*run["curve"], strict=True), ".-", label=name)
-    axes.set(xlabel="training tokens", ylabel="evaluation loss per token")
-    axes.legend()
-    figure.savefig(path, dpi=150)
+        axes.plot(*zip(*run["curve"], strict=True), label=name, **styles[name])
+    axes.set(xlabel="training tokens", ylabel="evaluation loss per token", title="Evaluation loss while training")
+    save_figure(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -25,6 +25,7 @@ from titans_hf_eval.needles import KINDS, PREFIX, PROMPT, draw_key, draw_value, 
 from titans_hf_scripts import read as read_command
 from titans_hf_scripts.benchmarks.measure import resident_bytes
 from titans_hf_scripts.shared.command_line import run_command
+from titans_hf_scripts.shared.figures import save_figure
 from titans_hf_scripts.shared.markdown_tables import markdown_table
 from titans_hf_scripts.shared.text_files import find_files
 
@@ -117,8 +118,7 @@ def draw(path: Path, samples: list[dict], kills: list[dict], title: str) -> None
             label=f"process {process}" + (", killed" if process <= len(kills) else ""),
         )
     axes.set(xlabel="million tokens saved", ylabel="resident memory, MiB", ylim=(0, None), title=title)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 def table(needles: list[dict], length: int) -> str:

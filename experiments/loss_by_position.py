@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from titans_hf_eval.checkpoints import Checkpoint, read_checkpoints
 from titans_hf_scripts.shared.command_line import run_command
+from titans_hf_scripts.shared.figures import line_styles, mark_failures, mark_trained_length, save_figure
 from titans_hf_scripts.shared.markdown_tables import markdown_table
 from titans_hf_scripts.shared.text_files import find_files
 
@@ -67,17 +68,31 @@ def table(losses: dict[str, list[float]], length: int) -> str:
     return markdown_table(heading, [[label, *(f"{x:.2f}" for x in bits)] for label, bits in losses.items()])
 
 
-def plot(losses: dict[str, list[float]], length: int, path: Path) -> None:
-    figure = Figure(figsize=(6, 4), layout="constrained")
+def trained_length(paths: list[str]) -> int | None:
+    """The block length that all models were trained on, as run.json says; None where one has none or they differ."""
+    runs = [Path(path) / "run.json" for path in paths]
+    if not all(run.is_file() for run in runs):
+        return None
+    arguments = [json.loads(run.read_text(encoding="utf-8")).get("arguments", {}) for run in runs]
+    lengths = {given.get("block_length") for given in arguments}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def plot(losses: dict[str, list[float]], length: int, trained: int | None, path: Path) -> None:
+    """Draws loss against position; a cross is where a model's loss is a tenth above its lowest."""
+    figure = Figure(figsize=(7.5, 4), layout="constrained")
     axes = figure.subplots()
-    edges = edges_to(length)[1:]
+    edges, styles, failed = edges_to(length)[1:], line_styles(losses), []
     for label, bits in losses.items():
-        axes.plot(edges, bits, ".-", label=label)
+        axes.plot(edges, bits, label=label, **styles[label])
+        failed += [point for point in zip(edges, bits, strict=True) if point[1] > 1.1 * min(bits)]
+    mark_failures(axes, *zip(*failed, strict=True) if failed else ((), ()), label="a tenth above its best")
+    if trained:
+        mark_trained_length(axes, trained)
     axes.set_xscale("log", base=2)
     axes.set_xticks(edges, [f"{edge:,}" for edge in edges])
-    axes.set(xlabel="position, to", ylabel="bits per token")
-    axes.legend()
-    figure.savefig(path, dpi=150)
+    axes.set(xlabel="position in the text, up to", ylabel="bits per token", title="Loss by position")
+    save_figure(figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -105,7 +120,7 @@ def main(argv: list[str] | None = None) -> None:
         record = {"edges": edges_to(args.length), "bits per token": losses}
         (args.output / "loss_by_position.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         (args.output / "loss_by_position.md").write_text(table(losses, args.length) + "\n", encoding="utf-8")
-        plot(losses, args.length, args.output / "loss_by_position.png")
+        plot(losses, args.length, trained_length(args.models), args.output / "loss_by_position.png")
     print(table(losses, args.length))
 
 

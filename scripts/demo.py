@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 import titans_hf
 from titans_hf_scripts.shared.command_line import run_command
+from titans_hf_scripts.shared.figures import line_styles, mark_failures, mark_trained_length, save_figure
 
 NUM_PAIRS, NUM_QUERIES, NUM_SYMBOLS, TRAINED_FILLER = 6, 16, 32, 16
 VOCAB_SIZE = 3 * NUM_SYMBOLS  # keys, values, filler
@@ -81,16 +82,20 @@ def recall(model: PreTrainedModel, filler: int, num_questions: int, seed: int) -
 
 
 def plot(results: dict[str, list[float]], path: Path) -> None:
-    figure = Figure(figsize=(6, 4), layout="constrained")
+    """Draws recall against distance; a cross is where a model knows no more than three times what chance gives."""
+    figure = Figure(figsize=(7.5, 4), layout="constrained")
     axes = figure.subplots()
+    chance, styles, failed = 1 / NUM_SYMBOLS, line_styles(results), []
     for name, accuracies in results.items():
-        axes.plot(DISTANCES, accuracies, "o-", label=name)
-    axes.axvline(TRAINED_FILLER, color="gray", linestyle=":", label="longest in training")
-    axes.axhline(1 / NUM_SYMBOLS, color="gray", linestyle="--", label="chance")
+        axes.plot(DISTANCES, accuracies, label=name, **styles[name])
+        failed += [point for point in zip(DISTANCES, accuracies, strict=True) if point[1] < 3 * chance]
+    mark_failures(axes, *zip(*failed, strict=True) if failed else ((), ()), label="hardly above chance")
+    mark_trained_length(axes, TRAINED_FILLER)
+    axes.axhline(chance, color="gray", linewidth=0.8, label="chance", zorder=0)
     axes.set(xscale="log", ylim=(0, 1.05), xlabel="tokens between fact and question", ylabel="recall")
     axes.set_xticks(DISTANCES, DISTANCES, minor=False)
-    axes.legend()
-    figure.savefig(path, dpi=150)
+    axes.set_title("Recall of key-value pairs, beyond the trained distance")
+    save_figure(figure, path)
 
 
 def train_and_ask(args: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, int]]:

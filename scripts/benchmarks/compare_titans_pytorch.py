@@ -27,7 +27,12 @@ from .measure import peak_bytes, seconds
 from .table_and_plot import Plot
 
 WIDTH, HEADS, BATCH, CHUNK = 384, 6, 2, 64
-PLOT = Plot(line=("its chunk_size", "pass"), x="tokens", y=("times faster", "its memory of ours"))
+PLOT = Plot(
+    "The memory beside that of titans-pytorch",
+    line=("its chunk_size", "pass"),
+    x="tokens",
+    y=("times faster", "its memory of ours"),
+)
 CASES = ((1, 256), (1, 512), (CHUNK, 256), (CHUNK, 512), (CHUNK, 2048), (CHUNK, 8192))
 
 

@@ -17,7 +17,9 @@ from . import comparable_models
 from .measure import seconds
 from .table_and_plot import Plot
 
-PLOT = Plot(line=("model",), x="context", y=("ms/token", "cache MB"), yscale="log")
+PLOT = Plot(
+    "One more token", line=("model",), x="context", y=("ms/token", "cache MB"), yscale="log", xlabel="context, tokens"
+)
 NUM_READ_TOKENS = 256
 TOKENS_PER_CALL = 4096
 

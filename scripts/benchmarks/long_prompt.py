@@ -16,7 +16,7 @@ from . import comparable_models
 from .measure import resident_bytes, seconds
 from .table_and_plot import Plot
 
-PLOT = Plot(line=("model",), x="tokens", y=("tokens/s", "resident MB"))
+PLOT = Plot("Reading one long prompt", line=("model",), x="tokens", y=("tokens/s", "resident MB"), xlabel="tokens read")
 
 
 def add_arguments(parser: ArgumentParser) -> None:

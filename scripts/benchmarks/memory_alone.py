@@ -22,7 +22,12 @@ from .table_and_plot import Plot
 
 BATCH, HEADS, HEAD_DIM, DEPTH, EXPANSION = 2, 6, 64, 2, 4
 ERROR_CLIP = 1.0
-PLOT = Plot(line=("depth", "chunk"), x="tokens", y=("forward of products", "both of products"))
+PLOT = Plot(
+    "The memory alone, as a share of its matrix products",
+    line=("depth", "chunk"),
+    x="tokens",
+    y=("forward of products", "both of products"),
+)
 NUM_CHECKED_TOKENS = 150  # tokens: two chunks of 64 and a part of one
 
 

@@ -5,16 +5,19 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
+from titans_hf_scripts.shared.figures import line_styles, mark_failures, save_figure
 from titans_hf_scripts.shared.markdown_tables import markdown_table
 
 
 class Plot(NamedTuple):
     """A line for each value of the columns `line`, one panel for each of the columns `y`, over the column `x`."""
 
+    title: str
     line: tuple[str, ...]
     x: str
     y: tuple[str, ...]
     yscale: str = "linear"
+    xlabel: str = "sequence length"
 
 
 def table(rows: list[dict]) -> str:
@@ -32,20 +35,34 @@ def _cell(value: object) -> str:
 
 
 def save_plot(rows: list[dict], plot: Plot, path: Path) -> None:
-    figure = Figure(figsize=(5 * len(plot.y), 4), layout="constrained")
+    """Draws the rows; a row without a value of `y` is a cross at the bottom: the work did not finish there."""
+    figure = Figure(figsize=(4.5 * len(plot.y) + 2, 4), layout="constrained")
+    figure.suptitle(plot.title)
+    names = [_name(row, plot) for row in rows]
+    styles = line_styles(names)
     for axes, y in zip(figure.subplots(1, len(plot.y), squeeze=False)[0], plot.y, strict=True):
         lines: dict[str, list[tuple]] = {}
-        for row in rows:
+        for name, row in zip(names, rows, strict=True):
             if row.get(y) is not None:
-                names = [f"{column} {row[column]}" for column in plot.line]
-                name = ", ".join(names) if len(names) > 1 else str(row[plot.line[0]])
                 lines.setdefault(name, []).append((row[plot.x], row[y]))
         for name, points in lines.items():
-            axes.plot(*zip(*points, strict=True), marker="o", label=name)
-        axes.set(xlabel=plot.x, ylabel=y, xscale="log", yscale=plot.yscale)
+            axes.plot(*zip(*points, strict=True), label=name, **styles[name])
+        axes.set(xlabel=plot.xlabel, ylabel=y, xscale="log", yscale=plot.yscale)
         if plot.yscale == "linear":
             axes.set_ylim(0)
+        bottom, missing = axes.get_ylim()[0], {}
+        for name, row in zip(names, rows, strict=True):
+            if row.get(y) is None:
+                missing.setdefault(row[plot.x], []).append(name)
+        mark_failures(axes, list(missing), [bottom] * len(missing), label="did not finish")
+        for x, failed in missing.items():
+            axes.annotate(", ".join(failed), (x, bottom), (0, 8), textcoords="offset points", ha="right", fontsize=7)
         axes.grid(alpha=0.3)
-    if lines:
-        axes.legend()
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
+
+
+def _name(row: dict, plot: Plot) -> str:
+    """The name of the line that a row belongs to."""
+    if len(plot.line) == 1:
+        return str(row[plot.line[0]])
+    return ", ".join(f"{column} {row[column]}" for column in plot.line)

@@ -11,7 +11,7 @@ from . import comparable_models
 from .measure import peak_bytes, seconds
 from .table_and_plot import Plot
 
-PLOT = Plot(line=("model",), x="tokens", y=("read tokens/s", "train tokens/s", "train peak KB/token"))
+PLOT = Plot("Whole models", line=("model",), x="tokens", y=("read tokens/s", "train tokens/s", "train peak KB/token"))
 WITHOUT_MEMORY = "without memory"  # Mistral with the MLP of MAG, MAC and MAL
 
 

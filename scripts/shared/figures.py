@@ -1,0 +1,65 @@
+"""The look that all plots share: a style per model, a legend beside the data, a mark at the trained length."""
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+
+VARIANTS = {"mac": "tab:blue", "mag": "tab:orange", "mal": "tab:green", "lmm": "tab:red"}
+STOPPED = ("not learning", "stopped")
+OTHERS = ("black", "tab:gray", "tab:brown", "tab:purple", "tab:olive", "tab:cyan")
+MARKERS = "os^Dv<>P"
+PALER = 0.18  # share of white in the colour of a variant's next line
+
+
+def line_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Keywords of `Axes.plot` by name of a line.
+
+    A variant of Titans is solid in its own colour; with its memory stopped it is dotted. Anything else, a baseline, is
+    dashed with hollow markers. Where no line is of a variant, all are solid.
+    """
+    variants = {name: _variant_in(name) for name in names}
+    if not any(variants.values()):
+        return {name: {"marker": MARKERS[i % len(MARKERS)]} for i, name in enumerate(variants)}
+    styles, seen, others = {}, dict.fromkeys(VARIANTS, 0), 0
+    for name, variant in variants.items():
+        if variant is None:
+            style = {"color": OTHERS[others % len(OTHERS)], "linestyle": "--", "marker": MARKERS[others % len(MARKERS)]}
+            styles[name] = style | {"markerfacecolor": "white"}
+            others += 1
+        else:
+            white = PALER * seen[variant]
+            color = tuple(white + (1 - white) * channel for channel in to_rgb(VARIANTS[variant]))
+            stopped = any(word in name for word in STOPPED)
+            marker = MARKERS[seen[variant] % len(MARKERS)]
+            styles[name] = {"color": color, "linestyle": ":" if stopped else "-", "marker": marker}
+            seen[variant] += 1
+    return styles
+
+
+def _variant_in(name: str) -> str | None:
+    return next((word for word in re.split(r"[^a-z]+", name.lower()) if word in VARIANTS), None)
+
+
+def mark_trained_length(axes: Axes, x: float, label: str = "longest in training") -> None:
+    """Draws a line at `x`, the longest that the models were trained on."""
+    axes.axvline(x, color="gray", linestyle="-.", linewidth=1, label=label, zorder=0)
+
+
+def mark_failures(axes: Axes, x: Sequence[float], y: Sequence[float], label: str) -> None:
+    """Puts a cross over every point (x, y): what failed there is said by `label`."""
+    if len(x):
+        axes.plot(x, y, "x", color="crimson", markersize=9, markeredgewidth=2, label=label, clip_on=False, zorder=5)
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Writes the figure with one legend for all of its panels, to the right of them."""
+    panels = [axes.get_legend_handles_labels() for axes in figure.axes]
+    lines = {label: line for handles, labels in panels for line, label in zip(handles, labels, strict=True)}
+    if lines:
+        figure.legend(lines.values(), lines.keys(), loc="outside right upper", frameon=False)
+    figure.savefig(path, dpi=150)

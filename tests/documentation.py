@@ -1,0 +1,106 @@
+"""The pages of the documentation, and how a test runs the commands that stand in them."""
+
+import re
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "eval" / "README.md"]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+class Block(NamedTuple):
+    """A fenced block: its page, the line that it starts in, its language and its text."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(*languages: str) -> list[Block]:
+    """The fenced blocks of all pages that are of one of the languages; all of them if none is given."""
+    return [
+        Block(page, text[: match.start()].count("\n") + 1, match[1], match[2])
+        for page in PAGES
+        for text in [page.read_text(encoding="utf-8")]
+        for match in FENCE.finditer(text)
+        if not languages or match[1] in languages
+    ]
+
+
+def prose(page: Path) -> str:
+    """The page without its fenced blocks."""
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of the page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+class Treatment(NamedTuple):
+    """What a test does with a command that matches `pattern`: run it with `options` after its own, or not, and why."""
+
+    pattern: str
+    options: str = ""
+    not_run: str = ""
+
+
+NETWORK = "it needs the network"
+# The first that matches counts. Options are tiny, and argparse takes the last of those given twice.
+TREATMENTS = [
+    Treatment(r"git clone .*", not_run=NETWORK),
+    Treatment(r"pip install .*", not_run=NETWORK),
+    Treatment(r"hf upload .*", not_run=NETWORK),
+    Treatment(r"make (demo|test|conformance)", not_run="it makes an environment from the package index"),
+    Treatment(r"python -m pytest .*", not_run="it is a test itself"),
+    Treatment(r"titans-hf serve .*", not_run="it serves until it is stopped: tests/test_serve.py talks to a server"),
+    Treatment(r"titans-hf chat .*", not_run="it needs the server: tests/test_serve.py chats with one"),
+    Treatment(r"curl .*", not_run="it needs the server: tests/test_serve.py asks for completions"),
+    Treatment(r"python scripts/prepare_novels.py .*", not_run="it needs the clones: tests/test_prepare_novels.py"),
+    Treatment(r"python scripts/bench.py titans-pytorch .*", not_run="it needs an environment with titans-pytorch"),
+    Treatment(r"python scripts/bench.py \w+ .*--compile.*", not_run="compiling takes minutes: tests/test_compile.py"),
+    Treatment(r"python scripts/bench.py memory .*", "--lengths 32 --chunks 16 --repeats 1"),
+    Treatment(r"python scripts/bench.py models .*", "--lengths 32 --depths 1 --size tiny --repeats 1"),
+    Treatment(r"python scripts/bench.py decode .*", "--contexts 32 --steps 2 --size tiny --repeats 1"),
+    Treatment(r"python scripts/bench.py prompt .*", "--tokens 256 --piece 64 --every 128"),
+    Treatment(r"titans-hf train .*|torchrun .* scripts/train.py .*", "--max_steps 2 --use_cpu true"),
+    Treatment(r"titans-hf demo.*", "--steps 2 --questions 2"),
+    Treatment(r"titans-hf eval .* --suite lm commonsense .*", "--limit 1 --max_length 2048"),
+    Treatment(r"titans-hf eval .*", "--limit 1 --lengths 1024 --max_length 2048"),
+    Treatment(r"titans-hf (read|surprise) .*"),
+    Treatment(r"titans-hf ask .*", "--max_new_tokens 4"),
+    Treatment(r"lm_eval .*", "--limit 1 --device cpu"),
+    Treatment(r"python experiments/make_passkey_data.py .*", "--number 64 --length 600"),
+    Treatment(r"python experiments/loss_by_position.py .*", "--length 512 --stretches 1"),
+    Treatment(r"python experiments/interrupted_reading.py .*", "--tokens 3000 --kills 0.5 --save_every 500"),
+    Treatment(r"python experiments/planted_sentences.py .*", "--length 3000"),
+    Treatment(r"python experiments/merged_memories.py .*", "--numbers 2 --fillers 16"),
+    Treatment(r"python experiments/compare_training_runs.py .*"),
+]
+PROGRAMS = ("python", "titans-hf", "torchrun", "pip", "git", "make", "hf", "curl", "lm_eval")
+
+
+def treatment(command: str) -> Treatment | None:
+    """The first treatment whose pattern is that of the whole command."""
+    return next((known for known in TREATMENTS if re.fullmatch(known.pattern, command)), None)
+
+
+def run_bash(block: Block, folder: Path, programs: Path, environment: dict[str, str], timeout: float):
+    """Runs the block by bash in `folder`, where only the stand-ins of `programs` and a plain system are found
+    -> the finished process, and the commands that it called.
+    """
+    log = folder / "called.txt"
+    log.write_text("")
+    environment = environment | {"PATH": f"{programs}:/usr/bin:/bin", "CALLED": str(log)}
+    ran = subprocess.run(
+        ["bash", "-euc", block.text], cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout
+    )
+    return ran, log.read_text().splitlines()

@@ -1,0 +1,33 @@
+"""Stands in for a program that a page of the documentation calls: runs it with tiny options, or notes why it does not.
+
+Found under the program's own name on the PATH of `documentation.run_bash`. With DRY_RUN set, nothing is run.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import documentation
+
+MODULES = {"titans-hf": "titans_hf", "torchrun": "torch.distributed.run", "lm_eval": "lm_eval"}
+
+
+def main(program: str, arguments: list[str]) -> int:
+    command = " ".join([program, *arguments])
+    with open(os.environ["CALLED"], "a") as log:
+        log.write(command.replace("\n", " ") + "\n")
+    treatment = documentation.treatment(command)
+    if treatment is None:
+        print(f"no treatment for: {command}", file=sys.stderr)
+        return 97
+    if treatment.not_run or os.environ.get("DRY_RUN"):
+        return 0
+    start = [sys.executable] if program == "python" else [sys.executable, "-m", MODULES[program]]
+    environment = os.environ | {"PATH": "/usr/bin:/bin"}  # what the program itself calls is no matter of the page
+    return subprocess.run([*start, *arguments, *treatment.options.split()], env=environment).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(os.path.basename(sys.argv[1]), sys.argv[2:]))

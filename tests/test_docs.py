@@ -1,0 +1,182 @@
+"""README and docs: their links lead somewhere, and their commands and Python blocks run as they stand."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import documentation
+import pytest
+from byte_model import save_byte_model
+from documentation import PAGES, ROOT, TREATMENTS, anchors, blocks, prose, run_bash, treatment
+from eval_common import BOOK, make_data
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from titans_hf_scripts.training.tokenizer import byte_tokenizer
+
+BASH, PYTHON = blocks("bash"), blocks("python")
+VARIANTS = ("mac", "mag", "mal", "lmm")
+# What the commands write, and so is no file of the project.
+WRITTEN = {
+    "run.json",
+    "memory.json",
+    "results.json",
+    "table.md",
+    "build/conformance/table.md",
+    "niah.png",
+    "babilong.png",
+}
+# A page about the past may name what is gone.
+HISTORY = {ROOT / "docs" / "log.md"}
+
+
+def each(found: list) -> list:
+    return [pytest.param(block, id=block.name) for block in found]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    """Every relative link is to a file, and to a heading of it. If it failed, a reader would land nowhere."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name} links to {target}"
+        if anchor:
+            assert anchor in anchors(file), f"{page.name} links to {target}: {sorted(anchors(file))}"
+
+
+@pytest.mark.parametrize("page", sorted({*PAGES} - HISTORY), ids=lambda page: str(page.relative_to(ROOT)))
+def test_named_files_exist(page):
+    """Every file that a page names is in the project. If it failed, a renamed file would be looked for in vain."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    names = {Path(path).name for path in tracked}
+    text = page.read_text(encoding="utf-8")
+    for name in re.findall(r"`([\w/.-]+\.(?:py|json|md|png))`", text):
+        if name not in WRITTEN:
+            assert (ROOT / name).exists() or (page.parent / name).exists() or name in names, f"{page.name}: {name}"
+    for path in re.findall(r"\b(?:scripts|eval|experiments|tests|src)/[\w/.$*-]*[\w$*]", text):
+        if not re.search(r"[$*]", path):
+            assert (ROOT / path).exists(), f"{page.name}: {path}"
+
+
+def test_the_glossary_names_what_the_code_names():
+    """Every name of the glossary's last column is in the source. If it failed, a reader could not find the symbol."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## Glossary")[1].split("\n## ")[0]
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    words = {word for row in text.splitlines() for name in re.findall(r"`([^`]+)`", row) for word in name.split(".")}
+    assert len(words) > 20
+    assert {word for word in words if not re.search(rf"\b{word}\b", source)} == set()
+
+
+def test_blocks_are_of_languages_that_are_run():
+    """If it failed, a block of another language (sh, console) would be run by no test."""
+    assert {block.language for block in blocks()} <= {"bash", "python", "bibtex", ""}
+    for page in PAGES:  # code that is indented instead of fenced is an equation, never a command
+        assert not re.findall(r"^    (?:python|titans-hf|pip|make|torchrun|git) .*$", prose(page), re.MULTILINE)
+
+
+def test_the_citation_is_readable():
+    """CITATION.cff has the fields that GitHub shows."""
+    yaml = pytest.importorskip("yaml")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert {"cff-version", "message", "title", "authors", "version", "license"} <= citation.keys()
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """A folder of stand-ins for all programs that the documentation calls."""
+    folder = tmp_path_factory.mktemp("programs")
+    worker = Path(documentation.__file__).with_name("documented_program.py")
+    for name in documentation.PROGRAMS:
+        (folder / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" "{worker}" "$0" "$@"\n')
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def new_workplace(folder: Path) -> Path:
+    """Makes of `folder` what a checkout is to a block: the code is there, and what is written stays out of ours."""
+    for name in ("docs", "runs", "titans_hf"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    for name in ("scripts", "eval", "experiments", "tests"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+def test_every_command_has_a_treatment(programs, tmp_path):
+    """Each command is run or has a reason not to be, and no treatment is of a command that is gone."""
+    called = []
+    environment = os.environ | {"DRY_RUN": "1"}
+    for number, block in enumerate(BASH):
+        ran, commands = run_bash(block, new_workplace(tmp_path / str(number)), programs, environment, timeout=60)
+        assert ran.returncode == 0 and commands, f"{block.name}: {ran.stderr}"
+        called += commands
+    unused = [known.pattern for known in TREATMENTS if known not in [treatment(command) for command in called]]
+    assert unused == []
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory):
+    """What the pages take for granted: texts, data, and the models that earlier pages have trained."""
+    folder = tmp_path_factory.mktemp("stage")
+    data = make_data(folder / "data")
+    for split in ("train", "valid"):
+        (data / "books" / split).mkdir()
+        (data / "books" / split / "a.txt").write_text(BOOK)
+    for name in ("my_texts", "books"):
+        (folder / name).mkdir()
+        (folder / name / "a.txt").write_text(BOOK)
+    for name in ("notes.txt", "chapter.txt"):
+        (folder / name).write_text(BOOK[:300])
+    (folder / "DATA").symlink_to("data")
+    for variant in VARIANTS:
+        save_byte_model(folder / "runs" / f"tiny-{variant}", variant)
+    for name in ("mistral", "llama"):
+        config = AutoConfig.from_pretrained(ROOT / "scripts" / "configs" / f"tiny-{name}.json")
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / "runs" / f"tiny-{name}")
+        byte_tokenizer().save_pretrained(folder / "runs" / f"tiny-{name}")
+    save_byte_model(folder / "you" / "your-model", "mag")
+    return folder
+
+
+@pytest.fixture
+def workplace(stage, tmp_path):
+    """A copy of the stage in a folder like a checkout."""
+    return new_workplace(Path(shutil.copytree(stage, tmp_path / "checkout", symlinks=True)))
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """Offline, with caches of its own."""
+    return os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_DATASETS_CACHE": str(tmp_path / "datasets"),
+        "HF_MODULES_CACHE": str(tmp_path / "modules"),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("block", each(BASH))
+def test_commands_run(block, workplace, programs, environment):
+    """A block runs as it stands, with tiny options. If it failed, so would whoever copies it."""
+    ran, commands = run_bash(block, workplace, programs, environment, timeout=850)
+    assert ran.returncode == 0, f"{commands[-1]}\n{ran.stdout[-2000:]}\n{ran.stderr[-4000:]}"
+    reasons = [treatment(command).not_run for command in commands]
+    if all(reasons):
+        pytest.skip("; ".join(dict.fromkeys(reasons)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", each(PYTHON))
+def test_python_runs(block, workplace, environment):
+    """A block runs alone, as it stands. If it failed, so would whoever copies it."""
+    ran = subprocess.run(
+        [sys.executable, "-c", block.text], cwd=workplace, env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]

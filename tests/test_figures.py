@@ -1,0 +1,30 @@
+"""scripts/shared/figures.py: what a reader of a plot can tell apart."""
+
+from matplotlib.figure import Figure
+
+from titans_hf_scripts.shared.figures import line_styles, mark_failures, save_figure
+
+
+def test_baselines_look_unlike_titans():
+    """Baselines are dashed, stopped memories dotted. If it failed, a plot would not show what is compared."""
+    styles = line_styles(["tiny-mag", "Titans MAG, not learning", "Mistral", "tiny-llama", "tiny-mac"])
+    assert [style["linestyle"] for style in styles.values()] == ["-", ":", "--", "--", "-"]
+    assert len({(style["color"], style["marker"]) for style in styles.values()}) == 5
+
+
+def test_lines_of_no_variant_are_solid():
+    """If it failed, the chunk sizes of one memory would look like baselines."""
+    assert all("linestyle" not in style for style in line_styles(["chunk 16", "chunk 64"]).values())
+
+
+def test_the_legend_covers_no_data(tmp_path):
+    """One legend, beside all panels, also names failures. If it failed, points would be hidden behind it."""
+    figure = Figure(layout="constrained")
+    panels = figure.subplots(1, 2)
+    for axes in panels:
+        axes.plot([1, 2], [3, 4], label="mag")
+        mark_failures(axes, [2], [3], label="did not finish")
+    save_figure(figure, tmp_path / "figure.png")
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["mag", "did not finish"]
+    assert legend.get_window_extent().x0 > max(axes.get_window_extent().x1 for axes in panels)
