@@ -100,6 +100,7 @@ def installed(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # about twenty processes, each of which imports torch
 def test_the_wheel_brings_the_commands(installed, tmp_path):
     """`pip install` gives commands that run anywhere: else users need a checkout."""
     assert (installed / "titans_hf" / "py.typed").exists()
