@@ -76,10 +76,18 @@ class NaiveMemory:
             self.state,
             chunk_size=c.memory_chunk_size,
             error_clip=c.memory_error_clip,
+            delta_rule=c.memory_update_rule == "delta",
             decay_target=tuple(m.initial_weights.parameters()) if m.forget is not None else (),
         )
-        y = rms_norm(y[0, :, 0], m.norm.weight, EPSILON).flatten()
+        y = head_norm(c, y[0, :, 0], m.norm.weight).flatten()
         return m.o_proj.weight @ (y * silu(m.gate_proj.weight @ x))
+
+
+def head_norm(config, y, weight):
+    """Normalises what each head retrieves, (H, D): to RMS 1, or to at most length 1 and then as 1 to RMS 1."""
+    if config.memory_output_norm == "rms":
+        return rms_norm(y, weight, EPSILON)
+    return y / y.norm(dim=-1, keepdim=True).clamp(min=1) * y.shape[-1] ** 0.5 * weight
 
 
 def attend(attention, config, queries, keys, positions, mask, persistent):

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from titans_hf import TitansForCausalLM
+from titans_hf.neural_memory import OUTPUT_SCALE
 
 STD = 0.05  # not the default, which a parameter could have by accident
 SIZES = dict(hidden_size=64, num_persistent_tokens=16, memory_depth=3, initializer_range=STD, num_hidden_layers=2)
@@ -34,11 +35,11 @@ def constant(value):
 
 
 def delay(num_tokens, noise):
-    """Filters (channels, 1, kernel) that hand on the token of so many tokens ago, and noise of that norm beside it."""
+    """Filters (channels, 1, kernel) of norm 1 that hand on the token of so many tokens ago, and noise of that norm."""
 
     def check(x):
         rest = x.clone()
-        rest[..., -1 - num_tokens] -= 1
+        rest[..., -1 - num_tokens] -= (1 - noise**2) ** 0.5
         normal(noise * x.shape[-1] ** -0.5)(rest) if noise else constant(0)(rest)
 
     return check
@@ -58,7 +59,8 @@ def rules(config) -> dict:
     return weights | {
         r"model\.embed_tokens\.weight": normal(STD),
         r"lm_head\.weight": normal(STD),
-        layer + r".*(q|k|v|o|gate|up|down)_proj\.weight": normal(STD),
+        memory + r"o_proj\.weight": normal(OUTPUT_SCALE * STD),
+        layer + r"(?!mixer\.memory\.o_).*(q|k|v|o|gate|up|down)_proj\.weight": normal(STD),
         r".*norm\.weight": constant(1),
         memory + r"(inner_lr|momentum|forget)\.weight": constant(0),
         memory + r"(inner_lr|momentum)\.bias": constant(0),

@@ -37,13 +37,14 @@ def make_tokens(length: int, momentum: bool = True, forget: bool = True) -> list
     return [normalize(queries, dim=-1), normalize(keys, dim=-1), values, inner_lr, log_momentum_decay, log_retain]
 
 
-def run(fn, tokens, state, error_clip, decay_target=(), seed=0):
+def run(fn, tokens, state, error_clip, decay_target=(), seed=0, **options):
     """What comes out, and the gradients of a random function of it with respect to everything that goes in."""
     finite = [x.isfinite().all() for x in tokens]
     tokens = [x.clone().requires_grad_(bool(ok)) for x, ok in zip(tokens, finite, strict=True)]
     state = state.map(lambda x: x.clone().requires_grad_(x.is_floating_point()))
     decay_target = tuple(x.clone().requires_grad_() for x in decay_target)
-    retrieved, after = fn(*tokens, state, chunk_size=CHUNK, error_clip=error_clip, decay_target=decay_target)
+    options |= dict(chunk_size=CHUNK, error_clip=error_clip, decay_target=decay_target)
+    retrieved, after = fn(*tokens, state, **options)
     outputs = [retrieved, *after.weights, *after.momentum]
     generator = torch.Generator().manual_seed(seed)
     loss = sum((x * torch.randn(x.shape, generator=generator, dtype=x.dtype)).sum() for x in outputs)
@@ -70,6 +71,35 @@ def test_dual_form_equals_reference(depth, error_clip, num_seen, length):
     for decay_target in ((), make_decay_target(depth)):
         options = dict(error_clip=error_clip, decay_target=decay_target)
         assert_same(run(memorize, tokens, state, **options), run(memorize_reference, tokens, state, **options))
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 13, 22])
+@pytest.mark.parametrize("num_seen", [[0, 0, 0], [2, 2, 2], [5, 0, 3]], ids=["start", "mid-chunk", "out-of-step"])
+@pytest.mark.parametrize("momentum", [True, False], ids=["momentum", "no momentum"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_delta_rule_equals_reference(depth, momentum, num_seen, length):
+    """The triangular system gives the token loop's deltas, with every gradient: otherwise what a chunk learns depends
+    on where it is cut.
+    """
+    torch.manual_seed(length)
+    state, tokens = make_state(depth, num_seen), make_tokens(length, momentum)
+    tokens[1] = tokens[1] * (0.5 + torch.rand(B, H, length, 1, dtype=torch.float64))  # both sides of |h| = 1
+    for decay_target in ((), make_decay_target(depth)):
+        options = dict(error_clip=1.0, decay_target=decay_target, delta_rule=True)
+        assert_same(run(memorize, tokens, state, **options), run(memorize_reference, tokens, state, **options))
+
+
+def test_a_full_step_of_the_delta_rule_stores_the_value():
+    """With a step of 1/2, the memory returns a token's value for its key at once, also where keys of a chunk agree, and
+    forgets what was there: otherwise equal keys of a chunk overshoot.
+    """
+    torch.manual_seed(0)
+    state, tokens = make_state(1, [0, 0, 0]), make_tokens(CHUNK, momentum=False, forget=False)
+    state = state._replace(momentum=tuple(map(torch.zeros_like, state.momentum)))
+    tokens[1] = tokens[1][:, :, :1].expand_as(tokens[1])
+    tokens[0], tokens[3] = tokens[1], torch.full_like(tokens[3], 0.5)
+    retrieved, _ = memorize(*tokens, state, chunk_size=CHUNK, error_clip=1.0, delta_rule=True)
+    torch.testing.assert_close(retrieved, tokens[2], rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("num_seen", [[0, 0, 0], [4, 0, 8]], ids=["start", "later chunks"])

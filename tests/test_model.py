@@ -17,6 +17,9 @@ from common import (
 from hypothesis import strategies as st
 
 CHANGES = {
+    "delta rule": dict(memory_update_rule="delta"),
+    "gated delta rule": dict(memory_update_rule="delta", memory_depth=1, memory_momentum=False),
+    "clipped output": dict(memory_output_norm="clip"),
     "chunk is segment": dict(memory_chunk_size=8),
     "three chunks a segment": dict(segment_length=12),
     "chunk of one": dict(memory_chunk_size=1),

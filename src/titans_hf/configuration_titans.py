@@ -37,7 +37,6 @@ POSITIVE_FIELDS = (
 NON_NEGATIVE_FIELDS = (
     "num_persistent_tokens",
     "memory_max_lr",
-    "memory_conv_noise",
     "initializer_range",
     "rms_norm_eps",
 )
@@ -70,9 +69,14 @@ class TitansConfig(PreTrainedConfig):
         memory_chunk_size (`int`, defaults to 64):
             Number of tokens whose gradients are taken at the same weights (paper section 3.2).
         memory_max_lr (`float`, *optional*):
-            Largest step size of the inner loop (theta, eq. 10); `1 / memory_chunk_size` by default: the gradients of a
-            chunk are taken at the same weights, and for equal keys, steps that sum to more than 1 overshoot. 0 keeps
-            the memory constant: nothing is written, nothing forgotten.
+            Largest step size of the inner loop (theta, eq. 10). 0 keeps the memory constant: nothing is written,
+            nothing forgotten. By default 1/2 with the delta rule, whose larger steps overshoot, and otherwise
+            `1 / memory_chunk_size`: the gradients of a chunk are taken at the same weights, and for equal keys, steps
+            that sum to more than 1 overshoot.
+        memory_update_rule (`str`, defaults to `"chunk"`):
+            Weights at which the error of the memory network's last layer is taken: `"chunk"` those of the chunk's
+            start (eq. 16), `"delta"` those before each token, exactly (the delta rule), so that a single write can
+            replace what the memory returns for a key. On novels, test-time learning gains with it (docs/results.md).
         memory_momentum (`bool`, defaults to `True`): Momentum of the update (eta, eq. 10).
         memory_forget (`bool`, defaults to `True`):
             Weight decay of the memory (alpha, eq. 13), to its learned initial weights instead of 0, where a network of
@@ -80,9 +84,12 @@ class TitansConfig(PreTrainedConfig):
         memory_conv_kernel (`int`, defaults to 4):
             Kernel size of the causal convolutions on q, k and v; 1 for none. They start as the identity, on k as a
             one-token delay: x_t is stored under the key of x_{t-1}.
-        memory_conv_noise (`float`, defaults to 1.0):
-            Norm of the noise added to the initial filters, whose norm is 1. In our experiments, recall tasks are
-            learned fastest without noise, and language with it.
+        memory_conv_noise (`float`, defaults to 0.7):
+            Noise in the initial filters, from 0 to 1: a filter is sqrt(1 - n^2) times that start plus n times noise of
+            norm 1. In our experiments, recall tasks are learned fastest with 0, and language with 1.
+        memory_output_norm (`str`, defaults to `"rms"`):
+            Normalisation of what a head retrieves (section 4.4): `"rms"` always, `"clip"` where it is longer than the
+            values, 1, so that a memory that knows little of a query returns little.
         memory_error_clip (`float`, *optional*, defaults to 1.0):
             Largest error |M(k) - v| without clipping, in units of |v|; `None` for the paper's plain squared error.
 
@@ -110,10 +117,12 @@ class TitansConfig(PreTrainedConfig):
     memory_num_heads: int | None = None
     memory_chunk_size: int = 64
     memory_max_lr: int | float | None = None
+    memory_update_rule: Literal["chunk", "delta"] = "chunk"
     memory_momentum: bool = True
     memory_forget: bool = True
     memory_conv_kernel: int = 4
-    memory_conv_noise: int | float = 1.0
+    memory_conv_noise: int | float = 0.7
+    memory_output_norm: Literal["rms", "clip"] = "rms"
     memory_error_clip: int | float | None = 1.0
     rope_parameters: dict | None = None
     rms_norm_eps: float = 1e-6
@@ -135,7 +144,7 @@ class TitansConfig(PreTrainedConfig):
         if self.memory_num_heads is None:
             self.memory_num_heads = self.num_attention_heads
         if self.memory_max_lr is None:
-            self.memory_max_lr = 1 / self.memory_chunk_size
+            self.memory_max_lr = 0.5 if self.memory_update_rule == "delta" else 1 / self.memory_chunk_size
         self.rope_parameters = {"rope_type": "default", "partial_rotary_factor": 0.5, **(self.rope_parameters or {})}
         if self.rope_parameters["rope_type"] != "default":
             raise ValueError(
@@ -188,7 +197,8 @@ class TitansConfig(PreTrainedConfig):
             _in_range(name, getattr(self, name), 1)
         for name in NON_NEGATIVE_FIELDS:
             _in_range(name, getattr(self, name), 0)
-        _in_range("attention_dropout", self.attention_dropout, 0, 1)
+        for name in ("attention_dropout", "memory_conv_noise"):
+            _in_range(name, getattr(self, name), 0, 1)
         if self.memory_error_clip is not None and not self.memory_error_clip > 0:
             raise ValueError(f"`memory_error_clip` must be None or above 0, but is {self.memory_error_clip}.")
         if self.hidden_act not in ACT2FN:

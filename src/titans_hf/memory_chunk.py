@@ -11,16 +11,20 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from .memory_delta_rule import LastLayer, TokenDeltas, token_deltas, token_deltas_backward
 from .memory_gates import GateIntermediates, GateProducts, gate_products, gate_products_backward
 from .memory_network import (
     GradientFactors,
+    UpdateRule,
     apply_layers,
     gradient_factors,
     gradient_factors_backward,
     layer_inputs,
     token_surprise,
+    with_last_deltas,
 )
 from .memory_state import MemoryInputs, MemoryState
 
@@ -41,7 +45,10 @@ class ChunkLayer(NamedTuple):
 
 
 class ChunkIntermediates(NamedTuple):
-    """The gate products and gradient factors of a chunk, with which forward and backward start."""
+    """The gate products and gradient factors of a chunk, with which forward and backward start.
+
+    token_deltas: by the delta rule, the deltas of the last layer; else None.
+    """
 
     inputs: MemoryInputs
     gates: GateProducts
@@ -49,6 +56,7 @@ class ChunkIntermediates(NamedTuple):
     factors: GradientFactors
     layers: list[ChunkLayer]
     anchor: tuple[Tensor, ...]
+    token_deltas: TokenDeltas | None
 
 
 class ChunkOutput(NamedTuple):
@@ -77,25 +85,30 @@ class ChunkFunctions(NamedTuple):
 
 
 def chunk_forward(
-    inputs: MemoryInputs, state: MemoryState, decay_target: Sequence[Tensor], error_clip: float | None
+    inputs: MemoryInputs, state: MemoryState, decay_target: Sequence[Tensor], rule: UpdateRule
 ) -> ChunkOutput:
     """Computes what the queries of a chunk retrieve, and the weights and momentum at its end."""
-    chunk = chunk_intermediates(inputs, state, decay_target, error_clip)
+    chunk = chunk_intermediates(inputs, state, decay_target, rule)
     layers = [partial(read_layer, layer=layer, gates=chunk.gates) for layer in chunk.layers]
     retrieved = apply_layers(inputs.queries, layers)
     return ChunkOutput(retrieved, token_surprise(chunk.factors), *end_of_chunk(chunk))
 
 
 def chunk_intermediates(
-    inputs: MemoryInputs, state: MemoryState, decay_target: Sequence[Tensor], error_clip: float | None
+    inputs: MemoryInputs, state: MemoryState, decay_target: Sequence[Tensor], rule: UpdateRule
 ) -> ChunkIntermediates:
     """Computes gate products and gradient factors from a chunk's inputs and the state at its start."""
     gates = gate_products(inputs.inner_lr, inputs.log_momentum_decay, inputs.log_retain, inputs.filled)
-    factors = gradient_factors(inputs.keys, inputs.values, state.anchor, error_clip)
+    factors, found = gradient_factors(inputs.keys, inputs.values, state.anchor, rule.error_clip), None
     offsets = [w - m for w, m in zip(state.weights, decay_target, strict=True)] if decay_target else state.weights
-    parts = (offsets, state.momentum, factors.inputs, factors.deltas, decay_target or [None] * len(offsets))
+    targets = decay_target or [None] * len(offsets)
+    if rule.delta_rule:
+        last = LastLayer(offsets[-1], state.momentum[-1], targets[-1], factors.inputs[-1])
+        found = token_deltas(last, inputs.values, gates[0])
+        factors = with_last_deltas(factors, found.deltas)
+    parts = (offsets, state.momentum, factors.inputs, factors.deltas, targets)
     layers = [ChunkLayer(*x) for x in zip(*parts, strict=True)]
-    return ChunkIntermediates(inputs, *gates, factors, layers, state.anchor)
+    return ChunkIntermediates(inputs, *gates, factors, layers, state.anchor, found)
 
 
 def read_layer(x: Tensor, layer: ChunkLayer, gates: GateProducts) -> Tensor:
@@ -155,15 +168,31 @@ def chunk_backward(
         grad = gradients.x.mul_(reads.slopes[i - 1]) if i > 0 else gradients.x
     to_offset, to_momentum, to_inputs, to_deltas, to_target = map(list, zip(*layer_gradients, strict=True))
     values, anchor = chunk.inputs.values, chunk.anchor
+    to_values = None
+    if chunk.token_deltas is not None:
+        last = token_deltas_backward(to_deltas[-1], chunk.token_deltas, _last_layer(chunk), values, chunk.gates)
+        to_offset[-1] = to_offset[-1] + last.layer.offset
+        to_momentum[-1] = to_momentum[-1] + last.layer.momentum
+        to_inputs[-1] = to_inputs[-1] + last.layer.inputs
+        if to_target[-1] is not None:  # the offset is the weights less the target
+            to_target[-1] = to_target[-1] + last.layer.decay_target - last.layer.offset
+        to_values, to_deltas[-1] = last.values, torch.zeros_like(to_deltas[-1])
+        gate_gradients.append(last.gates)
     to_network = gradient_factors_backward(chunk.factors, values, anchor, to_inputs, to_deltas)
+    to_values = to_network.values if to_values is None else to_network.values + to_values
     to_products = GateProducts(*(sum(parts) for parts in zip(*gate_gradients, strict=True)))
     inner_lr, filled = chunk.inputs.inner_lr, chunk.inputs.filled
     to_gates = gate_products_backward(to_products, chunk.gates, chunk.gate_intermediates, inner_lr, filled)
     return ChunkGradients(
-        MemoryInputs(grad, to_network.keys, to_network.values, *to_gates),
+        MemoryInputs(grad, to_network.keys, to_values, *to_gates),
         MemoryState(to_offset, to_momentum, to_network.weights),
         [x for x in to_target if x is not None],
     )
+
+
+def _last_layer(chunk: ChunkIntermediates) -> LastLayer:
+    layer = chunk.layers[-1]
+    return LastLayer(layer.offset, layer.momentum, layer.decay_target, layer.inputs)
 
 
 class _LayerGradients(NamedTuple):

@@ -66,6 +66,17 @@ def clip_scale(norm: Tensor, limit: Tensor) -> Tensor:
     return torch.where(exceeds, limit / torch.where(exceeds, norm, 1.0), 1.0)
 
 
+class UpdateRule(NamedTuple):
+    """Which gradients update the memory.
+
+    error_clip: kappa of `gradient_factors`; None for the paper's plain loss.
+    delta_rule: take the errors of the last layer token by token (`memory_delta_rule`), not at the chunk's start.
+    """
+
+    error_clip: float | None
+    delta_rule: bool = False
+
+
 class GradientFactors(NamedTuple):
     """The gradient of |M(k) - v|^2 (eq. 12) in every layer as one rank-one matrix per token, inputs[l] (x) deltas[l];
     and the intermediate results that its own backward needs: lists with one entry per layer, or per hidden layer.
@@ -120,6 +131,13 @@ def gradient_factors(
         deltas = [d * c for d, c in zip(unclipped, scales, strict=True)]
     intermediates = (pre_activations, sigmoids, slopes, grad_activations, unclipped, norms, scales, error, error_scale)
     return GradientFactors(inputs, deltas, *intermediates)
+
+
+def with_last_deltas(factors: GradientFactors, deltas: Tensor) -> GradientFactors:
+    """Returns the factors with other deltas (..., T, d_out) of the last layer, which no clip has scaled."""
+    norms = [*factors.gradient_norms[:-1], gradient_norm(factors.inputs[-1], deltas)]
+    scales = [*factors.gradient_scales[:-1], torch.ones_like(norms[-1])] if factors.gradient_scales else []
+    return factors._replace(deltas=[*factors.deltas[:-1], deltas], gradient_norms=norms, gradient_scales=scales)
 
 
 def gradient_norm(inputs: Tensor, delta: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from .memory_chunk import CHUNK_FUNCTIONS, ChunkFunctions
-from .memory_network import gradient_factors, read, token_surprise
+from .memory_delta_rule import single_token_delta
+from .memory_network import UpdateRule, gradient_factors, read, token_surprise, with_last_deltas
 from .memory_scan import ScanArguments, ScanOptions, scan_chunks, scan_chunks_differentiable
 from .memory_state import MemoryInputs, MemoryState, where_rows
 from .token_grid import TokenGrid
@@ -43,6 +44,7 @@ def memorize(
     *,
     chunk_size: int,
     error_clip: float | None,
+    delta_rule: bool = False,
     decay_target: tuple[Tensor, ...] = (),
     grid: TokenGrid | None = None,
 ) -> tuple[Tensor, MemoryState]:
@@ -54,6 +56,7 @@ def memorize(
         state: the state before the first of these tokens; rows may be at different positions in their chunk.
         chunk_size: number of tokens whose gradients are taken at the same weights.
         error_clip: kappa of `memory_network.gradient_factors`; None for the paper's plain loss.
+        delta_rule: take the last layer's errors token by token (`memory_delta_rule`) instead of at the chunk's start.
         decay_target: weights (H, d_in, d_out) of each layer that forgetting decays to; empty for 0, as in eq. 13.
         grid: where given, the tokens are already on its slots (T = grid.num_slots), of a grid for a multiple of
             `chunk_size`.
@@ -62,8 +65,8 @@ def memorize(
     last token.
     """
     inputs = MemoryInputs(queries, keys, values, inner_lr, log_momentum_decay, log_retain)
-    options = dict(chunk_size=chunk_size, error_clip=error_clip, decay_target=decay_target, grid=grid)
-    output = memorize_with_surprise(inputs, state, **options)
+    options = dict(chunk_size=chunk_size, error_clip=error_clip, delta_rule=delta_rule)
+    output = memorize_with_surprise(inputs, state, **options, decay_target=decay_target, grid=grid)
     return output.retrieved, output.state
 
 
@@ -73,6 +76,7 @@ def memorize_with_surprise(
     *,
     chunk_size: int,
     error_clip: float | None,
+    delta_rule: bool = False,
     decay_target: tuple[Tensor, ...] = (),
     grid: TokenGrid | None = None,
 ) -> MemorizeOutput:
@@ -82,14 +86,14 @@ def memorize_with_surprise(
     """
     dtype = state.weights[0].dtype
     inputs = inputs.map(lambda x: x.to(dtype))
-    num_tokens = inputs.keys.shape[2]
+    num_tokens, rule = inputs.keys.shape[2], UpdateRule(error_clip, delta_rule)
     if num_tokens == 1 and (grid is None or grid.is_single_token):
-        return _memorize_token(inputs, state, decay_target, chunk_size, error_clip)
+        return _memorize_token(inputs, state, decay_target, chunk_size, rule)
     if grid is not None:
-        return _memorize_grid(inputs, state, decay_target, grid, chunk_size, error_clip)
+        return _memorize_grid(inputs, state, decay_target, grid, chunk_size, rule)
     grid = TokenGrid.build(state.num_seen, num_tokens, chunk_size)
     slots = inputs.map(lambda x: grid.scatter(x.transpose(1, 2)).transpose(1, 2))
-    output = _memorize_grid(slots, state, decay_target, grid, chunk_size, error_clip)
+    output = _memorize_grid(slots, state, decay_target, grid, chunk_size, rule)
     retrieved, surprise = (grid.gather(x.transpose(1, 2)).transpose(1, 2) for x in (output.retrieved, output.surprise))
     return MemorizeOutput(retrieved, surprise, output.state)
 
@@ -99,7 +103,7 @@ def _memorize_token(
     state: MemoryState,
     decay_target: tuple[Tensor, ...],
     chunk_size: int,
-    error_clip: float | None,
+    rule: UpdateRule,
 ) -> MemorizeOutput:
     """Updates with one token per row by eq. 13-15, without a branch on data.
 
@@ -107,7 +111,9 @@ def _memorize_token(
     """
     at_chunk_start = partial(where_rows, state.num_seen % chunk_size == 0)
     anchor = tuple(map(at_chunk_start, state.weights, state.anchor))
-    factors = gradient_factors(inputs.keys, inputs.values, anchor, error_clip)  # grad l(A; k, v), eq. 12, 16
+    factors = gradient_factors(inputs.keys, inputs.values, anchor, rule.error_clip)  # grad l(A; k, v), eq. 12, 16
+    if rule.delta_rule:  # grad l(M_{t-1}; k, v), eq. 10
+        factors = with_last_deltas(factors, single_token_delta(factors.inputs[-1], inputs.values, state.weights[-1]))
     theta, eta, retain = (
         x[..., None] for x in (inputs.inner_lr, inputs.log_momentum_decay.exp(), inputs.log_retain.exp())
     )
@@ -130,7 +136,7 @@ def _memorize_grid(
     decay_target: tuple[Tensor, ...],
     grid: TokenGrid,
     chunk_size: int,
-    error_clip: float | None,
+    rule: UpdateRule,
 ) -> MemorizeOutput:
     """Updates with the tokens on the slots of a grid; chunks of every row start at multiples of `chunk_size`."""
     rows_and_heads = slots.inner_lr.shape[:2]
@@ -147,7 +153,7 @@ def _memorize_grid(
         tuple(x.flatten(0, 1) for x in decay_target),
     )
     compiling = torch.compiler.is_compiling()  # then the compiler makes the backward
-    options = ScanOptions(chunk_size, error_clip, chunk_starts, None if compiling else _compiled)
+    options = ScanOptions(chunk_size, rule, chunk_starts, None if compiling else _compiled)
     differentiated = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments.flat())
     scan = scan_chunks_differentiable if differentiated and not compiling else scan_chunks
     output = scan(options, arguments)

@@ -41,6 +41,13 @@ def _clip_gradient(gradient: Tensor, value: Tensor, error_clip: float | None) ->
     return gradient * scale[..., None, None]
 
 
+def _last_layer_gradient(hidden: tuple[Tensor, ...], last: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Computes the gradient of |M(k) - v|^2 (eq. 12) with respect to the last layer, over max(1, |its input|^2)."""
+    gradient = torch.func.grad(lambda last: _loss((*hidden, last), key, value, None))(last)
+    inputs = silu(_memory(hidden, key)) if hidden else key
+    return gradient / inputs.square().sum(-1).clamp(min=1.0)[..., None, None]
+
+
 def memorize_reference(
     queries: Tensor,
     keys: Tensor,
@@ -52,6 +59,7 @@ def memorize_reference(
     *,
     chunk_size: int,
     error_clip: float | None,
+    delta_rule: bool = False,
     decay_target: tuple[Tensor, ...] = (),
 ) -> tuple[Tensor, MemoryState]:
     """Updates and reads the memory token by token; arguments and results are those of `memory_ops.memorize`.
@@ -69,6 +77,8 @@ def memorize_reference(
         anchor = tuple(torch.where(new_chunk, w, a) for w, a in zip(weights, anchor, strict=True))  # eq. 16
         gradients = gradient_of_loss(anchor, key, value, error_clip)
         gradients = [_clip_gradient(g, value, error_clip) for g in gradients]
+        if delta_rule:
+            gradients[-1] = _last_layer_gradient(anchor[:-1], weights[-1], key, value)
         momentum = tuple(eta * s - theta * g for s, g in zip(momentum, gradients, strict=True))  # eq. 10, 14
         parts = zip(weights, momentum, decay_target, strict=True)
         weights = tuple(retain * m + (1 - retain) * m_0 + s for m, s, m_0 in parts)  # eq. 13

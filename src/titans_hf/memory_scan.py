@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .memory_chunk import CHUNK_FUNCTIONS, ChunkFunctions, ChunkIntermediates, end_of_chunk
+from .memory_network import UpdateRule
 from .memory_state import MemoryInputs, MemoryState, where_rows
 
 CHECKPOINT_INTERVAL = 4  # chunks
@@ -28,7 +29,7 @@ class ScanOptions(NamedTuple):
     """
 
     chunk_size: int
-    error_clip: float | None
+    rule: UpdateRule
     chunk_starts: Tensor | None
     compiled: ChunkFunctions | None
 
@@ -86,7 +87,7 @@ def scan_chunks(
         if checkpoints is not None and chunk % CHECKPOINT_INTERVAL == 0:
             checkpoints.append(state)
         forward = options.functions(inputs).forward
-        output = forward(inputs, state, arguments.decay_target, options.error_clip)
+        output = forward(inputs, state, arguments.decay_target, options.rule)
         retrieved.append(output.retrieved)
         surprise.append(output.surprise)
         state = MemoryState(output.weights, output.momentum, state.anchor)
@@ -150,7 +151,7 @@ def _recompute(
         if chunks:
             state = _with_anchor(options, chunk, MemoryState(*end_of_chunk(chunks[-1]), state.anchor))
         intermediates = options.functions(inputs).intermediates
-        chunks.append(intermediates(inputs, state, decay_target, options.error_clip))
+        chunks.append(intermediates(inputs, state, decay_target, options.rule))
     return chunks
 
 

@@ -22,7 +22,7 @@ from .configuration_titans import TitansConfig
 from .generation_titans import TitansGenerationMixin
 from .memory_ops import compile_chunks
 from .mixers_titans import MIXERS, MAGMixer, TitansMixer
-from .neural_memory import ChannelConv, InitialWeights, TokenGate
+from .neural_memory import OUTPUT_SCALE, ChannelConv, InitialWeights, OutputProjection, TokenGate
 from .surprise_titans import TitansCausalLMOutput, TitansModelOutput
 from .token_layout import DocumentArguments, TokenLayout
 
@@ -99,6 +99,8 @@ class TitansPreTrainedModel(PreTrainedModel):
         if isinstance(module, TokenGate):
             init.zeros_(module.weight)
             init.constant_(module.bias, module.initial_logit)
+        elif isinstance(module, OutputProjection):
+            init.normal_(module.weight, std=OUTPUT_SCALE * std)
         elif isinstance(module, (nn.Linear, nn.Embedding)):
             init.normal_(module.weight, std=std)
             if getattr(module, "bias", None) is not None:  # of a classification head

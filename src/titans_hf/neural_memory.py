@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid, silu
 from transformers.utils.generic import maybe_autocast
 
 from .configuration_titans import TitansConfig
-from .memory_network import layer_shapes, read
+from .memory_network import clip_scale, layer_shapes, read
 from .memory_ops import memorize_with_surprise
 from .memory_state import MemoryInputs, MemoryState
 from .surprise_titans import MemoryUpdates
@@ -20,6 +20,8 @@ from .token_grid import TokenGrid
 # Added to squared norms that may be 0: a new memory outputs 0, and the key of a sequence's first token is 0 in a new
 # model. With an epsilon as small as usual, the gradients of those tokens would exceed all others.
 EPSILON = 1e-4
+# Of the initial weights of the memory's last projection: what a new memory returns is noise for the rest of the model.
+OUTPUT_SCALE = 0.1
 
 
 def l2_normalize(x: Tensor) -> Tensor:
@@ -28,17 +30,29 @@ def l2_normalize(x: Tensor) -> Tensor:
 
 
 class HeadNorm(nn.RMSNorm):
-    """RMSNorm in the dtype of its input: the memory's output may exceed the range of a half-precision model."""
+    """RMSNorm in the dtype of its input: the memory's output may exceed the range of a half-precision model.
+
+    With `only_above`, a vector of length 1, that of the values, has RMS 1 after it; longer ones are normalised as well,
+    and shorter ones keep their length: what the memory knows little of stays small.
+    """
+
+    def __init__(self, size: int, only_above: bool = False):
+        super().__init__(size, EPSILON)
+        self.only_above = only_above
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        weight = self.weight.to(x.dtype)
+        if self.only_above:
+            return x * (clip_scale(x.norm(dim=-1, keepdim=True), x.new_ones(())) * x.shape[-1] ** 0.5) * weight
+        return nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 class ChannelConv(nn.Conv1d):
     """Depthwise causal convolution, whose input has the kernel_size - 1 previous columns in front.
 
-    It starts as a delay by `initial_delay` tokens plus noise, of norm `initial_noise` where the delay has norm 1. The
-    number of channels is that of the filters at the time: in a tensor parallel run each rank has a part of them.
+    A filter starts with norm 1, as sqrt(1 - n^2) times a delay by `initial_delay` tokens plus n times noise, n being
+    `initial_noise`. The number of channels is that of the filters at the time: in a tensor parallel run each rank has a
+    part of them.
     """
 
     def __init__(self, num_channels: int, kernel_size: int, initial_delay: int, initial_noise: float):
@@ -50,7 +64,7 @@ class ChannelConv(nn.Conv1d):
         """Draws the initial filters, like `weight`."""
         kernel = self.kernel_size[0]
         impulse = torch.arange(kernel).flip(0) == self.initial_delay
-        weight = impulse.to(self.weight).expand_as(self.weight)
+        weight = impulse.to(self.weight).expand_as(self.weight) * (1 - self.initial_noise**2) ** 0.5
         if self.initial_noise:
             weight = weight + torch.randn_like(weight) * self.initial_noise * kernel**-0.5
         return weight
@@ -92,6 +106,10 @@ class TokenGate(nn.Linear):
         The shape is that of any linear layer's output, because an adapter adds its own output to it.
         """
         return nn.functional.linear(hidden_states.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
+
+
+class OutputProjection(nn.Linear):
+    """The memory's last projection, which starts at a tenth of the other weights (`OUTPUT_SCALE`)."""
 
 
 class MemoryUpdate(NamedTuple):
@@ -143,9 +161,9 @@ class NeuralMemory(nn.Module):
         self.forget = TokenGate(size, num_heads, initial_logit=-5.0) if config.memory_forget else None  # alpha
         shapes = layer_shapes(self.head_dim, config.memory_depth, config.memory_expansion)
         self.initial_weights = InitialWeights(num_heads, shapes)
-        self.norm = HeadNorm(self.head_dim, EPSILON)
+        self.norm = HeadNorm(self.head_dim, config.memory_output_norm == "clip")
         self.gate_proj = nn.Linear(size, size, bias=False)
-        self.o_proj = nn.Linear(size, size, bias=False)
+        self.o_proj = OutputProjection(size, size, bias=False)
 
     def _convolution(self, initial_delay: int) -> ChannelConv | None:
         kernel = self.config.memory_conv_kernel
@@ -197,6 +215,7 @@ class NeuralMemory(nn.Module):
                 state,
                 chunk_size=self.config.memory_chunk_size,
                 error_clip=self.config.memory_error_clip,
+                delta_rule=self.config.memory_update_rule == "delta",
                 decay_target=decay_target,
                 grid=grid,
             )
@@ -252,7 +271,7 @@ class MemoryRecall(nn.Module):
         self.layer_idx = layer_idx
         self.head_dim = config.memory_head_dim
         self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.norm = HeadNorm(self.head_dim, EPSILON)
+        self.norm = HeadNorm(self.head_dim, config.memory_output_norm == "clip")
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.output_norm = nn.RMSNorm(config.hidden_size, EPSILON)
 
