@@ -159,7 +159,7 @@ def recall(module, config, x, weights):
         h = l2_normalize(silu(module.q_proj.weight @ token).view(config.memory_num_heads, 1, -1))
         for depth, w in enumerate(weights):
             h = (silu(h) if depth else h) @ w
-        rows.append(module.o_proj.weight @ rms_norm(h[:, 0], module.norm.weight, EPSILON).flatten())
+        rows.append(module.o_proj.weight @ head_norm(config, h[:, 0], module.norm.weight).flatten())
     return rms_norm(torch.stack(rows), module.output_norm.weight, EPSILON)
 
 
