@@ -123,27 +123,27 @@ def scalars(**changes):
     return change
 
 
-CONV = "1.state.conv"
+CONV = "1.state.conv_state"
 
 
 @pytest.mark.parametrize(
     "change,message",
     [
-        (without("1."), "lacks the tensor 1.state.conv"),
+        (without("1."), "lacks the tensor 1.state.conv_state"),
         (without("0.state.memory.momentum.1"), "lacks the tensor 0.state.memory.momentum.1"),
-        (without("0.state.keys"), "lacks the tensor 0.state.keys"),
-        (replaced("2.state.conv", lambda _: torch.zeros(1)), "a tensor 2.state.conv, which no cache"),
+        (without("0.state.kv_cache.keys"), "lacks the tensor 0.state.kv_cache.keys"),
+        (replaced("2.state.conv_state", lambda _: torch.zeros(1)), "a tensor 2.state.conv_state, which no cache"),
         (replaced("0.restart", lambda _: torch.zeros(2)), "lacks the tensor 1.restart"),
         (restarts(torch.zeros(2)), "0.restart has the dtype torch.float32"),
         (restarts(torch.zeros(3, dtype=torch.bool)), "has the shape"),
-        (replaced("0.recorded.inputs", lambda _: torch.zeros(2, 3, 32)), "lacks the tensor 0.recorded.begins"),
-        (replaced(CONV, lambda x: x[:, 1:].clone()), r"1.state.conv has the shape \(2, 2, 96\), not \(2, 3, 96\)"),
-        (replaced(CONV, lambda x: x[:1].clone()), r"1.state.conv has the shape"),
-        (replaced(CONV, lambda x: x[None].clone()), r"1.state.conv has the shape"),
-        (replaced(CONV, lambda x: torch.zeros(())), r"1.state.conv has the shape"),
-        (replaced(CONV, lambda x: x.long()), "1.state.conv has the dtype torch.int64"),
+        (replaced("0.recorded.inputs", lambda _: torch.zeros(2, 3, 32)), "lacks the tensor 0.recorded.document_starts"),
+        (replaced(CONV, lambda x: x[:, 1:].clone()), r"1.state.conv_state has the shape \(2, 2, 96\), not \(2, 3"),
+        (replaced(CONV, lambda x: x[:1].clone()), r"1.state.conv_state has the shape"),
+        (replaced(CONV, lambda x: x[None].clone()), r"1.state.conv_state has the shape"),
+        (replaced(CONV, lambda x: torch.zeros(())), r"1.state.conv_state has the shape"),
+        (replaced(CONV, lambda x: x.long()), "1.state.conv_state has the dtype torch.int64"),
         (replaced("0.state.memory.num_seen", lambda x: x.double()), "num_seen has the dtype torch.float64"),
-        (filled(CONV, float("nan")), "1.state.conv holds numbers that are not finite"),
+        (filled(CONV, float("nan")), "1.state.conv_state holds numbers that are not finite"),
         (filled("0.state.memory.weights.0", float("inf")), "weights.0 holds numbers that are not finite"),
         (filled("0.state.memory.num_seen", -5), "num_seen holds a negative number"),
         (scalars(num_columns=BIG), "its metadata is"),
@@ -191,7 +191,7 @@ def test_a_memory_that_is_not_finite_is_not_saved(memory):  # noqa: F811
     """Else the good memory before it is replaced by one that cannot be loaded."""
     model, folder = memory
     cache = read(model, make_ids(2, 9))[1]
-    cache.layers[1]._map(lambda x: x.clone().fill_(float("nan")) if x.is_floating_point() else x)
+    cache.layers[1].apply(lambda x: x.clone().fill_(float("nan")) if x.is_floating_point() else x)
     with pytest.raises(ValueError, match="not finite"):
         cache.save_pretrained(folder, model)
     assert load(memory).get_seq_length() == 60

@@ -58,7 +58,7 @@ def test_concurrent_saves(num_pairs, tmp_path):
     memories, kept = [memory_of(i) for i in range(2)], []
     for folder in folders:
         cache = TitansCache.from_pretrained(folder, shared_model("mag"))
-        same = [torch.equal(cache.layers[0].state.conv, memory.layers[0].state.conv) for memory in memories]
+        same = [torch.equal(cache.layers[0].state.conv_state, memory.layers[0].state.conv_state) for memory in memories]
         kept.append(same.index(True))
         assert_equal(cache, memories[kept[-1]])
         assert len(names(folder)) == 2

@@ -38,7 +38,7 @@ FIELDS_WITHOUT_EFFECT_ON_STATE |= {"pad_token_id", "bos_token_id", "eos_token_id
 class SavedMemory(NamedTuple):
     """What a memory folder holds.
 
-    description: the content of memory.json. tensors: by name, "0.state.conv" being of layer 0. num_columns and
+    description: the content of memory.json. tensors: by name, "0.state.conv_state" being of layer 0. num_columns and
     record_past: those of every layer of the cache (`TitansCacheLayer`).
     """
 
@@ -202,7 +202,7 @@ def _expected_tensors(model: PreTrainedModel, index: int) -> dict[str, dict[str,
         state = dict(named_tensors(layer.mixer.initial_state(1, next(layer.parameters()).dtype)))
     state = {name: (x.dtype, ["rows", *x.shape[1:]]) for name, x in state.items()}
     parts = {"state": state, "restart": {"": (torch.bool, ["rows"])}}
-    for span in ("recorded", "unread"):
+    for span in ("recorded", "to_reread"):
         inputs = (state["conv_state"][0], ["rows", f"columns of {span}", model.config.hidden_size])
         marks = (torch.bool, ["rows", f"columns of {span}"])
         parts |= {span: {"inputs": inputs, "mask": marks, "document_starts": marks}, f"{span}.state": state}
