@@ -1,6 +1,6 @@
 """Make the table of runs of train_and_score.py: mean and spread over seeds, and paired differences from one of them.
 
-    python -m experiments.language.compare_runs experiments/language/runs/*.json --baseline lmm-stopped
+    python -m experiments.language.compare_runs experiments/language/results/*.json --baseline lmm-stopped
 
 Runs that differ in their seed alone are one row; its name is the file's without the "-seed0" at its end. A difference
 is the mean over texts of (loss - loss of the baseline with the same seed on the same stretches), in nats per token,

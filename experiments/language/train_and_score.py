@@ -1,7 +1,7 @@
 """Train one language model on texts, score it by position on texts it has not seen, and write all that as JSON.
 
     python -m experiments.language.train_and_score lmm --train_text DIR --score_text DIR [DIR ...] \
-        --output experiments/language/runs/lmm.json [--set memory_max_lr=0] [--seed 0]
+        --output experiments/language/results/lmm.json [--set memory_max_lr=0] [--seed 0]
 
 The score of a stretch of text is the mean cross entropy (nats per token) between positions 0, 64, 256, 512, 1024, ...
 """
