@@ -202,10 +202,11 @@ def _expected_tensors(model: PreTrainedModel, index: int) -> dict[str, dict[str,
         state = dict(named_tensors(layer.mixer.initial_state(1, next(layer.parameters()).dtype)))
     state = {name: (x.dtype, ["rows", *x.shape[1:]]) for name, x in state.items()}
     parts = {"state": state, "restart": {"": (torch.bool, ["rows"])}}
-    for span in ("recorded", "unread"):
+    for span in ("recorded", "to_reread"):
         inputs = (state["conv_state"][0], ["rows", f"columns of {span}", model.config.hidden_size])
         marks = (torch.bool, ["rows", f"columns of {span}"])
         parts |= {span: {"inputs": inputs, "mask": marks, "document_starts": marks}, f"{span}.state": state}
+        parts[f"{span}.restart"] = parts["restart"]
     return {
         part: {f"{index}.{part}.{name}".removesuffix("."): x for name, x in group.items()}
         for part, group in parts.items()
