@@ -23,7 +23,8 @@ class TitansCache(Cache):
     """The state of a Titans model between calls: memory weights and momentum, window or segment, convolution inputs.
 
     `generate()` and `model(..., use_cache=True)` create one; pass it back as `past_key_values` to continue. Its size
-    depends on the model and the batch size, not on the number of tokens read.
+    depends on the model and the batch size, not on the number of tokens read. It belongs to the weights that the model
+    had: a call checks the config alone, `from_pretrained` the weights too.
 
     ```python
     cache = TitansCache(model.config)
