@@ -89,9 +89,7 @@ def test_the_gates_are_those_of_the_layer():
     with torch.no_grad():
         x = layer.mixer_norm(model.model.embed_tokens(ids))
         memory = layer.mixer.memory
-        theta, eta, alpha = (
-            torch.sigmoid(gate(x, x.dtype)).mT for gate in (memory.inner_lr, memory.momentum, memory.forget)
-        )
+        theta, eta, alpha = (torch.sigmoid(gate(x)).mT for gate in (memory.inner_lr, memory.momentum, memory.forget))
     assert_same(found[1:], torch.stack([model.config.memory_max_lr * theta * (1 - eta), eta, alpha]))
 
 

@@ -48,6 +48,11 @@ class TitansCache(Cache):
         self.about: dict[str, Any] = {}
 
     @property
+    def batch_size(self) -> int:
+        """Number of rows; -1 before the first token."""
+        return self.layers[0].batch_size  # the base class hashes those of all layers, which may be symbolic
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         tensors = {id(x): x for layer in self.layers for x in layer.tensors()}

@@ -76,6 +76,8 @@ class TitansPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["TitansDecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]
+    # The memory's gates, of no weight in bytes and of much in the update: quantisers leave them alone too.
+    _keep_in_fp32_modules = ["inner_lr", "momentum", "forget"]
     _supports_sdpa = True
     _supports_attention_backend = True
     _can_record_outputs = {
@@ -162,7 +164,8 @@ class TitansModel(TitansPreTrainedModel):
         Returns last_hidden_state (B, T, hidden), past_key_values; on request hidden_states; with
         `output_surprise=True` surprise, one `LayerSurprise` per layer; with `attn_implementation="eager"` attentions:
         one (B, heads, T, P + W) per layer, its columns the persistent tokens and the window up to the token, oldest
-        first; in MAC (B, heads, T, P + 2 L): persistent tokens, recalled tokens and segment slots.
+        first; in MAC (B, heads, T, P + 2 L): persistent tokens, recalled tokens and segment slots. A map put together
+        from several windows or segments is no part of the graph of the output: its `grad` stays None.
 
         Raises ValueError for an empty sequence or batch, ids out of range, and a mask, positions or cache that do not
         fit.
