@@ -73,6 +73,42 @@ def test_masks_of_the_wrong_shape(variant, shape):
     refuse(shared_model(variant), "attention_mask", input_ids=IDS, attention_mask=torch.ones(shape))
 
 
+@pytest.mark.parametrize("value", [float("-inf"), float("nan"), 0.5, -1.0, 2, -1])
+def test_masks_of_other_values(value):
+    """A mask has 1 at tokens and 0 at padding: else an additive one is read with tokens and padding exchanged."""
+    for at in (0, 5):
+        mask = torch.ones(2, 6, dtype=torch.tensor(value).dtype)
+        mask[1, at] = value
+        refuse(shared_model("mag"), "`attention_mask` must be 1 at tokens", input_ids=IDS, attention_mask=mask)
+    nothing_masked = torch.zeros(2, 6)
+    refuse(shared_model("mag"), "not additive", input_ids=IDS, attention_mask=nothing_masked)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_inputs_of_other_shapes_and_dtypes(variant):
+    """Inputs are (B, T) ids or (B, T, hidden) with a row at least: else a layer's error is shown, or none."""
+    model = shared_model(variant)
+    for ids in (IDS[0], IDS[None]):
+        refuse(model, r"`input_ids` must be \(B, T\), but is", input_ids=ids)
+    refuse(model, "`input_ids` has no rows", input_ids=IDS[:0])
+    refuse(model, "`input_ids` must be int64 or int32, but is torch.float32", input_ids=IDS.float())
+    for shape in ((2, 6), (2, 6, 31)):
+        embeds = torch.zeros(shape, dtype=torch.float64)
+        refuse(model, r"`inputs_embeds` must be \(B, T, 32\), but is", inputs_embeds=embeds)
+    refuse(model, "`inputs_embeds` has no rows", inputs_embeds=torch.zeros(0, 6, 32, dtype=torch.float64))
+    for options in ({}, dict(prompt_lookup_num_tokens=2)):
+        with pytest.raises(ValueError, match="`input_ids` has no rows"):
+            model.generate(IDS[:0], max_new_tokens=2, pad_token_id=0, **options)
+
+
+@pytest.mark.parametrize("pad_token_id", [-1, 50, 1000])
+def test_a_padding_token_without_an_embedding(pad_token_id):
+    """Else the error is an assertion of torch's that does not name it, or the last embedding is zeroed."""
+    with pytest.raises(ValueError, match="`pad_token_id` must be None or from 0 to 49"):
+        make_model("lmm", pad_token_id=pad_token_id)
+    make_model("lmm", pad_token_id=49)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_both_or_neither_input(variant):
     model = shared_model(variant)
@@ -91,6 +127,10 @@ def test_both_or_neither_input(variant):
         ("position_ids", [0, 1, 2, 3, 4, 5]),
         ("position_ids", [[[0, 1, 2, 3, 4, 5]] * 2] * 3),
         ("seq_idx", [[0, 0, 1]] * 2),
+        ("position_ids", [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]] * 2),
+        ("position_ids", [[float("nan")] * 6] * 2),
+        ("seq_idx", [[0.5] * 6] * 2),
+        ("seq_idx", [[True] * 6] * 2),
         ("cu_seq_lens_q", [0, 3, 6]),  # two rows
     ],
     ids=str,
@@ -101,7 +141,7 @@ def test_documents_that_make_no_sense(variant, argument, value):
     refuse(shared_model(variant), argument, input_ids=IDS, **{argument: torch.tensor(value)})
 
 
-@pytest.mark.parametrize("value", [[0, 3], [1, 6], [0, 4, 3, 6], [0, 3, 7]], ids=str)
+@pytest.mark.parametrize("value", [[], [[0, 6]], [0, 3], [1, 6], [0, 4, 3, 6], [0, 3, 7]], ids=str)
 def test_cumulative_lengths_that_make_no_sense(value):
     refuse_row = dict(input_ids=IDS[:1], cu_seq_lens_q=torch.tensor(value, dtype=torch.int32))
     with pytest.raises(ValueError, match="cu_seq_lens_q"):

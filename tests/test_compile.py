@@ -7,9 +7,20 @@ import copy
 
 import pytest
 import torch
-from common import VARIANTS, assert_same, full_logits, left_pad, make_ids, make_model, read, shared_model
+from common import (
+    VARIANTS,
+    assert_same,
+    assert_same_cache,
+    full_logits,
+    left_pad,
+    make_ids,
+    make_model,
+    read,
+    shared_model,
+)
 from torch._dynamo.testing import CompileCounter
 from transformers import CompileConfig
+from transformers.exporters import DynamoConfig, DynamoExporter
 
 from titans_hf import TitansCache, memory_ops
 
@@ -160,3 +171,18 @@ def test_export(variant):
             expected = full_logits(model, ids, arguments.get("attention_mask"))
             kept = mask.bool() if "attention_mask" in arguments else torch.ones_like(mask).bool()
             assert_same(exported[kept], expected[kept])
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_export_of_the_decoding_step(variant, dynamic):
+    """Transformers' exporter captures a step with its cache, for one batch size or any: else a model can be exported
+    only without its memory. The program gives the logits and the states of the step.
+    """
+    model, cache = read_rows_out_of_step(variant)
+    arguments = dict(input_ids=make_ids(2, 1, seed=3), past_key_values=cache, use_cache=True)
+    exported = DynamoExporter().export(model, copy.deepcopy(arguments), DynamoConfig(dynamic=dynamic))
+    with torch.no_grad():
+        ours, expected = exported(**copy.deepcopy(arguments)), model(**arguments)
+    assert_same(ours.logits, expected.logits)
+    assert_same_cache(ours.past_key_values, expected.past_key_values)

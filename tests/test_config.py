@@ -4,7 +4,7 @@ import inspect
 from dataclasses import MISSING, fields
 
 import pytest
-from common import VARIANTS, make_config
+from common import VARIANTS, make_config, make_ids, make_model
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -181,3 +181,15 @@ def test_configs_do_not_share_rope_parameters():
     first.rope_parameters["rope_theta"] = 1.0
     assert second.rope_parameters["rope_theta"] == 7.0 and given == {"rope_theta": 7.0}
     assert make_config("mag").rope_parameters["rope_theta"] == 10000.0
+
+
+def test_the_memory_alone_has_no_attention():
+    """A config of LMM is not refused over heads of attention, of which it has none: else sizes that the memory can have
+    are impossible. The other variants refuse them.
+    """
+    for sizes in (dict(hidden_size=30, num_attention_heads=10), dict(hidden_size=8, num_attention_heads=16)):
+        sizes |= dict(memory_num_heads=2, num_key_value_heads=None)
+        model = make_model("lmm", **sizes)
+        assert model(make_ids(1, 9)).logits.shape == (1, 9, 50)
+        with pytest.raises(StrictDataclassError, match="head_dim"):
+            make_config("mag", **sizes)

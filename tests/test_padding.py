@@ -147,3 +147,19 @@ def test_mask_of_ones_is_no_mask(variant):
         first = model(input_ids=ids[:, :13], attention_mask=torch.ones(2, 13), past_key_values=cache).logits
         rest = model(input_ids=ids[:, 13:], attention_mask=torch.ones(2, 30), past_key_values=cache).logits
     assert torch.equal(torch.cat([first, rest], 1), read(model, ids, [13, 17])[0])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_generate_without_a_cache_reads_padding_on_the_right(variant):
+    """Without a cache, generate() reads right-padded prompts again and again, their new tokens at positions that go on
+    from 0: refused, or taken for new documents, they would not be those that the row generates alone.
+    """
+    model = shared_model(variant)
+    ids, options = make_ids(2, 9), dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, 5:] = 0
+    generated = model.generate(ids, attention_mask=mask, use_cache=False, **options)
+    alone = torch.cat([ids[1:, :5], generated[1:, 9:]], dim=1)
+    assert torch.equal(generated[0], model.generate(ids[:1], **options)[0])
+    # the first token follows the padding, whose output is undefined; those after it are greedy
+    assert torch.equal(full_logits(model, alone)[:, 5:-1].argmax(-1), alone[:, 6:])

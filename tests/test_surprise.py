@@ -1,5 +1,8 @@
 """output_surprise: the gradient's norm as autograd finds it, and the gates, of every token and nothing but tokens."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from common import VARIANTS, assert_same, left_pad, make_ids, make_model, read, shared_model
@@ -86,9 +89,7 @@ def test_the_gates_are_those_of_the_layer():
     with torch.no_grad():
         x = layer.mixer_norm(model.model.embed_tokens(ids))
         memory = layer.mixer.memory
-        theta, eta, alpha = (
-            torch.sigmoid(gate(x, x.dtype)).mT for gate in (memory.inner_lr, memory.momentum, memory.forget)
-        )
+        theta, eta, alpha = (torch.sigmoid(gate(x)).mT for gate in (memory.inner_lr, memory.momentum, memory.forget))
     assert_same(found[1:], torch.stack([model.config.memory_max_lr * theta * (1 - eta), eta, alpha]))
 
 
@@ -131,6 +132,31 @@ def test_generate_tells_it(variant):
     )
     assert told(later.surprise).shape[-1] == 1 + 8
     assert "surprise" not in model.generate(ids, **GREEDY, return_dict_in_generate=True)
+
+
+def test_threads_that_generate_are_told_apart():
+    """Threads that share a model each get the surprise of their own tokens, also beside a generate() that asks for
+    none: else one is told of the tokens of another.
+    """
+    model = shared_model("mag")
+    prompts = [make_ids(1, 9 + i, seed=i) for i in range(4)]
+    options = [GREEDY | dict(return_dict_in_generate=True, output_surprise=i > 0) for i in range(4)]
+    alone = [model.generate(ids, **kwargs) for ids, kwargs in zip(prompts, options, strict=True)]
+    for _ in range(3):
+        start = threading.Barrier(4)
+
+        def generate(i, start=start):
+            start.wait()
+            return model.generate(prompts[i], **options[i])
+
+        with ThreadPoolExecutor(4) as threads:
+            together = list(threads.map(generate, range(4)))
+        for ours, expected in zip(together, alone, strict=True):
+            assert torch.equal(ours.sequences, expected.sequences)
+        assert "surprise" not in together[0]
+        for ours, expected in zip(together[1:], alone[1:], strict=True):
+            assert_same(told(ours.surprise), told(expected.surprise))
+    assert not model._forward_hooks
 
 
 @pytest.mark.parametrize(

@@ -260,14 +260,14 @@ class SegmentAttention(TitansAttention):
         )
         mask = positions <= query_positions[..., None]
         mask = torch.cat([mask.new_ones(*mask.shape[:2], num_persistent), mask, mask], dim=-1)
-        keys, values = kv_cache if num_keys == length else kv_cache.map(partial(self._first_slots, number=num_keys))
+        used = kv_cache if num_keys == length else kv_cache.map(partial(self._first_slots, number=num_keys))
 
         def by_slot(weights: Tensor) -> Tensor:
             """(B, h, T, P + 2 K) -> (B, h, T, P + 2 L)"""
             parts = weights.split([num_persistent, num_keys, num_keys], dim=-1)
             return torch.cat([parts[0], *(nn.functional.pad(x, (0, length - num_keys)) for x in parts[1:])], dim=-1)
 
-        output, weights = self.attend(projected.queries, keys, values, mask, by_slot)
+        output, weights = self.attend(projected.queries, used.keys, used.values, mask, by_slot)
         return AttentionOutput(self.o_proj(output), weights, kv_cache)
 
     def _split(self, cached: Tensor) -> tuple[Tensor, Tensor, Tensor]:

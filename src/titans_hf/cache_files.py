@@ -206,6 +206,7 @@ def _expected_tensors(model: PreTrainedModel, index: int) -> dict[str, dict[str,
         inputs = (state["conv_state"][0], ["rows", f"columns of {span}", model.config.hidden_size])
         marks = (torch.bool, ["rows", f"columns of {span}"])
         parts |= {span: {"inputs": inputs, "mask": marks, "document_starts": marks}, f"{span}.state": state}
+        parts[f"{span}.restart"] = parts["restart"]
     return {
         part: {f"{index}.{part}.{name}".removesuffix("."): x for name, x in group.items()}
         for part, group in parts.items()

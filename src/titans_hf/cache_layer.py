@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from .layer_state import LayerState, RecordedColumns, named_tensors
+from .memory_state import where_rows
 from .token_grid import Columns, TokenGrid
 
 
@@ -18,7 +20,8 @@ class TitansCacheLayer(CacheLayerMixin):
     recorded: with `record_past`, the columns read since the last `crop`.
     to_reread: after `crop(-k)`, those of them that remain; `state` is the one before them, and the next call reads them
     again before its own tokens.
-    restart: (B,) bool, True in rows that have been reset, whose next column starts a new document.
+    restart: (B,) bool, True in rows that have been reset: their state is zeros, and their next column starts a new
+    document, from the learned initial state.
     """
 
     is_sliding = False
@@ -48,7 +51,8 @@ class TitansCacheLayer(CacheLayerMixin):
     def finish_call(self, before: LayerState | None, after: LayerState, inputs: Tensor, columns: Columns) -> None:
         """Stores the state after a call that read `inputs` (B, T, hidden) from the state `before`."""
         if self.record_past:
-            recorded = RecordedColumns.empty(before, inputs) if self.recorded is None else self.recorded
+            empty = RecordedColumns.empty(before, inputs, self.restart)
+            recorded = empty if self.recorded is None else self.recorded
             self.recorded = recorded.append(inputs, columns)
         self.state, self.to_reread, self.restart = after, None, None
         self.num_columns += inputs.shape[1]
@@ -113,7 +117,9 @@ class TitansCacheLayer(CacheLayerMixin):
         elif self.record_past:
             raise RuntimeError("reset(rows) cannot be undone by crop(): reset all rows, or stop recording.")
         elif self.state is not None:
-            self.restart = rows if self.restart is None else self.restart | rows
+            rows = rows.to(self.state.conv_state.device)
+            self.state = self.state.map(lambda x: where_rows(rows, torch.zeros_like(x), x))
+            self.restart = rows.clone() if self.restart is None else self.restart.to(rows.device) | rows
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.apply(lambda x: x.index_select(0, beam_idx.to(x.device)))
@@ -160,6 +166,7 @@ class TitansCacheLayer(CacheLayerMixin):
             )
         if tokens_to_remove:
             self.state, self.to_reread = record.state, record.first(kept) if kept else None
+            self.restart = None if kept else record.restart  # in kept columns, a document starts at the first
             self.num_columns += tokens_to_remove
             self.is_initialized = self.num_columns > 0
         self.recorded = None

@@ -7,6 +7,7 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import CommitInfo, HfApi
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -22,7 +23,8 @@ class TitansCache(Cache):
     """The state of a Titans model between calls: memory weights and momentum, window or segment, convolution inputs.
 
     `generate()` and `model(..., use_cache=True)` create one; pass it back as `past_key_values` to continue. Its size
-    depends on the model and the batch size, not on the number of tokens read.
+    depends on the model and the batch size, not on the number of tokens read. It belongs to the weights that the model
+    had: a call checks the config alone, `from_pretrained` the weights too.
 
     ```python
     cache = TitansCache(model.config)
@@ -46,6 +48,11 @@ class TitansCache(Cache):
         self.about: dict[str, Any] = {}
 
     @property
+    def batch_size(self) -> int:
+        """Number of rows; -1 before the first token."""
+        return self.layers[0].batch_size  # the base class hashes those of all layers, which may be symbolic
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         tensors = {id(x): x for layer in self.layers for x in layer.tensors()}
@@ -67,9 +74,15 @@ class TitansCache(Cache):
         return self.layers[0].restart
 
     def reset(self, rows: Tensor | None = None) -> None:
-        """Resets the cache, or the rows where `rows` (B,) bool is True: their next token starts from the learned
-        initial memory. Raises RuntimeError for some rows of a cache that records.
+        """Resets the cache, or the rows where `rows` (B,) bool is True: what they have read is erased, and their next
+        token starts from the learned initial memory.
+
+        Raises ValueError for `rows` of another shape or dtype, and RuntimeError for some rows of a cache that records.
         """
+        if rows is not None:
+            _check_rows(rows, self.batch_size)
+            if not rows.any():
+                return
         for layer in self.layers:
             layer.reset(rows)
 
@@ -98,7 +111,7 @@ class TitansCache(Cache):
         as this cache, or one, which is merged into all.
 
         Raises ValueError for a weight outside of 0 to 1, and for caches that do not fit each other, have read nothing
-        or have columns to read again; RuntimeError for a cache that records.
+        (since some rows were reset, too) or have columns to read again; RuntimeError for a cache that records.
         """
         if not 0 <= weight <= 1:
             raise ValueError(f"`weight` must be from 0 to 1, but is {weight}.")
@@ -106,9 +119,13 @@ class TitansCache(Cache):
             raise ValueError("`other` is not a cache of the same model, with as many rows or one.")
         if any(layer.record_past for layer in self.layers):
             raise RuntimeError("merge() cannot be undone by crop(): make a copy that does not record.")
+        for cache in (self, other):
+            if cache.batch_size == -1 or cache.rows_to_restart() is not None or cache.columns_to_reread() is not None:
+                raise ValueError(
+                    "Caches that have read nothing, or nothing since rows were reset, or have columns to read again, "
+                    "cannot be merged."
+                )
         for ours, theirs in zip(self.layers, other.layers, strict=True):
-            if None in (ours.state, theirs.state) or ours.to_reread is not None or theirs.to_reread is not None:
-                raise ValueError("Caches that have read nothing, or have columns to read again, cannot be merged.")
             ours.state = ours.state.merged(theirs.state, weight)
 
     def detach(self) -> "TitansCache":
@@ -174,6 +191,15 @@ class TitansCache(Cache):
                     f"`past_key_values` does not fit the model and its input: its {name} is {value}, "
                     f"not {theirs.get(name)}."
                 )
+
+
+def _check_rows(rows: Tensor, batch_size: int) -> None:
+    """Raises ValueError unless `rows` says of each row of the batch whether it is meant."""
+    if not isinstance(rows, Tensor) or rows.dtype != torch.bool or rows.dim() != 1:
+        found = f"a {rows.dtype} tensor {tuple(rows.shape)}" if isinstance(rows, Tensor) else repr(rows)
+        raise ValueError(f"`rows` must be a bool tensor (B,), True in the rows to reset, but is {found:.80}.")
+    if batch_size not in (-1, len(rows)):
+        raise ValueError(f"`rows` must have one entry for each of the {batch_size} rows, but has {len(rows)}.")
 
 
 def _shaping_fields(config: TitansConfig) -> dict:

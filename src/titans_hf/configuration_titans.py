@@ -193,7 +193,10 @@ class TitansConfig(PreTrainedConfig):
 
     def validate_architecture(self):
         """Checks the range of every value, and that values fit each other; part of the validation of `@strict`."""
+        without_attention = self.variant == "lmm"
         for name in POSITIVE_FIELDS:
+            if without_attention and name in ("num_key_value_heads", "head_dim"):
+                continue
             _in_range(name, getattr(self, name), 1)
         for name in NON_NEGATIVE_FIELDS:
             _in_range(name, getattr(self, name), 0)
@@ -203,8 +206,10 @@ class TitansConfig(PreTrainedConfig):
             raise ValueError(f"`memory_error_clip` must be None or above 0, but is {self.memory_error_clip}.")
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"`hidden_act` must be one of {', '.join(ACT2FN)}, but is {self.hidden_act!r}.")
-        _multiple("num_attention_heads", self.num_attention_heads, "num_key_value_heads", self.num_key_value_heads)
         _multiple("hidden_size", self.hidden_size, "memory_num_heads", self.memory_num_heads)
+        if without_attention:
+            return
+        _multiple("num_attention_heads", self.num_attention_heads, "num_key_value_heads", self.num_key_value_heads)
         if self.variant == "mac":
             _multiple("segment_length", self.segment_length, "memory_chunk_size", self.memory_chunk_size)
         if not self.rope_parameters["rope_theta"] > 0:

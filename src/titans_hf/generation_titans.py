@@ -5,7 +5,8 @@ from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
 from .cache_titans import TitansCache
-from .surprise_titans import LayerSurprise
+from .input_checks import check_not_empty
+from .surprise_titans import SurpriseCollector
 
 CACHES = {None: {}, "dynamic": {}, "static": {"compileable": True}, "offloaded": {"offloading": True}}
 SEQUENTIAL_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -23,13 +24,9 @@ class TitansGenerationMixin(GenerationMixin):
         """
         if not output_surprise:
             return super().generate(*args, **kwargs)
-        calls = []
-        hook = self.register_forward_hook(lambda module, inputs, output: calls.append(output.surprise))
-        try:
-            result = super().generate(*args, output_surprise=True, **kwargs)
-        finally:
-            hook.remove()
-        result["surprise"] = tuple(map(LayerSurprise.joined, zip(*calls, strict=True)))
+        collector = SurpriseCollector()  # passed on to every call: other threads may use the model
+        result = super().generate(*args, output_surprise=collector, **kwargs)
+        result["surprise"] = collector.joined()
         return result
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args) -> None:
@@ -38,6 +35,12 @@ class TitansGenerationMixin(GenerationMixin):
         """
         if model_kwargs.get("output_surprise"):
             _check_surprise(generation_config, generation_mode)
+        if generation_config.assistant_early_exit is not None:
+            raise ValueError(
+                "`assistant_early_exit` is not possible: while it drafts, Transformers changes the number of layers in "
+                "the model's config, which other calls may be using. Use `prompt_lookup_num_tokens` or "
+                "`assistant_model`."
+            )
         if generation_config.cache_implementation not in CACHES:
             raise ValueError(
                 f"`cache_implementation` must be one of {', '.join(map(repr, CACHES))} for a Titans model, but is "
@@ -48,6 +51,14 @@ class TitansGenerationMixin(GenerationMixin):
             if generation_config.is_assistant:
                 cache.activate_past_recording()
             model_kwargs["past_key_values"] = cache
+        elif isinstance(model_kwargs.get("past_key_values"), TitansCache):
+            _check_prompt(generation_config, model_kwargs, generation_mode)
+
+    def _prepare_model_inputs(self, *args, **kwargs):
+        """Checks the inputs before Transformers looks at their last column."""
+        inputs, name, model_kwargs = super()._prepare_model_inputs(*args, **kwargs)
+        check_not_empty(name, inputs)
+        return inputs, name, model_kwargs
 
     def init_continuous_batching(self, *args, **kwargs):
         raise NotImplementedError(
@@ -67,8 +78,27 @@ class TitansGenerationMixin(GenerationMixin):
         return attention_mask[:, -num_tokens:]
 
 
+def _check_prompt(generation_config, model_kwargs: dict, generation_mode: GenerationMode) -> None:
+    """Raises ValueError where Transformers would read a part of the prompt twice or not at all: it takes a prompt for
+    all ids since the cache was created, unless the mask is longer.
+    """
+    num_read, mask = model_kwargs["past_key_values"].get_seq_length(), model_kwargs.get("attention_mask")
+    num_columns = generation_config._mask_length if mask is None else mask.shape[1]
+    advice = "call `past_key_values.start_prompt()` and give only the tokens to read next."
+    if num_read and generation_mode == GenerationMode.ASSISTED_GENERATION:
+        raise ValueError(
+            "Assisted generation (`assistant_model`, `prompt_lookup_num_tokens`) with a `past_key_values` that has "
+            f"read {num_read} columns would read them again: {advice}"
+        )
+    if 0 < num_columns <= num_read and not generation_config.is_assistant:
+        raise ValueError(
+            f"The prompt has {num_columns} columns, with those of its mask, but `past_key_values` has read {num_read} "
+            f"already, which come first in a prompt: {advice}"
+        )
+
+
 def _check_surprise(generation_config, generation_mode: GenerationMode) -> None:
-    """Raises ValueError unless every token is read exactly once, in order, in calls that run forward hooks."""
+    """Raises ValueError unless every token is read exactly once, in order, in calls that are not compiled."""
     refused = {
         f"in {generation_mode.value}, which discards tokens that were read": generation_mode not in SEQUENTIAL_MODES,
         "with `cache_implementation='static'`, which compiles": generation_config.cache_implementation == "static",

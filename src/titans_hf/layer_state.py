@@ -1,8 +1,11 @@
-"""The state of a decoder layer between calls, and the record from which a crop restores an earlier one."""
+"""The state of a decoder layer between calls, and the record from which a crop restores an earlier one.
+
+States are never changed in place, but are not frozen either: Transformers' exporters set the fields of a copy.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +14,8 @@ from .memory_state import MemoryState
 from .token_grid import Columns
 
 
-class KeyValueCache(NamedTuple):
+@dataclass
+class KeyValueCache:
     """Keys and values of attention, (B, N, h, D) each: of the persistent tokens, then in MAG and MAL of the last W - 1
     tokens (not rotated; N = P + W - 1), in MAC of the recalled tokens h and of the segment (rotated; N = P + 2 L).
     """
@@ -21,10 +25,11 @@ class KeyValueCache(NamedTuple):
 
     def map(self, fn: Callable[..., Tensor], *others: "KeyValueCache") -> "KeyValueCache":
         """Applies `fn` to keys and values, with those of `others` as further arguments."""
-        return KeyValueCache(*map(fn, self, *others))
+        caches = (self, *others)
+        return KeyValueCache(fn(*(cache.keys for cache in caches)), fn(*(cache.values for cache in caches)))
 
 
-@dataclass(frozen=True)
+@dataclass
 class LayerState:
     """All that a decoder layer needs to continue a sequence; every tensor has the batch first.
 
@@ -82,17 +87,20 @@ class LayerState:
         )
 
 
-class RecordedColumns(NamedTuple):
+@dataclass
+class RecordedColumns:
     """Columns that a crop may remove: the state before them (None before the first token), and what the layer needs to
     read them again.
 
-    inputs: (B, T, hidden), the mixer's. mask, document_starts: (B, T), as in `Columns`.
+    inputs: (B, T, hidden), the mixer's. mask, document_starts: (B, T), as in `Columns`. restart: (B,) bool, True in
+    rows that had been reset before the first column; None without any.
     """
 
     state: LayerState | None
     inputs: Tensor
     mask: Tensor
     document_starts: Tensor
+    restart: Tensor | None = None
 
     @property
     def num_columns(self) -> int:
@@ -110,38 +118,39 @@ class RecordedColumns(NamedTuple):
         mask, starts = columns.mask, columns.document_starts
         mask = torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask
         starts = torch.zeros(shape, dtype=torch.bool, device=device) if starts is None else starts
-        return RecordedColumns(
-            self.state,
-            torch.cat([self.inputs, inputs], dim=1),
-            torch.cat([self.mask, mask], dim=1),
-            torch.cat([self.document_starts, starts], dim=1),
+        return replace(
+            self,
+            inputs=torch.cat([self.inputs, inputs], dim=1),
+            mask=torch.cat([self.mask, mask], dim=1),
+            document_starts=torch.cat([self.document_starts, starts], dim=1),
         )
 
     @classmethod
-    def empty(cls, state: LayerState | None, inputs: Tensor) -> "RecordedColumns":
-        """Returns a record of no columns after `state`, for inputs like `inputs`."""
+    def empty(cls, state: LayerState | None, inputs: Tensor, restart: Tensor | None) -> "RecordedColumns":
+        """Returns a record of no columns after `state` and a reset of the rows `restart`, for inputs like `inputs`."""
         nothing = torch.zeros(inputs.shape[0], 0, dtype=torch.bool, device=inputs.device)
-        return cls(state, inputs[:, :0], nothing, nothing)
+        return cls(state, inputs[:, :0], nothing, nothing, restart)
 
     def first(self, num_columns: int) -> "RecordedColumns":
         """Returns the record of the first columns alone."""
-        return RecordedColumns(
-            self.state,
-            self.inputs[:, :num_columns],
-            self.mask[:, :num_columns],
-            self.document_starts[:, :num_columns],
+        return replace(
+            self,
+            inputs=self.inputs[:, :num_columns],
+            mask=self.mask[:, :num_columns],
+            document_starts=self.document_starts[:, :num_columns],
         )
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> "RecordedColumns":
         """Applies `fn` to every tensor."""
         state = None if self.state is None else self.state.map(fn)
-        return RecordedColumns(state, fn(self.inputs), fn(self.mask), fn(self.document_starts))
+        restart = None if self.restart is None else fn(self.restart)
+        return RecordedColumns(state, fn(self.inputs), fn(self.mask), fn(self.document_starts), restart)
 
     @classmethod
     def from_tree(cls, tree: dict[str, Any]) -> "RecordedColumns":
         """Returns the record whose `named_tensors` are the leaves of `tree` (see `as_tree`)."""
         state = LayerState.from_tree(tree["state"]) if "state" in tree else None
-        return cls(state, tree["inputs"], tree["mask"], tree["document_starts"])
+        return cls(state, tree["inputs"], tree["mask"], tree["document_starts"], tree.get("restart"))
 
 
 def named_tensors(part: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -149,7 +158,7 @@ def named_tensors(part: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(part, Tensor):
         yield path, part
     elif part is not None:
-        names = getattr(type(part), "__match_args__", None)  # the fields of a dataclass or a named tuple
+        names = getattr(type(part), "__match_args__", None)  # the fields of a dataclass
         values = part if names is None else [getattr(part, name) for name in names]
         for name, value in zip(range(len(part)) if names is None else names, values, strict=True):
             yield from named_tensors(value, f"{path}.{name}" if path else str(name))

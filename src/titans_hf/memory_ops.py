@@ -3,6 +3,7 @@
 Shapes: B batch, H heads, T tokens, D head size; weights (B, H, d_in, d_out).
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -161,5 +162,5 @@ def _memorize_grid(
     return MemorizeOutput(
         output.retrieved.unflatten(0, rows_and_heads),
         output.surprise.unflatten(0, rows_and_heads).detach(),
-        after._replace(num_seen=state.num_seen + grid.row_ends - grid.row_starts),
+        replace(after, num_seen=state.num_seen + grid.row_ends - grid.row_starts),
     )

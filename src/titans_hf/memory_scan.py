@@ -5,6 +5,7 @@ chunk, are recomputed. Shapes: N batch and heads, T tokens, C tokens of a chunk;
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
@@ -185,7 +186,7 @@ def _where_chunk_starts(
 
 def _with_anchor(options: ScanOptions, chunk: int, state: MemoryState) -> MemoryState:
     """Returns the state at a chunk's start: where the chunk starts, its anchor is the current weights (eq. 16)."""
-    return state._replace(anchor=_where_chunk_starts(options, chunk, state.weights, state.anchor))
+    return replace(state, anchor=_where_chunk_starts(options, chunk, state.weights, state.anchor))
 
 
 def _anchor_backward(

@@ -1,13 +1,15 @@
 """The state of a neural memory, and the inputs that update it."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-class MemoryState(NamedTuple):
+@dataclass
+class MemoryState:
     """The memory of every batch row and head; tuples hold one tensor per layer of the memory network.
 
     weights (M), momentum (S), anchor (the weights at the start of the current chunk, where gradients are taken, eq.
@@ -15,7 +17,8 @@ class MemoryState(NamedTuple):
     num_seen: (B,) int64, tokens read by each row, padding excluded.
 
     Inside the scan over chunks, batch and heads are one dimension, (N, d_in, d_out), and `num_seen` is None. Gradients
-    with respect to a state have the same form.
+    with respect to a state have the same form. Never changed in place; not frozen, because Transformers' exporters set
+    the fields of a copy.
     """
 
     weights: tuple[Tensor, ...]

@@ -20,10 +20,11 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .cache_titans import TitansCache
 from .configuration_titans import TitansConfig
 from .generation_titans import TitansGenerationMixin
+from .input_checks import check_cache, check_config, check_inputs
 from .memory_ops import compile_chunks
 from .mixers_titans import MIXERS, MAGMixer, TitansMixer
 from .neural_memory import OUTPUT_SCALE, ChannelConv, InitialWeights, OutputProjection, TokenGate
-from .surprise_titans import TitansCausalLMOutput, TitansModelOutput
+from .surprise_titans import SurpriseCollector, TitansCausalLMOutput, TitansModelOutput
 from .token_layout import DocumentArguments, TokenLayout
 
 
@@ -75,6 +76,8 @@ class TitansPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["TitansDecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]
+    # The memory's gates, of no weight in bytes and of much in the update: quantisers leave them alone too.
+    _keep_in_fp32_modules = ["inner_lr", "momentum", "forget"]
     _supports_sdpa = True
     _supports_attention_backend = True
     _can_record_outputs = {
@@ -125,6 +128,7 @@ class TitansModel(TitansPreTrainedModel):
     """Embeddings, decoder layers and the final norm."""
 
     def __init__(self, config: TitansConfig):
+        check_config(config)
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(TitansDecoderLayer(config, i) for i in range(config.num_hidden_layers))
@@ -150,31 +154,33 @@ class TitansModel(TitansPreTrainedModel):
 
         Args:
             input_ids (B, T) int64, or inputs_embeds (B, T, hidden): new tokens, at least one per row.
-            attention_mask (B, T), or (B, columns read before + T): 0 at padding, in any column. Padding is removed: it
-                neither counts as a token nor changes a state, and the output at padding is undefined.
+            attention_mask (B, T), or (B, columns read before + T): 1 at tokens, 0 at padding, in any column. Padding is
+                removed: it neither counts as a token nor changes a state, and the output at padding is undefined.
             position_ids (B, T) or (1, T): needed only to mark packed documents, since positions restart in every window
                 and segment. A new document starts where they restart at 0 within a row.
-            past_key_values: the cache that the first token continues; updated to the last document of each row.
+            past_key_values: the cache that the first token continues; updated to the last document of each row. Not
+                checked: that the model had the same weights when the cache was created (memory files are checked).
             cu_seq_lens_q (N + 1,) int: cumulative lengths of the documents packed in a single row, from 0 to T.
             seq_idx (B, T) or (1, T) int: document of each token, which is independent of the documents before it.
 
         Returns last_hidden_state (B, T, hidden), past_key_values; on request hidden_states; with
         `output_surprise=True` surprise, one `LayerSurprise` per layer; with `attn_implementation="eager"` attentions:
         one (B, heads, T, P + W) per layer, its columns the persistent tokens and the window up to the token, oldest
-        first; in MAC (B, heads, T, P + 2 L): persistent tokens, recalled tokens and segment slots.
+        first; in MAC (B, heads, T, P + 2 L): persistent tokens, recalled tokens and segment slots. A map put together
+        from several windows or segments is no part of the graph of the output: its `grad` stays None.
 
-        Raises ValueError for an empty sequence, ids out of range, and a mask, positions or cache that do not fit.
+        Raises ValueError for an empty sequence or batch, ids out of range, and a mask, positions or cache that do not
+        fit.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
+        check_inputs(input_ids, inputs_embeds, self.config)
         if inputs_embeds is None:
-            _check_input_ids(input_ids, self.config.vocab_size)
             inputs_embeds = self.embed_tokens(input_ids)
         if use_cache and past_key_values is None:
             past_key_values = TitansCache(self.config)
-        _check_call(self.config, inputs_embeds, past_key_values)
-        if past_key_values is not None and self.gradient_checkpointing and self.training:
-            raise ValueError("`past_key_values` cannot be used in training with gradient checkpointing.")
+        if past_key_values is not None:
+            check_cache(past_key_values, self.config, len(inputs_embeds))
+            if self.gradient_checkpointing and self.training:
+                raise ValueError("`past_key_values` cannot be used in training with gradient checkpointing.")
         documents = DocumentArguments(position_ids, cu_seq_lens_q, seq_idx)
         layout = TokenLayout.of_call(self.config, inputs_embeds, attention_mask, documents, past_key_values)
         hidden_states = inputs_embeds
@@ -209,7 +215,7 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        output_surprise: bool | None = None,
+        output_surprise: bool | SurpriseCollector | None = None,
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
@@ -220,7 +226,8 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
             labels (B, T) int64: usually `input_ids`; shifted inside, -100 is ignored. The loss is their mean cross
                 entropy, or their sum divided by `num_items_in_batch` where given.
             logits_to_keep: compute logits only for the last n positions, or for the positions given; 0 for all.
-            output_surprise: return the surprise of each token and the gates of its update.
+            output_surprise: return the surprise of each token and the gates of its update; with a `SurpriseCollector`,
+                which is passed to several calls, it is added to that as well.
 
         Returns loss where there are labels, logits (B, T or fewer, vocab_size), and what `TitansModel` returns.
         """
@@ -231,11 +238,13 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            output_surprise=output_surprise,
+            output_surprise=bool(output_surprise),
             cu_seq_lens_q=cu_seq_lens_q,
             seq_idx=seq_idx,
             **kwargs,
         )
+        if isinstance(output_surprise, SurpriseCollector):
+            output_surprise.calls.append(outputs.surprise)
         logits, loss = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)), None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -268,31 +277,6 @@ class TitansForTokenClassification(GenericForTokenClassification, TitansHead):
 
 class TitansForQuestionAnswering(GenericForQuestionAnswering, TitansHead):
     """Predicts the first and the last token of an answer."""
-
-
-def _check_input_ids(input_ids: Tensor, vocab_size: int) -> None:
-    """Raises ValueError for ids without an embedding. Only on CPUs: elsewhere, reading the ids waits for the device."""
-    if input_ids.device.type != "cpu" or torch.compiler.is_compiling() or not input_ids.numel():
-        return
-    low, high = input_ids.aminmax()
-    if low < 0 or high >= vocab_size:
-        raise ValueError(
-            f"`input_ids` must be from 0 to {vocab_size - 1} (`vocab_size` - 1), but go from {low} to {high}."
-        )
-
-
-def _check_call(config: TitansConfig, inputs_embeds: Tensor, cache: TitansCache | None) -> None:
-    """Raises ValueError for an empty sequence or a cache that does not fit."""
-    batch_size, num_tokens = inputs_embeds.shape[:2]
-    if num_tokens == 0:
-        raise ValueError("The input has no tokens: give `input_ids` or `inputs_embeds` with at least one column.")
-    if cache is not None:
-        if not isinstance(cache, TitansCache):
-            raise ValueError(
-                f"`past_key_values` must be a TitansCache, which is created where none is given, but is a "
-                f"{type(cache).__name__}: a cache of keys and values cannot hold a memory."
-            )
-        cache.check_fits(config, batch_size)
 
 
 TitansModel.register_for_auto_class("AutoModel")

@@ -100,11 +100,12 @@ class TokenGate(nn.Linear):
         nn.init.zeros_(self.weight)
         nn.init.constant_(self.bias, self.initial_logit)
 
-    def forward(self, hidden_states: Tensor, dtype: torch.dtype) -> Tensor:
-        """hidden_states (B, T, hidden) -> logits (B, T, H), computed in `dtype`.
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """hidden_states (B, T, hidden) -> logits (B, T, H), computed in float32 at least.
 
-        The shape is that of any linear layer's output, because an adapter adds its own output to it.
+        Argument and shape are those of any linear layer: an adapter adds its output, a quantiser may replace it.
         """
+        dtype = torch.promote_types(hidden_states.dtype, torch.float32)
         return nn.functional.linear(hidden_states.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
 
 
@@ -250,16 +251,16 @@ class NeuralMemory(nn.Module):
 
     def _gates(self, hidden_states: Tensor, dtype: torch.dtype) -> Gates:
         """Computes the data-dependent gates (paper section 3.1) of eq. 10 and 13."""
-        inner_lr = self.config.memory_max_lr * torch.sigmoid(self.inner_lr(hidden_states, dtype).mT)  # theta_t
+        inner_lr = self.config.memory_max_lr * torch.sigmoid(self.inner_lr(hidden_states).to(dtype).mT)  # theta_t
         if self.momentum is None or self.config.memory_max_lr == 0:  # step size 0: earlier momentum must stop as well
             log_momentum_decay = torch.full_like(inner_lr, -torch.inf)  # eta_t = 0
         else:
-            momentum = self.momentum(hidden_states, dtype).mT
+            momentum = self.momentum(hidden_states).to(dtype).mT
             log_momentum_decay = logsigmoid(momentum)  # log eta_t
             inner_lr = inner_lr * torch.sigmoid(-momentum)  # times 1 - eta_t: the sum of steps is independent of eta_t
         if not self.forgets:
             return Gates(inner_lr, log_momentum_decay, torch.zeros_like(inner_lr))  # alpha_t = 0
-        log_retain = logsigmoid(-self.forget(hidden_states, dtype).mT)  # log(1 - alpha_t)
+        log_retain = logsigmoid(-self.forget(hidden_states).to(dtype).mT)  # log(1 - alpha_t)
         return Gates(inner_lr, log_momentum_decay, log_retain)
 
 

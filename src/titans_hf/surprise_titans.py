@@ -66,6 +66,17 @@ class LayerSurprise:
         return cls(tuple(part for call in calls for part in call.parts))
 
 
+class SurpriseCollector:
+    """Collects the surprise of consecutive calls of a model, which get it as their `output_surprise`."""
+
+    def __init__(self):
+        self.calls: list[tuple[LayerSurprise, ...]] = []
+
+    def joined(self) -> tuple[LayerSurprise, ...]:
+        """Returns one `LayerSurprise` per layer, of the tokens of all calls."""
+        return tuple(map(LayerSurprise.joined, zip(*self.calls, strict=True)))
+
+
 @dataclass
 class TitansModelOutput(BaseModelOutputWithPast):
     """surprise: one `LayerSurprise` per layer."""
@@ -80,4 +91,4 @@ class TitansCausalLMOutput(CausalLMOutputWithPast):
     surprise: tuple[LayerSurprise, ...] | None = None
 
 
-__all__ = ["LayerSurprise", "TitansCausalLMOutput", "TitansModelOutput"]
+__all__ = ["LayerSurprise", "SurpriseCollector", "TitansCausalLMOutput", "TitansModelOutput"]

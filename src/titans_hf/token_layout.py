@@ -70,6 +70,7 @@ def _columns(
 ) -> Columns:
     """Returns the `Columns` of T new tokens."""
     mask = _new_columns_of_mask(attention_mask, shape, 0 if cache is None else cache.get_seq_length())
+    _check_documents(shape, documents)
     starts = _document_starts(shape, mask, documents) if shape[1] > 1 else None  # the first token continues the cache
     restart = None if cache is None else cache.rows_to_restart()
     if restart is not None:
@@ -89,16 +90,37 @@ def _new_columns_of_mask(attention_mask: Tensor | None, shape: tuple[int, int], 
             f"`attention_mask` must be ({batch_size}, {num_tokens}) or, with the {num_read} columns read before, "
             f"({batch_size}, {num_read + num_tokens}), but is {tuple(attention_mask.shape)}."
         )
-    mask = attention_mask[:, -num_tokens:] != 0
-    return mask if torch.compiler.is_compiling() or not mask.all() else None
+    new = attention_mask[:, -num_tokens:]
+    mask = new != 0
+    if torch.compiler.is_compiling():
+        return mask
+    if attention_mask.is_floating_point() and not attention_mask.any():  # additive, it masks nothing; else, everything
+        raise ValueError("`attention_mask` must be 1 at tokens and 0 at padding, not additive, but is 0.0 everywhere.")
+    if not (new == mask).all():
+        raise ValueError(
+            f"`attention_mask` must be 1 at tokens and 0 at padding, not additive, but has {new[new != mask][0]}."
+        )
+    return None if mask.all() else mask
+
+
+def _check_documents(shape: tuple[int, int], documents: DocumentArguments) -> None:
+    """Raises ValueError for arguments of another shape or dtype."""
+    for name, value in documents._asdict().items():
+        if value is None:
+            continue
+        if value.is_floating_point() or value.dtype == torch.bool:
+            raise ValueError(f"`{name}` must be integers, but is {value.dtype}.")
+        if name == "cu_seq_lens_q":
+            fits, expected = value.dim() == 1 and len(value) > 0, "(N + 1,)"
+        else:
+            fits, expected = value.dim() == 2 and value.shape in (shape, (1, shape[1])), shape
+        if not fits:
+            raise ValueError(f"`{name}` must be {expected}, but is {tuple(value.shape)}.")
 
 
 def _document_starts(shape: tuple[int, int], mask: Tensor | None, documents: DocumentArguments) -> Tensor | None:
     """Returns (B, T) bool, True where a document follows another in a row; None where none does."""
     position_ids, cu_seq_lens_q, seq_idx = documents
-    for name, value in {"position_ids": position_ids, "seq_idx": seq_idx}.items():
-        if value is not None and (value.dim() != 2 or value.shape not in (shape, (1, shape[1]))):
-            raise ValueError(f"`{name}` must be {shape}, but is {tuple(value.shape)}.")
     tensors = [x for x in documents if x is not None]
     if not tensors:
         return None
@@ -112,7 +134,10 @@ def _document_starts(shape: tuple[int, int], mask: Tensor | None, documents: Doc
     if position_ids is not None:
         positions = position_ids.expand(shape)
         decreases = has_previous & (positions <= positions.gather(1, previous.clamp(min=0)))
-        _require(not_any=decreases & (positions != 0), message="`position_ids` may go back within a row only to 0.")
+        # Transformers gives padding position 0 and counts on from there, in right-padded prompts that are read again.
+        adjacent = previous == columns - 1
+        message = "`position_ids` may go back within a row only to 0."
+        _require(not_any=decreases & adjacent & (positions != 0), message=message)
         starts = starts | (decreases & (positions == 0))
     if seq_idx is not None:
         indices = seq_idx.expand(shape)

@@ -1,0 +1,65 @@
+"""Checks of what a model is called with: each names the argument, what it was and what it may be."""
+
+import torch
+from torch import Tensor
+
+from .cache_titans import TitansCache
+from .configuration_titans import TitansConfig
+
+
+def check_config(config: TitansConfig) -> None:
+    """Raises ValueError for a padding token without an embedding."""
+    if config.pad_token_id is not None and not 0 <= config.pad_token_id < config.vocab_size:
+        raise ValueError(
+            f"`pad_token_id` must be None or from 0 to {config.vocab_size - 1} (`vocab_size` - 1), but is "
+            f"{config.pad_token_id}."
+        )
+
+
+def check_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None, config: TitansConfig) -> None:
+    """Raises ValueError unless exactly one is given, (B, T) ids with an embedding or (B, T, hidden), neither B nor T
+    being 0. The range of ids is checked on CPUs only: elsewhere, reading them waits for the device.
+    """
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
+    if inputs_embeds is None:
+        _check_shape("input_ids", input_ids, ("B", "T"))
+        if input_ids.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"`input_ids` must be int64 or int32, but is {input_ids.dtype}.")
+        if input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
+            low, high = input_ids.aminmax()
+            if low < 0 or high >= config.vocab_size:
+                raise ValueError(
+                    f"`input_ids` must be from 0 to {config.vocab_size - 1} (`vocab_size` - 1), but go from {low} to "
+                    f"{high}."
+                )
+    else:
+        _check_shape("inputs_embeds", inputs_embeds, ("B", "T", config.hidden_size))
+
+
+def check_cache(cache: TitansCache, config: TitansConfig, batch_size: int) -> None:
+    """Raises ValueError for a cache of another kind, config or batch size."""
+    if not isinstance(cache, TitansCache):
+        raise ValueError(
+            f"`past_key_values` must be a TitansCache, which is created where none is given, but is a "
+            f"{type(cache).__name__}: a cache of keys and values cannot hold a memory."
+        )
+    cache.check_fits(config, batch_size)
+
+
+def check_not_empty(name: str, inputs: Tensor) -> None:
+    """Raises ValueError for inputs (B, T, ...) without rows or columns."""
+    if inputs.shape[0] == 0:
+        raise ValueError(f"`{name}` has no rows: its shape is {tuple(inputs.shape)}.")
+    if inputs.shape[1] == 0:
+        raise ValueError(
+            f"The input has no tokens: `{name}` is {tuple(inputs.shape)}; give `input_ids` or `inputs_embeds` with at "
+            "least one column. If `generate()` goes on with a cache, call `past_key_values.start_prompt()` first and "
+            "give only the tokens to read next."
+        )
+
+
+def _check_shape(name: str, x: Tensor, shape: tuple[str | int, ...]) -> None:
+    if x.dim() != len(shape) or any(type(size) is int and size != x.shape[at] for at, size in enumerate(shape)):
+        raise ValueError(f"`{name}` must be ({', '.join(map(str, shape))}), but is {tuple(x.shape)}.")
+    check_not_empty(name, x)

@@ -1,0 +1,203 @@
+"""Random programs of cache operations, and threads that generate: every row is what it is alone, in a plain forward."""
+
+import copy
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from common import VARIANTS, assert_same, full_logits, make_ids, shared_model
+
+from titans_hf import TitansCache
+
+pytestmark = pytest.mark.slow
+NUM_PROGRAMS, NUM_OPERATIONS, MAX_ROWS = 60, 14, 4
+
+
+class Program:
+    """A cache, and what it should have read: per row the columns since its reset, (id, starts a document) at tokens
+    and None at padding.
+
+    num_removable: columns that a crop can remove. was_cropped: since the last read, a crop has removed columns.
+    """
+
+    def __init__(self, variant: str, seed: int, folder):
+        self.model, self.folder = shared_model(variant), folder
+        self.random = random.Random(f"{variant} {seed}")
+        self.cache = TitansCache(self.model.config)
+        self.rows: list[list] = [[] for _ in range(self.random.randint(1, 3))]
+        self.recording, self.num_removable, self.was_cropped = False, 0, False
+
+    def run(self) -> None:
+        operations = [
+            self.reset,
+            self.reorder,
+            self.select,
+            self.repeat,
+            self.branch,
+            self.record,
+            self.crop,
+            self.file,
+        ]
+        self.read()
+        for _ in range(NUM_OPERATIONS):
+            operation = self.read if self.random.random() < 0.4 else self.random.choice(operations)
+            print(operation.__name__, len(self.rows), self.recording, self.num_removable)  # shown if it fails
+            operation()
+            self.check_counts()
+        self.read()
+
+    def read(self) -> None:
+        """Reads a random number of columns with padding anywhere, and documents that follow each other."""
+        num_columns = self.random.choice([1, 1, 2, 5, 9, 14])
+        padding, documents = self.random.choice([0, 0.3, 0.9]), self.random.choice([0, 0, 0.2])
+        ids = torch.tensor([[self.random.randrange(50) for _ in range(num_columns)] for _ in self.rows])
+        mask = torch.tensor([[int(self.random.random() >= padding) for _ in range(num_columns)] for _ in self.rows])
+        seq_idx = torch.tensor([[self.random.random() < documents for _ in range(num_columns)] for _ in self.rows])
+        seq_idx = seq_idx.cumsum(1)
+        with torch.no_grad():
+            logits = self.model(ids, mask, past_key_values=self.cache, seq_idx=seq_idx).logits
+        for i, row in enumerate(self.rows):
+            previous = None
+            for column in range(num_columns):
+                if mask[i, column]:
+                    starts = previous is not None and seq_idx[i, column] != seq_idx[i, previous]
+                    previous = column
+                    row.append((int(ids[i, column]), bool(starts)))
+                else:
+                    row.append(None)
+            self.check_logits(logits[i], row, num_columns)
+        self.num_removable = num_columns + (0 if self.was_cropped else self.num_removable) if self.recording else 0
+        self.was_cropped = False
+
+    def check_logits(self, logits: torch.Tensor, row: list, num_columns: int) -> None:
+        """Compares the logits of the last columns of a row with those of each of its documents alone."""
+        documents: list[list] = [[]]
+        for at, column in enumerate(row):
+            if column is not None:
+                if column[1]:
+                    documents.append([])
+                documents[-1].append((column[0], at - (len(row) - num_columns)))
+        for document in documents:
+            new = [(i, at) for i, (_, at) in enumerate(document) if at >= 0]
+            if new:
+                alone = full_logits(self.model, torch.tensor([[token for token, _ in document]]))[0]
+                assert_same(logits[[at for _, at in new]], alone[[i for i, _ in new]], 1e-9)
+
+    def check_counts(self) -> None:
+        """Checks the tokens of each row's document, where no columns have to be read again."""
+        if self.cache.batch_size == -1 or self.cache.columns_to_reread() is not None:
+            return
+        counts = []
+        for row in self.rows:
+            tokens = [column for column in row if column is not None]
+            starts = [i for i, (_, start) in enumerate(tokens) if start]
+            counts.append(len(tokens) - (starts[-1] if starts else 0))
+        assert self.cache.num_tokens_seen().tolist() == counts
+
+    def reset(self) -> None:
+        if self.recording:
+            with pytest.raises(RuntimeError, match="cannot be undone"):
+                self.cache.reset(torch.ones(len(self.rows), dtype=torch.bool))
+        else:
+            rows = [self.random.random() < 0.4 for _ in self.rows]
+            self.cache.reset(torch.tensor(rows))
+            self.rows = [[] if reset else row for row, reset in zip(self.rows, rows, strict=True)]
+
+    def take(self, index: list[int]) -> None:
+        self.rows = [list(self.rows[i]) for i in index]
+
+    def reorder(self) -> None:
+        index = [self.random.randrange(len(self.rows)) for _ in self.rows]
+        self.cache.reorder_cache(torch.tensor(index))
+        self.take(index)
+
+    def select(self) -> None:
+        index = sorted(self.random.sample(range(len(self.rows)), self.random.randint(1, len(self.rows))))
+        mask = torch.zeros(len(self.rows), dtype=torch.bool)
+        mask[index] = True
+        self.cache.batch_select_indices(self.random.choice([mask, torch.tensor(index)]))
+        self.take(index)
+
+    def repeat(self) -> None:
+        if 2 * len(self.rows) <= MAX_ROWS:
+            self.cache.batch_repeat_interleave(2)
+            self.take([i for i in range(len(self.rows)) for _ in range(2)])
+
+    def branch(self) -> None:
+        """Goes on with a copy, after the original has read something else."""
+        branch = self.random.choice([copy.copy, copy.deepcopy])(self.cache)
+        with torch.no_grad():
+            self.model(make_ids(len(self.rows), 5), past_key_values=self.cache)
+        self.cache = branch
+
+    def record(self) -> None:
+        """Records from now on; or, since recording cannot be stopped, forgets all and starts anew."""
+        if not self.recording:
+            self.cache.activate_past_recording()
+        elif self.random.random() < 0.5:
+            self.cache = TitansCache(self.model.config)
+            self.rows, self.num_removable, self.was_cropped = [[] for _ in self.rows], 0, False
+            self.recording = False
+            self.read()
+            return
+        self.recording = True
+
+    def crop(self) -> None:
+        removed = self.random.randint(0, self.num_removable)
+        self.cache.crop(-removed)
+        if removed:
+            self.rows = [row[: len(row) - removed] for row in self.rows]
+            self.num_removable, self.was_cropped = self.num_removable - removed, True
+        elif not self.was_cropped:
+            self.num_removable = 0
+
+    def file(self) -> None:
+        if self.cache.batch_size == -1:
+            return
+        self.cache.save_pretrained(self.folder, self.model)
+        self.cache = TitansCache.from_pretrained(self.folder, self.model)
+
+
+@pytest.mark.parametrize("seed", range(NUM_PROGRAMS))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_random_programs(variant, seed, tmp_path):
+    """Reads in ragged pieces, padding, documents, resets, reordered, selected and repeated rows, copies, crops and
+    files, in any order, leave every row with what it has read: else some combination mixes or loses something.
+    """
+    Program(variant, seed, tmp_path).run()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_four_threads_generate(variant):
+    """Threads that share a model generate what each does alone, in every mode: else they share a state."""
+    model = shared_model(variant)
+    common = dict(max_new_tokens=12, pad_token_id=0, return_dict_in_generate=True)
+    modes = [
+        dict(do_sample=False),
+        dict(do_sample=False, output_surprise=True),
+        dict(num_beams=3, do_sample=False),
+        dict(do_sample=False, prompt_lookup_num_tokens=3),
+        dict(do_sample=False, prefill_chunk_size=4, output_surprise=True),
+    ]
+    jobs = [(make_ids(1, 9 + i, seed=i).repeat(1, 2), common | modes[i % 5]) for i in range(20)]
+
+    def generate(job):
+        result = model.generate(job[0], **job[1])
+        norms = [layer.gradient_norm for layer in result["surprise"]] if "surprise" in result else []
+        return result.sequences, norms
+
+    alone = list(map(generate, jobs))
+    start = threading.Barrier(4)
+
+    def work(part):
+        start.wait()
+        return [generate(jobs[i]) for i in range(part, 20, 4)]
+
+    with ThreadPoolExecutor(4) as threads:
+        together = list(threads.map(work, range(4)))
+    for i, (sequences, norms) in enumerate(alone):
+        ours = together[i % 4][i // 4]
+        assert torch.equal(ours[0], sequences)
+        assert_same(ours[1], norms)

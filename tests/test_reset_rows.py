@@ -1,0 +1,116 @@
+"""reset(rows): what these rows have read is gone, whatever happens to the cache afterwards."""
+
+import copy
+
+import pytest
+import torch
+from common import VARIANTS, assert_same, full_logits, make_ids, read, shared_model, tensors
+
+from titans_hf import TitansCache
+
+FIRST_ROW = torch.tensor([True, False])
+
+
+def reset_cache(model, ids: torch.Tensor) -> TitansCache:
+    cache = read(model, ids)[1]
+    cache.reset(FIRST_ROW)
+    return cache
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_crop_does_not_bring_it_back(variant):
+    """A crop of columns that were recorded after the reset keeps the reset: else it restores what was forgotten. All of
+    them in one or two crops, or a part.
+    """
+    model, ids, drafted, more = (shared_model(variant), *(make_ids(2, n, seed=n) for n in (21, 7, 9)))
+    for crops in ((-7,), (-3, -4), (-2,)):
+        cache = reset_cache(model, ids)
+        cache.activate_past_recording()
+        read(model, drafted, [2, 5], cache)
+        for removed in crops:
+            cache.crop(removed)
+        kept = drafted[:, : 7 + sum(crops)]
+        logits = read(model, more, [4, 5], cache)[0]
+        for row, before in enumerate((ids[:1, :0], ids[1:])):
+            whole = torch.cat([before, kept[row : row + 1], more[row : row + 1]], dim=1)
+            assert_same(logits[row : row + 1], full_logits(model, whole)[:, -9:])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_nothing_of_it_stays_in_the_cache(variant):
+    """The tensors of a reset row are zeros, and its count is 0: else they hold, and a file stores, what was forgotten.
+    The other rows keep theirs.
+    """
+    model, ids = shared_model(variant), make_ids(2, 21)
+    cache, before = reset_cache(model, ids), read(model, ids)[1]
+    assert cache.num_tokens_seen().tolist() == [0, 21]
+    for x, y in zip(tensors(cache), tensors(before), strict=True):
+        assert not x[0].any() and torch.equal(x[1], y[1])
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_file_keeps_the_reset(variant, recorded, tmp_path):
+    """A memory that was saved after a reset, and loaded, starts the row anew: else a file brings back what was
+    forgotten, also by a crop of columns that were recorded before the file was written.
+    """
+    model, ids, more = shared_model(variant), make_ids(2, 21), make_ids(2, 9, seed=1)
+    cache = reset_cache(model, ids)
+    if recorded:
+        cache.activate_past_recording()
+        read(model, make_ids(2, 6, seed=2), cache=cache)
+    cache.save_pretrained(tmp_path, model)
+    cache = TitansCache.from_pretrained(tmp_path, model)
+    if recorded:
+        cache.crop(-2)
+        cache.save_pretrained(tmp_path, model)
+        cache = TitansCache.from_pretrained(tmp_path, model)
+        cache.crop(-4)
+    assert cache.num_tokens_seen().tolist() == [0, 21]
+    logits = read(model, more, cache=cache)[0]
+    assert_same(logits[:1], full_logits(model, more[:1]))
+    assert_same(logits[1:], full_logits(model, torch.cat([ids[1:], more[1:]], dim=1))[:, 21:])
+
+
+def test_rows_that_were_reset_cannot_be_merged():
+    """A merge from or into a row that was reset and has read nothing is refused: else it takes in what was forgotten,
+    or is lost with the row's next token.
+    """
+    model, ids = shared_model("mag"), make_ids(2, 21)
+    pair = (reset_cache(model, ids), read(model, ids)[1])
+    for cache, other in (pair, pair[::-1]):
+        kept = copy.deepcopy(tensors(cache))
+        with pytest.raises(ValueError, match="nothing since rows were reset"):
+            cache.merge(other)
+        assert all(map(torch.equal, kept, tensors(cache)))
+    cache = reset_cache(model, ids)
+    read(model, ids[:, :1], cache=cache)
+    cache.merge(read(model, ids)[1])
+
+
+@pytest.mark.parametrize(
+    "rows,message",
+    [
+        (torch.tensor([0]), r"must be a bool tensor \(B,\).* is a torch.int64 tensor \(1,\)"),
+        (torch.tensor([0, 1]), "is a torch.int64 tensor"),
+        (torch.tensor([[True, False]]), r"is a torch.bool tensor \(1, 2\)"),
+        ([True, False], r"is \[True, False\]"),
+        (torch.tensor([True]), "one entry for each of the 2 rows, but has 1"),
+        (torch.tensor([True] * 3), "one entry for each of the 2 rows, but has 3"),
+    ],
+)
+def test_rows_are_a_mask(rows, message):
+    """Indices and masks of other shapes are refused: else other rows than those meant are forgotten."""
+    cache = read(shared_model("lmm"), make_ids(2, 9))[1]
+    with pytest.raises(ValueError, match=f"`rows` .*{message}"):
+        cache.reset(rows)
+    assert cache.rows_to_restart() is None
+
+
+def test_a_reset_of_no_row_changes_nothing():
+    """An all-False mask leaves the cache as it is: else a loop that always passes one pays for a restart."""
+    cache = read(shared_model("lmm"), make_ids(2, 9))[1]
+    before = tensors(cache)
+    cache.reset(torch.zeros(2, dtype=torch.bool))
+    assert cache.rows_to_restart() is None
+    assert all(x is y for x, y in zip(before, tensors(cache), strict=True))
