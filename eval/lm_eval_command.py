@@ -1,6 +1,6 @@
 """Runs lm-eval's own command line with the model class "titans", which reads a prompt of any length in constant memory.
 
-    titans-hf lm-eval run --model titans --model_args pretrained=runs/tiny-mag --tasks lambada_openai
+titans-hf lm-eval run --model titans --model_args pretrained=runs/tiny-mag --tasks lambada_openai
 """
 
 from lm_eval.__main__ import cli_evaluate
