@@ -1,12 +1,18 @@
-"""Two answers of `transformers serve` that it fails to give for a checkpoint of one's own (status 500 as of 5.23)."""
+"""What `transformers serve` lacks for a checkpoint of one's own: the option to start from a saved memory, and two
+answers that it fails to give (status 500 as of 5.23).
+"""
 
+import inspect
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from huggingface_hub.errors import CacheNotFound
+
+from titans_hf import TitansCache
 
 if TYPE_CHECKING:
     from transformers.cli.serving.model_manager import ModelManager
@@ -32,6 +38,49 @@ def extend_server() -> None:
     ModelManager.get_gen_models = lambda manager, cache_dir=None: list_models(manager, downloaded_models, cache_dir)
     for handler in (ChatCompletionHandler, ResponseHandler):
         handler._resolve_model = resolve_chat_model
+
+
+def with_memory_option(serve: Callable) -> Callable:
+    """Returns the command `serve` with an option --memory more."""
+    signature = inspect.signature(serve)
+    kind = Annotated[str | None, typer.Option(help="Folder of a saved memory, from which every request starts.")]
+    option = inspect.Parameter("memory", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+
+    def serve_with_memory(memory: str | None = None, **options) -> object:
+        if memory is not None:
+            start_models_from(memory, options["force_model"], options["compile"])
+        return serve(**options)
+
+    serve_with_memory.__doc__ = serve.__doc__
+    serve_with_memory.__signature__ = signature.replace(parameters=[*signature.parameters.values(), option])
+    serve_with_memory.__annotations__ = {
+        name: parameter.annotation for name, parameter in serve_with_memory.__signature__.parameters.items()
+    }
+    return serve_with_memory
+
+
+def start_models_from(memory: str, model_name: str | None, compiled: bool) -> None:
+    """Makes the server load a model that starts every request from the memory in the folder `memory`.
+
+    Raises ValueError without the name of a model, whose memory it is, and for `compiled`; when the model is loaded,
+    before the server starts, ValueError or FileNotFoundError for a memory of another model, or none.
+    """
+    if model_name is None:
+        raise ValueError(f"--memory {memory} needs MODEL: the checkpoint that made it")
+    if compiled:
+        raise ValueError(f"--memory {memory} cannot be used with --compile")
+    from transformers.cli.serving.model_manager import ModelManager
+
+    load_model = ModelManager._load_model
+
+    def load_model_with_memory(*args, **kwargs):
+        model = load_model(*args, **kwargs)
+        if model.config.model_type != "titans":
+            raise ValueError(f"--memory {memory}: {model_name} is a {model.config.model_type} model without a memory")
+        model.start_from(TitansCache.from_pretrained(memory, model))
+        return model
+
+    ModelManager._load_model = load_model_with_memory
 
 
 def list_models(
