@@ -67,7 +67,7 @@ def serving(checkpoint, home, *options):
         port = probe.getsockname()[1]
     with (home / "log").open("w") as log:
         process = subprocess.Popen(
-            [*COMMAND, "serve", str(checkpoint), *"--device cpu --host 127.0.0.1 --port".split(), str(port), *options],
+            [*COMMAND, "serve", checkpoint, "--device", "cpu", "--host", "127.0.0.1", "--port", str(port), *options],
             env=os.environ | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
             stdout=log,
             stderr=subprocess.STDOUT,

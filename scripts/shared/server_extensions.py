@@ -2,14 +2,13 @@
 answers that it fails to give (status 500 as of 5.23).
 """
 
-import inspect
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 from huggingface_hub.errors import CacheNotFound
 
 from titans_hf import TitansCache
@@ -40,23 +39,18 @@ def extend_server() -> None:
         handler._resolve_model = resolve_chat_model
 
 
-def with_memory_option(serve: Callable) -> Callable:
-    """Returns the command `serve` with an option --memory more."""
-    signature = inspect.signature(serve)
-    kind = Annotated[str | None, typer.Option(help="Folder of a saved memory, from which every request starts.")]
-    option = inspect.Parameter("memory", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+def add_memory_option(command: click.Command) -> None:
+    """Adds to the command `serve` an option --memory, the folder of the memory from which every request starts."""
+    serve = command.callback
 
-    def serve_with_memory(memory: str | None = None, **options) -> object:
+    def serve_from_memory(memory: str | None, **options) -> object:
         if memory is not None:
             start_models_from(memory, options["force_model"], options["compile"])
         return serve(**options)
 
-    serve_with_memory.__doc__ = serve.__doc__
-    serve_with_memory.__signature__ = signature.replace(parameters=[*signature.parameters.values(), option])
-    serve_with_memory.__annotations__ = {
-        name: parameter.annotation for name, parameter in serve_with_memory.__signature__.parameters.items()
-    }
-    return serve_with_memory
+    text = "Folder of a saved memory, from which every request starts."
+    command.params.append(click.Option(["--memory"], metavar="DIR", help=text))
+    command.callback = serve_from_memory
 
 
 def start_models_from(memory: str, model_name: str | None, compiled: bool) -> None:

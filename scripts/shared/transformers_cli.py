@@ -7,7 +7,7 @@ from transformers.cli.transformers import main as transformers_main
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from titans_hf import TitansConfig, TitansForCausalLM
-from titans_hf_scripts.shared.server_extensions import extend_server, with_memory_option
+from titans_hf_scripts.shared.server_extensions import add_memory_option, extend_server
 
 
 def main() -> None:
@@ -22,6 +22,5 @@ def main() -> None:
     sys.modules["transformers"].TitansForCausalLM = TitansForCausalLM
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TitansConfig.model_type] = TitansForCausalLM.__name__
     extend_server()
-    (serve,) = (command for command in app.registered_commands if command.name == "serve")
-    serve.callback = with_memory_option(serve.callback)
+    add_memory_option(app.commands["serve"])
     transformers_main()
