@@ -3,8 +3,8 @@
     python scripts/ask.py MODEL --memory DIR --prompt "The key was" --prompt "The door was"
     python scripts/ask.py MODEL --memory DIR     # asks for prompts, until an empty line
 
-Every prompt is continued from the memory as it was saved, and the saved one stays as it is. With --keep it learns: each
-prompt and its answer become part of it, and it is saved after each.
+Every prompt is continued from the memory as it was saved, and the saved one stays as it is. With --keep, each prompt
+and its answer are read into the memory, which is then saved.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from titans_hf import TitansCache
 from titans_hf_scripts.read import load_model
+from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.text_ids import encode
 
 
@@ -27,16 +28,17 @@ def answer(
     prompts: list[str],
     options: GenerationConfig,
 ) -> list[str]:
-    """What follows each of the prompts after what `cache` (one row) has read; all at once."""
+    """Generates what follows each of the prompts after what `cache` (one row) has read, in one batch."""
     batch = encode(tokenizer, prompts, padding=True, padding_side="left", return_tensors="pt")
     ids, mask = batch.input_ids.to(model.device), batch.attention_mask.to(model.device)
     cache.start_prompt()
     cache.batch_repeat_interleave(len(prompts))
-    said = model.generate(ids, attention_mask=mask, past_key_values=cache, generation_config=options)
-    return tokenizer.batch_decode(said[:, ids.shape[1] :], skip_special_tokens=True)
+    sequences = model.generate(ids, attention_mask=mask, past_key_values=cache, generation_config=options)
+    return tokenizer.batch_decode(sequences[:, ids.shape[1] :], skip_special_tokens=True)
 
 
 def learn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: TitansCache, text: str) -> None:
+    """Reads a text into the memory."""
     ids = encode(tokenizer, text, return_tensors="pt").input_ids.to(model.device)
     with torch.inference_mode():
         model.base_model(ids, past_key_values=cache)
@@ -49,7 +51,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt", action="append", help="a text to be continued; may be given several times")
     parser.add_argument("--keep", action="store_true", help="prompts and answers become part of the saved memory")
     parser.add_argument("--max_new_tokens", type=int, default=64)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 for the likeliest token")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 for the most probable token")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", help="cpu, cuda, ...; a GPU if there is one")
     args = parser.parse_args(argv)
@@ -67,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
     model, tokenizer = load_model(args.model, args.device)
     cache = TitansCache.from_pretrained(args.memory, model)
     torch.manual_seed(args.seed)
-    if tokenizer.pad_token is None:  # what stands there is masked out
+    if tokenizer.pad_token is None:  # any: padding is masked
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     options = GenerationConfig(
         max_new_tokens=args.max_new_tokens,
@@ -93,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _ask() -> str:
-    """An empty text where there is nothing more."""
+    """Asks for a prompt; returns an empty text at the end of the input."""
     try:
         return input("> " if sys.stdin.isatty() else "")
     except EOFError:
@@ -101,7 +103,4 @@ def _ask() -> str:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from error
+    run_command(main)

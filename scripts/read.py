@@ -2,11 +2,11 @@
 
     python scripts/read.py MODEL TEXT... --memory DIR
 
-TEXT is a file, a folder (all its .txt files, in order) or - for standard input. The memory is saved every --save_every
-tokens, at once, so that whatever stops the reading costs no more than these; the same command then goes on, after it
-has made sure that the texts are still those that were read. More texts at the end are read as if they had been there.
-With --append, TEXT is read after all that the memory has read; an --append that was stopped goes on likewise.
-A memory contains what was read: treat it like the texts themselves.
+TEXT is a file, a folder (the .txt files in it and its subfolders, by path) or - for standard input. The memory is saved
+every --save_every tokens, so that an interruption costs no more than these; the same command then goes on, after it has
+checked that the texts are those that were read. More texts at the end are read as if they had been given at first. With
+--append, TEXT is read after all that the memory has read; an --append that was stopped goes on likewise. A memory
+contains what was read: treat it like the texts themselves.
 """
 
 import argparse
@@ -23,13 +23,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from titans_hf import TitansCache
 from titans_hf.cache_files import DESCRIPTION
+from titans_hf_scripts.shared.command_line import run_command
+from titans_hf_scripts.shared.text_files import find_files
 from titans_hf_scripts.shared.text_ids import encode, newline_decoder
 
 BLOCK = 1 << 14  # bytes of text that are tokenized at once
 
 
 def load_model(path: str, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A Titans checkpoint, to read with, and its tokenizer. Raises ValueError for anything else."""
+    """Loads a Titans checkpoint and its tokenizer. Raises ValueError for anything else."""
     try:
         config, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
@@ -40,22 +42,16 @@ def load_model(path: str, device: str | None) -> tuple[PreTrainedModel, PreTrain
     return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval(), tokenizer
 
 
-def find_files(texts: list[str]) -> list[Path | None]:
-    """All files, None for standard input. Raises ValueError for what is not there."""
-    files: list[Path | None] = []
-    for text in texts:
-        path = Path(text)
-        found = [None] if text == "-" else sorted(path.rglob("*.txt")) if path.is_dir() else [path]
-        if not found:
-            raise ValueError(f"TEXT {text} is a folder without .txt files")
-        if found[0] is not None and not found[0].is_file():
-            raise ValueError(f"TEXT {text} does not exist")
-        files += found
-    return files
+def list_texts(texts: list[str]) -> list[Path | None]:
+    """Lists the files of all arguments, None for standard input. Raises ValueError for a path without any."""
+    return [file for text in texts for file in ([None] if text == "-" else find_files(text, "TEXT"))]
 
 
 def blocks(files: list[Path | None]) -> Iterator[tuple[str, int]]:
-    """The texts, one after the other, in blocks that begin where a word does, each with its number of bytes."""
+    """Yields the texts, one after the other, in blocks that begin where a word does, each with its number of bytes.
+
+    Raises ValueError, naming the file, for a text that is not UTF-8.
+    """
     for number, file in enumerate(files):
         decoder, rest = newline_decoder(), "\n" if number else ""
         with sys.stdin.buffer if file is None else file.open("rb") as stream:
@@ -72,26 +68,27 @@ def blocks(files: list[Path | None]) -> Iterator[tuple[str, int]]:
 
 
 class TokenStream:
-    """The tokens of the texts, in order; `num_bytes` of text have been taken in."""
+    """Tokenizes the texts, in order; `num_bytes` of them have been read from the files."""
 
     def __init__(self, files: list[Path | None], tokenizer: PreTrainedTokenizerBase):
         self.blocks, self.tokenizer = blocks(files), tokenizer
-        self.held, self.num_bytes = np.empty(0, np.int64), 0
+        self.pending, self.num_bytes = np.empty(0, np.int64), 0
 
     def take(self, number: int) -> np.ndarray:
-        """The next tokens; fewer than `number` at the end alone."""
-        while len(self.held) < number and (block := next(self.blocks, None)) is not None:
+        """Returns the next tokens; fewer than `number` at the end only."""
+        while len(self.pending) < number and (block := next(self.blocks, None)) is not None:
             text, length = block
             tokens = encode(self.tokenizer, text).input_ids
-            self.held = np.concatenate([self.held, np.array(tokens, np.int64)])
+            self.pending = np.concatenate([self.pending, np.array(tokens, np.int64)])
             self.num_bytes += length
-        taken, self.held = self.held[:number], self.held[number:]
+        taken, self.pending = self.pending[:number], self.pending[number:]
         return taken
 
 
 class Reading:
-    """A memory on its way through texts. `digest` is of the tokens read, so that they are known again; `finished` once
-    all of them have been read.
+    """Reads texts into a memory, from where the memory in a folder has got to.
+
+    digest: of the tokens read, by which they are recognised. finished: True once all texts have been read.
     """
 
     def __init__(self, model: PreTrainedModel, folder: Path, stream: TokenStream, piece: int):
@@ -100,7 +97,7 @@ class Reading:
         self.finished = False
 
     def resume(self, append: bool, abandon: bool = False) -> None:
-        """Takes up the memory in the folder, if there is one: where its texts were left, or, with `append`, after them.
+        """Loads the memory in the folder, if there is one, and skips the texts that it has read; with `append` none.
 
         Raises ValueError where it has read other texts, and, with `append` but not `abandon`, where it has not read
         them to their end.
@@ -125,7 +122,7 @@ class Reading:
             )
 
     def read(self) -> bool:
-        """A piece, until there are none."""
+        """Reads the next piece; returns False if there was none."""
         tokens = self.stream.take(self.piece)
         if len(tokens):
             ids = torch.tensor(tokens[None], device=self.model.device)
@@ -140,14 +137,15 @@ class Reading:
         self.digest.update(tokens.astype("<i8").tobytes())
 
     def save(self) -> None:
+        """Saves the memory, with a record of the texts that it has read."""
         reading = {"tokens": self.num_read, "sha256": self.digest.hexdigest(), "finished": self.finished}
         self.cache.about["reading"] = reading
         self.cache.save_pretrained(self.folder, self.model)
 
 
 def read_before(about: dict[str, Any]) -> dict[str, Any] | None:
-    """What `Reading.save` has written: the tokens read of the last texts, their digest, and whether that was all of
-    them. None for a memory made by other means. Raises ValueError for one that it cannot have written.
+    """Returns what `Reading.save` has recorded: the tokens read of the last texts, their digest, and whether that was
+    all of them. None for a memory made by other means. Raises ValueError for a record that it cannot have written.
     """
     reading = about.get("reading")
     if reading is None:
@@ -179,7 +177,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> Reading:
     args = parse(argv)
-    files = find_files(args.texts)
+    files = list_texts(args.texts)
     model, tokenizer = load_model(args.model, args.device)
     stream = TokenStream(files, tokenizer)
     reading = Reading(model, args.memory, stream, min(args.piece, args.save_every))
@@ -200,7 +198,4 @@ def main(argv: list[str] | None = None) -> Reading:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from error
+    run_command(main)

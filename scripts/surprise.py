@@ -1,11 +1,10 @@
-"""Draws how much each word of a text taught a model's memory: surprise.html, the text itself, and surprise.png.
+"""Draws the memory's surprise at each word of a text: surprise.html, the text itself, and surprise.png.
 
     python scripts/surprise.py MODEL TEXT --output DIR
 
 TEXT is a file, or - for standard input. The page colours each word by the surprise of its tokens, the norm of the
-gradient by which the memory learns them (paper, eq. 12), or by a gate with which they were learnt: theta (learning
-rate), eta (momentum decay), alpha (forgetting rate); of a layer, or the mean of all. The picture shows all of it,
-layers x tokens.
+gradient by which the memory learns them (paper, eq. 12), or by a gate of that update: theta (learning rate), eta
+(momentum decay), alpha (forgetting rate); of a layer, or the mean of all. The plot shows all of them, layers x tokens.
 """
 
 import argparse
@@ -24,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from titans_hf import TitansCache
 from titans_hf_scripts.read import load_model
+from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.text_ids import encode, normalize_newlines
 
 PIECE = 2048  # tokens read at once
@@ -101,17 +101,18 @@ colour();
 
 @torch.inference_mode()
 def measure(model: PreTrainedModel, ids: list[int]) -> np.ndarray:
-    """(quantities, layers, tokens), the mean of the heads."""
-    cache, found = TitansCache(model.config), []
+    """Reads ids and returns the QUANTITIES of each layer and token, (quantities, layers, tokens), means of heads."""
+    cache, values = TitansCache(model.config), []
     for piece in tqdm(torch.tensor(ids, device=model.device).split(PIECE), desc="reading", unit="piece"):
-        told = model.base_model(piece[None], past_key_values=cache, output_surprise=True).surprise
-        layers = [torch.stack([getattr(layer, name)[0].mean(0) for name in QUANTITIES]) for layer in told]
-        found.append(torch.stack(layers, dim=1).float().cpu().numpy())
-    return np.concatenate(found, axis=-1)
+        surprise = model.base_model(piece[None], past_key_values=cache, output_surprise=True).surprise
+        layers = [torch.stack([getattr(layer, name)[0].mean(0) for name in QUANTITIES]) for layer in surprise]
+        values.append(torch.stack(layers, dim=1).float().cpu().numpy())
+    return np.concatenate(values, axis=-1)
 
 
 def word_means(text: str, spans: list[tuple[int, int]], values: np.ndarray) -> tuple[list[str], np.ndarray]:
-    """The words of a text, each with the white space after it, and the means (..., words) of their tokens' values.
+    """Returns the words of a text, each with the white space after it, and the means (..., words) of their tokens'
+    values (..., tokens).
 
     spans: the characters of each token. Tokens belong to the word in which they end; words without any join the next.
     """
@@ -124,26 +125,26 @@ def word_means(text: str, spans: list[tuple[int, int]], values: np.ndarray) -> t
 
 
 def write_page(path: Path, title: str, words: list[str], values: np.ndarray) -> None:
-    """values (quantities, layers, words)"""
-    shown, explanations = {}, {}
+    """Writes the page of a text; values (quantities, layers, words)."""
+    rows_by_name, explanations = {}, {}
     for quantity, layers in zip(QUANTITIES, values, strict=True):
         rows = {"mean of the layers": layers.mean(0)} | {f"layer {i}": layer for i, layer in enumerate(layers, 1)}
         for place, row in rows.items():
             name = f"{QUANTITIES[quantity]}, {place}"
-            shown[name] = [float(f"{x:.4g}") for x in row]
+            rows_by_name[name] = [float(f"{x:.4g}") for x in row]
             explanations[name] = (
                 f"The darker a word, the larger {EXPLANATIONS[quantity]}. Mean of the word's tokens and the memory's "
                 f"heads, {place}."
             )
     text = "".join(f"<span>{html.escape(word)}</span>" for word in words)
-    values, explanations = json.dumps(shown), json.dumps(explanations)
+    values, explanations = json.dumps(rows_by_name), json.dumps(explanations)
     page = PAGE.format(title=html.escape(title), text=text, values=values, explanations=explanations)
     path.write_text(page, encoding="utf-8")
 
 
 def draw(path: Path, title: str, values: np.ndarray) -> None:
-    """values (quantities, layers, tokens). Every layer has a colour scale of its own, so that one with large values
-    does not hide what happens in the others.
+    """Plots values (quantities, layers, tokens). Every layer has a colour scale of its own: else one with large values
+    makes the others look constant.
     """
     num_layers, num_tokens = values.shape[1:]
     low, high = np.quantile(values, (0.01, 0.99), axis=-1, keepdims=True)
@@ -166,13 +167,13 @@ def draw(path: Path, title: str, values: np.ndarray) -> None:
         bar = figure.colorbar(image, ax=axes, pad=0.01, ticks=[0, 1])
         bar.ax.set_yticklabels(["1st", "99th"], fontsize=8)
     panels[-1].set_xlabel("token position")
-    # a file's name, in which $ and _ are themselves
+    # the title has a file's name, in which $ and _ are no mathematics
     figure.suptitle(f"{title} (colours: from the 1st to the 99th percentile of each layer)", parse_math=False)
     figure.savefig(path, dpi=120)
 
 
 def read_text(path: str) -> str:
-    """A file, or standard input for -, in UTF-8. Raises ValueError for what is not."""
+    """Reads a file, or standard input for -. Raises ValueError for a text that is not UTF-8."""
     data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     try:
         return normalize_newlines(data.decode("utf-8"))
@@ -181,11 +182,11 @@ def read_text(path: str) -> str:
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    """Ids, and the characters of each."""
+    """Returns ids and the characters (start, end) of each. Raises ValueError for a tokenizer that has none."""
     if not tokenizer.is_fast:
-        raise ValueError(f"the tokenizer {type(tokenizer).__name__} does not say which characters a token stands for")
-    found = encode(tokenizer, text, return_offsets_mapping=True)
-    return found.input_ids, found.offset_mapping
+        raise ValueError(f"the tokenizer {type(tokenizer).__name__} has no character offsets of its tokens")
+    encoding = encode(tokenizer, text, return_offsets_mapping=True)
+    return encoding.input_ids, encoding.offset_mapping
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -193,7 +194,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("model", metavar="MODEL", help="a Titans checkpoint: a folder or a name on the Hub")
     parser.add_argument("text", metavar="TEXT", help="a file, or - for standard input")
     parser.add_argument("--output", type=Path, required=True, help="the folder for surprise.html and surprise.png")
-    parser.add_argument("--max_tokens", type=int, default=20_000, help="a longer text is refused: nobody looks at it")
+    parser.add_argument("--max_tokens", type=int, default=20_000, help="the longest text that is drawn")
     parser.add_argument("--device", help="cpu, cuda, ...; a GPU if there is one")
     args = parser.parse_args(argv)
     if args.text != "-" and not Path(args.text).is_file():
@@ -213,7 +214,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from error
+    run_command(main)

@@ -244,11 +244,37 @@ def test_other_texts_are_refused(paths):
         run_read(paths, a)
 
 
+def test_a_folder_whose_name_ends_in_txt_is_no_text(paths):
+    """Property: a folder x.txt among the texts is not read as a file, its own texts are. Else reading stops with an
+    error about a folder that the user did not name.
+    """
+    expected_text = whole_text(paths)
+    (paths.texts / "b1.txt").mkdir()
+    run_read(paths, paths.texts)
+    assert_has_read(paths, expected_text)
+    with pytest.raises(ValueError, match=r"TEXT .*b1.txt holds no .txt files"):
+        run_read(paths, paths.texts / "b1.txt")
+    (paths.texts / "b1.txt" / "d.txt").write_text("Ende")
+    run_read(paths, paths.texts / "b1.txt", append=True)
+    assert read_description(paths.memory)["tokens_seen"] == [len(ids_of(expected_text)[0]) + 4]
+
+
+@pytest.mark.parametrize("script", ["read.py", "ask.py", "surprise.py"])
+def test_an_error_is_one_line(script, paths):
+    """Property: a script's error is one line that names the script. Else users read a traceback."""
+    options = {"read.py": ["missing.txt", "--memory", "m"], "surprise.py": ["missing.txt", "--output", "o"]}
+    command = [sys.executable, SCRIPT.with_name(script), paths.model, *options.get(script, ["--memory", "missing"])]
+    ended = subprocess.run(command, cwd=paths.texts, input="", capture_output=True, text=True)
+    assert ended.returncode == 2
+    (line,) = [line for line in ended.stderr.splitlines() if "error" in line]
+    assert line.startswith(f"{script}: error: ") and "missing" in line and "Traceback" not in ended.stderr
+
+
 @pytest.mark.parametrize(
     "change,message",
     [
         (lambda paths: [str(paths.texts / "d.txt")], r"TEXT .*d.txt does not exist"),
-        (lambda paths: [paths.model], "is a folder without .txt files"),
+        (lambda paths: [paths.model], "holds no .txt files"),
         (lambda paths: ["bad.txt"], "TEXT .*bad.txt is not UTF-8"),
         (lambda paths: [str(paths.texts), "--piece=0"], "--piece 0 must be at least 1"),
     ],

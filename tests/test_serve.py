@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from titans_hf import TitansCache
 from titans_hf_scripts.shared.server_extensions import list_models
 from titans_hf_scripts.training.tokenizer import byte_tokenizer
 
@@ -58,14 +60,14 @@ def expected(checkpoint):
 
 
 @contextmanager
-def serving(checkpoint, home):
-    """The address of a running server, whose cache is below `home`."""
+def serving(checkpoint, home, *options):
+    """The address of a running server, whose cache is below `home`; `options` are those of the command."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with (home / "log").open("w") as log:
         process = subprocess.Popen(
-            [*COMMAND, "serve", str(checkpoint), "--device", "cpu", "--host", "127.0.0.1", "--port", str(port)],
+            [*COMMAND, "serve", checkpoint, "--device", "cpu", "--host", "127.0.0.1", "--port", str(port), *options],
             env=os.environ | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -206,3 +208,69 @@ def test_continuous_batching_is_refused(checkpoint):
     served = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert served.returncode == 2
     assert "--continuous-batching: Continuous batching pages keys and values" in served.stderr
+
+
+def save_memory(checkpoint, folder) -> None:
+    """Saves the memory of a text that the checkpoint's model has read."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+    cache = TitansCache(model.config)
+    with torch.no_grad():
+        model(**tokenizer("The captain's name was Ahab. " * 9, return_tensors="pt"), past_key_values=cache)
+    cache.save_pretrained(folder, model)
+
+
+def test_parallel_requests_start_from_a_memory(checkpoint, tmp_path):
+    """Property: each of 20 parallel requests, streamed or not, is answered from the memory as it was saved. Else what
+    one user writes is in the answer to another, or nothing of the memory is.
+    """
+    memory = tmp_path / "memory"
+    save_memory(checkpoint, memory)
+    saved = {path.name: path.read_bytes() for path in memory.iterdir()}
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+
+    def generated(prompt: str) -> str:
+        ids = tokenizer(prompt, return_tensors="pt")
+        tokens = model.generate(**ids, max_new_tokens=NUM_TOKENS, do_sample=False)
+        return tokenizer.decode(tokens[0, ids.input_ids.shape[1] :])
+
+    prompts = [f"{number} times I asked, and" for number in range(20)]
+    without = [generated(prompt) for prompt in prompts]
+    model.start_from(TitansCache.from_pretrained(memory, model))
+    expected = [generated(prompt) for prompt in prompts]
+    assert sum(a != b for a, b in zip(expected, without, strict=True)) > 10 and len(set(expected)) > 10
+
+    def answer(number: int) -> str:
+        stream = number % 2 == 1
+        with complete(f"{url}/v1/completions", checkpoint, prompt=prompts[number], stream=stream) as response:
+            if not stream:
+                return json.load(response)["choices"][0]["text"]
+            lines = [line.decode() for line in response]
+        events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        return "".join(event["choices"][0]["text"] or "" for event in events)
+
+    with serving(checkpoint, tmp_path, "--memory", str(memory)) as url, ThreadPoolExecutor(20) as users:
+        for _ in range(2):
+            assert list(users.map(answer, range(20))) == expected
+    assert {path.name: path.read_bytes() for path in memory.iterdir()} == saved
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--memory", "memory"], "--memory memory needs MODEL"),
+        (["MODEL", "--memory", "missing"], "missing"),
+        (["OTHER", "--memory", "memory"], "memory"),
+        (["MODEL", "--memory", "memory", "--compile"], "--memory memory cannot be used with --compile"),
+    ],
+)
+def test_a_memory_that_cannot_be_served(options, message, checkpoint, tmp_path):
+    """Property: the server does not start, and one line says why. Else requests are answered without the memory."""
+    save_memory(checkpoint, tmp_path / "memory")
+    model = make_model("mac", seed=1, dtype=torch.float32, vocab_size=320, eos_token_id=1, pad_token_id=0)
+    model.save_pretrained(tmp_path / "other")
+    byte_tokenizer().save_pretrained(tmp_path / "other")
+    paths = {"MODEL": str(checkpoint), "OTHER": str(tmp_path / "other")}
+    command = [*COMMAND, "serve", *(paths.get(option, option) for option in options), "--device", "cpu"]
+    served = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert served.returncode == 2, served.stderr
+    assert message in served.stderr.splitlines()[-1] and "Traceback" not in served.stderr

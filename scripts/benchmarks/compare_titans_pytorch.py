@@ -20,7 +20,6 @@ from tqdm import tqdm
 
 from titans_hf import TitansConfig
 from titans_hf.neural_memory import NeuralMemory
-from titans_hf.token_grid import TokenGrid
 
 from . import memory_alone
 from .measure import peak_bytes, seconds
@@ -78,10 +77,7 @@ def layer(length: int, backward: bool):
 
     def work() -> None:
         with torch.set_grad_enabled(backward):
-            state = module.initial_state(BATCH, torch.float32)
-            history = module.initial_conv_state(state, torch.float32)
-            grid = TokenGrid.build(state.num_seen, length, CHUNK)
-            retrieved = module(grid.scatter(tokens), state, history, grid)[0]
+            retrieved, _ = module(tokens)
             if backward:
                 torch.autograd.grad(retrieved.sum(), trained)
 

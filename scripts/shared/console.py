@@ -26,7 +26,8 @@ COMMANDS = {
     "surprise": Command("titans_hf_scripts.surprise", "show how much each word changed the memory", "train"),
     "serve": Command(TRANSFORMERS_CLI, "serve a checkpoint over HTTP, with OpenAI's API", "serve"),
     "chat": Command(TRANSFORMERS_CLI, "chat with a served checkpoint", "serve"),
-    "eval": Command("titans_hf_eval.run", "evaluate checkpoints with lm-eval", "eval"),
+    "eval": Command("titans_hf_eval.run", "evaluate checkpoints on the benchmarks of the paper", "eval"),
+    "lm-eval": Command("titans_hf_eval.lm_eval_command", "run lm-eval's own command line, for any task", "eval"),
     "demo": Command("titans_hf_scripts.demo", "train two small models and compare their recall", "demo"),
 }
 

@@ -1,4 +1,6 @@
-"""Two answers of `transformers serve` that it fails to give for a checkpoint of one's own (status 500 as of 5.23)."""
+"""What `transformers serve` lacks for a checkpoint of one's own: the option to start from a saved memory, and two
+answers that it fails to give (status 500 as of 5.23).
+"""
 
 import time
 from collections.abc import Callable
@@ -6,7 +8,10 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import click
 from huggingface_hub.errors import CacheNotFound
+
+from titans_hf import TitansCache
 
 if TYPE_CHECKING:
     from transformers.cli.serving.model_manager import ModelManager
@@ -32,6 +37,44 @@ def extend_server() -> None:
     ModelManager.get_gen_models = lambda manager, cache_dir=None: list_models(manager, downloaded_models, cache_dir)
     for handler in (ChatCompletionHandler, ResponseHandler):
         handler._resolve_model = resolve_chat_model
+
+
+def add_memory_option(command: click.Command) -> None:
+    """Adds to the command `serve` an option --memory, the folder of the memory from which every request starts."""
+    serve = command.callback
+
+    def serve_from_memory(memory: str | None, **options) -> object:
+        if memory is not None:
+            start_models_from(memory, options["force_model"], options["compile"])
+        return serve(**options)
+
+    text = "Folder of a saved memory, from which every request starts."
+    command.params.append(click.Option(["--memory"], metavar="DIR", help=text))
+    command.callback = serve_from_memory
+
+
+def start_models_from(memory: str, model_name: str | None, compiled: bool) -> None:
+    """Makes the server load a model that starts every request from the memory in the folder `memory`.
+
+    Raises ValueError without the name of a model, whose memory it is, and for `compiled`; when the model is loaded,
+    before the server starts, ValueError or FileNotFoundError for a memory of another model, or none.
+    """
+    if model_name is None:
+        raise ValueError(f"--memory {memory} needs MODEL: the checkpoint that made it")
+    if compiled:
+        raise ValueError(f"--memory {memory} cannot be used with --compile")
+    from transformers.cli.serving.model_manager import ModelManager
+
+    load_model = ModelManager._load_model
+
+    def load_model_with_memory(*args, **kwargs):
+        model = load_model(*args, **kwargs)
+        if model.config.model_type != "titans":
+            raise ValueError(f"--memory {memory}: {model_name} is a {model.config.model_type} model without a memory")
+        model.start_from(TitansCache.from_pretrained(memory, model))
+        return model
+
+    ModelManager._load_model = load_model_with_memory
 
 
 def list_models(

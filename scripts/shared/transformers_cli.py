@@ -1,12 +1,13 @@
-"""Runs transformers' own command line for Titans checkpoints too: `serve PATH` and `chat PATH URL`."""
+"""Runs transformers' own command line for Titans checkpoints too: `serve PATH --memory DIR` and `chat PATH URL`."""
 
 import sys
 
+from transformers.cli.transformers import app
 from transformers.cli.transformers import main as transformers_main
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from titans_hf import TitansConfig, TitansForCausalLM
-from titans_hf_scripts.shared.server_extensions import extend_server
+from titans_hf_scripts.shared.server_extensions import add_memory_option, extend_server
 
 
 def main() -> None:
@@ -21,4 +22,5 @@ def main() -> None:
     sys.modules["transformers"].TitansForCausalLM = TitansForCausalLM
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TitansConfig.model_type] = TitansForCausalLM.__name__
     extend_server()
+    add_memory_option(app.commands["serve"])
     transformers_main()

@@ -8,6 +8,8 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedConfig
 
+from titans_hf_scripts.shared.markdown_tables import markdown_table
+
 SIZES = {
     "num_hidden_layers": "layers",
     "hidden_size": "width",
@@ -50,7 +52,7 @@ State and time per token are constant at any context length. A cache holds what 
 
 
 def model_card(config: PreTrainedConfig, record: dict) -> ModelCard:
-    """`record`: what `run_folder.save_results` writes to run.json."""
+    """Makes the card of a run; `record` is what `run_folder.save_results` writes to run.json."""
     variant = [config.variant] if config.model_type == "titans" else []
     record = one_line(record)
     data = record["data"]
@@ -84,7 +86,7 @@ def model_card(config: PreTrainedConfig, record: dict) -> ModelCard:
 
 
 def one_line(value: Any) -> Any:
-    """The value with every text in it on one line: a line's end would end a heading, a row or an entry of the card."""
+    """Puts every text in the value on one line: a line's end would end a heading, a row or an entry of the card."""
     if isinstance(value, dict):
         return {key: one_line(x) for key, x in value.items()}
     if isinstance(value, list):
@@ -93,12 +95,12 @@ def one_line(value: Any) -> Any:
 
 
 def escape(text: str) -> str:
-    """The text as Markdown that shows it: names of files and licences are not markup."""
-    return re.sub(r"([\\`*_{}\[\]<>#|~$&])", r"\\\1", text)
+    """Escapes a text for Markdown, but for the | of tables, which `markdown_table` escapes."""
+    return re.sub(r"([\\`*_{}\[\]<>#~$&])", r"\\\1", text)
 
 
 def code(text: str) -> str:
-    """The text as a code span."""
+    """Makes a code span of the text."""
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}{text}{fence}" if fence == "`" else f"{fence} {text} {fence}"
 
@@ -108,8 +110,8 @@ def evaluated_on(data: dict) -> str:
 
 
 def table(rows: list[tuple]) -> str:
-    lines = [f"| {name} | {value:,} |" if type(value) is int else f"| {name} | {value} |" for name, value in rows]
-    return "\n".join(["| | |", "|---|---|", *lines])
+    """Makes a table of names and values, without a heading."""
+    return markdown_table(["", ""], [(name, f"{x:,}" if type(x) is int else x) for name, x in rows])
 
 
 def introduction(config: PreTrainedConfig) -> str:
@@ -133,8 +135,8 @@ def loading(config: PreTrainedConfig, name: str) -> str:
 
 def sizes(config: PreTrainedConfig, record: dict) -> str:
     unused = UNUSED[config.variant] if config.model_type == "titans" else set()
-    found = [(label, getattr(config, name, None)) for name, label in SIZES.items() if name not in unused]
-    return table([("parameters", record["parameters"]), *((label, size) for label, size in found if size is not None)])
+    values = [(label, getattr(config, name, None)) for name, label in SIZES.items() if name not in unused]
+    return table([("parameters", record["parameters"]), *((label, size) for label, size in values if size is not None)])
 
 
 def training(record: dict) -> str:

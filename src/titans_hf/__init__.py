@@ -25,6 +25,7 @@ from .modeling_titans import (
     TitansModel,
     TitansPreTrainedModel,
 )
+from .neural_memory import NeuralMemory
 
 AutoConfig.register("titans", TitansConfig)
 AutoModel.register(TitansConfig, TitansModel)
@@ -36,6 +37,7 @@ AutoModelForTokenClassification.register(TitansConfig, TitansForTokenClassificat
 __version__ = "0.1.0"
 __all__ = [
     "MemoryState",
+    "NeuralMemory",
     "TitansCache",
     "TitansConfig",
     "TitansForCausalLM",

@@ -184,6 +184,13 @@ class TitansConfig(PreTrainedConfig):
         }
         return lengths[self.variant]
 
+    @property
+    def n_positions(self) -> int:
+        """Returns 2^40 tokens, more than any text has: the context has no limit. It is no field of config.json, and is
+        there for programs that look a limit up and otherwise assume one, as lm-eval does (2,048).
+        """
+        return 2**40
+
     def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
         """Writes config.json and the model's code: a checkpoint loads anywhere with `trust_remote_code=True`."""
         # Entries of the user are kept, but those of another repository ("repo--file.Class"): its code is copied here.

@@ -1,5 +1,7 @@
 """Adapts `generate()` to Titans: its cache, its masks, and the surprise of the tokens."""
 
+import copy
+
 from torch import Tensor
 from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
@@ -15,6 +17,23 @@ SEQUENTIAL_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 class TitansGenerationMixin(GenerationMixin):
     """`generate()` for Titans. The memory is updated with every token that is generated."""
 
+    _starting_cache: TitansCache | None = None
+
+    def start_from(self, cache: TitansCache | None) -> None:
+        """Sets the memory from which every row of a `generate()` call without `past_key_values` starts; None for the
+        learned initial one. No call changes it, so that threads can share it; the prompt has only the new tokens.
+
+        cache: of this model, with one row. Raises ValueError for any other, RuntimeError for a cache that records.
+        """
+        if cache is not None:
+            if not isinstance(cache, TitansCache) or cache.batch_size not in (-1, 1):
+                rows = f" of {cache.batch_size} rows" if isinstance(cache, TitansCache) else ""
+                raise ValueError(f"`cache` must be a TitansCache of one row, but is a {type(cache).__name__}{rows}.")
+            cache.check_fits(self.config, cache.batch_size)
+            cache = copy.copy(cache)
+            cache.start_prompt()
+        self._starting_cache = cache
+
     def generate(self, *args, output_surprise: bool = False, **kwargs):
         """Generates as in Transformers. With `output_surprise` (and `return_dict_in_generate`) the result has
         `surprise`: one `LayerSurprise` per layer, of all tokens read: those of the prompt, and those generated except
@@ -29,7 +48,9 @@ class TitansGenerationMixin(GenerationMixin):
         result["surprise"] = collector.joined()
         return result
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args) -> None:
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size: int, max_cache_length: int
+    ) -> None:
         """Creates the cache of `generate()`. Its size is always constant; "static" means that `generate()` compiles the
         decoding step, where Transformers compiles (on accelerators, or as `compile_config` says).
         """
@@ -46,13 +67,35 @@ class TitansGenerationMixin(GenerationMixin):
                 f"`cache_implementation` must be one of {', '.join(map(repr, CACHES))} for a Titans model, but is "
                 f"{generation_config.cache_implementation!r}: its cache is of constant size as it is."
             )
-        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
+        if (given := model_kwargs.get("past_key_values")) is not None:
+            if isinstance(given, TitansCache):
+                _check_prompt(generation_config, model_kwargs, generation_mode)
+            return
+        if self._starting_cache is not None:
+            num_rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
+            cache = self._branch_of_starting_cache(generation_config, num_rows)
+        elif generation_config.use_cache is not False:
             cache = TitansCache(self.config, **CACHES[generation_config.cache_implementation])
-            if generation_config.is_assistant:
-                cache.activate_past_recording()
-            model_kwargs["past_key_values"] = cache
-        elif isinstance(model_kwargs.get("past_key_values"), TitansCache):
-            _check_prompt(generation_config, model_kwargs, generation_mode)
+        else:
+            return
+        if generation_config.is_assistant:
+            cache.activate_past_recording()
+        model_kwargs["past_key_values"] = cache
+
+    def _branch_of_starting_cache(self, generation_config, num_rows: int) -> TitansCache:
+        """Returns a branch of the cache of `start_from` with `num_rows` rows.
+
+        Raises ValueError without a cache, and for a `cache_implementation` that needs a cache made for it.
+        """
+        allowed = {"use_cache": (None, True), "cache_implementation": (None, "dynamic")}
+        for name, values in allowed.items():
+            if (value := getattr(generation_config, name)) not in values:
+                raise ValueError(
+                    f"`{name}` must be {' or '.join(map(repr, values))} after start_from(), but is {value!r}."
+                )
+        branch = copy.copy(self._starting_cache)
+        branch.batch_repeat_interleave(num_rows)
+        return branch
 
     def _prepare_model_inputs(self, *args, **kwargs):
         """Checks the inputs before Transformers looks at their last column."""

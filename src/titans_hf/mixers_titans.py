@@ -65,7 +65,7 @@ class TitansMixer(nn.Module):
         memory_output = persistent
         if self.config.num_persistent_tokens:
             grid = TokenGrid.identity(1, self.config.num_persistent_tokens, persistent.device)
-            memory_output, memory, conv_state, _ = self.memory(persistent, memory, conv_state, grid)
+            memory_output, memory, conv_state, _ = self.memory.forward_on_grid(persistent, memory, conv_state, grid)
         state = LayerState(memory.with_count_reset(), conv_state, self.initial_kv_cache(memory_output))
         return state.map(lambda x: x.expand(batch_size, *x.shape[1:]))
 
@@ -106,8 +106,8 @@ class LMMMixer(TitansMixer):
     """The memory alone (paper section 4.3, "memory without attention")."""
 
     def mix(self, hidden_states, state, grid, at_start):
-        output, memory, conv_state, updates = self.memory(hidden_states, state.memory, state.conv_state, grid)
-        return SlotsOutput(output, None, LayerState(memory, conv_state), [updates])
+        output = self.memory.forward_on_grid(hidden_states, state.memory, state.conv_state, grid)
+        return SlotsOutput(output.hidden_states, None, LayerState(output.state, output.conv_state), [output.updates])
 
 
 class MALMixer(TitansMixer):
@@ -123,7 +123,9 @@ class MALMixer(TitansMixer):
 
     def mix(self, hidden_states, state, grid, at_start):
         # y = M(x~): eq. 30
-        y, memory, conv_state, updates = self.memory(hidden_states, state.memory, state.conv_state, grid)
+        y, memory, conv_state, updates = self.memory.forward_on_grid(
+            hidden_states, state.memory, state.conv_state, grid
+        )
         # o = SW-Attn(norm(y)): eq. 31
         attended = self.attention(self.memory_norm(y), state.kv_cache, state.memory.num_seen, grid, at_start)
         after = LayerState(memory, conv_state, attended.kv_cache)
@@ -144,7 +146,9 @@ class MAGMixer(TitansMixer):
         return self.attention.initial_kv_cache(self.persistent[None])
 
     def mix(self, hidden_states, state, grid, at_start):
-        m, memory, conv_state, updates = self.memory(hidden_states, state.memory, state.conv_state, grid)  # M(x~)
+        m, memory, conv_state, updates = self.memory.forward_on_grid(  # M(x~)
+            hidden_states, state.memory, state.conv_state, grid
+        )
         attended = self.attention(hidden_states, state.kv_cache, state.memory.num_seen, grid, at_start)  # eq. 27
         y, m = self.attention_norm(attended.hidden_states), self.memory_norm(m)
         # o = y (x) M(x~), eq. 28, as a convex combination per channel

@@ -112,11 +112,8 @@ class TitansPreTrainedModel(PreTrainedModel):
             init.copy_(module.weight, module.initial_weight())
         elif isinstance(module, nn.RMSNorm):
             init.ones_(module.weight)
-        elif isinstance(module, InitialWeights):  # last layer zero-initialised: M_0(x) = 0
-            *hidden, last = module.parameters()
-            for weight in hidden:
-                init.normal_(weight, std=weight.shape[-2] ** -0.5)
-            init.zeros_(last)
+        elif isinstance(module, InitialWeights):
+            module.reset_parameters(init)
         elif isinstance(module, TitansMixer):
             init.normal_(module.persistent, std=std)
             if isinstance(module, MAGMixer):

@@ -11,6 +11,7 @@ from torch.nn.functional import logsigmoid, silu
 from transformers.utils.generic import maybe_autocast
 
 from .configuration_titans import TitansConfig
+from .layer_state import LayerState
 from .memory_network import clip_scale, layer_shapes, read
 from .memory_ops import memorize_with_surprise
 from .memory_state import MemoryInputs, MemoryState
@@ -56,9 +57,13 @@ class ChannelConv(nn.Conv1d):
     """
 
     def __init__(self, num_channels: int, kernel_size: int, initial_delay: int, initial_noise: float):
-        super().__init__(num_channels, num_channels, kernel_size, groups=num_channels, bias=False)
-        self.initial_delay = initial_delay
+        self.initial_delay = initial_delay  # before super().__init__, which initialises
         self.initial_noise = initial_noise
+        super().__init__(num_channels, num_channels, kernel_size, groups=num_channels, bias=False)
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.weight.copy_(self.initial_weight())
 
     def initial_weight(self) -> Tensor:
         """Draws the initial filters, like `weight`."""
@@ -83,6 +88,14 @@ class InitialWeights(nn.Module):
         super().__init__()
         for layer, shape in enumerate(shapes):
             self.register_parameter(str(layer), nn.Parameter(torch.empty(num_heads, *shape)))
+        self.reset_parameters()
+
+    def reset_parameters(self, init=nn.init) -> None:
+        """Initialises with the functions of `init`. The last layer of the network is zero: M_0(x) = 0."""
+        *hidden, last = self.parameters()
+        for weight in hidden:
+            init.normal_(weight, std=weight.shape[-2] ** -0.5)
+        init.zeros_(last)
 
     def forward(self, dtype: torch.dtype) -> list[Tensor]:
         """Returns copies: sharded parameters are released when this returns."""
@@ -143,10 +156,21 @@ class NeuralMemory(nn.Module):
     """Projects tokens to keys, values and queries, learns key -> value at test time and returns what the queries
     retrieve.
 
-    The initial state is learned. The last layer of the memory network is zero-initialised: M_0(x) = 0.
+    The initial state is learned. It is a layer for any network, of the same number of bytes after any number of tokens:
+
+    ```python
+    memory = NeuralMemory(TitansConfig(hidden_size=256, num_attention_heads=4))
+    output, state = memory(first)  # first (B, T, 256), output (B, T, 256)
+    output, state = memory(second, state)  # as if both had been one sequence
+    ```
+
+    Args:
+        config: `hidden_size`, the fields whose names begin with `memory_`, and `num_attention_heads` where
+            `memory_num_heads` is not given.
+        layer_idx: place of the layer in a model.
     """
 
-    def __init__(self, config: TitansConfig, layer_idx: int):
+    def __init__(self, config: TitansConfig, layer_idx: int | None = None):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
@@ -183,8 +207,34 @@ class NeuralMemory(nn.Module):
         size = (batch_size, self.config.memory_conv_kernel - 1, 3 * num_heads * self.head_dim)
         return state.weights[0].new_zeros(size, dtype=dtype)
 
-    def forward(self, hidden_states: Tensor, state: MemoryState, conv_state: Tensor, grid: TokenGrid) -> MemoryOutput:
-        """Updates the memory with hidden_states (B, T, hidden) on the slots of `grid` and reads it for each of them."""
+    def forward(self, hidden_states: Tensor, state: LayerState | None = None) -> tuple[Tensor, LayerState]:
+        """Updates the memory with tokens and reads it for each of them (eq. 10-16).
+
+        hidden_states (B, T, hidden), T at least 1; state: what the call before returned, None before the first token.
+        Returns the output (B, T, hidden) and the state after the last token, in float32 at least. `state` stays as it
+        is: it can be continued in several ways. `state.map(Tensor.detach)` cuts the graph of a training step.
+
+        Raises ValueError for hidden states of another shape, and for a state of another number of rows.
+        """
+        self._check_shapes(hidden_states, state)
+        if state is None:
+            memory = self.initial_state(len(hidden_states), hidden_states.dtype)
+            state = LayerState(memory, self.initial_conv_state(memory, hidden_states.dtype))
+        grid = TokenGrid.build(state.memory.num_seen, hidden_states.shape[1], self.config.memory_chunk_size)
+        output = self.forward_on_grid(grid.scatter(hidden_states), state.memory, state.conv_state, grid)
+        return grid.gather(output.hidden_states), LayerState(output.state, output.conv_state)
+
+    def _check_shapes(self, hidden_states: Tensor, state: LayerState | None) -> None:
+        shape, size = tuple(hidden_states.shape), self.config.hidden_size
+        if len(shape) != 3 or 0 in shape or shape[2] != size:
+            raise ValueError(f"`hidden_states` must be (rows, tokens, {size}), at least 1 each, but is {shape}.")
+        if state is not None and len(state.conv_state) != shape[0]:
+            raise ValueError(f"`state` must have {shape[0]} rows as `hidden_states`, but has {len(state.conv_state)}.")
+
+    def forward_on_grid(
+        self, hidden_states: Tensor, state: MemoryState, conv_state: Tensor, grid: TokenGrid
+    ) -> MemoryOutput:
+        """Updates the memory with hidden_states (R, G, hidden) on the slots of `grid` and reads it for each of them."""
         update = self.update(hidden_states, state, conv_state, grid, self.decay_target(state))
         output = self.project_output(hidden_states, update.retrieved)
         return MemoryOutput(output, update.state, update.conv_state, update.updates)

@@ -1,0 +1,18 @@
+"""Runs lm-eval's own command line with the model class "titans", which reads a prompt of any length in constant memory.
+
+titans-hf lm-eval run --model titans --model_args pretrained=runs/tiny-mag --tasks lambada_openai
+"""
+
+from lm_eval.__main__ import cli_evaluate
+
+import titans_hf_eval.titans_lm  # noqa: F401  registers the model class
+from titans_hf_scripts.shared.command_line import run_command
+
+
+def main() -> None:
+    """Runs the subcommand of lm-eval that `sys.argv` names."""
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,74 @@
+"""lm-eval's own command line on a Titans checkpoint: prompts are read to their end."""
+
+import json
+import sys
+
+import pytest
+from byte_model import save_byte_model
+
+pytest.importorskip("lm_eval")
+pytest.importorskip("wonderwords")
+from eval_common import EVAL
+from lm_eval.__main__ import cli_evaluate
+
+from titans_hf import TitansConfig, TitansModel
+from titans_hf_scripts.shared import console
+
+LENGTH, NUM_NEW = 4096, 128  # a needle's length includes the tokens to be generated
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The number of tokens of every call of the model."""
+    sizes, forward = [], TitansModel.forward
+
+    def noting_forward(self, *args, **kwargs):
+        result = forward(self, *args, **kwargs)
+        sizes.append(result.last_hidden_state.shape[1])
+        return result
+
+    monkeypatch.setattr(TitansModel, "forward", noting_forward)
+    return sizes
+
+
+def run_lm_eval(monkeypatch, folder, command: list[str], main) -> int:
+    """Evaluates one needle by a command line of lm-eval; returns the number of tokens of its prompt."""
+    save_byte_model(folder / "model", "mag")
+    metadata = json.dumps({"max_seq_lengths": [LENGTH], "samples": 1})
+    options = f"--model_args pretrained={folder / 'model'} --tasks niah_single_1_local --include_path {EVAL / 'tasks'}"
+    options = [*options.split(), "--metadata", metadata, "--limit", "1", "--device", "cpu", "--log_samples"]
+    monkeypatch.setattr(sys, "argv", [*command, *options, "--output_path", str(folder / "results")])
+    main()
+    (samples,) = folder.rglob("samples_niah*.jsonl")
+    prompt, _ = json.loads(samples.read_text())["arguments"]["gen_args_0"].values()
+    assert LENGTH - NUM_NEW - 200 < len(prompt) <= LENGTH - NUM_NEW
+    return len(prompt)
+
+
+@pytest.mark.slow
+def test_a_prompt_is_read_whole_in_constant_memory(monkeypatch, tmp_path, calls):
+    """Property: `titans-hf lm-eval --model titans` reads every token of a needle's prompt once, in pieces. Else the
+    score is that of a prompt without its needle, or a long prompt needs memory in proportion.
+    """
+    command = ["titans-hf", "lm-eval", "run", "--model", "titans"]
+    num_tokens = run_lm_eval(monkeypatch, tmp_path, command, console.main)
+    assert max(calls) == 512
+    *pieces, _ = [size for size in calls if size > 1]
+    assert num_tokens <= sum(calls) <= num_tokens + NUM_NEW and pieces == [512] * len(pieces)
+
+
+@pytest.mark.slow
+def test_plain_hf_reads_a_prompt_whole(monkeypatch, tmp_path, calls):
+    """Property: `lm_eval --model hf` cuts no prompt of a Titans. Else it scores prompts that were cut to 2,048 tokens,
+    and the table does not state it.
+    """
+    num_tokens = run_lm_eval(monkeypatch, tmp_path, ["lm_eval", "--model", "hf"], cli_evaluate)
+    assert calls[0] == num_tokens
+
+
+def test_the_limit_is_no_field_of_the_configuration(tmp_path):
+    """Property: the context has no limit, and config.json states none. Else a saved limit binds later programs."""
+    TitansConfig().save_pretrained(tmp_path)
+    assert TitansConfig().n_positions > 2**32
+    assert "n_positions" not in (tmp_path / "config.json").read_text()
+    assert "n_positions" not in TitansConfig().to_dict()

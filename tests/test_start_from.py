@@ -1,0 +1,101 @@
+"""model.start_from(cache): every generate() starts from the memory, and none changes it."""
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from common import VARIANTS, assert_same_cache, left_pad, make_ids, make_model, read
+
+from titans_hf import TitansCache
+
+GREEDY = dict(max_new_tokens=9, do_sample=False)
+TEXT = make_ids(1, 30)
+
+
+@pytest.fixture(params=VARIANTS)
+def model(request):
+    return make_model(request.param)
+
+
+@pytest.fixture
+def started(model):
+    """The model after start_from, the cache, and a copy of it that nothing touches."""
+    cache = read(model, TEXT)[1]
+    model.start_from(cache)
+    return model, cache, copy.deepcopy(cache)
+
+
+def expected(model, prompt, **options):
+    """What follows `prompt` (1, T) for a model without a memory that is given the whole text."""
+    plain = copy.deepcopy(model)
+    plain.start_from(None)
+    return plain.generate(torch.cat([TEXT, prompt], dim=1), **GREEDY, **options)[:, TEXT.shape[1] :]
+
+
+def test_prompts_follow_the_text_of_the_memory(started):
+    """Property: each prompt, alone, in a padded batch or with beams, is continued as if it followed the text, every
+    time. Else the memory is not read, or a request changes it for the next.
+    """
+    model, cache, before = started
+    prompts = [make_ids(1, 12, seed=1), make_ids(1, 5, seed=2)]
+    wanted = [expected(model, prompt) for prompt in prompts]
+    for _ in range(2):
+        for prompt, tokens in zip(prompts, wanted, strict=True):
+            assert torch.equal(model.generate(prompt, **GREEDY), tokens)
+    ids, mask = left_pad([prompt[0] for prompt in prompts])
+    batch = model.generate(ids, attention_mask=mask, **GREEDY)
+    for row, prompt, tokens in zip(batch, prompts, wanted, strict=True):
+        assert torch.equal(row[-9:], tokens[0, prompt.shape[1] :])
+    beams = model.generate(prompts[0], num_beams=3, num_return_sequences=2, **GREEDY)
+    assert torch.equal(beams, expected(model, prompts[0], num_beams=3, num_return_sequences=2))
+    assert_same_cache(cache, before, tolerance=0)
+    assert_same_cache(model._starting_cache, before, tolerance=0)
+
+
+def test_without_a_memory_it_is_as_before(started):
+    """Property: start_from(None) undoes it, and a cache that is given counts. Else a model cannot forget."""
+    model, _, _ = started
+    prompt = make_ids(1, 12, seed=1)
+    given = model.generate(prompt, past_key_values=TitansCache(model.config), **GREEDY)
+    with_memory = model.generate(prompt, **GREEDY)
+    model.start_from(None)
+    assert torch.equal(model.generate(prompt, **GREEDY), given)
+    assert not torch.equal(given, with_memory)
+
+
+def test_prompt_lookup_starts_from_the_memory(started):
+    """Property: assisted decoding gives greedy's tokens. Else tokens that were taken back stay in the memory."""
+    model, _, _ = started
+    prompt = make_ids(1, 6, seed=1).repeat(1, 3)
+    assert torch.equal(model.generate(prompt, prompt_lookup_num_tokens=3, **GREEDY), expected(model, prompt))
+
+
+def test_threads_share_the_memory(started):
+    """Property: parallel requests get the answers they get alone. Else one thread's tokens enter another's memory."""
+    model, cache, before = started
+    prompts = [make_ids(1, 4 + seed, seed=seed) for seed in range(8)]
+    alone = [model.generate(prompt, **GREEDY) for prompt in prompts]
+    with ThreadPoolExecutor(4) as threads:
+        together = list(threads.map(lambda prompt: model.generate(prompt, **GREEDY), prompts))
+    assert all(map(torch.equal, together, alone))
+    assert_same_cache(cache, before, tolerance=0)
+
+
+def test_what_cannot_be_started_from_is_refused():
+    """Property: an error names the argument before a request is served. Else requests fail, or are silently wrong."""
+    model = make_model("mag")
+    recording = read(model, TEXT)[1]
+    recording.activate_past_recording()
+    with pytest.raises(RuntimeError, match="make a copy that does not record"):
+        model.start_from(recording)
+    with pytest.raises(ValueError, match="`cache` must be a TitansCache of one row, but is a TitansCache of 2 rows"):
+        model.start_from(read(model, make_ids(2, 9))[1])
+    with pytest.raises(ValueError, match="`cache` must be a TitansCache of one row, but is a str"):
+        model.start_from("my-memory")
+    with pytest.raises(ValueError, match="its sliding_window is 6, not 12"):
+        model.start_from(read(make_model("mag", sliding_window=6), TEXT)[1])
+    model.start_from(read(model, TEXT)[1])
+    for name, value in (("use_cache", False), ("cache_implementation", "static")):
+        with pytest.raises(ValueError, match=f"`{name}` must be None or .* after start_from"):
+            model.generate(make_ids(1, 5), **GREEDY, **{name: value})
