@@ -20,11 +20,14 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .cache_titans import TitansCache
 from .configuration_titans import TitansConfig
 from .generation_titans import TitansGenerationMixin
+from .lora_targets import register_lora_targets
 from .memory_ops import compile_chunks
 from .mixers_titans import MIXERS, MAGMixer, TitansMixer
 from .neural_memory import ChannelConv, InitialWeights, TokenGate
 from .surprise_titans import TitansCausalLMOutput, TitansModelOutput
 from .token_layout import DocumentArguments, TokenLayout
+
+register_lora_targets(TitansConfig.model_type)
 
 
 class TitansMLP(nn.Module):
