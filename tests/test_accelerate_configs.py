@@ -66,10 +66,10 @@ def test_two_processes_train_like_one(start, tmp_path):
 
     expected = load_file(tmp_path / "alone" / "model.safetensors")
     for name in ("ddp", "fsdp2"):
-        assert json.loads((tmp_path / name / "run.json").read_text())["training"]["world_size"] == 2
+        assert json.loads((tmp_path / name / "run.json").read_text())["arguments"]["world_size"] == 2
         found = load_file(tmp_path / name / "model.safetensors")
         assert found.keys() == expected.keys()
         for parameter, value in expected.items():
-            torch.testing.assert_close(found[parameter], value, rtol=1e-3, atol=1e-5, msg=f"{name}: {parameter}")
+            torch.testing.assert_close(found[parameter], value, rtol=1e-4, atol=1e-6, msg=f"{name}: {parameter}")
     # The optimizer's state of a sharded run is saved in another file.
     assert (tmp_path / "fsdp2" / "checkpoint-4" / "optimizer.bin").exists()

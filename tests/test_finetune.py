@@ -47,9 +47,9 @@ def test_merging_keeps_what_the_adapter_says(adapter, tmp_path):
 
 def test_merging_refuses_what_it_would_spoil(adapter, tmp_path):
     """A model instead of an adapter, and a folder that is there, are named: else weights are overwritten."""
-    with pytest.raises(ValueError, match="ADAPTER .*model is not an adapter's folder"):
+    with pytest.raises(ValueError, match=r"ADAPTER .*model is not an adapter's folder"):
         merge.main([str(tmp_path / "model"), str(tmp_path / "merged")])
-    with pytest.raises(ValueError, match="OUTPUT .*model exists"):
+    with pytest.raises(ValueError, match=r"OUTPUT .*model exists"):
         merge.main([str(tmp_path / "adapter"), str(tmp_path / "model")])
 
 

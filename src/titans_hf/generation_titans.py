@@ -7,7 +7,13 @@ from transformers.generation.configuration_utils import GenerationMode
 from .cache_titans import TitansCache
 from .surprise_titans import LayerSurprise
 
-CACHES = {None: {}, "dynamic": {}, "static": {"compileable": True}, "offloaded": {"offloading": True}}
+CACHES = {
+    None: {},
+    "dynamic": {},
+    "static": {"compileable": True},
+    "offloaded": {"offloading": True},
+    "offloaded_static": {"offloading": True},  # every Titans cache is of constant size
+}
 SEQUENTIAL_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
