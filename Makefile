@@ -16,7 +16,8 @@ slow: .venv/dev.stamp
 	$(BIN)/pytest -n auto -m slow
 
 conformance: .venv/conformance.stamp
-	$(BIN)/python scripts/conformance.py --baselines --markdown build/conformance/table.md
+	$(BIN)/python scripts/conformance.py --baselines --markdown build/conformance/table.md \
+		$(if $(SOURCE),--source $(SOURCE))
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .

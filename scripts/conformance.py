@@ -2,11 +2,12 @@
 
     python scripts/conformance.py --baselines --markdown conformance.md
     python scripts/conformance.py -k "training or fsdp"
+    python scripts/conformance.py --source transformers/    # with its generation and export tests
 
 The tests come from the source distribution of the installed transformers, fetched from the package index into
-build/conformance. What they import but the distribution lacks is filled in from conformance_tests/standins; from a
-checkout of transformers (--source), everything is transformers' own. `conformance_tests/conformance_cases.py` lists
-what is tested.
+build/conformance. It lacks the generation and export tests, and modules that the other tests import: these are filled
+in from conformance_tests/standins. From a checkout of transformers (--source), everything is transformers' own.
+`conformance_tests/conformance_cases.py` lists what is tested.
 """
 
 import argparse
@@ -30,6 +31,8 @@ SCRIPTS = Path(__file__).resolve().parent
 CACHE = SCRIPTS.parent / "build" / "conformance"
 TESTS = SCRIPTS / "conformance_tests"
 STANDINS = TESTS / "standins"
+# Test files that a stand-in leaves empty, by what they test.
+LEFT_OUT = {"generation/test_utils.py": "generation", "exporters/test_export.py": "export"}
 TITANS = ("TitansMacTest", "TitansMagTest", "TitansMalTest", "TitansLmmTest")
 BASELINES = ("OlmoHybridTest", "Qwen3NextTest")
 
@@ -64,6 +67,33 @@ def unpack_tests(folder: Path, checkout: Path | None) -> list[str]:
     # A package, so that no other folder named tests is taken for a part of it.
     (folder / "tests" / "__init__.py").touch()
     return used
+
+
+def check_checkout(checkout: Path) -> None:
+    """Raises ValueError for a folder that is no checkout of the installed transformers."""
+    for path in (*(f"tests/{name}" for name in LEFT_OUT), "src/transformers/__init__.py"):
+        if not (checkout / path).is_file():
+            raise ValueError(f"--source {checkout} is no checkout of transformers: it has no {path}")
+    version = re.search(r'^__version__ = "(.*)"', (checkout / "src/transformers/__init__.py").read_text(), re.MULTILINE)
+    if version is None or version[1] != transformers.__version__:
+        found = version[1] if version else "unknown"
+        raise ValueError(
+            f"--source {checkout} is transformers {found}, and installed is {transformers.__version__}: "
+            f"git checkout v{transformers.__version__}"
+        )
+
+
+def what_is_missing(standins: list[str]) -> str:
+    """Says which tests did not run, and which modules were stood in for; empty if everything is transformers' own."""
+    missing = [f"{kind} tests ({name})" for name, kind in LEFT_OUT.items() if name in standins]
+    others = [name for name in standins if name not in LEFT_OUT]
+    parts = []
+    if missing:
+        parts.append(f"Not run, because the source distribution lacks them: the {' and the '.join(missing)}. ")
+        parts.append("With a checkout of transformers (--source) they are.")
+    if others:
+        parts.append(f"{' ' if missing else ''}Replaced by stand-ins: {', '.join(others)}.")
+    return "".join(parts)
 
 
 @dataclass
@@ -131,13 +161,18 @@ def main() -> int:
     parser.add_argument("--markdown", type=Path, help="write the table into this file")
     parser.add_argument("--source", type=Path, help="a checkout of transformers to take the tests from")
     args = parser.parse_args()
+    if args.source:
+        try:
+            check_checkout(args.source)
+        except ValueError as error:
+            parser.error(str(error))
     names = [*TITANS, *(BASELINES if args.baselines else ())]
     with tempfile.TemporaryDirectory() as folder:
         standins = unpack_tests(Path(folder), args.source)
         status, outcomes = run_tests(Path(folder), names, args.k)
     text = table(outcomes, names)
     if standins:
-        text += f"\n\nReplaced by stand-ins, because the source distribution lacks them: {', '.join(standins)}."
+        text += f"\n\n{what_is_missing(standins)}"
     print(f"\n{text}")
     if args.markdown:
         args.markdown.write_text(text + "\n")

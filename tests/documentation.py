@@ -59,7 +59,7 @@ TREATMENTS = [
     Treatment(r"git clone .*", not_run=NETWORK),
     Treatment(r"pip install .*", not_run=NETWORK),
     Treatment(r"hf upload .*", not_run=NETWORK),
-    Treatment(r"make (demo|test|conformance)", not_run="it makes an environment from the package index"),
+    Treatment(r"make (demo|test|conformance.*)", not_run="it makes an environment from the package index"),
     Treatment(r"python -m pytest .*", not_run="it is a test itself"),
     Treatment(r"titans-hf serve .*", not_run="it serves until it is stopped: tests/test_serve.py talks to a server"),
     Treatment(r"titans-hf chat .*", not_run="it needs the server: tests/test_serve.py chats with one"),
@@ -72,6 +72,9 @@ TREATMENTS = [
     Treatment(r"python scripts/bench.py decode .*", "--contexts 32 --steps 2 --size tiny --repeats 1"),
     Treatment(r"python scripts/bench.py prompt .*", "--tokens 256 --piece 64 --every 128"),
     Treatment(r"titans-hf train .*|torchrun .* scripts/train.py .*", "--max_steps 2 --use_cpu true"),
+    Treatment(r"trl sft .*", "--max_steps 2 --use_cpu true --bf16 false --report_to none"),
+    Treatment(r"titans-hf merge .*"),
+    Treatment(r"accelerate launch .*", not_run="it needs the machines: tests/test_accelerate_configs.py"),
     Treatment(r"titans-hf demo.*", "--steps 2 --questions 2"),
     Treatment(r"titans-hf eval .* --suite lm commonsense .*", "--limit 1 --max_length 2048"),
     Treatment(r"titans-hf eval .*", "--limit 1 --lengths 1024 --max_length 2048"),
@@ -86,7 +89,7 @@ TREATMENTS = [
     Treatment(r"python experiments/merged_memories.py .*", "--numbers 2 --fillers 16"),
     Treatment(r"python experiments/compare_training_runs.py .*"),
 ]
-PROGRAMS = ("python", "titans-hf", "torchrun", "pip", "git", "make", "hf", "curl", "lm_eval")
+PROGRAMS = ("python", "titans-hf", "torchrun", "pip", "git", "make", "hf", "curl", "lm_eval", "trl", "accelerate")
 
 
 def treatment(command: str) -> Treatment | None:

@@ -33,7 +33,7 @@ def test_an_unknown_command_is_refused(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         call(monkeypatch, "trian")
     assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith("titans-hf: error: there is no command trian, only train, read, ")
+    assert capsys.readouterr().err.startswith("titans-hf: error: there is no command trian, only train, merge, ")
 
 
 @pytest.mark.parametrize("name", console.COMMANDS)
@@ -53,6 +53,7 @@ def test_a_command_gets_its_own_arguments(monkeypatch, name):
             ["train", "--train_data", "x", "--output_dir", "out", "--tokenizer", "bytes", "--config", "no.json"],
             "no.json",
         ),
+        (["merge", "no-adapter", "merged"], "ADAPTER no-adapter is not an adapter's folder"),
         (["read", "no-model", "no-text", "--memory", "m"], "TEXT no-text does not exist"),
         (["ask", "no-model", "--memory", "m", "--prompt", ""], "--prompt is empty"),
         (["surprise", "no-model", "no-text", "--output", "out"], "TEXT no-text is not a file"),

@@ -132,6 +132,10 @@ def stage(tmp_path_factory):
     for name in ("notes.txt", "chapter.txt"):
         (folder / name).write_text(BOOK[:300])
     (folder / "DATA").symlink_to("data")
+    (folder / "my_chats").mkdir()
+    (folder / "my_chats" / "chats.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Nobody."}]}\n' * 32
+    )
     for variant in VARIANTS:
         save_byte_model(folder / "runs" / f"tiny-{variant}", variant)
     for name in ("mistral", "llama"):

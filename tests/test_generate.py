@@ -184,14 +184,14 @@ def test_end_of_sequence(variant):
         assert not ours[stop:].any()
 
 
-@pytest.mark.parametrize("implementation", ["sliding_window", "quantized", "offloaded_static"])
+@pytest.mark.parametrize("implementation", ["sliding_window", "quantized"])
 def test_other_cache_implementations_are_refused(implementation):
     """Else `generate()` builds a cache that the model cannot use, and fails far from the cause."""
     with pytest.raises(ValueError, match="cache_implementation"):
         shared_model("mag").generate(make_ids(1, 5), max_new_tokens=2, cache_implementation=implementation, **GREEDY)
 
 
-@pytest.mark.parametrize("implementation", ["dynamic", "offloaded", "static"])
+@pytest.mark.parametrize("implementation", ["dynamic", "offloaded", "offloaded_static", "static"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_cache_implementations_change_nothing(variant, implementation):
     """Else where the cache lies, or that it may be compiled, changes what is generated."""

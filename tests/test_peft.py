@@ -126,3 +126,17 @@ def test_an_adapted_model_learns_while_it_generates(variant):
         for a, b in zip(first.state.memory.weights, last.state.memory.weights, strict=True):
             assert (a - b).abs().amax((-1, -2)).min() > 1e-3
     assert len(tensors(before)) == len(tensors(said.past_key_values))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_adapter_without_targets_adapts_attention_and_memory(variant):
+    """Else `LoraConfig()` alone, and every tool that leaves it at that, stops and asks for names of modules."""
+    model = peft.get_peft_model(make_model(variant), peft.LoraConfig(r=3, task_type="CAUSAL_LM"))
+    first = model.base_model.model.model.layers[0].mixer
+    adapted = {name for name, module in first.named_modules() if isinstance(module, peft.tuners.lora.Linear)}
+    expected = {f"memory.{letter}_proj" for letter in "qkvo"}
+    if variant != "lmm":
+        expected |= {f"attention.{letter}_proj" for letter in "qkvo"}
+    if variant == "mac":
+        expected |= {"recall.q_proj", "recall.o_proj"}
+    assert adapted == expected

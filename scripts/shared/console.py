@@ -21,6 +21,7 @@ class Command(NamedTuple):
 TRANSFORMERS_CLI = "titans_hf_scripts.shared.transformers_cli"
 COMMANDS = {
     "train": Command("titans_hf_scripts.train", "train or fine-tune a causal language model", "train"),
+    "merge": Command("titans_hf_scripts.merge", "merge a LoRA adapter into its model", "finetune"),
     "read": Command("titans_hf_scripts.read", "read texts into a memory and save it", "train"),
     "ask": Command("titans_hf_scripts.ask", "answer prompts from a saved memory", "train"),
     "surprise": Command("titans_hf_scripts.surprise", "show how much each word changed the memory", "train"),

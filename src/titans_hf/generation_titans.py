@@ -10,7 +10,13 @@ from .cache_titans import TitansCache
 from .input_checks import check_not_empty
 from .surprise_titans import SurpriseCollector
 
-CACHES = {None: {}, "dynamic": {}, "static": {"compileable": True}, "offloaded": {"offloading": True}}
+CACHES = {
+    None: {},
+    "dynamic": {},
+    "static": {"compileable": True},
+    "offloaded": {"offloading": True},
+    "offloaded_static": {"offloading": True},  # every Titans cache is of constant size
+}
 SEQUENTIAL_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 

@@ -21,11 +21,14 @@ from .cache_titans import TitansCache
 from .configuration_titans import TitansConfig
 from .generation_titans import TitansGenerationMixin
 from .input_checks import check_cache, check_config, check_inputs
+from .lora_targets import register_lora_targets
 from .memory_ops import compile_chunks
 from .mixers_titans import MIXERS, MAGMixer, TitansMixer
 from .neural_memory import OUTPUT_SCALE, ChannelConv, InitialWeights, OutputProjection, TokenGate
 from .surprise_titans import SurpriseCollector, TitansCausalLMOutput, TitansModelOutput
 from .token_layout import DocumentArguments, TokenLayout
+
+register_lora_targets(TitansConfig.model_type)
 
 
 class TitansMLP(nn.Module):

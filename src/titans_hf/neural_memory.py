@@ -125,6 +125,11 @@ class TokenGate(nn.Linear):
 class OutputProjection(nn.Linear):
     """The memory's last projection, which starts at a tenth of the other weights (`OUTPUT_SCALE`)."""
 
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        with torch.no_grad():
+            self.weight.mul_(OUTPUT_SCALE)
+
 
 class MemoryUpdate(NamedTuple):
     """retrieved (B, H, T, D) in the state's dtype; state and conv_state after the last token; the updates per token."""

@@ -5,8 +5,6 @@ import os
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 
 def _get_distributed_backend() -> str:
@@ -27,24 +25,7 @@ def _set_rank_device(rank: int) -> None:
 
 def _start_rank_processes(function, args: tuple, nprocs: int) -> None:
     """Calls function(rank, *args) in one new process per rank; raises what one of them raises."""
-    mp.spawn(_run_rank, args=(function, args), nprocs=nprocs)
-
-
-def _run_rank(rank: int, function, args: tuple) -> None:
-    """Weights in a file begin where its header ends, and the rounding of a product depends on where its factors lie in
-    memory. Adam makes much of that where a gradient is next to zero; so loaded weights are moved to where new ones lie.
-    """
-    load = PreTrainedModel.from_pretrained.__func__
-
-    def load_aligned(model_class, *args, **kwargs):
-        model = load(model_class, *args, **kwargs)
-        for parameter in model.parameters():
-            if not isinstance(parameter, DTensor):
-                parameter.data = parameter.data.clone()
-        return model
-
-    PreTrainedModel.from_pretrained = classmethod(load_aligned)
-    function(rank, *args)
+    mp.spawn(function, args=args, nprocs=nprocs)
 
 
 def run_distributed(world_size: int):

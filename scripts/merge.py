@@ -1,0 +1,31 @@
+"""Merges an adapter (LoRA) into the weights of the model that it was trained on, and saves model and tokenizer.
+
+python scripts/merge.py runs/tiny-mag-lora runs/tiny-mag-merged
+"""
+
+import argparse
+from pathlib import Path
+
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+
+import titans_hf  # noqa: F401  registers the model type "titans"
+from titans_hf_scripts.shared.command_line import run_command
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("adapter", type=Path, help="the folder of the adapter; it names the model's")
+    parser.add_argument("output", type=Path, help="a new folder for the merged model")
+    args = parser.parse_args(argv)
+    if not (args.adapter / "adapter_config.json").is_file():
+        raise ValueError(f"ADAPTER {args.adapter} is not an adapter's folder: it has no adapter_config.json")
+    if args.output.exists():
+        raise ValueError(f"OUTPUT {args.output} exists: give the name of a new folder")
+    merged = AutoPeftModelForCausalLM.from_pretrained(args.adapter, dtype="auto").merge_and_unload()
+    merged.save_pretrained(args.output)
+    AutoTokenizer.from_pretrained(args.adapter).save_pretrained(args.output)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,29 @@
+"""Runs scripts/train.py as `accelerate launch` started it, with FSDP on CPU too, where Accelerate takes DDP instead."""
+
+import os
+import sys
+
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+
+from titans_hf_scripts import train
+
+plain_init = AcceleratorState.__init__
+
+
+def init_with_fsdp(self, *args, fsdp_plugin=None, **kwargs):
+    plain_init(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+    if fsdp_plugin is not None:
+        self.fsdp_plugin = fsdp_plugin
+
+
+def main() -> None:
+    assert os.environ["ACCELERATE_USE_FSDP"] == "true"
+    AcceleratorState.__init__ = init_with_fsdp
+    # A property counts more than what Accelerate writes into the state.
+    AcceleratorState.distributed_type = property(lambda self: DistributedType.FSDP, lambda self, value: None)
+    train.main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

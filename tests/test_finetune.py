@@ -1,0 +1,100 @@
+"""docs/finetune.md as one walk: from a trained checkpoint over SFT and LoRA to a model that is served and chats."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from byte_model import save_byte_model
+from safetensors.torch import load_file
+from test_serve import MESSAGES, complete, serving
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from titans_hf_scripts import merge
+
+ROOT = Path(__file__).parents[1]
+SFT = "--trust_remote_code true --dataset_name chats --assistant_only_loss true --packing true --max_length 64"
+TINY = "--max_steps 2 --per_device_train_batch_size 2 --use_cpu true --bf16 false --report_to none"
+CHAT = '{"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Nobody."}]}\n'
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    """A folder with an adapter that changes the model, and the model that it is of."""
+    model = save_byte_model(tmp_path / "model", "mac")
+    model.name_or_path = str(tmp_path / "model")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    AutoTokenizer.from_pretrained(tmp_path / "model").save_pretrained(tmp_path / "adapter")
+    return adapted.eval()
+
+
+def test_merging_keeps_what_the_adapter_says(adapter, tmp_path):
+    """Else the merged model is another one, or stands without its tokenizer."""
+    merge.main([str(tmp_path / "adapter"), str(tmp_path / "merged")])
+    ids = AutoTokenizer.from_pretrained(tmp_path / "merged")("Who is there?", return_tensors="pt").input_ids
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, adapter(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
+        with adapter.disable_adapter():
+            assert (merged(ids).logits - adapter(input_ids=ids).logits).abs().max() > 0.01
+    assert merged.config.use_cache
+
+
+def test_merging_refuses_what_it_would_spoil(adapter, tmp_path):
+    """A model instead of an adapter, and a folder that is there, are named: else weights are overwritten."""
+    with pytest.raises(ValueError, match=r"ADAPTER .*model is not an adapter's folder"):
+        merge.main([str(tmp_path / "model"), str(tmp_path / "merged")])
+    with pytest.raises(ValueError, match=r"OUTPUT .*model exists"):
+        merge.main([str(tmp_path / "adapter"), str(tmp_path / "model")])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_from_a_checkpoint_to_a_chat(tmp_path):
+    """Every step takes what the one before has left: else a user is stuck between two commands of the page."""
+    save_byte_model(tmp_path / "model", "mag")
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats" / "chats.jsonl").write_text(CHAT * 16)
+    shutil.copy(ROOT / "scripts" / "configs" / "chat_template.jinja", tmp_path)
+    own = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+
+    def run(*command: str) -> str:
+        command = [sys.executable, "-m", *(word for part in command for word in part.split())]
+        done = subprocess.run(command, env=os.environ | own, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stdout
+
+    run(
+        "trl.cli.main sft --model_name_or_path model --output_dir tuned --use_cache true",
+        f"--chat_template_path chat_template.jinja {SFT} {TINY}",
+    )
+    run(f"trl.cli.main sft --model_name_or_path tuned --output_dir adapter --use_peft {SFT} {TINY}")
+    run("titans_hf merge adapter merged")
+
+    before, tuned, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "tuned", "merged"))
+    assert all((tuned[name] != before[name]).any() for name in before if "norm" not in name)
+    changed = {name for name in tuned if (merged[name] != tuned[name]).any()}
+    assert changed == {name for name in tuned if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    for name in ("tuned", "merged"):
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / name).config.use_cache
+    template = AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template
+    assert template == (tmp_path / "chat_template.jinja").read_text()
+
+    with serving(tmp_path / "merged", tmp_path) as url:
+        with complete(f"{url}/v1/chat/completions", tmp_path / "merged", messages=MESSAGES) as response:
+            assert b'"assistant"' in response.read()
+        flags = ["max_new_tokens=8", "do_sample=False"]
+        chat = subprocess.run(
+            [sys.executable, "-m", "titans_hf", "chat", str(tmp_path / "merged"), f"{url}/v1", *flags, "--user", "me"],
+            input="Who?\n\n!exit\n",
+            env=os.environ | {"HF_HOME": str(tmp_path / "home")},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert chat.returncode == 0, chat.stderr[-3000:]
