@@ -1,0 +1,90 @@
+"""experiments/language: runs are scored by position and compared text by text."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from experiments.language import compare_runs, models, token_blocks, train_and_score
+
+PARAMETERS = 300_000
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """Two folders of short texts."""
+    for folder in ("train", "score"):
+        (tmp_path / folder).mkdir()
+        for i in range(2):
+            (tmp_path / folder / f"{i}.txt").write_text(f"The ship {folder} number {i} sailed on. " * 60)
+    return tmp_path
+
+
+def run(texts, name, model="lmm", *options):
+    output = texts / "results" / f"{name}.json"
+    folders = ["--train_text", str(texts / "train"), "--score_text", str(texts / "score"), "--output", str(output)]
+    sizes = ["--vocab_size", "300", "--block_length", "32", "--score_length", "96", "--batch_size", "2", "--steps", "2"]
+    small = ["--parameters", str(PARAMETERS), "--stretches", "2", "--cache", str(texts / "cache")]
+    train_and_score.main([model, *folders, *sizes, *small, *options])
+    return output
+
+
+def test_a_run_and_its_twin_are_compared(texts, capsys):
+    """A run records its settings, curve and losses per stretch, and the table has both runs with their difference:
+    otherwise a finished run cannot be told from another, or is lost.
+    """
+    files = [run(texts, "lmm-seed0"), run(texts, "stopped-seed0", "lmm", "--set", "memory_max_lr=0")]
+    record = json.loads(files[1].read_text())
+    assert record["settings"] == {"memory_max_lr": 0} and record["config"]["memory_max_lr"] == 0
+    assert record["edges"] == [0, 64, 96] and [len(x) for x in record["stretches"]] == [3] * 4
+    assert np.allclose(np.mean([x[1:] for x in record["stretches"]], axis=0), record["mean"], atol=1e-4)
+    compare_runs.main([*map(str, files), "--baseline", "stopped"])
+    printed = capsys.readouterr().out
+    assert "| lmm |" in printed and "less stopped" in printed
+
+
+def test_a_finished_run_is_kept(texts):
+    """An output that exists is refused before any work: otherwise a repeated command replaces hours of work."""
+    output = run(texts, "lmm-seed0")
+    before = output.read_bytes()
+    with pytest.raises(ValueError, match="exists"):
+        run(texts, "lmm-seed0")
+    assert output.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_models_are_of_equal_size(name):
+    """Every model has the parameters asked for, within 5 %: otherwise a larger model wins by its size."""
+    config = models.fit_config(name, 1_200_000, {"vocab_size": 2048})
+    assert abs(models.count_parameters(name, config) / 1_200_000 - 1) < 0.05
+
+
+@pytest.mark.parametrize("name", ["llama-conv", "mistral-conv"])
+def test_added_convolutions_are_causal(name):
+    """A changed token changes no logit before it: otherwise a baseline sees what it has to predict."""
+    torch.manual_seed(0)
+    model = models.build_model(name, models.fit_config(name, PARAMETERS, {"vocab_size": 300})).eval()
+    ids = torch.randint(0, 300, (1, 20))
+    other = ids.clone()
+    other[0, 10] = (other[0, 10] + 1) % 300
+    first, second = (model(input_ids=x, use_cache=False).logits for x in (ids, other))
+    assert torch.equal(first[:, :10], second[:, :10]) and not torch.equal(first[:, 10:], second[:, 10:])
+
+
+def test_paired_difference_by_hand(tmp_path):
+    """The difference is the mean over texts, not over stretches, with seeds paired: otherwise a long novel decides."""
+    for name, losses in (("a", [[1.0], [1.0], [4.0]]), ("b", [[0.5], [0.5], [2.0]])):
+        stretches = [[text, *loss] for text, loss in zip(("x", "x", "y"), losses, strict=True)]
+        for seed in (0, 1):
+            record = {"parameters": 1, "edges": [0, 64], "stretches": stretches, "training": {"seed": seed}}
+            (tmp_path / f"{name}-seed{seed}.json").write_text(json.dumps(record))
+    rows = compare_runs.read_rows(list(tmp_path.glob("*.json")))
+    (cell,) = compare_runs.paired_difference(rows["b"], rows["a"])
+    assert cell.startswith("-1.250 [-2.000, -0.500]")  # the means of x and of y: -0.5 and -2
+
+
+def test_stretches_are_spread_over_a_text():
+    """The first and the last stretch reach the ends of the text: otherwise a part of each novel is never scored."""
+    stretches = token_blocks.cut_stretches([np.arange(100)], length=9, number=3)
+    assert stretches[:, 0].tolist() == [0, 45, 90] and stretches[-1, -1] == 99
