@@ -81,7 +81,9 @@ def test_vocabulary_is_bytes_or_mistral(name):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_tiny_vocabularies_share_one_body(variant):
-    """Tiny models of both vocabularies have the same settings otherwise: their results could not be compared if not."""
+    """Tiny models of both vocabularies differ in the vocabulary's fields alone: otherwise their results could not be
+    compared.
+    """
     byte, large = (
         {key: value for key, value in read(name).items() if key not in VOCABULARY}
         for name in (f"tiny-{variant}", f"tiny-{variant}-32k")
