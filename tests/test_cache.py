@@ -173,8 +173,8 @@ def test_offload_and_prefetch_keep_the_state(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_rows_can_be_reset(variant):
-    """A reset row gives the logits of a new document while the other rows read on: by steps, from padding, across
-    segments, and after reordering.
+    """Reset rows have a new document's logits while others read on, in calls of any size, with padding and after
+    reordering: otherwise a batch could not start documents at different times.
     """
     model, ids, more = shared_model(variant), make_ids(3, 21), make_ids(3, 20, seed=1)
     mask = torch.ones(3, 20, dtype=torch.long)

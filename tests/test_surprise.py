@@ -1,4 +1,4 @@
-"""output_surprise: the gradient's norm as autograd finds it, and the gates, of every token and nothing but tokens."""
+"""output_surprise: the norm of autograd's gradient and the gates, for every token and for tokens alone."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +31,9 @@ def tell(model, ids, cache=None, **kwargs) -> torch.Tensor:
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_the_norm_is_that_of_autograd(depth, clip):
-    """Else what is shown is not the gradient that is written: at the weights of the chunk's start, by chunks or not."""
+    """The norm equals autograd's at the chunk's first weights, in one call and by tokens: otherwise another gradient
+    than the memory's update would be shown.
+    """
     torch.manual_seed(depth)
     weights = [torch.randn(3, *shape, dtype=torch.float64) / 2 for shape in layer_shapes(6, depth, 2)]
     state = MemoryState.initial(weights, 2, torch.float64)
@@ -57,7 +59,9 @@ def test_the_norm_is_that_of_autograd(depth, clip):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_surprise_does_not_depend_on_how_a_sequence_is_cut(variant):
-    """Else it is that of a slot of the grid, or of a persistent token: whole, in pieces, and token by token."""
+    """The surprise of a token is the same in one call, several, or token by token: otherwise it would belong to another
+    token.
+    """
     model, ids = shared_model(variant), make_ids(2, 45)
     whole = tell(model, ids)
     assert whole.shape == (2, len(QUANTITIES), 2, 4, 45)
@@ -69,7 +73,9 @@ def test_surprise_does_not_depend_on_how_a_sequence_is_cut(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_padding_does_not_surprise(variant):
-    """Else a short row's tokens have their neighbours' figures, or padding has some; also in a single column."""
+    """Tokens of padded rows have their own values and padding has 0: otherwise a short row would show its neighbour's
+    surprise.
+    """
     model, rows = shared_model(variant), [make_ids(31), make_ids(17, seed=1)]
     ids, mask = left_pad(rows)
     cache = TitansCache(model.config)
@@ -82,7 +88,9 @@ def test_padding_does_not_surprise(variant):
 
 
 def test_the_gates_are_those_of_the_layer():
-    """Else theta, eta and alpha are mixed up, or are logits."""
+    """inner_lr, momentum_decay and forget are the layer's theta, eta and alpha: otherwise gates would be mixed up, or
+    be logits.
+    """
     model, ids = shared_model("lmm"), make_ids(1, 21)
     found = tell(model, ids)[0]
     layer = model.model.layers[0]
@@ -95,7 +103,7 @@ def test_the_gates_are_those_of_the_layer():
 
 @pytest.mark.parametrize("switch", [dict(memory_momentum=False), dict(memory_forget=False), dict(memory_max_lr=0)])
 def test_gates_that_are_off(switch):
-    """Else a gate that is off looks as if it were not."""
+    """A gate that is off is reported as 0, and no other: otherwise a plot would show a gate that does not exist."""
     found = dict(zip(QUANTITIES, tell(make_model("mag", **switch), make_ids(1, 9))[0], strict=True))
     off = {"memory_momentum": ["momentum_decay"], "memory_forget": ["forget"], "memory_max_lr": QUANTITIES[1:]}
     for name in QUANTITIES:
@@ -104,7 +112,9 @@ def test_gates_that_are_off(switch):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_it_is_told_on_request_alone(variant):
-    """Else the outputs of every call hold on to what they are made of; or training changes, or is differentiated."""
+    """Surprise is returned only on request, detached, and leaves loss and gradients the same: otherwise every call
+    would keep it, or training would change.
+    """
     model, ids = make_model(variant).train(), make_ids(2, 21)
     plain = model(ids, labels=ids)
     assert plain.surprise is None and "surprise" not in plain
@@ -118,7 +128,9 @@ def test_it_is_told_on_request_alone(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_generate_tells_it(variant):
-    """Else the tokens that a model has written itself are missing, or twice there: padded rows, in pieces, going on."""
+    """generate() returns each token's surprise once, padded, in chunks or from a cache: otherwise generated tokens
+    would be missing or repeated.
+    """
     model = shared_model(variant)
     ids, mask = left_pad([make_ids(30), make_ids(17, seed=1)])
     options = dict(GREEDY, attention_mask=mask, return_dict_in_generate=True, output_surprise=True)
@@ -135,8 +147,8 @@ def test_generate_tells_it(variant):
 
 
 def test_threads_that_generate_are_told_apart():
-    """Threads that share a model each get the surprise of their own tokens, also beside a generate() that asks for
-    none: else one is told of the tokens of another.
+    """Threads that share a model each get their own tokens' surprise, also beside one that requests none: otherwise a
+    request would get another's.
     """
     model = shared_model("mag")
     prompts = [make_ids(1, 9 + i, seed=i) for i in range(4)]
@@ -170,7 +182,9 @@ def test_threads_that_generate_are_told_apart():
     ],
 )
 def test_where_it_cannot_be_told(options, message):
-    """Else what is told belongs to other tokens than those that were generated."""
+    """Modes without one surprise per token raise an error: otherwise it would belong to tokens other than those
+    generated.
+    """
     with pytest.raises(ValueError, match=message):
         shared_model("mag").generate(
             make_ids(1, 9), output_surprise=True, **GREEDY | dict(return_dict_in_generate=True) | options
@@ -178,7 +192,9 @@ def test_where_it_cannot_be_told(options, message):
 
 
 def test_columns_that_are_read_again_are_told_once():
-    """Else a cropped cache makes a call tell of tokens that are not its own."""
+    """After crop() a call returns the surprise of its own tokens alone: otherwise columns that are read again would be
+    included.
+    """
     model, ids = shared_model("mag"), make_ids(2, 30)
     cache = read(model, ids[:, :13])[1]
     cache.activate_past_recording()
