@@ -32,7 +32,7 @@ class FloatMemory(TitansForCausalLM):
 def run(rank: int, check: str, folder: str) -> None:
     """Runs `check` for every variant: the entry point of a process."""
     os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), LOCAL_WORLD_SIZE="2")
-    faulthandler.enable()  # says where, if a signal ends the process
+    faulthandler.enable()  # prints the traceback if a signal ends the process
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD_SIZE)
     for variant in VARIANTS:

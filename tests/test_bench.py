@@ -81,7 +81,7 @@ def test_tables_show_what_is_missing():
 
 def test_memory(tmp_path):
     """The memory benchmark reports each length, its time relative to the bare products, and a peak that grows with the
-    length.
+    length: otherwise docs/results.md would be wrong.
     """
     rows = run(tmp_path, "memory", "--lengths", "64", "200", "--chunks", "64")
     assert [row["tokens"] for row in rows] == [64, 200]
@@ -91,7 +91,9 @@ def test_memory(tmp_path):
 
 @pytest.mark.slow
 def test_models(tmp_path):
-    """The model benchmark reports all models and lengths; the one without memory has fewer parameters."""
+    """The model benchmark reports all models and lengths, and the one without memory is smaller: otherwise
+    docs/results.md would be wrong.
+    """
     rows = run(tmp_path, "models", "--lengths", "64", "128", "--models", "mag", "mamba2", "without memory")
     assert [row["model"] for row in rows] == ["mag"] * 2 + ["mamba2"] * 2 + ["without memory"] * 2
     assert rows[4]["parameters"] < 0.8 * rows[0]["parameters"]
@@ -99,7 +101,9 @@ def test_models(tmp_path):
 
 @pytest.mark.slow
 def test_decoding(tmp_path):
-    """The cache of LMM keeps its size as the context grows, and Llama's doubles with it."""
+    """The reported cache of LMM keeps its size as the context grows, and Llama's doubles with it: otherwise
+    docs/results.md would be wrong.
+    """
     rows = run(
         tmp_path, "decode", "--size", "tiny", "--contexts", "256", "512", "--steps", "2", "--models", "lmm", "llama"
     )
@@ -109,7 +113,9 @@ def test_decoding(tmp_path):
 
 @pytest.mark.slow
 def test_a_long_prompt(tmp_path):
-    """The prompt benchmark reports every --every tokens and the end; a folder without texts raises an error."""
+    """The prompt benchmark reports every --every tokens and the end, and a folder without texts raises an error:
+    otherwise docs/results.md would be wrong.
+    """
     (tmp_path / "a.txt").write_text("x" * 700)
     options = ("--text", str(tmp_path), "--tokens", "2000", "--piece", "256", "--every", "1000")
     rows = run(tmp_path / "out", "prompt", *options)

@@ -246,8 +246,8 @@ def test_use_cache_makes_one(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_merging_lies_between(variant):
-    """merge() interpolates weights, momentum and anchors alone, leaves the other cache unchanged, and gives the mean of
-    several with weights 1/n.
+    """merge() interpolates weights, momentum and anchors alone and leaves the other cache unchanged: otherwise a merged
+    memory would not be the mean of its sources.
     """
     model = shared_model(variant)
     cache, other = read(model, make_ids(2, 21))[1], read(model, make_ids(2, 34, seed=1))[1]

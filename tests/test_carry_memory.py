@@ -129,7 +129,9 @@ def test_resumed_run_is_bit_identical(options, tmp_path, monkeypatch, variant):
 
 
 def test_resuming_with_other_rows_is_refused(options, tmp_path):
-    """Resuming with another batch size must fail: rows would inherit other documents' memory."""
+    """Resuming with another batch size, or from a checkpoint without memory, must fail: rows would inherit other
+    documents' memory.
+    """
     common = dict(carry_memory="true", tokens_per_step=None, gradient_accumulation_steps=1, max_steps=4)
     train.main(options(TITANS, **common))
     common |= dict(max_steps=8, resume_from_checkpoint="true")

@@ -48,8 +48,8 @@ DEFAULTS = dict(
 
 
 def test_fields_and_defaults_are_frozen():
-    """The fields and their defaults are those listed here: a field added, renamed or with another default breaks
-    existing checkpoints.
+    """The fields and their defaults are those listed here: otherwise a new default or name would change existing
+    checkpoints.
     """
     declared = inspect.get_annotations(TitansConfig)
     assert list(declared) == list(DEFAULTS)

@@ -47,8 +47,8 @@ def test_crop_goes_back_to_any_column(variant, before):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_state_is_that_of_never_having_read(variant):
-    """After crop() and reading on, every tensor equals that of a cache that never read the columns: logits of a few
-    tokens might not show a difference.
+    """After crop() and reading on, every tensor equals that of a cache that never read the columns: otherwise later
+    logits could differ though the next ones do not.
     """
     model, ids = shared_model(variant), make_ids(2, 40)
     cache = recording_cache(model, ids[:, :13])
@@ -171,7 +171,7 @@ def test_assisted_decoding_equals_greedy(variant):
     for name, settings in drafts.items():
         answer = model.generate(prompt, max_new_tokens=40, return_dict_in_generate=True, **settings, **GREEDY)
         assert torch.equal(answer.sequences, expected), name
-    # The cache that comes back goes on as if nothing had been drafted.
+    # The returned cache can be read on with as if nothing had been drafted.
     read_already = answer.past_key_values.get_seq_length()
     later = torch.cat([expected[:, read_already:], make_ids(1, 9, seed=3)], 1)
     whole = torch.cat([expected[:, :read_already], later], 1)

@@ -22,7 +22,9 @@ def test_batches_ask_for_what_was_told():
 
 
 def test_runs(tmp_path):
-    """The demo runs all its steps and saves its results and plot, after two steps of training."""
+    """The demo runs all its steps and saves its results and plot after two steps of training: otherwise `titans-hf
+    demo` would fail after minutes.
+    """
     results = demo.main(["--steps", "2", "--questions", "4", "--output_dir", str(tmp_path)])
     assert list(results) == ["Titans LMM", "Titans LMM, not learning", "Mistral"]
     assert (tmp_path / "recall.png").stat().st_size > 0

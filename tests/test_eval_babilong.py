@@ -35,7 +35,9 @@ def test_questions_have_the_facts_before_them():
 
 
 def test_length_zero_is_the_facts_alone(book):
-    """Samples of length 0 are the facts without text of the book, as in BABILong's own."""
+    """Samples of length 0 are the facts without text of the book: otherwise the baseline without distractors would have
+    some.
+    """
     assert [row["input"] for row in babilong.make_samples(QA1, book, 0)] == [
         " ".join(facts) for facts, _, _ in babilong.read_questions(QA1)
     ]
@@ -72,7 +74,9 @@ def test_facts_lie_anywhere(book):
 
 
 def test_questions_with_too_many_facts_are_left_out(book):
-    """Questions whose facts exceed the length are left out, and a length without any question raises an error."""
+    """Questions whose facts exceed the length are left out, and a length too short for all raises an error: otherwise
+    prompts would exceed the length.
+    """
     assert [row["target"] for row in babilong.make_samples(QA1, book, 50)] == ["hall", "garden"]
     with pytest.raises(ValueError, match="length 10 is too short"):
         babilong.check_facts(QA1, book.count, 10)

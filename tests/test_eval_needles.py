@@ -104,7 +104,9 @@ def test_prefix_and_length_are_what_lm_eval_writes(official, name):
 @pytest.mark.parametrize("name", needles.KINDS)
 @pytest.mark.parametrize("length", [1024, 2048, 3001])
 def test_samples_are_as_long_as_fits(name, length):
-    """A sample and its answer fill the length up to one unit of the haystack, and contain the value asked for."""
+    """A sample and its answer fill the length up to one unit of the haystack, and contain the value asked for:
+    otherwise results would be listed at a wrong length.
+    """
     unit = len(needles.NOISE) + 1 if needles.KINDS[name].in_noise else 12
     for sample in needles.make_samples(name, TOKENIZER, length, 6, TEXT):
         tokens = len(needles.prompt_of(sample).encode()) + needles.GENERATED_TOKENS
@@ -131,13 +133,17 @@ def test_needles_lie_at_all_depths():
 
 
 def test_too_short_a_length_says_what_it_takes():
-    """A length too short for a needle raises an error with the length needed."""
+    """A length too short for a needle raises an error with the length needed: otherwise a user would have to
+    guess it.
+    """
     with pytest.raises(ValueError, match=r"length 300 is too short for niah_single_1.* takes \d+ tokens"):
         next(needles.make_samples("niah_single_1", TOKENIZER, 300))
 
 
 def test_too_long_a_length_says_what_there_is():
-    """A length beyond the available text raises an error with the number of words there are."""
+    """A length beyond the available text raises an error with its number of words: otherwise prompts would be shorter
+    than reported.
+    """
     with pytest.raises(ValueError, match="more than the 3 words"):
         next(needles.make_samples("niah_single_2", TOKENIZER, 4096, text="only three words"))
 

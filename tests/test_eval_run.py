@@ -122,11 +122,11 @@ def test_results_go_into_the_card(evaluate, models):
     for _ in range(2):  # the second time in the place of the first
         card = ModelCard.load(path)
         assert (card.data.license, card.data.model_name) == ("mit", "mine")
-        said = {(r.dataset_type, r.metric_name): (r.metric_value, r.dataset_config) for r in card.data.eval_results}
-        assert len(card.data.eval_results) == 3 and said["books", None] == (1.5, None)
+        shown = {(r.dataset_type, r.metric_name): (r.metric_value, r.dataset_config) for r in card.data.eval_results}
+        assert len(card.data.eval_results) == 3 and shown["books", None] == (1.5, None)
         accuracy = found["titans", "piqa", None]["metrics"]["acc"]
-        assert said["piqa", "acc"] == (100 * accuracy, None)
-        assert said["babilong_qa1", "acc"][1] == "at 0 tokens"
+        assert shown["piqa", "acc"] == (100 * accuracy, None)
+        assert shown["babilong_qa1", "acc"][1] == "at 0 tokens"
         assert "Long." in card.text and card.text.count("## Benchmarks") == 1
         assert f"| piqa |  | 2 | acc | {100 * accuracy:.2f} ±" in card.text
         evaluate("titans", suite=["piqa"], update_cards="")
@@ -229,7 +229,9 @@ def test_cut_tokens_are_counted_and_told(evaluate, tmp_path):
 
 
 def test_averages_and_errors():
-    """Averages combine standard errors, are empty if a score is missing, and choose the nearest size of the paper."""
+    """Averages combine standard errors and are empty if a score is missing, and the paper's nearest size is chosen:
+    otherwise tables would compare unequal things.
+    """
     assert result_tables.mean([(1.0, 3.0), (2.0, 4.0)]) == (1.5, 2.5)
     assert result_tables.mean([(1.0, None), (2.0, 4.0)]) == (1.5, None)
     assert result_tables.mean([(1.0, 1.0), None]) is None

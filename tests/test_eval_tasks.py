@@ -142,11 +142,13 @@ def test_babilong_is_asked_with_its_description_and_examples(data, tokenizer):
     assert "Where is Charlie? The most recent location of Charlie is balcony.\n\n" in prompt
     assert prompt.endswith("\n\nMary went to the hall. John ran to the garden.\nWhere is Mary?")
     assert options["max_gen_toks"] == 16
-    assert scores(task)["acc,none"] == pytest.approx(1 / 3)  # it always says "hall"
+    assert scores(task)["acc,none"] == pytest.approx(1 / 3)  # RuleLM always answers "hall"
 
 
 def test_babilong_shares_its_book_with_the_needles(data, tokenizer):
-    """BABILong fills its lengths with sentences of the books, as the needles do."""
+    """BABILong fills its lengths with sentences of the books, as the needles do: otherwise long contexts would be of
+    another text.
+    """
     task = local_task("babilong_qa2_books", data, tokenizer=tokenizer, max_seq_lengths=1024, samples=2)
     assert len(task.task_docs) == 2
     for doc in task.task_docs:
@@ -161,7 +163,9 @@ def test_the_whole_file_can_be_limited_to_its_first_articles(data):
 
 
 def test_a_task_without_a_folder_says_what_to_pass():
-    """A local task without its folder raises an error that names --metadata."""
+    """A local task without its folder raises an error that names --metadata: otherwise a user could not tell how to set
+    it.
+    """
     manager = TaskManager(include_path=str(EVAL / "tasks"), include_defaults=False)
     with pytest.raises(ValueError, match="name it in --metadata"):
         manager.load(["piqa_local"])

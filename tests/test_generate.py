@@ -31,7 +31,7 @@ def test_greedy_equals_recomputing(variant):
     """
     model, ids = shared_model(variant), make_ids(2, 11)
     expected = greedy_by_recomputing(model, ids, 30)
-    assert expected[:, 11:].unique().numel() > 5  # else a constant answer would pass
+    assert expected[:, 11:].unique().numel() > 5  # otherwise a constant answer would pass
     output = model.generate(ids, max_new_tokens=30, return_dict_in_generate=True, output_logits=True, **GREEDY)
     assert torch.equal(output.sequences, expected)
     assert isinstance(output.past_key_values, TitansCache)
@@ -100,7 +100,7 @@ def test_beam_search(variant):
     assert torch.equal(ours.sequences, expected.sequences)
     assert_same(ours.sequences_scores, expected.sequences_scores, 1e-5)
     moves = ours.beam_indices[:, 1:10] - ours.beam_indices[:, :9]
-    assert moves.any()  # else no beam was ever reordered
+    assert moves.any()  # otherwise no beam was ever reordered
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -186,8 +186,8 @@ def test_hidden_states_and_attentions_of_a_head(variant):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_resize_token_embeddings(variant, tied, size, tmp_path):
-    """Resizing the vocabulary keeps the kept tokens' logits, tied embeddings and an earlier cache; new tokens can be
-    read, learnt and saved.
+    """Resizing the vocabulary keeps the kept tokens' logits, tied embeddings and an earlier cache, and new tokens can
+    be learnt: otherwise adding tokens would change the model.
     """
     model, ids = make_model(variant, tie_word_embeddings=tied), make_ids(2, 40, vocab_size=40)
     expected, kept = full_logits(model, ids), min(size, 50)

@@ -35,7 +35,9 @@ def constant(value):
 
 
 def delay(num_tokens, noise):
-    """Checks that filters (channels, 1, kernel) are a delay of `num_tokens` plus noise, with norms that add up to 1."""
+    """Returns a check that filters (channels, 1, kernel) are a delay of `num_tokens` plus noise, whose squared norms
+    add up to 1.
+    """
 
     def check(x):
         rest = x.clone()

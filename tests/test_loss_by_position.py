@@ -39,8 +39,8 @@ def test_bits_by_position(folder):
     ids = loss_by_position.stretches_of(folder / "books", byte_tokenizer(), LENGTH, 2)
     assert ids.shape == (4, LENGTH)
     with torch.no_grad():
-        said = model(ids).logits.log_softmax(-1)
-    bits = [[-said[row, t - 1, ids[row, t]].item() / math.log(2) for row in range(4)] for t in range(1, LENGTH)]
+        log_probs = model(ids).logits.log_softmax(-1)
+    bits = [[-log_probs[row, t - 1, ids[row, t]].item() / math.log(2) for row in range(4)] for t in range(1, LENGTH)]
     expected = [torch.tensor(bits[:255]).mean(), torch.tensor(bits[255:]).mean()]
     torch.testing.assert_close(torch.tensor(found["bits per token"]["model"]), torch.stack(expected))
     lines = (folder / "out" / "loss_by_position.md").read_text().splitlines()

@@ -90,7 +90,9 @@ def test_runs_differ_by_their_seed_alone():
 
 
 def test_bad_input(tmp_path):
-    """An existing output folder and a length too short raise an error before anything is written."""
+    """An existing output folder and a length too short raise an error before anything is written: otherwise data would
+    be overwritten.
+    """
     with pytest.raises(ValueError, match=r"--output .* exists"):
         make_passkey_data.main(["--output", str(tmp_path)])
     with pytest.raises(ValueError, match=r"--length 300: the shortest documents take up to \d+ tokens"):

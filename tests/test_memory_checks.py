@@ -43,8 +43,8 @@ def load(memory) -> TitansCache:  # noqa: F811
     ids=str,
 )
 def test_a_description_of_other_types(changes, message, memory):  # noqa: F811
-    """A field of memory.json with a wrong type or value raises an error that names it: otherwise a traceback
-    would not.
+    """A field of memory.json with a wrong type or value raises an error that names it: otherwise a user would see
+    another error far from the cause.
     """
     describe(memory[1], **changes)
     with pytest.raises(ValueError, match=message):

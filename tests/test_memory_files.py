@@ -78,8 +78,8 @@ def test_generation_goes_on_from_a_file(variant, tmp_path):
     loaded = saved(cache, model, tmp_path)
     assert json.loads((tmp_path / "memory.json").read_text())["tokens_seen"] == [29, 16]
     options = dict(attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=0)
-    said = [model.generate(ids, past_key_values=x, **options) for x in (cache, loaded)]
-    assert torch.equal(*said)
+    generated = [model.generate(ids, past_key_values=x, **options) for x in (cache, loaded)]
+    assert torch.equal(*generated)
 
 
 def empty(model):

@@ -121,19 +121,19 @@ def test_an_adapted_model_learns_while_it_generates(variant):
     ids, mask = left_pad([make_ids(21), make_ids(13, seed=1)])
     options = dict(attention_mask=mask, max_new_tokens=15, do_sample=False, return_dict_in_generate=True)
     model = adapt(variant, "both")
-    said = model.generate(input_ids=ids, **options)
+    generated = model.generate(input_ids=ids, **options)
     merged = model.merge_and_unload()
     expected = merged.generate(ids, **options)
-    assert torch.equal(said.sequences, expected.sequences)
-    assert_same_cache(said.past_key_values, expected.past_key_values)
+    assert torch.equal(generated.sequences, expected.sequences)
+    assert_same_cache(generated.past_key_values, expected.past_key_values)
     before = TitansCache(merged.config)
     with torch.no_grad():
         merged(ids, attention_mask=mask, past_key_values=before)
-    for first, last in zip(before.layers, said.past_key_values.layers, strict=True):
-        assert last.state.memory.num_seen.tolist() == [35, 27]  # the last token said was not read
+    for first, last in zip(before.layers, generated.past_key_values.layers, strict=True):
+        assert last.state.memory.num_seen.tolist() == [35, 27]  # the last generated token has not been read
         for a, b in zip(first.state.memory.weights, last.state.memory.weights, strict=True):
             assert (a - b).abs().amax((-1, -2)).min() > 1e-3
-    assert len(tensors(before)) == len(tensors(said.past_key_values))
+    assert len(tensors(before)) == len(tensors(generated.past_key_values))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -26,7 +26,9 @@ def test_plant():
 @pytest.mark.parametrize(("elsewhere", "stands_out"), [(0.9, True), (1.1, False)])
 @pytest.mark.parametrize("place", [planted_sentences.NUM_SKIPPED_TOKENS, 1390, 2990])
 def test_stands_out(elsewhere, stands_out, place):
-    """Every stretch beside the sentence counts, and none that overlaps it: otherwise its rank would be wrong."""
+    """Every stretch beside the sentence counts, and none that overlaps it: otherwise the sentence would stand out too
+    often, or never.
+    """
     values = np.zeros((2, 3000))
     values[1, 1400:1410], values[1, place : place + 10] = 1.0, elsewhere
     first, last = 1400, 1410

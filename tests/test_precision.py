@@ -117,8 +117,8 @@ def test_a_memory_that_says_too_much(variant, dtype):
                 parameter.mul_(6000)
     expected = full_logits(model, ids)
     _, cache = read(model.to(dtype), ids)
-    said = [w.abs().amax() for layer in cache.layers for w in layer.state.memory.weights]
-    assert max(said) > 1000  # squared, it is beyond 65504
+    largest = [w.abs().amax() for layer in cache.layers for w in layer.state.memory.weights]
+    assert max(largest) > 1000  # squared, it is beyond 65504
     assert distance(full_logits(model, ids), expected) < 2 * HALVES[dtype]
 
 

@@ -320,8 +320,8 @@ def run_ask(paths, *prompts, **changes) -> None:
 def continuation(paths, text: str) -> str:
     """Returns the greedy continuation of a text that is read in one call."""
     ids = ids_of(text)
-    said = paths.net.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
-    return byte_tokenizer().decode(said[0, ids.shape[1] :], skip_special_tokens=True)
+    tokens = paths.net.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
+    return byte_tokenizer().decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
 
 
 def test_answers_are_those_of_a_model_that_has_just_read(paths, capsys):
@@ -342,9 +342,9 @@ def test_special_tokens_in_a_prompt_are_text(paths, capsys):
     run_read(paths, paths.texts / "a.txt")
     text = (paths.texts / "a.txt").read_text()
     run_ask(paths, SPECIAL, keep=True)
-    said = continuation(paths, text + SPECIAL)
-    assert capsys.readouterr().out == f"{SPECIAL}{said}\n"
-    assert read_description(paths.memory)["tokens_seen"] == [len(ids_of(text + SPECIAL + said)[0])]
+    answer = continuation(paths, text + SPECIAL)
+    assert capsys.readouterr().out == f"{SPECIAL}{answer}\n"
+    assert read_description(paths.memory)["tokens_seen"] == [len(ids_of(text + SPECIAL + answer)[0])]
 
 
 def test_what_is_kept_is_learnt(paths, capsys):
@@ -369,8 +369,8 @@ def test_asking_again_and_again(paths, capsys, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda _: next(prompts))
     run_ask(paths)
     text = (paths.texts / "a.txt").read_text()
-    said = [continuation(paths, text + prompt) for prompt in ("Der König", "Zwölf")]
-    assert capsys.readouterr().out == "".join(f"{x}\n" for x in said)
+    answers = [continuation(paths, text + prompt) for prompt in ("Der König", "Zwölf")]
+    assert capsys.readouterr().out == "".join(f"{x}\n" for x in answers)
 
 
 def test_questions_share_the_memory(paths):
@@ -390,7 +390,9 @@ def test_questions_share_the_memory(paths):
 
 @pytest.mark.parametrize("options", [{"max_new_tokens": 0}, {"temperature": -1}])
 def test_bad_input_to_ask(options, paths):
-    """Options out of range, an empty prompt and a missing memory raise an error that names them."""
+    """Options out of range, an empty prompt and a missing memory raise an error that names them: otherwise a user could
+    not tell which to change.
+    """
     with pytest.raises(ValueError, match=f"--{next(iter(options))}"):
         run_ask(paths, "X", **options)
     with pytest.raises(ValueError, match="--prompt is empty"):

@@ -78,7 +78,7 @@ def test_thirty_kills(append, run, tmp_path):
         return [*paths[:2], "--memory", paths[2], "--save_every=64", "--piece=32", *more]
 
     def prepare(memory: str) -> list[str]:
-        """The command that is killed, and what it goes on from."""
+        """Returns the command that is killed, and copies the memory that it continues."""
         if not append:
             return command("second", memory)
         shutil.copytree(tmp_path / "before", tmp_path / memory)

@@ -192,7 +192,9 @@ def test_a_chat_without_a_template(endpoint, body, checkpoint, tmp_path):
 
 
 def test_chat(server, checkpoint, expected):
-    """The chat interface prints the answer of generate(). (The empty line declines to continue after the limit.)"""
+    """The chat interface prints the answer of generate(); the empty line declines to continue after the limit.
+    Otherwise a user would chat with another model or prompt.
+    """
     flags = [f"max_new_tokens={NUM_TOKENS}", "do_sample=False"]
     chat = subprocess.run(
         [*COMMAND, "chat", str(checkpoint), f"{server}/v1", *flags, "--user", "me"],

@@ -64,10 +64,10 @@ def fine_tune_naively(variant: str, tokenizer, chats) -> torch.nn.Module:
         for messages in chats["messages"]:
             text, assistants = "", []
             for message in messages:
-                said = message["content"]
+                content = message["content"]
                 assistant = message["role"] == "assistant"
-                text += "a:" + said + "\x00" if assistant else "u:" + said + "\n"
-                assistants += [False] * 2 + [assistant] * (len(said) + 1)
+                text += "a:" + content + "\x00" if assistant else "u:" + content + "\n"
+                assistants += [False] * 2 + [assistant] * (len(content) + 1)
             ids = torch.tensor([byte + 3 if byte else tokenizer.eos_token_id for byte in text.encode()])
             logits = model(ids[None]).logits[0, :-1]
             learnt = torch.tensor(assistants[1:])

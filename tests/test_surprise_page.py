@@ -44,11 +44,11 @@ def test_the_page_shows_the_text_and_each_words_surprise(paths, monkeypatch):
     assert [word.strip() for word in words if word.strip()] == TEXT.split()
     ids = byte_tokenizer()(TEXT, return_tensors="pt").input_ids
     with torch.no_grad():
-        told = paths.net(ids, output_surprise=True).surprise
+        measured = paths.net(ids, output_surprise=True).surprise
     shown, ends = values_of(page), np.cumsum([len(word.encode()) for word in words])
     assert len(shown) == len(surprise.QUANTITIES) * 3
     for quantity, name in surprise.QUANTITIES.items():
-        for i, layer in enumerate(told):
+        for i, layer in enumerate(measured):
             tokens = getattr(layer, quantity)[0].mean(0).split(np.diff(ends, prepend=0).tolist())
             assert shown[f"{name}, layer {i + 1}"] == pytest.approx([x.mean().item() for x in tokens], rel=1e-3)
         mean = np.mean([shown[f"{name}, layer {i + 1}"] for i in range(2)], axis=0)
@@ -93,9 +93,9 @@ def test_ids_are_those_of_training(paths, tmp_path):
     words = [unescape(word) for word in re.findall(r"<span>(.*?)</span>", page, re.DOTALL)]
     assert words == ["one ", "</s> ", "two\n", "three\n"]
     ids = byte_tokenizer()("one </s> two\nthree\n", split_special_tokens=True).input_ids
-    told = surprise.measure(paths.net, ids)[0, 0]  # 22 bytes
+    measured = surprise.measure(paths.net, ids)[0, 0]  # 22 bytes
     assert values_of(page)["gradient norm (surprise), layer 1"] == pytest.approx(
-        [told[a:b].mean() for a, b in pairwise([0, 4, 9, 13, 19])], rel=1e-3
+        [measured[a:b].mean() for a, b in pairwise([0, 4, 9, 13, 19])], rel=1e-3
     )
 
 
@@ -164,7 +164,9 @@ def test_a_token_of_several_words():
     ],
 )
 def test_bad_input(change, message, paths, monkeypatch, tmp_path):
-    """A missing, unreadable or too long text raises an error that names it before anything is written."""
+    """A missing, unreadable or too long text raises an error that names it before anything is written: otherwise a user
+    could not tell the cause.
+    """
     monkeypatch.chdir(tmp_path)
     Path("bad.txt").write_bytes(b"caf\xe9 au lait")
     with pytest.raises(ValueError, match=message):

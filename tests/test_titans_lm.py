@@ -73,8 +73,12 @@ def test_what_greedy_decoding_says_is_marked(model):
     """
     prompt = byte_tokenizer().encode(DOCUMENT)
     ids = torch.tensor([prompt])
-    said = model.generate(ids, max_new_tokens=10, do_sample=False)[0, len(prompt) :].tolist()
-    requests = [(None, prompt, said), (None, prompt, said[:1]), (None, prompt, [*said[:9], said[9] ^ 1])]
+    continuation = model.generate(ids, max_new_tokens=10, do_sample=False)[0, len(prompt) :].tolist()
+    requests = [
+        (None, prompt, continuation),
+        (None, prompt, continuation[:1]),
+        (None, prompt, [*continuation[:9], continuation[9] ^ 1]),
+    ]
     lm = make_lm(TitansLM, model, batch_size=3, piece_length=4)
     assert [greedy for _, greedy in lm._loglikelihood_tokens(requests, True)] == [True, True, False]
 
@@ -92,7 +96,9 @@ def test_texts_are_those_of_lm_eval(model, batch_size):
 
 
 def test_requests_of_different_kinds_of_generation(model):
-    """Requests with different options in one call get the texts of lm-eval's HFLM, in order."""
+    """Requests with different options in one call have the texts of lm-eval's HFLM, in order: otherwise answers would
+    be cut at another request's length.
+    """
     arguments = [("one", {"max_gen_toks": 2}), ("two", {"max_gen_toks": 4}), ("three", {"max_gen_toks": 2})]
     texts = make_lm(TitansLM, model, batch_size=2).generate_until(requests("generate_until", arguments), True)
     assert texts == make_lm(HFLM, model).generate_until(requests("generate_until", arguments), True)
@@ -113,7 +119,7 @@ def test_a_shared_document_is_read_once(model, columns_read):
     """Questions on one document read it once: otherwise long contexts would cost hours per question."""
     questions = [(DOCUMENT * 4 + question, " yes") for question in ("Who?", "What?", "When?")]
     loglikelihoods(make_lm(TitansLM, model, batch_size=2, share_from=20), questions)
-    # All three begin with "Wh"; then come each question's own rest, and its continuation but for the last token.
+    # All three begin with "Wh". Added are the rest of each question, and its continuation without the last token.
     shared, own = len(DOCUMENT * 4) + 2, sum(len(question) - 2 for question in ("Who?", "What?", "When?"))
     assert sum(columns_read) == shared + own + 3 * (len(" yes") - 1)
 
@@ -168,7 +174,9 @@ def test_what_would_have_to_be_cut_is_an_error(model):
 
 
 def test_bad_arguments():
-    """A model without a memory and a batch size that is no number raise an error that names them."""
+    """A model without a memory and a batch size that is no number raise an error that names them: otherwise evaluation
+    would fail later.
+    """
     llama = LlamaForCausalLM(LlamaConfig(vocab_size=259, hidden_size=8, intermediate_size=8, num_attention_heads=1))
     with pytest.raises(ValueError, match="must be a Titans checkpoint, but is one of 'llama'"):
         make_lm(TitansLM, llama)

@@ -55,7 +55,9 @@ def test_packing_loses_no_text(texts, block_length):
 
 
 def test_only_a_lone_final_eos_is_dropped():
-    """A last block of one eos is dropped, for it has nothing to predict, and nothing else is."""
+    """A last block is dropped only if it is an eos alone, which leaves nothing to predict: otherwise text would be
+    lost.
+    """
     documents = Dataset.from_dict({"text": ["abcd"]})
     blocks, _ = data.make_blocks(documents, "text", load_tokenizer("bytes"), 4)
     assert real_tokens(blocks) == [100, 101, 102, 103]
@@ -146,7 +148,9 @@ def block(tokens, prompt_length=0):
 
 
 def test_collate_masks_only_padding():
-    """Padding alone is masked and ignored by the loss; rows of equal length have no mask."""
+    """Padding alone is masked and left out of the loss, and equal rows have no mask: otherwise tokens equal to the
+    padding's id would not be learnt.
+    """
     batch = data.collate([block([5, 6, 7]), block([8, 0])])
     assert batch["labels"].tolist() == [[5, 6, 7], [8, 0, -100]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
@@ -232,7 +236,9 @@ def test_tokens_per_step(options, tmp_path, capsys, given, accumulated):
 
 
 def test_paper_defaults(options):
-    """Defaults are the paper's learning rate, weight decay, schedule, optimizer and tokens per step."""
+    """Defaults are the paper's learning rate, weight decay, schedule, optimizer and tokens per step: otherwise a plain
+    command would not train as the paper does.
+    """
     parser = train.HfArgumentParser(train.ARGUMENTS)
     *_, arguments = parser.parse_args_into_dataclasses(options(learning_rate=None))
     assert (arguments.learning_rate, arguments.weight_decay, arguments.lr_scheduler_type) == (4e-4, 0.1, "cosine")

@@ -183,7 +183,9 @@ def test_fine_tuning_starts_from_the_weights(options, tmp_path):
     ],
 )
 def test_options_that_contradict_are_refused(options, tmp_path, changes, message):
-    """Contradicting or missing options raise an error that names them before any file is written."""
+    """Contradicting or missing options raise an error that names them before any file is written: otherwise one of them
+    would be ignored.
+    """
     with pytest.raises(ValueError, match=message):
         train.main(options(**changes))
     assert not (tmp_path / "out").exists()

@@ -51,7 +51,7 @@ def test_every_parameter_learns(variant):
         assert gradient is not None and gradient.isfinite().all(), name
         if name != "model.embed_tokens.weight":
             assert (gradient != 0).double().mean() > 0.99, name
-    # the last token of a row only predicts: it is nobody's context
+    # the last token of a row is no other token's context
     used = torch.zeros(50, dtype=torch.bool).index_fill(0, ids[:, :-1].unique(), True)
     assert torch.equal(model.model.embed_tokens.weight.grad.any(-1), used)
 
