@@ -143,8 +143,8 @@ def test_from_a_causal_checkpoint_and_back(variant, auto_class, tmp_path):
 
 @pytest.mark.parametrize("auto_class", HEADS)
 def test_code_that_travels_with_a_checkpoint(auto_class, tmp_path, monkeypatch):
-    """A saved head with its code loads without titans_hf and gives the same output: otherwise it could not be shared on
-    the Hub.
+    """A head saved with its code loads without importing titans_hf and gives the same output: otherwise it could not be
+    shared on the Hub.
     """
     monkeypatch.setattr(TitansConfig, "_auto_class", "AutoConfig")
     monkeypatch.setattr(HEADS[auto_class], "_auto_class", auto_class.__name__)

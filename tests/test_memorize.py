@@ -251,8 +251,8 @@ def test_nothing_blows_up(inputs, depth, gates, dtype):
 
 
 def test_training_keeps_the_states_that_some_chunks_start_with():
-    """Training stores the state at every CHECKPOINT_INTERVAL chunks alone: otherwise memory would grow with every
-    token's update.
+    """Besides its inputs, training stores the state of every CHECKPOINT_INTERVAL-th chunk alone: otherwise memory would
+    grow with every token's update.
     """
     state, tokens = make_state(2, [0, 0, 0]), [x.requires_grad_() for x in make_tokens(10 * CHUNK)]
     kept = {}

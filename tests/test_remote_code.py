@@ -54,7 +54,9 @@ def test_whatever_is_saved_brings_all_the_code(name, tmp_path):
 
 
 def test_code_that_travels_needs_nothing_else():
-    """The saved code imports only packages that Transformers requires: otherwise loading it would need others."""
+    """The saved code imports torch, transformers, huggingface_hub and safetensors alone: otherwise loading a checkpoint
+    would need other packages.
+    """
     needed = {package for name in CODE for package in get_imports(PACKAGE / name)}
     assert needed - {"torch", "transformers", "huggingface_hub", "safetensors"} <= sys.stdlib_module_names
 
