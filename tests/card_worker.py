@@ -1,4 +1,4 @@
-"""Loads a folder as the model card says, where titans_hf is not installed: runs the card's second example."""
+"""Runs the second example of a model card, which loads its checkpoint where titans_hf is not installed."""
 
 import re
 import sys

@@ -10,7 +10,7 @@ OURS = ("titans_hf", "__editable__")
 
 
 def clean_site(folder: Path) -> Path:
-    """A folder of links to all installed packages except ours."""
+    """Makes a folder of links to all installed packages except this project."""
     site = folder / "site"
     site.mkdir()
     for entry in Path(importlib.util.find_spec("transformers").origin).parents[1].iterdir():
@@ -20,10 +20,8 @@ def clean_site(folder: Path) -> Path:
 
 
 def run_clean(site: Path, script: Path, *args, timeout: float = 280) -> str:
-    """What the script writes to standard output. Its caches are folders of its own: `modules` for the code that it
-    trusts, `hub` for repositories.
-
-    Raises AssertionError, with what it wrote to standard error, where it fails.
+    """Returns the script's standard output; its caches for trusted code and repositories are folders of its own. Raises
+    AssertionError with the end of its standard error where the script fails.
     """
     caches = {"HF_MODULES_CACHE": str(site.parent / "modules"), "HF_HUB_CACHE": str(site.parent / "hub")}
     own = {"PYTHONPATH": str(site), "HF_HUB_OFFLINE": "1", **caches}

@@ -1,4 +1,4 @@
-"""Small models in float64 whose every path matters, and what the tests do with them."""
+"""Small models in float64 whose every path matters, and the comparisons that tests share."""
 
 import functools
 
@@ -51,12 +51,12 @@ def make_model(variant: str, *, seed: int = 0, dtype=torch.float64, attention: s
 
 @functools.cache
 def shared_model(variant: str, **changes):
-    """One model for all tests that leave it as it is."""
+    """Returns one model for all tests that leave it unchanged."""
     return make_model(variant, **changes)
 
 
 def each_variant(changes: dict[str, dict]) -> list:
-    """pytest parameters (variant, changes) of all named changes of the config that mean something to the variant."""
+    """Returns pytest parameters (variant, changes) for all named changes of the config that affect the variant."""
     meaningless = {"mac": {"sliding_window"}, "lmm": {"sliding_window", "segment_length", "num_key_value_heads"}}
     return [
         pytest.param(variant, change, id=f"{variant}-{name}")
@@ -77,7 +77,7 @@ def full_logits(model, ids, mask=None, **kwargs) -> torch.Tensor:
 
 @torch.no_grad()
 def read(model, ids, sizes=None, cache: TitansCache | None = None) -> tuple[torch.Tensor, TitansCache]:
-    """Logits of `ids` read in pieces of the given sizes (default: at once), one call each, and the cache after."""
+    """Returns the logits of `ids`, read in calls of the given sizes (default: one call), and the cache afterwards."""
     sizes = [ids.shape[1]] if sizes is None else list(sizes)
     assert sum(sizes) == ids.shape[1]
     cache = TitansCache(model.config) if cache is None else cache
@@ -86,7 +86,7 @@ def read(model, ids, sizes=None, cache: TitansCache | None = None) -> tuple[torc
 
 
 def left_pad(rows: list[torch.Tensor], fill: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows (T_i,) of different lengths -> ids and mask (B, T), padding first."""
+    """Pads rows (T_i,) of different lengths on the left; returns ids and mask (B, T)."""
     width = max(len(row) for row in rows)
     ids = torch.stack([torch.cat([row.new_full((width - len(row),), fill), row]) for row in rows])
     mask = torch.stack([(torch.arange(width) >= width - len(row)).long() for row in rows])

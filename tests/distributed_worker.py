@@ -1,6 +1,5 @@
-"""What each of two processes does in tests/test_distributed.py: a run over both ranks equals that of one process.
-
-Every check has its own copy of the model as one process would train it, and the whole batch; the ranks share the work.
+"""Checks of tests/test_distributed.py: a run over two ranks equals that of one process. Each check has a reference
+model and the whole batch; the ranks share the work.
 """
 
 import faulthandler
@@ -25,15 +24,15 @@ MEMORY_OWN = ["memory.initial_weights", "memory.inner_lr", "memory.momentum", "m
 
 
 class FloatMemory(TitansForCausalLM):
-    """Keeps what the memory alone uses in float32, whatever the dtype of the rest."""
+    """Keeps the parameters that only the memory uses in float32, in a model of any dtype."""
 
     _keep_in_fp32_modules_strict = MEMORY_OWN
 
 
 def run(rank: int, check: str, folder: str) -> None:
-    """Entry of a process: `check` for every variant."""
+    """Runs `check` for every variant: the entry point of a process."""
     os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), LOCAL_WORLD_SIZE="2")
-    faulthandler.enable()  # says where, if a signal ends the process
+    faulthandler.enable()  # prints the traceback if a signal ends the process
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD_SIZE)
     for variant in VARIANTS:
@@ -57,7 +56,7 @@ def checkpoint(rank: int, folder: str, model: TitansForCausalLM) -> TitansForCau
 
 
 def step(model, batches: list[torch.Tensor], **kwargs) -> torch.Tensor:
-    """One step of plain gradient descent on batches that count alike -> the loss."""
+    """Makes one step of gradient descent on batches of equal weight; returns the loss."""
     loss = 0
     for ids in batches:
         part = model(ids, labels=ids, use_cache=False, **kwargs).loss / len(batches)
@@ -74,7 +73,7 @@ def averaged(loss: torch.Tensor) -> torch.Tensor:
 
 
 def assert_same_step(model, reference, tolerance: float = 1e-10) -> None:
-    """Gradients, and parameters after the step."""
+    """Compares gradients, and parameters after the step."""
     names = dict(reference.named_parameters())
     found = {name.removeprefix("module."): p for name, p in model.named_parameters()}
     assert found.keys() == names.keys()
@@ -87,7 +86,7 @@ def assert_same_step(model, reference, tolerance: float = 1e-10) -> None:
 
 
 def check_data_parallel_step(model, reference, rank: int, tolerance: float = 1e-10, **kwargs) -> None:
-    """Each rank has one row; twice, so that the second forward pass uses what the first step made."""
+    """Compares two steps with one row per rank: the second uses the parameters that the first changed."""
     for _ in range(2):
         loss, expected = step(model, [IDS[rank : rank + 1]], **kwargs), step(reference, list(IDS.split(1)))
         assert_same(averaged(loss), expected, tolerance)
@@ -103,7 +102,7 @@ def check_generation(model, reference, ids: torch.Tensor = IDS, **kwargs) -> Non
 
 
 def ddp(rank, variant, folder):
-    """Through Accelerate."""
+    """Compares Accelerate's DDP with one process."""
     reference = make_model(variant).train()
     model = Accelerator(cpu=True).prepare(make_model(variant).train())
     assert type(model) is torch.nn.parallel.DistributedDataParallel
@@ -111,7 +110,7 @@ def ddp(rank, variant, folder):
 
 
 def ddp_without_persistent_tokens(rank, variant, folder):
-    """DDP wants a gradient of every parameter: none may be left that nothing uses."""
+    """Compares DDP with parts turned off: it needs a gradient for every parameter."""
     changes = dict(num_persistent_tokens=0, memory_momentum=False, memory_forget=False, memory_conv_kernel=1)
     reference = make_model(variant, **changes).train()
     model = torch.nn.parallel.DistributedDataParallel(make_model(variant, **changes).train())
@@ -119,7 +118,7 @@ def ddp_without_persistent_tokens(rank, variant, folder):
 
 
 def fsdp(rank, variant, folder):
-    """Through Transformers: sharded while loading, trained, generating, saved."""
+    """Compares a model that Transformers shards while loading: trained, generating and saved."""
     tied = variant in ("mac", "mal")
     reference = checkpoint(rank, folder, make_model(variant, tie_word_embeddings=tied)).train()
     config = DistributedConfig(fsdp_size=WORLD_SIZE)
@@ -137,7 +136,7 @@ def fsdp(rank, variant, folder):
 
 
 def fsdp_checkpointed(rank, variant, folder):
-    """`fully_shard` by hand, every layer a unit, its activations computed again in the backward pass."""
+    """Compares `fully_shard` on every layer with activation checkpointing."""
     reference, model = make_model(variant).train(), make_model(variant).train()
     model.activation_checkpointing_enable({"use_reentrant": False})
     for layer in model.model.layers:
@@ -147,7 +146,7 @@ def fsdp_checkpointed(rank, variant, folder):
 
 
 def fsdp_over_calls(rank, variant, folder):
-    """Truncated backpropagation: a document in blocks, the cache carried over, detached."""
+    """Compares truncated backpropagation over a document in two blocks, with a detached cache."""
     reference, model = make_model(variant).train(), make_model(variant).train()
     for layer in model.model.layers:
         fully_shard(layer)
@@ -168,7 +167,7 @@ def fsdp_over_calls(rank, variant, folder):
 
 
 def fsdp_accelerate(rank, variant, folder):
-    """As Accelerate wraps a model: by `_no_split_modules`. On CPU it does so only when asked directly."""
+    """Compares FSDP2 as Accelerate wraps a model, by `_no_split_modules`; called directly, since on CPU it uses DDP."""
     reference, accelerator = make_model(variant).train(), Accelerator(cpu=True)
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
@@ -179,7 +178,7 @@ def fsdp_accelerate(rank, variant, folder):
 
 
 def fsdp_bfloat16(rank, variant, folder):
-    """Parameters in bfloat16, those of the memory in float32 or not: the states always are."""
+    """Compares parameters in bfloat16, with those of the memory in bfloat16 or float32; its states are float32."""
     checkpoint(rank, folder, make_model(variant, dtype=torch.float32))
     for kind, dtypes in ((TitansForCausalLM, {torch.bfloat16}), (FloatMemory, {torch.bfloat16, torch.float32})):
         reference = kind.from_pretrained(folder, dtype=torch.bfloat16).train()
@@ -197,7 +196,7 @@ def fsdp_bfloat16(rank, variant, folder):
 
 
 def fsdp_mixed_precision(rank, variant, folder):
-    """Parameters in float32, computed with in bfloat16."""
+    """Compares parameters in float32 and computation in bfloat16."""
     reference, model = (make_model(variant, dtype=torch.float32).train() for _ in range(2))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:
@@ -220,7 +219,7 @@ def check_memory_dtype(model) -> None:
 
 
 def tensor_parallel(rank, variant, folder):
-    """Through Transformers' plans: the ranks hold half of the heads each, and both read the whole batch."""
+    """Compares Transformers' tensor parallelism: each rank has half of the heads and reads the whole batch."""
     tied = variant in ("mac", "mal")
     reference = checkpoint(rank, folder, make_model(variant, tie_word_embeddings=tied))
     config = DistributedConfig(tp_size=WORLD_SIZE)
@@ -251,7 +250,7 @@ def tensor_parallel(rank, variant, folder):
 
 
 def tensor_parallel_settings(rank, variant, folder):
-    """Other configurations, a head of Transformers, and what cannot be shared."""
+    """Compares other configurations and a head of Transformers; heads that two ranks cannot share raise an error."""
     off = dict(memory_conv_kernel=1, memory_momentum=False, memory_forget=False, memory_depth=1)
     for i, changes in enumerate((off, dict(memory_depth=3, memory_num_heads=2, num_persistent_tokens=0))):
         reference = checkpoint(rank, f"{folder}-{i}", make_model(variant, num_hidden_layers=1, **changes)).train()

@@ -1,4 +1,4 @@
-"""The pages of the documentation, and how a test runs the commands that stand in them."""
+"""Pages of the documentation, their fenced blocks, and how tests run the commands in them."""
 
 import re
 import subprocess
@@ -24,7 +24,7 @@ class Block(NamedTuple):
 
 
 def blocks(*languages: str) -> list[Block]:
-    """The fenced blocks of all pages that are of one of the languages; all of them if none is given."""
+    """Returns the fenced blocks of all pages in one of the languages; all blocks if none is given."""
     return [
         Block(page, text[: match.start()].count("\n") + 1, match[1], match[2])
         for page in PAGES
@@ -46,7 +46,7 @@ def anchors(page: Path) -> set[str]:
 
 
 class Treatment(NamedTuple):
-    """What a test does with a command that matches `pattern`: run it with `options` after its own, or not, and why."""
+    """How a test treats commands that match `pattern`: run with `options` added, or not, for the reason `not_run`."""
 
     pattern: str
     options: str = ""
@@ -93,13 +93,13 @@ PROGRAMS = ("python", "titans-hf", "torchrun", "pip", "git", "make", "hf", "curl
 
 
 def treatment(command: str) -> Treatment | None:
-    """The first treatment whose pattern is that of the whole command."""
+    """Returns the first treatment whose pattern matches the whole command."""
     return next((known for known in TREATMENTS if re.fullmatch(known.pattern, command)), None)
 
 
 def run_bash(block: Block, folder: Path, programs: Path, environment: dict[str, str], timeout: float):
-    """Runs the block by bash in `folder`, where only the stand-ins of `programs` and a plain system are found
-    -> the finished process, and the commands that it called.
+    """Runs the block by bash in `folder` with only the stand-ins of `programs` and /usr/bin on PATH; returns the
+    finished process and the commands it called.
     """
     log = folder / "called.txt"
     log.write_text("")

@@ -1,6 +1,5 @@
-"""Stands in for a program that a page of the documentation calls: runs it with tiny options, or notes why it does not.
-
-Found under the program's own name on the PATH of `documentation.run_bash`. With DRY_RUN set, nothing is run.
+"""Stands in for a program that a page calls: runs it with tiny options, or records why it is not run. It has the
+program's name on the PATH of `documentation.run_bash`; with DRY_RUN set, nothing is run.
 """
 
 import os

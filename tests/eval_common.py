@@ -1,4 +1,4 @@
-"""What the tests of eval/ share: a small data folder in the files' own formats, and a model that answers by rule."""
+"""A small data folder in the published formats, and a model with rule-based answers, for the tests of eval/."""
 
 import bz2
 import hashlib
@@ -26,7 +26,7 @@ def _jsonl(path: Path, rows: list[dict]) -> None:
 
 
 def make_data(folder: Path) -> Path:
-    """A folder like ../shared/data with an item or three of everything."""
+    """Writes a data folder with one to three items of every data set; returns it."""
     for name in ("piqa", "hellaswag", "arc", "winogrande/winogrande_xl/validation", "boolq/validation"):
         (folder / "commonsense" / name).mkdir(parents=True)
     for name in ("lambada", "wikitext/wikitext-2", "babi/en-10k", "books/test"):
@@ -85,7 +85,7 @@ def _arrow(folder: Path, rows: list[dict]) -> None:
 
 
 class RuleLM(LM):
-    """Log-likelihoods drawn from a hash of the texts; generates the needle of every second prompt."""
+    """Returns log-likelihoods from a hash of the texts, and the needle of every second prompt."""
 
     def _draw(self, *texts: str) -> float:
         return -int(hashlib.sha256("\0".join(texts).encode()).hexdigest()[:6], 16) / 1e5

@@ -1,4 +1,4 @@
-"""Runs scripts/train.py as `accelerate launch` started it, with FSDP on CPU too, where Accelerate takes DDP instead."""
+"""Runs scripts/train.py under `accelerate launch` with FSDP on CPU, where Accelerate would use DDP instead."""
 
 import os
 import sys

@@ -1,5 +1,5 @@
-"""Runs scripts/read.py once for every command line (JSON) on standard input, in a forked process that need not import
-anything: prints the process's id, and when it has ended its exit code.
+"""Runs scripts/read.py once per command line (JSON) on standard input, in a fork that need not import anything; prints
+the process's id, and its exit code at the end.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""What tests/test_remote_code.py does with checkpoints where titans_hf is not installed: every check gets a folder with
-`<variant>`, `heads-<class>` and `<variant>.pt` (what the package itself says to the same ids).
+"""Checks of tests/test_remote_code.py where titans_hf is not installed. Each gets a folder with `<variant>`,
+`heads-<class>` and `<variant>.pt` (the package's own outputs).
 """
 
 import importlib.util
@@ -48,7 +48,7 @@ def same_tokens(folder: Path) -> None:
 
 
 def from_the_hub(folder: Path) -> None:
-    """As downloaded: one file at a time, in a folder named by its commit."""
+    """A checkpoint in the Hub's cache, in a folder named by its commit, loads and saves with its code."""
     for variant in VARIANTS:
         cached, commit = Path(HF_HUB_CACHE) / f"models--someone--{variant}", 40 * "a"
         shutil.copytree(folder / variant, cached / "snapshots" / commit)
@@ -63,7 +63,7 @@ def from_the_hub(folder: Path) -> None:
 
 
 def trainer_step(folder: Path) -> None:
-    """A step, whose checkpoint is one that loads here too."""
+    """The checkpoint of a training step loads without the package."""
     model = AutoModelForCausalLM.from_pretrained(folder / "mag", **TRUST)
     rows = [{"input_ids": row, "labels": row} for row in torch.load(folder / "mag.pt")["ids"]]
     args = TrainingArguments(folder / "trained", max_steps=1, save_steps=1, report_to="none", use_cpu=True)
@@ -97,7 +97,7 @@ def lm_eval(folder: Path) -> None:
 
 
 def heads(folder: Path) -> None:
-    """Heads that were saved, and new ones on a language model."""
+    """Saved heads, and new ones on a language model, load as their classes with the same outputs."""
     ids = torch.load(folder / "mag.pt")["ids"]
     for name in ("SequenceClassification", "TokenClassification", "QuestionAnswering"):
         auto_class = getattr(transformers, f"AutoModelFor{name}")
@@ -109,7 +109,7 @@ def heads(folder: Path) -> None:
 
 
 def saved_again(folder: Path) -> None:
-    """The code goes on with the model, from hand to hand; a config alone has it too."""
+    """Saving a loaded model, body or config keeps its code."""
     model = AutoModelForCausalLM.from_pretrained(folder / "mag", **TRUST)
     AutoConfig.from_pretrained(folder / "config", **TRUST).save_pretrained(folder / "config again")
     config = AutoConfig.from_pretrained(folder / "config again", **TRUST)
@@ -147,7 +147,7 @@ CHECKS = (
 
 
 def main(folder: Path) -> None:
-    """Writes to `results.json` what went wrong in each check, "" for nothing."""
+    """Writes to `results.json` the traceback of each check, "" where it passed."""
     assert importlib.util.find_spec("titans_hf") is None
     torch.set_num_threads(1)
     results = {}

@@ -1,4 +1,4 @@
-"""scripts/configs/accelerate: training launched as docs/train.md says, on two processes, equals training on one."""
+"""scripts/configs/accelerate: training launched on two processes as in docs/train.md equals training on one."""
 
 import json
 import os
@@ -51,8 +51,8 @@ def wait(processes: list[subprocess.Popen], folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_processes_train_like_one(start, tmp_path):
-    """DDP on two machines of a process each, and FSDP2 on two processes: else a launched run trains something else,
-    its processes know nothing of each other, or it saves a part of the weights.
+    """Training by DDP on two machines of one process each, and by FSDP2 on two processes, saves the weights of one
+    process. Otherwise a launched run trains another model, or saves a part of its weights.
     """
     wait([start(["titans_hf", "train"], "alone", 4)], tmp_path)
     with socket.socket() as probe:

@@ -19,7 +19,7 @@ def nine_tokens_read(model) -> TitansCache:
 
 
 def refuse(model, name: str, cache: TitansCache | None = None, **arguments) -> None:
-    """The call raises a ValueError that mentions `name`, and the cache is what it was, and still of use."""
+    """Asserts that the call raises a ValueError that matches `name` and leaves the cache as it was."""
     if cache is None:
         cache = arguments["past_key_values"] = copy.deepcopy(nine_tokens_read(model))
     kept = copy.deepcopy(tensors(cache)) if isinstance(cache, TitansCache) else None
@@ -34,7 +34,9 @@ def refuse(model, name: str, cache: TitansCache | None = None, **arguments) -> N
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_refused_calls_leave_the_cache_alone(variant):
-    """Else one bad call spoils a conversation: after refusing, it goes on as if nothing had happened."""
+    """After refused calls a cache gives the same logits as without them: otherwise one bad call spoils a
+    conversation.
+    """
     model, ids = shared_model(variant), make_ids(2, 15)
     cache = read(model, ids[:, :9])[1]
     for arguments in (
@@ -50,6 +52,7 @@ def test_refused_calls_leave_the_cache_alone(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_tokens(variant):
+    """Inputs of length 0 raise an error that names the argument: otherwise a layer's own error is shown, or none."""
     model = shared_model(variant)
     refuse(model, "input_ids", input_ids=IDS[:, :0])
     refuse(model, "inputs_embeds", inputs_embeds=torch.zeros(2, 0, 32, dtype=torch.float64))
@@ -58,6 +61,7 @@ def test_no_tokens(variant):
 @pytest.mark.parametrize("bad", [-1, -100, 50, 1000])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_ids_without_an_embedding(variant, bad):
+    """Ids below 0 or beyond the vocabulary raise an error: otherwise it is an index error that names no argument."""
     ids = IDS.clone()
     ids[1, 4] = bad
     refuse(shared_model(variant), "input_ids", input_ids=ids)
@@ -69,13 +73,13 @@ def test_ids_without_an_embedding(variant, bad):
 )
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_masks_of_the_wrong_shape(variant, shape):
-    """(2, 6) and (2, 9 + 6) would be right."""
+    """Masks other than (2, 6) or (2, 9 + 6) raise an error: otherwise padding is applied to the wrong tokens."""
     refuse(shared_model(variant), "attention_mask", input_ids=IDS, attention_mask=torch.ones(shape))
 
 
 @pytest.mark.parametrize("value", [float("-inf"), float("nan"), 0.5, -1.0, 2, -1])
 def test_masks_of_other_values(value):
-    """A mask has 1 at tokens and 0 at padding: else an additive one is read with tokens and padding exchanged."""
+    """A mask has 1 at tokens and 0 at padding: otherwise an additive mask would exchange tokens and padding."""
     for at in (0, 5):
         mask = torch.ones(2, 6, dtype=torch.tensor(value).dtype)
         mask[1, at] = value
@@ -86,7 +90,9 @@ def test_masks_of_other_values(value):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_inputs_of_other_shapes_and_dtypes(variant):
-    """Inputs are (B, T) ids or (B, T, hidden) with a row at least: else a layer's error is shown, or none."""
+    """Inputs must be (B, T) integer ids or (B, T, hidden) embeddings with B > 0: otherwise a layer's own error is
+    shown, or none.
+    """
     model = shared_model(variant)
     for ids in (IDS[0], IDS[None]):
         refuse(model, r"`input_ids` must be \(B, T\), but is", input_ids=ids)
@@ -103,7 +109,9 @@ def test_inputs_of_other_shapes_and_dtypes(variant):
 
 @pytest.mark.parametrize("pad_token_id", [-1, 50, 1000])
 def test_a_padding_token_without_an_embedding(pad_token_id):
-    """Else the error is an assertion of torch's that does not name it, or the last embedding is zeroed."""
+    """A `pad_token_id` outside the vocabulary raises an error: otherwise PyTorch's assertion does not name it, or -1
+    zeroes the last embedding.
+    """
     with pytest.raises(ValueError, match="`pad_token_id` must be None or from 0 to 49"):
         make_model("lmm", pad_token_id=pad_token_id)
     make_model("lmm", pad_token_id=49)
@@ -111,6 +119,7 @@ def test_a_padding_token_without_an_embedding(pad_token_id):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_both_or_neither_input(variant):
+    """Exactly one of `input_ids` and `inputs_embeds` is required: otherwise one of them would be ignored silently."""
     model = shared_model(variant)
     embeds = model.model.embed_tokens(IDS)
     for arguments in (dict(input_ids=IDS, inputs_embeds=embeds), {}):
@@ -137,12 +146,17 @@ def test_both_or_neither_input(variant):
 )
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_documents_that_make_no_sense(variant, argument, value):
-    """Else documents packed into one row read each other's memory."""
+    """Inconsistent `position_ids`, `seq_idx` and `cu_seq_lens_q` raise an error: otherwise documents packed into one
+    row would read each other's memory.
+    """
     refuse(shared_model(variant), argument, input_ids=IDS, **{argument: torch.tensor(value)})
 
 
 @pytest.mark.parametrize("value", [[], [[0, 6]], [0, 3], [1, 6], [0, 4, 3, 6], [0, 3, 7]], ids=str)
 def test_cumulative_lengths_that_make_no_sense(value):
+    """`cu_seq_lens_q` must rise from 0 to the length of the row: otherwise documents would be separated at wrong
+    tokens.
+    """
     refuse_row = dict(input_ids=IDS[:1], cu_seq_lens_q=torch.tensor(value, dtype=torch.int32))
     with pytest.raises(ValueError, match="cu_seq_lens_q"):
         shared_model("mag")(**refuse_row)
@@ -151,6 +165,7 @@ def test_cumulative_lengths_that_make_no_sense(value):
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_cache_of_another_batch_size(variant, batch_size):
+    """A cache of another batch size raises an error: otherwise rows would be broadcast against other rows' memories."""
     refuse(shared_model(variant), "past_key_values", input_ids=make_ids(batch_size, 4))
     refuse(shared_model(variant), "past_key_values", input_ids=make_ids(batch_size, 1))
 
@@ -158,6 +173,9 @@ def test_cache_of_another_batch_size(variant, batch_size):
 @pytest.mark.parametrize("other", VARIANTS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_cache_of_another_variant(variant, other):
+    """A cache of another variant, read or reset, raises an error: otherwise its states would be used as this
+    variant's.
+    """
     if variant == other:
         return
     cache = read(make_model(other), make_ids(2, 9))[1]
@@ -192,7 +210,9 @@ MATTERS = {
 @pytest.mark.parametrize("swap", [False, True])
 @pytest.mark.parametrize("variant,name", [(v, n) for v in VARIANTS for n in sorted(MATTERS[v])])
 def test_cache_of_a_model_of_other_sizes(variant, name, swap):
-    """Else the numbers of one model are read as those of another: the sizes differ in one field."""
+    """A cache of a model that differs in one size raises an error: otherwise its tensors would be used as those of this
+    model.
+    """
     changes = {name: SIZES_THAT_SHOW[name]}
     if name == "num_attention_heads":
         changes |= dict(head_dim=4, num_key_value_heads=4)
@@ -206,6 +226,9 @@ def test_cache_of_a_model_of_other_sizes(variant, name, swap):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_cache_of_another_kind(variant):
+    """A cache of another class raises an error that names `past_key_values`: otherwise the memory would be lost
+    silently.
+    """
     model = shared_model(variant)
     cache = DynamicCache()
     refuse(model, "past_key_values", cache, input_ids=IDS, past_key_values=cache)

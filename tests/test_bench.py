@@ -1,4 +1,4 @@
-"""scripts/bench.py: each benchmark measures what it says, checks it first, and keeps what it has measured."""
+"""scripts/bench.py: each benchmark measures what its table names, checks results before timing, and saves its rows."""
 
 import json
 
@@ -19,7 +19,9 @@ def run(tmp_path, *arguments):
 
 
 def test_the_peak_of_memory():
-    """Counted is the peak during the call: else memory freed before, or left at the end, is measured."""
+    """`peak_bytes` is the peak during the call alone: otherwise memory freed before it, or the result's, would be
+    reported.
+    """
     cpu = torch.device("cpu")
     freed = torch.ones(20_000_000)
     del freed
@@ -34,11 +36,15 @@ def test_the_peak_of_memory():
 
 
 def test_work_that_ends_its_process_is_an_error():
+    """A measurement whose process fails raises RuntimeError: otherwise the benchmark would report a peak of failed
+    work.
+    """
     with pytest.raises(RuntimeError, match="ended without an answer"):
         measure.peak_bytes(lambda: 1 / 0, torch.device("cpu"))
 
 
 def test_what_is_wrong_is_not_timed(monkeypatch):
+    """A wrong memory output stops the benchmark before timing: otherwise it would report the speed of wrong results."""
     wrong = memory_alone.memorize
     monkeypatch.setattr(memory_alone, "memorize", lambda *args, **kw: wrong(*args, **kw | {"chunk_size": 32}))
     with pytest.raises(AssertionError, match="chunk 64, depth 2: the output is off by"):
@@ -46,7 +52,9 @@ def test_what_is_wrong_is_not_timed(monkeypatch):
 
 
 def test_the_floor_counts_every_product():
-    """Of one layer, two heads' worth: what `memory_chunk` multiplies, counted by hand."""
+    """`Products.multiply_adds` equals a count by hand for one layer of BATCH x HEADS memories: otherwise the reported
+    lower bound of the time is wrong.
+    """
     chunk, size = 16, memory_alone.HEAD_DIM
     by_hand = 6 * chunk * size * size + 2 * chunk * chunk * size + chunk**3
     assert (
@@ -56,6 +64,7 @@ def test_the_floor_counts_every_product():
 
 
 def test_models_are_of_equal_size():
+    """Every compared model is within 6 % of the nominal size: otherwise speeds of unequal models would be compared."""
     for size, expected in comparable_models.PARAMETERS.items():
         for name in comparable_models.NAMES:
             assert (
@@ -65,11 +74,15 @@ def test_models_are_of_equal_size():
 
 
 def test_tables_show_what_is_missing():
+    """A value that a row lacks is shown as a dash: otherwise it would read as 0 or shift the columns."""
     rows = [{"model": "a", "tokens": 1024, "speed": 1234.5}, {"model": "b", "tokens": 5, "share": 0.12345}]
     assert table_and_plot.table(rows).splitlines()[2:] == ["| a | 1,024 | 1,234 | – |", "| b | 5 | – | 0.123 |"]
 
 
 def test_memory(tmp_path):
+    """The memory benchmark reports each length, its time relative to the bare products, and a peak that grows with the
+    length: otherwise docs/results.md would be wrong.
+    """
     rows = run(tmp_path, "memory", "--lengths", "64", "200", "--chunks", "64")
     assert [row["tokens"] for row in rows] == [64, 200]
     assert all(0 < row["forward of products"] < 2 for row in rows)
@@ -78,6 +91,9 @@ def test_memory(tmp_path):
 
 @pytest.mark.slow
 def test_models(tmp_path):
+    """The model benchmark reports all models and lengths, and the one without memory is smaller: otherwise
+    docs/results.md would be wrong.
+    """
     rows = run(tmp_path, "models", "--lengths", "64", "128", "--models", "mag", "mamba2", "without memory")
     assert [row["model"] for row in rows] == ["mag"] * 2 + ["mamba2"] * 2 + ["without memory"] * 2
     assert rows[4]["parameters"] < 0.8 * rows[0]["parameters"]
@@ -85,6 +101,9 @@ def test_models(tmp_path):
 
 @pytest.mark.slow
 def test_decoding(tmp_path):
+    """The reported cache of LMM keeps its size as the context grows, and Llama's doubles with it: otherwise
+    docs/results.md would be wrong.
+    """
     rows = run(
         tmp_path, "decode", "--size", "tiny", "--contexts", "256", "512", "--steps", "2", "--models", "lmm", "llama"
     )
@@ -94,6 +113,9 @@ def test_decoding(tmp_path):
 
 @pytest.mark.slow
 def test_a_long_prompt(tmp_path):
+    """The prompt benchmark reports every --every tokens and the end, and a folder without texts raises an error:
+    otherwise docs/results.md would be wrong.
+    """
     (tmp_path / "a.txt").write_text("x" * 700)
     options = ("--text", str(tmp_path), "--tokens", "2000", "--piece", "256", "--every", "1000")
     rows = run(tmp_path / "out", "prompt", *options)
@@ -103,6 +125,7 @@ def test_a_long_prompt(tmp_path):
 
 
 def test_bytes_of_a_cache():
+    """`num_bytes` counts the keys and values of a DynamicCache: otherwise caches would be compared by wrong sizes."""
     cache = DynamicCache()
     cache.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), layer_idx=0)
     assert decode.num_bytes(cache) == 2 * 24 * 4

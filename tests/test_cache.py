@@ -1,4 +1,4 @@
-"""The cache: one size, always learning, and what a batch does to it."""
+"""The cache: its constant size, learning at every token, operations on its rows, and merging."""
 
 import copy
 import pickle
@@ -21,14 +21,16 @@ from titans_hf import TitansCache
 
 
 def storage_bytes(cache: TitansCache) -> int:
-    """What the cache keeps alive: a small view keeps the whole tensor that it looks into."""
+    """Returns the bytes of all storages that the cache's tensors refer to: a view keeps its whole storage allocated."""
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors(cache)}
     return sum(storages.values())
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_size_does_not_grow(variant):
-    """Else long contexts cost memory: the bytes of the cache, and those that it keeps alive behind its tensors."""
+    """The cache and the storages of its tensors have the same size after 200 and 2,000 tokens: otherwise long contexts
+    would need more memory.
+    """
     model = make_model(variant, dtype=torch.float32, memory_chunk_size=32, segment_length=32)
     short, long = (read(model, make_ids(1, length))[1] for length in (200, 2000))
     assert short.num_bytes == long.num_bytes == sum(x.numel() * x.element_size() for x in tensors(long)) > 10_000
@@ -41,6 +43,7 @@ def test_size_does_not_grow(variant):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_size_at_20_000_tokens(variant):
+    """The cache after 20,000 tokens has the size of that after 200: otherwise long contexts would need more memory."""
     model = make_model(variant, dtype=torch.float32)
     long, cache = make_ids(1, 20_000), TitansCache(model.config)
     read(model, long[:, :200], None, cache)
@@ -51,13 +54,16 @@ def test_size_at_20_000_tokens(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_size_is_per_row(variant):
+    """The size of a cache is proportional to its rows: otherwise rows would share states or keep unused ones."""
     model = shared_model(variant)
     assert read(model, make_ids(3, 9))[1].num_bytes == 3 * read(model, make_ids(1, 9))[1].num_bytes
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_token_is_learned(variant):
-    """Else the memory stands still while it decodes: each token changes the weights and momentum of every head."""
+    """Every decoded token changes the weights and momentum of every head: otherwise the memory would not learn while
+    generating.
+    """
     model, cache = shared_model(variant), TitansCache(shared_model(variant).config)
     read(model, make_ids(2, 9), None, cache)
     for token in make_ids(2, 10, seed=3).split(1, 1):
@@ -72,7 +78,9 @@ def test_every_token_is_learned(variant):
 @pytest.mark.parametrize("forget", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_nothing_is_learned_at_rate_zero(variant, forget):
-    """Else something other than the inner learning rate writes, or a memory that learns nothing forgets."""
+    """With memory_max_lr = 0 the weights stay the initial ones and the momentum 0: otherwise the memory changes or
+    decays without an update.
+    """
     model = make_model(variant, memory_max_lr=0.0, memory_forget=forget)
     cache = TitansCache(model.config)
     for sizes in ([13], [1] * 5):
@@ -86,7 +94,9 @@ def test_nothing_is_learned_at_rate_zero(variant, forget):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_learning_can_be_stopped_later(variant):
-    """Else momentum from before the stop goes on writing, or the memory fades."""
+    """Setting memory_max_lr to 0 after reading keeps the weights as they are: otherwise the momentum or the forget gate
+    would still change them.
+    """
     model, cache = make_model(variant), TitansCache(shared_model(variant).config)
     read(model, make_ids(2, 13), None, cache)
     before = [layer.state.memory.weights for layer in cache.layers]
@@ -98,7 +108,9 @@ def test_learning_can_be_stopped_later(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_batch_operations(variant):
-    """Else beams, and rows that are taken out, repeated or reordered, mix up their memories."""
+    """Reordering, selecting and repeating rows of a cache gives the logits of rows read in that order: otherwise beams
+    would use each other's memories.
+    """
     model, ids, more = shared_model(variant), make_ids(3, 21), make_ids(5, 8, seed=1)
     index = torch.tensor([2, 0, 0])
     operations = {
@@ -120,7 +132,9 @@ def test_batch_operations(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_reset_forgets_everything(variant):
-    """Else a cache that is used again remembers, or starts from zeros instead of the learned memory."""
+    """A cache that was reset gives the logits of a new one: otherwise it keeps earlier tokens, or starts from zeros
+    instead of the learned initial weights.
+    """
     model, ids = shared_model(variant), make_ids(2, 21)
     cache = read(model, make_ids(2, 30, seed=8))[1]
     cache.reset()
@@ -131,7 +145,9 @@ def test_reset_forgets_everything(variant):
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, lambda cache: pickle.loads(pickle.dumps(cache))])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_copy_is_a_branch(variant, duplicate):
-    """Else one prompt cannot be answered twice from one cache: reading on with a copy must leave the original alone."""
+    """Reading on with a copy of a cache leaves the original unchanged: otherwise one prompt could not be continued
+    twice.
+    """
     model, ids = shared_model(variant), make_ids(2, 21)
     cache = read(model, ids)[1]
     kept = copy.deepcopy(tensors(cache))
@@ -146,6 +162,7 @@ def test_a_copy_is_a_branch(variant, duplicate):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_offload_and_prefetch_keep_the_state(variant):
+    """Offloading a cache and fetching it again keeps the logits: otherwise an offloaded memory would be lost."""
     model, ids = shared_model(variant), make_ids(2, 30)
     cache = read(model, ids[:, :17])[1]
     for layer in cache.layers:
@@ -156,8 +173,9 @@ def test_offload_and_prefetch_keep_the_state(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_rows_can_be_reset(variant):
-    """Else a row whose document has ended cannot begin the next one while the others read on: by a step, a call that
-    begins with padding, or one that crosses everything, also after reordering."""
+    """Reset rows have a new document's logits while others read on, in calls of any size, with padding and after
+    reordering: otherwise a batch could not start documents at different times.
+    """
     model, ids, more = shared_model(variant), make_ids(3, 21), make_ids(3, 20, seed=1)
     mask = torch.ones(3, 20, dtype=torch.long)
     mask[0, :2] = mask[1, :3] = 0
@@ -179,7 +197,9 @@ def test_rows_can_be_reset(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_lengths_count_columns(variant):
-    """Else generation cuts its input at the wrong place; all variants answer, though none has a growing part."""
+    """get_seq_length() and get_mask_sizes() count all columns that were read, in every layer: otherwise generate()
+    would cut its input at the wrong token.
+    """
     model, cache = shared_model(variant), TitansCache(shared_model(variant).config)
     assert cache.get_seq_length() == 0 and len(cache) == 2 and not cache.is_initialized
     for sizes, total in (([7], 7), ([1, 1], 9), ([30], 39)):
@@ -191,14 +211,18 @@ def test_lengths_count_columns(variant):
 
 
 def test_update_is_refused():
-    """Else an attention layer of another model writes keys into it and they are lost."""
+    """update() raises NotImplementedError: otherwise an attention layer of another model would write keys that nothing
+    reads.
+    """
     with pytest.raises(NotImplementedError, match="TitansCache"):
         TitansCache(shared_model("mag").config).update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), 0)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_state_is_float32_at_least(variant):
-    """Else thousands of small updates vanish in the rounding of a half-precision state."""
+    """The memory's states are float32 or wider for every model dtype: otherwise small updates would be lost to rounding
+    in half precision.
+    """
     for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float64,) * 2):
         cache = read(make_model(variant, dtype=dtype), make_ids(1, 20), [9, 1, 10])[1]
         for layer in cache.layers:
@@ -209,7 +233,9 @@ def test_state_is_float32_at_least(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_use_cache_makes_one(variant):
-    """Else `use_cache` is not what it is elsewhere in Transformers."""
+    """`use_cache` and `past_key_values` decide which cache is returned, as in every Transformers model: otherwise
+    standard code would get none, or a new one.
+    """
     model, ids = shared_model(variant), make_ids(1, 9)
     with torch.no_grad():
         assert isinstance(model(ids).past_key_values, TitansCache)  # config.use_cache
@@ -220,7 +246,9 @@ def test_use_cache_makes_one(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_merging_lies_between(variant):
-    """Else a merged memory is not the mean, something of it stays behind, or the other one changes."""
+    """merge() interpolates weights, momentum and anchors alone and leaves the other cache unchanged: otherwise a merged
+    memory would not be the mean of its sources.
+    """
     model = shared_model(variant)
     cache, other = read(model, make_ids(2, 21))[1], read(model, make_ids(2, 34, seed=1))[1]
     ours, theirs = copy.deepcopy(cache), copy.deepcopy(other)
@@ -246,7 +274,9 @@ def test_merging_lies_between(variant):
 
 
 def test_one_memory_is_merged_into_many():
-    """Else what one row has read cannot be given to all."""
+    """A cache of one row merges into every row of another: otherwise one document's memory could not be given to a
+    batch.
+    """
     model = shared_model("mag")
     cache, other = read(model, make_ids(3, 21))[1], read(model, make_ids(1, 9, seed=1))[1]
     before = copy.copy(cache)
@@ -256,7 +286,9 @@ def test_one_memory_is_merged_into_many():
 
 
 def test_what_cannot_be_merged():
-    """Else a merge is silently of something else."""
+    """Merging with a wrong weight, model, batch size, empty cache or recorded columns raises an error: otherwise the
+    result would be of other memories.
+    """
     model, ids = shared_model("mag"), make_ids(2, 21)
     cache = read(model, ids)[1]
     with pytest.raises(ValueError, match=r"`weight` must be from 0 to 1, but is 1\.5"):
@@ -278,7 +310,9 @@ def test_what_cannot_be_merged():
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_prompt_after_what_was_read(variant):
-    """Else `generate()` needs all that was ever read, or a mask as long; or takes a prompt for a part of it."""
+    """After start_prompt() generate() takes the prompt and its mask alone, padded or not: otherwise it would need all
+    tokens read before, or skip a part of the prompt.
+    """
     model, ids, prompt = shared_model(variant), make_ids(2, 21), make_ids(2, 7, seed=1)
     options = dict(max_new_tokens=9, do_sample=False, pad_token_id=0)
     whole = model.generate(torch.cat([ids, prompt], dim=1), **options)

@@ -24,7 +24,7 @@ BLOCK = 9  # no multiple of the chunk (4) or the segment (8), and shorter than t
 
 
 def make_stream() -> torch.Tensor:
-    """Documents shorter than a block and of several, which begin at blocks and within."""
+    """Returns documents shorter and longer than a block, which start at block boundaries and within blocks."""
     documents = [make_ids(length, seed=length) % 48 + 2 for length in (35, 3, 0, 13, 26, 1, 7, 40)]
     return torch.cat([torch.cat([document, torch.tensor([EOS])]) for document in documents])
 
@@ -70,7 +70,9 @@ def naive_losses(model, batches: ContiguousBatches):
 @pytest.mark.parametrize("num_rows,accumulated", [(3, 1), (2, 2)])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_training_is_truncated_backpropagation(variant, num_rows, accumulated, tmp_path):
-    """Losses and gradients equal a naive loop: else memories mix, or gradients leave their block."""
+    """Losses and gradients equal a naive loop: otherwise documents share memories, or gradients cross block
+    boundaries.
+    """
     trainer = make_trainer(make_model(variant), tmp_path, num_rows, gradient_accumulation_steps=accumulated)
     trainer.train()
     model, data = make_model(variant).train(), trainer.train_dataset
@@ -92,7 +94,9 @@ def test_training_is_truncated_backpropagation(variant, num_rows, accumulated, t
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_evaluation_reads_whole_documents(variant, tmp_path):
-    """Evaluation carries a cache of its own: else it scores blocks alone, or changes the cache of the training."""
+    """Evaluation uses a cache of its own: otherwise it scores blocks without their context, or changes the training's
+    cache.
+    """
     trainer = make_trainer(make_model(variant), tmp_path, 1)
     model, stream = trainer.model, make_stream()
     trainer.caches[True] = carried = TitansCache(model.config)
@@ -108,7 +112,7 @@ def test_evaluation_reads_whole_documents(variant, tmp_path):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_resumed_run_is_bit_identical(options, tmp_path, monkeypatch, variant):
-    """A checkpoint holds the memory: else a run resumed within a document starts with an empty one."""
+    """A run resumed within a document equals an uninterrupted one: otherwise it would continue with an empty memory."""
     config, common = TITANS | {"variant": variant}, dict(carry_memory="true", tokens_per_step=64, block_length=16)
     common |= dict(eval_steps=4)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -125,7 +129,9 @@ def test_resumed_run_is_bit_identical(options, tmp_path, monkeypatch, variant):
 
 
 def test_resuming_with_other_rows_is_refused(options, tmp_path):
-    """Resuming with another batch size must fail: rows would inherit other documents' memory."""
+    """Resuming with another batch size, or from a checkpoint without memory, must fail: rows would inherit other
+    documents' memory.
+    """
     common = dict(carry_memory="true", tokens_per_step=None, gradient_accumulation_steps=1, max_steps=4)
     train.main(options(TITANS, **common))
     common |= dict(max_steps=8, resume_from_checkpoint="true")
@@ -137,7 +143,9 @@ def test_resuming_with_other_rows_is_refused(options, tmp_path):
 
 
 def test_batches_of_another_size_are_refused(tmp_path):
-    """A batch of another size is refused: else documents are mixed up."""
+    """A batch of another size than the data's rows raises an error: otherwise rows would inherit other documents'
+    memory.
+    """
     trainer = make_trainer(make_model("lmm"), tmp_path, 2, per_device_train_batch_size=3)
     with pytest.raises(ValueError, match="3 rows in each of 1 processes"):
         trainer.train()
@@ -156,7 +164,9 @@ def test_batches_of_another_size_are_refused(tmp_path):
     ],
 )
 def test_what_cannot_be_combined_is_refused(options, tmp_path, model, changes, message):
-    """Options that shuffle or skip blocks are refused: else documents lose their order silently."""
+    """Options that shuffle or skip blocks are refused with --carry_memory: otherwise documents would lose their order
+    silently.
+    """
     with pytest.raises(ValueError, match=f"--carry_memory cannot be combined with .*{message}"):
         train.main(options(model, carry_memory="true", **changes))
     assert not (tmp_path / "out").exists()
@@ -164,7 +174,7 @@ def test_what_cannot_be_combined_is_refused(options, tmp_path, model, changes, m
 
 @pytest.mark.slow
 def test_two_processes_train_like_one(options, tmp_path, monkeypatch):
-    """Two processes share the rows of one batch: else each distributes the documents by itself."""
+    """Two processes share the rows of one batch: otherwise each would distribute the documents by itself."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     common = dict(carry_memory="true", gradient_accumulation_steps=1, block_length=16, tokens_per_step=None)
@@ -182,7 +192,7 @@ def test_two_processes_train_like_one(options, tmp_path, monkeypatch):
 @pytest.mark.parametrize("carry", [True, False])
 @pytest.mark.parametrize("variant,initializer_range", [("mac", 0.2), ("mag", 0.05), ("mal", 0.2), ("lmm", 0.05)])
 def test_a_needle_two_blocks_away(options, tmp_path, variant, initializer_range, carry):
-    """A value from an earlier block is learnt only with --carry_memory: else the option has no effect."""
+    """A value from an earlier block is learnt only with --carry_memory: otherwise the option would have no effect."""
     needles = ["ABCDEFGH"[i] for i in torch.randint(8, (512,), generator=torch.Generator().manual_seed(0))]
     # blocks of 8: the needle, nothing, and the needle again; the last one ends with eos
     documents = [f"={needle}......" + "........" + f"={needle}....." for needle in needles]

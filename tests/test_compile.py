@@ -34,7 +34,9 @@ def forget_compiled_code():
 
 
 def read_rows_out_of_step(variant):
-    """A model, and what it has read: 21 tokens in one row and 10 in the other."""
+    """Returns a model and a cache with 21 tokens in one row and 10 in the other, so that their chunks differ in
+    phase.
+    """
     model, (ids, mask) = shared_model(variant), left_pad([make_ids(21, seed=1), make_ids(10, seed=2)])
     cache = TitansCache(model.config)
     with torch.no_grad():
@@ -44,7 +46,9 @@ def read_rows_out_of_step(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_decoding_step_is_one_graph_compiled_once(variant):
-    """Else decoding compiles again and again as the context grows, or breaks into many graphs; rows out of step."""
+    """A compiled step is one graph, compiled at most twice, with the same logits: otherwise decoding would be
+    recompiled as the context grows.
+    """
     model, cache = read_rows_out_of_step(variant)
     later = make_ids(2, 30, seed=3)
     with torch.no_grad():
@@ -60,7 +64,9 @@ def test_a_decoding_step_is_one_graph_compiled_once(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_generate_compiles_the_step(variant):
-    """Else `cache_implementation="static"` compiles nothing, or a step that depends on the context's length."""
+    """`cache_implementation="static"` compiles one step for all lengths, with the same tokens: otherwise it compiles
+    nothing, or at every token.
+    """
     model, (ids, mask) = make_model(variant), left_pad([make_ids(19, seed=1), make_ids(6, seed=2)])
     settings = dict(attention_mask=mask, max_new_tokens=25, do_sample=False, pad_token_id=0)
     expected = model.generate(ids, **settings)
@@ -73,7 +79,9 @@ def test_generate_compiles_the_step(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_step_with_a_growing_mask(variant):
-    """Else a user's compiled loop, with the mask of all columns, is wrong at padding or compiles for every length."""
+    """A compiled step with the mask of all columns gives the plain logits: otherwise it would be wrong at padding, or
+    recompile for every length.
+    """
     model, ids = shared_model(variant), make_ids(3, 40)
     mask = torch.rand(3, 40, generator=torch.Generator().manual_seed(0)) < 0.7
     mask[:, 9] = True
@@ -96,7 +104,9 @@ def test_a_step_with_a_growing_mask(variant):
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_training_forward(variant, padded):
-    """Else a compiled Trainer learns something else: loss and gradients, whole rows or padded ones."""
+    """Loss and gradients of the compiled model equal the plain ones, padded or not: otherwise a compiled Trainer would
+    train another model.
+    """
     model, plain = (make_model(variant, num_hidden_layers=1).train() for _ in range(2))
     ids, mask = left_pad([make_ids(18, seed=1), make_ids(11, seed=2)])
     labels = ids.masked_fill(mask == 0, -100)
@@ -113,7 +123,9 @@ def test_training_forward(variant, padded):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_compiled_piece_goes_on_from_the_cache(variant):
-    """Else prefill in pieces cannot be compiled: rows anywhere in their chunk, segment and window."""
+    """A compiled call of several tokens gives the plain logits from any cache: otherwise chunked prefill could not be
+    compiled.
+    """
     model, cache = read_rows_out_of_step(variant)
     later = make_ids(2, 22, seed=3)
     with torch.no_grad():
@@ -124,7 +136,7 @@ def test_a_compiled_piece_goes_on_from_the_cache(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_packed_documents_are_refused_when_compiled(variant):
-    """Else a compiled call lets packed documents read each other."""
+    """Packed documents raise an error when compiled: otherwise they would read each other's memory."""
     model, ids = shared_model(variant), make_ids(1, 12)
     forward = torch.compile(model.forward, fullgraph=True, backend="eager")
     with torch.no_grad():
@@ -144,8 +156,8 @@ def losses_and_gradients(model, lengths):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_compiled_memory_compiles_no_length(variant, monkeypatch):
-    """Else what is compiled is something else, or every new length waits for a compiler: two graphs for two lengths, of
-    which a chunk is no divisor.
+    """compile_memory() keeps loss and gradients, and a new length adds no graph: otherwise every new length would wait
+    for the compiler.
     """
     model, lengths = make_model(variant), (21, 33)
     plain = losses_and_gradients(model, lengths)
@@ -162,7 +174,9 @@ def test_a_compiled_memory_compiles_no_length(variant, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_export(variant):
-    """Else the forward pass cannot be exported: the exported program gives the same logits, padded or not."""
+    """The exported program gives the same logits, padded or not: otherwise the forward pass could not be deployed by
+    torch.export.
+    """
     model, (ids, mask) = shared_model(variant), left_pad([make_ids(18, seed=1), make_ids(11, seed=2)])
     with torch.no_grad():
         for arguments in (dict(input_ids=ids), dict(input_ids=ids, attention_mask=mask)):
@@ -176,8 +190,8 @@ def test_export(variant):
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_export_of_the_decoding_step(variant, dynamic):
-    """Transformers' exporter captures a step with its cache, for one batch size or any: else a model can be exported
-    only without its memory. The program gives the logits and the states of the step.
+    """Transformers' exporter captures a step with its cache, for one batch size or any, with the same logits and
+    states: otherwise a model could be exported only without its memory.
     """
     model, cache = read_rows_out_of_step(variant)
     arguments = dict(input_ids=make_ids(2, 1, seed=3), past_key_values=cache, use_cache=True)

@@ -48,7 +48,9 @@ DEFAULTS = dict(
 
 
 def test_fields_and_defaults_are_frozen():
-    """A field that is added, renamed or gets another default breaks checkpoints that exist: do it knowingly."""
+    """The fields and their defaults are those listed here: otherwise a new default or name would change existing
+    checkpoints.
+    """
     declared = inspect.get_annotations(TitansConfig)
     assert list(declared) == list(DEFAULTS)
     found = {field.name: field.default for field in fields(TitansConfig) if field.name in declared}
@@ -59,7 +61,9 @@ def test_fields_and_defaults_are_frozen():
 
 
 def test_derived_defaults():
-    """Else a config that leaves sizes out gets others than documented."""
+    """Sizes left out are derived as documented, and given ones are kept: otherwise a short config would describe
+    another model.
+    """
     config = TitansConfig(hidden_size=48, num_attention_heads=6)
     assert (config.num_key_value_heads, config.head_dim, config.memory_num_heads) == (6, 8, 6)
     assert (config.memory_head_dim, config.rotary_dim) == (8, 4)
@@ -120,7 +124,9 @@ BAD_VALUES = [
 
 @pytest.mark.parametrize("name,value", BAD_VALUES, ids=lambda x: str(x))
 def test_a_bad_value_is_refused_by_name(name, value):
-    """Else a wrong value is found out late, far from its cause, or never."""
+    """A wrong value raises an error that names its field: otherwise it would fail late, far from its cause, or
+    never.
+    """
     with pytest.raises((ValueError, TypeError, StrictDataclassError), match=name):
         make_config("mag", **{name: value})
 
@@ -137,21 +143,25 @@ def test_a_bad_value_is_refused_by_name(name, value):
     ids=str,
 )
 def test_sizes_that_do_not_fit_are_refused_by_name(changes):
-    """Else a shape error deep in the model is all that one learns; both fields must be named."""
+    """Two sizes that contradict each other raise an error that names both: otherwise a user would see a shape error of
+    some layer.
+    """
     with pytest.raises((ValueError, StrictDataclassError)) as error:
         make_config(**{"variant": "mag", **changes})
     assert all(name in str(error.value) for name in list(changes)[-2:])
 
 
 def test_segment_length_matters_in_mac_only():
-    """Else settings that a variant never reads are refused."""
+    """Variants without segments accept any segment_length: otherwise settings that they never use would be refused."""
     for variant in ("mag", "mal", "lmm"):
         assert make_config(variant, segment_length=10).segment_length == 10
 
 
 @pytest.mark.parametrize("changes", [dict(hidden_size=30, num_attention_heads=4), dict(head_dim=7)], ids=str)
 def test_head_sizes_that_do_not_fit(changes):
-    """Else heads are cut short without a word: 30 / 4, or a rotary half that is odd."""
+    """A hidden size not divisible by the heads, or an odd rotary size, raises an error: otherwise heads would be
+    truncated silently.
+    """
     with pytest.raises((ValueError, StrictDataclassError), match=r"hidden_size|head_dim"):
         make_config("mag", **{**changes, "num_key_value_heads": None})
 
@@ -163,7 +173,9 @@ def test_head_sizes_that_do_not_fit(changes):
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_round_trip_through_json(variant, changes, tmp_path):
-    """Else a saved model loads with other settings: None in place of a value, for one."""
+    """A saved config loads with the same values, None included: otherwise a saved model would load with other
+    settings.
+    """
     config = make_config(variant, **changes)
     config.save_pretrained(tmp_path)
     loaded = AutoConfig.from_pretrained(tmp_path)
@@ -175,7 +187,7 @@ def test_round_trip_through_json(variant, changes, tmp_path):
 
 
 def test_configs_do_not_share_rope_parameters():
-    """Else changing one config changes another."""
+    """Each config has its own copy of rope_parameters: otherwise changing one config would change another."""
     given = {"rope_theta": 7.0}
     first, second = make_config("mag", rope_parameters=given), make_config("mag", rope_parameters=given)
     first.rope_parameters["rope_theta"] = 1.0
@@ -184,8 +196,8 @@ def test_configs_do_not_share_rope_parameters():
 
 
 def test_the_memory_alone_has_no_attention():
-    """A config of LMM is not refused over heads of attention, of which it has none: else sizes that the memory can have
-    are impossible. The other variants refuse them.
+    """LMM accepts attention sizes that the other variants refuse: otherwise sizes that its memory can have would be
+    impossible.
     """
     for sizes in (dict(hidden_size=30, num_attention_heads=10), dict(hidden_size=8, num_attention_heads=16)):
         sizes |= dict(memory_num_heads=2, num_key_value_heads=None)

@@ -1,4 +1,4 @@
-"""scripts/configs: every file loads, says no more than it must, and has the size that its name promises."""
+"""scripts/configs: every file loads, sets only what differs from the defaults, and has the size in its name."""
 
 import json
 from dataclasses import fields
@@ -26,11 +26,13 @@ def load(name: str):
 
 
 def promised(name: str) -> float:
+    """Returns the number of parameters that the name of a configuration gives."""
     size = name.split("-")[0]
     return {"tiny": 1e6, "passkey": 2.34e5}.get(size) or 1e6 * int(size.removesuffix("m"))
 
 
 def test_every_variant_has_every_size():
+    """The files are all variants in all sizes, and the baselines: otherwise a comparison would lack a model."""
     tiny = {f"tiny-{variant}{vocabulary}" for variant in VARIANTS for vocabulary in ("", "-32k")}
     large = {f"{size}-{variant}" for size in ("170m", "340m", "400m", "760m") for variant in VARIANTS}
     passkey = {"passkey-lmm", "passkey-mistral"}
@@ -39,7 +41,9 @@ def test_every_variant_has_every_size():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_size_is_the_one_in_the_name(name):
-    """Unique parameters; without the embeddings where a large vocabulary would outweigh a tiny model."""
+    """The number of parameters is within 5 % of the name's: otherwise models of unequal size would be compared.
+    Embeddings of 32,000 tokens do not count in the tiny models.
+    """
     config = load(name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -52,6 +56,9 @@ def test_size_is_the_one_in_the_name(name):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.split("-")[1] in VARIANTS])
 def test_titans_files_are_minimal(name):
+    """A Titans file sets only fields that differ from their defaults: otherwise a changed default would not
+    reach it.
+    """
     settings, config = read(name), load(name)
     own = {field.name: field.default for field in fields(TitansConfig)}
     assert settings.pop("model_type") == "titans"
@@ -63,6 +70,9 @@ def test_titans_files_are_minimal(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_vocabulary_is_bytes_or_mistral(name):
+    """Tiny models use the byte tokenizer's ids and the others Mistral's: otherwise training would use the wrong special
+    tokens.
+    """
     config, is_bytes = load(name), name in TINY and not name.endswith("-32k")
     ids = (config.vocab_size, config.pad_token_id, config.bos_token_id, config.eos_token_id)
     assert ids == ((259, 0, None, 1) if is_bytes else (32000, None, 1, 2))
@@ -71,6 +81,9 @@ def test_vocabulary_is_bytes_or_mistral(name):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_tiny_vocabularies_share_one_body(variant):
+    """Tiny models of both vocabularies differ in the vocabulary's fields alone: otherwise their results could not be
+    compared.
+    """
     byte, large = (
         {key: value for key, value in read(name).items() if key not in VOCABULARY}
         for name in (f"tiny-{variant}", f"tiny-{variant}-32k")
@@ -80,6 +93,7 @@ def test_tiny_vocabularies_share_one_body(variant):
 
 @pytest.mark.parametrize("name", TINY)
 def test_tiny_models_run_past_their_window(name):
+    """Tiny models give finite logits for 150 tokens: otherwise a configuration would fail only during training."""
     torch.manual_seed(0)
     config = load(name)
     model = AutoModelForCausalLM.from_config(config).eval()

@@ -1,4 +1,4 @@
-"""scripts/conformance.py: where its tests come from, and that what is missing is said."""
+"""scripts/conformance.py: where its tests come from, and the report of those that are missing."""
 
 import sys
 
@@ -20,7 +20,9 @@ def checkout(tmp_path):
 
 
 def test_a_checkout_brings_its_own_tests(checkout, tmp_path):
-    """Else generation and export tests are empty though they are there, and the table says nothing of it."""
+    """Given a checkout, generation and export tests are its own: otherwise empty ones would replace them,
+    unreported.
+    """
     conformance.check_checkout(checkout)
     standins = conformance.unpack_tests(tmp_path / "unpacked", checkout)
     for name in conformance.LEFT_OUT:
@@ -30,7 +32,9 @@ def test_a_checkout_brings_its_own_tests(checkout, tmp_path):
 
 
 def test_missing_tests_are_named():
-    """Without a checkout the table says which tests did not run: else "none fails" says too much."""
+    """Without a checkout the table names the tests that did not run: otherwise "none fails" would cover tests that
+    never ran.
+    """
     text = conformance.what_is_missing(["exporters/test_export.py", "generation/test_utils.py", "x.py"])
     assert "Not run" in text and "generation tests (generation/test_utils.py)" in text
     assert "export tests (exporters/test_export.py)" in text and text.endswith("Replaced by stand-ins: x.py.")
@@ -39,7 +43,9 @@ def test_missing_tests_are_named():
 
 @pytest.mark.parametrize("broken", ["missing", "version"])
 def test_another_folder_is_refused(broken, checkout, monkeypatch, capsys):
-    """A folder that is no checkout, or one of another version, is named: else its tests fail for no fault of ours."""
+    """A folder that is no checkout, or of another version, raises an error: otherwise its tests fail through no fault
+    of the model.
+    """
     if broken == "missing":
         (checkout / "tests/generation/test_utils.py").unlink()
     else:

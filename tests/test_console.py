@@ -22,7 +22,7 @@ def call(monkeypatch, *arguments) -> None:
 
 
 def test_help_lists_every_command(monkeypatch, capsys):
-    """`titans-hf` alone is a guide: else users do not know what there is."""
+    """`titans-hf` alone lists every command: otherwise users would not know which commands exist."""
     for arguments in ([], ["--help"]):
         call(monkeypatch, *arguments)
         text = capsys.readouterr().out
@@ -30,6 +30,9 @@ def test_help_lists_every_command(monkeypatch, capsys):
 
 
 def test_an_unknown_command_is_refused(monkeypatch, capsys):
+    """An unknown command exits with code 2 and names the known ones: otherwise a typing error would end in a
+    traceback.
+    """
     with pytest.raises(SystemExit) as ended:
         call(monkeypatch, "trian")
     assert ended.value.code == 2
@@ -38,7 +41,7 @@ def test_an_unknown_command_is_refused(monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", console.COMMANDS)
 def test_a_command_gets_its_own_arguments(monkeypatch, name):
-    """Each command parses what follows its name: else it takes its own name for an argument."""
+    """Each command receives the arguments after its name: otherwise it would take its own name for an argument."""
     command, seen = console.COMMANDS[name], []
     monkeypatch.setattr(import_module(command.module), "main", lambda: seen.append(list(sys.argv)))
     call(monkeypatch, name, "x", "--y")
@@ -63,7 +66,7 @@ def test_a_command_gets_its_own_arguments(monkeypatch, name):
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_errors_are_one_line(monkeypatch, capsys, tmp_path, arguments, message):
-    """Bad input ends in one line that names the command: else users read a traceback."""
+    """Bad input to a command ends in one line that names the command: otherwise users would read a traceback."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         call(monkeypatch, *arguments)
@@ -74,7 +77,9 @@ def test_errors_are_one_line(monkeypatch, capsys, tmp_path, arguments, message):
 
 
 def test_a_missing_package_names_the_extra(monkeypatch, capsys):
-    """Without its packages a command says what to install."""
+    """A command without its packages names the extra to install: otherwise users would see an ImportError's
+    traceback.
+    """
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     for name in [name for name in sys.modules if name.startswith("titans_hf_eval")]:
         monkeypatch.delitem(sys.modules, name)
@@ -103,7 +108,7 @@ def installed(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # about twenty processes, each of which imports torch
 def test_the_wheel_brings_the_commands(installed, tmp_path):
-    """`pip install` gives commands that run anywhere: else users need a checkout."""
+    """Commands of the installed wheel run in any folder: otherwise users would need a checkout."""
     assert (installed / "titans_hf" / "py.typed").exists()
 
     def run(*arguments, **options):
@@ -138,7 +143,9 @@ def test_the_wheel_brings_the_commands(installed, tmp_path):
 
 @pytest.mark.slow
 def test_the_wheel_brings_the_data_of_eval(installed, tmp_path):
-    """The wheel holds the YAML files of the tasks, the paper's figures and the configurations."""
+    """The wheel has the tasks' YAML files, the paper's figures and the configurations: otherwise an installed `eval`
+    would fail.
+    """
     for name in ("titans_hf_eval/paper_tables.json", "titans_hf_eval/tasks/piqa_local.yaml"):
         assert (installed / name).read_bytes() == (ROOT / name.replace("titans_hf_eval", "eval")).read_bytes()
     shipped = {path.name for path in (installed / "titans_hf_scripts" / "configs").glob("*.json")}

@@ -1,4 +1,6 @@
-"""What a call costs: nothing grows with the square of the sequence, and a decoding step never waits for the device."""
+"""The cost of a call: no tensor grows with the square of the sequence, and a decoding step never waits for the
+device.
+"""
 
 import pytest
 import torch
@@ -35,7 +37,9 @@ WAITS = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "maske
 
 
 def test_the_watch_sees():
-    """Else the tests below watch nothing."""
+    """`watch` reports sizes of results and operations that wait for the device: otherwise the tests below could not
+    fail.
+    """
     x = torch.rand(7)
     assert watch(lambda: x[:, None] * x).largest == 49
     assert watch(lambda: x.sum().item()).operations & WAITS
@@ -49,8 +53,8 @@ def test_the_watch_sees():
     + [pytest.param(variant, "eager", marks=pytest.mark.slow) for variant in ("mac", "mag", "mal")],
 )
 def test_no_tensor_grows_with_the_square_of_the_sequence(variant, attention):
-    """Else somewhere scores, a mask or per-token weights are made for all pairs of tokens: in the forward pass over
-    4,096 tokens, read on from an odd place, or in the backward pass over half of them.
+    """The largest tensor of a forward or backward pass grows linearly with the sequence: otherwise long texts would
+    exhaust the device's memory.
     """
     sizes = dict(num_hidden_layers=1, memory_chunk_size=128, segment_length=128)  # few operations to watch
     model = make_model(variant, dtype=torch.float32, attention=attention, **sizes)
@@ -72,7 +76,9 @@ def test_no_tensor_grows_with_the_square_of_the_sequence(variant, attention):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_tensor_grows_with_what_was_read(variant):
-    """Else a decoding step gets slower as the context grows."""
+    """A decoding step runs the same operations on tensors of the same size after 200 and 900 tokens: otherwise it would
+    slow down as the context grows.
+    """
     model, steps = make_model(variant, dtype=torch.float32), []
     for length in (200, 900):
         cache = read(model, make_ids(1, length))[1]
@@ -84,8 +90,8 @@ def test_no_tensor_grows_with_what_was_read(variant):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_decoding_step_does_not_wait(variant, attention):
-    """Else every token costs a round trip to the device: no operation whose result the host must see. Rows out of step,
-    at every place of the chunk and segment. `inputs_embeds`, since ids are looked at on the CPU.
+    """No operation of a decoding step needs its result on the host, at any place of the chunk and segment: otherwise
+    every token would cost a round trip to the device.
     """
     model, ids = make_model(variant, attention=attention), make_ids(2, 13)
     mask = torch.ones(2, 13)
@@ -110,7 +116,7 @@ def test_a_decoding_step_does_not_wait(variant, attention):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_decoding_runs_without_data(variant, attention):
-    """Else something depends on values: on the meta device there are none, so any look at one fails."""
+    """Decoding runs on the meta device, where tensors have no values: otherwise some branch would depend on values."""
     model = make_model(variant, attention=attention).to("meta")
     cache = TitansCache(model.config)
     for _ in range(3):
@@ -123,6 +129,8 @@ def test_decoding_runs_without_data(variant, attention):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_call_leaves_the_graph_alone_without_gradients(variant):
-    """Else generation keeps the graph of every token, and memory grows."""
+    """Without gradients no state requires one: otherwise generation would keep the graph of every token, and memory
+    would grow.
+    """
     cache = read(shared_model(variant), make_ids(1, 9), [8, 1])[1]
     assert not any(x.requires_grad for layer in cache.layers for x in layer.state.tensors())

@@ -31,8 +31,8 @@ def recording_cache(model, ids, sizes=None) -> TitansCache:
 @pytest.mark.parametrize("before", [0, 3, 21])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_crop_goes_back_to_any_column(variant, before):
-    """Else a rejected draft stays in the memory, window, segment or convolution; all cuts of 17 recorded columns, read
-    in several calls, then going on in several calls.
+    """After crop() of 1 to 17 recorded columns, reading on gives the logits of never having read them: otherwise
+    rejected drafts would change the answer.
     """
     model, ids, more = shared_model(variant), make_ids(2, before + 17), make_ids(2, 9, seed=1)
     for removed in range(1, 18):
@@ -47,7 +47,9 @@ def test_crop_goes_back_to_any_column(variant, before):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_state_is_that_of_never_having_read(variant):
-    """Else some tensor of the state is not restored, though the logits of a few tokens do not show it."""
+    """After crop() and reading on, every tensor equals that of a cache that never read the columns: otherwise later
+    logits could differ though the next ones do not.
+    """
     model, ids = shared_model(variant), make_ids(2, 40)
     cache = recording_cache(model, ids[:, :13])
     read(model, ids[:, 13:31], [18], cache)
@@ -59,7 +61,9 @@ def test_the_state_is_that_of_never_having_read(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_crop_again_and_again(variant):
-    """Else a second crop, before or after reading on, counts from the wrong place."""
+    """Repeated crops, with and without reading between them, give the logits of the kept tokens: otherwise assisted
+    decoding fails in its second round.
+    """
     model, ids = shared_model(variant), make_ids(1, 60)
     cache = recording_cache(model, ids[:, :6])
     for accepted, drafted in ((6, 5), (9, 8), (9, 1), (17, 12), (20, 7)):
@@ -88,7 +92,9 @@ def test_crop_again_and_again(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_padding_documents_and_batch_operations(variant):
-    """Else what is read again forgets which columns were padding or began documents, or the rows are mixed up."""
+    """crop() keeps padding, document starts and the order of rows: otherwise columns that are read again would be taken
+    for other tokens.
+    """
     model = shared_model(variant)
     ids, mask = left_pad([make_ids(19, seed=1)[:], make_ids(8, seed=2), make_ids(19, seed=3)])
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -110,7 +116,9 @@ def test_padding_documents_and_batch_operations(variant):
 
 
 def test_what_was_not_recorded_cannot_be_taken_back():
-    """Else assisted decoding goes on with a memory that has learned tokens it took back."""
+    """crop() beyond the recorded columns raises an error: otherwise assisted decoding would continue with a memory of
+    rejected tokens.
+    """
     for variant in VARIANTS:
         model, ids = shared_model(variant), make_ids(1, 9)
         cache = read(model, ids)[1]
@@ -131,7 +139,9 @@ def test_what_was_not_recorded_cannot_be_taken_back():
 
 
 def test_recording_is_bounded_by_what_can_be_taken_back():
-    """Else a long answer by assisted decoding fills the memory of the machine."""
+    """The cache keeps its size over rounds of reading and cropping: otherwise long answers by assisted decoding would
+    exhaust the memory.
+    """
     for variant in VARIANTS:
         model = shared_model(variant)
         cache = recording_cache(model, make_ids(1, 30))
@@ -147,7 +157,9 @@ def test_recording_is_bounded_by_what_can_be_taken_back():
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_assisted_decoding_equals_greedy(variant):
-    """Else a draft changes what is generated: by another model, by itself (all accepted), by looking the prompt up."""
+    """Assisted decoding gives the greedy tokens with drafts of another model, of itself and of prompt lookup, and its
+    cache can be read on from: otherwise drafts would change the answer.
+    """
     model = shared_model(variant)
     prompt = make_ids(1, 5).repeat(1, 3)
     expected = model.generate(prompt, max_new_tokens=40, **GREEDY)
@@ -159,7 +171,7 @@ def test_assisted_decoding_equals_greedy(variant):
     for name, settings in drafts.items():
         answer = model.generate(prompt, max_new_tokens=40, return_dict_in_generate=True, **settings, **GREEDY)
         assert torch.equal(answer.sequences, expected), name
-    # The cache that comes back goes on as if nothing had been drafted.
+    # The returned cache can be read on with as if nothing had been drafted.
     read_already = answer.past_key_values.get_seq_length()
     later = torch.cat([expected[:, read_already:], make_ids(1, 9, seed=3)], 1)
     whole = torch.cat([expected[:, :read_already], later], 1)

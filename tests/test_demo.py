@@ -1,4 +1,4 @@
-"""The demo's claim: it is the memory that remembers."""
+"""The demo: recall beyond the window depends on the memory."""
 
 import pytest
 import torch
@@ -8,7 +8,9 @@ from titans_hf_scripts import demo
 
 
 def test_batches_ask_for_what_was_told():
-    """Every answer is in the facts, and nothing but answers is asked for."""
+    """Every label is the value of a key among the facts: otherwise the demo would measure answers that cannot
+    be known.
+    """
     ids, labels = demo.make_batch(5, filler=7, generator=torch.Generator().manual_seed(0))
     assert ids.shape == (5, 2 * demo.NUM_PAIRS + 7 + 2 * demo.NUM_QUERIES)
     for row, asked in zip(ids.tolist(), labels.tolist(), strict=True):
@@ -20,7 +22,9 @@ def test_batches_ask_for_what_was_told():
 
 
 def test_runs(tmp_path):
-    """Every step of the demo, though nothing is learnt in two."""
+    """The demo runs all its steps and saves its results and plot after two steps of training: otherwise `titans-hf
+    demo` would fail after minutes.
+    """
     results = demo.main(["--steps", "2", "--questions", "4", "--output_dir", str(tmp_path)])
     assert list(results) == ["Titans LMM", "Titans LMM, not learning", "Mistral"]
     assert (tmp_path / "recall.png").stat().st_size > 0
@@ -29,7 +33,9 @@ def test_runs(tmp_path):
 
 @pytest.mark.slow
 def test_recall_is_the_memorys(tmp_path):
-    """Beyond the window a trained Titans knows the facts, and does not once its memory stops learning."""
+    """A trained model recalls facts beyond its window, and no longer once its memory stops learning: otherwise
+    attention explains the recall.
+    """
     set_seed(1)
     model = AutoModelForCausalLM.from_config(demo.make_configs("mag")["Titans MAG"])
     demo.train("Titans MAG", model, steps=250, seed=1)

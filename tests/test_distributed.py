@@ -30,10 +30,8 @@ CHECKS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS)
 def test_two_ranks_equal_one_process(check, tmp_path):
-    """Else what CHECKS says, in one of the variants.
-
-    A rank that a signal ends has no result: glibc has found the heap of one damaged, once in a hundred runs. There is
-    no native code in what is tested, so the ranks start again, once; where they end in an exception, they do not.
+    """Two ranks give the losses, gradients, parameters and tokens of one process; a failure's consequence is in CHECKS.
+    Ranks ended by a signal start again once: glibc has reported a damaged heap in one of a hundred runs.
     """
     for attempt in (1, 2):
         folder = tmp_path / str(attempt)
@@ -49,8 +47,8 @@ def test_two_ranks_equal_one_process(check, tmp_path):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_automatic_placement_with_offloading(variant, tmp_path):
-    """Else a model that does not fit is cut within a layer, or a layer whose parameters come and go with each call says
-    something else: as a batch with padding, piece by piece and generating.
+    """A model of which two layers are offloaded gives the same logits and tokens: otherwise a layer was split, or its
+    parameters were missing in a call.
     """
     model = make_model(variant, num_hidden_layers=3)
     model.save_pretrained(tmp_path)
@@ -73,8 +71,8 @@ def test_automatic_placement_with_offloading(variant, tmp_path):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_cache_stays_with_its_layer(variant):
-    """Else a model over two devices moves its states back and forth, or mixes tensors of both. The second device is
-    "meta", which refuses that as any other does.
+    """Each layer's states stay on its device ("meta" as the second): otherwise states would be moved at every call, or
+    mixed across devices.
     """
     model = make_model(variant)
     places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "meta", "model.norm": "meta"}

@@ -1,4 +1,4 @@
-"""README and docs: their links lead somewhere, and their commands and Python blocks run as they stand."""
+"""README and docs: links have a target, and commands and Python blocks run unchanged."""
 
 import os
 import re
@@ -42,7 +42,7 @@ def each(found: list) -> list:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
-    """Every relative link is to a file, and to a heading of it. If it failed, a reader would land nowhere."""
+    """Every relative link has a file and a heading as its target: otherwise a reader follows a dead link."""
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if re.match(r"[a-z]+:", target):
             continue
@@ -55,7 +55,7 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", sorted({*PAGES} - HISTORY), ids=lambda page: str(page.relative_to(ROOT)))
 def test_named_files_exist(page):
-    """Every file that a page names is in the project. If it failed, a renamed file would be looked for in vain."""
+    """Every file that a page names is in the project: otherwise a reader looks for a renamed file."""
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     names = {Path(path).name for path in tracked}
     text = page.read_text(encoding="utf-8")
@@ -68,7 +68,7 @@ def test_named_files_exist(page):
 
 
 def test_the_glossary_names_what_the_code_names():
-    """Every name of the glossary's last column is in the source. If it failed, a reader could not find the symbol."""
+    """Every name in the glossary's last column is in the source: otherwise a reader could not locate the symbol."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## Glossary")[1].split("\n## ")[0]
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
     words = {word for row in text.splitlines() for name in re.findall(r"`([^`]+)`", row) for word in name.split(".")}
@@ -77,14 +77,16 @@ def test_the_glossary_names_what_the_code_names():
 
 
 def test_blocks_are_of_languages_that_are_run():
-    """If it failed, a block of another language (sh, console) would be run by no test."""
+    """Every fenced block is of a language that a test runs, and no command is indented: otherwise it would run in no
+    test.
+    """
     assert {block.language for block in blocks()} <= {"bash", "python", "bibtex", ""}
     for page in PAGES:  # code that is indented instead of fenced is an equation, never a command
         assert not re.findall(r"^    (?:python|titans-hf|pip|make|torchrun|git) .*$", prose(page), re.MULTILINE)
 
 
 def test_the_citation_is_readable():
-    """CITATION.cff has the fields that GitHub shows."""
+    """CITATION.cff has the fields that GitHub shows: otherwise it would offer no citation."""
     yaml = pytest.importorskip("yaml")
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert {"cff-version", "message", "title", "authors", "version", "license"} <= citation.keys()
@@ -102,7 +104,9 @@ def programs(tmp_path_factory):
 
 
 def new_workplace(folder: Path) -> Path:
-    """Makes of `folder` what a checkout is to a block: the code is there, and what is written stays out of ours."""
+    """Makes `folder` look like a checkout to a block: the code is linked, and what a block writes stays outside this
+    one.
+    """
     for name in ("docs", "runs", "titans_hf"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     for name in ("scripts", "eval", "experiments", "tests"):
@@ -111,7 +115,9 @@ def new_workplace(folder: Path) -> Path:
 
 
 def test_every_command_has_a_treatment(programs, tmp_path):
-    """Each command is run or has a reason not to be, and no treatment is of a command that is gone."""
+    """Each command is run or has a reason not to be, and each treatment has a command: otherwise a documented command
+    would be untested.
+    """
     called = []
     environment = os.environ | {"DRY_RUN": "1"}
     for number, block in enumerate(BASH):
@@ -124,7 +130,7 @@ def test_every_command_has_a_treatment(programs, tmp_path):
 
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory):
-    """What the pages take for granted: texts, data, and the models that earlier pages have trained."""
+    """A folder with what the pages presuppose: texts, data, and the models that earlier pages have trained."""
     folder = tmp_path_factory.mktemp("stage")
     data = make_data(folder / "data")
     for split in ("train", "valid"):
@@ -172,7 +178,7 @@ def environment(tmp_path):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("block", each(BASH))
 def test_commands_run(block, workplace, programs, environment):
-    """A block runs as it stands, with tiny options. If it failed, so would whoever copies it."""
+    """A bash block runs unchanged but for tiny options: otherwise it would fail for whoever copies it."""
     ran, commands = run_bash(block, workplace, programs, environment, timeout=850)
     assert ran.returncode == 0, f"{commands[-1]}\n{ran.stdout[-2000:]}\n{ran.stderr[-4000:]}"
     reasons = [treatment(command).not_run for command in commands]
@@ -183,7 +189,7 @@ def test_commands_run(block, workplace, programs, environment):
 @pytest.mark.slow
 @pytest.mark.parametrize("block", each(PYTHON))
 def test_python_runs(block, workplace, environment):
-    """A block runs alone, as it stands. If it failed, so would whoever copies it."""
+    """A Python block runs alone and unchanged: otherwise it would fail for whoever copies it."""
     ran = subprocess.run(
         [sys.executable, "-c", block.text], cwd=workplace, env=environment, capture_output=True, text=True, timeout=280
     )

@@ -1,4 +1,4 @@
-"""scripts/shared/figures.py: what a reader of a plot can tell apart."""
+"""scripts/shared/figures.py: styles of lines and the place of the legend."""
 
 from matplotlib.figure import Figure
 
@@ -6,19 +6,23 @@ from titans_hf_scripts.shared.figures import line_styles, mark_failures, save_fi
 
 
 def test_baselines_look_unlike_titans():
-    """Baselines are dashed, stopped memories dotted. If it failed, a plot would not show what is compared."""
+    """Baselines are dashed and stopped memories dotted, each with a colour and marker of its own: otherwise a plot
+    would not show what is compared.
+    """
     styles = line_styles(["tiny-mag", "Titans MAG, not learning", "Mistral", "tiny-llama", "tiny-mac"])
     assert [style["linestyle"] for style in styles.values()] == ["-", ":", "--", "--", "-"]
     assert len({(style["color"], style["marker"]) for style in styles.values()}) == 5
 
 
 def test_lines_of_no_variant_are_solid():
-    """If it failed, the chunk sizes of one memory would look like baselines."""
+    """Lines of settings have no line style of their own: otherwise the chunk sizes of one memory would look like
+    baselines.
+    """
     assert all("linestyle" not in style for style in line_styles(["chunk 16", "chunk 64"]).values())
 
 
 def test_the_legend_covers_no_data(tmp_path):
-    """One legend, beside all panels, also names failures. If it failed, points would be hidden behind it."""
+    """One legend lies beside all panels and names failures too: otherwise it would hide points."""
     figure = Figure(layout="constrained")
     panels = figure.subplots(1, 2)
     for axes in panels:

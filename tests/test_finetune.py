@@ -1,4 +1,4 @@
-"""docs/finetune.md as one walk: from a trained checkpoint over SFT and LoRA to a model that is served and chats."""
+"""docs/finetune.md from start to end: a trained checkpoint, SFT, LoRA, merging, and a served model that chats."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ CHAT = '{"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant",
 
 @pytest.fixture
 def adapter(tmp_path):
-    """A folder with an adapter that changes the model, and the model that it is of."""
+    """A folder with an adapter of random weights, and the model it adapts."""
     model = save_byte_model(tmp_path / "model", "mac")
     model.name_or_path = str(tmp_path / "model")
     adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False))
@@ -34,7 +34,9 @@ def adapter(tmp_path):
 
 
 def test_merging_keeps_what_the_adapter_says(adapter, tmp_path):
-    """Else the merged model is another one, or stands without its tokenizer."""
+    """The merged model has the adapted model's logits, its tokenizer and its cache: otherwise users would serve another
+    model.
+    """
     merge.main([str(tmp_path / "adapter"), str(tmp_path / "merged")])
     ids = AutoTokenizer.from_pretrained(tmp_path / "merged")("Who is there?", return_tensors="pt").input_ids
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
@@ -46,7 +48,9 @@ def test_merging_keeps_what_the_adapter_says(adapter, tmp_path):
 
 
 def test_merging_refuses_what_it_would_spoil(adapter, tmp_path):
-    """A model instead of an adapter, and a folder that is there, are named: else weights are overwritten."""
+    """A model in place of an adapter, and an existing output folder, raise an error: otherwise weights would be
+    overwritten.
+    """
     with pytest.raises(ValueError, match=r"ADAPTER .*model is not an adapter's folder"):
         merge.main([str(tmp_path / "model"), str(tmp_path / "merged")])
     with pytest.raises(ValueError, match=r"OUTPUT .*model exists"):
@@ -56,7 +60,9 @@ def test_merging_refuses_what_it_would_spoil(adapter, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_from_a_checkpoint_to_a_chat(tmp_path):
-    """Every step takes what the one before has left: else a user is stuck between two commands of the page."""
+    """The page's commands run one after another, each from the output of the one before: otherwise a user could not
+    follow it.
+    """
     save_byte_model(tmp_path / "model", "mag")
     (tmp_path / "chats").mkdir()
     (tmp_path / "chats" / "chats.jsonl").write_text(CHAT * 16)

@@ -53,7 +53,7 @@ def test_huge_embeddings_stay_finite(variant, depth, kind, dtype):
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_huge_embeddings_stay_finite_for_long(variant, depth, dtype):
-    """The same after 20,000 tokens, at every depth: otherwise the memory diverges slowly."""
+    """Logits and cache are finite after 20,000 tokens at every depth: otherwise the memory diverges slowly."""
     check(variant, depth, "alternating", dtype, 20_000)
 
 

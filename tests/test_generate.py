@@ -1,4 +1,4 @@
-"""`generate()`: whatever it is asked for, the tokens are those of recomputing the whole sequence at every step."""
+"""`generate()`: in every mode, the tokens are those of recomputing the whole sequence at every step."""
 
 import copy
 import itertools
@@ -26,10 +26,12 @@ def is_greedy(model, ids, start: int, mask=None) -> bool:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_greedy_equals_recomputing(variant):
-    """Else the state that generation carries over 30 tokens, several windows and segments, is not the sequence's."""
+    """Greedy tokens and logits equal recomputing for 30 tokens, across windows and segments: otherwise the cached state
+    differs from the sequence's.
+    """
     model, ids = shared_model(variant), make_ids(2, 11)
     expected = greedy_by_recomputing(model, ids, 30)
-    assert expected[:, 11:].unique().numel() > 5  # else a constant answer would pass
+    assert expected[:, 11:].unique().numel() > 5  # otherwise a constant answer would pass
     output = model.generate(ids, max_new_tokens=30, return_dict_in_generate=True, output_logits=True, **GREEDY)
     assert torch.equal(output.sequences, expected)
     assert isinstance(output.past_key_values, TitansCache)
@@ -40,7 +42,9 @@ def test_greedy_equals_recomputing(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_left_padded_batch(variant):
-    """Else a prompt is answered differently in a batch than alone."""
+    """Every row of a left-padded batch has the tokens it would have alone: otherwise answers would depend on
+    the batch.
+    """
     model, rows = shared_model(variant), [make_ids(n, seed=n) for n in (19, 12, 5, 1)]
     ids, mask = left_pad(rows)
     output = model.generate(ids, attention_mask=mask, max_new_tokens=20, **GREEDY)
@@ -51,8 +55,8 @@ def test_left_padded_batch(variant):
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_continuing_from_a_cache(variant, padded):
-    """Else a conversation of several turns differs from its transcript read at once. `input_ids` is the whole
-    transcript, as everywhere in Transformers.
+    """Generating again with the returned cache and the whole transcript gives greedy tokens: otherwise a conversation
+    would differ from its transcript read at once.
     """
     model, ids, mask = shared_model(variant), make_ids(2, 13), torch.ones(2, 13, dtype=torch.int64)
     if padded:
@@ -70,7 +74,7 @@ def test_continuing_from_a_cache(variant, padded):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_memory_learns_while_generating(variant):
-    """Else decoding reads from a frozen memory: its weights must differ before every new token."""
+    """Every generated token changes the weights of all memories: otherwise decoding would use a frozen memory."""
     model, cache, seen = shared_model(variant), TitansCache(shared_model(variant).config), []
 
     def record(input_ids, scores):
@@ -86,7 +90,9 @@ def test_the_memory_learns_while_generating(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_beam_search(variant):
-    """Else beams keep the memory of the beam whose place they took."""
+    """Beam search has the same beams and scores with and without a cache: otherwise a beam would use another beam's
+    memory.
+    """
     model, (ids, mask) = shared_model(variant), left_pad([make_ids(9), make_ids(5, seed=1)])
     options = dict(attention_mask=mask, num_beams=3, num_return_sequences=3, max_new_tokens=10, **GREEDY)
     options |= dict(return_dict_in_generate=True, output_scores=True)
@@ -94,12 +100,14 @@ def test_beam_search(variant):
     assert torch.equal(ours.sequences, expected.sequences)
     assert_same(ours.sequences_scores, expected.sequences_scores, 1e-5)
     moves = ours.beam_indices[:, 1:10] - ours.beam_indices[:, :9]
-    assert moves.any()  # else no beam was ever reordered
+    assert moves.any()  # otherwise no beam was ever reordered
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_beam_sampling(variant):
-    """Else sampled beams, which are reordered too, keep another beam's memory."""
+    """Sampled beams are the same with and without a cache: otherwise a reordered beam would use another beam's
+    memory.
+    """
     model, ids, sampled = shared_model(variant), make_ids(2, 9), []
     for use_cache in (True, False):
         torch.manual_seed(0)
@@ -110,7 +118,7 @@ def test_beam_sampling(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_sampling_in_a_left_padded_batch(variant):
-    """Else what a padded row samples from is not what it would sample from alone."""
+    """A sampled row of a left-padded batch has the logits it has alone: otherwise samples would depend on the batch."""
     model, rows = shared_model(variant), [make_ids(length, seed=length) for length in (19, 12, 7, 1)]
     ids, mask = left_pad(rows)
     torch.manual_seed(0)
@@ -124,7 +132,9 @@ def test_sampling_in_a_left_padded_batch(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_sampling_several_sequences(variant):
-    """Else samples of one prompt share a memory, or depend on the cache."""
+    """Several samples of a prompt are the same with and without a cache, and differ: otherwise they would share a
+    memory.
+    """
     model, ids, sampled = shared_model(variant), make_ids(2, 9), []
     for use_cache in (True, False):
         torch.manual_seed(0)
@@ -136,7 +146,7 @@ def test_sampling_several_sequences(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_inputs_embeds(variant):
-    """Else soft prompts, or embeddings made elsewhere, are another model."""
+    """`inputs_embeds` gives the logits and tokens of the ids: otherwise soft prompts would be read by another model."""
     model, ids = shared_model(variant), make_ids(2, 17)
     embeds = model.model.embed_tokens(ids).detach()
     with torch.no_grad():
@@ -147,7 +157,9 @@ def test_inputs_embeds(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_to_keep(variant):
-    """Else a prompt costs logits for every position, the kept ones belong to others, or the state depends on it."""
+    """`logits_to_keep` returns the chosen positions and leaves the cache's states the same: otherwise a prompt would
+    need logits for every position, or get wrong ones.
+    """
     model, ids = shared_model(variant), make_ids(2, 17)
     whole, after = read(model, ids)
     for keep, expected in ((0, whole), (1, whole[:, -1:]), (5, whole[:, -5:])):
@@ -161,7 +173,9 @@ def test_logits_to_keep(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_one_prompt_many_answers(variant):
-    """Else a prompt cannot be read once and answered often, by copying its cache."""
+    """Copies of one prompt's cache give greedy tokens for several continuations: otherwise a prompt would be read for
+    each answer.
+    """
     model, prompt = shared_model(variant), make_ids(1, 25)
     _, cache = read(model, prompt[:, :-1])
     for seed in (1, 2):
@@ -172,7 +186,9 @@ def test_one_prompt_many_answers(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_end_of_sequence(variant):
-    """Else rows that have ended disturb those that go on."""
+    """Rows that have ended are padded and leave the others as they are: otherwise an answer would depend on its
+    neighbours' lengths.
+    """
     model, ids = shared_model(variant), make_ids(3, 11)
     free = model.generate(ids, max_new_tokens=20, **GREEDY)
     eos = free[0, 14].item()
@@ -186,7 +202,9 @@ def test_end_of_sequence(variant):
 
 @pytest.mark.parametrize("implementation", ["sliding_window", "quantized"])
 def test_other_cache_implementations_are_refused(implementation):
-    """Else `generate()` builds a cache that the model cannot use, and fails far from the cause."""
+    """Unsupported cache implementations raise an error that names the argument: otherwise generate() would fail far
+    from the cause.
+    """
     with pytest.raises(ValueError, match="cache_implementation"):
         shared_model("mag").generate(make_ids(1, 5), max_new_tokens=2, cache_implementation=implementation, **GREEDY)
 
@@ -194,7 +212,9 @@ def test_other_cache_implementations_are_refused(implementation):
 @pytest.mark.parametrize("implementation", ["dynamic", "offloaded", "offloaded_static", "static"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_cache_implementations_change_nothing(variant, implementation):
-    """Else where the cache lies, or that it may be compiled, changes what is generated."""
+    """Supported cache implementations give the same tokens: otherwise offloading or compiling the cache would change
+    the answer.
+    """
     model, (ids, mask) = shared_model(variant), left_pad([make_ids(19, seed=1), make_ids(6, seed=2)])
     settings = dict(attention_mask=mask, max_new_tokens=20, **GREEDY)
     expected = model.generate(ids, **settings)
@@ -202,7 +222,9 @@ def test_cache_implementations_change_nothing(variant, implementation):
 
 
 def test_what_needs_another_cache_is_refused():
-    """Else a cache of fixed length, of other numbers or of pages fails far from the cause, or loses the memory."""
+    """A static cache, generate_batch() and a paged cache raise an error: otherwise they would fail far from the cause,
+    or lose the memory.
+    """
     model, ids = shared_model("mag"), make_ids(1, 5)
     with pytest.raises(ValueError, match=r"past_key_values.*TitansCache.*StaticCache"):
         model.generate(ids, past_key_values=StaticCache(model.config, max_cache_len=20), max_new_tokens=2, **GREEDY)

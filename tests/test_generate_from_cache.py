@@ -1,4 +1,4 @@
-"""generate() with a cache that has read: prompts that would be read twice, or in part, are refused."""
+"""generate() with a cache that has read tokens: prompts that would be read twice, or in part, raise an error."""
 
 import copy
 
@@ -12,8 +12,8 @@ GREEDY = dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
 @pytest.mark.parametrize("drafts", [dict(prompt_lookup_num_tokens=3), "assistant"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_assisted_generation_reads_what_was_read_once(variant, drafts):
-    """A draft on a cache that has read refuses all ids and names start_prompt(): else the memory reads the history
-    twice. After start_prompt(), the tokens to read next give what greedy decoding does.
+    """Drafting on a used cache raises an error that names start_prompt(), after which tokens are the greedy ones:
+    otherwise the memory would read the history twice.
     """
     model, ids, prompt = shared_model(variant), make_ids(1, 21), make_ids(1, 7, seed=1)
     drafts = dict(assistant_model=make_model("lmm", seed=5)) if drafts == "assistant" else drafts
@@ -30,8 +30,8 @@ def test_assisted_generation_reads_what_was_read_once(variant, drafts):
 
 @pytest.mark.parametrize("length", [0, 7, 15, 21])
 def test_a_prompt_that_lacks_what_was_read_is_refused(length):
-    """A prompt no longer than what the cache has read is refused and start_prompt() named: else transformers cuts off
-    its beginning or reads all of it, or says only that there are no tokens.
+    """A prompt no longer than the columns read raises an error that names start_prompt(): otherwise Transformers would
+    cut it, or read all of it again.
     """
     model = shared_model("mag")
     cache = read(model, make_ids(2, 21))[1]
@@ -42,7 +42,9 @@ def test_a_prompt_that_lacks_what_was_read_is_refused(length):
 
 
 def test_an_early_exit_is_refused():
-    """`assistant_early_exit` is refused and the config left alone: else the model has one layer for good."""
+    """`assistant_early_exit` raises an error and leaves the config: otherwise the model would keep one layer
+    for good.
+    """
     model = make_model("mag")
     with pytest.raises(ValueError, match="`assistant_early_exit` is not possible"):
         model.generate(make_ids(1, 9), assistant_early_exit=1, **GREEDY)

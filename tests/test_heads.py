@@ -1,4 +1,4 @@
-"""Transformers' heads on a Titans body, and the other ways in and out of a model: resized vocabularies, embeddings."""
+"""Transformers' heads on a Titans body, resized vocabularies, embeddings as input, and recorded states."""
 
 import os
 import subprocess
@@ -54,7 +54,7 @@ def padded_batch(side: str) -> tuple[list[torch.Tensor], torch.Tensor, torch.Ten
 @pytest.mark.parametrize("auto_class", HEADS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_auto_classes(variant, auto_class):
-    """Else the Auto classes do not know the head, or it has a body of its own kind."""
+    """The Auto classes load each head on a TitansModel: otherwise users would have to know its class."""
     model = make_head(auto_class, variant)
     assert type(model) is HEADS[auto_class]
     assert model.base_model is model.model and type(model.model).__name__ == "TitansModel"
@@ -64,7 +64,9 @@ def test_auto_classes(variant, auto_class):
 @pytest.mark.parametrize("auto_class", HEADS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_padding(variant, auto_class, side, masked):
-    """Else a text is classified differently in a batch than alone."""
+    """A row's logits are those it has alone, with padding on either side: otherwise a text's class would depend on its
+    batch.
+    """
     model, (rows, ids, mask) = make_head(auto_class, variant), padded_batch(side)
     with torch.no_grad():
         batch = answers(model(ids, attention_mask=mask if masked else None))
@@ -75,8 +77,9 @@ def test_padding(variant, auto_class, side, masked):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_text_is_judged_by_its_last_token(variant):
-    """Else the head looks at a token that has not read everything: every token must matter, the last one's hidden state
-    be what is scored."""
+    """The class is scored from the last token's hidden state, which depends on every token: otherwise a part of the
+    text would not count.
+    """
     model, ids = make_head(AutoModelForSequenceClassification, variant), 1 + make_ids(1, 41, vocab_size=49)
     embeds = model.model.embed_tokens(ids).detach().requires_grad_()
     model(inputs_embeds=embeds).logits.square().sum().backward()
@@ -89,7 +92,9 @@ def test_a_text_is_judged_by_its_last_token(variant):
 @pytest.mark.parametrize("auto_class", HEADS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_loss_and_gradients(variant, auto_class):
-    """Else a head trains on another loss than it says, or leaves a part of the body untrained."""
+    """The loss is the cross entropy of the head's logits, and every parameter has a gradient: otherwise a part of the
+    model would stay untrained.
+    """
     model, (_, ids, mask) = make_head(auto_class, variant), padded_batch("right")
     labels = make_ids(*ids.shape, seed=9, vocab_size=3)
     if auto_class is AutoModelForSequenceClassification:
@@ -112,7 +117,9 @@ def test_loss_and_gradients(variant, auto_class):
 @pytest.mark.parametrize("auto_class", HEADS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_from_a_causal_checkpoint_and_back(variant, auto_class, tmp_path):
-    """Else a head put on a trained body starts from whatever stood in memory, or disturbs the body."""
+    """A head on a causal checkpoint keeps the body and initialises only new parameters, and back: otherwise training
+    would start from garbage.
+    """
     source = make_model(variant, dtype=torch.float32)
     source.save_pretrained(tmp_path / "causal")
     model, info = auto_class.from_pretrained(tmp_path / "causal", num_labels=3, output_loading_info=True)
@@ -136,7 +143,9 @@ def test_from_a_causal_checkpoint_and_back(variant, auto_class, tmp_path):
 
 @pytest.mark.parametrize("auto_class", HEADS)
 def test_code_that_travels_with_a_checkpoint(auto_class, tmp_path, monkeypatch):
-    """Else a head cannot be loaded where this package is not installed."""
+    """A head saved with its code loads without importing titans_hf and gives the same output: otherwise it could not be
+    shared on the Hub.
+    """
     monkeypatch.setattr(TitansConfig, "_auto_class", "AutoConfig")
     monkeypatch.setattr(HEADS[auto_class], "_auto_class", auto_class.__name__)
     model, ids = make_head(auto_class, "mac").float(), make_ids(1, 41)
@@ -158,7 +167,7 @@ with torch.no_grad():
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_hidden_states_and_attentions_of_a_head(variant):
-    """Else a head does not pass on what the body recorded."""
+    """A head returns the hidden states and attention weights of its body: otherwise they could not be inspected."""
     model, ids = make_head(AutoModelForTokenClassification, variant), make_ids(2, 30)
     model.set_attn_implementation("eager")
     with torch.no_grad():
@@ -177,8 +186,8 @@ def test_hidden_states_and_attentions_of_a_head(variant):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_resize_token_embeddings(variant, tied, size, tmp_path):
-    """Else a changed vocabulary changes what the kept tokens mean, unties the embeddings, or ends a conversation: a
-    cache from before is read on with, and new tokens can be read, learnt and saved.
+    """Resizing the vocabulary keeps the kept tokens' logits, tied embeddings and an earlier cache, and new tokens can
+    be learnt: otherwise adding tokens would change the model.
     """
     model, ids = make_model(variant, tie_word_embeddings=tied), make_ids(2, 40, vocab_size=40)
     expected, kept = full_logits(model, ids), min(size, 50)
@@ -205,7 +214,9 @@ def test_resize_token_embeddings(variant, tied, size, tmp_path):
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_generating_from_embeddings(variant, padded):
-    """Else a prompt given as embeddings is answered differently from the same prompt given as ids."""
+    """A prompt given as embeddings has the tokens of the same ids, padded or not: otherwise soft prompts would be
+    answered differently.
+    """
     model = make_model(variant)
     ids, mask = left_pad([make_ids(29), make_ids(18, seed=1)]) if padded else (make_ids(2, 29), None)
     options = dict(attention_mask=mask, max_new_tokens=20, do_sample=False, pad_token_id=0)
@@ -217,7 +228,9 @@ def test_generating_from_embeddings(variant, padded):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_recorded_while_generating(variant):
-    """Else `generate()` returns hidden states or attention weights of another step than asked for."""
+    """Hidden states and attention weights returned by generate() are those of one forward pass: otherwise they would
+    belong to another step.
+    """
     model, ids = make_model(variant, attention="eager"), make_ids(2, 19)
     options = dict(output_hidden_states=True, output_attentions=variant != "lmm", return_dict_in_generate=True)
     output = model.generate(ids, max_new_tokens=15, do_sample=False, pad_token_id=0, **options)

@@ -1,4 +1,4 @@
-"""Initialisation: on every way to a model, every parameter starts as documented."""
+"""Initialisation: however a model is made, every parameter starts from the documented distribution."""
 
 import re
 
@@ -35,7 +35,9 @@ def constant(value):
 
 
 def delay(num_tokens, noise):
-    """Filters (channels, 1, kernel) of norm 1 that hand on the token of so many tokens ago, and noise of that norm."""
+    """Returns a check that filters (channels, 1, kernel) are a delay of `num_tokens` plus noise, whose squared norms
+    add up to 1.
+    """
 
     def check(x):
         rest = x.clone()
@@ -46,7 +48,9 @@ def delay(num_tokens, noise):
 
 
 def rules(config) -> dict:
-    """Pattern of a parameter's name -> what it starts from. Every parameter matches exactly one."""
+    """Returns {pattern of parameter names: check of the initial values}; every parameter matches exactly one
+    pattern.
+    """
     head_dim = config.memory_head_dim
     hidden = config.memory_expansion * head_dim
     layer = r"model\.layers\.\d+\."
@@ -94,21 +98,26 @@ def config(request):
 
 
 def test_construction(config):
-    """Else training starts from another point than documented."""
+    """A constructed model has the documented initial values: otherwise training would start from another point."""
     check(TitansForCausalLM(config))
 
 
 def test_filters_without_noise():
-    """Else a model that is to begin by looking things up begins by mixing tokens."""
+    """With memory_conv_noise = 0 the filters are pure delays: otherwise they would mix tokens from the start."""
     check(TitansForCausalLM(make_config("mag", **SIZES | dict(memory_conv_noise=0))))
 
 
 def test_from_config(config):
+    """AutoModelForCausalLM.from_config() gives the documented initial values: otherwise training scripts would start
+    from other ones.
+    """
     check(AutoModelForCausalLM.from_config(config))
 
 
 def test_after_the_meta_device(config):
-    """Else a model that is made without memory and filled later holds whatever stood there."""
+    """A model made on the meta device has the documented values after init_weights(): otherwise it would keep
+    uninitialised memory.
+    """
     with torch.device("meta"):
         model = TitansForCausalLM(config)
     model.to_empty(device="cpu")
@@ -120,7 +129,7 @@ def test_after_the_meta_device(config):
 
 
 def test_initialising_again(config):
-    """Else `init_weights()` leaves some tensors as they are: what training has changed, for one."""
+    """init_weights() sets every parameter again: otherwise some would keep the values of training."""
     model = TitansForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -153,7 +162,9 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpoint_with_missing_keys(config, kind, tmp_path):
-    """Else a tensor that a checkpoint lacks holds garbage, or initialising it disturbs one that was loaded."""
+    """Parameters missing from a checkpoint are initialised and the loaded ones kept: otherwise some would be garbage,
+    or overwritten.
+    """
     source = TitansForCausalLM(config)
     with torch.no_grad():
         for parameter in source.parameters():
@@ -174,7 +185,9 @@ def test_checkpoint_with_missing_keys(config, kind, tmp_path):
 
 
 def test_empty_checkpoint(config, tmp_path):
-    """Else a model made from a file with hardly anything in it starts from garbage."""
+    """A checkpoint with the output layer alone loads with all others initialised: otherwise the model would start from
+    garbage.
+    """
     TitansForCausalLM(config).save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     save_file({"lm_head.weight": load_file(file)["lm_head.weight"]}, file, metadata={"format": "pt"})
@@ -182,14 +195,16 @@ def test_empty_checkpoint(config, tmp_path):
 
 
 def test_switches_own_their_parameters():
-    """Else a setting that turns a part off leaves its parameters behind, untrained."""
+    """Parts that are turned off have no parameters: otherwise a model would save and count untrained ones."""
     off = dict(memory_momentum=False, memory_forget=False, memory_conv_kernel=1, num_persistent_tokens=0)
     names = [name for name, x in TitansForCausalLM(make_config("mag", **off)).named_parameters() if x.numel()]
     assert not any(re.search(r"memory\.(momentum|forget|[qkv]_conv)|persistent", name) for name in names)
 
 
 def test_a_new_model_predicts_at_chance(config):
-    """Else the initial scale is off: the first loss must be that of a uniform guess."""
+    """A new model's loss is that of a uniform guess: otherwise its initial scale is wrong and training starts
+    slowly.
+    """
     model, ids = TitansForCausalLM(config), torch.randint(50, (4, 40))
     with torch.no_grad():
         loss = model(ids, labels=ids).loss
@@ -197,8 +212,8 @@ def test_a_new_model_predicts_at_chance(config):
 
 
 def test_no_gradient_of_a_new_model_outgrows_the_others(config):
-    """Else the first steps go where one parameter wants, and leave Adam's averages full of it: what is zero at first (a
-    memory that has read nothing, the key of the first token) must not be divided by its length.
+    """No parameter's first gradient exceeds 30 times the output layer's: otherwise it would dominate the first steps
+    and Adam's averages. Vectors of length 0 are the risk: normalising divides by their length.
     """
     model, ids = TitansForCausalLM(config), torch.randint(50, (4, 40))
     model(ids, labels=ids).loss.backward()

@@ -18,7 +18,9 @@ def model(tmp_path):
 
 @pytest.mark.slow
 def test_a_trial(model, tmp_path, monkeypatch):
-    """A process is killed, every needle is in the text, and the table has the model's own answers."""
+    """A process is killed and the text read to its end, every needle is in the text, and the table has the model's
+    answers: otherwise the experiment would prove nothing.
+    """
     monkeypatch.setattr(interrupted_reading, "SAMPLE_SECONDS", 0.01)
     options = ["--text", tmp_path / "books", "--output", tmp_path / "out", "--tokens", 60_000, "--save_every", 5_000]
     options += ["--depths", 0, 0.5, "--kills", 0.5]
@@ -49,6 +51,7 @@ def test_a_trial(model, tmp_path, monkeypatch):
     ],
 )
 def test_bad_input(options, message, model, tmp_path, monkeypatch):
+    """Bad options raise an error that names them before any reading: otherwise it would come after hours."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
         interrupted_reading.main([model, "--output", "out", *options])

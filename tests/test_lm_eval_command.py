@@ -1,4 +1,4 @@
-"""lm-eval's own command line on a Titans checkpoint: prompts are read to their end."""
+"""lm-eval's own command line on a Titans checkpoint: every prompt is read whole."""
 
 import json
 import sys
@@ -47,8 +47,8 @@ def run_lm_eval(monkeypatch, folder, command: list[str], main) -> int:
 
 @pytest.mark.slow
 def test_a_prompt_is_read_whole_in_constant_memory(monkeypatch, tmp_path, calls):
-    """Property: `titans-hf lm-eval --model titans` reads every token of a needle's prompt once, in pieces. Else the
-    score is that of a prompt without its needle, or a long prompt needs memory in proportion.
+    """`titans-hf lm-eval --model titans` reads every token of a prompt once, 512 per call: otherwise the needle would
+    be cut off, or memory would grow with the prompt.
     """
     command = ["titans-hf", "lm-eval", "run", "--model", "titans"]
     num_tokens = run_lm_eval(monkeypatch, tmp_path, command, console.main)
@@ -59,15 +59,15 @@ def test_a_prompt_is_read_whole_in_constant_memory(monkeypatch, tmp_path, calls)
 
 @pytest.mark.slow
 def test_plain_hf_reads_a_prompt_whole(monkeypatch, tmp_path, calls):
-    """Property: `lm_eval --model hf` cuts no prompt of a Titans. Else it scores prompts that were cut to 2,048 tokens,
-    and the table does not state it.
+    """`lm_eval --model hf` reads a Titans' prompt whole: otherwise scores would be of prompts cut to 2,048 tokens,
+    unreported.
     """
     num_tokens = run_lm_eval(monkeypatch, tmp_path, ["lm_eval", "--model", "hf"], cli_evaluate)
     assert calls[0] == num_tokens
 
 
 def test_the_limit_is_no_field_of_the_configuration(tmp_path):
-    """Property: the context has no limit, and config.json states none. Else a saved limit binds later programs."""
+    """The context has no limit, and config.json contains none: otherwise a saved limit would bind later programs."""
     TitansConfig().save_pretrained(tmp_path)
     assert TitansConfig().n_positions > 2**32
     assert "n_positions" not in (tmp_path / "config.json").read_text()

@@ -29,7 +29,9 @@ def command(folder, *models, **options):
 
 
 def test_bits_by_position(folder):
-    """A loss counts at the position of its token, averaged over all stretches."""
+    """A loss counts at the position of its token, averaged over all stretches: otherwise the plot would show other
+    positions.
+    """
     model = save_byte_model(folder / "model", "mag").eval()
     command(folder, folder / "model")
     found = json.loads((folder / "out" / "loss_by_position.json").read_text())
@@ -37,8 +39,8 @@ def test_bits_by_position(folder):
     ids = loss_by_position.stretches_of(folder / "books", byte_tokenizer(), LENGTH, 2)
     assert ids.shape == (4, LENGTH)
     with torch.no_grad():
-        said = model(ids).logits.log_softmax(-1)
-    bits = [[-said[row, t - 1, ids[row, t]].item() / math.log(2) for row in range(4)] for t in range(1, LENGTH)]
+        log_probs = model(ids).logits.log_softmax(-1)
+    bits = [[-log_probs[row, t - 1, ids[row, t]].item() / math.log(2) for row in range(4)] for t in range(1, LENGTH)]
     expected = [torch.tensor(bits[:255]).mean(), torch.tensor(bits[255:]).mean()]
     torch.testing.assert_close(torch.tensor(found["bits per token"]["model"]), torch.stack(expected))
     lines = (folder / "out" / "loss_by_position.md").read_text().splitlines()
@@ -47,7 +49,7 @@ def test_bits_by_position(folder):
 
 
 def test_stretches_are_of_the_text(folder):
-    """Stretches are parts of the text without overlap: else words count twice."""
+    """Stretches are evenly spaced parts of the text without overlap: otherwise some words would count twice."""
     texts = [file.read_bytes() for file in sorted((folder / "books").iterdir())]
     ids = loss_by_position.stretches_of(folder / "books", byte_tokenizer(), LENGTH, 3)
     read = [bytes(row - 3 for row in rows) for rows in ids.tolist()]  # ids 0 to 2 are no bytes
@@ -67,12 +69,14 @@ def test_stretches_are_of_the_text(folder):
     ],
 )
 def test_bad_options(folder, options, says):
+    """Options out of range raise an error that names them: otherwise the table would have empty or wrong columns."""
     save_byte_model(folder / "model", "lmm")
     with pytest.raises(ValueError, match=says):
         command(folder, folder / "model", **options)
 
 
 def test_nothing_to_read(folder):
+    """A folder without texts raises an error: otherwise the table would be empty."""
     save_byte_model(folder / "model", "lmm")
     for file in (folder / "books").iterdir():
         file.unlink()
@@ -81,7 +85,7 @@ def test_nothing_to_read(folder):
 
 
 def test_another_tokenizer(folder):
-    """Models with different tokenizers are refused: their bits per token cannot be compared."""
+    """Models with different tokenizers raise an error: otherwise bits per unlike tokens would be compared."""
     for name in ("a", "b"):
         save_byte_model(folder / name, "lmm")
     other = byte_tokenizer()

@@ -38,7 +38,7 @@ def make_tokens(length: int, momentum: bool = True, forget: bool = True) -> list
 
 
 def run(fn, tokens, state, error_clip, decay_target=(), seed=0, **options):
-    """What comes out, and the gradients of a random function of it with respect to everything that goes in."""
+    """Returns outputs and state of `fn`, and the gradients of a random function of them with respect to all inputs."""
     finite = [x.isfinite().all() for x in tokens]
     tokens = [x.clone().requires_grad_(bool(ok)) for x, ok in zip(tokens, finite, strict=True)]
     state = state.map(lambda x: x.clone().requires_grad_(x.is_floating_point()))
@@ -64,6 +64,9 @@ def assert_same(ours, theirs):
 @pytest.mark.parametrize("error_clip", [None, 1.0], ids=["plain", "clipped"])
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_dual_form_equals_reference(depth, error_clip, num_seen, length):
+    """The dual form equals the token loop, with every gradient, at every phase of the chunk: otherwise training
+    computes another memory than the paper's equations.
+    """
     torch.manual_seed(length)
     state, tokens = make_state(depth, num_seen), make_tokens(length)
     if error_clip is None:  # the paper's loss diverges within 13 tokens at these rates, in the reference too
@@ -78,8 +81,8 @@ def test_dual_form_equals_reference(depth, error_clip, num_seen, length):
 @pytest.mark.parametrize("momentum", [True, False], ids=["momentum", "no momentum"])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_delta_rule_equals_reference(depth, momentum, num_seen, length):
-    """The triangular system gives the token loop's deltas, with every gradient: otherwise what a chunk learns depends
-    on where it is cut.
+    """The triangular system gives the token loop's deltas, with every gradient: otherwise the memory depends on where
+    calls divide a chunk.
     """
     torch.manual_seed(length)
     state, tokens = make_state(depth, num_seen), make_tokens(length, momentum)
@@ -90,8 +93,8 @@ def test_delta_rule_equals_reference(depth, momentum, num_seen, length):
 
 
 def test_a_full_step_of_the_delta_rule_stores_the_value():
-    """With a step of 1/2, the memory returns a token's value for its key at once, also where keys of a chunk agree, and
-    forgets what was there: otherwise equal keys of a chunk overshoot.
+    """With a step of 1/2 the memory returns a token's value for its key at once: otherwise equal keys of a chunk
+    overshoot.
     """
     torch.manual_seed(0)
     state, tokens = make_state(1, [0, 0, 0]), make_tokens(CHUNK, momentum=False, forget=False)
@@ -106,8 +109,8 @@ def test_a_full_step_of_the_delta_rule_stores_the_value():
 @pytest.mark.parametrize("momentum,forget", [(True, True), (False, True), (True, False)])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_the_chunk_listing_equals_both_other_forms(depth, momentum, forget, num_seen):
-    """The page that explains section 3.2 computes what the model and the token loop compute: results and gradients.
-    Otherwise a reader learns other mathematics than what runs.
+    """The listing of section 3.2 gives the results and gradients of the model and the token loop: otherwise a reader
+    would learn other mathematics than what runs.
     """
     torch.manual_seed(depth)
     state, tokens = make_state(depth, num_seen), make_tokens(6 * CHUNK, momentum, forget)
@@ -121,7 +124,7 @@ def test_the_chunk_listing_equals_both_other_forms(depth, momentum, forget, num_
 
 
 def test_the_chunk_listing_refuses_parts_of_chunks():
-    """Anything but whole chunks raises: otherwise it would return wrong values silently."""
+    """Anything but whole chunks raises ValueError: otherwise the listing would return wrong values silently."""
     options = dict(chunk_size=CHUNK, error_clip=1.0)
     for num_seen, length in (([0, 0, 0], CHUNK + 1), ([0, 1, 0], CHUNK)):
         with pytest.raises(ValueError, match=r"whole chunks of `chunk_size` \(4\)"):
@@ -143,13 +146,16 @@ def test_forgetting_leads_back_to_the_initial_weights():
 @pytest.mark.parametrize("momentum,forget", [(False, True), (True, False), (False, False)])
 @pytest.mark.parametrize("length", [1, 13])
 def test_momentum_and_forgetting_off(momentum, forget, length):
+    """Without momentum or forgetting the dual form equals the token loop: otherwise log(0) or a decay of 1 gives wrong
+    values.
+    """
     torch.manual_seed(0)
     state, tokens = make_state(2, [5, 0, 3]), make_tokens(length, momentum, forget)
     assert_same(run(memorize, tokens, state, 1.0), run(memorize_reference, tokens, state, 1.0))
 
 
 def test_both_clips_are_reached_and_left():
-    """The grids above are only worth something if tokens lie on both sides of each clip."""
+    """The inputs above lie on both sides of each clip: otherwise those tests would not compare clipped updates."""
     from titans_hf.memory_network import gradient_factors, gradient_norm
 
     torch.manual_seed(13)
@@ -167,7 +173,9 @@ def test_both_clips_are_reached_and_left():
 
 @pytest.mark.parametrize("split", [1, 3, 4, 5, 8, 12])
 def test_state_carries_on(split):
-    """Two calls equal one, with the first ending anywhere in a chunk; then token by token."""
+    """Two calls equal one, wherever the first ends in a chunk, and so do single tokens: otherwise results depend on the
+    calls.
+    """
     torch.manual_seed(1)
     state, tokens = make_state(2, [5, 0, 3]), make_tokens(13)
     options = dict(chunk_size=CHUNK, error_clip=1.0, decay_target=make_decay_target(2))
@@ -187,7 +195,9 @@ def test_state_carries_on(split):
 
 
 def test_gradient_at_zero_error_is_finite():
-    """A memory that already answers exactly: e = 0, |e| has no gradient there, the update is 0."""
+    """Where the memory's error is 0, and |e| has no gradient, results and gradients are finite: otherwise training ends
+    in nan.
+    """
     state = make_state(2, [0, 0, 0])
     state = MemoryState(
         (state.weights[0], torch.zeros_like(state.weights[1])), state.momentum, state.anchor, state.num_seen
@@ -200,6 +210,7 @@ def test_gradient_at_zero_error_is_finite():
 
 
 def test_bfloat16_inputs_keep_a_float32_state():
+    """Inputs in bfloat16 give a retrieval and a state in float32: otherwise small updates would be lost to rounding."""
     state = make_state(2, [0, 2, 3]).map(lambda x: x.float() if x.is_floating_point() else x)
     tokens = [x.bfloat16() if i < 3 else x.float() for i, x in enumerate(make_tokens(9))]
     for length in (9, 1):
@@ -214,7 +225,9 @@ def test_bfloat16_inputs_keep_a_float32_state():
 @pytest.mark.parametrize("inputs", ["constant", "alternating", "random", "huge"])
 @pytest.mark.parametrize("gates", ["momentum near 1", "momentum 0"])
 def test_nothing_blows_up(inputs, depth, gates, dtype):
-    """20,000 tokens at the ends of the gates, nothing forgotten: finite, and within the bound that clipping gives."""
+    """After 20,000 tokens at the gates' extremes without forgetting, the state is finite and within the clips' bound:
+    otherwise long texts end in nan.
+    """
     length, chunk, max_lr = 20_000, 64, 0.2
     torch.manual_seed(0)
     keys = torch.nn.functional.normalize(torch.randn(1, 1, length, D), dim=-1)
@@ -238,7 +251,9 @@ def test_nothing_blows_up(inputs, depth, gates, dtype):
 
 
 def test_training_keeps_the_states_that_some_chunks_start_with():
-    """Training stores checkpoints of the state, not intermediates: otherwise memory grows with every token's."""
+    """Besides its inputs, training stores the state of every CHECKPOINT_INTERVAL-th chunk alone: otherwise memory would
+    grow with every token's update.
+    """
     state, tokens = make_state(2, [0, 0, 0]), [x.requires_grad_() for x in make_tokens(10 * CHUNK)]
     kept = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.data_ptr(), x), lambda x: x):
@@ -248,7 +263,9 @@ def test_training_keeps_the_states_that_some_chunks_start_with():
 
 
 def test_a_second_derivative_is_refused():
-    """Else it would be silently wrong: the backward by hand is no function that could be differentiated."""
+    """A second derivative raises RuntimeError: the backward pass is written by hand, and differentiating it would be
+    silently wrong.
+    """
     state, tokens = make_state(2, [0, 0, 0]), [x.requires_grad_() for x in make_tokens(6)]
     retrieved, _ = memorize(*tokens, state, chunk_size=CHUNK, error_clip=1.0)
     (gradient,) = torch.autograd.grad(retrieved.square().sum(), tokens[:1], create_graph=True)

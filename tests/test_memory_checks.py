@@ -1,4 +1,4 @@
-"""Files that claim to be a memory: whatever no cache of the model can be is refused with a ValueError that names it."""
+"""Folders that are no memory of the model: every such description or tensor raises a ValueError that names it."""
 
 import json
 import os
@@ -43,6 +43,9 @@ def load(memory) -> TitansCache:  # noqa: F811
     ids=str,
 )
 def test_a_description_of_other_types(changes, message, memory):  # noqa: F811
+    """A field of memory.json with a wrong type or value raises an error that names it: otherwise a user would see
+    another error far from the cause.
+    """
     describe(memory[1], **changes)
     with pytest.raises(ValueError, match=message):
         load(memory)
@@ -54,7 +57,9 @@ def test_a_description_of_other_types(changes, message, memory):  # noqa: F811
     ids=lambda content: repr(content[:8]),
 )
 def test_a_description_that_is_none(content, memory):  # noqa: F811
-    """Else what reads a stranger's memory ends in a traceback: nesting exhausts the parser's stack."""
+    """A memory.json that is no description, even one nested too deeply for the parser, raises ValueError: otherwise a
+    program reading strangers' memories would crash.
+    """
     (memory[1] / "memory.json").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=r"memory.json is damaged"):
         load(memory)
@@ -62,7 +67,9 @@ def test_a_description_that_is_none(content, memory):  # noqa: F811
 
 @pytest.mark.parametrize("how", ["..", "absolute", "below"])
 def test_a_file_elsewhere_is_not_loaded(how, memory, tmp_path_factory):  # noqa: F811
-    """Else memory.json decides which file of the machine is read; the file itself is good."""
+    """A file named outside of the folder raises an error, even a valid one: otherwise memory.json would decide which
+    file of the machine is read.
+    """
     _, folder = memory
     (file,) = folder.glob("*.safetensors")
     elsewhere = folder / "below" if how == "below" else tmp_path_factory.mktemp("elsewhere")
@@ -77,7 +84,7 @@ def test_a_file_elsewhere_is_not_loaded(how, memory, tmp_path_factory):  # noqa:
 
 
 def rewrite(folder: Path, change) -> None:
-    """Saves the folder's tensors anew as `change(tensors, metadata)` leaves them, with the checksum that they have."""
+    """Saves the folder's tensors again after `change(tensors, metadata)`, with the right size and checksum."""
     (file,) = folder.glob("*.safetensors")
     with safe_open(file, framework="pt") as opened:
         tensors, metadata = {name: opened.get_tensor(name).clone() for name in opened.keys()}, opened.metadata()  # noqa: SIM118
@@ -157,19 +164,23 @@ CONV = "1.state.conv_state"
     ],
 )
 def test_tensors_that_no_cache_has(change, message, memory):  # noqa: F811
-    """Else they fail in the midst of a model, or answer; the checksums are right."""
+    """Missing, surplus or wrongly shaped tensors raise an error despite right checksums: otherwise they would fail
+    inside a layer, or give wrong answers.
+    """
     rewrite(memory[1], change)
     with pytest.raises(ValueError, match=message):
         load(memory)
 
 
 def test_a_rewritten_file_loads(memory):  # noqa: F811
-    """The tests above fail for what they change, not for being rewritten."""
+    """An unchanged rewritten file loads: otherwise the tests above would fail for the rewriting."""
     rewrite(memory[1], lambda tensors, metadata: None)
     assert load(memory).get_seq_length() == 60
 
 
 def test_no_rows(memory):  # noqa: F811
+    """A memory with a batch of size 0 raises an error: otherwise it would fail at the first prompt."""
+
     def change(tensors, metadata):
         for name, x in tensors.items():
             tensors[name] = x[:0].clone()
@@ -180,6 +191,7 @@ def test_no_rows(memory):  # noqa: F811
 
 
 def test_a_file_that_is_not_safetensors(memory):  # noqa: F811
+    """A file in another format raises ValueError: otherwise the parser's own error would not name the memory."""
     (file,) = memory[1].glob("*.safetensors")
     file.write_bytes(b"\xff" * 100)
     describe(memory[1], bytes=100, sha256=cache_files._checksum(file))
@@ -188,7 +200,9 @@ def test_a_file_that_is_not_safetensors(memory):  # noqa: F811
 
 
 def test_a_memory_that_is_not_finite_is_not_saved(memory):  # noqa: F811
-    """Else the good memory before it is replaced by one that cannot be loaded."""
+    """Saving a memory with nan raises an error and keeps the earlier one: otherwise a good memory would be replaced by
+    a useless one.
+    """
     model, folder = memory
     cache = read(model, make_ids(2, 9))[1]
     cache.layers[1].apply(lambda x: x.clone().fill_(float("nan")) if x.is_floating_point() else x)
@@ -212,8 +226,8 @@ def nested() -> dict:
 
 @pytest.mark.parametrize("make", [lambda: {"when": object()}, circular, nested, lambda: None, lambda: "text"])
 def test_an_about_that_is_not_json_leaves_nothing(make, tmp_path):
-    """Property: it is refused before anything is written. Else a file with what was read stays behind, which no
-    memory.json names.
+    """An `about` that is not JSON raises TypeError before anything is written: otherwise a file of the text's memory
+    would stay that no memory.json names.
     """
     cache = read(shared_model("mag"), make_ids(2, 9))[1]
     cache.about = make()

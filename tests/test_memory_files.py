@@ -1,4 +1,4 @@
-"""A memory saved and loaded is the memory, and nothing else is ever loaded."""
+"""A memory saved and loaded equals the original, and no other file is ever loaded."""
 
 import copy
 import json
@@ -22,7 +22,7 @@ def everything(cache: TitansCache) -> dict[str, torch.Tensor]:
 
 
 def assert_equal(actual: TitansCache, expected: TitansCache) -> None:
-    """Bit for bit, and all that is not a tensor."""
+    """Asserts that tensors are equal bit by bit, and so is everything that is not a tensor."""
     ours, theirs = everything(actual), everything(expected)
     assert ours.keys() == theirs.keys()
     for name, x in theirs.items():
@@ -53,7 +53,9 @@ def memory(tmp_path) -> tuple[PreTrainedModel, Path]:
 @pytest.mark.parametrize("num_read", [1, 13, 40, 55])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_going_on_from_a_file_equals_never_having_stopped(variant, num_read, tmp_path):
-    """Else something of the state stays behind, anywhere in a chunk, a segment and a window."""
+    """Reading on from a saved memory gives bit-identical logits, from any place of a chunk, segment and window:
+    otherwise a part of the state is not saved.
+    """
     model = shared_model(variant)
     whole = read(model, IDS, [num_read, 60 - num_read])[0]
     cache = read(model, IDS[:, :num_read])[1]
@@ -66,7 +68,9 @@ def test_going_on_from_a_file_equals_never_having_stopped(variant, num_read, tmp
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_generation_goes_on_from_a_file(variant, tmp_path):
-    """Else what was saved is not what `generate()` needs: rows of different lengths, in float32."""
+    """generate() from a saved memory of rows of different lengths gives the same tokens: otherwise a loaded memory
+    would answer differently.
+    """
     model = make_model(variant, dtype=torch.float32)
     ids, mask = left_pad([make_ids(30), make_ids(17, seed=1)])
     with torch.no_grad():
@@ -74,8 +78,8 @@ def test_generation_goes_on_from_a_file(variant, tmp_path):
     loaded = saved(cache, model, tmp_path)
     assert json.loads((tmp_path / "memory.json").read_text())["tokens_seen"] == [29, 16]
     options = dict(attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=0)
-    said = [model.generate(ids, past_key_values=x, **options) for x in (cache, loaded)]
-    assert torch.equal(*said)
+    generated = [model.generate(ids, past_key_values=x, **options) for x in (cache, loaded)]
+    assert torch.equal(*generated)
 
 
 def empty(model):
@@ -83,14 +87,14 @@ def empty(model):
 
 
 def recording(model):
-    """Six columns may still be taken back."""
+    """Returns a cache of which six columns may still be removed by crop()."""
     cache = read(model, IDS[:, :13])[1]
     cache.activate_past_recording()
     return read(model, IDS[:, 13:19], cache=cache)[1]
 
 
 def cropped(model):
-    """Four columns are to be read again."""
+    """Returns a cache that has to read four columns again."""
     cache = recording(model)
     cache.crop(-2)
     return cache
@@ -105,7 +109,7 @@ def cropped_to_the_beginning(model):
 
 
 def restarting(model):
-    """One row begins anew."""
+    """Returns a cache with one row that was reset."""
     cache = read(model, IDS[:, :13])[1]
     cache.reset(torch.tensor([True, False]))
     return cache
@@ -113,7 +117,9 @@ def restarting(model):
 
 @pytest.mark.parametrize("make", [empty, recording, cropped, cropped_to_the_beginning, restarting])
 def test_what_a_cache_can_be(make, tmp_path):
-    """Else a cache is saved without what it records, has to read again or is about to forget."""
+    """Empty, recording, cropped and partly reset caches are the same after loading: otherwise crop() or reset() would
+    be lost by saving.
+    """
     model = shared_model("mac")
     cache = make(model)
     cache.about = {"read": "some ids", "pages": [1, 2]}
@@ -126,7 +132,9 @@ def test_what_a_cache_can_be(make, tmp_path):
 
 
 def test_a_file_is_of_one_size(tmp_path):
-    """Else a memory of a long text is a large file."""
+    """A memory's file has one size for texts of any length, and replaces the one before: otherwise long texts would
+    need large files.
+    """
     model, sizes = shared_model("mag"), []
     for length in (21, 421):
         read(model, make_ids(1, length))[1].save_pretrained(tmp_path, model)
@@ -138,7 +146,7 @@ def test_a_file_is_of_one_size(tmp_path):
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="tells what is mapped on Linux alone")
 def test_a_file_is_mapped(memory):
-    """Else loading a memory copies it, used or not."""
+    """Loading maps the file instead of copying it: otherwise large memories would be copied, used or not."""
     model, folder = memory
     (file,) = folder.glob("*.safetensors")
     assert str(file) not in Path("/proc/self/maps").read_text()
@@ -149,7 +157,9 @@ def test_a_file_is_mapped(memory):
 
 
 def test_what_was_loaded_is_not_written_to(memory):
-    """Else two who read on from one file disturb each other, or the file changes."""
+    """Reading on from a loaded memory leaves its file unchanged: otherwise two readers of one file would affect each
+    other.
+    """
     model, folder = memory
     (file,) = folder.glob("*.safetensors")
     before = file.read_bytes()
@@ -181,7 +191,9 @@ def changed(model: PreTrainedModel, name: str) -> PreTrainedModel:
     ],
 )
 def test_the_memory_of_another_model_is_refused(make, message, memory):
-    """Else a memory means something else than what was read, and nobody is told."""
+    """A memory of a model with other weights, dtype or settings raises an error that names the difference: otherwise it
+    would answer wrongly without notice.
+    """
     model, folder = memory
     with pytest.raises(ValueError, match="is the memory of another model") as error:
         TitansCache.from_pretrained(folder, make(model))
@@ -189,7 +201,9 @@ def test_the_memory_of_another_model_is_refused(make, message, memory):
 
 
 def test_what_does_not_shape_a_memory_may_differ(memory):
-    """Else a memory is lost with the head of a model, or with a setting of training."""
+    """Another output layer, attention kernel or training setting may load a memory: otherwise it would be lost with
+    them.
+    """
     model, folder = memory
     TitansCache.from_pretrained(folder, changed(model, "lm_head.weight"))
     TitansCache.from_pretrained(folder, model.model)
@@ -241,7 +255,9 @@ def half_a_description(folder):
     ],
 )
 def test_what_is_not_the_saved_file_is_refused(damage, message, memory):
-    """Else a memory that was damaged answers as if nothing had happened."""
+    """A damaged, altered, missing or newer file raises an error: otherwise a damaged memory would answer as if it were
+    whole.
+    """
     model, folder = memory
     damage(folder)
     with pytest.raises(ValueError, match=message):
@@ -249,12 +265,15 @@ def test_what_is_not_the_saved_file_is_refused(damage, message, memory):
 
 
 def test_a_folder_without_a_memory(tmp_path):
+    """A folder without memory.json raises FileNotFoundError: otherwise the error would not name the folder."""
     with pytest.raises(FileNotFoundError, match=r"is not a memory folder: it holds no memory.json"):
         TitansCache.from_pretrained(tmp_path, shared_model("mag"))
 
 
 def test_the_cache_of_another_model_is_not_saved(tmp_path):
-    """Else a folder says that a memory belongs to a model that never saw it."""
+    """Saving a cache for another model raises an error and writes nothing: otherwise the folder would name the wrong
+    model.
+    """
     cache = read(shared_model("mag"), IDS)[1]
     with pytest.raises(ValueError, match="its variant is mag, not mal"):
         cache.save_pretrained(tmp_path, shared_model("mal"))
@@ -263,7 +282,9 @@ def test_the_cache_of_another_model_is_not_saved(tmp_path):
 
 @pytest.mark.parametrize("step", ["save_file", "_checksum", "_replace", "_replace of the description"])
 def test_an_interrupted_save_leaves_the_memory_before(step, memory, monkeypatch):
-    """Else whoever stops a long reading at the wrong moment has nothing left."""
+    """A save interrupted at any step leaves the earlier memory, and the next removes its files: otherwise stopping a
+    long reading could lose everything.
+    """
     model, folder = memory
     before = TitansCache.from_pretrained(folder, model)
     name, *later = step.split(" of ")
@@ -286,6 +307,7 @@ def test_an_interrupted_save_leaves_the_memory_before(step, memory, monkeypatch)
 
 
 def test_a_moved_folder_is_the_same_memory(memory, tmp_path_factory):
+    """A copied folder loads as the same memory: otherwise memories could not be moved between machines."""
     model, folder = memory
     other = tmp_path_factory.mktemp("other") / "moved"
     shutil.copytree(folder, other)
@@ -293,7 +315,7 @@ def test_a_moved_folder_is_the_same_memory(memory, tmp_path_factory):
 
 
 def test_push_to_hub(monkeypatch, memory):
-    """Else a memory, which contains what was read, is published, or without what it takes to load it."""
+    """push_to_hub() uploads a loadable memory to a private repository: otherwise a user's text could become public."""
     model, folder = memory
     calls = {}
 
@@ -315,13 +337,15 @@ def test_push_to_hub(monkeypatch, memory):
 
 
 def test_a_sharded_model_is_refused():
-    """Else the hash is that of the part which this process holds."""
+    """A model whose weights are not all in this process raises an error: otherwise its hash would be that of a part."""
     with pytest.raises(ValueError, match="neither sharded nor offloaded"):
         cache_files.fingerprint(make_model("mag").to("meta"))
 
 
 def test_about_may_not_be_anything(tmp_path):
-    """Else a save fails when the memory before it is gone."""
+    """An `about` that is not JSON raises TypeError and keeps the earlier memory: otherwise a failed save would
+    lose it.
+    """
     model = shared_model("mag")
     cache = read(model, IDS)[1]
     cache.save_pretrained(tmp_path, model)

@@ -1,4 +1,4 @@
-"""Several processes at one memory folder: it holds one of their memories at any time, and nothing else after."""
+"""Several processes save to and load from one memory folder, which holds one complete memory at any time."""
 
 import multiprocessing
 import time
@@ -22,7 +22,7 @@ def memory_of(number: int) -> TitansCache:
 
 
 def save_in_turn(number: int, folders: list[Path], barrier, errors) -> None:
-    """A process: saves its memory into each of the folders, at the same moment as the other processes."""
+    """Process: saves its memory into each folder at the same moment as the other processes."""
     torch.set_num_threads(1)
     cache = memory_of(number)
     for folder in folders:
@@ -35,7 +35,7 @@ def save_in_turn(number: int, folders: list[Path], barrier, errors) -> None:
 
 @contextmanager
 def two_savers(folders: list[Path]) -> Iterator[list]:
-    """Two processes at `save_in_turn`; afterwards, none of their saves has failed."""
+    """Runs two processes of `save_in_turn`; on leaving, asserts that no save failed."""
     barrier, errors = PROCESSES.Barrier(2), PROCESSES.Queue()
     savers = [PROCESSES.Process(target=save_in_turn, args=(i, folders, barrier, errors)) for i in range(2)]
     for saver in savers:
@@ -49,8 +49,8 @@ def two_savers(folders: list[Path]) -> Iterator[list]:
 
 @pytest.mark.parametrize("num_pairs", [10, pytest.param(100, marks=pytest.mark.slow)])
 def test_concurrent_saves(num_pairs, tmp_path):
-    """Property: of two that save at once, one is kept, whole. Else they delete each other's file, or fail over a
-    temporary name that both use.
+    """Of two simultaneous saves one complete memory remains: otherwise they would delete each other's file, or fail
+    over a shared temporary name.
     """
     folders = [tmp_path / str(i) for i in range(num_pairs)]
     with two_savers(folders):
@@ -65,8 +65,8 @@ def test_concurrent_saves(num_pairs, tmp_path):
 
 
 def test_loading_during_saves(tmp_path):
-    """Property: whoever loads gets a memory. Else the file that memory.json named is gone before it is read, and a
-    good memory is called damaged.
+    """Loading during saves always gives a memory: otherwise a file removed meanwhile would make a good memory look
+    damaged.
     """
     memory_of(0).save_pretrained(tmp_path, shared_model("mag"))
     num_loaded, deadline = 0, time.monotonic() + 240
@@ -79,8 +79,8 @@ def test_loading_during_saves(tmp_path):
 
 
 def test_a_save_between_description_and_tensors(tmp_path, monkeypatch):
-    """Property: loading reads memory.json again when the file that it named has gone. (The race above, at its worst
-    moment; a memory that is damaged is still an error, because memory.json then stays the same.)
+    """Loading reads memory.json again if the file it names was replaced meanwhile: otherwise a save at that moment
+    would make loading fail.
     """
     model, works, saves = shared_model("mag"), cache_files.read_description, []
     memory_of(0).save_pretrained(tmp_path, model)
@@ -97,8 +97,8 @@ def test_a_save_between_description_and_tensors(tmp_path, monkeypatch):
 
 
 def test_what_killed_saves_left_is_removed(tmp_path):
-    """Property: a folder holds one memory. Else every kill during a save leaves what was read on the disk, for good;
-    the user's own files stay.
+    """A save removes the files of killed saves and leaves the user's own: otherwise every kill would leave the text's
+    memory on the disk.
     """
     strangers = {"notes.txt", "memory-1.safetensors", "model.safetensors"}
     (tmp_path / f"memory-{'0' * 32}.tmp").mkdir()
@@ -111,7 +111,7 @@ def test_what_killed_saves_left_is_removed(tmp_path):
 
 
 def test_one_memory_has_one_checksum(tmp_path):
-    """Else the same memory, saved twice, looks like two."""
+    """The same memory saved several times has one checksum: otherwise equal memories would look different."""
     for i in range(12):
         memory_of(0).save_pretrained(tmp_path / str(i), shared_model("mag"))
     sums = {cache_files.read_description(tmp_path / str(i))["sha256"] for i in range(12)}

@@ -1,4 +1,4 @@
-"""One model, in float64: however a sequence is cut, the logits are those of the whole; none depends on later tokens."""
+"""One model, in float64: logits are independent of how a sequence is split into calls, and of later tokens."""
 
 import hypothesis
 import pytest
@@ -43,7 +43,9 @@ CHANGES = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_split_in_two(variant):
-    """Else the state after some number of tokens is not the one that the whole sequence passes through."""
+    """Logits and state of every split into two calls equal those of one call: otherwise answers would depend on how a
+    text is split.
+    """
     model, ids = shared_model(variant), make_ids(2, 40)
     whole, after = read(model, ids)
     assert_same(whole, full_logits(model, ids))
@@ -55,7 +57,9 @@ def test_every_split_in_two(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_token_by_token(variant):
-    """Else decoding is another model than training, beyond five windows, seven segments or sixteen chunks."""
+    """Reading token by token gives the logits and state of one call over several windows, segments and chunks:
+    otherwise decoding differs from training.
+    """
     model, ids = shared_model(variant), make_ids(2, 67)
     whole, after = read(model, ids)
     logits, cache = read(model, ids, [1] * 67)
@@ -67,7 +71,9 @@ def test_token_by_token(variant):
 @hypothesis.given(data=st.data())
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_ragged_pieces(variant, data):
-    """Else some order of short and long pieces loses or repeats a part of the state."""
+    """Calls of random lengths give the logits of one call: otherwise some order of short and long calls loses or
+    repeats tokens.
+    """
     pieces = data.draw(st.lists(st.integers(1, 30), min_size=2, max_size=9))
     hypothesis.assume(sum(pieces) <= 120)
     length = max(sum(pieces), 61)
@@ -78,7 +84,9 @@ def test_ragged_pieces(variant, data):
 
 @pytest.mark.parametrize("variant,changes", each_variant(CHANGES))
 def test_settings_keep_one_model(variant, changes):
-    """Else a setting breaks what holds at the usual one: single tokens, then pieces that end off every boundary."""
+    """In every setting, single tokens and calls off all boundaries give the logits and state of one call: otherwise
+    that setting decodes another model.
+    """
     model, ids = make_model(variant, **{"num_hidden_layers": 1, **changes}), make_ids(2, 35)
     whole, after = read(model, ids)
     logits, cache = read(model, ids, [1] * 9 + [17, 1, 2, 6])
@@ -88,7 +96,7 @@ def test_settings_keep_one_model(variant, changes):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_eager_and_sdpa_agree(variant):
-    """Else the choice of the attention kernel changes the model."""
+    """Eager and SDPA attention give the same logits: otherwise the choice of the kernel would change the model."""
     ids = make_ids(2, 40)
     eager = make_model(variant, attention="eager")
     assert eager.config._attn_implementation == "eager" and shared_model(variant).config._attn_implementation == "sdpa"
@@ -99,7 +107,9 @@ def test_eager_and_sdpa_agree(variant):
 @pytest.mark.parametrize("pieces", [[40], [1] * 40], ids=["whole", "tokens"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_float32_is_close(variant, pieces):
-    """Else the order of operations loses more than float32 must."""
+    """Logits in float32 are within 1e-4 of float64: otherwise the order of operations loses more precision than float32
+    requires.
+    """
     model, ids = make_model(variant, dtype=torch.float32), make_ids(2, 40)
     logits, _ = read(model, ids, pieces)
     assert logits.dtype == torch.float32
@@ -108,7 +118,9 @@ def test_float32_is_close(variant, pieces):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_logit_depends_on_a_later_token(variant):
-    """Else the model cheats in training; the token itself and those after must feel it, or the test says nothing."""
+    """Changing a token changes the logits from it on, and no earlier one: otherwise training would use tokens it has to
+    predict.
+    """
     model, ids = shared_model(variant), make_ids(1, 40)
     whole = full_logits(model, ids)
     for changed in (0, 1, 3, 4, 7, 8, 9, 12, 15, 16, 23, 31, 38, 39):
@@ -121,7 +133,9 @@ def test_no_logit_depends_on_a_later_token(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_gradient_comes_from_a_later_token(variant):
-    """The same by autograd, for every pair of positions: exactly zero."""
+    """The gradient of a logit is 0 for every later token and not for earlier ones: otherwise training would use tokens
+    it has to predict.
+    """
     model = shared_model(variant)
     embeds = model.model.embed_tokens(make_ids(1, 21)).detach().requires_grad_()
     logits = model(inputs_embeds=embeds).logits[0]
@@ -134,7 +148,9 @@ def test_no_gradient_comes_from_a_later_token(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_parameter_and_setting_matters(variant):
-    """Else the tests here compare models in which a path is dead."""
+    """Every parameter and setting changes the logits: otherwise the tests would compare models in which a path is
+    unused.
+    """
     model, ids = make_model(variant), make_ids(1, 24)
     base = full_logits(model, ids)
     for name, parameter in model.named_parameters():
@@ -158,7 +174,7 @@ def test_every_parameter_and_setting_matters(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_reading_twice_is_deterministic(variant):
-    """Else a call leaves something behind in the model."""
+    """A call gives the same logits after other calls: otherwise the model would keep state outside the cache."""
     model, ids = make_model(variant), make_ids(2, 30)
     first = full_logits(model, ids)
     read(model, make_ids(3, 17, seed=5))
@@ -168,7 +184,9 @@ def test_reading_twice_is_deterministic(variant):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_long_sequence_in_pieces(variant):
-    """Else something drifts with the length."""
+    """Calls over 3,000 tokens, and 800 single tokens, give the logits of one call: otherwise errors would grow with the
+    length.
+    """
     model, ids = shared_model(variant), make_ids(1, 3000)
     whole = full_logits(model, ids)
     assert_same(read(model, ids, [999, 1, 1000, 7, 993])[0], whole)

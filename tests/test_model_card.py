@@ -1,4 +1,4 @@
-"""scripts/training/model_card.py: whatever names and licences are, the card is one that the Hub reads and shows."""
+"""scripts/training/model_card.py: with any name and licence, the Hub can parse and show the card."""
 
 import re
 
@@ -31,8 +31,8 @@ def record(**changes) -> dict:
 @pytest.mark.parametrize("variant", ["mag", "lmm"])
 @pytest.mark.parametrize("field", ["license", "name", "train", "eval", "arguments"])
 def test_names_that_are_markup(field, variant):
-    """Property: a name is shown as it is, on one line. Else it ends the card's metadata, a heading or a table's row, or
-    is read as markup.
+    """A name is shown literally, on one line: otherwise it could end the card's metadata, a heading or a
+    table's row.
     """
     changes = {
         "train": {"data": {"train": HOSTILE}},
@@ -51,14 +51,16 @@ def test_names_that_are_markup(field, variant):
 
 
 def test_escape():
-    """Property: a text is shown as it is; a bar is left to the table. Else it is markup, or escaped twice."""
+    """Markup in a text is escaped once, and bars are left to the table: otherwise a name would be shown wrongly."""
     assert escape("a_b*c|d") == r"a\_b\*c|d"
     assert escape("cc-by-4.0 (1)") == "cc-by-4.0 (1)"
     assert code("plain") == "`plain`" and code("a `b`") == "`` a `b` ``"
 
 
 def test_code_with_a_hostile_name_is_code():
-    """Else the example of a card is not Python, or the command is another one."""
+    """A name with quotes stays one string of the Python and shell examples: otherwise copying them would run other
+    code.
+    """
     text = model_card(make_config("mag"), record(name='x" + exit() + "; rm y')).text
     assert 'from_pretrained("x\\" + exit() + \\"; rm y")' in text
     assert "serve 'x\" + exit() + \"; rm y'`" in text

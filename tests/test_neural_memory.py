@@ -1,4 +1,4 @@
-"""NeuralMemory alone: a layer that is called with hidden states and the state that its last call returned."""
+"""NeuralMemory as a layer of its own: called with hidden states and the state that its last call returned."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def hidden_states():
 
 
 def read(memory, hidden_states, sizes):
-    """The outputs of calls with so many tokens each, joined, and the last state."""
+    """Returns the joined outputs of calls with the given numbers of tokens, and the last state."""
     outputs, state = [], None
     for piece in hidden_states.split(sizes, dim=1):
         output, state = memory(piece, state)
@@ -35,7 +35,9 @@ def assert_same_state(actual, expected) -> None:
 
 
 def test_it_is_the_layer_of_the_model():
-    """Property: alone it computes what it computes in a model without persistent tokens. Else it is another layer."""
+    """The layer alone equals that of a model without persistent tokens: otherwise users of the layer would get another
+    memory.
+    """
     model, ids = make_model("lmm", num_persistent_tokens=0), make_ids(2, T)
     layer = model.model.layers[0]
     with torch.no_grad():
@@ -50,7 +52,7 @@ def test_it_is_the_layer_of_the_model():
 
 
 def test_a_sequence_may_be_cut_anywhere(memory, hidden_states):
-    """Property: outputs and state are independent of how a sequence is cut into calls. Else a state loses tokens."""
+    """Outputs and state are independent of how a sequence is split into calls: otherwise a state would lose tokens."""
     with torch.no_grad():
         expected, last = memory(hidden_states)
         assert expected.std() > 0.01
@@ -62,7 +64,9 @@ def test_a_sequence_may_be_cut_anywhere(memory, hidden_states):
 
 
 def test_gradients_do_not_depend_on_the_cut(memory, hidden_states):
-    """Property: the gradient goes through the state. Else a memory is trained to keep nothing from call to call."""
+    """Gradients through the state equal those of one call: otherwise the memory would be trained to keep nothing
+    between calls.
+    """
     found = []
     for sizes in ([T], [9, 14], [4, 19]):
         memory.zero_grad()
@@ -75,7 +79,7 @@ def test_gradients_do_not_depend_on_the_cut(memory, hidden_states):
 
 
 def test_a_state_can_be_continued_in_several_ways(memory, hidden_states):
-    """Property: a call leaves its state as it is. Else branches of one state affect each other."""
+    """A call leaves its input state unchanged: otherwise several continuations of one state would affect each other."""
     with torch.no_grad():
         _, state = memory(hidden_states[:, :9])
         first, _ = memory(hidden_states[:, 9:], state)
@@ -85,8 +89,8 @@ def test_a_state_can_be_continued_in_several_ways(memory, hidden_states):
 
 
 def test_a_new_layer_is_initialised():
-    """Property: a new layer's output is 0, as the memory's last layer is, and it learns. Else it has the values of
-    whatever was in the computer's memory.
+    """A new layer has documented values, outputs nearly 0 at first, and learns: otherwise it would start from
+    uninitialised memory.
     """
     torch.manual_seed(0)
     layer = NeuralMemory(make_config("lmm", memory_conv_noise=0.0))
@@ -99,7 +103,7 @@ def test_a_new_layer_is_initialised():
 
 
 def test_a_half_precision_layer_has_a_state_in_float32(hidden_states):
-    """Property: outputs have the layer's dtype and the state float32. Else small updates are rounded away."""
+    """Outputs have the layer's dtype and the state is float32: otherwise small updates would be lost to rounding."""
     output, state = NeuralMemory(make_config("lmm")).bfloat16()(hidden_states.bfloat16())
     assert output.dtype == torch.bfloat16
     assert {x.dtype for x in state.memory.weights} == {torch.float32}
@@ -107,13 +111,15 @@ def test_a_half_precision_layer_has_a_state_in_float32(hidden_states):
 
 @pytest.mark.parametrize("shape", [(T, HIDDEN), (2, 0, HIDDEN), (0, 3, HIDDEN), (2, T, HIDDEN + 1)])
 def test_hidden_states_of_another_shape(memory, shape):
-    """Property: the error names the argument and its shape. Else it comes from a matrix product."""
+    """A wrong shape raises an error that names the argument: otherwise the error would come from a matrix product."""
     with pytest.raises(ValueError, match=rf"`hidden_states` must be \(rows, tokens, {HIDDEN}\)"):
         memory(torch.zeros(shape, dtype=torch.float64))
 
 
 def test_a_state_of_other_rows(memory, hidden_states):
-    """Property: the error names the state and its number of rows. Else rows continue other rows, or it is unclear."""
+    """A state of another batch size raises an error that names it: otherwise rows would continue other rows'
+    memories.
+    """
     _, state = memory(hidden_states)
     with pytest.raises(ValueError, match="`state` must have 1 rows as `hidden_states`, but has 2"):
         memory(hidden_states[:1], state)

@@ -1,4 +1,4 @@
-"""Packed documents: each is what it is alone, however the row says where they begin."""
+"""Packed documents: each has the logits it has alone, for every way to mark where documents start."""
 
 import pytest
 import torch
@@ -31,7 +31,9 @@ def ways_to_say(rows: list[torch.Tensor]) -> dict[str, dict]:
 @pytest.mark.parametrize("way", ["positions", "cumulative lengths", "indices"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_documents_are_what_they_are_alone(variant, way):
-    """Else a document reads the memory, window, segment or convolution of the one before it."""
+    """Each packed document has the logits it has alone: otherwise it would read the memory, window or convolution of
+    the one before.
+    """
     model, rows = shared_model(variant), documents()
     logits = full_logits(model, torch.cat(rows)[None], **ways_to_say(rows)[way])[0]
     for row, ours in zip(rows, logits.split([len(row) for row in rows]), strict=True):
@@ -40,7 +42,9 @@ def test_documents_are_what_they_are_alone(variant, way):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_collator_of_transformers(variant):
-    """Else Trainer with padding-free batches, or TRL, trains on something else: its own names and dtypes."""
+    """Batches of DataCollatorWithFlattening give each document's own logits: otherwise Trainer and TRL would train
+    another model without padding.
+    """
     model, rows = shared_model(variant), documents()
     collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     batch = collator([{"input_ids": row.tolist()} for row in rows])
@@ -52,7 +56,9 @@ def test_the_collator_of_transformers(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_rows_of_different_documents_and_padding(variant):
-    """Else boundaries of one row show in another, or padding between documents counts."""
+    """Document boundaries and padding apply to their own row alone: otherwise a row would depend on its neighbours in
+    the batch.
+    """
     model = shared_model(variant)
     parts = [documents((9, 12)), documents((3, 1, 20))]  # 21 and 24 tokens, in 28 columns
     ids, positions, mask = (torch.zeros(2, 28, dtype=torch.long) for _ in range(3))
@@ -69,7 +75,9 @@ def test_rows_of_different_documents_and_padding(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_reading_on_after_packed_documents(variant):
-    """Else the cache belongs to no document: a call goes on from it and leaves it with each row's last document."""
+    """A packed call continues the cache's document and leaves it with each row's last one: otherwise reading on would
+    follow the wrong document.
+    """
     model, (first, second, third, more) = shared_model(variant), documents((13, 18, 11, 9))
     cache = read(model, first[None])[1]
     with torch.no_grad():
@@ -85,7 +93,9 @@ def test_reading_on_after_packed_documents(variant):
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients(variant, checkpointing):
-    """Else packed training is not training on the documents."""
+    """Gradients of packed documents equal the sum of each document's: otherwise packed training would optimise another
+    loss.
+    """
     packed, alone = make_model(variant), make_model(variant)
     rows = documents()
     ids = torch.cat(rows)[None]
@@ -101,7 +111,9 @@ def test_gradients(variant, checkpointing):
 
 
 def test_attention_weights_stay_within_documents():
-    """Else weights of packed rows are those of the grid that documents are laid on."""
+    """Recorded attention weights of packed documents equal each document's own: otherwise their columns would not be
+    those documented.
+    """
     for variant in ("mac", "mag", "mal"):
         model, rows = shared_model(variant, attention="eager"), documents()
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Padding: wherever it stands, every row is what it is alone."""
+"""Padding: on either side or within, every row has the logits it has alone."""
 
 import pytest
 import torch
@@ -12,14 +12,16 @@ def rows_of(*lengths: int) -> list[torch.Tensor]:
 
 
 def continue_alone(model, parts: list[torch.Tensor]) -> torch.Tensor:
-    """The logits of the last part, read after the others as one row without padding."""
+    """Returns the logits of the last part, read after the others as one row without padding."""
     return full_logits(model, torch.cat(parts)[None])[0, -len(parts[-1]) :]
 
 
 @pytest.mark.parametrize("lengths", [(31, 24, 13, 1), (9, 8, 7, 4), (40, 1)], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_left_padding(variant, lengths):
-    """Else a prompt's answer depends on its neighbours in the batch, or on what stands at the padding."""
+    """Left-padded rows have the logits they have alone, with any padding token: otherwise an answer would depend on its
+    batch.
+    """
     model, rows = shared_model(variant), rows_of(*lengths)
     for fill in (0, 49):
         ids, mask = left_pad(rows, fill)
@@ -29,7 +31,9 @@ def test_left_padding(variant, lengths):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_pad_length_up_to_two_segments(variant):
-    """Else some pad length moves a row's grid of chunks and segments."""
+    """Every number of padding tokens from 0 to 16 gives the logits without: otherwise padding would shift chunks and
+    segments.
+    """
     model, row = shared_model(variant), make_ids(23, seed=5)
     rows = [row[:length] for length in range(7, 24)]  # padding from 0 to 16
     ids, mask = left_pad(rows)
@@ -41,7 +45,9 @@ def test_every_pad_length_up_to_two_segments(variant):
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_right_padding(variant, masked):
-    """Else padding at the end, which evaluation harnesses use without a mask, changes what stands before it."""
+    """Padding on the right, masked or not, leaves earlier logits unchanged: otherwise evaluation harnesses, which pass
+    no mask, would score other ones.
+    """
     model, rows = shared_model(variant), rows_of(31, 24, 13, 1)
     ids, mask = (x.flip(1) for x in left_pad([row.flip(0) for row in rows], fill=7))
     for row, logits in zip(rows, full_logits(model, ids, mask if masked else None), strict=True):
@@ -51,7 +57,9 @@ def test_right_padding(variant, masked):
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_padding_anywhere(variant, dtype):
-    """Else holes within a row shift what comes after them; the mask may be of any dtype."""
+    """Masked tokens within a row leave the others' logits unchanged, for a mask of any dtype: otherwise later tokens
+    would be shifted.
+    """
     model, ids = shared_model(variant), make_ids(3, 33)
     mask = torch.rand(3, 33, generator=torch.Generator().manual_seed(0)) < 0.6
     logits = full_logits(model, ids, mask.to(dtype))
@@ -62,8 +70,8 @@ def test_padding_anywhere(variant, dtype):
 @pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_rows_out_of_step(variant, attention):
-    """Else rows at different places of their chunk, segment and window disturb each other: a padded first call, then
-    single tokens, then pieces, the mask growing as in `generate()`.
+    """Rows at different phases of chunk, segment and window have their own logits in later calls: otherwise rows of a
+    batch would affect each other.
     """
     model, rows = make_model(variant, attention=attention), rows_of(18, 12, 5, 1)
     ids, mask = left_pad(rows)
@@ -83,8 +91,8 @@ def test_rows_out_of_step(variant, attention):
 @pytest.mark.parametrize("whole_mask", [True, False])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_padded_second_turn(variant, whole_mask):
-    """Else the second, padded turn of a conversation is read as if the padding had been said; the mask may cover both
-    turns or the new one alone.
+    """A padded second turn has the logits of the rows alone, with the mask of both turns or of the new one: otherwise
+    padding would enter the conversation.
     """
     model, first, second = shared_model(variant), rows_of(17, 6, 11), rows_of(3, 21, 10)
     (ids_1, mask_1), (ids_2, mask_2) = left_pad(first), left_pad(second, fill=3)
@@ -103,7 +111,7 @@ def test_padded_second_turn(variant, whole_mask):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_rows_that_are_all_padding(variant):
-    """Else a row with nothing to read fails, or takes part in a call that it should sit out."""
+    """A row without tokens in some calls keeps its state and logits: otherwise it would fail, or read padding."""
     model, rows = shared_model(variant), make_ids(2, 20)
     mask = torch.ones(2, 20, dtype=torch.int64)
     mask[1, 3:11] = 0
@@ -122,7 +130,7 @@ def test_rows_that_are_all_padding(variant):
 @pytest.mark.parametrize("first", [1, 6])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_call_of_padding_alone(variant, first):
-    """Else a call in which no row has a token fails or changes what is read after it."""
+    """A call of padding alone leaves later logits unchanged: otherwise it would fail, or enter the memory."""
     model, ids = shared_model(variant), make_ids(2, 20)
     cache = TitansCache(model.config)
     with torch.no_grad():
@@ -140,7 +148,9 @@ def test_a_call_of_padding_alone(variant, first):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_mask_of_ones_is_no_mask(variant):
-    """Else the mask that generation always passes costs exactness."""
+    """A mask of ones gives bit-identical logits to none: otherwise generate(), which always passes one, would lose
+    precision.
+    """
     model, ids = shared_model(variant), make_ids(2, 30)
     cache = TitansCache(model.config)
     with torch.no_grad():
@@ -151,8 +161,8 @@ def test_mask_of_ones_is_no_mask(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_generate_without_a_cache_reads_padding_on_the_right(variant):
-    """Without a cache, generate() reads right-padded prompts again and again, their new tokens at positions that go on
-    from 0: refused, or taken for new documents, they would not be those that the row generates alone.
+    """Without a cache generate() continues right-padded rows as alone: otherwise their positions would be refused, or
+    taken for new documents.
     """
     model = shared_model(variant)
     ids, options = make_ids(2, 9), dict(max_new_tokens=5, do_sample=False, pad_token_id=0)

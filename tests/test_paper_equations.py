@@ -33,7 +33,9 @@ CHANGES = {
 
 @pytest.mark.parametrize("variant,changes", each_variant(CHANGES))
 def test_logits_equal_the_naive_model(variant, changes):
-    """Logits equal the naive model's in every setting: otherwise one computes other equations, however consistently."""
+    """Logits equal the naive model's in every setting: otherwise the model computes other equations than the
+    paper's.
+    """
     model, ids = make_model(variant, **(changes and {"num_hidden_layers": 1, **changes})), make_ids(LENGTH)
     assert_same(full_logits(model, ids[None])[0], naive_forward(model, ids)[0])
 
@@ -59,7 +61,7 @@ def test_recorded_attention_equals_the_naive_model(variant):
 
 
 def test_lmm_has_no_attention_to_record():
-    """LMM returns no attention weights: otherwise they would be invented."""
+    """LMM returns no attention weights: otherwise they would be of a layer that does not exist."""
     with torch.no_grad():
         assert not any(
             x is not None for x in shared_model("lmm")(make_ids(1, 5), output_attentions=True).attentions or ()

@@ -33,7 +33,7 @@ CHECKPOINTING = [None, {"use_reentrant": True}, {"use_reentrant": False}]
 
 
 def adapt(variant: str, target: str, model=None, **changes):
-    """A frozen model with an adapter that changes what it says: as initialised, LoRA's second matrix is zero."""
+    """Returns a frozen model with a redrawn adapter: as initialised, LoRA's second matrix is 0 and has no effect."""
     config = peft.LoraConfig(target_modules=TARGETS[target], r=3, lora_alpha=6, task_type="CAUSAL_LM")
     model = peft.get_peft_model(make_model(variant, **changes) if model is None else model, config)
     adapter = torch.nn.ParameterList(p for p in model.parameters() if p.requires_grad)
@@ -48,7 +48,9 @@ def trained(model) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("variant,target", EACH)
 def test_gradients_of_an_adapter_under_checkpointing(variant, target):
-    """Else an adapter gets no gradient where the inputs of a checkpointed layer have none, or another one."""
+    """Adapters have the same gradients with and without activation checkpointing: otherwise they would not be trained
+    with it.
+    """
     ids, mask = left_pad([make_ids(29), make_ids(18, seed=1)])
     found = []
     for checkpointing in CHECKPOINTING:
@@ -67,7 +69,9 @@ def test_gradients_of_an_adapter_under_checkpointing(variant, target):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_checkpointing_enabled_before_the_adapter(variant):
-    """Else the order that Trainer and TRL use, where PEFT itself makes the inputs require gradients, trains nothing."""
+    """Enabling checkpointing before PEFT, as Trainer and TRL do, keeps the gradients: otherwise such a run would train
+    nothing.
+    """
     ids, found = make_ids(2, 29), []
     for checkpointing in (None, {"use_reentrant": True}):
         base = make_model(variant)
@@ -81,7 +85,9 @@ def test_checkpointing_enabled_before_the_adapter(variant):
 
 @pytest.mark.parametrize("variant,target", EACH)
 def test_adapters_save_load_and_merge(variant, target, tmp_path):
-    """Else an adapter does something else after loading, or after its weights became the model's."""
+    """An adapter has the same logits after loading and merging: otherwise a user would serve another model than was
+    trained.
+    """
     ids = make_ids(2, 29)
     base = make_model(variant)
     plain = full_logits(base, ids)
@@ -109,28 +115,32 @@ def test_adapters_save_load_and_merge(variant, target, tmp_path):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_adapted_model_learns_while_it_generates(variant):
-    """Else generate() reads without the adapter, or an adapter stops the memory."""
+    """An adapted model generates as the merged one, and its memory learns: otherwise generate() would ignore the
+    adapter, or the memory.
+    """
     ids, mask = left_pad([make_ids(21), make_ids(13, seed=1)])
     options = dict(attention_mask=mask, max_new_tokens=15, do_sample=False, return_dict_in_generate=True)
     model = adapt(variant, "both")
-    said = model.generate(input_ids=ids, **options)
+    generated = model.generate(input_ids=ids, **options)
     merged = model.merge_and_unload()
     expected = merged.generate(ids, **options)
-    assert torch.equal(said.sequences, expected.sequences)
-    assert_same_cache(said.past_key_values, expected.past_key_values)
+    assert torch.equal(generated.sequences, expected.sequences)
+    assert_same_cache(generated.past_key_values, expected.past_key_values)
     before = TitansCache(merged.config)
     with torch.no_grad():
         merged(ids, attention_mask=mask, past_key_values=before)
-    for first, last in zip(before.layers, said.past_key_values.layers, strict=True):
-        assert last.state.memory.num_seen.tolist() == [35, 27]  # the last token said was not read
+    for first, last in zip(before.layers, generated.past_key_values.layers, strict=True):
+        assert last.state.memory.num_seen.tolist() == [35, 27]  # the last generated token has not been read
         for a, b in zip(first.state.memory.weights, last.state.memory.weights, strict=True):
             assert (a - b).abs().amax((-1, -2)).min() > 1e-3
-    assert len(tensors(before)) == len(tensors(said.past_key_values))
+    assert len(tensors(before)) == len(tensors(generated.past_key_values))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_adapter_without_targets_adapts_attention_and_memory(variant):
-    """Else `LoraConfig()` alone, and every tool that leaves it at that, stops and asks for names of modules."""
+    """`LoraConfig()` without targets adapts the projections of attention and memory: otherwise tools that set none
+    would stop with an error.
+    """
     model = peft.get_peft_model(make_model(variant), peft.LoraConfig(r=3, task_type="CAUSAL_LM"))
     first = model.base_model.model.model.layers[0].mixer
     adapted = {name for name, module in first.named_modules() if isinstance(module, peft.tuners.lora.Linear)}

@@ -1,4 +1,4 @@
-"""Half precision: finite, near float32, and with a memory that is always float32."""
+"""Half precision: finite, near float32, and with a memory in float32."""
 
 import itertools
 
@@ -39,7 +39,9 @@ def to_half(model, dtype, way: str, folder) -> torch.nn.Module:
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_inference(variant, dtype, way, tmp_path):
-    """Else half precision overflows or drifts as the sequence goes on, or the memory learns in it on some way there."""
+    """Logits in half precision are near float32's and the memory is float32, however the model is converted: otherwise
+    long texts overflow or lose updates.
+    """
     model, ids = make_model(variant, dtype=torch.float32), make_ids(2, LENGTH)
     expected = full_logits(model, ids)
     model = to_half(model, dtype, way, tmp_path)
@@ -56,7 +58,9 @@ def test_inference(variant, dtype, way, tmp_path):
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_generation(variant, dtype):
-    """Else `generate()` in half precision, padded rows included, goes where float32 would not."""
+    """Logits of generate() in half precision, with padding, are near float32's: otherwise answers would degrade as they
+    get longer.
+    """
     model = make_model(variant, dtype=torch.float32)
     ids, mask = left_pad([make_ids(31), make_ids(18, seed=1)])
     half = make_model(variant, dtype=torch.float32).to(dtype)
@@ -72,7 +76,9 @@ def test_generation(variant, dtype):
 @pytest.mark.parametrize("first,then", list(itertools.permutations([torch.float32, *HALVES], 2)))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_cache_of_another_precision(variant, first, then, attention):
-    """Else a conversation ends where the model's precision is changed, or its memory is rounded there."""
+    """A cache can be read on with in another precision, near float32's logits: otherwise changing it would end a
+    conversation.
+    """
     model, ids = make_model(variant, dtype=torch.float32, attention=attention), make_ids(2, LENGTH)
     expected = full_logits(model, ids)
     _, cache = read(model.to(first), ids[:, :31])
@@ -85,8 +91,8 @@ def test_cache_of_another_precision(variant, first, then, attention):
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_tokens_that_say_nothing(variant, dtype):
-    """Else a token whose key, query or value is zero (they underflow long before an embedding does) makes all later
-    ones nan.
+    """Tokens whose key, query or value underflows to 0 give finite logits: otherwise one such token would make all
+    later ones nan.
     """
     model, ids = make_model(variant, dtype=torch.float32).to(dtype), make_ids(2, LENGTH)
     with torch.no_grad():
@@ -101,7 +107,9 @@ def test_tokens_that_say_nothing(variant, dtype):
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_memory_that_says_too_much(variant, dtype):
-    """Else a memory whose weights, or what it recalls, are beyond the range of float16 makes the model say nan."""
+    """Memory weights whose squares exceed float16's range give logits near float32's: otherwise the model would return
+    nan.
+    """
     model, ids = make_model(variant, dtype=torch.float32), make_ids(2, LENGTH)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -109,16 +117,16 @@ def test_a_memory_that_says_too_much(variant, dtype):
                 parameter.mul_(6000)
     expected = full_logits(model, ids)
     _, cache = read(model.to(dtype), ids)
-    said = [w.abs().amax() for layer in cache.layers for w in layer.state.memory.weights]
-    assert max(said) > 1000  # squared, it is beyond 65504
+    largest = [w.abs().amax() for layer in cache.layers for w in layer.state.memory.weights]
+    assert max(largest) > 1000  # squared, it is beyond 65504
     assert distance(full_logits(model, ids), expected) < 2 * HALVES[dtype]
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_autocast_training(variant, dtype):
-    """Else mixed precision trains another model: loss and gradients near float32's, gradients in float32 and complete,
-    the memory untouched by autocast, whatever is carried from call to call.
+    """Under autocast loss and gradients are near float32's, gradients float32, and the memory float32 over all calls:
+    otherwise mixed precision would train another model.
     """
     model, ids = make_model(variant, dtype=torch.float32).train(), make_ids(2, LENGTH)
     found = []
@@ -143,7 +151,9 @@ def test_autocast_training(variant, dtype):
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_cache_crosses_autocast(variant, dtype):
-    """Else a cache made under autocast cannot be read on from outside of it, or the other way round."""
+    """A cache made under autocast can be read on with outside of it, and the other way round: otherwise evaluation
+    after training would fail.
+    """
     model, ids = make_model(variant, dtype=torch.float32), make_ids(2, LENGTH)
     expected = full_logits(model, ids)
     for inside_first in (False, True):

@@ -12,7 +12,7 @@ TEXTS = {"corpus/a.txt": "It was dark.", "corpus/b.txt": "Nobody was there."}
 
 @pytest.fixture
 def clone(tmp_path, monkeypatch):
-    """A folder like a clone, and a list of novels that asks for its files."""
+    """A folder like a clone, and a list of novels with its files."""
     digests = {path: hashlib.sha256(text.encode()).hexdigest() for path, text in TEXTS.items()}
     files = {"train": {"corpus/a.txt": digests["corpus/a.txt"]}, "test": {"corpus/b.txt": digests["corpus/b.txt"]}}
     listed = [{"repository": "https://example.org/novels", "commit": "abc", "files": files}]
@@ -26,14 +26,16 @@ def clone(tmp_path, monkeypatch):
 
 
 def test_novels_go_where_they_belong(clone, tmp_path):
-    """Every file lies in its split. If it failed, a model would be evaluated on what it was trained on."""
+    """Every file is written to its split: otherwise a model would be evaluated on its training data."""
     prepare_novels.main([str(tmp_path), str(clone), "--output", str(tmp_path / "out")])
     written = {str(file.relative_to(tmp_path / "out")): file.read_text() for file in (tmp_path / "out").glob("*/*.txt")}
     assert written == {"train/a.txt": TEXTS["corpus/a.txt"], "test/b.txt": TEXTS["corpus/b.txt"]}
 
 
 def test_another_text_is_refused(clone, tmp_path):
-    """A changed file stops everything. If it failed, figures would be compared across different texts."""
+    """A changed file raises an error before anything is written: otherwise figures of different texts would be
+    compared.
+    """
     (clone / "corpus/b.txt").write_text("Somebody was there.")
     with pytest.raises(ValueError, match=r"b\.txt has SHA-256 .* check out the commit"):
         prepare_novels.main([str(clone), "--output", str(tmp_path / "out")])
@@ -41,13 +43,15 @@ def test_another_text_is_refused(clone, tmp_path):
 
 
 def test_a_missing_clone_is_named(clone, tmp_path):
-    """The error says what to clone. If it failed, a stranger would have to read the source."""
+    """The error for a missing clone names its repository and commit: otherwise a user would have to read the source."""
     with pytest.raises(ValueError, match=r"none of .* https://example\.org/novels .* commit abc"):
         prepare_novels.main([str(tmp_path), "--output", str(tmp_path / "out")])
 
 
 def test_the_list_is_of_the_known_splits():
-    """83, 4 and 6 novels, none in two splits."""
+    """The splits have 83, 4 and 6 novels, none in two of them: otherwise published figures would not be
+    reproducible.
+    """
     collections = json.loads((prepare_novels.Path(prepare_novels.__file__).with_name("novels.json")).read_text())
     splits = {}
     for collection in collections:

@@ -1,4 +1,4 @@
-"""What scripts/train.py shares: the card, what a push uploads, and the dry run that shows it."""
+"""What scripts/train.py publishes: the card, the files of a push, and the dry run that shows them."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def pushes(monkeypatch):
-    """The uploads, in order: the files, by name, as they are then."""
+    """The uploads in order: {name of the file: its content at the time}."""
     uploads = []
 
     def upload(*args, add_operations=None, operations=None, **kwargs):
@@ -41,7 +41,7 @@ def pushes(monkeypatch):
 
 
 def test_a_push_uploads_the_files_of_the_dry_run(options, tmp_path, pushes):
-    """The dry run shows exactly the pushed files: else one publishes Trainer's own card, or a private file."""
+    """The dry run has exactly the pushed files: otherwise a user would publish Trainer's card, or a private file."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "_notes.txt").write_text("not for others")
     train.main(options(TITANS, push_to_hub="true", **SHORT))
@@ -54,7 +54,9 @@ def test_a_push_uploads_the_files_of_the_dry_run(options, tmp_path, pushes):
 
 
 def test_what_is_pushed_while_training_brings_its_code(options, tmp_path, pushes):
-    """Every push holds code, configuration and tokenizer: else the weights of an unfinished run do not load."""
+    """Every push during training has code, configuration and tokenizer: otherwise an unfinished run's weights would not
+    load.
+    """
     train.main(options(TITANS, push_to_hub="true", max_steps=4, eval_steps=2, save_steps=2))
     assert len(pushes) > 1
     for push in pushes:
@@ -62,7 +64,7 @@ def test_what_is_pushed_while_training_brings_its_code(options, tmp_path, pushes
 
 
 def test_dry_run(options, tmp_path, texts):
-    """The card has the run's own figures, and the folder loads: else it misleads whoever follows it."""
+    """The card has the run's figures, and the folder its code: otherwise it would mislead its readers."""
     folder, dry = tmp_path / "out", tmp_path / "dry"
     changes = dict(push_dry_run=dry, license="cc-by-4.0", eval_data=texts / "c.txt", hub_model_id="someone/small")
     metrics = train.main(options(TITANS, **SHORT, **changes))
@@ -97,7 +99,9 @@ def test_dry_run(options, tmp_path, texts):
 
 @pytest.mark.parametrize("model", [TITANS, LLAMA], ids=lambda model: model["model_type"])
 def test_a_licence_is_not_made_up(options, tmp_path, model):
-    """No licence is written unless given; a baseline's card does not mention Titans."""
+    """The card has no licence unless one is given, and a baseline's does not mention Titans: otherwise its terms or
+    model would be wrong.
+    """
     train.main(options(model, **SHORT))
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert card.data.license is None
@@ -117,7 +121,9 @@ def test_a_licence_is_not_made_up(options, tmp_path, model):
     ],
 )
 def test_bad_options_are_named_before_training(options, tmp_path, monkeypatch, changes, message):
-    """Such options are refused before training: else a token is published, or a finished run ends in an error."""
+    """Wrong options of a push raise an error before training: otherwise a token would be published, or a finished run
+    would fail.
+    """
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
         train.main(options(TITANS, **changes))
@@ -126,7 +132,7 @@ def test_bad_options_are_named_before_training(options, tmp_path, monkeypatch, c
 
 @pytest.mark.slow
 def test_the_card_tells_how_to_load_it(options, tmp_path):
-    """The card's code runs as it stands, without the package."""
+    """The card's code runs unchanged without the package: otherwise those who download the model could not load it."""
     train.main(options(TITANS, push_dry_run=tmp_path / "dry", hub_model_id="someone/small", **SHORT))
     text = run_clean(
         clean_site(tmp_path), Path(__file__).with_name("card_worker.py"), tmp_path / "dry", "someone/small"

@@ -1,4 +1,4 @@
-"""What Transformers' quantisers do to the model: linear layers are replaced, and the memory's gates are not."""
+"""Transformers' quantisers on the model: linear layers are replaced, and the memory's gates are not."""
 
 import pytest
 import torch
@@ -23,7 +23,9 @@ class Replacement(nn.Module):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_linear_layer_can_be_replaced(variant):
-    """A model whose linear layers, gates included, take one argument computes the same: else quantisers break it."""
+    """A model keeps its logits if linear layers take their input alone: otherwise quantisers' layers would fail
+    in it.
+    """
     model, ids = make_model(variant), make_ids(2, 21)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     assert any(name.endswith(GATES) for name in linears)
@@ -36,7 +38,9 @@ def test_every_linear_layer_can_be_replaced(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gates_are_not_quantised(variant):
-    """Quantisers convert the projections and leave the gates: else steps and decay of the memory are rounded."""
+    """Quantisers convert projections and leave the gates: otherwise the memory's step sizes and decay would be
+    rounded.
+    """
     model = shared_model(variant)
     excluded = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
     for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Random programs of cache operations, and threads that generate: every row is what it is alone, in a plain forward."""
+"""Random programs of cache operations, and threads that generate: every row equals a plain forward pass of it alone."""
 
 import copy
 import random
@@ -16,10 +16,8 @@ NUM_PROGRAMS, NUM_OPERATIONS, MAX_ROWS = 60, 14, 4
 
 
 class Program:
-    """A cache, and what it should have read: per row the columns since its reset, (id, starts a document) at tokens
-    and None at padding.
-
-    num_removable: columns that a crop can remove. was_cropped: since the last read, a crop has removed columns.
+    """A cache and the columns it should have read. `rows`: per row since its reset, (id, starts a document) or None at
+    padding. `num_removable`: columns that crop() can remove. `was_cropped`: crop() removed some since the last read.
     """
 
     def __init__(self, variant: str, seed: int, folder):
@@ -126,14 +124,14 @@ class Program:
             self.take([i for i in range(len(self.rows)) for _ in range(2)])
 
     def branch(self) -> None:
-        """Goes on with a copy, after the original has read something else."""
+        """Continues with a copy, after the original has read other tokens."""
         branch = self.random.choice([copy.copy, copy.deepcopy])(self.cache)
         with torch.no_grad():
             self.model(make_ids(len(self.rows), 5), past_key_values=self.cache)
         self.cache = branch
 
     def record(self) -> None:
-        """Records from now on; or, since recording cannot be stopped, forgets all and starts anew."""
+        """Starts recording; or, since recording cannot be stopped, sometimes starts again with a new cache."""
         if not self.recording:
             self.cache.activate_past_recording()
         elif self.random.random() < 0.5:
@@ -163,15 +161,17 @@ class Program:
 @pytest.mark.parametrize("seed", range(NUM_PROGRAMS))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_random_programs(variant, seed, tmp_path):
-    """Reads in ragged pieces, padding, documents, resets, reordered, selected and repeated rows, copies, crops and
-    files, in any order, leave every row with what it has read: else some combination mixes or loses something.
+    """Every row has its own logits after any order of reads, padding, documents, resets, selections, copies, crops and
+    files: otherwise some combination mixes rows or loses tokens.
     """
     Program(variant, seed, tmp_path).run()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_four_threads_generate(variant):
-    """Threads that share a model generate what each does alone, in every mode: else they share a state."""
+    """Threads that share a model generate what each does alone, in every mode: otherwise requests would share a
+    state.
+    """
     model = shared_model(variant)
     common = dict(max_new_tokens=12, pad_token_id=0, return_dict_in_generate=True)
     modes = [

@@ -1,4 +1,4 @@
-"""scripts/read.py and scripts/ask.py: what was read is kept through anything, and asking changes nothing."""
+"""scripts/read.py and scripts/ask.py: interrupted readings lose no tokens, and asking leaves the memory unchanged."""
 
 import io
 import json
@@ -41,12 +41,12 @@ def whole_text(paths) -> str:
 
 
 def ids_of(text: str) -> torch.Tensor:
-    """As in training, where special tokens are tokens by themselves only."""
+    """Returns the ids of a text as in training, where special tokens in the text are text."""
     return byte_tokenizer()(text, return_tensors="pt", split_special_tokens=True).input_ids
 
 
 def expected(paths, text: str) -> TitansCache:
-    """The cache of a model that reads the text in one call."""
+    """Returns the cache of a model that reads the text in one call."""
     with torch.no_grad():
         return paths.net.model(ids_of(text), use_cache=True).past_key_values
 
@@ -74,22 +74,26 @@ def run_read(paths, *texts, **changes) -> read.Reading:
 
 @pytest.mark.parametrize("block", [1, 7, read.BLOCK])
 def test_reading_a_folder(block, paths, monkeypatch):
-    """Else the texts are not what is read: characters and words that lie across the borders of blocks, and files."""
+    """Reading a folder gives the memory of its joined texts, for any block size: otherwise characters or words across
+    block and file borders would be changed.
+    """
     monkeypatch.setattr(read, "BLOCK", block)
     run_read(paths, paths.texts)
     assert_has_read(paths, whole_text(paths))
 
 
 def test_reading_standard_input(paths, monkeypatch):
-    """Else what comes from a pipe is something else than what comes from files."""
+    """Reading files and standard input gives the memory of the joined text: otherwise piped text would be read
+    differently.
+    """
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(TEXT.encode())))
     run_read(paths, paths.texts / "a.txt", "-")
     assert_has_read(paths, (paths.texts / "a.txt").read_text() + "\n" + TEXT)
 
 
 def test_a_killed_reading_goes_on(paths):
-    """Else kill -9 loses more than --save_every tokens, or what follows is not what would have been: it is killed
-    while it waits for more text.
+    """A reading killed with SIGKILL and repeated gives the memory of an uninterrupted one, and loses at most
+    --save_every tokens: otherwise a crash would cost the whole reading.
     """
     text = " ".join(str(i) for i in range(900)).encode()
     options = [paths.model, "-", "--memory", str(paths.memory), "--save_every", "100", "--piece", "32"]
@@ -113,7 +117,9 @@ def test_a_killed_reading_goes_on(paths):
 
 
 def test_an_interruption_costs_no_more_than_said(paths, monkeypatch):
-    """Else the tokens between two saves are more than --save_every, when they are no multiple of a piece."""
+    """At most --save_every tokens lie between two saves, for any --piece: otherwise an interruption would lose more
+    than documented.
+    """
     saved, counted, save, count = [], [], read.Reading.save, read.Reading._count
 
     def save_and_note(self):
@@ -131,7 +137,9 @@ def test_an_interruption_costs_no_more_than_said(paths, monkeypatch):
 
 
 def test_more_texts_are_read_on_with(paths):
-    """Else a text that comes later means reading everything again."""
+    """Adding texts reads only the new ones, and --append any text: otherwise a new text would mean reading everything
+    again.
+    """
     a, b, c = (paths.texts / f"{name}.txt" for name in "abc")
     run_read(paths, a)
     assert run_read(paths, a, b).num_read == 96
@@ -143,7 +151,7 @@ def test_more_texts_are_read_on_with(paths):
 
 
 def stop_reading_at(number, monkeypatch) -> None:
-    """A reading of `number` tokens or more is killed, as far as it notices."""
+    """Makes a reading raise KeyboardInterrupt when it has counted `number` tokens or more."""
     count = read.Reading._count
 
     def counted(self, tokens):
@@ -155,8 +163,8 @@ def stop_reading_at(number, monkeypatch) -> None:
 
 
 def test_an_append_that_was_stopped_goes_on(paths, monkeypatch):
-    """Property: --append, stopped and repeated, reads every text once. Else what was read before it was stopped is read
-    again, and nobody is told. Repeated after its end, it appends once more.
+    """A stopped and repeated --append reads every text once, and after its end appends again: otherwise a part of the
+    text would be read twice.
     """
     a, c = paths.texts / "a.txt", paths.texts / "c.txt"
     run_read(paths, a)
@@ -176,8 +184,8 @@ def test_an_append_that_was_stopped_goes_on(paths, monkeypatch):
 
 @pytest.mark.parametrize("append", [False, True])
 def test_appending_to_a_reading_that_was_stopped(append, paths, monkeypatch):
-    """Property: texts of which a part was read are read to their end, or left on request. Else a memory holds half of a
-    text without a word.
+    """Appending to an unfinished reading raises an error unless --abandon is given: otherwise the memory would have
+    half a text without notice.
     """
     a, b, c = (paths.texts / f"{name}.txt" for name in "abc")
     run_read(paths, a)
@@ -194,7 +202,9 @@ def test_appending_to_a_reading_that_was_stopped(append, paths, monkeypatch):
 
 @pytest.mark.parametrize("reading", [5, {}, {"tokens": "5"}, {"tokens": 5, "sha256": "0", "finished": None}], ids=str)
 def test_a_reading_that_cannot_have_been(reading, paths):
-    """Else a memory made by others ends in a traceback."""
+    """An inconsistent record of the reading in a memory raises ValueError: otherwise a memory made by others would end
+    in a traceback.
+    """
     cache = expected(paths, "by other means")
     cache.about["reading"] = reading
     cache.save_pretrained(paths.memory, paths.net)
@@ -207,9 +217,7 @@ SPECIAL = "Er sagte </s> und <pad> und <unk>, sonst nichts. " * 4
 
 @pytest.mark.parametrize("block", [1, 7, read.BLOCK])
 def test_special_tokens_in_a_text_are_text(block, paths, monkeypatch):
-    """Property: reading makes the same ids of a text as training does. Else `</s>` in a file, text while a model was
-    trained, ends a document for the model that reads it.
-    """
+    """`</s>` in a file has the ids that training gives it: otherwise text could end a document for the model."""
     monkeypatch.setattr(read, "BLOCK", block)
     (paths.texts / "a.txt").write_text(SPECIAL)
     run_read(paths, paths.texts / "a.txt")
@@ -219,8 +227,8 @@ def test_special_tokens_in_a_text_are_text(block, paths, monkeypatch):
 
 @pytest.mark.parametrize("block", [1, 7, read.BLOCK])
 def test_line_ends_are_those_of_training(block, paths, monkeypatch):
-    r"""Property: a file with \r\n is read as the same file with \n, as in training. Else a model reads characters that
-    it never saw; also where the two lie in two blocks.
+    r"""Line ends \r\n and \r are read as \n, as in training, also across blocks: otherwise a model would read
+    characters it was not trained on.
     """
     monkeypatch.setattr(read, "BLOCK", block)
     text = "eins\r\nzwei\r\n\r\ndrei\rvier\r"
@@ -232,7 +240,9 @@ def test_line_ends_are_those_of_training(block, paths, monkeypatch):
 
 
 def test_other_texts_are_refused(paths):
-    """Else a memory goes on in the middle of a text that it does not know."""
+    """Continuing a memory with other texts raises an error: otherwise reading would continue in the middle of an
+    unknown text.
+    """
     a, b = paths.texts / "a.txt", paths.texts / "b.txt"
     run_read(paths, a, b)
     for texts in ([b], [a]):
@@ -245,8 +255,8 @@ def test_other_texts_are_refused(paths):
 
 
 def test_a_folder_whose_name_ends_in_txt_is_no_text(paths):
-    """Property: a folder x.txt among the texts is not read as a file, its own texts are. Else reading stops with an
-    error about a folder that the user did not name.
+    """A folder x.txt is read as a folder: otherwise reading would stop with an error about a file that the user did not
+    name.
     """
     expected_text = whole_text(paths)
     (paths.texts / "b1.txt").mkdir()
@@ -261,7 +271,7 @@ def test_a_folder_whose_name_ends_in_txt_is_no_text(paths):
 
 @pytest.mark.parametrize("script", ["read.py", "ask.py", "surprise.py"])
 def test_an_error_is_one_line(script, paths):
-    """Property: a script's error is one line that names the script. Else users read a traceback."""
+    """A script's error is one line that names the script: otherwise users would read a traceback."""
     options = {"read.py": ["missing.txt", "--memory", "m"], "surprise.py": ["missing.txt", "--output", "o"]}
     command = [sys.executable, SCRIPT.with_name(script), paths.model, *options.get(script, ["--memory", "missing"])]
     ended = subprocess.run(command, cwd=paths.texts, input="", capture_output=True, text=True)
@@ -280,7 +290,9 @@ def test_an_error_is_one_line(script, paths):
     ],
 )
 def test_bad_input_to_read(change, message, paths, monkeypatch):
-    """Else an error names nothing that its reader knows."""
+    """Wrong arguments raise an error that names them before anything is saved: otherwise a user could not tell which to
+    change.
+    """
     monkeypatch.chdir(paths.texts)
     Path("bad.txt").write_bytes(b"caf\xe9 au lait")
     with pytest.raises(ValueError, match=message):
@@ -289,7 +301,9 @@ def test_bad_input_to_read(change, message, paths, monkeypatch):
 
 
 def test_what_has_no_memory_is_refused(paths):
-    """Else the error comes from a model's depths, or after the reading."""
+    """A folder without a checkpoint, or a model without a memory, raises an error at once: otherwise it would fail
+    inside the model, or after reading.
+    """
     with pytest.raises(ValueError, match="is not a checkpoint with a tokenizer"):
         run_read(SimpleNamespace(model=str(paths.texts), memory=paths.memory), paths.texts)
     config = Path(paths.model) / "config.json"
@@ -304,14 +318,16 @@ def run_ask(paths, *prompts, **changes) -> None:
 
 
 def continuation(paths, text: str) -> str:
-    """Greedy, after reading everything in one call."""
+    """Returns the greedy continuation of a text that is read in one call."""
     ids = ids_of(text)
-    said = paths.net.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
-    return byte_tokenizer().decode(said[0, ids.shape[1] :], skip_special_tokens=True)
+    tokens = paths.net.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
+    return byte_tokenizer().decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
 
 
 def test_answers_are_those_of_a_model_that_has_just_read(paths, capsys):
-    """Else asking a memory is something else than reading the text and the prompt: of different lengths, at once."""
+    """Answers equal those after reading text and prompt in one call, and leave the files unchanged: otherwise a memory
+    would answer differently from its text.
+    """
     run_read(paths, paths.texts)
     before = {path.name: path.read_bytes() for path in paths.memory.iterdir()}
     prompts = ["Der König", "Zwölf Töchter hatte der", "X"]
@@ -322,17 +338,19 @@ def test_answers_are_those_of_a_model_that_has_just_read(paths, capsys):
 
 
 def test_special_tokens_in_a_prompt_are_text(paths, capsys):
-    """Else a prompt is cut in two documents, whether it is asked or kept."""
+    """`</s>` in a prompt is text, with --keep too: otherwise it would end a document within the prompt."""
     run_read(paths, paths.texts / "a.txt")
     text = (paths.texts / "a.txt").read_text()
     run_ask(paths, SPECIAL, keep=True)
-    said = continuation(paths, text + SPECIAL)
-    assert capsys.readouterr().out == f"{SPECIAL}{said}\n"
-    assert read_description(paths.memory)["tokens_seen"] == [len(ids_of(text + SPECIAL + said)[0])]
+    answer = continuation(paths, text + SPECIAL)
+    assert capsys.readouterr().out == f"{SPECIAL}{answer}\n"
+    assert read_description(paths.memory)["tokens_seen"] == [len(ids_of(text + SPECIAL + answer)[0])]
 
 
 def test_what_is_kept_is_learnt(paths, capsys):
-    """Else --keep forgets a prompt or its answer, or an order."""
+    """--keep saves each prompt and its answer in order, in the memory: otherwise later answers would not depend on
+    them.
+    """
     run_read(paths, paths.texts)
     run_ask(paths, "Der König", "Zwölf", keep=True)
     text = whole_text(paths)
@@ -345,18 +363,20 @@ def test_what_is_kept_is_learnt(paths, capsys):
 
 
 def test_asking_again_and_again(paths, capsys, monkeypatch):
-    """Else one prompt hears what the one before was told."""
+    """Interactive prompts are answered independently: otherwise an answer would depend on the prompts before it."""
     run_read(paths, paths.texts / "a.txt")
     prompts = iter(["Der König", "Zwölf", ""])
     monkeypatch.setattr("builtins.input", lambda _: next(prompts))
     run_ask(paths)
     text = (paths.texts / "a.txt").read_text()
-    said = [continuation(paths, text + prompt) for prompt in ("Der König", "Zwölf")]
-    assert capsys.readouterr().out == "".join(f"{x}\n" for x in said)
+    answers = [continuation(paths, text + prompt) for prompt in ("Der König", "Zwölf")]
+    assert capsys.readouterr().out == "".join(f"{x}\n" for x in answers)
 
 
 def test_questions_share_the_memory(paths):
-    """Else a hundred questions need a hundred copies of the memory before the first is read."""
+    """Repeating a loaded memory for 100 questions allocates no copies: otherwise many questions would need the memory
+    many times.
+    """
     run_read(paths, paths.texts / "a.txt")
     cache = load(paths)
     cache.batch_repeat_interleave(100)
@@ -370,6 +390,9 @@ def test_questions_share_the_memory(paths):
 
 @pytest.mark.parametrize("options", [{"max_new_tokens": 0}, {"temperature": -1}])
 def test_bad_input_to_ask(options, paths):
+    """Options out of range, an empty prompt and a missing memory raise an error that names them: otherwise a user could
+    not tell which to change.
+    """
     with pytest.raises(ValueError, match=f"--{next(iter(options))}"):
         run_ask(paths, "X", **options)
     with pytest.raises(ValueError, match="--prompt is empty"):

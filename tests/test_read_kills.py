@@ -23,7 +23,7 @@ NUM_KILLS, MAX_SECONDS = 30, 240
 
 @pytest.fixture
 def run():
-    """A function that runs scripts/read.py to its end, or kills it after so many seconds; True at the end."""
+    """A function that runs scripts/read.py to its end (True), or kills it after so many seconds (False)."""
     worker = subprocess.Popen(
         [sys.executable, Path(__file__).with_name("read_worker.py")],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
@@ -65,8 +65,8 @@ NUM_TOKENS = len(TEXTS["second"])
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 @pytest.mark.parametrize("append", [False, True])
 def test_thirty_kills(append, run, tmp_path):
-    """Property: killed at random moments and repeated until its end, a reading leaves the memory, bit for bit, of one
-    that was left alone, and nothing else in its folder. Else texts are lost or read twice.
+    """A reading killed at random moments and repeated gives bit for bit the memory of an uninterrupted one, and no
+    other files: otherwise texts would be lost or read twice.
     """
     start = time.monotonic()
     model = save_byte_model(tmp_path / "model", "mag")
@@ -78,7 +78,7 @@ def test_thirty_kills(append, run, tmp_path):
         return [*paths[:2], "--memory", paths[2], "--save_every=64", "--piece=32", *more]
 
     def prepare(memory: str) -> list[str]:
-        """The command that is killed, and what it goes on from."""
+        """Returns the command that is killed, and copies the memory that it continues."""
         if not append:
             return command("second", memory)
         shutil.copytree(tmp_path / "before", tmp_path / memory)

@@ -1,4 +1,4 @@
-"""Checkpoints bring their code: they load where titans_hf is not installed, and are the same models there."""
+"""Checkpoints include their code: they load where titans_hf is not installed, with the same outputs."""
 
 import json
 import sys
@@ -44,7 +44,9 @@ def assert_brings_its_code(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", AUTO_CLASSES.values())
 def test_whatever_is_saved_brings_all_the_code(name, tmp_path):
-    """Else a checkpoint loads as the class that it was saved from only, or not at all."""
+    """Every saved class or config includes all modules and Auto classes: otherwise it would load as one class only, or
+    not at all.
+    """
     config = make_config("mag")
     saved = config if name == "TitansConfig" else getattr(titans_hf, name)(config)
     saved.save_pretrained(tmp_path)
@@ -52,13 +54,15 @@ def test_whatever_is_saved_brings_all_the_code(name, tmp_path):
 
 
 def test_code_that_travels_needs_nothing_else():
-    """Else it asks for packages that whoever loads it may not have."""
+    """The saved code imports torch, transformers, huggingface_hub and safetensors alone: otherwise loading a checkpoint
+    would need other packages.
+    """
     needed = {package for name in CODE for package in get_imports(PACKAGE / name)}
     assert needed - {"torch", "transformers", "huggingface_hub", "safetensors"} <= sys.stdlib_module_names
 
 
 def test_checkpoints_of_the_trainer_bring_their_code(tmp_path):
-    """Else what a run leaves loads only where it ran."""
+    """Trainer's checkpoints include the code: otherwise a run's results would load only where it ran."""
     rows = [{"input_ids": row, "labels": row} for row in make_ids(2, 12)]
     args = TrainingArguments(tmp_path, max_steps=1, save_steps=1, report_to="none", use_cpu=True)
     trainer = Trainer(TitansForCausalLM(make_config("lmm")), args, train_dataset=rows)
@@ -69,8 +73,8 @@ def test_checkpoints_of_the_trainer_bring_their_code(tmp_path):
 
 
 def test_a_checkpoint_names_its_own_code(tmp_path):
-    """Else it runs the code of a repository that may change or vanish, or that of another class than was saved; what
-    else there is of one's own stays.
+    """A saved auto_map names the checkpoint's own files, and keeps other entries: otherwise it would run code of a
+    repository that may change or vanish.
     """
     config = make_config("mag")
     config.auto_map = {
@@ -86,7 +90,7 @@ def test_a_checkpoint_names_its_own_code(tmp_path):
 
 
 def test_a_merged_adapter_brings_its_code(tmp_path):
-    """Else a fine-tuned model does not load where the base model did."""
+    """A merged adapter saves the code: otherwise a fine-tuned model would not load where its base model does."""
     peft = pytest.importorskip("peft")
     tuned = peft.get_peft_model(make_model("mag"), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
     tuned.merge_and_unload().save_pretrained(tmp_path)
@@ -95,7 +99,9 @@ def test_a_merged_adapter_brings_its_code(tmp_path):
 
 @pytest.mark.parametrize("trust", [None, True])
 def test_the_package_goes_before_the_code_of_a_checkpoint(trust, tmp_path, monkeypatch):
-    """Else one is asked to trust code that is installed, or another version of it is run."""
+    """The installed package is used instead of the checkpoint's code: otherwise users would be asked to trust another
+    version of it.
+    """
     monkeypatch.setattr("transformers.models.auto.auto_factory.get_class_from_dynamic_module", None)
     monkeypatch.setattr("transformers.models.auto.configuration_auto.get_class_from_dynamic_module", None)
     monkeypatch.setattr("builtins.input", None)
@@ -112,7 +118,7 @@ def test_the_package_goes_before_the_code_of_a_checkpoint(trust, tmp_path, monke
 
 @torch.no_grad()
 def save_with_expectations(folder: Path) -> None:
-    """Checkpoints for `remote_worker`, and what they say as they are loaded here."""
+    """Saves checkpoints for `remote_worker`, and their outputs as loaded here."""
     ids = make_ids(2, 30, vocab_size=320)
     for variant in VARIANTS:
         make_model(variant, dtype=torch.float32, **SIZES).save_pretrained(folder / variant)
@@ -149,7 +155,9 @@ def results(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("check", remote_worker.CHECKS, ids=lambda check: check.__name__)
 def test_without_the_package(check, results):
-    """Else a checkpoint is of use only to those who have installed titans_hf."""
+    """Without titans_hf a checkpoint passes each check of `remote_worker`: otherwise it would be of use only to those
+    who installed it.
+    """
     if check is remote_worker.lm_eval:
         pytest.importorskip("lm_eval")
     assert not results[check.__name__], results[check.__name__]

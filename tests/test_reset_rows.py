@@ -1,4 +1,4 @@
-"""reset(rows): what these rows have read is gone, whatever happens to the cache afterwards."""
+"""reset(rows): these rows' earlier tokens have no effect, whatever is done with the cache afterwards."""
 
 import copy
 
@@ -19,8 +19,8 @@ def reset_cache(model, ids: torch.Tensor) -> TitansCache:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_crop_does_not_bring_it_back(variant):
-    """A crop of columns that were recorded after the reset keeps the reset: else it restores what was forgotten. All of
-    them in one or two crops, or a part.
+    """crop() of columns recorded after a reset, all or a part, keeps the reset: otherwise it would restore the tokens
+    before.
     """
     model, ids, drafted, more = (shared_model(variant), *(make_ids(2, n, seed=n) for n in (21, 7, 9)))
     for crops in ((-7,), (-3, -4), (-2,)):
@@ -38,8 +38,8 @@ def test_a_crop_does_not_bring_it_back(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_nothing_of_it_stays_in_the_cache(variant):
-    """The tensors of a reset row are zeros, and its count is 0: else they hold, and a file stores, what was forgotten.
-    The other rows keep theirs.
+    """A reset row has zero tensors and count 0, and the others theirs: otherwise a saved file would contain the text
+    before the reset.
     """
     model, ids = shared_model(variant), make_ids(2, 21)
     cache, before = reset_cache(model, ids), read(model, ids)[1]
@@ -51,8 +51,8 @@ def test_nothing_of_it_stays_in_the_cache(variant):
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_file_keeps_the_reset(variant, recorded, tmp_path):
-    """A memory that was saved after a reset, and loaded, starts the row anew: else a file brings back what was
-    forgotten, also by a crop of columns that were recorded before the file was written.
+    """A reset row is still reset after saving and loading, also with recorded columns and crop(): otherwise a file
+    would restore it.
     """
     model, ids, more = shared_model(variant), make_ids(2, 21), make_ids(2, 9, seed=1)
     cache = reset_cache(model, ids)
@@ -73,8 +73,8 @@ def test_a_file_keeps_the_reset(variant, recorded, tmp_path):
 
 
 def test_rows_that_were_reset_cannot_be_merged():
-    """A merge from or into a row that was reset and has read nothing is refused: else it takes in what was forgotten,
-    or is lost with the row's next token.
+    """Merging with a row that was reset and has read nothing raises an error: otherwise its state would be lost with
+    the next token.
     """
     model, ids = shared_model("mag"), make_ids(2, 21)
     pair = (reset_cache(model, ids), read(model, ids)[1])
@@ -100,7 +100,7 @@ def test_rows_that_were_reset_cannot_be_merged():
     ],
 )
 def test_rows_are_a_mask(rows, message):
-    """Indices and masks of other shapes are refused: else other rows than those meant are forgotten."""
+    """Indices and masks of other shapes raise an error: otherwise rows other than those intended would be reset."""
     cache = read(shared_model("lmm"), make_ids(2, 9))[1]
     with pytest.raises(ValueError, match=f"`rows` .*{message}"):
         cache.reset(rows)
@@ -108,7 +108,7 @@ def test_rows_are_a_mask(rows, message):
 
 
 def test_a_reset_of_no_row_changes_nothing():
-    """An all-False mask leaves the cache as it is: else a loop that always passes one pays for a restart."""
+    """A mask without True leaves the cache as it is: otherwise loops that always pass one would pay for a reset."""
     cache = read(shared_model("lmm"), make_ids(2, 9))[1]
     before = tensors(cache)
     cache.reset(torch.zeros(2, dtype=torch.bool))

@@ -24,7 +24,9 @@ def stored_names(folder) -> set[str]:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_round_trip(variant, tied, tmp_path):
-    """Else a saved model is another one: same classes, same bits, tied embeddings stored once and still one tensor."""
+    """A saved model loads with the same class, bits and tied embeddings, stored once: otherwise it would be another
+    model.
+    """
     model, ids = make_model(variant, tie_word_embeddings=tied), make_ids(2, 30)
     expected = full_logits(model, ids)
     model.save_pretrained(tmp_path)
@@ -43,7 +45,7 @@ def test_round_trip(variant, tied, tmp_path):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_base_model_loads_from_the_same_file(variant, tmp_path):
-    """Else AutoModel gets a body with fresh weights."""
+    """AutoModel loads the body of a causal checkpoint with its weights: otherwise they would be newly initialised."""
     model, ids = make_model(variant), make_ids(2, 30)
     model.save_pretrained(tmp_path)
     base, info = AutoModel.from_pretrained(tmp_path, dtype=torch.float64, output_loading_info=True)
@@ -54,7 +56,7 @@ def test_base_model_loads_from_the_same_file(variant, tmp_path):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_from_config(variant):
-    """Else the Auto classes do not know the model."""
+    """The Auto classes make Titans models from a config: otherwise scripts that use them could not."""
     config = make_config(variant)
     assert type(AutoModelForCausalLM.from_config(config)) is TitansForCausalLM
     assert type(AutoModel.from_config(config)) is TitansModel
@@ -63,7 +65,7 @@ def test_from_config(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_dtype_of_the_checkpoint_is_kept(variant, tmp_path):
-    """Else a float64 model comes back rounded where `dtype="auto"` is asked for."""
+    """`dtype="auto"` loads float64 as float64, and a given dtype is used: otherwise weights would be rounded."""
     make_model(variant).save_pretrained(tmp_path)
     assert AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype == torch.float64
     assert AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).dtype == torch.bfloat16
@@ -72,7 +74,9 @@ def test_dtype_of_the_checkpoint_is_kept(variant, tmp_path):
 @pytest.mark.parametrize("pieces", [[30], [1] * 30], ids=["whole", "tokens"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_bfloat16(variant, pieces, tmp_path):
-    """Else half precision overflows or drifts: state in float32, logits finite and near those of float32."""
+    """In bfloat16 logits are finite and near float32's, and the memory is float32: otherwise half precision would
+    overflow or drift.
+    """
     make_model(variant, dtype=torch.float32).save_pretrained(tmp_path)
     ids, logits = make_ids(2, 30), {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -90,7 +94,7 @@ def test_bfloat16(variant, pieces, tmp_path):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_shards(variant, tmp_path):
-    """Else a checkpoint in several files loses tensors."""
+    """A checkpoint in several files loads with all weights: otherwise large models would lose tensors."""
     model, ids = make_model(variant), make_ids(1, 20)
     model.save_pretrained(tmp_path, max_shard_size="50KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2

@@ -1,4 +1,4 @@
-"""`python -m titans_hf serve` and `chat`, as a user runs them: over HTTP, on this machine."""
+"""`python -m titans_hf serve` and `chat` as users run them: over HTTP, on this machine."""
 
 import json
 import os
@@ -35,7 +35,7 @@ NUM_TOKENS = 24
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Random, but of letters, so that any piece of what it says is text."""
+    """A random model that generates letters alone, so that any part of its answer is text."""
     folder = tmp_path_factory.mktemp("served") / "model"
     model = make_model("mac", dtype=torch.float32, vocab_size=320, eos_token_id=1, pad_token_id=0)
     tokenizer = byte_tokenizer()
@@ -49,7 +49,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(checkpoint):
-    """What generate() says, greedily."""
+    """The greedy answer of generate()."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     prompt = tokenizer(PROMPT, return_tensors="pt")
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
@@ -61,7 +61,7 @@ def expected(checkpoint):
 
 @contextmanager
 def serving(checkpoint, home, *options):
-    """The address of a running server, whose cache is below `home`; `options` are those of the command."""
+    """Runs a server with the options of the command and caches below `home`; yields its address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -100,14 +100,14 @@ def wait_for(url: str, process: subprocess.Popen, log) -> None:
 
 
 def complete(url: str, checkpoint, **more):
-    """The response to a request for a greedy completion, open."""
+    """Returns the open response to a request for a greedy completion."""
     body = {"model": str(checkpoint), "temperature": 0, "max_tokens": NUM_TOKENS, **more}
     headers = {"Content-Type": "application/json"}
     return urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=60)
 
 
 def test_a_completion_is_what_generate_says(server, checkpoint, expected):
-    """The served answer is that of generate(): else the server loads another model or prompt."""
+    """A served completion equals generate(): otherwise the server would use another model or prompt."""
     with complete(f"{server}/v1/chat/completions", checkpoint, messages=MESSAGES) as response:
         answer = json.load(response)
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": expected}
@@ -115,7 +115,9 @@ def test_a_completion_is_what_generate_says(server, checkpoint, expected):
 
 
 def test_a_streamed_completion_is_what_generate_says(server, checkpoint, expected):
-    """Streamed tokens come piece by piece, each once."""
+    """Streamed text arrives in parts that join to the answer of generate(): otherwise a chat would lose or repeat
+    words.
+    """
     with complete(f"{server}/v1/chat/completions", checkpoint, messages=MESSAGES, stream=True) as response:
         lines = [line.decode() for line in response]
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
@@ -125,13 +127,13 @@ def test_a_streamed_completion_is_what_generate_says(server, checkpoint, expecte
 
 
 def test_text_is_continued_without_a_template(server, checkpoint, expected):
-    """Completions without a chat template are served."""
+    """The completions endpoint continues plain text: otherwise models without a chat template could not be served."""
     with complete(f"{server}/v1/completions", checkpoint, prompt=PROMPT) as response:
         assert json.load(response)["choices"][0]["text"] == expected
 
 
 def test_openai_client(server, checkpoint, expected):
-    """OpenAI's client gets the same answer."""
+    """OpenAI's client gets the answer of generate(): otherwise existing programs could not use the server."""
     client = pytest.importorskip("openai").OpenAI(base_url=f"{server}/v1", api_key="none")
     answer = client.chat.completions.create(
         model=str(checkpoint), messages=MESSAGES, temperature=0, max_tokens=NUM_TOKENS
@@ -140,15 +142,17 @@ def test_openai_client(server, checkpoint, expected):
 
 
 def test_the_served_model_is_listed(server, checkpoint):
-    """Else an interface that offers the models there are does not offer this one, or one that the server refuses."""
+    """/v1/models lists the served model alone: otherwise a chat interface would offer none, or one that the server
+    refuses.
+    """
     with urllib.request.urlopen(f"{server}/v1/models", timeout=60) as response:
         listed = json.load(response)["data"]
     assert [(model["id"], model["object"]) for model in listed] == [(str(checkpoint), "model")]
 
 
 def test_downloaded_models_are_listed(checkpoint, tmp_path, monkeypatch):
-    """Property: a server without a model of its own lists the downloaded ones, Titans among them, and none where
-    nothing was ever downloaded. Else /v1/models is an internal error on a new machine.
+    """A server without a model lists the downloaded ones, or none: otherwise /v1/models would be an internal error on a
+    new machine.
     """
     monkeypatch.setitem(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "titans", "TitansForCausalLM")
     cached = tmp_path / "hub" / "models--someone--titans"
@@ -168,8 +172,8 @@ def test_downloaded_models_are_listed(checkpoint, tmp_path, monkeypatch):
     "endpoint,body", [("chat/completions", {"messages": MESSAGES}), ("responses", {"input": PROMPT})]
 )
 def test_a_chat_without_a_template(endpoint, body, checkpoint, tmp_path):
-    """Property: the answer to a chat with a model that has no chat template is an error of the request, and says what
-    is missing. Else it is an internal error, and nobody knows why.
+    """A chat with a model that has no chat template gets error 400 that names it: otherwise an internal error would not
+    tell why.
     """
     shutil.copytree(checkpoint, tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").unlink()
@@ -188,7 +192,9 @@ def test_a_chat_without_a_template(endpoint, body, checkpoint, tmp_path):
 
 
 def test_chat(server, checkpoint, expected):
-    """The chat interface prints the answer. The empty line declines to go on after the limit."""
+    """The chat interface prints the answer of generate(); the empty line declines to continue after the limit.
+    Otherwise a user would chat with another model or prompt.
+    """
     flags = [f"max_new_tokens={NUM_TOKENS}", "do_sample=False"]
     chat = subprocess.run(
         [*COMMAND, "chat", str(checkpoint), f"{server}/v1", *flags, "--user", "me"],
@@ -203,7 +209,7 @@ def test_chat(server, checkpoint, expected):
 
 
 def test_continuous_batching_is_refused(checkpoint):
-    """Continuous batching is refused at the start: else every request fails."""
+    """--continuous-batching ends the server at its start with an error: otherwise every request would fail."""
     command = [*COMMAND, "serve", str(checkpoint), "--continuous-batching"]
     served = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert served.returncode == 2
@@ -220,8 +226,8 @@ def save_memory(checkpoint, folder) -> None:
 
 
 def test_parallel_requests_start_from_a_memory(checkpoint, tmp_path):
-    """Property: each of 20 parallel requests, streamed or not, is answered from the memory as it was saved. Else what
-    one user writes is in the answer to another, or nothing of the memory is.
+    """Each of 20 parallel requests, streamed or not, is answered from the saved memory: otherwise one user's text would
+    be in another's answer.
     """
     memory = tmp_path / "memory"
     save_memory(checkpoint, memory)
@@ -264,7 +270,9 @@ def test_parallel_requests_start_from_a_memory(checkpoint, tmp_path):
     ],
 )
 def test_a_memory_that_cannot_be_served(options, message, checkpoint, tmp_path):
-    """Property: the server does not start, and one line says why. Else requests are answered without the memory."""
+    """A wrong --memory ends the server at its start with one line: otherwise requests would be answered without the
+    memory.
+    """
     save_memory(checkpoint, tmp_path / "memory")
     model = make_model("mac", seed=1, dtype=torch.float32, vocab_size=320, eos_token_id=1, pad_token_id=0)
     model.save_pretrained(tmp_path / "other")

@@ -44,7 +44,7 @@ def chats(tmp_path):
 
 
 def fine_tune(variant: str, folder, tokenizer, chats, adapter=None, **options):
-    """Two steps of plain gradient descent on all conversations, so that the parameters show the gradients."""
+    """Makes two steps of plain gradient descent on all conversations, so that parameters show the gradients."""
     common = dict(output_dir=folder, use_cpu=True, bf16=False, report_to="none", save_strategy="no", disable_tqdm=True)
     common |= dict(optim="sgd", max_grad_norm=0.0, lr_scheduler_type="constant", learning_rate=RATE, max_steps=2)
     common |= dict(per_device_train_batch_size=6, max_length=200, assistant_only_loss=True, logging_steps=1)
@@ -57,17 +57,17 @@ def fine_tune(variant: str, folder, tokenizer, chats, adapter=None, **options):
 
 
 def fine_tune_naively(variant: str, tokenizer, chats) -> torch.nn.Module:
-    """The same, one conversation at a time; only what the assistant says is learnt."""
+    """Makes the same steps one conversation at a time, with the loss of the assistant's tokens alone."""
     model = make_model(variant, vocab_size=260).train()
     for _ in range(2):
         losses = []
         for messages in chats["messages"]:
             text, assistants = "", []
             for message in messages:
-                said = message["content"]
+                content = message["content"]
                 assistant = message["role"] == "assistant"
-                text += "a:" + said + "\x00" if assistant else "u:" + said + "\n"
-                assistants += [False] * 2 + [assistant] * (len(said) + 1)
+                text += "a:" + content + "\x00" if assistant else "u:" + content + "\n"
+                assistants += [False] * 2 + [assistant] * (len(content) + 1)
             ids = torch.tensor([byte + 3 if byte else tokenizer.eos_token_id for byte in text.encode()])
             logits = model(ids[None]).logits[0, :-1]
             learnt = torch.tensor(assistants[1:])
@@ -90,7 +90,9 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_conversations_are_learnt_alike(variant, way, tmp_path, tokenizer, chats):
-    """Else padding is learnt from, or a packed conversation reads on from another one's memory."""
+    """Padded, padding-free and packed training give the parameters of one conversation at a time: otherwise padding
+    would be learnt, or conversations would share a memory.
+    """
     trainer = fine_tune(variant, tmp_path, tokenizer, chats, **WAYS[way])
     rows = next(iter(trainer.get_train_dataloader()))["input_ids"]
     assert rows.shape[0] == (6 if way == "padded" else 1)
@@ -104,7 +106,9 @@ def test_conversations_are_learnt_alike(variant, way, tmp_path, tokenizer, chats
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_adapter_learns_packed_conversations(variant, tmp_path, tokenizer, chats):
-    """Else TRL's defaults for adapters, checkpointed layers among them, train nothing, or something else."""
+    """LoRA with TRL's defaults trains all adapters, the same with and without checkpointing: otherwise it would train
+    nothing.
+    """
     peft = pytest.importorskip("peft", reason="adapters need peft: pip install titans-hf[finetune]")
     found = []
     for checkpointing in (True, False):

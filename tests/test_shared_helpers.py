@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_a_cell_stays_within_its_row_and_column():
-    """A bar or a line break in a value is escaped: else the rest of the row is shifted or lost."""
+    """A bar or a line break in a value is escaped: otherwise the rest of the row would be shifted or lost."""
     assert markdown_table(["a", "b"], [["x|y", "two\nlines"], [1, 2.5]]).splitlines() == [
         "| a | b |",
         "| --- | --- |",
@@ -26,7 +26,9 @@ def test_a_cell_stays_within_its_row_and_column():
 
 
 def test_files_are_those_of_the_suffixes_in_all_subfolders(tmp_path):
-    """All commands list the same files of a folder: else a text that was trained on is not evaluated."""
+    """All commands list the same files of a folder: otherwise a text used in training would be left out of
+    evaluation.
+    """
     for name in ("b.txt", "sub/a.TXT", "notes.md", ".hidden.txt", ".git/c.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
@@ -42,7 +44,9 @@ def test_files_are_those_of_the_suffixes_in_all_subfolders(tmp_path):
 
 @pytest.mark.parametrize("error", [ValueError("--x 1\nmust be 2"), OSError("--x 1 must be 2")])
 def test_an_error_is_one_line(error, monkeypatch, capsys):
-    """Bad input prints one line and exits with 2: else users get a traceback, and shells do not notice."""
+    """Bad input prints one line and exits with 2: otherwise users would get a traceback, and shells would not
+    notice.
+    """
 
     def fail():
         raise error
@@ -58,13 +62,13 @@ def test_an_error_is_one_line(error, monkeypatch, capsys):
 
 
 def test_other_errors_keep_their_traceback(monkeypatch):
-    """A defect of ours is not dressed up as bad input: else nobody can report where it is."""
+    """An error that is no bad input keeps its traceback: otherwise a user could not report where it occurred."""
     with pytest.raises(ZeroDivisionError):
         run_command(lambda: 1 / 0)
 
 
 def test_no_module_edits_the_import_path():
-    """Modules import each other by installed names: else a command works from one folder only."""
+    """Modules import each other by installed names: otherwise a command would work from one folder only."""
     sources = [path for name in ("scripts", "eval", "experiments") for path in (ROOT / name).rglob("*.py")]
     assert len(sources) > 30
     assert [path for path in sources if re.search(r"sys\.path|sys import path", path.read_text())] == []

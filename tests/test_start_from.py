@@ -1,4 +1,4 @@
-"""model.start_from(cache): every generate() starts from the memory, and none changes it."""
+"""model.start_from(cache): every generate() starts from the memory and leaves it unchanged."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
@@ -20,22 +20,22 @@ def model(request):
 
 @pytest.fixture
 def started(model):
-    """The model after start_from, the cache, and a copy of it that nothing touches."""
+    """The model after start_from, the cache, and an untouched copy of it."""
     cache = read(model, TEXT)[1]
     model.start_from(cache)
     return model, cache, copy.deepcopy(cache)
 
 
 def expected(model, prompt, **options):
-    """What follows `prompt` (1, T) for a model without a memory that is given the whole text."""
+    """Returns the continuation of `prompt` (1, T) by a model without a memory that is given the whole text."""
     plain = copy.deepcopy(model)
     plain.start_from(None)
     return plain.generate(torch.cat([TEXT, prompt], dim=1), **GREEDY, **options)[:, TEXT.shape[1] :]
 
 
 def test_prompts_follow_the_text_of_the_memory(started):
-    """Property: each prompt, alone, in a padded batch or with beams, is continued as if it followed the text, every
-    time. Else the memory is not read, or a request changes it for the next.
+    """Each prompt, alone, padded or with beams, is continued as after the memory's text, repeatedly: otherwise a
+    request would miss the memory, or change it for the next.
     """
     model, cache, before = started
     prompts = [make_ids(1, 12, seed=1), make_ids(1, 5, seed=2)]
@@ -54,7 +54,9 @@ def test_prompts_follow_the_text_of_the_memory(started):
 
 
 def test_without_a_memory_it_is_as_before(started):
-    """Property: start_from(None) undoes it, and a cache that is given counts. Else a model cannot forget."""
+    """start_from(None) removes the memory, and a given cache replaces it: otherwise a server could not answer without
+    it.
+    """
     model, _, _ = started
     prompt = make_ids(1, 12, seed=1)
     given = model.generate(prompt, past_key_values=TitansCache(model.config), **GREEDY)
@@ -65,14 +67,16 @@ def test_without_a_memory_it_is_as_before(started):
 
 
 def test_prompt_lookup_starts_from_the_memory(started):
-    """Property: assisted decoding gives greedy's tokens. Else tokens that were taken back stay in the memory."""
+    """Prompt lookup gives the greedy tokens after the memory's text: otherwise rejected drafts would stay in the
+    memory.
+    """
     model, _, _ = started
     prompt = make_ids(1, 6, seed=1).repeat(1, 3)
     assert torch.equal(model.generate(prompt, prompt_lookup_num_tokens=3, **GREEDY), expected(model, prompt))
 
 
 def test_threads_share_the_memory(started):
-    """Property: parallel requests get the answers they get alone. Else one thread's tokens enter another's memory."""
+    """Parallel requests get the answers they get alone: otherwise one request's tokens would enter another's memory."""
     model, cache, before = started
     prompts = [make_ids(1, 4 + seed, seed=seed) for seed in range(8)]
     alone = [model.generate(prompt, **GREEDY) for prompt in prompts]
@@ -83,7 +87,9 @@ def test_threads_share_the_memory(started):
 
 
 def test_what_cannot_be_started_from_is_refused():
-    """Property: an error names the argument before a request is served. Else requests fail, or are silently wrong."""
+    """An unusable cache or option raises an error that names it before a request: otherwise requests would fail, or be
+    wrong silently.
+    """
     model = make_model("mag")
     recording = read(model, TEXT)[1]
     recording.activate_past_recording()

@@ -1,4 +1,4 @@
-"""output_surprise: the gradient's norm as autograd finds it, and the gates, of every token and nothing but tokens."""
+"""output_surprise: the norm of autograd's gradient and the gates, for every token and for tokens alone."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -18,20 +18,22 @@ QUANTITIES = ("gradient_norm", "inner_lr", "momentum_decay", "forget")
 GREEDY = dict(max_new_tokens=9, do_sample=False, pad_token_id=0)
 
 
-def told(surprise: tuple[LayerSurprise, ...]) -> torch.Tensor:
+def stacked(surprise: tuple[LayerSurprise, ...]) -> torch.Tensor:
     """(layers, quantities, B, H, T)"""
     return torch.stack([torch.stack([getattr(layer, name) for name in QUANTITIES]) for layer in surprise])
 
 
 @torch.no_grad()
-def tell(model, ids, cache=None, **kwargs) -> torch.Tensor:
-    return told(model(ids, past_key_values=cache, output_surprise=True, **kwargs).surprise)
+def surprise_of(model, ids, cache=None, **kwargs) -> torch.Tensor:
+    return stacked(model(ids, past_key_values=cache, output_surprise=True, **kwargs).surprise)
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_the_norm_is_that_of_autograd(depth, clip):
-    """Else what is shown is not the gradient that is written: at the weights of the chunk's start, by chunks or not."""
+    """The norm equals autograd's at the chunk's first weights, in one call and by tokens: otherwise another gradient
+    than the memory's update would be shown.
+    """
     torch.manual_seed(depth)
     weights = [torch.randn(3, *shape, dtype=torch.float64) / 2 for shape in layer_shapes(6, depth, 2)]
     state = MemoryState.initial(weights, 2, torch.float64)
@@ -57,34 +59,40 @@ def test_the_norm_is_that_of_autograd(depth, clip):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_surprise_does_not_depend_on_how_a_sequence_is_cut(variant):
-    """Else it is that of a slot of the grid, or of a persistent token: whole, in pieces, and token by token."""
+    """The surprise of a token is the same in one call, several, or token by token: otherwise it would belong to another
+    token.
+    """
     model, ids = shared_model(variant), make_ids(2, 45)
-    whole = tell(model, ids)
+    whole = surprise_of(model, ids)
     assert whole.shape == (2, len(QUANTITIES), 2, 4, 45)
     assert (whole[:, 0] > 0).all() and whole.std(-1).min() > 1e-4  # of every quantity, from token to token
     for sizes in ([13, 32], [5, 1, 1, 9, 29], [1] * 45):
         cache = TitansCache(model.config)
-        assert_same(torch.cat([tell(model, piece, cache) for piece in ids.split(sizes, 1)], dim=-1), whole)
+        assert_same(torch.cat([surprise_of(model, piece, cache) for piece in ids.split(sizes, 1)], dim=-1), whole)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_padding_does_not_surprise(variant):
-    """Else a short row's tokens have their neighbours' figures, or padding has some; also in a single column."""
+    """Tokens of padded rows have their own values and padding has 0: otherwise a short row would show its neighbour's
+    surprise.
+    """
     model, rows = shared_model(variant), [make_ids(31), make_ids(17, seed=1)]
     ids, mask = left_pad(rows)
     cache = TitansCache(model.config)
-    found = tell(model, ids, cache, attention_mask=mask)
+    found = surprise_of(model, ids, cache, attention_mask=mask)
     for i, row in enumerate(rows):
-        assert_same(found[:, :, i, :, 31 - len(row) :], tell(model, row[None])[:, :, 0])
+        assert_same(found[:, :, i, :, 31 - len(row) :], surprise_of(model, row[None])[:, :, 0])
     assert not found[:, :, 1, :, :14].any()
-    step = tell(model, make_ids(2, 1), cache, attention_mask=torch.tensor([[1], [0]]))
+    step = surprise_of(model, make_ids(2, 1), cache, attention_mask=torch.tensor([[1], [0]]))
     assert step[:, :2, 0].all() and not step[:, :, 1].any()
 
 
 def test_the_gates_are_those_of_the_layer():
-    """Else theta, eta and alpha are mixed up, or are logits."""
+    """inner_lr, momentum_decay and forget are the layer's theta, eta and alpha: otherwise gates would be mixed up, or
+    be logits.
+    """
     model, ids = shared_model("lmm"), make_ids(1, 21)
-    found = tell(model, ids)[0]
+    found = surprise_of(model, ids)[0]
     layer = model.model.layers[0]
     with torch.no_grad():
         x = layer.mixer_norm(model.model.embed_tokens(ids))
@@ -95,8 +103,8 @@ def test_the_gates_are_those_of_the_layer():
 
 @pytest.mark.parametrize("switch", [dict(memory_momentum=False), dict(memory_forget=False), dict(memory_max_lr=0)])
 def test_gates_that_are_off(switch):
-    """Else a gate that is off looks as if it were not."""
-    found = dict(zip(QUANTITIES, tell(make_model("mag", **switch), make_ids(1, 9))[0], strict=True))
+    """A gate that is off is reported as 0, and no other: otherwise a plot would show a gate that does not exist."""
+    found = dict(zip(QUANTITIES, surprise_of(make_model("mag", **switch), make_ids(1, 9))[0], strict=True))
     off = {"memory_momentum": ["momentum_decay"], "memory_forget": ["forget"], "memory_max_lr": QUANTITIES[1:]}
     for name in QUANTITIES:
         assert found[name].any() == (name not in off[next(iter(switch))])
@@ -104,39 +112,43 @@ def test_gates_that_are_off(switch):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_it_is_told_on_request_alone(variant):
-    """Else the outputs of every call hold on to what they are made of; or training changes, or is differentiated."""
+    """Surprise is returned only on request, detached, and leaves loss and gradients the same: otherwise every call
+    would keep it, or training would change.
+    """
     model, ids = make_model(variant).train(), make_ids(2, 21)
     plain = model(ids, labels=ids)
     assert plain.surprise is None and "surprise" not in plain
     asked = model(ids, labels=ids, output_surprise=True)
     assert torch.equal(asked.loss, plain.loss)
-    assert not told(asked.surprise).requires_grad
-    assert_same(told(asked.surprise), tell(model, ids))
+    assert not stacked(asked.surprise).requires_grad
+    assert_same(stacked(asked.surprise), surprise_of(model, ids))
     gradients = [torch.autograd.grad(x.loss, model.parameters()) for x in (plain, asked)]
     assert all(map(torch.equal, *gradients))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_generate_tells_it(variant):
-    """Else the tokens that a model has written itself are missing, or twice there: padded rows, in pieces, going on."""
+    """generate() returns each token's surprise once, padded, in chunks or from a cache: otherwise generated tokens
+    would be missing or repeated.
+    """
     model = shared_model(variant)
     ids, mask = left_pad([make_ids(30), make_ids(17, seed=1)])
     options = dict(GREEDY, attention_mask=mask, return_dict_in_generate=True, output_surprise=True)
     result = model.generate(ids, **options)
     mask = torch.cat([mask, torch.ones(2, 9, dtype=torch.long)], dim=1)
-    expected = tell(model, result.sequences[:, :-1], attention_mask=mask[:, :-1])
-    assert_same(told(result.surprise), expected)
-    assert_same(told(model.generate(ids, **options, prefill_chunk_size=7).surprise), expected)
+    expected = surprise_of(model, result.sequences[:, :-1], attention_mask=mask[:, :-1])
+    assert_same(stacked(result.surprise), expected)
+    assert_same(stacked(model.generate(ids, **options, prefill_chunk_size=7).surprise), expected)
     later = model.generate(
         result.sequences, past_key_values=result.past_key_values, **options | {"attention_mask": mask}
     )
-    assert told(later.surprise).shape[-1] == 1 + 8
+    assert stacked(later.surprise).shape[-1] == 1 + 8
     assert "surprise" not in model.generate(ids, **GREEDY, return_dict_in_generate=True)
 
 
 def test_threads_that_generate_are_told_apart():
-    """Threads that share a model each get the surprise of their own tokens, also beside a generate() that asks for
-    none: else one is told of the tokens of another.
+    """Threads that share a model each get their own tokens' surprise, also beside one that requests none: otherwise a
+    request would get another's.
     """
     model = shared_model("mag")
     prompts = [make_ids(1, 9 + i, seed=i) for i in range(4)]
@@ -155,7 +167,7 @@ def test_threads_that_generate_are_told_apart():
             assert torch.equal(ours.sequences, expected.sequences)
         assert "surprise" not in together[0]
         for ours, expected in zip(together[1:], alone[1:], strict=True):
-            assert_same(told(ours.surprise), told(expected.surprise))
+            assert_same(stacked(ours.surprise), stacked(expected.surprise))
     assert not model._forward_hooks
 
 
@@ -170,7 +182,9 @@ def test_threads_that_generate_are_told_apart():
     ],
 )
 def test_where_it_cannot_be_told(options, message):
-    """Else what is told belongs to other tokens than those that were generated."""
+    """Modes without one surprise per token raise an error: otherwise it would belong to tokens other than those
+    generated.
+    """
     with pytest.raises(ValueError, match=message):
         shared_model("mag").generate(
             make_ids(1, 9), output_surprise=True, **GREEDY | dict(return_dict_in_generate=True) | options
@@ -178,10 +192,12 @@ def test_where_it_cannot_be_told(options, message):
 
 
 def test_columns_that_are_read_again_are_told_once():
-    """Else a cropped cache makes a call tell of tokens that are not its own."""
+    """After crop() a call returns the surprise of its own tokens alone: otherwise columns that are read again would be
+    included.
+    """
     model, ids = shared_model("mag"), make_ids(2, 30)
     cache = read(model, ids[:, :13])[1]
     cache.activate_past_recording()
     read(model, ids[:, 13:20], cache=cache)
     cache.crop(-3)
-    assert_same(tell(model, ids[:, 17:], cache), tell(model, ids)[..., 17:])
+    assert_same(surprise_of(model, ids[:, 17:], cache), surprise_of(model, ids)[..., 17:])

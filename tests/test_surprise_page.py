@@ -1,4 +1,4 @@
-"""scripts/surprise.py: what is drawn over a word is that of the word."""
+"""scripts/surprise.py: each word is shown with its own values."""
 
 import json
 import re
@@ -33,7 +33,9 @@ def values_of(page: str) -> dict[str, list[float]]:
 
 
 def test_the_page_shows_the_text_and_each_words_surprise(paths, monkeypatch):
-    """Else a word is lost, or has the colour of its neighbour: read in pieces, in letters of one to three tokens."""
+    """The page has the whole text, each word with the mean of its tokens: otherwise a word would be lost, or have its
+    neighbour's colour.
+    """
     monkeypatch.setattr(surprise, "PIECE", 50)
     surprise.main([paths.model, paths.text, "--output", str(paths.out)])
     page = (paths.out / "surprise.html").read_text(encoding="utf-8")
@@ -42,11 +44,11 @@ def test_the_page_shows_the_text_and_each_words_surprise(paths, monkeypatch):
     assert [word.strip() for word in words if word.strip()] == TEXT.split()
     ids = byte_tokenizer()(TEXT, return_tensors="pt").input_ids
     with torch.no_grad():
-        told = paths.net(ids, output_surprise=True).surprise
+        measured = paths.net(ids, output_surprise=True).surprise
     shown, ends = values_of(page), np.cumsum([len(word.encode()) for word in words])
     assert len(shown) == len(surprise.QUANTITIES) * 3
     for quantity, name in surprise.QUANTITIES.items():
-        for i, layer in enumerate(told):
+        for i, layer in enumerate(measured):
             tokens = getattr(layer, quantity)[0].mean(0).split(np.diff(ends, prepend=0).tolist())
             assert shown[f"{name}, layer {i + 1}"] == pytest.approx([x.mean().item() for x in tokens], rel=1e-3)
         mean = np.mean([shown[f"{name}, layer {i + 1}"] for i in range(2)], axis=0)
@@ -54,14 +56,14 @@ def test_the_page_shows_the_text_and_each_words_surprise(paths, monkeypatch):
 
 
 def test_the_page_needs_nothing_else(paths):
-    """Else it is empty for whom it is sent to."""
+    """The page refers to no other file or address: otherwise it would be empty for those it is sent to."""
     surprise.main([paths.model, paths.text, "--output", str(paths.out)])
     page = (paths.out / "surprise.html").read_text(encoding="utf-8")
     assert not re.search(r"https?:|src=|<link|import", page)
 
 
 def test_the_picture_has_a_panel_for_each_quantity(paths):
-    """Else the picture is empty, or a gate is missing."""
+    """The picture has a coloured panel for each quantity: otherwise it would be empty, or lack a gate."""
     surprise.main([paths.model, paths.text, "--output", str(paths.out)])
     picture = matplotlib.image.imread(paths.out / "surprise.png")
     assert picture.shape[1] > 1000
@@ -71,7 +73,9 @@ def test_the_picture_has_a_panel_for_each_quantity(paths):
 
 @pytest.mark.parametrize("name", ["a$b_{c.txt", "$\\frac{.txt", "{title}.txt", "<b>&.txt", "two\nlines.txt"])
 def test_names_of_files(name, paths, tmp_path):
-    """Else a file whose name is a formula, markup or a placeholder cannot be drawn, or is drawn under another name."""
+    """File names with formulas, markup or placeholders are shown literally: otherwise the page or picture would fail,
+    or show another name.
+    """
     (tmp_path / name).write_text(TEXT, encoding="utf-8")
     surprise.main([paths.model, str(tmp_path / name), "--output", str(paths.out)])
     page = (paths.out / "surprise.html").read_text(encoding="utf-8")
@@ -80,22 +84,24 @@ def test_names_of_files(name, paths, tmp_path):
 
 
 def test_ids_are_those_of_training(paths, tmp_path):
-    """Property: `</s>` is text, and a line's end is \\n, as in training. Else the memory is shown at another text."""
+    r"""`</s>` is text and a line's end is \n, as in training: otherwise the surprise shown would be that of another
+    text.
+    """
     (tmp_path / "text.txt").write_bytes(b"one </s> two\r\nthree\r\n")
     surprise.main([paths.model, str(tmp_path / "text.txt"), "--output", str(paths.out)])
     page = (paths.out / "surprise.html").read_text(encoding="utf-8")
     words = [unescape(word) for word in re.findall(r"<span>(.*?)</span>", page, re.DOTALL)]
     assert words == ["one ", "</s> ", "two\n", "three\n"]
     ids = byte_tokenizer()("one </s> two\nthree\n", split_special_tokens=True).input_ids
-    told = surprise.measure(paths.net, ids)[0, 0]  # 22 bytes
+    measured = surprise.measure(paths.net, ids)[0, 0]  # 22 bytes
     assert values_of(page)["gradient norm (surprise), layer 1"] == pytest.approx(
-        [told[a:b].mean() for a, b in pairwise([0, 4, 9, 13, 19])], rel=1e-3
+        [measured[a:b].mean() for a, b in pairwise([0, 4, 9, 13, 19])], rel=1e-3
     )
 
 
 def test_the_page_on_a_telephone(paths):
-    """Property: it is laid out for the screen's width, what is shown stands above it, and values are to be had by a
-    tap. Else it is tiny, and its values are for those who have a mouse.
+    """The page fits the screen's width, explains the quantity shown, and gives values on a tap: otherwise it would need
+    a large screen and a mouse.
     """
     surprise.main([paths.model, paths.text, "--output", str(paths.out)])
     page = (paths.out / "surprise.html").read_text(encoding="utf-8")
@@ -107,7 +113,9 @@ def test_the_page_on_a_telephone(paths):
 
 
 def test_every_layer_has_a_scale_of_its_own(tmp_path):
-    """Else a layer of large values leaves the others in one colour."""
+    """Each layer's colours use its own range: otherwise a layer of large values would leave the others in one
+    colour.
+    """
     ramp = np.linspace(0, 1, 100)
     values = np.broadcast_to(np.stack([ramp, 1000 * ramp + 5]), (len(surprise.QUANTITIES), 2, 100))
     surprise.draw(tmp_path / "surprise.png", "title", values)
@@ -128,7 +136,9 @@ def test_every_layer_has_a_scale_of_its_own(tmp_path):
     ],
 )
 def test_words(text, words):
-    """Else spaces are lost, or a word gets the figures of what is not in it."""
+    """Words keep their spaces and have the mean of their own tokens: otherwise text would be lost, or values
+    shifted.
+    """
     spans = [(i, i + 1) for i in range(len(text))]
     found, values = surprise.word_means(text, spans, np.arange(len(text))[None])
     assert found == words
@@ -137,7 +147,9 @@ def test_words(text, words):
 
 
 def test_a_token_of_several_words():
-    """Else a word that has no token of its own has no figure, and the page breaks."""
+    """A token of several words makes them one span with its value: otherwise a word without a token would break the
+    page.
+    """
     found, values = surprise.word_means("in a word so", [(0, 4), (4, 9), (9, 12)], np.array([[1.0, 2.0, 3.0]]))
     assert found == ["in a ", "word ", "so"]
     assert values.tolist() == [[1.0, 2.0, 3.0]]
@@ -152,6 +164,9 @@ def test_a_token_of_several_words():
     ],
 )
 def test_bad_input(change, message, paths, monkeypatch, tmp_path):
+    """A missing, unreadable or too long text raises an error that names it before anything is written: otherwise a user
+    could not tell the cause.
+    """
     monkeypatch.chdir(tmp_path)
     Path("bad.txt").write_bytes(b"caf\xe9 au lait")
     with pytest.raises(ValueError, match=message):

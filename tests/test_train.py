@@ -1,4 +1,4 @@
-"""scripts/train.py: packing, resuming, bad inputs, and a tiny run from text to a pipeline."""
+"""scripts/train.py: packing, resuming, bad input, and a tiny run from text to a pipeline."""
 
 import json
 import math
@@ -41,6 +41,7 @@ def losses(folder, key):
 
 @pytest.mark.parametrize("block_length", [2, 7, 32, 10_000])
 def test_packing_loses_no_text(texts, block_length):
+    """Blocks join to all documents with an eos each, in order: otherwise a part of the text would not be learnt."""
     tokenizer = load_tokenizer("bytes")
     documents = load_splits(str(texts), "--train_data", "train")["train"]
     blocks, tokens_per_byte = data.make_blocks(documents, "text", tokenizer, block_length)
@@ -54,13 +55,18 @@ def test_packing_loses_no_text(texts, block_length):
 
 
 def test_only_a_lone_final_eos_is_dropped():
+    """A last block is dropped only if it is an eos alone, which leaves nothing to predict: otherwise text would be
+    lost.
+    """
     documents = Dataset.from_dict({"text": ["abcd"]})
     blocks, _ = data.make_blocks(documents, "text", load_tokenizer("bytes"), 4)
     assert real_tokens(blocks) == [100, 101, 102, 103]
 
 
 def test_without_packing_every_document_is_a_block():
-    """Without packing no document is cut: else a question is in another block than its fact."""
+    """Without packing each document is one block, or an error: otherwise a question could be in another block than its
+    fact.
+    """
     tokenizer = load_tokenizer("bytes")
     documents = Dataset.from_dict({"text": ["abc", "", "d", "efghijk"]})
     blocks, tokens_per_byte = data.make_blocks(documents, "text", tokenizer, 8, packing=False)
@@ -72,7 +78,7 @@ def test_without_packing_every_document_is_a_block():
 
 
 def test_prompts_are_read_and_completions_learnt(options, tmp_path, monkeypatch):
-    """The loss covers completions alone: else it is mostly that of given prompts."""
+    """The loss covers completions alone: otherwise it would mostly be that of given prompts."""
     rows = {"prompt": ["2 + 2 =", "", "7 = "], "completion": [" 4", "yes", "x" * 40]}
     Dataset.from_dict(rows).save_to_disk(tmp_path / "rows")
     tokenizer = load_tokenizer("bytes")
@@ -93,6 +99,7 @@ def test_prompts_are_read_and_completions_learnt(options, tmp_path, monkeypatch)
 
 
 def test_blocks_are_cached(texts, monkeypatch):
+    """Blocks of the same data are read from the cache: otherwise every start would tokenize the data again."""
     tokenizer = load_tokenizer("bytes")
     first, _ = data.make_blocks(load_splits(str(texts), "--train_data", "train")["train"], "text", tokenizer, 32)
     monkeypatch.setattr(type(tokenizer), "__call__", None)
@@ -103,6 +110,7 @@ def test_blocks_are_cached(texts, monkeypatch):
 
 
 def test_held_out_blocks_are_the_last(texts):
+    """The last blocks are held out and the others kept: otherwise evaluation would use training data."""
     tokenizer = load_tokenizer("bytes")
     blocks, _ = data.make_blocks(load_splits(str(texts), "--train_data", "train")["train"], "text", tokenizer, 32)
     arguments = DataArguments(train_data=str(texts), eval_fraction=0.2, block_length=32)
@@ -112,6 +120,7 @@ def test_held_out_blocks_are_the_last(texts):
 
 
 def test_saved_data_set_brings_its_validation_split(tmp_path):
+    """A saved data set's validation split is used for evaluation: otherwise training data would be held out instead."""
     splits = {"train": Dataset.from_dict({"body": ["aaaa", "bb"]}), "validation": Dataset.from_dict({"body": ["cc"]})}
     DatasetDict(splits).save_to_disk(tmp_path / "saved")
     tokenizer = load_tokenizer("bytes")
@@ -122,6 +131,7 @@ def test_saved_data_set_brings_its_validation_split(tmp_path):
 
 
 def test_byte_tokenizer_is_byt5_without_the_eos(tmp_path):
+    """The saved byte tokenizer has ByT5's ids, without an eos, and decodes exactly: otherwise text would be changed."""
     load_tokenizer("bytes").save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     text = "Ünïcode 東京 🎉\r\n\t\x00  end "
@@ -138,6 +148,9 @@ def block(tokens, prompt_length=0):
 
 
 def test_collate_masks_only_padding():
+    """Padding alone is masked and left out of the loss, and equal rows have no mask: otherwise tokens equal to the
+    padding's id would not be learnt.
+    """
     batch = data.collate([block([5, 6, 7]), block([8, 0])])
     assert batch["labels"].tolist() == [[5, 6, 7], [8, 0, -100]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
@@ -146,6 +159,9 @@ def test_collate_masks_only_padding():
 
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_training_gives_a_model_that_loads_and_generates(options, tmp_path, texts, model_type):
+    """A trained model loads with the reported losses, generates, and has its files: otherwise a run could not
+    be used.
+    """
     metrics = train.main(options(CONFIGS[model_type], eval_data=texts))
 
     folder = tmp_path / "out"
@@ -177,6 +193,9 @@ def test_training_gives_a_model_that_loads_and_generates(options, tmp_path, text
 
 @pytest.mark.parametrize("config", RESUMED.values(), ids=RESUMED)
 def test_resumed_run_is_bit_identical(options, tmp_path, monkeypatch, config):
+    """A resumed run has the weights and losses of an uninterrupted one: otherwise an interruption would change the
+    result.
+    """
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     metrics = train.main(options(config, output_dir=whole))
     monkeypatch.setattr(train, "TimeLimit", StopAt)
@@ -195,6 +214,7 @@ def test_resumed_run_is_bit_identical(options, tmp_path, monkeypatch, config):
 
 
 def test_time_limit_stops_evaluates_and_saves(options, tmp_path):
+    """--max_minutes ends a run with an evaluation and a checkpoint: otherwise a limited run would be lost."""
     train.main(options(max_minutes=1e-9))
     assert get_last_checkpoint(tmp_path / "out").endswith("checkpoint-1")
     assert [step for step, _ in losses(tmp_path / "out", "eval_loss")] == [1]
@@ -205,6 +225,9 @@ def test_time_limit_stops_evaluates_and_saves(options, tmp_path):
     [({"tokens_per_step": 256}, 4), ({"gradient_accumulation_steps": 3, "tokens_per_step": 7}, 3)],
 )
 def test_tokens_per_step(options, tmp_path, capsys, given, accumulated):
+    """Gradient accumulation follows from --tokens_per_step unless given: otherwise steps would be of another size than
+    reported.
+    """
     train.main(options(max_steps=1, **given))
     arguments = torch.load(tmp_path / "out" / "training_args.bin", weights_only=False)
     assert arguments.gradient_accumulation_steps == accumulated
@@ -213,6 +236,9 @@ def test_tokens_per_step(options, tmp_path, capsys, given, accumulated):
 
 
 def test_paper_defaults(options):
+    """Defaults are the paper's learning rate, weight decay, schedule, optimizer and tokens per step: otherwise a plain
+    command would not train as the paper does.
+    """
     parser = train.HfArgumentParser(train.ARGUMENTS)
     *_, arguments = parser.parse_args_into_dataclasses(options(learning_rate=None))
     assert (arguments.learning_rate, arguments.weight_decay, arguments.lr_scheduler_type) == (4e-4, 0.1, "cosine")
@@ -221,6 +247,7 @@ def test_paper_defaults(options):
 
 
 def test_overrides_rebuild_the_config(options):
+    """Sizes derived from an overridden field follow it: otherwise head_dim would keep its old value."""
     config = LLAMA | {"hidden_size": 64}
     path = options(config)[1]
     arguments = ModelArguments(config=path, config_overrides="hidden_size=32,tie_word_embeddings=true")
@@ -249,12 +276,16 @@ def test_overrides_rebuild_the_config(options):
     ],
 )
 def test_bad_inputs_are_named(options, tmp_path, changes, message):
+    """Wrong options raise an error that names them before any file is written: otherwise a run would fail after
+    hours.
+    """
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         train.main(options(**changes))
     assert not (tmp_path / "out").exists()
 
 
 def test_folder_without_text_is_named(options, tmp_path):
+    """A folder without text raises an error that names it: otherwise training would fail without a cause."""
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"--train_data .*empty holds no \.txt or \.md or .*files"):
         train.main(options(train_data=tmp_path / "empty"))
@@ -264,6 +295,7 @@ def test_folder_without_text_is_named(options, tmp_path):
 
 
 def test_tokenizer_without_eos_is_named(options, tmp_path):
+    """A tokenizer without eos raises an error: otherwise documents would not be separated."""
     tokenizer = load_tokenizer("bytes")
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path / "tokenizer")
@@ -272,6 +304,7 @@ def test_tokenizer_without_eos_is_named(options, tmp_path):
 
 
 def test_checkpoints_are_not_trained_over(options, tmp_path):
+    """An output folder with checkpoints raises an error unless resumed: otherwise a run would overwrite another."""
     (tmp_path / "out" / "checkpoint-4").mkdir(parents=True)
     with pytest.raises(ValueError, match="pass --resume_from_checkpoint true"):
         train.main(options())
@@ -280,7 +313,9 @@ def test_checkpoints_are_not_trained_over(options, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="processes find each other where there is a GPU")
 def test_processes_that_know_nothing_of_each_other_are_refused(options, tmp_path):
-    """Processes without a common group are refused: else each trains alone and overwrites the other's files."""
+    """Processes without a common group raise an error: otherwise each would train alone and overwrite the other's
+    files.
+    """
     run = subprocess.run([*LAUNCH, *options(use_cpu=None)], capture_output=True, text=True, timeout=240)
     assert run.returncode and "2 processes were started, but each would train by itself" in run.stderr
     assert not (tmp_path / "out").exists()
@@ -288,6 +323,7 @@ def test_processes_that_know_nothing_of_each_other_are_refused(options, tmp_path
 
 @pytest.mark.slow
 def test_two_processes_train_like_one(options, tmp_path, texts, monkeypatch):
+    """Two processes give the loss of one and report once: otherwise distributed training would be another training."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     alone = train.main(options(output_dir=tmp_path / "alone", eval_data=texts))

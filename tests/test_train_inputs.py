@@ -1,4 +1,4 @@
-"""scripts/train.py: kinds of data, fine-tuning, overrides, and runs that were cut off or are finished."""
+"""scripts/train.py: kinds of data, fine-tuning, overrides, and interrupted or finished runs."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def write_rows(path: Path, rows: list[dict]) -> None:
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet"])
 def test_rows_give_their_text_column(tmp_path, name, streaming):
-    """Of a table the text is learnt: else a model learns braces and field names."""
+    """Of a table only the text column is learnt: otherwise a model would learn braces and field names."""
     (tmp_path / "folder").mkdir()
     write_rows(tmp_path / "folder" / name, [{"body": "ab", "id": 1}, {"body": "c", "id": 2}])
     (tmp_path / "folder" / "README.md").write_text("not data")
@@ -52,6 +52,7 @@ def test_rows_give_their_text_column(tmp_path, name, streaming):
 
 
 def test_markdown_files_are_documents(tmp_path):
+    """Markdown files are read as documents, from a folder or alone: otherwise they would be ignored."""
     (tmp_path / "wiki").mkdir()
     (tmp_path / "wiki" / "notes.md").write_text("# Notes\n")
     assert decoded(tmp_path / "wiki") == decoded(tmp_path / "wiki" / "notes.md") == "# Notes\n</s>"
@@ -68,7 +69,7 @@ def test_markdown_files_are_documents(tmp_path):
     ],
 )
 def test_errors_name_the_file(tmp_path, name, content, message):
-    """Among a thousand files the broken one is named: else nobody finds it."""
+    """The error for a broken file names it: otherwise it could not be located among a thousand."""
     good = tmp_path / f"good{Path(name).suffix}"
     write_rows(good, [{"text": "fine"}]) if good.suffix != ".txt" else good.write_text("fine")
     (tmp_path / name).write_bytes(content)
@@ -77,6 +78,7 @@ def test_errors_name_the_file(tmp_path, name, content, message):
 
 
 def test_kinds_are_not_mixed(tmp_path):
+    """A folder of several kinds of data raises an error: otherwise a part of it would be ignored."""
     (tmp_path / "a.txt").write_text("a")
     write_rows(tmp_path / "b.jsonl", [{"text": "b"}])
     with pytest.raises(ValueError, match=r"several kinds \(json, text\)"):
@@ -84,13 +86,14 @@ def test_kinds_are_not_mixed(tmp_path):
 
 
 def test_a_column_of_numbers_is_refused(tmp_path):
+    """A text column of numbers raises an error that names it: otherwise the tokenizer would fail."""
     write_rows(tmp_path / "a.jsonl", [{"text": 5}])
     with pytest.raises(ValueError, match="the column text of the data holds int64, not text"):
         decoded(tmp_path / "a.jsonl")
 
 
 class SlowTokenizer:
-    """Splits at every space and marks the start of each call, as tokenizers with a prefix do: cuts change tokens."""
+    """Marks the start of each call, as tokenizers with a prefix do, so that splitting a text changes its tokens."""
 
     eos_token_id = 1
 
@@ -100,7 +103,9 @@ class SlowTokenizer:
 
 @pytest.mark.parametrize("text", ["word " * 900, "x" * 4000, "one\n\n two\t" * 400, "é " * 2000])
 def test_long_texts_are_tokenized_as_a_whole(monkeypatch, text):
-    """Cutting a text for memory's sake changes no token: else the model learns what no tokenizer gives it later."""
+    """Splitting a long text for tokenizing changes no token: otherwise training would use ids that the tokenizer never
+    gives.
+    """
     monkeypatch.setattr(blocks_module, "PIECE_CHARACTERS", 256)
     monkeypatch.setattr(blocks_module, "CALL_CHARACTERS", 1024)
     for tokenizer in (byte_tokenizer(), SlowTokenizer()):
@@ -116,7 +121,9 @@ def test_long_texts_are_tokenized_as_a_whole(monkeypatch, text):
 
 
 def test_processes_tokenize_like_one(tmp_path, capsys):
-    """Two processes give the tokens of one, in order, and the speed is printed once: then the cache is used."""
+    """Two processes give the tokens of one, in order, and later calls use the cache: otherwise documents would be mixed
+    up.
+    """
     documents = Dataset.from_dict({"text": [f"document {i} " * (i % 7) for i in range(50)]})
     tokenizer = load_tokenizer("bytes")
     alone = blocks_module.tokenize_documents(documents, ["text"], tokenizer, 1)
@@ -129,7 +136,9 @@ def test_processes_tokenize_like_one(tmp_path, capsys):
 
 
 def test_a_stream_trains_and_holds_out_its_first_documents(options, tmp_path):
-    """A stream is trained on without a copy; what is evaluated on is not trained on."""
+    """A streamed data set is trained on except its first documents, which are evaluated on: otherwise evaluation would
+    use training data.
+    """
     write_rows(tmp_path / "rows.jsonl", [{"text": f"{i:03d} " * 20} for i in range(60)])
     arguments = DataArguments(
         train_data=str(tmp_path / "rows.jsonl"), streaming=True, block_length=32, max_eval_blocks=4
@@ -150,7 +159,7 @@ def test_a_stream_trains_and_holds_out_its_first_documents(options, tmp_path):
 
 
 def test_fine_tuning_starts_from_the_weights(options, tmp_path):
-    """--model_name_or_path goes on from a checkpoint, with its tokenizer: else the training before is lost."""
+    """--model_name_or_path starts from a checkpoint and its tokenizer: otherwise the earlier training would be lost."""
     train.main(options(TITANS, **SHORT))
     start = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     tuned = dict(config=None, tokenizer=None, model_name_or_path=tmp_path / "out", output_dir=tmp_path / "tuned")
@@ -174,13 +183,16 @@ def test_fine_tuning_starts_from_the_weights(options, tmp_path):
     ],
 )
 def test_options_that_contradict_are_refused(options, tmp_path, changes, message):
+    """Contradicting or missing options raise an error that names them before any file is written: otherwise one of them
+    would be ignored.
+    """
     with pytest.raises(ValueError, match=message):
         train.main(options(**changes))
     assert not (tmp_path / "out").exists()
 
 
 def test_weights_beside_a_configuration_are_mentioned(options, tmp_path):
-    """--config FOLDER does not use the folder's weights, and says so: else one believes to have fine-tuned."""
+    """--config FOLDER warns that the folder's weights are not used: otherwise a user would expect fine-tuning."""
     train.main(options(TITANS, **SHORT))
     for config in (tmp_path / "out", tmp_path / "out" / "config.json"):
         with pytest.warns(UserWarning, match=rf"starts from scratch, .*--model_name_or_path {tmp_path / 'out'}$"):
@@ -189,7 +201,7 @@ def test_weights_beside_a_configuration_are_mentioned(options, tmp_path):
 
 
 def test_saved_configurations_use_the_cache(options, tmp_path):
-    """Every saved configuration has use_cache true: with Trainer's false a plain call of the model forgets."""
+    """Every saved configuration has use_cache true: with Trainer's false a plain call would return no memory."""
     train.main(options(TITANS, **SHORT))
     for folder in (tmp_path / "out", tmp_path / "out" / "checkpoint-2"):
         assert json.loads((folder / "config.json").read_text())["use_cache"] is True
@@ -207,7 +219,7 @@ def test_saved_configurations_use_the_cache(options, tmp_path):
     ],
 )
 def test_overrides_of_every_type(tmp_path, overrides, expected):
-    """Booleans, null, nested fields and lists are possible: else such a configuration needs a file of its own."""
+    """Overrides can be booleans, null, nested fields and dictionaries: otherwise such a change would need a file."""
     (tmp_path / "config.json").write_text(json.dumps(TITANS))
     arguments = ModelArguments(config=str(tmp_path / "config.json"), config_overrides=overrides)
     config = load_config(arguments, byte_tokenizer())
@@ -229,6 +241,7 @@ def test_overrides_of_every_type(tmp_path, overrides, expected):
     ],
 )
 def test_wrong_overrides_are_named(tmp_path, overrides, message):
+    """A wrong override raises an error that names it: otherwise a misspelt setting would be ignored."""
     (tmp_path / "config.json").write_text(json.dumps(TITANS))
     arguments = ModelArguments(config=str(tmp_path / "config.json"), config_overrides=overrides)
     with pytest.raises(ValueError, match=message) as error:
@@ -237,11 +250,12 @@ def test_wrong_overrides_are_named(tmp_path, overrides, message):
 
 
 def test_commas_within_values_do_not_split():
+    """Commas within brackets and quotes belong to a value: otherwise lists could not be overridden."""
     assert split_overrides('a=[1,2],b={"x": "p,q"}, c=3') == ["a=[1,2]", 'b={"x": "p,q"}', "c=3"]
 
 
 def test_shipped_configurations_have_names():
-    """`--config tiny-mag` works anywhere: an installed command has no folder scripts/configs."""
+    """`--config tiny-mag` works from any folder: otherwise an installed command would need scripts/configs."""
     config = load_config(ModelArguments(config="tiny-mag"), byte_tokenizer())
     assert (config.model_type, config.variant) == ("titans", "mag")
     with pytest.raises(FileNotFoundError, match="--config tiny-mug: no such file or folder, nor a configuration"):
@@ -249,7 +263,9 @@ def test_shipped_configurations_have_names():
 
 
 def test_too_few_steps_are_warned_of(options, capsys):
-    """The paper's half a million tokens a step leave a small text few steps, which is said before they are spent."""
+    """A warning before training names --tokens_per_step if steps are few: otherwise a small text would train almost
+    nothing.
+    """
     train.main(options(max_steps=None, eval_strategy="no", save_strategy="no", load_best_model_at_end="false"))
     assert "warning: 6 optimizer steps are too few to learn from. Give a smaller --tokens_per_step" in (
         capsys.readouterr().out
@@ -257,7 +273,9 @@ def test_too_few_steps_are_warned_of(options, capsys):
 
 
 def test_a_finished_run_says_so(options, tmp_path, capsys):
-    """The same command again trains nothing and prints that it is finished: else it fails, or trains over the run."""
+    """Repeating a finished run's command trains nothing and reports that: otherwise it would fail, or train over the
+    run.
+    """
     metrics = train.main(options(**SHORT))
     before = (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns
     capsys.readouterr()
@@ -272,7 +290,9 @@ def test_a_finished_run_says_so(options, tmp_path, capsys):
 
 @pytest.mark.parametrize("damage", ["trainer_state.json", "model.safetensors", "optimizer.pt"])
 def test_a_checkpoint_that_was_cut_off_is_skipped(options, tmp_path, damage):
-    """A run killed while it saves goes on from the checkpoint before: else it cannot be resumed at all."""
+    """Resuming skips an incomplete checkpoint with a warning: otherwise a run killed while saving could not be
+    resumed.
+    """
     whole = train.main(options(LLAMA))
     last = tmp_path / "out" / "checkpoint-8"
     assert what_is_missing(last) is None
@@ -291,7 +311,9 @@ def test_a_checkpoint_that_was_cut_off_is_skipped(options, tmp_path, damage):
 
 
 def test_the_byte_tokenizer_is_recognized(tmp_path):
-    """Bytes need no tokenizer: made here or loaded, it is recognized; with another token it is another tokenizer."""
+    """The byte tokenizer, made or loaded, is recognized and encodes as itself; with another token it is not: otherwise
+    the fast path would give wrong ids.
+    """
     byte_tokenizer().save_pretrained(tmp_path)
     assert is_byte_tokenizer(byte_tokenizer()) and is_byte_tokenizer(load_tokenizer(str(tmp_path)))
     other = byte_tokenizer()

@@ -28,14 +28,14 @@ def fit(model, folder, **options) -> tuple[list[float], dict[str, torch.Tensor]]
 
 
 def distance(actual: dict, expected: dict, start: dict) -> float:
-    """How far two trainings ended from each other, by how far the second went."""
+    """Returns the distance between two trainings' parameters, relative to the second's distance from the start."""
     norms = [[(a[name] - b[name]).double().norm() for name in b] for a, b in ((actual, expected), (start, expected))]
     return (torch.stack(norms[0]).norm() / torch.stack(norms[1]).norm()).item()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_accumulated_gradients_are_those_of_one_batch(variant, tmp_path):
-    """Else a token weighs more in a short sequence than in a long one: means of means instead of one mean."""
+    """Accumulated batches train like one: otherwise a token would weigh more in a short sequence than in a long one."""
     losses, runs = [], []
     for size in (4, 1):
         options = dict(per_device_train_batch_size=size, gradient_accumulation_steps=4 // size)
@@ -48,7 +48,9 @@ def test_accumulated_gradients_are_those_of_one_batch(variant, tmp_path):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_mixed_precision(variant, tmp_path):
-    """Else bf16 trains something else, or parameters in bf16, which lose small steps."""
+    """With bf16 losses are near float32's and parameters stay float32: otherwise small steps would be lost to
+    rounding.
+    """
     runs, seen = [], set()
     for bf16 in (False, True):
         model = redraw(make_model(variant, dtype=torch.float32), scale=0.1)
@@ -66,7 +68,9 @@ def test_mixed_precision(variant, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_compiled_training(variant, tmp_path):
-    """Else `torch_compile` breaks on a batch, or trains something else. Its graphs are run as they are."""
+    """`torch_compile` trains the same parameters (with the eager backend): otherwise it would fail on a batch, or train
+    another model.
+    """
     runs = []
     for compiled in (False, True):
         options = dict(torch_compile=compiled, torch_compile_backend="eager" if compiled else None)

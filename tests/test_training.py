@@ -1,4 +1,4 @@
-"""Training: the loss, the gradients, what is recorded, and truncated backpropagation through time."""
+"""Training: loss, gradients, recorded tensors, and truncated backpropagation through time."""
 
 import pytest
 import torch
@@ -21,7 +21,9 @@ from titans_hf import TitansCache, TitansForCausalLM
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_loss_is_cross_entropy_of_the_next_token(variant):
-    """Else the loss is shifted twice or not at all, counts ignored labels, or divides by the wrong number."""
+    """The loss is the mean cross entropy of next tokens, without ignored labels: otherwise it would be shifted, or
+    divided by a wrong number.
+    """
     model, ids = shared_model(variant), make_ids(3, 20)
     labels = ids.clone()
     labels[0, :9] = labels[2, 5] = -100
@@ -39,7 +41,9 @@ def test_loss_is_cross_entropy_of_the_next_token(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_parameter_learns(variant):
-    """Else a path is cut from the graph: every entry that the input reaches must get a gradient."""
+    """Every parameter has a finite gradient, nearly everywhere nonzero: otherwise a part of the model would stay
+    untrained.
+    """
     model, ids = make_model(variant), make_ids(2, 40)
     model.train()
     model(ids, labels=ids).loss.backward()
@@ -47,14 +51,16 @@ def test_every_parameter_learns(variant):
         assert gradient is not None and gradient.isfinite().all(), name
         if name != "model.embed_tokens.weight":
             assert (gradient != 0).double().mean() > 0.99, name
-    # the last token of a row only predicts: it is nobody's context
+    # the last token of a row is no other token's context
     used = torch.zeros(50, dtype=torch.bool).index_fill(0, ids[:, :-1].unique(), True)
     assert torch.equal(model.model.embed_tokens.weight.grad.any(-1), used)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients_are_those_of_finite_differences(variant):
-    """Else the outer gradient through the inner loop is wrong."""
+    """Gradients equal finite differences, through the memory's updates: otherwise the memory would not be trained to
+    learn.
+    """
     model, ids = make_model(variant, num_hidden_layers=1), make_ids(1, 13)
     direction = torch.randn(13, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     (model(ids).logits[0] * direction).sum().backward()
@@ -74,7 +80,9 @@ def test_gradients_are_those_of_finite_differences(variant):
 @pytest.mark.parametrize("reentrant,padded", [(False, True), (True, False)])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradient_checkpointing_changes_nothing(variant, reentrant, padded):
-    """Else saving memory costs correctness, a cache updated by the second pass for one."""
+    """Activation checkpointing keeps logits and gradients, padded or not: otherwise saving memory would change the
+    training.
+    """
     rows = [make_ids(20), make_ids(13, seed=1)]
     ids, mask = left_pad(rows) if padded else (make_ids(2, 20), None)
     found = []
@@ -93,8 +101,8 @@ def test_gradient_checkpointing_changes_nothing(variant, reentrant, padded):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradient_checkpointing_with_a_cache(variant):
-    """Else truncated backpropagation reads every piece as if it were the first, once memory is saved: the cache must be
-    used, or refused by name.
+    """With activation checkpointing a cache is used, or refused by name: otherwise every block of a document would be
+    read as the first.
     """
     model, ids = make_model(variant), make_ids(2, 24)
     expected = full_logits(model, ids)[:, 11:]
@@ -113,7 +121,9 @@ def test_gradient_checkpointing_with_a_cache(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_cache_made_without_gradients_is_trained_on(variant):
-    """Else reading a long context without gradients and training on its end gives other gradients than detaching it."""
+    """A cache made without gradients gives the gradients of a detached one: otherwise training after a long context
+    would differ.
+    """
     ids, found = make_ids(2, 33), []
     for grad in (False, True):
         model = make_model(variant)
@@ -130,7 +140,9 @@ def test_a_cache_made_without_gradients_is_trained_on(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients_cross_calls_until_detached(variant):
-    """Else backpropagation through a cache is cut where it should not be, or `detach()` leaves a path open."""
+    """Gradients pass through a cache as in one call, and detach() stops them: otherwise truncated backpropagation would
+    cut elsewhere.
+    """
     model, ids = make_model(variant), make_ids(2, 23)
     model.train()
     loss = model(ids).logits.square().mean(-1).sum()
@@ -158,7 +170,9 @@ def test_gradients_cross_calls_until_detached(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_hidden_states(variant):
-    """Else `output_hidden_states` returns other tensors than those that pass from layer to layer."""
+    """`output_hidden_states` returns the tensors between the layers, the last one normalised: otherwise they could not
+    be interpreted.
+    """
     model, ids, seen = make_model(variant), make_ids(2, 13), []
     for layer in model.model.layers:
         layer.register_forward_hook(lambda module, args, output: seen.extend([args[0], output]))
@@ -176,7 +190,9 @@ def test_hidden_states(variant):
 
 @pytest.mark.parametrize("variant", ["mac", "mag", "mal"])
 def test_attentions_over_pieces(variant):
-    """Else recorded weights differ between a whole sequence and its pieces, or where rows are padded."""
+    """Recorded attention weights are the same in one call, several and padded rows: otherwise they could not be
+    compared.
+    """
     model, rows = make_model(variant, attention="eager"), [make_ids(21), make_ids(13, seed=1)]
     ids, mask = left_pad(rows)
     cache = TitansCache(model.config)
@@ -196,9 +212,8 @@ def test_attentions_over_pieces(variant):
 
 @pytest.mark.parametrize("variant", ["mac", "mag", "mal"])
 def test_outputs_have_a_gradient_with_respect_to_attentions(variant):
-    """Else a recorded map is a copy aside: no gradient tells what attending elsewhere would have changed.
-
-    Queries act through the map alone, so what reaches their projection through it must be its whole gradient.
+    """Recorded attention weights are part of the graph: queries' whole gradient passes through them. Otherwise
+    attribution methods would get no gradient.
     """
     model, ids = make_model(variant, attention="eager", segment_length=12), make_ids(2, 10)
     output = model(ids, output_attentions=True)
@@ -213,7 +228,7 @@ def test_outputs_have_a_gradient_with_respect_to_attentions(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_few_steps_reduce_the_loss(variant):
-    """Else the model as it is initialised does not train at all."""
+    """Fifteen steps from initialisation halve the loss: otherwise a new model would not train."""
     torch.manual_seed(0)
     model = TitansForCausalLM(make_config(variant, num_hidden_layers=1, memory_chunk_size=8)).train()
     optimizer, ids = torch.optim.AdamW(model.parameters(), lr=2e-2), make_ids(4, 24)

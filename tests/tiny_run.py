@@ -1,4 +1,4 @@
-"""What the tests of scripts/train.py share: configurations and a stand-in for its time limit."""
+"""Configurations for the tests of scripts/train.py, its distributed launch, and a stand-in for its time limit."""
 
 import sys
 from pathlib import Path
@@ -29,7 +29,7 @@ TITANS = LLAMA | {
 
 
 class StopAt(TrainerCallback):
-    """Stands in for TimeLimit, so that --max_minutes is the step to stop at, and notes the steps made."""
+    """Stands in for TimeLimit: --max_minutes is the step to stop at, and `steps` records the steps made."""
 
     steps: ClassVar[list[int]] = []
 
