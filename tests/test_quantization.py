@@ -1,11 +1,9 @@
-"""Transformers' quantisers on the model: linear layers are replaced, and the memory's gates are not."""
+"""Transformers' quantisers replace linear layers of the model."""
 
 import pytest
 import torch
 from common import VARIANTS, assert_same, full_logits, make_ids, make_model, read, shared_model
 from torch import nn
-from transformers.quantizers.base import HfQuantizer
-from transformers.quantizers.quantizers_utils import should_convert_module
 
 GATES = ("inner_lr", "momentum", "forget")
 
@@ -34,15 +32,3 @@ def test_every_linear_layer_can_be_replaced(variant):
     expected = full_logits(shared_model(variant), ids)
     assert_same(full_logits(model, ids), expected)
     assert_same(read(model, ids, [9, 1, 11])[0], expected)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_gates_are_not_quantised(variant):
-    """Quantisers convert projections and leave the gates: otherwise the memory's step sizes and decay would be
-    rounded.
-    """
-    model = shared_model(variant)
-    excluded = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            assert should_convert_module(name, excluded) == (not name.endswith((*GATES, "lm_head"))), name

@@ -79,8 +79,6 @@ class TitansPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["TitansDecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]
-    # The memory's gates, of no weight in bytes and of much in the update: quantisers leave them alone too.
-    _keep_in_fp32_modules = ["inner_lr", "momentum", "forget"]
     _supports_sdpa = True
     _supports_attention_backend = True
     _can_record_outputs = {
