@@ -88,6 +88,12 @@ TREATMENTS = [
     Treatment(r"python experiments/planted_sentences.py .*", "--length 3000"),
     Treatment(r"python experiments/merged_memories.py .*", "--numbers 2 --fillers 16"),
     Treatment(r"python experiments/compare_training_runs.py .*"),
+    Treatment(
+        r"python -m experiments.language.train_and_score .*",
+        "--steps 2 --vocab_size 300 --block_length 32 --score_length 64 --batch_size 2 --parameters 300000 "
+        "--stretches 1",
+    ),
+    Treatment(r"python -m experiments.language.compare_runs .*"),
 ]
 PROGRAMS = ("python", "titans-hf", "torchrun", "pip", "git", "make", "hf", "curl", "lm_eval", "trl", "accelerate")
 
