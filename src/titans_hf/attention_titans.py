@@ -3,6 +3,7 @@
 The cost is linear in the sequence length: queries are processed in blocks of one window (or segment), and no score or
 mask larger than a block is formed. Rotary positions are relative to the block, so none exceeds two windows at any
 context length; persistent keys have no position (their rotary part is zero) and are outside of the window.
+docs/log.md: "Rotary positions relative to the block"
 
 Shapes: B batch, T query slots, K key slots, P persistent tokens, W window, L segment length, h heads, D head size.
 """
@@ -79,7 +80,7 @@ class TitansAttention(nn.Module):
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
 
     def heads(self, x: Tensor) -> Tensor:
-        """(B, N, h * D) -> (B, N, h, D)"""
+        """Splits the last dimension into heads: (B, N, h * D) -> (B, N, h, D)."""
         return x.unflatten(-1, (-1, self.head_dim))
 
     def rotary_factors(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -218,7 +219,9 @@ class SegmentProjections(NamedTuple):
     sin: Tensor
 
     def split(self, length: int) -> list["SegmentProjections"]:
-        """Splits several segments. Not by indexing: the backward of an index is a tensor of the full size each."""
+        """Splits several segments of `length` tokens."""
+        # Not by indexing: the backward of an index is a tensor of the full size for every segment.
+        # docs/log.md: "MAC's training was quadratic in length, by indexing"
         return [SegmentProjections(*parts) for parts in zip(*(x.split(length, dim=1) for x in self), strict=True)]
 
 
@@ -231,7 +234,8 @@ class SegmentAttention(TitansAttention):
     """
 
     def project(self, hidden_states: Tensor, slots: Tensor) -> SegmentProjections:
-        """hidden_states (B, T, hidden), each token at `slots` (B or 1, T) of its segment"""
+        """Projects and rotates hidden_states (B, T, hidden); each token is at `slots` (B or 1, T) of its segment."""
+        # docs/log.md: "MAC's rotary factors once a call instead of once a segment"
         queries, keys, values = (self.heads(f(hidden_states)) for f in (self.q_proj, self.k_proj, self.v_proj))
         cos, sin = self.rotary_factors(torch.cat([slots, slots + self.config.segment_length]), queries.dtype)
         (cos, own_cos), (sin, own_sin) = cos.chunk(2), sin.chunk(2)
@@ -270,10 +274,10 @@ class SegmentAttention(TitansAttention):
         output, weights = self.attend(projected.queries, used.keys, used.values, mask, by_slot)
         return AttentionOutput(self.o_proj(output), weights, kv_cache)
 
-    def _split(self, cached: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _split(self, cached: Tensor) -> "_CachedParts":
         """Splits (B, P + 2 L, h, D) into the parts of the persistent tokens, of h and of S."""
         length = self.config.segment_length
-        return cached.split([self.config.num_persistent_tokens, length, length], dim=1)
+        return _CachedParts(*cached.split([self.config.num_persistent_tokens, length, length], dim=1))
 
     def _store(
         self, cached: Tensor, recalled: Tensor, own: Tensor, slots: Tensor | None, filled: Tensor | None
@@ -286,14 +290,22 @@ class SegmentAttention(TitansAttention):
             index = torch.cat([slots, slots + self.config.segment_length], dim=1) + self.config.num_persistent_tokens
             new = torch.cat([recalled, own], dim=1)
             return cached.scatter(1, index[..., None, None].expand_as(new), new)
-        persistent, *halves = self._split(cached)
-        parts = [persistent]
-        for new, old in zip((recalled, own), halves, strict=True):
+        before = self._split(cached)
+        parts = [before.persistent]
+        for new, old in ((recalled, before.recalled), (own, before.own)):
             replaced, rest = old.tensor_split([new.shape[1]], dim=1)
             parts += [new if filled is None else torch.where(filled[..., None, None], new, replaced), rest]
         return torch.cat(parts, dim=1)
 
     def _first_slots(self, cached: Tensor, number: int) -> Tensor:
-        """(B, P + 2 L, h, D) -> (B, P + 2 number, h, D)"""
-        persistent, *halves = self._split(cached)
-        return torch.cat([persistent, *(half[:, :number] for half in halves)], dim=1)
+        """Omits all but the first slots of h and of S: (B, P + 2 L, h, D) -> (B, P + 2 number, h, D)."""
+        parts = self._split(cached)
+        return torch.cat([parts.persistent, parts.recalled[:, :number], parts.own[:, :number]], dim=1)
+
+
+class _CachedParts(NamedTuple):
+    """Keys or values of the persistent tokens (B, P, h, D), of h and of S (B, L, h, D)."""
+
+    persistent: Tensor
+    recalled: Tensor
+    own: Tensor

@@ -194,10 +194,10 @@ class TitansCache(Cache):
 
 
 def _check_rows(rows: Tensor, batch_size: int) -> None:
-    """Raises ValueError unless `rows` says of each row of the batch whether it is meant."""
+    """Raises ValueError unless `rows` is a bool tensor with one entry per row of the batch."""
     if not isinstance(rows, Tensor) or rows.dtype != torch.bool or rows.dim() != 1:
-        found = f"a {rows.dtype} tensor {tuple(rows.shape)}" if isinstance(rows, Tensor) else repr(rows)
-        raise ValueError(f"`rows` must be a bool tensor (B,), True in the rows to reset, but is {found:.80}.")
+        given = f"a {rows.dtype} tensor {tuple(rows.shape)}" if isinstance(rows, Tensor) else repr(rows)
+        raise ValueError(f"`rows` must be a bool tensor (B,), True in the rows to reset, but is {given:.80}.")
     if batch_size not in (-1, len(rows)):
         raise ValueError(f"`rows` must have one entry for each of the {batch_size} rows, but has {len(rows)}.")
 

@@ -47,7 +47,7 @@ class ChunkLayer(NamedTuple):
 class ChunkIntermediates(NamedTuple):
     """The gate products and gradient factors of a chunk, with which forward and backward start.
 
-    token_deltas: by the delta rule, the deltas of the last layer; else None.
+    token_deltas: the last layer's deltas by the delta rule; None without it.
     """
 
     inputs: MemoryInputs
@@ -98,17 +98,19 @@ def chunk_intermediates(
     inputs: MemoryInputs, state: MemoryState, decay_target: Sequence[Tensor], rule: UpdateRule
 ) -> ChunkIntermediates:
     """Computes gate products and gradient factors from a chunk's inputs and the state at its start."""
-    gates = gate_products(inputs.inner_lr, inputs.log_momentum_decay, inputs.log_retain, inputs.filled)
-    factors, found = gradient_factors(inputs.keys, inputs.values, state.anchor, rule.error_clip), None
+    gates, gate_intermediates = gate_products(
+        inputs.inner_lr, inputs.log_momentum_decay, inputs.log_retain, inputs.filled
+    )
+    factors, solution = gradient_factors(inputs.keys, inputs.values, state.anchor, rule.error_clip), None
     offsets = [w - m for w, m in zip(state.weights, decay_target, strict=True)] if decay_target else state.weights
     targets = decay_target or [None] * len(offsets)
     if rule.delta_rule:
         last = LastLayer(offsets[-1], state.momentum[-1], targets[-1], factors.inputs[-1])
-        found = token_deltas(last, inputs.values, gates[0])
-        factors = with_last_deltas(factors, found.deltas)
+        solution = token_deltas(last, inputs.values, gates)
+        factors = with_last_deltas(factors, solution.deltas)
     parts = (offsets, state.momentum, factors.inputs, factors.deltas, targets)
     layers = [ChunkLayer(*x) for x in zip(*parts, strict=True)]
-    return ChunkIntermediates(inputs, *gates, factors, layers, state.anchor, found)
+    return ChunkIntermediates(inputs, gates, gate_intermediates, factors, layers, state.anchor, solution)
 
 
 def read_layer(x: Tensor, layer: ChunkLayer, gates: GateProducts) -> Tensor:
