@@ -66,7 +66,7 @@ def memorize_reference(
 
     With a `decay_target` M_0, eq. 13 is stated for the weights less M_0.
     """
-    weights, momentum, anchor, num_seen = state
+    weights, momentum, anchor, num_seen = state.weights, state.momentum, state.anchor, state.num_seen
     decay_target = decay_target or tuple(torch.zeros_like(w) for w in weights)
     gradient_of_loss = torch.func.grad(_loss)
     retrieved = []

@@ -107,8 +107,8 @@ class TokenGrid:
             yield TokenGrid(size, row_starts, row_ends, self.token_slots)
 
     def num_seen_after(self, num_seen: Tensor) -> Tensor:
-        """Computes, from the tokens read before (B,), those that each batch row has read of its last document after
-        the call (B,).
+        """Computes how many tokens of its last document each batch row (B,) has read after the call; `num_seen` (B,):
+        before it.
         """
         if self.is_padding is not None:
             return num_seen + ~self.is_padding
@@ -118,7 +118,7 @@ class TokenGrid:
 
     @property
     def num_rows(self) -> int:
-        """R."""
+        """R, the number of rows of slots."""
         return len(self.row_starts)
 
     @property
