@@ -1,5 +1,7 @@
 """The dual form, the single step and the chunk listing against the autograd token loop, in float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -95,7 +97,7 @@ def test_a_full_step_of_the_delta_rule_stores_the_value():
     """
     torch.manual_seed(0)
     state, tokens = make_state(1, [0, 0, 0]), make_tokens(CHUNK, momentum=False, forget=False)
-    state = state._replace(momentum=tuple(map(torch.zeros_like, state.momentum)))
+    state = replace(state, momentum=tuple(map(torch.zeros_like, state.momentum)))
     tokens[1] = tokens[1][:, :, :1].expand_as(tokens[1])
     tokens[0], tokens[3] = tokens[1], torch.full_like(tokens[3], 0.5)
     retrieved, _ = memorize(*tokens, state, chunk_size=CHUNK, error_clip=1.0, delta_rule=True)
