@@ -22,9 +22,9 @@ from .configuration_titans import TitansConfig
 from .generation_titans import TitansGenerationMixin
 from .input_checks import check_cache, check_config, check_inputs
 from .lora_targets import register_lora_targets
+from .memory_modules import OUTPUT_SCALE, ChannelConv, InitialWeights, OutputProjection, TokenGate
 from .memory_ops import compile_chunks
 from .mixers_titans import MIXERS, MAGMixer, TitansMixer
-from .neural_memory import OUTPUT_SCALE, ChannelConv, InitialWeights, OutputProjection, TokenGate
 from .surprise_titans import SurpriseCollector, TitansCausalLMOutput, TitansModelOutput
 from .token_layout import DocumentArguments, TokenLayout
 
@@ -187,8 +187,7 @@ class TitansModel(TitansPreTrainedModel):
         hidden_states = inputs_embeds
         for layer in self.layers:
             hidden_states = layer(hidden_states, layout, past_key_values=past_key_values)
-        returned_cache = past_key_values if use_cache else None
-        return TitansModelOutput(last_hidden_state=self.norm(hidden_states), past_key_values=returned_cache)
+        return TitansModelOutput(self.norm(hidden_states), past_key_values if use_cache else None)
 
 
 class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
