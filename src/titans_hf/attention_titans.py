@@ -133,8 +133,10 @@ class WindowAttention(TitansAttention):
     def forward(
         self, hidden_states: Tensor, kv_cache: KeyValueCache, num_seen: Tensor, grid: TokenGrid, at_start: bool
     ) -> AttentionOutput:
-        """hidden_states (B, T, hidden) on the slots of `grid`; num_seen (B,) tokens read before (`at_start`: 0 in every
-        row) -> output with weights (B, h, T, P + W).
+        """Computes attention of hidden_states (B, T, hidden) on the slots of `grid`.
+
+        num_seen: (B,) int64, tokens read before; `at_start` is True if it is 0 in every row. Returns weights
+        (B, h, T, P + W).
         """
         num_persistent = self.config.num_persistent_tokens
         queries = self.heads(self.q_proj(hidden_states))
@@ -167,7 +169,7 @@ class WindowAttention(TitansAttention):
         queries = nn.functional.pad(queries[:, block:], (0, 0, 0, 0, 0, missing)).unflatten(1, (num_blocks, block))
 
         def to_blocks(x: Tensor) -> Tensor:
-            """(B, W - 1 + T, h, D) -> (B * blocks, W - 1 + block, h, D), consecutive blocks overlapping by W - 1."""
+            """Cuts (B, W - 1 + T, h, D) into blocks that overlap by W - 1: (B * blocks, W - 1 + block, h, D)."""
             padded = nn.functional.pad(x[:, block:], (0, 0, 0, 0, 0, missing))
             return padded.unfold(1, num_previous + block, block).permute(0, 1, 4, 2, 3).flatten(0, 1)
 
@@ -249,8 +251,10 @@ class SegmentAttention(TitansAttention):
         slots: Tensor | None = None,
         filled: Tensor | None = None,
     ) -> AttentionOutput:
-        """projected and recalled h (B, T, hidden) of a segment at `slots` (B, T), None for its first T; `filled` (B, T)
-        is True at slots with a token, None for all -> output with weights (B, h, T, P + 2 L).
+        """Computes attention of the projected tokens of a segment, with the recalled tokens h (B, T, hidden).
+
+        slots: (B, T) int64, of the tokens in the segment; None for its first T. filled: (B, T) bool, True at slots with
+        a token; None if all have one. Returns weights (B, h, T, P + 2 L).
         """
         length, num_persistent = self.config.segment_length, self.config.num_persistent_tokens
         num_keys = recalled.shape[1] if slots is None else length
@@ -267,7 +271,7 @@ class SegmentAttention(TitansAttention):
         used = kv_cache if num_keys == length else kv_cache.map(partial(self._first_slots, number=num_keys))
 
         def by_slot(weights: Tensor) -> Tensor:
-            """(B, h, T, P + 2 K) -> (B, h, T, P + 2 L)"""
+            """Pads the parts of h and of S to whole segments: (B, h, T, P + 2 K) -> (B, h, T, P + 2 L)."""
             parts = weights.split([num_persistent, num_keys, num_keys], dim=-1)
             return torch.cat([parts[0], *(nn.functional.pad(x, (0, length - num_keys)) for x in parts[1:])], dim=-1)
 

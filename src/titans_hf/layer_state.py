@@ -108,7 +108,7 @@ class RecordedColumns:
 
     @property
     def columns(self) -> Columns:
-        """The columns without their inputs."""
+        """Mask and document starts of the columns."""
         return Columns(self.mask, self.document_starts)
 
     def append(self, inputs: Tensor, columns: Columns) -> "RecordedColumns":

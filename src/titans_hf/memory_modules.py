@@ -67,7 +67,7 @@ class ChannelConv(nn.Conv1d):
         return weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, channels, kernel_size - 1 + T) -> (B, channels, T)"""
+        """Convolves x (B, channels, kernel_size - 1 + T): (B, channels, T)."""
         if x.shape[-1] == self.kernel_size[0]:  # docs/log.md: "conv1d of a single token"
             return (x * self.weight[:, 0]).sum(-1, keepdim=True)
         return nn.functional.conv1d(x, self.weight, groups=len(self.weight))
@@ -107,9 +107,9 @@ class TokenGate(nn.Linear):
         nn.init.constant_(self.bias, self.initial_logit)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """hidden_states (B, T, hidden) -> logits (B, T, H), computed in float32 at least.
+        """Computes the logits (B, T, H), in float32 at least, of hidden_states (B, T, hidden).
 
-        Argument and shape are those of any linear layer: an adapter adds its output, a quantiser may replace it.
+        Arguments and output are those of a linear layer, so that adapters and quantisers can replace it.
         """
         dtype = torch.promote_types(hidden_states.dtype, torch.float32)
         return nn.functional.linear(hidden_states.to(dtype), self.weight.to(dtype), self.bias.to(dtype))

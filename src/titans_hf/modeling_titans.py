@@ -58,7 +58,7 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
         self.mlp = TitansMLP(config, layer_idx)
 
     def forward(self, hidden_states: Tensor, layout: TokenLayout, past_key_values: TitansCache | None = None) -> Tensor:
-        """hidden_states (B, T, hidden) -> (B, T, hidden); updates the layer's part of the cache."""
+        """Computes the layer's output (B, T, hidden) and updates its part of the cache."""
         cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         # `mixer.forward` runs no hooks, so that attention and surprise of reread columns are not recorded again.
         state = None if cache is None else cache.state_before_call(self.mixer.forward, layout.reread_grid)

@@ -232,7 +232,7 @@ class MemoryRecall(nn.Module):
         return silu(self.q_proj(hidden_states)).unflatten(-1, (-1, self.head_dim))
 
     def forward(self, queries: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
-        """queries (B, T, H, D), weights of the memory network (B, H, d_in, d_out) -> h (B, T, hidden)"""
+        """Computes h (B, T, hidden) from queries (B, T, H, D) and the memory network's weights (B, H, d_in, d_out)."""
         with maybe_autocast(queries.device.type, enabled=False):
             retrieved = read(weights, l2_normalize(queries.transpose(1, 2).to(weights[0].dtype)))  # M*(q): eq. 21
             retrieved = self.norm(retrieved.transpose(1, 2)).flatten(2)
