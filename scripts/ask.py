@@ -1,10 +1,10 @@
-"""Answers prompts from a memory that scripts/read.py has made: what was read is not read again.
+"""Answers prompts from a memory saved by scripts/read.py, without reading the texts again.
 
     python scripts/ask.py MODEL --memory DIR --prompt "The key was" --prompt "The door was"
     python scripts/ask.py MODEL --memory DIR     # asks for prompts, until an empty line
 
-Every prompt is continued from the memory as it was saved, and the saved one stays as it is. With --keep, each prompt
-and its answer are read into the memory, which is then saved.
+Every prompt is continued from the saved memory, which does not change. With --keep, each prompt and its answer are read
+into the memory, which is then saved.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def answer(
     prompts: list[str],
     options: GenerationConfig,
 ) -> list[str]:
-    """Generates what follows each of the prompts after what `cache` (one row) has read, in one batch."""
+    """Generates a continuation of each prompt after the text that `cache` (one row) has read, in one batch."""
     batch = encode(tokenizer, prompts, padding=True, padding_side="left", return_tensors="pt")
     ids, mask = batch.input_ids.to(model.device), batch.attention_mask.to(model.device)
     cache.start_prompt()
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
     model, tokenizer = load_model(args.model, args.device)
     cache = TitansCache.from_pretrained(args.memory, model)
     torch.manual_seed(args.seed)
-    if tokenizer.pad_token is None:  # any: padding is masked
+    if tokenizer.pad_token is None:  # any token will do, because padding is masked
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     options = GenerationConfig(
         max_new_tokens=args.max_new_tokens,
@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _ask() -> str:
-    """Asks for a prompt; returns an empty text at the end of the input."""
+    """Reads a prompt from standard input; returns an empty string at its end."""
     try:
         return input("> " if sys.stdin.isatty() else "")
     except EOFError:

@@ -38,7 +38,7 @@ BASELINES = ("OlmoHybridTest", "Qwen3NextTest")
 
 
 def fetch_archive() -> Path:
-    """The source distribution of the installed transformers."""
+    """Downloads the source distribution of the installed transformers, unless it is in the cache."""
     requirement = f"transformers=={transformers.__version__}"
     archive = CACHE / f"transformers-{transformers.__version__}.tar.gz"
     if not archive.exists():

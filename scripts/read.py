@@ -2,11 +2,11 @@
 
     python scripts/read.py MODEL TEXT... --memory DIR
 
-TEXT is a file, a folder (the .txt files in it and its subfolders, by path) or - for standard input. The memory is saved
-every --save_every tokens, so that an interruption costs no more than these; the same command then goes on, after it has
-checked that the texts are those that were read. More texts at the end are read as if they had been given at first. With
---append, TEXT is read after all that the memory has read; an --append that was stopped goes on likewise. A memory
-contains what was read: treat it like the texts themselves.
+TEXT is a file, a folder (the .txt files in it and its subfolders, sorted by path) or - for standard input. The memory
+is saved every --save_every tokens. After an interruption, the same command checks that the texts are the same and
+resumes from the last save; further texts may be given at the end. With --append, TEXT is read after all that the memory
+has read; an interrupted --append is resumed in the same way. A memory contains what was read: treat it like the texts
+themselves.
 """
 
 import argparse
@@ -31,7 +31,7 @@ BLOCK = 1 << 14  # bytes of text that are tokenized at once
 
 
 def load_model(path: str, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Loads a Titans checkpoint and its tokenizer. Raises ValueError for anything else."""
+    """Loads a Titans checkpoint and its tokenizer. Raises ValueError if `path` is not one."""
     try:
         config, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
@@ -43,12 +43,12 @@ def load_model(path: str, device: str | None) -> tuple[PreTrainedModel, PreTrain
 
 
 def list_texts(texts: list[str]) -> list[Path | None]:
-    """Lists the files of all arguments, None for standard input. Raises ValueError for a path without any."""
+    """Lists the files of all arguments, None for standard input. Raises ValueError for a path without files."""
     return [file for text in texts for file in ([None] if text == "-" else find_files(text, "TEXT"))]
 
 
 def blocks(files: list[Path | None]) -> Iterator[tuple[str, int]]:
-    """Yields the texts, one after the other, in blocks that begin where a word does, each with its number of bytes.
+    """Yields the texts in order, in blocks that start before a word, each with its number of bytes in the file.
 
     Raises ValueError, naming the file, for a text that is not UTF-8.
     """
@@ -68,27 +68,27 @@ def blocks(files: list[Path | None]) -> Iterator[tuple[str, int]]:
 
 
 class TokenStream:
-    """Tokenizes the texts, in order; `num_bytes` of them have been read from the files."""
+    """Tokenizes the texts in order. `num_bytes`: number of bytes read from the files so far."""
 
     def __init__(self, files: list[Path | None], tokenizer: PreTrainedTokenizerBase):
         self.blocks, self.tokenizer = blocks(files), tokenizer
         self.pending, self.num_bytes = np.empty(0, np.int64), 0
 
-    def take(self, number: int) -> np.ndarray:
-        """Returns the next tokens; fewer than `number` at the end only."""
+    def next_tokens(self, number: int) -> np.ndarray:
+        """Returns the next `number` tokens; fewer at the end of the texts."""
         while len(self.pending) < number and (block := next(self.blocks, None)) is not None:
             text, length = block
             tokens = encode(self.tokenizer, text).input_ids
             self.pending = np.concatenate([self.pending, np.array(tokens, np.int64)])
             self.num_bytes += length
-        taken, self.pending = self.pending[:number], self.pending[number:]
-        return taken
+        tokens, self.pending = self.pending[:number], self.pending[number:]
+        return tokens
 
 
 class Reading:
-    """Reads texts into a memory, from where the memory in a folder has got to.
+    """Reads texts into the memory of a folder, `piece` tokens at a time.
 
-    digest: of the tokens read, by which they are recognised. finished: True once all texts have been read.
+    digest: of the tokens read, to recognise the same texts. finished: True once all texts have been read.
     """
 
     def __init__(self, model: PreTrainedModel, folder: Path, stream: TokenStream, piece: int):
@@ -97,10 +97,10 @@ class Reading:
         self.finished = False
 
     def resume(self, append: bool, abandon: bool = False) -> None:
-        """Loads the memory in the folder, if there is one, and skips the texts that it has read; with `append` none.
+        """Loads the memory of the folder, if it has one, and skips the tokens that it has read; none with `append`.
 
-        Raises ValueError where it has read other texts, and, with `append` but not `abandon`, where it has not read
-        them to their end.
+        Raises ValueError if these are tokens of other texts. With `append`, the previous texts must have been read to
+        their end, or `abandon` be set; otherwise TEXT is compared with them as without `append`.
         """
         if not (self.folder / DESCRIPTION).exists():
             return
@@ -113,7 +113,7 @@ class Reading:
             raise ValueError(f"--memory {self.folder} was not made by reading texts: {hint}")
         if append:
             hint = "give these again to read the rest, or --abandon to leave it unread"
-        while len(tokens := self.stream.take(min(self.piece, before["tokens"] - self.num_read))):
+        while len(tokens := self.stream.next_tokens(min(self.piece, before["tokens"] - self.num_read))):
             self._count(tokens)
         if self.digest.hexdigest() != before["sha256"]:
             stopped = " and was stopped before their end" if append else ""
@@ -122,8 +122,8 @@ class Reading:
             )
 
     def read(self) -> bool:
-        """Reads the next piece; returns False if there was none."""
-        tokens = self.stream.take(self.piece)
+        """Reads the next tokens; returns False if there were none."""
+        tokens = self.stream.next_tokens(self.piece)
         if len(tokens):
             ids = torch.tensor(tokens[None], device=self.model.device)
             with torch.inference_mode():
@@ -144,8 +144,8 @@ class Reading:
 
 
 def read_before(about: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns what `Reading.save` has recorded: the tokens read of the last texts, their digest, and whether that was
-    all of them. None for a memory made by other means. Raises ValueError for a record that it cannot have written.
+    """Returns the record of `Reading.save`: the number of tokens read of the last texts, their digest, and whether all
+    were read. None for a memory without a record. Raises ValueError for a damaged record.
     """
     reading = about.get("reading")
     if reading is None:

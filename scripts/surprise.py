@@ -4,7 +4,8 @@
 
 TEXT is a file, or - for standard input. The page colours each word by the surprise of its tokens, the norm of the
 gradient by which the memory learns them (paper, eq. 12), or by a gate of that update: theta (learning rate), eta
-(momentum decay), alpha (forgetting rate); of a layer, or the mean of all. The plot shows all of them, layers x tokens.
+(momentum decay), alpha (forgetting rate); of one layer, or the mean of all layers. The plot shows all quantities by
+layer and token.
 """
 
 import argparse
@@ -129,12 +130,12 @@ def write_page(path: Path, title: str, words: list[str], values: np.ndarray) -> 
     rows_by_name, explanations = {}, {}
     for quantity, layers in zip(QUANTITIES, values, strict=True):
         rows = {"mean of the layers": layers.mean(0)} | {f"layer {i}": layer for i, layer in enumerate(layers, 1)}
-        for place, row in rows.items():
-            name = f"{QUANTITIES[quantity]}, {place}"
+        for layer_name, row in rows.items():
+            name = f"{QUANTITIES[quantity]}, {layer_name}"
             rows_by_name[name] = [float(f"{x:.4g}") for x in row]
             explanations[name] = (
                 f"The darker a word, the larger {EXPLANATIONS[quantity]}. Mean of the word's tokens and the memory's "
-                f"heads, {place}."
+                f"heads, {layer_name}."
             )
     text = "".join(f"<span>{html.escape(word)}</span>" for word in words)
     values, explanations = json.dumps(rows_by_name), json.dumps(explanations)
@@ -143,8 +144,8 @@ def write_page(path: Path, title: str, words: list[str], values: np.ndarray) -> 
 
 
 def draw(path: Path, title: str, values: np.ndarray) -> None:
-    """Plots values (quantities, layers, tokens). Every layer has a colour scale of its own: else one with large values
-    makes the others look constant.
+    """Plots values (quantities, layers, tokens). Every layer has its own colour scale, so that a layer with large
+    values does not make the others look constant.
     """
     num_layers, num_tokens = values.shape[1:]
     low, high = np.quantile(values, (0.01, 0.99), axis=-1, keepdims=True)
@@ -167,7 +168,7 @@ def draw(path: Path, title: str, values: np.ndarray) -> None:
         bar = figure.colorbar(image, ax=axes, pad=0.01, ticks=[0, 1])
         bar.ax.set_yticklabels(["1st", "99th"], fontsize=8)
     panels[-1].set_xlabel("token position")
-    # the title has a file's name, in which $ and _ are no mathematics
+    # A file name may contain $ and _, which matplotlib would read as mathematics.
     figure.suptitle(f"{title} (colours: from the 1st to the 99th percentile of each layer)", parse_math=False)
     figure.savefig(path, dpi=120)
 
@@ -182,7 +183,7 @@ def read_text(path: str) -> str:
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    """Returns ids and the characters (start, end) of each. Raises ValueError for a tokenizer that has none."""
+    """Returns ids and the characters (start, end) of each. Raises ValueError for a tokenizer without offsets."""
     if not tokenizer.is_fast:
         raise ValueError(f"the tokenizer {type(tokenizer).__name__} has no character offsets of its tokens")
     encoding = encode(tokenizer, text, return_offsets_mapping=True)

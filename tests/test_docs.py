@@ -76,6 +76,20 @@ def test_the_glossary_names_what_the_code_names():
     assert {word for word in words if not re.search(rf"\b{word}\b", source)} == set()
 
 
+def test_comments_name_entries_of_the_log():
+    """Every entry of the log that the source names exists. If it failed, the reason for a choice could not be found."""
+    log = (ROOT / "docs" / "log.md").read_text(encoding="utf-8")
+    named = []
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if "docs/log.md" in line:
+                headings = re.findall(r'"([^"]+)"', line.split("docs/log.md: ")[1])
+                assert headings, f"{path.name}: {line}"
+                named += [(path.name, heading) for heading in headings]
+    assert len(named) > 20
+    assert [(file, heading) for file, heading in named if f"\n### {heading}" not in log] == []
+
+
 def test_blocks_are_of_languages_that_are_run():
     """Every fenced block is of a language that a test runs, and no command is indented: otherwise it would run in no
     test.

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from titans_hf import TitansForCausalLM
-from titans_hf.neural_memory import OUTPUT_SCALE
+from titans_hf.memory_modules import OUTPUT_SCALE
 
 STD = 0.05  # not the default, which a parameter could have by accident
 SIZES = dict(hidden_size=64, num_persistent_tokens=16, memory_depth=3, initializer_range=STD, num_hidden_layers=2)

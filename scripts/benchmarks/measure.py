@@ -16,7 +16,7 @@ MMAP_MIN_BYTES = 1 << 16  # bytes from which on memory is mapped, and given back
 
 
 def seconds(work: Work, device: torch.device) -> float:
-    """Seconds that `work` takes: processor time, which other processes do not change; wall-clock time on a GPU."""
+    """Measures the seconds of `work`: processor time, which other processes do not change; wall-clock time on a GPU."""
     if device.type == "cpu":
         start = time.process_time()
         work()
@@ -29,14 +29,15 @@ def seconds(work: Work, device: torch.device) -> float:
 
 
 def in_turn(works: Mapping[str, Work], device: torch.device, repeats: int) -> dict[str, float]:
-    """Median seconds of each function: after a round of warming up, every round runs all of them once, so that other
-    processes slow all alike."""
+    """Returns the median seconds of each function. After a warm-up round, every round runs each function once, so that
+    other processes slow all of them equally.
+    """
     rounds = [{name: seconds(work, device) for name, work in works.items()} for _ in range(repeats + 1)]
     return {name: median(times[name] for times in rounds[1:]) for name in works}
 
 
 def peak_bytes(work: Work, device: torch.device) -> int:
-    """Peak memory of `work` in bytes, beyond what was allocated before it."""
+    """Measures the peak memory of `work` in bytes, less what was allocated before."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -85,12 +86,12 @@ def _status_bytes(field: str, process: int | str = "self") -> int:
 
 
 def resident_bytes(process: int | str = "self") -> int:
-    """Resident memory of a process in bytes. Raises OSError or StopIteration for one that has ended."""
+    """Returns the resident memory of a process in bytes. Raises OSError or StopIteration if it has ended."""
     return _status_bytes("VmRSS", process)
 
 
 def large_product_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """Multiply-adds per second of one large matrix product."""
+    """Measures the multiply-adds per second of one large matrix product."""
     size = 1024 if device.type == "cpu" else 8192
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     repeats = 5

@@ -62,7 +62,7 @@ def save_plot(rows: list[dict], plot: Plot, path: Path) -> None:
 
 
 def _name(row: dict, plot: Plot) -> str:
-    """The name of the line that a row belongs to."""
+    """Returns the name of the line that a row belongs to."""
     if len(plot.line) == 1:
         return str(row[plot.line[0]])
     return ", ".join(f"{column} {row[column]}" for column in plot.line)

@@ -34,6 +34,7 @@ COMMANDS = {
 
 
 def usage() -> str:
+    """Returns the help of `titans-hf`."""
     rows = "\n".join(f"  {name:<10}{command.summary}" for name, command in COMMANDS.items())
     return (
         f"usage: titans-hf COMMAND [options]\n\ncommands:\n{rows}\n\n"

@@ -1,4 +1,4 @@
-"""The look that all plots share: a style per model, a legend beside the data, a mark at the trained length."""
+"""The style of all plots: lines by model, the legend beside the data, a line at the trained length."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -13,11 +13,11 @@ VARIANTS = {"mac": "tab:blue", "mag": "tab:orange", "mal": "tab:green", "lmm": "
 STOPPED = ("not learning", "stopped")
 OTHERS = ("black", "tab:gray", "tab:brown", "tab:purple", "tab:olive", "tab:cyan")
 MARKERS = "os^Dv<>P"
-PALER = 0.18  # share of white in the colour of a variant's next line
+PALER = 0.18  # share of white that each further line of a variant adds to its colour
 
 
 def line_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Keywords of `Axes.plot` by name of a line.
+    """Returns the keyword arguments of `Axes.plot` for each line by its name.
 
     A variant of Titans is solid in its own colour; with its memory stopped it is dotted. Anything else, a baseline, is
     dashed with hollow markers. Where no line is of a variant, all are solid.
@@ -46,18 +46,18 @@ def _variant_in(name: str) -> str | None:
 
 
 def mark_trained_length(axes: Axes, x: float, label: str = "longest in training") -> None:
-    """Draws a line at `x`, the longest that the models were trained on."""
+    """Draws a vertical line at `x`, the largest length in training."""
     axes.axvline(x, color="gray", linestyle="-.", linewidth=1, label=label, zorder=0)
 
 
 def mark_failures(axes: Axes, x: Sequence[float], y: Sequence[float], label: str) -> None:
-    """Puts a cross over every point (x, y): what failed there is said by `label`."""
+    """Draws a cross over every point (x, y); `label` says what failed there."""
     if len(x):
         axes.plot(x, y, "x", color="crimson", markersize=9, markeredgewidth=2, label=label, clip_on=False, zorder=5)
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Writes the figure with one legend for all of its panels, to the right of them."""
+    """Writes the figure, with one legend for all panels to their right."""
     panels = [axes.get_legend_handles_labels() for axes in figure.axes]
     lines = {label: line for handles, labels in panels for line, label in zip(handles, labels, strict=True)}
     if lines:

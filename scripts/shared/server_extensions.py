@@ -1,5 +1,5 @@
-"""What `transformers serve` lacks for a checkpoint of one's own: the option to start from a saved memory, and two
-answers that it fails to give (status 500 as of 5.23).
+"""Additions to `transformers serve` for a local checkpoint: an option to start from a saved memory, and answers to two
+requests that fail with status 500 (as of transformers 5.23).
 """
 
 import time
@@ -24,8 +24,8 @@ NO_TEMPLATE = (
 
 
 def extend_server() -> None:
-    """Makes /v1/models list the served checkpoint, and a chat without a chat template an error that says so. Does
-    nothing where the packages for serving are missing: the command `serve` says which.
+    """Makes /v1/models list the served checkpoint, and a chat without a chat template end in a clear error. Does
+    nothing if the packages for serving are missing, which the command `serve` then names.
     """
     if find_spec("fastapi") is None or find_spec("openai") is None:
         return
@@ -54,10 +54,10 @@ def add_memory_option(command: click.Command) -> None:
 
 
 def start_models_from(memory: str, model_name: str | None, compiled: bool) -> None:
-    """Makes the server load a model that starts every request from the memory in the folder `memory`.
+    """Makes the server load its model with `start_from` the memory in the folder `memory`.
 
-    Raises ValueError without the name of a model, whose memory it is, and for `compiled`; when the model is loaded,
-    before the server starts, ValueError or FileNotFoundError for a memory of another model, or none.
+    Raises ValueError if `model_name` is None or `compiled` is True. Loading the model, which happens before the server
+    starts, raises FileNotFoundError for a folder without a memory and ValueError for the memory of another model.
     """
     if model_name is None:
         raise ValueError(f"--memory {memory} needs MODEL: the checkpoint that made it")
@@ -80,7 +80,7 @@ def start_models_from(memory: str, model_name: str | None, compiled: bool) -> No
 def list_models(
     manager: "ModelManager | SimpleNamespace", downloaded_models: Callable, cache_dir: str | None = None
 ) -> list[dict[str, Any]]:
-    """The models that a request may name: the one given to `serve`, which then takes no other, or those downloaded."""
+    """Lists the models that a request may name: only the one that `serve` was given, else all downloaded ones."""
     if manager.force_model is not None:
         return [{"owned_by": "", "id": manager.force_model, "object": "model", "created": int(time.time())}]
     try:
@@ -90,7 +90,7 @@ def list_models(
 
 
 def resolve_chat_model(handler: "BaseHandler", body: dict[str, Any]) -> tuple:
-    """`BaseHandler._resolve_model`. Raises HTTPException (400) for a model whose tokenizer has no chat template."""
+    """Calls `BaseHandler._resolve_model`. Raises HTTPException (400) if the tokenizer has no chat template."""
     from fastapi import HTTPException
     from transformers.cli.serving.utils import BaseHandler
 

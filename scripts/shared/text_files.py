@@ -1,4 +1,4 @@
-"""Files of a folder by their suffix."""
+"""Lists the files of a folder by their suffix."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,8 +7,8 @@ from pathlib import Path
 def find_files(path: str | Path, argument: str, suffixes: Sequence[str] = (".txt",)) -> list[Path]:
     """Lists a file, or the files of a folder and its subfolders that end in one of `suffixes`, sorted by path.
 
-    Hidden files and folders are left out. `argument` names the path in errors, as in "--text". Raises ValueError where
-    the path does not exist, or the folder holds no such file.
+    Hidden files and folders are left out. `argument` names the path in errors, as in "--text". Raises ValueError if the
+    path does not exist or the folder contains no such file.
     """
     path = Path(path)
     if path.is_file():

@@ -1,4 +1,4 @@
-"""From text to ids, the same for training, reading, asking and drawing."""
+"""Converts text to token ids, in the same way for all commands."""
 
 import io
 from codecs import getincrementaldecoder
@@ -7,12 +7,12 @@ from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 
 def normalize_newlines(text: str) -> str:
-    r"""The text with \n at the end of every line, as Python's text mode reads it: \r\n and \r are other names of it."""
+    r"""Replaces the line ends \r\n and \r by \n, as Python's text mode does."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def newline_decoder() -> io.IncrementalNewlineDecoder:
-    """Decodes UTF-8 given in any pieces to what `normalize_newlines` makes of the whole.
+    """Returns an incremental UTF-8 decoder whose output has its line ends normalised as by `normalize_newlines`.
 
     Its `decode(data, final)` raises UnicodeDecodeError.
     """
@@ -20,8 +20,9 @@ def newline_decoder() -> io.IncrementalNewlineDecoder:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: str | list[str], **options) -> BatchEncoding:
-    """What the tokenizer makes of a text, or of each of several: nothing is added, and what looks like a special token
-    ("</s>") is text. `options` are the tokenizer's; the offsets that it returns are those of `normalize_newlines`.
+    """Tokenizes a text or a list of texts. No special token is added, and text that looks like one ("</s>") is text.
+
+    options: keyword arguments of the tokenizer. Offsets refer to the text after `normalize_newlines`.
     """
     texts = normalize_newlines(texts) if isinstance(texts, str) else [normalize_newlines(text) for text in texts]
     return tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False, **options)

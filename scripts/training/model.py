@@ -46,7 +46,7 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Pre
 
 
 def _config_path(config: str) -> Path:
-    """The path of `--config`; names without a file are those of the package."""
+    """Returns the path of `--config`: a file, or the name of a configuration of this package."""
     path, shipped = Path(config), CONFIGS / f"{config}.json"
     if path.exists():
         return path

@@ -18,7 +18,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def is_byte_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer is `byte_tokenizer()`, made here or saved and loaded: byte b of UTF-8 is token 3 + b."""
+    """Returns True for `byte_tokenizer()`, new or loaded from a file: byte b of UTF-8 is token 3 + b."""
     if not getattr(tokenizer, "is_fast", False):
         return False
     return tokenizer.backend_tokenizer.to_str() == byte_tokenizer().backend_tokenizer.to_str()

@@ -3,6 +3,7 @@
 The cost is linear in the sequence length: queries are processed in blocks of one window (or segment), and no score or
 mask larger than a block is formed. Rotary positions are relative to the block, so none exceeds two windows at any
 context length; persistent keys have no position (their rotary part is zero) and are outside of the window.
+docs/log.md: "Rotary positions relative to the block"
 
 Shapes: B batch, T query slots, K key slots, P persistent tokens, W window, L segment length, h heads, D head size.
 """
@@ -79,7 +80,7 @@ class TitansAttention(nn.Module):
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
 
     def heads(self, x: Tensor) -> Tensor:
-        """(B, N, h * D) -> (B, N, h, D)"""
+        """Splits the last dimension into heads: (B, N, h * D) -> (B, N, h, D)."""
         return x.unflatten(-1, (-1, self.head_dim))
 
     def rotary_factors(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -132,8 +133,10 @@ class WindowAttention(TitansAttention):
     def forward(
         self, hidden_states: Tensor, kv_cache: KeyValueCache, num_seen: Tensor, grid: TokenGrid, at_start: bool
     ) -> AttentionOutput:
-        """hidden_states (B, T, hidden) on the slots of `grid`; num_seen (B,) tokens read before (`at_start`: 0 in every
-        row) -> output with weights (B, h, T, P + W).
+        """Computes attention of hidden_states (B, T, hidden) on the slots of `grid`.
+
+        num_seen: (B,) int64, tokens read before; `at_start` is True if it is 0 in every row. Returns weights
+        (B, h, T, P + W).
         """
         num_persistent = self.config.num_persistent_tokens
         queries = self.heads(self.q_proj(hidden_states))
@@ -166,7 +169,7 @@ class WindowAttention(TitansAttention):
         queries = nn.functional.pad(queries[:, block:], (0, 0, 0, 0, 0, missing)).unflatten(1, (num_blocks, block))
 
         def to_blocks(x: Tensor) -> Tensor:
-            """(B, W - 1 + T, h, D) -> (B * blocks, W - 1 + block, h, D), consecutive blocks overlapping by W - 1."""
+            """Cuts (B, W - 1 + T, h, D) into blocks that overlap by W - 1: (B * blocks, W - 1 + block, h, D)."""
             padded = nn.functional.pad(x[:, block:], (0, 0, 0, 0, 0, missing))
             return padded.unfold(1, num_previous + block, block).permute(0, 1, 4, 2, 3).flatten(0, 1)
 
@@ -218,7 +221,9 @@ class SegmentProjections(NamedTuple):
     sin: Tensor
 
     def split(self, length: int) -> list["SegmentProjections"]:
-        """Splits several segments. Not by indexing: the backward of an index is a tensor of the full size each."""
+        """Splits several segments of `length` tokens."""
+        # Not by indexing: the backward of an index is a tensor of the full size for every segment.
+        # docs/log.md: "MAC's training was quadratic in length, by indexing"
         return [SegmentProjections(*parts) for parts in zip(*(x.split(length, dim=1) for x in self), strict=True)]
 
 
@@ -231,7 +236,8 @@ class SegmentAttention(TitansAttention):
     """
 
     def project(self, hidden_states: Tensor, slots: Tensor) -> SegmentProjections:
-        """hidden_states (B, T, hidden), each token at `slots` (B or 1, T) of its segment"""
+        """Projects and rotates hidden_states (B, T, hidden); each token is at `slots` (B or 1, T) of its segment."""
+        # docs/log.md: "MAC's rotary factors once a call instead of once a segment"
         queries, keys, values = (self.heads(f(hidden_states)) for f in (self.q_proj, self.k_proj, self.v_proj))
         cos, sin = self.rotary_factors(torch.cat([slots, slots + self.config.segment_length]), queries.dtype)
         (cos, own_cos), (sin, own_sin) = cos.chunk(2), sin.chunk(2)
@@ -245,8 +251,10 @@ class SegmentAttention(TitansAttention):
         slots: Tensor | None = None,
         filled: Tensor | None = None,
     ) -> AttentionOutput:
-        """projected and recalled h (B, T, hidden) of a segment at `slots` (B, T), None for its first T; `filled` (B, T)
-        is True at slots with a token, None for all -> output with weights (B, h, T, P + 2 L).
+        """Computes attention of the projected tokens of a segment, with the recalled tokens h (B, T, hidden).
+
+        slots: (B, T) int64, of the tokens in the segment; None for its first T. filled: (B, T) bool, True at slots with
+        a token; None if all have one. Returns weights (B, h, T, P + 2 L).
         """
         length, num_persistent = self.config.segment_length, self.config.num_persistent_tokens
         num_keys = recalled.shape[1] if slots is None else length
@@ -263,17 +271,17 @@ class SegmentAttention(TitansAttention):
         used = kv_cache if num_keys == length else kv_cache.map(partial(self._first_slots, number=num_keys))
 
         def by_slot(weights: Tensor) -> Tensor:
-            """(B, h, T, P + 2 K) -> (B, h, T, P + 2 L)"""
+            """Pads the parts of h and of S to whole segments: (B, h, T, P + 2 K) -> (B, h, T, P + 2 L)."""
             parts = weights.split([num_persistent, num_keys, num_keys], dim=-1)
             return torch.cat([parts[0], *(nn.functional.pad(x, (0, length - num_keys)) for x in parts[1:])], dim=-1)
 
         output, weights = self.attend(projected.queries, used.keys, used.values, mask, by_slot)
         return AttentionOutput(self.o_proj(output), weights, kv_cache)
 
-    def _split(self, cached: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _split(self, cached: Tensor) -> "_CachedParts":
         """Splits (B, P + 2 L, h, D) into the parts of the persistent tokens, of h and of S."""
         length = self.config.segment_length
-        return cached.split([self.config.num_persistent_tokens, length, length], dim=1)
+        return _CachedParts(*cached.split([self.config.num_persistent_tokens, length, length], dim=1))
 
     def _store(
         self, cached: Tensor, recalled: Tensor, own: Tensor, slots: Tensor | None, filled: Tensor | None
@@ -286,14 +294,22 @@ class SegmentAttention(TitansAttention):
             index = torch.cat([slots, slots + self.config.segment_length], dim=1) + self.config.num_persistent_tokens
             new = torch.cat([recalled, own], dim=1)
             return cached.scatter(1, index[..., None, None].expand_as(new), new)
-        persistent, *halves = self._split(cached)
-        parts = [persistent]
-        for new, old in zip((recalled, own), halves, strict=True):
+        before = self._split(cached)
+        parts = [before.persistent]
+        for new, old in ((recalled, before.recalled), (own, before.own)):
             replaced, rest = old.tensor_split([new.shape[1]], dim=1)
             parts += [new if filled is None else torch.where(filled[..., None, None], new, replaced), rest]
         return torch.cat(parts, dim=1)
 
     def _first_slots(self, cached: Tensor, number: int) -> Tensor:
-        """(B, P + 2 L, h, D) -> (B, P + 2 number, h, D)"""
-        persistent, *halves = self._split(cached)
-        return torch.cat([persistent, *(half[:, :number] for half in halves)], dim=1)
+        """Omits all but the first slots of h and of S: (B, P + 2 L, h, D) -> (B, P + 2 number, h, D)."""
+        parts = self._split(cached)
+        return torch.cat([parts.persistent, parts.recalled[:, :number], parts.own[:, :number]], dim=1)
+
+
+class _CachedParts(NamedTuple):
+    """Keys or values of the persistent tokens (B, P, h, D), of h and of S (B, L, h, D)."""
+
+    persistent: Tensor
+    recalled: Tensor
+    own: Tensor

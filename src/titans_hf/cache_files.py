@@ -1,7 +1,8 @@
-"""A memory as a folder: `memory.json`, which says what it is, and the safetensors file that it names.
+"""Memory folders: `memory.json`, which describes a memory, and the safetensors file that it names.
 
-`memory.json` is replaced last, atomically: whenever a save is interrupted, the folder holds the memory before it.
-Processes that save into one folder take turns (a lock); a process that loads meanwhile gets one of their memories.
+`memory.json` is replaced last, atomically: after an interrupted save, the folder still holds the previous memory.
+Processes that save into one folder wait for each other (a lock); a process that loads during a save gets either the
+previous memory or the new one.
 """
 
 import hashlib
@@ -26,20 +27,20 @@ from .layer_state import named_tensors
 FORMAT, VERSION = "titans-memory", 1
 DESCRIPTION = "memory.json"
 LOCK = ".memory.lock"
-TENSORS = re.compile(r"memory-[0-9a-f]{16}\.safetensors")
-TEMPORARY = re.compile(r"memory-[0-9a-f]{32}\.tmp")
-MAX_COUNT = 2**63 - 1  # of an int64
-# the keys of memory.json besides its format, and the type of each
+TENSOR_FILE = re.compile(r"memory-[0-9a-f]{16}\.safetensors")
+TEMPORARY_FOLDER = re.compile(r"memory-[0-9a-f]{32}\.tmp")
+MAX_COUNT = 2**63 - 1  # largest int64
+# Keys of memory.json, besides those of its format, and their types.
 DESCRIPTION_TYPES = {"model": dict, "tokens_seen": list, "about": dict, "file": str, "bytes": int, "sha256": str}
 FIELDS_WITHOUT_EFFECT_ON_STATE = {"attention_dropout", "initializer_range", "tie_word_embeddings", "use_cache"}
 FIELDS_WITHOUT_EFFECT_ON_STATE |= {"pad_token_id", "bos_token_id", "eos_token_id"}
 
 
 class SavedMemory(NamedTuple):
-    """What a memory folder holds.
+    """The content of a memory folder.
 
-    description: the content of memory.json. tensors: by name, "0.state.conv_state" being of layer 0. num_columns and
-    record_past: those of every layer of the cache (`TitansCacheLayer`).
+    description: the content of memory.json. tensors: by name; "0.state.conv_state" is a tensor of layer 0. num_columns,
+    record_past: attributes of the cache's layers (`TitansCacheLayer`), the same in all of them.
     """
 
     description: dict[str, Any]
@@ -49,10 +50,10 @@ class SavedMemory(NamedTuple):
 
 
 def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
-    """What the states of a model depend on: the config's fields, the parameters' dtypes, and a hash of the weights
-    without those of a head. Takes as long as it takes to read all weights.
+    """Returns what the states of a model depend on: the config's fields, the parameters' dtypes, and a hash of the
+    base model's weights, all of which are read.
 
-    Raises ValueError for a model whose weights are shared among processes or not in memory.
+    Raises ValueError for a model whose weights are sharded or offloaded.
     """
     names = TitansConfig.__annotations__.keys() - FIELDS_WITHOUT_EFFECT_ON_STATE
     fields = {name: getattr(model.config, name) for name in TitansConfig.__annotations__ if name in names}
@@ -60,8 +61,8 @@ def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
     for name, x in sorted(model.base_model.state_dict().items()):
         if hasattr(x, "full_tensor") or x.is_meta:
             raise ValueError(
-                f"A memory file names the weights that it belongs to, but {name} is not all in this process: save and "
-                "load memories with a model that is neither sharded nor offloaded."
+                f"A memory folder records a hash of the model's weights, but {name} is not completely in this process: "
+                "save and load memories with a model that is neither sharded nor offloaded."
             )
         dtypes.add(str(x.dtype).removeprefix("torch."))
         total.update(f"{name} {x.dtype} {tuple(x.shape)}\n".encode())
@@ -70,22 +71,22 @@ def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def write_memory(folder: str | os.PathLike, memory: SavedMemory) -> None:
-    """Replaces the memory of a folder, atomically. The format and the file are added to its description. Waits while
-    another process saves there.
+    """Replaces the memory of a folder, atomically; waits while another process saves there. Format, file name, size
+    and checksum are added to the description.
 
-    Raises TypeError, before anything is written, for an `about` in the description that is not a dict of JSON values.
+    Raises TypeError, before anything is written, if `about` in the description is not a dict of JSON values.
     """
     _check_about(memory.description["about"])
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with WeakFileLock(folder / LOCK):
-        # a folder, because safetensors has a temporary file of its own beside the one that it writes
+        # A folder, because safetensors creates a temporary file beside the file that it writes.
         new = folder / f"memory-{uuid.uuid4().hex}.tmp"
         new.mkdir()
         try:
-            # copies: two tensors may share their storage, which safetensors refuses
+            # Copies, because safetensors refuses tensors that share their storage.
             tensors = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in memory.tensors.items()}
-            # one entry: safetensors writes several in random order, and a memory has one checksum
+            # One entry, because safetensors writes several in random order: equal memories have equal checksums.
             scalars = json.dumps({"num_columns": memory.num_columns, "record_past": memory.record_past})
             save_file(tensors, new / "tensors", {"cache": scalars})
             checksum, size = _checksum(new / "tensors"), (new / "tensors").stat().st_size
@@ -101,22 +102,22 @@ def write_memory(folder: str | os.PathLike, memory: SavedMemory) -> None:
 
 
 def read_memory(folder: str | os.PathLike, model: PreTrainedModel) -> SavedMemory:
-    """The memory of a folder, checked: it belongs to `model`, and every tensor is one that a cache of `model` has.
+    """Reads the memory of a folder and checks that `model` wrote it and that a cache of `model` can have its tensors.
 
-    Tensors are mapped from the file: those that are not used take no memory. Raises FileNotFoundError where there is
-    no memory, ValueError for one that is damaged, altered, of another model or of another format.
+    Tensors are memory-mapped: they are read from the file when they are used. Raises FileNotFoundError for a folder
+    without a memory, ValueError for a memory that is damaged, altered, of another model or of another format.
     """
-    ours, failed = fingerprint(model), None
+    expected, failed = fingerprint(model), None
     while True:
         description = read_description(folder)
-        check_model(folder, description, ours)
+        check_model(folder, description, expected)
         try:
             saved = _read_tensors(folder, description)
             break
         except (ValueError, FileNotFoundError):
             if description == failed:
                 raise
-            failed = description  # a save may have replaced it meanwhile
+            failed = description  # another process may have replaced the file: read memory.json again
     try:
         check_tensors(saved.tensors, model)
     except ValueError as error:
@@ -125,15 +126,15 @@ def read_memory(folder: str | os.PathLike, model: PreTrainedModel) -> SavedMemor
 
 
 def read_description(folder: str | os.PathLike) -> dict[str, Any]:
-    """The content of memory.json. Raises FileNotFoundError where there is none, ValueError for one that is damaged or
-    of another format.
+    """Reads and checks memory.json. Raises FileNotFoundError if the folder has none, ValueError if it is damaged or of
+    another format.
     """
     path = Path(folder) / DESCRIPTION
     if not path.is_file():
         raise FileNotFoundError(f"{folder} is not a memory folder: it holds no {DESCRIPTION}")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        name, version = found["format"], found["format_version"]
+        description = json.loads(path.read_text(encoding="utf-8"))
+        name, version = description["format"], description["format_version"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: it does not say what format it has") from error
     if name != FORMAT or type(version) is not int or version < 1:
@@ -142,29 +143,30 @@ def read_description(folder: str | os.PathLike) -> dict[str, Any]:
         raise ValueError(
             f"{path} has version {version} of its format, but this titans_hf reads versions up to {VERSION}: update it"
         )
-    if missing := DESCRIPTION_TYPES.keys() - found.keys():
+    if missing := DESCRIPTION_TYPES.keys() - description.keys():
         raise ValueError(f"{path} is damaged: it lacks {', '.join(sorted(missing))}")
     for name, kind in DESCRIPTION_TYPES.items():
-        if type(found[name]) is not kind:
-            raise ValueError(f"{path} is damaged: its {name} is {found[name]!r:.80}, not a {kind.__name__}")
-    if not all(type(number) is int and 0 <= number <= MAX_COUNT for number in found["tokens_seen"]):
-        raise ValueError(f"{path} is damaged: its tokens_seen is {found['tokens_seen']!r:.80}, not numbers of tokens")
-    return found
+        if type(description[name]) is not kind:
+            raise ValueError(f"{path} is damaged: its {name} is {description[name]!r:.80}, not a {kind.__name__}")
+    tokens_seen = description["tokens_seen"]
+    if not all(type(number) is int and 0 <= number <= MAX_COUNT for number in tokens_seen):
+        raise ValueError(f"{path} is damaged: its tokens_seen is {tokens_seen!r:.80}, not numbers of tokens")
+    return description
 
 
-def check_model(folder: str | os.PathLike, description: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Raises ValueError, naming what differs, unless it is the memory of the model with the fingerprint `ours`."""
-    theirs = description["model"]
-    for name in ours:
-        if ours[name] != theirs.get(name):
+def check_model(folder: str | os.PathLike, description: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Raises ValueError, naming the first difference, if the memory's model has another fingerprint than `expected`."""
+    saved = description["model"]
+    for name, value in expected.items():
+        if saved.get(name) != value:
             raise ValueError(
-                f"{folder} is the memory of another model: its {name} is {theirs.get(name)!r:.200}, not {ours[name]!r}"
+                f"{folder} is the memory of another model: its {name} is {saved.get(name)!r:.200}, not {value!r}"
             )
 
 
 def check_tensors(tensors: dict[str, Tensor], model: PreTrainedModel) -> None:
-    """Raises ValueError, naming the tensor, unless a cache of `model` can have these: all layers, of the shapes that
-    the config gives, for one number of rows, finite, and counts from 0.
+    """Raises ValueError, naming the tensor, unless a cache of `model` can have these tensors: those of every layer,
+    with the config's shapes and dtypes, the same number of rows, finite values, and counts of at least 0.
     """
     layers = [_expected_tensors(model, i) for i in range(model.config.num_hidden_layers)]
     present = {part for layer in layers for part, group in layer.items() if group.keys() & tensors.keys()}
@@ -174,7 +176,7 @@ def check_tensors(tensors: dict[str, Tensor], model: PreTrainedModel) -> None:
         raise ValueError(f"it lacks the tensor {min(missing)}")
     if unknown := tensors.keys() - expected.keys():
         raise ValueError(f"it has a tensor {min(unknown)}, which no cache of this model has")
-    sizes: dict[str, int] = {}  # of the dimensions whose size the config does not give
+    sizes: dict[str, int] = {}  # of the dimensions whose size is not in the config, by their name
     for name, (dtype, shape) in expected.items():
         x = tensors[name]
         wanted = [
@@ -193,20 +195,24 @@ def check_tensors(tensors: dict[str, Tensor], model: PreTrainedModel) -> None:
         raise ValueError("it has no rows")
 
 
-def _expected_tensors(model: PreTrainedModel, index: int) -> dict[str, dict[str, tuple[torch.dtype, list[int | str]]]]:
-    """For every part that a layer of a cache may have, the dtypes and shapes of its tensors by name. A size that is not
-    given by the config is a name: "rows" of the batch, or of the columns of the part.
-    """
+class _TensorSpec(NamedTuple):
+    dtype: torch.dtype
+    shape: list[int | str]  # a name where the size is not in the config: "rows" or "columns of recorded"
+
+
+def _expected_tensors(model: PreTrainedModel, index: int) -> dict[str, dict[str, _TensorSpec]]:
+    """Returns the dtype and shape of every tensor that layer `index` of a cache may have, by part and name."""
     layer = model.base_model.layers[index]
     with torch.no_grad():
         state = dict(named_tensors(layer.mixer.initial_state(1, next(layer.parameters()).dtype)))
-    state = {name: (x.dtype, ["rows", *x.shape[1:]]) for name, x in state.items()}
-    parts = {"state": state, "restart": {"": (torch.bool, ["rows"])}}
-    for span in ("recorded", "to_reread"):
-        inputs = (state["conv_state"][0], ["rows", f"columns of {span}", model.config.hidden_size])
-        marks = (torch.bool, ["rows", f"columns of {span}"])
-        parts |= {span: {"inputs": inputs, "mask": marks, "document_starts": marks}, f"{span}.state": state}
-        parts[f"{span}.restart"] = parts["restart"]
+    state = {name: _TensorSpec(x.dtype, ["rows", *x.shape[1:]]) for name, x in state.items()}
+    parts = {"state": state, "restart": {"": _TensorSpec(torch.bool, ["rows"])}}
+    for record in ("recorded", "to_reread"):
+        size = ["rows", f"columns of {record}"]
+        inputs = _TensorSpec(state["conv_state"].dtype, [*size, model.config.hidden_size])
+        columns = {"mask": _TensorSpec(torch.bool, size), "document_starts": _TensorSpec(torch.bool, size)}
+        parts |= {record: {"inputs": inputs, **columns}, f"{record}.state": state}
+        parts[f"{record}.restart"] = parts["restart"]
     return {
         part: {f"{index}.{part}.{name}".removesuffix("."): x for name, x in group.items()}
         for part, group in parts.items()
@@ -214,10 +220,12 @@ def _expected_tensors(model: PreTrainedModel, index: int) -> dict[str, dict[str,
 
 
 def _read_tensors(folder: str | os.PathLike, description: dict[str, Any]) -> SavedMemory:
-    """Raises ValueError for a file that is not the one that was saved, FileNotFoundError where it has just gone."""
+    """Reads the file that memory.json names. Raises ValueError if it is not as it was saved, FileNotFoundError if
+    another process removes it during the call.
+    """
     name = description["file"]
     file = Path(folder) / name
-    if not TENSORS.fullmatch(name) or not file.is_file():
+    if not TENSOR_FILE.fullmatch(name) or not file.is_file():
         raise ValueError(f"{folder} is damaged: {DESCRIPTION} names the file {name!r:.80}, which is not there")
     if (size := file.stat().st_size) != description["bytes"]:
         raise ValueError(f"{file} is damaged: it has {size} bytes, not the {description['bytes']} that were saved")
@@ -228,7 +236,7 @@ def _read_tensors(folder: str | os.PathLike, description: dict[str, Any]) -> Sav
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
             metadata = json.loads((opened.metadata() or {})["cache"])
         num_columns, record_past = metadata["num_columns"], metadata["record_past"]
-    except (SafetensorError, RuntimeError, ValueError, TypeError, KeyError) as error:  # RuntimeError: it has gone
+    except (SafetensorError, RuntimeError, ValueError, TypeError, KeyError) as error:  # RuntimeError: file removed
         raise ValueError(f"{file} is damaged: it is not a memory's file of tensors ({error})") from error
     if type(num_columns) is not int or not 0 <= num_columns <= MAX_COUNT or type(record_past) is not bool:
         raise ValueError(f"{file} is damaged: its metadata is {metadata!r:.120}")
@@ -245,19 +253,17 @@ def _check_about(about: Any) -> None:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Removes the files of this format that memory.json does not name: that of the memory before, and those of saves
-    that were killed. Only for the one who holds the lock.
-    """
+    """Removes the file of the previous memory and what interrupted saves have left. The caller holds the lock."""
     try:
         named = read_description(folder)["file"]
     except FileNotFoundError:
         named = None
-    except ValueError:  # damaged, or of a newer format: whoever mends it may need its file
+    except ValueError:  # damaged or of a newer format: its file may still be needed
         return
     for file in folder.iterdir():
-        if TEMPORARY.fullmatch(file.name):
+        if TEMPORARY_FOLDER.fullmatch(file.name):
             shutil.rmtree(file, ignore_errors=True)
-        elif TENSORS.fullmatch(file.name) and file.name != named:
+        elif TENSOR_FILE.fullmatch(file.name) and file.name != named:
             file.unlink(missing_ok=True)
 
 
@@ -267,7 +273,7 @@ def _checksum(path: Path) -> str:
 
 
 def _replace(new: Path, old: Path) -> None:
-    """Puts a file in the place of another when it is on the disk."""
+    """Writes `new` through to the disk, then renames it to `old`."""
     with new.open("rb") as stream:
         os.fsync(stream.fileno())
     new.replace(old)

@@ -1,4 +1,4 @@
-"""The cache of one decoder layer: its state, and what a batch, a crop or a device does to it."""
+"""The cache of one decoder layer: its state, batch operations, crop, offloading."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,11 +18,13 @@ class TitansCacheLayer(CacheLayerMixin):
     States are replaced, never modified in place: earlier ones, and the graph of a training step, stay intact.
 
     recorded: with `record_past`, the columns read since the last `crop`.
-    to_reread: after `crop(-k)`, those of them that remain; `state` is the one before them, and the next call reads them
-    again before its own tokens.
+    to_reread: after `crop(-k)`, the recorded columns that are left. `state` is then the state before them, and the next
+    call reads them again before its own tokens.
     restart: (B,) bool, True in rows that have been reset: their state is zeros, and their next column starts a new
     document, from the learned initial state.
     """
+
+    # docs/log.md: "Rollback by reading again: exact"
 
     is_sliding = False
     is_croppable = True
@@ -39,8 +41,9 @@ class TitansCacheLayer(CacheLayerMixin):
         self.restart: Tensor | None = None
 
     def state_before_call(self, mixer: Callable, reread_grid: TokenGrid | None) -> LayerState | None:
-        """Returns the state from which a call continues, on the layer's device: after the columns that a crop left,
-        which the `mixer` reads again on the slots of `reread_grid`.
+        """Returns the state from which a call continues, on the layer's device (None before the first token).
+
+        The columns that a crop has left are first read again by `mixer`, on the slots of `reread_grid`.
         """
         if self.offloading:
             self.prefetch()
@@ -77,7 +80,7 @@ class TitansCacheLayer(CacheLayerMixin):
 
     @property
     def batch_size(self) -> int:
-        """-1 before the first token."""
+        """Number of rows; -1 before the first token."""
         if self.state is not None:
             return self.state.conv_state.shape[0]
         return -1 if self.to_reread is None else self.to_reread.inputs.shape[0]
@@ -128,7 +131,7 @@ class TitansCacheLayer(CacheLayerMixin):
         self.apply(lambda x: x[indices.to(x.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.batch_size == 1:  # states are never modified in place: rows share one until the next call
+        if self.batch_size == 1:  # a view is enough: states are never modified in place
             self.apply(lambda x: x.expand(repeats, *x.shape[1:]))
         else:
             self.apply(lambda x: x.repeat_interleave(repeats, dim=0))
@@ -140,7 +143,7 @@ class TitansCacheLayer(CacheLayerMixin):
             self.apply(lambda x: x.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
-        """Moves the state back to the device that it was on before `offload`."""
+        """Moves the state back to its device before `offload`."""
         if hasattr(self, "device"):
             self.apply(lambda x: x.to(self.device, non_blocking=True))
 
@@ -149,7 +152,7 @@ class TitansCacheLayer(CacheLayerMixin):
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last columns, `tokens_to_remove` being their number, negative; 0 accepts all that were read.
+        """Removes the last -`tokens_to_remove` columns, `tokens_to_remove` being negative or 0, and ends the record.
 
         Raises ValueError for a positive number, and RuntimeError for columns that were not recorded: an update of the
         memory cannot be inverted.
@@ -166,7 +169,7 @@ class TitansCacheLayer(CacheLayerMixin):
             )
         if tokens_to_remove:
             self.state, self.to_reread = record.state, record.first(kept) if kept else None
-            self.restart = None if kept else record.restart  # in kept columns, a document starts at the first
+            self.restart = None if kept else record.restart  # kept columns mark the restart as a document's start
             self.num_columns += tokens_to_remove
             self.is_initialized = self.num_columns > 0
         self.recorded = None

@@ -60,22 +60,24 @@ class TitansCache(Cache):
 
     def num_tokens_seen(self) -> Tensor | None:
         """Returns the number of tokens that each row has read of its current document, (B,) int64, padding excluded;
-        None before the first. Columns that a crop left to read again are counted once they are read again.
+        None before the first. Columns that a crop has left are counted when they have been read again.
         """
         state = self.layers[0].state
         return None if state is None else state.memory.num_seen
 
     def columns_to_reread(self) -> RecordedColumns | None:
-        """Returns the columns that a crop left, which the next call reads again before its own; None without any."""
+        """Returns the columns that a crop has left, which the next call reads again before its own; None if there are
+        none.
+        """
         return self.layers[0].to_reread
 
     def rows_to_restart(self) -> Tensor | None:
-        """Returns (B,) bool, True in rows that have been reset since the last call; None without any."""
+        """Returns (B,) bool, True in rows that have been reset since the last call; None if none has."""
         return self.layers[0].restart
 
     def reset(self, rows: Tensor | None = None) -> None:
-        """Resets the cache, or the rows where `rows` (B,) bool is True: what they have read is erased, and their next
-        token starts from the learned initial memory.
+        """Resets the cache, or the rows where `rows` (B,) bool is True: their states are erased, and their next token
+        starts from the learned initial memory.
 
         Raises ValueError for `rows` of another shape or dtype, and RuntimeError for some rows of a cache that records.
         """
@@ -89,8 +91,8 @@ class TitansCache(Cache):
     def start_prompt(self) -> None:
         """Sets the count of columns to 0, so that `generate()` takes a prompt that has only the tokens to read next.
 
-        Otherwise it needs all ids since the cache was created, or a mask for them. Raises RuntimeError for a cache that
-        records, whose columns may have to be removed.
+        Otherwise `generate()` needs all ids since the cache was created, or a mask for them. Raises RuntimeError for a
+        cache that records.
         """
         if any(layer.record_past or layer.to_reread is not None for layer in self.layers):
             raise RuntimeError("start_prompt() cannot be undone by crop(): make a copy that does not record.")
@@ -106,13 +108,14 @@ class TitansCache(Cache):
     def merge(self, other: "TitansCache", weight: float = 0.5) -> None:
         """Merges the memory of another cache of the same model into this one: (1 - weight) ours + weight theirs.
 
-        Key-value cache, convolution inputs and columns stay ours. The mean of several memories keeps what each of them
-        has stored (docs/results.md): for the mean of n, merge with weights 1/2, 1/3, ..., 1/n. `other` has as many rows
-        as this cache, or one, which is merged into all.
+        Key-value cache, convolution inputs and number of columns remain those of this cache. For the mean of n
+        memories, merge with weights 1/2, 1/3, ..., 1/n. `other` has as many rows as this cache, or one, which is merged
+        into all.
 
-        Raises ValueError for a weight outside of 0 to 1, and for caches that do not fit each other, have read nothing
-        (since some rows were reset, too) or have columns to read again; RuntimeError for a cache that records.
+        Raises ValueError for a weight outside of 0 to 1, for caches of different models, and for a cache that has read
+        nothing, has reset rows or has columns to read again; RuntimeError for a cache that records.
         """
+        # docs/log.md: "The mean of memories keeps what each of them holds"
         if not 0 <= weight <= 1:
             raise ValueError(f"`weight` must be from 0 to 1, but is {weight}.")
         if other.made_for != self.made_for or other.batch_size not in (1, self.batch_size):
@@ -194,10 +197,10 @@ class TitansCache(Cache):
 
 
 def _check_rows(rows: Tensor, batch_size: int) -> None:
-    """Raises ValueError unless `rows` says of each row of the batch whether it is meant."""
+    """Raises ValueError unless `rows` is a bool tensor with one entry per row of the batch."""
     if not isinstance(rows, Tensor) or rows.dtype != torch.bool or rows.dim() != 1:
-        found = f"a {rows.dtype} tensor {tuple(rows.shape)}" if isinstance(rows, Tensor) else repr(rows)
-        raise ValueError(f"`rows` must be a bool tensor (B,), True in the rows to reset, but is {found:.80}.")
+        given = f"a {rows.dtype} tensor {tuple(rows.shape)}" if isinstance(rows, Tensor) else repr(rows)
+        raise ValueError(f"`rows` must be a bool tensor (B,), True in the rows to reset, but is {given:.80}.")
     if batch_size not in (-1, len(rows)):
         raise ValueError(f"`rows` must have one entry for each of the {batch_size} rows, but has {len(rows)}.")
 

@@ -10,6 +10,7 @@ from transformers.activations import ACT2FN
 from .parallel_titans import tensor_parallel_plan
 
 if TYPE_CHECKING:  # never executed: makes save_pretrained copy every sibling module
+    # docs/log.md: "A checkpoint's code is what its config's file names"
     from .modeling_titans import TitansModel  # noqa: F401
 
 # The classes that load a checkpoint where this package is not installed, whichever class it was saved from.
@@ -115,13 +116,14 @@ class TitansConfig(PreTrainedConfig):
     memory_depth: int = 2
     memory_expansion: int = 2
     memory_num_heads: int | None = None
-    memory_chunk_size: int = 64
+    memory_chunk_size: int = 64  # docs/log.md: "Smaller chunks for quality"
     memory_max_lr: int | float | None = None
+    # docs/log.md: "Errors at the chunk's start against errors token by token"
     memory_update_rule: Literal["chunk", "delta"] = "chunk"
     memory_momentum: bool = True
     memory_forget: bool = True
     memory_conv_kernel: int = 4
-    memory_conv_noise: int | float = 0.7
+    memory_conv_noise: int | float = 0.7  # docs/log.md: "Convolutions that begin as impulses"
     memory_output_norm: Literal["rms", "clip"] = "rms"
     memory_error_clip: int | float | None = 1.0
     rope_parameters: dict | None = None
@@ -144,6 +146,7 @@ class TitansConfig(PreTrainedConfig):
         if self.memory_num_heads is None:
             self.memory_num_heads = self.num_attention_heads
         if self.memory_max_lr is None:
+            # docs/log.md: "A step of 0.2 breaks training on text"
             self.memory_max_lr = 0.5 if self.memory_update_rule == "delta" else 1 / self.memory_chunk_size
         self.rope_parameters = {"rope_type": "default", "partial_rotary_factor": 0.5, **(self.rope_parameters or {})}
         if self.rope_parameters["rope_type"] != "default":
@@ -186,8 +189,8 @@ class TitansConfig(PreTrainedConfig):
 
     @property
     def n_positions(self) -> int:
-        """Returns 2^40 tokens, more than any text has: the context has no limit. It is no field of config.json, and is
-        there for programs that look a limit up and otherwise assume one, as lm-eval does (2,048).
+        """Returns 2^40 tokens, because the context has no limit. Not a field of config.json: programs such as lm-eval
+        read it, and assume a limit (2,048) without it.
         """
         return 2**40
 

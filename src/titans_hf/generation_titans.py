@@ -15,7 +15,7 @@ CACHES = {
     "dynamic": {},
     "static": {"compileable": True},
     "offloaded": {"offloading": True},
-    "offloaded_static": {"offloading": True},  # every Titans cache is of constant size
+    "offloaded_static": {"offloading": True},  # every Titans cache has a constant size
 }
 SEQUENTIAL_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
@@ -27,9 +27,12 @@ class TitansGenerationMixin(GenerationMixin):
 
     def start_from(self, cache: TitansCache | None) -> None:
         """Sets the memory from which every row of a `generate()` call without `past_key_values` starts; None for the
-        learned initial one. No call changes it, so that threads can share it; the prompt has only the new tokens.
+        learned initial memory. No call changes it, so threads can share it; a prompt has only the new tokens.
 
-        cache: of this model, with one row. Raises ValueError for any other, RuntimeError for a cache that records.
+        Args:
+            cache: a cache of this model with one row.
+
+        Raises ValueError for any other cache, RuntimeError for a cache that records.
         """
         if cache is not None:
             if not isinstance(cache, TitansCache) or cache.batch_size not in (-1, 1):
@@ -42,14 +45,14 @@ class TitansGenerationMixin(GenerationMixin):
 
     def generate(self, *args, output_surprise: bool = False, **kwargs):
         """Generates as in Transformers. With `output_surprise` (and `return_dict_in_generate`) the result has
-        `surprise`: one `LayerSurprise` per layer, of all tokens read: those of the prompt, and those generated except
-        the last.
+        `surprise`, one `LayerSurprise` per layer: of the prompt's tokens and of the generated ones but the last, which
+        is not read.
 
         Raises ValueError for `output_surprise` with beams, assisted decoding or a compiled step.
         """
         if not output_surprise:
             return super().generate(*args, **kwargs)
-        collector = SurpriseCollector()  # passed on to every call: other threads may use the model
+        collector = SurpriseCollector()  # not an attribute of the model: other threads may use it
         result = super().generate(*args, output_surprise=collector, **kwargs)
         result["surprise"] = collector.joined()
         return result
@@ -57,8 +60,10 @@ class TitansGenerationMixin(GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size: int, max_cache_length: int
     ) -> None:
-        """Creates the cache of `generate()`. Its size is always constant; "static" means that `generate()` compiles the
-        decoding step, where Transformers compiles (on accelerators, or as `compile_config` says).
+        """Checks the options of `generate()` and creates its cache.
+
+        The size of a cache is always constant; with `cache_implementation="static"`, `generate()` compiles the decoding
+        step where Transformers does: on accelerators, or as `compile_config` says.
         """
         if model_kwargs.get("output_surprise"):
             _check_surprise(generation_config, generation_mode)
@@ -91,7 +96,7 @@ class TitansGenerationMixin(GenerationMixin):
     def _branch_of_starting_cache(self, generation_config, num_rows: int) -> TitansCache:
         """Returns a branch of the cache of `start_from` with `num_rows` rows.
 
-        Raises ValueError without a cache, and for a `cache_implementation` that needs a cache made for it.
+        Raises ValueError for `use_cache=False`, and for a `cache_implementation` other than "dynamic".
         """
         allowed = {"use_cache": (None, True), "cache_implementation": (None, "dynamic")}
         for name, values in allowed.items():
@@ -104,12 +109,14 @@ class TitansGenerationMixin(GenerationMixin):
         return branch
 
     def _prepare_model_inputs(self, *args, **kwargs):
-        """Checks the inputs before Transformers looks at their last column."""
+        """Raises ValueError for empty inputs, before Transformers reads their last column."""
         inputs, name, model_kwargs = super()._prepare_model_inputs(*args, **kwargs)
         check_not_empty(name, inputs)
         return inputs, name, model_kwargs
 
     def init_continuous_batching(self, *args, **kwargs):
+        """Raises NotImplementedError."""
+        # docs/log.md: "`transformers serve` with continuous batching"
         raise NotImplementedError(
             "Continuous batching pages keys and values; a Titans memory has none. Use generate() with a padded batch."
         )
@@ -128,8 +135,8 @@ class TitansGenerationMixin(GenerationMixin):
 
 
 def _check_prompt(generation_config, model_kwargs: dict, generation_mode: GenerationMode) -> None:
-    """Raises ValueError where Transformers would read a part of the prompt twice or not at all: it takes a prompt for
-    all ids since the cache was created, unless the mask is longer.
+    """Raises ValueError if part of the prompt would be read twice or not at all: Transformers assumes that a prompt
+    contains all ids since the cache was created, unless the mask is longer.
     """
     num_read, mask = model_kwargs["past_key_values"].get_seq_length(), model_kwargs.get("attention_mask")
     num_columns = generation_config._mask_length if mask is None else mask.shape[1]

@@ -1,4 +1,4 @@
-"""Checks of what a model is called with: each names the argument, what it was and what it may be."""
+"""Checks of a model's arguments; an error names the argument, its value and the allowed values."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from .configuration_titans import TitansConfig
 
 
 def check_config(config: TitansConfig) -> None:
-    """Raises ValueError for a padding token without an embedding."""
+    """Raises ValueError if `pad_token_id` is outside of the vocabulary."""
     if config.pad_token_id is not None and not 0 <= config.pad_token_id < config.vocab_size:
         raise ValueError(
             f"`pad_token_id` must be None or from 0 to {config.vocab_size - 1} (`vocab_size` - 1), but is "
@@ -17,8 +17,9 @@ def check_config(config: TitansConfig) -> None:
 
 
 def check_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None, config: TitansConfig) -> None:
-    """Raises ValueError unless exactly one is given, (B, T) ids with an embedding or (B, T, hidden), neither B nor T
-    being 0. The range of ids is checked on CPUs only: elsewhere, reading them waits for the device.
+    """Raises ValueError unless exactly one of both is given: input_ids (B, T) int64 or int32 within the vocabulary, or
+    inputs_embeds (B, T, hidden), B and T at least 1. On an accelerator the range of ids is not checked, because reading
+    them would wait for the device.
     """
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
@@ -38,7 +39,7 @@ def check_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None, config:
 
 
 def check_cache(cache: TitansCache, config: TitansConfig, batch_size: int) -> None:
-    """Raises ValueError for a cache of another kind, config or batch size."""
+    """Raises ValueError for a cache of another class, config or batch size."""
     if not isinstance(cache, TitansCache):
         raise ValueError(
             f"`past_key_values` must be a TitansCache, which is created where none is given, but is a "
@@ -54,7 +55,7 @@ def check_not_empty(name: str, inputs: Tensor) -> None:
     if inputs.shape[1] == 0:
         raise ValueError(
             f"The input has no tokens: `{name}` is {tuple(inputs.shape)}; give `input_ids` or `inputs_embeds` with at "
-            "least one column. If `generate()` goes on with a cache, call `past_key_values.start_prompt()` first and "
+            "least one column. If `generate()` continues a cache, call `past_key_values.start_prompt()` first and "
             "give only the tokens to read next."
         )
 

@@ -1,4 +1,4 @@
-"""The state of a decoder layer between calls, and the record from which a crop restores an earlier one.
+"""The state of a decoder layer between calls, and the record from which a crop restores an earlier state.
 
 States are never changed in place, but are not frozen either: Transformers' exporters set the fields of a copy.
 """
@@ -31,13 +31,13 @@ class KeyValueCache:
 
 @dataclass
 class LayerState:
-    """All that a decoder layer needs to continue a sequence; every tensor has the batch first.
+    """All that a decoder layer needs to continue a sequence; the first dimension of every tensor is the batch.
 
     memory: weights, momentum, anchor and number of tokens (`MemoryState`).
     conv_state: (B, kernel - 1, 3 * hidden), the last inputs of the memory's convolutions.
     kv_cache: None in LMM.
-    segment_weights: in MAC, the memory's weights at the start of the current segment; empty where segment and chunk are
-    the same, and those weights are the memory's anchor.
+    segment_weights: in MAC, the memory's weights at the start of the current segment. Empty if a segment is one chunk:
+    then they are the memory's anchor.
     """
 
     memory: MemoryState
@@ -56,7 +56,7 @@ class LayerState:
         )
 
     def merged(self, other: "LayerState", weight: float) -> "LayerState":
-        """Interpolates the memory linearly, `weight` 0 being this state's and 1 that of `other`; keeps all else."""
+        """Returns the state with the memory (1 - weight) * self + weight * other; all else as in this state."""
 
         def interpolate(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return tuple(torch.lerp(x, y.to(x).expand_as(x), weight) for x, y in zip(ours, theirs, strict=True))
@@ -89,11 +89,10 @@ class LayerState:
 
 @dataclass
 class RecordedColumns:
-    """Columns that a crop may remove: the state before them (None before the first token), and what the layer needs to
-    read them again.
+    """Columns that a crop may remove: the state before them, and what the layer needs to read them again.
 
-    inputs: (B, T, hidden), the mixer's. mask, document_starts: (B, T), as in `Columns`. restart: (B,) bool, True in
-    rows that had been reset before the first column; None without any.
+    state: None before the first token. inputs: (B, T, hidden), of the mixer. mask, document_starts: (B, T) bool, as in
+    `Columns`. restart: (B,) bool, True in rows that were reset before the first column; None if none was.
     """
 
     state: LayerState | None
@@ -104,12 +103,12 @@ class RecordedColumns:
 
     @property
     def num_columns(self) -> int:
-        """T."""
+        """T, the number of recorded columns."""
         return self.inputs.shape[1]
 
     @property
     def columns(self) -> Columns:
-        """The columns without their inputs."""
+        """Mask and document starts of the columns."""
         return Columns(self.mask, self.document_starts)
 
     def append(self, inputs: Tensor, columns: Columns) -> "RecordedColumns":
@@ -127,12 +126,12 @@ class RecordedColumns:
 
     @classmethod
     def empty(cls, state: LayerState | None, inputs: Tensor, restart: Tensor | None) -> "RecordedColumns":
-        """Returns a record of no columns after `state` and a reset of the rows `restart`, for inputs like `inputs`."""
-        nothing = torch.zeros(inputs.shape[0], 0, dtype=torch.bool, device=inputs.device)
-        return cls(state, inputs[:, :0], nothing, nothing, restart)
+        """Returns a record without columns, for inputs with the batch size, dtype and device of `inputs`."""
+        no_columns = torch.zeros(inputs.shape[0], 0, dtype=torch.bool, device=inputs.device)
+        return cls(state, inputs[:, :0], no_columns, no_columns, restart)
 
     def first(self, num_columns: int) -> "RecordedColumns":
-        """Returns the record of the first columns alone."""
+        """Returns the record of the first `num_columns` columns."""
         return replace(
             self,
             inputs=self.inputs[:, :num_columns],
@@ -177,4 +176,5 @@ def as_tree(named: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_order(tree: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Returns the tensors of {"0": x, "1": y, ...} in the order of their numbers."""
     return tuple(tree[str(i)] for i in range(len(tree)))

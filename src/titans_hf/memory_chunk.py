@@ -47,7 +47,7 @@ class ChunkLayer(NamedTuple):
 class ChunkIntermediates(NamedTuple):
     """The gate products and gradient factors of a chunk, with which forward and backward start.
 
-    token_deltas: by the delta rule, the deltas of the last layer; else None.
+    token_deltas: the last layer's deltas by the delta rule; None without it.
     """
 
     inputs: MemoryInputs
@@ -98,17 +98,19 @@ def chunk_intermediates(
     inputs: MemoryInputs, state: MemoryState, decay_target: Sequence[Tensor], rule: UpdateRule
 ) -> ChunkIntermediates:
     """Computes gate products and gradient factors from a chunk's inputs and the state at its start."""
-    gates = gate_products(inputs.inner_lr, inputs.log_momentum_decay, inputs.log_retain, inputs.filled)
-    factors, found = gradient_factors(inputs.keys, inputs.values, state.anchor, rule.error_clip), None
+    gates, gate_intermediates = gate_products(
+        inputs.inner_lr, inputs.log_momentum_decay, inputs.log_retain, inputs.filled
+    )
+    factors, solution = gradient_factors(inputs.keys, inputs.values, state.anchor, rule.error_clip), None
     offsets = [w - m for w, m in zip(state.weights, decay_target, strict=True)] if decay_target else state.weights
     targets = decay_target or [None] * len(offsets)
     if rule.delta_rule:
         last = LastLayer(offsets[-1], state.momentum[-1], targets[-1], factors.inputs[-1])
-        found = token_deltas(last, inputs.values, gates[0])
-        factors = with_last_deltas(factors, found.deltas)
+        solution = token_deltas(last, inputs.values, gates)
+        factors = with_last_deltas(factors, solution.deltas)
     parts = (offsets, state.momentum, factors.inputs, factors.deltas, targets)
     layers = [ChunkLayer(*x) for x in zip(*parts, strict=True)]
-    return ChunkIntermediates(inputs, *gates, factors, layers, state.anchor, found)
+    return ChunkIntermediates(inputs, gates, gate_intermediates, factors, layers, state.anchor, solution)
 
 
 def read_layer(x: Tensor, layer: ChunkLayer, gates: GateProducts) -> Tensor:
@@ -166,27 +168,27 @@ def chunk_backward(
         layer_gradients.insert(0, gradients.layer)
         gate_gradients.append(gradients.gates)
         grad = gradients.x.mul_(reads.slopes[i - 1]) if i > 0 else gradients.x
-    to_offset, to_momentum, to_inputs, to_deltas, to_target = map(list, zip(*layer_gradients, strict=True))
+    grads = ChunkLayer(*map(list, zip(*layer_gradients, strict=True)))  # a list over the layers for each field
     values, anchor = chunk.inputs.values, chunk.anchor
-    to_values = None
+    grad_values = None
     if chunk.token_deltas is not None:
-        last = token_deltas_backward(to_deltas[-1], chunk.token_deltas, _last_layer(chunk), values, chunk.gates)
-        to_offset[-1] = to_offset[-1] + last.layer.offset
-        to_momentum[-1] = to_momentum[-1] + last.layer.momentum
-        to_inputs[-1] = to_inputs[-1] + last.layer.inputs
-        if to_target[-1] is not None:  # the offset is the weights less the target
-            to_target[-1] = to_target[-1] + last.layer.decay_target - last.layer.offset
-        to_values, to_deltas[-1] = last.values, torch.zeros_like(to_deltas[-1])
-        gate_gradients.append(last.gates)
-    to_network = gradient_factors_backward(chunk.factors, values, anchor, to_inputs, to_deltas)
-    to_values = to_network.values if to_values is None else to_network.values + to_values
-    to_products = GateProducts(*(sum(parts) for parts in zip(*gate_gradients, strict=True)))
+        solved = token_deltas_backward(grads.deltas[-1], chunk.token_deltas, _last_layer(chunk), values, chunk.gates)
+        grads.offset[-1] = grads.offset[-1] + solved.layer.offset
+        grads.momentum[-1] = grads.momentum[-1] + solved.layer.momentum
+        grads.inputs[-1] = grads.inputs[-1] + solved.layer.inputs
+        if grads.decay_target[-1] is not None:  # the offset is the weights less the target
+            grads.decay_target[-1] = grads.decay_target[-1] + solved.layer.decay_target - solved.layer.offset
+        grad_values, grads.deltas[-1] = solved.values, torch.zeros_like(grads.deltas[-1])
+        gate_gradients.append(solved.gates)
+    network = gradient_factors_backward(chunk.factors, values, anchor, grads.inputs, grads.deltas)
+    grad_values = network.values if grad_values is None else network.values + grad_values
+    grad_products = GateProducts(*(sum(parts) for parts in zip(*gate_gradients, strict=True)))
     inner_lr, filled = chunk.inputs.inner_lr, chunk.inputs.filled
-    to_gates = gate_products_backward(to_products, chunk.gates, chunk.gate_intermediates, inner_lr, filled)
+    grad_gates = gate_products_backward(grad_products, chunk.gates, chunk.gate_intermediates, inner_lr, filled)
     return ChunkGradients(
-        MemoryInputs(grad, to_network.keys, to_values, *to_gates),
-        MemoryState(to_offset, to_momentum, to_network.weights),
-        [x for x in to_target if x is not None],
+        MemoryInputs(grad, network.keys, grad_values, *grad_gates),
+        MemoryState(grads.offset, grads.momentum, network.weights),
+        [x for x in grads.decay_target if x is not None],
     )
 
 
@@ -240,11 +242,11 @@ def _layer_backward(
     grad_deltas = end.deltas.baddbmm_(scores.mT, grad).neg_()
     grad_x.baddbmm_(grad_scores, inputs, alpha=-1)
     # 6. The decay target: W is the weights less M_0, and x M_0 is added to what is read
-    to_target = None
+    grad_target = None
     if decay_target is not None:
         grad_x.baddbmm_(grad, decay_target.mT)
-        to_target = (grad_weights - grad_offset).baddbmm_(x.mT, grad)
-    layer = ChunkLayer(grad_offset, grad_start_momentum, grad_inputs, grad_deltas, to_target)
+        grad_target = (grad_weights - grad_offset).baddbmm_(x.mT, grad)
+    layer = ChunkLayer(grad_offset, grad_start_momentum, grad_inputs, grad_deltas, grad_target)
     return _LayerGradients(grad_x, layer, grad_gates)
 
 

@@ -1,17 +1,19 @@
-"""The delta rule for the last layer of the memory network: every token's error at the weights before that token.
+"""The delta rule for the last layer of the memory network: each token's error at the weights before that token.
 
-By eq. 16, all errors of a chunk are taken at its start: where keys of a chunk agree, each of their steps corrects the
-whole error, and their sum overshoots. Here, with the inputs h_i of the last layer as in eq. 16, its error is
-e_i = h_i M_{i-1} - v_i (eq. 10 without chunks), exactly: h_i M_{i-1} contains the chunk's earlier deltas, so that they
-solve a triangular system of C equations,
+By eq. 16, all errors of a chunk are taken at the weights of its start: where the keys of several tokens agree, each of
+their steps corrects the whole error, and the sum of the steps overshoots. The delta rule takes the last layer's error
+e_i = h_i M_{i-1} - v_i as eq. 10 does, at the weights before token i, but the inputs h_i of that layer still at the
+chunk's start. M_{i-1} contains the deltas of the chunk's earlier tokens, so the deltas solve a triangular system of C
+equations,
 
     delta_i = c_i (beta h_i W + f h_i S + h_i M_0 - v_i - sum_{j<i} G_{i-1,j} (h_i . h_j) delta_j)
 
-with beta, f and G after token i-1, and c_i = 2 / max(1, |h_i|^2). A step theta of 1/2 then replaces what the memory
-returns for a key by its value, and no smaller one overshoots. With one layer, and without momentum, this is the gated
-delta rule.
+with beta, f and G (`memory_gates`) after token i-1, and c_i = 2 / max(1, |h_i|^2). A step of theta = 1/2 makes the
+memory return v_i for h_i (if |h_i| >= 1); smaller steps do not overshoot. With one layer and without momentum, this is
+the gated delta rule (arXiv 2412.06464).
 
 Shapes: N batch and heads, C tokens of the chunk; weights (N, d_in, d_out).
+docs/log.md: "Errors at the chunk's start against errors token by token"
 """
 
 from typing import NamedTuple
@@ -25,8 +27,8 @@ from .memory_gates import GateProducts
 
 
 class LastLayer(NamedTuple):
-    """The last layer at a chunk's start: offset W (the weights less M_0), momentum S, decay target M_0 or None for 0,
-    (N, d_in, d_out) each, and its inputs h (N, C, d_in).
+    """The last layer at a chunk's start, or the gradients with respect to it: offset W (the weights less M_0), momentum
+    S, decay target M_0 (None for 0), (N, d_in, d_out) each; and its inputs h (N, C, d_in).
     """
 
     offset: Tensor
@@ -36,15 +38,13 @@ class LastLayer(NamedTuple):
 
 
 class TokenDeltas(NamedTuple):
-    """The deltas (N, C, d_out), and what their backward needs: c (N, C, 1), h h^T, G before each token and the
-    system's matrix below its diagonal (N, C, C).
-    """
+    """The deltas, and the intermediate results that their backward needs."""
 
-    deltas: Tensor
-    error_scale: Tensor
-    scores: Tensor
-    gradient_to_weights: Tensor
-    system: Tensor
+    deltas: Tensor  # (N, C, d_out)
+    error_scale: Tensor  # c (N, C, 1)
+    scores: Tensor  # h h^T (N, C, C)
+    gradient_to_weights: Tensor  # row i: G_{i-1} (N, C, C)
+    system: Tensor  # c G_{i-1} o (h h^T) (N, C, C), strictly lower triangular
 
 
 class TokenDeltasGradients(NamedTuple):
@@ -56,7 +56,7 @@ class TokenDeltasGradients(NamedTuple):
 
 
 def token_deltas(layer: LastLayer, values: Tensor, gates: GateProducts) -> TokenDeltas:
-    """Computes the deltas of a chunk's tokens from their values (N, C, d_out)."""
+    """Computes the last layer's deltas of a chunk's tokens with values (N, C, d_out)."""
     h = layer.inputs
     beta, f = _before_token(gates.weights_decay, 1.0), _before_token(gates.momentum_to_weights, 0.0)
     output = (beta * h) @ layer.offset + (f * h) @ layer.momentum  # (N, C, d_in) @ (N, d_in, d_out)
@@ -66,25 +66,26 @@ def token_deltas(layer: LastLayer, values: Tensor, gates: GateProducts) -> Token
     scores = h @ h.mT  # (N, C, C)
     products = pad(gates.gradient_to_weights, (0, 0, 1, 0))[..., :-1, :]  # row i: G_{i-1}, 0 from column i on
     system = error_scale * products * scores
-    deltas = _solve(system, error_scale * (output - values))
+    # (I + A) delta = c e_0; `unitriangular` reads A as if its diagonal were 1
+    deltas = solve_triangular(system, error_scale * (output - values), upper=False, unitriangular=True)
     return TokenDeltas(deltas, error_scale, scores, products, system)
 
 
 def token_deltas_backward(
-    grad: Tensor, found: TokenDeltas, layer: LastLayer, values: Tensor, gates: GateProducts
+    grad: Tensor, solution: TokenDeltas, layer: LastLayer, values: Tensor, gates: GateProducts
 ) -> TokenDeltasGradients:
     """Computes the backward of `token_deltas` from the gradient with respect to the deltas."""
-    h, deltas, error_scale = layer.inputs, found.deltas, found.error_scale
-    # 1. Through the system: delta = c e(delta), so that e has the gradient c A^-T grad
-    adjoint = solve_triangular(found.system.mT, grad, upper=True, unitriangular=True)
+    h, deltas, error_scale = layer.inputs, solution.deltas, solution.error_scale
+    # 1. (I + A) delta = c e_0 with the system A and the error e_0 at the start: e_0 has the gradient c (I + A)^-T grad
+    adjoint = solve_triangular(solution.system.mT, grad, upper=True, unitriangular=True)
     grad_error = error_scale * adjoint
-    # 2. c = 2 / |h|^2 where |h| > 1: dc/dh = - c^2 h
+    # 2. c = 2 / |h|^2 where |h| > 1: dc/dh = -c^2 h
     grad_scale = (adjoint * deltas).sum(-1, keepdim=True) / error_scale
     grad_h = torch.where(error_scale < 2, -grad_scale * error_scale.square() * h, 0.0)
-    # 3. The chunk's earlier deltas: - (G o (h h^T)) delta
+    # 3. The deltas of the chunk's earlier tokens: -(G o (h h^T)) delta
     grad_products = (grad_error @ deltas.mT).neg_()  # (N, C, d_out) @ (N, d_out, C)
-    grad_scores = grad_products * found.gradient_to_weights
-    grad_products = grad_products.mul_(found.scores)
+    grad_scores = grad_products * solution.gradient_to_weights
+    grad_products = grad_products.mul_(solution.scores)
     grad_h = grad_h.baddbmm_(grad_scores, h).baddbmm_(grad_scores.mT, h)
     # 4. beta h W + f h S + h M_0
     beta, f = _before_token(gates.weights_decay, 1.0), _before_token(gates.momentum_to_weights, 0.0)
@@ -96,7 +97,7 @@ def token_deltas_backward(
     if layer.decay_target is not None:
         grad_h.baddbmm_(grad_error, layer.decay_target.mT)
         grad_target = h.mT @ grad_error
-    # 5. Gates before token i are those after token i - 1
+    # 5. The gate products before token i are those after token i - 1
     grad_gates = GateProducts(
         pad(grad_products, (0, 0, 0, 1))[..., 1:, :],
         pad(grad_beta, (0, 1))[..., 1:],
@@ -113,10 +114,5 @@ def single_token_delta(inputs: Tensor, value: Tensor, weights: Tensor) -> Tensor
 
 
 def _before_token(after: Tensor, at_start: float) -> Tensor:
-    """Moves factors after each token (N, C) to the next one: (N, C, 1), `at_start` at the first."""
+    """Shifts factors after each token (N, C) to those before each token (N, C, 1); before the first: `at_start`."""
     return pad(after[..., :-1], (1, 0), value=at_start).unsqueeze(-1)
-
-
-def _solve(system: Tensor, right: Tensor) -> Tensor:
-    """Solves (I + system) x = right, the system being 0 on and above its diagonal."""
-    return solve_triangular(system, right, upper=False, unitriangular=True)

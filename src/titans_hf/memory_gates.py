@@ -1,4 +1,4 @@
-"""Closed-form products of the per-token gates within a chunk, in log space.
+"""The products of the per-token gates within a chunk in closed form, in log space.
 
 Unrolling eq. 13-14 from the chunk's start, where the weights less the decay target are W_0, the momentum is S_0 and all
 gradients g_i are taken (eq. 16):
@@ -48,11 +48,13 @@ def segment_products(log_decay: Tensor) -> Tensor:
     The logarithms are summed directly, not as a difference of two cumulative sums: exact for decays of any size, -inf
     (a gate of 0) included. The sum runs along rows and is transposed: twice as fast as along columns.
     """
+    # docs/log.md: "Gate products summed directly", "Sums of log decays along rows instead of columns"
     terms = log_decay[..., None, :].expand(*log_decay.shape, log_decay.shape[-1])
     return terms.triu(1).cumsum(-1).exp().triu().mT
 
 
 def _zero_empty_slots(filled: Tensor | None, *per_slot: Tensor) -> tuple[Tensor, ...]:
+    """Sets values per slot (..., C) to 0 at slots without a token."""
     return per_slot if filled is None else tuple(x.masked_fill(~filled, 0.0) for x in per_slot)
 
 

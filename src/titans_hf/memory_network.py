@@ -2,9 +2,9 @@
 
 M(x) = W_L silu(... silu(W_1 x)), one weight matrix per layer, multiplied from the right: x @ W.
 
-All that depends on the form of the network and of its loss is in this file: its layers' shapes, reading it, the
-gradient of its loss as rank-one factors per layer, and the backward of both. The update of the weights
-(`memory_chunk.py`) sees only those factors.
+Only this file depends on the form of the network and of its loss: it contains the layers' shapes, the read, the
+gradient of the loss as rank-one factors per layer, and the backward of both. The update of the weights
+(`memory_chunk.py`) uses only those factors.
 
 Shapes: ... batch and heads, T tokens, D head size, F hidden size; layer l maps d_in to d_out.
 """
@@ -38,7 +38,7 @@ def read(weights: Sequence[Tensor], queries: Tensor) -> Tensor:
 
 
 class LayerInputs(NamedTuple):
-    """What `apply_layers` multiplies: the input of every layer, and silu' before every layer but the first."""
+    """The input of every layer in `apply_layers`, and silu' before every layer but the first."""
 
     inputs: list[Tensor]
     slopes: list[Tensor]
@@ -67,10 +67,11 @@ def clip_scale(norm: Tensor, limit: Tensor) -> Tensor:
 
 
 class UpdateRule(NamedTuple):
-    """Which gradients update the memory.
+    """How the gradients that update the memory are computed.
 
     error_clip: kappa of `gradient_factors`; None for the paper's plain loss.
-    delta_rule: take the errors of the last layer token by token (`memory_delta_rule`), not at the chunk's start.
+    delta_rule: take the last layer's error at the weights before each token (`memory_delta_rule`), not at the chunk's
+    start.
     """
 
     error_clip: float | None
@@ -105,6 +106,7 @@ def gradient_factors(
     layer is clipped at 4 kappa |v|, twice the largest that a one-layer memory with a unit key can have: the weights
     then grow at most linearly with the number of tokens, whatever the tokens are.
     """
+    # docs/log.md: "The inner loop blows up with the error clip alone" (4 kappa |v|)
     inputs, pre_activations, sigmoids = [keys], [], []
     for weight in weights[:-1]:
         pre_activations.append(inputs[-1] @ weight)
@@ -134,7 +136,7 @@ def gradient_factors(
 
 
 def with_last_deltas(factors: GradientFactors, deltas: Tensor) -> GradientFactors:
-    """Returns the factors with other deltas (..., T, d_out) of the last layer, which no clip has scaled."""
+    """Replaces the deltas (..., T, d_out) of the last layer; the new ones are not clipped."""
     norms = [*factors.gradient_norms[:-1], gradient_norm(factors.inputs[-1], deltas)]
     scales = [*factors.gradient_scales[:-1], torch.ones_like(norms[-1])] if factors.gradient_scales else []
     return factors._replace(deltas=[*factors.deltas[:-1], deltas], gradient_norms=norms, gradient_scales=scales)

@@ -30,6 +30,7 @@ class MemorizeOutput(NamedTuple):
 
 def compile_chunks(**options) -> None:
     """Compiles the functions of a full chunk for the whole process: see `TitansPreTrainedModel.compile_memory`."""
+    # docs/log.md: "Compiling the chunk: larger chunks gain"
     global _compiled
     _compiled = ChunkFunctions(*(torch.compile(fn, dynamic=False, **options) for fn in CHUNK_FUNCTIONS))
 
@@ -57,7 +58,8 @@ def memorize(
         state: the state before the first of these tokens; rows may be at different positions in their chunk.
         chunk_size: number of tokens whose gradients are taken at the same weights.
         error_clip: kappa of `memory_network.gradient_factors`; None for the paper's plain loss.
-        delta_rule: take the last layer's errors token by token (`memory_delta_rule`) instead of at the chunk's start.
+        delta_rule: take the last layer's error at the weights before each token (`memory_delta_rule`), not at the
+            chunk's start.
         decay_target: weights (H, d_in, d_out) of each layer that forgetting decays to; empty for 0, as in eq. 13.
         grid: where given, the tokens are already on its slots (T = grid.num_slots), of a grid for a multiple of
             `chunk_size`.
@@ -106,10 +108,9 @@ def _memorize_token(
     chunk_size: int,
     rule: UpdateRule,
 ) -> MemorizeOutput:
-    """Updates with one token per row by eq. 13-15, without a branch on data.
-
-    Operations are in place on new tensors: a step takes as long as reading and writing the state.
-    """
+    """Updates with one token per row by eq. 13-15, without a branch on data."""
+    # In place on new tensors: a step takes as long as reading and writing the state.
+    # docs/log.md: "Fewer passes over the state in a decoding step"
     at_chunk_start = partial(where_rows, state.num_seen % chunk_size == 0)
     anchor = tuple(map(at_chunk_start, state.weights, state.anchor))
     factors = gradient_factors(inputs.keys, inputs.values, anchor, rule.error_clip)  # grad l(A; k, v), eq. 12, 16

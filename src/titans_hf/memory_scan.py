@@ -18,7 +18,7 @@ from .memory_chunk import CHUNK_FUNCTIONS, ChunkFunctions, ChunkIntermediates, e
 from .memory_network import UpdateRule
 from .memory_state import MemoryInputs, MemoryState, where_rows
 
-CHECKPOINT_INTERVAL = 4  # chunks
+CHECKPOINT_INTERVAL = 4  # chunks; docs/log.md: "States of every fourth chunk kept for the backward"
 
 
 class ScanOptions(NamedTuple):
@@ -97,6 +97,7 @@ def scan_chunks(
 
 def scan_chunks_differentiable(options: ScanOptions, arguments: ScanArguments) -> ScanOutput:
     """Runs `scan_chunks` with the hand-written backward."""
+    # docs/log.md: "The backward by hand"
     depth = len(arguments.state.weights)
     retrieved, surprise, *state = _ChunkScan.apply(options, depth, *arguments.flat())
     return ScanOutput(retrieved, surprise, MemoryState.from_flat(state))
@@ -159,9 +160,10 @@ def _recompute(
 def _split(x: Tensor, chunk_size: int) -> list[Tensor]:
     """Splits (N, T, ...) into chunks (N, C, ...), the last of which may be shorter.
 
-    Contiguous, so that the strides do not depend on T: otherwise every length would be compiled anew. By `split`, not
-    by indexing: the backward of an index is a tensor of the full size for every chunk.
+    Contiguous, so that the strides do not depend on T: otherwise every length would be compiled anew.
     """
+    # Not by indexing: the backward of an index is a tensor of the full size for every chunk.
+    # docs/log.md: "MAC's training was quadratic in length, by indexing"
     return [part.contiguous() for part in x.split(chunk_size, dim=1)]
 
 

@@ -51,7 +51,7 @@ class MemoryState:
 
     @classmethod
     def from_flat(cls, tensors: Iterable[Tensor]) -> "MemoryState":
-        """Returns the state of the tensors of `flat`, without a count."""
+        """Returns the state with the tensors that `flat` returns, `num_seen` None."""
         tensors = tuple(tensors)
         depth = len(tensors) // 3
         return cls(*(tensors[i * depth : (i + 1) * depth] for i in range(3)))

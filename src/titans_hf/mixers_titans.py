@@ -50,7 +50,7 @@ class TitansMixer(nn.Module):
         persistent = torch.empty(config.num_persistent_tokens, config.hidden_size)
         if len(persistent):
             self.persistent = nn.Parameter(persistent)
-        else:  # not a parameter: without entries it has no gradient in LMM, and DDP would wait for one
+        else:  # no parameter: without entries it would have no gradient in LMM, for which DDP waits
             self.register_buffer("persistent", persistent, persistent=False)
         self.memory = NeuralMemory(config, layer_idx)
 
@@ -70,7 +70,7 @@ class TitansMixer(nn.Module):
         return state.map(lambda x: x.expand(batch_size, *x.shape[1:]))
 
     def initial_kv_cache(self, memory_output: Tensor) -> KeyValueCache | None:
-        """Returns attention's cache before the first token; memory_output (1, N_p, hidden) is the memory's for P."""
+        """Returns attention's cache before the first token; memory_output (1, P, hidden): of the persistent tokens."""
         return None
 
     def forward(self, hidden_states: Tensor, state: LayerState | None, grid: TokenGrid) -> MixerOutput:
@@ -91,7 +91,7 @@ class TitansMixer(nn.Module):
         """Returns the state from which each row of the grid continues, given those of the B batch rows."""
         if state is not None and grid.source_rows is None:
             return state
-        # created in forward, where the parameters are complete: a model may be sharded, or its layers offloaded
+        # Computed within forward, where the parameters of a sharded or offloaded model are complete.
         initial = self.initial_state(grid.num_rows, hidden_states.dtype)
         if state is None:
             return initial
@@ -185,7 +185,8 @@ class MACMixer(TitansMixer):
         return self.config.segment_length != self.config.memory_chunk_size
 
     def mix(self, hidden_states, state, grid, at_start):
-        """Processes segment by segment only what depends on the memory of the segment before."""
+        """Mixes segment after segment; what needs no memory is computed for all segments at once."""
+        # docs/log.md: "MAC does for all segments at once what needs no memory"
         length, slots = self.config.segment_length, None
         if grid.is_single_token:
             segment_slots = slots = state.memory.num_seen[:, None] % length

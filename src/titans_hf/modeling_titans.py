@@ -22,9 +22,9 @@ from .configuration_titans import TitansConfig
 from .generation_titans import TitansGenerationMixin
 from .input_checks import check_cache, check_config, check_inputs
 from .lora_targets import register_lora_targets
+from .memory_modules import OUTPUT_SCALE, ChannelConv, InitialWeights, OutputProjection, TokenGate
 from .memory_ops import compile_chunks
 from .mixers_titans import MIXERS, MAGMixer, TitansMixer
-from .neural_memory import OUTPUT_SCALE, ChannelConv, InitialWeights, OutputProjection, TokenGate
 from .surprise_titans import SurpriseCollector, TitansCausalLMOutput, TitansModelOutput
 from .token_layout import DocumentArguments, TokenLayout
 
@@ -58,9 +58,9 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
         self.mlp = TitansMLP(config, layer_idx)
 
     def forward(self, hidden_states: Tensor, layout: TokenLayout, past_key_values: TitansCache | None = None) -> Tensor:
-        """hidden_states (B, T, hidden) -> (B, T, hidden); updates the layer's part of the cache."""
+        """Computes the layer's output (B, T, hidden) and updates its part of the cache."""
         cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        # by the mixer's forward, without hooks: those that record attention get each token once
+        # `mixer.forward` runs no hooks, so that attention and surprise of reread columns are not recorded again.
         state = None if cache is None else cache.state_before_call(self.mixer.forward, layout.reread_grid)
         inputs = self.mixer_norm(hidden_states)
         mixed = self.mixer(inputs, state, layout.grid)
@@ -89,16 +89,17 @@ class TitansPreTrainedModel(PreTrainedModel):
 
     def compile_memory(self, **options) -> None:
         """Compiles the memory's update with a full chunk, forward and backward, at its next use: for all Titans models
-        of the process and any sequence length, once per chunk size and number of heads times rows.
+        of the process and any sequence length, once per chunk size and product of rows and heads.
 
-        `torch.compile(model)` compiles everything, but each sequence length anew: the chunks are a loop. `options` are
-        those of torch.compile.
+        `torch.compile(model)` compiles the whole model, but again for each sequence length, because the loop over
+        chunks is unrolled. `options` are those of torch.compile.
         """
         compile_chunks(**options)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        # Transformers visits only modules that own a parameter, in a class outside of it: each is set by its owner.
+        # In a checkpoint's own code, Transformers skips modules without parameters of their own, so each branch
+        # initialises the parameters of its own module.
         std = self.config.initializer_range
         if isinstance(module, TokenGate):
             init.zeros_(module.weight)
@@ -184,8 +185,7 @@ class TitansModel(TitansPreTrainedModel):
         hidden_states = inputs_embeds
         for layer in self.layers:
             hidden_states = layer(hidden_states, layout, past_key_values=past_key_values)
-        returned_cache = past_key_values if use_cache else None
-        return TitansModelOutput(last_hidden_state=self.norm(hidden_states), past_key_values=returned_cache)
+        return TitansModelOutput(self.norm(hidden_states), past_key_values if use_cache else None)
 
 
 class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
@@ -257,20 +257,20 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
 
 
 class TitansHead(TitansPreTrainedModel):
-    """Base of the heads of Transformers, which create the model below them through AutoModel."""
+    """Base class of Transformers' generic heads, which create their base model by AutoModel."""
 
     def __init__(self, config: TitansConfig):
-        # AutoModel does not know the config class of a checkpoint that was loaded with its own code.
+        # AutoModel has no entry for the config class of a checkpoint that was loaded with its own code.
         AutoModel.register(type(config), TitansModel, exist_ok=True)
         super().__init__(config)
 
 
 class TitansForSequenceClassification(GenericForSequenceClassification, TitansHead):
-    """Classifies a text from its last token, which follows all others. Set `pad_token_id` to batch."""
+    """Classifies a text by its last token. A batch of several texts needs `pad_token_id`."""
 
 
 class TitansForTokenClassification(GenericForTokenClassification, TitansHead):
-    """Classifies each token from itself and those before it."""
+    """Classifies each token, given the tokens before it."""
 
 
 class TitansForQuestionAnswering(GenericForQuestionAnswering, TitansHead):

@@ -12,127 +12,18 @@ from transformers.utils.generic import maybe_autocast
 
 from .configuration_titans import TitansConfig
 from .layer_state import LayerState
-from .memory_network import clip_scale, layer_shapes, read
+from .memory_modules import EPSILON, ChannelConv, HeadNorm, InitialWeights, OutputProjection, TokenGate, l2_normalize
+from .memory_network import layer_shapes, read
 from .memory_ops import memorize_with_surprise
 from .memory_state import MemoryInputs, MemoryState
 from .surprise_titans import MemoryUpdates
 from .token_grid import TokenGrid
 
-# Added to squared norms that may be 0: a new memory outputs 0, and the key of a sequence's first token is 0 in a new
-# model. With an epsilon as small as usual, the gradients of those tokens would exceed all others.
-EPSILON = 1e-4
-# Of the initial weights of the memory's last projection: what a new memory returns is noise for the rest of the model.
-OUTPUT_SCALE = 0.1
-
-
-def l2_normalize(x: Tensor) -> Tensor:
-    """Computes x / sqrt(|x|^2 + EPSILON) along the last dimension."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON)
-
-
-class HeadNorm(nn.RMSNorm):
-    """RMSNorm in the dtype of its input: the memory's output may exceed the range of a half-precision model.
-
-    With `only_above`, a vector of length 1, that of the values, has RMS 1 after it; longer ones are normalised as well,
-    and shorter ones keep their length: what the memory knows little of stays small.
-    """
-
-    def __init__(self, size: int, only_above: bool = False):
-        super().__init__(size, EPSILON)
-        self.only_above = only_above
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.to(x.dtype)
-        if self.only_above:
-            return x * (clip_scale(x.norm(dim=-1, keepdim=True), x.new_ones(())) * x.shape[-1] ** 0.5) * weight
-        return nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps)
-
-
-class ChannelConv(nn.Conv1d):
-    """Depthwise causal convolution, whose input has the kernel_size - 1 previous columns in front.
-
-    A filter starts with norm 1, as sqrt(1 - n^2) times a delay by `initial_delay` tokens plus n times noise, n being
-    `initial_noise`. The number of channels is that of the filters at the time: in a tensor parallel run each rank has a
-    part of them.
-    """
-
-    def __init__(self, num_channels: int, kernel_size: int, initial_delay: int, initial_noise: float):
-        self.initial_delay = initial_delay  # before super().__init__, which initialises
-        self.initial_noise = initial_noise
-        super().__init__(num_channels, num_channels, kernel_size, groups=num_channels, bias=False)
-
-    def reset_parameters(self) -> None:
-        with torch.no_grad():
-            self.weight.copy_(self.initial_weight())
-
-    def initial_weight(self) -> Tensor:
-        """Draws the initial filters, like `weight`."""
-        kernel = self.kernel_size[0]
-        impulse = torch.arange(kernel).flip(0) == self.initial_delay
-        weight = impulse.to(self.weight).expand_as(self.weight) * (1 - self.initial_noise**2) ** 0.5
-        if self.initial_noise:
-            weight = weight + torch.randn_like(weight) * self.initial_noise * kernel**-0.5
-        return weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x (B, channels, kernel_size - 1 + T) -> (B, channels, T)"""
-        if x.shape[-1] == self.kernel_size[0]:  # a single token: conv1d takes ten times as long
-            return (x * self.weight[:, 0]).sum(-1, keepdim=True)
-        return nn.functional.conv1d(x, self.weight, groups=len(self.weight))
-
-
-class InitialWeights(nn.Module):
-    """The learned weights of the memory network before the first token: (H, d_in, d_out), one per layer."""
-
-    def __init__(self, num_heads: int, shapes: list[tuple[int, int]]):
-        super().__init__()
-        for layer, shape in enumerate(shapes):
-            self.register_parameter(str(layer), nn.Parameter(torch.empty(num_heads, *shape)))
-        self.reset_parameters()
-
-    def reset_parameters(self, init=nn.init) -> None:
-        """Initialises with the functions of `init`. The last layer of the network is zero: M_0(x) = 0."""
-        *hidden, last = self.parameters()
-        for weight in hidden:
-            init.normal_(weight, std=weight.shape[-2] ** -0.5)
-        init.zeros_(last)
-
-    def forward(self, dtype: torch.dtype) -> list[Tensor]:
-        """Returns copies: sharded parameters are released when this returns."""
-        return [weight.to(dtype, copy=True) for weight in self._parameters.values()]
-
-
-class TokenGate(nn.Linear):
-    """One logit per token and head. Zero-initialised weight: every token's logit starts as `initial_logit`."""
-
-    def __init__(self, hidden_size: int, num_heads: int, initial_logit: float):
-        self.initial_logit = initial_logit  # before super().__init__, which initialises
-        super().__init__(hidden_size, num_heads)
-
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.weight)
-        nn.init.constant_(self.bias, self.initial_logit)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """hidden_states (B, T, hidden) -> logits (B, T, H), computed in float32 at least.
-
-        Argument and shape are those of any linear layer: an adapter adds its output, a quantiser may replace it.
-        """
-        dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-        return nn.functional.linear(hidden_states.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
-
-
-class OutputProjection(nn.Linear):
-    """The memory's last projection, which starts at a tenth of the other weights (`OUTPUT_SCALE`)."""
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        with torch.no_grad():
-            self.weight.mul_(OUTPUT_SCALE)
-
 
 class MemoryUpdate(NamedTuple):
-    """retrieved (B, H, T, D) in the state's dtype; state and conv_state after the last token; the updates per token."""
+    """retrieved (B, H, T, D) in the state's dtype; state and conv_state after the last token; surprise and gates per
+    token.
+    """
 
     retrieved: Tensor
     state: MemoryState
@@ -161,7 +52,7 @@ class NeuralMemory(nn.Module):
     """Projects tokens to keys, values and queries, learns key -> value at test time and returns what the queries
     retrieve.
 
-    The initial state is learned. It is a layer for any network, of the same number of bytes after any number of tokens:
+    The initial state is learned. It is a layer for any network; the state has the same size after any number of tokens:
 
     ```python
     memory = NeuralMemory(TitansConfig(hidden_size=256, num_attention_heads=4))
@@ -172,7 +63,7 @@ class NeuralMemory(nn.Module):
     Args:
         config: `hidden_size`, the fields whose names begin with `memory_`, and `num_attention_heads` where
             `memory_num_heads` is not given.
-        layer_idx: place of the layer in a model.
+        layer_idx: index of the decoder layer; None outside of a model.
     """
 
     def __init__(self, config: TitansConfig, layer_idx: int | None = None):
@@ -185,6 +76,7 @@ class NeuralMemory(nn.Module):
         self.k_proj = nn.Linear(size, size, bias=False)
         self.v_proj = nn.Linear(size, size, bias=False)
         # k_conv starts as a one-token delay: x_t is stored under the key of x_{t-1} and retrieved by its query.
+        # docs/log.md: "Keys that are a token late at first"; a convolution each: "One convolution for q, k and v"
         self.q_conv, self.k_conv, self.v_conv = (self._convolution(initial_delay) for initial_delay in (0, 1, 0))
         self.inner_lr = TokenGate(size, num_heads, initial_logit=0.0)  # theta
         self.momentum = TokenGate(size, num_heads, initial_logit=0.0) if config.memory_momentum else None  # eta
@@ -248,6 +140,7 @@ class NeuralMemory(nn.Module):
         """Returns M_0, the weights (H, d_in, d_out) that forgetting decays to, in the state's dtype; empty if nothing
         is forgotten. With 0 as the target, a network of several layers would lose its gradient.
         """
+        # docs/log.md: "Forgetting towards 0 kills a deep memory beyond the trained length"
         return tuple(self.initial_weights(state.weights[0].dtype)) if self.forgets else ()
 
     def update(
@@ -265,6 +158,7 @@ class NeuralMemory(nn.Module):
             # Keys and queries are normalised as in the paper (section 4.4); values too, because the largest stable step
             # of a hidden layer decreases with |v|^2: theta alone sets the size of an update. In the memory's dtype: the
             # squares may exceed the range of float16.
+            # docs/log.md: "Values as long as they come: MAC diverges", "`normalize` in float16 with an epsilon of 0"
             gates = self._gates(hidden_states, dtype)
             retrieved, surprise, state = memorize_with_surprise(
                 MemoryInputs(*l2_normalize(projected.to(dtype)), *gates),
@@ -312,7 +206,9 @@ class NeuralMemory(nn.Module):
         else:
             momentum = self.momentum(hidden_states).to(dtype).mT
             log_momentum_decay = logsigmoid(momentum)  # log eta_t
-            inner_lr = inner_lr * torch.sigmoid(-momentum)  # times 1 - eta_t: the sum of steps is independent of eta_t
+            # Times 1 - eta_t: a gradient's steps sum to theta_t whatever eta is, so that |S| <= max theta |gradient|.
+            # docs/log.md: "The inner loop blows up with the error clip alone"
+            inner_lr = inner_lr * torch.sigmoid(-momentum)
         if not self.forgets:
             return Gates(inner_lr, log_momentum_decay, torch.zeros_like(inner_lr))  # alpha_t = 0
         log_retain = logsigmoid(-self.forget(hidden_states).to(dtype).mT)  # log(1 - alpha_t)
@@ -332,11 +228,11 @@ class MemoryRecall(nn.Module):
         self.output_norm = nn.RMSNorm(config.hidden_size, EPSILON)
 
     def queries(self, hidden_states: Tensor) -> Tensor:
-        """(B, T, hidden) -> (B, T, H, D)"""
+        """Projects tokens to queries: (B, T, hidden) -> (B, T, H, D)."""
         return silu(self.q_proj(hidden_states)).unflatten(-1, (-1, self.head_dim))
 
     def forward(self, queries: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
-        """queries (B, T, H, D), weights of the memory network (B, H, d_in, d_out) -> h (B, T, hidden)"""
+        """Computes h (B, T, hidden) from queries (B, T, H, D) and the memory network's weights (B, H, d_in, d_out)."""
         with maybe_autocast(queries.device.type, enabled=False):
             retrieved = read(weights, l2_normalize(queries.transpose(1, 2).to(weights[0].dtype)))  # M*(q): eq. 21
             retrieved = self.norm(retrieved.transpose(1, 2)).flatten(2)

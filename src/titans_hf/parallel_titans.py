@@ -1,4 +1,4 @@
-"""Tensor parallelism by Transformers' plans: every rank has whole heads, of the memory and of attention.
+"""Tensor parallelism by Transformers' plans: every rank has whole heads of the memory and of attention.
 
 Memory heads are independent of each other, so the projections, convolutions, gates, learned weights and state of a head
 are on the same rank. The styles of Transformers split linear layers; those registered here split the other parameters.
@@ -63,6 +63,8 @@ class SharedByHeads(TensorParallelLayer):
     each use: summing the accumulated gradient, as `replicated_with_grad_allreduce` does, counts the first of several
     backward passes twice.
     """
+
+    # docs/log.md: "Tensor parallelism: heads shard"
 
     @contextlib.contextmanager
     def context_around_forward(self, module, mesh):

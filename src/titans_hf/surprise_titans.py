@@ -26,7 +26,7 @@ class LayerSurprise:
 
     The properties are computed when they are read; they carry no gradient and are 0 at padding.
 
-    parts: per call the updates, slots in order, and the grid of the tokens.
+    parts: for each call, the updates (in MAC one per segment, in order) and the grid that its tokens are on.
     """
 
     parts: tuple[tuple[Sequence[MemoryUpdates], TokenGrid], ...]
@@ -52,6 +52,7 @@ class LayerSurprise:
         return self._of_tokens(lambda updates: -updates.log_retain.expm1())
 
     def _of_tokens(self, quantity: Callable[[MemoryUpdates], Tensor]) -> Tensor:
+        """Gathers a quantity of the updates (R, H, G) for the tokens of all calls: (B, H, T)."""
         calls = []
         for updates, grid in self.parts:
             slots = torch.cat([quantity(x).detach() for x in updates], dim=-1)
@@ -67,13 +68,13 @@ class LayerSurprise:
 
 
 class SurpriseCollector:
-    """Collects the surprise of consecutive calls of a model, which get it as their `output_surprise`."""
+    """Collects the surprise of consecutive calls of a model: pass it to each as `output_surprise`."""
 
     def __init__(self):
         self.calls: list[tuple[LayerSurprise, ...]] = []
 
     def joined(self) -> tuple[LayerSurprise, ...]:
-        """Returns one `LayerSurprise` per layer, of the tokens of all calls."""
+        """Returns one `LayerSurprise` per layer, with the tokens of all calls."""
         return tuple(map(LayerSurprise.joined, zip(*self.calls, strict=True)))
 
 

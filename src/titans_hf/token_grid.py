@@ -4,6 +4,7 @@ A row that has already read `num_seen` tokens is `num_seen % grid_size` slots in
 at different positions in their chunk, and contain padding or several documents. Each document gets a row of slots, and
 its tokens (without padding) consecutive slots from its position in the chunk on: then all rows share the same chunk
 boundaries. Empty slots are masked out and never count as tokens.
+docs/log.md: "One grid for everything that is out of step", "Packed documents are rows of a grid"
 
 Shapes: B batch rows, T tokens, R rows of slots (one per document; B where there is one document per batch row), G slots
 of a row, P entries that precede a row's first slot.
@@ -106,8 +107,8 @@ class TokenGrid:
             yield TokenGrid(size, row_starts, row_ends, self.token_slots)
 
     def num_seen_after(self, num_seen: Tensor) -> Tensor:
-        """Computes, from the tokens read before (B,), those that each batch row has read of its last document after
-        the call (B,).
+        """Computes how many tokens of its last document each batch row (B,) has read after the call; `num_seen` (B,):
+        before it.
         """
         if self.is_padding is not None:
             return num_seen + ~self.is_padding
@@ -117,7 +118,7 @@ class TokenGrid:
 
     @property
     def num_rows(self) -> int:
-        """R."""
+        """R, the number of rows of slots."""
         return len(self.row_starts)
 
     @property
