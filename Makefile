@@ -4,7 +4,7 @@ BIN := .venv/bin
 # One thread a process: pytest runs one process per core.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test slow conformance lint format clean
+.PHONY: demo test slow long conformance lint format clean
 
 demo: .venv/demo.stamp
 	OMP_NUM_THREADS=$$(nproc) $(BIN)/python scripts/demo.py
@@ -14,6 +14,9 @@ test: .venv/dev.stamp
 
 slow: .venv/dev.stamp
 	$(BIN)/pytest -n auto -m slow
+
+long: .venv/dev.stamp
+	$(BIN)/pytest -n auto -m long
 
 conformance: .venv/conformance.stamp
 	$(BIN)/python scripts/conformance.py --baselines --markdown build/conformance/table.md \

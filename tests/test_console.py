@@ -105,7 +105,7 @@ def installed(tmp_path_factory):
     return folder / "site"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)  # about twenty processes, each of which imports torch
 def test_the_wheel_brings_the_commands(installed, tmp_path):
     """Commands of the installed wheel run in any folder: otherwise users would need a checkout."""
@@ -141,7 +141,7 @@ def test_the_wheel_brings_the_commands(installed, tmp_path):
     run(command, "demo", "--steps", "2", "--questions", "2", "--output_dir", "demo")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_wheel_brings_the_data_of_eval(installed, tmp_path):
     """The wheel has the tasks' YAML files, the paper's figures and the configurations: otherwise an installed `eval`
     would fail.

@@ -188,7 +188,7 @@ def environment(tmp_path):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("block", each(BASH))
 def test_commands_run(block, workplace, programs, environment):
@@ -200,7 +200,7 @@ def test_commands_run(block, workplace, programs, environment):
         pytest.skip("; ".join(dict.fromkeys(reasons)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("block", each(PYTHON))
 def test_python_runs(block, workplace, environment):
     """A Python block runs alone and unchanged: otherwise it would fail for whoever copies it."""

@@ -57,7 +57,7 @@ def test_merging_refuses_what_it_would_spoil(adapter, tmp_path):
         merge.main([str(tmp_path / "adapter"), str(tmp_path / "model")])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_from_a_checkpoint_to_a_chat(tmp_path):
     """The page's commands run one after another, each from the output of the one before: otherwise a user could not

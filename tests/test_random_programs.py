@@ -11,7 +11,7 @@ from common import VARIANTS, assert_same, full_logits, make_ids, shared_model
 
 from titans_hf import TitansCache
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 NUM_PROGRAMS, NUM_OPERATIONS, MAX_ROWS = 60, 14, 4
 
 

@@ -61,7 +61,7 @@ TEXTS = {"first": " ".join(map(str, range(100))), "second": " ".join(map(str, ra
 NUM_TOKENS = len(TEXTS["second"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 @pytest.mark.parametrize("append", [False, True])
 def test_thirty_kills(append, run, tmp_path):
