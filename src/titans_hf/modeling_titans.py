@@ -168,8 +168,7 @@ class TitansModel(TitansPreTrainedModel):
         first; in MAC (B, heads, T, P + 2 L): persistent tokens, recalled tokens and segment slots. A map put together
         from several windows or segments is no part of the graph of the output: its `grad` stays None.
 
-        Raises ValueError for an empty sequence or batch, ids out of range, and a mask, positions or cache that do not
-        fit.
+        Raises ValueError for an empty sequence or batch, ids out of range, or a mask, positions or cache that misfit.
         """
         check_inputs(input_ids, inputs_embeds, self.config)
         if inputs_embeds is None:
@@ -220,13 +219,10 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
     ) -> TitansCausalLMOutput:
         """Computes logits and, with labels, the loss; arguments beyond those of `TitansModel.forward`:
 
-        Args:
             labels (B, T) int64: usually `input_ids`; shifted inside, -100 is ignored. The loss is their mean cross
                 entropy, or their sum divided by `num_items_in_batch` where given.
             logits_to_keep: compute logits only for the last n positions, or for the positions given; 0 for all.
-            output_surprise: return the surprise of each token and the gates of its update; with a `SurpriseCollector`,
-                which is passed to several calls, it is added to that as well.
-
+            output_surprise: return the surprise of each token and its gates; a `SurpriseCollector` also collects them.
         Returns loss where there are labels, logits (B, T or fewer, vocab_size), and what `TitansModel` returns.
         """
         outputs = self.model(
