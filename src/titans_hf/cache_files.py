@@ -87,7 +87,8 @@ def write_memory(folder: str | os.PathLike, memory: SavedMemory) -> None:
             # Copies, because safetensors refuses tensors that share their storage.
             tensors = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in memory.tensors.items()}
             # One entry, because safetensors writes several in random order: equal memories have equal checksums.
-            scalars = json.dumps({"num_columns": memory.num_columns, "record_past": memory.record_past})
+            # Of one length, so that the file's size does not depend on how much was read.
+            scalars = json.dumps({"num_columns": memory.num_columns, "record_past": memory.record_past}).ljust(64)
             save_file(tensors, new / "tensors", {"cache": scalars})
             checksum, size = _checksum(new / "tensors"), (new / "tensors").stat().st_size
             file = folder / f"memory-{checksum[:16]}.safetensors"
