@@ -92,7 +92,7 @@ def build_model(name: str, config: PreTrainedConfig) -> PreTrainedModel:
 
 @torch.no_grad()
 def silence_outputs(model: PreTrainedModel) -> None:
-    """Set the last projection of every attention or recurrence of a baseline to 0, as Titans begin."""
+    """Set the last projection of every attention or recurrence of a baseline to 0; a Titans' begins at a tenth."""
     for name, module in model.named_modules():
         if name.endswith(("self_attn.o_proj", "linear_attn.out_proj", "mixer.out_proj")):
             module.weight.zero_()

@@ -129,9 +129,9 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = make_tokenizer(train_files, args.vocab_size, args.cache)
     blocks = cut_blocks(read_documents(train_files, tokenizer, args.cache), args.block_length)
     scored = cut_stretches(read_documents(score_files, tokenizer, args.cache), args.score_length, args.stretches)
-    settings = {"vocab_size": args.vocab_size} | parse_settings(args.set)
+    settings = parse_settings(args.set)
     set_seed(args.seed)
-    config = fit_config(args.model, args.parameters, settings)
+    config = fit_config(args.model, args.parameters, {"vocab_size": args.vocab_size} | settings)
     set_seed(args.seed)
     model = build_model(args.model, config)
     if args.silent:
@@ -142,7 +142,7 @@ def main(argv: list[str] | None = None) -> None:
     names = [file.stem for file in score_files for _ in range(args.stretches)]
     record = {
         "model": args.model,
-        "settings": parse_settings(args.set) | ({"silent": True} if args.silent else {}),
+        "settings": settings | ({"silent": True} if args.silent else {}),
         "parameters": model.num_parameters(),
         "config": config.to_diff_dict(),
         "training": {

@@ -172,7 +172,7 @@ def chunk_backward(
     values, anchor = chunk.inputs.values, chunk.anchor
     grad_values = None
     if chunk.token_deltas is not None:
-        solved = token_deltas_backward(grads.deltas[-1], chunk.token_deltas, _last_layer(chunk), values, chunk.gates)
+        solved = token_deltas_backward(grads.deltas[-1], chunk.token_deltas, _last_layer(chunk), chunk.gates)
         grads.offset[-1] = grads.offset[-1] + solved.layer.offset
         grads.momentum[-1] = grads.momentum[-1] + solved.layer.momentum
         grads.inputs[-1] = grads.inputs[-1] + solved.layer.inputs

@@ -62,7 +62,7 @@ def token_deltas(layer: LastLayer, values: Tensor, gates: GateProducts) -> Token
     output = (beta * h) @ layer.offset + (f * h) @ layer.momentum  # (N, C, d_in) @ (N, d_in, d_out)
     if layer.decay_target is not None:
         output = output + h @ layer.decay_target
-    error_scale = 2 / h.square().sum(-1, keepdim=True).clamp(min=1.0)  # c
+    error_scale = _error_scale(h)
     scores = h @ h.mT  # (N, C, C)
     products = pad(gates.gradient_to_weights, (0, 0, 1, 0))[..., :-1, :]  # row i: G_{i-1}, 0 from column i on
     system = error_scale * products * scores
@@ -72,7 +72,7 @@ def token_deltas(layer: LastLayer, values: Tensor, gates: GateProducts) -> Token
 
 
 def token_deltas_backward(
-    grad: Tensor, solution: TokenDeltas, layer: LastLayer, values: Tensor, gates: GateProducts
+    grad: Tensor, solution: TokenDeltas, layer: LastLayer, gates: GateProducts
 ) -> TokenDeltasGradients:
     """Computes the backward of `token_deltas` from the gradient with respect to the deltas."""
     h, deltas, error_scale = layer.inputs, solution.deltas, solution.error_scale
@@ -110,7 +110,12 @@ def token_deltas_backward(
 
 def single_token_delta(inputs: Tensor, value: Tensor, weights: Tensor) -> Tensor:
     """Computes the delta of one token, c (h M - v): inputs h (..., 1, d_in), weights (..., d_in, d_out)."""
-    return 2 / inputs.square().sum(-1, keepdim=True).clamp(min=1.0) * (inputs @ weights - value)
+    return _error_scale(inputs) * (inputs @ weights - value)
+
+
+def _error_scale(inputs: Tensor) -> Tensor:
+    """Computes c = 2 / max(1, |h|^2): h (..., d_in) -> (..., 1)."""
+    return 2 / inputs.square().sum(-1, keepdim=True).clamp(min=1.0)
 
 
 def _before_token(after: Tensor, at_start: float) -> Tensor:
