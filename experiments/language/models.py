@@ -1,6 +1,5 @@
 """Models of equal size to be compared: Titans, and attention and linear recurrences of transformers."""
 
-import json
 from functools import partial
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from titans_hf import TitansConfig
+from titans_hf_scripts.training.model import parse_value
 
 WINDOW = 64  # tokens that attention sees in Mistral, MAG and MAL, and of a segment in MAC
 VARIANTS = ("lmm", "mag", "mac", "mal")
@@ -105,8 +105,5 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
         name, equals, value = pair.partition("=")
         if not (name and equals):
             raise ValueError(f"a setting must be NAME=VALUE, but is {pair!r}")
-        try:
-            settings[name] = json.loads(value)
-        except json.JSONDecodeError:
-            settings[name] = value
+        settings[name] = parse_value(value)
     return settings
