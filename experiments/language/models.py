@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from titans_hf import TitansConfig
+from titans_hf.memory_modules import OUTPUT_SCALE
 from titans_hf_scripts.training.model import parse_value
 
 WINDOW = 64  # tokens that attention sees in Mistral, MAG and MAL, and of a segment in MAC
@@ -31,7 +32,12 @@ def make_config(name: str, free: int, settings: dict[str, Any]) -> PreTrainedCon
     if name == "mamba2":
         head_dim = 2 * HIDDEN_SIZE // (2 * NUM_HEADS)
         return transformers.Mamba2Config(
-            **shape | {"num_hidden_layers": free}, num_heads=2 * NUM_HEADS, head_dim=head_dim, n_groups=1, state_size=64
+            **shape | {"num_hidden_layers": free},
+            num_heads=2 * NUM_HEADS,
+            head_dim=head_dim,
+            n_groups=1,
+            state_size=64,
+            chunk_size=64,
         )
     shape = {"num_attention_heads": NUM_HEADS, "num_key_value_heads": NUM_HEADS, "intermediate_size": free} | shape
     if name in VARIANTS:
@@ -42,8 +48,8 @@ def make_config(name: str, free: int, settings: dict[str, Any]) -> PreTrainedCon
     if name.startswith("llama"):
         return transformers.LlamaConfig(**shape)
     head_dim = HIDDEN_SIZE // NUM_HEADS
-    shape |= {f"linear_num_{part}_heads": NUM_HEADS for part in ("key", "value")}
-    shape |= {f"linear_{part}_head_dim": head_dim for part in ("key", "value")}
+    shape = {f"linear_num_{part}_heads": NUM_HEADS for part in ("key", "value")} | shape
+    shape = {f"linear_{part}_head_dim": head_dim for part in ("key", "value")} | shape
     layers = ["linear_attention"] * shape["num_hidden_layers"]
     return transformers.Qwen3NextConfig(**shape, head_dim=head_dim, num_experts=0, layer_types=layers)
 
@@ -91,11 +97,11 @@ def build_model(name: str, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def silence_outputs(model: PreTrainedModel) -> None:
-    """Set the last projection of every attention or recurrence of a baseline to 0; a Titans' begins at a tenth."""
+def scale_outputs(model: PreTrainedModel) -> None:
+    """Scale the last projection of every attention or recurrence of a baseline to a tenth, as Titans start."""
     for name, module in model.named_modules():
         if name.endswith(("self_attn.o_proj", "linear_attn.out_proj", "mixer.out_proj")):
-            module.weight.zero_()
+            module.weight.mul_(OUTPUT_SCALE)
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def read_documents(files: list[Path], tokenizer: Tokenizer, cache: Path) -> list
     path = cache / f"ids-{name}.npz"
     if not path.is_file():
         texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
-        documents = [np.array(tokenizer.encode(text).ids, dtype=np.uint16) for text in texts]
+        documents = [np.array(x.ids, dtype=np.uint16) for x in tokenizer.encode_batch_fast(texts)]
         with tempfile.TemporaryFile() as stream:
             np.savez(stream, *documents)
             stream.seek(0)

@@ -16,14 +16,16 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import PreTrainedModel, set_seed
 
-from experiments.language.models import NAMES, build_model, fit_config, parse_settings, silence_outputs
+from experiments.language.models import NAMES, build_model, fit_config, parse_settings, scale_outputs
 from experiments.language.token_blocks import cut_blocks, cut_stretches, make_tokenizer, read_documents
+from experiments.language.training_loop import TrainingOptions, train
 from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.text_files import find_files
 
 FIRST_EDGES = (0, 64, 256, 512)
+TOKENS_AT_ONCE = 1 << 14  # scored in a batch
 
 
 def edges_to(length: int) -> list[int]:
@@ -36,57 +38,24 @@ def edges_to(length: int) -> list[int]:
 def losses_by_position(model: PreTrainedModel, stretches: np.ndarray) -> np.ndarray:
     """(N, T + 1) ids -> (N, number of ranges) mean loss between `edges_to`, nats per token."""
     model.eval()
-    edges, rows = edges_to(stretches.shape[1] - 1), []
-    for ids in torch.from_numpy(stretches):
-        logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0]
-        loss = cross_entropy(logits.float(), ids[1:], reduction="none").double()
-        rows.append([loss[low:high].mean().item() for low, high in pairwise(edges)])
-    return np.array(rows)
+    edges, parts = edges_to(stretches.shape[1] - 1), []
+    for ids in torch.from_numpy(stretches).split(max(1, TOKENS_AT_ONCE // stretches.shape[1])):
+        ids = ids.to(model.device)
+        logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+        loss = cross_entropy(logits.float().mT, ids[:, 1:], reduction="none").double()
+        parts.append(torch.stack([loss[:, low:high].mean(1) for low, high in pairwise(edges)], dim=1).cpu())
+    return torch.cat(parts).numpy()
 
 
-class CurveRecorder(TrainerCallback):
-    """Keeps the training loss of every logged step, and prints it."""
+class CurveRecorder:
+    """Keeps the training loss, and prints it."""
 
-    def __init__(self, label: str):
-        self.label, self.curve, self.start = label, [], time.time()
+    def __init__(self, label: str, steps: int):
+        self.label, self.steps, self.curve, self.start = label, steps, [], time.time()
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if "loss" in logs:
-            loss = float(logs["loss"])
-            self.curve.append([state.global_step, round(loss, 4)])
-            seconds = time.time() - self.start
-            print(
-                f"{self.label} step {state.global_step}/{state.max_steps} loss {loss:.4f} {seconds:.0f} s", flush=True
-            )
-
-
-def train(model: PreTrainedModel, blocks: np.ndarray, args: argparse.Namespace) -> list[list[float]]:
-    """Train on random blocks (N, T) with AdamW, a cosine to a tenth of the rate, and return the curve."""
-    rows = [{"input_ids": ids, "labels": ids} for ids in torch.from_numpy(blocks)]
-    recorder = CurveRecorder(args.label)
-    arguments = TrainingArguments(
-        output_dir=args.cache / "trainer",
-        max_steps=args.steps,
-        per_device_train_batch_size=args.batch_size,
-        learning_rate=args.learning_rate,
-        lr_scheduler_type="cosine_with_min_lr",
-        lr_scheduler_kwargs={"min_lr_rate": 0.1},
-        warmup_steps=0.05,
-        weight_decay=0.1,
-        adam_beta2=0.95,
-        max_grad_norm=1.0,
-        bf16=args.bf16,
-        use_cpu=not torch.cuda.is_available(),
-        seed=args.seed,
-        logging_steps=max(1, args.steps // 16),
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-    )
-    trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[recorder])
-    trainer.pop_callback(next(x for x in trainer.callback_handler.callbacks if type(x).__name__ == "PrinterCallback"))
-    trainer.train()
-    return recorder.curve
+    def __call__(self, step: int, loss: float) -> None:
+        self.curve.append([step, round(loss, 4)])
+        print(f"{self.label} step {step}/{self.steps} loss {loss:.4f} {time.time() - self.start:.0f} s", flush=True)
 
 
 def describe_commit() -> str:
@@ -102,7 +71,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--score_text", type=Path, nargs="+", required=True, help="folders of .txt files")
     parser.add_argument("--output", type=Path, required=True, help="the JSON file to write; one that exists is kept")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="fields of the model's config")
-    parser.add_argument("--silent", action="store_true", help="baselines: attention's last projection begins at 0")
+    parser.add_argument("--quiet", action="store_true", help="baselines: mixers' last projections start at a tenth")
     parser.add_argument("--parameters", type=int, default=1_200_000)
     parser.add_argument("--vocab_size", type=int, default=2048)
     parser.add_argument("--block_length", type=int, default=2048)
@@ -111,6 +80,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True, help="matrix products in bf16")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--graph", action="store_true", help="on a GPU: a training step as one CUDA graph")
     parser.add_argument("--score_length", type=int, default=4096)
     parser.add_argument("--stretches", type=int, default=4, help="of each text to be scored")
     parser.add_argument("--cache", type=Path, default=Path("runs/language"), help="for the tokenizer and token ids")
@@ -133,16 +104,17 @@ def main(argv: list[str] | None = None) -> None:
     set_seed(args.seed)
     config = fit_config(args.model, args.parameters, {"vocab_size": args.vocab_size} | settings)
     set_seed(args.seed)
-    model = build_model(args.model, config)
-    if args.silent:
-        silence_outputs(model)
-    start, commit = time.time(), describe_commit()
-    curve = train(model, blocks, args)
+    model = build_model(args.model, config).to(args.device)
+    if args.quiet:
+        scale_outputs(model)
+    start, commit, recorder = time.time(), describe_commit(), CurveRecorder(args.label, args.steps)
+    options = {name: getattr(args, name) for name in TrainingOptions._fields}
+    train(model, blocks, TrainingOptions(**options), recorder)
     losses = losses_by_position(model, scored)
     names = [file.stem for file in score_files for _ in range(args.stretches)]
     record = {
         "model": args.model,
-        "settings": settings | ({"silent": True} if args.silent else {}),
+        "settings": settings | ({"quiet": True} if args.quiet else {}),
         "parameters": model.num_parameters(),
         "config": config.to_diff_dict(),
         "training": {
@@ -154,7 +126,8 @@ def main(argv: list[str] | None = None) -> None:
             "learning_rate": args.learning_rate,
             "seed": args.seed,
             "bf16": args.bf16,
-            "loss": curve,
+            "device": args.device,
+            "loss": recorder.curve,
         },
         "commit": commit,
         "minutes": round((time.time() - start) / 60, 1),

@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_titans import TitansConfig
 from .layer_state import KeyValueCache
+from .memory_modules import OutputProjection
 from .token_grid import TokenGrid
 
 
@@ -77,7 +78,7 @@ class TitansAttention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, key_size, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, key_size, bias=False)
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+        self.o_proj = OutputProjection(query_size, config.hidden_size, bias=False)
 
     def heads(self, x: Tensor) -> Tensor:
         """Splits the last dimension into heads: (B, N, h * D) -> (B, N, h, D)."""

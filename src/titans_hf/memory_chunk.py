@@ -54,7 +54,7 @@ class ChunkIntermediates(NamedTuple):
     gates: GateProducts
     gate_intermediates: GateIntermediates
     factors: GradientFactors
-    layers: list[ChunkLayer]
+    layers: tuple[ChunkLayer, ...]
     anchor: tuple[Tensor, ...]
     token_deltas: TokenDeltas | None
 
@@ -109,7 +109,7 @@ def chunk_intermediates(
         solution = token_deltas(last, inputs.values, gates)
         factors = with_last_deltas(factors, solution.deltas)
     parts = (offsets, state.momentum, factors.inputs, factors.deltas, targets)
-    layers = [ChunkLayer(*x) for x in zip(*parts, strict=True)]
+    layers = tuple(ChunkLayer(*x) for x in zip(*parts, strict=True))
     return ChunkIntermediates(inputs, gates, gate_intermediates, factors, layers, state.anchor, solution)
 
 

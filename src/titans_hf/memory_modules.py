@@ -12,7 +12,7 @@ from .memory_network import clip_scale
 # model. With an epsilon as small as usual, the gradients of those tokens would exceed all others.
 # docs/log.md: "An epsilon of 1e-12 under a length that may be 0"
 EPSILON = 1e-4
-# Factor of the initial weights of the memory's output projection: the output of an untrained memory is noise.
+# Factor of the initial weights of the output projections of memory and attention: untrained, their output is noise.
 # docs/log.md: "The memory's output must start quiet"
 OUTPUT_SCALE = 0.1
 
@@ -116,7 +116,7 @@ class TokenGate(nn.Linear):
 
 
 class OutputProjection(nn.Linear):
-    """The memory's output projection W_o, whose initial weights are scaled by `OUTPUT_SCALE`."""
+    """The output projection of memory or attention, W_o, whose initial weights are scaled by `OUTPUT_SCALE`."""
 
     def reset_parameters(self) -> None:
         super().reset_parameters()

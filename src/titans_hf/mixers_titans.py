@@ -111,7 +111,10 @@ class LMMMixer(TitansMixer):
 
 
 class MALMixer(TitansMixer):
-    """Memory as a layer: sliding-window attention over the memory's output (eq. 29-31)."""
+    """Memory as a layer: sliding-window attention over the memory's output (eq. 29-31).
+
+    With `memory_residual`, attention is over the input plus the memory's output, and both outputs are added.
+    """
 
     def __init__(self, config: TitansConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -119,17 +122,22 @@ class MALMixer(TitansMixer):
         self.attention = WindowAttention(config, layer_idx)
 
     def initial_kv_cache(self, memory_output):
-        return self.attention.initial_kv_cache(self.memory_norm(memory_output))
+        return self.attention.initial_kv_cache(self._attention_input(self.persistent[None], memory_output))
+
+    def _attention_input(self, hidden_states: Tensor, y: Tensor) -> Tensor:
+        return self.memory_norm(hidden_states + y if self.config.memory_residual else y)
 
     def mix(self, hidden_states, state, grid, at_start):
         # y = M(x~): eq. 30
         y, memory, conv_state, updates = self.memory.forward_on_grid(
             hidden_states, state.memory, state.conv_state, grid
         )
-        # o = SW-Attn(norm(y)): eq. 31
-        attended = self.attention(self.memory_norm(y), state.kv_cache, state.memory.num_seen, grid, at_start)
-        after = LayerState(memory, conv_state, attended.kv_cache)
-        return SlotsOutput(attended.hidden_states, attended.weights, after, [updates])
+        inputs = self._attention_input(hidden_states, y)
+        attended = self.attention(inputs, state.kv_cache, state.memory.num_seen, grid, at_start)
+        output = attended.hidden_states  # o = SW-Attn(norm(y)): eq. 31
+        if self.config.memory_residual:
+            output = output + y
+        return SlotsOutput(output, attended.weights, LayerState(memory, conv_state, attended.kv_cache), [updates])
 
 
 class MAGMixer(TitansMixer):
