@@ -57,7 +57,8 @@ def shared_model(variant: str, **changes):
 
 def each_variant(changes: dict[str, dict]) -> list:
     """Returns pytest parameters (variant, changes) for all named changes of the config that affect the variant."""
-    meaningless = {"mac": {"sliding_window"}, "lmm": {"sliding_window", "segment_length", "num_key_value_heads"}}
+    without_attention = {"sliding_window", "segment_length", "num_key_value_heads", "memory_residual"}
+    meaningless = {"mac": {"sliding_window"}, "lmm": without_attention}
     return [
         pytest.param(variant, change, id=f"{variant}-{name}")
         for variant in VARIANTS

@@ -138,16 +138,23 @@ def lmm(mixer, config, x):
 def mal(mixer, config, x):
     memory, persistent_output = primed_memory(mixer, config)
     norm = mixer.memory_norm
-    output = torch.stack([memory(token) for token in x])  # eq. 30
-    output, persistent = (rms_norm(y, norm.weight, config.rms_norm_eps) for y in (output, persistent_output))
-    return window_attention(mixer.attention, config, output, persistent)  # eq. 31
+    m = torch.stack([memory(token) for token in x])  # eq. 30
+    if config.memory_residual:
+        persistent_output = mixer.persistent + persistent_output
+    inputs = x + m if config.memory_residual else m
+    inputs, persistent = (rms_norm(y, norm.weight, config.rms_norm_eps) for y in (inputs, persistent_output))
+    output, weights = window_attention(mixer.attention, config, inputs, persistent)  # eq. 31
+    return m + output if config.memory_residual else output, weights
 
 
 def mag(mixer, config, x):
     memory, _ = primed_memory(mixer, config)
     y, weights = window_attention(mixer.attention, config, x, mixer.persistent)
+    m = torch.stack([memory(token) for token in x])
+    if config.memory_residual:
+        return y + m, weights
     y = rms_norm(y, mixer.attention_norm.weight, config.rms_norm_eps)
-    m = rms_norm(torch.stack([memory(token) for token in x]), mixer.memory_norm.weight, config.rms_norm_eps)
+    m = rms_norm(m, mixer.memory_norm.weight, config.rms_norm_eps)
     gate = torch.sigmoid(mixer.gate_attention * y + mixer.gate_memory * m + mixer.gate_bias)
     return gate * y + (1 - gate) * m, weights
 
@@ -183,8 +190,11 @@ def mac(mixer, config, x):
         )
         y = segment + attended
         m = torch.stack([memory(token) for token in y])
-        y, m = rms_norm(y, mixer.attention_norm.weight, eps), rms_norm(m, mixer.memory_norm.weight, eps)
-        outputs.append(y * torch.sigmoid(m))
+        gate = torch.sigmoid(rms_norm(m, mixer.memory_norm.weight, eps))
+        if config.memory_residual:
+            outputs.append(attended * gate + m)
+        else:
+            outputs.append(rms_norm(y, mixer.attention_norm.weight, eps) * gate)
         parts = weights.split([config.num_persistent_tokens, size, size], -1)
         empty = weights.new_zeros(*weights.shape[:2], length - size)
         attentions.append(torch.cat([parts[0], parts[1], empty, parts[2], empty], -1))

@@ -34,6 +34,7 @@ DEFAULTS = dict(
     memory_conv_kernel=4,
     memory_conv_noise=0.7,
     memory_output_norm="rms",
+    memory_residual=False,
     memory_error_clip=1.0,
     rope_parameters=None,
     rms_norm_eps=1e-6,

@@ -63,8 +63,8 @@ def rules(config) -> dict:
     return weights | {
         r"model\.embed_tokens\.weight": normal(STD),
         r"lm_head\.weight": normal(STD),
-        memory + r"o_proj\.weight": normal(OUTPUT_SCALE * STD),
-        layer + r"(?!mixer\.memory\.o_).*(q|k|v|o|gate|up|down)_proj\.weight": normal(STD),
+        layer + r"mixer\.(memory|attention)\.o_proj\.weight": normal(OUTPUT_SCALE * STD),
+        layer + r"(?!mixer\.(memory|attention)\.o_).*(q|k|v|o|gate|up|down)_proj\.weight": normal(STD),
         r".*norm\.weight": constant(1),
         memory + r"(inner_lr|momentum|forget)\.weight": constant(0),
         memory + r"(inner_lr|momentum)\.bias": constant(0),

@@ -20,6 +20,7 @@ CHANGES = {
     "delta rule": dict(memory_update_rule="delta"),
     "gated delta rule": dict(memory_update_rule="delta", memory_depth=1, memory_momentum=False),
     "clipped output": dict(memory_output_norm="clip"),
+    "memory residual": dict(memory_residual=True),
     "chunk is segment": dict(memory_chunk_size=8),
     "three chunks a segment": dict(segment_length=12),
     "chunk of one": dict(memory_chunk_size=1),

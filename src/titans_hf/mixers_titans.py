@@ -141,12 +141,17 @@ class MALMixer(TitansMixer):
 
 
 class MAGMixer(TitansMixer):
-    """Memory as a gate: attention and memory in parallel, mixed by a gate that is computed from both (eq. 26-28)."""
+    """Memory as a gate: attention and memory in parallel, mixed by a gate that is computed from both (eq. 26-28).
+
+    With `memory_residual`, both outputs are added.
+    """
 
     def __init__(self, config: TitansConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         size, eps = config.hidden_size, config.rms_norm_eps
         self.attention = WindowAttention(config, layer_idx)
+        if config.memory_residual:
+            return
         self.attention_norm, self.memory_norm = nn.RMSNorm(size, eps=eps), nn.RMSNorm(size, eps=eps)
         self.gate_attention, self.gate_memory, self.gate_bias = (nn.Parameter(torch.empty(size)) for _ in range(3))
 
@@ -158,17 +163,24 @@ class MAGMixer(TitansMixer):
             hidden_states, state.memory, state.conv_state, grid
         )
         attended = self.attention(hidden_states, state.kv_cache, state.memory.num_seen, grid, at_start)  # eq. 27
-        y, m = self.attention_norm(attended.hidden_states), self.memory_norm(m)
-        # o = y (x) M(x~), eq. 28, as a convex combination per channel
+        output = self._combine(attended.hidden_states, m)
+        return SlotsOutput(output, attended.weights, LayerState(memory, conv_state, attended.kv_cache), [updates])
+
+    def _combine(self, y: Tensor, m: Tensor) -> Tensor:
+        """Computes o = y (x) M(x~), eq. 28, as a convex combination per channel."""
+        if self.config.memory_residual:
+            return y + m
+        y, m = self.attention_norm(y), self.memory_norm(m)
         gate = torch.sigmoid(self.gate_attention * y + self.gate_memory * m + self.gate_bias)
-        output, after = gate * y + (1 - gate) * m, LayerState(memory, conv_state, attended.kv_cache)
-        return SlotsOutput(output, attended.weights, after, [updates])
+        return gate * y + (1 - gate) * m
 
 
 class MACMixer(TitansMixer):
     """Memory as context: attention over what the memory recalls for a segment and over the segment; the memory is then
     updated with the result and gates it (eq. 21-25). Segments are processed in order: each recalls from the memory at
     the end of the one before.
+
+    With `memory_residual`, attention's output is gated without its input, and the memory's output is added.
     """
 
     def __init__(self, config: TitansConfig, layer_idx: int):
@@ -176,7 +188,8 @@ class MACMixer(TitansMixer):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.recall = MemoryRecall(config, layer_idx)
         self.attention = SegmentAttention(config, layer_idx)
-        self.attention_norm, self.memory_norm = nn.RMSNorm(size, eps=eps), nn.RMSNorm(size, eps=eps)
+        self.attention_norm = None if config.memory_residual else nn.RMSNorm(size, eps=eps)
+        self.memory_norm = nn.RMSNorm(size, eps=eps)
 
     def initial_state(self, batch_size, dtype):
         """Returns the state before the first token. In MAC, P is part of the attention's context only."""
@@ -218,11 +231,14 @@ class MACMixer(TitansMixer):
             update = self.memory.update(y, state.memory, state.conv_state, part, decay_target)  # M_t: eq. 24
             kept = weights if self.keeps_segment_weights else ()
             state = LayerState(update.state, update.conv_state, attended.kv_cache, kept)
-            results.append(_SegmentResult(y, update.retrieved, attended.weights, update.updates))
-        ys, retrieved, attentions, updates = zip(*results, strict=True)
-        y = torch.cat(ys, dim=1)
+            results.append(_SegmentResult(attended.hidden_states, update.retrieved, attended.weights, update.updates))
+        attended, retrieved, attentions, updates = zip(*results, strict=True)
+        attended = torch.cat(attended, dim=1)
+        y = hidden_states + attended
         m = self.memory.project_output(y, torch.cat(retrieved, dim=2))  # M_t(y_t)
-        output = self.attention_norm(y) * torch.sigmoid(self.memory_norm(m))  # o_t = y_t (x) M*_t(y_t): eq. 25
+        gate = torch.sigmoid(self.memory_norm(m))
+        # o_t = y_t (x) M*_t(y_t): eq. 25
+        output = attended * gate + m if self.config.memory_residual else self.attention_norm(y) * gate
         # With one segment, the recorded tensor itself: the output has a gradient with respect to it.
         single = attentions[0] is None or len(attentions) == 1
         return SlotsOutput(output, attentions[0] if single else torch.cat(attentions, dim=2), state, updates)
@@ -237,7 +253,7 @@ class MACMixer(TitansMixer):
 
 
 class _SegmentResult(NamedTuple):
-    y: Tensor
+    attended: Tensor
     retrieved: Tensor
     attentions: Tensor | None
     updates: MemoryUpdates

@@ -118,7 +118,7 @@ class TitansPreTrainedModel(PreTrainedModel):
             module.reset_parameters(init)
         elif isinstance(module, TitansMixer):
             init.normal_(module.persistent, std=std)
-            if isinstance(module, MAGMixer):
+            if isinstance(module, MAGMixer) and not self.config.memory_residual:
                 for vector in (module.gate_attention, module.gate_memory, module.gate_bias):
                     init.zeros_(vector)
 
