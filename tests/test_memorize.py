@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from titans_hf.memory_network import layer_shapes
-from titans_hf.memory_ops import memorize
+from titans_hf.memory_ops import memorize, memorize_with_surprise, read_constant_memory
 from titans_hf.memory_reference import memorize_chunks_reference, memorize_reference
 from titans_hf.memory_scan import CHECKPOINT_INTERVAL
-from titans_hf.memory_state import MemoryState
+from titans_hf.memory_state import MemoryInputs, MemoryState
+from titans_hf.token_grid import TokenGrid
 
 B, H, D, CHUNK = 3, 2, 4, 4
 TOLERANCE = 1e-10
@@ -154,6 +155,25 @@ def test_momentum_and_forgetting_off(momentum, forget, length):
     torch.manual_seed(0)
     state, tokens = make_state(2, [5, 0, 3]), make_tokens(length, momentum, forget)
     assert_same(run(memorize, tokens, state, 1.0), run(memorize_reference, tokens, state, 1.0))
+
+
+@pytest.mark.parametrize("delta_rule", [False, True])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_reading_a_constant_memory_equals_steps_of_zero(depth, delta_rule):
+    """Reading without an update gives output, surprise and state of an update whose steps are 0: otherwise a stopped
+    memory differs from one that has nothing to learn.
+    """
+    torch.manual_seed(5)
+    state, tokens = make_state(depth, [0, 0, 0]), MemoryInputs(*make_tokens(9, momentum=False, forget=False))
+    state = replace(state, anchor=state.weights)
+    tokens = tokens._replace(inner_lr=torch.zeros_like(tokens.inner_lr))
+    options = dict(error_clip=1.0, delta_rule=delta_rule, grid=TokenGrid.build(state.num_seen, 9, 9))
+    constant = read_constant_memory(tokens, state, **options)
+    updated = memorize_with_surprise(tokens, state, chunk_size=9, **options)
+    torch.testing.assert_close(constant.retrieved, updated.retrieved, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(constant.surprise, updated.surprise, rtol=0, atol=TOLERANCE)
+    pairs = zip(constant.state.flat(), updated.state.flat(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs) and torch.equal(constant.state.num_seen, updated.state.num_seen)
 
 
 def test_both_clips_are_reached_and_left():

@@ -101,6 +101,23 @@ def memorize_with_surprise(
     return MemorizeOutput(retrieved, surprise, output.state)
 
 
+def read_constant_memory(
+    inputs: MemoryInputs, state: MemoryState, *, error_clip: float | None, delta_rule: bool, grid: TokenGrid
+) -> MemorizeOutput:
+    """Computes `memorize_with_surprise` for step sizes of 0 and no forgetting: reads without an update."""
+    inputs = inputs.map(lambda x: x.to(state.weights[0].dtype))
+    with torch.no_grad():
+        factors = gradient_factors(inputs.keys, inputs.values, state.weights, error_clip)
+        if delta_rule:
+            factors = with_last_deltas(
+                factors, single_token_delta(factors.inputs[-1], inputs.values, state.weights[-1])
+            )
+        surprise = token_surprise(factors)
+    num_seen = state.num_seen + grid.row_ends - grid.row_starts
+    after = MemoryState(state.weights, tuple(map(torch.zeros_like, state.momentum)), state.weights, num_seen)
+    return MemorizeOutput(read(state.weights, inputs.queries), surprise, after)
+
+
 def _memorize_token(
     inputs: MemoryInputs,
     state: MemoryState,

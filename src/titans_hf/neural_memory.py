@@ -14,7 +14,7 @@ from .configuration_titans import TitansConfig
 from .layer_state import LayerState
 from .memory_modules import EPSILON, ChannelConv, HeadNorm, InitialWeights, OutputProjection, TokenGate, l2_normalize
 from .memory_network import layer_shapes, read
-from .memory_ops import memorize_with_surprise
+from .memory_ops import MemorizeOutput, memorize_with_surprise, read_constant_memory
 from .memory_state import MemoryInputs, MemoryState
 from .surprise_titans import MemoryUpdates
 from .token_grid import TokenGrid
@@ -160,16 +160,22 @@ class NeuralMemory(nn.Module):
             # squares may exceed the range of float16.
             # docs/log.md: "Values as long as they come: MAC diverges", "`normalize` in float16 with an epsilon of 0"
             gates = self._gates(hidden_states, dtype)
-            retrieved, surprise, state = memorize_with_surprise(
-                MemoryInputs(*l2_normalize(projected.to(dtype)), *gates),
-                state,
-                chunk_size=self.config.memory_chunk_size,
-                error_clip=self.config.memory_error_clip,
-                delta_rule=self.config.memory_update_rule == "delta",
-                decay_target=decay_target,
-                grid=grid,
-            )
+            inputs = MemoryInputs(*l2_normalize(projected.to(dtype)), *gates)
+            retrieved, surprise, state = self._memorize(inputs, state, grid, decay_target)
         return MemoryUpdate(retrieved, state, conv_state, MemoryUpdates(surprise, *gates))
+
+    def _memorize(
+        self, inputs: MemoryInputs, state: MemoryState, grid: TokenGrid, decay_target: tuple[Tensor, ...]
+    ) -> MemorizeOutput:
+        options = {
+            "error_clip": self.config.memory_error_clip,
+            "delta_rule": self.config.memory_update_rule == "delta",
+            "grid": grid,
+        }
+        if self.config.memory_max_lr == 0:
+            return read_constant_memory(inputs, state, **options)
+        chunk_size = self.config.memory_chunk_size
+        return memorize_with_surprise(inputs, state, chunk_size=chunk_size, decay_target=decay_target, **options)
 
     def project_output(self, hidden_states: Tensor, retrieved: Tensor) -> Tensor:
         """Computes W_o (norm(y) o silu(W_g x)) (section 4.4) from x (B, T, hidden) and what it retrieved, y
