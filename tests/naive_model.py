@@ -151,10 +151,10 @@ def mag(mixer, config, x):
     memory, _ = primed_memory(mixer, config)
     y, weights = window_attention(mixer.attention, config, x, mixer.persistent)
     m = torch.stack([memory(token) for token in x])
+    normed = rms_norm(m, mixer.memory_norm.weight, config.rms_norm_eps)
     if config.memory_residual:
-        return y + m, weights
-    y = rms_norm(y, mixer.attention_norm.weight, config.rms_norm_eps)
-    m = rms_norm(m, mixer.memory_norm.weight, config.rms_norm_eps)
+        return y * torch.sigmoid(normed) + m, weights
+    y, m = rms_norm(y, mixer.attention_norm.weight, config.rms_norm_eps), normed
     gate = torch.sigmoid(mixer.gate_attention * y + mixer.gate_memory * m + mixer.gate_bias)
     return gate * y + (1 - gate) * m, weights
 

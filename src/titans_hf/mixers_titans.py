@@ -143,16 +143,17 @@ class MALMixer(TitansMixer):
 class MAGMixer(TitansMixer):
     """Memory as a gate: attention and memory in parallel, mixed by a gate that is computed from both (eq. 26-28).
 
-    With `memory_residual`, both outputs are added.
+    With `memory_residual`, the memory's output gates attention's and is added.
     """
 
     def __init__(self, config: TitansConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         size, eps = config.hidden_size, config.rms_norm_eps
         self.attention = WindowAttention(config, layer_idx)
+        self.memory_norm = nn.RMSNorm(size, eps=eps)
         if config.memory_residual:
             return
-        self.attention_norm, self.memory_norm = nn.RMSNorm(size, eps=eps), nn.RMSNorm(size, eps=eps)
+        self.attention_norm = nn.RMSNorm(size, eps=eps)
         self.gate_attention, self.gate_memory, self.gate_bias = (nn.Parameter(torch.empty(size)) for _ in range(3))
 
     def initial_kv_cache(self, memory_output):
@@ -169,7 +170,7 @@ class MAGMixer(TitansMixer):
     def _combine(self, y: Tensor, m: Tensor) -> Tensor:
         """Computes o = y (x) M(x~), eq. 28, as a convex combination per channel."""
         if self.config.memory_residual:
-            return y + m
+            return y * torch.sigmoid(self.memory_norm(m)) + m
         y, m = self.attention_norm(y), self.memory_norm(m)
         gate = torch.sigmoid(self.gate_attention * y + self.gate_memory * m + self.gate_bias)
         return gate * y + (1 - gate) * m
