@@ -137,14 +137,16 @@ def lmm(mixer, config, x):
 
 def mal(mixer, config, x):
     memory, persistent_output = primed_memory(mixer, config)
-    norm = mixer.memory_norm
-    m = torch.stack([memory(token) for token in x])  # eq. 30
+    m, eps = torch.stack([memory(token) for token in x]), config.rms_norm_eps  # eq. 30
     if config.memory_residual:
-        persistent_output = mixer.persistent + persistent_output
-    inputs = x + m if config.memory_residual else m
-    inputs, persistent = (rms_norm(y, norm.weight, config.rms_norm_eps) for y in (inputs, persistent_output))
-    output, weights = window_attention(mixer.attention, config, inputs, persistent)  # eq. 31
-    return m + output if config.memory_residual else output, weights
+        norm, parts = mixer.sum_norm, (x + m, mixer.persistent + persistent_output)
+    else:
+        norm, parts = mixer.memory_norm, (m, persistent_output)
+    inputs, persistent = (rms_norm(y, norm.weight, eps) for y in parts)
+    y, weights = window_attention(mixer.attention, config, inputs, persistent)  # eq. 31
+    if config.memory_residual:
+        y = y * torch.sigmoid(rms_norm(m, mixer.memory_norm.weight, eps)) + m
+    return y, weights
 
 
 def mag(mixer, config, x):

@@ -92,10 +92,10 @@ class TitansConfig(PreTrainedConfig):
             Normalisation of what a head retrieves (section 4.4): `"rms"` always, `"clip"` where it is longer than the
             values, 1, so that a memory that knows little of a query returns little.
         memory_residual (`bool`, defaults to `False`):
-            Add the memory's output m as it is, in MAG, MAL and MAC; LMM always does. With attention's output y, MAG and
-            MAC are `y * sigmoid(norm(m)) + m` instead of eq. 28 and 25, whose outputs are normalised. MAL is `m + y`,
-            where attention reads `norm(x + m)` instead of `norm(m)` (eq. 30-31). On novels, all three gain with it
-            (docs/results.md): once normalised, a memory that knows nothing has as large an output as one that does.
+            Add the memory's output m as it is: with attention's output y, MAG, MAL and MAC are
+            `y * sigmoid(norm(m)) + m` instead of eq. 28, 31 and 25, and attention reads `norm(x + m)` in MAL instead of
+            `norm(m)`. On novels, all three gain with it (docs/log.md): once normalised, a memory that knows nothing has
+            as large an output as one that does. LMM has no other form.
         memory_error_clip (`float`, *optional*, defaults to 1.0):
             Largest error |M(k) - v| without clipping, in units of |v|; `None` for the paper's plain squared error.
 

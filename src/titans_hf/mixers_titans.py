@@ -113,30 +113,32 @@ class LMMMixer(TitansMixer):
 class MALMixer(TitansMixer):
     """Memory as a layer: sliding-window attention over the memory's output (eq. 29-31).
 
-    With `memory_residual`, attention is over the input plus the memory's output, and both outputs are added.
+    With `memory_residual`, attention reads the input plus the memory's output, which also gates attention's output and
+    is added.
     """
 
     def __init__(self, config: TitansConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.memory_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.memory_norm = nn.RMSNorm(size, eps=eps)
+        self.sum_norm = nn.RMSNorm(size, eps=eps) if config.memory_residual else None
         self.attention = WindowAttention(config, layer_idx)
 
     def initial_kv_cache(self, memory_output):
         return self.attention.initial_kv_cache(self._attention_input(self.persistent[None], memory_output))
 
-    def _attention_input(self, hidden_states: Tensor, y: Tensor) -> Tensor:
-        return self.memory_norm(hidden_states + y if self.config.memory_residual else y)
+    def _attention_input(self, hidden_states: Tensor, m: Tensor) -> Tensor:
+        return self.memory_norm(m) if self.sum_norm is None else self.sum_norm(hidden_states + m)
 
     def mix(self, hidden_states, state, grid, at_start):
-        # y = M(x~): eq. 30
-        y, memory, conv_state, updates = self.memory.forward_on_grid(
+        m, memory, conv_state, updates = self.memory.forward_on_grid(  # M(x~): eq. 30
             hidden_states, state.memory, state.conv_state, grid
         )
-        inputs = self._attention_input(hidden_states, y)
+        inputs = self._attention_input(hidden_states, m)
         attended = self.attention(inputs, state.kv_cache, state.memory.num_seen, grid, at_start)
-        output = attended.hidden_states  # o = SW-Attn(norm(y)): eq. 31
+        output = attended.hidden_states  # o = SW-Attn(norm(m)): eq. 31
         if self.config.memory_residual:
-            output = output + y
+            output = output * torch.sigmoid(self.memory_norm(m)) + m
         return SlotsOutput(output, attended.weights, LayerState(memory, conv_state, attended.kv_cache), [updates])
 
 
