@@ -81,7 +81,7 @@ def is_finished(run: Run, file: Path) -> bool:
 
 
 def train_all(runs: list[Run], folder: Path, commit: str, jobs: int) -> None:
-    """Trains `jobs` runs at a time; goes on when one fails, and raises ValueError with all failures at the end."""
+    """Trains `jobs` runs at a time; goes on when one fails, and raises ValueError at the end."""
     failures = []
     context = get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1) as pool:
@@ -92,7 +92,7 @@ def train_all(runs: list[Run], folder: Path, commit: str, jobs: int) -> None:
             if error:
                 failures.append(f"{name}: {error}")
     if failures:
-        raise ValueError(f"{len(failures)} of {len(runs)} runs failed: {'; '.join(failures)}")
+        raise ValueError(f"{len(failures)} of {len(runs)} runs failed, the first {failures[0]}")
 
 
 def main(argv: list[str] | None = None) -> None:

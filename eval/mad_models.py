@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutput
@@ -23,14 +24,17 @@ STATE = {  # 4,096 numbers per layer: 4 heads of 32 by 32, and 256 channels by 1
 
 
 def config_of(name: str, vocab_size: int, settings: dict[str, Any]) -> PreTrainedConfig:
-    """Makes the config of a model; `settings` replace its fields. Raises ValueError for names of no field."""
+    """Makes the config of a model; `settings` replace its fields. Raises ValueError for unknown ones."""
     shape = {"vocab_size": vocab_size} | SHAPE | STATE[name]
     free = MAMBA_LAYERS if name == "mamba2" else MLP_SIZE
     config = make_config(name, free, shape)
     for field in settings:
         if not hasattr(config, field):
             raise ValueError(f"--set {field}: the config of {name} has no such field")
-    return make_config(name, free, shape | settings)
+    try:
+        return make_config(name, free, shape | settings)
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise ValueError(f"--set for {name}: {error}") from error
 
 
 class AutoEncoder(nn.Module):

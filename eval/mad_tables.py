@@ -31,6 +31,7 @@ class Result(NamedTuple):
 
     curves: np.ndarray
     learning_rate: float
+    parameters: int
 
     @property
     def last(self) -> np.ndarray:
@@ -68,32 +69,43 @@ def name_of(run: dict[str, Any]) -> str:
 def best_results(records: Iterable[dict[str, Any]]) -> Results:
     """Results by model and task; the rate is the one with the best mean validation accuracy after the last epoch."""
     curves: dict[tuple[str, str], dict[float, dict[int, list]]] = {}
+    sizes = {}
     for record in records:
         run = record["run"]
-        rates = curves.setdefault((name_of(run), run["task"]), {})
-        rates.setdefault(run["learning_rate"], {})[run["seed"]] = record["curve"]
+        key = name_of(run), run["task"]
+        sizes[key] = record["parameters"]
+        curves.setdefault(key, {}).setdefault(run["learning_rate"], {})[run["seed"]] = record["curve"]
     results: Results = {}
     for (name, task), rates in curves.items():
         if len({tuple(sorted(seeds)) for seeds in rates.values()}) > 1:
             raise ValueError(f"{name} on {task} has other seeds at one learning rate than at another: {rates.keys()}")
         arrays = {rate: np.array([seeds[seed] for seed in sorted(seeds)], float) for rate, seeds in rates.items()}
         rate = max(arrays, key=lambda rate: arrays[rate][:, -1, VALIDATION].mean())
-        results.setdefault(name, {})[task] = Result(arrays[rate], rate)
+        results.setdefault(name, {})[task] = Result(arrays[rate], rate, sizes[name, task])
     return results
+
+
+def extremes(numbers: Iterable[int]) -> str:
+    """Formats the least and the greatest of some numbers, once if they are equal."""
+    return " to ".join(f"{x:,}" for x in sorted({min(numbers), max(numbers)}))
 
 
 def table(results: Results, tasks: list[str]) -> str:
     """Formats the accuracies, and the paper's below them."""
     some = {task: next(row[task] for row in results.values() if task in row) for task in tasks}
-    heading = ["model", "seeds", *(f"{task}, {some[task].curves[0, -1, EPOCH]:.0f} epochs" for task in tasks)]
+    heading = [
+        "model",
+        "parameters",
+        "seeds",
+        *(f"{task}, {some[task].curves[0, -1, EPOCH]:.0f} epochs" for task in tasks),
+    ]
     rows = []
     for name, row in results.items():
-        seeds = sorted({len(result.curves) for result in row.values()})
-        cells = [row[task].cell() if task in row else "–" for task in tasks]
-        rows.append([name, " to ".join(map(str, seeds)), *cells])
+        sizes, seeds = (extremes(x) for x in zip(*((r.parameters, len(r.curves)) for r in row.values()), strict=True))
+        rows.append([name, sizes, seeds, *(row[task].cell() if task in row else "–" for task in tasks)])
     for name, figures in PAPER["rows"].items():
         paper = dict(zip(PAPER["tasks"], figures, strict=True))
-        rows.append([f"the paper's {name}", "–", *(paper.get(task, "–") for task in tasks)])
+        rows.append([f"the paper's {name}", "–", "–", *(paper.get(task, "–") for task in tasks)])
     return markdown_table(heading, rows)
 
 
