@@ -14,6 +14,7 @@ from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from titans_hf_eval.mad_models import NAMES, config_of
@@ -63,7 +64,9 @@ def make_runs(args: argparse.Namespace) -> list[Run]:
     choices = product(args.seeds, args.tasks, args.models, args.learning_rates)
     runs = [Run(model=m, task=t, learning_rate=rate, seed=seed, **shared) for seed, t, m, rate in choices]
     for run in runs:
-        config_of(run.model, settings_of(run).vocab_size, config)
+        settings = settings_of(run)
+        config_of(run.model, settings.vocab_size, config)
+        TASKS[run.task].make(np.random.default_rng(0), settings, 1, True)
     return runs
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
+from titans_hf_eval.mad_models import NAMES
 from titans_hf_eval.mad_tasks import TASKS
 from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.figures import line_styles, save_figure
@@ -67,7 +68,10 @@ def name_of(run: dict[str, Any]) -> str:
 
 
 def best_results(records: Iterable[dict[str, Any]]) -> Results:
-    """Results by model and task; the rate is the one with the best mean validation accuracy after the last epoch."""
+    """Results by model and task, in the order of mad.py; the rate is the best on validation after the last epoch.
+
+    Raises ValueError for rates that were tried with different seeds.
+    """
     curves: dict[tuple[str, str], dict[float, dict[int, list]]] = {}
     sizes = {}
     for record in records:
@@ -82,7 +86,7 @@ def best_results(records: Iterable[dict[str, Any]]) -> Results:
         arrays = {rate: np.array([seeds[seed] for seed in sorted(seeds)], float) for rate, seeds in rates.items()}
         rate = max(arrays, key=lambda rate: arrays[rate][:, -1, VALIDATION].mean())
         results.setdefault(name, {})[task] = Result(arrays[rate], rate, sizes[name, task])
-    return results
+    return dict(sorted(results.items(), key=lambda item: (NAMES.index(item[0].split()[0]), item[0])))
 
 
 def extremes(numbers: Iterable[int]) -> str:

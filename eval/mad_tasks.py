@@ -89,6 +89,8 @@ def fuzzy_recall(rng: np.random.Generator, settings: Settings, number: int, scor
     keys = motifs(np.arange(pad // 2), settings.motif)
     values = motifs(np.arange(pad // 2, pad), settings.motif)
     longest = 2 * settings.motif
+    if size <= 2 * longest:
+        raise ValueError(f"length must be at least four times motif ({settings.motif}), but is {settings.length}")
     smallest = settings.motif + 1 if scored else 2
     rows = np.arange(number)
     key = draw_motifs(rng, keys, (number, size // smallest), settings.motif if scored else 1)
@@ -123,6 +125,8 @@ def selective_copying(rng: np.random.Generator, settings: Settings, number: int,
     """Draws `to_copy` tokens at random places among blanks, a marker, and as many blanks, where they are the labels."""
     blank, marker, count = settings.vocab_size - 2, settings.vocab_size - 1, settings.to_copy
     before = settings.length - count - 1
+    if before < count:
+        raise ValueError(f"length must be above twice to_copy ({count}), but is {settings.length}")
     content = rng.integers(blank, size=(number, count))
     inputs = np.full((number, settings.length), blank)
     labels = np.full_like(inputs, IGNORED)

@@ -264,6 +264,14 @@ def test_a_finished_run_is_kept_and_another_is_not_taken_for_it(tmp_path, few_he
         (["--set", "memory_max_lr=0"], "--set needs a --label"),
         (["--models", "llama", "--set", "memory_depth=1", "--label", "x"], "llama has no such field"),
         (["--models", "lmm", "--set", "memory_depth=0", "--label", "x"], "memory_depth"),
+        (
+            ["--tasks", "selective-copying", "--task_set", "length=32"],
+            "length must be above twice to_copy .16., but is 32",
+        ),
+        (
+            ["--tasks", "fuzzy-recall", "--task_set", "length=11"],
+            "length must be at least four times motif .3., but is 11",
+        ),
         (["--task_set", "lenght=3"], "--task_set lenght: a task has only vocab_size"),
     ],
 )
