@@ -8,7 +8,7 @@ A finished run is kept: the same command again goes on with the next one.
 
 import argparse
 import json
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from itertools import product
 from multiprocessing import get_context
@@ -83,19 +83,29 @@ def is_finished(run: Run, file: Path) -> bool:
     return True
 
 
+def train_apart(run: Run, file: Path, commit: str) -> int:
+    """Trains a run in a process of its own, which prints its error, and returns the exit status."""
+    process = get_context("spawn").Process(target=train, args=(run, file, commit), daemon=True)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
 def train_all(runs: list[Run], folder: Path, commit: str, jobs: int) -> None:
     """Trains `jobs` runs at a time; goes on when one fails, and raises ValueError at the end."""
-    failures = []
-    context = get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1) as pool:
-        waiting = {pool.submit(train, run, folder / f"{run.name}.json", commit): run for run in runs}
-        for done, future in enumerate(as_completed(waiting), 1):
-            name, error = waiting[future].name, future.exception()
-            print(f"{done}/{len(runs)} {name} {f'failed: {error}' if error else 'finished'}", flush=True)
-            if error:
-                failures.append(f"{name}: {error}")
-    if failures:
-        raise ValueError(f"{len(failures)} of {len(runs)} runs failed, the first {failures[0]}")
+    failed = []
+    with ThreadPoolExecutor(jobs) as pool:
+        waiting = {pool.submit(train_apart, run, folder / f"{run.name}.json", commit): run.name for run in runs}
+        try:
+            for done, future in enumerate(as_completed(waiting), 1):
+                status, name = future.result(), waiting[future]
+                print(f"{done}/{len(runs)} {name} {f'failed ({status})' if status else 'finished'}", flush=True)
+                failed += [name] if status else []
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)
+            raise
+    if failed:
+        raise ValueError(f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}")
 
 
 def main(argv: list[str] | None = None) -> None:
