@@ -84,7 +84,8 @@ TREATMENTS = [
     ),
     Treatment(
         r"python eval/mad.py .*",
-        "--models lmm llama gated-deltanet --tasks recall --learning_rates 1e-3 --epochs 1 --task_set length=16 train_sequences=64",
+        "--models llama gated-deltanet --tasks recall --learning_rates 1e-3 --epochs 1 "
+        "--task_set length=16 train_sequences=64",
     ),
     Treatment(r"python eval/mad_tables.py .*"),
     Treatment(r"titans-hf (read|surprise) .*"),
