@@ -13,6 +13,7 @@ from dataclasses import asdict
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,6 +42,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="fields of the models' config")
     parser.add_argument("--label", default="", help="name of these settings in files and tables")
     parser.add_argument("--task_set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of the tasks")
+    parser.add_argument("--graph", action="store_true", help="on a GPU: forward and backward pass as one CUDA graph")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, each in a process of its own")
     parser.add_argument("--commit", default=None, help="commit of the code, where there is no git checkout")
     parser.add_argument("--output", type=Path, required=True, help="folder of the JSON files")
@@ -57,8 +59,9 @@ def make_runs(args: argparse.Namespace) -> list[Run]:
     config, task_settings = parse_settings(args.set), parse_settings(args.task_set)
     if config and not args.label:
         raise ValueError("--set needs a --label, which tells these runs from those without it")
-    if args.bf16 and not torch.cuda.is_available():
-        raise ValueError("--bf16 needs a CUDA device")
+    for name in ("bf16", "graph"):
+        if getattr(args, name) and not torch.cuda.is_available():
+            raise ValueError(f"--{name} needs a CUDA device")
     shared = {name: getattr(args, name) for name in ("epochs", "evaluate_every", "weight_decay", "batch_size", "bf16")}
     shared |= {"label": args.label, "config": config, "task_settings": task_settings}
     choices = product(args.seeds, args.tasks, args.models, args.learning_rates)
@@ -83,19 +86,22 @@ def is_finished(run: Run, file: Path) -> bool:
     return True
 
 
-def train_apart(run: Run, file: Path, commit: str) -> int:
-    """Trains a run in a process of its own, which prints its error, and returns the exit status."""
-    process = get_context("spawn").Process(target=train, args=(run, file, commit), daemon=True)
+def train_apart(*args: Any) -> int:
+    """Calls `train` in a process of its own, which prints its error, and returns the exit status."""
+    process = get_context("spawn").Process(target=train, args=args, daemon=True)
     process.start()
     process.join()
     return process.exitcode
 
 
-def train_all(runs: list[Run], folder: Path, commit: str, jobs: int) -> None:
-    """Trains `jobs` runs at a time; goes on when one fails, and raises ValueError at the end."""
-    failed = []
-    with ThreadPoolExecutor(jobs) as pool:
-        waiting = {pool.submit(train_apart, run, folder / f"{run.name}.json", commit): run.name for run in runs}
+def train_all(runs: list[Run], args: argparse.Namespace) -> None:
+    """Trains `--jobs` runs at a time; goes on when one fails, and raises ValueError at the end."""
+    failed, commit = [], describe_commit() if args.commit is None else args.commit
+    with ThreadPoolExecutor(args.jobs) as pool:
+        waiting = {
+            pool.submit(train_apart, run, args.output / f"{run.name}.json", commit, args.graph): run.name
+            for run in runs
+        }
         try:
             for done, future in enumerate(as_completed(waiting), 1):
                 status, name = future.result(), waiting[future]
@@ -114,7 +120,7 @@ def main(argv: list[str] | None = None) -> None:
     left = [run for run in runs if not is_finished(run, args.output / f"{run.name}.json")]
     print(f"{len(runs)} runs, {len(runs) - len(left)} of them finished", flush=True)
     if left:
-        train_all(left, args.output, describe_commit() if args.commit is None else args.commit, args.jobs)
+        train_all(left, args)
 
 
 if __name__ == "__main__":

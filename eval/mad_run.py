@@ -16,6 +16,7 @@ from transformers import EvalPrediction, PrinterCallback, Trainer, TrainerCallba
 
 from titans_hf_eval.mad_models import build, config_of
 from titans_hf_eval.mad_tasks import IGNORED, TASKS, Sequences, Settings
+from titans_hf_scripts.shared.graph_trainer import GraphTrainer
 
 HELD_OUT = 1_280
 LAST_RATE = 1e-6
@@ -137,8 +138,11 @@ def training_arguments(run: Run, steps_per_epoch: int, folder: str) -> TrainingA
     )
 
 
-def train(run: Run, output: Path, commit: str) -> None:
-    """Trains and writes `output`, a JSON object; nothing is written before the run has finished."""
+def train(run: Run, output: Path, commit: str, graph: bool = False) -> None:
+    """Trains and writes `output`, a JSON object; nothing is written before the run has finished.
+
+    With `graph`, on a GPU, the steps are replays of a CUDA graph.
+    """
     settings, task, start = settings_of(run), TASKS[run.task], time.time()
     training, held_out = make_data(run, settings)
     set_seed(run.seed)
@@ -146,7 +150,7 @@ def train(run: Run, output: Path, commit: str) -> None:
     model = build(config, settings, task.auto_encoder)
     progress = ProgressPrinter(run.name, run.epochs)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(
+        trainer = (GraphTrainer if graph else Trainer)(
             model,
             training_arguments(run, -(-len(training.labels) // run.batch_size), folder),
             data_collator=lambda batch: batch,
@@ -168,6 +172,7 @@ def train(run: Run, output: Path, commit: str) -> None:
         "curve": progress.curve,
         "commit": commit,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "graph": graph,
         "minutes": round((time.time() - start) / 60, 2),
     }
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -261,6 +261,11 @@ def test_a_finished_run_is_kept_and_another_is_not_taken_for_it(tmp_path, few_he
     [
         (["--epochs", "3", "--evaluate_every", "2"], "--epochs 3 must be a multiple of --evaluate_every 2"),
         (["--jobs", "0"], "--jobs must be at least 1, but is 0"),
+        pytest.param(
+            ["--graph"],
+            "--graph needs a CUDA device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
         (["--set", "memory_max_lr=0"], "--set needs a --label"),
         (["--models", "llama", "--set", "memory_depth=1", "--label", "x"], "llama has no such field"),
         (["--models", "lmm", "--set", "memory_depth=0", "--label", "x"], "memory_depth"),
