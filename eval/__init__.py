@@ -1,1 +1,1 @@
-"""Benchmarks of the Titans paper, run by lm-eval; `run.py` is the command."""
+"""Benchmarks of the Titans paper: those run by lm-eval, whose command is `run.py`, and MAD, `mad.py`."""

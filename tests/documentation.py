@@ -78,6 +78,16 @@ TREATMENTS = [
     Treatment(r"titans-hf demo.*", "--steps 2 --questions 2"),
     Treatment(r"titans-hf eval .* --suite lm commonsense .*", "--limit 1 --max_length 2048"),
     Treatment(r"titans-hf eval .*", "--limit 1 --lengths 1024 --max_length 2048"),
+    Treatment(
+        r"python eval/mad.py .* --label .*",
+        "--models lmm --tasks recall --learning_rates 1e-3 --epochs 1 --task_set length=16 train_sequences=64",
+    ),
+    Treatment(
+        r"python eval/mad.py .*",
+        "--models llama gated-deltanet --tasks recall --learning_rates 1e-3 --epochs 1 "
+        "--task_set length=16 train_sequences=64",
+    ),
+    Treatment(r"python eval/mad_tables.py .*"),
     Treatment(r"titans-hf (read|surprise) .*"),
     Treatment(r"titans-hf ask .*", "--max_new_tokens 4"),
     Treatment(r"titans-hf lm-eval .* lambada_openai", not_run=NETWORK),

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.language import compare_runs, models, token_blocks, train_and_score
+from experiments.language import compare_runs, token_blocks, train_and_score
+from titans_hf_scripts.shared import compared_models as models
 
 PARAMETERS = 300_000
 

@@ -8,7 +8,6 @@ The score of a stretch of text is the mean cross entropy (nats per token) betwee
 
 import argparse
 import json
-import subprocess
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -18,10 +17,11 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, set_seed
 
-from experiments.language.models import NAMES, build_model, fit_config, parse_settings, scale_outputs
 from experiments.language.token_blocks import cut_blocks, cut_stretches, make_tokenizer, read_documents
 from experiments.language.training_loop import TrainingOptions, train
 from titans_hf_scripts.shared.command_line import run_command
+from titans_hf_scripts.shared.compared_models import NAMES, build_model, fit_config, parse_settings, scale_outputs
+from titans_hf_scripts.shared.git_commit import describe_commit
 from titans_hf_scripts.shared.text_files import find_files
 
 FIRST_EDGES = (0, 64, 256, 512)
@@ -56,12 +56,6 @@ class CurveRecorder:
     def __call__(self, step: int, loss: float) -> None:
         self.curve.append([step, round(loss, 4)])
         print(f"{self.label} step {step}/{self.steps} loss {loss:.4f} {time.time() - self.start:.0f} s", flush=True)
-
-
-def describe_commit() -> str:
-    """Name the commit of the code, with "+" where files differ from it; empty outside a git checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Trainer, get_scheduler
 
-NUM_WARMUP_STEPS = 3  # of a graph's capture
+from titans_hf_scripts.shared.cuda_graphs import record_step
+
 NUM_REPORTS = 16
 
 
@@ -95,23 +96,10 @@ def capture_step(
 ) -> Callable[[], Tensor]:
     """Capture a step as a CUDA graph and return its replay. Weights stay as they are, the optimizer as new."""
     weights = [x.detach().clone() for x in model.parameters()]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(NUM_WARMUP_STEPS):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = step()
+    replay = record_step(step)
     with torch.no_grad():
         for x, before in zip(model.parameters(), weights, strict=True):
             x.copy_(before)
         for x in (x for state in optimizer.state.values() for x in state.values()):
             x.zero_()
-
-    def replay() -> Tensor:
-        graph.replay()
-        return loss
-
     return replay

@@ -31,14 +31,8 @@ def make_config(name: str, free: int, settings: dict[str, Any]) -> PreTrainedCon
     } | settings
     if name == "mamba2":
         head_dim = 2 * HIDDEN_SIZE // (2 * NUM_HEADS)
-        return transformers.Mamba2Config(
-            **shape | {"num_hidden_layers": free},
-            num_heads=2 * NUM_HEADS,
-            head_dim=head_dim,
-            n_groups=1,
-            state_size=64,
-            chunk_size=64,
-        )
+        parts = {"num_heads": 2 * NUM_HEADS, "head_dim": head_dim, "n_groups": 1, "state_size": 64, "chunk_size": 64}
+        return transformers.Mamba2Config(**parts | shape | {"num_hidden_layers": free})
     shape = {"num_attention_heads": NUM_HEADS, "num_key_value_heads": NUM_HEADS, "intermediate_size": free} | shape
     if name in VARIANTS:
         return TitansConfig(**{"variant": name, "sliding_window": WINDOW, "segment_length": WINDOW} | shape)

@@ -1,0 +1,127 @@
+"""Trains models on the six synthetic tasks of MAD, and records the accuracy as they learn, one JSON file per run.
+
+    python eval/mad.py --models lmm llama --tasks recall compression --epochs 50 --output results/mad
+    python eval/mad.py --models lmm --set memory_max_lr=0 --label stopped --epochs 50 --output results/mad
+
+A finished run is kept: the same command again goes on with the next one.
+"""
+
+import argparse
+import json
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from titans_hf_eval.mad_models import NAMES, config_of
+from titans_hf_eval.mad_run import Run, settings_of, train
+from titans_hf_eval.mad_tasks import TASKS
+from titans_hf_scripts.shared.command_line import run_command
+from titans_hf_scripts.shared.compared_models import parse_settings
+from titans_hf_scripts.shared.git_commit import describe_commit
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--models", nargs="+", choices=NAMES, default=list(NAMES), metavar="MODEL", help=", ".join(NAMES)
+    )
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK", help=", ".join(TASKS))
+    parser.add_argument("--learning_rates", nargs="+", type=float, default=[5e-4, 1e-3])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--epochs", type=int, default=200)
+    parser.add_argument("--evaluate_every", type=int, default=1, help="epochs between two evaluations")
+    parser.add_argument("--weight_decay", type=float, default=0.0)
+    parser.add_argument("--batch_size", type=int, default=128)
+    parser.add_argument("--bf16", action="store_true", help="matrix products in bf16")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="fields of the models' config")
+    parser.add_argument("--label", default="", help="name of these settings in files and tables")
+    parser.add_argument("--task_set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of the tasks")
+    parser.add_argument("--graph", action="store_true", help="on a GPU: forward and backward pass as one CUDA graph")
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side, each in a process of its own")
+    parser.add_argument("--commit", default=None, help="commit of the code, where there is no git checkout")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the JSON files")
+    return parser.parse_args(argv)
+
+
+def make_runs(args: argparse.Namespace) -> list[Run]:
+    """Makes the runs of the command, checked; raises ValueError for what none of them can be made with."""
+    for name in ("epochs", "evaluate_every", "batch_size", "jobs"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, but is {getattr(args, name)}")
+    if args.epochs % args.evaluate_every:
+        raise ValueError(f"--epochs {args.epochs} must be a multiple of --evaluate_every {args.evaluate_every}")
+    config, task_settings = parse_settings(args.set), parse_settings(args.task_set)
+    if config and not args.label:
+        raise ValueError("--set needs a --label, which tells these runs from those without it")
+    for name in ("bf16", "graph"):
+        if getattr(args, name) and not torch.cuda.is_available():
+            raise ValueError(f"--{name} needs a CUDA device")
+    shared = {name: getattr(args, name) for name in ("epochs", "evaluate_every", "weight_decay", "batch_size", "bf16")}
+    shared |= {"label": args.label, "config": config, "task_settings": task_settings}
+    choices = product(args.seeds, args.tasks, args.models, args.learning_rates)
+    runs = [Run(model=m, task=t, learning_rate=rate, seed=seed, **shared) for seed, t, m, rate in choices]
+    for run in runs:
+        settings = settings_of(run)
+        config_of(run.model, settings.vocab_size, config)
+        TASKS[run.task].make(np.random.default_rng(0), settings, 1, True)
+    return runs
+
+
+def is_finished(run: Run, file: Path) -> bool:
+    """Whether the file has this run; raises ValueError if it has one of other settings."""
+    if not file.exists():
+        return False
+    found = json.loads(file.read_text(encoding="utf-8"))["run"]
+    for name, value in asdict(run).items():
+        if found[name] != value:
+            raise ValueError(
+                f"{file} is of a run with {name}={found[name]}, not {value}: give another --label or --output"
+            )
+    return True
+
+
+def train_apart(*args: Any) -> int:
+    """Calls `train` in a process of its own, which prints its error, and returns the exit status."""
+    process = get_context("spawn").Process(target=train, args=args, daemon=True)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def train_all(runs: list[Run], args: argparse.Namespace) -> None:
+    """Trains `--jobs` runs at a time; goes on when one fails, and raises ValueError at the end."""
+    failed, commit = [], describe_commit() if args.commit is None else args.commit
+    with ThreadPoolExecutor(args.jobs) as pool:
+        waiting = {
+            pool.submit(train_apart, run, args.output / f"{run.name}.json", commit, args.graph): run.name
+            for run in runs
+        }
+        try:
+            for done, future in enumerate(as_completed(waiting), 1):
+                status, name = future.result(), waiting[future]
+                print(f"{done}/{len(runs)} {name} {f'failed ({status})' if status else 'finished'}", flush=True)
+                failed += [name] if status else []
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)
+            raise
+    if failed:
+        raise ValueError(f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    runs = make_runs(args)
+    left = [run for run in runs if not is_finished(run, args.output / f"{run.name}.json")]
+    print(f"{len(runs)} runs, {len(runs) - len(left)} of them finished", flush=True)
+    if left:
+        train_all(left, args)
+
+
+if __name__ == "__main__":
+    run_command(main)
