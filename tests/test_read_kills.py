@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from byte_model import save_byte_model
-from test_memory_files import assert_equal, names
+from memory_folders import assert_equal, names
 
 from titans_hf import TitansCache
 from titans_hf.cache_files import read_description
