@@ -5,8 +5,8 @@
 TEXT is a file, a folder (the .txt files in it and its subfolders, sorted by path) or - for standard input. The memory
 is saved every --save_every tokens. After an interruption, the same command checks that the texts are the same and
 resumes from the last save; further texts may be given at the end. With --append, TEXT is read after all that the memory
-has read; an interrupted --append is resumed in the same way. A memory contains what was read: treat it like the texts
-themselves.
+has read, unless it is what the memory has read last: a repeated command resumes an interrupted --append, and reads
+nothing after a complete one. A memory contains what was read: treat it like the texts themselves.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from titans_hf_scripts.shared.text_files import find_files
 from titans_hf_scripts.shared.text_ids import encode, newline_decoder
 
 BLOCK = 1 << 14  # bytes of text that are tokenized at once
+START = 1 << 16  # tokens of which a record has a digest of their own, so that most texts are told apart early
 
 
 def load_model(path: str, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -84,29 +85,55 @@ class TokenStream:
         tokens, self.pending = self.pending[:number], self.pending[number:]
         return tokens
 
+    def put_back(self, pieces: list[np.ndarray]) -> None:
+        """Puts back tokens that `next_tokens` has returned: it returns them again."""
+        self.pending = np.concatenate([*pieces, self.pending])
+
+
+class TokenDigest:
+    """Number of tokens and their digest, to recognise a text."""
+
+    def __init__(self):
+        self.num_tokens, self._start, self._all = 0, hashlib.sha256(), hashlib.sha256()
+
+    def update(self, tokens: np.ndarray) -> None:
+        tokens = tokens.astype("<i8")
+        self._start.update(tokens[: max(0, START - self.num_tokens)].tobytes())
+        self._all.update(tokens.tobytes())
+        self.num_tokens += len(tokens)
+
+    def record(self) -> dict[str, Any]:
+        """Returns tokens: their number, sha256: of all, start: sha256 of the first START."""
+        return {"tokens": self.num_tokens, "sha256": self._all.hexdigest(), "start": self._start.hexdigest()}
+
 
 class Reading:
     """Reads texts into the memory of a folder, `piece` tokens at a time.
 
-    digest: of the tokens read, to recognise the same texts. finished: True once all texts have been read.
+    finished: True once all texts have been read.
     """
 
     def __init__(self, model: PreTrainedModel, folder: Path, stream: TokenStream, piece: int):
         self.model, self.folder, self.stream, self.piece = model, folder, stream, piece
-        self.cache, self.num_read, self.digest = TitansCache(model.config), 0, hashlib.sha256()
-        self.finished = False
+        self.cache, self.digest, self.finished = TitansCache(model.config), TokenDigest(), False
+
+    @property
+    def num_read(self) -> int:
+        """Number of tokens of the texts that the memory has read."""
+        return self.digest.num_tokens
 
     def resume(self, append: bool, abandon: bool = False) -> None:
-        """Loads the memory of the folder, if it has one, and skips the tokens that it has read; none with `append`.
+        """Loads the memory of the folder, if it has one, and skips the tokens that it has read. With `append` it skips
+        none, unless TEXT is what the memory has read last.
 
-        Raises ValueError if these are tokens of other texts. With `append`, the previous texts must have been read to
-        their end, or `abandon` be set; otherwise TEXT is compared with them as without `append`.
+        Raises ValueError if it has read other texts; with `append` only if these were not read to their end, unless
+        `abandon` is set.
         """
         if not (self.folder / DESCRIPTION).exists():
             return
         self.cache = TitansCache.from_pretrained(self.folder, self.model)
         before = read_before(self.cache.about)
-        if append and (abandon or before is None or before["finished"]):
+        if append and (before is None or ((before["finished"] or abandon) and not self._repeats(before))):
             return
         hint = "give the texts that it has read, or --append to read on with others"
         if before is None:
@@ -115,11 +142,25 @@ class Reading:
             hint = "give these again to read the rest, or --abandon to leave it unread"
         while len(tokens := self.stream.next_tokens(min(self.piece, before["tokens"] - self.num_read))):
             self._count(tokens)
-        if self.digest.hexdigest() != before["sha256"]:
+        if self.digest.record()["sha256"] != before["sha256"]:
             stopped = " and was stopped before their end" if append else ""
             raise ValueError(
                 f"--memory {self.folder} has read {before['tokens']:,} tokens of other texts{stopped}: {hint}"
             )
+
+    def _repeats(self, before: dict[str, Any]) -> bool:
+        """Returns whether TEXT is what was read last: all of it, or, if that reading was stopped, its beginning. Leaves
+        the stream where it was.
+        """
+        digest, pieces = TokenDigest(), []
+        while len(tokens := self.stream.next_tokens(min(self.piece, before["tokens"] - digest.num_tokens))):
+            digest.update(tokens)
+            pieces.append(tokens)
+            if digest.num_tokens >= START and digest.record()["start"] != before.get("start"):
+                break
+        more = self.stream.next_tokens(1)
+        self.stream.put_back([*pieces, more])
+        return digest.record()["sha256"] == before["sha256"] and not (before["finished"] and len(more))
 
     def read(self) -> bool:
         """Reads the next tokens; returns False if there were none."""
@@ -133,13 +174,11 @@ class Reading:
         return not self.finished
 
     def _count(self, tokens: np.ndarray) -> None:
-        self.num_read += len(tokens)
-        self.digest.update(tokens.astype("<i8").tobytes())
+        self.digest.update(tokens)
 
     def save(self) -> None:
         """Saves the memory, with a record of the texts that it has read."""
-        reading = {"tokens": self.num_read, "sha256": self.digest.hexdigest(), "finished": self.finished}
-        self.cache.about["reading"] = reading
+        self.cache.about["reading"] = self.digest.record() | {"finished": self.finished}
         self.cache.save_pretrained(self.folder, self.model)
 
 
@@ -186,7 +225,7 @@ def main(argv: list[str] | None = None) -> Reading:
         reading.resume(args.append, args.abandon)
         bar.update(stream.num_bytes)
         bar.set_postfix_str(f"{reading.num_read:,} tokens")
-        kept = reading.num_read
+        skipped = kept = reading.num_read
         while reading.read():
             bar.update(stream.num_bytes - bar.n)
             bar.set_postfix_str(f"{reading.num_read:,} tokens")
@@ -194,6 +233,8 @@ def main(argv: list[str] | None = None) -> Reading:
                 reading.save()
                 kept = reading.num_read
         reading.save()
+    if 0 < skipped == reading.num_read:
+        print("All of TEXT had been read already. To read it again, give it twice, without --append.", file=sys.stderr)
     return reading
 
 

@@ -34,6 +34,22 @@ prefer_this_checkout()
 
 
 @pytest.fixture
+def paths(tmp_path):
+    """A checkpoint, a text in three parts, and where to save the memory of it."""
+    from reading_runs import make_paths
+
+    return make_paths(tmp_path)
+
+
+@pytest.fixture
+def memory(tmp_path):
+    """A model and a folder with its memory of two rows."""
+    from memory_folders import save_memory
+
+    return save_memory(tmp_path)
+
+
+@pytest.fixture
 def own_cache_and_no_network(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -27,33 +27,9 @@ def _jsonl(path: Path, rows: list[dict]) -> None:
 
 def make_data(folder: Path) -> Path:
     """Writes a data folder with one to three items of every data set; returns it."""
-    for name in ("piqa", "hellaswag", "arc", "winogrande/winogrande_xl/validation", "boolq/validation"):
-        (folder / "commonsense" / name).mkdir(parents=True)
+    _make_commonsense(folder / "commonsense")
     for name in ("lambada", "wikitext/wikitext-2", "babi/en-10k", "books/test"):
         (folder / name).mkdir(parents=True)
-    commonsense = folder / "commonsense"
-    _jsonl(
-        commonsense / "piqa/valid.jsonl",
-        [{"goal": "g", "sol1": "a", "sol2": "b"}, {"goal": "h?", "sol1": "c d", "sol2": "e"}],
-    )
-    (commonsense / "piqa/valid-labels.lst").write_text("1\n0\n")
-    lines = ["Canoeing: Two sit in a boat. the man", "2", "rows.", "sinks fast.", "sings.", "stops."]
-    lines += ['Youth: How to eat. Sit. Eat "well".', "0", "Do.", "Don't.", "Wait. Then eat.", "No more."]
-    with bz2.open(commonsense / "hellaswag/hellaswag_val_full.txt.bz2", "wt") as file:
-        file.write("\n".join(lines) + "\n")
-    for level in ("easy", "challenge"):
-        _jsonl(
-            commonsense / f"arc/arc_{level}_test.jsonl",
-            [
-                {"id": "x", "question": "Why?", "choices": ["so", "not so"], "gold": 1},
-                {"id": "y", "question": "Who?", "choices": ["me", "you", "they"], "gold": 0},
-            ],
-        )
-    _arrow(
-        commonsense / "winogrande/winogrande_xl/validation",
-        [{"sentence": "Ann gave Bea _ keys.", "option1": "Ann", "option2": "Bea", "answer": "2"}],
-    )
-    _arrow(commonsense / "boolq/validation", [{"question": "is it", "answer": True, "passage": "It is."}])
     _jsonl(folder / "lambada/lambada_test.jsonl", [{"text": "He saw a dog"}, {"text": 'one two "three" four'}])
     layout = [
         " ",
@@ -78,6 +54,33 @@ def make_data(folder: Path) -> Path:
     for name in ("qa1_a", "qa2_b", "qa3_c", "qa4_d", "qa5_e"):
         (folder / f"babi/en-10k/{name}_test.txt").write_text(STORIES["qa1_single-supporting-fact"])
     return folder
+
+
+def _make_commonsense(commonsense: Path) -> None:
+    for name in ("piqa", "hellaswag", "arc", "winogrande/winogrande_xl/validation", "boolq/validation"):
+        (commonsense / name).mkdir(parents=True)
+    _jsonl(
+        commonsense / "piqa/valid.jsonl",
+        [{"goal": "g", "sol1": "a", "sol2": "b"}, {"goal": "h?", "sol1": "c d", "sol2": "e"}],
+    )
+    (commonsense / "piqa/valid-labels.lst").write_text("1\n0\n")
+    lines = ["Canoeing: Two sit in a boat. the man", "2", "rows.", "sinks fast.", "sings.", "stops."]
+    lines += ['Youth: How to eat. Sit. Eat "well".', "0", "Do.", "Don't.", "Wait. Then eat.", "No more."]
+    with bz2.open(commonsense / "hellaswag/hellaswag_val_full.txt.bz2", "wt") as file:
+        file.write("\n".join(lines) + "\n")
+    for level in ("easy", "challenge"):
+        _jsonl(
+            commonsense / f"arc/arc_{level}_test.jsonl",
+            [
+                {"id": "x", "question": "Why?", "choices": ["so", "not so"], "gold": 1},
+                {"id": "y", "question": "Who?", "choices": ["me", "you", "they"], "gold": 0},
+            ],
+        )
+    _arrow(
+        commonsense / "winogrande/winogrande_xl/validation",
+        [{"sentence": "Ann gave Bea _ keys.", "option1": "Ann", "option2": "Bea", "answer": "2"}],
+    )
+    _arrow(commonsense / "boolq/validation", [{"question": "is it", "answer": True, "passage": "It is."}])
 
 
 def _arrow(folder: Path, rows: list[dict]) -> None:

@@ -15,7 +15,6 @@ from common import (
     left_pad,
     make_ids,
     make_model,
-    read,
     shared_model,
 )
 from torch._dynamo.testing import CompileCounter
@@ -33,12 +32,12 @@ def forget_compiled_code():
     torch._dynamo.reset()
 
 
-def read_rows_out_of_step(variant):
+def read_rows_out_of_step(variant, compileable=False):
     """Returns a model and a cache with 21 tokens in one row and 10 in the other, so that their chunks differ in
     phase.
     """
     model, (ids, mask) = shared_model(variant), left_pad([make_ids(21, seed=1), make_ids(10, seed=2)])
-    cache = TitansCache(model.config)
+    cache = TitansCache(model.config, compileable=compileable)
     with torch.no_grad():
         model(ids, attention_mask=mask, past_key_values=cache)
     return model, cache
@@ -62,31 +61,81 @@ def test_a_decoding_step_is_one_graph_compiled_once(variant):
     assert cache.get_seq_length() == 51
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_generate_compiles_the_step(variant):
-    """`cache_implementation="static"` compiles one step for all lengths, with the same tokens: otherwise it compiles
-    nothing, or at every token.
-    """
-    model, (ids, mask) = make_model(variant), left_pad([make_ids(19, seed=1), make_ids(6, seed=2)])
-    settings = dict(attention_mask=mask, max_new_tokens=25, do_sample=False, pad_token_id=0)
-    expected = model.generate(ids, **settings)
-    compiled = CompileConfig(fullgraph=True, backend="eager", mode=None)
+def generate_compiled(model, ids, dynamic, **settings):
+    """Generates with a step compiled as one graph, as on an accelerator."""
+    compiled = CompileConfig(fullgraph=True, backend="eager", mode=None, dynamic=dynamic)
     compiled._compile_all_devices = True
-    answer = model.generate(ids, cache_implementation="static", compile_config=compiled, **settings)
-    assert torch.equal(answer, expected)
-    assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+    return model.generate(ids, cache_implementation="static", compile_config=compiled, **settings)
+
+
+@pytest.mark.parametrize("dynamic", [None, False])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_generate_compiles_the_step(variant, dynamic):
+    """`cache_implementation="static"` compiles one step for all lengths and prompts, with the same tokens: otherwise it
+    compiles nothing, or at every token.
+    """
+    model = make_model(variant)
+    for seed in (1, 5):
+        ids, mask = left_pad([make_ids(19, seed=seed), make_ids(6, seed=seed + 1)])
+        settings = dict(attention_mask=mask, max_new_tokens=15, do_sample=False, pad_token_id=0)
+        assert torch.equal(generate_compiled(model, ids, dynamic, **settings), model.generate(ids, **settings))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_step_with_a_growing_mask(variant):
+def test_outputs_of_a_compiled_step(variant):
+    """A compiled step returns the plain logits, hidden states and attention maps, from embeddings too: otherwise
+    `generate()` would have to be slow to be looked into.
+    """
+    model = make_model(variant, attention="eager")
+    settings = dict(max_new_tokens=5, do_sample=False, pad_token_id=0, return_dict_in_generate=True)
+    settings |= dict(output_logits=True, output_hidden_states=True, output_attentions=variant != "lmm")
+    inputs = dict(inputs_embeds=model.get_input_embeddings()(make_ids(2, 9)).detach())
+    ours, expected = generate_compiled(model, None, False, **inputs, **settings), model.generate(**inputs, **settings)
+    assert_same(ours.logits, expected.logits)
+    for name in ("hidden_states", "attentions") if variant != "lmm" else ("hidden_states",):
+        for step, plain in zip(ours[name], expected[name], strict=True):
+            assert_same(step, plain)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_compileable_cache_is_like_any_other(variant, tmp_path):
+    """A compileable cache counts its columns in a branch, after a crop, a reset and from a file as others do, with any
+    mask: otherwise generation would go on at the wrong token.
+    """
+    model, ids = shared_model(variant), make_ids(2, 30)
+    mask = torch.ones(2, 30, dtype=torch.long)
+    mask[0, :3] = mask[1, 20:24] = 0
+    cache = TitansCache(model.config, compileable=True)
+    with torch.no_grad():
+        model(ids[:, :9], attention_mask=mask[:, :9], past_key_values=cache)
+        branch = copy.copy(cache)
+        branch.activate_past_recording()
+        model(ids[:, 9:25], attention_mask=mask[:, :25], past_key_values=branch)
+        assert (cache.get_seq_length(), branch.get_seq_length()) == (9, 25)
+        branch.crop(-14)
+        branch.save_pretrained(tmp_path, model)
+        loaded = TitansCache.from_pretrained(tmp_path, model, compileable=True)
+        assert loaded.get_seq_length() == 11 and loaded.is_initialized
+        logits = model(ids[:, 11:], attention_mask=mask, past_key_values=loaded).logits
+        with pytest.raises(ValueError, match="with the 30 columns read before"):
+            model(ids[:, :1], attention_mask=mask, past_key_values=loaded)
+    expected = full_logits(model, ids, mask)[:, 11:]
+    assert_same(logits[mask[:, 11:] == 1], expected[mask[:, 11:] == 1])
+    loaded.reset()
+    assert loaded.get_seq_length() == 0 and not loaded.is_initialized
+
+
+@pytest.mark.parametrize("compileable", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_step_with_a_growing_mask(variant, compileable):
     """A compiled step with the mask of all columns gives the plain logits: otherwise it would be wrong at padding, or
     recompile for every length.
     """
     model, ids = shared_model(variant), make_ids(3, 40)
     mask = torch.rand(3, 40, generator=torch.Generator().manual_seed(0)) < 0.7
     mask[:, 9] = True
-    cache = read(model, ids[:, :1])[1]
-    cache.reset()
+    cache = TitansCache(model.config, compileable=compileable)
     counter = CompileCounter()
     step = torch.compile(model.forward, fullgraph=True, backend=counter)
     with torch.no_grad():
@@ -190,13 +239,19 @@ def test_export(variant):
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_export_of_the_decoding_step(variant, dynamic):
-    """Transformers' exporter captures a step with its cache, for one batch size or any, with the same logits and
-    states: otherwise a model could be exported only without its memory.
+    """Transformers' exporter captures a step with its cache, for one batch size or any, and the program continues from
+    its own cache with the same logits and states: otherwise a model could be exported only without its memory, or for
+    one token.
     """
-    model, cache = read_rows_out_of_step(variant)
-    arguments = dict(input_ids=make_ids(2, 1, seed=3), past_key_values=cache, use_cache=True)
-    exported = DynamoExporter().export(model, copy.deepcopy(arguments), DynamoConfig(dynamic=dynamic))
+    model, cache = read_rows_out_of_step(variant, compileable=True)
+    first, *later = make_ids(2, 4, seed=3).split(1, dim=1)
+    arguments = dict(input_ids=first, past_key_values=cache, use_cache=True)
+    step = DynamoExporter().export(model, copy.deepcopy(arguments), DynamoConfig(dynamic=dynamic))
+    exported = copy.deepcopy(cache)
     with torch.no_grad():
-        ours, expected = exported(**copy.deepcopy(arguments)), model(**arguments)
-    assert_same(ours.logits, expected.logits)
-    assert_same_cache(ours.past_key_values, expected.past_key_values)
+        for token in (first, *later):
+            ours = step(input_ids=token, past_key_values=exported, use_cache=True)
+            exported = ours.past_key_values
+            assert_same(ours.logits, model(token, past_key_values=cache).logits)
+    assert_same_cache(exported, cache)
+    assert exported.get_seq_length() == 25

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from common import make_ids, read, shared_model
+from memory_folders import describe, names
 from safetensors import safe_open
 from safetensors.torch import save_file
-from test_memory_files import describe, memory, names  # noqa: F401
 
 from titans_hf import TitansCache, cache_files
 
 BIG = 10**30
 
 
-def load(memory) -> TitansCache:  # noqa: F811
+def load(memory) -> TitansCache:
     model, folder = memory
     return TitansCache.from_pretrained(folder, model)
 
@@ -42,7 +42,7 @@ def load(memory) -> TitansCache:  # noqa: F811
     ],
     ids=str,
 )
-def test_a_description_of_other_types(changes, message, memory):  # noqa: F811
+def test_a_description_of_other_types(changes, message, memory):
     """A field of memory.json with a wrong type or value raises an error that names it: otherwise a user would see
     another error far from the cause.
     """
@@ -56,7 +56,7 @@ def test_a_description_of_other_types(changes, message, memory):  # noqa: F811
     ["[" * 100_000, '{"a":' * 100_000, "[]", "null", "5", '"titans-memory"', "{}", "", b"\xff\xfe", "9" * 10_000],
     ids=lambda content: repr(content[:8]),
 )
-def test_a_description_that_is_none(content, memory):  # noqa: F811
+def test_a_description_that_is_none(content, memory):
     """A memory.json that is no description, even one nested too deeply for the parser, raises ValueError: otherwise a
     program reading strangers' memories would crash.
     """
@@ -66,7 +66,7 @@ def test_a_description_that_is_none(content, memory):  # noqa: F811
 
 
 @pytest.mark.parametrize("how", ["..", "absolute", "below"])
-def test_a_file_elsewhere_is_not_loaded(how, memory, tmp_path_factory):  # noqa: F811
+def test_a_file_elsewhere_is_not_loaded(how, memory, tmp_path_factory):
     """A file named outside of the folder raises an error, even a valid one: otherwise memory.json would decide which
     file of the machine is read.
     """
@@ -163,7 +163,7 @@ CONV = "1.state.conv_state"
         (lambda tensors, metadata: {"other": "1"}, "is not a memory's file of tensors"),
     ],
 )
-def test_tensors_that_no_cache_has(change, message, memory):  # noqa: F811
+def test_tensors_that_no_cache_has(change, message, memory):
     """Missing, surplus or wrongly shaped tensors raise an error despite right checksums: otherwise they would fail
     inside a layer, or give wrong answers.
     """
@@ -172,13 +172,13 @@ def test_tensors_that_no_cache_has(change, message, memory):  # noqa: F811
         load(memory)
 
 
-def test_a_rewritten_file_loads(memory):  # noqa: F811
+def test_a_rewritten_file_loads(memory):
     """An unchanged rewritten file loads: otherwise the tests above would fail for the rewriting."""
     rewrite(memory[1], lambda tensors, metadata: None)
     assert load(memory).get_seq_length() == 60
 
 
-def test_no_rows(memory):  # noqa: F811
+def test_no_rows(memory):
     """A memory with a batch of size 0 raises an error: otherwise it would fail at the first prompt."""
 
     def change(tensors, metadata):
@@ -190,7 +190,7 @@ def test_no_rows(memory):  # noqa: F811
         load(memory)
 
 
-def test_a_file_that_is_not_safetensors(memory):  # noqa: F811
+def test_a_file_that_is_not_safetensors(memory):
     """A file in another format raises ValueError: otherwise the parser's own error would not name the memory."""
     (file,) = memory[1].glob("*.safetensors")
     file.write_bytes(b"\xff" * 100)
@@ -199,7 +199,7 @@ def test_a_file_that_is_not_safetensors(memory):  # noqa: F811
         load(memory)
 
 
-def test_a_memory_that_is_not_finite_is_not_saved(memory):  # noqa: F811
+def test_a_memory_that_is_not_finite_is_not_saved(memory):
     """Saving a memory with nan raises an error and keeps the earlier one: otherwise a good memory would be replaced by
     a useless one.
     """

@@ -1,8 +1,6 @@
-"""A memory saved and loaded equals the original, and no other file is ever loaded."""
+"""A memory saved and loaded equals the original, and an interrupted save leaves the one before."""
 
-import copy
 import json
-import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,44 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from common import VARIANTS, assert_same, left_pad, make_ids, make_model, read, shared_model
-from transformers import PreTrainedModel
+from memory_folders import IDS, assert_equal, names, saved
 
 from titans_hf import TitansCache, cache_files
-
-IDS = make_ids(2, 60)
-
-
-def everything(cache: TitansCache) -> dict[str, torch.Tensor]:
-    return {f"{i}.{name}": x for i, layer in enumerate(cache.layers) for name, x in layer.named_tensors().items()}
-
-
-def assert_equal(actual: TitansCache, expected: TitansCache) -> None:
-    """Asserts that tensors are equal bit by bit, and so is everything that is not a tensor."""
-    ours, theirs = everything(actual), everything(expected)
-    assert ours.keys() == theirs.keys()
-    for name, x in theirs.items():
-        assert ours[name].dtype == x.dtype and torch.equal(ours[name], x), name
-    for ours, theirs in zip(actual.layers, expected.layers, strict=True):
-        for name in ("num_columns", "record_past", "is_initialized"):
-            assert getattr(ours, name) == getattr(theirs, name), name
-    assert actual.about == expected.about
-
-
-def names(folder: Path) -> set[str]:
-    """The files of a memory folder, without the lock."""
-    return {path.name for path in folder.iterdir()} - {cache_files.LOCK}
-
-
-def saved(cache: TitansCache, model: PreTrainedModel, folder: Path) -> TitansCache:
-    cache.save_pretrained(folder, model)
-    return TitansCache.from_pretrained(folder, model)
-
-
-@pytest.fixture
-def memory(tmp_path) -> tuple[PreTrainedModel, Path]:
-    model = shared_model("mag")
-    read(model, IDS)[1].save_pretrained(tmp_path, model)
-    return model, tmp_path
 
 
 @pytest.mark.parametrize("num_read", [1, 13, 40, 55])
@@ -170,116 +133,6 @@ def test_what_was_loaded_is_not_written_to(memory):
     assert_equal(TitansCache.from_pretrained(folder, model), read(model, IDS)[1])
 
 
-def changed(model: PreTrainedModel, name: str) -> PreTrainedModel:
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        parameter = other.get_parameter(name)
-        parameter.view(-1)[-1] += 1e-6
-    return other
-
-
-@pytest.mark.parametrize(
-    "make,message",
-    [
-        (lambda _: make_model("mal"), "its variant is 'mag', not 'mal'"),
-        (lambda _: make_model("mag", memory_max_lr=0.125), "its memory_max_lr is 0.25, not 0.125"),
-        (lambda _: make_model("mag", rope_parameters={"rope_theta": 5.0}), "its rope_parameters is {'"),
-        (lambda _: make_model("mag", sliding_window=8), "its sliding_window is 12, not 8"),
-        (lambda model: copy.deepcopy(model).float(), "its dtype is 'float64', not 'float32'"),
-        (lambda model: changed(model, "model.layers.1.mixer.memory.k_proj.weight"), "its weights is '"),
-        (lambda model: changed(model, "model.embed_tokens.weight"), "its weights is '"),
-    ],
-)
-def test_the_memory_of_another_model_is_refused(make, message, memory):
-    """A memory of a model with other weights, dtype or settings raises an error that names the difference: otherwise it
-    would answer wrongly without notice.
-    """
-    model, folder = memory
-    with pytest.raises(ValueError, match="is the memory of another model") as error:
-        TitansCache.from_pretrained(folder, make(model))
-    assert message in str(error.value)
-
-
-def test_what_does_not_shape_a_memory_may_differ(memory):
-    """Another output layer, attention kernel or training setting may load a memory: otherwise it would be lost with
-    them.
-    """
-    model, folder = memory
-    TitansCache.from_pretrained(folder, changed(model, "lm_head.weight"))
-    TitansCache.from_pretrained(folder, model.model)
-    TitansCache.from_pretrained(folder, make_model("mag", initializer_range=0.5, attention="eager"))
-
-
-def describe(folder: Path, *lost: str, **changes) -> None:
-    path = folder / "memory.json"
-    found = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({name: x for name, x in found.items() if name not in lost}))
-
-
-def cut(folder):
-    (file,) = folder.glob("*.safetensors")
-    os.truncate(file, file.stat().st_size - 8)
-
-
-def alter(folder):
-    (file,) = folder.glob("*.safetensors")
-    data = bytearray(file.read_bytes())
-    data[-5] ^= 1
-    file.write_bytes(data)
-
-
-def remove(folder):
-    next(folder.glob("*.safetensors")).unlink()
-
-
-def half_a_description(folder):
-    path = folder / "memory.json"
-    path.write_text(path.read_text()[:100])
-
-
-@pytest.mark.parametrize(
-    "damage,message",
-    [
-        (cut, r"is damaged: it has \d+ bytes, not the \d+ that were saved"),
-        (alter, "was altered: its sha256"),
-        (remove, "names the file 'memory-.*', which is not there"),
-        (half_a_description, "memory.json is damaged: it does not say what format it has"),
-        (lambda folder: describe(folder, format_version=2), "has version 2 of its format, but .* up to 1: update it"),
-        (lambda folder: describe(folder, format="other"), "has the format 'other', version 1, not 'titans-memory'"),
-        (lambda folder: describe(folder, format_version=None), "has the format 'titans-memory', version None"),
-        (lambda folder: describe(folder, file="../memory.json"), "names the file '../memory.json'"),
-        (
-            lambda folder: (folder / "memory.json").write_text('{"format": "titans-memory", "format_version": 1}'),
-            "lacks",
-        ),
-    ],
-)
-def test_what_is_not_the_saved_file_is_refused(damage, message, memory):
-    """A damaged, altered, missing or newer file raises an error: otherwise a damaged memory would answer as if it were
-    whole.
-    """
-    model, folder = memory
-    damage(folder)
-    with pytest.raises(ValueError, match=message):
-        TitansCache.from_pretrained(folder, model)
-
-
-def test_a_folder_without_a_memory(tmp_path):
-    """A folder without memory.json raises FileNotFoundError: otherwise the error would not name the folder."""
-    with pytest.raises(FileNotFoundError, match=r"is not a memory folder: it holds no memory.json"):
-        TitansCache.from_pretrained(tmp_path, shared_model("mag"))
-
-
-def test_the_cache_of_another_model_is_not_saved(tmp_path):
-    """Saving a cache for another model raises an error and writes nothing: otherwise the folder would name the wrong
-    model.
-    """
-    cache = read(shared_model("mag"), IDS)[1]
-    with pytest.raises(ValueError, match="its variant is mag, not mal"):
-        cache.save_pretrained(tmp_path, shared_model("mal"))
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("step", ["save_file", "_checksum", "_replace", "_replace of the description"])
 def test_an_interrupted_save_leaves_the_memory_before(step, memory, monkeypatch):
     """A save interrupted at any step leaves the earlier memory, and the next removes its files: otherwise stopping a
@@ -334,12 +187,6 @@ def test_push_to_hub(monkeypatch, memory):
     assert calls["create"]["private"] is True
     assert calls["upload"] == ("someone/my-memory", {"commit_message": "read"})
     assert_equal(TitansCache.from_pretrained(folder / "pushed", model), cache)
-
-
-def test_a_sharded_model_is_refused():
-    """A model whose weights are not all in this process raises an error: otherwise its hash would be that of a part."""
-    with pytest.raises(ValueError, match="neither sharded nor offloaded"):
-        cache_files.fingerprint(make_model("mag").to("meta"))
 
 
 def test_about_may_not_be_anything(tmp_path):

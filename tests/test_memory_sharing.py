@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from common import make_ids, read, shared_model
-from test_memory_files import assert_equal, names
+from memory_folders import assert_equal, names
 
 from titans_hf import TitansCache, cache_files
 

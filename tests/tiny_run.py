@@ -1,5 +1,8 @@
-"""Configurations for the tests of scripts/train.py, its distributed launch, and a stand-in for its time limit."""
+"""Configurations for the tests of scripts/train.py, its distributed launch, a stand-in for its time limit, and what a
+run has written.
+"""
 
+import json
 import sys
 from pathlib import Path
 from typing import ClassVar
@@ -26,6 +29,18 @@ TITANS = LLAMA | {
     "segment_length": 16,
     "memory_chunk_size": 8,
 }
+SHORT = dict(max_steps=2, eval_steps=2, save_steps=2)
+
+
+def losses(folder, key):
+    """Returns the steps and values that a run has logged under a key."""
+    history = json.loads((Path(folder) / "trainer_state.json").read_text())["log_history"]
+    return [(log["step"], log[key]) for log in history if key in log]
+
+
+def real_tokens(blocks):
+    """Returns the tokens of all blocks, joined."""
+    return [token for block in blocks["input_ids"] for token in block.tolist()]
 
 
 class StopAt(TrainerCallback):

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,9 +66,20 @@ def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
                 "save and load memories with a model that is neither sharded nor offloaded."
             )
         dtypes.add(str(x.dtype).removeprefix("torch."))
-        total.update(f"{name} {x.dtype} {tuple(x.shape)}\n".encode())
-        total.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        for part, y in _parts(name, x):
+            total.update(f"{part} {y.dtype} {tuple(y.shape)}\n".encode())
+            total.update(y.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return json.loads(json.dumps(fields)) | {"dtype": " ".join(sorted(dtypes)), "weights": total.hexdigest()}
+
+
+def _parts(name: str, x: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yields a tensor with its name; of one that a quantiser has put together, the tensors that it consists of."""
+    if not hasattr(x, "__tensor_flatten__"):
+        yield name, x
+        return
+    parts, _ = x.__tensor_flatten__()
+    for part in parts:
+        yield from _parts(f"{name}.{part}", getattr(x, part))
 
 
 def write_memory(folder: str | os.PathLike, memory: SavedMemory) -> None:

@@ -17,6 +17,8 @@ class TitansCacheLayer(CacheLayerMixin):
 
     States are replaced, never modified in place: earlier ones, and the graph of a training step, stay intact.
 
+    num_columns: number of columns read; in a compileable layer a 0-d tensor, because a compiled step is compiled again
+    for every other number.
     recorded: with `record_past`, the columns read since the last `crop`.
     to_reread: after `crop(-k)`, the recorded columns that are left. `state` is then the state before them, and the next
     call reads them again before its own tokens.
@@ -34,7 +36,7 @@ class TitansCacheLayer(CacheLayerMixin):
         self.is_compileable = compileable
         self.offloading = offloading
         self.state: LayerState | None = None
-        self.num_columns = 0
+        self.set_num_columns(0)
         self.record_past = False
         self.recorded: RecordedColumns | None = None
         self.to_reread: RecordedColumns | None = None
@@ -58,7 +60,9 @@ class TitansCacheLayer(CacheLayerMixin):
             recorded = empty if self.recorded is None else self.recorded
             self.recorded = recorded.append(inputs, columns)
         self.state, self.to_reread, self.restart = after, None, None
-        self.num_columns += inputs.shape[1]
+        if self.is_compileable and not self.is_initialized:
+            self.num_columns = self.num_columns.to(inputs.device)
+        self.num_columns = self.num_columns + inputs.shape[1]
         self.is_initialized = True
         if self.offloading:
             self.offload()
@@ -69,10 +73,14 @@ class TitansCacheLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("A TitansCache stores layer states, not keys and values: use it with a Titans model.")
 
-    def get_seq_length(self) -> int:
+    def set_num_columns(self, number: int) -> None:
+        """Sets the number of columns read; a tensor where the layer is compileable."""
+        self.num_columns = torch.tensor(number) if self.is_compileable else number
+
+    def get_seq_length(self) -> int | Tensor:
         return self.num_columns
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int) -> tuple[int | Tensor, int]:
         return self.num_columns + query_length, 0
 
     def get_max_length(self) -> int:
@@ -100,8 +108,8 @@ class TitansCacheLayer(CacheLayerMixin):
         self.recorded = RecordedColumns.from_tree(tree["recorded"]) if "recorded" in tree else None
         self.to_reread = RecordedColumns.from_tree(tree["to_reread"]) if "to_reread" in tree else None
         self.restart = tree.get("restart")
-        self.num_columns, self.record_past = num_columns, record_past
-        self.is_initialized = num_columns > 0
+        self.record_past, self.is_initialized = record_past, num_columns > 0
+        self.set_num_columns(num_columns)
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replaces every tensor x of the layer by fn(x)."""
@@ -116,7 +124,8 @@ class TitansCacheLayer(CacheLayerMixin):
         """
         if rows is None:
             self.state, self.recorded, self.to_reread, self.restart = (None,) * 4
-            self.num_columns, self.is_initialized = 0, False
+            self.is_initialized = False
+            self.set_num_columns(0)
         elif self.record_past:
             raise RuntimeError("reset(rows) cannot be undone by crop(): reset all rows, or stop recording.")
         elif self.state is not None:
@@ -170,8 +179,8 @@ class TitansCacheLayer(CacheLayerMixin):
         if tokens_to_remove:
             self.state, self.to_reread = record.state, record.first(kept) if kept else None
             self.restart = None if kept else record.restart  # kept columns mark the restart as a document's start
-            self.num_columns += tokens_to_remove
-            self.is_initialized = self.num_columns > 0
+            self.num_columns = self.num_columns + tokens_to_remove
+            self.is_initialized = bool(self.num_columns > 0)
         self.recorded = None
 
 

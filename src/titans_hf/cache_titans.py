@@ -35,7 +35,8 @@ class TitansCache(Cache):
     Args:
         config: of the model.
         offloading: keep the state of each layer on the CPU except while the layer runs.
-        compileable: let `generate()` compile the decoding step.
+        compileable: let `generate()` compile the decoding step, once for any number of tokens read: the count of
+            columns is then a tensor, on whose value no graph depends.
 
     Attributes:
         about: a description for people, a dictionary that JSON can represent; saved with the memory.
@@ -97,7 +98,7 @@ class TitansCache(Cache):
         if any(layer.record_past or layer.to_reread is not None for layer in self.layers):
             raise RuntimeError("start_prompt() cannot be undone by crop(): make a copy that does not record.")
         for layer in self.layers:
-            layer.num_columns = 0
+            layer.set_num_columns(0)
 
     def __copy__(self) -> "TitansCache":
         """Returns a branch that shares the state so far: both continue without affecting each other."""
@@ -152,7 +153,7 @@ class TitansCache(Cache):
         description = {"model": fingerprint(model), "tokens_seen": tokens_seen, "about": self.about}
         check_tensors(tensors, model)
         first = self.layers[0]
-        write_memory(folder, SavedMemory(description, tensors, first.num_columns, first.record_past))
+        write_memory(folder, SavedMemory(description, tensors, int(first.num_columns), first.record_past))
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike, model: PreTrainedModel, **options) -> "TitansCache":

@@ -80,11 +80,15 @@ def _columns(
     return Columns(mask, starts)
 
 
-def _new_columns_of_mask(attention_mask: Tensor | None, shape: tuple[int, int], num_read: int) -> Tensor | None:
+def _new_columns_of_mask(
+    attention_mask: Tensor | None, shape: tuple[int, int], num_read: int | Tensor
+) -> Tensor | None:
     """Returns the mask of the new tokens, (B, T) bool; None if none of them is padding."""
     if attention_mask is None:
         return None
     batch_size, num_tokens = shape
+    if torch.compiler.is_compiling() and isinstance(num_read, Tensor):
+        num_read = attention_mask.shape[-1] - num_tokens  # a graph cannot depend on the value of a tensor
     if attention_mask.dim() != 2 or attention_mask.shape not in (shape, (batch_size, num_read + num_tokens)):
         raise ValueError(
             f"`attention_mask` must be ({batch_size}, {num_tokens}) or, with the {num_read} columns read before, "

@@ -1,0 +1,98 @@
+"""scripts/ask.py: answers are those of a model that has just read, and asking leaves the memory unchanged."""
+
+import pytest
+import torch
+from reading_runs import SPECIAL, flags, ids_of, load, run_read, whole_text
+
+from titans_hf.cache_files import read_description
+from titans_hf_scripts import ask
+from titans_hf_scripts.training.tokenizer import byte_tokenizer
+
+
+def run_ask(paths, *prompts, **changes) -> None:
+    options = dict(memory=paths.memory, max_new_tokens=9) | changes
+    ask.main([paths.model, *(f"--prompt={x}" for x in prompts), *flags(**options)])
+
+
+def continuation(paths, text: str) -> str:
+    """Returns the greedy continuation of a text that is read in one call."""
+    ids = ids_of(text)
+    tokens = paths.net.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
+    return byte_tokenizer().decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_answers_are_those_of_a_model_that_has_just_read(paths, capsys):
+    """Answers equal those after reading text and prompt in one call, and leave the files unchanged: otherwise a memory
+    would answer differently from its text.
+    """
+    run_read(paths, paths.texts)
+    before = {path.name: path.read_bytes() for path in paths.memory.iterdir()}
+    prompts = ["Der König", "Zwölf Töchter hatte der", "X"]
+    run_ask(paths, *prompts)
+    answers = "".join(f"{prompt}{continuation(paths, whole_text(paths) + prompt)}\n" for prompt in prompts)
+    assert capsys.readouterr().out == answers
+    assert {path.name: path.read_bytes() for path in paths.memory.iterdir()} == before
+
+
+def test_special_tokens_in_a_prompt_are_text(paths, capsys):
+    """`</s>` in a prompt is text, with --keep too: otherwise it would end a document within the prompt."""
+    run_read(paths, paths.texts / "a.txt")
+    text = (paths.texts / "a.txt").read_text()
+    run_ask(paths, SPECIAL, keep=True)
+    answer = continuation(paths, text + SPECIAL)
+    assert capsys.readouterr().out == f"{SPECIAL}{answer}\n"
+    assert read_description(paths.memory)["tokens_seen"] == [len(ids_of(text + SPECIAL + answer)[0])]
+
+
+def test_what_is_kept_is_learnt(paths, capsys):
+    """--keep saves each prompt and its answer in order, in the memory: otherwise later answers would not depend on
+    them.
+    """
+    run_read(paths, paths.texts)
+    run_ask(paths, "Der König", "Zwölf", keep=True)
+    text = whole_text(paths)
+    for prompt in ("Der König", "Zwölf"):
+        text += prompt + continuation(paths, whole_text(paths) + prompt)
+    assert load(paths).layers[0].state.memory.num_seen.item() == len(ids_of(text)[0])
+    run_ask(paths, "X")
+    assert capsys.readouterr().out.splitlines()[-1] == "X" + continuation(paths, text + "X")
+    run_read(paths, paths.texts)  # and is known to have read its texts
+
+
+def test_asking_again_and_again(paths, capsys, monkeypatch):
+    """Interactive prompts are answered independently: otherwise an answer would depend on the prompts before it."""
+    run_read(paths, paths.texts / "a.txt")
+    prompts = iter(["Der König", "Zwölf", ""])
+    monkeypatch.setattr("builtins.input", lambda _: next(prompts))
+    run_ask(paths)
+    text = (paths.texts / "a.txt").read_text()
+    answers = [continuation(paths, text + prompt) for prompt in ("Der König", "Zwölf")]
+    assert capsys.readouterr().out == "".join(f"{x}\n" for x in answers)
+
+
+def test_questions_share_the_memory(paths):
+    """Repeating a loaded memory for 100 questions allocates no copies: otherwise many questions would need the memory
+    many times.
+    """
+    run_read(paths, paths.texts / "a.txt")
+    cache = load(paths)
+    cache.batch_repeat_interleave(100)
+    for layer in cache.layers:
+        for x in layer.state.tensors():
+            assert (
+                len(x) == 100
+                and x.untyped_storage().nbytes() <= next(paths.memory.glob("*.safetensors")).stat().st_size
+            )
+
+
+@pytest.mark.parametrize("options", [{"max_new_tokens": 0}, {"temperature": -1}])
+def test_bad_input_to_ask(options, paths):
+    """Options out of range, an empty prompt and a missing memory raise an error that names them: otherwise a user could
+    not tell which to change.
+    """
+    with pytest.raises(ValueError, match=f"--{next(iter(options))}"):
+        run_ask(paths, "X", **options)
+    with pytest.raises(ValueError, match="--prompt is empty"):
+        run_ask(paths, "")
+    with pytest.raises(FileNotFoundError, match="is not a memory folder"):
+        run_ask(paths, "X")

@@ -1,0 +1,202 @@
+"""scripts/read.py: a memory of all texts, whatever the blocks, and nothing lost by an interruption."""
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from memory_folders import assert_equal
+from reading_runs import (
+    SPECIAL,
+    TEXT,
+    assert_has_read,
+    expected,
+    ids_of,
+    load,
+    run_read,
+    whole_text,
+)
+from tiny_run import LLAMA, SCRIPT
+
+from titans_hf.cache_files import read_description
+from titans_hf_scripts import read
+from titans_hf_scripts.training.documents import load_splits
+from titans_hf_scripts.training.tokenizer import byte_tokenizer
+
+
+@pytest.mark.parametrize("block", [1, 7, read.BLOCK])
+def test_reading_a_folder(block, paths, monkeypatch):
+    """Reading a folder gives the memory of its joined texts, for any block size: otherwise characters or words across
+    block and file borders would be changed.
+    """
+    monkeypatch.setattr(read, "BLOCK", block)
+    run_read(paths, paths.texts)
+    assert_has_read(paths, whole_text(paths))
+
+
+def test_reading_standard_input(paths, monkeypatch):
+    """Reading files and standard input gives the memory of the joined text: otherwise piped text would be read
+    differently.
+    """
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(TEXT.encode())))
+    run_read(paths, paths.texts / "a.txt", "-")
+    assert_has_read(paths, (paths.texts / "a.txt").read_text() + "\n" + TEXT)
+
+
+def test_a_killed_reading_goes_on(paths):
+    """A reading killed with SIGKILL and repeated gives the memory of an uninterrupted one, and loses at most
+    --save_every tokens: otherwise a crash would cost the whole reading.
+    """
+    text = " ".join(str(i) for i in range(900)).encode()
+    options = [paths.model, "-", "--memory", str(paths.memory), "--save_every", "100", "--piece", "32"]
+    process = subprocess.Popen([sys.executable, SCRIPT.with_name("read.py"), *options], stdin=subprocess.PIPE)
+    process.stdin.write(text[:2000].ljust(read.BLOCK))
+    process.stdin.flush()
+    deadline = time.monotonic() + 120
+    while not (paths.memory / "memory.json").exists() or read_description(paths.memory)["tokens_seen"] < [1000]:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    num_seen = read_description(paths.memory)["tokens_seen"][0]
+    assert num_seen % 96 == 0
+    (paths.texts / "all.txt").write_bytes(text[:2000].ljust(read.BLOCK) + text[2000:])
+    resumed = run_read(paths, paths.texts / "all.txt")
+    assert resumed.num_read == read.BLOCK + len(text) - 2000
+    whole = paths.memory.with_name("whole")
+    run_read(paths, paths.texts / "all.txt", memory=whole)
+    assert_equal(load(paths), load(paths, whole))
+
+
+def test_an_interruption_costs_no_more_than_said(paths, monkeypatch):
+    """At most --save_every tokens lie between two saves, for any --piece: otherwise an interruption would lose more
+    than documented.
+    """
+    saved, counted, save, count = [], [], read.Reading.save, read.Reading._count
+
+    def save_and_note(self):
+        saved.append(self.num_read)
+        save(self)
+
+    def count_and_note(self, tokens):
+        count(self, tokens)
+        counted.append(self.num_read - (saved[-1] if saved else 0))
+
+    monkeypatch.setattr(read.Reading, "save", save_and_note)
+    monkeypatch.setattr(read.Reading, "_count", count_and_note)
+    total = run_read(paths, paths.texts, save_every=100, piece=32).num_read
+    assert max(counted) <= 100 and saved[-1] == total and len(saved) >= total // 100
+
+
+@pytest.mark.parametrize("reading", [5, {}, {"tokens": "5"}, {"tokens": 5, "sha256": "0", "finished": None}], ids=str)
+def test_a_reading_that_cannot_have_been(reading, paths):
+    """An inconsistent record of the reading in a memory raises ValueError: otherwise a memory made by others would end
+    in a traceback.
+    """
+    cache = expected(paths, "by other means")
+    cache.about["reading"] = reading
+    cache.save_pretrained(paths.memory, paths.net)
+    with pytest.raises(ValueError, match="its reading is"):
+        run_read(paths, paths.texts)
+
+
+@pytest.mark.parametrize("block", [1, 7, read.BLOCK])
+def test_special_tokens_in_a_text_are_text(block, paths, monkeypatch):
+    """`</s>` in a file has the ids that training gives it: otherwise text could end a document for the model."""
+    monkeypatch.setattr(read, "BLOCK", block)
+    (paths.texts / "a.txt").write_text(SPECIAL)
+    run_read(paths, paths.texts / "a.txt")
+    assert_has_read(paths, SPECIAL)
+    assert byte_tokenizer().eos_token_id not in ids_of(SPECIAL)[0]
+
+
+@pytest.mark.parametrize("block", [1, 7, read.BLOCK])
+def test_line_ends_are_those_of_training(block, paths, monkeypatch):
+    r"""Line ends \r\n and \r are read as \n, as in training, also across blocks: otherwise a model would read
+    characters it was not trained on.
+    """
+    monkeypatch.setattr(read, "BLOCK", block)
+    text = "eins\r\nzwei\r\n\r\ndrei\rvier\r"
+    (paths.texts / "a.txt").write_bytes(text.encode())
+    run_read(paths, paths.texts / "a.txt")
+    assert_has_read(paths, "eins\nzwei\n\ndrei\nvier\n")
+    (trained_on,) = load_splits(str(paths.texts / "a.txt"), "--train_data", "train")["train"]["text"]
+    assert trained_on == "eins\nzwei\n\ndrei\nvier\n"
+
+
+def test_other_texts_are_refused(paths):
+    """Continuing a memory with other texts raises an error: otherwise reading would continue in the middle of an
+    unknown text.
+    """
+    a, b = paths.texts / "a.txt", paths.texts / "b.txt"
+    run_read(paths, a, b)
+    for texts in ([b], [a]):
+        with pytest.raises(ValueError, match=r"has read [\d,]+ tokens of other texts: give the texts that it has read"):
+            run_read(paths, *texts)
+    cache = expected(paths, "by other means")
+    cache.save_pretrained(paths.memory, paths.net)
+    with pytest.raises(ValueError, match="was not made by reading texts"):
+        run_read(paths, a)
+
+
+def test_a_folder_whose_name_ends_in_txt_is_no_text(paths):
+    """A folder x.txt is read as a folder: otherwise reading would stop with an error about a file that the user did not
+    name.
+    """
+    expected_text = whole_text(paths)
+    (paths.texts / "b1.txt").mkdir()
+    run_read(paths, paths.texts)
+    assert_has_read(paths, expected_text)
+    with pytest.raises(ValueError, match=r"TEXT .*b1.txt holds no .txt files"):
+        run_read(paths, paths.texts / "b1.txt")
+    (paths.texts / "b1.txt" / "d.txt").write_text("Ende")
+    run_read(paths, paths.texts / "b1.txt", append=True)
+    assert read_description(paths.memory)["tokens_seen"] == [len(ids_of(expected_text)[0]) + 4]
+
+
+@pytest.mark.parametrize("script", ["read.py", "ask.py", "surprise.py"])
+def test_an_error_is_one_line(script, paths):
+    """A script's error is one line that names the script: otherwise users would read a traceback."""
+    options = {"read.py": ["missing.txt", "--memory", "m"], "surprise.py": ["missing.txt", "--output", "o"]}
+    command = [sys.executable, SCRIPT.with_name(script), paths.model, *options.get(script, ["--memory", "missing"])]
+    ended = subprocess.run(command, cwd=paths.texts, input="", capture_output=True, text=True)
+    assert ended.returncode == 2
+    (line,) = [line for line in ended.stderr.splitlines() if "error" in line]
+    assert line.startswith(f"{script}: error: ") and "missing" in line and "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (lambda paths: [str(paths.texts / "d.txt")], r"TEXT .*d.txt does not exist"),
+        (lambda paths: [paths.model], "holds no .txt files"),
+        (lambda paths: ["bad.txt"], "TEXT .*bad.txt is not UTF-8"),
+        (lambda paths: [str(paths.texts), "--piece=0"], "--piece 0 must be at least 1"),
+    ],
+)
+def test_bad_input_to_read(change, message, paths, monkeypatch):
+    """Wrong arguments raise an error that names them before anything is saved: otherwise a user could not tell which to
+    change.
+    """
+    monkeypatch.chdir(paths.texts)
+    Path("bad.txt").write_bytes(b"caf\xe9 au lait")
+    with pytest.raises(ValueError, match=message):
+        read.main([paths.model, *change(paths), "--memory", str(paths.memory)])
+    assert not paths.memory.exists()
+
+
+def test_what_has_no_memory_is_refused(paths):
+    """A folder without a checkpoint, or a model without a memory, raises an error at once: otherwise it would fail
+    inside the model, or after reading.
+    """
+    with pytest.raises(ValueError, match="is not a checkpoint with a tokenizer"):
+        run_read(SimpleNamespace(model=str(paths.texts), memory=paths.memory), paths.texts)
+    config = Path(paths.model) / "config.json"
+    config.write_text(json.dumps(LLAMA))
+    with pytest.raises(ValueError, match="is a llama model, which has no memory"):
+        run_read(paths, paths.texts)

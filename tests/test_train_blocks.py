@@ -1,0 +1,173 @@
+"""Blocks of training: tokenizing documents, packing them, and collating the blocks."""
+
+import shutil
+from itertools import combinations
+
+import pytest
+import torch
+from datasets import Dataset
+from tiny_run import real_tokens
+from transformers import AutoTokenizer, ByT5Tokenizer
+
+from titans_hf_scripts import train
+from titans_hf_scripts.training import blocks as blocks_module
+from titans_hf_scripts.training.blocks import collate, count_tokens, make_blocks
+from titans_hf_scripts.training.documents import load_splits
+from titans_hf_scripts.training.tokenizer import byte_tokenizer, is_byte_tokenizer, load_tokenizer
+
+pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
+
+
+@pytest.mark.parametrize("block_length", [2, 7, 32, 10_000])
+def test_packing_loses_no_text(texts, block_length):
+    """Blocks join to all documents with an eos each, in order: otherwise a part of the text would not be learnt."""
+    tokenizer = load_tokenizer("bytes")
+    documents = load_splits(str(texts), "--train_data", "train")["train"]
+    blocks, tokens_per_byte = make_blocks(documents, "text", tokenizer, block_length)
+
+    encoded = [path.read_bytes() for path in sorted(texts.rglob("*.txt"))]
+    stream = [token for text in encoded for token in [*(byte + 3 for byte in text), tokenizer.eos_token_id]]
+    assert real_tokens(blocks) == stream[: len(stream) - (len(stream) % block_length == 1)]
+    assert {len(block) for block in blocks["input_ids"][:-1]} <= {block_length}
+    assert count_tokens(blocks) == len(real_tokens(blocks))
+    assert tokens_per_byte == len(real_tokens(blocks)) / len(b"".join(encoded))
+
+
+def test_only_a_lone_final_eos_is_dropped():
+    """A last block is dropped only if it is an eos alone, which leaves nothing to predict: otherwise text would be
+    lost.
+    """
+    documents = Dataset.from_dict({"text": ["abcd"]})
+    blocks, _ = make_blocks(documents, "text", load_tokenizer("bytes"), 4)
+    assert real_tokens(blocks) == [100, 101, 102, 103]
+
+
+def test_without_packing_every_document_is_a_block():
+    """Without packing each document is one block, or an error: otherwise a question could be in another block than its
+    fact.
+    """
+    tokenizer = load_tokenizer("bytes")
+    documents = Dataset.from_dict({"text": ["abc", "", "d", "efghijk"]})
+    blocks, tokens_per_byte = make_blocks(documents, "text", tokenizer, 8, packing=False)
+    assert [tokenizer.decode(block) for block in blocks["input_ids"]] == ["abc</s>", "d</s>", "efghijk</s>"]
+    assert count_tokens(blocks) == 14 and count_tokens(blocks.select([2, 0])) == 12
+    assert tokens_per_byte == 14 / 11
+    with pytest.raises(ValueError, match="document 3 has 8 tokens with its eos, more than --block_length 7"):
+        make_blocks(documents, "text", tokenizer, 7, packing=False)
+
+
+def test_prompts_are_read_and_completions_learnt(options, tmp_path, monkeypatch):
+    """The loss covers completions alone: otherwise it would mostly be that of given prompts."""
+    rows = {"prompt": ["2 + 2 =", "", "7 = "], "completion": [" 4", "yes", "x" * 40]}
+    Dataset.from_dict(rows).save_to_disk(tmp_path / "rows")
+    tokenizer = load_tokenizer("bytes")
+    blocks, tokens_per_byte = make_blocks(Dataset.from_dict(rows), "text", tokenizer, 64, packing=False)
+    batch = collate([blocks[i] for i in range(2)])
+    assert tokenizer.decode(batch["input_ids"][0]) == "2 + 2 = 4</s>"
+    learnt = [tokenizer.decode(labels[labels != -100]) for labels in batch["labels"]]
+    assert learnt == [" 4</s>", "yes</s>"] and tokens_per_byte == 59 / 56
+    common = dict(train_data=tmp_path / "rows", eval_data=tmp_path / "rows", block_length=64, max_steps=4)
+    with pytest.raises(ValueError, match="only prompt, completion: these need --packing false"):
+        train.main(options(**common))
+    seen = []
+    monkeypatch.setattr(train, "collate", lambda blocks: seen.append(collate(blocks)) or seen[-1])
+    train.main(options(packing="false", **common))
+    completions = (3, 4, 41)  # tokens
+    sums = {sum(some) for number in (1, 2, 3) for some in combinations(completions, number)}
+    assert {(x["labels"] != -100).sum().item() for x in seen} <= sums
+
+
+def test_blocks_are_cached(texts, monkeypatch):
+    """Blocks of the same data are read from the cache: otherwise every start would tokenize the data again."""
+    tokenizer = load_tokenizer("bytes")
+    first, _ = make_blocks(load_splits(str(texts), "--train_data", "train")["train"], "text", tokenizer, 32)
+    monkeypatch.setattr(type(tokenizer), "__call__", None)
+    again, _ = make_blocks(
+        load_splits(str(texts), "--train_data", "train")["train"], "text", load_tokenizer("bytes"), 32
+    )
+    assert real_tokens(again) == real_tokens(first)
+
+
+def block(tokens, prompt_length=0):
+    return {"input_ids": torch.tensor(tokens), "prompt_length": torch.tensor(prompt_length)}
+
+
+def test_collate_masks_only_padding():
+    """Padding alone is masked and left out of the loss, and equal rows have no mask: otherwise tokens equal to the
+    padding's id would not be learnt.
+    """
+    batch = collate([block([5, 6, 7]), block([8, 0])])
+    assert batch["labels"].tolist() == [[5, 6, 7], [8, 0, -100]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert "attention_mask" not in collate([block([5, 0])])
+
+
+class SlowTokenizer:
+    """Marks the start of each call, as tokenizers with a prefix do, so that splitting a text changes its tokens."""
+
+    eos_token_id = 1
+
+    def __call__(self, texts, **options):
+        return {"input_ids": [[2, *(ord(letter) for letter in text)] for text in texts]}
+
+
+@pytest.mark.parametrize("text", ["word " * 900, "x" * 4000, "one\n\n two\t" * 400, "é " * 2000])
+def test_long_texts_are_tokenized_as_a_whole(monkeypatch, text):
+    """Splitting a long text for tokenizing changes no token: otherwise training would use ids that the tokenizer never
+    gives.
+    """
+    monkeypatch.setattr(blocks_module, "PIECE_CHARACTERS", 256)
+    monkeypatch.setattr(blocks_module, "CALL_CHARACTERS", 1024)
+    for tokenizer in (byte_tokenizer(), SlowTokenizer()):
+        (tokens,) = blocks_module.encode_texts([text], tokenizer)
+        (expected,) = tokenizer([text], add_special_tokens=False)["input_ids"]
+        assert tokens.tolist() == expected
+    with monkeypatch.context() as patch:
+        patch.setattr(blocks_module, "is_byte_tokenizer", lambda tokenizer: False)
+        (tokens,) = blocks_module.encode_texts([text], byte_tokenizer())
+        assert tokens.tolist() == byte_tokenizer()(text)["input_ids"]
+    assert len(blocks_module.split_text("word " * 900, byte_tokenizer())) > 10
+    assert blocks_module.split_text("word " * 900, SlowTokenizer()) == ["word " * 900]
+
+
+def test_processes_tokenize_like_one(tmp_path, capsys):
+    """Two processes give the tokens of one, in order, and later calls use the cache: otherwise documents would be mixed
+    up.
+    """
+    documents = Dataset.from_dict({"text": [f"document {i} " * (i % 7) for i in range(50)]})
+    tokenizer = load_tokenizer("bytes")
+    alone = blocks_module.tokenize_documents(documents, ["text"], tokenizer, 1)
+    shutil.rmtree(tmp_path / "cache" / "titans_hf")
+    together = blocks_module.tokenize_documents(documents, ["text"], tokenizer, 2)
+    assert together.documents["input_ids"][:] == alone.documents["input_ids"][:]
+    assert "2 processes" in capsys.readouterr().out
+    blocks_module.tokenize_documents(documents, ["text"], tokenizer, 2)
+    assert "tokens/s" not in capsys.readouterr().out
+
+
+def test_byte_tokenizer_is_byt5_without_the_eos(tmp_path):
+    """The saved byte tokenizer has ByT5's ids, without an eos, and decodes exactly: otherwise text would be changed."""
+    load_tokenizer("bytes").save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    text = "Ünïcode 東京 🎉\r\n\t\x00  end "
+    byt5 = ByT5Tokenizer(extra_ids=0)
+    assert len(tokenizer) == len(byt5) == 259
+    assert tokenizer(text)["input_ids"] == byt5(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    for name in ("pad_token_id", "eos_token_id", "unk_token_id"):
+        assert getattr(tokenizer, name) == getattr(byt5, name)
+
+
+def test_the_byte_tokenizer_is_recognized(tmp_path):
+    """The byte tokenizer, made or loaded, is recognized and encodes as itself; with another token it is not: otherwise
+    the fast path would give wrong ids.
+    """
+    byte_tokenizer().save_pretrained(tmp_path)
+    assert is_byte_tokenizer(byte_tokenizer()) and is_byte_tokenizer(load_tokenizer(str(tmp_path)))
+    other = byte_tokenizer()
+    other.add_tokens(["whale"])
+    assert not is_byte_tokenizer(other)
+    text = "".join(map(chr, range(0x2FF))) + "東京 🎉</s>"
+    (tokens,) = blocks_module.encode_texts([text], byte_tokenizer())
+    lines = text.replace("\r", "\n")  # as every text is read
+    assert tokens.tolist() == byte_tokenizer()(lines, split_special_tokens=True)["input_ids"]

@@ -1,0 +1,131 @@
+"""Data of training: files of every kind, data sets and streams, and what is held out of them."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, DatasetDict
+from tiny_run import SHORT, TITANS, real_tokens
+
+from titans_hf_scripts import train
+from titans_hf_scripts.training.arguments import DataArguments
+from titans_hf_scripts.training.blocks import make_blocks
+from titans_hf_scripts.training.data import load_blocks
+from titans_hf_scripts.training.documents import load_splits
+from titans_hf_scripts.training.tokenizer import byte_tokenizer, load_tokenizer
+
+pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
+
+
+def decoded(path: Path, **changes) -> str:
+    arguments = DataArguments(train_data=str(path), eval_data=str(path), block_length=1000, **changes)
+    loaded = load_blocks(arguments, byte_tokenizer())
+    return "".join(byte_tokenizer().decode(block["input_ids"]) for block in loaded.train)
+
+
+def write_rows(path: Path, rows: list[dict]) -> None:
+    if path.suffix == ".parquet":
+        Dataset.from_list(rows).to_parquet(path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet"])
+def test_rows_give_their_text_column(tmp_path, name, streaming):
+    """Of a table only the text column is learnt: otherwise a model would learn braces and field names."""
+    (tmp_path / "folder").mkdir()
+    write_rows(tmp_path / "folder" / name, [{"body": "ab", "id": 1}, {"body": "c", "id": 2}])
+    (tmp_path / "folder" / "README.md").write_text("not data")
+    for path in (tmp_path / "folder", tmp_path / "folder" / name):
+        assert sorted(decoded(path, text_column="body", streaming=streaming).split("</s>")) == ["", "ab", "c"]
+
+
+def test_markdown_files_are_documents(tmp_path):
+    """Markdown files are read as documents, from a folder or alone: otherwise they would be ignored."""
+    (tmp_path / "wiki").mkdir()
+    (tmp_path / "wiki" / "notes.md").write_text("# Notes\n")
+    assert decoded(tmp_path / "wiki") == decoded(tmp_path / "wiki" / "notes.md") == "# Notes\n</s>"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("latin.txt", b"caf\xe9", r"latin.txt is no valid text file: .*codec can't decode byte 0xe9"),
+        ("image.txt", b"\x89PNG\0\0", r"image.txt is a binary file"),
+        ("half.jsonl", b'{"text": "a"}\n{"text": ', r"half.jsonl is no valid json file: line 2"),
+        ("none.jsonl", b"", r"none.jsonl is empty"),
+        ("torn.parquet", b"PAR1 and no more", r"torn.parquet is no valid parquet file"),
+    ],
+)
+def test_errors_name_the_file(tmp_path, name, content, message):
+    """The error for a broken file names it: otherwise it could not be located among a thousand."""
+    good = tmp_path / f"good{Path(name).suffix}"
+    write_rows(good, [{"text": "fine"}]) if good.suffix != ".txt" else good.write_text("fine")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load_splits(str(tmp_path), "--train_data", "train")
+
+
+def test_kinds_are_not_mixed(tmp_path):
+    """A folder of several kinds of data raises an error: otherwise a part of it would be ignored."""
+    (tmp_path / "a.txt").write_text("a")
+    write_rows(tmp_path / "b.jsonl", [{"text": "b"}])
+    with pytest.raises(ValueError, match=r"several kinds \(json, text\)"):
+        load_splits(str(tmp_path), "--train_data", "train")
+
+
+def test_a_column_of_numbers_is_refused(tmp_path):
+    """A text column of numbers raises an error that names it: otherwise the tokenizer would fail."""
+    write_rows(tmp_path / "a.jsonl", [{"text": 5}])
+    with pytest.raises(ValueError, match="the column text of the data holds int64, not text"):
+        decoded(tmp_path / "a.jsonl")
+
+
+def test_held_out_blocks_are_the_last(texts):
+    """The last blocks are held out and the others kept: otherwise evaluation would use training data."""
+    tokenizer = load_tokenizer("bytes")
+    blocks, _ = make_blocks(load_splits(str(texts), "--train_data", "train")["train"], "text", tokenizer, 32)
+    arguments = DataArguments(train_data=str(texts), eval_fraction=0.2, block_length=32)
+    kept, held_out, _ = load_blocks(arguments, tokenizer)
+    assert len(held_out) == round(0.2 * len(blocks))
+    assert real_tokens(kept) + real_tokens(held_out) == real_tokens(blocks)
+
+
+def test_saved_data_set_brings_its_validation_split(tmp_path):
+    """A saved data set's validation split is used for evaluation: otherwise training data would be held out instead."""
+    splits = {"train": Dataset.from_dict({"body": ["aaaa", "bb"]}), "validation": Dataset.from_dict({"body": ["cc"]})}
+    DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    tokenizer = load_tokenizer("bytes")
+    arguments = DataArguments(train_data=str(tmp_path / "saved"), text_column="body", block_length=32)
+    kept, validation, _ = load_blocks(arguments, tokenizer)
+    assert tokenizer.decode(real_tokens(kept)) == "aaaa</s>bb</s>"
+    assert tokenizer.decode(real_tokens(validation)) == "cc</s>"
+
+
+def test_a_stream_trains_and_holds_out_its_first_documents(options, tmp_path):
+    """A streamed data set is trained on except its first documents, which are evaluated on: otherwise evaluation would
+    use training data.
+    """
+    write_rows(tmp_path / "rows.jsonl", [{"text": f"{i:03d} " * 20} for i in range(60)])
+    arguments = DataArguments(
+        train_data=str(tmp_path / "rows.jsonl"), streaming=True, block_length=32, max_eval_blocks=4
+    )
+    loaded = load_blocks(arguments, byte_tokenizer())
+    evaluated = byte_tokenizer().decode(np.concatenate(loaded.evaluation["input_ids"]))
+    trained = byte_tokenizer().decode(torch.cat([block["input_ids"] for block in loaded.train]))
+    assert len(loaded.evaluation) == 4 and evaluated.startswith("000 ")
+    assert "059" in trained and not {f"{i:03d}" for i in range(60) if f"{i:03d}" in evaluated} & set(trained.split())
+    assert loaded.tokens_per_byte == pytest.approx(81 / 80)
+    common = dict(train_data=tmp_path / "rows.jsonl", streaming="true", max_eval_blocks=4)
+    metrics = train.main(options(TITANS, **SHORT, **common))
+    assert math.isfinite(metrics["eval_loss"])
+    with pytest.raises(ValueError, match="--streaming needs --max_steps"):
+        train.main(options(TITANS, **common, max_steps=None, output_dir=tmp_path / "other"))
+    with pytest.raises(ValueError, match="--carry_memory cannot be combined with --streaming"):
+        train.main(options(TITANS, **common, carry_memory="true", output_dir=tmp_path / "other"))

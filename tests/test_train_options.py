@@ -1,0 +1,179 @@
+"""Options of scripts/train.py: defaults, overrides of the configuration, and bad or contradicting ones."""
+
+import json
+
+import pytest
+import torch
+from tiny_run import LLAMA, TITANS
+
+from titans_hf_scripts import train
+from titans_hf_scripts.training.arguments import ModelArguments
+from titans_hf_scripts.training.model import load_config, split_overrides
+from titans_hf_scripts.training.tokenizer import byte_tokenizer, load_tokenizer
+
+pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
+
+
+@pytest.mark.parametrize(
+    ("given", "accumulated"),
+    [({"tokens_per_step": 256}, 4), ({"gradient_accumulation_steps": 3, "tokens_per_step": 7}, 3)],
+)
+def test_tokens_per_step(options, tmp_path, capsys, given, accumulated):
+    """Gradient accumulation follows from --tokens_per_step unless given: otherwise steps would be of another size than
+    reported.
+    """
+    train.main(options(max_steps=1, **given))
+    arguments = torch.load(tmp_path / "out" / "training_args.bin", weights_only=False)
+    assert arguments.gradient_accumulation_steps == accumulated
+    assert f"steps: 1 of {accumulated * 2 * 32} tokens" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["tokens_seen"] == accumulated * 2 * 32
+
+
+def test_paper_defaults(options):
+    """Defaults are the paper's learning rate, weight decay, schedule, optimizer and tokens per step: otherwise a plain
+    command would not train as the paper does.
+    """
+    parser = train.HfArgumentParser(train.ARGUMENTS)
+    *_, arguments = parser.parse_args_into_dataclasses(options(learning_rate=None))
+    assert (arguments.learning_rate, arguments.weight_decay, arguments.lr_scheduler_type) == (4e-4, 0.1, "cosine")
+    assert arguments.optim.startswith("adamw")
+    assert parser.get_default("tokens_per_step") == 524288
+
+
+def test_overrides_rebuild_the_config(options):
+    """Sizes derived from an overridden field follow it: otherwise head_dim would keep its old value."""
+    config = LLAMA | {"hidden_size": 64}
+    path = options(config)[1]
+    arguments = ModelArguments(config=path, config_overrides="hidden_size=32,tie_word_embeddings=true")
+    changed = load_config(arguments, load_tokenizer("bytes"))
+    assert (changed.hidden_size, changed.head_dim, changed.tie_word_embeddings) == (32, 16, True)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ("memory_momentum=False", {"memory_momentum": False}),
+        ("memory_momentum=false, hidden_size=48", {"memory_momentum": False, "hidden_size": 48}),
+        ("eos_token_id=null,variant=lmm", {"variant": "lmm"}),
+        ("rope_parameters.rope_theta=5e5", {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}),
+        ('rope_parameters={"rope_theta": 7.0, "rope_type": "default"}', {"rope_parameters": {"rope_theta": 7.0}}),
+    ],
+)
+def test_overrides_of_every_type(tmp_path, overrides, expected):
+    """Overrides can be booleans, null, nested fields and dictionaries: otherwise such a change would need a file."""
+    (tmp_path / "config.json").write_text(json.dumps(TITANS))
+    arguments = ModelArguments(config=str(tmp_path / "config.json"), config_overrides=overrides)
+    config = load_config(arguments, byte_tokenizer())
+    for name, value in expected.items():
+        actual = getattr(config, name)
+        if isinstance(value, dict):
+            assert value.items() <= dict(actual).items()
+        else:
+            assert actual == value and type(actual) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("memory_momentum=maybe", "(?s)--config_overrides memory_momentum=maybe: .*bool"),
+        ("rope_parameters.rope_thetta=1", "there is no rope_parameters.rope_thetta, only .*rope_theta"),
+        ("hidden_size.x=1", "there is no hidden_size.x"),
+        ("hidden_size", "hidden_size has no value"),
+    ],
+)
+def test_wrong_overrides_are_named(tmp_path, overrides, message):
+    """A wrong override raises an error that names it: otherwise a misspelt setting would be ignored."""
+    (tmp_path / "config.json").write_text(json.dumps(TITANS))
+    arguments = ModelArguments(config=str(tmp_path / "config.json"), config_overrides=overrides)
+    with pytest.raises(ValueError, match=message) as error:
+        load_config(arguments, byte_tokenizer())
+    assert "StrictDataclass" not in str(error.value)
+
+
+def test_commas_within_values_do_not_split():
+    """Commas within brackets and quotes belong to a value: otherwise lists could not be overridden."""
+    assert split_overrides('a=[1,2],b={"x": "p,q"}, c=3') == ["a=[1,2]", 'b={"x": "p,q"}', "c=3"]
+
+
+def test_shipped_configurations_have_names():
+    """`--config tiny-mag` works from any folder: otherwise an installed command would need scripts/configs."""
+    config = load_config(ModelArguments(config="tiny-mag"), byte_tokenizer())
+    assert (config.model_type, config.variant) == ("titans", "mag")
+    with pytest.raises(FileNotFoundError, match="--config tiny-mug: no such file or folder, nor a configuration"):
+        load_config(ModelArguments(config="tiny-mug"), byte_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train_data": "/no/such/folder"}, "/no/such/folder is neither a file, nor a folder, nor a data set"),
+        ({"eval_data": "/no/such/file.txt"}, "/no/such/file.txt is neither"),
+        ({"train_data": "no-such/data"}, "no-such/data is neither"),
+        ({"config": "/no/such/config.json"}, "/no/such/config.json: no such file"),
+        ({"block_length": 1}, "block_length 1"),
+        ({"block_length": 4096, "tokens_per_step": 8192}, "give --eval_data"),
+        ({"tokens_per_step": 100}, "try --tokens_per_step 128"),
+        ({"text_column": "body"}, "no --text_column body, nor a prompt and a completion, only text"),
+        (
+            {"config_overrides": "vocab_size=100"},
+            "has 259 tokens, more than the vocab_size 100: give --config_overrides vocab_size=259",
+        ),
+        ({"config_overrides": "hiden_size=64"}, "llama has no hiden_size"),
+        ({"resume_from_checkpoint": "true"}, "no complete checkpoint in"),
+        ({"resume_from_checkpoint": "/no/such/checkpoint"}, "no checkpoint in /no/such/checkpoint"),
+    ],
+)
+def test_bad_inputs_are_named(options, tmp_path, changes, message):
+    """Wrong options raise an error that names them before any file is written: otherwise a run would fail after
+    hours.
+    """
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        train.main(options(**changes))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"config": None}, "give either --config, .*, or --model_name_or_path"),
+        ({"model_name_or_path": "x"}, "give either --config, .*, or --model_name_or_path"),
+        ({"tokenizer": None}, "--config needs a --tokenizer"),
+        ({"preprocessing_num_workers": 0}, "--preprocessing_num_workers 0 must be at least 1"),
+    ],
+)
+def test_options_that_contradict_are_refused(options, tmp_path, changes, message):
+    """Contradicting or missing options raise an error that names them before any file is written: otherwise one of them
+    would be ignored.
+    """
+    with pytest.raises(ValueError, match=message):
+        train.main(options(**changes))
+    assert not (tmp_path / "out").exists()
+
+
+def test_folder_without_text_is_named(options, tmp_path):
+    """A folder without text raises an error that names it: otherwise training would fail without a cause."""
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"--train_data .*empty holds no \.txt or \.md or .*files"):
+        train.main(options(train_data=tmp_path / "empty"))
+    (tmp_path / "empty" / "empty.txt").touch()
+    with pytest.raises(ValueError, match="holds no text"):
+        train.main(options(train_data=tmp_path / "empty"))
+
+
+def test_tokenizer_without_eos_is_named(options, tmp_path):
+    """A tokenizer without eos raises an error: otherwise documents would not be separated."""
+    tokenizer = load_tokenizer("bytes")
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    with pytest.raises(ValueError, match="no eos token"):
+        train.main(options(tokenizer=tmp_path / "tokenizer"))
+
+
+def test_too_few_steps_are_warned_of(options, capsys):
+    """A warning before training names --tokens_per_step if steps are few: otherwise a small text would train almost
+    nothing.
+    """
+    train.main(options(max_steps=None, eval_strategy="no", save_strategy="no", load_best_model_at_end="false"))
+    assert "warning: 6 optimizer steps are too few to learn from. Give a smaller --tokens_per_step" in (
+        capsys.readouterr().out
+    )

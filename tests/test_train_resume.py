@@ -1,0 +1,91 @@
+"""scripts/train.py: runs that were interrupted, stopped by the time limit or finished, and their checkpoints."""
+
+import json
+
+import pytest
+import torch
+from common import VARIANTS
+from tiny_run import LLAMA, SHORT, TITANS, StopAt, losses
+from transformers import AutoModelForCausalLM
+from transformers.trainer_utils import get_last_checkpoint
+
+from titans_hf_scripts import train
+from titans_hf_scripts.training.checkpoints import what_is_missing
+
+pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
+DROPOUT = {"attention_dropout": 0.1}
+RESUMED = {"llama": LLAMA | DROPOUT} | {variant: TITANS | DROPOUT | {"variant": variant} for variant in VARIANTS}
+
+
+@pytest.mark.parametrize("config", RESUMED.values(), ids=RESUMED)
+def test_resumed_run_is_bit_identical(options, tmp_path, monkeypatch, config):
+    """A resumed run has the weights and losses of an uninterrupted one: otherwise an interruption would change the
+    result.
+    """
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    metrics = train.main(options(config, output_dir=whole))
+    monkeypatch.setattr(train, "TimeLimit", StopAt)
+    monkeypatch.setattr(StopAt, "steps", [])
+    train.main(options(config, output_dir=parts, max_minutes=4))
+    assert StopAt.steps == [1, 2, 3, 4]
+    resumed = train.main(options(config, output_dir=parts, max_minutes=8, resume_from_checkpoint="true"))
+    assert StopAt.steps == list(range(1, 9))
+
+    for checkpoint in ("checkpoint-8", "."):
+        first, second = (AutoModelForCausalLM.from_pretrained(run / checkpoint).state_dict() for run in (whole, parts))
+        assert all(torch.equal(first[name], second[name]) for name in first)
+    for key in ("loss", "eval_loss"):
+        assert losses(whole, key) == losses(parts, key)
+    assert resumed["eval_loss"] == metrics["eval_loss"]
+
+
+def test_time_limit_stops_evaluates_and_saves(options, tmp_path):
+    """--max_minutes ends a run with an evaluation and a checkpoint: otherwise a limited run would be lost."""
+    train.main(options(max_minutes=1e-9))
+    assert get_last_checkpoint(tmp_path / "out").endswith("checkpoint-1")
+    assert [step for step, _ in losses(tmp_path / "out", "eval_loss")] == [1]
+
+
+def test_checkpoints_are_not_trained_over(options, tmp_path):
+    """An output folder with checkpoints raises an error unless resumed: otherwise a run would overwrite another."""
+    (tmp_path / "out" / "checkpoint-4").mkdir(parents=True)
+    with pytest.raises(ValueError, match="pass --resume_from_checkpoint true"):
+        train.main(options())
+
+
+def test_a_finished_run_says_so(options, tmp_path, capsys):
+    """Repeating a finished run's command trains nothing and reports that: otherwise it would fail, or train over the
+    run.
+    """
+    metrics = train.main(options(**SHORT))
+    before = (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns
+    capsys.readouterr()
+    assert train.main(options(**SHORT)) == metrics
+    assert "is finished: 2 of 2 steps" in capsys.readouterr().out
+    assert train.main(options(**SHORT, resume_from_checkpoint="true")) == metrics
+    assert "is finished: 2 of 2 steps" in capsys.readouterr().out
+    assert (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns == before
+    train.main(options(max_steps=4, eval_steps=2, save_steps=2, resume_from_checkpoint="true"))
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["steps"] == 4
+
+
+@pytest.mark.parametrize("damage", ["trainer_state.json", "model.safetensors", "optimizer.pt"])
+def test_a_checkpoint_that_was_cut_off_is_skipped(options, tmp_path, damage):
+    """Resuming skips an incomplete checkpoint with a warning: otherwise a run killed while saving could not be
+    resumed.
+    """
+    whole = train.main(options(LLAMA))
+    last = tmp_path / "out" / "checkpoint-8"
+    assert what_is_missing(last) is None
+    (tmp_path / "out" / "run.json").unlink()  # the run had not ended
+    if damage == "trainer_state.json":
+        (last / damage).unlink()
+    else:
+        data = (last / damage).read_bytes()
+        (last / damage).write_bytes(data[: len(data) // 2])
+    with pytest.warns(UserWarning, match=rf"checkpoint-8 is incomplete and skipped: .*{damage}"):
+        resumed = train.main(options(LLAMA, resume_from_checkpoint="true"))
+    assert resumed["eval_loss"] == whole["eval_loss"]
+    (last / "trainer_state.json").write_text("{")
+    with pytest.raises(ValueError, match="checkpoint-8 is incomplete"):
+        train.main(options(LLAMA, resume_from_checkpoint=last))
