@@ -94,7 +94,7 @@ class TitansConfig(PreTrainedConfig):
         memory_residual (`bool`, defaults to `False`):
             Add the memory's output m as it is: with attention's output y, MAG, MAL and MAC are
             `y * sigmoid(norm(m)) + m` instead of eq. 28, 31 and 25, and attention reads `norm(x + m)` in MAL instead of
-            `norm(m)`. On novels, all three gain with it (docs/log.md): once normalised, a memory that knows nothing has
+            `norm(m)`. On novels, all three gain with it: once normalised, a memory that knows nothing has
             as large an output as one that does. LMM has no other form.
         memory_error_clip (`float`, *optional*, defaults to 1.0):
             Largest error |M(k) - v| without clipping, in units of |v|; `None` for the paper's plain squared error.
