@@ -9,10 +9,12 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
+    AutoModelForTimeSeriesPrediction,
     AutoModelForTokenClassification,
 )
 
 from .cache_titans import TitansCache
+from .configuration_time_series_titans import TitansTimeSeriesConfig
 from .configuration_titans import TitansConfig
 from .memory_ops import memorize
 from .memory_reference import memorize_reference
@@ -26,6 +28,7 @@ from .modeling_titans import (
     TitansPreTrainedModel,
 )
 from .neural_memory import NeuralMemory
+from .time_series_titans import TitansForTimeSeriesPrediction
 
 AutoConfig.register("titans", TitansConfig)
 AutoModel.register(TitansConfig, TitansModel)
@@ -33,6 +36,8 @@ AutoModelForCausalLM.register(TitansConfig, TitansForCausalLM)
 AutoModelForQuestionAnswering.register(TitansConfig, TitansForQuestionAnswering)
 AutoModelForSequenceClassification.register(TitansConfig, TitansForSequenceClassification)
 AutoModelForTokenClassification.register(TitansConfig, TitansForTokenClassification)
+AutoConfig.register("titans_time_series", TitansTimeSeriesConfig)
+AutoModelForTimeSeriesPrediction.register(TitansTimeSeriesConfig, TitansForTimeSeriesPrediction)
 
 __version__ = "0.1.0"
 __all__ = [
@@ -43,9 +48,11 @@ __all__ = [
     "TitansForCausalLM",
     "TitansForQuestionAnswering",
     "TitansForSequenceClassification",
+    "TitansForTimeSeriesPrediction",
     "TitansForTokenClassification",
     "TitansModel",
     "TitansPreTrainedModel",
+    "TitansTimeSeriesConfig",
     "memorize",
     "memorize_reference",
 ]

@@ -104,6 +104,7 @@ class TitansConfig(PreTrainedConfig):
 
     model_type = "titans"
     keys_to_ignore_at_inference = ["past_key_values"]
+    auto_classes = AUTO_MAP
     default_theta = 10000.0
 
     vocab_size: int = 32000
@@ -144,7 +145,7 @@ class TitansConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         for name in ("hidden_size", "num_attention_heads", "memory_chunk_size"):  # others are derived from these
-            _in_range(name, getattr(self, name), 1)
+            check_range(name, getattr(self, name), 1)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
@@ -204,7 +205,7 @@ class TitansConfig(PreTrainedConfig):
         """Writes config.json and the model's code: a checkpoint loads anywhere with `trust_remote_code=True`."""
         # Entries of the user are kept, but those of another repository ("repo--file.Class"): its code is copied here.
         given = getattr(self, "auto_map", None) or {}
-        self.auto_map = AUTO_MAP | {name: target for name, target in given.items() if "--" not in target}
+        self.auto_map = self.auto_classes | {name: target for name, target in given.items() if "--" not in target}
         super().save_pretrained(save_directory, push_to_hub, **kwargs)
 
     def validate_architecture(self):
@@ -213,21 +214,21 @@ class TitansConfig(PreTrainedConfig):
         for name in POSITIVE_FIELDS:
             if without_attention and name in ("num_key_value_heads", "head_dim"):
                 continue
-            _in_range(name, getattr(self, name), 1)
+            check_range(name, getattr(self, name), 1)
         for name in NON_NEGATIVE_FIELDS:
-            _in_range(name, getattr(self, name), 0)
+            check_range(name, getattr(self, name), 0)
         for name in ("attention_dropout", "memory_conv_noise"):
-            _in_range(name, getattr(self, name), 0, 1)
+            check_range(name, getattr(self, name), 0, 1)
         if self.memory_error_clip is not None and not self.memory_error_clip > 0:
             raise ValueError(f"`memory_error_clip` must be None or above 0, but is {self.memory_error_clip}.")
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"`hidden_act` must be one of {', '.join(ACT2FN)}, but is {self.hidden_act!r}.")
-        _multiple("hidden_size", self.hidden_size, "memory_num_heads", self.memory_num_heads)
+        check_multiple("hidden_size", self.hidden_size, "memory_num_heads", self.memory_num_heads)
         if without_attention:
             return
-        _multiple("num_attention_heads", self.num_attention_heads, "num_key_value_heads", self.num_key_value_heads)
+        check_multiple("num_attention_heads", self.num_attention_heads, "num_key_value_heads", self.num_key_value_heads)
         if self.variant == "mac":
-            _multiple("segment_length", self.segment_length, "memory_chunk_size", self.memory_chunk_size)
+            check_multiple("segment_length", self.segment_length, "memory_chunk_size", self.memory_chunk_size)
         if not self.rope_parameters["rope_theta"] > 0:
             theta = self.rope_parameters["rope_theta"]
             raise ValueError(f"`rope_parameters['rope_theta']` must be above 0, but is {theta}.")
@@ -238,13 +239,15 @@ class TitansConfig(PreTrainedConfig):
             )
 
 
-def _in_range(name: str, value: int | float, low: float, high: float = math.inf) -> None:
+def check_range(name: str, value: int | float, low: float, high: float = math.inf) -> None:
+    """Raises ValueError, naming the field, unless `value` is finite and from `low` to `high`."""
     if not low <= value <= high or math.isinf(value):
         limits = f"at least {low}" if high == math.inf else f"from {low} to {high}"
         raise ValueError(f"`{name}` must be {limits}, but is {value}.")
 
 
-def _multiple(name: str, value: int, divisor_name: str, divisor: int) -> None:
+def check_multiple(name: str, value: int, divisor_name: str, divisor: int) -> None:
+    """Raises ValueError, naming both fields, unless `value` is a multiple of `divisor`."""
     if value % divisor:
         raise ValueError(f"`{name}` ({value}) must be a multiple of `{divisor_name}` ({divisor}).")
 

@@ -1,0 +1,123 @@
+"""Tables of measurements over time: reading a CSV file, its split in time, scaling, and windows to forecast."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+
+DAYS_OF_A_MONTH = 30  # as in the benchmark: 12, 4 and 4 months are 8,640, 2,880 and 2,880 hours
+
+
+class Series(NamedTuple):
+    """times (T,) datetime64; values (T, C) float32; names of the C channels."""
+
+    times: np.ndarray
+    values: np.ndarray
+    names: list[str]
+
+
+class Splits(NamedTuple):
+    """The windows of each part, and the mean and standard deviation (C,) of the training part, which scaled them."""
+
+    train: "Windows"
+    valid: "Windows"
+    test: "Windows"
+    mean: np.ndarray
+    std: np.ndarray
+
+
+class Windows(torch.utils.data.Dataset):
+    """Every window of `look_back` and `horizon` values whose forecast lies within `rows`, in steps of one.
+
+    values (T, C) float32: of all parts; the look-back of a window may lie before the first of `rows`.
+    """
+
+    def __init__(self, values: torch.Tensor, rows: range, look_back: int, horizon: int):
+        self.values, self.look_back, self.horizon = values, look_back, horizon
+        self.first_forecast = max(rows.start, look_back)
+        self.number = rows.stop - horizon - self.first_forecast + 1
+
+    def __len__(self) -> int:
+        return max(0, self.number)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """Returns past_values (look_back, C) and future_values (horizon, C)."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        now = self.first_forecast + index
+        return {
+            "past_values": self.values[now - self.look_back : now],
+            "future_values": self.values[now : now + self.horizon],
+        }
+
+
+def read_series(path: Path, time_column: str | None = None) -> Series:
+    """Reads a CSV file: a time column, the first unless named, and one column per channel.
+
+    Raises ValueError, naming the column, for times that are no dates or do not increase and for values that are not
+    finite numbers.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} is no file")
+    table = pd.read_csv(path)
+    name = table.columns[0] if time_column is None else time_column
+    if name not in table:
+        raise ValueError(f"--time_column {name}: {path} has the columns {', '.join(table.columns)}")
+    try:
+        times = pd.to_datetime(table.pop(name)).to_numpy()
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: the column {name} holds no dates ({error}); --time_column names another") from error
+    if len(times) < 2 or not (np.diff(times) > np.timedelta64(0)).all():
+        raise ValueError(f"{path}: the dates of the column {name} must increase from row to row")
+    for channel in table:
+        numbers = pd.to_numeric(table[channel], errors="coerce")
+        if not np.isfinite(numbers).all():
+            row = int(np.flatnonzero(~np.isfinite(numbers))[0])
+            raise ValueError(f"{path}: the column {channel} has {table[channel][row]!r} in row {row + 1}, no number")
+    if not len(table.columns):
+        raise ValueError(f"{path} has no column but {name}")
+    return Series(times, table.to_numpy(np.float32), list(table.columns))
+
+
+def rows_of_parts(times: np.ndarray, parts: list[float]) -> list[range]:
+    """Splits T rows in time: three months of 30 days each, or three shares where they sum to at most 1.
+
+    Raises ValueError for parts that are not positive and for more months than the rows span.
+    """
+    if len(parts) != 3 or min(parts) <= 0:
+        raise ValueError(f"--split {' '.join(map(str, parts))}: must be three numbers above 0")
+    if sum(parts) <= 1 + 1e-9:
+        rows = [int(share * len(times)) for share in parts]
+    else:
+        month = np.timedelta64(DAYS_OF_A_MONTH, "D") / np.median(np.diff(times))
+        rows = [round(part * month) for part in parts]
+    ends = np.cumsum(rows).tolist()
+    if ends[-1] > len(times):
+        raise ValueError(
+            f"--split {' '.join(map(str, parts))}: months of 30 days are {ends[-1]} rows, but there are {len(times)}; "
+            "shares, as 0.7 0.1 0.2, split any number"
+        )
+    return [range(end - length, end) for length, end in zip(rows, ends, strict=True)]
+
+
+def make_splits(series: Series, parts: list[float], look_back: int, horizon: int) -> Splits:
+    """Splits a series in time, scales it by the training part, and cuts the windows of each part.
+
+    Raises ValueError for a part that has no window, and for a channel that is constant while training.
+    """
+    rows = rows_of_parts(series.times, parts)
+    train = series.values[: rows[0].stop].astype(np.float64)
+    mean, std = train.mean(0), train.std(0)
+    if not std.all():
+        raise ValueError(f"the channel {series.names[int(np.argmin(std))]} is constant in the training part")
+    values = torch.from_numpy(((series.values - mean) / std).astype(np.float32))
+    windows = [Windows(values, part, look_back, horizon) for part in rows]
+    for name, part, these in zip(("training", "validation", "test"), rows, windows, strict=True):
+        if not len(these):
+            raise ValueError(
+                f"the {name} part of {len(part)} rows has no window of {look_back} and {horizon} rows: "
+                "give shorter --look_back or --horizons, or a larger part by --split"
+            )
+    return Splits(*windows, mean, std)

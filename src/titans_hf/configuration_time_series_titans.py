@@ -1,0 +1,69 @@
+"""Configuration of Titans models that forecast time series."""
+
+from typing import TYPE_CHECKING, Literal
+
+from huggingface_hub.dataclasses import strict
+
+from .configuration_titans import TitansConfig, check_multiple, check_range
+
+if TYPE_CHECKING:  # never executed: makes save_pretrained copy every sibling module
+    # docs/log.md: "A checkpoint's code is what its config's file names"
+    from .time_series_titans import TitansForTimeSeriesPrediction  # noqa: F401
+
+
+@strict
+class TitansTimeSeriesConfig(TitansConfig):
+    r"""
+    Configures a `TitansForTimeSeriesPrediction`. A token is a patch: `patch_length` successive values of one channel.
+    The fields of `TitansConfig` have other defaults, for small data; lengths in tokens count patches. The others:
+
+    Args:
+        context_length (`int`, defaults to 96):
+            Number of values whose mean and standard deviation normalise the input and the forecast, and whose patches
+            the linear head sees; a multiple of `patch_length`. A series may be longer: older values reach the forecast
+            through the memory (and attention) alone.
+        patch_length (`int`, defaults to 8): Number of values of a patch. Patches do not overlap.
+        prediction_length (`int`, defaults to 96): Number of values that a call forecasts.
+        loss (`str`, defaults to `"mse"`): `"mse"` mean squared error or `"mae"` mean absolute error.
+        head_dropout (`float`, defaults to 0.0): Dropout before the linear head.
+
+    Raises `ValueError` or huggingface_hub's `StrictDataclassError`, naming the field, for a value that is not possible.
+    """
+
+    model_type = "titans_time_series"
+    keys_to_ignore_at_inference = ["state"]
+    auto_classes = {
+        "AutoConfig": "configuration_time_series_titans.TitansTimeSeriesConfig",
+        "AutoModelForTimeSeriesPrediction": "time_series_titans.TitansForTimeSeriesPrediction",
+    }
+
+    context_length: int = 96
+    patch_length: int = 8
+    prediction_length: int = 96
+    loss: Literal["mse", "mae"] = "mse"
+    head_dropout: int | float = 0.0
+    vocab_size: int = 1  # of a table that the embedding of patches replaces
+    hidden_size: int = 64
+    intermediate_size: int = 128
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 4
+    variant: Literal["mac", "mag", "mal", "lmm"] = "lmm"
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    @property
+    def num_patches(self) -> int:
+        """Number of patches that the linear head sees."""
+        return self.context_length // self.patch_length
+
+    def validate_time_series(self):
+        """Checks the fields of this class; part of the validation of `@strict`."""
+        for name in ("context_length", "patch_length", "prediction_length"):
+            check_range(name, getattr(self, name), 1)
+        check_range("head_dropout", self.head_dropout, 0, 1)
+        check_multiple("context_length", self.context_length, "patch_length", self.patch_length)
+
+
+TitansTimeSeriesConfig.register_for_auto_class()
+
+__all__ = ["TitansTimeSeriesConfig"]

@@ -1,0 +1,201 @@
+"""Forecasts time series by Titans: patches of each channel are its tokens, read once, in any number of calls."""
+
+import copy
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import ModelOutput
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
+
+from .cache_titans import TitansCache
+from .configuration_time_series_titans import TitansTimeSeriesConfig
+from .modeling_titans import TitansModel, TitansPreTrainedModel
+
+EPSILON = 1e-5  # added to the variance, so that a constant series can be normalised
+LOSSES = {"mse": nn.functional.mse_loss, "mae": nn.functional.l1_loss}
+
+
+@dataclass
+class TimeSeriesState:
+    """What the model keeps of B series of C channels; its size does not depend on the number of values read.
+
+    values (B * C, context_length): the last values, as they were measured. hidden_states (B * C, patches of them,
+    hidden): what the linear head sees. memory: the `TitansCache` of the layers, B * C rows.
+    """
+
+    values: Tensor
+    hidden_states: Tensor
+    memory: TitansCache
+
+
+@dataclass
+class TitansForTimeSeriesPredictionOutput(ModelOutput):
+    """The forecast of a call.
+
+    loss: a scalar, where there are `future_values`. prediction_outputs (B, prediction_length, C): the forecast, in the
+    units of `past_values`. loc, scale (B, 1, C): mean and standard deviation of the last `context_length` values.
+    state: after the last value, with `use_cache=True`. hidden_states, attentions: as of `TitansModel`, on request, B * C
+    rows.
+    """
+
+    loss: Tensor | None = None
+    prediction_outputs: Tensor | None = None
+    loc: Tensor | None = None
+    scale: Tensor | None = None
+    state: TimeSeriesState | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+
+
+class TimeSeriesForecast(NamedTuple):
+    """sequences (B, length, C): the forecast; state: after the last measured value, before the first forecast one."""
+
+    sequences: Tensor
+    state: TimeSeriesState
+
+
+class NormalizedPatches(NamedTuple):
+    """patches (rows, T, patch_length) that were not read before; loc, scale (rows, 1) of the last context_length values."""
+
+    patches: Tensor
+    loc: Tensor
+    scale: Tensor
+
+
+class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
+    """Forecasts each channel by itself, by the same weights: patches -> Titans -> linear head on the last patches.
+
+    Reversible instance normalisation: a patch is normalised by the mean and standard deviation of the `context_length`
+    values that end with it, the patches of the first `context_length` values by those of them all, and the forecast has
+    the mean and deviation of the last ones. All of that depends on earlier values only, so that a series read in pieces
+    gives the forecasts of the whole:
+
+    ```python
+    output = model(past_values=first, use_cache=True)  # first (B, T, C), T at least context_length
+    output = model(past_values=second, state=output.state, use_cache=True)  # as if both had been one series
+    ```
+    """
+
+    config: TitansTimeSeriesConfig
+    config_class = TitansTimeSeriesConfig
+    main_input_name = "past_values"
+    accepts_loss_kwargs = False  # the loss is a mean, whatever number of items Trainer counts
+
+    def __init__(self, config: TitansTimeSeriesConfig):
+        super().__init__(config)
+        self.model = TitansModel(config)
+        self.model.set_input_embeddings(nn.Linear(config.patch_length, config.hidden_size))
+        self.head_dropout = nn.Dropout(config.head_dropout)
+        self.head = nn.Linear(config.num_patches * config.hidden_size, config.prediction_length)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        past_values: Tensor,
+        future_values: Tensor | None = None,
+        state: TimeSeriesState | None = None,
+        use_cache: bool = False,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> TitansForTimeSeriesPredictionOutput:
+        """Forecasts the `prediction_length` values that follow `past_values`.
+
+        Args:
+            past_values (B, T, C) float: new values of C channels; T a multiple of `patch_length`, at the beginning of a
+                series at least `context_length`.
+            future_values (B, prediction_length, C) float: what follows; gives the loss.
+            state: what the call before returned; None at the beginning of a series. It is left as it is: a series can
+                be continued in several ways.
+            use_cache: return the state after the last value.
+
+        Raises ValueError for values of another shape, and for a state of another number of series.
+        """
+        self._check_values(past_values, future_values, state)
+        values = past_values.mT.flatten(0, 1)
+        values = values if state is None else torch.cat([state.values.to(values), values], dim=1)
+        patches, loc, scale = self._normalize(values, at_start=state is None)
+        memory = copy.copy(state.memory) if state is not None else TitansCache(self.config) if use_cache else None
+        embeds = self.model.get_input_embeddings()(patches.to(self.dtype))
+        outputs = self.model(inputs_embeds=embeds, past_key_values=memory, use_cache=False, **kwargs)
+        hidden_states = outputs.last_hidden_state
+        if state is not None:
+            hidden_states = torch.cat([state.hidden_states, hidden_states], dim=1)
+        hidden_states = hidden_states[:, -self.config.num_patches :]
+        forecast = self.head(self.head_dropout(hidden_states.flatten(1))).to(values.dtype) * scale + loc
+        forecast, loc, scale = (x.unflatten(0, (len(past_values), -1)).mT for x in (forecast, loc, scale))
+        loss = None if future_values is None else LOSSES[self.config.loss](forecast, future_values)
+        kept = values[:, -self.config.context_length :]
+        return TitansForTimeSeriesPredictionOutput(
+            loss=loss,
+            prediction_outputs=forecast,
+            loc=loc,
+            scale=scale,
+            state=TimeSeriesState(kept, hidden_states, memory) if use_cache else None,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    @torch.no_grad()
+    def generate(
+        self, past_values: Tensor, prediction_length: int | None = None, state: TimeSeriesState | None = None
+    ) -> TimeSeriesForecast:
+        """Forecasts any number of values after `past_values`: beyond `config.prediction_length`, the forecast so far is
+        read as if it had been measured.
+
+        past_values, state: as in `forward`. prediction_length: that of the config by default.
+
+        Raises ValueError as `forward` does, and for a length below 1 or, where forecasts must be read, for a model that
+        forecasts less than a patch.
+        """
+        length = self.config.prediction_length if prediction_length is None else prediction_length
+        num_read = self.config.prediction_length // self.config.patch_length * self.config.patch_length
+        if length < 1 or (length > self.config.prediction_length and not num_read):
+            most = "" if num_read else f" and at most {self.config.prediction_length}, less than a patch"
+            raise ValueError(f"`prediction_length` must be at least 1{most}, but is {length}.")
+        output = self(past_values, state=state, use_cache=True)
+        forecast, after = output.prediction_outputs, output.state
+        while forecast.shape[1] < length:
+            end = forecast.shape[1] - self.config.prediction_length + num_read
+            output = self(forecast[:, end - num_read : end], state=output.state, use_cache=True)
+            forecast = torch.cat([forecast[:, :end], output.prediction_outputs], dim=1)
+        return TimeSeriesForecast(forecast[:, :length], after)
+
+    def _normalize(self, values: Tensor, at_start: bool) -> NormalizedPatches:
+        """Cuts values (rows, T) into patches, each normalised by the context_length values that end with it. The first
+        context_length values give patches `at_start` only; otherwise these have been read before.
+        """
+        size = self.config.patch_length
+        contexts = values.unfold(1, self.config.context_length, size)
+        loc = contexts.mean(-1, keepdim=True)
+        scale = (contexts.var(-1, keepdim=True, correction=0) + EPSILON).sqrt()
+        patches = (contexts[:, 1:, -size:] - loc[:, 1:]) / scale[:, 1:]
+        if at_start:
+            first = (contexts[:, 0] - loc[:, 0]) / scale[:, 0]
+            patches = torch.cat([first.unflatten(1, (-1, size)), patches], dim=1)
+        return NormalizedPatches(patches, loc[:, -1], scale[:, -1])
+
+    def _check_values(self, past_values: Tensor, future_values: Tensor | None, state: TimeSeriesState | None) -> None:
+        """Raises ValueError for values or a state that `forward` does not take."""
+        shape, size = tuple(past_values.shape), self.config.patch_length
+        least = self.config.context_length if state is None else size
+        if len(shape) != 3 or 0 in shape or shape[1] % size or shape[1] < least:
+            raise ValueError(
+                f"`past_values` must be (series, values, channels) with a multiple of `patch_length` ({size}) values, "
+                f"at least {least}{' at the beginning of a series' if state is None else ''}, but is {shape}."
+            )
+        if state is not None and len(state.values) != shape[0] * shape[2]:
+            raise ValueError(
+                f"`state` must be of {shape[0]} series of {shape[2]} channels as `past_values`, but has "
+                f"{len(state.values)} rows instead of {shape[0] * shape[2]}."
+            )
+        expected = (shape[0], self.config.prediction_length, shape[2])
+        if future_values is not None and tuple(future_values.shape) != expected:
+            raise ValueError(f"`future_values` must be {expected}, but is {tuple(future_values.shape)}.")
+
+
+TitansForTimeSeriesPrediction.register_for_auto_class("AutoModelForTimeSeriesPrediction")
+
+__all__ = ["TimeSeriesState", "TitansForTimeSeriesPrediction", "TitansForTimeSeriesPredictionOutput"]
