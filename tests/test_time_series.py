@@ -163,7 +163,7 @@ def test_loss_and_gradients(variant, loss, function):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_round_trip(variant, tmp_path):
-    """A saved model loads by its Auto class with the same forecasts. If it failed, it would have to be trained again."""
+    """A saved model loads by its Auto class with the same forecasts. If it failed, a training would be lost."""
     model, values = make_model(variant), make_values()
     model.save_pretrained(tmp_path)
     loaded, info = AutoModelForTimeSeriesPrediction.from_pretrained(
@@ -254,7 +254,7 @@ def test_other_arguments_that_do_not_fit():
     state = read(model, values, [60])[0].state
     with pytest.raises(ValueError, match="`state` must be of 1 series of 3 channels"):
         model(past_values=values[:1], state=state)
-    with pytest.raises(ValueError, match="`past_values` must be .* at least 4, but is"):
+    with pytest.raises(ValueError, match=r"`past_values` must be .* at least 4, but is"):
         model(past_values=values[:, :2], state=state)
     with pytest.raises(ValueError, match="`prediction_length` must be at least 1, but is 0"):
         model.generate(values, prediction_length=0)

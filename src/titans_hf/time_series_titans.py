@@ -37,8 +37,8 @@ class TitansForTimeSeriesPredictionOutput(ModelOutput):
 
     loss: a scalar, where there are `future_values`. prediction_outputs (B, prediction_length, C): the forecast, in the
     units of `past_values`. loc, scale (B, 1, C): mean and standard deviation of the last `context_length` values.
-    state: after the last value, with `use_cache=True`. hidden_states, attentions: as of `TitansModel`, on request, B * C
-    rows.
+    state: after the last value, with `use_cache=True`. hidden_states, attentions: on request, those of `TitansModel`,
+    B * C rows.
     """
 
     loss: Tensor | None = None
@@ -58,7 +58,7 @@ class TimeSeriesForecast(NamedTuple):
 
 
 class NormalizedPatches(NamedTuple):
-    """patches (rows, T, patch_length) that were not read before; loc, scale (rows, 1) of the last context_length values."""
+    """patches (rows, T, patch_length), not read before; loc, scale (rows, 1) of the last context_length values."""
 
     patches: Tensor
     loc: Tensor
