@@ -75,7 +75,7 @@ def read_series(path: Path, time_column: str | None = None) -> Series:
         numbers = pd.to_numeric(table[channel], errors="coerce")
         if not np.isfinite(numbers).all():
             row = int(np.flatnonzero(~np.isfinite(numbers))[0])
-            raise ValueError(f"{path}: the column {channel} has {table[channel][row]!r} in row {row + 1}, no number")
+            raise ValueError(f"{path}: the column {channel} has {table[channel][row]} in row {row + 1}, no number")
     if not len(table.columns):
         raise ValueError(f"{path} has no column but {name}")
     return Series(times, table.to_numpy(np.float32), list(table.columns))

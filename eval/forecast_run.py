@@ -1,0 +1,146 @@
+"""Trains one model to forecast one series, stops early by its validation part, and scores it on the test part."""
+
+import json
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainingArguments, set_seed
+
+from titans_hf_eval.forecast_data import Series, Splits, Windows, make_splits
+from titans_hf_eval.forecast_models import build_model, count_parameters, forecasts
+from titans_hf_scripts.shared.git_commit import describe_commit
+
+DECIMALS = 5
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that a run depends on besides the series. `row` names the model with its settings; `settings` are fields of
+    a Titans' configuration.
+    """
+
+    data: str
+    row: str
+    model: str
+    settings: dict[str, Any]
+    look_back: int
+    horizon: int
+    seed: int
+    split: list[float]
+    learning_rate: float
+    batch_size: int
+    max_steps: int
+    eval_steps: int
+    patience: int
+
+    @property
+    def name(self) -> str:
+        """Names the run's file, without suffix."""
+        return f"{self.data}-{self.look_back}-{self.horizon}-{self.row}-seed{self.seed}"
+
+
+class Scores(NamedTuple):
+    """Mean squared and mean absolute error over all windows, values and channels, scaled as in training."""
+
+    mse: float
+    mae: float
+
+
+def score(model: nn.Module, windows: Windows, batch_size: int, device: torch.device | str = "cpu") -> Scores:
+    """Forecasts every window, in batches the last of which may be smaller, and returns the mean errors."""
+    model.eval()
+    squared = absolute = count = 0.0
+    for batch in torch.utils.data.DataLoader(windows, batch_size):
+        forecast = forecasts(model, batch["past_values"].to(device)).cpu()
+        error = (forecast - batch["future_values"]).double()
+        squared, absolute = squared + error.square().sum().item(), absolute + error.abs().sum().item()
+        count += error.numel()
+    return Scores(squared / count, absolute / count)
+
+
+def example(model: nn.Module, windows: Windows, device: torch.device | str) -> dict[str, list[float]]:
+    """Forecasts the last channel of the window in the middle: what was measured before and after, and the forecast."""
+    window = windows[len(windows) // 2]
+    forecast = forecasts(model, window["past_values"][None].to(device))[0].cpu()
+    before = window["past_values"][-windows.horizon :]
+    parts = {"before": before, "after": window["future_values"], "forecast": forecast}
+    return {name: [round(x, 2) for x in part[:, -1].tolist()] for name, part in parts.items()}
+
+
+def training_arguments(run: Run, folder: str) -> TrainingArguments:
+    """AdamW without weight decay and a cosine to 0; the model of the lowest validation loss is kept."""
+    return TrainingArguments(
+        output_dir=folder,
+        max_steps=run.max_steps,
+        per_device_train_batch_size=run.batch_size,
+        per_device_eval_batch_size=4 * run.batch_size,
+        learning_rate=run.learning_rate,
+        lr_scheduler_type="cosine",
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        eval_strategy="steps",
+        eval_steps=run.eval_steps,
+        save_strategy="steps",
+        save_steps=run.eval_steps,
+        save_total_limit=1,
+        logging_strategy="no",
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        prediction_loss_only=True,
+        label_names=["future_values"],
+        remove_unused_columns=False,
+        use_cpu=not torch.cuda.is_available(),
+        seed=run.seed,
+        report_to=[],
+        disable_tqdm=not sys.stderr.isatty(),
+    )
+
+
+def train(model: nn.Module, run: Run, splits: Splits) -> tuple[int, torch.device]:
+    """Trains the model and leaves it with its best weights; returns the step they are of, and the device."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
+            model,
+            training_arguments(run, folder),
+            train_dataset=splits.train,
+            eval_dataset=splits.valid,
+            callbacks=[EarlyStoppingCallback(run.patience)],
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        return int(trainer.state.best_model_checkpoint.rpartition("-")[2]), trainer.args.device
+
+
+def make_run(run: Run, series: Series, output: Path) -> dict[str, Any]:
+    """Trains, scores and writes `output`, a JSON object, which it returns; nothing is written before the end."""
+    start = time.time()
+    splits = make_splits(series, run.split, run.look_back, run.horizon)
+    set_seed(run.seed)
+    model = build_model(run.model, len(series.names), run.look_back, run.horizon, run.settings)
+    parameters, best_step, device = count_parameters(model), 0, torch.device("cpu")
+    if parameters:
+        best_step, device = train(model, run, splits)
+    valid, test = (score(model, part, 4 * run.batch_size, device) for part in (splits.valid, splits.test))
+    record = {
+        "run": asdict(run),
+        "parameters": parameters,
+        "best_step": best_step,
+        "valid": {name: round(x, DECIMALS) for name, x in valid._asdict().items()},
+        "test": {name: round(x, DECIMALS) for name, x in test._asdict().items()},
+        "windows": [len(part) for part in splits[:3]],
+        "example": {"channel": series.names[-1], **example(model, splits.test, device)},
+        "commit": describe_commit(),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+        "minutes": round((time.time() - start) / 60, 2),
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = output.with_suffix(".partial")
+    unfinished.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    unfinished.replace(output)
+    return record

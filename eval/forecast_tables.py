@@ -1,0 +1,112 @@
+"""Makes the tables and plots of forecasting runs from their JSON files."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from titans_hf_scripts.shared.figures import line_styles, save_figure
+from titans_hf_scripts.shared.markdown_tables import markdown_table
+
+PAPER = json.loads((Path(__file__).parent / "paper_tables.json").read_text())["forecasting"]
+METRICS = ("mse", "mae")
+NOTES = (
+    "- Mean squared / mean absolute error of values scaled by the training part, over all windows of the test part.",
+    '- The column "mean" is of the seeds that have all horizons; ± is the standard deviation over seeds.',
+    "- Rows of the paper are quoted from arXiv 2501.00663, which has the means over horizons only.",
+)
+
+
+class Results:
+    """The records of a folder with one look-back, by data, row, horizon and seed."""
+
+    def __init__(self, records: list[dict[str, Any]]):
+        self.records = {self._key(record["run"]): record for record in records}
+        self.data, self.rows, self.horizons, self.seeds = (
+            list(dict.fromkeys(sorted(x[i] for x in self.records))) for i in range(4)
+        )
+
+    @staticmethod
+    def _key(run: dict[str, Any]) -> tuple[str, str, int, int]:
+        return run["data"], run["row"], run["horizon"], run["seed"]
+
+    def of_seeds(self, data: str, row: str, horizons: list[int], metric: str) -> list[float]:
+        """Returns the mean of a test metric over `horizons`, one value per seed that has them all."""
+        return [
+            mean(self.records[data, row, horizon, seed]["test"][metric] for horizon in horizons)
+            for seed in self.seeds
+            if all((data, row, horizon, seed) in self.records for horizon in horizons)
+        ]
+
+    def cell(self, data: str, row: str, horizons: list[int]) -> str:
+        """Formats both metrics, with their spread where there are several seeds."""
+        values = [self.of_seeds(data, row, horizons, metric) for metric in METRICS]
+        return " / ".join(map(with_spread, values)) if values[0] else "–"
+
+
+def with_spread(values: list[float]) -> str:
+    """Formats a mean, with the standard deviation of several values."""
+    return f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
+
+
+def read_results(folder: Path) -> dict[int, Results]:
+    """Reads the records of a folder, by look-back."""
+    records = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))]
+    look_backs = sorted({record["run"]["look_back"] for record in records})
+    return {n: Results([record for record in records if record["run"]["look_back"] == n]) for n in look_backs}
+
+
+def table(results: Results, data: str, look_back: int) -> str:
+    """Makes the table of a series: a row per model, a column per horizon, and their mean."""
+    several = len(results.horizons) > 1
+    heading = ["model", "parameters", "seeds", *([f"mean of {numbers(results.horizons)}"] if several else [])]
+    rows = []
+    for row in results.rows:
+        found = [x for key, x in results.records.items() if key[:2] == (data, row)]
+        if not found:
+            continue
+        sizes = sorted({x["parameters"] for x in found})
+        parameters = f"{sizes[0]:,}" + (f" to {sizes[-1]:,}" if len(sizes) > 1 else "")
+        means = [results.cell(data, row, results.horizons)] if several else []
+        cells = [results.cell(data, row, [horizon]) for horizon in results.horizons]
+        rows.append([row, parameters, len({x["run"]["seed"] for x in found}), *means, *cells])
+    paper = look_back == PAPER["look_back"] and results.horizons == PAPER["horizons"] and data in PAPER["columns"]
+    for name, figures in PAPER["rows"].items() if paper else ():
+        cell = " / ".join(f"{x:.3f}" for x in figures[PAPER["columns"].index(data)])
+        rows.append([f"paper: {name}", "", "", cell, *["–"] * len(results.horizons)])
+    return f"## {data}, look-back {look_back}\n\n" + markdown_table([*heading, *results.horizons], rows)
+
+
+def numbers(values: Iterable[int]) -> str:
+    return ", ".join(map(str, values))
+
+
+def plot(results: Results, data: str, path: Path) -> None:
+    """Plots forecasts of the first seed against what was measured, a panel per horizon."""
+    figure = Figure(figsize=(9, 2.6 * len(results.horizons)), layout="constrained")
+    panels = figure.subplots(len(results.horizons), 1, squeeze=False)[:, 0]
+    styles = line_styles(results.rows)
+    for axes, horizon in zip(panels, results.horizons, strict=True):
+        keys = [(data, row, horizon, results.seeds[0]) for row in results.rows]
+        shown = {key[1]: results.records[key]["example"] for key in keys if key in results.records}
+        for before, after in [(x["before"], x["after"]) for x in shown.values()][:1]:
+            axes.plot(range(-len(before), horizon), before + after, color="lightgray", linewidth=2, label="measured")
+        for row, of_row in shown.items():
+            style = {name: x for name, x in styles[row].items() if name in ("color", "linestyle")}
+            axes.plot(range(horizon), of_row["forecast"], label=row, linewidth=1, **style)
+            axes.set(title=f"{data}, {of_row['channel']}, horizon {horizon}", xlabel="rows after the last one read")
+    save_figure(figure, path)
+
+
+def write_report(folder: Path) -> None:
+    """Writes table.md and a plot per series and look-back from the JSON files of the folder."""
+    parts = ["# Forecasts", "\n".join(NOTES)]
+    for look_back, results in read_results(folder).items():
+        for data in results.data:
+            parts.append(table(results, data, look_back))
+            plot(results, data, folder / f"{data}-{look_back}.png")
+    (folder / "table.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    print(f"wrote {folder / 'table.md'}")

@@ -1,0 +1,110 @@
+"""Trains models to forecast the series of CSV files, scores them, and writes tables and plots.
+
+    python eval/forecasting.py ETTh1.csv --horizons 96 192 336 720 --look_back 96 --output results/forecasting
+    python eval/forecasting.py mine.csv --split 0.7 0.1 0.2 --horizons 24 --output results/mine
+
+A CSV file has a time column and a column per channel. A finished run is kept: the same command again goes on with the
+next one.
+"""
+
+import argparse
+import json
+import re
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+
+from transformers.utils.logging import disable_progress_bar
+
+from titans_hf_eval.forecast_data import Series, make_splits, read_series
+from titans_hf_eval.forecast_models import NAMES, build_model
+from titans_hf_eval.forecast_run import Run, make_run
+from titans_hf_eval.forecast_tables import write_report
+from titans_hf_scripts.shared.command_line import run_command
+from titans_hf_scripts.shared.compared_models import parse_settings
+
+POSITIVE = ("look_back", "batch_size", "max_steps", "eval_steps", "patience")
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", nargs="+", type=Path, metavar="DATA.csv")
+    parser.add_argument("--time_column", help="name of the column of dates; default: the first")
+    parser.add_argument(
+        "--split",
+        nargs=3,
+        type=float,
+        default=[12, 4, 4],
+        help="training, validation and test part: months of 30 days, or shares that sum to at most 1",
+    )
+    parser.add_argument("--look_back", type=int, default=96, help="values that a forecast is made from")
+    parser.add_argument("--horizons", nargs="+", type=int, default=[96, 192, 336, 720], help="values to forecast")
+    parser.add_argument(
+        "--models", nargs="+", choices=NAMES, default=list(NAMES), metavar="MODEL", help=", ".join(NAMES)
+    )
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="fields of the Titans' config")
+    parser.add_argument("--label", default="titans", help="name of the Titans with these settings in files and tables")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--learning_rate", type=float, default=3e-3)
+    parser.add_argument("--batch_size", type=int, default=32, help="windows, each with all channels")
+    parser.add_argument("--max_steps", type=int, default=1000)
+    parser.add_argument("--eval_steps", type=int, default=100, help="steps between two evaluations")
+    parser.add_argument("--patience", type=int, default=3, help="evaluations without a lower validation loss")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the JSON files, tables and plots")
+    return parser.parse_args(argv)
+
+
+def make_runs(args: argparse.Namespace, series: dict[str, Series]) -> list[Run]:
+    """Makes the runs of the command, each checked; raises ValueError for what a run cannot be made with."""
+    for name in POSITIVE:
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, but is {getattr(args, name)}")
+    if min(args.horizons) < 1:
+        raise ValueError(f"--horizons must be at least 1, but has {min(args.horizons)}")
+    settings = parse_settings(args.set)
+    if not re.fullmatch(r"[\w.-]+", args.label) or (settings and args.label == "titans"):
+        raise ValueError(f"--label {args.label!r}: --set needs a name of its own, of letters, digits, '.', '_' and '-'")
+    shared = {name: getattr(args, name) for name in ("learning_rate", "split", *POSITIVE)}
+    runs = []
+    for data, horizon, model, seed in product(series, args.horizons, args.models, args.seeds):
+        titans = model.startswith("titans")
+        row = model.replace("titans", args.label) if titans else model
+        own = {"data": data, "row": row, "model": model, "settings": settings if titans else {}}
+        runs.append(Run(**own, horizon=horizon, seed=seed, **shared))
+    for run in {(run.data, run.horizon, run.model): run for run in runs}.values():
+        make_splits(series[run.data], run.split, run.look_back, run.horizon)
+        build_model(run.model, len(series[run.data].names), run.look_back, run.horizon, run.settings)
+    return runs
+
+
+def is_finished(run: Run, file: Path) -> bool:
+    """Whether the file has this run; raises ValueError if it has one of other settings."""
+    if not file.exists():
+        return False
+    found = json.loads(file.read_text(encoding="utf-8"))["run"]
+    for name, value in asdict(run).items():
+        if found[name] != value:
+            raise ValueError(
+                f"{file} is of a run with {name}={found[name]}, not {value}: give another --label or --output"
+            )
+    return True
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    series = {path.stem: read_series(path, args.time_column) for path in args.data}
+    if len(series) < len(args.data):
+        raise ValueError(f"two DATA.csv have the same name: {', '.join(map(str, args.data))}")
+    runs = make_runs(args, series)
+    left = [run for run in runs if not is_finished(run, args.output / f"{run.name}.json")]
+    disable_progress_bar()  # of writing checkpoints; Trainer has its own
+    print(f"{len(runs)} runs, {len(runs) - len(left)} of them finished", flush=True)
+    for number, run in enumerate(left, 1):
+        record = make_run(run, series[run.data], args.output / f"{run.name}.json")
+        valid, test = (f"{part} MSE {record[part]['mse']:.3f}" for part in ("valid", "test"))
+        print(f"{number}/{len(left)} {run.name}: {valid}, {test}, {record['minutes']} min", flush=True)
+    write_report(args.output)
+
+
+if __name__ == "__main__":
+    run_command(main)

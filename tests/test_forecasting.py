@@ -1,0 +1,237 @@
+"""eval/forecasting.py: split, scaling, windows and errors by hand, baselines, runs that go on, tables."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from titans_hf_eval import forecast_tables, forecasting
+from titans_hf_eval.forecast_data import Windows, make_splits, read_series, rows_of_parts
+from titans_hf_eval.forecast_models import DLinear, RepeatLast, RLinear, build_model
+from titans_hf_eval.forecast_run import Scores, score
+
+TINY = ["patch_length=4", "hidden_size=8", "num_attention_heads=2", "intermediate_size=8", "num_hidden_layers=1"]
+
+
+def write_csv(path, rows=60, channels=2, seed=0):
+    """Hourly sine waves with noise."""
+    generator = np.random.default_rng(seed)
+    table = {"date": pd.date_range("2020-01-01", periods=rows, freq="h")}
+    for c in range(channels):
+        table[f"c{c}"] = np.sin(np.arange(rows) / 3 + c) + 0.1 * generator.standard_normal(rows)
+    pd.DataFrame(table).to_csv(path, index=False)
+    return path
+
+
+@pytest.fixture
+def csv(tmp_path):
+    return write_csv(tmp_path / "waves.csv")
+
+
+def command(csv, *options):
+    sizes = ["--split", "0.6", "0.2", "0.2", "--look_back", "8", "--horizons", "2", "3"]
+    steps = ["--max_steps", "4", "--eval_steps", "2", "--batch_size", "8", "--output", str(csv.parent / "out")]
+    return [str(csv), *sizes, *steps, *map(str, options)]
+
+
+def test_months_are_of_thirty_days():
+    """12, 4 and 4 months of hours are 8,640, 2,880 and 2,880 rows, of quarter hours four times as many. If it failed,
+    no figure could be compared with published ones.
+    """
+    for freq, per_hour in (("h", 1), ("15min", 4)):
+        times = pd.date_range("2016-07-01", periods=17_420 * per_hour, freq=freq).to_numpy()
+        ends = [0, 8640 * per_hour, 11520 * per_hour, 14400 * per_hour]
+        assert rows_of_parts(times, [12, 4, 4]) == [range(*ends[i : i + 2]) for i in range(3)]
+    assert rows_of_parts(times[:10], [0.5, 0.2, 0.3]) == [range(0, 5), range(5, 7), range(7, 10)]
+
+
+def test_windows_by_hand():
+    """In 10 rows with forecasts within rows 4 to 9, a look-back of 3 and a horizon of 2 there are 5 windows; a first
+    part needs its own look-back. If it failed, test values would be trained on, or some never tested.
+    """
+    values = torch.arange(10.0)[:, None]
+    windows = [{name: x[:, 0].tolist() for name, x in w.items()} for w in Windows(values, range(4, 10), 3, 2)]
+    assert len(windows) == 5
+    assert windows[0] == {"past_values": [1, 2, 3], "future_values": [4, 5]}
+    assert windows[-1] == {"past_values": [5, 6, 7], "future_values": [8, 9]}
+    first = Windows(values, range(0, 6), 3, 2)
+    assert len(first) == 2 and first[1]["future_values"][:, 0].tolist() == [4, 5]
+    assert len(Windows(values, range(0, 4), 3, 2)) == 0
+
+
+def test_scaling_is_by_the_training_part(csv):
+    """The training part has mean 0 and deviation 1, the others are scaled alike. If it failed, the test part would be
+    known before it is forecast.
+    """
+    series = read_series(csv)
+    splits = make_splits(series, [0.6, 0.2, 0.2], 8, 2)
+    train = series.values[:36]
+    np.testing.assert_allclose(splits.mean, train.mean(0), atol=1e-6)
+    np.testing.assert_allclose(splits.std, train.std(0), atol=1e-6)
+    expected = (series.values[58:] - train.mean(0)) / train.std(0)
+    np.testing.assert_allclose(splits.test[len(splits.test) - 1]["future_values"], expected, atol=1e-5)
+    assert [len(part) for part in splits[:3]] == [36 - 8 - 2 + 1, 12 - 2 + 1, 12 - 2 + 1]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 100])
+def test_errors_by_hand(batch_size):
+    """Repeating the last of 0, 1, 4, 9, 16 misses by 1, 4 and 3, 8 and 5, 12; also in an incomplete last batch. If it
+    failed, scores would depend on the batch size.
+    """
+    values = torch.tensor([0.0, 1, 4, 9, 16])[:, None]
+    windows = Windows(values, range(1, 5), 1, 2)
+    errors = [1, 4, 3, 8, 5, 12]
+    expected = Scores(sum(e * e for e in errors) / 6, sum(errors) / 6)
+    assert score(RepeatLast(1, 2), windows, batch_size) == pytest.approx(expected)
+
+
+def test_linear_baselines():
+    """With weights of 1 at the last value, RLinear repeats it; DLinear of a constant is that constant at first. If it
+    failed, the baselines would be others than named.
+    """
+    past = torch.randn(4, 30, 3)
+    model = RLinear(30, 5)
+    with torch.no_grad():
+        model.linear.weight.zero_()[:, -1] = 1
+        model.linear.bias.zero_()
+        torch.testing.assert_close(model.forecast(past), past[:, -1:].expand(-1, 5, -1))
+        constant = DLinear(30, 5)
+        for linear in (constant.trend, constant.rest):
+            linear.bias.zero_()
+        torch.testing.assert_close(constant.forecast(torch.full((1, 30, 2), 7.0)), torch.full((1, 5, 2), 7.0))
+
+
+def test_dlinear_sees_every_phase():
+    """DLinear with one linear map for both parts is that map: trend and rest sum to the input. If it failed, a part of
+    the input would be lost.
+    """
+    past, model = torch.randn(4, 30, 3), DLinear(30, 5)
+    model.rest = model.trend
+    with torch.no_grad():
+        model.trend.weight.normal_()
+        expected = model.trend(past.mT).mT + model.trend.bias[:, None]
+        torch.testing.assert_close(model.forecast(past), expected)
+
+
+def test_the_stopped_model_is_the_same_but_for_its_memory():
+    """`titans-stopped` has the settings of `titans` and steps of 0. If it failed, it would be no control."""
+    models = [build_model(name, 2, 8, 2, {"patch_length": 4}) for name in ("titans", "titans-stopped")]
+    configs = [model.config.to_dict() for model in models]
+    assert configs[0].pop("memory_max_lr") > 0 and configs[1].pop("memory_max_lr") == 0
+    assert configs[0] == configs[1]
+
+
+def test_runs_go_on_and_are_reported(csv, capsys):
+    """Every model is trained and scored, the same command makes nothing again, and the tables have all rows. If it
+    failed, an interrupted evaluation would start from the beginning.
+    """
+    options = command(csv, "--horizons", "2", "--set", *TINY, "--label", "tiny")
+    forecasting.main(options)
+    out = csv.parent / "out"
+    files = sorted(out.glob("*.json"))
+    assert len(files) == 6
+    record = json.loads((out / "waves-8-2-tiny-seed0.json").read_text())
+    assert record["best_step"] in (2, 4) and record["windows"] == [27, 11, 11] and record["parameters"] > 100
+    assert [len(record["example"][name]) for name in ("before", "after", "forecast")] == [2, 2, 2]
+    written = [file.stat().st_mtime_ns for file in files]
+    capsys.readouterr()
+    forecasting.main(options)
+    assert "6 runs, 6 of them finished" in capsys.readouterr().out
+    assert [file.stat().st_mtime_ns for file in files] == written
+    table = (out / "table.md").read_text()
+    for row in ("tiny", "tiny-stopped", "patchtst", "rlinear", "dlinear", "repeat-last"):
+        assert f"| {row} |" in table
+    assert (out / "waves-8.png").stat().st_size > 10_000
+    with pytest.raises(ValueError, match=r"with learning_rate=0\.003, not 0\.1: give another"):
+        forecasting.main([*options, "--learning_rate", "0.1"])
+
+
+def test_the_best_weights_are_scored(csv):
+    """With a learning rate that ruins the model, the validation score is that of the best evaluation. If it failed,
+    early stopping would stop without going back.
+    """
+    options = command(csv, "--models", "rlinear", "--horizons", "2", "--patience", "1", "--learning_rate")
+    for rate in (1e-3, 1e3):
+        forecasting.main([*options, str(rate), "--output", str(csv.parent / str(rate)), "--max_steps", "40"])
+    records = [
+        json.loads((csv.parent / str(rate) / "waves-8-2-rlinear-seed0.json").read_text()) for rate in (1e-3, 1e3)
+    ]
+    assert records[1]["best_step"] < 40 and records[0]["best_step"] > records[1]["best_step"]
+
+
+def record_of(row, horizon, seed, mse, mae, look_back=96):
+    run = {"data": "ETTh1", "row": row, "horizon": horizon, "seed": seed, "look_back": look_back}
+    example = {"channel": "OT", "before": [0.0, 1.0], "after": [2.0] * horizon, "forecast": [1.0] * horizon}
+    return {"run": run, "parameters": 10 * horizon, "test": {"mse": mse, "mae": mae}, "example": example}
+
+
+def test_means_over_horizons_and_seeds(tmp_path):
+    """A mean is over the horizons of each seed that has all, with the deviation over seeds; the paper stands beside its
+    own horizons only. If it failed, a row of fewer horizons would look better.
+    """
+    records = [record_of("a", horizon, seed, horizon / 100 + seed, 0.5) for horizon in (96, 192) for seed in (0, 1)]
+    records += [record_of("b", 96, 0, 0.4, 0.3), record_of("a", 96, 2, 9, 9), record_of("a", 96, 0, 0.1, 0.1, 336)]
+    for number, record in enumerate(records):
+        (tmp_path / f"{number}.json").write_text(json.dumps(record))
+    results = forecast_tables.read_results(tmp_path)
+    assert list(results) == [96, 336]
+    assert results[96].cell("ETTh1", "a", [96, 192]) == "1.940 ± 0.707 / 0.500 ± 0.000"
+    assert results[96].cell("ETTh1", "b", [96, 192]) == "–"
+    assert results[96].cell("ETTh1", "b", [96]) == "0.400 / 0.300"
+    forecast_tables.write_report(tmp_path)
+    assert "paper" not in (tmp_path / "table.md").read_text().split("## ")[1]
+    for horizon in (336, 720):
+        (tmp_path / f"{horizon}.json").write_text(json.dumps(record_of("a", horizon, 0, 0.4, 0.3)))
+    table = forecast_tables.table(forecast_tables.read_results(tmp_path)[96], "ETTh1", 96)
+    assert "| paper: neural memory |  |  | 0.420 / 0.421 | – | – | – | – |" in table
+    assert "| a | 960 to 7,200 | 3 |" in table
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        (["--look_back", "0"], "--look_back must be at least 1, but is 0"),
+        (["--horizons", "0"], "--horizons must be at least 1, but has 0"),
+        (["--split", "12", "4", "4"], "months of 30 days are 14400 rows, but there are 60"),
+        (["--split", "0.6", "0", "0.4"], "must be three numbers above 0"),
+        (["--horizons", "20"], "the validation part of 12 rows has no window of 8 and 20 rows"),
+        (["--time_column", "when"], "--time_column when: .* has the columns date, c0, c1"),
+        (["--time_column", "c0"], "the dates of the column c0 must increase"),
+        (["--set", "patch_length=4"], "--set needs a name of its own"),
+        (["--set", "patch_length=3", "--label", "x"], "`context_length` .8. must be a multiple of `patch_length` .3."),
+        (["--set", "patch_len=4", "--label", "x"], "--set patch_len: no field"),
+        (["--set", "patch_length", "--label", "x"], "a setting must be NAME=VALUE"),
+        (["--label", "a/b"], "--label 'a/b'"),
+    ],
+)
+def test_bad_options(csv, options, message):
+    """An impossible option raises an error that names it, before anything is trained. If it failed, hours could be lost
+    to a typing error.
+    """
+    with pytest.raises(Exception, match=message):
+        forecasting.main(command(csv, *options))
+    assert not (csv.parent / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (lambda t: t.assign(c1=1.0), "the channel c1 is constant in the training part"),
+        (lambda t: t.assign(c1=t.c1.where(t.index != 7)), "the column c1 has nan in row 8, no number"),
+        (lambda t: t.assign(c1=["?"] * len(t)), r"the column c1 has \? in row 1, no number"),
+        (lambda t: t.iloc[::-1], "the dates of the column date must increase"),
+        (lambda t: t.assign(date="soon"), "the column date holds no dates"),
+        (lambda t: t[["date"]], "has no column but date"),
+    ],
+)
+def test_bad_files(csv, change, message):
+    """A file that is no series raises an error that names the column and the row. If it failed, gaps would be forecast
+    as numbers.
+    """
+    change(pd.read_csv(csv)).to_csv(csv, index=False)
+    with pytest.raises(ValueError, match=message):
+        forecasting.main(command(csv))
+    with pytest.raises(ValueError, match=r"nothing\.csv is no file"):
+        forecasting.main(command(csv.with_name("nothing.csv")))
