@@ -90,6 +90,10 @@ TREATMENTS = [
     Treatment(r"python eval/mad_tables.py .*"),
     Treatment(r"titans-hf (read|surprise) .*"),
     Treatment(r"titans-hf ask .*", "--max_new_tokens 4"),
+    Treatment(
+        r"python eval/forecasting.py .*",
+        "--split 0.6 0.2 0.2 --look_back 48 --horizons 8 --models titans --seeds 0 --max_steps 2 --eval_steps 1",
+    ),
     Treatment(r"titans-hf lm-eval .* lambada_openai", not_run=NETWORK),
     Treatment(r"(titans-hf lm-eval|lm_eval) .*", "--limit 1 --device cpu"),
     Treatment(r"python experiments/make_passkey_data.py .*", "--number 64 --length 600"),

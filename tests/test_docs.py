@@ -12,6 +12,7 @@ import pytest
 from byte_model import save_byte_model
 from documentation import PAGES, ROOT, TREATMENTS, anchors, blocks, prose, run_bash, treatment
 from eval_common import BOOK, make_data
+from series_files import write_series
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from titans_hf_scripts.training.tokenizer import byte_tokenizer
@@ -150,6 +151,9 @@ def stage(tmp_path_factory):
     for split in ("train", "valid"):
         (data / "books" / split).mkdir()
         (data / "books" / split / "a.txt").write_text(BOOK)
+    (data / "ett").mkdir()
+    for name in ("ETTh1", "ETTh2"):
+        write_series(data / "ett" / f"{name}.csv", rows=400)
     for name in ("my_texts", "books"):
         (folder / name).mkdir()
         (folder / name / "a.txt").write_text(BOOK)

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from series_files import write_series
 
 from titans_hf_eval import forecast_tables, forecasting
 from titans_hf_eval.forecast_data import Windows, make_splits, read_series, rows_of_parts
@@ -15,19 +16,9 @@ from titans_hf_eval.forecast_run import Scores, score
 TINY = ["patch_length=4", "hidden_size=8", "num_attention_heads=2", "intermediate_size=8", "num_hidden_layers=1"]
 
 
-def write_csv(path, rows=60, channels=2, seed=0):
-    """Hourly sine waves with noise."""
-    generator = np.random.default_rng(seed)
-    table = {"date": pd.date_range("2020-01-01", periods=rows, freq="h")}
-    for c in range(channels):
-        table[f"c{c}"] = np.sin(np.arange(rows) / 3 + c) + 0.1 * generator.standard_normal(rows)
-    pd.DataFrame(table).to_csv(path, index=False)
-    return path
-
-
 @pytest.fixture
 def csv(tmp_path):
-    return write_csv(tmp_path / "waves.csv")
+    return write_series(tmp_path / "waves.csv")
 
 
 def command(csv, *options):

@@ -13,6 +13,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from .cache_titans import TitansCache
 from .configuration_time_series_titans import TitansTimeSeriesConfig
 from .modeling_titans import TitansModel, TitansPreTrainedModel
+from .surprise_titans import LayerSurprise
 
 EPSILON = 1e-5  # added to the variance, so that a constant series can be normalised
 LOSSES = {"mse": nn.functional.mse_loss, "mae": nn.functional.l1_loss}
@@ -37,8 +38,8 @@ class TitansForTimeSeriesPredictionOutput(ModelOutput):
 
     loss: a scalar, where there are `future_values`. prediction_outputs (B, prediction_length, C): the forecast, in the
     units of `past_values`. loc, scale (B, 1, C): mean and standard deviation of the last `context_length` values.
-    state: after the last value, with `use_cache=True`. hidden_states, attentions: on request, those of `TitansModel`,
-    B * C rows.
+    state: after the last value, with `use_cache=True`. hidden_states, attentions, surprise: on request, those of
+    `TitansModel` for the new patches, B * C rows.
     """
 
     loss: Tensor | None = None
@@ -48,6 +49,7 @@ class TitansForTimeSeriesPredictionOutput(ModelOutput):
     state: TimeSeriesState | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
+    surprise: tuple[LayerSurprise, ...] | None = None
 
 
 class TimeSeriesForecast(NamedTuple):
@@ -136,6 +138,7 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
             state=TimeSeriesState(kept, hidden_states, memory) if use_cache else None,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            surprise=outputs.surprise,
         )
 
     @torch.no_grad()
