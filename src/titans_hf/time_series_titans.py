@@ -129,13 +129,14 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         forecast = self.head(self.head_dropout(hidden_states.flatten(1))).to(values.dtype) * scale + loc
         forecast, loc, scale = (x.unflatten(0, (len(past_values), -1)).mT for x in (forecast, loc, scale))
         loss = None if future_values is None else LOSSES[self.config.loss](forecast, future_values)
-        kept = values[:, -self.config.context_length :]
+        if use_cache:  # copies: a view would keep everything that was read
+            state = TimeSeriesState(values[:, -self.config.context_length :].clone(), hidden_states.clone(), memory)
         return TitansForTimeSeriesPredictionOutput(
             loss=loss,
             prediction_outputs=forecast,
             loc=loc,
             scale=scale,
-            state=TimeSeriesState(kept, hidden_states, memory) if use_cache else None,
+            state=state if use_cache else None,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             surprise=outputs.surprise,
