@@ -95,22 +95,23 @@ class InitialWeights(nn.Module):
         return [weight.to(dtype, copy=True) for weight in self._parameters.values()]
 
 
-class TokenGate(nn.Linear):
-    """One logit per token and head. Zero-initialised weight: every token's logit starts as `initial_logit`."""
+class TokenGate(nn.Module):
+    """One logit per token and head. Zero-initialised weight: every token's logit starts as `initial_logit`.
+
+    No nn.Linear, because quantisers convert every nn.Linear: a gate has few weights, and all updates depend on it.
+    """
+
+    # docs/log.md: "Weights of 8 bits"
 
     def __init__(self, hidden_size: int, num_heads: int, initial_logit: float):
-        self.initial_logit = initial_logit  # before super().__init__, which initialises
-        super().__init__(hidden_size, num_heads)
-
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.weight)
-        nn.init.constant_(self.bias, self.initial_logit)
+        super().__init__()
+        self.in_features, self.out_features = hidden_size, num_heads  # tensor parallelism asks for them
+        self.initial_logit = initial_logit
+        self.weight = nn.Parameter(torch.zeros(num_heads, hidden_size))
+        self.bias = nn.Parameter(torch.full((num_heads,), initial_logit))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Computes the logits (B, T, H), in float32 at least, of hidden_states (B, T, hidden).
-
-        Arguments and output are those of a linear layer, so that adapters and quantisers can replace it.
-        """
+        """Computes the logits (B, T, H), in float32 at least, of hidden_states (B, T, hidden)."""
         dtype = torch.promote_types(hidden_states.dtype, torch.float32)
         return nn.functional.linear(hidden_states.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
 
