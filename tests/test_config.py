@@ -76,7 +76,8 @@ def test_derived_defaults():
     assert (config.num_key_value_heads, config.head_dim, config.memory_num_heads) == (2, 10, 3)
     assert (config.memory_head_dim, config.rotary_dim) == (16, 2)
     assert config.rope_parameters["rope_theta"] == 500.0
-    assert TitansConfig(memory_chunk_size=8).memory_max_lr == 1 / 8
+    assert TitansConfig(memory_chunk_size=8).memory_max_lr == 1 / 2
+    assert TitansConfig(memory_chunk_size=8, memory_update_rule="chunk").memory_max_lr == 1 / 8
     assert TitansConfig(memory_chunk_size=8, memory_max_lr=0).memory_max_lr == 0
 
 
