@@ -19,6 +19,7 @@ SIZES = dict(
     sliding_window=12,
     segment_length=8,
     memory_chunk_size=4,
+    memory_depth=2,
     num_persistent_tokens=3,
     bos_token_id=None,
     eos_token_id=None,

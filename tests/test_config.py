@@ -23,18 +23,18 @@ DEFAULTS = dict(
     sliding_window=512,
     segment_length=256,
     num_persistent_tokens=4,
-    memory_depth=2,
+    memory_depth=1,
     memory_expansion=2,
     memory_num_heads=None,
     memory_chunk_size=64,
     memory_max_lr=None,
-    memory_update_rule="chunk",
+    memory_update_rule="delta",
     memory_momentum=True,
     memory_forget=True,
     memory_conv_kernel=4,
     memory_conv_noise=0.7,
-    memory_output_norm="rms",
-    memory_residual=False,
+    memory_output_norm="clip",
+    memory_residual=True,
     memory_error_clip=1.0,
     rope_parameters=None,
     rms_norm_eps=1e-6,
@@ -76,7 +76,8 @@ def test_derived_defaults():
     assert (config.num_key_value_heads, config.head_dim, config.memory_num_heads) == (2, 10, 3)
     assert (config.memory_head_dim, config.rotary_dim) == (16, 2)
     assert config.rope_parameters["rope_theta"] == 500.0
-    assert TitansConfig(memory_chunk_size=8).memory_max_lr == 1 / 8
+    assert TitansConfig(memory_chunk_size=8).memory_max_lr == 1 / 2
+    assert TitansConfig(memory_chunk_size=8, memory_update_rule="chunk").memory_max_lr == 1 / 8
     assert TitansConfig(memory_chunk_size=8, memory_max_lr=0).memory_max_lr == 0
 
 

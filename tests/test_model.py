@@ -17,10 +17,11 @@ from common import (
 from hypothesis import strategies as st
 
 CHANGES = {
-    "delta rule": dict(memory_update_rule="delta"),
-    "gated delta rule": dict(memory_update_rule="delta", memory_depth=1, memory_momentum=False),
-    "clipped output": dict(memory_output_norm="clip"),
-    "memory residual": dict(memory_residual=True),
+    "chunk rule": dict(memory_update_rule="chunk"),
+    "paper's form": dict(memory_update_rule="chunk", memory_output_norm="rms", memory_residual=False),
+    "gated delta rule": dict(memory_depth=1, memory_momentum=False),
+    "normalised output": dict(memory_output_norm="rms"),
+    "gated output": dict(memory_residual=False),
     "chunk is segment": dict(memory_chunk_size=8),
     "three chunks a segment": dict(segment_length=12),
     "chunk of one": dict(memory_chunk_size=1),

@@ -64,8 +64,9 @@ class TitansConfig(PreTrainedConfig):
             Number of tokens of a segment in MAC, its attention span; a multiple of `memory_chunk_size`.
         num_persistent_tokens (`int`, defaults to 4):
             Number of learned tokens in front of every sequence (N_p, paper section 3.3), per layer; 0 for none.
-        memory_depth (`int`, defaults to 2): Number of layers of the memory network (L_M); 1 is a linear memory.
-        memory_expansion (`int`, defaults to 2): Hidden size of the memory network in units of its head size.
+        memory_depth (`int`, defaults to 1):
+            Number of layers of the memory network (L_M); 1 is a linear memory. On novels, 2 was worse than 1.
+        memory_expansion (`int`, defaults to 2): Size of the memory network's hidden layers, in units of its head size.
         memory_num_heads (`int`, *optional*): Independent memories per layer; `num_attention_heads` by default.
         memory_chunk_size (`int`, defaults to 64):
             Number of tokens whose gradients are taken at the same weights (paper section 3.2).
@@ -74,10 +75,10 @@ class TitansConfig(PreTrainedConfig):
             nothing forgotten. By default 1/2 with the delta rule, whose larger steps overshoot, and otherwise
             `1 / memory_chunk_size`: the gradients of a chunk are taken at the same weights, and for equal keys, steps
             that sum to more than 1 overshoot.
-        memory_update_rule (`str`, defaults to `"chunk"`):
-            Weights at which the error of the memory network's last layer is taken: `"chunk"` those of the chunk's
-            start (eq. 16), `"delta"` those before each token, exactly (the delta rule), so that a single write can
-            replace what the memory returns for a key. On novels, test-time learning gains with it (docs/results.md).
+        memory_update_rule (`str`, defaults to `"delta"`):
+            Weights at which the error of the memory network's last layer is taken: `"delta"` those before each token,
+            exactly (the delta rule), so that a single write can replace what the memory returns for a key; `"chunk"`
+            those of the chunk's start, as in the paper (eq. 16). On novels, learning gains with `"delta"` only.
         memory_momentum (`bool`, defaults to `True`): Momentum of the update (eta, eq. 10).
         memory_forget (`bool`, defaults to `True`):
             Weight decay of the memory (alpha, eq. 13), to its learned initial weights instead of 0, where a network of
@@ -88,14 +89,14 @@ class TitansConfig(PreTrainedConfig):
         memory_conv_noise (`float`, defaults to 0.7):
             Noise in the initial filters, from 0 to 1: a filter is sqrt(1 - n^2) times that start plus n times noise of
             norm 1. In our experiments, recall tasks are learned fastest with 0, and language with 1.
-        memory_output_norm (`str`, defaults to `"rms"`):
+        memory_output_norm (`str`, defaults to `"clip"`):
             Normalisation of what a head retrieves (section 4.4): `"rms"` always, `"clip"` where it is longer than the
             values, 1, so that a memory that knows little of a query returns little.
-        memory_residual (`bool`, defaults to `False`):
+        memory_residual (`bool`, defaults to `True`):
             Add the memory's output m as it is: with attention's output y, MAG, MAL and MAC are
             `y * sigmoid(norm(m)) + m` instead of eq. 28, 31 and 25, and attention reads `norm(x + m)` in MAL instead of
-            `norm(m)`. On novels, all three gain with it: once normalised, a memory that knows nothing has
-            as large an output as one that does. LMM has no other form.
+            `norm(m)`. On novels, all three gain with it: once normalised, a memory that knows nothing has as large an
+            output as one that does. LMM has no other form.
         memory_error_clip (`float`, *optional*, defaults to 1.0):
             Largest error |M(k) - v| without clipping, in units of |v|; `None` for the paper's plain squared error.
 
@@ -119,19 +120,19 @@ class TitansConfig(PreTrainedConfig):
     sliding_window: int = 512
     segment_length: int = 256
     num_persistent_tokens: int = 4
-    memory_depth: int = 2
+    memory_depth: int = 1  # docs/log.md: "Other changes of LMM: larger heads gain, depth 2 loses"
     memory_expansion: int = 2
     memory_num_heads: int | None = None
     memory_chunk_size: int = 64  # docs/log.md: "Smaller chunks for quality"
     memory_max_lr: int | float | None = None
     # docs/log.md: "Errors at the chunk's start against errors token by token"
-    memory_update_rule: Literal["chunk", "delta"] = "chunk"
+    memory_update_rule: Literal["chunk", "delta"] = "delta"
     memory_momentum: bool = True
     memory_forget: bool = True
     memory_conv_kernel: int = 4
     memory_conv_noise: int | float = 0.7  # docs/log.md: "Convolutions that begin as impulses"
-    memory_output_norm: Literal["rms", "clip"] = "rms"
-    memory_residual: bool = False  # docs/log.md: "The memory's output is added, not normalised"
+    memory_output_norm: Literal["rms", "clip"] = "clip"
+    memory_residual: bool = True  # docs/log.md: "The memory's output is added, not normalised"
     memory_error_clip: int | float | None = 1.0
     rope_parameters: dict | None = None
     rms_norm_eps: float = 1e-6
