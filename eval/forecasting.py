@@ -8,9 +8,7 @@ next one.
 """
 
 import argparse
-import json
 import re
-from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from titans_hf_eval.forecast_run import Run, make_run
 from titans_hf_eval.forecast_tables import write_report
 from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.compared_models import parse_settings
+from titans_hf_scripts.shared.finished_runs import is_finished
 
 POSITIVE = ("look_back", "batch_size", "max_steps", "eval_steps", "patience")
 
@@ -75,19 +74,6 @@ def make_runs(args: argparse.Namespace, series: dict[str, Series]) -> list[Run]:
         make_splits(series[run.data], run.split, run.look_back, run.horizon)
         build_model(run.model, len(series[run.data].names), run.look_back, run.horizon, run.settings)
     return runs
-
-
-def is_finished(run: Run, file: Path) -> bool:
-    """Whether the file has this run; raises ValueError if it has one of other settings."""
-    if not file.exists():
-        return False
-    found = json.loads(file.read_text(encoding="utf-8"))["run"]
-    for name, value in asdict(run).items():
-        if found[name] != value:
-            raise ValueError(
-                f"{file} is of a run with {name}={found[name]}, not {value}: give another --label or --output"
-            )
-    return True
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -7,9 +7,7 @@ A finished run is kept: the same command again goes on with the next one.
 """
 
 import argparse
-import json
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -23,6 +21,7 @@ from titans_hf_eval.mad_run import Run, settings_of, train
 from titans_hf_eval.mad_tasks import TASKS
 from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.compared_models import parse_settings
+from titans_hf_scripts.shared.finished_runs import is_finished
 from titans_hf_scripts.shared.git_commit import describe_commit
 
 
@@ -71,19 +70,6 @@ def make_runs(args: argparse.Namespace) -> list[Run]:
         config_of(run.model, settings.vocab_size, config)
         TASKS[run.task].make(np.random.default_rng(0), settings, 1, True)
     return runs
-
-
-def is_finished(run: Run, file: Path) -> bool:
-    """Whether the file has this run; raises ValueError if it has one of other settings."""
-    if not file.exists():
-        return False
-    found = json.loads(file.read_text(encoding="utf-8"))["run"]
-    for name, value in asdict(run).items():
-        if found[name] != value:
-            raise ValueError(
-                f"{file} is of a run with {name}={found[name]}, not {value}: give another --label or --output"
-            )
-    return True
 
 
 def train_apart(*args: Any) -> int:
