@@ -23,7 +23,8 @@ from experiments.loss_by_position import stretches_of
 from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.markdown_tables import markdown_table
 
-BITSANDBYTES = {"int8": {"load_in_8bit": True}, "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
+QUANTO = {8: "int8", 4: "int4"}
+BITSANDBYTES = {8: ("int8", {"load_in_8bit": True}), 4: ("nf4", {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"})}
 
 
 def installed(module: str) -> bool:
@@ -31,19 +32,19 @@ def installed(module: str) -> bool:
     return all(importlib.util.find_spec(name) for name in (module.split(".")[0], module))
 
 
-def settings() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the name and the keyword arguments of `from_pretrained` of every row."""
+def settings(bits: list[int]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the name and the keyword arguments of `from_pretrained` of every row, for weights of these bits."""
     yield "float32", {"dtype": torch.float32}
     yield "bfloat16", {"dtype": torch.bfloat16}
-    if installed("torchao"):
+    if installed("torchao") and 8 in bits:
         from torchao.quantization import Int8WeightOnlyConfig
 
         yield "torchao int8", {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig())}
     if installed("optimum.quanto"):
-        for bits in ("int8", "int4"):
-            yield f"quanto {bits}", {"quantization_config": QuantoConfig(weights=bits)}
+        for name in (QUANTO[number] for number in bits):
+            yield f"quanto {name}", {"quantization_config": QuantoConfig(weights=name)}
     if installed("bitsandbytes"):
-        for name, options in BITSANDBYTES.items():
+        for name, options in (BITSANDBYTES[number] for number in bits):
             yield f"bitsandbytes {name}", {"quantization_config": BitsAndBytesConfig(**options)}
 
 
@@ -68,11 +69,12 @@ def main(argv: list[str] | None = None) -> str:
     parser.add_argument("model", metavar="MODEL", help="a checkpoint")
     parser.add_argument("--text", type=Path, required=True, help="a folder of .txt files")
     parser.add_argument("--length", type=int, default=2048, help="tokens of each file")
+    parser.add_argument("--bits", type=int, nargs="+", choices=QUANTO, default=[8, 4], help="of the weights")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     stretches = stretches_of(args.text, AutoTokenizer.from_pretrained(args.model), args.length, 1)
     rows, reference = [], None
-    for name, options in settings():
+    for name, options in settings(args.bits):
         found = log_probabilities(args.model, options, stretches)
         reference = found if reference is None else reference
         rows.append([name, *measure(found, reference, stretches)])

@@ -98,7 +98,7 @@ TREATMENTS = [
     Treatment(r"(titans-hf lm-eval|lm_eval) .*", "--limit 1 --device cpu"),
     Treatment(r"python experiments/make_passkey_data.py .*", "--number 64 --length 600"),
     Treatment(r"python experiments/loss_by_position.py .*", "--length 512 --stretches 1"),
-    Treatment(r"python experiments/quantized_weights.py .*", "--length 256"),
+    Treatment(r"python experiments/quantized_weights.py .*", "--length 256 --bits 8"),
     Treatment(r"python experiments/interrupted_reading.py .*", "--tokens 3000 --kills 0.5 --save_every 500"),
     Treatment(r"python experiments/planted_sentences.py .*", "--length 3000"),
     Treatment(r"python experiments/merged_memories.py .*", "--numbers 2 --fillers 16"),

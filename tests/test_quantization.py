@@ -4,12 +4,12 @@ import importlib.util
 
 import pytest
 import torch
-from common import VARIANTS, assert_same, full_logits, make_ids, make_model, read, redraw, shared_model
+from common import VARIANTS, assert_same, full_logits, make_config, make_ids, make_model, read, redraw, shared_model
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
-from titans_hf import TitansCache
+from titans_hf import TitansCache, TitansForCausalLM
 from titans_hf.cache_files import fingerprint
 
 GATES = ("inner_lr", "momentum", "forget")
@@ -105,6 +105,20 @@ def test_what_is_converted(quantise):
         assert type(modules[f"model.layers.1.mixer.memory.{name}"].weight) is not nn.Parameter
     for name in ("lm_head", *(f"model.layers.1.mixer.memory.{gate}" for gate in GATES)):
         assert type(modules[name].weight) is nn.Parameter and modules[name].weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_untrained_model_in_float8(variant, tmp_path):
+    """A model as initialised has finite logits with weights of float8: a gate's weights are then zeros, of which
+    dividing by their largest would make nan.
+    """
+    pytest.importorskip("torchao")
+    from torchao.quantization import Float8WeightOnlyConfig
+
+    TitansForCausalLM(make_config(variant)).save_pretrained(tmp_path)
+    config = TorchAoConfig(Float8WeightOnlyConfig())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    assert torch.isfinite(full_logits(model, make_ids(2, 20))).all()
 
 
 def test_a_quantised_checkpoint_is_loaded_as_it_was_saved(quantise, tmp_path):
