@@ -28,7 +28,7 @@ from titans_hf_scripts.shared.text_files import find_files
 from titans_hf_scripts.shared.text_ids import encode, newline_decoder
 
 BLOCK = 1 << 14  # bytes of text that are tokenized at once
-START = 1 << 16  # tokens of which a record has a digest of their own, so that most texts are told apart early
+START = 1 << 16  # tokens of which a record has a digest of their own, so that most texts are found to differ early
 
 
 def load_model(path: str, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

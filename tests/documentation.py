@@ -103,6 +103,7 @@ TREATMENTS = [
     Treatment(r"python experiments/planted_sentences.py .*", "--length 3000"),
     Treatment(r"python experiments/merged_memories.py .*", "--numbers 2 --fillers 16"),
     Treatment(r"python experiments/compare_training_runs.py .*"),
+    Treatment(r"python -m experiments.language.train_and_score .* --graph .*", not_run="a CUDA graph needs a GPU"),
     Treatment(
         r"python -m experiments.language.train_and_score .*",
         "--steps 2 --vocab_size 300 --block_length 32 --score_length 64 --batch_size 2 --parameters 300000 "

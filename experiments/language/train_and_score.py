@@ -102,8 +102,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.quiet:
         scale_outputs(model)
     start, commit, recorder = time.time(), describe_commit(), CurveRecorder(args.label, args.steps)
-    options = {name: getattr(args, name) for name in TrainingOptions._fields}
-    train(model, blocks, TrainingOptions(**options), recorder)
+    train(model, blocks, TrainingOptions(*(getattr(args, name) for name in TrainingOptions._fields)), recorder)
     losses = losses_by_position(model, scored)
     names = [file.stem for file in score_files for _ in range(args.stretches)]
     record = {

@@ -102,6 +102,11 @@ class TitansMixer(nn.Module):
         raise NotImplementedError
 
 
+def add_memory(y: Tensor, m: Tensor, norm: nn.Module) -> Tensor:
+    """Computes y * sigmoid(norm(m)) + m from the outputs of attention and memory, (B, T, hidden): `memory_residual`."""
+    return y * torch.sigmoid(norm(m)) + m
+
+
 class LMMMixer(TitansMixer):
     """The memory alone (paper section 4.3, "memory without attention")."""
 
@@ -138,7 +143,7 @@ class MALMixer(TitansMixer):
         attended = self.attention(inputs, state.kv_cache, state.memory.num_seen, grid, at_start)
         output = attended.hidden_states  # o = SW-Attn(norm(m)): eq. 31
         if self.config.memory_residual:
-            output = output * torch.sigmoid(self.memory_norm(m)) + m
+            output = add_memory(output, m, self.memory_norm)
         return SlotsOutput(output, attended.weights, LayerState(memory, conv_state, attended.kv_cache), [updates])
 
 
@@ -170,9 +175,10 @@ class MAGMixer(TitansMixer):
         return SlotsOutput(output, attended.weights, LayerState(memory, conv_state, attended.kv_cache), [updates])
 
     def _combine(self, y: Tensor, m: Tensor) -> Tensor:
-        """Computes o = y (x) M(x~), eq. 28, as a convex combination per channel."""
+        """Combines the outputs of attention, y, and of the memory, m: (B, T, hidden)."""
         if self.config.memory_residual:
-            return y * torch.sigmoid(self.memory_norm(m)) + m
+            return add_memory(y, m, self.memory_norm)
+        # o = y (x) M(x~), eq. 28, as a convex combination per channel
         y, m = self.attention_norm(y), self.memory_norm(m)
         gate = torch.sigmoid(self.gate_attention * y + self.gate_memory * m + self.gate_bias)
         return gate * y + (1 - gate) * m
@@ -239,9 +245,10 @@ class MACMixer(TitansMixer):
         attended = torch.cat(attended, dim=1)
         y = hidden_states + attended
         m = self.memory.project_output(y, torch.cat(retrieved, dim=2))  # M_t(y_t)
-        gate = torch.sigmoid(self.memory_norm(m))
-        # o_t = y_t (x) M*_t(y_t): eq. 25
-        output = attended * gate + m if self.config.memory_residual else self.attention_norm(y) * gate
+        if self.config.memory_residual:
+            output = add_memory(attended, m, self.memory_norm)
+        else:
+            output = self.attention_norm(y) * torch.sigmoid(self.memory_norm(m))  # o_t = y_t (x) M*_t(y_t): eq. 25
         # With one segment, the recorded tensor itself: the output has a gradient with respect to it.
         single = attentions[0] is None or len(attentions) == 1
         return SlotsOutput(output, attentions[0] if single else torch.cat(attentions, dim=2), state, updates)
