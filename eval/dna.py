@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 from titans_hf_eval.dna_folds import Fold, group_sequences, hold_out, make_folds
 from titans_hf_eval.dna_models import NAMES, STOPPED, build_model, config_of
 from titans_hf_eval.dna_run import DataOfRun, Run, make_run
-from titans_hf_eval.dna_sequences import read_sequences
+from titans_hf_eval.dna_sequences import Sequences, read_sequences
 from titans_hf_eval.dna_tables import write_report
 from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.compared_models import VARIANTS, parse_settings
@@ -81,12 +81,20 @@ def digest_of(paths: list[Path]) -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:12]
 
 
+def classes_of(path: Path, sequences: Sequences) -> list[str]:
+    """Returns the labels, sorted; raises ValueError where there is only one."""
+    classes = sorted(set(sequences.labels))
+    if len(classes) < 2:
+        raise ValueError(f"{path} has one class only: {classes[0]}")
+    return classes
+
+
 def read_folds(args: argparse.Namespace) -> dict[tuple[str, str], list[DataOfRun]]:
     """Reads the files and splits them: the folds of each, by its name and digest."""
     found = {}
     for path in args.data:
         sequences = read_sequences([path])
-        classes = sorted(set(sequences.labels))
+        classes = classes_of(path, sequences)
         folds = [DataOfRun(sequences, classes, fold) for fold in make_folds(sequences, args.folds)]
         found[name_of(path), digest_of([path])] = folds
     if len({name for name, _ in found}) < len(args.data):
@@ -94,8 +102,6 @@ def read_folds(args: argparse.Namespace) -> dict[tuple[str, str], list[DataOfRun
     if args.train:
         found[name_of(args.train[0]), digest_of(args.train + args.test)] = [read_train_and_test(args)]
     for (name, _), folds in found.items():
-        if len(folds[0].classes) < 2:
-            raise ValueError(f"{name} has one class only: {folds[0].classes[0]}")
         print(f"{name}: {describe(folds[0])}", flush=True)
     return found
 
@@ -106,9 +112,10 @@ def read_train_and_test(args: argparse.Namespace) -> DataOfRun:
     Raises ValueError for a label in the test files alone.
     """
     train, test = read_sequences(args.train), read_sequences(args.test)
-    unknown = set(test.labels) - set(train.labels)
+    classes = classes_of(args.train[0], train)
+    unknown = set(test.labels) - set(classes)
     if unknown:
-        raise ValueError(f"--test has the label {min(unknown)}, --train only {', '.join(sorted(set(train.labels)))}")
+        raise ValueError(f"--test has the label {min(unknown)}, --train only {', '.join(classes)}")
     sequences = train + test
     groups = group_sequences(sequences)
     rows = np.arange(len(train.texts))
@@ -117,7 +124,7 @@ def read_train_and_test(args: argparse.Namespace) -> DataOfRun:
     if known:
         print(f"{known} of {len(tested)} test sequences overlap, or are in a group, with one to train on", flush=True)
     fold = Fold(*hold_out(np.array(sequences.labels), groups, rows), tested)
-    return DataOfRun(sequences, sorted(set(train.labels)), fold)
+    return DataOfRun(sequences, classes, fold)
 
 
 def describe(data: DataOfRun) -> str:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, Mamba2Model, Mamba2PreTrainedModel, PreTrainedConfig
 from transformers.modeling_outputs import SequenceClassifierOutput
 
+from titans_hf import TitansConfig
 from titans_hf_eval.dna_tokenizer import make_tokenizer
 from titans_hf_scripts.shared.compared_models import VARIANTS, fit_config
 
@@ -66,7 +67,8 @@ def _output(logits: Tensor, labels: Tensor | None) -> SequenceClassifierOutput:
 
 
 def config_of(name: str, classes: list[str], shape: dict[str, Any], settings: dict[str, Any]) -> PreTrainedConfig:
-    """Makes the config of a model of about shape["parameters"] parameters; `settings` replace fields of Titans.
+    """Makes the config of a model of about shape["parameters"] parameters; `settings` replace fields of Titans. Of the
+    CNN, whose size is fixed, the config has tokens and classes only.
 
     Raises ValueError for a setting that is not possible.
     """
@@ -81,6 +83,11 @@ def config_of(name: str, classes: list[str], shape: dict[str, Any], settings: di
         "use_cache": False,
     }
     variant = name.removesuffix(STOPPED)
+    for field in settings:
+        if field not in TitansConfig().to_dict():
+            raise ValueError(f"--set {field}: no field of TitansConfig")
+    if name == "cnn":
+        return PreTrainedConfig(**fields)
     if name == "mamba2":
         fields |= {"num_heads": 4, "head_dim": width // 2, "state_size": 16, "chunk_size": 16}
     else:
@@ -88,13 +95,9 @@ def config_of(name: str, classes: list[str], shape: dict[str, Any], settings: di
     if variant in VARIANTS:
         fields |= MEMORY | settings | ({"memory_max_lr": 0} if name.endswith(STOPPED) else {})
     try:
-        config = fit_config(variant, shape["parameters"], fields)
+        return fit_config(variant, shape["parameters"], fields)
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise ValueError(f"the model {name}: {error}") from error
-    for field in settings if variant in VARIANTS else ():
-        if field not in type(config)().to_dict():
-            raise ValueError(f"--set {field}: no field of TitansConfig")
-    return config
 
 
 def build_model(name: str, config: PreTrainedConfig, length: int) -> nn.Module:

@@ -185,7 +185,7 @@ def make_run(run: Run, data: DataOfRun, output: Path, save: bool = False) -> dic
     scores, curve = train(run, data, model, output.with_suffix("") if save else None)
     record = {
         "run": asdict(run),
-        "config": {} if run.model == "cnn" else config.to_diff_dict(),
+        "config": config.to_diff_dict(),
         "parameters": sum(x.numel() for x in model.parameters()),
         "sequences": dict(zip(Fold._fields, map(len, data.fold), strict=True)),
         **scores,

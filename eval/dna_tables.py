@@ -18,7 +18,6 @@ from titans_hf_eval.dna_models import NAMES
 from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.figures import line_styles, save_figure
 from titans_hf_scripts.shared.markdown_tables import markdown_table
-from titans_hf_scripts.shared.text_files import find_files
 
 PAPER = json.loads((Path(__file__).parent / "paper_tables.json").read_text())["dna"]
 SETUP = ("digest", "folds", "batch_size", "epochs", "reverse_complement", "shape", "seed")
@@ -32,7 +31,10 @@ def read_results(folder: Path) -> dict[str, Rows]:
     in the order of folds. Raises ValueError for runs that were not made alike, and for other JSON files.
     """
     data: dict[str, list[dict[str, Any]]] = {}
-    for file in find_files(folder, "the folder of runs", (".json",)):
+    files = sorted(folder.glob("*.json"))  # without subfolders, which have saved models
+    if not files:
+        raise ValueError(f"{folder} has no runs of dna.py")
+    for file in files:
         record = json.loads(file.read_text(encoding="utf-8"))
         if "curve" not in record or "fold" not in record.get("run", {}):
             raise ValueError(f"{file} is no run of dna.py")
@@ -59,7 +61,7 @@ def _by_row(records: list[dict[str, Any]]) -> Rows:
 def percent(values: list[float], sign: str = "") -> str:
     """Formats the mean of shares in percent, with the standard deviation of several."""
     spread = f" ± {100 * stdev(values):.1f}" if len(values) > 1 else ""
-    return f"{100 * mean(values):{sign}.1f}{spread}"
+    return f"{round(100 * mean(values), 1) + 0.0:{sign}.1f}{spread}"  # + 0.0: no "-0.0"
 
 
 def table(data: str, rows: Rows) -> str:

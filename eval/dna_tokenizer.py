@@ -19,5 +19,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.post_processor = processors.TemplateProcessing(f"$A {END}", special_tokens=[(END, vocabulary[END])])
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, unk_token="N", padding_side="right"
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        padding_side="right",
+        model_input_names=["input_ids", "attention_mask"],
     )
