@@ -64,6 +64,8 @@ def check_args(args: argparse.Namespace) -> dict[str, Any]:
     for name in (*SHAPE, *TRAINING):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} must be at least 1, but is {getattr(args, name)}")
+    if not min(args.learning_rates) > 0:
+        raise ValueError(f"--learning_rates must be above 0, but has {min(args.learning_rates)}")
     if args.folds < 2:
         raise ValueError(f"--folds must be at least 2, but is {args.folds}")
     settings = parse_settings(args.set)
@@ -90,7 +92,10 @@ def classes_of(path: Path, sequences: Sequences) -> list[str]:
 
 
 def read_folds(args: argparse.Namespace) -> dict[tuple[str, str], list[DataOfRun]]:
-    """Reads the files and splits them: the folds of each, by its name and digest."""
+    """Reads and splits the files; returns the folds of each by its name and digest, one for files to train and test on.
+
+    Raises ValueError for two files of one name, and as `read_sequences`, `make_folds` and `read_train_and_test` do.
+    """
     found = {}
     for path in args.data:
         sequences = read_sequences([path])
@@ -129,7 +134,7 @@ def read_train_and_test(args: argparse.Namespace) -> DataOfRun:
 
 def describe(data: DataOfRun) -> str:
     parts = ", ".join(f"{len(rows)} {name}" for name, rows in zip(Fold._fields, data.fold, strict=True))
-    return f"{len(data.sequences.texts)} sequences of {len(data.classes)} classes; at first {parts}"
+    return f"{len(data.sequences.texts)} sequences of {len(data.classes)} classes; in the first fold {parts}"
 
 
 def finish(run: Run, data: DataOfRun, args: argparse.Namespace) -> dict[str, Any]:
@@ -142,10 +147,13 @@ def finish(run: Run, data: DataOfRun, args: argparse.Namespace) -> dict[str, Any
     return record
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = parse_args(argv)
-    settings = check_args(args)
-    data = read_folds(args)
+def make_runs(
+    args: argparse.Namespace, settings: dict[str, Any], data: dict[tuple[str, str], list[DataOfRun]]
+) -> list[tuple[Run, list[DataOfRun]]]:
+    """Makes each model's run on the first fold at the first rate, with all folds of its data.
+
+    Raises ValueError for a model that cannot be built.
+    """
     shared = {name: getattr(args, name) for name in (*TRAINING, "reverse_complement", "seed")}
     shared |= {"shape": {name: getattr(args, name) for name in SHAPE}, "folds": args.folds if args.data else 0}
     runs = []
@@ -157,12 +165,19 @@ def main(argv: list[str] | None = None) -> None:
             runs.append((Run(name, digest, fold=0, learning_rate=args.learning_rates[0], **own, **shared), folds))
             length = max(map(len, folds[0].sequences.texts)) + 1
             build_model(model, config_of(model, folds[0].classes, shared["shape"], own["settings"]), length)
+    return runs
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    settings = check_args(args)
+    runs = make_runs(args, settings, read_folds(args))
     disable_progress_bar()  # of writing checkpoints; Trainer has its own
     best = []
     for first, folds in runs:
         tried = [replace(first, learning_rate=rate) for rate in args.learning_rates]
         best.append((max(tried, key=lambda run: finish(run, folds[0], args)["valid"]), folds))
-    for fold in range(1, shared["folds"]):
+    for fold in range(1, args.folds if args.data else 1):
         for run, folds in best:
             finish(replace(run, fold=fold), folds[fold], args)
     write_report(args.output)

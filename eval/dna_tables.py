@@ -53,8 +53,11 @@ def _by_row(records: list[dict[str, Any]]) -> Rows:
         of_row = sorted((x for x in records if x["run"]["row"] == row), key=lambda x: x["run"]["fold"])
         first = [record for record in of_row if record["run"]["fold"] == 0]
         if first:  # otherwise no rate has been chosen yet
-            rate = max(first, key=lambda record: record["valid"])["run"]["learning_rate"]
-            rows[row] = [record for record in of_row if record["run"]["learning_rate"] == rate]
+            rates = [record["run"]["learning_rate"] for record in of_row]  # of equal ones, dna.py went on with one
+            best = max(first, key=lambda record: (record["valid"], rates.count(record["run"]["learning_rate"])))
+            rows[row] = [
+                record for record, rate in zip(of_row, rates, strict=True) if rate == best["run"]["learning_rate"]
+            ]
     return rows
 
 

@@ -163,6 +163,7 @@ def test_files_to_train_and_to_test_on(tsv, capsys):
     "options,message",
     [
         (["--epochs", "0"], "--epochs must be at least 1, but is 0"),
+        (["--learning_rates", "0"], "--learning_rates must be above 0, but has 0.0"),
         (["--folds", "1"], "--folds must be at least 2, but is 1"),
         (["--folds", "51"], "--folds 51: 51 parts need as many groups"),
         (["--test", "x.tsv"], "give either DATA files, or --train and --test files"),

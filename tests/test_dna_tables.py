@@ -49,6 +49,14 @@ def test_the_paper_stands_beside_its_own_data_only(folder):
     assert "the paper's Mamba " not in text and "| the paper's HyenaDNA | – | – | 89.2 |" in text
 
 
+def test_of_equal_rates_the_one_that_went_on_is_chosen(folder):
+    """Where two rates are equal in validation, the one with more folds is the row: otherwise folds would be lost."""
+    save(folder, "mag", 1e-3, 0, 0.7, 0.5)
+    save(folder, "mag", 1e-2, 0, 0.7, 0.6)
+    save(folder, "mag", 1e-2, 1, 0.7, 0.6)
+    assert [record["test"] for record in read_results(folder)[DATA]["mag"]] == [0.6, 0.6]
+
+
 def test_differences_are_fold_by_fold(folder):
     """Of the folds that both have: 10 and -10 points. If it failed, easy folds would count for one model alone."""
     text = difference_table(read_results(folder)[DATA], "cnn")
