@@ -94,6 +94,12 @@ TREATMENTS = [
         r"python eval/forecasting.py .*",
         "--split 0.6 0.2 0.2 --look_back 48 --horizons 8 --models titans --seeds 0 --max_steps 2 --eval_steps 1",
     ),
+    Treatment(
+        r"python eval/dna.py .*",
+        "--models mag-stopped cnn --parameters 3000 --hidden_size 16 --num_hidden_layers 1 --folds 2 --epochs 1 "
+        "--learning_rates 1e-2",
+    ),
+    Treatment(r"python eval/dna_tables.py .*", "--baselines cnn"),
     Treatment(r"titans-hf lm-eval .* lambada_openai", not_run=NETWORK),
     Treatment(r"(titans-hf lm-eval|lm_eval) .*", "--limit 1 --device cpu"),
     Treatment(r"python experiments/make_passkey_data.py .*", "--number 64 --length 600"),

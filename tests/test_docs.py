@@ -10,6 +10,7 @@ from pathlib import Path
 import documentation
 import pytest
 from byte_model import save_byte_model
+from dna_files import write_fasta, write_table
 from documentation import PAGES, ROOT, TREATMENTS, anchors, blocks, prose, run_bash, treatment
 from eval_common import BOOK, make_data
 from series_files import write_series
@@ -157,6 +158,11 @@ def stage(tmp_path_factory):
     (data / "ett").mkdir()
     for name in ("ETTh1", "ETTh2"):
         write_series(data / "ett" / f"{name}.csv", rows=400)
+    (data / "dna" / "human_nontata_promoters").mkdir(parents=True)
+    write_table(data / "dna" / "human_nontata_promoters" / "test.tsv", length=80)
+    (folder / "my_dna").mkdir()
+    write_fasta(folder / "my_dna", length=80)
+    write_table(folder / "my_dna" / "test.csv", number=10, length=80, seed=1)
     for name in ("my_texts", "books"):
         (folder / name).mkdir()
         (folder / name / "a.txt").write_text(BOOK)

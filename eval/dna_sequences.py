@@ -1,0 +1,122 @@
+"""Labelled DNA sequences: reading FASTA and CSV files, and the reverse complement."""
+
+import re
+from collections.abc import Iterable
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+import pandas as pd
+
+FASTA = (".fa", ".fasta", ".fna")
+TABLES = {".csv": ",", ".tsv": "\t"}
+BASES = "ACGTN"
+COMPLEMENT = str.maketrans("ACGTN", "TGCAN")
+AMBIGUOUS = str.maketrans(dict.fromkeys("RYSWKMBDHV", "N"))  # IUPAC's letters for several bases
+TEXT_COLUMNS = ("seq", "sequence")
+PLACE_COLUMNS = ("region", "start", "end")
+
+
+class Place(NamedTuple):
+    """Where a sequence lies: from `start` up to, and without, `end` of a region such as a chromosome."""
+
+    region: str
+    start: int
+    end: int
+
+
+class Sequences(NamedTuple):
+    """Texts of A, C, G, T and N, their labels, and their places where the file has them."""
+
+    texts: list[str]
+    labels: list[str]
+    places: list[Place | None]
+
+    def __add__(self, other: "Sequences") -> "Sequences":
+        return Sequences(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+    def select(self, rows: Iterable[int]) -> "Sequences":
+        rows = list(rows)
+        return Sequences(*([column[row] for row in rows] for column in self))
+
+
+def reverse_complement(text: str) -> str:
+    """Returns the other strand in its own direction: A for T, C for G, from end to start; N stays N."""
+    return text.translate(COMPLEMENT)[::-1]
+
+
+def read_sequences(paths: Iterable[Path]) -> Sequences:
+    """Reads FASTA files (.fa, .fasta, .fna) and tables (.csv, .tsv) into one list.
+
+    A table has the columns `seq` or `sequence` and `label`; `region`, `start` and `end` if it has places. A FASTA
+    sequence has its label in its heading as `label=NAME`, or, in a file without such headings, in the file's name
+    (positive.fa, negative.fa); a heading that begins REGION:START-END, as bedtools writes it, has the place.
+
+    Raises ValueError, naming file and sequence, for a missing label or column, for an empty sequence, and for a letter
+    that stands for no base.
+    """
+    found = Sequences([], [], [])
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"{path} is no file")
+        if path.suffix.lower() in FASTA:
+            found += _checked(path, _read_fasta(path))
+        elif path.suffix.lower() in TABLES:
+            found += _checked(path, _read_table(path))
+        else:
+            raise ValueError(f"{path} must end in {', '.join([*FASTA, *TABLES])}")
+    return found
+
+
+def _read_fasta(path: Path) -> Sequences:
+    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not lines or not lines[0].startswith(">"):
+        raise ValueError(f"{path} is no FASTA file: its first line must begin with '>'")
+    headings, texts = [], []
+    for is_heading, block in groupby(lines, lambda line: line.startswith(">")):
+        if is_heading:
+            headings += block
+            texts += [""] * (len(headings) - len(texts))
+        else:
+            texts[-1] = "".join(block)
+    found = [re.search(r"\blabel=(\S+)", heading) for heading in headings]
+    if any(found) and not all(found):
+        raise ValueError(f"{path}: sequence {found.index(None) + 1} has no label= in its heading, others have")
+    labels = [match[1] if match else path.stem for match in found]
+    places = [re.match(r">\s*([^\s:]+):(\d+)-(\d+)", heading) for heading in headings]
+    return Sequences(texts, labels, [Place(x[1], int(x[2]), int(x[3])) if x else None for x in places])
+
+
+def _read_table(path: Path) -> Sequences:
+    try:
+        table = pd.read_csv(path, sep=TABLES[path.suffix.lower()], dtype=str, keep_default_na=False)
+    except (pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no table: {error}") from error
+    text = next((name for name in TEXT_COLUMNS if name in table), None)
+    if text is None or "label" not in table:
+        wanted = "label" if text else " or ".join(TEXT_COLUMNS)
+        raise ValueError(f"{path} must have a column {wanted}, but has {', '.join(table.columns)}")
+    if (table["label"] == "").any():
+        raise ValueError(f"{path}: sequence {(table['label'] == '').argmax() + 1} has no label")
+    places: list[Place | None] = [None] * len(table)
+    if all(name in table for name in PLACE_COLUMNS):
+        for name in ("start", "end"):
+            wrong = ~table[name].str.fullmatch(r"\d+")
+            if wrong.any():
+                raise ValueError(f"{path}: {name} of sequence {wrong.argmax() + 1} must be a number of bases")
+        places = [Place(region, int(a), int(b)) for region, a, b in table[list(PLACE_COLUMNS)].itertuples(index=False)]
+    return Sequences(table[text].tolist(), table["label"].tolist(), places)
+
+
+def _checked(path: Path, sequences: Sequences) -> Sequences:
+    """Returns the sequences in capital letters, with N for the letters of several bases."""
+    texts = [text.strip().upper().translate(AMBIGUOUS) for text in sequences.texts]
+    if not texts:
+        raise ValueError(f"{path} has no sequences")
+    for number, text in enumerate(texts, 1):
+        if not text:
+            raise ValueError(f"{path}: sequence {number} is empty")
+        wrong = re.search(f"[^{BASES}]", text)
+        if wrong:
+            raise ValueError(f"{path}: sequence {number} has {wrong[0]!r} at base {wrong.start() + 1}, no base of DNA")
+    return sequences._replace(texts=texts)

@@ -1,0 +1,137 @@
+"""Makes the tables and plots of DNA runs from their JSON files, with the paper's figures.
+
+    python eval/dna_tables.py results/dna --baselines lmm-stopped cnn
+
+A figure is the accuracy on what was not trained on, in percent: mean and standard deviation over folds.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from titans_hf_eval.dna_models import NAMES
+from titans_hf_scripts.shared.command_line import run_command
+from titans_hf_scripts.shared.figures import line_styles, save_figure
+from titans_hf_scripts.shared.markdown_tables import markdown_table
+
+PAPER = json.loads((Path(__file__).parent / "paper_tables.json").read_text())["dna"]
+SETUP = ("digest", "folds", "batch_size", "epochs", "reverse_complement", "shape", "seed")
+EPOCH, VALIDATION = 0, 3
+HEADING = ["model", "parameters", "folds", "accuracy", "validation accuracy", "learning rate", "minutes"]
+Rows = dict[str, list[dict[str, Any]]]
+
+
+def read_results(folder: Path) -> dict[str, Rows]:
+    """Reads the runs of a folder, by data and row: those at the rate that is best on the first fold's validation part,
+    in the order of folds. Raises ValueError for runs that were not made alike, and for other JSON files.
+    """
+    data: dict[str, list[dict[str, Any]]] = {}
+    files = sorted(folder.glob("*.json"))  # without subfolders, which have saved models
+    if not files:
+        raise ValueError(f"{folder} has no runs of dna.py")
+    for file in files:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        if "curve" not in record or "fold" not in record.get("run", {}):
+            raise ValueError(f"{file} is no run of dna.py")
+        alike = data.setdefault(record["run"]["data"], [])
+        for name in SETUP:
+            if alike and alike[0]["run"][name] != record["run"][name]:
+                raise ValueError(f"{file}: {name} is {record['run'][name]}, elsewhere {alike[0]['run'][name]}")
+        alike.append(record)
+    return {name: _by_row(records) for name, records in data.items()}
+
+
+def _by_row(records: list[dict[str, Any]]) -> Rows:
+    names = {(NAMES.index(record["run"]["model"]), record["run"]["row"]) for record in records}
+    rows = {}
+    for _, row in sorted(names):
+        of_row = sorted((x for x in records if x["run"]["row"] == row), key=lambda x: x["run"]["fold"])
+        first = [record for record in of_row if record["run"]["fold"] == 0]
+        if first:  # otherwise no rate has been chosen yet
+            rates = [record["run"]["learning_rate"] for record in of_row]  # of equal ones, dna.py went on with one
+            best = max(first, key=lambda record: (record["valid"], rates.count(record["run"]["learning_rate"])))
+            rows[row] = [
+                record for record, rate in zip(of_row, rates, strict=True) if rate == best["run"]["learning_rate"]
+            ]
+    return rows
+
+
+def percent(values: list[float], sign: str = "") -> str:
+    """Formats the mean of shares in percent, with the standard deviation of several."""
+    spread = f" ± {100 * stdev(values):.1f}" if len(values) > 1 else ""
+    return f"{round(100 * mean(values), 1) + 0.0:{sign}.1f}{spread}"  # + 0.0: no "-0.0"
+
+
+def table(data: str, rows: Rows) -> str:
+    """Formats a row per model, and the paper's below them where the data are of GenomicBenchmarks."""
+    lines = []
+    for row, records in rows.items():
+        scores = [percent([record[name] for record in records]) for name in ("test", "valid")]
+        rate, minutes = records[0]["run"]["learning_rate"], mean(record["minutes"] for record in records)
+        lines.append([row, f"{records[0]['parameters']:,}", len(records), *scores, f"{rate:g}", f"{minutes:.1f}"])
+    column = next((i for i, name in enumerate(PAPER["columns"]) if data.startswith(name)), None)
+    for name, figures in PAPER["rows"].items() if column is not None else ():
+        if figures[column] is not None:
+            lines.append([f"the paper's {name}", "–", "–", figures[column], "–", "–", "–"])
+    return markdown_table(HEADING, lines)
+
+
+def difference_table(rows: Rows, baseline: str) -> str:
+    """Formats the differences of accuracy from a baseline, fold by fold, in percentage points."""
+    base = {record["run"]["fold"]: record["test"] for record in rows[baseline]}
+    lines = []
+    for row, records in rows.items():
+        pairs = [record["test"] - base[x] for record in records if (x := record["run"]["fold"]) in base]
+        if row != baseline and pairs:
+            lines.append([row, percent(pairs, "+"), len(pairs)])
+    return markdown_table([f"less {baseline}", "accuracy", "folds"], lines)
+
+
+def plot(data: str, rows: Rows, path: Path) -> None:
+    """Draws validation accuracy by epoch: the mean over folds, and a band from the least to the greatest."""
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    axes, styles = figure.subplots(), line_styles(rows)
+    for row, records in rows.items():
+        length = min(len(record["curve"]) for record in records)
+        curves = np.array([record["curve"][:length] for record in records])
+        epochs, accuracies = curves[..., EPOCH].mean(0), 100 * curves[..., VALIDATION]
+        axes.plot(epochs, accuracies.mean(0), label=row, **styles[row] | {"markersize": 4})
+        axes.fill_between(epochs, accuracies.min(0), accuracies.max(0), alpha=0.1, color=styles[row].get("color"))
+    axes.set(title=data, xlabel="epoch", ylabel="validation accuracy (%)")
+    save_figure(figure, path)
+
+
+def write_report(folder: Path, baselines: list[str] | None = None) -> None:
+    """Writes table.md and a plot per data from the JSON files of the folder.
+
+    Raises ValueError for a baseline that no data have.
+    """
+    results = read_results(folder)
+    known = sorted({row for rows in results.values() for row in rows})
+    for baseline in baselines or []:
+        if baseline not in known:
+            raise ValueError(f"--baselines must be of {', '.join(known)}, but has {baseline}")
+    parts = ["# DNA"]
+    for data, rows in results.items():
+        parts += [f"## {data}", table(data, rows)]
+        parts += [difference_table(rows, baseline) for baseline in baselines or [] if baseline in rows]
+        plot(data, rows, folder / f"{data}.png")
+    (folder / "table.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    print(f"wrote {folder / 'table.md'}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, help="a folder of dna.py's JSON files")
+    parser.add_argument("--baselines", nargs="*", default=[], help="rows that the others are compared with")
+    args = parser.parse_args(argv)
+    write_report(args.runs, args.baselines)
+
+
+if __name__ == "__main__":
+    run_command(main)

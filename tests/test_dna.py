@@ -1,0 +1,194 @@
+"""eval/dna.py: models, training and its records, runs that go on, files to train and to test on, bad options."""
+
+import json
+import random
+import re
+
+import numpy as np
+import pytest
+import torch
+from dna_files import write_table
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, EvalPrediction
+
+from titans_hf_eval import dna
+from titans_hf_eval.dna_models import NAMES, build_model, config_of
+from titans_hf_eval.dna_run import DataOfRun, Examples, accuracy, collate
+from titans_hf_eval.dna_sequences import read_sequences, reverse_complement
+from titans_hf_eval.dna_tokenizer import make_tokenizer
+
+SHAPE = {"parameters": 30_000, "hidden_size": 32, "num_hidden_layers": 2}
+TINY = ["--parameters", "3000", "--hidden_size", "16", "--num_hidden_layers", "1", "--folds", "2", "--evaluations", "2"]
+
+
+@pytest.fixture
+def tsv(tmp_path):
+    (tmp_path / "data").mkdir()
+    return write_table(tmp_path / "data" / "bases.tsv", number=100)
+
+
+def command(tsv, *options):
+    rates = ["--learning_rates", "1e-2", "--epochs", "1", "--output", str(tsv.parents[1] / "out")]
+    return [str(tsv), *TINY, *rates, *map(str, options)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_models_are_of_one_size_and_padding_changes_nothing(name):
+    """All but the CNN have about the parameters asked for, and a shorter sequence is classified in a batch as alone. If
+    it failed, sizes would differ, or scores would depend on what stands in the same batch.
+    """
+    torch.manual_seed(0)
+    config = config_of(name, ["a", "b", "c"], SHAPE, {})
+    model = build_model(name, config, 61).eval()
+    if name != "cnn":
+        assert abs(sum(x.numel() for x in model.parameters()) / SHAPE["parameters"] - 1) < 0.1
+        assert config.id2label[2] == "c"
+    tokenizer = make_tokenizer()
+    texts = ["ACGT" * 15, "GATTACA"]
+    with torch.no_grad():
+        together, alone = (
+            model(**collate(tokenizer, [(text, 0) for text in batch])).logits for batch in (texts, texts[1:])
+        )
+    assert together.shape == (2, 3)
+    if name != "lmm-stopped":  # its only mixers, convolutions into a constant memory, return next to nothing at first
+        assert not torch.equal(together[0], together[1])
+    torch.testing.assert_close(together[1:], alone, atol=1e-5, rtol=1e-4)
+
+
+def test_the_cnn_cuts_long_sequences():
+    """Tokens beyond the length are not read: otherwise a longer test sequence would end the command."""
+    model = build_model("cnn", config_of("cnn", ["0", "1"], SHAPE, {}), 60).eval()
+    ids = torch.randint(2, 6, (1, 80))
+    torch.testing.assert_close(model(ids).logits, model(ids[:, :60]).logits)
+    with pytest.raises(ValueError, match="the model cnn needs longer sequences than 30 bases"):
+        build_model("cnn", config_of("cnn", ["0", "1"], SHAPE, {}), 31)
+
+
+@pytest.mark.parametrize("variant", ["lmm", "mac"])
+def test_a_stopped_model_is_the_same_but_for_its_memory(variant):
+    """It differs in its steps, 0, alone: otherwise it would be no control."""
+    configs = [config_of(name, ["0", "1"], SHAPE, {}).to_dict() for name in (variant, f"{variant}-stopped")]
+    assert configs[0].pop("memory_max_lr") > 0 and configs[1].pop("memory_max_lr") == 0
+    assert configs[0] == configs[1]
+
+
+def test_augmentation_draws_either_strand():
+    """Both strands of every sequence come, with the same label, and only where asked for. If it failed, the other
+    strand would have another label, or test sequences would be changed.
+    """
+    texts = ["AACC", "CCGA", "ACAC"]
+    data = DataOfRun(
+        read_sequences([])._replace(texts=texts, labels=["x", "y", "x"], places=[None] * 3), ["x", "y"], ()
+    )
+    random.seed(0)
+    drawn = [Examples(data, [2, 1], augment=True)[i] for i in (0, 1) for _ in range(40)]
+    assert set(drawn) == {("ACAC", 0), ("GTGT", 0), ("CCGA", 1), ("TCGG", 1)}
+    assert [Examples(data, [2, 1])[i] for i in (0, 1)] == [("ACAC", 0), ("CCGA", 1)]
+    assert 5 < sum(text == reverse_complement("ACAC") for text, _ in drawn) < 35
+
+
+def test_accuracy_by_hand():
+    """Two of three are right."""
+    assert accuracy(EvalPrediction(np.array([0, 1, 1]), np.array([0, 1, 0]))) == {"accuracy": 2 / 3}
+
+
+@pytest.mark.slow
+def test_runs_learn_and_go_on(tsv, capsys):
+    """Composition is learned to nearly all of the test sequences; all a run depends on is recorded; the same command
+    makes nothing again, one of other settings is refused. If it failed, labels or weights would be mixed up.
+    """
+    options = command(tsv, "--models", "lmm", "mamba2", "--epochs", "6", "--learning_rates", "1e-2", "3e-2")
+    dna.main(options)
+    out = tsv.parents[1] / "out"
+    files = sorted(out.glob("*.json"))
+    assert len(files) == 6 and not list(out.glob("*.partial"))  # two rates on the first fold, the better on the other
+    records = [json.loads(file.read_text()) for file in files]
+    assert np.mean([record["test"] for record in records]) > 0.8
+    for record in records:
+        assert record["sequences"]["test"] == 50 and record["commit"] == records[0]["commit"]
+        assert record["valid"] == max(row[3] for row in record["curve"]) and record["curve"][-1][0] == 6
+        assert next(row[3] for row in record["curve"] if row[0] == record["best_epoch"]) == record["valid"]
+        assert record["config"]["vocab_size"] == 7 and record["run"]["data"] == "data-bases"
+    written = [file.stat().st_mtime_ns for file in files]
+    capsys.readouterr()
+    dna.main(options)
+    assert "epoch" not in capsys.readouterr().out
+    assert [file.stat().st_mtime_ns for file in sorted(out.glob("*.json"))] == written
+    assert "| mamba2 |" in (out / "table.md").read_text() and (out / "data-bases.png").stat().st_size > 10_000
+    with pytest.raises(ValueError, match="with batch_size=16, not 8: give another"):
+        dna.main([*options, "--batch_size", "8"])
+    write_table(tsv, seed=1)
+    with pytest.raises(ValueError, match="with digest="):
+        dna.main(options)
+
+
+def test_the_rate_is_chosen_on_the_first_fold(tsv, monkeypatch):
+    """The other folds have the rate that is best in the first one's validation, whatever it scores on the test part. If
+    it failed, the test sequences would choose.
+    """
+    made = []
+
+    def make(run, data, output, save):
+        made.append((run.fold, run.learning_rate))
+        return {"valid": -abs(run.learning_rate - 0.02), "test": run.learning_rate, "minutes": 0}
+
+    monkeypatch.setattr(dna, "make_run", make)
+    monkeypatch.setattr(dna, "write_report", lambda folder: None)
+    dna.main(command(tsv, "--models", "lmm", "--folds", "3", "--learning_rates", "0.01", "0.02", "0.03"))
+    assert made == [(0, 0.01), (0, 0.02), (0, 0.03), (1, 0.02), (2, 0.02)]
+
+
+def test_files_to_train_and_to_test_on(tsv, capsys):
+    """All test sequences are tested, none is trained on, those that overlap are counted, and a saved model classifies
+    as the trained one. If it failed, a user's figures would be of something else.
+    """
+    folder = tsv.parent
+    test = write_table(folder / "test.tsv", number=20, seed=5)
+    test.write_text(test.read_text() + tsv.read_text().splitlines()[1] + "\n")
+    files = ["--train", str(tsv), "--test", str(test), "--save_models", "--models", "lmm", "--reverse_complement"]
+    dna.main([*files, *command(tsv, "--epochs", "4")[1:]])
+    assert "1 of 21 test sequences overlap" in capsys.readouterr().out
+    out = folder.parent / "out"
+    record = json.loads((out / "data-bases-lmm-lr0.01-seed0.json").read_text())
+    assert record["sequences"] == {"train": 90, "valid": 10, "test": 21} and record["run"]["reverse_complement"]
+    saved = out / "data-bases-lmm-lr0.01-seed0"
+    model = AutoModelForSequenceClassification.from_pretrained(saved).eval()
+    tokenizer = AutoTokenizer.from_pretrained(saved)
+    found = read_sequences([test])
+    batch = tokenizer(found.texts, padding=True, return_tensors="pt")
+    predicted = [model.config.id2label[i] for i in model(**batch).logits.argmax(-1).tolist()]
+    assert abs(np.mean([a == b for a, b in zip(predicted, found.labels, strict=True)]) - record["test"]) < 1e-3
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        (["--epochs", "0"], "--epochs must be at least 1, but is 0"),
+        (["--learning_rates", "0"], "--learning_rates must be above 0, but has 0.0"),
+        (["--folds", "1"], "--folds must be at least 2, but is 1"),
+        (["--folds", "51"], "--folds 51: 51 parts need as many groups"),
+        (["--test", "x.tsv"], "give either DATA files, or --train and --test files"),
+        (["--train", "x.tsv", "--test", "x.tsv"], "give either DATA files, or --train and --test files"),
+        (["--set", "memory_depth=2"], "--set needs a name of its own"),
+        (["--set", "memory_dept=2", "--label", "x"], "--set memory_dept: no field of TitansConfig"),
+        (["--set", "memory_depth=0", "--label", "x"], "the model lmm: .*memory_depth"),
+        (["--label", "a/b"], "--label 'a/b'"),
+        (["--models", "lmm", "--hidden_size", "15", "--set", "memory_num_heads=2", "--label", "x"], "hidden_size"),
+    ],
+)
+def test_bad_options(tsv, options, message):
+    """An impossible option is named before anything is trained: otherwise hours are lost to a typing error."""
+    with pytest.raises(ValueError) as error:
+        dna.main(command(tsv, *options))
+    assert re.search(message, " ".join(str(error.value).split()))
+    assert not (tsv.parents[1] / "out").exists()
+
+
+def test_data_of_one_class_or_name_are_refused(tsv):
+    """One class, a label in the test files alone, two files of one name: each is named."""
+    (tsv.parent / "one.tsv").write_text("seq\tlabel\n" + "".join(f"{'ACGT' * i}\tx\n" for i in range(1, 30)))
+    with pytest.raises(ValueError, match=r"one\.tsv has one class only: x"):
+        dna.main(command(tsv.parent / "one.tsv"))
+    with pytest.raises(ValueError, match="--test has the label x, --train only negative, positive"):
+        dna.main(["--train", str(tsv), "--test", str(tsv.parent / "one.tsv"), *command(tsv)[1:]])
+    with pytest.raises(ValueError, match="two DATA files have the same name"):
+        dna.main([str(tsv), *command(tsv)])

@@ -1,0 +1,159 @@
+"""eval/dna_*.py: the tokenizer, the other strand, files and folds of DNA sequences, by hand."""
+
+import re
+
+import numpy as np
+import pytest
+from dna_files import random_text
+from transformers import AutoTokenizer
+
+from titans_hf_eval import dna_folds
+from titans_hf_eval.dna_folds import group_sequences, make_folds
+from titans_hf_eval.dna_sequences import Place, Sequences, read_sequences, reverse_complement
+from titans_hf_eval.dna_tokenizer import make_tokenizer
+
+
+def test_a_token_is_a_base(tmp_path):
+    """Each base is a token of its own, in either case; what is no base is N; an end follows; a saved tokenizer is the
+    same. If it failed, a checkpoint would read other sequences than it was trained on.
+    """
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    for made in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
+        assert made.convert_ids_to_tokens(range(len(made))) == ["[PAD]", "[EOS]", "A", "C", "G", "T", "N"]
+        assert made("ACGTN").input_ids == [2, 3, 4, 5, 6, 1]
+        assert made("acgtnR-").input_ids == [2, 3, 4, 5, 6, 6, 6, 1]
+        assert made(["A", "GT"], padding=True).input_ids == [[2, 1, 0], [4, 5, 1]]
+        assert made.decode([2, 3, 4, 5, 6, 1], skip_special_tokens=True) == "ACGTN"
+        assert set(made("A")) == {"input_ids", "attention_mask"}
+
+
+def test_reverse_complement_by_hand():
+    """The other strand is read backwards; twice gives the first. If it failed, augmentation would be noise."""
+    assert reverse_complement("AACGTN") == "NACGTT"
+    text = random_text(np.random.default_rng(0), 50)
+    assert reverse_complement(reverse_complement(text)) == text != reverse_complement(text)
+
+
+def test_tables_are_read(tmp_path):
+    """Both names of the column, either separator, small letters, letters of several bases, places."""
+    (tmp_path / "a.tsv").write_text("seq\tlabel\nacgt\t0\nRACN\t1\n")
+    (tmp_path / "b.csv").write_text("region,start,end,label,sequence\nchr1,3,7,x,AAAA\n")
+    found = read_sequences([tmp_path / "a.tsv", tmp_path / "b.csv"])
+    assert found == (["ACGT", "NACN", "AAAA"], ["0", "1", "x"], [None, None, Place("chr1", 3, 7)])
+
+
+def test_fasta_files_are_read(tmp_path):
+    """Lines of a sequence are joined; the label is in the heading or is the file's name; bedtools' places are found."""
+    (tmp_path / "positive.fa").write_text(">chr2:10-18(+)\nACGT\nacgt\n\n>other\nTTTT\n")
+    (tmp_path / "mixed.fasta").write_text(">a label=1\nAA\n>b label=0\nCC\n")
+    found = read_sequences([tmp_path / "positive.fa", tmp_path / "mixed.fasta"])
+    assert found.texts == ["ACGTACGT", "TTTT", "AA", "CC"]
+    assert found.labels == ["positive", "positive", "1", "0"]
+    assert found.places == [Place("chr2", 10, 18), None, None, None]
+
+
+@pytest.mark.parametrize(
+    "name,content,message",
+    [
+        ("a.tsv", "seq\tlabel\nACGT\t0\nACXT\t1\n", r"a\.tsv: sequence 2 has 'X' at base 3, no base of DNA"),
+        ("a.tsv", "seq\tlabel\nACGT\t0\n\t1\n", r"a\.tsv: sequence 2 is empty"),
+        ("a.tsv", "seq\tlabel\nACGT\t\n", r"a\.tsv: sequence 1 has no label"),
+        ("a.tsv", "seq\tlabel\n", r"a\.tsv has no sequences"),
+        ("a.tsv", "seq\tclass\nACGT\t1\n", r"a\.tsv must have a column label, but has seq, class"),
+        ("a.csv", "seq\tlabel\nACGT\t1\n", r"a\.csv must have a column seq or sequence, but has seq label"),
+        ("a.csv", "", r"a\.csv is no table"),
+        ("a.csv", "seq,label,region,start,end\nA,0,c,1,x\n", r"end of sequence 1 must be a number"),
+        ("a.fa", "ACGT\n", r"a\.fa is no FASTA file"),
+        ("a.fa", ">x label=1\nA\n>y\nC\n", r"a\.fa: sequence 2 has no label="),
+        ("a.fa", ">x\n>y\nC\n", r"a\.fa: sequence 1 is empty"),
+        ("a.doc", "ACGT", r"a\.doc must end in \.fa"),
+    ],
+)
+def test_bad_files_are_named(tmp_path, name, content, message):
+    """File, sequence and base are named: otherwise a protein or a shifted column is trained on."""
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError) as error:
+        read_sequences([tmp_path / name])
+    assert re.search(message, " ".join(str(error.value).split()))
+    with pytest.raises(ValueError, match="is no file"):
+        read_sequences([tmp_path / "none.fa"])
+
+
+def groups_of(texts: list[str], places: list[Place | None] | None = None) -> list[int]:
+    labels = ["0"] * len(texts)
+    return group_sequences(Sequences(texts, labels, places or [None] * len(texts))).tolist()
+
+
+def test_groups_by_hand():
+    """32 bases in common join two sequences, 31 do not; so does the other strand; what joins two joins their groups; N
+    stands for no base in common. If it failed, a test sequence could have been trained on.
+    """
+    generator = np.random.default_rng(0)
+    long = random_text(generator, 200)
+    other = [random_text(generator, 40) for _ in range(6)]
+    texts = [
+        long[:100],
+        other[0] + long[68:100],  # 32 in common with the first
+        reverse_complement(long[90:140]) + other[1],
+        long[100:132] + other[2],  # 32 in common with the one before, on the other strand
+        long[:31] + other[3],  # 31 in common with the first
+        long[100:131] + "N" + other[4],
+        other[5],
+    ]
+    assert groups_of(texts) == [0, 0, 1, 1, 2, 3, 4]
+    assert groups_of([*texts, long[60:140]]) == [0, 0, 0, 0, 1, 2, 3, 0]
+
+
+def test_equal_short_sequences_are_a_group():
+    """Sequences shorter than 32 are joined when they are equal on either strand, N included."""
+    assert groups_of(["AACC", "GGTT", "AACG", "AANC", "GNTT"]) == [0, 0, 1, 2, 2]
+    assert groups_of(["A"]) == [0]
+
+
+def test_overlapping_places_by_hand():
+    """Places that have a base in common join, in one region; a long one joins all within it; touching ones do not."""
+    starts = [(0, 100), (10, 20), (90, 120), (119, 130), (130, 140), (50, 60)]
+    places = [Place("chr1", *x) for x in starts] + [Place("chr2", 0, 100), None]
+    texts = [random_text(np.random.default_rng(i), 50) for i in range(len(places))]
+    assert groups_of(texts, places) == [0, 0, 0, 0, 1, 0, 2, 3]
+
+
+def overlapping_sequences(number: int) -> Sequences:
+    """Windows of 60 in steps of 20 of one long text, on either strand, and as many random ones, in random order."""
+    generator = np.random.default_rng(0)
+    texts = [random_text(generator, 60) for _ in range(number)]
+    for _ in range(number // 4):
+        long = random_text(generator, 120)
+        texts += [long[:60], reverse_complement(long[20:80]), long[40:100], long[60:]]
+    order = generator.permutation(len(texts)).tolist()
+    return Sequences([texts[i] for i in order], [str(i % 2) for i in range(len(texts))], [None] * len(texts))
+
+
+def stretches(texts: list[str]) -> set[str]:
+    both = [*texts, *map(reverse_complement, texts)]
+    return {text[i : i + dna_folds.K] for text in both for i in range(len(text) - dna_folds.K + 1)}
+
+
+def test_no_stretch_is_on_both_sides_of_a_split():
+    """By comparing all stretches: training, validation and test part share none; every sequence is tested once; shares
+    of labels are alike. If it failed, the scores would be of sequences learned by heart.
+    """
+    sequences = overlapping_sequences(200)
+    folds = make_folds(sequences, 5)
+    assert sorted(np.concatenate([fold.test for fold in folds]).tolist()) == list(range(400))
+    for fold in folds:
+        assert sorted(np.concatenate(fold).tolist()) == list(range(400))
+        parts = [stretches([sequences.texts[i] for i in rows]) for rows in fold]
+        assert not parts[0] & parts[1] and not parts[0] & parts[2] and not parts[1] & parts[2]
+        assert 70 <= len(fold.test) <= 90 and 25 <= len(fold.valid) <= 40
+        assert 0.4 < np.mean([sequences.labels[i] == "1" for i in fold.test]) < 0.6
+    for fold, again in zip(folds, make_folds(sequences, 5), strict=True):
+        assert all(map(np.array_equal, fold, again))
+
+
+def test_too_few_groups_are_refused():
+    """A class with fewer groups than folds is an error: otherwise a fold would test on one class alone."""
+    sequences = overlapping_sequences(40)._replace(labels=["1"] * 3 + ["0"] * 77)
+    with pytest.raises(ValueError, match="--folds 5: 5 parts need as many groups of sequences in each class"):
+        make_folds(sequences, 5)

@@ -1,0 +1,89 @@
+"""eval/dna_tables.py: figures are those of the folds, at the rate that the first fold's validation part chose."""
+
+import json
+
+import pytest
+
+from titans_hf_eval import dna_tables
+from titans_hf_eval.dna_tables import difference_table, read_results, table
+
+DATA = "human_nontata_promoters-test"
+
+
+def save(folder, model, rate, fold, valid, test, data=DATA, **changed):
+    run = {"data": data, "digest": "d", "row": model, "model": model, "learning_rate": rate, "fold": fold, "folds": 3}
+    run |= {"batch_size": 16, "epochs": 2, "reverse_complement": False, "shape": {"hidden_size": 32}, "seed": 0}
+    curve = [[1.0, 0.7, 0.6, 0.5], [2.0, 0.5, 0.5, valid]]
+    record = {"run": run | changed, "curve": curve, "valid": valid, "test": test, "parameters": 1234, "minutes": 2.0}
+    (folder / f"{data}-{model}-{rate}-{fold}.json").write_text(json.dumps(record))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two models, two rates on the first fold; the worse rate in validation is the better one in test."""
+    save(tmp_path, "cnn", 1e-3, 0, valid=0.7, test=0.9)
+    save(tmp_path, "cnn", 1e-2, 0, valid=0.8, test=0.6)
+    save(tmp_path, "cnn", 1e-2, 1, valid=0.6, test=0.8)
+    save(tmp_path, "lmm", 1e-3, 0, valid=0.9, test=0.7)
+    save(tmp_path, "lmm", 1e-3, 1, valid=0.9, test=0.7)
+    save(tmp_path, "lmm", 1e-3, 2, valid=0.9, test=0.85)
+    return tmp_path
+
+
+def test_the_rate_is_chosen_by_validation_and_folds_are_averaged(folder):
+    """By hand: otherwise the test parts choose, or a spread is of something else."""
+    lines = table(DATA, read_results(folder)[DATA]).splitlines()
+    assert lines[2] == "| lmm | 1,234 | 3 | 75.0 ± 8.7 | 90.0 ± 0.0 | 0.001 | 2.0 |"
+    assert lines[3] == "| cnn | 1,234 | 2 | 70.0 ± 14.1 | 70.0 ± 14.1 | 0.01 | 2.0 |"
+    assert "| the paper's neural memory | – | – | 96.6 | – | – | – |" in lines
+    assert len(lines) == 4 + 8
+
+
+def test_the_paper_stands_beside_its_own_data_only(folder):
+    """A figure the paper does not have is left out, and other data have none: otherwise they would be compared."""
+    save(folder, "cnn", 1e-3, 0, 0.5, 0.5, data="mine")
+    save(folder, "cnn", 1e-3, 0, 0.5, 0.5, data="human_enhancers_ensembl-test")
+    results = read_results(folder)
+    assert table("mine", results["mine"]).splitlines()[2:] == ["| cnn | 1,234 | 1 | 50.0 | 50.0 | 0.001 | 2.0 |"]
+    text = table("human_enhancers_ensembl-test", results["human_enhancers_ensembl-test"])
+    assert "the paper's Mamba " not in text and "| the paper's HyenaDNA | – | – | 89.2 |" in text
+
+
+def test_of_equal_rates_the_one_that_went_on_is_chosen(folder):
+    """Where two rates are equal in validation, the one with more folds is the row: otherwise folds would be lost."""
+    save(folder, "mag", 1e-3, 0, 0.7, 0.5)
+    save(folder, "mag", 1e-2, 0, 0.7, 0.6)
+    save(folder, "mag", 1e-2, 1, 0.7, 0.6)
+    assert [record["test"] for record in read_results(folder)[DATA]["mag"]] == [0.6, 0.6]
+
+
+def test_differences_are_fold_by_fold(folder):
+    """Of the folds that both have: 10 and -10 points. If it failed, easy folds would count for one model alone."""
+    text = difference_table(read_results(folder)[DATA], "cnn")
+    assert text.splitlines()[2:] == ["| lmm | +0.0 ± 14.1 | 2 |"]
+
+
+def test_a_row_without_the_first_fold_is_left_out(folder):
+    """Its rate has not been chosen: otherwise rates would be mixed."""
+    save(folder, "mag", 1e-3, 1, 0.9, 0.9)
+    assert list(read_results(folder)[DATA]) == ["lmm", "cnn"]
+
+
+def test_runs_that_were_not_made_alike_are_refused(folder):
+    """Otherwise a model that was trained longer stands in one column with the others."""
+    save(folder, "mag", 1e-3, 0, 0.9, 0.9, epochs=3)
+    with pytest.raises(ValueError, match=r"mag-0\.001-0\.json: epochs is 3, elsewhere 2"):
+        read_results(folder)
+
+
+def test_the_command_writes_tables_and_plots(folder, capsys):
+    """Table and plot come from the files alone; a file that is no run and an unknown baseline are named."""
+    dna_tables.main([str(folder), "--baselines", "cnn"])
+    text = (folder / "table.md").read_text()
+    assert f"## {DATA}" in text and "| less cnn | accuracy | folds |" in text
+    assert (folder / f"{DATA}.png").stat().st_size > 10_000
+    with pytest.raises(ValueError, match="--baselines must be of cnn, lmm, but has llama"):
+        dna_tables.main([str(folder), "--baselines", "llama"])
+    (folder / "other.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"other\.json is no run of dna\.py"):
+        dna_tables.main([str(folder)])
