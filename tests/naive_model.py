@@ -97,18 +97,19 @@ def attend(attention, config, queries, keys, positions, mask, persistent):
     c, groups = config, config.num_attention_heads // config.num_key_value_heads
     rope = c.rope_parameters
     dims, theta = int(c.head_dim * rope["partial_rotary_factor"]), rope["rope_theta"]
-    q = rotary((queries @ attention.q_proj.weight.T).unflatten(-1, (-1, c.head_dim)), positions[0], dims, theta)
+    plain = (queries @ attention.q_proj.weight.T).unflatten(-1, (-1, c.head_dim))
+    q = rotary(plain, positions[0], dims, theta)
     k, v = (
         (torch.cat([persistent, keys]) @ proj.weight.T).unflatten(-1, (-1, c.head_dim))
         for proj in (attention.k_proj, attention.v_proj)
     )
-    first, rest = k.split([len(persistent), len(keys)])
-    first = torch.cat([torch.zeros_like(first[..., :dims]), first[..., dims:]], -1)
-    k = torch.cat([first, rotary(rest, positions[1], dims, theta)])
+    first, k = k.split([len(persistent), len(keys)])
+    k, met = rotary(k, positions[1], dims, theta), dims % c.head_dim  # P: entries without a position, or all as plain
     mask = torch.cat([torch.ones(len(queries), len(persistent), dtype=torch.bool), mask], 1)
     outputs, weights = [], []
     for head in range(c.num_attention_heads):
-        scores = q[:, head] @ k[:, head // groups].T / c.head_dim**0.5
+        of_persistent = plain[:, head, met:] @ first[:, head // groups, met:].T
+        scores = torch.cat([of_persistent, q[:, head] @ k[:, head // groups].T], 1) / c.head_dim**0.5
         weights.append(scores.masked_fill(~mask, -torch.inf).softmax(-1))
         outputs.append(weights[-1] @ v[:, head // groups])
     return torch.cat(outputs, -1) @ attention.o_proj.weight.T, torch.stack(weights)

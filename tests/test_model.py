@@ -40,6 +40,7 @@ CHANGES = {
     "segment beyond the sequence": dict(segment_length=80),
     "other heads": dict(num_key_value_heads=1, memory_num_heads=2, head_dim=12),
     "three layers": dict(num_hidden_layers=3),
+    "full rotary": dict(rope_parameters={"partial_rotary_factor": 1.0}),
 }
 
 

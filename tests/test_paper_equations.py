@@ -62,6 +62,21 @@ def test_recorded_attention_equals_the_naive_model(variant):
         assert_same(ours.sum(-1), torch.ones_like(ours[..., 0]))
 
 
+@pytest.mark.parametrize("rotated", [0.5, 1.0])
+@pytest.mark.parametrize("variant", ["mac", "mag", "mal"])
+def test_a_query_tells_persistent_tokens_apart(variant, rotated):
+    """The persistent tokens of a layer get different weights, with whole heads rotated too: otherwise their keys are 0,
+    and the model has a single persistent token of which every text reads the same.
+    """
+    changes = dict(rope_parameters={"partial_rotary_factor": rotated})
+    model = make_model(variant, attention="eager", **changes)
+    with torch.no_grad():
+        recorded = model(make_ids(1, LENGTH), output_attentions=True).attentions
+    for weights in recorded:
+        persistent = weights[..., : model.config.num_persistent_tokens]
+        assert persistent.std(-1).div(persistent.mean(-1)).mean() > 0.01
+
+
 def test_lmm_has_no_attention_to_record():
     """LMM returns no attention weights: otherwise they would be of a layer that does not exist."""
     with torch.no_grad():
