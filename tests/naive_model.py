@@ -65,11 +65,12 @@ class NaiveMemory:
         }
         eta = gate.get("eta", torch.zeros_like(gate["theta"]))
         alpha = gate.get("alpha", torch.zeros_like(eta))
-        theta = c.memory_max_lr * gate["theta"] * (1 - eta)
+        stable = c.memory_recurrence == "stable"
+        theta = c.memory_max_lr * gate["theta"] * (1 - eta if stable else 1)
         y, self.state = memorize_reference(
             l2_normalize(q),
             l2_normalize(k),
-            l2_normalize(v),
+            l2_normalize(v) if stable else v,
             theta,
             eta.log(),
             (1 - alpha).log(),
@@ -77,7 +78,7 @@ class NaiveMemory:
             chunk_size=c.memory_chunk_size,
             error_clip=c.memory_error_clip,
             delta_rule=c.memory_update_rule == "delta",
-            decay_target=tuple(m.initial_weights.parameters()) if m.forget is not None else (),
+            decay_target=tuple(m.initial_weights.parameters()) if m.forget is not None and stable else (),
         )
         y = head_norm(c, y[0, :, 0], m.norm.weight).flatten()
         return m.o_proj.weight @ (y * silu(m.gate_proj.weight @ x))
@@ -157,9 +158,7 @@ def mag(mixer, config, x):
     normed = rms_norm(m, mixer.memory_norm.weight, config.rms_norm_eps)
     if config.memory_residual:
         return y * torch.sigmoid(normed) + m, weights
-    y, m = rms_norm(y, mixer.attention_norm.weight, config.rms_norm_eps), normed
-    gate = torch.sigmoid(mixer.gate_attention * y + mixer.gate_memory * m + mixer.gate_bias)
-    return gate * y + (1 - gate) * m, weights
+    return rms_norm(y, mixer.attention_norm.weight, config.rms_norm_eps) * torch.sigmoid(normed), weights
 
 
 def recall(module, config, x, weights):

@@ -20,6 +20,8 @@ CHANGES = {
     "tight clip": dict(memory_error_clip=0.3),
     "chunk rule": dict(memory_update_rule="chunk"),
     "paper's form": dict(memory_update_rule="chunk", memory_output_norm="rms", memory_residual=False),
+    "paper's recurrence": dict(memory_recurrence="paper", memory_update_rule="chunk"),
+    "paper's recurrence with the delta rule": dict(memory_recurrence="paper"),
     "gated delta rule": dict(memory_depth=1, memory_momentum=False),
     "normalised output": dict(memory_output_norm="rms"),
     "gated output": dict(memory_residual=False),

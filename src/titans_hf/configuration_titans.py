@@ -79,10 +79,14 @@ class TitansConfig(PreTrainedConfig):
             Weights at which the error of the memory network's last layer is taken: `"delta"` those before each token,
             exactly (the delta rule), so that a single write can replace what the memory returns for a key; `"chunk"`
             those of the chunk's start, as in the paper (eq. 16). On novels, learning gains with `"delta"` only.
+        memory_recurrence (`str`, defaults to `"stable"`):
+            Form of the update (eq. 10-14): `"paper"` as stated. With `"stable"`, forgetting leads back to the learned
+            initial weights instead of 0, where a network of several layers has no gradient; theta is multiplied by
+            1 - eta, so that a gradient's steps sum to theta; values have length 1, as keys and queries, because the
+            largest step that does not diverge decreases with their square; and the network starts as 0.
         memory_momentum (`bool`, defaults to `True`): Momentum of the update (eta, eq. 10).
         memory_forget (`bool`, defaults to `True`):
-            Weight decay of the memory (alpha, eq. 13), to its learned initial weights instead of 0, where a network of
-            several layers would have no gradient.
+            Weight decay of the memory (alpha, eq. 13), to the weights that `memory_recurrence` says.
         memory_conv_kernel (`int`, defaults to 4):
             Kernel size of the causal convolutions on q, k and v; 1 for none. They start as the identity, on k as a
             one-token delay: x_t is stored under the key of x_{t-1}.
@@ -127,6 +131,8 @@ class TitansConfig(PreTrainedConfig):
     memory_max_lr: int | float | None = None
     # docs/log.md: "Errors at the chunk's start against errors token by token"
     memory_update_rule: Literal["chunk", "delta"] = "delta"
+    # docs/log.md: "Forgetting towards 0 kills a deep memory", "Values as long as they come"
+    memory_recurrence: Literal["stable", "paper"] = "stable"
     memory_momentum: bool = True
     memory_forget: bool = True
     memory_conv_kernel: int = 4

@@ -74,20 +74,25 @@ class ChannelConv(nn.Conv1d):
 
 
 class InitialWeights(nn.Module):
-    """The learned weights of the memory network before the first token: (H, d_in, d_out), one per layer."""
+    """The learned weights of the memory network before the first token: (H, d_in, d_out), one per layer.
 
-    def __init__(self, num_heads: int, shapes: list[tuple[int, int]]):
+    starts_as_zero: initialise the last layer with 0, so that M_0(x) = 0.
+    """
+
+    def __init__(self, num_heads: int, shapes: list[tuple[int, int]], starts_as_zero: bool = True):
         super().__init__()
+        self.starts_as_zero = starts_as_zero
         for layer, shape in enumerate(shapes):
             self.register_parameter(str(layer), nn.Parameter(torch.empty(num_heads, *shape)))
         self.reset_parameters()
 
     def reset_parameters(self, init=nn.init) -> None:
-        """Initialises with the functions of `init`. The network's last layer is zero-initialised: M_0(x) = 0."""
-        *hidden, last = self.parameters()
-        for weight in hidden:
+        """Initialises with the functions of `init`."""
+        weights = list(self.parameters())
+        for weight in weights[:-1] if self.starts_as_zero else weights:
             init.normal_(weight, std=weight.shape[-2] ** -0.5)
-        init.zeros_(last)
+        if self.starts_as_zero:
+            init.zeros_(weights[-1])
 
     def forward(self, dtype: torch.dtype) -> list[Tensor]:
         """Returns copies in `dtype`: sharded parameters are released when this returns."""

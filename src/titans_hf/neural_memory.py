@@ -82,7 +82,8 @@ class NeuralMemory(nn.Module):
         self.momentum = TokenGate(size, num_heads, initial_logit=0.0) if config.memory_momentum else None  # eta
         self.forget = TokenGate(size, num_heads, initial_logit=-5.0) if config.memory_forget else None  # alpha
         shapes = layer_shapes(self.head_dim, config.memory_depth, config.memory_expansion)
-        self.initial_weights = InitialWeights(num_heads, shapes)
+        self.stable = config.memory_recurrence == "stable"
+        self.initial_weights = InitialWeights(num_heads, shapes, starts_as_zero=self.stable)
         self.norm = HeadNorm(self.head_dim, config.memory_output_norm == "clip")
         self.gate_proj = nn.Linear(size, size, bias=False)
         self.o_proj = OutputProjection(size, size, bias=False)
@@ -137,11 +138,11 @@ class NeuralMemory(nn.Module):
         return MemoryOutput(output, update.state, update.conv_state, update.updates)
 
     def decay_target(self, state: MemoryState) -> tuple[Tensor, ...]:
-        """Returns M_0, the weights (H, d_in, d_out) that forgetting decays to, in the state's dtype; empty if nothing
-        is forgotten. With 0 as the target, a network of several layers would lose its gradient.
+        """Returns M_0, the weights (H, d_in, d_out) that forgetting decays to, in the state's dtype; empty for 0 (eq.
+        13 as stated) and if nothing is forgotten. With 0, a network of several layers would lose its gradient.
         """
         # docs/log.md: "Forgetting towards 0 kills a deep memory beyond the trained length"
-        return tuple(self.initial_weights(state.weights[0].dtype)) if self.forgets else ()
+        return tuple(self.initial_weights(state.weights[0].dtype)) if self.forgets and self.stable else ()
 
     def update(
         self,
@@ -155,14 +156,20 @@ class NeuralMemory(nn.Module):
         projected, conv_state = self._project_inputs(hidden_states, conv_state, grid)
         dtype = state.weights[0].dtype
         with maybe_autocast(hidden_states.device.type, enabled=False):
-            # Keys and queries are normalised as in the paper (section 4.4); values too, because the largest stable step
-            # of a hidden layer decreases with |v|^2: theta alone sets the size of an update. In the memory's dtype: the
-            # squares may exceed the range of float16.
-            # docs/log.md: "Values as long as they come: MAC diverges", "`normalize` in float16 with an epsilon of 0"
             gates = self._gates(hidden_states, dtype)
-            inputs = MemoryInputs(*l2_normalize(projected.to(dtype)), *gates)
+            inputs = MemoryInputs(*self._normalize(projected.to(dtype)), *gates)
             retrieved, surprise, state = self._memorize(inputs, state, grid, decay_target)
         return MemoryUpdate(retrieved, state, conv_state, MemoryUpdates(surprise, *gates))
+
+    def _normalize(self, projected: Tensor) -> Tensor:
+        """Normalises queries, keys and values (3, B, H, T, D), in the memory's dtype: the squares may exceed the range
+        of float16.
+        """
+        # Keys and queries as in the paper (section 4.4); values too, because the largest stable step of a hidden layer
+        # decreases with |v|^2: theta alone sets the size of an update.
+        # docs/log.md: "Values as long as they come: MAC diverges", "`normalize` in float16 with an epsilon of 0"
+        normed = l2_normalize(projected if self.stable else projected[:2])
+        return normed if self.stable else torch.cat([normed, projected[2:]])
 
     def _memorize(
         self, inputs: MemoryInputs, state: MemoryState, grid: TokenGrid, decay_target: tuple[Tensor, ...]
@@ -212,9 +219,10 @@ class NeuralMemory(nn.Module):
         else:
             momentum = self.momentum(hidden_states).to(dtype).mT
             log_momentum_decay = logsigmoid(momentum)  # log eta_t
-            # Times 1 - eta_t: a gradient's steps sum to theta_t whatever eta is, so that |S| <= max theta |gradient|.
-            # docs/log.md: "The inner loop blows up with the error clip alone"
-            inner_lr = inner_lr * torch.sigmoid(-momentum)
+            if self.stable:
+                # Times 1 - eta_t: a gradient's steps sum to theta_t whatever eta is: |S| <= max theta |gradient|.
+                # docs/log.md: "The inner loop blows up with the error clip alone"
+                inner_lr = inner_lr * torch.sigmoid(-momentum)
         if not self.forgets:
             return Gates(inner_lr, log_momentum_decay, torch.zeros_like(inner_lr))  # alpha_t = 0
         log_retain = logsigmoid(-self.forget(hidden_states).to(dtype).mT)  # log(1 - alpha_t)
