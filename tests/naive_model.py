@@ -4,7 +4,7 @@ Uses the weights of a TitansForCausalLM and shares no code with it except the au
 """
 
 import torch
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, layer_norm, silu
 
 from titans_hf.memory_reference import memorize_reference
 from titans_hf.memory_state import MemoryState
@@ -58,8 +58,9 @@ class NaiveMemory:
                 for back in range(min(c.memory_conv_kernel, len(self.inputs)))
             )
         q, k, v = silu(mixed).view(3, 1, c.memory_num_heads, 1, -1)
+        shape = (1, c.memory_num_heads, 1) + ((c.memory_depth,) if c.memory_gates == "layer" else ())
         gate = {
-            name: torch.sigmoid(gate.weight @ x + gate.bias)[None, :, None]
+            name: torch.sigmoid(gate.weight @ x + gate.bias).view(shape)
             for name, gate in (("theta", m.inner_lr), ("eta", m.momentum), ("alpha", m.forget))
             if gate is not None
         }
@@ -78,6 +79,7 @@ class NaiveMemory:
             chunk_size=c.memory_chunk_size,
             error_clip=c.memory_error_clip,
             delta_rule=c.memory_update_rule == "delta",
+            network=c.memory_network,
             decay_target=tuple(m.initial_weights.parameters()) if m.forget is not None and stable else (),
         )
         y = head_norm(c, y[0, :, 0], m.norm.weight).flatten()
@@ -165,9 +167,12 @@ def recall(module, config, x, weights):
     """Computes h of every token of a segment (T, hidden) from the memory's weights (H, d_in, d_out) at its start."""
     rows = []
     for token in x:
-        h = l2_normalize(silu(module.q_proj.weight @ token).view(config.memory_num_heads, 1, -1))
+        h = q = l2_normalize(silu(module.q_proj.weight @ token).view(config.memory_num_heads, 1, -1))
+        residual = config.memory_network == "residual"
         for depth, w in enumerate(weights):
-            h = (silu(h) if depth else h) @ w
+            h = ((gelu(h) if residual else silu(h)) if depth else h) @ w
+        if residual:
+            h = q + layer_norm(h, h.shape[-1:], eps=1e-5)
         rows.append(module.o_proj.weight @ head_norm(config, h[:, 0], module.norm.weight).flatten())
     return rms_norm(torch.stack(rows), module.output_norm.weight, EPSILON)
 
@@ -207,14 +212,14 @@ MIXERS = {"mac": mac, "mag": mag, "mal": mal, "lmm": lmm}
 
 
 @torch.no_grad()
-def naive_forward(model, ids):
+def naive_forward(model, ids, mixers=MIXERS):
     """Computes logits (T, vocab) of ids (T,), and the attention weights per layer: (heads, T, P + T), in MAC (heads, T,
     P + 2 L).
     """
     config, eps = model.config, model.config.rms_norm_eps
     x, weights = model.model.embed_tokens.weight[ids], []
     for layer in model.model.layers:
-        mixed, attention = MIXERS[config.variant](layer.mixer, config, rms_norm(x, layer.mixer_norm.weight, eps))
+        mixed, attention = mixers[config.variant](layer.mixer, config, rms_norm(x, layer.mixer_norm.weight, eps))
         x, mlp = x + mixed, layer.mlp
         normed = rms_norm(x, layer.mlp_norm.weight, eps)
         up = silu(normed @ mlp.gate_proj.weight.T) * (normed @ mlp.up_proj.weight.T)

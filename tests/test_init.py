@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from common import VARIANTS, make_config
+from common import PAPER, VARIANTS, make_config
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -57,7 +57,7 @@ def rules(config) -> dict:
     memory = layer + r"mixer\.memory\."
     fan_ins = [head_dim] + [hidden] * (config.memory_depth - 1)
     weights = {memory + rf"initial_weights\.{i}": normal(fan_in**-0.5) for i, fan_in in enumerate(fan_ins)}
-    if config.memory_recurrence == "stable":
+    if config.memory_recurrence == "stable" and config.memory_network == "mlp":
         weights[memory + rf"initial_weights\.{config.memory_depth - 1}"] = constant(0)
     return weights | {
         r"model\.embed_tokens\.weight": normal(STD),
@@ -106,10 +106,11 @@ def test_filters_without_noise():
 
 
 def test_the_papers_recurrence_starts_from_a_network_with_a_gradient():
-    """With forgetting towards 0 the last layer is drawn too: otherwise hidden layers would have no gradient at the
-    start.
+    """With forgetting towards 0, or a norm behind it, the last layer is drawn too: otherwise hidden layers would have
+    no gradient at the start, or too large a one.
     """
-    check(TitansForCausalLM(make_config("mag", **SIZES | dict(memory_recurrence="paper", memory_residual=False))))
+    for form in (dict(memory_recurrence="paper"), dict(memory_network="residual"), dict(memory_gates="layer"), PAPER):
+        check(TitansForCausalLM(make_config("mag", **SIZES | dict(memory_update_rule="chunk") | form)))
 
 
 def test_from_config(config):

@@ -67,6 +67,13 @@ class TitansConfig(PreTrainedConfig):
         memory_depth (`int`, defaults to 1):
             Number of layers of the memory network (L_M); 1 is a linear memory. On novels, 2 was worse than 1.
         memory_expansion (`int`, defaults to 2): Size of the memory network's hidden layers, in units of its head size.
+        memory_network (`str`, defaults to `"mlp"`):
+            Form of the memory network M: `"mlp"` linear layers with SiLU between them (the paper's first version),
+            `"residual"` M(x) = x + LN(W_L gelu(... gelu(W_1 x))) (its second version). The latter's backward is slower,
+            and it fits `memory_update_rule="chunk"` only.
+        memory_gates (`str`, defaults to `"head"`):
+            What has theta, eta and alpha of its own at each token: `"head"` each memory, `"layer"` each layer of each
+            memory's network, as in the paper's second version. The latter's backward is slower.
         memory_num_heads (`int`, *optional*): Independent memories per layer; `num_attention_heads` by default.
         memory_chunk_size (`int`, defaults to 64):
             Number of tokens whose gradients are taken at the same weights (paper section 3.2).
@@ -126,6 +133,8 @@ class TitansConfig(PreTrainedConfig):
     num_persistent_tokens: int = 4
     memory_depth: int = 1  # docs/log.md: "Other changes of LMM: larger heads gain, depth 2 loses"
     memory_expansion: int = 2
+    memory_network: Literal["mlp", "residual"] = "mlp"
+    memory_gates: Literal["head", "layer"] = "head"
     memory_num_heads: int | None = None
     memory_chunk_size: int = 64  # docs/log.md: "Smaller chunks for quality"
     memory_max_lr: int | float | None = None
@@ -230,6 +239,11 @@ class TitansConfig(PreTrainedConfig):
             raise ValueError(f"`memory_error_clip` must be None or above 0, but is {self.memory_error_clip}.")
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"`hidden_act` must be one of {', '.join(ACT2FN)}, but is {self.hidden_act!r}.")
+        if self.memory_network == "residual" and self.memory_update_rule == "delta":
+            raise ValueError(
+                "`memory_update_rule` must be 'chunk' with `memory_network='residual'`, but is 'delta': the errors are "
+                "not linear in the last layer's weights."
+            )
         check_multiple("hidden_size", self.hidden_size, "memory_num_heads", self.memory_num_heads)
         if without_attention:
             return

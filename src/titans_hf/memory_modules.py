@@ -101,22 +101,23 @@ class InitialWeights(nn.Module):
 
 
 class TokenGate(nn.Module):
-    """One logit per token and head. Zero-initialised weight: every token's logit starts as `initial_logit`.
+    """One logit per token and head, or per layer of each head's network, those of a head side by side. Zero-initialised
+    weight: every token's logit starts as `initial_logit`.
 
     No nn.Linear, because quantisers convert every nn.Linear: a gate has few weights, and all updates depend on it.
     """
 
     # docs/log.md: "Weights of 8 bits"
 
-    def __init__(self, hidden_size: int, num_heads: int, initial_logit: float):
+    def __init__(self, hidden_size: int, num_gates: int, initial_logit: float):
         super().__init__()
-        self.in_features, self.out_features = hidden_size, num_heads  # tensor parallelism asks for them
+        self.in_features, self.out_features = hidden_size, num_gates  # tensor parallelism asks for them
         self.initial_logit = initial_logit
-        self.weight = nn.Parameter(torch.zeros(num_heads, hidden_size))
-        self.bias = nn.Parameter(torch.full((num_heads,), initial_logit))
+        self.weight = nn.Parameter(torch.zeros(num_gates, hidden_size))
+        self.bias = nn.Parameter(torch.full((num_gates,), initial_logit))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Computes the logits (B, T, H), in float32 at least, of hidden_states (B, T, hidden)."""
+        """Computes the logits (B, T, gates), in float32 at least, of hidden_states (B, T, hidden)."""
         dtype = torch.promote_types(hidden_states.dtype, torch.float32)
         return nn.functional.linear(hidden_states.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
 
