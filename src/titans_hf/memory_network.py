@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, silu
 
 Network = Literal["mlp", "residual"]
-NORM_EPSILON = 1e-5  # of LN
+NORM_EPSILON = 1e-5  # of LN; docs/log.md: "What version 2 leaves open", "Which step the literal model trains with"
 
 
 def layer_shapes(head_dim: int, depth: int, expansion: int) -> list[tuple[int, int]]:

@@ -107,6 +107,7 @@ def scan_chunks_differentiable(options: ScanOptions, arguments: ScanArguments) -
 
 def scan_chunks_by_autograd(options: ScanOptions, arguments: ScanArguments) -> ScanOutput:
     """Runs `scan_chunks` with a backward by autograd: for forms of the memory whose backward is not written by hand."""
+    # docs/log.md: "The residual network's backward"
     state, outputs = arguments.state, []
     groups = _split_inputs(arguments.inputs, CHECKPOINT_INTERVAL * options.chunk_size)
     starts = [None] * len(groups)
