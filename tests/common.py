@@ -24,6 +24,18 @@ SIZES = dict(
     bos_token_id=None,
     eos_token_id=None,
 )
+# The paper's second version as it stands, but for sizes and the largest step, which no equation gives.
+PAPER = dict(
+    memory_recurrence="paper",
+    memory_network="residual",
+    memory_gates="layer",
+    memory_update_rule="chunk",
+    memory_output_norm="rms",
+    memory_residual=False,
+    memory_error_clip=None,
+    memory_conv_noise=1,
+    rope_parameters={"partial_rotary_factor": 1.0},
+)
 
 
 def make_config(variant: str, **changes) -> TitansConfig:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-from common import VARIANTS, assert_same, assert_same_cache, left_pad, make_ids, make_model, read
+from common import PAPER, VARIANTS, assert_same, assert_same_cache, left_pad, make_ids, make_model, read
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -225,7 +225,7 @@ def tensor_parallel(rank, variant, folder):
     config = DistributedConfig(tp_size=WORLD_SIZE)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, distributed_config=config)
     for name, parameter in model.named_parameters():
-        replicated = "norm" in name or "persistent" in name or "mixer.gate_" in name
+        replicated = "norm" in name or "persistent" in name
         assert isinstance(parameter, DTensor) is not replicated, name
     logits, cache = read(model, IDS, [13, 1, 1, 26])
     expected, whole_cache = read(reference, IDS, [13, 1, 1, 26])
@@ -252,7 +252,7 @@ def tensor_parallel(rank, variant, folder):
 def tensor_parallel_settings(rank, variant, folder):
     """Compares other configurations and a head of Transformers; heads that two ranks cannot share raise an error."""
     off = dict(memory_conv_kernel=1, memory_momentum=False, memory_forget=False, memory_depth=1)
-    for i, changes in enumerate((off, dict(memory_depth=3, memory_num_heads=2, num_persistent_tokens=0))):
+    for i, changes in enumerate((off, dict(memory_depth=3, memory_num_heads=2, num_persistent_tokens=0), PAPER)):
         reference = checkpoint(rank, f"{folder}-{i}", make_model(variant, num_hidden_layers=1, **changes)).train()
         config = DistributedConfig(tp_size=WORLD_SIZE)
         model = AutoModelForCausalLM.from_pretrained(f"{folder}-{i}", dtype=torch.float64, distributed_config=config)

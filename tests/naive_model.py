@@ -4,7 +4,7 @@ Uses the weights of a TitansForCausalLM and shares no code with it except the au
 """
 
 import torch
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, layer_norm, silu
 
 from titans_hf.memory_reference import memorize_reference
 from titans_hf.memory_state import MemoryState
@@ -58,18 +58,20 @@ class NaiveMemory:
                 for back in range(min(c.memory_conv_kernel, len(self.inputs)))
             )
         q, k, v = silu(mixed).view(3, 1, c.memory_num_heads, 1, -1)
+        shape = (1, c.memory_num_heads, 1) + ((c.memory_depth,) if c.memory_gates == "layer" else ())
         gate = {
-            name: torch.sigmoid(gate.weight @ x + gate.bias)[None, :, None]
+            name: torch.sigmoid(gate.weight @ x + gate.bias).view(shape)
             for name, gate in (("theta", m.inner_lr), ("eta", m.momentum), ("alpha", m.forget))
             if gate is not None
         }
         eta = gate.get("eta", torch.zeros_like(gate["theta"]))
         alpha = gate.get("alpha", torch.zeros_like(eta))
-        theta = c.memory_max_lr * gate["theta"] * (1 - eta)
+        stable = c.memory_recurrence == "stable"
+        theta = c.memory_max_lr * gate["theta"] * (1 - eta if stable else 1)
         y, self.state = memorize_reference(
             l2_normalize(q),
             l2_normalize(k),
-            l2_normalize(v),
+            l2_normalize(v) if stable else v,
             theta,
             eta.log(),
             (1 - alpha).log(),
@@ -77,7 +79,8 @@ class NaiveMemory:
             chunk_size=c.memory_chunk_size,
             error_clip=c.memory_error_clip,
             delta_rule=c.memory_update_rule == "delta",
-            decay_target=tuple(m.initial_weights.parameters()) if m.forget is not None else (),
+            network=c.memory_network,
+            decay_target=tuple(m.initial_weights.parameters()) if m.forget is not None and stable else (),
         )
         y = head_norm(c, y[0, :, 0], m.norm.weight).flatten()
         return m.o_proj.weight @ (y * silu(m.gate_proj.weight @ x))
@@ -97,18 +100,19 @@ def attend(attention, config, queries, keys, positions, mask, persistent):
     c, groups = config, config.num_attention_heads // config.num_key_value_heads
     rope = c.rope_parameters
     dims, theta = int(c.head_dim * rope["partial_rotary_factor"]), rope["rope_theta"]
-    q = rotary((queries @ attention.q_proj.weight.T).unflatten(-1, (-1, c.head_dim)), positions[0], dims, theta)
+    plain = (queries @ attention.q_proj.weight.T).unflatten(-1, (-1, c.head_dim))
+    q = rotary(plain, positions[0], dims, theta)
     k, v = (
         (torch.cat([persistent, keys]) @ proj.weight.T).unflatten(-1, (-1, c.head_dim))
         for proj in (attention.k_proj, attention.v_proj)
     )
-    first, rest = k.split([len(persistent), len(keys)])
-    first = torch.cat([torch.zeros_like(first[..., :dims]), first[..., dims:]], -1)
-    k = torch.cat([first, rotary(rest, positions[1], dims, theta)])
+    first, k = k.split([len(persistent), len(keys)])
+    k, met = rotary(k, positions[1], dims, theta), dims % c.head_dim  # P: entries without a position, or all as plain
     mask = torch.cat([torch.ones(len(queries), len(persistent), dtype=torch.bool), mask], 1)
     outputs, weights = [], []
     for head in range(c.num_attention_heads):
-        scores = q[:, head] @ k[:, head // groups].T / c.head_dim**0.5
+        of_persistent = plain[:, head, met:] @ first[:, head // groups, met:].T
+        scores = torch.cat([of_persistent, q[:, head] @ k[:, head // groups].T], 1) / c.head_dim**0.5
         weights.append(scores.masked_fill(~mask, -torch.inf).softmax(-1))
         outputs.append(weights[-1] @ v[:, head // groups])
     return torch.cat(outputs, -1) @ attention.o_proj.weight.T, torch.stack(weights)
@@ -156,18 +160,19 @@ def mag(mixer, config, x):
     normed = rms_norm(m, mixer.memory_norm.weight, config.rms_norm_eps)
     if config.memory_residual:
         return y * torch.sigmoid(normed) + m, weights
-    y, m = rms_norm(y, mixer.attention_norm.weight, config.rms_norm_eps), normed
-    gate = torch.sigmoid(mixer.gate_attention * y + mixer.gate_memory * m + mixer.gate_bias)
-    return gate * y + (1 - gate) * m, weights
+    return rms_norm(y, mixer.attention_norm.weight, config.rms_norm_eps) * torch.sigmoid(normed), weights
 
 
 def recall(module, config, x, weights):
     """Computes h of every token of a segment (T, hidden) from the memory's weights (H, d_in, d_out) at its start."""
     rows = []
     for token in x:
-        h = l2_normalize(silu(module.q_proj.weight @ token).view(config.memory_num_heads, 1, -1))
+        h = q = l2_normalize(silu(module.q_proj.weight @ token).view(config.memory_num_heads, 1, -1))
+        residual = config.memory_network == "residual"
         for depth, w in enumerate(weights):
-            h = (silu(h) if depth else h) @ w
+            h = ((gelu(h) if residual else silu(h)) if depth else h) @ w
+        if residual:
+            h = q + layer_norm(h, h.shape[-1:], eps=1e-5)
         rows.append(module.o_proj.weight @ head_norm(config, h[:, 0], module.norm.weight).flatten())
     return rms_norm(torch.stack(rows), module.output_norm.weight, EPSILON)
 
@@ -207,14 +212,14 @@ MIXERS = {"mac": mac, "mag": mag, "mal": mal, "lmm": lmm}
 
 
 @torch.no_grad()
-def naive_forward(model, ids):
+def naive_forward(model, ids, mixers=MIXERS):
     """Computes logits (T, vocab) of ids (T,), and the attention weights per layer: (heads, T, P + T), in MAC (heads, T,
     P + 2 L).
     """
     config, eps = model.config, model.config.rms_norm_eps
     x, weights = model.model.embed_tokens.weight[ids], []
     for layer in model.model.layers:
-        mixed, attention = MIXERS[config.variant](layer.mixer, config, rms_norm(x, layer.mixer_norm.weight, eps))
+        mixed, attention = mixers[config.variant](layer.mixer, config, rms_norm(x, layer.mixer_norm.weight, eps))
         x, mlp = x + mixed, layer.mlp
         normed = rms_norm(x, layer.mlp_norm.weight, eps)
         up = silu(normed @ mlp.gate_proj.weight.T) * (normed @ mlp.up_proj.weight.T)

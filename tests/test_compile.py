@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 from common import (
+    PAPER,
     VARIANTS,
     assert_same,
     assert_same_cache,
@@ -151,12 +152,12 @@ def test_a_step_with_a_growing_mask(variant, compileable):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_training_forward(variant, padded):
+@pytest.mark.parametrize("variant,changes", [*((variant, {}) for variant in VARIANTS), ("mag", PAPER)])
+def test_training_forward(variant, changes, padded):
     """Loss and gradients of the compiled model equal the plain ones, padded or not: otherwise a compiled Trainer would
     train another model.
     """
-    model, plain = (make_model(variant, num_hidden_layers=1).train() for _ in range(2))
+    model, plain = (make_model(variant, num_hidden_layers=1, **changes).train() for _ in range(2))
     ids, mask = left_pad([make_ids(18, seed=1), make_ids(11, seed=2)])
     labels = ids.masked_fill(mask == 0, -100)
     arguments = dict(attention_mask=mask, labels=labels) if padded else dict(labels=ids)

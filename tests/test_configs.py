@@ -1,17 +1,19 @@
 """scripts/configs: every file loads, sets only what differs from the defaults, and has the size in its name."""
 
 import json
+import re
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
-from common import VARIANTS
+from common import PAPER, VARIANTS
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from titans_hf import TitansConfig
 
-FOLDER = Path(__file__).parents[1] / "scripts" / "configs"
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "scripts" / "configs"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 TINY = [name for name in NAMES if name.startswith(("tiny", "passkey"))]
 VOCABULARY = {"vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings"}
@@ -27,8 +29,9 @@ def load(name: str):
 
 def promised(name: str) -> float:
     """Returns the number of parameters that the name of a configuration gives."""
-    size = name.split("-")[0]
-    return {"tiny": 1e6, "passkey": 2.34e5}.get(size) or 1e6 * int(size.removesuffix("m"))
+    size = name.removeprefix("paper-").split("-")[0]
+    known = {"tiny": 1e6, "passkey": 2.34e5, "1.3b": 1.3e9}
+    return known.get(size) or 1e6 * int(size.removesuffix("m"))
 
 
 def test_every_variant_has_every_size():
@@ -36,7 +39,8 @@ def test_every_variant_has_every_size():
     tiny = {f"tiny-{variant}{vocabulary}" for variant in VARIANTS for vocabulary in ("", "-32k")}
     large = {f"{size}-{variant}" for size in ("170m", "340m", "400m", "760m") for variant in VARIANTS}
     passkey = {"passkey-lmm", "passkey-mistral"}
-    assert set(NAMES) == tiny | large | passkey | {"tiny-mistral", "tiny-llama"}
+    paper = {f"paper-{size}" for size in ("170m", "340m", "760m", "1.3b")}
+    assert set(NAMES) == tiny | large | passkey | paper | {"tiny-mistral", "tiny-llama"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -54,7 +58,33 @@ def test_size_is_the_one_in_the_name(name):
     assert count == pytest.approx(promised(name), rel=0.05)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name.split("-")[1] in VARIANTS])
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("paper")])
+def test_every_variant_of_the_papers_sizes(name):
+    """With the overrides that docs/train.md gives, every variant is within 5 % of the file's size: otherwise the
+    paper's table could not be repeated.
+    """
+    (row,) = [x for x in (ROOT / "docs" / "train.md").read_text().splitlines() if x.startswith(f"| `{name}.json`")]
+    found = dict(re.findall(r"variant=(\w+),intermediate_size=(\d+)", row))
+    assert found.keys() == {"mac", "lmm"}
+    for variant, size in {"mal": load(name).intermediate_size, **found}.items():
+        config = AutoConfig.from_pretrained(FOLDER / f"{name}.json", variant=variant, intermediate_size=int(size))
+        with torch.device("meta"):
+            count = AutoModelForCausalLM.from_config(config).num_parameters()
+        assert count == pytest.approx(promised(name), rel=0.05), variant
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("paper")])
+def test_the_papers_files_are_in_its_form(name):
+    """The files have the paper's form in every field, and its chunk, segment and window: otherwise a model would be
+    trained as the paper's that is not.
+    """
+    settings = read(name)
+    assert {field: settings[field] for field in PAPER} == PAPER
+    sizes = ("memory_chunk_size", "segment_length", "sliding_window", "num_persistent_tokens", "memory_expansion")
+    assert tuple(settings[field] for field in sizes) == (16, 512, 2048, 128, 4)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.split("-")[1] in VARIANTS or name.startswith("paper")])
 def test_titans_files_are_minimal(name):
     """A Titans file sets only fields that differ from their defaults: otherwise a changed default would not
     reach it.
@@ -63,7 +93,7 @@ def test_titans_files_are_minimal(name):
     own = {field.name: field.default for field in fields(TitansConfig)}
     assert settings.pop("model_type") == "titans"
     assert settings.pop("architectures") == ["TitansForCausalLM"]
-    assert config.variant == name.split("-")[1]
+    assert config.variant == (TitansConfig.variant if name.startswith("paper") else name.split("-")[1])
     assert settings.keys() <= own.keys()
     assert not [key for key, value in settings.items() if value == own[key]]
 

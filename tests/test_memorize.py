@@ -4,62 +4,26 @@ from dataclasses import replace
 
 import pytest
 import torch
+from memorize_runs import (
+    CHUNK,
+    TOLERANCE,
+    B,
+    D,
+    H,
+    assert_same,
+    make_decay_target,
+    make_state,
+    make_tokens,
+    per_layer,
+    run,
+)
 
-from titans_hf.memory_network import layer_shapes
+from titans_hf.memory_network import UpdateRule, gradient_factors, gradient_norm, layer_shapes
 from titans_hf.memory_ops import memorize, memorize_with_surprise, read_constant_memory
 from titans_hf.memory_reference import memorize_chunks_reference, memorize_reference
 from titans_hf.memory_scan import CHECKPOINT_INTERVAL
 from titans_hf.memory_state import MemoryInputs, MemoryState
 from titans_hf.token_grid import TokenGrid
-
-B, H, D, CHUNK = 3, 2, 4, 4
-TOLERANCE = 1e-10
-
-
-def make_state(depth: int, num_seen: list[int], scale: float = 0.7) -> MemoryState:
-    def layers():
-        return tuple(scale * torch.randn(B, H, *shape, dtype=torch.float64) for shape in layer_shapes(D, depth, 2))
-
-    return MemoryState(layers(), layers(), layers(), torch.tensor(num_seen))
-
-
-def make_decay_target(depth: int) -> tuple[torch.Tensor, ...]:
-    return tuple(0.3 * torch.randn(H, *shape, dtype=torch.float64) for shape in layer_shapes(D, depth, 2))
-
-
-def make_tokens(length: int, momentum: bool = True, forget: bool = True) -> list[torch.Tensor]:
-    queries, keys, values = (torch.randn(B, H, length, D, dtype=torch.float64) for _ in range(3))
-    inner_lr = 0.5 * torch.rand(B, H, length, dtype=torch.float64)
-    log_momentum_decay = torch.rand(B, H, length, dtype=torch.float64).log()
-    log_retain = torch.rand(B, H, length, dtype=torch.float64).log() / 4
-    if not momentum:
-        log_momentum_decay = torch.full_like(log_momentum_decay, -torch.inf)
-    if not forget:
-        log_retain = torch.zeros_like(log_retain)
-    normalize = torch.nn.functional.normalize
-    return [normalize(queries, dim=-1), normalize(keys, dim=-1), values, inner_lr, log_momentum_decay, log_retain]
-
-
-def run(fn, tokens, state, error_clip, decay_target=(), seed=0, **options):
-    """Returns outputs and state of `fn`, and the gradients of a random function of them with respect to all inputs."""
-    finite = [x.isfinite().all() for x in tokens]
-    tokens = [x.clone().requires_grad_(bool(ok)) for x, ok in zip(tokens, finite, strict=True)]
-    state = state.map(lambda x: x.clone().requires_grad_(x.is_floating_point()))
-    decay_target = tuple(x.clone().requires_grad_() for x in decay_target)
-    options |= dict(chunk_size=CHUNK, error_clip=error_clip, decay_target=decay_target)
-    retrieved, after = fn(*tokens, state, **options)
-    outputs = [retrieved, *after.weights, *after.momentum]
-    generator = torch.Generator().manual_seed(seed)
-    loss = sum((x * torch.randn(x.shape, generator=generator, dtype=x.dtype)).sum() for x in outputs)
-    inputs = [x for x in tokens if x.requires_grad] + [*state.weights, *state.momentum, *state.anchor, *decay_target]
-    gradients = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
-    return [*outputs, *after.anchor, after.num_seen], gradients
-
-
-def assert_same(ours, theirs):
-    for group_a, group_b in zip(ours, theirs, strict=True):
-        for a, b in zip(group_a, group_b, strict=True):
-            torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 13, 22])  # 22: more chunks than a checkpoint interval
@@ -124,6 +88,11 @@ def test_the_chunk_listing_equals_both_other_forms(depth, momentum, forget, num_
         listing = run(memorize_chunks_reference, tokens, state, **options)
         assert_same(listing, run(memorize_reference, tokens, state, **options))
         assert_same(listing, run(memorize, tokens, state, **options))
+    tokens, options = per_layer(tokens, depth), dict(error_clip=None, network="residual")
+    tokens[3] = 0.1 * tokens[3]
+    listing = run(memorize_chunks_reference, tokens, state, **options)
+    assert_same(listing, run(memorize_reference, tokens, state, **options))
+    assert_same(listing, run(memorize, tokens, state, **options))
 
 
 def test_the_chunk_listing_refuses_parts_of_chunks():
@@ -157,9 +126,9 @@ def test_momentum_and_forgetting_off(momentum, forget, length):
     assert_same(run(memorize, tokens, state, 1.0), run(memorize_reference, tokens, state, 1.0))
 
 
-@pytest.mark.parametrize("delta_rule", [False, True])
+@pytest.mark.parametrize("delta_rule,network", [(False, "mlp"), (True, "mlp"), (False, "residual")])
 @pytest.mark.parametrize("depth", [1, 3])
-def test_reading_a_constant_memory_equals_steps_of_zero(depth, delta_rule):
+def test_reading_a_constant_memory_equals_steps_of_zero(depth, delta_rule, network):
     """Reading without an update gives output, surprise and state of an update whose steps are 0: otherwise a stopped
     memory differs from one that has nothing to learn.
     """
@@ -167,9 +136,9 @@ def test_reading_a_constant_memory_equals_steps_of_zero(depth, delta_rule):
     state, tokens = make_state(depth, [0, 0, 0]), MemoryInputs(*make_tokens(9, momentum=False, forget=False))
     state = replace(state, anchor=state.weights)
     tokens = tokens._replace(inner_lr=torch.zeros_like(tokens.inner_lr))
-    options = dict(error_clip=1.0, delta_rule=delta_rule, grid=TokenGrid.build(state.num_seen, 9, 9))
-    constant = read_constant_memory(tokens, state, **options)
-    updated = memorize_with_surprise(tokens, state, chunk_size=9, **options)
+    rule, grid = UpdateRule(1.0, delta_rule, network), TokenGrid.build(state.num_seen, 9, 9)
+    constant = read_constant_memory(tokens, state, rule, grid)
+    updated = memorize_with_surprise(tokens, state, rule, chunk_size=9, grid=grid)
     torch.testing.assert_close(constant.retrieved, updated.retrieved, rtol=0, atol=TOLERANCE)
     torch.testing.assert_close(constant.surprise, updated.surprise, rtol=0, atol=TOLERANCE)
     pairs = zip(constant.state.flat(), updated.state.flat(), strict=True)
@@ -178,13 +147,11 @@ def test_reading_a_constant_memory_equals_steps_of_zero(depth, delta_rule):
 
 def test_both_clips_are_reached_and_left():
     """The inputs above lie on both sides of each clip: otherwise those tests would not compare clipped updates."""
-    from titans_hf.memory_network import gradient_factors, gradient_norm
-
     torch.manual_seed(13)
     state, (_, keys, values, *_) = make_state(3, [0, 0, 0]), make_tokens(64)
     limit = values.norm(dim=-1)
     for clip in (None, 1.0):
-        factors = gradient_factors(keys, values, state.weights, clip)
+        factors = gradient_factors(keys, values, state.weights, UpdateRule(clip))
         inputs, deltas = factors.inputs, factors.deltas
         clipped = deltas[-1].norm(dim=-1) >= 2 * limit - 1e-9
         assert 0.05 < clipped.double().mean() < 0.95
@@ -193,14 +160,16 @@ def test_both_clips_are_reached_and_left():
         assert all(x == 0 for x in longer) if clip else all(0.05 < x < 0.95 for x in longer)
 
 
+@pytest.mark.parametrize("network", ["mlp", "residual"])
 @pytest.mark.parametrize("split", [1, 3, 4, 5, 8, 12])
-def test_state_carries_on(split):
+def test_state_carries_on(split, network):
     """Two calls equal one, wherever the first ends in a chunk, and so do single tokens: otherwise results depend on the
     calls.
     """
     torch.manual_seed(1)
     state, tokens = make_state(2, [5, 0, 3]), make_tokens(13)
-    options = dict(chunk_size=CHUNK, error_clip=1.0, decay_target=make_decay_target(2))
+    tokens = per_layer(tokens, 2) if network == "residual" else tokens
+    options = dict(chunk_size=CHUNK, error_clip=1.0, decay_target=make_decay_target(2), network=network)
     whole, after = memorize(*tokens, state, **options)
     for pieces in ([split, 13 - split], [1] * 13):
         current, parts = state, []

@@ -4,6 +4,7 @@ import hypothesis
 import pytest
 import torch
 from common import (
+    PAPER,
     VARIANTS,
     assert_same,
     assert_same_cache,
@@ -19,6 +20,12 @@ from hypothesis import strategies as st
 CHANGES = {
     "chunk rule": dict(memory_update_rule="chunk"),
     "paper's form": dict(memory_update_rule="chunk", memory_output_norm="rms", memory_residual=False),
+    "paper's recurrence": dict(memory_recurrence="paper", memory_update_rule="chunk"),
+    "paper's recurrence with the delta rule": dict(memory_recurrence="paper"),
+    "residual network": dict(memory_network="residual", memory_update_rule="chunk"),
+    "residual network of one layer": dict(memory_network="residual", memory_update_rule="chunk", memory_depth=1),
+    "gates per layer": dict(memory_gates="layer", memory_depth=3),
+    "paper": PAPER,
     "gated delta rule": dict(memory_depth=1, memory_momentum=False),
     "normalised output": dict(memory_output_norm="rms"),
     "gated output": dict(memory_residual=False),
@@ -40,6 +47,7 @@ CHANGES = {
     "segment beyond the sequence": dict(segment_length=80),
     "other heads": dict(num_key_value_heads=1, memory_num_heads=2, head_dim=12),
     "three layers": dict(num_hidden_layers=3),
+    "full rotary": dict(rope_parameters={"partial_rotary_factor": 1.0}),
 }
 
 

@@ -1,9 +1,12 @@
-"""The model equals the paper's equations, computed naively in `naive_model.py`, in float64."""
+"""The model equals its equations, computed naively in `naive_model.py`, in float64; and in the paper's form those of
+the paper, in `paper_model.py`.
+"""
 
 import pytest
 import torch
-from common import assert_same, each_variant, full_logits, make_ids, make_model, shared_model
+from common import PAPER, VARIANTS, assert_same, each_variant, full_logits, make_ids, make_model, shared_model
 from naive_model import naive_forward
+from paper_model import paper_forward
 
 LENGTH = 26  # two windows, three segments, six chunks, and a part of each
 
@@ -20,6 +23,12 @@ CHANGES = {
     "tight clip": dict(memory_error_clip=0.3),
     "chunk rule": dict(memory_update_rule="chunk"),
     "paper's form": dict(memory_update_rule="chunk", memory_output_norm="rms", memory_residual=False),
+    "paper's recurrence": dict(memory_recurrence="paper", memory_update_rule="chunk"),
+    "paper's recurrence with the delta rule": dict(memory_recurrence="paper"),
+    "residual network": dict(memory_network="residual", memory_update_rule="chunk"),
+    "residual network of one layer": dict(memory_network="residual", memory_update_rule="chunk", memory_depth=1),
+    "gates per layer": dict(memory_gates="layer", memory_depth=3),
+    "paper": PAPER,
     "gated delta rule": dict(memory_depth=1, memory_momentum=False),
     "normalised output": dict(memory_output_norm="rms"),
     "gated output": dict(memory_residual=False),
@@ -35,11 +44,21 @@ CHANGES = {
 
 @pytest.mark.parametrize("variant,changes", each_variant(CHANGES))
 def test_logits_equal_the_naive_model(variant, changes):
-    """Logits equal the naive model's in every setting: otherwise the model computes other equations than the
-    paper's.
+    """Logits equal the naive model's in every setting: otherwise the model computes other equations than those of
+    docs/architecture.md.
     """
     model, ids = make_model(variant, **(changes and {"num_hidden_layers": 1, **changes})), make_ids(LENGTH)
     assert_same(full_logits(model, ids[None])[0], naive_forward(model, ids)[0])
+
+
+@pytest.mark.parametrize("changes", [{}, dict(memory_depth=3, memory_expansion=4), dict(memory_depth=1)], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_papers_form_equals_the_paper(variant, changes):
+    """With the paper's form in every field, logits equal those of the paper's equations: otherwise something of ours is
+    left that cannot be turned off.
+    """
+    model, ids = make_model(variant, **{**PAPER, "num_hidden_layers": 1, **changes}), make_ids(LENGTH)
+    assert_same(full_logits(model, ids[None])[0], paper_forward(model, ids))
 
 
 @pytest.mark.parametrize("variant", ["mac", "mag", "mal"])
@@ -60,6 +79,21 @@ def test_recorded_attention_equals_the_naive_model(variant):
             theirs = torch.cat([theirs[..., :num_persistent], band], -1)
         assert_same(ours[0], theirs)
         assert_same(ours.sum(-1), torch.ones_like(ours[..., 0]))
+
+
+@pytest.mark.parametrize("rotated", [0.5, 1.0])
+@pytest.mark.parametrize("variant", ["mac", "mag", "mal"])
+def test_a_query_tells_persistent_tokens_apart(variant, rotated):
+    """The persistent tokens of a layer get different weights, with whole heads rotated too: otherwise their keys are 0,
+    and the model has a single persistent token of which every text reads the same.
+    """
+    changes = dict(rope_parameters={"partial_rotary_factor": rotated})
+    model = make_model(variant, attention="eager", **changes)
+    with torch.no_grad():
+        recorded = model(make_ids(1, LENGTH), output_attentions=True).attentions
+    for weights in recorded:
+        persistent = weights[..., : model.config.num_persistent_tokens]
+        assert persistent.std(-1).div(persistent.mean(-1)).mean() > 0.01
 
 
 def test_lmm_has_no_attention_to_record():

@@ -12,11 +12,25 @@ import numpy as np
 import pytest
 import torch
 from byte_model import save_byte_model
+from common import PAPER
 
 from titans_hf_scripts import surprise
 from titans_hf_scripts.training.tokenizer import byte_tokenizer
 
 TEXT = '  Es war <einmal> ein König & "sonst"\nniemand: 東京 ist weit. ' * 4
+
+
+def test_a_model_with_gates_per_layer_has_a_page(tmp_path):
+    """The page shows each word's gates, the means over the layers of the memory network: otherwise a model in the
+    paper's form could not be looked at.
+    """
+    model = save_byte_model(tmp_path / "model", "mag", **PAPER)
+    (tmp_path / "text.txt").write_text("abc " * 20, encoding="utf-8")
+    surprise.main([str(tmp_path / "model"), str(tmp_path / "text.txt"), "--output", str(tmp_path / "out")])
+    values = values_of((tmp_path / "out" / "surprise.html").read_text(encoding="utf-8"))
+    assert all(len(rows) == 20 for rows in values.values())
+    theta = values["learning rate θ, mean of the layers"]
+    assert 0 < min(theta) <= max(theta) < model.config.memory_max_lr
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from common import (
+    PAPER,
     VARIANTS,
     assert_same,
     assert_same_gradients,
@@ -56,12 +57,13 @@ def test_every_parameter_learns(variant):
     assert torch.equal(model.model.embed_tokens.weight.grad.any(-1), used)
 
 
+@pytest.mark.parametrize("changes", [{}, PAPER], ids=["default", "paper"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_gradients_are_those_of_finite_differences(variant):
+def test_gradients_are_those_of_finite_differences(variant, changes):
     """Gradients equal finite differences, through the memory's updates: otherwise the memory would not be trained to
     learn.
     """
-    model, ids = make_model(variant, num_hidden_layers=1), make_ids(1, 13)
+    model, ids = make_model(variant, num_hidden_layers=1, **changes), make_ids(1, 13)
     direction = torch.randn(13, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     (model(ids).logits[0] * direction).sum().backward()
     step = 1e-6
@@ -77,9 +79,10 @@ def test_gradients_are_those_of_finite_differences(variant):
         assert abs(numeric - exact) < 1e-5 * max(1.0, abs(exact)), list(model.state_dict())[seed]
 
 
+@pytest.mark.parametrize("changes", [{}, PAPER], ids=["default", "paper"])
 @pytest.mark.parametrize("reentrant,padded", [(False, True), (True, False)])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_gradient_checkpointing_changes_nothing(variant, reentrant, padded):
+def test_gradient_checkpointing_changes_nothing(variant, reentrant, padded, changes):
     """Activation checkpointing keeps logits and gradients, padded or not: otherwise saving memory would change the
     training.
     """
@@ -87,7 +90,7 @@ def test_gradient_checkpointing_changes_nothing(variant, reentrant, padded):
     ids, mask = left_pad(rows) if padded else (make_ids(2, 20), None)
     found = []
     for checkpointing in (False, True):
-        model = make_model(variant)
+        model = make_model(variant, **changes)
         model.train()
         if checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": reentrant})

@@ -2,8 +2,9 @@
 
 The cost is linear in the sequence length: queries are processed in blocks of one window (or segment), and no score or
 mask larger than a block is formed. Rotary positions are relative to the block, so none exceeds two windows at any
-context length; persistent keys have no position (their rotary part is zero) and are outside of the window.
-docs/log.md: "Rotary positions relative to the block"
+context length. Persistent keys are outside of the window and have no position: a query meets them in the entries of a
+head that are not rotated; where all entries are, it meets them as it was before its rotation.
+docs/log.md: "Rotary positions relative to the block", "Persistent keys where a whole head is rotated"
 
 Shapes: B batch, T query slots, K key slots, P persistent tokens, W window, L segment length, h heads, D head size.
 """
@@ -14,10 +15,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_titans import TitansConfig
+from .eager_attention import eager_attention_forward
 from .layer_state import KeyValueCache
 from .memory_modules import OutputProjection
 from .token_grid import TokenGrid
@@ -29,29 +30,6 @@ class AttentionOutput(NamedTuple):
     hidden_states: Tensor
     weights: Tensor | None
     kv_cache: KeyValueCache
-
-
-def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, arrange=None, **kwargs):
-    """Computes attention without a fused kernel, for `attn_implementation="eager"` and to return attention weights;
-    boolean mask. `arrange` reorders the returned weights.
-    """
-    key, value = (repeat_kv(x, module.num_key_value_groups) for x in (key, value))
-    scores = query @ key.mT * scaling  # (B, h, T, D) @ (B, h, D, K)
-    scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
-    weights = nn.functional.softmax(scores, dim=-1, dtype=torch.promote_types(query.dtype, torch.float32))
-    weights = nn.functional.dropout(weights.to(query.dtype), p=dropout, training=module.training)
-    arranged = arrange(weights)
-    # The values are multiplied by the weights that are returned, so that outputs have a gradient with respect to them.
-    weights = _undo(arrange, arranged, weights.shape)
-    return (weights @ value).transpose(1, 2), arranged
-
-
-def _undo(arrange: Callable[[Tensor], Tensor], arranged: Tensor, shape: torch.Size) -> Tensor:
-    """Returns x (B, h, T, K) of the given shape with arrange(x) = arranged, zero at entries that `arrange` omits."""
-    size = shape[2] * shape[3]
-    origin = arrange(torch.arange(1, size + 1, device=arranged.device).view(1, 1, *shape[2:]))  # 0: not from x
-    flat = arranged.new_zeros(*shape[:2], size + 1)
-    return flat.scatter(2, origin.flatten(2).expand(*shape[:2], -1), arranged.flatten(2))[..., 1:].view(shape)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -95,11 +73,24 @@ class TitansAttention(nn.Module):
         angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
+    @property
+    def keeps_plain_queries(self) -> bool:
+        """True if queries are needed without rotation as well: for persistent keys where a whole head is rotated."""
+        return self.config.rotary_dim == self.head_dim and self.config.num_persistent_tokens > 0
+
+    def rotate_queries(self, queries: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotates queries (B, T, h, D) for `attend`; where those without rotation are needed, they follow: (B, T, h,
+        2 D).
+        """
+        rotated = rotate(queries, cos, sin)
+        return torch.cat([rotated, queries], dim=-1) if self.keeps_plain_queries else rotated
+
     def initial_kv_cache(self, persistent: Tensor) -> KeyValueCache:
         """Returns the cache before the first token: keys and values of the persistent tokens, then zeros."""
         keys, values = self.heads(self.k_proj(persistent)), self.heads(self.v_proj(persistent))
-        rotary, rest = keys.split([self.config.rotary_dim, keys.shape[-1] - self.config.rotary_dim], dim=-1)
-        keys = torch.cat([torch.zeros_like(rotary), rest], dim=-1)
+        if not self.keeps_plain_queries:
+            rotary, rest = keys.split([self.config.rotary_dim, keys.shape[-1] - self.config.rotary_dim], dim=-1)
+            keys = torch.cat([torch.zeros_like(rotary), rest], dim=-1)
 
         def pad(x: Tensor) -> Tensor:
             return torch.cat([x, x.new_zeros(x.shape[0], self.config.kv_cache_length, *x.shape[2:])], dim=1)
@@ -109,10 +100,14 @@ class TitansAttention(nn.Module):
     def attend(
         self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, arrange: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """Computes attention of queries (B, T, h, D) over keys and values (B, K, h, D), where mask (B or 1, T, K) is
-        True: (B, T, h * D), and the weights (B, h, T, K) as `arrange` returns them, or None where they are not
-        recorded.
+        """Computes attention of queries from `rotate_queries` over keys and values (B, K, h, D), the persistent ones
+        first, where mask (B or 1, T, K) is True: (B, T, h * D), and the weights (B, h, T, K) as `arrange` returns them,
+        or None where they are not recorded.
         """
+        if self.keeps_plain_queries:  # persistent keys meet the second half of a query, the others the first
+            persistent, rest = keys.tensor_split([self.config.num_persistent_tokens], dim=1)
+            size = self.head_dim
+            keys = torch.cat([nn.functional.pad(persistent, (size, 0)), nn.functional.pad(rest, (0, size))], dim=1)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, weights = attention(
             self,
@@ -198,7 +193,7 @@ class WindowAttention(TitansAttention):
         keys = torch.cat([persistent.keys, rotate(block.keys, cos, sin)], dim=1)
         values = torch.cat([persistent.values, block.values], dim=1)
         arrange = partial(self._by_distance, num_keys=num_keys)
-        queries = rotate(queries, cos[-length:], sin[-length:])
+        queries = self.rotate_queries(queries, cos[-length:], sin[-length:])
         return self.attend(queries, keys, values, mask, arrange)
 
     def _by_distance(self, weights: Tensor, num_keys: int) -> Tensor:
@@ -213,7 +208,9 @@ class WindowAttention(TitansAttention):
 
 
 class SegmentProjections(NamedTuple):
-    """queries, keys and values (B, T, h, D) of a segment S, rotated; cos and sin (B or 1, T, 1, rotary_dim) for h."""
+    """queries, keys and values (B, T, h, D) of a segment S, rotated (queries by `rotate_queries`); cos and sin (B or 1,
+    T, 1, rotary_dim) for h.
+    """
 
     queries: Tensor
     keys: Tensor
@@ -242,7 +239,8 @@ class SegmentAttention(TitansAttention):
         queries, keys, values = (self.heads(f(hidden_states)) for f in (self.q_proj, self.k_proj, self.v_proj))
         cos, sin = self.rotary_factors(torch.cat([slots, slots + self.config.segment_length]), queries.dtype)
         (cos, own_cos), (sin, own_sin) = cos.chunk(2), sin.chunk(2)
-        return SegmentProjections(rotate(queries, own_cos, own_sin), rotate(keys, own_cos, own_sin), values, cos, sin)
+        queries, keys = self.rotate_queries(queries, own_cos, own_sin), rotate(keys, own_cos, own_sin)
+        return SegmentProjections(queries, keys, values, cos, sin)
 
     def forward(
         self,

@@ -67,6 +67,13 @@ class TitansConfig(PreTrainedConfig):
         memory_depth (`int`, defaults to 1):
             Number of layers of the memory network (L_M); 1 is a linear memory. On novels, 2 was worse than 1.
         memory_expansion (`int`, defaults to 2): Size of the memory network's hidden layers, in units of its head size.
+        memory_network (`str`, defaults to `"mlp"`):
+            Form of the memory network M: `"mlp"` linear layers with SiLU between them (the paper's first version),
+            `"residual"` M(x) = x + LN(W_L gelu(... gelu(W_1 x))) (its second version). The latter's backward is slower,
+            and it fits `memory_update_rule="chunk"` only.
+        memory_gates (`str`, defaults to `"head"`):
+            What has theta, eta and alpha of its own at each token: `"head"` each memory, `"layer"` each layer of each
+            memory's network, as in the paper's second version. The latter's backward is slower.
         memory_num_heads (`int`, *optional*): Independent memories per layer; `num_attention_heads` by default.
         memory_chunk_size (`int`, defaults to 64):
             Number of tokens whose gradients are taken at the same weights (paper section 3.2).
@@ -79,10 +86,14 @@ class TitansConfig(PreTrainedConfig):
             Weights at which the error of the memory network's last layer is taken: `"delta"` those before each token,
             exactly (the delta rule), so that a single write can replace what the memory returns for a key; `"chunk"`
             those of the chunk's start, as in the paper (eq. 16). On novels, learning gains with `"delta"` only.
+        memory_recurrence (`str`, defaults to `"stable"`):
+            Form of the update (eq. 10-14): `"paper"` as stated. With `"stable"`, forgetting leads back to the learned
+            initial weights instead of 0, where a network of several layers has no gradient; theta is multiplied by
+            1 - eta, so that a gradient's steps sum to theta; values have length 1, as keys and queries, because the
+            largest step that does not diverge decreases with their square; and the network starts as 0.
         memory_momentum (`bool`, defaults to `True`): Momentum of the update (eta, eq. 10).
         memory_forget (`bool`, defaults to `True`):
-            Weight decay of the memory (alpha, eq. 13), to its learned initial weights instead of 0, where a network of
-            several layers would have no gradient.
+            Weight decay of the memory (alpha, eq. 13), to the weights that `memory_recurrence` says.
         memory_conv_kernel (`int`, defaults to 4):
             Kernel size of the causal convolutions on q, k and v; 1 for none. They start as the identity, on k as a
             one-token delay: x_t is stored under the key of x_{t-1}.
@@ -122,11 +133,15 @@ class TitansConfig(PreTrainedConfig):
     num_persistent_tokens: int = 4
     memory_depth: int = 1  # docs/log.md: "Other changes of LMM: larger heads gain, depth 2 loses"
     memory_expansion: int = 2
+    memory_network: Literal["mlp", "residual"] = "mlp"
+    memory_gates: Literal["head", "layer"] = "head"
     memory_num_heads: int | None = None
     memory_chunk_size: int = 64  # docs/log.md: "Smaller chunks for quality"
     memory_max_lr: int | float | None = None
     # docs/log.md: "Errors at the chunk's start against errors token by token"
     memory_update_rule: Literal["chunk", "delta"] = "delta"
+    # docs/log.md: "Forgetting towards 0 kills a deep memory", "Values as long as they come"
+    memory_recurrence: Literal["stable", "paper"] = "stable"
     memory_momentum: bool = True
     memory_forget: bool = True
     memory_conv_kernel: int = 4
@@ -224,6 +239,11 @@ class TitansConfig(PreTrainedConfig):
             raise ValueError(f"`memory_error_clip` must be None or above 0, but is {self.memory_error_clip}.")
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"`hidden_act` must be one of {', '.join(ACT2FN)}, but is {self.hidden_act!r}.")
+        if self.memory_network == "residual" and self.memory_update_rule == "delta":
+            raise ValueError(
+                "`memory_update_rule` must be 'chunk' with `memory_network='residual'`, but is 'delta': the errors are "
+                "not linear in the last layer's weights."
+            )
         check_multiple("hidden_size", self.hidden_size, "memory_num_heads", self.memory_num_heads)
         if without_attention:
             return

@@ -47,11 +47,12 @@ class ChunkLayer(NamedTuple):
 class ChunkIntermediates(NamedTuple):
     """The gate products and gradient factors of a chunk, with which forward and backward start.
 
+    gates: one per layer of the memory network, all the same unless `inputs` has gates per layer.
     token_deltas: the last layer's deltas by the delta rule; None without it.
     """
 
     inputs: MemoryInputs
-    gates: GateProducts
+    gates: tuple[GateProducts, ...]
     gate_intermediates: GateIntermediates
     factors: GradientFactors
     layers: tuple[ChunkLayer, ...]
@@ -89,8 +90,7 @@ def chunk_forward(
 ) -> ChunkOutput:
     """Computes what the queries of a chunk retrieve, and the weights and momentum at its end."""
     chunk = chunk_intermediates(inputs, state, decay_target, rule)
-    layers = [partial(read_layer, layer=layer, gates=chunk.gates) for layer in chunk.layers]
-    retrieved = apply_layers(inputs.queries, layers)
+    retrieved = apply_layers(inputs.queries, _reads_of_layers(chunk), rule.network)
     return ChunkOutput(retrieved, token_surprise(chunk.factors), *end_of_chunk(chunk))
 
 
@@ -98,19 +98,34 @@ def chunk_intermediates(
     inputs: MemoryInputs, state: MemoryState, decay_target: Sequence[Tensor], rule: UpdateRule
 ) -> ChunkIntermediates:
     """Computes gate products and gradient factors from a chunk's inputs and the state at its start."""
-    gates, gate_intermediates = gate_products(
-        inputs.inner_lr, inputs.log_momentum_decay, inputs.log_retain, inputs.filled
-    )
-    factors, solution = gradient_factors(inputs.keys, inputs.values, state.anchor, rule.error_clip), None
+    gates, gate_intermediates = _gates_of_layers(inputs, len(state.weights))
+    factors, solution = gradient_factors(inputs.keys, inputs.values, state.anchor, rule), None
     offsets = [w - m for w, m in zip(state.weights, decay_target, strict=True)] if decay_target else state.weights
     targets = decay_target or [None] * len(offsets)
     if rule.delta_rule:
         last = LastLayer(offsets[-1], state.momentum[-1], targets[-1], factors.inputs[-1])
-        solution = token_deltas(last, inputs.values, gates)
+        solution = token_deltas(last, inputs.values, gates[-1])
         factors = with_last_deltas(factors, solution.deltas)
     parts = (offsets, state.momentum, factors.inputs, factors.deltas, targets)
     layers = tuple(ChunkLayer(*x) for x in zip(*parts, strict=True))
     return ChunkIntermediates(inputs, gates, gate_intermediates, factors, layers, state.anchor, solution)
+
+
+def _gates_of_layers(inputs: MemoryInputs, depth: int) -> tuple[tuple[GateProducts, ...], GateIntermediates]:
+    """Computes the gate products of each layer of the memory network; the intermediates are those of all layers."""
+    gates, filled = (inputs.inner_lr, inputs.log_momentum_decay, inputs.log_retain), inputs.filled
+    if not inputs.has_gates_per_layer:
+        products, intermediates = gate_products(*gates, filled)
+        return (products,) * depth, intermediates
+    filled = None if filled is None else filled[:, None]
+    products, intermediates = gate_products(*(x.mT for x in gates), filled)  # (N, L, C)
+    return tuple(GateProducts(*(x.select(1, layer) for x in products)) for layer in range(depth)), intermediates
+
+
+def _reads_of_layers(chunk: ChunkIntermediates) -> list[Callable[[Tensor], Tensor]]:
+    """Returns each layer as a function that multiplies every token by the layer's weights after that token."""
+    pairs = zip(chunk.layers, chunk.gates, strict=True)
+    return [partial(read_layer, layer=layer, gates=gates) for layer, gates in pairs]
 
 
 def read_layer(x: Tensor, layer: ChunkLayer, gates: GateProducts) -> Tensor:
@@ -132,7 +147,7 @@ def read_layer(x: Tensor, layer: ChunkLayer, gates: GateProducts) -> Tensor:
 
 def end_of_chunk(chunk: ChunkIntermediates) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Computes weights and momentum at the chunk's end, one tensor per layer."""
-    weights, momentum = zip(*(_end_of_layer(layer, chunk.gates) for layer in chunk.layers), strict=True)
+    weights, momentum = zip(*map(_end_of_layer, chunk.layers, chunk.gates), strict=True)
     return weights, momentum
 
 
@@ -159,11 +174,12 @@ def chunk_backward(
     grad_weights: Sequence[Tensor],
     grad_momentum: Sequence[Tensor],
 ) -> ChunkGradients:
-    """Computes the backward of `chunk_forward` from the gradients with respect to its output."""
-    layers = [partial(read_layer, layer=layer, gates=chunk.gates) for layer in chunk.layers]
-    reads, grad = layer_inputs(chunk.inputs.queries, layers), grad_retrieved
+    """Computes the backward of `chunk_forward` of an MLP, all layers of which have the same gates, from the gradients
+    with respect to its output.
+    """
+    reads, grad = layer_inputs(chunk.inputs.queries, _reads_of_layers(chunk)), grad_retrieved
     layer_gradients, gate_gradients = [], []
-    for i in reversed(range(len(layers))):
+    for i in reversed(range(len(chunk.layers))):
         gradients = _layer_backward(grad, grad_weights[i], grad_momentum[i], reads.inputs[i], chunk, i)
         layer_gradients.insert(0, gradients.layer)
         gate_gradients.append(gradients.gates)
@@ -172,7 +188,7 @@ def chunk_backward(
     values, anchor = chunk.inputs.values, chunk.anchor
     grad_values = None
     if chunk.token_deltas is not None:
-        solved = token_deltas_backward(grads.deltas[-1], chunk.token_deltas, _last_layer(chunk), chunk.gates)
+        solved = token_deltas_backward(grads.deltas[-1], chunk.token_deltas, _last_layer(chunk), chunk.gates[-1])
         grads.offset[-1] = grads.offset[-1] + solved.layer.offset
         grads.momentum[-1] = grads.momentum[-1] + solved.layer.momentum
         grads.inputs[-1] = grads.inputs[-1] + solved.layer.inputs
@@ -184,7 +200,7 @@ def chunk_backward(
     grad_values = network.values if grad_values is None else network.values + grad_values
     grad_products = GateProducts(*(sum(parts) for parts in zip(*gate_gradients, strict=True)))
     inner_lr, filled = chunk.inputs.inner_lr, chunk.inputs.filled
-    grad_gates = gate_products_backward(grad_products, chunk.gates, chunk.gate_intermediates, inner_lr, filled)
+    grad_gates = gate_products_backward(grad_products, chunk.gates[0], chunk.gate_intermediates, inner_lr, filled)
     return ChunkGradients(
         MemoryInputs(grad, network.keys, grad_values, *grad_gates),
         MemoryState(grads.offset, grads.momentum, network.weights),
@@ -210,7 +226,7 @@ def _layer_backward(
 
     The gradients are those of the output (N, C, d_out) and of weights and momentum at the end (N, d_in, d_out).
     """
-    (offset, momentum, inputs, deltas, decay_target), gates = chunk.layers[i], chunk.gates
+    (offset, momentum, inputs, deltas, decay_target), gates = chunk.layers[i], chunk.gates[i]
     beta, f = gates.weights_decay[..., None], gates.momentum_to_weights[..., None]
     # 1. ((x h^T) o G) delta: with respect to G and, as `grad_scores`, to x h^T
     scores, grad_scores = x @ inputs.mT, grad @ deltas.mT  # (N, C, C)

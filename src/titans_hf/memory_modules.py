@@ -74,20 +74,25 @@ class ChannelConv(nn.Conv1d):
 
 
 class InitialWeights(nn.Module):
-    """The learned weights of the memory network before the first token: (H, d_in, d_out), one per layer."""
+    """The learned weights of the memory network before the first token: (H, d_in, d_out), one per layer.
 
-    def __init__(self, num_heads: int, shapes: list[tuple[int, int]]):
+    starts_as_zero: initialise the last layer with 0, so that M_0(x) = 0.
+    """
+
+    def __init__(self, num_heads: int, shapes: list[tuple[int, int]], starts_as_zero: bool = True):
         super().__init__()
+        self.starts_as_zero = starts_as_zero
         for layer, shape in enumerate(shapes):
             self.register_parameter(str(layer), nn.Parameter(torch.empty(num_heads, *shape)))
         self.reset_parameters()
 
     def reset_parameters(self, init=nn.init) -> None:
-        """Initialises with the functions of `init`. The network's last layer is zero-initialised: M_0(x) = 0."""
-        *hidden, last = self.parameters()
-        for weight in hidden:
+        """Initialises with the functions of `init`."""
+        weights = list(self.parameters())
+        for weight in weights[:-1] if self.starts_as_zero else weights:
             init.normal_(weight, std=weight.shape[-2] ** -0.5)
-        init.zeros_(last)
+        if self.starts_as_zero:
+            init.zeros_(weights[-1])
 
     def forward(self, dtype: torch.dtype) -> list[Tensor]:
         """Returns copies in `dtype`: sharded parameters are released when this returns."""
@@ -96,22 +101,23 @@ class InitialWeights(nn.Module):
 
 
 class TokenGate(nn.Module):
-    """One logit per token and head. Zero-initialised weight: every token's logit starts as `initial_logit`.
+    """One logit per token and head, or per layer of each head's network, those of a head side by side. Zero-initialised
+    weight: every token's logit starts as `initial_logit`.
 
     No nn.Linear, because quantisers convert every nn.Linear: a gate has few weights, and all updates depend on it.
     """
 
     # docs/log.md: "Weights of 8 bits"
 
-    def __init__(self, hidden_size: int, num_heads: int, initial_logit: float):
+    def __init__(self, hidden_size: int, num_gates: int, initial_logit: float):
         super().__init__()
-        self.in_features, self.out_features = hidden_size, num_heads  # tensor parallelism asks for them
+        self.in_features, self.out_features = hidden_size, num_gates  # tensor parallelism asks for them
         self.initial_logit = initial_logit
-        self.weight = nn.Parameter(torch.zeros(num_heads, hidden_size))
-        self.bias = nn.Parameter(torch.full((num_heads,), initial_logit))
+        self.weight = nn.Parameter(torch.zeros(num_gates, hidden_size))
+        self.bias = nn.Parameter(torch.full((num_gates,), initial_logit))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Computes the logits (B, T, H), in float32 at least, of hidden_states (B, T, hidden)."""
+        """Computes the logits (B, T, gates), in float32 at least, of hidden_states (B, T, hidden)."""
         dtype = torch.promote_types(hidden_states.dtype, torch.float32)
         return nn.functional.linear(hidden_states.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
 

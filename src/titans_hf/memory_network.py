@@ -1,10 +1,11 @@
 """The memory network: a bias-free MLP whose weights are the memory's state (paper section 3.1), and its gradient.
 
-M(x) = W_L silu(... silu(W_1 x)), one weight matrix per layer, multiplied from the right: x @ W.
+M(x) = W_L silu(... silu(W_1 x)), "mlp", or M(x) = x + LN(W_L gelu(... gelu(W_1 x))), "residual", as in the paper's
+second version; one weight matrix per layer, multiplied from the right: x @ W. LN has no weights of its own.
 
 Only this file depends on the form of the network and of its loss: it contains the layers' shapes, the read, the
-gradient of the loss as rank-one factors per layer, and the backward of both. The update of the weights
-(`memory_chunk.py`) uses only those factors.
+gradient of the loss as rank-one factors per layer, and the backward of both, for "residual" left to autograd. The
+update of the weights (`memory_chunk.py`) uses only those factors.
 
 Shapes: ... batch and heads, T tokens, D head size, F hidden size; layer l maps d_in to d_out.
 """
@@ -12,11 +13,14 @@ Shapes: ... batch and heads, T tokens, D head size, F hidden size; layer l maps 
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, layer_norm, silu
+
+Network = Literal["mlp", "residual"]
+NORM_EPSILON = 1e-5  # of LN; docs/log.md: "What version 2 leaves open", "Which step the literal model trains with"
 
 
 def layer_shapes(head_dim: int, depth: int, expansion: int) -> list[tuple[int, int]]:
@@ -25,27 +29,29 @@ def layer_shapes(head_dim: int, depth: int, expansion: int) -> list[tuple[int, i
     return list(pairwise(sizes))
 
 
-def apply_layers(x: Tensor, layers: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
-    """Applies the MLP with its linear maps given as functions: SiLU between them, none after the last."""
+def apply_layers(x: Tensor, layers: Sequence[Callable[[Tensor], Tensor]], network: Network) -> Tensor:
+    """Applies the network with its linear maps given as functions: no activation after the last."""
+    activation, h = gelu if network == "residual" else silu, x
     for layer in layers[:-1]:
-        x = silu(layer(x))
-    return layers[-1](x)
+        h = activation(layer(h))
+    h = layers[-1](h)
+    return x + layer_norm(h, h.shape[-1:], eps=NORM_EPSILON) if network == "residual" else h
 
 
-def read(weights: Sequence[Tensor], queries: Tensor) -> Tensor:
+def read(weights: Sequence[Tensor], queries: Tensor, network: Network) -> Tensor:
     """Computes M(q) (eq. 15): weights (..., d_in, d_out), queries (..., T, D) -> (..., T, D)."""
-    return apply_layers(queries, [partial(torch.matmul, other=weight) for weight in weights])
+    return apply_layers(queries, [partial(torch.matmul, other=weight) for weight in weights], network)
 
 
 class LayerInputs(NamedTuple):
-    """The input of every layer in `apply_layers`, and silu' before every layer but the first."""
+    """The input of every layer in `apply_layers` of an MLP, and silu' before every layer but the first."""
 
     inputs: list[Tensor]
     slopes: list[Tensor]
 
 
 def layer_inputs(x: Tensor, layers: Sequence[Callable[[Tensor], Tensor]]) -> LayerInputs:
-    """Computes the input of each layer in `apply_layers` and the derivative of its SiLU, for the backward."""
+    """Computes the input of each layer of an MLP and the derivative of its SiLU, for the backward."""
     inputs, slopes = [x], []
     for layer in layers[:-1]:
         pre_activation = layer(inputs[-1])
@@ -67,7 +73,7 @@ def clip_scale(norm: Tensor, limit: Tensor) -> Tensor:
 
 
 class UpdateRule(NamedTuple):
-    """How the gradients that update the memory are computed.
+    """The form of the memory network, and how the gradients that update it are computed.
 
     error_clip: kappa of `gradient_factors`; None for the paper's plain loss.
     delta_rule: take the last layer's error at the weights before each token (`memory_delta_rule`), not at the chunk's
@@ -76,50 +82,55 @@ class UpdateRule(NamedTuple):
 
     error_clip: float | None
     delta_rule: bool = False
+    network: Network = "mlp"
 
 
-class GradientFactors(NamedTuple):
-    """The gradient of |M(k) - v|^2 (eq. 12) in every layer as one rank-one matrix per token, inputs[l] (x) deltas[l];
-    and the intermediate results that its own backward needs: lists with one entry per layer, or per hidden layer.
+class FactorsIntermediates(NamedTuple):
+    """The intermediate results that the backward of `gradient_factors` of an MLP needs: lists with one entry per layer,
+    or per hidden layer.
     """
 
-    inputs: list[Tensor]  # h (..., T, d_in)
-    deltas: list[Tensor]  # (..., T, d_out), clipped
     pre_activations: list[Tensor]  # z, hidden layers: the next layer's input is silu(z)
     sigmoids: list[Tensor]  # of z
     slopes: list[Tensor]  # silu'(z)
     grad_activations: list[Tensor]  # gradient of the loss with respect to silu(z)
     unclipped_deltas: list[Tensor]  # (..., T, d_out)
-    gradient_norms: list[Tensor]  # (..., T, 1), of the layers' gradients before clipping
-    gradient_scales: list[Tensor]  # (..., T, 1), the factors that clip them; empty without a clip
     error: Tensor  # M(k) - v, before clipping
     error_scale: Tensor | None  # (..., T, 1), the factor that clips it
 
 
-def gradient_factors(
-    keys: Tensor, values: Tensor, weights: Sequence[Tensor], error_clip: float | None
-) -> GradientFactors:
+class GradientFactors(NamedTuple):
+    """The gradient of |M(k) - v|^2 (eq. 12) in every layer as one rank-one matrix per token, inputs[l] (x) deltas[l];
+    lists with one entry per layer.
+    """
+
+    inputs: list[Tensor]  # h (..., T, d_in)
+    deltas: list[Tensor]  # (..., T, d_out), clipped
+    gradient_norms: list[Tensor]  # (..., T, 1), of the layers' gradients before clipping
+    gradient_scales: list[Tensor]  # (..., T, 1), the factors that clip them; empty without a clip
+    intermediates: FactorsIntermediates | None  # None in a residual network
+
+
+def gradient_factors(keys: Tensor, values: Tensor, weights: Sequence[Tensor], rule: UpdateRule) -> GradientFactors:
     """Computes the gradient of the memory's loss (eq. 12), factored: keys, values (..., T, D), weights (..., d_in,
     d_out).
 
-    With `error_clip` kappa, the error e = M(k) - v enters as e * min(1, kappa |v| / |e|), and the gradient of each
-    layer is clipped at 4 kappa |v|, twice the largest that a one-layer memory with a unit key can have: the weights
-    then grow at most linearly with the number of tokens, whatever the tokens are.
+    With the rule's `error_clip` kappa, the error e = M(k) - v enters as e * min(1, kappa |v| / |e|), and the gradient
+    of each layer is clipped at 4 kappa |v|, twice the largest that a one-layer memory with a unit key can have: the
+    weights then grow at most linearly with the number of tokens, whatever the tokens are.
     """
     # docs/log.md: "The inner loop blows up with the error clip alone" (4 kappa |v|)
+    limit = None if rule.error_clip is None else rule.error_clip * values.norm(dim=-1, keepdim=True)
+    if rule.network == "residual":
+        return _residual_gradient_factors(keys, values, weights, limit)
     inputs, pre_activations, sigmoids = [keys], [], []
     for weight in weights[:-1]:
         pre_activations.append(inputs[-1] @ weight)
         sigmoids.append(torch.sigmoid(pre_activations[-1]))
         inputs.append(pre_activations[-1] * sigmoids[-1])
     error = inputs[-1] @ weights[-1] - values
-    error_scale, scales = None, []
-    if error_clip is None:
-        unclipped = [2 * error]
-    else:
-        limit = error_clip * values.norm(dim=-1, keepdim=True)
-        error_scale = clip_scale(error.norm(dim=-1, keepdim=True), limit)
-        unclipped = [2 * error_scale * error]
+    error_scale = None if limit is None else clip_scale(error.norm(dim=-1, keepdim=True), limit)
+    unclipped = [2 * error if error_scale is None else 2 * error_scale * error]
     slopes = [_silu_slope(h, s) for h, s in zip(inputs[1:], sigmoids, strict=True)]
     grad_activations = []
     for weight, slope in zip(weights[:0:-1], slopes[::-1], strict=True):
@@ -127,12 +138,50 @@ def gradient_factors(
         unclipped.append(grad_activations[-1] * slope)
     grad_activations.reverse()
     unclipped.reverse()
-    deltas, norms = unclipped, [gradient_norm(x, d) for x, d in zip(inputs, unclipped, strict=True)]
-    if error_clip is not None:
-        scales = [clip_scale(norm, 4 * limit) for norm in norms]
-        deltas = [d * c for d, c in zip(unclipped, scales, strict=True)]
-    intermediates = (pre_activations, sigmoids, slopes, grad_activations, unclipped, norms, scales, error, error_scale)
-    return GradientFactors(inputs, deltas, *intermediates)
+    intermediates = FactorsIntermediates(
+        pre_activations, sigmoids, slopes, grad_activations, unclipped, error, error_scale
+    )
+    return _clip_factors(inputs, unclipped, limit, intermediates)
+
+
+def _residual_gradient_factors(
+    keys: Tensor, values: Tensor, weights: Sequence[Tensor], limit: Tensor | None
+) -> GradientFactors:
+    """Computes `gradient_factors` of M(k) = k + LN(z_L), z_L = W_L gelu(... gelu(W_1 k))."""
+    inputs, slopes = [keys], []
+    for weight in weights[:-1]:
+        z = inputs[-1] @ weight
+        inputs.append(gelu(z))
+        slopes.append(_gelu_slope(z))
+    z = inputs[-1] @ weights[-1]
+    variance, mean = torch.var_mean(z, dim=-1, correction=0, keepdim=True)
+    inverse = torch.rsqrt(variance + NORM_EPSILON)
+    normed = (z - mean) * inverse  # LN(z)
+    error = keys + normed - values
+    grad = 2 * error if limit is None else 2 * clip_scale(error.norm(dim=-1, keepdim=True), limit) * error
+    # LN'(z)^T g = (g - mean(g) - LN(z) mean(g LN(z))) / sqrt(var(z) + epsilon)
+    centred = grad - grad.mean(-1, keepdim=True) - normed * (grad * normed).mean(-1, keepdim=True)
+    deltas = [centred * inverse]
+    for weight, slope in zip(weights[:0:-1], slopes[::-1], strict=True):
+        deltas.insert(0, (deltas[0] @ weight.mT) * slope)
+    return _clip_factors(inputs, deltas, limit, None)
+
+
+def _gelu_slope(z: Tensor) -> Tensor:
+    """Computes gelu'(z) = Phi(z) + z phi(z), with the normal distribution's Phi and density phi."""
+    return torch.special.ndtr(z) + z * torch.exp(-z.square() / 2) * (2 * torch.pi) ** -0.5
+
+
+def _clip_factors(
+    inputs: list[Tensor], unclipped: list[Tensor], limit: Tensor | None, intermediates: FactorsIntermediates | None
+) -> GradientFactors:
+    """Clips the gradient of each layer at 4 `limit` (..., T, 1); None for no limit."""
+    norms = [gradient_norm(x, d) for x, d in zip(inputs, unclipped, strict=True)]
+    if limit is None:
+        return GradientFactors(inputs, unclipped, norms, [], intermediates)
+    scales = [clip_scale(norm, 4 * limit) for norm in norms]
+    deltas = [d * c for d, c in zip(unclipped, scales, strict=True)]
+    return GradientFactors(inputs, deltas, norms, scales, intermediates)
 
 
 def with_last_deltas(factors: GradientFactors, deltas: Tensor) -> GradientFactors:
@@ -171,29 +220,29 @@ def gradient_factors_backward(
     grad_deltas: list[Tensor],
 ) -> FactorsGradients:
     """Computes the gradients with respect to keys, values and weights from those with respect to the factors' inputs
-    and deltas, which are overwritten.
+    and deltas, which are overwritten. The network is an MLP.
     """
-    last = len(weights) - 1
+    last, kept = len(weights) - 1, factors.intermediates
     # 1. The clip of each layer's gradient. Its limit is a multiple of |v|: gradients with respect to its logarithm.
     grad_log_limits = []
     for i, scale in enumerate(factors.gradient_scales):
-        h, d = factors.inputs[i], factors.unclipped_deltas[i]
+        h, d = factors.inputs[i], kept.unclipped_deltas[i]
         grad_log_limits.append(_grad_log_limit(scale, grad_deltas[i], d))
         grad_inputs[i].addcmul_(h, -_divide_by_square(grad_log_limits[-1], h))
         grad_deltas[i].mul_(scale).addcmul_(d, -_divide_by_square(grad_log_limits[-1], d))
     # 2. delta_i = silu'(z_i) o (delta_{i+1} W_{i+1}^T), from the first layer to the last
     grad_slopes, grad_weights = [], []
     for i in range(last):
-        grad_slopes.append(grad_deltas[i] * factors.grad_activations[i])
-        grad_activation = grad_deltas[i].mul_(factors.slopes[i])
-        grad_weights.append(grad_activation.mT @ factors.unclipped_deltas[i + 1])  # (..., d_in, T) @ (..., T, d_out)
+        grad_slopes.append(grad_deltas[i] * kept.grad_activations[i])
+        grad_activation = grad_deltas[i].mul_(kept.slopes[i])
+        grad_weights.append(grad_activation.mT @ kept.unclipped_deltas[i + 1])  # (..., d_in, T) @ (..., T, d_out)
         grad_deltas[i + 1].baddbmm_(grad_activation, weights[i + 1])  # (..., T, d_in) @ (..., d_in, d_out)
     # 3. delta_L = 2 e, with the clip of e = M(k) - v
     grad_error = grad_deltas[last].mul_(2)
-    if factors.error_scale is not None:
-        grad_log_limits.append(_grad_log_limit(factors.error_scale, grad_error, factors.error))
-        clip_term = _divide_by_square(grad_log_limits[-1], factors.error)
-        grad_error.mul_(factors.error_scale).addcmul_(factors.error, -clip_term)
+    if kept.error_scale is not None:
+        grad_log_limits.append(_grad_log_limit(kept.error_scale, grad_error, kept.error))
+        clip_term = _divide_by_square(grad_log_limits[-1], kept.error)
+        grad_error.mul_(kept.error_scale).addcmul_(kept.error, -clip_term)
     grad_values = -grad_error
     if grad_log_limits:
         grad_values.addcmul_(values, _divide_by_square(sum(grad_log_limits), values))
@@ -202,7 +251,7 @@ def gradient_factors_backward(
     for i in reversed(range(len(weights))):
         if i < last:
             slope_term = _silu_curvature(factors, i).mul_(grad_slopes[i])
-            grad_output = slope_term.addcmul_(grad_inputs[i + 1], factors.slopes[i])
+            grad_output = slope_term.addcmul_(grad_inputs[i + 1], kept.slopes[i])
         if i > 0:
             grad_weights[i - 1].baddbmm_(factors.inputs[i].mT, grad_output)  # (..., d_in, T) @ (..., T, d_out)
         else:
@@ -213,7 +262,7 @@ def gradient_factors_backward(
 
 def _silu_curvature(factors: GradientFactors, i: int) -> Tensor:
     """Computes silu''(z) = s (1 - s) (2 + z - 2 silu(z)) of hidden layer i, s = sigmoid(z)."""
-    z, s, h = factors.pre_activations[i], factors.sigmoids[i], factors.inputs[i + 1]
+    z, s, h = factors.intermediates.pre_activations[i], factors.intermediates.sigmoids[i], factors.inputs[i + 1]
     return torch.sub(z, h, alpha=2).add_(2).mul_(torch.addcmul(s, s, s, value=-1))
 
 

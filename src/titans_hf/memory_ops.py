@@ -12,8 +12,14 @@ from torch import Tensor
 
 from .memory_chunk import CHUNK_FUNCTIONS, ChunkFunctions
 from .memory_delta_rule import single_token_delta
-from .memory_network import UpdateRule, gradient_factors, read, token_surprise, with_last_deltas
-from .memory_scan import ScanArguments, ScanOptions, scan_chunks, scan_chunks_differentiable
+from .memory_network import Network, UpdateRule, gradient_factors, read, token_surprise, with_last_deltas
+from .memory_scan import (
+    ScanArguments,
+    ScanOptions,
+    scan_chunks,
+    scan_chunks_by_autograd,
+    scan_chunks_differentiable,
+)
 from .memory_state import MemoryInputs, MemoryState, where_rows
 from .token_grid import TokenGrid
 
@@ -47,6 +53,7 @@ def memorize(
     chunk_size: int,
     error_clip: float | None,
     delta_rule: bool = False,
+    network: Network = "mlp",
     decay_target: tuple[Tensor, ...] = (),
     grid: TokenGrid | None = None,
 ) -> tuple[Tensor, MemoryState]:
@@ -54,12 +61,14 @@ def memorize(
 
     Args:
         queries, keys, values: (B, H, T, D), any floating dtype; all is computed in the state's dtype.
-        inner_lr (theta), log_momentum_decay (log eta), log_retain (log(1 - alpha)): (B, H, T); -inf is a gate of 0.
+        inner_lr (theta), log_momentum_decay (log eta), log_retain (log(1 - alpha)): (B, H, T), or (B, H, T, layers) for
+            each layer of the memory network; -inf is a gate of 0.
         state: the state before the first of these tokens; rows may be at different positions in their chunk.
         chunk_size: number of tokens whose gradients are taken at the same weights.
         error_clip: kappa of `memory_network.gradient_factors`; None for the paper's plain loss.
         delta_rule: take the last layer's error at the weights before each token (`memory_delta_rule`), not at the
-            chunk's start.
+            chunk's start; with an MLP only.
+        network: form of the memory network (`memory_network`).
         decay_target: weights (H, d_in, d_out) of each layer that forgetting decays to; empty for 0, as in eq. 13.
         grid: where given, the tokens are already on its slots (T = grid.num_slots), of a grid for a multiple of
             `chunk_size`.
@@ -68,18 +77,17 @@ def memorize(
     last token.
     """
     inputs = MemoryInputs(queries, keys, values, inner_lr, log_momentum_decay, log_retain)
-    options = dict(chunk_size=chunk_size, error_clip=error_clip, delta_rule=delta_rule)
-    output = memorize_with_surprise(inputs, state, **options, decay_target=decay_target, grid=grid)
+    rule = UpdateRule(error_clip, delta_rule, network)
+    output = memorize_with_surprise(inputs, state, rule, chunk_size=chunk_size, decay_target=decay_target, grid=grid)
     return output.retrieved, output.state
 
 
 def memorize_with_surprise(
     inputs: MemoryInputs,
     state: MemoryState,
+    rule: UpdateRule,
     *,
     chunk_size: int,
-    error_clip: float | None,
-    delta_rule: bool = False,
     decay_target: tuple[Tensor, ...] = (),
     grid: TokenGrid | None = None,
 ) -> MemorizeOutput:
@@ -89,7 +97,7 @@ def memorize_with_surprise(
     """
     dtype = state.weights[0].dtype
     inputs = inputs.map(lambda x: x.to(dtype))
-    num_tokens, rule = inputs.keys.shape[2], UpdateRule(error_clip, delta_rule)
+    num_tokens = inputs.keys.shape[2]
     if num_tokens == 1 and (grid is None or grid.is_single_token):
         return _memorize_token(inputs, state, decay_target, chunk_size, rule)
     if grid is not None:
@@ -101,21 +109,19 @@ def memorize_with_surprise(
     return MemorizeOutput(retrieved, surprise, output.state)
 
 
-def read_constant_memory(
-    inputs: MemoryInputs, state: MemoryState, *, error_clip: float | None, delta_rule: bool, grid: TokenGrid
-) -> MemorizeOutput:
+def read_constant_memory(inputs: MemoryInputs, state: MemoryState, rule: UpdateRule, grid: TokenGrid) -> MemorizeOutput:
     """Computes `memorize_with_surprise` for step sizes of 0 and no forgetting: reads without an update."""
     inputs = inputs.map(lambda x: x.to(state.weights[0].dtype))
     with torch.no_grad():
-        factors = gradient_factors(inputs.keys, inputs.values, state.weights, error_clip)
-        if delta_rule:
+        factors = gradient_factors(inputs.keys, inputs.values, state.weights, rule)
+        if rule.delta_rule:
             factors = with_last_deltas(
                 factors, single_token_delta(factors.inputs[-1], inputs.values, state.weights[-1])
             )
         surprise = token_surprise(factors)
     num_seen = state.num_seen + grid.row_ends - grid.row_starts
     after = MemoryState(state.weights, tuple(map(torch.zeros_like, state.momentum)), state.weights, num_seen)
-    return MemorizeOutput(read(state.weights, inputs.queries), surprise, after)
+    return MemorizeOutput(read(state.weights, inputs.queries, rule.network), surprise, after)
 
 
 def _memorize_token(
@@ -130,23 +136,26 @@ def _memorize_token(
     # docs/log.md: "Fewer passes over the state in a decoding step"
     at_chunk_start = partial(where_rows, state.num_seen % chunk_size == 0)
     anchor = tuple(map(at_chunk_start, state.weights, state.anchor))
-    factors = gradient_factors(inputs.keys, inputs.values, anchor, rule.error_clip)  # grad l(A; k, v), eq. 12, 16
+    factors = gradient_factors(inputs.keys, inputs.values, anchor, rule)  # grad l(A; k, v), eq. 12, 16
     if rule.delta_rule:  # grad l(M_{t-1}; k, v), eq. 10
         factors = with_last_deltas(factors, single_token_delta(factors.inputs[-1], inputs.values, state.weights[-1]))
-    theta, eta, retain = (
-        x[..., None] for x in (inputs.inner_lr, inputs.log_momentum_decay.exp(), inputs.log_retain.exp())
-    )
-    gradients = zip(state.momentum, factors.inputs, factors.deltas, strict=True)
+    gates = (inputs.inner_lr, inputs.log_momentum_decay.exp(), inputs.log_retain.exp())
+    if inputs.has_gates_per_layer:
+        theta, eta, retain = (x.split(1, dim=-1) for x in gates)  # of each layer, (B, H, 1, 1)
+    else:
+        theta, eta, retain = ((x[..., None],) * len(anchor) for x in gates)
+    gradients = zip(eta, state.momentum, theta, factors.inputs, factors.deltas, strict=True)
     # S_t = eta_t S_{t-1} - theta_t h (x) delta (eq. 10, 14)
-    momentum = tuple((eta * s).addcmul_(h.mT, theta * d, value=-1) for s, h, d in gradients)
+    momentum = tuple((eta * s).addcmul_(h.mT, theta * d, value=-1) for eta, s, theta, h, d in gradients)
     # M_t = (1 - alpha_t) M_{t-1} + alpha_t M_0 + S_t (eq. 13)
     if decay_target:
-        decayed = [torch.lerp(m, w, retain) for m, w in zip(decay_target, state.weights, strict=True)]
+        decayed = map(torch.lerp, decay_target, state.weights, retain)
     else:
-        decayed = [retain * w for w in state.weights]
+        decayed = [kept * w for kept, w in zip(retain, state.weights, strict=True)]
     weights = tuple(w.add_(s) for w, s in zip(decayed, momentum, strict=True))
     state = MemoryState(weights, momentum, anchor, state.num_seen + 1)
-    return MemorizeOutput(read(weights, inputs.queries), token_surprise(factors).detach(), state)  # y_t: eq. 15
+    retrieved = read(weights, inputs.queries, rule.network)  # y_t: eq. 15
+    return MemorizeOutput(retrieved, token_surprise(factors).detach(), state)
 
 
 def _memorize_grid(
@@ -161,7 +170,7 @@ def _memorize_grid(
     rows_and_heads = slots.inner_lr.shape[:2]
     chunk_starts = None
     if grid.filled is not None:
-        slots = slots._replace(filled=grid.filled[:, None].expand_as(slots.inner_lr))
+        slots = slots._replace(filled=grid.filled[:, None].expand(*rows_and_heads, -1))
         first = torch.arange(0, grid.num_slots, chunk_size, device=grid.filled.device)[:, None]
         starts = (grid.row_starts <= first) & (grid.row_ends > first)
         chunk_starts = starts.repeat_interleave(rows_and_heads[1], dim=1)
@@ -171,10 +180,12 @@ def _memorize_grid(
         MemoryState.from_flat(x.flatten(0, 1) for x in state.flat()),
         tuple(x.flatten(0, 1) for x in decay_target),
     )
+    by_hand = rule.network == "mlp" and not slots.has_gates_per_layer  # the backward
     compiling = torch.compiler.is_compiling()  # then the compiler makes the backward
-    options = ScanOptions(chunk_size, rule, chunk_starts, None if compiling else _compiled)
-    differentiated = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments.flat())
-    scan = scan_chunks_differentiable if differentiated and not compiling else scan_chunks
+    options = ScanOptions(chunk_size, rule, chunk_starts, _compiled if by_hand and not compiling else None)
+    scan = scan_chunks
+    if not compiling and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments.flat()):
+        scan = scan_chunks_differentiable if by_hand else scan_chunks_by_autograd
     output = scan(options, arguments)
     after = MemoryState.from_flat(x.unflatten(0, rows_and_heads) for x in output.state.flat())
     return MemorizeOutput(

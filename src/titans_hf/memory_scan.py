@@ -1,7 +1,8 @@
 """The scan over chunks: the state at the end of one is the state at the start of the next.
 
-For the backward, the scan keeps the state at every `CHECKPOINT_INTERVAL`-th chunk; the others, and everything within a
-chunk, are recomputed. Shapes: N batch and heads, T tokens, C tokens of a chunk; weights (N, d_in, d_out).
+For the backward, by hand or by autograd, the scan keeps the state at every `CHECKPOINT_INTERVAL`-th chunk; the others,
+and everything within a chunk, are recomputed. Shapes: N batch and heads, T tokens, C tokens of a chunk; weights (N,
+d_in, d_out).
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from .memory_chunk import CHUNK_FUNCTIONS, ChunkFunctions, ChunkIntermediates, end_of_chunk
 from .memory_network import UpdateRule
@@ -101,6 +103,22 @@ def scan_chunks_differentiable(options: ScanOptions, arguments: ScanArguments) -
     depth = len(arguments.state.weights)
     retrieved, surprise, *state = _ChunkScan.apply(options, depth, *arguments.flat())
     return ScanOutput(retrieved, surprise, MemoryState.from_flat(state))
+
+
+def scan_chunks_by_autograd(options: ScanOptions, arguments: ScanArguments) -> ScanOutput:
+    """Runs `scan_chunks` with a backward by autograd: for forms of the memory whose backward is not written by hand."""
+    # docs/log.md: "The residual network's backward"
+    state, outputs = arguments.state, []
+    groups = _split_inputs(arguments.inputs, CHECKPOINT_INTERVAL * options.chunk_size)
+    starts = [None] * len(groups)
+    if options.chunk_starts is not None:
+        starts = options.chunk_starts.split(CHECKPOINT_INTERVAL)
+    for inputs, chunk_starts in zip(groups, starts, strict=True):
+        part, group = options._replace(chunk_starts=chunk_starts), ScanArguments(inputs, state, arguments.decay_target)
+        outputs.append(checkpoint(scan_chunks, part, group, use_reentrant=False, preserve_rng_state=False))
+        state = outputs[-1].state
+    retrieved, surprise = (torch.cat([getattr(x, name) for x in outputs], dim=1) for name in ScanOutput._fields[:2])
+    return ScanOutput(retrieved, surprise, state)
 
 
 class _ChunkScan(torch.autograd.Function):

@@ -62,7 +62,8 @@ class MemoryInputs(NamedTuple):
     gradients with respect to them.
 
     queries, keys, values: (B, H, T, D). inner_lr (theta), log_momentum_decay (log eta), log_retain (log(1 - alpha)):
-    (B, H, T). filled: (B, H, T) bool, False at slots without a token; None if every slot holds one.
+    (B, H, T), or (B, H, T, L) with gates of their own for each layer of the memory network. filled: (B, H, T) bool,
+    False at slots without a token; None if every slot holds one.
     """
 
     queries: Tensor
@@ -72,6 +73,11 @@ class MemoryInputs(NamedTuple):
     log_momentum_decay: Tensor
     log_retain: Tensor
     filled: Tensor | None = None
+
+    @property
+    def has_gates_per_layer(self) -> bool:
+        """True if the gates have a dimension for the layers of the memory network."""
+        return self.inner_lr.dim() == self.keys.dim()
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> "MemoryInputs":
         """Applies `fn` to every tensor."""

@@ -107,6 +107,11 @@ def add_memory(y: Tensor, m: Tensor, norm: nn.Module) -> Tensor:
     return y * torch.sigmoid(norm(m)) + m
 
 
+def multiply_by_memory(y: Tensor, m: Tensor, norm_y: nn.Module, norm_m: nn.Module) -> Tensor:
+    """Computes norm(y) * sigmoid(norm(m)), y (x) M(x) in eq. 25 and 28, of (B, T, hidden): no `memory_residual`."""
+    return norm_y(y) * torch.sigmoid(norm_m(m))
+
+
 class LMMMixer(TitansMixer):
     """The memory alone (paper section 4.3, "memory without attention")."""
 
@@ -148,20 +153,17 @@ class MALMixer(TitansMixer):
 
 
 class MAGMixer(TitansMixer):
-    """Memory as a gate: attention and memory in parallel, mixed by a gate that is computed from both (eq. 26-28).
+    """Memory as a gate: attention and memory in parallel, the memory's output gates attention's (eq. 26-28).
 
-    With `memory_residual`, the memory's output gates attention's and is added.
+    With `memory_residual`, the memory's output is also added.
     """
 
     def __init__(self, config: TitansConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         size, eps = config.hidden_size, config.rms_norm_eps
         self.attention = WindowAttention(config, layer_idx)
+        self.attention_norm = None if config.memory_residual else nn.RMSNorm(size, eps=eps)
         self.memory_norm = nn.RMSNorm(size, eps=eps)
-        if config.memory_residual:
-            return
-        self.attention_norm = nn.RMSNorm(size, eps=eps)
-        self.gate_attention, self.gate_memory, self.gate_bias = (nn.Parameter(torch.empty(size)) for _ in range(3))
 
     def initial_kv_cache(self, memory_output):
         return self.attention.initial_kv_cache(self.persistent[None])
@@ -171,17 +173,12 @@ class MAGMixer(TitansMixer):
             hidden_states, state.memory, state.conv_state, grid
         )
         attended = self.attention(hidden_states, state.kv_cache, state.memory.num_seen, grid, at_start)  # eq. 27
-        output = self._combine(attended.hidden_states, m)
-        return SlotsOutput(output, attended.weights, LayerState(memory, conv_state, attended.kv_cache), [updates])
-
-    def _combine(self, y: Tensor, m: Tensor) -> Tensor:
-        """Combines the outputs of attention, y, and of the memory, m: (B, T, hidden)."""
+        output = attended.hidden_states
         if self.config.memory_residual:
-            return add_memory(y, m, self.memory_norm)
-        # o = y (x) M(x~), eq. 28, as a convex combination per channel
-        y, m = self.attention_norm(y), self.memory_norm(m)
-        gate = torch.sigmoid(self.gate_attention * y + self.gate_memory * m + self.gate_bias)
-        return gate * y + (1 - gate) * m
+            output = add_memory(output, m, self.memory_norm)
+        else:
+            output = multiply_by_memory(output, m, self.attention_norm, self.memory_norm)  # o = y (x) M(x~): eq. 28
+        return SlotsOutput(output, attended.weights, LayerState(memory, conv_state, attended.kv_cache), [updates])
 
 
 class MACMixer(TitansMixer):
@@ -248,7 +245,7 @@ class MACMixer(TitansMixer):
         if self.config.memory_residual:
             output = add_memory(attended, m, self.memory_norm)
         else:
-            output = self.attention_norm(y) * torch.sigmoid(self.memory_norm(m))  # o_t = y_t (x) M*_t(y_t): eq. 25
+            output = multiply_by_memory(y, m, self.attention_norm, self.memory_norm)  # o_t = y_t (x) M*_t(y_t): eq. 25
         # With one segment, the recorded tensor itself: the output has a gradient with respect to it.
         single = attentions[0] is None or len(attentions) == 1
         return SlotsOutput(output, attentions[0] if single else torch.cat(attentions, dim=2), state, updates)

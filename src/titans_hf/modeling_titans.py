@@ -24,7 +24,7 @@ from .input_checks import check_cache, check_config, check_inputs
 from .lora_targets import register_lora_targets
 from .memory_modules import OUTPUT_SCALE, ChannelConv, InitialWeights, OutputProjection, TokenGate
 from .memory_ops import compile_chunks
-from .mixers_titans import MIXERS, MAGMixer, TitansMixer
+from .mixers_titans import MIXERS, TitansMixer
 from .surprise_titans import SurpriseCollector, TitansCausalLMOutput, TitansModelOutput
 from .token_layout import DocumentArguments, TokenLayout
 
@@ -119,9 +119,6 @@ class TitansPreTrainedModel(PreTrainedModel):
             module.reset_parameters(init)
         elif isinstance(module, TitansMixer):
             init.normal_(module.persistent, std=std)
-            if isinstance(module, MAGMixer) and not self.config.memory_residual:
-                for vector in (module.gate_attention, module.gate_memory, module.gate_bias):
-                    init.zeros_(vector)
 
 
 class TitansModel(TitansPreTrainedModel):

@@ -13,7 +13,7 @@ from transformers.utils.generic import maybe_autocast
 from .configuration_titans import TitansConfig
 from .layer_state import LayerState
 from .memory_modules import EPSILON, ChannelConv, HeadNorm, InitialWeights, OutputProjection, TokenGate, l2_normalize
-from .memory_network import layer_shapes, read
+from .memory_network import UpdateRule, layer_shapes, read
 from .memory_ops import MemorizeOutput, memorize_with_surprise, read_constant_memory
 from .memory_state import MemoryInputs, MemoryState
 from .surprise_titans import MemoryUpdates
@@ -41,7 +41,9 @@ class MemoryOutput(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """theta, log eta and log(1 - alpha) of every token and head, (B, H, T) each."""
+    """theta, log eta and log(1 - alpha) of every token and head, (B, H, T) each, or of every layer of the memory
+    network, (B, H, T, layers).
+    """
 
     inner_lr: Tensor
     log_momentum_decay: Tensor
@@ -78,11 +80,15 @@ class NeuralMemory(nn.Module):
         # k_conv starts as a one-token delay: x_t is stored under the key of x_{t-1} and retrieved by its query.
         # docs/log.md: "Keys that are a token late at first"; a convolution each: "One convolution for q, k and v"
         self.q_conv, self.k_conv, self.v_conv = (self._convolution(initial_delay) for initial_delay in (0, 1, 0))
-        self.inner_lr = TokenGate(size, num_heads, initial_logit=0.0)  # theta
-        self.momentum = TokenGate(size, num_heads, initial_logit=0.0) if config.memory_momentum else None  # eta
-        self.forget = TokenGate(size, num_heads, initial_logit=-5.0) if config.memory_forget else None  # alpha
+        num_gates = num_heads * (config.memory_depth if config.memory_gates == "layer" else 1)
+        self.inner_lr = TokenGate(size, num_gates, initial_logit=0.0)  # theta
+        self.momentum = TokenGate(size, num_gates, initial_logit=0.0) if config.memory_momentum else None  # eta
+        self.forget = TokenGate(size, num_gates, initial_logit=-5.0) if config.memory_forget else None  # alpha
+        self.rule = UpdateRule(config.memory_error_clip, config.memory_update_rule == "delta", config.memory_network)
         shapes = layer_shapes(self.head_dim, config.memory_depth, config.memory_expansion)
-        self.initial_weights = InitialWeights(num_heads, shapes)
+        self.stable = config.memory_recurrence == "stable"
+        starts_as_zero = self.stable and config.memory_network == "mlp"  # LN has too large a gradient at 0
+        self.initial_weights = InitialWeights(num_heads, shapes, starts_as_zero)
         self.norm = HeadNorm(self.head_dim, config.memory_output_norm == "clip")
         self.gate_proj = nn.Linear(size, size, bias=False)
         self.o_proj = OutputProjection(size, size, bias=False)
@@ -137,11 +143,11 @@ class NeuralMemory(nn.Module):
         return MemoryOutput(output, update.state, update.conv_state, update.updates)
 
     def decay_target(self, state: MemoryState) -> tuple[Tensor, ...]:
-        """Returns M_0, the weights (H, d_in, d_out) that forgetting decays to, in the state's dtype; empty if nothing
-        is forgotten. With 0 as the target, a network of several layers would lose its gradient.
+        """Returns M_0, the weights (H, d_in, d_out) that forgetting decays to, in the state's dtype; empty for 0 (eq.
+        13 as stated) and if nothing is forgotten. With 0, a network of several layers would lose its gradient.
         """
         # docs/log.md: "Forgetting towards 0 kills a deep memory beyond the trained length"
-        return tuple(self.initial_weights(state.weights[0].dtype)) if self.forgets else ()
+        return tuple(self.initial_weights(state.weights[0].dtype)) if self.forgets and self.stable else ()
 
     def update(
         self,
@@ -155,27 +161,28 @@ class NeuralMemory(nn.Module):
         projected, conv_state = self._project_inputs(hidden_states, conv_state, grid)
         dtype = state.weights[0].dtype
         with maybe_autocast(hidden_states.device.type, enabled=False):
-            # Keys and queries are normalised as in the paper (section 4.4); values too, because the largest stable step
-            # of a hidden layer decreases with |v|^2: theta alone sets the size of an update. In the memory's dtype: the
-            # squares may exceed the range of float16.
-            # docs/log.md: "Values as long as they come: MAC diverges", "`normalize` in float16 with an epsilon of 0"
             gates = self._gates(hidden_states, dtype)
-            inputs = MemoryInputs(*l2_normalize(projected.to(dtype)), *gates)
+            inputs = MemoryInputs(*self._normalize(projected.to(dtype)), *gates)
             retrieved, surprise, state = self._memorize(inputs, state, grid, decay_target)
         return MemoryUpdate(retrieved, state, conv_state, MemoryUpdates(surprise, *gates))
+
+    def _normalize(self, projected: Tensor) -> Tensor:
+        """Normalises queries, keys and values (3, B, H, T, D), in the memory's dtype: the squares may exceed the range
+        of float16.
+        """
+        # Keys and queries as in the paper (section 4.4); values too, because the largest stable step of a hidden layer
+        # decreases with |v|^2: theta alone sets the size of an update.
+        # docs/log.md: "Values as long as they come: MAC diverges", "`normalize` in float16 with an epsilon of 0"
+        normed = l2_normalize(projected if self.stable else projected[:2])
+        return normed if self.stable else torch.cat([normed, projected[2:]])
 
     def _memorize(
         self, inputs: MemoryInputs, state: MemoryState, grid: TokenGrid, decay_target: tuple[Tensor, ...]
     ) -> MemorizeOutput:
-        options = {
-            "error_clip": self.config.memory_error_clip,
-            "delta_rule": self.config.memory_update_rule == "delta",
-            "grid": grid,
-        }
         if self.config.memory_max_lr == 0:
-            return read_constant_memory(inputs, state, **options)
-        chunk_size = self.config.memory_chunk_size
-        return memorize_with_surprise(inputs, state, chunk_size=chunk_size, decay_target=decay_target, **options)
+            return read_constant_memory(inputs, state, self.rule, grid)
+        options = {"chunk_size": self.config.memory_chunk_size, "decay_target": decay_target, "grid": grid}
+        return memorize_with_surprise(inputs, state, self.rule, **options)
 
     def project_output(self, hidden_states: Tensor, retrieved: Tensor) -> Tensor:
         """Computes W_o (norm(y) o silu(W_g x)) (section 4.4) from x (B, T, hidden) and what it retrieved, y
@@ -206,19 +213,28 @@ class NeuralMemory(nn.Module):
 
     def _gates(self, hidden_states: Tensor, dtype: torch.dtype) -> Gates:
         """Computes the data-dependent gates (paper section 3.1) of eq. 10 and 13."""
-        inner_lr = self.config.memory_max_lr * torch.sigmoid(self.inner_lr(hidden_states).to(dtype).mT)  # theta_t
+        logits = self._logits(self.inner_lr, hidden_states, dtype)
+        inner_lr = self.config.memory_max_lr * torch.sigmoid(logits)  # theta_t
         if self.momentum is None or self.config.memory_max_lr == 0:  # step size 0: earlier momentum must stop as well
             log_momentum_decay = torch.full_like(inner_lr, -torch.inf)  # eta_t = 0
         else:
-            momentum = self.momentum(hidden_states).to(dtype).mT
+            momentum = self._logits(self.momentum, hidden_states, dtype)
             log_momentum_decay = logsigmoid(momentum)  # log eta_t
-            # Times 1 - eta_t: a gradient's steps sum to theta_t whatever eta is, so that |S| <= max theta |gradient|.
-            # docs/log.md: "The inner loop blows up with the error clip alone"
-            inner_lr = inner_lr * torch.sigmoid(-momentum)
+            if self.stable:
+                # Times 1 - eta_t: a gradient's steps sum to theta_t whatever eta is: |S| <= max theta |gradient|.
+                # docs/log.md: "The inner loop blows up with the error clip alone"
+                inner_lr = inner_lr * torch.sigmoid(-momentum)
         if not self.forgets:
             return Gates(inner_lr, log_momentum_decay, torch.zeros_like(inner_lr))  # alpha_t = 0
-        log_retain = logsigmoid(-self.forget(hidden_states).to(dtype).mT)  # log(1 - alpha_t)
+        log_retain = logsigmoid(-self._logits(self.forget, hidden_states, dtype))  # log(1 - alpha_t)
         return Gates(inner_lr, log_momentum_decay, log_retain)
+
+    def _logits(self, gate: TokenGate, hidden_states: Tensor, dtype: torch.dtype) -> Tensor:
+        """Computes the logits of a gate, in the form of `Gates`."""
+        logits = gate(hidden_states).to(dtype)  # (B, T, H), or (B, T, H * layers)
+        if self.config.memory_gates == "head":
+            return logits.mT
+        return logits.unflatten(-1, (-1, self.config.memory_depth)).transpose(1, 2)
 
 
 class MemoryRecall(nn.Module):
@@ -228,6 +244,7 @@ class MemoryRecall(nn.Module):
         super().__init__()
         self.layer_idx = layer_idx
         self.head_dim = config.memory_head_dim
+        self.network = config.memory_network
         self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.norm = HeadNorm(self.head_dim, config.memory_output_norm == "clip")
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
@@ -240,6 +257,7 @@ class MemoryRecall(nn.Module):
     def forward(self, queries: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
         """Computes h (B, T, hidden) from queries (B, T, H, D) and the memory network's weights (B, H, d_in, d_out)."""
         with maybe_autocast(queries.device.type, enabled=False):
-            retrieved = read(weights, l2_normalize(queries.transpose(1, 2).to(weights[0].dtype)))  # M*(q): eq. 21
+            queries_in_dtype = l2_normalize(queries.transpose(1, 2).to(weights[0].dtype))
+            retrieved = read(weights, queries_in_dtype, self.network)  # M*(q): eq. 21
             retrieved = self.norm(retrieved.transpose(1, 2)).flatten(2)
         return self.output_norm(self.o_proj(retrieved.to(queries.dtype)))

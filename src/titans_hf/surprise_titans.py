@@ -12,7 +12,9 @@ from .token_grid import TokenGrid
 
 
 class MemoryUpdates(NamedTuple):
-    """Surprise and gates of the memory's updates with the tokens on the slots of a grid: (R, H, G) each."""
+    """Surprise and gates of the memory's updates with the tokens on the slots of a grid: (R, H, G) each, or gates
+    (R, H, G, layers) with `memory_gates="layer"`.
+    """
 
     surprise: Tensor
     inner_lr: Tensor
@@ -24,7 +26,8 @@ class MemoryUpdates(NamedTuple):
 class LayerSurprise:
     """The surprise and the gates of each token (B, H, T) in the memory of one layer, persistent tokens excluded.
 
-    The properties are computed when they are read; they carry no gradient and are 0 at padding.
+    The properties are computed when they are read; they carry no gradient and are 0 at padding. A gate that each layer
+    of the memory network has is the mean over those layers.
 
     parts: for each call, the updates (in MAC one per segment, in order) and the grid that its tokens are on.
     """
@@ -52,10 +55,11 @@ class LayerSurprise:
         return self._of_tokens(lambda updates: -updates.log_retain.expm1())
 
     def _of_tokens(self, quantity: Callable[[MemoryUpdates], Tensor]) -> Tensor:
-        """Gathers a quantity of the updates (R, H, G) for the tokens of all calls: (B, H, T)."""
+        """Gathers a quantity of the updates (R, H, G) or (R, H, G, layers) for the tokens of all calls: (B, H, T)."""
         calls = []
         for updates, grid in self.parts:
-            slots = torch.cat([quantity(x).detach() for x in updates], dim=-1)
+            parts = [quantity(x).detach() for x in updates]
+            slots = torch.cat([x if x.dim() == 3 else x.mean(-1) for x in parts], dim=-1)
             if grid.is_padding is not None:
                 slots = slots.masked_fill(grid.is_padding[:, None, None], 0)
             calls.append(grid.gather(slots.mT).mT)

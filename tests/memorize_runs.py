@@ -1,0 +1,61 @@
+"""Random inputs of `memorize` in float64, and its results with the gradients of all of them."""
+
+import torch
+
+from titans_hf.memory_network import layer_shapes
+from titans_hf.memory_state import MemoryState
+
+B, H, D, CHUNK = 3, 2, 4, 4
+TOLERANCE = 1e-10
+
+
+def make_state(depth: int, num_seen: list[int], scale: float = 0.7) -> MemoryState:
+    def layers():
+        return tuple(scale * torch.randn(B, H, *shape, dtype=torch.float64) for shape in layer_shapes(D, depth, 2))
+
+    return MemoryState(layers(), layers(), layers(), torch.tensor(num_seen))
+
+
+def make_decay_target(depth: int) -> tuple[torch.Tensor, ...]:
+    return tuple(0.3 * torch.randn(H, *shape, dtype=torch.float64) for shape in layer_shapes(D, depth, 2))
+
+
+def make_tokens(length: int, momentum: bool = True, forget: bool = True) -> list[torch.Tensor]:
+    queries, keys, values = (torch.randn(B, H, length, D, dtype=torch.float64) for _ in range(3))
+    inner_lr = 0.5 * torch.rand(B, H, length, dtype=torch.float64)
+    log_momentum_decay = torch.rand(B, H, length, dtype=torch.float64).log()
+    log_retain = torch.rand(B, H, length, dtype=torch.float64).log() / 4
+    if not momentum:
+        log_momentum_decay = torch.full_like(log_momentum_decay, -torch.inf)
+    if not forget:
+        log_retain = torch.zeros_like(log_retain)
+    normalize = torch.nn.functional.normalize
+    return [normalize(queries, dim=-1), normalize(keys, dim=-1), values, inner_lr, log_momentum_decay, log_retain]
+
+
+def run(fn, tokens, state, error_clip, decay_target=(), seed=0, **options):
+    """Returns outputs and state of `fn`, and the gradients of a random function of them with respect to all inputs."""
+    finite = [x.isfinite().all() for x in tokens]
+    tokens = [x.clone().requires_grad_(bool(ok)) for x, ok in zip(tokens, finite, strict=True)]
+    state = state.map(lambda x: x.clone().requires_grad_(x.is_floating_point()))
+    decay_target = tuple(x.clone().requires_grad_() for x in decay_target)
+    options |= dict(chunk_size=CHUNK, error_clip=error_clip, decay_target=decay_target)
+    retrieved, after = fn(*tokens, state, **options)
+    outputs = [retrieved, *after.weights, *after.momentum]
+    generator = torch.Generator().manual_seed(seed)
+    loss = sum((x * torch.randn(x.shape, generator=generator, dtype=x.dtype)).sum() for x in outputs)
+    inputs = [x for x in tokens if x.requires_grad] + [*state.weights, *state.momentum, *state.anchor, *decay_target]
+    gradients = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+    return [*outputs, *after.anchor, after.num_seen], gradients
+
+
+def assert_same(ours, theirs):
+    for group_a, group_b in zip(ours, theirs, strict=True):
+        for a, b in zip(group_a, group_b, strict=True):
+            torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def per_layer(tokens: list[torch.Tensor], depth: int) -> list[torch.Tensor]:
+    """Draws gates for each of `depth` layers: (B, H, T) -> (B, H, T, depth)."""
+    drawn = [make_tokens(tokens[3].shape[2]) for _ in range(depth)]
+    return tokens[:3] + [torch.stack([x[gate] for x in drawn], -1) for gate in (3, 4, 5)]

@@ -1,0 +1,61 @@
+"""Forms of the memory whose backward is autograd's, against the autograd token loop, in float64."""
+
+import pytest
+import torch
+from memorize_runs import CHUNK, assert_same, make_decay_target, make_state, make_tokens, per_layer, run
+
+from titans_hf.memory_ops import memorize
+from titans_hf.memory_reference import memorize_reference
+from titans_hf.memory_scan import CHECKPOINT_INTERVAL
+
+
+@pytest.mark.parametrize("length", [1, 3, 13, 22])  # 22: more chunks than a checkpoint interval
+@pytest.mark.parametrize("num_seen", [[0, 0, 0], [5, 0, 3]], ids=["start", "out-of-step"])
+@pytest.mark.parametrize("error_clip,gates", [(None, "head"), (1.0, "head"), (None, "layer")])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_residual_network_equals_reference(depth, gates, error_clip, num_seen, length):
+    """M(x) = x + LN(MLP(x)) and its update equal the token loop with every gradient: otherwise the form of the paper's
+    second version would be another network.
+    """
+    torch.manual_seed(length)
+    state, tokens = make_state(depth, num_seen), make_tokens(length)
+    tokens = per_layer(tokens, depth) if gates == "layer" else tokens
+    tokens[3] = 0.1 * tokens[3]
+    for decay_target in ((), make_decay_target(depth)):
+        options = dict(error_clip=error_clip, decay_target=decay_target, network="residual")
+        assert_same(run(memorize, tokens, state, **options), run(memorize_reference, tokens, state, **options))
+
+
+@pytest.mark.parametrize("length", [1, 3, 13, 22])
+@pytest.mark.parametrize("num_seen", [[0, 0, 0], [5, 0, 3]], ids=["start", "out-of-step"])
+@pytest.mark.parametrize("delta_rule", [False, True])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_gates_per_layer_equal_reference(depth, delta_rule, num_seen, length):
+    """An MLP whose layers have gates of their own equals the token loop with every gradient: otherwise a layer would be
+    updated by the gates of another.
+    """
+    torch.manual_seed(length)
+    state, tokens = make_state(depth, num_seen), per_layer(make_tokens(length), depth)
+    for decay_target in ((), make_decay_target(depth)):
+        options = dict(error_clip=1.0, decay_target=decay_target, delta_rule=delta_rule)
+        assert_same(run(memorize, tokens, state, **options), run(memorize_reference, tokens, state, **options))
+
+
+def test_gates_per_layer_that_are_equal_are_those_of_the_head():
+    """Equal gates in every layer give what gates per head give: otherwise both forms could not be compared."""
+    torch.manual_seed(0)
+    state, tokens = make_state(3, [5, 0, 3]), make_tokens(13)
+    layers = tokens[:3] + [x[..., None].expand(*x.shape, 3) for x in tokens[3:]]
+    assert_same(run(memorize, layers, state, 1.0)[:1], run(memorize, tokens, state, 1.0)[:1])
+
+
+def test_training_by_autograd_keeps_the_states_that_some_chunks_start_with():
+    """Where autograd makes the backward, training stores the inputs twice and the state of every CHECKPOINT_INTERVAL-th
+    chunk: otherwise memory would grow with every chunk.
+    """
+    state, tokens = make_state(2, [0, 0, 0]), [x.requires_grad_() for x in make_tokens(10 * CHUNK)]
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.data_ptr(), x), lambda x: x):
+        memorize(*tokens, state, chunk_size=CHUNK, error_clip=1.0, network="residual")
+    of_states = -(-10 // CHECKPOINT_INTERVAL) * sum(x.numel() for x in state.flat())
+    assert sum(x.numel() for x in kept.values()) < of_states + 3 * sum(x.numel() for x in tokens)
