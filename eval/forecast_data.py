@@ -43,13 +43,16 @@ class Windows(torch.utils.data.Dataset):
         return max(0, self.number)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Returns past_values (look_back, C) and future_values (horizon, C)."""
+        """Returns past_values (look_back, C), future_values (horizon, C) and cycle_position, the row of the first value
+        as a scalar: of values at equal steps, it gives the place in a cycle of any length.
+        """
         if not 0 <= index < len(self):
             raise IndexError(index)
         now = self.first_forecast + index
         return {
             "past_values": self.values[now - self.look_back : now],
             "future_values": self.values[now : now + self.horizon],
+            "cycle_position": torch.tensor(now - self.look_back),
         }
 
 

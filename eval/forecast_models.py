@@ -1,48 +1,69 @@
 """Models that forecast time series: Titans, PatchTST of transformers, and linear ones of a few lines."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PatchTSTConfig, PatchTSTForPrediction
 
 from titans_hf import TitansForTimeSeriesPrediction, TitansTimeSeriesConfig
+from titans_hf.time_series_titans import LOSSES, LearnedCycle
 
 NAMES = ("titans", "titans-stopped", "patchtst", "rlinear", "dlinear", "repeat-last")
 EPSILON = 1e-5
 
 
+class ForecastTask(NamedTuple):
+    """What every model gets: the numbers of channels, of values to read and to forecast, the length of a learned cycle
+    (0 for none), and the loss, `"mse"` or `"mae"`.
+    """
+
+    num_channels: int
+    look_back: int
+    horizon: int
+    cycle_length: int = 0
+    loss: str = "mse"
+
+
 class Forecaster(nn.Module):
-    """A model without a configuration, called like those of transformers; `forecast` is its function."""
+    """A baseline, called like `TitansForTimeSeriesPrediction`, with its learned cycle; `forecast` is its function."""
+
+    def __init__(self, task: ForecastTask):
+        super().__init__()
+        self.task = task
+        self.cycle = LearnedCycle(task.cycle_length, task.num_channels) if task.cycle_length else None
 
     def forecast(self, past_values: Tensor) -> Tensor:
         """Forecasts (B, horizon, C) from past_values (B, look_back, C)."""
         raise NotImplementedError
 
-    def forward(self, past_values: Tensor, future_values: Tensor | None = None) -> dict[str, Tensor]:
-        """Returns `prediction_outputs` and, where the future is given, `loss`, the mean squared error."""
-        forecast = self.forecast(past_values)
-        loss = {} if future_values is None else {"loss": nn.functional.mse_loss(forecast, future_values)}
+    def forward(
+        self, past_values: Tensor, future_values: Tensor | None = None, cycle_position: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Returns `prediction_outputs` and, where the future is given, `loss`."""
+        if self.cycle is None:
+            forecast = self.forecast(past_values)
+        else:
+            look_back = self.task.look_back
+            cycle = self.cycle(cycle_position, look_back + self.task.horizon)
+            forecast = self.forecast(past_values - cycle[:, :look_back]) + cycle[:, look_back:]
+        loss = {} if future_values is None else {"loss": LOSSES[self.task.loss](forecast, future_values)}
         return loss | {"prediction_outputs": forecast}
 
 
 class RepeatLast(Forecaster):
     """Forecasts the last value."""
 
-    def __init__(self, look_back: int, horizon: int):
-        super().__init__()
-        self.horizon = horizon
-
     def forecast(self, past_values):
-        return past_values[:, -1:].expand(-1, self.horizon, -1)
+        return past_values[:, -1:].expand(-1, self.task.horizon, -1)
 
 
 class RLinear(Forecaster):
     """One linear map for all channels, of values normalised by the window's mean and standard deviation."""
 
-    def __init__(self, look_back: int, horizon: int):
-        super().__init__()
-        self.linear = nn.Linear(look_back, horizon)
+    def __init__(self, task: ForecastTask):
+        super().__init__(task)
+        self.linear = nn.Linear(task.look_back, task.horizon)
 
     def forecast(self, past_values):
         mean = past_values.mean(1, keepdim=True)
@@ -55,11 +76,11 @@ class DLinear(Forecaster):
 
     KERNEL = 25
 
-    def __init__(self, look_back: int, horizon: int):
-        super().__init__()
-        self.trend, self.rest = nn.Linear(look_back, horizon), nn.Linear(look_back, horizon)
+    def __init__(self, task: ForecastTask):
+        super().__init__(task)
+        self.trend, self.rest = (nn.Linear(task.look_back, task.horizon) for _ in range(2))
         for linear in (self.trend, self.rest):  # a mean at first
-            nn.init.constant_(linear.weight, 1 / look_back)
+            nn.init.constant_(linear.weight, 1 / task.look_back)
 
     def forecast(self, past_values):
         x = past_values.mT
@@ -67,40 +88,55 @@ class DLinear(Forecaster):
         return (self.trend(trend) + self.rest(x - trend)).mT
 
 
-SIMPLE = {"rlinear": RLinear, "dlinear": DLinear, "repeat-last": RepeatLast}
-# As published for ETTh1 and ETTh2: 3 layers of width 16, dropout 0.3, and patches of 16 in steps of 8 (below).
-PATCHTST = dict(
-    num_hidden_layers=3,
-    d_model=16,
-    num_attention_heads=4,
-    ffn_dim=128,
-    positional_dropout=0.3,
-    path_dropout=0.3,
-    ff_dropout=0.3,
-    attention_dropout=0.0,
-    pooling_type=None,
-    scaling="std",
-)
+class PatchTST(Forecaster):
+    """PatchTST of transformers as published for ETTh1 and ETTh2: patches of 16 in steps of 8, 3 layers of width 16."""
+
+    SETTINGS = dict(
+        num_hidden_layers=3,
+        d_model=16,
+        num_attention_heads=4,
+        ffn_dim=128,
+        positional_dropout=0.3,
+        path_dropout=0.3,
+        ff_dropout=0.3,
+        attention_dropout=0.0,
+        pooling_type=None,
+        scaling="std",
+    )
+
+    def __init__(self, task: ForecastTask):
+        super().__init__(task)
+        patch = min(16, task.look_back // 2)
+        lengths = {"context_length": task.look_back, "patch_length": patch, "patch_stride": max(1, patch // 2)}
+        lengths["prediction_length"] = task.horizon
+        config = PatchTSTConfig(num_input_channels=task.num_channels, **lengths, **self.SETTINGS)
+        self.model = PatchTSTForPrediction(config)
+
+    def forecast(self, past_values):
+        return self.model(past_values=past_values).prediction_outputs
 
 
-def build_model(name: str, num_channels: int, look_back: int, horizon: int, settings: dict[str, Any]) -> nn.Module:
+BASELINES = {"patchtst": PatchTST, "rlinear": RLinear, "dlinear": DLinear, "repeat-last": RepeatLast}
+
+
+def build_model(name: str, task: ForecastTask, settings: dict[str, Any]) -> nn.Module:
     """Builds a model with random weights; `settings` are fields of a Titans' configuration.
 
     Raises ValueError, or huggingface_hub's `StrictDataclassError`, for a setting that is not possible.
     """
-    if name in SIMPLE:
-        return SIMPLE[name](look_back, horizon)
-    if name == "patchtst":
-        patch = min(16, look_back // 2)
-        lengths = {"context_length": look_back, "patch_length": patch, "patch_stride": max(1, patch // 2)}
-        lengths["prediction_length"] = horizon
-        return PatchTSTForPrediction(PatchTSTConfig(num_input_channels=num_channels, **lengths, **PATCHTST))
+    if name in BASELINES:
+        return BASELINES[name](task)
     unknown = settings.keys() - TitansTimeSeriesConfig().to_dict().keys()
     if unknown:
         raise ValueError(f"--set {', '.join(sorted(unknown))}: no field of TitansTimeSeriesConfig")
+    of_task = dict(prediction_length=task.horizon, cycle_length=task.cycle_length, loss=task.loss)
+    of_task["num_input_channels"] = task.num_channels
+    given = settings.keys() & of_task.keys()
+    if given:
+        raise ValueError(f"--set {', '.join(sorted(given))}: set by the command for all models")
     stopped = {"memory_max_lr": 0} if name == "titans-stopped" else {}
-    fields = {"context_length": look_back} | settings | stopped
-    return TitansForTimeSeriesPrediction(TitansTimeSeriesConfig(prediction_length=horizon, **fields))
+    fields = {"context_length": task.look_back} | settings | stopped | of_task
+    return TitansForTimeSeriesPrediction(TitansTimeSeriesConfig(**fields))
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -109,6 +145,6 @@ def count_parameters(model: nn.Module) -> int:
 
 
 @torch.inference_mode()
-def forecasts(model: nn.Module, past_values: Tensor) -> Tensor:
+def forecasts(model: nn.Module, past_values: Tensor, cycle_position: Tensor) -> Tensor:
     """Returns the forecast (B, horizon, C) of any of the models."""
-    return model(past_values=past_values)["prediction_outputs"]
+    return model(past_values=past_values, cycle_position=cycle_position)["prediction_outputs"]

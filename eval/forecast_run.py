@@ -13,10 +13,11 @@ from torch import nn
 from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainingArguments, set_seed
 
 from titans_hf_eval.forecast_data import Series, Splits, Windows, make_splits
-from titans_hf_eval.forecast_models import build_model, count_parameters, forecasts
+from titans_hf_eval.forecast_models import ForecastTask, build_model, count_parameters, forecasts
 from titans_hf_scripts.shared.git_commit import describe_commit
 
 DECIMALS = 5
+INPUTS = ("past_values", "cycle_position")
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Run:
     settings: dict[str, Any]
     look_back: int
     horizon: int
+    cycle_length: int
+    loss: str
     seed: int
     split: list[float]
     learning_rate: float
@@ -43,6 +46,11 @@ class Run:
     def name(self) -> str:
         """Names the run's file, without suffix."""
         return f"{self.data}-{self.look_back}-{self.horizon}-{self.row}-seed{self.seed}"
+
+    def build_model(self, num_channels: int) -> nn.Module:
+        """Builds the run's model with random weights; raises ValueError for settings that are not possible."""
+        task = ForecastTask(num_channels, self.look_back, self.horizon, self.cycle_length, self.loss)
+        return build_model(self.model, task, self.settings)
 
 
 class Scores(NamedTuple):
@@ -57,7 +65,7 @@ def score(model: nn.Module, windows: Windows, batch_size: int, device: torch.dev
     model.eval()
     squared = absolute = count = 0.0
     for batch in torch.utils.data.DataLoader(windows, batch_size):
-        forecast = forecasts(model, batch["past_values"].to(device)).cpu()
+        forecast = forecasts(model, *(batch[name].to(device) for name in INPUTS)).cpu()
         error = (forecast - batch["future_values"]).double()
         squared, absolute = squared + error.square().sum().item(), absolute + error.abs().sum().item()
         count += error.numel()
@@ -67,7 +75,7 @@ def score(model: nn.Module, windows: Windows, batch_size: int, device: torch.dev
 def example(model: nn.Module, windows: Windows, device: torch.device | str) -> dict[str, list[float]]:
     """Forecasts the last channel of the window in the middle: what was measured before and after, and the forecast."""
     window = windows[len(windows) // 2]
-    forecast = forecasts(model, window["past_values"][None].to(device))[0].cpu()
+    forecast = forecasts(model, *(window[name][None].to(device) for name in INPUTS))[0].cpu()
     before = window["past_values"][-windows.horizon :]
     parts = {"before": before, "after": window["future_values"], "forecast": forecast}
     return {name: [round(x, 2) for x in part[:, -1].tolist()] for name, part in parts.items()}
@@ -122,7 +130,7 @@ def make_run(run: Run, series: Series, output: Path) -> dict[str, Any]:
     start = time.time()
     splits = make_splits(series, run.split, run.look_back, run.horizon)
     set_seed(run.seed)
-    model = build_model(run.model, len(series.names), run.look_back, run.horizon, run.settings)
+    model = run.build_model(len(series.names))
     parameters, best_step, device = count_parameters(model), 0, torch.device("cpu")
     if parameters:
         best_step, device = train(model, run, splits)

@@ -14,14 +14,16 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
+from titans_hf.time_series_titans import LOSSES
 from titans_hf_eval.forecast_data import Series, make_splits, read_series
-from titans_hf_eval.forecast_models import NAMES, build_model
+from titans_hf_eval.forecast_models import NAMES
 from titans_hf_eval.forecast_run import Run, make_run
 from titans_hf_eval.forecast_tables import write_report
 from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.compared_models import parse_settings
 from titans_hf_scripts.shared.finished_runs import is_finished
 
+SHARED = ("learning_rate", "split", "cycle_length", "loss")
 POSITIVE = ("look_back", "batch_size", "max_steps", "eval_steps", "patience")
 
 
@@ -43,6 +45,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="fields of the Titans' config")
     parser.add_argument("--label", default="titans", help="name of the Titans with these settings in files and tables")
+    parser.add_argument("--cycle_length", type=int, default=0, help="values of a cycle that each model learns; 0: none")
+    parser.add_argument("--loss", choices=LOSSES, default="mse", help="squared or absolute error, of all models")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--batch_size", type=int, default=32, help="windows, each with all channels")
@@ -53,6 +57,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def name_changes(args: argparse.Namespace) -> str:
+    """Names the cycle and the loss that all models of the command have, where they are not the published ones."""
+    cycle = f"-cycle{args.cycle_length}" if args.cycle_length else ""
+    return cycle + (f"-{args.loss}" if args.loss != "mse" else "")
+
+
 def make_runs(args: argparse.Namespace, series: dict[str, Series]) -> list[Run]:
     """Makes the runs of the command, each checked; raises ValueError for what a run cannot be made with."""
     for name in POSITIVE:
@@ -60,19 +70,21 @@ def make_runs(args: argparse.Namespace, series: dict[str, Series]) -> list[Run]:
             raise ValueError(f"--{name} must be at least 1, but is {getattr(args, name)}")
     if min(args.horizons) < 1:
         raise ValueError(f"--horizons must be at least 1, but has {min(args.horizons)}")
+    if args.cycle_length < 0:
+        raise ValueError(f"--cycle_length must be at least 0, but is {args.cycle_length}")
     settings = parse_settings(args.set)
     if not re.fullmatch(r"[\w.-]+", args.label) or (settings and args.label == "titans"):
         raise ValueError(f"--label {args.label!r}: --set needs a name of its own, of letters, digits, '.', '_' and '-'")
-    shared = {name: getattr(args, name) for name in ("learning_rate", "split", *POSITIVE)}
+    shared = {name: getattr(args, name) for name in SHARED + POSITIVE}
     runs = []
     for data, horizon, model, seed in product(series, args.horizons, args.models, args.seeds):
         titans = model.startswith("titans")
-        row = model.replace("titans", args.label) if titans else model
+        row = model.replace("titans", args.label) + name_changes(args)
         own = {"data": data, "row": row, "model": model, "settings": settings if titans else {}}
         runs.append(Run(**own, horizon=horizon, seed=seed, **shared))
     for run in {(run.data, run.horizon, run.model): run for run in runs}.values():
         make_splits(series[run.data], run.split, run.look_back, run.horizon)
-        build_model(run.model, len(series[run.data].names), run.look_back, run.horizon, run.settings)
+        run.build_model(len(series[run.data].names))
     return runs
 
 

@@ -10,7 +10,7 @@ from series_files import write_series
 
 from titans_hf_eval import forecast_tables, forecasting
 from titans_hf_eval.forecast_data import Windows, make_splits, read_series, rows_of_parts
-from titans_hf_eval.forecast_models import DLinear, RepeatLast, RLinear, build_model
+from titans_hf_eval.forecast_models import BASELINES, DLinear, ForecastTask, RepeatLast, RLinear, build_model
 from titans_hf_eval.forecast_run import Scores, score
 
 TINY = ["patch_length=4", "hidden_size=8", "num_attention_heads=2", "intermediate_size=8", "num_hidden_layers=1"]
@@ -43,10 +43,10 @@ def test_windows_by_hand():
     part needs its own look-back. If it failed, test values would be trained on, or some never tested.
     """
     values = torch.arange(10.0)[:, None]
-    windows = [{name: x[:, 0].tolist() for name, x in w.items()} for w in Windows(values, range(4, 10), 3, 2)]
+    windows = [{name: x.flatten().tolist() for name, x in w.items()} for w in Windows(values, range(4, 10), 3, 2)]
     assert len(windows) == 5
-    assert windows[0] == {"past_values": [1, 2, 3], "future_values": [4, 5]}
-    assert windows[-1] == {"past_values": [5, 6, 7], "future_values": [8, 9]}
+    assert windows[0] == {"past_values": [1, 2, 3], "future_values": [4, 5], "cycle_position": [1]}
+    assert windows[-1] == {"past_values": [5, 6, 7], "future_values": [8, 9], "cycle_position": [5]}
     first = Windows(values, range(0, 6), 3, 2)
     assert len(first) == 2 and first[1]["future_values"][:, 0].tolist() == [4, 5]
     assert len(Windows(values, range(0, 4), 3, 2)) == 0
@@ -75,7 +75,7 @@ def test_errors_by_hand(batch_size):
     windows = Windows(values, range(1, 5), 1, 2)
     errors = [1, 4, 3, 8, 5, 12]
     expected = Scores(sum(e * e for e in errors) / 6, sum(errors) / 6)
-    assert score(RepeatLast(1, 2), windows, batch_size) == pytest.approx(expected)
+    assert score(RepeatLast(ForecastTask(1, 1, 2)), windows, batch_size) == pytest.approx(expected)
 
 
 def test_linear_baselines():
@@ -83,12 +83,12 @@ def test_linear_baselines():
     failed, the baselines would be others than named.
     """
     past = torch.randn(4, 30, 3)
-    model = RLinear(30, 5)
+    model = RLinear(ForecastTask(3, 30, 5))
     with torch.no_grad():
         model.linear.weight.zero_()[:, -1] = 1
         model.linear.bias.zero_()
         torch.testing.assert_close(model.forecast(past), past[:, -1:].expand(-1, 5, -1))
-        constant = DLinear(30, 5)
+        constant = DLinear(ForecastTask(2, 30, 5))
         for linear in (constant.trend, constant.rest):
             linear.bias.zero_()
         torch.testing.assert_close(constant.forecast(torch.full((1, 30, 2), 7.0)), torch.full((1, 5, 2), 7.0))
@@ -98,7 +98,7 @@ def test_dlinear_sees_every_phase():
     """DLinear with one linear map for both parts is that map: trend and rest sum to the input. If it failed, a part of
     the input would be lost.
     """
-    past, model = torch.randn(4, 30, 3), DLinear(30, 5)
+    past, model = torch.randn(4, 30, 3), DLinear(ForecastTask(3, 30, 5))
     model.rest = model.trend
     with torch.no_grad():
         model.trend.weight.normal_()
@@ -108,10 +108,38 @@ def test_dlinear_sees_every_phase():
 
 def test_the_stopped_model_is_the_same_but_for_its_memory():
     """`titans-stopped` has the settings of `titans` and steps of 0. If it failed, it would be no control."""
-    models = [build_model(name, 2, 8, 2, {"patch_length": 4}) for name in ("titans", "titans-stopped")]
+    models = [build_model(name, ForecastTask(2, 8, 2), {"patch_length": 4}) for name in ("titans", "titans-stopped")]
     configs = [model.config.to_dict() for model in models]
     assert configs[0].pop("memory_max_lr") > 0 and configs[1].pop("memory_max_lr") == 0
     assert configs[0] == configs[1]
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_baselines_have_the_cycle_and_the_loss(name):
+    """With a cycle, a baseline forecasts the values less their cycle and adds that of what follows; its loss is the
+    absolute error if asked. If it failed, Titans would be compared with models that were given less.
+    """
+    past, future, position = torch.randn(2, 30, 3), torch.randn(2, 5, 3), torch.tensor([3, 12])
+    model = build_model(name, ForecastTask(3, 30, 5, cycle_length=7, loss="mae"), {}).eval()
+    weight = torch.nn.init.normal_(model.cycle.weight)
+    cycle = torch.stack([weight[[(p + t) % 7 for t in range(35)]] for p in position.tolist()])
+    with torch.no_grad():
+        output = model(past, future, position)
+        expected = model.forecast(past - cycle[:, :30]) + cycle[:, 30:]
+    torch.testing.assert_close(output["prediction_outputs"], expected)
+    torch.testing.assert_close(output["loss"], (expected - future).abs().mean())
+
+
+def test_titans_have_the_cycle_and_the_loss(csv):
+    """The cycle and the loss of the command are in the Titans' configuration and in the name of the row. If it failed,
+    rows of different trainings would stand under one name.
+    """
+    config = build_model("titans", ForecastTask(3, 32, 5, cycle_length=7, loss="mae"), {}).config
+    assert (config.cycle_length, config.num_input_channels, config.loss) == (7, 3, "mae")
+    options = ["--models", "titans-stopped", "rlinear", "--horizons", "2", "--cycle_length", "7", "--loss", "mae"]
+    args = forecasting.parse_args(command(csv, *options, "--set", *TINY, "--label", "tiny"))
+    rows = [run.row for run in forecasting.make_runs(args, {"waves": read_series(csv)})]
+    assert rows == ["tiny-stopped-cycle7-mae", "rlinear-cycle7-mae"]
 
 
 def test_runs_go_on_and_are_reported(csv, capsys):
@@ -193,6 +221,8 @@ def test_means_over_horizons_and_seeds(tmp_path):
         (["--set", "patch_length=4"], "--set needs a name of its own"),
         (["--set", "patch_length=3", "--label", "x"], "`context_length` .8. must be a multiple of `patch_length` .3."),
         (["--set", "patch_len=4", "--label", "x"], "--set patch_len: no field"),
+        (["--set", "loss=mae", "--label", "x"], "--set loss: set by the command"),
+        (["--cycle_length", "-1"], "--cycle_length must be at least 0, but is -1"),
         (["--set", "patch_length", "--label", "x"], "a setting must be NAME=VALUE"),
         (["--label", "a/b"], "--label 'a/b'"),
     ],

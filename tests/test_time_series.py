@@ -8,44 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import VARIANTS, assert_same, assert_same_cache, redraw
+from common import VARIANTS, assert_same, assert_same_cache
 from huggingface_hub.errors import StrictDataclassError
+from time_series_models import SIZES, make_model, make_values, read
 from transformers import AutoConfig, AutoModelForTimeSeriesPrediction, Trainer, TrainingArguments
 
 import titans_hf
 from titans_hf import TitansForTimeSeriesPrediction, TitansTimeSeriesConfig
-
-SIZES = dict(
-    context_length=20,
-    patch_length=4,
-    prediction_length=10,
-    hidden_size=16,
-    intermediate_size=24,
-    sliding_window=4,
-    segment_length=4,
-    memory_chunk_size=2,
-)
-
-
-def make_model(variant: str = "lmm", dtype=torch.float64, **changes) -> TitansForTimeSeriesPrediction:
-    config = TitansTimeSeriesConfig(**{**SIZES, "variant": variant, **changes})
-    return redraw(TitansForTimeSeriesPrediction(config).to(dtype).eval())
-
-
-def make_values(series: int = 2, length: int = 60, channels: int = 3, seed: int = 0, dtype=torch.float64):
-    """Random walks (series, length, channels): their mean and deviation change from patch to patch."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(series, length, channels, generator=generator, dtype=torch.float64).cumsum(1).to(dtype)
-
-
-@torch.no_grad()
-def read(model, values, sizes):
-    """Returns the output after each piece of the given sizes."""
-    outputs, state = [], None
-    for piece in values.split(sizes, dim=1):
-        outputs.append(model(past_values=piece, state=state, use_cache=True))
-        state = outputs[-1].state
-    return outputs
 
 
 @pytest.mark.parametrize("sizes", [[20, 40], [20, *[4] * 10], [28, 4, 20, 8]], ids=["two", "patches", "ragged"])

@@ -26,6 +26,11 @@ class TitansTimeSeriesConfig(TitansConfig):
         prediction_length (`int`, defaults to 96): Number of values that a call forecasts.
         loss (`str`, defaults to `"mse"`): `"mse"` mean squared error or `"mae"` mean absolute error.
         head_dropout (`float`, defaults to 0.0): Dropout before the linear head.
+        cycle_length (`int`, defaults to 0):
+            Number of values of a cycle that is learned for each channel, 24 for the days of hourly values; 0 for none.
+            It is subtracted from what is read and added to the forecast, in the units of the values, whose deviation
+            over the training data should be about 1.
+        num_input_channels (`int`, defaults to 1): Number of channels, where there is a cycle; otherwise any is read.
 
     Raises `ValueError` or huggingface_hub's `StrictDataclassError`, naming the field, for a value that is not possible.
     """
@@ -42,6 +47,8 @@ class TitansTimeSeriesConfig(TitansConfig):
     prediction_length: int = 96
     loss: Literal["mse", "mae"] = "mse"
     head_dropout: int | float = 0.0
+    cycle_length: int = 0  # docs/log.md: "A learned daily cycle"
+    num_input_channels: int = 1
     vocab_size: int = 1  # of a table that the embedding of patches replaces
     hidden_size: int = 64
     intermediate_size: int = 128
@@ -58,8 +65,9 @@ class TitansTimeSeriesConfig(TitansConfig):
 
     def validate_time_series(self):
         """Checks the fields of this class; part of the validation of `@strict`."""
-        for name in ("context_length", "patch_length", "prediction_length"):
+        for name in ("context_length", "patch_length", "prediction_length", "num_input_channels"):
             check_range(name, getattr(self, name), 1)
+        check_range("cycle_length", self.cycle_length, 0)
         check_range("head_dropout", self.head_dropout, 0, 1)
         check_multiple("context_length", self.context_length, "patch_length", self.patch_length)
 

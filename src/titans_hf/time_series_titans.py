@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import initialization as init
 from transformers.modeling_outputs import ModelOutput
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
@@ -23,13 +24,15 @@ LOSSES = {"mse": nn.functional.mse_loss, "mae": nn.functional.l1_loss}
 class TimeSeriesState:
     """What the model keeps of B series of C channels; its size does not depend on the number of values read.
 
-    values (B * C, context_length): the last values, as they were measured. hidden_states (B * C, patches of them,
-    hidden): what the linear head sees. memory: the `TitansCache` of the layers, B * C rows.
+    values (B * C, context_length): the last values, less their cycle. hidden_states (B * C, patches of them, hidden):
+    what the linear head sees. memory: the `TitansCache` of the layers, B * C rows. cycle_position (B,) int64: place of
+    the next value in the cycle.
     """
 
     values: Tensor
     hidden_states: Tensor
     memory: TitansCache
+    cycle_position: Tensor
 
 
 @dataclass
@@ -37,9 +40,9 @@ class TitansForTimeSeriesPredictionOutput(ModelOutput):
     """The forecast of a call.
 
     loss: a scalar, where there are `future_values`. prediction_outputs (B, prediction_length, C): the forecast, in the
-    units of `past_values`. loc, scale (B, 1, C): mean and standard deviation of the last `context_length` values.
-    state: after the last value, with `use_cache=True`. hidden_states, attentions, surprise: on request, those of
-    `TitansModel` for the new patches, B * C rows.
+    units of `past_values`. loc, scale (B, 1, C): mean and standard deviation of the last `context_length` values, less
+    their cycle. state: after the last value, with `use_cache=True`. hidden_states, attentions, surprise: on request,
+    those of `TitansModel` for the new patches, B * C rows.
     """
 
     loss: Tensor | None = None
@@ -67,6 +70,22 @@ class NormalizedPatches(NamedTuple):
     scale: Tensor
 
 
+class LearnedCycle(nn.Module):
+    """A value for each place of a cycle and each channel, 0 at first: what repeats itself in all of the training data.
+
+    Residual cycle forecasting (Lin et al. 2024, arXiv 2409.18479): a model forecasts what is left without it.
+    """
+
+    def __init__(self, cycle_length: int, num_channels: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(cycle_length, num_channels))
+
+    def forward(self, position: Tensor, length: int) -> Tensor:
+        """Returns the values (B, length, C) of the places that start with position (B,) int64."""
+        places = position[:, None] + torch.arange(length, device=position.device)
+        return self.weight[places % len(self.weight)]
+
+
 class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
     """Forecasts each channel by itself, by the same weights: patches -> Titans -> linear head on the last patches.
 
@@ -92,7 +111,14 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         self.model.set_input_embeddings(nn.Linear(config.patch_length, config.hidden_size))
         self.head_dropout = nn.Dropout(config.head_dropout)
         self.head = nn.Linear(config.num_patches * config.hidden_size, config.prediction_length)
+        self.cycle = LearnedCycle(config.cycle_length, config.num_input_channels) if config.cycle_length else None
         self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, LearnedCycle):
+            init.zeros_(module.weight)
 
     @can_return_tuple
     def forward(
@@ -100,6 +126,7 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         past_values: Tensor,
         future_values: Tensor | None = None,
         state: TimeSeriesState | None = None,
+        cycle_position: Tensor | None = None,
         use_cache: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> TitansForTimeSeriesPredictionOutput:
@@ -111,12 +138,16 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
             future_values (B, prediction_length, C) float: what follows; gives the loss.
             state: what the call before returned; None at the beginning of a series. It is left as it is: a series can
                 be continued in several ways.
+            cycle_position (B,) int64: place of the first value in the cycle, 0 by default; the state has that of later
+                values. Without a cycle it has no meaning.
             use_cache: return the state after the last value.
 
-        Raises ValueError for values of another shape, and for a state of another number of series.
+        Raises ValueError for values or positions of another shape, and for a state of another number of series.
         """
         self._check_values(past_values, future_values, state)
-        values = past_values.mT.flatten(0, 1)
+        position = self._first_position(past_values, state, cycle_position)
+        residual, future_cycle = self._split_cycle(past_values, position)
+        values = residual.mT.flatten(0, 1)
         values = values if state is None else torch.cat([state.values.to(values), values], dim=1)
         patches, loc, scale = self._normalize(values, at_start=state is None)
         memory = copy.copy(state.memory) if state is not None else TitansCache(self.config) if use_cache else None
@@ -128,9 +159,11 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         hidden_states = hidden_states[:, -self.config.num_patches :]
         forecast = self.head(self.head_dropout(hidden_states.flatten(1))).to(values.dtype) * scale + loc
         forecast, loc, scale = (x.unflatten(0, (len(past_values), -1)).mT for x in (forecast, loc, scale))
+        forecast = forecast + future_cycle
         loss = None if future_values is None else LOSSES[self.config.loss](forecast, future_values)
         if use_cache:  # copies: a view would keep everything that was read
-            state = TimeSeriesState(values[:, -self.config.context_length :].clone(), hidden_states.clone(), memory)
+            last, position = values[:, -self.config.context_length :].clone(), position + past_values.shape[1]
+            state = TimeSeriesState(last, hidden_states.clone(), memory, position)
         return TitansForTimeSeriesPredictionOutput(
             loss=loss,
             prediction_outputs=forecast,
@@ -144,12 +177,16 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
 
     @torch.no_grad()
     def generate(
-        self, past_values: Tensor, prediction_length: int | None = None, state: TimeSeriesState | None = None
+        self,
+        past_values: Tensor,
+        prediction_length: int | None = None,
+        state: TimeSeriesState | None = None,
+        cycle_position: Tensor | None = None,
     ) -> TimeSeriesForecast:
         """Forecasts any number of values after `past_values`: beyond `config.prediction_length`, the forecast so far is
         read as if it had been measured.
 
-        past_values, state: as in `forward`. prediction_length: that of the config by default.
+        past_values, state, cycle_position: as in `forward`. prediction_length: that of the config by default.
 
         Raises ValueError as `forward` does, and for a length below 1 or, where forecasts must be read, for a model that
         forecasts less than a patch.
@@ -159,13 +196,36 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         if length < 1 or (length > self.config.prediction_length and not num_read):
             most = "" if num_read else f" and at most {self.config.prediction_length}, less than a patch"
             raise ValueError(f"`prediction_length` must be at least 1{most}, but is {length}.")
-        output = self(past_values, state=state, use_cache=True)
+        output = self(past_values, state=state, cycle_position=cycle_position, use_cache=True)
         forecast, after = output.prediction_outputs, output.state
         while forecast.shape[1] < length:
             end = forecast.shape[1] - self.config.prediction_length + num_read
             output = self(forecast[:, end - num_read : end], state=output.state, use_cache=True)
             forecast = torch.cat([forecast[:, :end], output.prediction_outputs], dim=1)
         return TimeSeriesForecast(forecast[:, :length], after)
+
+    def _first_position(
+        self, past_values: Tensor, state: TimeSeriesState | None, cycle_position: Tensor | None
+    ) -> Tensor:
+        """Returns the place (B,) of the first value in the cycle; raises ValueError for one that does not fit."""
+        if state is not None and cycle_position is not None:
+            raise ValueError("`cycle_position` must be None after a `state`, which has the position.")
+        if state is not None:
+            return state.cycle_position
+        if cycle_position is None:
+            return torch.zeros(len(past_values), dtype=torch.long, device=past_values.device)
+        if tuple(cycle_position.shape) != (len(past_values),) or cycle_position.is_floating_point():
+            shape, dtype = tuple(cycle_position.shape), cycle_position.dtype
+            raise ValueError(f"`cycle_position` must be ({len(past_values)},) int64, but is {shape} {dtype}.")
+        return cycle_position
+
+    def _split_cycle(self, past_values: Tensor, position: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Returns past_values (B, T, C) less their cycle, and the cycle (B, prediction_length, C) of what follows."""
+        if self.cycle is None:
+            return past_values, 0.0
+        length = past_values.shape[1]
+        cycle = self.cycle(position, length + self.config.prediction_length).to(past_values)
+        return past_values - cycle[:, :length], cycle[:, length:]
 
     def _normalize(self, values: Tensor, at_start: bool) -> NormalizedPatches:
         """Cuts values (rows, T) into patches, each normalised by the context_length values that end with it. The first
@@ -189,6 +249,11 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
             raise ValueError(
                 f"`past_values` must be (series, values, channels) with a multiple of `patch_length` ({size}) values, "
                 f"at least {least}{' at the beginning of a series' if state is None else ''}, but is {shape}."
+            )
+        if self.cycle is not None and shape[2] != self.config.num_input_channels:
+            raise ValueError(
+                f"`past_values` must have `num_input_channels` ({self.config.num_input_channels}) channels, as the "
+                f"cycle, but has {shape[2]}."
             )
         if state is not None and len(state.values) != shape[0] * shape[2]:
             raise ValueError(
