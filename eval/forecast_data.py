@@ -35,7 +35,7 @@ class Windows(torch.utils.data.Dataset):
     """
 
     def __init__(self, values: torch.Tensor, rows: range, look_back: int, horizon: int):
-        self.values, self.look_back, self.horizon = values, look_back, horizon
+        self.values, self.rows, self.look_back, self.horizon = values, rows, look_back, horizon
         self.first_forecast = max(rows.start, look_back)
         self.number = rows.stop - horizon - self.first_forecast + 1
 

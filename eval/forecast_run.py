@@ -131,6 +131,8 @@ def make_run(run: Run, series: Series, output: Path) -> dict[str, Any]:
     splits = make_splits(series, run.split, run.look_back, run.horizon)
     set_seed(run.seed)
     model = run.build_model(len(series.names))
+    if model.cycle is not None:
+        model.cycle.fit(splits.train.values[: splits.train.rows.stop])
     parameters, best_step, device = count_parameters(model), 0, torch.device("cpu")
     if parameters:
         best_step, device = train(model, run, splits)

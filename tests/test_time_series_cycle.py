@@ -79,6 +79,18 @@ def test_a_cycle_is_learned():
     assert model.cycle.weight.grad.all()
 
 
+def test_the_cycle_of_values():
+    """Fitted to 1, 2, 6, 3, 4, 8 and a rest, a cycle of 3 is -2, -1, 3; values of another shape raise an error. If it
+    failed, training would start from another cycle than that of the data.
+    """
+    cycle = make_model(cycle_length=3, num_input_channels=1).cycle
+    cycle.fit(torch.tensor([1.0, 2, 6, 3, 4, 8, 100])[:, None])
+    assert cycle.weight[:, 0].tolist() == [-2, -1, 3]
+    for shape in ((2, 1), (6, 2), (6,)):
+        with pytest.raises(ValueError, match=r"`values` must be \(at least 3, 1\), but is"):
+            cycle.fit(torch.zeros(shape))
+
+
 def test_round_trip_with_a_cycle(tmp_path):
     """A saved model has its cycle again. If it failed, its forecasts would be those of another one."""
     model, values = make_model(**CYCLE), make_values()

@@ -28,8 +28,8 @@ class TitansTimeSeriesConfig(TitansConfig):
         head_dropout (`float`, defaults to 0.0): Dropout before the linear head.
         cycle_length (`int`, defaults to 0):
             Number of values of a cycle that is learned for each channel, 24 for the days of hourly values; 0 for none.
-            It is subtracted from what is read and added to the forecast, in the units of the values, whose deviation
-            over the training data should be about 1.
+            It is subtracted from what is read and added to the forecast, in the units of the values. Before training,
+            `model.cycle.fit(training values)` sets it to their means; from 0, it is learned too slowly.
         num_input_channels (`int`, defaults to 1): Number of channels, where there is a cycle; otherwise any is read.
 
     Raises `ValueError` or huggingface_hub's `StrictDataclassError`, naming the field, for a value that is not possible.

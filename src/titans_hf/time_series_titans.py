@@ -71,7 +71,7 @@ class NormalizedPatches(NamedTuple):
 
 
 class LearnedCycle(nn.Module):
-    """A value for each place of a cycle and each channel, 0 at first: what repeats itself in all of the training data.
+    """A value for each place of a cycle and each channel, 0 before `fit`: what repeats itself in all training data.
 
     Residual cycle forecasting (Lin et al. 2024, arXiv 2409.18479): a model forecasts what is left without it.
     """
@@ -84,6 +84,18 @@ class LearnedCycle(nn.Module):
         """Returns the values (B, length, C) of the places that start with position (B,) int64."""
         places = position[:, None] + torch.arange(length, device=position.device)
         return self.weight[places % len(self.weight)]
+
+    @torch.no_grad()
+    def fit(self, values: Tensor) -> None:
+        """Sets the cycle to the means of the training values (T, C), the first of which is at place 0, at each place,
+        less their mean; training goes on from there. Raises ValueError for less than one cycle or other channels.
+        """
+        # docs/log.md: "A learned daily cycle"
+        length, channels = self.weight.shape
+        if values.ndim != 2 or len(values) < length or values.shape[1] != channels:
+            raise ValueError(f"`values` must be (at least {length}, {channels}), but is {tuple(values.shape)}.")
+        means = values[: len(values) // length * length].unflatten(0, (-1, length)).mean(0)
+        self.weight.copy_(means - means.mean(0))
 
 
 class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
