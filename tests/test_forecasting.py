@@ -142,6 +142,21 @@ def test_titans_have_the_cycle_and_the_loss(csv):
     assert rows == ["tiny-stopped-cycle7-mae", "rlinear-cycle7-mae"]
 
 
+def test_a_run_starts_from_the_cycle_of_the_training_part(csv):
+    """With a rate of almost 0, the last value repeated has the errors of the training part's cycle, set by hand. If it
+    failed, the cycle would be learned from 0, or know the test part.
+    """
+    options = ["--models", "repeat-last", "--horizons", "2", "--cycle_length", "6", "--learning_rate", "1e-12"]
+    forecasting.main(command(csv, *options))
+    record = json.loads((csv.parent / "out" / "waves-8-2-repeat-last-cycle6-seed0.json").read_text())
+    splits = make_splits(read_series(csv), [0.6, 0.2, 0.2], 8, 2)
+    model, without = (RepeatLast(ForecastTask(2, 8, 2, cycle_length=6)) for _ in range(2))
+    model.cycle.fit(splits.train.values[:36])
+    expected = score(model, splits.test, 8).mse
+    assert record["test"]["mse"] == pytest.approx(expected, abs=1e-4)
+    assert abs(expected - score(without, splits.test, 8).mse) > 1e-2
+
+
 def test_runs_go_on_and_are_reported(csv, capsys):
     """Every model is trained and scored, the same command makes nothing again, and the tables have all rows. If it
     failed, an interrupted evaluation would start from the beginning.
