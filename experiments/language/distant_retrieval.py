@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize, relu
 from transformers import AutoModelForCausalLM
 
-import titans_hf  # noqa: F401: registers its models
+import titans_hf  # noqa: F401  registers the model type "titans"
 from experiments.language.token_blocks import cut_stretches, make_tokenizer, read_documents
 from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.text_files import find_files
