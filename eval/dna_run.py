@@ -1,6 +1,5 @@
 """Trains one model on one fold of DNA sequences, and scores the weights that are best on the validation part."""
 
-import json
 import random
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from titans_hf_eval.dna_folds import Fold
 from titans_hf_eval.dna_models import build_model, config_of
 from titans_hf_eval.dna_sequences import Sequences, reverse_complement
 from titans_hf_eval.dna_tokenizer import make_tokenizer
+from titans_hf_scripts.shared.finished_runs import write_record
 from titans_hf_scripts.shared.git_commit import describe_commit
 
 DECIMALS = 4
@@ -195,8 +195,5 @@ def make_run(run: Run, data: DataOfRun, output: Path, save: bool = False) -> dic
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "minutes": round((time.time() - start) / 60, 2),
     }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = output.with_suffix(".partial")
-    unfinished.write_text(json.dumps(record) + "\n", encoding="utf-8")
-    unfinished.replace(output)
+    write_record(record, output)
     return record

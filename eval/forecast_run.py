@@ -1,6 +1,5 @@
 """Trains one model to forecast one series, stops early by its validation part, and scores it on the test part."""
 
-import json
 import sys
 import tempfile
 import time
@@ -14,6 +13,7 @@ from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, Traini
 
 from titans_hf_eval.forecast_data import Series, Splits, Windows, make_splits
 from titans_hf_eval.forecast_models import ForecastTask, build_model, count_parameters, forecasts
+from titans_hf_scripts.shared.finished_runs import write_record
 from titans_hf_scripts.shared.git_commit import describe_commit
 
 DECIMALS = 5
@@ -149,8 +149,5 @@ def make_run(run: Run, series: Series, output: Path) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "minutes": round((time.time() - start) / 60, 2),
     }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = output.with_suffix(".partial")
-    unfinished.write_text(json.dumps(record) + "\n", encoding="utf-8")
-    unfinished.replace(output)
+    write_record(record, output)
     return record

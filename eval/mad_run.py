@@ -1,6 +1,5 @@
 """Trains one model on one task of MAD, and measures its accuracy as it learns."""
 
-import json
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ from transformers import EvalPrediction, PrinterCallback, Trainer, TrainerCallba
 
 from titans_hf_eval.mad_models import build, config_of
 from titans_hf_eval.mad_tasks import IGNORED, TASKS, Sequences, Settings
+from titans_hf_scripts.shared.finished_runs import write_record
 from titans_hf_scripts.shared.graph_trainer import GraphTrainer
 
 HELD_OUT = 1_280
@@ -175,7 +175,4 @@ def train(run: Run, output: Path, commit: str, graph: bool = False) -> None:
         "graph": graph,
         "minutes": round((time.time() - start) / 60, 2),
     }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_suffix(".partial")
-    partial.write_text(json.dumps(record) + "\n", encoding="utf-8")
-    partial.replace(output)
+    write_record(record, output)

@@ -36,6 +36,20 @@ PAPER = dict(
     memory_conv_noise=1,
     rope_parameters={"partial_rotary_factor": 1.0},
 )
+# The forms of the memory and of its place in the model.
+FORMS = {
+    "chunk rule": dict(memory_update_rule="chunk"),
+    "paper's form": dict(memory_update_rule="chunk", memory_output_norm="rms", memory_residual=False),
+    "paper's recurrence": dict(memory_recurrence="paper", memory_update_rule="chunk"),
+    "paper's recurrence with the delta rule": dict(memory_recurrence="paper"),
+    "residual network": dict(memory_network="residual", memory_update_rule="chunk"),
+    "residual network of one layer": dict(memory_network="residual", memory_update_rule="chunk", memory_depth=1),
+    "gates per layer": dict(memory_gates="layer", memory_depth=3),
+    "paper": PAPER,
+    "gated delta rule": dict(memory_depth=1, memory_momentum=False),
+    "normalised output": dict(memory_output_norm="rms"),
+    "gated output": dict(memory_residual=False),
+}
 
 
 def make_config(variant: str, **changes) -> TitansConfig:

@@ -116,7 +116,9 @@ TREATMENTS = [
         "--stretches 1",
     ),
     Treatment(r"python -m experiments.language.compare_runs .*"),
-    Treatment(r"python -m experiments.language.distant_retrieval .*", "--length 64 --stretches 1 --methods pointer linear"),
+    Treatment(
+        r"python -m experiments.language.distant_retrieval .*", "--length 64 --stretches 1 --methods pointer linear"
+    ),
 ]
 PROGRAMS = ("python", "titans-hf", "torchrun", "pip", "git", "make", "hf", "curl", "lm_eval", "trl", "accelerate")
 

@@ -4,7 +4,7 @@ import hypothesis
 import pytest
 import torch
 from common import (
-    PAPER,
+    FORMS,
     VARIANTS,
     assert_same,
     assert_same_cache,
@@ -18,17 +18,7 @@ from common import (
 from hypothesis import strategies as st
 
 CHANGES = {
-    "chunk rule": dict(memory_update_rule="chunk"),
-    "paper's form": dict(memory_update_rule="chunk", memory_output_norm="rms", memory_residual=False),
-    "paper's recurrence": dict(memory_recurrence="paper", memory_update_rule="chunk"),
-    "paper's recurrence with the delta rule": dict(memory_recurrence="paper"),
-    "residual network": dict(memory_network="residual", memory_update_rule="chunk"),
-    "residual network of one layer": dict(memory_network="residual", memory_update_rule="chunk", memory_depth=1),
-    "gates per layer": dict(memory_gates="layer", memory_depth=3),
-    "paper": PAPER,
-    "gated delta rule": dict(memory_depth=1, memory_momentum=False),
-    "normalised output": dict(memory_output_norm="rms"),
-    "gated output": dict(memory_residual=False),
+    **FORMS,
     "chunk is segment": dict(memory_chunk_size=8),
     "three chunks a segment": dict(segment_length=12),
     "chunk of one": dict(memory_chunk_size=1),

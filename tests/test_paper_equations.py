@@ -4,7 +4,7 @@ the paper, in `paper_model.py`.
 
 import pytest
 import torch
-from common import PAPER, VARIANTS, assert_same, each_variant, full_logits, make_ids, make_model, shared_model
+from common import FORMS, PAPER, VARIANTS, assert_same, each_variant, full_logits, make_ids, make_model, shared_model
 from naive_model import naive_forward
 from paper_model import paper_forward
 
@@ -21,17 +21,7 @@ CHANGES = {
     "no convolution": dict(memory_conv_kernel=1),
     "plain loss": dict(memory_error_clip=None, memory_max_lr=0.05),
     "tight clip": dict(memory_error_clip=0.3),
-    "chunk rule": dict(memory_update_rule="chunk"),
-    "paper's form": dict(memory_update_rule="chunk", memory_output_norm="rms", memory_residual=False),
-    "paper's recurrence": dict(memory_recurrence="paper", memory_update_rule="chunk"),
-    "paper's recurrence with the delta rule": dict(memory_recurrence="paper"),
-    "residual network": dict(memory_network="residual", memory_update_rule="chunk"),
-    "residual network of one layer": dict(memory_network="residual", memory_update_rule="chunk", memory_depth=1),
-    "gates per layer": dict(memory_gates="layer", memory_depth=3),
-    "paper": PAPER,
-    "gated delta rule": dict(memory_depth=1, memory_momentum=False),
-    "normalised output": dict(memory_output_norm="rms"),
-    "gated output": dict(memory_residual=False),
+    **FORMS,
     "chunk is segment": dict(memory_chunk_size=8),
     "chunk of one": dict(memory_chunk_size=1),
     "window of one": dict(sliding_window=1),

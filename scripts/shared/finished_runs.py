@@ -1,4 +1,4 @@
-"""Tells whether the file of a run is there already, so that a repeated command goes on where it stopped."""
+"""The JSON files of finished runs: a repeated command goes on where it stopped."""
 
 import json
 from dataclasses import asdict
@@ -17,3 +17,11 @@ def is_finished(run: Any, file: Path) -> bool:
                 f"{file} is of a run with {name}={found[name]}, not {value}: give another --label or --output"
             )
     return True
+
+
+def write_record(record: dict[str, Any], file: Path) -> None:
+    """Writes a finished run's record to a JSON file, which is there complete or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(".partial")
+    unfinished.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    unfinished.replace(file)
