@@ -111,9 +111,6 @@ class TitansTests(CommonTests):
             segment_length=4,
             memory_chunk_size=2,
             num_persistent_tokens=2,
-            # At 1, the default, the errors of an empty memory lie right on the kink of the clip, where
-            # rounding decides on the gradient: two runs then agree to 1e-4 only, and the mixins ask for 1e-5.
-            memory_error_clip=0.9,
         )
 
     def _prepare_config_and_inputs_for_retain_grad_hidden_states_attentions(self):

@@ -109,7 +109,8 @@ class TitansConfig(PreTrainedConfig):
             `norm(m)`. On novels, all three gain with it: once normalised, a memory that knows nothing has as large an
             output as one that does. LMM has no other form.
         memory_error_clip (`float`, *optional*, defaults to 1.0):
-            Largest error |M(k) - v| without clipping, in units of |v|; `None` for the paper's plain squared error.
+            Largest error |M(k) - v| without clipping, in units of |v|; `None` for the paper's plain squared error. With
+            the delta rule, the last layer's errors are never clipped: it has no effect on a memory of one layer.
 
     Raises `ValueError` or huggingface_hub's `StrictDataclassError`, naming the field, for a value that is not possible.
     """
