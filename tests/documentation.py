@@ -117,7 +117,8 @@ TREATMENTS = [
     ),
     Treatment(r"python -m experiments.language.compare_runs .*"),
     Treatment(
-        r"python -m experiments.language.distant_retrieval .*", "--length 64 --stretches 1 --methods pointer linear"
+        r"python -m experiments.language.distant_retrieval .*",
+        "--length 64 --distance 8 --stretches 1 --methods pointer linear",
     ),
 ]
 PROGRAMS = ("python", "titans-hf", "torchrun", "pip", "git", "make", "hf", "curl", "lm_eval", "trl", "accelerate")

@@ -71,8 +71,17 @@ def test_repeated_text_is_worth_retrieving():
     assert all(row["score"] < -0.1 for row in table.values()), json.dumps(table)
 
 
-def test_an_unknown_method_is_refused(tmp_path):
-    """A method that does not exist is refused before any work."""
+@pytest.mark.parametrize(
+    "options,error",
+    [
+        (["--methods", "cosine"], "--methods must be of pointer, linear, relu-N, but has cosine"),
+        (["--length", "128"], "--distance must be from 0 to less than half of --length 128, but is 64"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, error, tmp_path):
+    """An unknown method, or stretches without a distant token, are refused before any work: otherwise hours later, or
+    the result is nan.
+    """
     folders = [x for name in ("train_text", "choice_text", "score_text") for x in (f"--{name}", str(tmp_path))]
-    with pytest.raises(ValueError, match="--methods must be of pointer, linear, relu-N, but has cosine"):
-        distant_retrieval.main(["model", *folders, "--output", str(tmp_path / "x.json"), "--methods", "cosine"])
+    with pytest.raises(ValueError, match=error):
+        distant_retrieval.main(["model", *folders, "--output", str(tmp_path / "x.json"), *options])

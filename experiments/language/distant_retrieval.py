@@ -142,6 +142,10 @@ def main(argv: list[str] | None = None) -> None:
     for method in args.methods:
         if not re.fullmatch(r"pointer|linear|relu-[1-9]\d*", method):
             raise ValueError(f"--methods must be of pointer, linear, relu-N, but has {method}")
+    if not 0 <= args.distance < args.length // 2:
+        raise ValueError(
+            f"--distance must be from 0 to less than half of --length {args.length}, but is {args.distance}"
+        )
     model = AutoModelForCausalLM.from_pretrained(args.model)
     tokenizer = make_tokenizer(find_files(args.train_text, "--train_text"), model.config.vocab_size, args.cache)
     stretches = []
