@@ -44,12 +44,12 @@ def pointer_losses(predictions: Predictions, start: int, distance: int) -> Itera
     keys, (_, logits, following) = normalize(predictions.hidden_states, dim=-1), predictions
     positions = torch.arange(keys.shape[1])
     distant = positions[start:, None] - distance > positions
+    probability = logits[:, start:].softmax(-1).gather(-1, following[:, start:, None])[..., 0]
     for sharpness in SHARPNESS:
         pointed = []
         for states, tokens in zip(keys, following, strict=True):  # (T, hidden), (T,)
             weights = (sharpness * states[start:] @ states.T).masked_fill(~distant, -torch.inf).softmax(-1)
             pointed.append((weights * (tokens == tokens[start:, None])).sum(-1))
-        probability = logits[:, start:].softmax(-1).gather(-1, following[:, start:, None])[..., 0]
         for share in SHARES:
             mixed = (1 - share) * probability + share * torch.stack(pointed)
             yield f"sharpness {sharpness}, share {share}", -mixed.log().mean(1)
