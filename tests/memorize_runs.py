@@ -2,8 +2,8 @@
 
 import torch
 
+from titans_hf import MemoryInputs, MemoryState, UpdateRule
 from titans_hf.memory_network import layer_shapes
-from titans_hf.memory_state import MemoryState
 
 B, H, D, CHUNK = 3, 2, 4, 4
 TOLERANCE = 1e-10
@@ -33,20 +33,20 @@ def make_tokens(length: int, momentum: bool = True, forget: bool = True) -> list
     return [normalize(queries, dim=-1), normalize(keys, dim=-1), values, inner_lr, log_momentum_decay, log_retain]
 
 
-def run(fn, tokens, state, error_clip, decay_target=(), seed=0, **options):
+def run(fn, tokens, state, rule: UpdateRule, decay_target=(), seed=0):
     """Returns outputs and state of `fn`, and the gradients of a random function of them with respect to all inputs."""
     finite = [x.isfinite().all() for x in tokens]
     tokens = [x.clone().requires_grad_(bool(ok)) for x, ok in zip(tokens, finite, strict=True)]
     state = state.map(lambda x: x.clone().requires_grad_(x.is_floating_point()))
     decay_target = tuple(x.clone().requires_grad_() for x in decay_target)
-    options |= dict(chunk_size=CHUNK, error_clip=error_clip, decay_target=decay_target)
-    retrieved, after = fn(*tokens, state, **options)
+    retrieved, surprise, after = fn(MemoryInputs(*tokens), state, rule, chunk_size=CHUNK, decay_target=decay_target)
     outputs = [retrieved, *after.weights, *after.momentum]
     generator = torch.Generator().manual_seed(seed)
     loss = sum((x * torch.randn(x.shape, generator=generator, dtype=x.dtype)).sum() for x in outputs)
     inputs = [x for x in tokens if x.requires_grad] + [*state.weights, *state.momentum, *state.anchor, *decay_target]
     gradients = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
-    return [*outputs, *after.anchor, after.num_seen], gradients
+    anchor = after.anchor if rule.needs_anchor(len(after.weights)) else ()  # the reference always has one
+    return [*outputs, surprise, *anchor, after.num_seen], gradients
 
 
 def assert_same(ours, theirs):

@@ -6,8 +6,8 @@ Uses the weights of a TitansForCausalLM and shares no code with it except the au
 import torch
 from torch.nn.functional import gelu, layer_norm, silu
 
+from titans_hf import MemoryInputs, MemoryState, UpdateRule
 from titans_hf.memory_reference import memorize_reference
-from titans_hf.memory_state import MemoryState
 
 EPSILON = 1e-4  # in the norms of keys, queries, values and of the memory's output
 
@@ -68,18 +68,12 @@ class NaiveMemory:
         alpha = gate.get("alpha", torch.zeros_like(eta))
         stable = c.memory_recurrence == "stable"
         theta = c.memory_max_lr * gate["theta"] * (1 - eta if stable else 1)
-        y, self.state = memorize_reference(
-            l2_normalize(q),
-            l2_normalize(k),
-            l2_normalize(v) if stable else v,
-            theta,
-            eta.log(),
-            (1 - alpha).log(),
+        values = l2_normalize(v) if stable else v
+        y, _, self.state = memorize_reference(
+            MemoryInputs(l2_normalize(q), l2_normalize(k), values, theta, eta.log(), (1 - alpha).log()),
             self.state,
+            UpdateRule(c.memory_error_clip, c.memory_update_rule == "delta", c.memory_network),
             chunk_size=c.memory_chunk_size,
-            error_clip=c.memory_error_clip,
-            delta_rule=c.memory_update_rule == "delta",
-            network=c.memory_network,
             decay_target=tuple(m.initial_weights.parameters()) if m.forget is not None and stable else (),
         )
         y = head_norm(c, y[0, :, 0], m.norm.weight).flatten()

@@ -5,88 +5,14 @@ import re
 import pytest
 import torch
 from common import PAPER, VARIANTS, make_config
+from initial_values import STD, check_initial_values
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from titans_hf import TitansForCausalLM
-from titans_hf.memory_modules import OUTPUT_SCALE
 
-STD = 0.05  # not the default, which a parameter could have by accident
 SIZES = dict(hidden_size=64, num_persistent_tokens=16, memory_depth=3, initializer_range=STD, num_hidden_layers=2)
 SIZES |= dict(memory_conv_noise=0.7)
-
-
-def normal(std):
-    def check(x):
-        tolerance = 5 / (2 * x.numel()) ** 0.5
-        assert abs(x.std(correction=0) / std - 1) < tolerance, f"std {x.std():.4f}, not {std:.4f}"
-        assert abs(x.mean()) < 5 * std / x.numel() ** 0.5, f"mean {x.mean():.4f}, not 0"
-        beyond = (x.abs() > std).double().mean()  # 0.317 of a normal distribution
-        assert abs(beyond - 0.317) < 2.5 / x.numel() ** 0.5, f"{beyond:.3f} beyond one std: not normal"
-
-    return check
-
-
-def constant(value):
-    def check(x):
-        assert (x == value).all(), f"from {x.min()} to {x.max()}, not {value}"
-
-    return check
-
-
-def delay(num_tokens, noise):
-    """Returns a check that filters (channels, 1, kernel) are a delay of `num_tokens` plus noise, whose squared norms
-    add up to 1.
-    """
-
-    def check(x):
-        rest = x.clone()
-        rest[..., -1 - num_tokens] -= (1 - noise**2) ** 0.5
-        normal(noise * x.shape[-1] ** -0.5)(rest) if noise else constant(0)(rest)
-
-    return check
-
-
-def rules(config) -> dict:
-    """Returns {pattern of parameter names: check of the initial values}; every parameter matches exactly one
-    pattern.
-    """
-    head_dim = config.memory_head_dim
-    hidden = config.memory_expansion * head_dim
-    layer = r"model\.layers\.\d+\."
-    memory = layer + r"mixer\.memory\."
-    fan_ins = [head_dim] + [hidden] * (config.memory_depth - 1)
-    weights = {memory + rf"initial_weights\.{i}": normal(fan_in**-0.5) for i, fan_in in enumerate(fan_ins)}
-    if config.memory_recurrence == "stable" and config.memory_network == "mlp":
-        weights[memory + rf"initial_weights\.{config.memory_depth - 1}"] = constant(0)
-    return weights | {
-        r"model\.embed_tokens\.weight": normal(STD),
-        r"lm_head\.weight": normal(STD),
-        layer + r"mixer\.(memory|attention)\.o_proj\.weight": normal(OUTPUT_SCALE * STD),
-        layer + r"(?!mixer\.(memory|attention)\.o_).*(q|k|v|o|gate|up|down)_proj\.weight": normal(STD),
-        r".*norm\.weight": constant(1),
-        memory + r"(inner_lr|momentum|forget)\.weight": constant(0),
-        memory + r"(inner_lr|momentum)\.bias": constant(0),
-        memory + r"forget\.bias": constant(-5),
-        memory + r"[qv]_conv\.weight": delay(0, config.memory_conv_noise),
-        memory + r"k_conv\.weight": delay(1, config.memory_conv_noise),
-        layer + r"mixer\.persistent": normal(STD),
-    }
-
-
-def check(model, only=None) -> None:
-    known = rules(model.config)
-    for name, parameter in model.named_parameters():
-        matching = [check for pattern, check in known.items() if re.fullmatch(pattern, name)]
-        assert len(matching) == 1, f"{name}: {len(matching)} rules"
-        if only is None or name in only:
-            try:
-                matching[0](parameter.detach().double())
-            except AssertionError as error:
-                raise AssertionError(f"{name}: {error}") from None
-    values = [p for p in model.parameters() if p.unique().numel() > 2]
-    for i, a in enumerate(values):
-        assert not any(a.shape == b.shape and torch.equal(a, b) for b in values[:i]), "two parameters drawn alike"
 
 
 @pytest.fixture(params=VARIANTS)
@@ -97,12 +23,12 @@ def config(request):
 
 def test_construction(config):
     """A constructed model has the documented initial values: otherwise training would start from another point."""
-    check(TitansForCausalLM(config))
+    check_initial_values(TitansForCausalLM(config))
 
 
 def test_filters_without_noise():
     """With memory_conv_noise = 0 the filters are pure delays: otherwise they would mix tokens from the start."""
-    check(TitansForCausalLM(make_config("mag", **SIZES | dict(memory_conv_noise=0))))
+    check_initial_values(TitansForCausalLM(make_config("mag", **SIZES | dict(memory_conv_noise=0))))
 
 
 def test_the_papers_recurrence_starts_from_a_network_with_a_gradient():
@@ -110,14 +36,14 @@ def test_the_papers_recurrence_starts_from_a_network_with_a_gradient():
     no gradient at the start, or too large a one.
     """
     for form in (dict(memory_recurrence="paper"), dict(memory_network="residual"), dict(memory_gates="layer"), PAPER):
-        check(TitansForCausalLM(make_config("mag", **SIZES | dict(memory_update_rule="chunk") | form)))
+        check_initial_values(TitansForCausalLM(make_config("mag", **SIZES | dict(memory_update_rule="chunk") | form)))
 
 
 def test_from_config(config):
     """AutoModelForCausalLM.from_config() gives the documented initial values: otherwise training scripts would start
     from other ones.
     """
-    check(AutoModelForCausalLM.from_config(config))
+    check_initial_values(AutoModelForCausalLM.from_config(config))
 
 
 def test_after_the_meta_device(config):
@@ -131,7 +57,7 @@ def test_after_the_meta_device(config):
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
     model.init_weights()
-    check(model)
+    check_initial_values(model)
 
 
 def test_initialising_again(config):
@@ -145,7 +71,7 @@ def test_initialising_again(config):
     for parameter in model.parameters():
         parameter._is_hf_initialized = False
     model.init_weights()
-    check(model)
+    check_initial_values(model)
 
 
 KINDS = {
@@ -180,7 +106,7 @@ def test_checkpoint_with_missing_keys(config, kind, tmp_path):
     save_file({name: x for name, x in stored.items() if name not in missing}, file, metadata={"format": "pt"})
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert set(info["missing_keys"]) == missing
-    check(model, only=missing)
+    check_initial_values(model, only=missing)
     for name, parameter in model.named_parameters():
         assert name in missing or torch.equal(parameter, stored[name]), f"{name} was loaded, then changed"
 
@@ -192,7 +118,7 @@ def test_empty_checkpoint(config, tmp_path):
     TitansForCausalLM(config).save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     save_file({"lm_head.weight": load_file(file)["lm_head.weight"]}, file, metadata={"format": "pt"})
-    check(AutoModelForCausalLM.from_pretrained(tmp_path))
+    check_initial_values(AutoModelForCausalLM.from_pretrained(tmp_path))
 
 
 def test_switches_own_their_parameters():

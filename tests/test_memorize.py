@@ -19,7 +19,7 @@ from memorize_runs import (
 )
 
 from titans_hf.memory_network import UpdateRule, gradient_factors, gradient_norm, layer_shapes
-from titans_hf.memory_ops import memorize, memorize_with_surprise, read_constant_memory
+from titans_hf.memory_ops import memorize, read_constant_memory
 from titans_hf.memory_reference import memorize_chunks_reference, memorize_reference
 from titans_hf.memory_scan import CHECKPOINT_INTERVAL
 from titans_hf.memory_state import MemoryInputs, MemoryState
@@ -39,8 +39,8 @@ def test_dual_form_equals_reference(depth, error_clip, num_seen, length):
     if error_clip is None:  # the paper's loss diverges within 13 tokens at these rates, in the reference too
         tokens[3] = (0.1 if length <= 13 else 0.01) * tokens[3]
     for decay_target in ((), make_decay_target(depth)):
-        options = dict(error_clip=error_clip, decay_target=decay_target)
-        assert_same(run(memorize, tokens, state, **options), run(memorize_reference, tokens, state, **options))
+        rest = (tokens, state, UpdateRule(error_clip), decay_target)
+        assert_same(run(memorize, *rest), run(memorize_reference, *rest))
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 13, 22])
@@ -55,8 +55,8 @@ def test_delta_rule_equals_reference(depth, momentum, num_seen, length):
     state, tokens = make_state(depth, num_seen), make_tokens(length, momentum)
     tokens[1] = tokens[1] * (0.5 + torch.rand(B, H, length, 1, dtype=torch.float64))  # both sides of |h| = 1
     for decay_target in ((), make_decay_target(depth)):
-        options = dict(error_clip=1.0, decay_target=decay_target, delta_rule=True)
-        assert_same(run(memorize, tokens, state, **options), run(memorize_reference, tokens, state, **options))
+        rest = (tokens, state, UpdateRule(1.0, delta_rule=True), decay_target)
+        assert_same(run(memorize, *rest), run(memorize_reference, *rest))
 
 
 def test_a_full_step_of_the_delta_rule_stores_the_value():
@@ -68,7 +68,8 @@ def test_a_full_step_of_the_delta_rule_stores_the_value():
     state = replace(state, momentum=tuple(map(torch.zeros_like, state.momentum)))
     tokens[1] = tokens[1][:, :, :1].expand_as(tokens[1])
     tokens[0], tokens[3] = tokens[1], torch.full_like(tokens[3], 0.5)
-    retrieved, _ = memorize(*tokens, state, chunk_size=CHUNK, error_clip=1.0, delta_rule=True)
+    rule = UpdateRule(1.0, delta_rule=True)
+    retrieved = memorize(MemoryInputs(*tokens), state, rule, chunk_size=CHUNK).retrieved
     torch.testing.assert_close(retrieved, tokens[2], rtol=TOLERANCE, atol=TOLERANCE)
 
 
@@ -84,23 +85,27 @@ def test_the_chunk_listing_equals_both_other_forms(depth, momentum, forget, num_
     tokens[3] = 0.1 * tokens[3]
     for error_clip, decay_target in ((1.0, ()), (1.0, make_decay_target(depth)), (None, ())):
         tokens = [x if error_clip or i != 3 else 0.05 * x for i, x in enumerate(tokens)]
-        options = dict(error_clip=error_clip, decay_target=decay_target)
-        listing = run(memorize_chunks_reference, tokens, state, **options)
-        assert_same(listing, run(memorize_reference, tokens, state, **options))
-        assert_same(listing, run(memorize, tokens, state, **options))
-    tokens, options = per_layer(tokens, depth), dict(error_clip=None, network="residual")
+        rest = (tokens, state, UpdateRule(error_clip), decay_target)
+        listing = run(memorize_chunks_reference, *rest)
+        assert_same(listing, run(memorize_reference, *rest))
+        assert_same(listing, run(memorize, *rest))
+    tokens = per_layer(tokens, depth)
     tokens[3] = 0.1 * tokens[3]
-    listing = run(memorize_chunks_reference, tokens, state, **options)
-    assert_same(listing, run(memorize_reference, tokens, state, **options))
-    assert_same(listing, run(memorize, tokens, state, **options))
+    rest = (tokens, state, UpdateRule(None, network="residual"))
+    listing = run(memorize_chunks_reference, *rest)
+    assert_same(listing, run(memorize_reference, *rest))
+    assert_same(listing, run(memorize, *rest))
 
 
-def test_the_chunk_listing_refuses_parts_of_chunks():
-    """Anything but whole chunks raises ValueError: otherwise the listing would return wrong values silently."""
-    options = dict(chunk_size=CHUNK, error_clip=1.0)
+def test_the_chunk_listing_refuses_what_it_does_not_compute():
+    """Parts of chunks and the delta rule raise ValueError: otherwise the listing would return wrong values silently."""
     for num_seen, length in (([0, 0, 0], CHUNK + 1), ([0, 1, 0], CHUNK)):
+        inputs, state = MemoryInputs(*make_tokens(length)), make_state(1, num_seen)
         with pytest.raises(ValueError, match=r"whole chunks of `chunk_size` \(4\)"):
-            memorize_chunks_reference(*make_tokens(length), make_state(1, num_seen), **options)
+            memorize_chunks_reference(inputs, state, UpdateRule(1.0), chunk_size=CHUNK)
+    inputs, state = MemoryInputs(*make_tokens(CHUNK)), make_state(1, [0, 0, 0])
+    with pytest.raises(ValueError, match=r"`rule\.delta_rule` must be False"):
+        memorize_chunks_reference(inputs, state, UpdateRule(1.0, delta_rule=True), chunk_size=CHUNK)
 
 
 def test_forgetting_leads_back_to_the_initial_weights():
@@ -108,9 +113,9 @@ def test_forgetting_leads_back_to_the_initial_weights():
     state, tokens, decay_target = make_state(2, [0, 0, 0]), make_tokens(13), make_decay_target(2)
     tokens[3], tokens[5] = torch.zeros_like(tokens[3]), torch.full_like(tokens[5], -torch.inf)  # all at once
     for length in (13, 1):
-        piece = [x[:, :, :length] for x in tokens]
+        piece = MemoryInputs(*(x[:, :, :length] for x in tokens))
         still = MemoryState(state.weights, tuple(map(torch.zeros_like, state.momentum)), state.anchor, state.num_seen)
-        after = memorize(*piece, still, chunk_size=CHUNK, error_clip=1.0, decay_target=decay_target)[1]
+        after = memorize(piece, still, UpdateRule(1.0), chunk_size=CHUNK, decay_target=decay_target).state
         for found, expected in zip(after.weights, decay_target, strict=True):
             torch.testing.assert_close(found, expected.expand_as(found), rtol=TOLERANCE, atol=TOLERANCE)
 
@@ -123,7 +128,8 @@ def test_momentum_and_forgetting_off(momentum, forget, length):
     """
     torch.manual_seed(0)
     state, tokens = make_state(2, [5, 0, 3]), make_tokens(length, momentum, forget)
-    assert_same(run(memorize, tokens, state, 1.0), run(memorize_reference, tokens, state, 1.0))
+    rest = (tokens, state, UpdateRule(1.0))
+    assert_same(run(memorize, *rest), run(memorize_reference, *rest))
 
 
 @pytest.mark.parametrize("delta_rule,network", [(False, "mlp"), (True, "mlp"), (False, "residual")])
@@ -138,7 +144,7 @@ def test_reading_a_constant_memory_equals_steps_of_zero(depth, delta_rule, netwo
     tokens = tokens._replace(inner_lr=torch.zeros_like(tokens.inner_lr))
     rule, grid = UpdateRule(1.0, delta_rule, network), TokenGrid.build(state.num_seen, 9, 9)
     constant = read_constant_memory(tokens, state, rule, grid)
-    updated = memorize_with_surprise(tokens, state, rule, chunk_size=9, grid=grid)
+    updated = memorize(tokens, state, rule, chunk_size=9, grid=grid)
     torch.testing.assert_close(constant.retrieved, updated.retrieved, rtol=0, atol=TOLERANCE)
     torch.testing.assert_close(constant.surprise, updated.surprise, rtol=0, atol=TOLERANCE)
     pairs = zip(constant.state.flat(), updated.state.flat(), strict=True)
@@ -169,19 +175,16 @@ def test_state_carries_on(split, network):
     torch.manual_seed(1)
     state, tokens = make_state(2, [5, 0, 3]), make_tokens(13)
     tokens = per_layer(tokens, 2) if network == "residual" else tokens
-    options = dict(chunk_size=CHUNK, error_clip=1.0, decay_target=make_decay_target(2), network=network)
-    whole, after = memorize(*tokens, state, **options)
+    tokens, rule = MemoryInputs(*tokens), UpdateRule(1.0, network=network)
+    options = dict(chunk_size=CHUNK, decay_target=make_decay_target(2))
+    whole = memorize(tokens, state, rule, **options)
     for pieces in ([split, 13 - split], [1] * 13):
-        current, parts = state, []
-        for piece in zip(*(x.split(pieces, dim=2) for x in tokens), strict=True):
-            part, current = memorize(*piece, current, **options)
-            parts.append(part)
-        torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=TOLERANCE, atol=TOLERANCE)
-        for a, b in zip(
-            (*current.weights, *current.momentum, *current.anchor),
-            (*after.weights, *after.momentum, *after.anchor),
-            strict=True,
-        ):
+        parts = []
+        for piece in zip(*(x.split(pieces, dim=2) for x in tokens[:6]), strict=True):
+            parts.append(memorize(MemoryInputs(*piece), parts[-1].state if parts else state, rule, **options))
+        retrieved, surprise = (torch.cat([getattr(x, name) for x in parts], 2) for name in ("retrieved", "surprise"))
+        found = (retrieved, surprise, *parts[-1].state.flat())
+        for a, b in zip(found, (whole.retrieved, whole.surprise, *whole.state.flat()), strict=True):
             torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE)
 
 
@@ -196,7 +199,7 @@ def test_gradient_at_zero_error_is_finite():
     tokens = make_tokens(5)
     tokens[2] = torch.zeros_like(tokens[2])
     for fn in (memorize, memorize_reference):
-        outputs, gradients = run(fn, tokens, state, 1.0)
+        outputs, gradients = run(fn, tokens, state, UpdateRule(1.0))
         assert all(x.isfinite().all() for x in (*outputs, *gradients))
 
 
@@ -205,10 +208,9 @@ def test_bfloat16_inputs_keep_a_float32_state():
     state = make_state(2, [0, 2, 3]).map(lambda x: x.float() if x.is_floating_point() else x)
     tokens = [x.bfloat16() if i < 3 else x.float() for i, x in enumerate(make_tokens(9))]
     for length in (9, 1):
-        retrieved, after = memorize(*(x[:, :, :length] for x in tokens), state, chunk_size=CHUNK, error_clip=1.0)
-        assert {retrieved.dtype, *(x.dtype for x in (*after.weights, *after.momentum, *after.anchor))} == {
-            torch.float32
-        }
+        piece = MemoryInputs(*(x[:, :, :length] for x in tokens))
+        output = memorize(piece, state, UpdateRule(1.0), chunk_size=CHUNK)
+        assert {output.retrieved.dtype, *(x.dtype for x in output.state.flat())} == {torch.float32}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -231,10 +233,11 @@ def test_nothing_blows_up(inputs, depth, gates, dtype):
     elif inputs == "huge":
         values = 1e3 * torch.nn.functional.normalize(values, dim=-1)
     eta = torch.full((1, 1, length), 1 - 1e-4 if gates == "momentum near 1" else 0.0)
-    tokens = [keys.to(dtype), keys.to(dtype), values.to(dtype), max_lr * (1 - eta), eta.log(), torch.zeros_like(eta)]
+    keys, gates = keys.to(dtype), (max_lr * (1 - eta), eta.log(), torch.zeros_like(eta))
+    tokens = MemoryInputs(keys, keys, values.to(dtype), *gates)
     weights = [torch.randn(1, *shape) / shape[0] ** 0.5 for shape in layer_shapes(D, depth, 2)]
     state = MemoryState.initial(weights, 1, torch.float32)
-    retrieved, after = memorize(*tokens, state, chunk_size=chunk, error_clip=1.0)
+    retrieved, _, after = memorize(tokens, state, UpdateRule(1.0), chunk_size=chunk)
     assert all(x.isfinite().all() for x in (retrieved, *after.weights, *after.momentum))
     step = max_lr * 4 * values.norm(dim=-1).max() * 1.01
     for weight, initial in zip(after.weights, weights, strict=True):
@@ -248,7 +251,7 @@ def test_training_keeps_the_states_that_some_chunks_start_with():
     state, tokens = make_state(2, [0, 0, 0]), [x.requires_grad_() for x in make_tokens(10 * CHUNK)]
     kept = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.data_ptr(), x), lambda x: x):
-        memorize(*tokens, state, chunk_size=CHUNK, error_clip=1.0)
+        memorize(MemoryInputs(*tokens), state, UpdateRule(1.0), chunk_size=CHUNK)
     of_states = -(-10 // CHECKPOINT_INTERVAL) * sum(x.numel() for x in (*state.weights, *state.momentum))
     assert of_states <= sum(x.numel() for x in kept.values()) < of_states + 3 * sum(x.numel() for x in tokens)
 
@@ -258,7 +261,7 @@ def test_a_second_derivative_is_refused():
     silently wrong.
     """
     state, tokens = make_state(2, [0, 0, 0]), [x.requires_grad_() for x in make_tokens(6)]
-    retrieved, _ = memorize(*tokens, state, chunk_size=CHUNK, error_clip=1.0)
+    retrieved = memorize(MemoryInputs(*tokens), state, UpdateRule(1.0), chunk_size=CHUNK).retrieved
     (gradient,) = torch.autograd.grad(retrieved.square().sum(), tokens[:1], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()

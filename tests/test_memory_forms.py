@@ -4,6 +4,7 @@ import pytest
 import torch
 from memorize_runs import CHUNK, assert_same, make_decay_target, make_state, make_tokens, per_layer, run
 
+from titans_hf import MemoryInputs, UpdateRule
 from titans_hf.memory_ops import memorize
 from titans_hf.memory_reference import memorize_reference
 from titans_hf.memory_scan import CHECKPOINT_INTERVAL
@@ -22,8 +23,8 @@ def test_the_residual_network_equals_reference(depth, gates, error_clip, num_see
     tokens = per_layer(tokens, depth) if gates == "layer" else tokens
     tokens[3] = 0.1 * tokens[3]
     for decay_target in ((), make_decay_target(depth)):
-        options = dict(error_clip=error_clip, decay_target=decay_target, network="residual")
-        assert_same(run(memorize, tokens, state, **options), run(memorize_reference, tokens, state, **options))
+        rest = (tokens, state, UpdateRule(error_clip, network="residual"), decay_target)
+        assert_same(run(memorize, *rest), run(memorize_reference, *rest))
 
 
 @pytest.mark.parametrize("length", [1, 3, 13, 22])
@@ -37,8 +38,8 @@ def test_gates_per_layer_equal_reference(depth, delta_rule, num_seen, length):
     torch.manual_seed(length)
     state, tokens = make_state(depth, num_seen), per_layer(make_tokens(length), depth)
     for decay_target in ((), make_decay_target(depth)):
-        options = dict(error_clip=1.0, decay_target=decay_target, delta_rule=delta_rule)
-        assert_same(run(memorize, tokens, state, **options), run(memorize_reference, tokens, state, **options))
+        rest = (tokens, state, UpdateRule(1.0, delta_rule), decay_target)
+        assert_same(run(memorize, *rest), run(memorize_reference, *rest))
 
 
 def test_gates_per_layer_that_are_equal_are_those_of_the_head():
@@ -46,7 +47,8 @@ def test_gates_per_layer_that_are_equal_are_those_of_the_head():
     torch.manual_seed(0)
     state, tokens = make_state(3, [5, 0, 3]), make_tokens(13)
     layers = tokens[:3] + [x[..., None].expand(*x.shape, 3) for x in tokens[3:]]
-    assert_same(run(memorize, layers, state, 1.0)[:1], run(memorize, tokens, state, 1.0)[:1])
+    rule = UpdateRule(1.0)
+    assert_same(run(memorize, layers, state, rule)[:1], run(memorize, tokens, state, rule)[:1])
 
 
 def test_training_by_autograd_keeps_the_states_that_some_chunks_start_with():
@@ -56,6 +58,6 @@ def test_training_by_autograd_keeps_the_states_that_some_chunks_start_with():
     state, tokens = make_state(2, [0, 0, 0]), [x.requires_grad_() for x in make_tokens(10 * CHUNK)]
     kept = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.data_ptr(), x), lambda x: x):
-        memorize(*tokens, state, chunk_size=CHUNK, error_clip=1.0, network="residual")
+        memorize(MemoryInputs(*tokens), state, UpdateRule(1.0, network="residual"), chunk_size=CHUNK)
     of_states = -(-10 // CHECKPOINT_INTERVAL) * sum(x.numel() for x in state.flat())
     assert sum(x.numel() for x in kept.values()) < of_states + 3 * sum(x.numel() for x in tokens)

@@ -14,7 +14,7 @@ from common import (
     make_ids,
     make_model,
 )
-from test_init import check
+from initial_values import STD, check_initial_values
 
 from titans_hf import TitansForCausalLM
 
@@ -66,8 +66,8 @@ def test_a_new_model_learns_without_nan(variant):
     """
     torch.manual_seed(0)
     changes = dict(PAPER, memory_expansion=4, num_persistent_tokens=8)
-    model = TitansForCausalLM(make_config(variant, **changes, initializer_range=0.05))
-    check(model)
+    model = TitansForCausalLM(make_config(variant, **changes, initializer_range=STD))
+    check_initial_values(model)
     ids = make_ids(4, 12, vocab_size=20).repeat(1, 4)
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
     for _ in range(30):

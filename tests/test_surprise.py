@@ -7,11 +7,7 @@ import pytest
 import torch
 from common import VARIANTS, assert_same, left_pad, make_ids, make_model, read, shared_model
 
-from titans_hf import MemoryState, TitansCache
-from titans_hf.memory_network import UpdateRule, layer_shapes
-from titans_hf.memory_ops import memorize_with_surprise
-from titans_hf.memory_reference import _clip_gradient, _loss, memorize_reference
-from titans_hf.memory_state import MemoryInputs
+from titans_hf import TitansCache
 from titans_hf.surprise_titans import LayerSurprise
 
 QUANTITIES = ("gradient_norm", "inner_lr", "momentum_decay", "forget")
@@ -26,39 +22,6 @@ def stacked(surprise: tuple[LayerSurprise, ...]) -> torch.Tensor:
 @torch.no_grad()
 def surprise_of(model, ids, cache=None, **kwargs) -> torch.Tensor:
     return stacked(model(ids, past_key_values=cache, output_surprise=True, **kwargs).surprise)
-
-
-@pytest.mark.parametrize("network", ["mlp", "residual"])
-@pytest.mark.parametrize("clip", [None, 1.0])
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_the_norm_is_that_of_autograd(depth, clip, network):
-    """The norm equals autograd's at the chunk's first weights, in one call and by tokens: otherwise another gradient
-    than the memory's update would be shown.
-    """
-    torch.manual_seed(depth)
-    weights = [torch.randn(3, *shape, dtype=torch.float64) / 2 for shape in layer_shapes(6, depth, 2)]
-    state = MemoryState.initial(weights, 2, torch.float64)
-    queries, keys, values = torch.randn(3, 2, 3, 11, 6, dtype=torch.float64)
-    gates = 0.05 * torch.rand(2, 3, 11).double(), torch.rand(2, 3, 11).double().log(), -torch.rand(2, 3, 11).double()
-    tokens, options = MemoryInputs(queries, keys, values, *gates), dict(chunk_size=4, error_clip=clip, network=network)
-    expected, at = [], state
-    for t in range(11):
-        anchor = at.weights if t % 4 == 0 else anchor  # noqa: F821
-        key, value = keys[:, :, t], values[:, :, t]
-        gradients = [
-            _clip_gradient(x, value, clip) for x in torch.func.grad(_loss)(tuple(anchor), key, value, clip, network)
-        ]
-        expected.append(sum(x.square().sum((-2, -1)) for x in gradients).sqrt())
-        at = memorize_reference(*(x[:, :, t : t + 1] for x in tokens[:6]), at, **options)[1]
-    expected = torch.stack(expected, dim=-1)
-    rule, chunks = UpdateRule(clip, network=network), dict(chunk_size=4)
-    assert_same(memorize_with_surprise(tokens, state, rule, **chunks)[1], expected)
-    found = []
-    for t in range(11):
-        piece = tokens.map(lambda x, t=t: x[:, :, t : t + 1])
-        _, surprise, state = memorize_with_surprise(piece, state, rule, **chunks)
-        found.append(surprise)
-    assert_same(torch.cat(found, dim=-1), expected)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

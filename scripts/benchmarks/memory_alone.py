@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from titans_hf.memory_network import layer_shapes
+from titans_hf.memory_network import UpdateRule, layer_shapes
 from titans_hf.memory_ops import compile_chunks, memorize
 from titans_hf.memory_reference import memorize_reference
-from titans_hf.memory_state import MemoryState
+from titans_hf.memory_state import MemoryInputs, MemoryState
 
 from .measure import check_close, in_turn, large_product_rate, peak_bytes
 from .table_and_plot import Plot
@@ -118,7 +118,8 @@ def work(depth: int, chunk: int, length: int, device: torch.device):
 
 def _read(memory, inputs: list[Tensor], chunk: int) -> Tensor:
     state = MemoryState.initial(inputs[6:], BATCH, inputs[0].dtype)
-    return memory(*inputs[:6], state, chunk_size=chunk, error_clip=ERROR_CLIP, decay_target=tuple(inputs[6:]))[0]
+    tokens, target = MemoryInputs(*inputs[:6]), tuple(inputs[6:])
+    return memory(tokens, state, UpdateRule(ERROR_CLIP), chunk_size=chunk, decay_target=target).retrieved
 
 
 def check(depth: int, chunk: int, device: torch.device) -> None:

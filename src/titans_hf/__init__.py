@@ -16,9 +16,10 @@ from transformers import (
 from .cache_titans import TitansCache
 from .configuration_time_series_titans import TitansTimeSeriesConfig
 from .configuration_titans import TitansConfig
+from .memory_network import UpdateRule
 from .memory_ops import memorize
 from .memory_reference import memorize_reference
-from .memory_state import MemoryState
+from .memory_state import MemorizeOutput, MemoryInputs, MemoryState
 from .modeling_titans import (
     TitansForCausalLM,
     TitansForQuestionAnswering,
@@ -41,6 +42,8 @@ AutoModelForTimeSeriesPrediction.register(TitansTimeSeriesConfig, TitansForTimeS
 
 __version__ = "0.1.0"
 __all__ = [
+    "MemorizeOutput",
+    "MemoryInputs",
     "MemoryState",
     "NeuralMemory",
     "TitansCache",
@@ -53,6 +56,7 @@ __all__ = [
     "TitansModel",
     "TitansPreTrainedModel",
     "TitansTimeSeriesConfig",
+    "UpdateRule",
     "memorize",
     "memorize_reference",
 ]

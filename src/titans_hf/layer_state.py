@@ -36,8 +36,8 @@ class LayerState:
     memory: weights, momentum, anchor and number of tokens (`MemoryState`).
     conv_state: (B, kernel - 1, 3 * hidden), the last inputs of the memory's convolutions.
     kv_cache: None in LMM.
-    segment_weights: in MAC, the memory's weights at the start of the current segment. Empty if a segment is one chunk:
-    then they are the memory's anchor.
+    segment_weights: in MAC, the memory's weights at the start of the current segment. Empty if they are the memory's
+    anchor.
     """
 
     memory: MemoryState
@@ -78,7 +78,7 @@ class LayerState:
     def from_tree(cls, tree: dict[str, Any]) -> "LayerState":
         """Returns the state whose `named_tensors` are the leaves of `tree` (see `as_tree`)."""
         memory = tree["memory"]
-        layers = (_in_order(memory[part]) for part in ("weights", "momentum", "anchor"))
+        layers = (_in_order(memory.get(part, {})) for part in ("weights", "momentum", "anchor"))
         return cls(
             MemoryState(*layers, memory["num_seen"]),
             tree["conv_state"],

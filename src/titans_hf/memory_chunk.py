@@ -23,6 +23,7 @@ from .memory_network import (
     gradient_factors,
     gradient_factors_backward,
     layer_inputs,
+    single_layer_factors,
     token_surprise,
     with_last_deltas,
 )
@@ -99,13 +100,18 @@ def chunk_intermediates(
 ) -> ChunkIntermediates:
     """Computes gate products and gradient factors from a chunk's inputs and the state at its start."""
     gates, gate_intermediates = _gates_of_layers(inputs, len(state.weights))
-    factors, solution = gradient_factors(inputs.keys, inputs.values, state.anchor, rule), None
+    factors, solution = None, None
+    if state.anchor:
+        factors = gradient_factors(inputs.keys, inputs.values, state.anchor, rule)
     offsets = [w - m for w, m in zip(state.weights, decay_target, strict=True)] if decay_target else state.weights
     targets = decay_target or [None] * len(offsets)
     if rule.delta_rule:
-        last = LastLayer(offsets[-1], state.momentum[-1], targets[-1], factors.inputs[-1])
-        solution = token_deltas(last, inputs.values, gates[-1])
-        factors = with_last_deltas(factors, solution.deltas)
+        h = inputs.keys if factors is None else factors.inputs[-1]
+        solution = token_deltas(LastLayer(offsets[-1], state.momentum[-1], targets[-1], h), inputs.values, gates[-1])
+        if factors is None:
+            factors = single_layer_factors(h, solution.deltas)
+        else:
+            factors = with_last_deltas(factors, solution.deltas)
     parts = (offsets, state.momentum, factors.inputs, factors.deltas, targets)
     layers = tuple(ChunkLayer(*x) for x in zip(*parts, strict=True))
     return ChunkIntermediates(inputs, gates, gate_intermediates, factors, layers, state.anchor, solution)
@@ -185,7 +191,6 @@ def chunk_backward(
         gate_gradients.append(gradients.gates)
         grad = gradients.x.mul_(reads.slopes[i - 1]) if i > 0 else gradients.x
     grads = ChunkLayer(*map(list, zip(*layer_gradients, strict=True)))  # a list over the layers for each field
-    values, anchor = chunk.inputs.values, chunk.anchor
     grad_values = None
     if chunk.token_deltas is not None:
         solved = token_deltas_backward(grads.deltas[-1], chunk.token_deltas, _last_layer(chunk), chunk.gates[-1])
@@ -196,14 +201,19 @@ def chunk_backward(
             grads.decay_target[-1] = grads.decay_target[-1] + solved.layer.decay_target - solved.layer.offset
         grad_values, grads.deltas[-1] = solved.values, torch.zeros_like(grads.deltas[-1])
         gate_gradients.append(solved.gates)
-    network = gradient_factors_backward(chunk.factors, values, anchor, grads.inputs, grads.deltas)
-    grad_values = network.values if grad_values is None else network.values + grad_values
+    grad_keys, grad_anchor = grads.inputs[0], []
+    if chunk.anchor:
+        network = gradient_factors_backward(
+            chunk.factors, chunk.inputs.values, chunk.anchor, grads.inputs, grads.deltas
+        )
+        grad_keys, grad_anchor = network.keys, network.weights
+        grad_values = network.values if grad_values is None else network.values + grad_values
     grad_products = GateProducts(*(sum(parts) for parts in zip(*gate_gradients, strict=True)))
     inner_lr, filled = chunk.inputs.inner_lr, chunk.inputs.filled
     grad_gates = gate_products_backward(grad_products, chunk.gates[0], chunk.gate_intermediates, inner_lr, filled)
     return ChunkGradients(
-        MemoryInputs(grad, network.keys, grad_values, *grad_gates),
-        MemoryState(grads.offset, grads.momentum, network.weights),
+        MemoryInputs(grad, grad_keys, grad_values, *grad_gates),
+        MemoryState(grads.offset, grads.momentum, grad_anchor),
         [x for x in grads.decay_target if x is not None],
     )
 

@@ -77,12 +77,19 @@ class UpdateRule(NamedTuple):
 
     error_clip: kappa of `gradient_factors`; None for the paper's plain loss.
     delta_rule: take the last layer's error at the weights before each token (`memory_delta_rule`), not at the chunk's
-    start.
+    start; with an MLP only.
+    network: "mlp", or "residual" with the delta rule off.
     """
 
     error_clip: float | None
     delta_rule: bool = False
     network: Network = "mlp"
+
+    def needs_anchor(self, depth: int) -> bool:
+        """True if any gradient is taken at the weights of the chunk's start: with the delta rule, all but those of the
+        last layer are.
+        """
+        return depth > 1 or not self.delta_rule
 
 
 class FactorsIntermediates(NamedTuple):
@@ -108,7 +115,7 @@ class GradientFactors(NamedTuple):
     deltas: list[Tensor]  # (..., T, d_out), clipped
     gradient_norms: list[Tensor]  # (..., T, 1), of the layers' gradients before clipping
     gradient_scales: list[Tensor]  # (..., T, 1), the factors that clip them; empty without a clip
-    intermediates: FactorsIntermediates | None  # None in a residual network
+    intermediates: FactorsIntermediates | None  # None in a residual network, and without an anchor
 
 
 def gradient_factors(keys: Tensor, values: Tensor, weights: Sequence[Tensor], rule: UpdateRule) -> GradientFactors:
@@ -182,6 +189,11 @@ def _clip_factors(
     scales = [clip_scale(norm, 4 * limit) for norm in norms]
     deltas = [d * c for d, c in zip(unclipped, scales, strict=True)]
     return GradientFactors(inputs, deltas, norms, scales, intermediates)
+
+
+def single_layer_factors(keys: Tensor, deltas: Tensor) -> GradientFactors:
+    """Returns the gradient factors of a memory of one layer with the deltas of the delta rule (..., T, d_out)."""
+    return GradientFactors([keys], [deltas], [gradient_norm(keys, deltas)], [], None)
 
 
 def with_last_deltas(factors: GradientFactors, deltas: Tensor) -> GradientFactors:

@@ -5,14 +5,21 @@ Shapes: B batch, H heads, T tokens, D head size; weights (B, H, d_in, d_out).
 
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .memory_chunk import CHUNK_FUNCTIONS, ChunkFunctions
 from .memory_delta_rule import single_token_delta
-from .memory_network import Network, UpdateRule, gradient_factors, read, token_surprise, with_last_deltas
+from .memory_network import (
+    GradientFactors,
+    UpdateRule,
+    gradient_factors,
+    read,
+    single_layer_factors,
+    token_surprise,
+    with_last_deltas,
+)
 from .memory_scan import (
     ScanArguments,
     ScanOptions,
@@ -20,18 +27,10 @@ from .memory_scan import (
     scan_chunks_by_autograd,
     scan_chunks_differentiable,
 )
-from .memory_state import MemoryInputs, MemoryState, where_rows
+from .memory_state import MemorizeOutput, MemoryInputs, MemoryState, where_rows
 from .token_grid import TokenGrid
 
 _compiled: ChunkFunctions | None = None
-
-
-class MemorizeOutput(NamedTuple):
-    """retrieved (B, H, T, D), surprise (B, H, T), and the state after the last token."""
-
-    retrieved: Tensor
-    surprise: Tensor
-    state: MemoryState
 
 
 def compile_chunks(**options) -> None:
@@ -42,47 +41,6 @@ def compile_chunks(**options) -> None:
 
 
 def memorize(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    inner_lr: Tensor,
-    log_momentum_decay: Tensor,
-    log_retain: Tensor,
-    state: MemoryState,
-    *,
-    chunk_size: int,
-    error_clip: float | None,
-    delta_rule: bool = False,
-    network: Network = "mlp",
-    decay_target: tuple[Tensor, ...] = (),
-    grid: TokenGrid | None = None,
-) -> tuple[Tensor, MemoryState]:
-    """Updates the memory with T tokens and reads each token's query right after its own update (eq. 13-16).
-
-    Args:
-        queries, keys, values: (B, H, T, D), any floating dtype; all is computed in the state's dtype.
-        inner_lr (theta), log_momentum_decay (log eta), log_retain (log(1 - alpha)): (B, H, T), or (B, H, T, layers) for
-            each layer of the memory network; -inf is a gate of 0.
-        state: the state before the first of these tokens; rows may be at different positions in their chunk.
-        chunk_size: number of tokens whose gradients are taken at the same weights.
-        error_clip: kappa of `memory_network.gradient_factors`; None for the paper's plain loss.
-        delta_rule: take the last layer's error at the weights before each token (`memory_delta_rule`), not at the
-            chunk's start; with an MLP only.
-        network: form of the memory network (`memory_network`).
-        decay_target: weights (H, d_in, d_out) of each layer that forgetting decays to; empty for 0, as in eq. 13.
-        grid: where given, the tokens are already on its slots (T = grid.num_slots), of a grid for a multiple of
-            `chunk_size`.
-
-    Returns the retrieved values (B, H, T, D) in the state's dtype (undefined at empty slots) and the state after the
-    last token.
-    """
-    inputs = MemoryInputs(queries, keys, values, inner_lr, log_momentum_decay, log_retain)
-    rule = UpdateRule(error_clip, delta_rule, network)
-    output = memorize_with_surprise(inputs, state, rule, chunk_size=chunk_size, decay_target=decay_target, grid=grid)
-    return output.retrieved, output.state
-
-
-def memorize_with_surprise(
     inputs: MemoryInputs,
     state: MemoryState,
     rule: UpdateRule,
@@ -91,12 +49,23 @@ def memorize_with_surprise(
     decay_target: tuple[Tensor, ...] = (),
     grid: TokenGrid | None = None,
 ) -> MemorizeOutput:
-    """Computes `memorize` and the surprise of each token, the norm of its gradient, which carries no gradient itself.
+    """Updates the memory with T tokens and reads each token's query right after its own update (eq. 13-16).
 
     A single token per row is computed by the equations, anything else in chunks.
+
+    Args:
+        inputs: of the T tokens, in any floating dtype; all is computed in the state's dtype.
+        state: the state before the first of these tokens; rows may be at different positions in their chunk.
+        rule: form of the memory network and of its update.
+        chunk_size: number of tokens whose gradients are taken at the same weights.
+        decay_target: weights (H, d_in, d_out) of each layer that forgetting decays to; empty for 0, as in eq. 13.
+        grid: where given, the tokens are already on its slots (T = grid.num_slots), of a grid for a multiple of
+            `chunk_size`. What is returned is undefined at empty slots.
     """
     dtype = state.weights[0].dtype
     inputs = inputs.map(lambda x: x.to(dtype))
+    if not rule.needs_anchor(len(state.weights)):
+        state = replace(state, anchor=())
     num_tokens = inputs.keys.shape[2]
     if num_tokens == 1 and (grid is None or grid.is_single_token):
         return _memorize_token(inputs, state, decay_target, chunk_size, rule)
@@ -110,18 +79,28 @@ def memorize_with_surprise(
 
 
 def read_constant_memory(inputs: MemoryInputs, state: MemoryState, rule: UpdateRule, grid: TokenGrid) -> MemorizeOutput:
-    """Computes `memorize_with_surprise` for step sizes of 0 and no forgetting: reads without an update."""
+    """Computes `memorize` for step sizes of 0 and no forgetting: reads without an update."""
     inputs = inputs.map(lambda x: x.to(state.weights[0].dtype))
+    anchor = state.weights if rule.needs_anchor(len(state.weights)) else ()
     with torch.no_grad():
-        factors = gradient_factors(inputs.keys, inputs.values, state.weights, rule)
-        if rule.delta_rule:
-            factors = with_last_deltas(
-                factors, single_token_delta(factors.inputs[-1], inputs.values, state.weights[-1])
-            )
-        surprise = token_surprise(factors)
+        surprise = token_surprise(_factors_at(inputs, anchor, state.weights, rule))
     num_seen = state.num_seen + grid.row_ends - grid.row_starts
-    after = MemoryState(state.weights, tuple(map(torch.zeros_like, state.momentum)), state.weights, num_seen)
+    after = MemoryState(state.weights, tuple(map(torch.zeros_like, state.momentum)), anchor, num_seen)
     return MemorizeOutput(read(state.weights, inputs.queries, rule.network), surprise, after)
+
+
+def _factors_at(
+    inputs: MemoryInputs, anchor: tuple[Tensor, ...], weights: tuple[Tensor, ...], rule: UpdateRule
+) -> GradientFactors:
+    """Computes the gradient of the memory's loss at the anchor A, grad l(A; k, v) (eq. 12, 16), by the delta rule in
+    the last layer at the weights before the token, grad l(M_{t-1}; k, v) (eq. 10); without an anchor (), there only.
+    """
+    if not anchor:
+        return single_layer_factors(inputs.keys, single_token_delta(inputs.keys, inputs.values, weights[0]))
+    factors = gradient_factors(inputs.keys, inputs.values, anchor, rule)
+    if rule.delta_rule:
+        factors = with_last_deltas(factors, single_token_delta(factors.inputs[-1], inputs.values, weights[-1]))
+    return factors
 
 
 def _memorize_token(
@@ -135,15 +114,13 @@ def _memorize_token(
     # In place on new tensors: a step takes as long as reading and writing the state.
     # docs/log.md: "Fewer passes over the state in a decoding step"
     at_chunk_start = partial(where_rows, state.num_seen % chunk_size == 0)
-    anchor = tuple(map(at_chunk_start, state.weights, state.anchor))
-    factors = gradient_factors(inputs.keys, inputs.values, anchor, rule)  # grad l(A; k, v), eq. 12, 16
-    if rule.delta_rule:  # grad l(M_{t-1}; k, v), eq. 10
-        factors = with_last_deltas(factors, single_token_delta(factors.inputs[-1], inputs.values, state.weights[-1]))
+    anchor = tuple(map(at_chunk_start, state.weights, state.anchor))  # as many as the state has
+    factors = _factors_at(inputs, anchor, state.weights, rule)
     gates = (inputs.inner_lr, inputs.log_momentum_decay.exp(), inputs.log_retain.exp())
     if inputs.has_gates_per_layer:
         theta, eta, retain = (x.split(1, dim=-1) for x in gates)  # of each layer, (B, H, 1, 1)
     else:
-        theta, eta, retain = ((x[..., None],) * len(anchor) for x in gates)
+        theta, eta, retain = ((x[..., None],) * len(state.weights) for x in gates)
     gradients = zip(eta, state.momentum, theta, factors.inputs, factors.deltas, strict=True)
     # S_t = eta_t S_{t-1} - theta_t h (x) delta (eq. 10, 14)
     momentum = tuple((eta * s).addcmul_(h.mT, theta * d, value=-1) for eta, s, theta, h, d in gradients)
@@ -177,7 +154,7 @@ def _memorize_grid(
     decay_target = [m.expand_as(w) for m, w in zip(decay_target, state.weights, strict=False)]
     arguments = ScanArguments(
         slots.map(lambda x: x.flatten(0, 1)),
-        MemoryState.from_flat(x.flatten(0, 1) for x in state.flat()),
+        MemoryState.from_flat([x.flatten(0, 1) for x in state.flat()], len(state.weights)),
         tuple(x.flatten(0, 1) for x in decay_target),
     )
     by_hand = rule.network == "mlp" and not slots.has_gates_per_layer  # the backward
@@ -187,7 +164,7 @@ def _memorize_grid(
     if not compiling and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments.flat()):
         scan = scan_chunks_differentiable if by_hand else scan_chunks_by_autograd
     output = scan(options, arguments)
-    after = MemoryState.from_flat(x.unflatten(0, rows_and_heads) for x in output.state.flat())
+    after = MemoryState.from_flat([x.unflatten(0, rows_and_heads) for x in output.state.flat()], len(state.weights))
     return MemorizeOutput(
         output.retrieved.unflatten(0, rows_and_heads),
         output.surprise.unflatten(0, rows_and_heads).detach(),

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from .memory_state import MemoryState
+from .memory_network import UpdateRule
+from .memory_state import MemorizeOutput, MemoryInputs, MemoryState
 
 
 def _memory(weights: tuple[Tensor, ...], x: Tensor, network: str) -> Tensor:
@@ -55,29 +56,25 @@ def _last_layer_gradient(hidden: tuple[Tensor, ...], last: Tensor, key: Tensor, 
 
 
 def memorize_reference(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    inner_lr: Tensor,
-    log_momentum_decay: Tensor,
-    log_retain: Tensor,
+    inputs: MemoryInputs,
     state: MemoryState,
+    rule: UpdateRule,
     *,
     chunk_size: int,
-    error_clip: float | None,
-    delta_rule: bool = False,
-    network: str = "mlp",
     decay_target: tuple[Tensor, ...] = (),
-) -> tuple[Tensor, MemoryState]:
-    """Updates and reads the memory token by token; arguments and results are those of `memory_ops.memorize`.
+) -> MemorizeOutput:
+    """Updates and reads the memory token by token; arguments and results are those of `memory_ops.memorize`, for inputs
+    without empty slots.
 
     With a `decay_target` M_0, eq. 13 is stated for the weights less M_0.
     """
+    queries, keys, values, inner_lr, log_momentum_decay, log_retain, _ = inputs
+    error_clip, delta_rule, network = rule
     weights, momentum, anchor, num_seen = state.weights, state.momentum, state.anchor, state.num_seen
     decay_target = decay_target or tuple(torch.zeros_like(w) for w in weights)
     gates = _per_layer(len(weights), inner_lr, log_momentum_decay.exp(), log_retain.exp())
     gradient_of_loss = torch.func.grad(_loss)
-    retrieved = []
+    retrieved, surprise = [], []
     for t in range(keys.shape[2]):
         key, value, query = keys[:, :, t], values[:, :, t], queries[:, :, t]
         theta, eta, retain = ([x[..., None, None] for x in gate[:, :, t].unbind(-1)] for gate in gates)
@@ -87,13 +84,20 @@ def memorize_reference(
         gradients = [_clip_gradient(g, value, error_clip) for g in gradients]
         if delta_rule:
             gradients[-1] = _last_layer_gradient(anchor[:-1], weights[-1], key, value)
+        surprise.append(_norm(gradients))
         parts = zip(eta, momentum, theta, gradients, strict=True)
         momentum = tuple(eta * s - theta * g for eta, s, theta, g in parts)  # eq. 10, 14
         parts = zip(retain, weights, momentum, decay_target, strict=True)
         weights = tuple(retain * m + (1 - retain) * m_0 + s for retain, m, s, m_0 in parts)  # eq. 13
         retrieved.append(_memory(weights, query, network))  # eq. 15
         num_seen = num_seen + 1
-    return torch.stack(retrieved, dim=2), MemoryState(weights, momentum, anchor, num_seen)
+    after = MemoryState(weights, momentum, anchor, num_seen)
+    return MemorizeOutput(torch.stack(retrieved, dim=2), torch.stack(surprise, dim=2), after)
+
+
+def _norm(gradients: list[Tensor]) -> Tensor:
+    """Computes the norm over all layers (..., d_in, d_out)."""
+    return sum(g.detach().square().sum((-2, -1)) for g in gradients).sqrt()
 
 
 def _per_layer(depth: int, *gates: Tensor) -> list[Tensor]:
@@ -102,26 +106,24 @@ def _per_layer(depth: int, *gates: Tensor) -> list[Tensor]:
 
 
 def memorize_chunks_reference(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    inner_lr: Tensor,
-    log_momentum_decay: Tensor,
-    log_retain: Tensor,
+    inputs: MemoryInputs,
     state: MemoryState,
+    rule: UpdateRule,
     *,
     chunk_size: int,
-    error_clip: float | None,
-    network: str = "mlp",
     decay_target: tuple[Tensor, ...] = (),
-) -> tuple[Tensor, MemoryState]:
+) -> MemorizeOutput:
     """Updates and reads the memory chunk by chunk (paper section 3.2), with per-token weights; arguments and results
-    are those of `memory_ops.memorize`, for whole chunks: T is a multiple of C and no row starts within a chunk.
+    are those of `memory_ops.memorize`, without the delta rule and for whole chunks: T is a multiple of C and no row
+    starts within a chunk.
     """
+    queries, keys, values, inner_lr, log_momentum_decay, log_retain, _ = inputs
     gates = _per_layer(len(state.weights), inner_lr, log_momentum_decay, log_retain)
     if keys.shape[2] % chunk_size or (state.num_seen % chunk_size).any():
         raise ValueError(f"`keys` must be whole chunks of `chunk_size` ({chunk_size}), but has {keys.shape[2]} tokens.")
-    weights, momentum, retrieved = state.weights, state.momentum, []
+    if rule.delta_rule:
+        raise ValueError("`rule.delta_rule` must be False: errors are taken at the weights of the chunk's start.")
+    weights, momentum, retrieved, surprise = state.weights, state.momentum, [], []
     decay_target = decay_target or tuple(torch.zeros_like(w) for w in weights)
     for q, k, v, theta, log_eta, log_kept in zip(
         *(x.split(chunk_size, dim=2) for x in (queries, keys, values, *gates)), strict=True
@@ -129,8 +131,9 @@ def memorize_chunks_reference(
         # 1. Every token's gradient, at the weights A of the chunk's start (eq. 16): u (B, H, C, d_in, d_out)
         anchor = weights
         per_token = tuple(w[:, :, None].expand(-1, -1, chunk_size, -1, -1) for w in anchor)
-        gradients = torch.func.grad(_loss)(per_token, k, v, error_clip, network)
-        gradients = [_clip_gradient(u, v, error_clip) for u in gradients]
+        gradients = torch.func.grad(_loss)(per_token, k, v, rule.error_clip, rule.network)
+        gradients = [_clip_gradient(u, v, rule.error_clip) for u in gradients]
+        surprise.append(_norm(gradients))
         new_weights, new_momentum = [], []
         for layer, (w, s, u, target) in enumerate(zip(weights, momentum, gradients, decay_target, strict=True)):
             # 2. Products of the gates: m_t = prod_{l<=t} eta_l, beta_t = prod_{l<=t} (1 - alpha_l) (B, H, C), and the
@@ -146,10 +149,11 @@ def memorize_chunks_reference(
             new_weights.append(w_t + target[..., None, :, :])
             new_momentum.append(s_t)
         # 5. y_t = M_t(q_t) (eq. 15), and the state at the chunk's end
-        retrieved.append(_memory(tuple(new_weights), q, network))  # (B, H, C, d_in) x (B, H, C, d_in, d_out)
+        retrieved.append(_memory(tuple(new_weights), q, rule.network))  # (B, H, C, d_in) x (B, H, C, d_in, d_out)
         weights = tuple(w[:, :, -1] for w in new_weights)
         momentum = tuple(s[:, :, -1] for s in new_momentum)
-    return torch.cat(retrieved, dim=2), MemoryState(weights, momentum, anchor, state.num_seen + keys.shape[2])
+    after = MemoryState(weights, momentum, anchor, state.num_seen + keys.shape[2])
+    return MemorizeOutput(torch.cat(retrieved, dim=2), torch.cat(surprise, dim=2), after)
 
 
 def _products(gate: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ class ScanOptions(NamedTuple):
     """The options of a scan.
 
     chunk_starts: (number of chunks, N) bool, True where a non-empty chunk starts in this call; None for everywhere. A
-    chunk that started in an earlier call keeps its anchor.
+    chunk that started in an earlier call keeps its anchor. Unused where the state has none.
     compiled: the functions for full chunks; None for those of `memory_chunk` as they are.
     """
 
@@ -56,10 +56,17 @@ class ScanArguments(NamedTuple):
         return (*self.inputs, *self.state.flat(), *self.decay_target)
 
     @classmethod
-    def from_flat(cls, tensors: Sequence[Tensor | None], depth: int) -> "ScanArguments":
-        """Returns the arguments of the tensors of `flat`, for a memory network of `depth` layers."""
+    def from_flat(cls, tensors: Sequence[Tensor | None], sizes: "StateSizes") -> "ScanArguments":
+        """Returns the arguments of the tensors of `flat`."""
         remaining = iter(tensors)
-        return cls(_next_inputs(remaining), _next_state(remaining, depth), tuple(remaining))
+        return cls(_next_inputs(remaining), _next_state(remaining, sizes), tuple(remaining))
+
+
+class StateSizes(NamedTuple):
+    """Layers of the memory network, and tensors of a state."""
+
+    depth: int
+    num_tensors: int
 
 
 class ScanOutput(NamedTuple):
@@ -74,8 +81,8 @@ def _next_inputs(tensors: Iterator[Tensor | None]) -> MemoryInputs:
     return MemoryInputs(*islice(tensors, len(MemoryInputs._fields)))
 
 
-def _next_state(tensors: Iterator[Tensor], depth: int) -> MemoryState:
-    return MemoryState.from_flat(islice(tensors, 3 * depth))
+def _next_state(tensors: Iterator[Tensor], sizes: StateSizes) -> MemoryState:
+    return MemoryState.from_flat(islice(tensors, sizes.num_tensors), sizes.depth)
 
 
 def scan_chunks(
@@ -100,9 +107,9 @@ def scan_chunks(
 def scan_chunks_differentiable(options: ScanOptions, arguments: ScanArguments) -> ScanOutput:
     """Runs `scan_chunks` with the hand-written backward."""
     # docs/log.md: "The backward by hand"
-    depth = len(arguments.state.weights)
-    retrieved, surprise, *state = _ChunkScan.apply(options, depth, *arguments.flat())
-    return ScanOutput(retrieved, surprise, MemoryState.from_flat(state))
+    sizes = StateSizes(len(arguments.state.weights), len(arguments.state.flat()))
+    retrieved, surprise, *state = _ChunkScan.apply(options, sizes, *arguments.flat())
+    return ScanOutput(retrieved, surprise, MemoryState.from_flat(state, sizes.depth))
 
 
 def scan_chunks_by_autograd(options: ScanOptions, arguments: ScanArguments) -> ScanOutput:
@@ -123,13 +130,13 @@ def scan_chunks_by_autograd(options: ScanOptions, arguments: ScanArguments) -> S
 
 class _ChunkScan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, options: ScanOptions, depth: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        given = ScanArguments.from_flat(tensors, depth)
-        detached = ScanArguments.from_flat([None if x is None else x.detach() for x in tensors], depth)
+    def forward(ctx, options: ScanOptions, sizes: StateSizes, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        given = ScanArguments.from_flat(tensors, sizes)
+        detached = ScanArguments.from_flat([None if x is None else x.detach() for x in tensors], sizes)
         checkpoints = []
         output = scan_chunks(options, detached, checkpoints)
         ctx.mark_non_differentiable(output.surprise)
-        ctx.options, ctx.depth = options, depth
+        ctx.options, ctx.sizes = options, sizes
         ctx.save_for_backward(*given.inputs, *(x for state in checkpoints for x in state.flat()), *given.decay_target)
         return output.retrieved, output.surprise, *output.state.flat()
 
@@ -139,10 +146,10 @@ class _ChunkScan(torch.autograd.Function):
         options, saved = ctx.options, iter(ctx.saved_tensors)  # read once: under checkpointing, reading recomputes
         chunks = _split_inputs(_next_inputs(saved), options.chunk_size)
         firsts = range(0, len(chunks), CHECKPOINT_INTERVAL)
-        checkpoints = [_next_state(saved, ctx.depth) for _ in firsts]
+        checkpoints = [_next_state(saved, ctx.sizes) for _ in firsts]
         decay_target = tuple(saved)
         grad_outputs = _split(grad_retrieved, options.chunk_size)
-        grads, grad_inputs = MemoryState.from_flat(grad_state), []
+        grads, grad_inputs = MemoryState.from_flat(grad_state, ctx.sizes.depth), []
         grad_target = [torch.zeros_like(x) for x in decay_target]
         with torch.autocast(grad_retrieved.device.type, enabled=False):
             for first, checkpoint in zip(reversed(firsts), reversed(checkpoints), strict=True):
@@ -206,6 +213,8 @@ def _where_chunk_starts(
 
 def _with_anchor(options: ScanOptions, chunk: int, state: MemoryState) -> MemoryState:
     """Returns the state at a chunk's start: where the chunk starts, its anchor is the current weights (eq. 16)."""
+    if not state.anchor:
+        return state
     return replace(state, anchor=_where_chunk_starts(options, chunk, state.weights, state.anchor))
 
 
@@ -215,6 +224,8 @@ def _anchor_backward(
     """Computes the backward of `_with_anchor`: the anchor's gradient, with that of later chunks, goes to the weights
     where the chunk starts, and to the previous anchor elsewhere.
     """
+    if not grads.anchor:
+        return grads
     grad_anchor = [x + y for x, y in zip(grads.anchor, grad_later_anchor, strict=True)]
     zeros = [torch.zeros_like(x) for x in grad_anchor]
     to_weights = _where_chunk_starts(options, chunk, grad_anchor, zeros)

@@ -1,7 +1,8 @@
-"""The state of a neural memory, and the inputs that update it."""
+"""The state of a neural memory, the inputs that update it, and what an update returns."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ class MemoryState:
     """The memory of every batch row and head; tuples hold one tensor per layer of the memory network.
 
     weights (M), momentum (S), anchor (the weights at the start of the current chunk, where gradients are taken, eq.
-    16): (B, H, d_in, d_out) in float32 (float64 in a float64 model).
+    16; empty where `UpdateRule.needs_anchor` is False): (B, H, d_in, d_out) in float32 (float64 in a float64 model).
     num_seen: (B,) int64, tokens read by each row, padding excluded.
 
     Inside the scan over chunks, batch and heads are one dimension, (N, d_in, d_out), and `num_seen` is None. Gradients
@@ -27,11 +28,13 @@ class MemoryState:
     num_seen: Tensor | None = None
 
     @classmethod
-    def initial(cls, weights: Sequence[Tensor], batch_size: int, dtype: torch.dtype) -> "MemoryState":
+    def initial(
+        cls, weights: Sequence[Tensor], batch_size: int, dtype: torch.dtype, has_anchor: bool = True
+    ) -> "MemoryState":
         """Returns the state before the first token, from learned initial weights (H, d_in, d_out)."""
         rows = tuple(weight.to(dtype).expand(batch_size, *weight.shape) for weight in weights)
         num_seen = torch.zeros(batch_size, dtype=torch.int64, device=weights[0].device)
-        return cls(rows, tuple(torch.zeros_like(weight) for weight in rows), rows, num_seen)
+        return cls(rows, tuple(torch.zeros_like(weight) for weight in rows), rows if has_anchor else (), num_seen)
 
     def map(self, fn: Callable[..., Tensor], *others: "MemoryState") -> "MemoryState":
         """Applies `fn` to every tensor (batch dimension first), with the tensors of `others` as further arguments."""
@@ -43,18 +46,18 @@ class MemoryState:
 
     def with_count_reset(self) -> "MemoryState":
         """Returns the state with no token counted: the next token starts a new chunk."""
-        return MemoryState(self.weights, self.momentum, self.weights, torch.zeros_like(self.num_seen))
+        anchor = self.weights if self.anchor else ()
+        return MemoryState(self.weights, self.momentum, anchor, torch.zeros_like(self.num_seen))
 
     def flat(self) -> tuple[Tensor, ...]:
         """Returns all tensors but `num_seen`, as `from_flat` takes them."""
         return (*self.weights, *self.momentum, *self.anchor)
 
     @classmethod
-    def from_flat(cls, tensors: Iterable[Tensor]) -> "MemoryState":
-        """Returns the state with the tensors that `flat` returns, `num_seen` None."""
-        tensors = tuple(tensors)
-        depth = len(tensors) // 3
-        return cls(*(tensors[i * depth : (i + 1) * depth] for i in range(3)))
+    def from_flat(cls, tensors: Iterable[Tensor], depth: int) -> "MemoryState":
+        """Returns the state of a memory network of `depth` layers with the tensors of `flat`, `num_seen` None."""
+        remaining = iter(tensors)
+        return cls(tuple(islice(remaining, depth)), tuple(islice(remaining, depth)), tuple(remaining))
 
 
 class MemoryInputs(NamedTuple):
@@ -62,8 +65,8 @@ class MemoryInputs(NamedTuple):
     gradients with respect to them.
 
     queries, keys, values: (B, H, T, D). inner_lr (theta), log_momentum_decay (log eta), log_retain (log(1 - alpha)):
-    (B, H, T), or (B, H, T, L) with gates of their own for each layer of the memory network. filled: (B, H, T) bool,
-    False at slots without a token; None if every slot holds one.
+    (B, H, T), or (B, H, T, L) with gates of their own for each layer of the memory network; -inf is a gate of 0.
+    filled: (B, H, T) bool, False at slots without a token; None if every slot holds one.
     """
 
     queries: Tensor
@@ -82,6 +85,16 @@ class MemoryInputs(NamedTuple):
     def map(self, fn: Callable[[Tensor], Tensor]) -> "MemoryInputs":
         """Applies `fn` to every tensor."""
         return MemoryInputs(*(None if x is None else fn(x) for x in self))
+
+
+class MemorizeOutput(NamedTuple):
+    """What an update of the memory returns: retrieved (B, H, T, D) in the state's dtype; surprise (B, H, T), the norm
+    of each token's gradient, which carries no gradient itself; and the state after the last token.
+    """
+
+    retrieved: Tensor
+    surprise: Tensor
+    state: MemoryState
 
 
 def where_rows(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:

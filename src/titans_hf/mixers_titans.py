@@ -208,8 +208,10 @@ class MACMixer(TitansMixer):
 
     @property
     def keeps_segment_weights(self) -> bool:
-        """True if a segment has several chunks; with one, the weights at its start are the memory's anchor."""
-        return self.config.segment_length != self.config.memory_chunk_size
+        """True if no other part of the state is the weights at the segment's start: with one chunk in a segment, the
+        memory's anchor is.
+        """
+        return self.config.segment_length != self.config.memory_chunk_size or not self.memory.has_anchor
 
     def mix(self, hidden_states, state, grid, at_start):
         """Mixes segment after segment; what needs no memory is computed for all segments at once."""

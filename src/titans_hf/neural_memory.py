@@ -14,8 +14,8 @@ from .configuration_titans import TitansConfig
 from .layer_state import LayerState
 from .memory_modules import EPSILON, ChannelConv, HeadNorm, InitialWeights, OutputProjection, TokenGate, l2_normalize
 from .memory_network import UpdateRule, layer_shapes, read
-from .memory_ops import MemorizeOutput, memorize_with_surprise, read_constant_memory
-from .memory_state import MemoryInputs, MemoryState
+from .memory_ops import memorize, read_constant_memory
+from .memory_state import MemorizeOutput, MemoryInputs, MemoryState
 from .surprise_titans import MemoryUpdates
 from .token_grid import TokenGrid
 
@@ -102,7 +102,12 @@ class NeuralMemory(nn.Module):
     def initial_state(self, batch_size: int, dtype: torch.dtype) -> MemoryState:
         """Returns the learned state before the first token, in float32 at least whatever the dtype of the model."""
         dtype = torch.promote_types(dtype, torch.float32)
-        return MemoryState.initial(self.initial_weights(dtype), batch_size, dtype)
+        return MemoryState.initial(self.initial_weights(dtype), batch_size, dtype, self.has_anchor)
+
+    @property
+    def has_anchor(self) -> bool:
+        """True if the state contains the weights at the start of the current chunk."""
+        return self.rule.needs_anchor(self.config.memory_depth)
 
     def initial_conv_state(self, state: MemoryState, dtype: torch.dtype) -> Tensor:
         """Returns the inputs of the convolutions before the first token, zeros: (B, kernel - 1, 3 * H * D)."""
@@ -182,7 +187,7 @@ class NeuralMemory(nn.Module):
         if self.config.memory_max_lr == 0:
             return read_constant_memory(inputs, state, self.rule, grid)
         options = {"chunk_size": self.config.memory_chunk_size, "decay_target": decay_target, "grid": grid}
-        return memorize_with_surprise(inputs, state, self.rule, **options)
+        return memorize(inputs, state, self.rule, **options)
 
     def project_output(self, hidden_states: Tensor, retrieved: Tensor) -> Tensor:
         """Computes W_o (norm(y) o silu(W_g x)) (section 4.4) from x (B, T, hidden) and what it retrieved, y
