@@ -108,6 +108,16 @@ def test_the_chunk_listing_refuses_what_it_does_not_compute():
         memorize_chunks_reference(inputs, state, UpdateRule(1.0, delta_rule=True), chunk_size=CHUNK)
 
 
+@pytest.mark.parametrize("depth,rule", [(1, UpdateRule(1.0)), (2, UpdateRule(1.0, delta_rule=True))])
+def test_a_state_without_the_anchor_that_the_rule_needs_is_refused(depth, rule):
+    """A state whose gradients have no weights to be taken at raises ValueError: otherwise another rule would update it
+    silently.
+    """
+    inputs, state = MemoryInputs(*make_tokens(5)), replace(make_state(depth, [0, 0, 0]), anchor=())
+    with pytest.raises(ValueError, match="`state` must have an anchor"):
+        memorize(inputs, state, rule, chunk_size=CHUNK)
+
+
 def test_forgetting_leads_back_to_the_initial_weights():
     """Full forgetting gives the decay target: otherwise a deep memory decays to 0, where it has no gradient."""
     state, tokens, decay_target = make_state(2, [0, 0, 0]), make_tokens(13), make_decay_target(2)

@@ -100,18 +100,17 @@ def chunk_intermediates(
 ) -> ChunkIntermediates:
     """Computes gate products and gradient factors from a chunk's inputs and the state at its start."""
     gates, gate_intermediates = _gates_of_layers(inputs, len(state.weights))
-    factors, solution = None, None
-    if state.anchor:
-        factors = gradient_factors(inputs.keys, inputs.values, state.anchor, rule)
     offsets = [w - m for w, m in zip(state.weights, decay_target, strict=True)] if decay_target else state.weights
     targets = decay_target or [None] * len(offsets)
-    if rule.delta_rule:
-        h = inputs.keys if factors is None else factors.inputs[-1]
-        solution = token_deltas(LastLayer(offsets[-1], state.momentum[-1], targets[-1], h), inputs.values, gates[-1])
-        if factors is None:
-            factors = single_layer_factors(h, solution.deltas)
-        else:
+    last_layer = partial(LastLayer, offsets[-1], state.momentum[-1], targets[-1])
+    if state.anchor:
+        factors, solution = gradient_factors(inputs.keys, inputs.values, state.anchor, rule), None
+        if rule.delta_rule:
+            solution = token_deltas(last_layer(factors.inputs[-1]), inputs.values, gates[-1])
             factors = with_last_deltas(factors, solution.deltas)
+    else:  # one layer, by the delta rule
+        solution = token_deltas(last_layer(inputs.keys), inputs.values, gates[-1])
+        factors = single_layer_factors(inputs.keys, solution.deltas)
     parts = (offsets, state.momentum, factors.inputs, factors.deltas, targets)
     layers = tuple(ChunkLayer(*x) for x in zip(*parts, strict=True))
     return ChunkIntermediates(inputs, gates, gate_intermediates, factors, layers, state.anchor, solution)

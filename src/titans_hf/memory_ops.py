@@ -61,11 +61,15 @@ def memorize(
         decay_target: weights (H, d_in, d_out) of each layer that forgetting decays to; empty for 0, as in eq. 13.
         grid: where given, the tokens are already on its slots (T = grid.num_slots), of a grid for a multiple of
             `chunk_size`. What is returned is undefined at empty slots.
+
+    Raises ValueError for a state without the anchor that the rule needs.
     """
     dtype = state.weights[0].dtype
     inputs = inputs.map(lambda x: x.to(dtype))
     if not rule.needs_anchor(len(state.weights)):
         state = replace(state, anchor=())
+    elif not state.anchor:
+        raise ValueError(f"`state` must have an anchor for {rule}, but has none: it is of another memory.")
     num_tokens = inputs.keys.shape[2]
     if num_tokens == 1 and (grid is None or grid.is_single_token):
         return _memorize_token(inputs, state, decay_target, chunk_size, rule)
