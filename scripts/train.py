@@ -223,6 +223,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         trainer.push_to_hub()
     elif run_args.push_dry_run and trainer.is_world_process_zero():
         write_dry_run(training_args.output_dir, run_args.push_dry_run)
+    trainer.accelerator.end_training()  # a process that exits while it is connected to the others may abort
     return metrics
 
 
