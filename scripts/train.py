@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from accelerate import PartialState
 from accelerate.utils import reduce
 from transformers import (
     EvalPrediction,
@@ -182,8 +183,20 @@ def summary(trainer: Trainer, data: dict[str, Any], block_length: int) -> str:
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
-    model_args, data_args, run_args, training_args = HfArgumentParser(ARGUMENTS).parse_args_into_dataclasses(argv)
-    command = sys.argv if argv is None else argv
+    arguments = HfArgumentParser(ARGUMENTS).parse_args_into_dataclasses(argv)
+    metrics = run_training(sys.argv if argv is None else argv, *arguments)
+    PartialState().destroy_process_group()  # a process that exits while it is connected to the others may abort
+    return metrics
+
+
+def run_training(
+    command: list[str],
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    run_args: RunArguments,
+    training_args: TrainingArguments,
+) -> dict[str, float]:
+    """Trains and saves the model, unless the run is finished already; returns its metrics."""
     check_arguments(model_args, data_args, run_args, training_args)
     record = read_record(training_args.output_dir)
     if record and record["command"] == command and record["steps"] >= record["planned_steps"]:
@@ -223,7 +236,6 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         trainer.push_to_hub()
     elif run_args.push_dry_run and trainer.is_world_process_zero():
         write_dry_run(training_args.output_dir, run_args.push_dry_run)
-    trainer.accelerator.end_training()  # a process that exits while it is connected to the others may abort
     return metrics
 
 
