@@ -117,8 +117,10 @@ def _memorize_token(
     """Updates with one token per row by eq. 13-15, without a branch on data."""
     # In place on new tensors: a step takes as long as reading and writing the state.
     # docs/log.md: "Fewer passes over the state in a decoding step"
-    at_chunk_start = partial(where_rows, state.num_seen % chunk_size == 0)
-    anchor = tuple(map(at_chunk_start, state.weights, state.anchor))  # as many as the state has
+    anchor = ()
+    if state.anchor:
+        at_chunk_start = partial(where_rows, state.num_seen % chunk_size == 0)
+        anchor = tuple(map(at_chunk_start, state.weights, state.anchor))
     factors = _factors_at(inputs, anchor, state.weights, rule)
     gates = (inputs.inner_lr, inputs.log_momentum_decay.exp(), inputs.log_retain.exp())
     if inputs.has_gates_per_layer:
@@ -152,6 +154,7 @@ def _memorize_grid(
     chunk_starts = None
     if grid.filled is not None:
         slots = slots._replace(filled=grid.filled[:, None].expand(*rows_and_heads, -1))
+    if grid.filled is not None and state.anchor:
         first = torch.arange(0, grid.num_slots, chunk_size, device=grid.filled.device)[:, None]
         starts = (grid.row_starts <= first) & (grid.row_ends > first)
         chunk_starts = starts.repeat_interleave(rows_and_heads[1], dim=1)

@@ -42,6 +42,13 @@ class ScanOptions(NamedTuple):
         return self.compiled if full and self.compiled is not None else CHUNK_FUNCTIONS
 
 
+class StateSizes(NamedTuple):
+    """Layers of the memory network, and tensors of a state."""
+
+    depth: int
+    num_tensors: int
+
+
 class ScanArguments(NamedTuple):
     """The tensors that a scan reads: the inputs (N, T, ...), the state before them, and one decay target per layer
     (none for 0).
@@ -56,17 +63,10 @@ class ScanArguments(NamedTuple):
         return (*self.inputs, *self.state.flat(), *self.decay_target)
 
     @classmethod
-    def from_flat(cls, tensors: Sequence[Tensor | None], sizes: "StateSizes") -> "ScanArguments":
+    def from_flat(cls, tensors: Sequence[Tensor | None], sizes: StateSizes) -> "ScanArguments":
         """Returns the arguments of the tensors of `flat`."""
         remaining = iter(tensors)
         return cls(_next_inputs(remaining), _next_state(remaining, sizes), tuple(remaining))
-
-
-class StateSizes(NamedTuple):
-    """Layers of the memory network, and tensors of a state."""
-
-    depth: int
-    num_tensors: int
 
 
 class ScanOutput(NamedTuple):
