@@ -49,6 +49,7 @@ FORMS = {
     "gated delta rule": dict(memory_depth=1, memory_momentum=False),
     "normalised output": dict(memory_output_norm="rms"),
     "gated output": dict(memory_residual=False),
+    "token memory": dict(token_memory_features=24, tie_word_embeddings=True),
 }
 
 

@@ -39,6 +39,7 @@ DEFAULTS = dict(
     memory_output_norm="clip",
     memory_residual=True,
     memory_error_clip=1.0,
+    token_memory_features=0,
     rope_parameters=None,
     rms_norm_eps=1e-6,
     attention_dropout=0.0,

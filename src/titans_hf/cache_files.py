@@ -181,7 +181,7 @@ def check_tensors(tensors: dict[str, Tensor], model: PreTrainedModel) -> None:
     """Raises ValueError, naming the tensor, unless a cache of `model` can have these tensors: those of every layer,
     with the config's shapes and dtypes, the same number of rows, finite values, and counts of at least 0.
     """
-    layers = [_expected_tensors(model, i) for i in range(model.config.num_hidden_layers)]
+    layers = [_expected_tensors(model, i) for i in range(model.config.num_layers_with_state)]
     present = {part for layer in layers for part, group in layer.items() if group.keys() & tensors.keys()}
     present |= {part.split(".")[0] for part in present if part != "state"}  # "recorded.state" only with "recorded"
     expected = {name: x for layer in layers for part in present for name, x in layer[part].items()}
@@ -215,14 +215,14 @@ class _TensorSpec(NamedTuple):
 
 def _expected_tensors(model: PreTrainedModel, index: int) -> dict[str, dict[str, _TensorSpec]]:
     """Returns the dtype and shape of every tensor that layer `index` of a cache may have, by part and name."""
-    layer = model.base_model.layers[index]
+    mixer = model.base_model.layers_with_state[index].mixer
     with torch.no_grad():
-        state = dict(named_tensors(layer.mixer.initial_state(1, next(layer.parameters()).dtype)))
+        state = dict(named_tensors(mixer.initial_state(1, next(mixer.parameters()).dtype)))
     state = {name: _TensorSpec(x.dtype, ["rows", *x.shape[1:]]) for name, x in state.items()}
     parts = {"state": state, "restart": {"": _TensorSpec(torch.bool, ["rows"])}}
     for record in ("recorded", "to_reread"):
         size = ["rows", f"columns of {record}"]
-        inputs = _TensorSpec(state["conv_state"].dtype, [*size, model.config.hidden_size])
+        inputs = _TensorSpec(state["conv_state"].dtype, [*size, mixer.input_size])
         columns = {"mask": _TensorSpec(torch.bool, size), "document_starts": _TensorSpec(torch.bool, size)}
         parts |= {record: {"inputs": inputs, **columns}, f"{record}.state": state}
         parts[f"{record}.restart"] = parts["restart"]

@@ -43,7 +43,9 @@ class TitansCache(Cache):
     """
 
     def __init__(self, config: TitansConfig, *, offloading: bool = False, compileable: bool = False):
-        super().__init__(layers=[TitansCacheLayer(compileable, offloading) for _ in range(config.num_hidden_layers)])
+        super().__init__(
+            layers=[TitansCacheLayer(compileable, offloading) for _ in range(config.num_layers_with_state)]
+        )
         self.offloading = offloading  # by the layers: the base class does it in update(), which is never called
         self.made_for = _shaping_fields(config)
         self.about: dict[str, Any] = {}
@@ -167,7 +169,7 @@ class TitansCache(Cache):
         cache = cls(model.config, **options)
         cache.about = saved.description["about"]
         tree = as_tree(saved.tensors)
-        for i, (layer, decoder) in enumerate(zip(cache.layers, model.base_model.layers, strict=True)):
+        for i, (layer, decoder) in enumerate(zip(cache.layers, model.base_model.layers_with_state, strict=True)):
             layer.restore(tree.get(str(i), {}), saved.num_columns, saved.record_past)
             layer.apply(methodcaller("to", next(decoder.parameters()).device))
         return cache
@@ -209,7 +211,7 @@ def _check_rows(rows: Tensor, batch_size: int) -> None:
 def _shaping_fields(config: TitansConfig) -> dict:
     """Returns the fields of a config that determine the shapes of its states and when they change."""
     names = ["variant", "num_hidden_layers", "hidden_size", "memory_num_heads", "memory_depth", "memory_expansion"]
-    names += ["memory_chunk_size", "memory_conv_kernel"]
+    names += ["memory_chunk_size", "memory_conv_kernel", "token_memory_features"]
     if config.variant != "lmm":
         names += ["num_persistent_tokens", "num_key_value_heads", "head_dim"]
         names += ["segment_length"] if config.variant == "mac" else ["sliding_window"]

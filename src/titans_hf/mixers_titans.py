@@ -1,6 +1,5 @@
 """The token mixers of the decoder layers: one per variant (paper section 4), on the same memory and attention."""
 
-from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -12,31 +11,12 @@ from .configuration_titans import TitansConfig
 from .layer_state import KeyValueCache, LayerState
 from .memory_state import where_rows
 from .neural_memory import MemoryRecall, NeuralMemory
-from .surprise_titans import LayerSurprise, MemoryUpdates
+from .sequence_mixer import SequenceMixer, SlotsOutput
+from .surprise_titans import MemoryUpdates
 from .token_grid import TokenGrid
 
 
-class MixerOutput(NamedTuple):
-    """hidden_states (B, T, hidden); attention weights (B, h, T, K) or None; the state after; the tokens' surprise."""
-
-    hidden_states: Tensor
-    attentions: Tensor | None
-    state: LayerState
-    surprise: LayerSurprise
-
-
-class SlotsOutput(NamedTuple):
-    """What `TitansMixer.mix` returns for the slots of a grid: hidden_states (R, G, hidden), attention weights (R, h, G,
-    K) or None, the state after (R rows), and the memory's updates.
-    """
-
-    hidden_states: Tensor
-    attentions: Tensor | None
-    state: LayerState
-    updates: Sequence[MemoryUpdates]
-
-
-class TitansMixer(nn.Module):
+class TitansMixer(SequenceMixer):
     """Combines memory, persistent tokens P and, in most variants, attention.
 
     A mixer is a function of the normalised input x (B, T, hidden) and of the state before it. Subclasses are the
@@ -44,9 +24,8 @@ class TitansMixer(nn.Module):
     """
 
     def __init__(self, config: TitansConfig, layer_idx: int):
-        super().__init__()
+        super().__init__(layer_idx, config.hidden_size)
         self.config = config
-        self.layer_idx = layer_idx
         persistent = torch.empty(config.num_persistent_tokens, config.hidden_size)
         if len(persistent):
             self.persistent = nn.Parameter(persistent)
@@ -72,34 +51,6 @@ class TitansMixer(nn.Module):
     def initial_kv_cache(self, memory_output: Tensor) -> KeyValueCache | None:
         """Returns attention's cache before the first token; memory_output (1, P, hidden): of the persistent tokens."""
         return None
-
-    def forward(self, hidden_states: Tensor, state: LayerState | None, grid: TokenGrid) -> MixerOutput:
-        """Mixes tokens (B, T, hidden) after `state`, None before the first token of every row."""
-        before = self._state_of_rows(state, hidden_states, grid)
-        output = self.mix(grid.scatter(hidden_states), before, grid, at_start=state is None)
-        weights, after = output.attentions, output.state
-        if weights is not None and grid.token_slots is not None:
-            weights = grid.gather(weights.transpose(1, 2)).transpose(1, 2)
-        if grid.is_padding is not None:
-            after = before.map(partial(where_rows, grid.is_padding), after)
-        if grid.last_rows is not None:
-            after = after.map(lambda x: x[grid.last_rows])
-        surprise = LayerSurprise(((output.updates, grid),))
-        return MixerOutput(grid.gather(output.hidden_states), weights, after, surprise)
-
-    def _state_of_rows(self, state: LayerState | None, hidden_states: Tensor, grid: TokenGrid) -> LayerState:
-        """Returns the state from which each row of the grid continues, given those of the B batch rows."""
-        if state is not None and grid.source_rows is None:
-            return state
-        # Computed within forward, where the parameters of a sharded or offloaded model are complete.
-        initial = self.initial_state(grid.num_rows, hidden_states.dtype)
-        if state is None:
-            return initial
-        return initial.map(lambda new, old: where_rows(grid.source_rows < 0, new, old[grid.source_rows]), state)
-
-    def mix(self, hidden_states: Tensor, state: LayerState, grid: TokenGrid, at_start: bool) -> SlotsOutput:
-        """Mixes hidden_states (R, G, hidden) on the slots of `grid`; `at_start`: no row has read a token before."""
-        raise NotImplementedError
 
 
 def add_memory(y: Tensor, m: Tensor, norm: nn.Module) -> Tensor:

@@ -25,8 +25,10 @@ from .lora_targets import register_lora_targets
 from .memory_modules import OUTPUT_SCALE, ChannelConv, InitialWeights, OutputProjection, TokenGate
 from .memory_ops import compile_chunks
 from .mixers_titans import MIXERS, TitansMixer
+from .sequence_mixer import SequenceMixer
 from .surprise_titans import SurpriseCollector, TitansCausalLMOutput, TitansModelOutput
 from .token_layout import DocumentArguments, TokenLayout
+from .token_memory import TitansTokenMemoryLayer, TokenMemory
 
 register_lora_targets(TitansConfig.model_type)
 
@@ -51,7 +53,6 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: TitansConfig, layer_idx: int):
         super().__init__()
-        self.layer_idx = layer_idx
         self.mixer_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mixer = MIXERS[config.variant](config, layer_idx)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -59,14 +60,8 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
 
     def forward(self, hidden_states: Tensor, layout: TokenLayout, past_key_values: TitansCache | None = None) -> Tensor:
         """Computes the layer's output (B, T, hidden) and updates its part of the cache."""
-        cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        # `mixer.forward` runs no hooks, so that attention and surprise of reread columns are not recorded again.
-        state = None if cache is None else cache.state_before_call(self.mixer.forward, layout.reread_grid)
         inputs = self.mixer_norm(hidden_states)
-        mixed = self.mixer(inputs, state, layout.grid)
-        if cache is not None:
-            cache.finish_call(state, mixed.state, inputs, layout.columns)
-        hidden_states = hidden_states + mixed.hidden_states
+        hidden_states = hidden_states + self.mixer.mix_after_cache(inputs, layout, past_key_values)
         return hidden_states + self.mlp(self.mlp_norm(hidden_states))
 
 
@@ -77,7 +72,7 @@ class TitansPreTrainedModel(PreTrainedModel):
     config_class = TitansConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["TitansDecoderLayer"]
+    _no_split_modules = ["TitansDecoderLayer", "TitansTokenMemoryLayer"]
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
     _supports_attention_backend = True
@@ -85,7 +80,7 @@ class TitansPreTrainedModel(PreTrainedModel):
     _can_record_outputs = {
         "hidden_states": TitansDecoderLayer,
         "attentions": OutputRecorder(TitansMixer, index=1),
-        "surprise": OutputRecorder(TitansMixer, index=3),
+        "surprise": OutputRecorder(SequenceMixer, index=3),
     }
 
     def compile_memory(self, **options) -> None:
@@ -115,14 +110,14 @@ class TitansPreTrainedModel(PreTrainedModel):
             init.copy_(module.weight, module.initial_weight())
         elif isinstance(module, nn.RMSNorm):
             init.ones_(module.weight)
-        elif isinstance(module, InitialWeights):
+        elif isinstance(module, (InitialWeights, TokenMemory)):
             module.reset_parameters(init)
         elif isinstance(module, TitansMixer):
             init.normal_(module.persistent, std=std)
 
 
 class TitansModel(TitansPreTrainedModel):
-    """Embeddings, decoder layers and the final norm."""
+    """Embeddings, decoder layers, the final norm and, with `token_memory_features`, the token memory."""
 
     def __init__(self, config: TitansConfig):
         check_config(config)
@@ -130,8 +125,15 @@ class TitansModel(TitansPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(TitansDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        has_token_memory = config.token_memory_features > 0
+        self.token_memory = TitansTokenMemoryLayer(config, config.num_hidden_layers) if has_token_memory else None
         self.gradient_checkpointing = False
         self.post_init()
+
+    @property
+    def layers_with_state(self) -> list[nn.Module]:
+        """The modules to which the layers of a cache belong, in order; each has a `mixer`."""
+        return [*self.layers, *([] if self.token_memory is None else [self.token_memory])]
 
     @merge_with_config_defaults
     @capture_outputs
@@ -161,10 +163,11 @@ class TitansModel(TitansPreTrainedModel):
             seq_idx (B, T) or (1, T) int: document of each token, which is independent of the documents before it.
 
         Returns last_hidden_state (B, T, hidden), past_key_values; on request hidden_states; with
-        `output_surprise=True` surprise, one `LayerSurprise` per layer; with `attn_implementation="eager"` attentions:
-        one (B, heads, T, P + W) per layer, its columns the persistent tokens and the window up to the token, oldest
-        first; in MAC (B, heads, T, P + 2 L): persistent tokens, recalled tokens and segment slots. A map put together
-        from several windows or segments is no part of the graph of the output: its `grad` stays None.
+        `output_surprise=True` surprise, one `LayerSurprise` per layer, the token memory last; with
+        `attn_implementation="eager"` attentions: one (B, heads, T, P + W) per layer, its columns the persistent tokens
+        and the window up to the token, oldest first; in MAC (B, heads, T, P + 2 L): persistent tokens, recalled tokens
+        and segment slots. A map put together from several windows or segments is no part of the graph of the output:
+        its `grad` stays None.
 
         Raises ValueError for an empty sequence or batch, ids out of range, or a mask, positions or cache that misfit.
         """
@@ -182,7 +185,10 @@ class TitansModel(TitansPreTrainedModel):
         hidden_states = inputs_embeds
         for layer in self.layers:
             hidden_states = layer(hidden_states, layout, past_key_values=past_key_values)
-        return TitansModelOutput(self.norm(hidden_states), past_key_values if use_cache else None)
+        hidden_states = self.norm(hidden_states)
+        if self.token_memory is not None:
+            hidden_states = self.token_memory(hidden_states, inputs_embeds, layout, past_key_values=past_key_values)
+        return TitansModelOutput(hidden_states, past_key_values if use_cache else None)
 
 
 class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):

@@ -1,0 +1,126 @@
+"""The token memory: learns at test time which token follows which hidden state, and is read before the LM head.
+
+A linear memory by the delta rule (paper section 3.1, without momentum) behind the last layer. With the final hidden
+states h_t and the embeddings e_t of the tokens, both normalised to length 1:
+
+    k_t = phi(h_{t-1}),  q_t = phi(h_t),  v_t = e_t,    phi(h) = f / |f|,  f = max(0, h R - 1.5)
+    M_t = (1 - alpha_t) M_{t-1} - theta_t grad |M_{t-1}(k_t) - v_t|^2,  M_0 = 0    (eq. 10-13 without momentum)
+    output_t = scale o 2 sigmoid(w h_t + b) M_t(q_t)                               (added to what the LM head reads)
+
+The directions R are random and not trained. A write overwrites what is stored in its key's direction: with many sparse
+features the keys of a long text have few directions in common. The LM head's weights are the embeddings, so that what
+is retrieved, a mixture of embeddings, raises the logits of its tokens from the first training step on.
+
+An extension beyond the paper. docs/log.md: "A memory of which token follows"
+Shapes: R rows of the grid, G slots, F features, D hidden size.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid, relu
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.generic import maybe_autocast
+
+from .cache_titans import TitansCache
+from .configuration_titans import TitansConfig
+from .layer_state import LayerState
+from .memory_modules import TokenGate, l2_normalize
+from .memory_network import UpdateRule
+from .memory_ops import memorize, read_constant_memory
+from .memory_state import MemorizeOutput, MemoryInputs, MemoryState
+from .neural_memory import Gates
+from .sequence_mixer import SequenceMixer, SlotsOutput
+from .surprise_titans import MemoryUpdates
+from .token_grid import TokenGrid
+from .token_layout import TokenLayout
+
+MAX_LR = 0.5  # of theta: a step of 1/2 replaces what the memory returns for a key
+THRESHOLD = 1.5  # of the features, which are standard normal before it: 1 in 15 is above
+
+
+class TokenMemory(SequenceMixer):
+    """Retrieves embeddings of tokens that may come next, (B, T, hidden), from hidden states and embeddings of the
+    tokens, side by side: (B, T, 2 * hidden).
+    """
+
+    def __init__(self, config: TitansConfig, layer_idx: int):
+        super().__init__(layer_idx, 2 * config.hidden_size)
+        self.config = config
+        size = config.hidden_size
+        self.register_buffer("directions", torch.empty(size, config.token_memory_features))
+        self.inner_lr = TokenGate(size, 1, initial_logit=0.0)  # theta
+        self.forget = TokenGate(size, 1, initial_logit=-7.0) if config.memory_forget else None  # alpha
+        self.output_gate = TokenGate(size, 1, initial_logit=0.0)
+        self.scale = nn.Parameter(torch.ones(size))
+        self.rule = UpdateRule(config.memory_error_clip, delta_rule=True)
+        self.reset_parameters()
+
+    def reset_parameters(self, init=nn.init) -> None:
+        """Initialises with the functions of `init`."""
+        init.normal_(self.directions)
+        init.ones_(self.scale)
+
+    def initial_state(self, batch_size: int, dtype: torch.dtype) -> LayerState:
+        """Returns the state before the first token: a memory of zeros; conv_state (B, 1, hidden): the hidden state of
+        the token before, zeros.
+        """
+        memory_dtype, size = torch.promote_types(dtype, torch.float32), self.config.hidden_size
+        weights = self.scale.new_zeros(1, self.config.token_memory_features, size, dtype=memory_dtype)
+        memory = MemoryState.initial([weights], batch_size, memory_dtype, has_anchor=False)
+        return LayerState(memory, self.scale.new_zeros(batch_size, 1, size, dtype=dtype))
+
+    def features(self, hidden_states: Tensor) -> Tensor:
+        """Computes phi(h): (..., D) -> (..., F)."""
+        directions = self.directions.to(hidden_states.dtype)
+        return l2_normalize(relu(l2_normalize(hidden_states) @ directions - THRESHOLD))  # (..., D) @ (D, F)
+
+    def mix(self, inputs, state, grid, at_start):
+        hidden_states, embeddings = inputs.chunk(2, dim=-1)
+        extended = grid.prepend(state.conv_state.to(hidden_states.dtype), hidden_states)
+        conv_state = grid.last_entries(extended, 1)
+        with maybe_autocast(inputs.device.type, enabled=False):
+            dtype = state.memory.weights[0].dtype
+            phi = self.features(extended.to(dtype))[:, None]  # (R, 1, 1 + G, F), from the token before the first on
+            values = l2_normalize(embeddings.to(dtype))[:, None]
+            gates = self._gates(hidden_states, dtype)
+            memory_inputs = MemoryInputs(phi[:, :, 1:], phi[:, :, :-1], values, *gates)
+            retrieved, surprise, memory = self._memorize(memory_inputs, state.memory, grid)  # M_t(q_t) (R, 1, G, D)
+            strength = 2 * torch.sigmoid(self.output_gate(hidden_states).to(dtype))
+            output = self.scale.to(dtype) * strength * retrieved[:, 0]
+        updates = [MemoryUpdates(surprise, *gates)]
+        return SlotsOutput(output.to(hidden_states.dtype), None, LayerState(memory, conv_state), updates)
+
+    def _gates(self, hidden_states: Tensor, dtype: torch.dtype) -> Gates:
+        """Computes theta, log eta (no momentum) and log(1 - alpha), (R, 1, G) each."""
+        inner_lr = MAX_LR * torch.sigmoid(self.inner_lr(hidden_states).to(dtype)).mT
+        if self.forget is None:
+            log_retain = torch.zeros_like(inner_lr)
+        else:
+            log_retain = logsigmoid(-self.forget(hidden_states).to(dtype)).mT
+        return Gates(inner_lr, torch.full_like(inner_lr, -torch.inf), log_retain)
+
+    def _memorize(self, inputs: MemoryInputs, state: MemoryState, grid: TokenGrid) -> MemorizeOutput:
+        if self.config.memory_max_lr == 0:
+            return read_constant_memory(inputs, state, self.rule, grid)
+        return memorize(inputs, state, self.rule, chunk_size=self.config.memory_chunk_size, grid=grid)
+
+
+class TitansTokenMemoryLayer(GradientCheckpointingLayer):
+    """Adds what the token memory retrieves to the final hidden states."""
+
+    def __init__(self, config: TitansConfig, layer_idx: int):
+        super().__init__()
+        self.mixer = TokenMemory(config, layer_idx)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        embeddings: Tensor,
+        layout: TokenLayout,
+        past_key_values: TitansCache | None = None,
+    ) -> Tensor:
+        """Computes the hidden states for the LM head from those behind the final norm and the tokens' embeddings,
+        (B, T, hidden) each, and updates its part of the cache.
+        """
+        inputs = torch.cat([hidden_states, embeddings], dim=-1)
+        return hidden_states + self.mixer.mix_after_cache(inputs, layout, past_key_values)
