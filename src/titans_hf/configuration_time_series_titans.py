@@ -69,6 +69,10 @@ class TitansTimeSeriesConfig(TitansConfig):
             check_range(name, getattr(self, name), 1)
         check_range("cycle_length", self.cycle_length, 0)
         check_range("head_dropout", self.head_dropout, 0, 1)
+        if self.token_memory_features:
+            raise ValueError(
+                f"`token_memory_features` must be 0, but is {self.token_memory_features}: a time series has no tokens."
+            )
         check_multiple("context_length", self.context_length, "patch_length", self.patch_length)
 
 

@@ -52,7 +52,7 @@ class SequenceMixer(nn.Module):
         raise NotImplementedError
 
     def mix_after_cache(self, inputs: Tensor, layout: TokenLayout, past_key_values: TitansCache | None) -> Tensor:
-        """Mixes inputs (B, T, input_size) after the tokens of the cache, whose layer is updated; None: there are none."""
+        """Mixes inputs (B, T, input_size) after the tokens of the cache, if any, whose layer is updated."""
         cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         # `forward` runs no hooks, so that attention and surprise of reread columns are not recorded again.
         state = None if cache is None else cache.state_before_call(self.forward, layout.reread_grid)

@@ -1,0 +1,92 @@
+"""The token memory: it learns what follows within a text, it can be stopped, and its gradients are those of its
+equations.
+"""
+
+import pytest
+import torch
+from common import VARIANTS, assert_same, full_logits, gradients, make_config, make_ids, make_model
+from huggingface_hub.errors import StrictDataclassError
+from naive_model import naive_forward
+from torch.nn.functional import cross_entropy
+
+from titans_hf import TitansForCausalLM, TitansTimeSeriesConfig
+
+CHANGES = dict(token_memory_features=24, tie_word_embeddings=True)
+
+
+def repeated_text(vocab_size: int) -> tuple[torch.Tensor, int]:
+    """Returns 8 names of 4 tokens, in random order, each 10 times; and how many tokens there are names of."""
+    generator = torch.Generator().manual_seed(0)
+    names = torch.randperm(vocab_size, generator=generator)[:32].view(8, 4)
+    order = torch.cat([torch.randperm(8, generator=generator) for _ in range(10)])
+    return names[order].flatten(), 4
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_untrained_model_predicts_what_it_has_read_before(variant):
+    """What followed a token before has a lower loss from the second time on, in a model that was never trained: else
+    the memory writes under other keys than it reads with, or retrieves other tokens than it was given.
+    """
+    torch.manual_seed(0)
+    changes = dict(hidden_size=64, vocab_size=100, initializer_range=0.1, token_memory_features=512)
+    model = TitansForCausalLM(make_config(variant, **CHANGES | changes)).eval()
+    ids, length = repeated_text(100)
+    losses = cross_entropy(full_logits(model, ids[None, :-1])[0], ids[1:], reduction="none")
+    within = torch.arange(1, len(ids)) % length > 0  # a name's first token comes after any name
+    first, later = losses[:31][within[:31]], losses[127:][within[127:]]
+    assert later.mean() < first.mean() - 0.5
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_equal_those_of_the_equations(variant):
+    """The gradient of every parameter, embeddings and hidden states before it included, equals autograd's through the
+    token loop: else the memory would be trained for something else than it computes.
+    """
+    model, ids = make_model(variant, num_hidden_layers=1, **CHANGES), make_ids(26)
+    weights = torch.randn(26, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    (model(ids[None]).logits[0] * weights).sum().backward()
+    found = gradients(model)
+    model.zero_grad()
+    (naive_forward.__wrapped__(model, ids)[0] * weights).sum().backward()
+    for name, expected in gradients(model).items():
+        assert_same(found[name], expected, 1e-9 * max(1.0, expected.abs().max().item()))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_stopped_it_adds_nothing(variant):
+    """With memory_max_lr = 0 logits are those of the model without it: else "memory stopped" would still learn."""
+    model, ids = make_model(variant, **CHANGES, memory_max_lr=0), make_ids(2, 30)
+    without = TitansForCausalLM(make_config(variant, tie_word_embeddings=True, memory_max_lr=0)).double().eval()
+    result = without.load_state_dict(model.state_dict(), strict=False)
+    assert not result.missing_keys and all(name.startswith("model.token_memory") for name in result.unexpected_keys)
+    assert_same(full_logits(model, ids), full_logits(without, ids))
+
+
+def test_directions_are_saved(tmp_path):
+    """A loaded model has the random directions of the saved one: else its memories could not be read."""
+    model, ids = make_model("mag", **CHANGES), make_ids(1, 30)
+    model.save_pretrained(tmp_path)
+    loaded = TitansForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert_same(full_logits(loaded, ids), full_logits(model, ids), 0)
+
+
+def test_surprise_has_an_entry_of_its_own():
+    """The token memory's surprise stands after the layers', one head, and is lower where a text repeats itself: else it
+    would not say what the memory knew.
+    """
+    model = make_model("lmm", **CHANGES | dict(token_memory_features=512, vocab_size=100))
+    ids, _ = repeated_text(100)
+    with torch.no_grad():
+        surprise = model(ids[None], output_surprise=True).surprise
+    assert len(surprise) == model.config.num_hidden_layers + 1
+    norms = surprise[-1].gradient_norm
+    assert norms.shape == (1, 1, len(ids))
+    assert norms[0, 0, -64:].mean() < norms[0, 0, 1:33].mean()
+
+
+def test_it_needs_the_embeddings_of_a_language_model():
+    """Untied embeddings and time series are refused by name: else what is retrieved would mean nothing to the head."""
+    with pytest.raises(StrictDataclassError, match="`tie_word_embeddings` must be True with `token_memory_features`"):
+        make_config("mag", token_memory_features=8, tie_word_embeddings=False)
+    with pytest.raises(StrictDataclassError, match="`token_memory_features` must be 0"):
+        TitansTimeSeriesConfig(token_memory_features=8, tie_word_embeddings=True)
