@@ -70,20 +70,6 @@ def test_directions_are_saved(tmp_path):
     assert_same(full_logits(loaded, ids), full_logits(model, ids), 0)
 
 
-def test_surprise_has_an_entry_of_its_own():
-    """The token memory's surprise stands after the layers', one head, and is lower where a text repeats itself: else it
-    would not say what the memory knew.
-    """
-    model = make_model("lmm", **CHANGES | dict(token_memory_features=512, vocab_size=100))
-    ids, _ = repeated_text(100)
-    with torch.no_grad():
-        surprise = model(ids[None], output_surprise=True).surprise
-    assert len(surprise) == model.config.num_hidden_layers + 1
-    norms = surprise[-1].gradient_norm
-    assert norms.shape == (1, 1, len(ids))
-    assert norms[0, 0, -64:].mean() < norms[0, 0, 1:33].mean()
-
-
 def test_it_needs_the_embeddings_of_a_language_model():
     """Untied embeddings and time series are refused by name: else what is retrieved would mean nothing to the head."""
     with pytest.raises(StrictDataclassError, match="`tie_word_embeddings` must be True with `token_memory_features`"):

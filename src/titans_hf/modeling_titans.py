@@ -25,7 +25,6 @@ from .lora_targets import register_lora_targets
 from .memory_modules import OUTPUT_SCALE, ChannelConv, InitialWeights, OutputProjection, TokenGate
 from .memory_ops import compile_chunks
 from .mixers_titans import MIXERS, TitansMixer
-from .sequence_mixer import SequenceMixer
 from .surprise_titans import SurpriseCollector, TitansCausalLMOutput, TitansModelOutput
 from .token_layout import DocumentArguments, TokenLayout
 from .token_memory import TitansTokenMemoryLayer, TokenMemory
@@ -80,7 +79,7 @@ class TitansPreTrainedModel(PreTrainedModel):
     _can_record_outputs = {
         "hidden_states": TitansDecoderLayer,
         "attentions": OutputRecorder(TitansMixer, index=1),
-        "surprise": OutputRecorder(SequenceMixer, index=3),
+        "surprise": OutputRecorder(TitansMixer, index=3),
     }
 
     def compile_memory(self, **options) -> None:
@@ -163,7 +162,7 @@ class TitansModel(TitansPreTrainedModel):
             seq_idx (B, T) or (1, T) int: document of each token, which is independent of the documents before it.
 
         Returns last_hidden_state (B, T, hidden), past_key_values; on request hidden_states; with
-        `output_surprise=True` surprise, one `LayerSurprise` per layer, the token memory last; with
+        `output_surprise=True` surprise, one `LayerSurprise` per layer; with
         `attn_implementation="eager"` attentions: one (B, heads, T, P + W) per layer, its columns the persistent tokens
         and the window up to the token, oldest first; in MAC (B, heads, T, P + 2 L): persistent tokens, recalled tokens
         and segment slots. A map put together from several windows or segments is no part of the graph of the output:

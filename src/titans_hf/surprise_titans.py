@@ -84,14 +84,14 @@ class SurpriseCollector:
 
 @dataclass
 class TitansModelOutput(BaseModelOutputWithPast):
-    """surprise: one `LayerSurprise` per layer, the token memory last."""
+    """surprise: one `LayerSurprise` per layer."""
 
     surprise: tuple[LayerSurprise, ...] | None = None
 
 
 @dataclass
 class TitansCausalLMOutput(CausalLMOutputWithPast):
-    """surprise: one `LayerSurprise` per layer, the token memory last."""
+    """surprise: one `LayerSurprise` per layer."""
 
     surprise: tuple[LayerSurprise, ...] | None = None
 
