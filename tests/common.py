@@ -59,7 +59,8 @@ def make_config(variant: str, **changes) -> TitansConfig:
 
 @torch.no_grad()
 def redraw(model: torch.nn.Module, seed: int = 0, scale: float = 0.2) -> torch.nn.Module:
-    """Draws every parameter anew, and the token memory's directions: as initialised, the memory outputs 0 and its gates are independent of the token.
+    """Draws every parameter anew, and the token memory's directions: as initialised, the memory outputs 0 and its
+    gates are independent of the token.
 
     At this scale a change of the input grows less than 100 times over 200 tokens. At 0.3 it grows 1e8 times in MAC, and
     with it the rounding.
