@@ -1,5 +1,7 @@
 """Random inputs of `memorize` in float64, and its results with the gradients of all of them."""
 
+from dataclasses import replace
+
 import torch
 
 from titans_hf import MemoryInputs, MemoryState, UpdateRule
@@ -33,17 +35,22 @@ def make_tokens(length: int, momentum: bool = True, forget: bool = True) -> list
     return [normalize(queries, dim=-1), normalize(keys, dim=-1), values, inner_lr, log_momentum_decay, log_retain]
 
 
+def without_momentum(tokens: list, state: MemoryState) -> tuple[list, MemoryState]:
+    """Returns the tokens and the state of a memory that has no momentum."""
+    return [*tokens[:4], None, *tokens[5:]], replace(state, momentum=())
+
+
 def run(fn, tokens, state, rule: UpdateRule, decay_target=(), seed=0):
     """Returns outputs and state of `fn`, and the gradients of a random function of them with respect to all inputs."""
-    finite = [x.isfinite().all() for x in tokens]
-    tokens = [x.clone().requires_grad_(bool(ok)) for x, ok in zip(tokens, finite, strict=True)]
+    tokens = [None if x is None else x.clone().requires_grad_(bool(x.isfinite().all())) for x in tokens]
     state = state.map(lambda x: x.clone().requires_grad_(x.is_floating_point()))
     decay_target = tuple(x.clone().requires_grad_() for x in decay_target)
     retrieved, surprise, after = fn(MemoryInputs(*tokens), state, rule, chunk_size=CHUNK, decay_target=decay_target)
     outputs = [retrieved, *after.weights, *after.momentum]
     generator = torch.Generator().manual_seed(seed)
     loss = sum((x * torch.randn(x.shape, generator=generator, dtype=x.dtype)).sum() for x in outputs)
-    inputs = [x for x in tokens if x.requires_grad] + [*state.weights, *state.momentum, *state.anchor, *decay_target]
+    inputs = [x for x in tokens if x is not None and x.requires_grad]
+    inputs += [*state.weights, *state.momentum, *state.anchor, *decay_target]
     gradients = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
     anchor = after.anchor if rule.needs_anchor(len(after.weights)) else ()  # the reference always has one
     return [*outputs, surprise, *anchor, after.num_seen], gradients
@@ -55,7 +62,7 @@ def assert_same(ours, theirs):
             torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def per_layer(tokens: list[torch.Tensor], depth: int) -> list[torch.Tensor]:
+def per_layer(tokens: list[torch.Tensor], depth: int, momentum: bool = True) -> list[torch.Tensor]:
     """Draws gates for each of `depth` layers: (B, H, T) -> (B, H, T, depth)."""
-    drawn = [make_tokens(tokens[3].shape[2]) for _ in range(depth)]
+    drawn = [make_tokens(tokens[3].shape[2], momentum) for _ in range(depth)]
     return tokens[:3] + [torch.stack([x[gate] for x in drawn], -1) for gate in (3, 4, 5)]

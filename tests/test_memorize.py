@@ -16,6 +16,7 @@ from memorize_runs import (
     make_tokens,
     per_layer,
     run,
+    without_momentum,
 )
 
 from titans_hf.memory_network import UpdateRule, gradient_factors, gradient_norm, layer_shapes
@@ -45,7 +46,7 @@ def test_dual_form_equals_reference(depth, error_clip, num_seen, length):
 
 @pytest.mark.parametrize("length", [1, 3, 4, 13, 22])
 @pytest.mark.parametrize("num_seen", [[0, 0, 0], [2, 2, 2], [5, 0, 3]], ids=["start", "mid-chunk", "out-of-step"])
-@pytest.mark.parametrize("momentum", [True, False], ids=["momentum", "no momentum"])
+@pytest.mark.parametrize("momentum", [True, False], ids=["momentum", "eta 0"])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_delta_rule_equals_reference(depth, momentum, num_seen, length):
     """The triangular system gives the token loop's deltas, with every gradient: otherwise the memory depends on where
@@ -57,6 +58,41 @@ def test_delta_rule_equals_reference(depth, momentum, num_seen, length):
     for decay_target in ((), make_decay_target(depth)):
         rest = (tokens, state, UpdateRule(1.0, delta_rule=True), decay_target)
         assert_same(run(memorize, *rest), run(memorize_reference, *rest))
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 13, 22])
+@pytest.mark.parametrize("num_seen", [[0, 0, 0], [5, 0, 3]], ids=["start", "out-of-step"])
+@pytest.mark.parametrize("rule", [UpdateRule(1.0), UpdateRule(1.0, True), UpdateRule(1.0, network="residual")], ids=str)
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_memory_without_momentum_equals_reference(depth, rule, num_seen, length):
+    """Without a momentum, results and gradients are those of the token loop, and of a momentum whose gate is 0: else
+    leaving it away would change the memory.
+    """
+    torch.manual_seed(length)
+    full, tokens = make_state(depth, num_seen), make_tokens(length, momentum=False)
+    tokens[1] = tokens[1] * (0.5 + torch.rand(B, H, length, 1, dtype=torch.float64))  # both sides of |h| = 1
+    for gates in (tokens, per_layer(tokens, depth, momentum=False)):
+        if rule.delta_rule and gates is not tokens:
+            continue
+        gates[3] = 0.2 * gates[3]
+        for decay_target in ((), make_decay_target(depth)):
+            inputs, state = without_momentum(gates, full)
+            found = run(memorize, inputs, state, rule, decay_target)
+            assert_same(found, run(memorize_reference, inputs, state, rule, decay_target))
+            still = replace(full, momentum=tuple(map(torch.zeros_like, full.momentum)))
+            output = memorize(MemoryInputs(*gates), still, rule, chunk_size=CHUNK, decay_target=decay_target)
+            torch.testing.assert_close(found[0][0], output.retrieved, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_a_momentum_without_its_gate_is_refused():
+    """A state with a momentum and inputs without its gate raise ValueError, and the other way round: else a memory
+    would lose its momentum silently.
+    """
+    tokens, state = make_tokens(5), make_state(1, [0, 0, 0])
+    inputs, without = without_momentum(tokens, state)
+    for given, before in ((inputs, state), (tokens, without)):
+        with pytest.raises(ValueError, match=r"`state` has \d tensors of momentum"):
+            memorize(MemoryInputs(*given), before, UpdateRule(1.0), chunk_size=CHUNK)
 
 
 def test_a_full_step_of_the_delta_rule_stores_the_value():

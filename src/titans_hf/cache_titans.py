@@ -211,7 +211,7 @@ def _check_rows(rows: Tensor, batch_size: int) -> None:
 def _shaping_fields(config: TitansConfig) -> dict:
     """Returns the fields of a config that determine the shapes of its states and when they change."""
     names = ["variant", "num_hidden_layers", "hidden_size", "memory_num_heads", "memory_depth", "memory_expansion"]
-    names += ["memory_chunk_size", "memory_conv_kernel", "token_memory_features"]
+    names += ["memory_momentum", "memory_chunk_size", "memory_conv_kernel", "token_memory_features"]
     if config.variant != "lmm":
         names += ["num_persistent_tokens", "num_key_value_heads", "head_dim"]
         names += ["segment_length"] if config.variant == "mac" else ["sliding_window"]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .memory_delta_rule import LastLayer, TokenDeltas, token_deltas, token_deltas_backward
+from .memory_delta_rule import LastLayer, TokenDeltas, scaled_product_backward, token_deltas, token_deltas_backward
 from .memory_gates import GateIntermediates, GateProducts, gate_products, gate_products_backward
 from .memory_network import (
     GradientFactors,
@@ -33,13 +33,14 @@ from .memory_state import MemoryInputs, MemoryState
 class ChunkLayer(NamedTuple):
     """One layer of the memory network in a chunk, or the gradients with respect to it.
 
-    offset (W), momentum (S) (N, d_in, d_out): at the chunk's start; the offset is the weights less the decay target.
+    offset (W), momentum (S) (N, d_in, d_out): at the chunk's start; the offset is the weights less the decay target,
+    the momentum None without momentum.
     inputs h (N, C, d_in), deltas (N, C, d_out): the factors of the tokens' gradients.
     decay_target (M_0) (N, d_in, d_out): the weights that forgetting decays to; None for 0.
     """
 
     offset: Tensor
-    momentum: Tensor
+    momentum: Tensor | None
     inputs: Tensor
     deltas: Tensor
     decay_target: Tensor | None
@@ -62,7 +63,9 @@ class ChunkIntermediates(NamedTuple):
 
 
 class ChunkOutput(NamedTuple):
-    """retrieved (N, C, D), surprise (N, C); weights and momentum at the chunk's end, one tensor per layer."""
+    """retrieved (N, C, D), surprise (N, C); weights and momentum at the chunk's end, one tensor per layer (no momentum:
+    empty).
+    """
 
     retrieved: Tensor
     surprise: Tensor
@@ -101,8 +104,8 @@ def chunk_intermediates(
     """Computes gate products and gradient factors from a chunk's inputs and the state at its start."""
     gates, gate_intermediates = _gates_of_layers(inputs, len(state.weights))
     offsets = [w - m for w, m in zip(state.weights, decay_target, strict=True)] if decay_target else state.weights
-    targets = decay_target or [None] * len(offsets)
-    last_layer = partial(LastLayer, offsets[-1], state.momentum[-1], targets[-1])
+    targets, momentum = decay_target or [None] * len(offsets), state.momentum or [None] * len(offsets)
+    last_layer = partial(LastLayer, offsets[-1], momentum[-1], targets[-1])
     if state.anchor:
         factors, solution = gradient_factors(inputs.keys, inputs.values, state.anchor, rule), None
         if rule.delta_rule:
@@ -111,7 +114,7 @@ def chunk_intermediates(
     else:  # one layer, by the delta rule
         solution = token_deltas(last_layer(inputs.keys), inputs.values, gates[-1])
         factors = single_layer_factors(inputs.keys, solution.deltas)
-    parts = (offsets, state.momentum, factors.inputs, factors.deltas, targets)
+    parts = (offsets, momentum, factors.inputs, factors.deltas, targets)
     layers = tuple(ChunkLayer(*x) for x in zip(*parts, strict=True))
     return ChunkIntermediates(inputs, gates, gate_intermediates, factors, layers, state.anchor, solution)
 
@@ -123,8 +126,9 @@ def _gates_of_layers(inputs: MemoryInputs, depth: int) -> tuple[tuple[GateProduc
         products, intermediates = gate_products(*gates, filled)
         return (products,) * depth, intermediates
     filled = None if filled is None else filled[:, None]
-    products, intermediates = gate_products(*(x.mT for x in gates), filled)  # (N, L, C)
-    return tuple(GateProducts(*(x.select(1, layer) for x in products)) for layer in range(depth)), intermediates
+    products, intermediates = gate_products(*(None if x is None else x.mT for x in gates), filled)  # (N, L, C)
+    layers = ([None if x is None else x.select(1, layer) for x in products] for layer in range(depth))
+    return tuple(GateProducts(*layer) for layer in layers), intermediates
 
 
 def _reads_of_layers(chunk: ChunkIntermediates) -> list[Callable[[Tensor], Tensor]]:
@@ -141,36 +145,45 @@ def read_layer(x: Tensor, layer: ChunkLayer, gates: GateProducts) -> Tensor:
     scores = (x @ layer.inputs.mT) * gates.gradient_to_weights  # (N, C, d_in) @ (N, d_in, C): (x h^T) o G
     if x.shape[-1] > layer.offset.shape[-1]:
         output = gates.weights_decay[..., None] * (x @ layer.offset)  # beta (x W): (N, C, d_in) @ (N, d_in, d_out)
-        output.addcmul_(gates.momentum_to_weights[..., None], x @ layer.momentum)  # + f (x S)
+        if layer.momentum is not None:
+            output.addcmul_(gates.momentum_to_weights[..., None], x @ layer.momentum)  # + f (x S)
     else:
         output = (gates.weights_decay[..., None] * x) @ layer.offset
-        output.baddbmm_(gates.momentum_to_weights[..., None] * x, layer.momentum)
+        if layer.momentum is not None:
+            output.baddbmm_(gates.momentum_to_weights[..., None] * x, layer.momentum)
     if layer.decay_target is not None:
         output.baddbmm_(x, layer.decay_target)  # + x M_0
     return output.baddbmm_(scores, layer.deltas, alpha=-1)  # - ((x h^T) o G) delta: (N, C, C) @ (N, C, d_out)
 
 
 def end_of_chunk(chunk: ChunkIntermediates) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Computes weights and momentum at the chunk's end, one tensor per layer."""
-    weights, momentum = zip(*map(_end_of_layer, chunk.layers, chunk.gates), strict=True)
-    return weights, momentum
+    """Computes weights and momentum at the chunk's end, one tensor per layer (no momentum: empty)."""
+    pairs = list(zip(chunk.layers, chunk.gates, strict=True))
+    weights = tuple(_weights_at_end(layer, gates) for layer, gates in pairs)
+    return weights, tuple(_momentum_at_end(layer, gates) for layer, gates in pairs if layer.momentum is not None)
 
 
-def _end_of_layer(layer: ChunkLayer, gates: GateProducts) -> tuple[Tensor, Tensor]:
-    """Computes M_T = beta_T W + f_T S - h^T diag(G_T) delta + M_0 and S_T = m_T S - h^T diag(E_T theta) delta."""
-    factor, momentum_factor = gates.gradient_to_weights[..., -1, :, None], gates.gradient_to_momentum[..., None]
+def _weights_at_end(layer: ChunkLayer, gates: GateProducts) -> Tensor:
+    """Computes M_T = beta_T W + f_T S - h^T diag(G_T) delta + M_0."""
     weights = gates.weights_decay[..., -1, None, None] * layer.offset
     if layer.decay_target is not None:
         weights.add_(layer.decay_target)
-    weights.addcmul_(gates.momentum_to_weights[..., -1, None, None], layer.momentum)
+    if layer.momentum is not None:
+        weights.addcmul_(gates.momentum_to_weights[..., -1, None, None], layer.momentum)
+    return _subtract_gradients(weights, layer, gates.gradient_to_weights[..., -1, :, None])
+
+
+def _momentum_at_end(layer: ChunkLayer, gates: GateProducts) -> Tensor:
+    """Computes S_T = m_T S - h^T diag(E_T theta) delta."""
     momentum = gates.momentum_decay[..., None, None] * layer.momentum
+    return _subtract_gradients(momentum, layer, gates.gradient_to_momentum[..., None])
+
+
+def _subtract_gradients(x: Tensor, layer: ChunkLayer, factor: Tensor) -> Tensor:
+    """Computes x - h^T diag(factor) delta in place: x (N, d_in, d_out), factor (N, C, 1)."""
     if layer.inputs.shape[-1] > layer.deltas.shape[-1]:  # (N, d_in, C) @ (N, C, d_out)
-        weights.baddbmm_(layer.inputs.mT, factor * layer.deltas, alpha=-1)
-        momentum.baddbmm_(layer.inputs.mT, momentum_factor * layer.deltas, alpha=-1)
-    else:
-        weights.baddbmm_((factor * layer.inputs).mT, layer.deltas, alpha=-1)
-        momentum.baddbmm_((momentum_factor * layer.inputs).mT, layer.deltas, alpha=-1)
-    return weights, momentum
+        return x.baddbmm_(layer.inputs.mT, factor * layer.deltas, alpha=-1)
+    return x.baddbmm_((factor * layer.inputs).mT, layer.deltas, alpha=-1)
 
 
 def chunk_backward(
@@ -185,7 +198,8 @@ def chunk_backward(
     reads, grad = layer_inputs(chunk.inputs.queries, _reads_of_layers(chunk)), grad_retrieved
     layer_gradients, gate_gradients = [], []
     for i in reversed(range(len(chunk.layers))):
-        gradients = _layer_backward(grad, grad_weights[i], grad_momentum[i], reads.inputs[i], chunk, i)
+        grad_of_momentum = grad_momentum[i] if grad_momentum else None
+        gradients = _layer_backward(grad, grad_weights[i], grad_of_momentum, reads.inputs[i], chunk, i)
         layer_gradients.insert(0, gradients.layer)
         gate_gradients.append(gradients.gates)
         grad = gradients.x.mul_(reads.slopes[i - 1]) if i > 0 else gradients.x
@@ -194,7 +208,8 @@ def chunk_backward(
     if chunk.token_deltas is not None:
         solved = token_deltas_backward(grads.deltas[-1], chunk.token_deltas, _last_layer(chunk), chunk.gates[-1])
         grads.offset[-1] = grads.offset[-1] + solved.layer.offset
-        grads.momentum[-1] = grads.momentum[-1] + solved.layer.momentum
+        if grads.momentum[-1] is not None:
+            grads.momentum[-1] = grads.momentum[-1] + solved.layer.momentum
         grads.inputs[-1] = grads.inputs[-1] + solved.layer.inputs
         if grads.decay_target[-1] is not None:  # the offset is the weights less the target
             grads.decay_target[-1] = grads.decay_target[-1] + solved.layer.decay_target - solved.layer.offset
@@ -207,12 +222,14 @@ def chunk_backward(
         )
         grad_keys, grad_anchor = network.keys, network.weights
         grad_values = network.values if grad_values is None else network.values + grad_values
-    grad_products = GateProducts(*(sum(parts) for parts in zip(*gate_gradients, strict=True)))
+    grad_products = GateProducts(
+        *(None if parts[0] is None else sum(parts) for parts in zip(*gate_gradients, strict=True))
+    )
     inner_lr, filled = chunk.inputs.inner_lr, chunk.inputs.filled
     grad_gates = gate_products_backward(grad_products, chunk.gates[0], chunk.gate_intermediates, inner_lr, filled)
     return ChunkGradients(
         MemoryInputs(grad, grad_keys, grad_values, *grad_gates),
-        MemoryState(grads.offset, grads.momentum, grad_anchor),
+        MemoryState(grads.offset, [x for x in grads.momentum if x is not None], grad_anchor),
         [x for x in grads.decay_target if x is not None],
     )
 
@@ -229,77 +246,72 @@ class _LayerGradients(NamedTuple):
 
 
 def _layer_backward(
-    grad: Tensor, grad_weights: Tensor, grad_momentum: Tensor, x: Tensor, chunk: ChunkIntermediates, i: int
+    grad: Tensor, grad_weights: Tensor, grad_momentum: Tensor | None, x: Tensor, chunk: ChunkIntermediates, i: int
 ) -> _LayerGradients:
-    """Computes the backward of `read_layer` and `_end_of_layer` for layer i with respect to x, the layer and the gates.
+    """Computes the backward of `read_layer` and `end_of_chunk` for layer i with respect to x, the layer and the gates.
 
     The gradients are those of the output (N, C, d_out) and of weights and momentum at the end (N, d_in, d_out).
     """
-    (offset, momentum, inputs, deltas, decay_target), gates = chunk.layers[i], chunk.gates[i]
-    beta, f = gates.weights_decay[..., None], gates.momentum_to_weights[..., None]
+    layer, gates = chunk.layers[i], chunk.gates[i]
+    inputs, deltas = layer.inputs, layer.deltas
     # 1. ((x h^T) o G) delta: with respect to G and, as `grad_scores`, to x h^T
     scores, grad_scores = x @ inputs.mT, grad @ deltas.mT  # (N, C, C)
     grad_products = (scores * grad_scores).neg_()
     scores, grad_scores = scores.mul_(gates.gradient_to_weights), grad_scores.mul_(gates.gradient_to_weights)
-    # 2. beta (x W) + f (x S): with respect to beta, f and x
-    from_offset, from_momentum = grad @ offset.mT, grad @ momentum.mT  # (N, C, d_in)
-    grad_beta, grad_f = (x * from_offset).sum(-1), (x * from_momentum).sum(-1)
-    grad_x = from_offset.mul_(beta).addcmul_(f, from_momentum)
-    # 3. The weights and momentum at the start: through those at the end, then through what was read
-    grad_offset = gates.weights_decay[..., -1, None, None] * grad_weights
-    grad_start_momentum = gates.momentum_decay[..., None, None] * grad_momentum
-    grad_start_momentum.addcmul_(gates.momentum_to_weights[..., -1, None, None], grad_weights)
-    if inputs.shape[-1] > deltas.shape[-1]:
-        grad_offset.baddbmm_(x.mT, beta * grad)
-        grad_start_momentum.baddbmm_(x.mT, f * grad)
-    else:
-        grad_offset.baddbmm_((beta * x).mT, grad)
-        grad_start_momentum.baddbmm_((f * x).mT, grad)
-    # 4. The tokens' gradients h (x) delta in the weights and momentum at the end
-    end = _end_backward(grad_weights, grad_momentum, inputs, deltas, gates)
+    # 2. beta (x W), and beta_T W in the weights at the end: with respect to x, beta and W
+    grad_x, grad_beta, grad_offset = scaled_product_backward(grad, x, gates.weights_decay[..., None], layer.offset)
+    grad_offset.addcmul_(gates.weights_decay[..., -1, None, None], grad_weights)
+    grad_beta[..., -1] += (grad_weights * layer.offset).sum((-2, -1))
+    # 3. The tokens' gradients h (x) delta in the weights at the end
+    end = _end_backward(grad_weights, layer, gates.gradient_to_weights[..., -1, :, None])
     grad_products[..., -1, :] -= end.factor
-    grad_beta[..., -1] += (grad_weights * offset).sum((-2, -1))
-    grad_f[..., -1] += (grad_weights * momentum).sum((-2, -1))
-    grad_m = (grad_momentum * momentum).sum((-2, -1))
-    grad_gates = GateProducts(grad_products, grad_beta, grad_f, end.momentum_factor.neg_(), grad_m)
+    grad_inputs, grad_deltas = end.inputs, end.deltas
+    # 4. The same for the momentum: f (x S), f_T S, and m_T S and the tokens' gradients in the momentum at the end
+    grad_f = grad_m = grad_momentum_factor = grad_start_momentum = None
+    if layer.momentum is not None:
+        f = gates.momentum_to_weights[..., None]
+        from_momentum, grad_f, grad_start_momentum = scaled_product_backward(grad, x, f, layer.momentum)
+        grad_x.add_(from_momentum)
+        grad_start_momentum.addcmul_(gates.momentum_to_weights[..., -1, None, None], grad_weights)
+        grad_start_momentum.addcmul_(gates.momentum_decay[..., None, None], grad_momentum)
+        grad_f[..., -1] += (grad_weights * layer.momentum).sum((-2, -1))
+        grad_m = (grad_momentum * layer.momentum).sum((-2, -1))
+        end = _end_backward(grad_momentum, layer, gates.gradient_to_momentum[..., None])
+        grad_momentum_factor = end.factor.neg_()
+        grad_inputs.add_(end.inputs)
+        grad_deltas.add_(end.deltas)
+    grad_gates = GateProducts(grad_products, grad_beta, grad_f, grad_momentum_factor, grad_m)
     # 5. h, delta and x in the scores of step 1
-    grad_inputs = end.inputs.baddbmm_(grad_scores.mT, x).neg_()
-    grad_deltas = end.deltas.baddbmm_(scores.mT, grad).neg_()
+    grad_inputs = grad_inputs.baddbmm_(grad_scores.mT, x).neg_()
+    grad_deltas = grad_deltas.baddbmm_(scores.mT, grad).neg_()
     grad_x.baddbmm_(grad_scores, inputs, alpha=-1)
     # 6. The decay target: W is the weights less M_0, and x M_0 is added to what is read
     grad_target = None
-    if decay_target is not None:
-        grad_x.baddbmm_(grad, decay_target.mT)
+    if layer.decay_target is not None:
+        grad_x.baddbmm_(grad, layer.decay_target.mT)
         grad_target = (grad_weights - grad_offset).baddbmm_(x.mT, grad)
-    layer = ChunkLayer(grad_offset, grad_start_momentum, grad_inputs, grad_deltas, grad_target)
-    return _LayerGradients(grad_x, layer, grad_gates)
+    grad_layer = ChunkLayer(grad_offset, grad_start_momentum, grad_inputs, grad_deltas, grad_target)
+    return _LayerGradients(grad_x, grad_layer, grad_gates)
 
 
 class _EndGradients(NamedTuple):
     inputs: Tensor
     deltas: Tensor
     factor: Tensor
-    momentum_factor: Tensor
 
 
-def _end_backward(
-    grad_weights: Tensor, grad_momentum: Tensor, inputs: Tensor, deltas: Tensor, gates: GateProducts
-) -> _EndGradients:
-    """Computes the gradients of h^T diag(G_T) delta and h^T diag(E_T theta) delta with respect to h (N, C, d_in), delta
-    (N, C, d_out) and the two factors per token (N, C).
+def _end_backward(grad: Tensor, layer: ChunkLayer, factor: Tensor) -> _EndGradients:
+    """Computes the gradients of h^T diag(factor) delta with respect to h (N, C, d_in), delta (N, C, d_out) and the
+    factor per token, given as (N, C, 1), here (N, C).
     """
-    factor, momentum_factor = gates.gradient_to_weights[..., -1, :, None], gates.gradient_to_momentum[..., None]
+    inputs, deltas = layer.inputs, layer.deltas
     if inputs.shape[-1] > deltas.shape[-1]:
-        from_weights, from_momentum = inputs @ grad_weights, inputs @ grad_momentum  # (N, C, d_out)
-        grad_factor, grad_momentum_factor = (deltas * from_weights).sum(-1), (deltas * from_momentum).sum(-1)
-        grad_deltas = from_weights.mul_(factor).addcmul_(momentum_factor, from_momentum)
-        grad_inputs = ((factor * deltas) @ grad_weights.mT).baddbmm_(momentum_factor * deltas, grad_momentum.mT)
-    else:
-        from_weights, from_momentum = deltas @ grad_weights.mT, deltas @ grad_momentum.mT  # (N, C, d_in)
-        grad_factor, grad_momentum_factor = (inputs * from_weights).sum(-1), (inputs * from_momentum).sum(-1)
-        grad_inputs = from_weights.mul_(factor).addcmul_(momentum_factor, from_momentum)
-        grad_deltas = ((factor * inputs) @ grad_weights).baddbmm_(momentum_factor * inputs, grad_momentum)
-    return _EndGradients(grad_inputs, grad_deltas, grad_factor, grad_momentum_factor)
+        product = inputs @ grad  # (N, C, d_in) @ (N, d_in, d_out)
+        grad_factor = (deltas * product).sum(-1)
+        return _EndGradients((factor * deltas) @ grad.mT, product.mul_(factor), grad_factor)
+    product = deltas @ grad.mT  # (N, C, d_out) @ (N, d_out, d_in)
+    grad_factor = (inputs * product).sum(-1)
+    return _EndGradients(product.mul_(factor), (factor * inputs) @ grad, grad_factor)
 
 
 CHUNK_FUNCTIONS = ChunkFunctions(chunk_forward, chunk_intermediates, chunk_backward)

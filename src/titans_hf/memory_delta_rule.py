@@ -28,11 +28,11 @@ from .memory_gates import GateProducts
 
 class LastLayer(NamedTuple):
     """The last layer at a chunk's start, or the gradients with respect to it: offset W (the weights less M_0), momentum
-    S, decay target M_0 (None for 0), (N, d_in, d_out) each; and its inputs h (N, C, d_in).
+    S (None without), decay target M_0 (None for 0), (N, d_in, d_out) each; and its inputs h (N, C, d_in).
     """
 
     offset: Tensor
-    momentum: Tensor
+    momentum: Tensor | None
     decay_target: Tensor | None
     inputs: Tensor
 
@@ -58,8 +58,9 @@ class TokenDeltasGradients(NamedTuple):
 def token_deltas(layer: LastLayer, values: Tensor, gates: GateProducts) -> TokenDeltas:
     """Computes the last layer's deltas of a chunk's tokens with values (N, C, d_out)."""
     h = layer.inputs
-    beta, f = _before_token(gates.weights_decay, 1.0), _before_token(gates.momentum_to_weights, 0.0)
-    output = (beta * h) @ layer.offset + (f * h) @ layer.momentum  # (N, C, d_in) @ (N, d_in, d_out)
+    output = (_before_token(gates.weights_decay, 1.0) * h) @ layer.offset  # (N, C, d_in) @ (N, d_in, d_out)
+    if layer.momentum is not None:
+        output = output.baddbmm(_before_token(gates.momentum_to_weights, 0.0) * h, layer.momentum)
     if layer.decay_target is not None:
         output = output + h @ layer.decay_target
     error_scale = _error_scale(h)
@@ -88,11 +89,13 @@ def token_deltas_backward(
     grad_products = grad_products.mul_(solution.scores)
     grad_h = grad_h.baddbmm_(grad_scores, h).baddbmm_(grad_scores.mT, h)
     # 4. beta h W + f h S + h M_0
-    beta, f = _before_token(gates.weights_decay, 1.0), _before_token(gates.momentum_to_weights, 0.0)
-    from_offset, from_momentum = grad_error @ layer.offset.mT, grad_error @ layer.momentum.mT  # (N, C, d_in)
-    grad_beta, grad_f = (h * from_offset).sum(-1), (h * from_momentum).sum(-1)
-    grad_h.addcmul_(beta, from_offset).addcmul_(f, from_momentum)
-    grad_offset, grad_momentum = (beta * h).mT @ grad_error, (f * h).mT @ grad_error  # (N, d_in, C) @ (N, C, d_out)
+    offset = scaled_product_backward(grad_error, h, _before_token(gates.weights_decay, 1.0), layer.offset)
+    grad_h.add_(offset.inputs)
+    momentum = ProductGradients(None, None, None)
+    if layer.momentum is not None:
+        f = _before_token(gates.momentum_to_weights, 0.0)
+        momentum = scaled_product_backward(grad_error, h, f, layer.momentum)
+        grad_h.add_(momentum.inputs)
     grad_target = None
     if layer.decay_target is not None:
         grad_h.baddbmm_(grad_error, layer.decay_target.mT)
@@ -100,12 +103,30 @@ def token_deltas_backward(
     # 5. The gate products before token i are those after token i - 1
     grad_gates = GateProducts(
         pad(grad_products, (0, 0, 0, 1))[..., 1:, :],
-        pad(grad_beta, (0, 1))[..., 1:],
-        pad(grad_f, (0, 1))[..., 1:],
-        torch.zeros_like(gates.gradient_to_momentum),
-        torch.zeros_like(gates.momentum_decay),
+        pad(offset.factor, (0, 1))[..., 1:],
+        None if layer.momentum is None else pad(momentum.factor, (0, 1))[..., 1:],
+        None if layer.momentum is None else torch.zeros_like(gates.gradient_to_momentum),
+        None if layer.momentum is None else torch.zeros_like(gates.momentum_decay),
     )
-    return TokenDeltasGradients(LastLayer(grad_offset, grad_momentum, grad_target, grad_h), -grad_error, grad_gates)
+    grad_layer = LastLayer(offset.weights, momentum.weights, grad_target, grad_h)
+    return TokenDeltasGradients(grad_layer, -grad_error, grad_gates)
+
+
+class ProductGradients(NamedTuple):
+    """Gradients with respect to the arguments of factor x W: x (N, C, d_in), factor (N, C), W (N, d_in, d_out)."""
+
+    inputs: Tensor | None
+    factor: Tensor | None
+    weights: Tensor | None
+
+
+def scaled_product_backward(grad: Tensor, inputs: Tensor, factor: Tensor, weights: Tensor) -> ProductGradients:
+    """Computes the backward of factor x W from the gradient of the product (N, C, d_out); factor (N, C, 1)."""
+    from_weights = grad @ weights.mT  # (N, C, d_out) @ (N, d_out, d_in)
+    grad_factor = (inputs * from_weights).sum(-1)
+    wide = inputs.shape[-1] > grad.shape[-1]  # then the factor is applied to the gradient
+    grad_weights = inputs.mT @ (factor * grad) if wide else (factor * inputs).mT @ grad  # (N, d_in, C) @ (N, C, d_out)
+    return ProductGradients(from_weights.mul_(factor), grad_factor, grad_weights)
 
 
 def single_token_delta(inputs: Tensor, value: Tensor, weights: Tensor) -> Tensor:

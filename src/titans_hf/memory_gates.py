@@ -20,25 +20,27 @@ class GateProducts(NamedTuple):
 
     gradient_to_weights: Tensor  # G (..., C, C): of token i's gradient in the weights after token t
     weights_decay: Tensor  # beta (..., C): of the chunk-start weights in the weights after token t
-    momentum_to_weights: Tensor  # f (..., C): of the chunk-start momentum in the weights after token t
-    gradient_to_momentum: Tensor  # E_Ti theta_i (..., C): of token i's gradient in the momentum at the chunk's end
-    momentum_decay: Tensor  # m_T (...): of the chunk-start momentum in the momentum at the chunk's end
+    # None without momentum:
+    momentum_to_weights: Tensor | None  # f (..., C): of the chunk-start momentum in the weights after token t
+    gradient_to_momentum: Tensor | None  # E_Ti theta_i (..., C): of token i's gradient in the momentum at the end
+    momentum_decay: Tensor | None  # m_T (...): of the chunk-start momentum in the momentum at the chunk's end
 
 
 class GateIntermediates(NamedTuple):
     """Intermediate results of `gate_products`, for its backward. The columns of R at empty slots are 0."""
 
     retain_products: Tensor  # R (..., C, C)
-    momentum_products: Tensor  # E (..., C, C)
-    combined_products: Tensor  # R E (..., C, C)
-    momentum_decays: Tensor  # m (..., C)
+    combined_products: Tensor  # R E (..., C, C), R without momentum
+    # None without momentum:
+    momentum_products: Tensor | None  # E (..., C, C)
+    momentum_decays: Tensor | None  # m (..., C)
 
 
 class GateGradients(NamedTuple):
     """Gradients with respect to the gates, (..., C) each."""
 
     inner_lr: Tensor
-    log_momentum_decay: Tensor
+    log_momentum_decay: Tensor | None
     log_retain: Tensor
 
 
@@ -53,19 +55,26 @@ def segment_products(log_decay: Tensor) -> Tensor:
     return terms.triu(1).cumsum(-1).exp().triu().mT
 
 
-def _zero_empty_slots(filled: Tensor | None, *per_slot: Tensor) -> tuple[Tensor, ...]:
+def _zero_empty_slots(filled: Tensor | None, *per_slot: Tensor | None) -> tuple[Tensor | None, ...]:
     """Sets values per slot (..., C) to 0 at slots without a token."""
-    return per_slot if filled is None else tuple(x.masked_fill(~filled, 0.0) for x in per_slot)
+    if filled is None:
+        return per_slot
+    return tuple(None if x is None else x.masked_fill(~filled, 0.0) for x in per_slot)
 
 
 def gate_products(
-    inner_lr: Tensor, log_momentum_decay: Tensor, log_retain: Tensor, filled: Tensor | None = None
+    inner_lr: Tensor, log_momentum_decay: Tensor | None, log_retain: Tensor, filled: Tensor | None = None
 ) -> tuple[GateProducts, GateIntermediates]:
-    """Computes the products from theta, log eta and log(1 - alpha), each (..., C); `filled` (..., C) is False at slots
-    without a token.
+    """Computes the products from theta, log eta (None without momentum) and log(1 - alpha), each (..., C); `filled`
+    (..., C) is False at slots without a token.
     """
     inner_lr, log_momentum_decay, log_retain = _zero_empty_slots(filled, inner_lr, log_momentum_decay, log_retain)
     retain_products = segment_products(log_retain)  # R
+    weights_decay = log_retain.cumsum(-1).exp()  # beta
+    if log_momentum_decay is None:  # the gradients are the steps: E is the identity
+        retain_products = retain_products if filled is None else retain_products * filled[..., None, :]
+        products = GateProducts(retain_products * inner_lr[..., None, :], weights_decay, None, None, None)
+        return products, GateIntermediates(retain_products, retain_products, None, None)
     momentum_products = segment_products(log_momentum_decay)  # E
     if filled is not None:
         # An empty slot leaves the weights unchanged: it must not add the momentum to them once more.
@@ -74,12 +83,12 @@ def gate_products(
     combined_products = retain_products @ momentum_products  # R E: (..., C, C) @ (..., C, C)
     products = GateProducts(
         gradient_to_weights=combined_products * inner_lr[..., None, :],  # G = (R E) diag(theta)
-        weights_decay=log_retain.cumsum(-1).exp(),  # beta
+        weights_decay=weights_decay,
         momentum_to_weights=(retain_products @ momentum_decays[..., None]).squeeze(-1),  # f = R m
         gradient_to_momentum=momentum_products[..., -1, :] * inner_lr,  # E_T diag(theta)
         momentum_decay=momentum_decays[..., -1],  # m_T
     )
-    return products, GateIntermediates(retain_products, momentum_products, combined_products, momentum_decays)
+    return products, GateIntermediates(retain_products, combined_products, momentum_products, momentum_decays)
 
 
 def gate_products_backward(
@@ -95,9 +104,13 @@ def gate_products_backward(
     decays = intermediates.momentum_decays
     # 1. G = (R E) diag(theta) and E_T diag(theta), with respect to theta
     grad_lr = (grad.gradient_to_weights * intermediates.combined_products).sum(-2)
+    grad_combined = grad.gradient_to_weights * inner_lr[..., None, :]
+    grad_beta = _suffix_sums(grad.weights_decay * products.weights_decay, -1)
+    if momentum is None:
+        grad_log_retain = _segment_sums_backward(grad_combined * retain) + grad_beta
+        return GateGradients(*_zero_empty_slots(filled, grad_lr, None, grad_log_retain))
     grad_lr = grad_lr + grad.gradient_to_momentum * momentum[..., -1, :]
     # 2. The same and f = R m, with respect to R, E and m
-    grad_combined = grad.gradient_to_weights * inner_lr[..., None, :]
     grad_retain = grad_combined @ momentum.mT + grad.momentum_to_weights[..., None] * decays[..., None, :]
     grad_momentum = retain.mT @ grad_combined
     grad_momentum[..., -1, :] += grad.gradient_to_momentum * inner_lr
@@ -107,7 +120,7 @@ def gate_products_backward(
     grads = (
         grad_lr,
         _segment_sums_backward(grad_momentum * momentum) + _suffix_sums(grad_decays * decays, -1),
-        _segment_sums_backward(grad_retain * retain) + _suffix_sums(grad.weights_decay * products.weights_decay, -1),
+        _segment_sums_backward(grad_retain * retain) + grad_beta,
     )
     return GateGradients(*_zero_empty_slots(filled, *grads))
 

@@ -62,8 +62,14 @@ def memorize(
         grid: where given, the tokens are already on its slots (T = grid.num_slots), of a grid for a multiple of
             `chunk_size`. What is returned is undefined at empty slots.
 
-    Raises ValueError for a state without the anchor that the rule needs.
+    Raises ValueError for a state without the anchor that the rule needs, or with a momentum where the inputs have no
+    `log_momentum_decay` and the other way round.
     """
+    if bool(state.momentum) != (inputs.log_momentum_decay is not None):
+        raise ValueError(
+            f"`state` has {len(state.momentum)} tensors of momentum, but `inputs.log_momentum_decay` is "
+            f"{'None' if inputs.log_momentum_decay is None else 'given'}: both or none."
+        )
     dtype = state.weights[0].dtype
     inputs = inputs.map(lambda x: x.to(dtype))
     if not rule.needs_anchor(len(state.weights)):
@@ -122,23 +128,29 @@ def _memorize_token(
         at_chunk_start = partial(where_rows, state.num_seen % chunk_size == 0)
         anchor = tuple(map(at_chunk_start, state.weights, state.anchor))
     factors = _factors_at(inputs, anchor, state.weights, rule)
-    gates = (inputs.inner_lr, inputs.log_momentum_decay.exp(), inputs.log_retain.exp())
-    if inputs.has_gates_per_layer:
-        theta, eta, retain = (x.split(1, dim=-1) for x in gates)  # of each layer, (B, H, 1, 1)
-    else:
-        theta, eta, retain = ((x[..., None],) * len(state.weights) for x in gates)
-    gradients = zip(eta, state.momentum, theta, factors.inputs, factors.deltas, strict=True)
-    # S_t = eta_t S_{t-1} - theta_t h (x) delta (eq. 10, 14)
-    momentum = tuple((eta * s).addcmul_(h.mT, theta * d, value=-1) for eta, s, theta, h, d in gradients)
-    # M_t = (1 - alpha_t) M_{t-1} + alpha_t M_0 + S_t (eq. 13)
+    theta, retain = (_of_layers(x, inputs, len(state.weights)) for x in (inputs.inner_lr, inputs.log_retain.exp()))
+    # (1 - alpha_t) M_{t-1} + alpha_t M_0 (eq. 13)
     if decay_target:
-        decayed = map(torch.lerp, decay_target, state.weights, retain)
+        weights = tuple(map(torch.lerp, decay_target, state.weights, retain))
     else:
-        decayed = [kept * w for kept, w in zip(retain, state.weights, strict=True)]
-    weights = tuple(w.add_(s) for w, s in zip(decayed, momentum, strict=True))
+        weights = tuple(kept * w for kept, w in zip(retain, state.weights, strict=True))
+    # S_t = eta_t S_{t-1} - theta_t h (x) delta (eq. 10, 14); M_t = ... + S_t
+    gradients, momentum = zip(theta, factors.inputs, factors.deltas, strict=True), ()
+    if state.momentum:
+        eta = _of_layers(inputs.log_momentum_decay.exp(), inputs, len(weights))
+        momentum = tuple(eta * s for eta, s in zip(eta, state.momentum, strict=True))
+    for step, (theta, h, delta) in zip(momentum or weights, gradients, strict=True):
+        step.addcmul_(h.mT, theta * delta, value=-1)
+    for w, s in zip(weights, momentum, strict=bool(momentum)):
+        w.add_(s)
     state = MemoryState(weights, momentum, anchor, state.num_seen + 1)
     retrieved = read(weights, inputs.queries, rule.network)  # y_t: eq. 15
     return MemorizeOutput(retrieved, token_surprise(factors).detach(), state)
+
+
+def _of_layers(gate: Tensor, inputs: MemoryInputs, depth: int) -> tuple[Tensor, ...]:
+    """Returns a gate of one token for each layer of the memory network, (B, H, 1, 1)."""
+    return gate.split(1, dim=-1) if inputs.has_gates_per_layer else (gate[..., None],) * depth
 
 
 def _memorize_grid(
@@ -161,7 +173,7 @@ def _memorize_grid(
     decay_target = [m.expand_as(w) for m, w in zip(decay_target, state.weights, strict=False)]
     arguments = ScanArguments(
         slots.map(lambda x: x.flatten(0, 1)),
-        MemoryState.from_flat([x.flatten(0, 1) for x in state.flat()], len(state.weights)),
+        MemoryState.from_flat([x.flatten(0, 1) for x in state.flat()], state.sizes),
         tuple(x.flatten(0, 1) for x in decay_target),
     )
     by_hand = rule.network == "mlp" and not slots.has_gates_per_layer  # the backward
@@ -171,7 +183,7 @@ def _memorize_grid(
     if not compiling and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments.flat()):
         scan = scan_chunks_differentiable if by_hand else scan_chunks_by_autograd
     output = scan(options, arguments)
-    after = MemoryState.from_flat([x.unflatten(0, rows_and_heads) for x in output.state.flat()], len(state.weights))
+    after = MemoryState.from_flat([x.unflatten(0, rows_and_heads) for x in output.state.flat()], state.sizes)
     return MemorizeOutput(
         output.retrieved.unflatten(0, rows_and_heads),
         output.surprise.unflatten(0, rows_and_heads).detach(),

@@ -72,6 +72,9 @@ def memorize_reference(
     error_clip, delta_rule, network = rule
     weights, momentum, anchor, num_seen = state.weights, state.momentum, state.anchor, state.num_seen
     decay_target = decay_target or tuple(torch.zeros_like(w) for w in weights)
+    has_momentum = log_momentum_decay is not None
+    if not has_momentum:
+        log_momentum_decay, momentum = torch.full_like(inner_lr, -torch.inf), tuple(map(torch.zeros_like, weights))
     gates = _per_layer(len(weights), inner_lr, log_momentum_decay.exp(), log_retain.exp())
     gradient_of_loss = torch.func.grad(_loss)
     retrieved, surprise = [], []
@@ -91,7 +94,7 @@ def memorize_reference(
         weights = tuple(retain * m + (1 - retain) * m_0 + s for retain, m, s, m_0 in parts)  # eq. 13
         retrieved.append(_memory(weights, query, network))  # eq. 15
         num_seen = num_seen + 1
-    after = MemoryState(weights, momentum, anchor, num_seen)
+    after = MemoryState(weights, momentum if has_momentum else (), anchor, num_seen)
     return MemorizeOutput(torch.stack(retrieved, dim=2), torch.stack(surprise, dim=2), after)
 
 
@@ -114,8 +117,8 @@ def memorize_chunks_reference(
     decay_target: tuple[Tensor, ...] = (),
 ) -> MemorizeOutput:
     """Updates and reads the memory chunk by chunk (paper section 3.2), with per-token weights; arguments and results
-    are those of `memory_ops.memorize`, without the delta rule and for whole chunks: T is a multiple of C and no row
-    starts within a chunk.
+    are those of `memory_ops.memorize`, with momentum, without the delta rule and for whole chunks: T is a multiple of C
+    and no row starts within a chunk.
     """
     queries, keys, values, inner_lr, log_momentum_decay, log_retain, _ = inputs
     gates = _per_layer(len(state.weights), inner_lr, log_momentum_decay, log_retain)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .memory_chunk import CHUNK_FUNCTIONS, ChunkFunctions, ChunkIntermediates, end_of_chunk
 from .memory_network import UpdateRule
-from .memory_state import MemoryInputs, MemoryState, where_rows
+from .memory_state import MemoryInputs, MemoryState, StateSizes, where_rows
 
 CHECKPOINT_INTERVAL = 4  # chunks; docs/log.md: "States of every fourth chunk kept for the backward"
 
@@ -40,13 +41,6 @@ class ScanOptions(NamedTuple):
         """Returns the functions for a chunk: compiled ones only for full chunks, whose shape is always the same."""
         full = inputs.keys.shape[1] == self.chunk_size
         return self.compiled if full and self.compiled is not None else CHUNK_FUNCTIONS
-
-
-class StateSizes(NamedTuple):
-    """Layers of the memory network, and tensors of a state."""
-
-    depth: int
-    num_tensors: int
 
 
 class ScanArguments(NamedTuple):
@@ -82,7 +76,7 @@ def _next_inputs(tensors: Iterator[Tensor | None]) -> MemoryInputs:
 
 
 def _next_state(tensors: Iterator[Tensor], sizes: StateSizes) -> MemoryState:
-    return MemoryState.from_flat(islice(tensors, sizes.num_tensors), sizes.depth)
+    return MemoryState.from_flat(islice(tensors, sum(sizes)), sizes)
 
 
 def scan_chunks(
@@ -107,9 +101,9 @@ def scan_chunks(
 def scan_chunks_differentiable(options: ScanOptions, arguments: ScanArguments) -> ScanOutput:
     """Runs `scan_chunks` with the hand-written backward."""
     # docs/log.md: "The backward by hand"
-    sizes = StateSizes(len(arguments.state.weights), len(arguments.state.flat()))
+    sizes = arguments.state.sizes
     retrieved, surprise, *state = _ChunkScan.apply(options, sizes, *arguments.flat())
-    return ScanOutput(retrieved, surprise, MemoryState.from_flat(state, sizes.depth))
+    return ScanOutput(retrieved, surprise, MemoryState.from_flat(state, sizes))
 
 
 def scan_chunks_by_autograd(options: ScanOptions, arguments: ScanArguments) -> ScanOutput:
@@ -149,7 +143,7 @@ class _ChunkScan(torch.autograd.Function):
         checkpoints = [_next_state(saved, ctx.sizes) for _ in firsts]
         decay_target = tuple(saved)
         grad_outputs = _split(grad_retrieved, options.chunk_size)
-        grads, grad_inputs = MemoryState.from_flat(grad_state, ctx.sizes.depth), []
+        grads, grad_inputs = MemoryState.from_flat(grad_state, ctx.sizes), []
         grad_target = [torch.zeros_like(x) for x in decay_target]
         with torch.autocast(grad_retrieved.device.type, enabled=False):
             for first, checkpoint in zip(reversed(firsts), reversed(checkpoints), strict=True):
@@ -193,8 +187,9 @@ def _split(x: Tensor, chunk_size: int) -> list[Tensor]:
 
 
 def _split_inputs(inputs: MemoryInputs, chunk_size: int) -> list[MemoryInputs]:
-    parts = [_split(x, chunk_size) for x in inputs if x is not None]  # without `filled`, where it is None
-    return [MemoryInputs(*chunk) for chunk in zip(*parts, strict=True)]
+    parts = inputs.map(lambda x: _split(x, chunk_size))
+    chunks = range(len(parts.keys))
+    return [parts.map(itemgetter(chunk)) for chunk in chunks]
 
 
 def _join_inputs(chunks: Sequence[MemoryInputs]) -> MemoryInputs:

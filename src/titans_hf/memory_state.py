@@ -13,8 +13,9 @@ from torch import Tensor
 class MemoryState:
     """The memory of every batch row and head; tuples hold one tensor per layer of the memory network.
 
-    weights (M), momentum (S), anchor (the weights at the start of the current chunk, where gradients are taken, eq.
-    16; empty where `UpdateRule.needs_anchor` is False): (B, H, d_in, d_out) in float32 (float64 in a float64 model).
+    weights (M), momentum (S; empty without momentum), anchor (the weights at the start of the current chunk, where
+    gradients are taken, eq. 16; empty where `UpdateRule.needs_anchor` is False): (B, H, d_in, d_out) in float32
+    (float64 in a float64 model).
     num_seen: (B,) int64, tokens read by each row, padding excluded.
 
     Inside the scan over chunks, batch and heads are one dimension, (N, d_in, d_out), and `num_seen` is None. Gradients
@@ -29,12 +30,18 @@ class MemoryState:
 
     @classmethod
     def initial(
-        cls, weights: Sequence[Tensor], batch_size: int, dtype: torch.dtype, has_anchor: bool = True
+        cls,
+        weights: Sequence[Tensor],
+        batch_size: int,
+        dtype: torch.dtype,
+        has_anchor: bool = True,
+        has_momentum: bool = True,
     ) -> "MemoryState":
         """Returns the state before the first token, from learned initial weights (H, d_in, d_out)."""
         rows = tuple(weight.to(dtype).expand(batch_size, *weight.shape) for weight in weights)
         num_seen = torch.zeros(batch_size, dtype=torch.int64, device=weights[0].device)
-        return cls(rows, tuple(torch.zeros_like(weight) for weight in rows), rows if has_anchor else (), num_seen)
+        momentum = tuple(map(torch.zeros_like, rows)) if has_momentum else ()
+        return cls(rows, momentum, rows if has_anchor else (), num_seen)
 
     def map(self, fn: Callable[..., Tensor], *others: "MemoryState") -> "MemoryState":
         """Applies `fn` to every tensor (batch dimension first), with the tensors of `others` as further arguments."""
@@ -53,11 +60,24 @@ class MemoryState:
         """Returns all tensors but `num_seen`, as `from_flat` takes them."""
         return (*self.weights, *self.momentum, *self.anchor)
 
+    @property
+    def sizes(self) -> "StateSizes":
+        """Numbers of tensors of the state's parts."""
+        return StateSizes(len(self.weights), len(self.momentum), len(self.anchor))
+
     @classmethod
-    def from_flat(cls, tensors: Iterable[Tensor], depth: int) -> "MemoryState":
-        """Returns the state of a memory network of `depth` layers with the tensors of `flat`, `num_seen` None."""
+    def from_flat(cls, tensors: Iterable[Tensor], sizes: "StateSizes") -> "MemoryState":
+        """Returns the state with the tensors of `flat`, `num_seen` None."""
         remaining = iter(tensors)
-        return cls(tuple(islice(remaining, depth)), tuple(islice(remaining, depth)), tuple(remaining))
+        return cls(*(tuple(islice(remaining, size)) for size in sizes))
+
+
+class StateSizes(NamedTuple):
+    """The number of tensors of each part of a `MemoryState`: one per layer of the memory network, or none."""
+
+    weights: int
+    momentum: int
+    anchor: int
 
 
 class MemoryInputs(NamedTuple):
@@ -66,6 +86,7 @@ class MemoryInputs(NamedTuple):
 
     queries, keys, values: (B, H, T, D). inner_lr (theta), log_momentum_decay (log eta), log_retain (log(1 - alpha)):
     (B, H, T), or (B, H, T, L) with gates of their own for each layer of the memory network; -inf is a gate of 0.
+    log_momentum_decay is None without momentum, as the state's momentum is empty then.
     filled: (B, H, T) bool, False at slots without a token; None if every slot holds one.
     """
 
@@ -73,7 +94,7 @@ class MemoryInputs(NamedTuple):
     keys: Tensor
     values: Tensor
     inner_lr: Tensor
-    log_momentum_decay: Tensor
+    log_momentum_decay: Tensor | None
     log_retain: Tensor
     filled: Tensor | None = None
 

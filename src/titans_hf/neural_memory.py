@@ -41,12 +41,12 @@ class MemoryOutput(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """theta, log eta and log(1 - alpha) of every token and head, (B, H, T) each, or of every layer of the memory
-    network, (B, H, T, layers).
+    """theta, log eta (None without momentum) and log(1 - alpha) of every token and head, (B, H, T) each, or of every
+    layer of the memory network, (B, H, T, layers).
     """
 
     inner_lr: Tensor
-    log_momentum_decay: Tensor
+    log_momentum_decay: Tensor | None
     log_retain: Tensor
 
 
@@ -102,7 +102,8 @@ class NeuralMemory(nn.Module):
     def initial_state(self, batch_size: int, dtype: torch.dtype) -> MemoryState:
         """Returns the learned state before the first token, in float32 at least whatever the dtype of the model."""
         dtype = torch.promote_types(dtype, torch.float32)
-        return MemoryState.initial(self.initial_weights(dtype), batch_size, dtype, self.has_anchor)
+        has_momentum = self.momentum is not None
+        return MemoryState.initial(self.initial_weights(dtype), batch_size, dtype, self.has_anchor, has_momentum)
 
     @property
     def has_anchor(self) -> bool:
@@ -220,7 +221,9 @@ class NeuralMemory(nn.Module):
         """Computes the data-dependent gates (paper section 3.1) of eq. 10 and 13."""
         logits = self._logits(self.inner_lr, hidden_states, dtype)
         inner_lr = self.config.memory_max_lr * torch.sigmoid(logits)  # theta_t
-        if self.momentum is None or self.config.memory_max_lr == 0:  # step size 0: earlier momentum must stop as well
+        if self.momentum is None:
+            log_momentum_decay = None
+        elif self.config.memory_max_lr == 0:  # earlier momentum must stop as well
             log_momentum_decay = torch.full_like(inner_lr, -torch.inf)  # eta_t = 0
         else:
             momentum = self._logits(self.momentum, hidden_states, dtype)

@@ -13,12 +13,12 @@ from .token_grid import TokenGrid
 
 class MemoryUpdates(NamedTuple):
     """Surprise and gates of the memory's updates with the tokens on the slots of a grid: (R, H, G) each, or gates
-    (R, H, G, layers) with `memory_gates="layer"`.
+    (R, H, G, layers) with `memory_gates="layer"`. log_momentum_decay is None without momentum.
     """
 
     surprise: Tensor
     inner_lr: Tensor
-    log_momentum_decay: Tensor
+    log_momentum_decay: Tensor | None
     log_retain: Tensor
 
 
@@ -46,8 +46,8 @@ class LayerSurprise:
 
     @property
     def momentum_decay(self) -> Tensor:
-        """eta (eq. 10), the factor of the previous momentum."""
-        return self._of_tokens(lambda updates: updates.log_momentum_decay.exp())
+        """eta (eq. 10), the factor of the previous momentum; 0 without momentum."""
+        return self._of_tokens(_momentum_decay)
 
     @property
     def forget(self) -> Tensor:
@@ -69,6 +69,11 @@ class LayerSurprise:
     def joined(cls, calls: Iterable["LayerSurprise"]) -> "LayerSurprise":
         """Concatenates the surprise of consecutive calls."""
         return cls(tuple(part for call in calls for part in call.parts))
+
+
+def _momentum_decay(updates: MemoryUpdates) -> Tensor:
+    logarithm = updates.log_momentum_decay
+    return torch.zeros_like(updates.inner_lr) if logarithm is None else logarithm.exp()
 
 
 class SurpriseCollector:

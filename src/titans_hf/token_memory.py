@@ -66,7 +66,7 @@ class TokenMemory(SequenceMixer):
         """
         memory_dtype, size = torch.promote_types(dtype, torch.float32), self.config.hidden_size
         weights = self.scale.new_zeros(1, self.config.token_memory_features, size, dtype=memory_dtype)
-        memory = MemoryState.initial([weights], batch_size, memory_dtype, has_anchor=False)
+        memory = MemoryState.initial([weights], batch_size, memory_dtype, has_anchor=False, has_momentum=False)
         return LayerState(memory, self.scale.new_zeros(batch_size, 1, size, dtype=dtype))
 
     def features(self, hidden_states: Tensor) -> Tensor:
@@ -91,13 +91,13 @@ class TokenMemory(SequenceMixer):
         return SlotsOutput(output.to(hidden_states.dtype), None, LayerState(memory, conv_state), updates)
 
     def _gates(self, hidden_states: Tensor, dtype: torch.dtype) -> Gates:
-        """Computes theta, log eta (no momentum) and log(1 - alpha), (R, 1, G) each."""
+        """Computes theta and log(1 - alpha), (R, 1, G) each."""
         inner_lr = MAX_LR * torch.sigmoid(self.inner_lr(hidden_states).to(dtype)).mT
         if self.forget is None:
             log_retain = torch.zeros_like(inner_lr)
         else:
             log_retain = logsigmoid(-self.forget(hidden_states).to(dtype)).mT
-        return Gates(inner_lr, torch.full_like(inner_lr, -torch.inf), log_retain)
+        return Gates(inner_lr, None, log_retain)
 
     def _memorize(self, inputs: MemoryInputs, state: MemoryState, grid: TokenGrid) -> MemorizeOutput:
         if self.config.memory_max_lr == 0:
