@@ -7,12 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from common import VARIANTS, assert_same, full_logits, make_ids, shared_model
+from common import FORMS, VARIANTS, assert_same, full_logits, make_ids, shared_model
 
 from titans_hf import TitansCache
 
 pytestmark = pytest.mark.long
 NUM_PROGRAMS, NUM_OPERATIONS, MAX_ROWS = 60, 14, 4
+CHANGES = {"": {}, "+token memory": FORMS["token memory"]}
 
 
 class Program:
@@ -20,9 +21,9 @@ class Program:
     padding. `num_removable`: columns that crop() can remove. `was_cropped`: crop() removed some since the last read.
     """
 
-    def __init__(self, variant: str, seed: int, folder):
-        self.model, self.folder = shared_model(variant), folder
-        self.random = random.Random(f"{variant} {seed}")
+    def __init__(self, variant: str, changes: str, seed: int, folder):
+        self.model, self.folder = shared_model(variant, **CHANGES[changes]), folder
+        self.random = random.Random(f"{variant}{changes} {seed}")
         self.cache = TitansCache(self.model.config)
         self.rows: list[list] = [[] for _ in range(self.random.randint(1, 3))]
         self.recording, self.num_removable, self.was_cropped = False, 0, False
@@ -159,12 +160,13 @@ class Program:
 
 
 @pytest.mark.parametrize("seed", range(NUM_PROGRAMS))
+@pytest.mark.parametrize("changes", CHANGES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_random_programs(variant, seed, tmp_path):
+def test_random_programs(variant, changes, seed, tmp_path):
     """Every row has its own logits after any order of reads, padding, documents, resets, selections, copies, crops and
     files: otherwise some combination mixes rows or loses tokens.
     """
-    Program(variant, seed, tmp_path).run()
+    Program(variant, changes, seed, tmp_path).run()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
