@@ -47,7 +47,7 @@ def rules(config) -> dict:
     head_dim = config.memory_head_dim
     hidden = config.memory_expansion * head_dim
     layer = r"model\.layers\.\d+\."
-    memory = layer + r"mixer\.memory\."
+    memory, token_memory = layer + r"mixer\.memory\.", r"model\.token_memory\.mixer\."
     fan_ins = [head_dim] + [hidden] * (config.memory_depth - 1)
     weights = {memory + rf"initial_weights\.{i}": normal(fan_in**-0.5) for i, fan_in in enumerate(fan_ins)}
     if config.memory_recurrence == "stable" and config.memory_network == "mlp":
@@ -64,6 +64,10 @@ def rules(config) -> dict:
         memory + r"[qv]_conv\.weight": delay(0, config.memory_conv_noise),
         memory + r"k_conv\.weight": delay(1, config.memory_conv_noise),
         layer + r"mixer\.persistent": normal(STD),
+        token_memory + r"scale": constant(1),
+        token_memory + r"(inner_lr|output_gate|forget)\.weight": constant(0),
+        token_memory + r"(inner_lr|output_gate)\.bias": constant(0),
+        token_memory + r"forget\.bias": constant(-7),
     }
 
 
@@ -78,6 +82,8 @@ def check_initial_values(model, only=None) -> None:
                 matching[0](parameter.detach().double())
             except AssertionError as error:
                 raise AssertionError(f"{name}: {error}") from None
+    if model.config.token_memory_features and (only is None or "model.token_memory.mixer.directions" in only):
+        normal(1)(model.model.token_memory.mixer.directions.double())
     values = [p for p in model.parameters() if p.unique().numel() > 2]
     for i, a in enumerate(values):
         assert not any(a.shape == b.shape and torch.equal(a, b) for b in values[:i]), "two parameters drawn alike"

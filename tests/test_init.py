@@ -74,6 +74,29 @@ def test_initialising_again(config):
     check_initial_values(model)
 
 
+@pytest.mark.parametrize("missing", [r"token_memory\.", r"token_memory.*directions", r"token_memory.*scale"])
+def test_the_token_memory(missing, tmp_path):
+    """A token memory has the documented values when it is constructed, after the meta device, and where a checkpoint
+    lacks a part of it: else its features would be those of uninitialised memory.
+    """
+    torch.manual_seed(0)
+    config = make_config("lmm", **SIZES, token_memory_features=96, tie_word_embeddings=True)
+    model = TitansForCausalLM(config)
+    check_initial_values(model)
+    with torch.device("meta"):
+        on_meta = TitansForCausalLM(config)
+    on_meta.to_empty(device="cpu").init_weights()
+    check_initial_values(on_meta)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    kept = {name: x for name, x in load_file(file).items() if not re.search(missing, name)}
+    save_file(kept, file, metadata={"format": "pt"})
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    check_initial_values(loaded)
+    directions = "model.token_memory.mixer.directions"
+    assert torch.equal(loaded.state_dict()[directions], model.state_dict()[directions]) == (directions in kept)
+
+
 KINDS = {
     "gates": r"(inner_lr|momentum|forget)\.",
     "gate biases": r"(inner_lr|momentum|forget)\.bias",
