@@ -71,7 +71,7 @@ class TitansPreTrainedModel(PreTrainedModel):
     config_class = TitansConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["TitansDecoderLayer", "TitansTokenMemoryLayer"]
+    _no_split_modules = ["TitansDecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
     _supports_attention_backend = True
@@ -124,8 +124,11 @@ class TitansModel(TitansPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(TitansDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        has_token_memory = config.token_memory_features > 0
-        self.token_memory = TitansTokenMemoryLayer(config, config.num_hidden_layers) if has_token_memory else None
+        self.token_memory = None
+        if config.token_memory_features:
+            self.token_memory = TitansTokenMemoryLayer(config, config.num_hidden_layers)
+            # Of this model alone: accelerate refuses a list with the name of a class that a model does not have.
+            self._no_split_modules = [*self._no_split_modules, "TitansTokenMemoryLayer"]
         self.gradient_checkpointing = False
         self.post_init()
 
