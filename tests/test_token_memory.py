@@ -14,12 +14,15 @@ from titans_hf import TitansForCausalLM, TitansTimeSeriesConfig
 CHANGES = dict(token_memory_features=24, tie_word_embeddings=True)
 
 
-def repeated_text(vocab_size: int) -> tuple[torch.Tensor, int]:
-    """Returns 8 names of 4 tokens, in random order, each 10 times; and how many tokens there are names of."""
+NAME_LENGTH = 4
+
+
+def repeated_text(vocab_size: int) -> torch.Tensor:
+    """Returns 8 names of `NAME_LENGTH` tokens, in random order, each 10 times."""
     generator = torch.Generator().manual_seed(0)
-    names = torch.randperm(vocab_size, generator=generator)[:32].view(8, 4)
+    names = torch.randperm(vocab_size, generator=generator)[: 8 * NAME_LENGTH].view(8, NAME_LENGTH)
     order = torch.cat([torch.randperm(8, generator=generator) for _ in range(10)])
-    return names[order].flatten(), 4
+    return names[order].flatten()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -30,9 +33,9 @@ def test_an_untrained_model_predicts_what_it_has_read_before(variant):
     torch.manual_seed(0)
     changes = dict(hidden_size=64, vocab_size=100, initializer_range=0.1, token_memory_features=512)
     model = TitansForCausalLM(make_config(variant, **CHANGES | changes)).eval()
-    ids, length = repeated_text(100)
+    ids = repeated_text(100)
     losses = cross_entropy(full_logits(model, ids[None, :-1])[0], ids[1:], reduction="none")
-    within = torch.arange(1, len(ids)) % length > 0  # a name's first token comes after any name
+    within = torch.arange(1, len(ids)) % NAME_LENGTH > 0  # a name's first token comes after any name
     first, later = losses[:31][within[:31]], losses[127:][within[127:]]
     assert later.mean() < first.mean() - 0.5
 

@@ -222,9 +222,7 @@ def chunk_backward(
         )
         grad_keys, grad_anchor = network.keys, network.weights
         grad_values = network.values if grad_values is None else network.values + grad_values
-    grad_products = GateProducts(
-        *(None if parts[0] is None else sum(parts) for parts in zip(*gate_gradients, strict=True))
-    )
+    grad_products = GateProducts(*map(_sum_of_given, zip(*gate_gradients, strict=True)))
     inner_lr, filled = chunk.inputs.inner_lr, chunk.inputs.filled
     grad_gates = gate_products_backward(grad_products, chunk.gates[0], chunk.gate_intermediates, inner_lr, filled)
     return ChunkGradients(
@@ -232,6 +230,12 @@ def chunk_backward(
         MemoryState(grads.offset, [x for x in grads.momentum if x is not None], grad_anchor),
         [x for x in grads.decay_target if x is not None],
     )
+
+
+def _sum_of_given(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Sums the gradients that are not None; None if all are."""
+    given = [x for x in parts if x is not None]
+    return sum(given) if given else None
 
 
 def _last_layer(chunk: ChunkIntermediates) -> LastLayer:

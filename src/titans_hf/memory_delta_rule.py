@@ -91,33 +91,33 @@ def token_deltas_backward(
     # 4. beta h W + f h S + h M_0
     offset = scaled_product_backward(grad_error, h, _before_token(gates.weights_decay, 1.0), layer.offset)
     grad_h.add_(offset.inputs)
-    momentum = ProductGradients(None, None, None)
+    grad_momentum = grad_f = grad_target = None
     if layer.momentum is not None:
         f = _before_token(gates.momentum_to_weights, 0.0)
-        momentum = scaled_product_backward(grad_error, h, f, layer.momentum)
-        grad_h.add_(momentum.inputs)
-    grad_target = None
+        from_momentum, grad_f, grad_momentum = scaled_product_backward(grad_error, h, f, layer.momentum)
+        grad_h.add_(from_momentum)
+        grad_f = pad(grad_f, (0, 1))[..., 1:]
     if layer.decay_target is not None:
         grad_h.baddbmm_(grad_error, layer.decay_target.mT)
         grad_target = h.mT @ grad_error
     # 5. The gate products before token i are those after token i - 1
     grad_gates = GateProducts(
-        pad(grad_products, (0, 0, 0, 1))[..., 1:, :],
-        pad(offset.factor, (0, 1))[..., 1:],
-        None if layer.momentum is None else pad(momentum.factor, (0, 1))[..., 1:],
-        None if layer.momentum is None else torch.zeros_like(gates.gradient_to_momentum),
-        None if layer.momentum is None else torch.zeros_like(gates.momentum_decay),
+        gradient_to_weights=pad(grad_products, (0, 0, 0, 1))[..., 1:, :],
+        weights_decay=pad(offset.factor, (0, 1))[..., 1:],
+        momentum_to_weights=grad_f,
+        gradient_to_momentum=None,  # no delta depends on the momentum at the chunk's end
+        momentum_decay=None,
     )
-    grad_layer = LastLayer(offset.weights, momentum.weights, grad_target, grad_h)
+    grad_layer = LastLayer(offset.weights, grad_momentum, grad_target, grad_h)
     return TokenDeltasGradients(grad_layer, -grad_error, grad_gates)
 
 
 class ProductGradients(NamedTuple):
     """Gradients with respect to the arguments of factor x W: x (N, C, d_in), factor (N, C), W (N, d_in, d_out)."""
 
-    inputs: Tensor | None
-    factor: Tensor | None
-    weights: Tensor | None
+    inputs: Tensor
+    factor: Tensor
+    weights: Tensor
 
 
 def scaled_product_backward(grad: Tensor, inputs: Tensor, factor: Tensor, weights: Tensor) -> ProductGradients:

@@ -70,15 +70,14 @@ def gate_products(
     """
     inner_lr, log_momentum_decay, log_retain = _zero_empty_slots(filled, inner_lr, log_momentum_decay, log_retain)
     retain_products = segment_products(log_retain)  # R
-    weights_decay = log_retain.cumsum(-1).exp()  # beta
-    if log_momentum_decay is None:  # the gradients are the steps: E is the identity
-        retain_products = retain_products if filled is None else retain_products * filled[..., None, :]
-        products = GateProducts(retain_products * inner_lr[..., None, :], weights_decay, None, None, None)
-        return products, GateIntermediates(retain_products, retain_products, None, None)
-    momentum_products = segment_products(log_momentum_decay)  # E
     if filled is not None:
         # An empty slot leaves the weights unchanged: it must not add the momentum to them once more.
         retain_products = retain_products * filled[..., None, :]
+    weights_decay = log_retain.cumsum(-1).exp()  # beta
+    if log_momentum_decay is None:  # the gradients are the steps: E is the identity
+        products = GateProducts(retain_products * inner_lr[..., None, :], weights_decay, None, None, None)
+        return products, GateIntermediates(retain_products, retain_products, None, None)
+    momentum_products = segment_products(log_momentum_decay)  # E
     momentum_decays = log_momentum_decay.cumsum(-1).exp()  # m
     combined_products = retain_products @ momentum_products  # R E: (..., C, C) @ (..., C, C)
     products = GateProducts(

@@ -141,8 +141,9 @@ def _memorize_token(
         momentum = tuple(eta * s for eta, s in zip(eta, state.momentum, strict=True))
     for step, (theta, h, delta) in zip(momentum or weights, gradients, strict=True):
         step.addcmul_(h.mT, theta * delta, value=-1)
-    for w, s in zip(weights, momentum, strict=bool(momentum)):
-        w.add_(s)
+    if momentum:
+        for w, s in zip(weights, momentum, strict=True):
+            w.add_(s)
     state = MemoryState(weights, momentum, anchor, state.num_seen + 1)
     retrieved = read(weights, inputs.queries, rule.network)  # y_t: eq. 15
     return MemorizeOutput(retrieved, token_surprise(factors).detach(), state)

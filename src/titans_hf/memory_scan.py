@@ -188,8 +188,7 @@ def _split(x: Tensor, chunk_size: int) -> list[Tensor]:
 
 def _split_inputs(inputs: MemoryInputs, chunk_size: int) -> list[MemoryInputs]:
     parts = inputs.map(lambda x: _split(x, chunk_size))
-    chunks = range(len(parts.keys))
-    return [parts.map(itemgetter(chunk)) for chunk in chunks]
+    return [parts.map(itemgetter(chunk)) for chunk in range(len(parts.keys))]
 
 
 def _join_inputs(chunks: Sequence[MemoryInputs]) -> MemoryInputs:

@@ -50,6 +50,20 @@ class Gates(NamedTuple):
     log_retain: Tensor
 
 
+def memorize_on_grid(
+    config: TitansConfig,
+    inputs: MemoryInputs,
+    state: MemoryState,
+    rule: UpdateRule,
+    grid: TokenGrid,
+    decay_target: tuple[Tensor, ...] = (),
+) -> MemorizeOutput:
+    """Updates and reads a memory with tokens on the slots of a grid; with `memory_max_lr` 0, reads it only."""
+    if config.memory_max_lr == 0:
+        return read_constant_memory(inputs, state, rule, grid)
+    return memorize(inputs, state, rule, chunk_size=config.memory_chunk_size, decay_target=decay_target, grid=grid)
+
+
 class NeuralMemory(nn.Module):
     """Projects tokens to keys, values and queries, learns key -> value at test time and returns what the queries
     retrieve.
@@ -169,7 +183,7 @@ class NeuralMemory(nn.Module):
         with maybe_autocast(hidden_states.device.type, enabled=False):
             gates = self._gates(hidden_states, dtype)
             inputs = MemoryInputs(*self._normalize(projected.to(dtype)), *gates)
-            retrieved, surprise, state = self._memorize(inputs, state, grid, decay_target)
+            retrieved, surprise, state = memorize_on_grid(self.config, inputs, state, self.rule, grid, decay_target)
         return MemoryUpdate(retrieved, state, conv_state, MemoryUpdates(surprise, *gates))
 
     def _normalize(self, projected: Tensor) -> Tensor:
@@ -181,14 +195,6 @@ class NeuralMemory(nn.Module):
         # docs/log.md: "Values as long as they come: MAC diverges", "`normalize` in float16 with an epsilon of 0"
         normed = l2_normalize(projected if self.stable else projected[:2])
         return normed if self.stable else torch.cat([normed, projected[2:]])
-
-    def _memorize(
-        self, inputs: MemoryInputs, state: MemoryState, grid: TokenGrid, decay_target: tuple[Tensor, ...]
-    ) -> MemorizeOutput:
-        if self.config.memory_max_lr == 0:
-            return read_constant_memory(inputs, state, self.rule, grid)
-        options = {"chunk_size": self.config.memory_chunk_size, "decay_target": decay_target, "grid": grid}
-        return memorize(inputs, state, self.rule, **options)
 
     def project_output(self, hidden_states: Tensor, retrieved: Tensor) -> Tensor:
         """Computes W_o (norm(y) o silu(W_g x)) (section 4.4) from x (B, T, hidden) and what it retrieved, y

@@ -26,14 +26,13 @@ from .configuration_titans import TitansConfig
 from .layer_state import LayerState
 from .memory_modules import TokenGate, l2_normalize
 from .memory_network import UpdateRule
-from .memory_ops import memorize, read_constant_memory
-from .memory_state import MemorizeOutput, MemoryInputs, MemoryState
-from .neural_memory import Gates
+from .memory_state import MemoryInputs, MemoryState
+from .neural_memory import Gates, memorize_on_grid
 from .sequence_mixer import SequenceMixer, SlotsOutput
 from .surprise_titans import MemoryUpdates
-from .token_grid import TokenGrid
 from .token_layout import TokenLayout
 
+RULE = UpdateRule(error_clip=None, delta_rule=True)
 MAX_LR = 0.5  # of theta: a step of 1/2 replaces what the memory returns for a key
 THRESHOLD = 1.5  # of the features, which are standard normal before it: 1 in 15 is above
 
@@ -52,7 +51,6 @@ class TokenMemory(SequenceMixer):
         self.forget = TokenGate(size, 1, initial_logit=-7.0) if config.memory_forget else None  # alpha
         self.output_gate = TokenGate(size, 1, initial_logit=0.0)
         self.scale = nn.Parameter(torch.ones(size))
-        self.rule = UpdateRule(config.memory_error_clip, delta_rule=True)
         self.reset_parameters()
 
     def reset_parameters(self, init=nn.init) -> None:
@@ -84,7 +82,8 @@ class TokenMemory(SequenceMixer):
             values = l2_normalize(embeddings.to(dtype))[:, None]
             gates = self._gates(hidden_states, dtype)
             memory_inputs = MemoryInputs(phi[:, :, 1:], phi[:, :, :-1], values, *gates)
-            retrieved, surprise, memory = self._memorize(memory_inputs, state.memory, grid)  # M_t(q_t) (R, 1, G, D)
+            # M_t(q_t) (R, 1, G, D)
+            retrieved, surprise, memory = memorize_on_grid(self.config, memory_inputs, state.memory, RULE, grid)
             strength = 2 * torch.sigmoid(self.output_gate(hidden_states).to(dtype))
             output = self.scale.to(dtype) * strength * retrieved[:, 0]
         updates = [MemoryUpdates(surprise, *gates)]
@@ -98,11 +97,6 @@ class TokenMemory(SequenceMixer):
         else:
             log_retain = logsigmoid(-self.forget(hidden_states).to(dtype)).mT
         return Gates(inner_lr, None, log_retain)
-
-    def _memorize(self, inputs: MemoryInputs, state: MemoryState, grid: TokenGrid) -> MemorizeOutput:
-        if self.config.memory_max_lr == 0:
-            return read_constant_memory(inputs, state, self.rule, grid)
-        return memorize(inputs, state, self.rule, chunk_size=self.config.memory_chunk_size, grid=grid)
 
 
 class TitansTokenMemoryLayer(GradientCheckpointingLayer):
