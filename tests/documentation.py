@@ -78,6 +78,7 @@ TREATMENTS = [
     Treatment(r"titans-hf demo.*", "--steps 2 --questions 2"),
     Treatment(r"titans-hf eval .* --suite lm commonsense .*", "--limit 1 --max_length 2048"),
     Treatment(r"titans-hf eval .*", "--limit 1 --lengths 1024 --max_length 2048"),
+    Treatment(r"python eval/mad.py .* --graph .*", not_run="a CUDA graph needs a GPU"),
     Treatment(
         r"python eval/mad.py .* --label .*",
         "--models lmm --tasks recall --learning_rates 1e-3 --epochs 1 --task_set length=16 train_sequences=64",

@@ -40,9 +40,20 @@ def test_a_run_and_its_twin_are_compared(texts, capsys):
     assert record["settings"] == {"memory_max_lr": 0} and record["config"]["memory_max_lr"] == 0
     assert record["edges"] == [0, 64, 96] and [len(x) for x in record["stretches"]] == [3] * 4
     assert np.allclose(np.mean([x[1:] for x in record["stretches"]], axis=0), record["mean"], atol=1e-4)
-    compare_runs.main([*map(str, files), "--baseline", "stopped"])
+    picture = texts / "losses.png"
+    compare_runs.main([*map(str, files), "--pairs", "lmm:stopped", "--plot", str(picture)])
     printed = capsys.readouterr().out
-    assert "| lmm |" in printed and "less stopped" in printed
+    assert "| lmm |" in printed and "| lmm less stopped | 1 |" in printed and picture.stat().st_size > 10_000
+    compare_runs.main([*map(str, files), "--baseline", "stopped"])
+    assert printed.endswith(capsys.readouterr().out)  # of two rows, the same
+
+
+@pytest.mark.parametrize("pair", ["lmm", "lmm:other", "lmm:lmm:lmm"])
+def test_a_pair_that_is_none_is_refused(texts, pair):
+    """What is no NAME:BASELINE of the rows is named in an error: otherwise a table lacks a line without a word."""
+    file = str(run(texts, "lmm-seed0"))
+    with pytest.raises(ValueError, match=f"--pairs must be NAME:BASELINE, both of lmm, but has {pair}"):
+        compare_runs.main([file, "--pairs", pair])
 
 
 def test_a_finished_run_is_kept(texts):
@@ -78,7 +89,8 @@ def test_paired_difference_by_hand(tmp_path):
     for name, losses in (("a", [[1.0], [1.0], [4.0]]), ("b", [[0.5], [0.5], [2.0]])):
         stretches = [[text, *loss] for text, loss in zip(("x", "x", "y"), losses, strict=True)]
         for seed in (0, 1):
-            record = {"parameters": 1, "edges": [0, 64], "stretches": stretches, "training": {"seed": seed}}
+            record = {"parameters": 1, "edges": [0, 64], "stretches": stretches}
+            record["training"] = {"seed": seed, "block_length": 64}
             (tmp_path / f"{name}-seed{seed}.json").write_text(json.dumps(record))
     rows = compare_runs.read_rows(list(tmp_path.glob("*.json")))
     (cell,) = compare_runs.paired_difference(rows["b"], rows["a"])
