@@ -24,7 +24,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         default=[*comparable_models.NAMES, WITHOUT_MEMORY],
     )
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 8192, 32768])
-    parser.add_argument("--depths", type=int, nargs="+", default=[2], help="layers of the memory network")
+    parser.add_argument("--depths", type=int, nargs="+", default=[1], help="layers of the memory network")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
 
 
@@ -49,8 +49,9 @@ def _configs(args: Namespace) -> Iterator[tuple[str, int, PreTrainedConfig]]:
             mag = comparable_models.fitting_config("mag", args.size)
             yield name, 0, comparable_models.make_config("mistral", args.size, mag.intermediate_size)
         else:
-            for depth in args.depths if name in comparable_models.VARIANTS else args.depths[:1]:
-                more = {"memory_depth": depth} if name in comparable_models.VARIANTS else {}
+            titans = name in comparable_models.VARIANTS + comparable_models.WITH_TOKEN_MEMORY
+            for depth in args.depths if titans else args.depths[:1]:
+                more = {"memory_depth": depth} if titans else {}
                 yield name, depth, comparable_models.fitting_config(name, args.size, **more)
 
 
