@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from titans_hf_eval.dna_models import NAMES
 from titans_hf_scripts.shared.command_line import run_command
-from titans_hf_scripts.shared.figures import line_styles, save_figure
+from titans_hf_scripts.shared.figures import line_styles, plot_with_spread, save_figure
 from titans_hf_scripts.shared.markdown_tables import markdown_table
 
 PAPER = json.loads((Path(__file__).parent / "paper_tables.json").read_text())["dna"]
@@ -100,8 +100,7 @@ def plot(data: str, rows: Rows, path: Path) -> None:
         length = min(len(record["curve"]) for record in records)
         curves = np.array([record["curve"][:length] for record in records])
         epochs, accuracies = curves[..., EPOCH].mean(0), 100 * curves[..., VALIDATION]
-        axes.plot(epochs, accuracies.mean(0), label=row, **styles[row] | {"markersize": 4})
-        axes.fill_between(epochs, accuracies.min(0), accuracies.max(0), alpha=0.1, color=styles[row].get("color"))
+        plot_with_spread(axes, epochs, accuracies, row, styles[row] | {"markersize": 4})
     axes.set(title=data, xlabel="epoch", ylabel="validation accuracy (%)")
     save_figure(figure, path)
 

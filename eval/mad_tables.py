@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from titans_hf_eval.mad_models import NAMES
 from titans_hf_eval.mad_tasks import TASKS
 from titans_hf_scripts.shared.command_line import run_command
-from titans_hf_scripts.shared.figures import line_styles, save_figure
+from titans_hf_scripts.shared.figures import line_styles, plot_with_spread, save_figure
 from titans_hf_scripts.shared.markdown_tables import markdown_table
 from titans_hf_scripts.shared.text_files import find_files
 
@@ -137,8 +137,7 @@ def plot(results: Results, tasks: list[str], path: Path) -> None:
                 curves = row[task].curves
                 epochs, accuracies = curves[0, :, EPOCH], 100 * curves[..., TEST]
                 style = styles[name] | {"markevery": max(1, len(epochs) // 8), "markersize": 4}
-                axes.plot(epochs, accuracies.mean(0), label=name, **style)
-                axes.fill_between(epochs, accuracies.min(0), accuracies.max(0), alpha=0.15, color=style.get("color"))
+                plot_with_spread(axes, epochs, accuracies, name, style)
         axes.set(title=task, xlabel="epoch", ylim=(0, 102))
     for axes in panels[::columns]:
         axes.set_ylabel("test accuracy (%)")

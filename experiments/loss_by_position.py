@@ -14,7 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
@@ -22,7 +21,13 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from titans_hf_eval.checkpoints import Checkpoint, read_checkpoints
 from titans_hf_scripts.shared.command_line import run_command
-from titans_hf_scripts.shared.figures import line_styles, mark_failures, mark_trained_length, save_figure
+from titans_hf_scripts.shared.figures import (
+    line_styles,
+    loss_by_position_axes,
+    mark_failures,
+    mark_trained_length,
+    save_figure,
+)
 from titans_hf_scripts.shared.markdown_tables import markdown_table
 from titans_hf_scripts.shared.text_files import find_files
 
@@ -80,19 +85,15 @@ def trained_length(paths: list[str]) -> int | None:
 
 def plot(losses: dict[str, list[float]], length: int, trained: int | None, path: Path) -> None:
     """Draws loss against position; a cross is where a model's loss is a tenth above its lowest."""
-    figure = Figure(figsize=(7.5, 4), layout="constrained")
-    axes = figure.subplots()
     edges, styles, failed = edges_to(length)[1:], line_styles(losses), []
+    axes = loss_by_position_axes(edges, "bits per token")
     for label, bits in losses.items():
         axes.plot(edges, bits, label=label, **styles[label])
         failed += [point for point in zip(edges, bits, strict=True) if point[1] > 1.1 * min(bits)]
     mark_failures(axes, *zip(*failed, strict=True) if failed else ((), ()), label="a tenth above its best")
     if trained:
         mark_trained_length(axes, trained)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(edges, [f"{edge:,}" for edge in edges])
-    axes.set(xlabel="position in the text, up to", ylabel="bits per token", title="Loss by position")
-    save_figure(figure, path)
+    save_figure(axes.figure, path)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -15,10 +15,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from titans_hf_scripts.shared.command_line import run_command
-from titans_hf_scripts.shared.figures import line_styles, mark_trained_length, save_figure
+from titans_hf_scripts.shared.figures import (
+    line_styles,
+    loss_by_position_axes,
+    mark_trained_length,
+    plot_with_spread,
+    save_figure,
+)
 from titans_hf_scripts.shared.markdown_tables import markdown_table
 
 NUM_RESAMPLES = 2000
@@ -51,9 +56,9 @@ def read_rows(files: list[Path]) -> dict[str, Row]:
         training = record["training"]
         new = Row(name, record["parameters"], record["edges"], texts, {}, training["block_length"])
         row = rows.setdefault(name, new)
-        if row.edges != next(iter(rows.values())).edges:
+        if new.edges != next(iter(rows.values())).edges:
             raise ValueError(f"{file} was scored at other positions than {files[0]}")
-        if (row.parameters, row.edges, row.texts) != (record["parameters"], record["edges"], texts):
+        if (row.parameters, row.texts) != (new.parameters, new.texts):
             raise ValueError(f"{file} differs from the other runs named {name} in its size or in what was scored")
         row.losses[training["seed"]] = losses
     return rows
@@ -98,20 +103,14 @@ def tables(rows: dict[str, Row], pairs: list[tuple[Row, Row]]) -> str:
 
 def plot(rows: dict[str, Row], path: Path) -> None:
     """Draw loss against position, the mean over seeds with a band from the least to the greatest."""
-    figure = Figure(figsize=(7.5, 4), layout="constrained")
-    axes = figure.subplots()
-    styles = line_styles(rows)
+    ends, styles = next(iter(rows.values())).edges[1:], line_styles(rows)
+    axes = loss_by_position_axes(ends, "nats per token")
     for name, row in rows.items():
-        means, ends = row.mean_losses(), row.edges[1:]
-        axes.plot(ends, means.mean(0), label=name, **styles[name])
-        axes.fill_between(ends, means.min(0), means.max(0), alpha=0.15, color=styles[name].get("color"))
+        plot_with_spread(axes, ends, row.mean_losses(), name, styles[name])
     lengths = {row.block_length for row in rows.values()}
     if len(lengths) == 1:
         mark_trained_length(axes, lengths.pop())
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ends, [f"{end:,}" for end in ends])
-    axes.set(xlabel="position in the text, up to", ylabel="nats per token", title="Loss by position")
-    save_figure(figure, path)
+    save_figure(axes.figure, path)
 
 
 def parse_pairs(pairs: list[str], rows: dict[str, Row]) -> list[tuple[Row, Row]]:

@@ -14,9 +14,9 @@ from .measure import check_close
 WINDOW = 64
 VARIANTS = ("mac", "mag", "mal", "lmm")
 TOKEN_MEMORY = "-token"  # ends the name of a variant with a token memory
-WITH_TOKEN_MEMORY = tuple(variant + TOKEN_MEMORY for variant in VARIANTS)
 NUM_FEATURES = 512
-NAMES = (*VARIANTS, *WITH_TOKEN_MEMORY, "llama", "mistral", "mamba2", "qwen3-next", "olmo-hybrid")
+TITANS = (*VARIANTS, *(variant + TOKEN_MEMORY for variant in VARIANTS))
+NAMES = (*TITANS, "llama", "mistral", "mamba2", "qwen3-next", "olmo-hybrid")
 SHAPES = {
     "tiny": {"hidden_size": 128, "num_hidden_layers": 4, "vocab_size": 259},
     "30m": {"hidden_size": 384, "num_hidden_layers": 8, "vocab_size": 32_000},
@@ -35,11 +35,10 @@ def make_config(name: str, size: str, free: int, **settings) -> PreTrainedConfig
         shape |= {"num_hidden_layers": free, "num_heads": 2 * heads, "head_dim": head_dim, "n_groups": 1}
         return transformers.Mamba2Config(**shape, state_size=64)
     shape |= {"num_attention_heads": heads, "num_key_value_heads": heads, "intermediate_size": free}
-    if name in WITH_TOKEN_MEMORY:
-        shape["token_memory_features"] = NUM_FEATURES
-    variant = name.removesuffix(TOKEN_MEMORY)
-    if variant in VARIANTS:
-        return TitansConfig(**shape, variant=variant, sliding_window=WINDOW, segment_length=WINDOW)
+    if name in TITANS:
+        shape["token_memory_features"] = NUM_FEATURES if name.endswith(TOKEN_MEMORY) else 0
+        shape["variant"] = name.removesuffix(TOKEN_MEMORY)
+        return TitansConfig(**shape, sliding_window=WINDOW, segment_length=WINDOW)
     if name == "mistral":
         return transformers.MistralConfig(**shape, sliding_window=WINDOW)
     shape["max_position_embeddings"] = 1 << 20

@@ -49,7 +49,7 @@ def _configs(args: Namespace) -> Iterator[tuple[str, int, PreTrainedConfig]]:
             mag = comparable_models.fitting_config("mag", args.size)
             yield name, 0, comparable_models.make_config("mistral", args.size, mag.intermediate_size)
         else:
-            titans = name in comparable_models.VARIANTS + comparable_models.WITH_TOKEN_MEMORY
+            titans = name in comparable_models.TITANS
             for depth in args.depths if titans else args.depths[:1]:
                 more = {"memory_depth": depth} if titans else {}
                 yield name, depth, comparable_models.fitting_config(name, args.size, **more)

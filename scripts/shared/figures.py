@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
@@ -43,6 +44,21 @@ def line_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 def _variant_in(name: str) -> str | None:
     return next((word for word in re.split(r"[^a-z]+", name.lower()) if word in VARIANTS), None)
+
+
+def loss_by_position_axes(ends: Sequence[int], unit: str) -> Axes:
+    """Returns axes for losses by position; its ranges end at `ends`, and `unit` is the loss's, as "nats per token"."""
+    axes = Figure(figsize=(7.5, 4), layout="constrained").subplots()
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ends, [f"{end:,}" for end in ends])
+    axes.set(xlabel="position in the text, up to", ylabel=unit, title="Loss by position")
+    return axes
+
+
+def plot_with_spread(axes: Axes, x: Sequence[float], ys: np.ndarray, label: str, style: dict[str, Any]) -> None:
+    """Draws the mean of `ys` (seeds, points) as a line, and a band from the least to the greatest."""
+    axes.plot(x, ys.mean(0), label=label, **style)
+    axes.fill_between(x, ys.min(0), ys.max(0), alpha=0.15, color=style.get("color"))
 
 
 def mark_trained_length(axes: Axes, x: float, label: str = "longest in training") -> None:
