@@ -22,7 +22,7 @@ def make_decay_target(depth: int) -> tuple[torch.Tensor, ...]:
     return tuple(0.3 * torch.randn(H, *shape, dtype=torch.float64) for shape in layer_shapes(D, depth, 2))
 
 
-def make_tokens(length: int, momentum: bool = True, forget: bool = True) -> list[torch.Tensor]:
+def make_inputs(length: int, momentum: bool = True, forget: bool = True) -> MemoryInputs:
     queries, keys, values = (torch.randn(B, H, length, D, dtype=torch.float64) for _ in range(3))
     inner_lr = 0.5 * torch.rand(B, H, length, dtype=torch.float64)
     log_momentum_decay = torch.rand(B, H, length, dtype=torch.float64).log()
@@ -32,26 +32,31 @@ def make_tokens(length: int, momentum: bool = True, forget: bool = True) -> list
     if not forget:
         log_retain = torch.zeros_like(log_retain)
     normalize = torch.nn.functional.normalize
-    return [normalize(queries, dim=-1), normalize(keys, dim=-1), values, inner_lr, log_momentum_decay, log_retain]
+    queries, keys = normalize(queries, dim=-1), normalize(keys, dim=-1)
+    return MemoryInputs(queries, keys, values, inner_lr, log_momentum_decay, log_retain)
 
 
-def without_momentum(tokens: list, state: MemoryState) -> tuple[list, MemoryState]:
-    """Returns the tokens and the state of a memory that has no momentum."""
-    return [*tokens[:4], None, *tokens[5:]], replace(state, momentum=())
+def scale_steps(inputs: MemoryInputs, factor: float) -> MemoryInputs:
+    return inputs._replace(inner_lr=factor * inputs.inner_lr)
 
 
-def run(fn, tokens, state, rule: UpdateRule, decay_target=(), seed=0):
+def without_momentum(inputs: MemoryInputs, state: MemoryState) -> tuple[MemoryInputs, MemoryState]:
+    """Returns the inputs and the state of a memory that has no momentum."""
+    return inputs._replace(log_momentum_decay=None), replace(state, momentum=())
+
+
+def run(fn, inputs: MemoryInputs, state, rule: UpdateRule, decay_target=(), seed=0):
     """Returns outputs and state of `fn`, and the gradients of a random function of them with respect to all inputs."""
-    tokens = [None if x is None else x.clone().requires_grad_(bool(x.isfinite().all())) for x in tokens]
+    inputs = inputs.map(lambda x: x.clone().requires_grad_(bool(x.isfinite().all())))
     state = state.map(lambda x: x.clone().requires_grad_(x.is_floating_point()))
     decay_target = tuple(x.clone().requires_grad_() for x in decay_target)
-    retrieved, surprise, after = fn(MemoryInputs(*tokens), state, rule, chunk_size=CHUNK, decay_target=decay_target)
+    retrieved, surprise, after = fn(inputs, state, rule, chunk_size=CHUNK, decay_target=decay_target)
     outputs = [retrieved, *after.weights, *after.momentum]
     generator = torch.Generator().manual_seed(seed)
     loss = sum((x * torch.randn(x.shape, generator=generator, dtype=x.dtype)).sum() for x in outputs)
-    inputs = [x for x in tokens if x is not None and x.requires_grad]
-    inputs += [*state.weights, *state.momentum, *state.anchor, *decay_target]
-    gradients = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+    sources = [x for x in inputs if x is not None and x.requires_grad]
+    sources += [*state.weights, *state.momentum, *state.anchor, *decay_target]
+    gradients = torch.autograd.grad(loss, sources, allow_unused=True, materialize_grads=True)
     anchor = after.anchor if rule.needs_anchor(len(after.weights)) else ()  # the reference always has one
     return [*outputs, surprise, *anchor, after.num_seen], gradients
 
@@ -62,7 +67,8 @@ def assert_same(ours, theirs):
             torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def per_layer(tokens: list[torch.Tensor], depth: int, momentum: bool = True) -> list[torch.Tensor]:
+def per_layer(inputs: MemoryInputs, depth: int, momentum: bool = True) -> MemoryInputs:
     """Draws gates for each of `depth` layers: (B, H, T) -> (B, H, T, depth)."""
-    drawn = [make_tokens(tokens[3].shape[2], momentum) for _ in range(depth)]
-    return tokens[:3] + [torch.stack([x[gate] for x in drawn], -1) for gate in (3, 4, 5)]
+    drawn = [make_inputs(inputs.inner_lr.shape[2], momentum) for _ in range(depth)]
+    gates = ("inner_lr", "log_momentum_decay", "log_retain")
+    return inputs._replace(**{gate: torch.stack([getattr(x, gate) for x in drawn], -1) for gate in gates})

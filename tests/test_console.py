@@ -42,11 +42,11 @@ def test_an_unknown_command_is_refused(monkeypatch, capsys):
 @pytest.mark.parametrize("name", console.COMMANDS)
 def test_a_command_gets_its_own_arguments(monkeypatch, name):
     """Each command receives the arguments after its name: otherwise it would take its own name for an argument."""
-    command, seen = console.COMMANDS[name], []
-    monkeypatch.setattr(import_module(command.module), "main", lambda: seen.append(list(sys.argv)))
+    command, received = console.COMMANDS[name], []
+    monkeypatch.setattr(import_module(command.module), "main", lambda: received.append(list(sys.argv)))
     call(monkeypatch, name, "x", "--y")
     own = command.module == console.TRANSFORMERS_CLI
-    assert seen == [["titans-hf", name, "x", "--y"] if own else [f"titans-hf {name}", "x", "--y"]]
+    assert received == [["titans-hf", name, "x", "--y"] if own else [f"titans-hf {name}", "x", "--y"]]
 
 
 @pytest.mark.parametrize(

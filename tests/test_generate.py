@@ -75,16 +75,16 @@ def test_continuing_from_a_cache(variant, padded):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_memory_learns_while_generating(variant):
     """Every generated token changes the weights of all memories: otherwise decoding would use a frozen memory."""
-    model, cache, seen = shared_model(variant), TitansCache(shared_model(variant).config), []
+    model, cache, recorded = shared_model(variant), TitansCache(shared_model(variant).config), []
 
     def record(input_ids, scores):
-        seen.append([w for layer in cache.layers for w in layer.state.memory.weights])
+        recorded.append([w for layer in cache.layers for w in layer.state.memory.weights])
         return scores
 
     processor = LogitsProcessorList([record])
     model.generate(make_ids(2, 9), past_key_values=cache, max_new_tokens=12, logits_processor=processor, **GREEDY)
-    assert len(seen) == 12
-    for before, after in itertools.pairwise(seen):
+    assert len(recorded) == 12
+    for before, after in itertools.pairwise(recorded):
         assert all(((a - b).abs().amax((1, 2, 3)) > 1e-6).all() for a, b in zip(before, after, strict=True))
 
 

@@ -13,7 +13,7 @@ GREEDY = dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_assisted_generation_reads_what_was_read_once(variant, drafts):
     """Drafting on a used cache raises an error that names start_prompt(), after which tokens are the greedy ones:
-    otherwise the memory would read the history twice.
+    otherwise the memory would read the earlier tokens twice.
     """
     model, ids, prompt = shared_model(variant), make_ids(1, 21), make_ids(1, 7, seed=1)
     drafts = dict(assistant_model=make_model("lmm", seed=5)) if drafts == "assistant" else drafts

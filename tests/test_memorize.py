@@ -12,10 +12,11 @@ from memorize_runs import (
     H,
     assert_same,
     make_decay_target,
+    make_inputs,
     make_state,
-    make_tokens,
     per_layer,
     run,
+    scale_steps,
     without_momentum,
 )
 
@@ -36,11 +37,11 @@ def test_dual_form_equals_reference(depth, error_clip, num_seen, length):
     computes another memory than the paper's equations.
     """
     torch.manual_seed(length)
-    state, tokens = make_state(depth, num_seen), make_tokens(length)
+    state, inputs = make_state(depth, num_seen), make_inputs(length)
     if error_clip is None:  # the paper's loss diverges within 13 tokens at these rates, in the reference too
-        tokens[3] = (0.1 if length <= 13 else 0.01) * tokens[3]
+        inputs = scale_steps(inputs, 0.1 if length <= 13 else 0.01)
     for decay_target in ((), make_decay_target(depth)):
-        rest = (tokens, state, UpdateRule(error_clip), decay_target)
+        rest = (inputs, state, UpdateRule(error_clip), decay_target)
         assert_same(run(memorize, *rest), run(memorize_reference, *rest))
 
 
@@ -53,10 +54,11 @@ def test_delta_rule_equals_reference(depth, momentum, num_seen, length):
     calls divide a chunk.
     """
     torch.manual_seed(length)
-    state, tokens = make_state(depth, num_seen), make_tokens(length, momentum)
-    tokens[1] = tokens[1] * (0.5 + torch.rand(B, H, length, 1, dtype=torch.float64))  # both sides of |h| = 1
+    state, inputs = make_state(depth, num_seen), make_inputs(length, momentum)
+    factor = 0.5 + torch.rand(B, H, length, 1, dtype=torch.float64)
+    inputs = inputs._replace(keys=inputs.keys * factor)  # both sides of |h| = 1
     for decay_target in ((), make_decay_target(depth)):
-        rest = (tokens, state, UpdateRule(1.0, delta_rule=True), decay_target)
+        rest = (inputs, state, UpdateRule(1.0, delta_rule=True), decay_target)
         assert_same(run(memorize, *rest), run(memorize_reference, *rest))
 
 
@@ -69,30 +71,31 @@ def test_a_memory_without_momentum_equals_reference(depth, rule, num_seen, lengt
     leaving it away would change the memory.
     """
     torch.manual_seed(length)
-    full, tokens = make_state(depth, num_seen), make_tokens(length, momentum=False)
-    tokens[1] = tokens[1] * (0.5 + torch.rand(B, H, length, 1, dtype=torch.float64))  # both sides of |h| = 1
-    for gates in (tokens, per_layer(tokens, depth, momentum=False)):
-        if rule.delta_rule and gates is not tokens:
+    full, inputs = make_state(depth, num_seen), make_inputs(length, momentum=False)
+    factor = 0.5 + torch.rand(B, H, length, 1, dtype=torch.float64)
+    inputs = inputs._replace(keys=inputs.keys * factor)  # both sides of |h| = 1
+    for with_gates in (inputs, per_layer(inputs, depth, momentum=False)):
+        if rule.delta_rule and with_gates is not inputs:
             continue
-        gates[3] = 0.2 * gates[3]
+        with_gates = scale_steps(with_gates, 0.2)
         for decay_target in ((), make_decay_target(depth)):
-            inputs, state = without_momentum(gates, full)
-            found = run(memorize, inputs, state, rule, decay_target)
-            assert_same(found, run(memorize_reference, inputs, state, rule, decay_target))
+            without, state = without_momentum(with_gates, full)
+            actual = run(memorize, without, state, rule, decay_target)
+            assert_same(actual, run(memorize_reference, without, state, rule, decay_target))
             still = replace(full, momentum=tuple(map(torch.zeros_like, full.momentum)))
-            output = memorize(MemoryInputs(*gates), still, rule, chunk_size=CHUNK, decay_target=decay_target)
-            torch.testing.assert_close(found[0][0], output.retrieved, rtol=TOLERANCE, atol=TOLERANCE)
+            output = memorize(with_gates, still, rule, chunk_size=CHUNK, decay_target=decay_target)
+            torch.testing.assert_close(actual[0][0], output.retrieved, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_a_momentum_without_its_gate_is_refused():
     """A state with a momentum and inputs without its gate raise ValueError, and the other way round: else a memory
     would lose its momentum silently.
     """
-    tokens, state = make_tokens(5), make_state(1, [0, 0, 0])
-    inputs, without = without_momentum(tokens, state)
-    for given, before in ((inputs, state), (tokens, without)):
+    inputs, state = make_inputs(5), make_state(1, [0, 0, 0])
+    without_gate, without = without_momentum(inputs, state)
+    for given, before in ((without_gate, state), (inputs, without)):
         with pytest.raises(ValueError, match=r"`state` has \d tensors of momentum"):
-            memorize(MemoryInputs(*given), before, UpdateRule(1.0), chunk_size=CHUNK)
+            memorize(given, before, UpdateRule(1.0), chunk_size=CHUNK)
 
 
 def test_a_full_step_of_the_delta_rule_stores_the_value():
@@ -100,13 +103,13 @@ def test_a_full_step_of_the_delta_rule_stores_the_value():
     overshoot.
     """
     torch.manual_seed(0)
-    state, tokens = make_state(1, [0, 0, 0]), make_tokens(CHUNK, momentum=False, forget=False)
+    state, inputs = make_state(1, [0, 0, 0]), make_inputs(CHUNK, momentum=False, forget=False)
     state = replace(state, momentum=tuple(map(torch.zeros_like, state.momentum)))
-    tokens[1] = tokens[1][:, :, :1].expand_as(tokens[1])
-    tokens[0], tokens[3] = tokens[1], torch.full_like(tokens[3], 0.5)
+    keys = inputs.keys[:, :, :1].expand_as(inputs.keys)
+    inputs = inputs._replace(queries=keys, keys=keys, inner_lr=torch.full_like(inputs.inner_lr, 0.5))
     rule = UpdateRule(1.0, delta_rule=True)
-    retrieved = memorize(MemoryInputs(*tokens), state, rule, chunk_size=CHUNK).retrieved
-    torch.testing.assert_close(retrieved, tokens[2], rtol=TOLERANCE, atol=TOLERANCE)
+    retrieved = memorize(inputs, state, rule, chunk_size=CHUNK).retrieved
+    torch.testing.assert_close(retrieved, inputs.values, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("num_seen", [[0, 0, 0], [4, 0, 8]], ids=["start", "later chunks"])
@@ -117,17 +120,17 @@ def test_the_chunk_listing_equals_both_other_forms(depth, momentum, forget, num_
     would learn other mathematics than what runs.
     """
     torch.manual_seed(depth)
-    state, tokens = make_state(depth, num_seen), make_tokens(6 * CHUNK, momentum, forget)
-    tokens[3] = 0.1 * tokens[3]
+    state, inputs = make_state(depth, num_seen), make_inputs(6 * CHUNK, momentum, forget)
+    inputs = scale_steps(inputs, 0.1)
     for error_clip, decay_target in ((1.0, ()), (1.0, make_decay_target(depth)), (None, ())):
-        tokens = [x if error_clip or i != 3 else 0.05 * x for i, x in enumerate(tokens)]
-        rest = (tokens, state, UpdateRule(error_clip), decay_target)
+        inputs = inputs if error_clip else scale_steps(inputs, 0.05)
+        rest = (inputs, state, UpdateRule(error_clip), decay_target)
         listing = run(memorize_chunks_reference, *rest)
         assert_same(listing, run(memorize_reference, *rest))
         assert_same(listing, run(memorize, *rest))
-    tokens = per_layer(tokens, depth)
-    tokens[3] = 0.1 * tokens[3]
-    rest = (tokens, state, UpdateRule(None, network="residual"))
+    inputs = per_layer(inputs, depth)
+    inputs = scale_steps(inputs, 0.1)
+    rest = (inputs, state, UpdateRule(None, network="residual"))
     listing = run(memorize_chunks_reference, *rest)
     assert_same(listing, run(memorize_reference, *rest))
     assert_same(listing, run(memorize, *rest))
@@ -136,10 +139,10 @@ def test_the_chunk_listing_equals_both_other_forms(depth, momentum, forget, num_
 def test_the_chunk_listing_refuses_what_it_does_not_compute():
     """Parts of chunks and the delta rule raise ValueError: otherwise the listing would return wrong values silently."""
     for num_seen, length in (([0, 0, 0], CHUNK + 1), ([0, 1, 0], CHUNK)):
-        inputs, state = MemoryInputs(*make_tokens(length)), make_state(1, num_seen)
+        inputs, state = make_inputs(length), make_state(1, num_seen)
         with pytest.raises(ValueError, match=r"whole chunks of `chunk_size` \(4\)"):
             memorize_chunks_reference(inputs, state, UpdateRule(1.0), chunk_size=CHUNK)
-    inputs, state = MemoryInputs(*make_tokens(CHUNK)), make_state(1, [0, 0, 0])
+    inputs, state = make_inputs(CHUNK), make_state(1, [0, 0, 0])
     with pytest.raises(ValueError, match=r"`rule\.delta_rule` must be False"):
         memorize_chunks_reference(inputs, state, UpdateRule(1.0, delta_rule=True), chunk_size=CHUNK)
 
@@ -149,21 +152,22 @@ def test_a_state_without_the_anchor_that_the_rule_needs_is_refused(depth, rule):
     """A state whose gradients have no weights to be taken at raises ValueError: otherwise another rule would update it
     silently.
     """
-    inputs, state = MemoryInputs(*make_tokens(5)), replace(make_state(depth, [0, 0, 0]), anchor=())
+    inputs, state = make_inputs(5), replace(make_state(depth, [0, 0, 0]), anchor=())
     with pytest.raises(ValueError, match="`state` must have an anchor"):
         memorize(inputs, state, rule, chunk_size=CHUNK)
 
 
 def test_forgetting_leads_back_to_the_initial_weights():
     """Full forgetting gives the decay target: otherwise a deep memory decays to 0, where it has no gradient."""
-    state, tokens, decay_target = make_state(2, [0, 0, 0]), make_tokens(13), make_decay_target(2)
-    tokens[3], tokens[5] = torch.zeros_like(tokens[3]), torch.full_like(tokens[5], -torch.inf)  # all at once
+    state, inputs, decay_target = make_state(2, [0, 0, 0]), make_inputs(13), make_decay_target(2)
+    all_at_once = torch.full_like(inputs.log_retain, -torch.inf)
+    inputs = inputs._replace(inner_lr=torch.zeros_like(inputs.inner_lr), log_retain=all_at_once)
     for length in (13, 1):
-        piece = MemoryInputs(*(x[:, :, :length] for x in tokens))
+        first = inputs.map(lambda x, length=length: x[:, :, :length])
         still = MemoryState(state.weights, tuple(map(torch.zeros_like, state.momentum)), state.anchor, state.num_seen)
-        after = memorize(piece, still, UpdateRule(1.0), chunk_size=CHUNK, decay_target=decay_target).state
-        for found, expected in zip(after.weights, decay_target, strict=True):
-            torch.testing.assert_close(found, expected.expand_as(found), rtol=TOLERANCE, atol=TOLERANCE)
+        after = memorize(first, still, UpdateRule(1.0), chunk_size=CHUNK, decay_target=decay_target).state
+        for actual, expected in zip(after.weights, decay_target, strict=True):
+            torch.testing.assert_close(actual, expected.expand_as(actual), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("momentum,forget", [(False, True), (True, False), (False, False)])
@@ -173,8 +177,8 @@ def test_momentum_and_forgetting_off(momentum, forget, length):
     values.
     """
     torch.manual_seed(0)
-    state, tokens = make_state(2, [5, 0, 3]), make_tokens(length, momentum, forget)
-    rest = (tokens, state, UpdateRule(1.0))
+    state, inputs = make_state(2, [5, 0, 3]), make_inputs(length, momentum, forget)
+    rest = (inputs, state, UpdateRule(1.0))
     assert_same(run(memorize, *rest), run(memorize_reference, *rest))
 
 
@@ -185,12 +189,12 @@ def test_reading_a_constant_memory_equals_steps_of_zero(depth, delta_rule, netwo
     memory differs from one that has nothing to learn.
     """
     torch.manual_seed(5)
-    state, tokens = make_state(depth, [0, 0, 0]), MemoryInputs(*make_tokens(9, momentum=False, forget=False))
+    state, inputs = make_state(depth, [0, 0, 0]), make_inputs(9, momentum=False, forget=False)
     state = replace(state, anchor=state.weights)
-    tokens = tokens._replace(inner_lr=torch.zeros_like(tokens.inner_lr))
+    inputs = scale_steps(inputs, 0)
     rule, grid = UpdateRule(1.0, delta_rule, network), TokenGrid.build(state.num_seen, 9, 9)
-    constant = read_constant_memory(tokens, state, rule, grid)
-    updated = memorize(tokens, state, rule, chunk_size=9, grid=grid)
+    constant = read_constant_memory(inputs, state, rule, grid)
+    updated = memorize(inputs, state, rule, chunk_size=9, grid=grid)
     torch.testing.assert_close(constant.retrieved, updated.retrieved, rtol=0, atol=TOLERANCE)
     torch.testing.assert_close(constant.surprise, updated.surprise, rtol=0, atol=TOLERANCE)
     pairs = zip(constant.state.flat(), updated.state.flat(), strict=True)
@@ -200,7 +204,7 @@ def test_reading_a_constant_memory_equals_steps_of_zero(depth, delta_rule, netwo
 def test_both_clips_are_reached_and_left():
     """The inputs above lie on both sides of each clip: otherwise those tests would not compare clipped updates."""
     torch.manual_seed(13)
-    state, (_, keys, values, *_) = make_state(3, [0, 0, 0]), make_tokens(64)
+    state, (_, keys, values, *_) = make_state(3, [0, 0, 0]), make_inputs(64)
     limit = values.norm(dim=-1)
     for clip in (None, 1.0):
         factors = gradient_factors(keys, values, state.weights, UpdateRule(clip))
@@ -219,18 +223,18 @@ def test_state_carries_on(split, network):
     calls.
     """
     torch.manual_seed(1)
-    state, tokens = make_state(2, [5, 0, 3]), make_tokens(13)
-    tokens = per_layer(tokens, 2) if network == "residual" else tokens
-    tokens, rule = MemoryInputs(*tokens), UpdateRule(1.0, network=network)
+    state, inputs = make_state(2, [5, 0, 3]), make_inputs(13)
+    inputs = per_layer(inputs, 2) if network == "residual" else inputs
+    rule = UpdateRule(1.0, network=network)
     options = dict(chunk_size=CHUNK, decay_target=make_decay_target(2))
-    whole = memorize(tokens, state, rule, **options)
-    for pieces in ([split, 13 - split], [1] * 13):
+    whole = memorize(inputs, state, rule, **options)
+    for lengths in ([split, 13 - split], [1] * 13):
         parts = []
-        for piece in zip(*(x.split(pieces, dim=2) for x in tokens[:6]), strict=True):
-            parts.append(memorize(MemoryInputs(*piece), parts[-1].state if parts else state, rule, **options))
+        for part in zip(*(x.split(lengths, dim=2) for x in inputs if x is not None), strict=True):
+            parts.append(memorize(MemoryInputs(*part), parts[-1].state if parts else state, rule, **options))
         retrieved, surprise = (torch.cat([getattr(x, name) for x in parts], 2) for name in ("retrieved", "surprise"))
-        found = (retrieved, surprise, *parts[-1].state.flat())
-        for a, b in zip(found, (whole.retrieved, whole.surprise, *whole.state.flat()), strict=True):
+        actual = (retrieved, surprise, *parts[-1].state.flat())
+        for a, b in zip(actual, (whole.retrieved, whole.surprise, *whole.state.flat()), strict=True):
             torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE)
 
 
@@ -242,20 +246,22 @@ def test_gradient_at_zero_error_is_finite():
     state = MemoryState(
         (state.weights[0], torch.zeros_like(state.weights[1])), state.momentum, state.anchor, state.num_seen
     )
-    tokens = make_tokens(5)
-    tokens[2] = torch.zeros_like(tokens[2])
+    inputs = make_inputs(5)
+    inputs = inputs._replace(values=torch.zeros_like(inputs.values))
     for fn in (memorize, memorize_reference):
-        outputs, gradients = run(fn, tokens, state, UpdateRule(1.0))
+        outputs, gradients = run(fn, inputs, state, UpdateRule(1.0))
         assert all(x.isfinite().all() for x in (*outputs, *gradients))
 
 
 def test_bfloat16_inputs_keep_a_float32_state():
     """Inputs in bfloat16 give a retrieval and a state in float32: otherwise small updates would be lost to rounding."""
     state = make_state(2, [0, 2, 3]).map(lambda x: x.float() if x.is_floating_point() else x)
-    tokens = [x.bfloat16() if i < 3 else x.float() for i, x in enumerate(make_tokens(9))]
+    inputs = make_inputs(9).map(torch.Tensor.float)
+    in_bfloat16 = {name: getattr(inputs, name).bfloat16() for name in ("queries", "keys", "values")}
+    inputs = inputs._replace(**in_bfloat16)
     for length in (9, 1):
-        piece = MemoryInputs(*(x[:, :, :length] for x in tokens))
-        output = memorize(piece, state, UpdateRule(1.0), chunk_size=CHUNK)
+        first = inputs.map(lambda x, length=length: x[:, :, :length])
+        output = memorize(first, state, UpdateRule(1.0), chunk_size=CHUNK)
         assert {output.retrieved.dtype, *(x.dtype for x in output.state.flat())} == {torch.float32}
 
 
@@ -294,20 +300,21 @@ def test_training_keeps_the_states_that_some_chunks_start_with():
     """Besides its inputs, training stores the state of every CHECKPOINT_INTERVAL-th chunk alone: otherwise memory would
     grow with every token's update.
     """
-    state, tokens = make_state(2, [0, 0, 0]), [x.requires_grad_() for x in make_tokens(10 * CHUNK)]
+    state, inputs = make_state(2, [0, 0, 0]), make_inputs(10 * CHUNK).map(torch.Tensor.requires_grad_)
     kept = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.data_ptr(), x), lambda x: x):
-        memorize(MemoryInputs(*tokens), state, UpdateRule(1.0), chunk_size=CHUNK)
+        memorize(inputs, state, UpdateRule(1.0), chunk_size=CHUNK)
     of_states = -(-10 // CHECKPOINT_INTERVAL) * sum(x.numel() for x in (*state.weights, *state.momentum))
-    assert of_states <= sum(x.numel() for x in kept.values()) < of_states + 3 * sum(x.numel() for x in tokens)
+    of_inputs = sum(x.numel() for x in inputs if x is not None)
+    assert of_states <= sum(x.numel() for x in kept.values()) < of_states + 3 * of_inputs
 
 
 def test_a_second_derivative_is_refused():
     """A second derivative raises RuntimeError: the backward pass is written by hand, and differentiating it would be
     silently wrong.
     """
-    state, tokens = make_state(2, [0, 0, 0]), [x.requires_grad_() for x in make_tokens(6)]
-    retrieved = memorize(MemoryInputs(*tokens), state, UpdateRule(1.0), chunk_size=CHUNK).retrieved
-    (gradient,) = torch.autograd.grad(retrieved.square().sum(), tokens[:1], create_graph=True)
+    state, inputs = make_state(2, [0, 0, 0]), make_inputs(6).map(torch.Tensor.requires_grad_)
+    retrieved = memorize(inputs, state, UpdateRule(1.0), chunk_size=CHUNK).retrieved
+    (gradient,) = torch.autograd.grad(retrieved.square().sum(), inputs.queries, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()

@@ -2,9 +2,20 @@
 
 import pytest
 import torch
-from memorize_runs import CHUNK, assert_same, make_decay_target, make_state, make_tokens, per_layer, run
+from memorize_runs import (
+    CHUNK,
+    B,
+    H,
+    assert_same,
+    make_decay_target,
+    make_inputs,
+    make_state,
+    per_layer,
+    run,
+    scale_steps,
+)
 
-from titans_hf import MemoryInputs, UpdateRule
+from titans_hf import UpdateRule
 from titans_hf.memory_ops import memorize
 from titans_hf.memory_reference import memorize_reference
 from titans_hf.memory_scan import CHECKPOINT_INTERVAL
@@ -19,11 +30,11 @@ def test_the_residual_network_equals_reference(depth, gates, error_clip, num_see
     second version would be another network.
     """
     torch.manual_seed(length)
-    state, tokens = make_state(depth, num_seen), make_tokens(length)
-    tokens = per_layer(tokens, depth) if gates == "layer" else tokens
-    tokens[3] = 0.1 * tokens[3]
+    state, inputs = make_state(depth, num_seen), make_inputs(length)
+    inputs = per_layer(inputs, depth) if gates == "layer" else inputs
+    inputs = scale_steps(inputs, 0.1)
     for decay_target in ((), make_decay_target(depth)):
-        rest = (tokens, state, UpdateRule(error_clip, network="residual"), decay_target)
+        rest = (inputs, state, UpdateRule(error_clip, network="residual"), decay_target)
         assert_same(run(memorize, *rest), run(memorize_reference, *rest))
 
 
@@ -36,28 +47,29 @@ def test_gates_per_layer_equal_reference(depth, delta_rule, num_seen, length):
     updated by the gates of another.
     """
     torch.manual_seed(length)
-    state, tokens = make_state(depth, num_seen), per_layer(make_tokens(length), depth)
+    state, inputs = make_state(depth, num_seen), per_layer(make_inputs(length), depth)
     for decay_target in ((), make_decay_target(depth)):
-        rest = (tokens, state, UpdateRule(1.0, delta_rule), decay_target)
+        rest = (inputs, state, UpdateRule(1.0, delta_rule), decay_target)
         assert_same(run(memorize, *rest), run(memorize_reference, *rest))
 
 
 def test_gates_per_layer_that_are_equal_are_those_of_the_head():
     """Equal gates in every layer give what gates per head give: otherwise both forms could not be compared."""
     torch.manual_seed(0)
-    state, tokens = make_state(3, [5, 0, 3]), make_tokens(13)
-    layers = tokens[:3] + [x[..., None].expand(*x.shape, 3) for x in tokens[3:]]
+    state, inputs = make_state(3, [5, 0, 3]), make_inputs(13)
+    gates = ("inner_lr", "log_momentum_decay", "log_retain")
+    layers = inputs._replace(**{gate: getattr(inputs, gate)[..., None].expand(B, H, 13, 3) for gate in gates})
     rule = UpdateRule(1.0)
-    assert_same(run(memorize, layers, state, rule)[:1], run(memorize, tokens, state, rule)[:1])
+    assert_same(run(memorize, layers, state, rule)[:1], run(memorize, inputs, state, rule)[:1])
 
 
 def test_training_by_autograd_keeps_the_states_that_some_chunks_start_with():
     """Where autograd makes the backward, training stores the inputs twice and the state of every CHECKPOINT_INTERVAL-th
     chunk: otherwise memory would grow with every chunk.
     """
-    state, tokens = make_state(2, [0, 0, 0]), [x.requires_grad_() for x in make_tokens(10 * CHUNK)]
+    state, inputs = make_state(2, [0, 0, 0]), make_inputs(10 * CHUNK).map(torch.Tensor.requires_grad_)
     kept = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.data_ptr(), x), lambda x: x):
-        memorize(MemoryInputs(*tokens), state, UpdateRule(1.0, network="residual"), chunk_size=CHUNK)
+        memorize(inputs, state, UpdateRule(1.0, network="residual"), chunk_size=CHUNK)
     of_states = -(-10 // CHECKPOINT_INTERVAL) * sum(x.numel() for x in state.flat())
-    assert sum(x.numel() for x in kept.values()) < of_states + 3 * sum(x.numel() for x in tokens)
+    assert sum(x.numel() for x in kept.values()) < of_states + 3 * sum(x.numel() for x in inputs if x is not None)

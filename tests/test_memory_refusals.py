@@ -79,7 +79,7 @@ def half_a_description(folder):
         (cut, r"is damaged: it has \d+ bytes, not the \d+ that were saved"),
         (alter, "was altered: its sha256"),
         (remove, "names the file 'memory-.*', which is not there"),
-        (half_a_description, "memory.json is damaged: it does not say what format it has"),
+        (half_a_description, "memory.json is damaged: it has no format"),
         (lambda folder: describe(folder, format_version=2), "has version 2 of its format, but .* up to 1: update it"),
         (lambda folder: describe(folder, format="other"), "has the format 'other', version 1, not 'titans-memory'"),
         (lambda folder: describe(folder, format_version=None), "has the format 'titans-memory', version None"),

@@ -85,7 +85,7 @@ def test_rows_out_of_step(variant, attention):
                 grown = torch.cat([grown, torch.ones_like(piece)], 1)
                 parts.append(model(input_ids=piece, attention_mask=grown, past_key_values=cache).logits)
         assert_same(torch.cat(parts, 1), alone)
-        assert cache.layers[0].state.memory.num_seen.tolist() == [len(row) + 22 for row in rows]
+        assert cache.num_tokens_seen().tolist() == [len(row) + 22 for row in rows]
 
 
 @pytest.mark.parametrize("whole_mask", [True, False])
@@ -116,11 +116,11 @@ def test_rows_that_are_all_padding(variant):
     mask = torch.ones(2, 20, dtype=torch.int64)
     mask[1, 3:11] = 0
     expected = full_logits(model, rows[1:][mask[1:] == 1][None])[0]
-    for pieces in ([3, 8, 9], [3] + [1] * 17):
+    for lengths in ([3, 8, 9], [3] + [1] * 17):
         cache, parts = TitansCache(model.config), []
         with torch.no_grad():
-            for piece, seen in zip(rows.split(pieces, 1), mask.split(pieces, 1), strict=True):
-                parts.append(model(input_ids=piece, attention_mask=seen, past_key_values=cache).logits)
+            for part, part_of_mask in zip(rows.split(lengths, 1), mask.split(lengths, 1), strict=True):
+                parts.append(model(input_ids=part, attention_mask=part_of_mask, past_key_values=cache).logits)
         logits = torch.cat(parts, 1)
         assert_same(logits[0], full_logits(model, rows[:1])[0])
         assert_same(logits[1][mask[1] == 1], expected)

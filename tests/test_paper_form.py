@@ -87,12 +87,12 @@ def test_gates_per_layer_are_told_as_their_mean():
     """
     model, ids = paper_model("lmm"), make_ids(1, 21)
     with torch.no_grad():
-        told = model(ids, output_surprise=True).surprise[0]
+        surprise = model(ids, output_surprise=True).surprise[0]
         layer = model.model.layers[0]
         x, memory = layer.mixer_norm(model.model.embed_tokens(ids)), layer.mixer.memory
         gates = (memory.inner_lr, memory.momentum, memory.forget)
         theta, eta, alpha = (torch.sigmoid(gate(x)).unflatten(-1, (4, 2)).mean(-1).mT for gate in gates)
-    assert_same(told.inner_lr, model.config.memory_max_lr * theta)
-    assert_same(told.momentum_decay, eta)
-    assert_same(told.forget, alpha)
-    assert told.gradient_norm.shape == (1, 4, 21)
+    assert_same(surprise.inner_lr, model.config.memory_max_lr * theta)
+    assert_same(surprise.momentum_decay, eta)
+    assert_same(surprise.forget, alpha)
+    assert surprise.gradient_norm.shape == (1, 4, 21)

@@ -149,7 +149,7 @@ def read_description(folder: str | os.PathLike) -> dict[str, Any]:
         description = json.loads(path.read_text(encoding="utf-8"))
         name, version = description["format"], description["format_version"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: it does not say what format it has") from error
+        raise ValueError(f"{path} is damaged: it has no format") from error
     if name != FORMAT or type(version) is not int or version < 1:
         raise ValueError(f"{path} has the format {name!r}, version {version!r}, not {FORMAT!r}, version {VERSION}")
     if version > VERSION:

@@ -133,7 +133,7 @@ def _memorize_token(
     if decay_target:
         weights = tuple(map(torch.lerp, decay_target, state.weights, retain))
     else:
-        weights = tuple(kept * w for kept, w in zip(retain, state.weights, strict=True))
+        weights = tuple(x * w for x, w in zip(retain, state.weights, strict=True))
     # S_t = eta_t S_{t-1} - theta_t h (x) delta (eq. 10, 14); M_t = ... + S_t
     gradients, momentum = zip(theta, factors.inputs, factors.deltas, strict=True), ()
     if state.momentum:

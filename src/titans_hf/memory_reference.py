@@ -117,18 +117,17 @@ def memorize_chunks_reference(
     decay_target: tuple[Tensor, ...] = (),
 ) -> MemorizeOutput:
     """Updates and reads the memory chunk by chunk (paper section 3.2), with per-token weights; arguments and results
-    are those of `memory_ops.memorize`, with momentum, without the delta rule and for whole chunks: T is a multiple of C
-    and no row starts within a chunk.
+    are those of `memory_ops.memorize`, with momentum, without the delta rule, for rows of whole chunks.
     """
-    queries, keys, values, inner_lr, log_momentum_decay, log_retain, _ = inputs
-    gates = _per_layer(len(state.weights), inner_lr, log_momentum_decay, log_retain)
+    queries, keys, values, *gates, _ = inputs
+    gates = _per_layer(len(state.weights), *gates)
     if keys.shape[2] % chunk_size or (state.num_seen % chunk_size).any():
         raise ValueError(f"`keys` must be whole chunks of `chunk_size` ({chunk_size}), but has {keys.shape[2]} tokens.")
     if rule.delta_rule:
         raise ValueError("`rule.delta_rule` must be False: errors are taken at the weights of the chunk's start.")
     weights, momentum, retrieved, surprise = state.weights, state.momentum, [], []
     decay_target = decay_target or tuple(torch.zeros_like(w) for w in weights)
-    for q, k, v, theta, log_eta, log_kept in zip(
+    for q, k, v, theta, log_eta, log_retain in zip(
         *(x.split(chunk_size, dim=2) for x in (queries, keys, values, *gates)), strict=True
     ):
         # 1. Every token's gradient, at the weights A of the chunk's start (eq. 16): u (B, H, C, d_in, d_out)
@@ -141,7 +140,7 @@ def memorize_chunks_reference(
         for layer, (w, s, u, target) in enumerate(zip(weights, momentum, gradients, decay_target, strict=True)):
             # 2. Products of the gates: m_t = prod_{l<=t} eta_l, beta_t = prod_{l<=t} (1 - alpha_l) (B, H, C), and the
             #    same products over j < l <= t at [t, j], E and R (B, H, C, C)
-            (m, decays), (beta, retains) = (_products(x[..., layer].exp()) for x in (log_eta, log_kept))
+            (m, decays), (beta, retains) = (_products(x[..., layer].exp()) for x in (log_eta, log_retain))
             # 3. S_t = m_t S_0 - sum_{i<=t} E_ti theta_i u_i (eq. 14 unrolled)
             # 4. M_t = beta_t (M_0 - target) + sum_{i<=t} R_ti S_i + target (eq. 13 unrolled)
             s_0 = torch.einsum("bht,bhio->bhtio", m, s)  # (B, H, C) x (B, H, d_in, d_out)

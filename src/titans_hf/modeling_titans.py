@@ -176,12 +176,7 @@ class TitansModel(TitansPreTrainedModel):
         check_inputs(input_ids, inputs_embeds, self.config)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        if use_cache and past_key_values is None:
-            past_key_values = TitansCache(self.config)
-        if past_key_values is not None:
-            check_cache(past_key_values, self.config, len(inputs_embeds))
-            if self.gradient_checkpointing and self.training:
-                raise ValueError("`past_key_values` cannot be used in training with gradient checkpointing.")
+        past_key_values = self._make_or_check_cache(past_key_values, use_cache, len(inputs_embeds))
         documents = DocumentArguments(position_ids, cu_seq_lens_q, seq_idx)
         layout = TokenLayout.of_call(self.config, inputs_embeds, attention_mask, documents, past_key_values)
         hidden_states = inputs_embeds
@@ -191,6 +186,15 @@ class TitansModel(TitansPreTrainedModel):
         if self.token_memory is not None:
             hidden_states = self.token_memory(hidden_states, inputs_embeds, layout, past_key_values=past_key_values)
         return TitansModelOutput(hidden_states, past_key_values if use_cache else None)
+
+    def _make_or_check_cache(self, cache: TitansCache | None, use_cache: bool, batch_size: int) -> TitansCache | None:
+        """Returns `cache`, or a new one with `use_cache`; raises ValueError for one that misfits."""
+        if cache is None:
+            return TitansCache(self.config) if use_cache else None
+        check_cache(cache, self.config, batch_size)
+        if self.gradient_checkpointing and self.training:
+            raise ValueError("`past_key_values` cannot be used in training with gradient checkpointing.")
+        return cache
 
 
 class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):

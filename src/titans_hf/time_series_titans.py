@@ -148,8 +148,7 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
             past_values (B, T, C) float: new values of C channels; T a multiple of `patch_length`, at the beginning of a
                 series at least `context_length`.
             future_values (B, prediction_length, C) float: what follows; gives the loss.
-            state: what the call before returned; None at the beginning of a series. It is left as it is: a series can
-                be continued in several ways.
+            state: what the call before returned, None at the beginning of a series; left as it is.
             cycle_position (B,) int64: place of the first value in the cycle, 0 by default; the state has that of later
                 values. Without a cycle it has no meaning.
             use_cache: return the state after the last value.
@@ -165,23 +164,19 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         memory = copy.copy(state.memory) if state is not None else TitansCache(self.config) if use_cache else None
         embeds = self.model.get_input_embeddings()(patches.to(self.dtype))
         outputs = self.model(inputs_embeds=embeds, past_key_values=memory, use_cache=False, **kwargs)
-        hidden_states = outputs.last_hidden_state
-        if state is not None:
-            hidden_states = torch.cat([state.hidden_states, hidden_states], dim=1)
-        hidden_states = hidden_states[:, -self.config.num_patches :]
+        read_before = [] if state is None else [state.hidden_states]
+        hidden_states = torch.cat([*read_before, outputs.last_hidden_state], dim=1)[:, -self.config.num_patches :]
         forecast = self.head(self.head_dropout(hidden_states.flatten(1))).to(values.dtype) * scale + loc
         forecast, loc, scale = (x.unflatten(0, (len(past_values), -1)).mT for x in (forecast, loc, scale))
         forecast = forecast + future_cycle
         loss = None if future_values is None else LOSSES[self.config.loss](forecast, future_values)
-        if use_cache:  # copies: a view would keep everything that was read
-            last, position = values[:, -self.config.context_length :].clone(), position + past_values.shape[1]
-            state = TimeSeriesState(last, hidden_states.clone(), memory, position)
+        position = position + past_values.shape[1]
         return TitansForTimeSeriesPredictionOutput(
             loss=loss,
             prediction_outputs=forecast,
             loc=loc,
             scale=scale,
-            state=state if use_cache else None,
+            state=self._copy_state(values, hidden_states, memory, position) if use_cache else None,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             surprise=outputs.surprise,
@@ -230,6 +225,14 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
             shape, dtype = tuple(cycle_position.shape), cycle_position.dtype
             raise ValueError(f"`cycle_position` must be ({len(past_values)},) int64, but is {shape} {dtype}.")
         return cycle_position
+
+    def _copy_state(
+        self, values: Tensor, hidden_states: Tensor, memory: TitansCache, position: Tensor
+    ) -> TimeSeriesState:
+        """Returns the state after `values`. Its tensors are copies: views would keep everything that was read."""
+        return TimeSeriesState(
+            values[:, -self.config.context_length :].clone(), hidden_states.clone(), memory, position
+        )
 
     def _split_cycle(self, past_values: Tensor, position: Tensor) -> tuple[Tensor, Tensor | float]:
         """Returns past_values (B, T, C) less their cycle, and the cycle (B, prediction_length, C) of what follows."""

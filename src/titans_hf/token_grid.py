@@ -74,12 +74,12 @@ class TokenGrid:
         # 2. One row of slots per document: documents are counted over all columns, batch row after batch row.
         row, source_rows, last_rows = torch.arange(shape[0], device=device)[:, None].expand(shape), None, None
         if columns.document_starts is not None:
-            row_begins = columns.document_starts.clone()
-            row_begins[:, 0] = True
-            row = row_begins.flatten().cumsum(0).view(shape) - 1
+            starts_row = columns.document_starts.clone()
+            starts_row[:, 0] = True
+            row = starts_row.flatten().cumsum(0).view(shape) - 1
             last_rows = row[:, -1]
             batch_row = torch.arange(shape[0], device=device)[:, None]
-            source_rows = torch.where(columns.document_starts, -1, batch_row)[row_begins]
+            source_rows = torch.where(columns.document_starts, -1, batch_row)[starts_row]
             num_seen = _num_seen_of_rows(num_seen, source_rows)
         # 3. A row's tokens start at its position in the chunk; the longest row sets the number of slots.
         mask = torch.ones(shape, dtype=torch.bool, device=device) if columns.mask is None else columns.mask
