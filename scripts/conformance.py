@@ -25,6 +25,7 @@ from pathlib import Path
 import pytest
 import transformers
 
+from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.markdown_tables import markdown_table
 
 SCRIPTS = Path(__file__).resolve().parent
@@ -43,7 +44,8 @@ def fetch_archive() -> Path:
     archive = CACHE / f"transformers-{transformers.__version__}.tar.gz"
     if not archive.exists():
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "transformers"]
-        subprocess.run([*pip, "--dest", CACHE, requirement], check=True)
+        if subprocess.run([*pip, "--dest", CACHE, requirement], check=False).returncode:
+            raise OSError(f"{requirement} could not be downloaded: give a checkout of transformers with --source")
     return archive
 
 
@@ -180,4 +182,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(lambda: sys.exit(main()))

@@ -18,12 +18,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from titans_hf import TitansCache
 from titans_hf.cache_files import DESCRIPTION
 from titans_hf_scripts.shared.command_line import run_command
+from titans_hf_scripts.shared.devices import choose_device
 from titans_hf_scripts.shared.text_files import find_files
 from titans_hf_scripts.shared.text_ids import encode, newline_decoder
 
@@ -39,8 +41,11 @@ def load_model(path: str, device: str | None) -> tuple[PreTrainedModel, PreTrain
         raise ValueError(f"MODEL {path} is not a checkpoint with a tokenizer: {error}") from error
     if config.model_type != "titans":
         raise ValueError(f"MODEL {path} is a {config.model_type} model, which has no memory")
-    model = AutoModelForCausalLM.from_pretrained(path)
-    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval(), tokenizer
+    device = choose_device(device)
+    try:
+        return AutoModelForCausalLM.from_pretrained(path).to(device).eval(), tokenizer
+    except SafetensorError as error:
+        raise ValueError(f"MODEL {path} has damaged weights: {error}") from error
 
 
 def list_texts(texts: list[str]) -> list[Path | None]:
@@ -211,6 +216,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")
     if args.abandon and not args.append:
         raise ValueError("--abandon needs --append")
+    if args.memory.exists() and not args.memory.is_dir():
+        raise ValueError(f"--memory {args.memory} is no folder")
     return args
 
 

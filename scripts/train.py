@@ -107,6 +107,9 @@ def check_arguments(model: ModelArguments, data: DataArguments, run: RunArgument
     """Raises ValueError for options that contradict each other; fills in those that depend on others."""
     if data.block_length < 2:
         raise ValueError(f"--block_length {data.block_length}: a block needs at least 2 tokens")
+    for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+        if getattr(training, name) < 1:
+            raise ValueError(f"--{name} {getattr(training, name)} must be at least 1")
     if data.preprocessing_num_workers is not None and data.preprocessing_num_workers < 1:
         raise ValueError(f"--preprocessing_num_workers {data.preprocessing_num_workers} must be at least 1")
     if data.streaming and training.max_steps < 1:

@@ -61,15 +61,49 @@ def test_markdown_files_are_documents(tmp_path):
         ("half.jsonl", b'{"text": "a"}\n{"text": ', r"half.jsonl is no valid json file: line 2"),
         ("none.jsonl", b"", r"none.jsonl is empty"),
         ("torn.parquet", b"PAR1 and no more", r"torn.parquet is no valid parquet file"),
+        ("latin.jsonl", b'{"text": "caf\xe9"}\n', r"latin.jsonl is no valid json file: .*codec can't decode byte 0xe9"),
+        ("latin.csv", b"text\ncaf\xe9\n", r"latin.csv is no valid csv file: .*codec can't decode byte 0xe9"),
     ],
 )
-def test_errors_name_the_file(tmp_path, name, content, message):
-    """The error for a broken file names it: otherwise it could not be located among a thousand."""
-    good = tmp_path / f"good{Path(name).suffix}"
-    write_rows(good, [{"text": "fine"}]) if good.suffix != ".txt" else good.write_text("fine")
+@pytest.mark.parametrize("good", ["first", "last", "none"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_errors_name_the_file(tmp_path, name, content, message, good, streaming):
+    """The error for a broken file names it, alone or among others: otherwise it could not be located among a
+    thousand.
+    """
+    if streaming and name == "half.jsonl":
+        message = r"documents? .*of the stream cannot be read"  # found when it is its turn
+    if good != "none":
+        path = tmp_path / f"{'a' if good == 'first' else 'z'}{Path(name).suffix}"
+        rows = {".txt": "fine", ".csv": "text\nfine\n"}.get(path.suffix)
+        write_rows(path, [{"text": "fine"}]) if rows is None else path.write_text(rows)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        load_splits(str(tmp_path), "--train_data", "train")
+        decoded(tmp_path, streaming=streaming)
+
+
+def test_empty_text_names_its_file(tmp_path):
+    """Text files that are all empty raise an error that names one: otherwise a user would search for the cause."""
+    (tmp_path / "empty.txt").touch()
+    for path in (tmp_path, tmp_path / "empty.txt"):
+        with pytest.raises(ValueError, match=r"--train_data .* holds no text: .*empty\.txt is empty"):
+            load_splits(str(path), "--train_data", "train")
+
+
+@pytest.mark.parametrize("name,text", [("a.csv", 'id,text\n1,"a, b"\n'), ("a.tsv", "id\ttext\n1\ta, b\n")])
+def test_tables_of_text_files(tmp_path, name, text):
+    """Of comma- and tab-separated files the text column is learnt: otherwise a model would learn ids and commas."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / name).write_text(text)
+    assert decoded(tmp_path / "folder") == decoded(tmp_path / "folder" / name) == "a, b</s>"
+
+
+def test_markdown_beside_text_is_read(tmp_path):
+    """Of a folder of text, Markdown files but a README.md are read: otherwise a part of the data would be left out."""
+    (tmp_path / "folder").mkdir()
+    for name in ("a.txt", "notes.md", "README.md"):
+        (tmp_path / "folder" / name).write_text(name)
+    assert decoded(tmp_path / "folder") == "a.txt</s>notes.md</s>"
 
 
 def test_kinds_are_not_mixed(tmp_path):

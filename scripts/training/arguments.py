@@ -39,8 +39,8 @@ class ModelArguments:
 class DataArguments:
     train_data: str = field(
         metadata={
-            "help": "A file (.txt, .md, .json, .jsonl, .parquet), a folder of such files, or a data set, saved or on "
-            "the Hub. A text file is one document."
+            "help": "A file (.txt, .md, .json, .jsonl, .csv, .tsv, .parquet), a folder of such files, or a data set, "
+            "saved or on the Hub. A text file is one document."
         }
     )
     eval_data: str | None = field(

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 import torch
 from datasets import Dataset, Features, IterableDataset, List, Value
 from datasets.arrow_writer import ArrowWriter
+from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
@@ -238,11 +239,19 @@ class StreamedBlocks(torch.utils.data.IterableDataset):
         for block in blocks:
             yield {name: torch.as_tensor(value).long() for name, value in block.items()}
 
+    def _documents(self) -> Iterator[dict[str, str]]:
+        """Yields the documents; raises ValueError with the number of one that cannot be read."""
+        try:
+            for document in self.documents:
+                self.num_documents += 1
+                yield document
+        except (DatasetGenerationError, ValueError, OSError) as error:  # whose message names nothing
+            raise ValueError(f"document {self.num_documents + 1} of the stream cannot be read: {error}") from error
+
     def _rows(self) -> Iterator[tuple[np.ndarray, int]]:
         self.num_documents = self.num_tokens = self.num_bytes = 0
-        for document in self.documents:
+        for document in self._documents():
             batch = {name: [document[name]] for name in self.columns}
-            self.num_documents += 1
             self.num_bytes += sum(len((document[name] or "").encode()) for name in self.columns)
             tokenized = tokenize_batch(batch, self.columns, self.tokenizer)
             self.num_tokens += len(tokenized["input_ids"][0])

@@ -3,6 +3,7 @@
 import glob
 import json
 import re
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -13,8 +14,18 @@ from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
 from titans_hf_scripts.shared.text_files import find_files
 
-BUILDERS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-HEAD_BYTES = 8192  # bytes at the start of a file that are searched for a zero byte
+BUILDERS = {
+    ".txt": "text",
+    ".md": "text",
+    ".json": "json",
+    ".jsonl": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+}
+OPTIONS = {"text": {"sample_by": "document"}, "tsv": {"sep": "\t"}}  # of a builder
+HEAD_BYTES = 8192  # bytes at the start of a file that are checked before it is loaded
+CHECKED_BYTES = 1 << 20  # decoded at a time
 
 
 def load_splits(
@@ -46,32 +57,41 @@ def load_splits(
 
 def _load_files(path: Path, argument: str, streaming: bool) -> Dataset | IterableDataset:
     builder, files = choose_files(path, argument)
+    if not any(file.stat().st_size for file in files):
+        raise ValueError(f"{argument} {path} holds no text: {files[0]} is empty")
     for file in files:
         _check_head(file, builder, argument)
-    options = {"sample_by": "document"} if builder == "text" else {}
+        if builder == "parquet":
+            _check_file(file, builder, argument, _check_parquet)
+        elif builder == "json" and not streaming:  # other builders find it while they load
+            _check_file(file, builder, argument, _check_utf8)
     # Escaped, because load_dataset silently skips files with [ or * in their names otherwise.
-    names = [glob.escape(str(file)) for file in files]
+    names, loader = [glob.escape(str(file)) for file in files], builder.replace("tsv", "csv")
     try:
-        return load_dataset(builder, data_files=names, split="train", streaming=streaming, **options)
-    except DatasetGenerationError as error:  # whose message names no file
+        return load_dataset(loader, data_files=names, split="train", streaming=streaming, **OPTIONS.get(builder, {}))
+    except (DatasetGenerationError, ValueError, OSError) as error:  # whose message names no file
         for file in files:
-            try:
-                FILE_CHECKS[builder](file)
-            except (ValueError, OSError) as reason:
-                raise ValueError(f"{argument}: {file} is no valid {builder} file: {reason}") from error
+            _check_file(file, builder, argument, FILE_CHECKS[builder])
         raise ValueError(f"{argument} {path}: {error.__cause__ or error}") from error
+
+
+def _check_file(file: Path, builder: str, argument: str, check: Callable[[Path], object]) -> None:
+    try:
+        check(file)
+    except (ValueError, OSError) as reason:
+        raise ValueError(f"{argument}: {file} is no valid {builder} file: {reason}") from reason
 
 
 def choose_files(path: Path, argument: str) -> tuple[str, list[Path]]:
     """Lists the data files of a path and the builder that reads them.
 
-    A single file with an unknown suffix is text. Of a folder, Markdown files count only where there are no others: a
-    README.md is no data. Raises ValueError for a folder without data files, or with files of several builders.
+    A single file with an unknown suffix is text. Of a folder, a README.md counts only where there are no others. Raises
+    ValueError for a folder without data files, or with files of several builders.
     """
     files = find_files(path, argument, tuple(BUILDERS))
     if path.is_file():
         return BUILDERS.get(path.suffix.lower(), "text"), files
-    files = [file for file in files if file.suffix.lower() != ".md"] or files
+    files = [file for file in files if file.name.lower() != "readme.md"] or files
     builders = sorted({BUILDERS[file.suffix.lower()] for file in files})
     if len(builders) > 1:
         raise ValueError(f"{argument} {path} holds files of several kinds ({', '.join(builders)}): give one kind")
@@ -85,6 +105,17 @@ def _check_head(file: Path, builder: str, argument: str) -> None:
         raise ValueError(f"{argument}: {file} is a binary file, not text")
     if builder != "text" and not head:
         raise ValueError(f"{argument}: {file} is empty")
+    if builder != "parquet":
+        is_whole = len(head) < HEAD_BYTES
+        _check_file(file, builder, argument, lambda _: getincrementaldecoder("utf-8")().decode(head, is_whole))
+
+
+def _check_utf8(file: Path) -> None:
+    decoder = getincrementaldecoder("utf-8")()
+    with file.open("rb") as stream:
+        while data := stream.read(CHECKED_BYTES):
+            decoder.decode(data)
+    decoder.decode(b"", final=True)
 
 
 def _check_json(file: Path) -> None:
@@ -108,7 +139,9 @@ def _check_parquet(file: Path) -> None:
 
 
 FILE_CHECKS: dict[str, Callable[[Path], object]] = {
-    "text": lambda file: file.read_bytes().decode(),
+    "text": _check_utf8,
+    "csv": _check_utf8,
+    "tsv": _check_utf8,
     "json": _check_json,
     "parquet": _check_parquet,
 }
@@ -119,7 +152,10 @@ def text_columns(documents: Dataset | IterableDataset, column: str, packing: boo
 
     Raises ValueError where there are none of these, or where they hold something else than text.
     """
-    features = documents.features or documents._resolve_features().features
+    try:
+        features = documents.features or documents._resolve_features().features
+    except (DatasetGenerationError, ValueError, OSError) as error:  # whose message names nothing
+        raise ValueError(f"the first documents of the stream cannot be read: {error}") from error
     names = [column] if column in features else ["prompt", "completion"]
     present = ", ".join(features)
     if not set(names) <= set(features):

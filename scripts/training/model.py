@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from titans_hf_scripts.training.arguments import ModelArguments
@@ -70,13 +71,13 @@ def unused_weights(config: str) -> str | None:
 def load_model(args: ModelArguments, config: PreTrainedConfig) -> PreTrainedModel:
     """Makes the model from scratch, or loads its weights, in float32: mixed precision is an option of the training.
 
-    Raises ValueError for weights of other shapes than the configuration's.
+    Raises ValueError for weights of other shapes than the configuration's, and for damaged ones.
     """
     if args.model_name_or_path is None:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     try:
         return AutoModelForCausalLM.from_pretrained(args.model_name_or_path, config=config, dtype=torch.float32)
-    except RuntimeError as error:  # of transformers, for sizes that do not match
+    except (RuntimeError, SafetensorError) as error:  # of transformers, for sizes that do not match; damaged weights
         raise ValueError(f"--model_name_or_path {args.model_name_or_path}: {error}") from error
 
 
