@@ -56,8 +56,13 @@ def test_a_command_gets_its_own_arguments(monkeypatch, name):
             ["train", "--train_data", "x", "--output_dir", "out", "--tokenizer", "bytes", "--config", "no.json"],
             "no.json",
         ),
+        (
+            ["train", "--train_data", "x", "--output_dir", "out", "--per_device_train_batch_size", "0"],
+            "--per_device_train_batch_size 0 must be at least 1",
+        ),
         (["merge", "no-adapter", "merged"], "ADAPTER no-adapter is not an adapter's folder"),
         (["read", "no-model", "no-text", "--memory", "m"], "TEXT no-text does not exist"),
+        (["read", "no-model", "no-text", "--memory", __file__], f"--memory {__file__} is no folder"),
         (["ask", "no-model", "--memory", "m", "--prompt", ""], "--prompt is empty"),
         (["surprise", "no-model", "no-text", "--output", "out"], "TEXT no-text is not a file"),
         (["eval", "no-model", "--suite", "no-suite", "--output", "out"], "no such suite or task"),

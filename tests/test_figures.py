@@ -32,3 +32,13 @@ def test_the_legend_covers_no_data(tmp_path):
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["mag", "did not finish"]
     assert legend.get_window_extent().x0 > max(axes.get_window_extent().x1 for axes in panels)
+
+
+def test_names_with_dollars_are_shown(tmp_path):
+    """A label or title that is no formula is drawn as it is: otherwise a run's name would end a plot in an error."""
+    figure = Figure(layout="constrained")
+    axes = figure.subplots()
+    axes.plot([1, 2], [3, 4], label="run$_{x$")
+    axes.set_title("$_{")
+    save_figure(figure, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size

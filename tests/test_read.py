@@ -29,6 +29,14 @@ from titans_hf_scripts.training.documents import load_splits
 from titans_hf_scripts.training.tokenizer import byte_tokenizer
 
 
+def test_weights_that_were_cut_off_are_named(paths):
+    """A checkpoint whose weights were cut off raises an error that names it: otherwise users would read a traceback."""
+    weights = Path(paths.model) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=f"MODEL {paths.model} has damaged weights"):
+        run_read(paths, paths.texts)
+
+
 @pytest.mark.parametrize("block", [1, 7, read.BLOCK])
 def test_reading_a_folder(block, paths, monkeypatch):
     """Reading a folder gives the memory of its joined texts, for any block size: otherwise characters or words across

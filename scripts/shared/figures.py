@@ -73,9 +73,13 @@ def mark_failures(axes: Axes, x: Sequence[float], y: Sequence[float], label: str
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Writes the figure, with one legend for all panels to their right."""
+    """Writes the figure, with one legend for all panels to their right. Labels and titles are shown as they are, also
+    names of runs with a `$`.
+    """
     panels = [axes.get_legend_handles_labels() for axes in figure.axes]
     lines = {label: line for handles, labels in panels for line, label in zip(handles, labels, strict=True)}
     if lines:
-        figure.legend(lines.values(), lines.keys(), loc="outside right upper", frameon=False)
+        legend = figure.legend(lines.values(), lines.keys(), loc="outside right upper", frameon=False)
+        for text in (*legend.get_texts(), *(axes.title for axes in figure.axes)):
+            text.set_parse_math(False)
     figure.savefig(path, dpi=150)
