@@ -7,7 +7,8 @@ import torch
 from transformers import DynamicCache
 
 from titans_hf_scripts import bench
-from titans_hf_scripts.benchmarks import comparable_models, decode, measure, memory_alone, table_and_plot
+from titans_hf_scripts.benchmarks import decode, measure, memory_alone, model_shapes, table_and_plot
+from titans_hf_scripts.shared.compared_models import count_parameters
 
 
 def run(tmp_path, *arguments):
@@ -65,12 +66,10 @@ def test_the_floor_counts_every_product():
 
 def test_models_are_of_equal_size():
     """Every compared model is within 6 % of the nominal size: otherwise speeds of unequal models would be compared."""
-    for size, expected in comparable_models.PARAMETERS.items():
-        for name in comparable_models.NAMES:
-            assert (
-                abs(comparable_models._num_parameters(comparable_models.fitting_config(name, size)) / expected - 1)
-                < 0.06
-            ), name
+    for size, expected in model_shapes.PARAMETERS.items():
+        for name in model_shapes.NAMES:
+            number = count_parameters(name, model_shapes.fit_config(name, size))
+            assert abs(number / expected - 1) < 0.06, name
 
 
 def test_tables_show_what_is_missing():
