@@ -78,6 +78,19 @@ def test_tables_show_what_is_missing():
     assert table_and_plot.table(rows).splitlines()[2:] == ["| a | 1,024 | 1,234 | – |", "| b | 5 | – | 0.123 |"]
 
 
+def test_the_plot_says_what_was_not_run(monkeypatch, tmp_path):
+    """A length without a row stands in the legend as not run, a row without a value does not: otherwise a model that
+    was left out could be taken for one that failed.
+    """
+    rows = [{"model": name, "tokens": n, "speed": n} for name, n in (("a", 1024), ("a", 2048), ("b", 1024))]
+    rows += [{"model": "a", "tokens": 4096, "speed": None}]
+    figures = []
+    monkeypatch.setattr(table_and_plot, "save_figure", lambda figure, path: figures.append(figure))
+    table_and_plot.save_plot(rows, table_and_plot.Plot("x", ("model",), "tokens", ("speed",)), tmp_path / "x.png")
+    _, labels = figures[0].axes[0].get_legend_handles_labels()
+    assert labels == ["a", "b\n(not run at 2,048, 4,096)", "did not finish"]
+
+
 def test_memory(tmp_path):
     """The memory benchmark reports each length, its time relative to the bare products, and a peak that grows with the
     length: otherwise docs/results.md would be wrong.

@@ -17,9 +17,7 @@ from . import model_shapes
 from .measure import seconds
 from .table_and_plot import Plot
 
-PLOT = Plot(
-    "One more token", line=("model",), x="context", y=("ms/token", "cache MB"), yscale="log", xlabel="context, tokens"
-)
+PLOT = Plot("One more token", line=("model",), x="context", y=("ms/token", "cache MB"), yscale="log")
 NUM_READ_TOKENS = 256
 TOKENS_PER_CALL = 4096
 
@@ -80,7 +78,7 @@ class Reader:
 
 
 def num_bytes(held: object) -> int:
-    """Bytes of all tensors that a cache holds."""
+    """Counts the bytes of all tensors that a cache holds."""
     if isinstance(held, torch.Tensor):
         return held.numel() * held.element_size()
     if isinstance(held, dict):
