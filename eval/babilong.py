@@ -4,11 +4,20 @@ import random
 from collections.abc import Callable, Iterator
 from itertools import cycle, islice
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from titans_hf_eval.needles import SEED, largest, split_sentences, token_counter
+
+
+class Question(NamedTuple):
+    """A question, its answer, and the facts that its story has told before, in order."""
+
+    facts: list[str]
+    text: str
+    answer: str
 
 
 def read_stories(data: str | Path, task: str) -> str:
@@ -21,12 +30,12 @@ def read_stories(data: str | Path, task: str) -> str:
 
 def check_facts(stories: str, count: Callable[[str], int], length: int) -> None:
     """Raises if the facts of no question fit into `length` tokens."""
-    if not any(count(" ".join(facts)) <= length for facts, _, _ in read_questions(stories)):
+    if not any(count(" ".join(question.facts)) <= length for question in read_questions(stories)):
         raise ValueError(f"length {length} is too short for the facts of any question")
 
 
-def read_questions(stories: str) -> Iterator[tuple[list[str], str, str]]:
-    """Yields facts, question and answer of each question; its facts are all earlier ones of the story."""
+def read_questions(stories: str) -> Iterator[Question]:
+    """Yields the questions of a file of stories."""
     facts: list[str] = []
     for line in stories.splitlines():
         number, _, text = line.partition(" ")
@@ -34,7 +43,7 @@ def read_questions(stories: str) -> Iterator[tuple[list[str], str, str]]:
             facts = []
         if "\t" in text:
             question, answer, _ = text.split("\t")
-            yield list(facts), question.strip(), answer
+            yield Question(list(facts), question.strip(), answer)
         else:
             facts.append(text.strip())
 
@@ -59,15 +68,17 @@ class Book:
         self.mean = self._ends[-1] / len(self.sentences)
 
     def read(self, start: int, size: int) -> list[str]:
+        """Returns `size` sentences from `start` on; the books start anew where they end."""
         return list(islice(cycle(self.sentences), start, start + size))
 
     def size(self, start: int, num_tokens: int) -> int:
+        """Estimates how many sentences from `start` on fill `num_tokens` tokens."""
         rounds, rest = divmod(num_tokens + int(self._ends[start]), int(self._ends[-1]))
         return rounds * len(self.sentences) + int(np.searchsorted(self._ends, rest, side="right")) - 1 - start
 
 
 def make_samples(stories: str, book: Book, length: int, seed: int = SEED) -> Iterator[dict]:
-    """Samples in the schema of BABILong's data sets, one per question in a bAbI file.
+    """Makes samples in the schema of BABILong's data sets, one per question in a bAbI file.
 
     `input` fills `length` tokens to the sentence of the books, which start anew where they end; length 0 is the facts
     alone. Questions whose facts are longer than `length` are left out.

@@ -1,6 +1,7 @@
 """The models to evaluate: checks of their folders, fingerprints, and lm-eval's classes for them."""
 
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -31,10 +32,24 @@ class Checkpoint:
 
 
 def read_checkpoints(paths: list[str]) -> list[Checkpoint]:
+    """Reads checkpoints, but not their weights, and labels each by its folder's name.
+
+    Raises ValueError for what is no checkpoint, has no tokenizer, or has the label of another.
+    """
     labels = [Path(path).resolve().name if Path(path).exists() else path.replace("/", "--") for path in paths]
     if twice := [label for label, number in Counter(labels).items() if number > 1]:
         raise ValueError(f"two models are called {twice[0]}: their folders' names label the results")
     return [_read(path, label) for path, label in zip(paths, labels, strict=True)]
+
+
+def trained_length(paths: list[str]) -> int | None:
+    """Returns the block length that all models were trained on, by run.json; None if one has none or they differ."""
+    runs = [Path(path) / "run.json" for path in paths]
+    if not all(run.is_file() for run in runs):
+        return None
+    arguments = [json.loads(run.read_text(encoding="utf-8")).get("arguments", {}) for run in runs]
+    lengths = {given.get("block_length") for given in arguments}
+    return lengths.pop() if len(lengths) == 1 else None
 
 
 def _read(path: str, label: str) -> Checkpoint:

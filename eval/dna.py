@@ -33,6 +33,7 @@ DEFAULT_MODELS = ("lmm", "lmm" + STOPPED, "mag", "mag" + STOPPED, "llama", "mamb
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parses the command line, without checking what the values mean."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", nargs="*", type=Path, metavar="DATA", help="files, each cross-validated in itself")
     parser.add_argument("--folds", type=int, default=5)
@@ -80,6 +81,7 @@ def name_of(path: Path) -> str:
 
 
 def digest_of(paths: list[Path]) -> str:
+    """Hashes the contents of files; 12 hexadecimal digits."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:12]
 
 
@@ -133,6 +135,7 @@ def read_train_and_test(args: argparse.Namespace) -> DataOfRun:
 
 
 def describe(data: DataOfRun) -> str:
+    """Formats the numbers of sequences and classes, and the sizes of a fold's parts."""
     parts = ", ".join(f"{len(rows)} {name}" for name, rows in zip(Fold._fields, data.fold, strict=True))
     return f"{len(data.sequences.texts)} sequences of {len(data.classes)} classes; in the first fold {parts}"
 

@@ -39,7 +39,7 @@ class ConvolutionalClassifier(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Flatten(), hidden, nn.ReLU(), nn.Linear(self.HIDDEN, num_labels))
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> SequenceClassifierOutput:
-        """input_ids (B, T), labels (B,) -> logits (B, classes), and loss where there are labels."""
+        """Classifies input_ids (B, T): logits (B, classes), and the loss with labels (B,)."""
         missing = self.length - input_ids.shape[1]  # negative where the sequences are too long
         x = self.embed(nn.functional.pad(input_ids, (0, missing), value=self.pad_token_id))
         return _output(self.layers(x.mT), labels)
@@ -55,7 +55,7 @@ class Mamba2ForSequenceClassification(Mamba2PreTrainedModel):
         self.post_init()
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> SequenceClassifierOutput:
-        """input_ids (B, T), padded at the end, labels (B,) -> logits (B, classes), and loss where there are labels."""
+        """Classifies input_ids (B, T), padded at the end: logits (B, classes), and the loss with labels (B,)."""
         hidden_states = self.backbone(input_ids=input_ids, use_cache=False).last_hidden_state
         last = (input_ids != self.config.pad_token_id).sum(1) - 1
         return _output(self.score(hidden_states[torch.arange(len(last)), last]), labels)

@@ -113,12 +113,12 @@ def collate(tokenizer: PreTrainedTokenizerFast, examples: list[tuple[str, int]])
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    """Share of sequences whose class is predicted."""
+    """Computes the share of sequences whose class is predicted."""
     return {"accuracy": float(np.mean(prediction.predictions == prediction.label_ids))}
 
 
 def training_arguments(run: Run, number: int, folder: str) -> TrainingArguments:
-    """AdamW with a linear warm-up of a tenth and a cosine to 0; the most accurate weights in validation are kept."""
+    """Makes AdamW with a linear warm-up of a tenth and a cosine to 0; keeps the most accurate weights in validation."""
     steps = -(-number // run.batch_size) * run.epochs
     every = max(1, steps // run.evaluations)
     return TrainingArguments(

@@ -82,7 +82,7 @@ def example(model: nn.Module, windows: Windows, device: torch.device | str) -> d
 
 
 def training_arguments(run: Run, folder: str) -> TrainingArguments:
-    """AdamW without weight decay and a cosine to 0; the model of the lowest validation loss is kept."""
+    """Makes AdamW without weight decay and a cosine to 0; keeps the model of the lowest validation loss."""
     return TrainingArguments(
         output_dir=folder,
         max_steps=run.max_steps,

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
@@ -20,25 +20,30 @@ NOTES = (
 )
 
 
+class Key(NamedTuple):
+    """What tells the runs of one look-back apart."""
+
+    data: str
+    row: str
+    horizon: int
+    seed: int
+
+
 class Results:
     """The records of a folder with one look-back, by data, row, horizon and seed."""
 
     def __init__(self, records: list[dict[str, Any]]):
-        self.records = {self._key(record["run"]): record for record in records}
+        self.records = {Key(*(record["run"][name] for name in Key._fields)): record for record in records}
         self.data, self.rows, self.horizons, self.seeds = (
-            list(dict.fromkeys(sorted(x[i] for x in self.records))) for i in range(4)
+            sorted(set(values)) for values in zip(*self.records, strict=True)
         )
-
-    @staticmethod
-    def _key(run: dict[str, Any]) -> tuple[str, str, int, int]:
-        return run["data"], run["row"], run["horizon"], run["seed"]
 
     def of_seeds(self, data: str, row: str, horizons: list[int], metric: str) -> list[float]:
         """Returns the mean of a test metric over `horizons`, one value per seed that has them all."""
         return [
-            mean(self.records[data, row, horizon, seed]["test"][metric] for horizon in horizons)
+            mean(self.records[Key(data, row, horizon, seed)]["test"][metric] for horizon in horizons)
             for seed in self.seeds
-            if all((data, row, horizon, seed) in self.records for horizon in horizons)
+            if all(Key(data, row, horizon, seed) in self.records for horizon in horizons)
         ]
 
     def cell(self, data: str, row: str, horizons: list[int]) -> str:
@@ -65,7 +70,7 @@ def table(results: Results, data: str, look_back: int) -> str:
     heading = ["model", "parameters", "seeds", *([f"mean of {numbers(results.horizons)}"] if several else [])]
     rows = []
     for row in results.rows:
-        found = [x for key, x in results.records.items() if key[:2] == (data, row)]
+        found = [x for key, x in results.records.items() if (key.data, key.row) == (data, row)]
         if not found:
             continue
         sizes = sorted({x["parameters"] for x in found})
@@ -90,14 +95,15 @@ def plot(results: Results, data: str, path: Path) -> None:
     panels = figure.subplots(len(results.horizons), 1, squeeze=False)[:, 0]
     styles = line_styles(results.rows)
     for axes, horizon in zip(panels, results.horizons, strict=True):
-        keys = [(data, row, horizon, results.seeds[0]) for row in results.rows]
-        shown = {key[1]: results.records[key]["example"] for key in keys if key in results.records}
+        keys = [Key(data, row, horizon, results.seeds[0]) for row in results.rows]
+        shown = {key.row: results.records[key]["example"] for key in keys if key in results.records}
         for before, after in [(x["before"], x["after"]) for x in shown.values()][:1]:
             axes.plot(range(-len(before), horizon), before + after, color="lightgray", linewidth=2, label="measured")
         for row, of_row in shown.items():
             style = {name: x for name, x in styles[row].items() if name in ("color", "linestyle")}
             axes.plot(range(horizon), of_row["forecast"], label=row, linewidth=1, **style)
-            axes.set(title=f"{data}, {of_row['channel']}, horizon {horizon}", xlabel="rows after the last one read")
+            title = f"{data}, {of_row['channel']}, horizon {horizon}"
+            axes.set(title=title, xlabel="rows after the last one read", ylabel="standardized value")
     save_figure(figure, path)
 
 

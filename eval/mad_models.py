@@ -51,7 +51,7 @@ class AutoEncoder(nn.Module):
         self.head = nn.Linear(width, config.vocab_size, bias=False)
 
     def forward(self, input_ids: Tensor) -> CausalLMOutput:
-        """input_ids (B, T) -> logits (B, T, vocab_size)"""
+        """Decodes the last output of input_ids (B, T) to logits (B, T, vocab_size)."""
         last = self.encoder(input_ids=input_ids).last_hidden_state[:, -1:]
         x = last + self.positions[: input_ids.shape[1]]
         gate, up = self.gate_up(x).chunk(2, dim=-1)
@@ -60,6 +60,7 @@ class AutoEncoder(nn.Module):
 
 
 def build(config: PreTrainedConfig, settings: Settings, auto_encoder: bool) -> nn.Module:
+    """Builds a model with random weights, with a decoder of single tokens if `auto_encoder`."""
     if auto_encoder:
         return AutoEncoder(config, settings.length)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -82,13 +82,13 @@ class ProgressPrinter(TrainerCallback):
 
 
 def labelled_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    """Mean cross entropy of the logits (B, T, V) at the positions that have a label."""
+    """Computes the mean cross entropy of the logits (B, T, V) at the positions that have a label."""
     logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
     return cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED)
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    """Share of labels that are predicted, over all positions that have one."""
+    """Computes the share of labels that are predicted, over all positions that have one."""
     counted = prediction.label_ids != IGNORED
     return {"accuracy": float(np.mean(prediction.predictions[counted] == prediction.label_ids[counted]))}
 
@@ -112,7 +112,7 @@ def make_data(run: Run, settings: Settings) -> tuple[Sequences, dict[str, Sequen
 
 
 def training_arguments(run: Run, steps_per_epoch: int, folder: str) -> TrainingArguments:
-    """AdamW with a cosine from the rate to LAST_RATE, as in MAD."""
+    """Makes AdamW with a cosine from the rate to LAST_RATE, as in MAD."""
     return TrainingArguments(
         output_dir=folder,
         num_train_epochs=run.epochs,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from titans_hf_eval.mad_models import NAMES
 from titans_hf_eval.mad_tasks import TASKS
@@ -64,11 +65,12 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def name_of(run: dict[str, Any]) -> str:
+    """Names a run by its model and the label of its settings."""
     return " ".join(filter(None, [run["model"], run["label"]]))
 
 
 def best_results(records: Iterable[dict[str, Any]]) -> Results:
-    """Results by model and task, in the order of mad.py; the rate is the best on validation after the last epoch.
+    """Groups results by model and task, in the order of mad.py; the rate is best on validation after the last epoch.
 
     Raises ValueError for rates that were tried with different seeds.
     """
@@ -139,6 +141,7 @@ def plot(results: Results, tasks: list[str], path: Path) -> None:
                 style = styles[name] | {"markevery": max(1, len(epochs) // 8), "markersize": 4}
                 plot_with_spread(axes, epochs, accuracies, name, style)
         axes.set(title=task, xlabel="epoch", ylim=(0, 102))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in panels[::columns]:
         axes.set_ylabel("test accuracy (%)")
     for axes in panels[len(tasks) :]:

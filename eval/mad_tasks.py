@@ -67,7 +67,7 @@ def recall(rng: np.random.Generator, settings: Settings, number: int, scored: bo
 
 
 def repeats(keys: np.ndarray) -> np.ndarray:
-    """(N, P) keys -> (N, P), true where the row has the same key before."""
+    """Tells of keys (N, P) whether the row has the same key before: (N, P) bool."""
     order = np.argsort(keys, axis=1, kind="stable")
     ordered = np.take_along_axis(keys, order, 1)
     again = np.zeros(keys.shape, bool)
@@ -76,7 +76,7 @@ def repeats(keys: np.ndarray) -> np.ndarray:
 
 
 def next_tokens(tokens: np.ndarray, counted: np.ndarray) -> Sequences:
-    """(N, T + 1) tokens -> inputs and next tokens, where those are counted."""
+    """Makes inputs and labels of tokens (N, T + 1): the next tokens, where those are counted."""
     return Sequences(tokens[:, :-1].copy(), np.where(counted, tokens, IGNORED)[:, 1:])
 
 

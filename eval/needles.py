@@ -74,6 +74,7 @@ def draw_key(rng: random.Random) -> str:
 
 
 def draw_value(rng: random.Random, kind: Kind) -> str:
+    """Draws a number of seven digits, or a uuid."""
     if kind.values == "numbers":
         return str(rng.randint(10**6, 10**7 - 1))
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
@@ -81,6 +82,7 @@ def draw_value(rng: random.Random, kind: Kind) -> str:
 
 @cache
 def categories() -> dict[str, list[str]]:
+    """Lists the "adjectives" and "nouns" that keys are made of, sorted. Raises ImportError without wonderwords."""
     try:
         import wonderwords
     except ImportError as error:
@@ -96,6 +98,7 @@ def book_text(folder: str | Path) -> str:
 
 
 def split_sentences(text: str) -> list[str]:
+    """Splits a text where white space follows the end of a sentence."""
     return SENTENCE_END.sub(r"\1\n", text).split("\n")
 
 
@@ -115,10 +118,12 @@ def make_sample(rng: random.Random, kind: Kind, size: int, words: list[str]) -> 
 
 
 def needle_of(kind: Kind, key: str, value: str) -> str:
+    """Makes the sentence that is hidden."""
     return NEEDLE.format(values=kind.values, key=key, value=value)
 
 
 def sample_of(kind: Kind, key: str, value: str, context: str) -> dict:
+    """Makes the prompt that asks for a key, the answer, and how the reply begins, in the schema of RULER."""
     names = {"value_name": kind.values.removesuffix("s"), "key": key}
     return {
         "input": PROMPT.format(context=context, **names),
@@ -128,6 +133,7 @@ def sample_of(kind: Kind, key: str, value: str, context: str) -> dict:
 
 
 def token_counter(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int]:
+    """Makes a function that counts the tokens of a text, the special ones too."""
     return lambda text: len(tokenizer(text, verbose=False).input_ids)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from titans_hf_scripts.shared.figures import line_styles, mark_failures, save_figure
+from titans_hf_scripts.shared.figures import line_styles, mark_failures, mark_trained_length, save_figure
 from titans_hf_scripts.shared.markdown_tables import markdown_table
 
 PAPER = json.loads((Path(__file__).parent / "paper_tables.json").read_text())
@@ -35,7 +35,7 @@ Score = tuple[float, float | None]
 
 
 def read_results(folder: Path, fingerprints: dict[str, str], limit: int | None, source: str) -> tuple[Results, int]:
-    """Saved results of one limit and source by model, task and length, and the number of others, which are left out.
+    """Reads saved results of one limit and source by model, task and length, and counts the others, which are left out.
 
     A model of this call counts as it is now; results of models of earlier calls stand beside it.
     """
@@ -51,7 +51,7 @@ def read_results(folder: Path, fingerprints: dict[str, str], limit: int | None, 
 
 
 def score(results: Results, model: str, task: str, metric: str, length: int | None = None) -> Score | None:
-    """Value and standard error, None without one; accuracies in percent, as in the paper."""
+    """Returns value and standard error, None without one; accuracies in percent, as in the paper."""
     result = results[model].get((task, length))
     if result is None:
         return None
@@ -63,13 +63,14 @@ def score(results: Results, model: str, task: str, metric: str, length: int | No
 
 
 def cell(value: Score | None) -> str:
+    """Formats a value with its standard error; a dash for None."""
     if value is None:
         return "–"
     return " ±".join(f"{x:.2f}" if x < 1e5 else f"{x:.3g}" for x in value if x is not None)
 
 
 def mean(values: list[Score | None]) -> Score | None:
-    """None unless all are there. Errors add as those of independent means."""
+    """Averages scores; None unless all are there. Errors add as those of independent means."""
     if not values or None in values:
         return None
     errors = [error for _, error in values if error is not None]
@@ -78,7 +79,7 @@ def mean(values: list[Score | None]) -> Score | None:
 
 
 def table_1(results: Results) -> str:
-    """Language modelling and common sense: the models, then the rows of the paper for the nearest size."""
+    """Makes the table of language modelling and common sense: the models, then the paper's rows of the nearest size."""
     tasks = {task for _, task, _ in COLUMNS}
     models = [model for model in results if any(task in tasks for task, _ in results[model])]
     if not models:
@@ -104,10 +105,12 @@ def table_1(results: Results) -> str:
 
 
 def nearest(parameters: int) -> str:
+    """Finds the size in the paper's table 1 whose ratio to `parameters` is nearest to 1."""
     return min(PAPER["table_1"]["sizes"], key=lambda size: abs(math.log(int(size) / parameters)))
 
 
 def paper_rows(size: str, averaged: list[str]) -> list[list[str]]:
+    """Makes the paper's rows of one size; the last cell is the mean of the columns `averaged`."""
     table, group = PAPER["table_1"]["columns"], PAPER["table_1"]["sizes"][size]
     names = {("lambada_openai", "perplexity"): "lambada_ppl", ("lambada_openai", "acc"): "lambada_acc"}
     rows = []
@@ -121,7 +124,7 @@ def paper_rows(size: str, averaged: list[str]) -> list[list[str]]:
 
 
 def table_2(results: Results) -> str:
-    """Needles by length."""
+    """Makes the table of needles by length, with the paper's rows."""
     lengths = sorted({length for rows in results.values() for task, length in rows if task in NEEDLES})
     if not lengths:
         return ""
@@ -139,21 +142,24 @@ def table_2(results: Results) -> str:
 
 
 def needle_name(results: Results, task: str) -> str:
+    """Names a needle as the paper does, with "(books)" where the haystack is not RULER's."""
     books = task != "niah_single_1" and any(r["source"] == "local" for m in results.values() for r in m.values())
     return NEEDLES[task] + (" (books)" if books else "")
 
 
 def documents(results: Results, models: list[str], columns: list[tuple[str, int]]) -> list[str]:
+    """Makes the row of the numbers of documents, all that occur in a column."""
     counts = [{str(results[m][c]["documents"]) for m in models if c in results[m]} for c in columns]
     return ["documents", *("/".join(sorted(count)) for count in counts)]
 
 
 def short(length: int) -> str:
+    """Formats a length; whole multiples of 1,024 as 2K."""
     return f"{length // 1024}K" if length % 1024 == 0 else str(length)
 
 
 def babilong_table(results: Results) -> str:
-    """BABILong by length: the mean over the tasks, then each."""
+    """Makes the table of BABILong by length: the mean over the tasks, then each."""
     lengths = sorted({length for rows in results.values() for task, length in rows if task in CHANCE})
     if not lengths:
         return ""
@@ -198,8 +204,10 @@ def notes(results: Results, limit: int | None, source: str, skipped: list[str]) 
     return "\n".join(f"- {line}" for line in lines)
 
 
-def plot(results: Results, panels: dict[str, list[str]], chance: dict[str, float], path: Path) -> None:
-    """Accuracy against length, a panel per group of tasks (their mean), a line per model."""
+def plot(results: Results, panels: dict[str, list[str]], title: str, trained: int | None, path: Path) -> None:
+    """Draws accuracy against length, a panel per group of tasks (their mean), a line per model; lines also for
+    the chance of a right guess, where the tasks have one, and for the length `trained` on.
+    """
     done = {task for rows in results.values() for task, _ in rows}
     panels = {title: group for title, group in panels.items() if done & set(group)}
     tasks = {task for group in panels.values() for task in group}
@@ -209,31 +217,45 @@ def plot(results: Results, panels: dict[str, list[str]], chance: dict[str, float
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(4 * columns + 2, 3.2 * rows), layout="constrained")
+    figure.suptitle(f"{title} against prompt length", x=0.02, ha="left")
     grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
-    for axes, (title, group) in zip(grid.flat, panels.items(), strict=True):
+    shortest = min(filter(None, lengths), default=1)
+    for axes, (name, group) in zip(grid.flat, panels.items(), strict=True):
+        axes.set_xscale("symlog", base=2, linthresh=shortest, linscale=0.5)  # 0 tokens are a length, too
         for model, style in line_styles(results).items():
             values = [mean([score(results, model, task, "acc", length) for task in group]) for length in lengths]
-            points = [(x, *value) for x, value in enumerate(values) if value]
+            points = [(length, *value) for length, value in zip(lengths, values, strict=True) if value]
             if points:
                 x, y, errors = zip(*points, strict=True)
                 axes.errorbar(x, y, [error or 0 for error in errors], capsize=3, label=model, **style)
                 zeros = [at for at, accuracy in zip(x, y, strict=True) if accuracy == 0]
                 mark_failures(axes, zeros, [0] * len(zeros), label="none right")
-        if group[0] in chance:
-            guess = 100 * sum(chance[task] for task in group) / len(group)
+        if group[0] in CHANCE:
+            guess = 100 * sum(CHANCE[task] for task in group) / len(group)
             axes.axhline(guess, color="gray", linewidth=0.8, label="chance", zorder=0)
-        axes.set(title=title, xticks=range(len(lengths)), ylim=(-5, 105))
-        axes.set_xticklabels(map(short, lengths))
+        if trained:
+            mark_trained_length(axes, trained)
+        axes.set_xticks(lengths, [short(length) for length in lengths])
+        axes.minorticks_off()
+        axes.set(title=name, ylim=(-5, 105))
         axes.grid(alpha=0.3)
-    figure.supxlabel("sequence length in tokens of the model")
-    figure.supylabel("accuracy in %")
+    figure.supxlabel("sequence length (tokens)")
+    figure.supylabel("accuracy (%)")
     save_figure(figure, path)
 
 
 def write_report(
-    folder: Path, fingerprints: dict[str, str], limit: int | None, source: str, skipped: list[str]
+    folder: Path,
+    fingerprints: dict[str, str],
+    limit: int | None,
+    source: str,
+    skipped: list[str],
+    trained: int | None = None,
 ) -> Results:
-    """Writes results.json, table.md, niah.png and babilong.png from what is saved in the folder, and returns that."""
+    """Writes results.json, table.md, niah.png and babilong.png from what is saved in the folder, and returns that.
+
+    The plots mark the length `trained` that the models of this call were trained on, if they have no others.
+    """
     results, others = read_results(folder, fingerprints, limit, source)
     if not results:
         return results
@@ -243,8 +265,10 @@ def write_report(
     (folder / "results.json").write_text(json.dumps(flat, indent=2) + "\n")
     parts = [table_1(results), table_2(results), babilong_table(results), notes(results, limit, source, skipped)]
     (folder / "table.md").write_text("\n\n".join(filter(None, parts)) + "\n")
-    plot(results, {needle_name(results, task): [task] for task in NEEDLES}, {}, folder / "niah.png")
-    single = {task.removeprefix("babilong_"): [task] for task in CHANCE}
-    plot(results, {"mean of qa1 to qa5": list(CHANCE)} | single, CHANCE, folder / "babilong.png")
+    trained = trained if results.keys() <= fingerprints.keys() else None
+    needles = {needle_name(results, task): [task] for task in NEEDLES}
+    plot(results, needles, "Recall of a needle", trained, folder / "niah.png")
+    questions = {"mean of qa1 to qa5": list(CHANCE)} | {task.removeprefix("babilong_"): [task] for task in CHANCE}
+    plot(results, questions, "Right answers in BABILong", trained, folder / "babilong.png")
     print(f"wrote {folder / 'table.md'}")
     return results

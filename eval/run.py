@@ -21,7 +21,7 @@ from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from titans_hf_eval.babilong import check_facts, read_stories
-from titans_hf_eval.checkpoints import Checkpoint, CountingHFLM, digest, load_lm, read_checkpoints
+from titans_hf_eval.checkpoints import Checkpoint, CountingHFLM, digest, load_lm, read_checkpoints, trained_length
 from titans_hf_eval.model_card_results import card_of, update_card
 from titans_hf_eval.needles import make_samples, token_counter
 from titans_hf_eval.result_tables import write_report
@@ -100,7 +100,7 @@ def settings_of(unit: Unit, checkpoint: Checkpoint, args: argparse.Namespace) ->
 
 
 def finished(path: Path, settings: dict[str, Any]) -> bool:
-    """Whether a saved result has these settings; prints the differences if it has not."""
+    """Tells whether a saved result has these settings; prints the differences if it has not."""
     if not path.exists():
         return False
     saved = json.loads(path.read_text())["settings"]
@@ -147,7 +147,7 @@ def evaluate(
 
 
 def save(path: Path, result: dict[str, Any]) -> None:
-    """All of the file or none of it: an interruption leaves no half result."""
+    """Writes all of the file or none of it: an interruption leaves no half result."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(json.dumps(result, indent=2) + "\n")
@@ -192,7 +192,8 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit("interrupted: what is finished is saved; the same command goes on from there") from None
     finally:
         kept = {checkpoint.label: checkpoint.fingerprint for checkpoint in checkpoints}
-        results = write_report(args.output, kept, args.limit, "hub" if args.data is None else "local", skipped)
+        source, trained = "hub" if args.data is None else "local", trained_length(args.models)
+        results = write_report(args.output, kept, args.limit, source, skipped, trained)
         for label in cards.keys() & results.keys():
             update_card(cards[label], results, label)
 

@@ -71,7 +71,7 @@ SUITES = tuple(dict.fromkeys(task.suite for task in TASKS.values()))
 
 
 def choose(names: list[str]) -> list[Task]:
-    """The tasks of suites and single tasks by name, each once."""
+    """Finds the tasks of suites and single tasks by name, each once; raises ValueError for an unknown name."""
     if unknown := [name for name in names if name not in (*SUITES, *TASKS, "all")]:
         known = f"Suites: all {' '.join(SUITES)}. Tasks: {' '.join(TASKS)}"
         raise ValueError(f"--suite {' '.join(unknown)}: no such suite or task. {known}")

@@ -8,6 +8,7 @@ import copy
 import sys
 from collections.abc import Iterator
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +23,16 @@ from tqdm import tqdm
 from titans_hf import TitansCache
 
 Tokens = list[int]
+
+
+class Branch(NamedTuple):
+    """Prompts, by their places `members`, that have their first `start` tokens in common, which the one row of `cache`
+    has read.
+    """
+
+    cache: TitansCache
+    start: int
+    members: list[int]
 
 
 @register_model("titans")
@@ -112,9 +123,8 @@ class TitansLM(HFLM):
             )
 
     @torch.no_grad()
-    def _branches(self, prompts: list[Tokens]) -> Iterator[tuple[TitansCache, int, list[int]]]:
-        """Yields every prompt once: (cache, start, members), the prompts `members` having in common their first `start`
-        tokens, which the one row of `cache` has read. Every prompt has its last token still to come.
+    def _branches(self, prompts: list[Tokens]) -> Iterator[Branch]:
+        """Yields branches that have every prompt once, with at least its last token still to come.
 
         Members come longest first, equal ones side by side.
         """
@@ -132,7 +142,7 @@ class TitansLM(HFLM):
                 else:
                     pending.append((cache, end, _common_length(ahead[run[0]], ahead[run[-1]]), run))
             if alone:
-                yield cache, end, sorted(alone, key=lambda i: (-len(prompts[i]), prompts[i]))
+                yield Branch(cache, end, sorted(alone, key=lambda i: (-len(prompts[i]), prompts[i])))
 
     def _forward(self, cache: TitansCache, ids: Tensor, real: Tensor, logits_to_keep: Tensor | int) -> Tensor:
         with torch.autocast(self.device.type, self.mixed_precision_dtype, enabled=bool(self.mixed_precision_dtype)):
@@ -158,7 +168,7 @@ class TitansLM(HFLM):
 
     @torch.no_grad()
     def _score(self, cache: TitansCache, ends: list[tuple[int, Tokens]]) -> list[tuple[float, bool]]:
-        """(last token of the context, continuation) per row -> its log-probability, and whether greedy."""
+        """Scores (last token of the context, continuation) of each row: its log-probability, and whether greedy."""
         ids, real = _pad([[last, *continuation[:-1]] for last, continuation in ends], "right")
         targets, _ = _pad([continuation for _, continuation in ends], "right")
         total = torch.zeros(len(ends), dtype=torch.float64)
@@ -175,7 +185,7 @@ class TitansLM(HFLM):
     def _continue(
         self, cache: TitansCache, start: int, prompts: list[Tokens], until: list[str], num_new: int, kwargs: dict
     ) -> list[str]:
-        """What follows prompts whose first `start` tokens `cache` has read."""
+        """Generates what follows prompts whose first `start` tokens `cache` has read."""
         ids, real = _pad([prompt[start:] for prompt in prompts], "left")
         cache = self._read(_repeat(cache, len(prompts)), ids[:, :-1], real[:, :-1])
         shared = torch.tensor(prompts[0][:start], dtype=torch.long).expand(len(prompts), -1)
@@ -208,14 +218,14 @@ def _runs(order: list[int], prompts: list[np.ndarray], least: int) -> list[list[
 
 
 def _common_length(a: np.ndarray, b: np.ndarray) -> int:
-    """The number of tokens that both begin with."""
+    """Counts the tokens that both begin with."""
     length = min(len(a), len(b))
     (different,) = np.nonzero(a[:length] != b[:length])
     return int(different[0]) if len(different) else length
 
 
 def _pad(rows: list[Tokens], side: str) -> tuple[Tensor, Tensor]:
-    """-> ids (B, T) int64 and where they are real (B, T) bool."""
+    """Pads rows to ids (B, T) int64; returns these and where they are real, (B, T) bool."""
     length = max(map(len, rows))
     ids, real = torch.zeros(len(rows), length, dtype=torch.long), torch.zeros(len(rows), length, dtype=torch.bool)
     for i, row in enumerate(rows):
@@ -225,14 +235,14 @@ def _pad(rows: list[Tokens], side: str) -> tuple[Tensor, Tensor]:
 
 
 def _select(cache: TitansCache, rows: list[int]) -> TitansCache:
-    """A copy with these rows of `cache`."""
+    """Copies these rows of `cache`."""
     cache = copy.deepcopy(cache)
     cache.batch_select_indices(torch.tensor(rows))
     return cache
 
 
 def _repeat(cache: TitansCache, num_rows: int) -> TitansCache:
-    """A copy with the one row of `cache`, `num_rows` times."""
+    """Copies the one row of `cache`, `num_rows` times."""
     cache = copy.deepcopy(cache)
     cache.batch_repeat_interleave(num_rows)
     return cache

@@ -1,6 +1,6 @@
 """Kills scripts/read.py while it reads a long text with needles, resumes it, and asks for the needles.
 
-    python experiments/interrupted_reading.py MODEL --text ../shared/data/books/train --output DIR
+    python experiments/interrupted_reading.py MODEL --text data/books/train --output DIR
 
 Pass-keys as RULER words them stand in novels at the given shares of the text. scripts/read.py reads it, a token a byte,
 in processes that are killed (SIGKILL) at shares of it and started anew; scripts/ask.py is then asked for every key.

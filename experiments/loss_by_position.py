@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from titans_hf_eval.checkpoints import Checkpoint, read_checkpoints
+from titans_hf_eval.checkpoints import Checkpoint, read_checkpoints, trained_length
 from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.figures import (
     line_styles,
@@ -50,7 +50,7 @@ def stretches_of(folder: Path, tokenizer: PreTrainedTokenizerBase, length: int, 
 
 
 def edges_to(length: int) -> list[int]:
-    """0, 256, 512, 1024, ..., length"""
+    """Returns 0, 256, 512, 1024, ..., length."""
     doubled = [FIRST_EDGE << i for i in range(length.bit_length()) if FIRST_EDGE << i < length]
     return [0, *doubled, length]
 
@@ -69,28 +69,21 @@ def bits_by_position(checkpoint: Checkpoint, stretches: Tensor, device: str) -> 
 
 
 def table(losses: dict[str, list[float]], length: int) -> str:
+    """Makes the table of losses: a row per model, a column per range of positions."""
     heading = ["model", *(f"{low:,} to {high:,}" for low, high in pairwise(edges_to(length)))]
     return markdown_table(heading, [[label, *(f"{x:.2f}" for x in bits)] for label, bits in losses.items()])
 
 
-def trained_length(paths: list[str]) -> int | None:
-    """The block length that all models were trained on, as run.json says; None where one has none or they differ."""
-    runs = [Path(path) / "run.json" for path in paths]
-    if not all(run.is_file() for run in runs):
-        return None
-    arguments = [json.loads(run.read_text(encoding="utf-8")).get("arguments", {}) for run in runs]
-    lengths = {given.get("block_length") for given in arguments}
-    return lengths.pop() if len(lengths) == 1 else None
-
-
 def plot(losses: dict[str, list[float]], length: int, trained: int | None, path: Path) -> None:
-    """Draws loss against position; a cross is where a model's loss is a tenth above its lowest."""
+    """Draws loss against position; a cross is where a model's loss is more than a tenth above its lowest."""
     edges, styles, failed = edges_to(length)[1:], line_styles(losses), []
     axes = loss_by_position_axes(edges, "bits per token")
     for label, bits in losses.items():
         axes.plot(edges, bits, label=label, **styles[label])
         failed += [point for point in zip(edges, bits, strict=True) if point[1] > 1.1 * min(bits)]
-    mark_failures(axes, *zip(*failed, strict=True) if failed else ((), ()), label="a tenth above its best")
+    mark_failures(
+        axes, *zip(*failed, strict=True) if failed else ((), ()), label="loss more than 10 % above its lowest"
+    )
     if trained:
         mark_trained_length(axes, trained)
     save_figure(axes.figure, path)

@@ -53,17 +53,18 @@ Document = tuple[str, str]  # a prompt and its completion
 
 @cache
 def words() -> list[str]:
+    """Lists the words that lines of noise are made of."""
     return [w for kind in categories().values() for w in kind if len(w) <= MAX_WORD_LETTERS and w.isalpha()]
 
 
 def random_line(rng: random.Random) -> str:
-    """One to eight sentences of one to four words."""
+    """Draws one to eight sentences of one to four words."""
     sentences = (" ".join(rng.choices(words(), k=rng.randint(1, 4))) for _ in range(rng.randint(1, 8)))
     return " ".join(f"{sentence.capitalize()}." for sentence in sentences)
 
 
 def noise(rng: random.Random, books: Sequence[str] = ()) -> Iterator[str]:
-    """The lines of a document, without end; in half of the documents those of books, from anywhere on."""
+    """Yields the lines of a document, without end; in half of the documents those of books, from anywhere on."""
     if books and rng.random() < BOOK_NOISE_SHARE:
         yield from (books[i % len(books)] for i in itertools.count(rng.randrange(len(books))))
     of_the_task = rng.random() < TASK_NOISE_SHARE
@@ -73,7 +74,7 @@ def noise(rng: random.Random, books: Sequence[str] = ()) -> Iterator[str]:
 
 
 def short_document(rng: random.Random, num_lines: int, endless: Iterator[str]) -> Document:
-    """A needle, noise, and the beginning of the answer."""
+    """Makes a document of a needle, noise, and the beginning of the answer."""
     key, value = draw_key(rng), draw_value(rng, PASSKEY)
     lines = [needle_of(PASSKEY, key, value), *itertools.islice(endless, num_lines)]
     return "\n".join([*lines, sample_of(PASSKEY, key, value, context="")["gen_prefix"]]), f" {value}."
@@ -82,7 +83,7 @@ def short_document(rng: random.Random, num_lines: int, endless: Iterator[str]) -
 def task_document(
     rng: random.Random, tokenizer: PreTrainedTokenizerBase, length: int, endless: Iterator[str]
 ) -> Document:
-    """A prompt as niah_single_1 puts it, and the answer: at most `length` tokens, to the line of the endless noise.
+    """Makes a prompt as niah_single_1 puts it, and the answer: at most `length` tokens, to the line of endless noise.
 
     Raises ValueError where not even the needle fits.
     """
@@ -104,7 +105,7 @@ def task_document(
 
 
 def shortest_length(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Tokens that any key's shortest document fits into."""
+    """Finds a number of tokens that any key's shortest document fits into."""
     for length in itertools.count(64, step=64):
         with contextlib.suppress(ValueError):
             task_document(random.Random(0), tokenizer, length, noise(random.Random(0)))
@@ -114,7 +115,10 @@ def shortest_length(tokenizer: PreTrainedTokenizerBase) -> int:
 def curriculum(
     rng: random.Random, tokenizer: PreTrainedTokenizerBase, length: int, number: int, books: Sequence[str] = ()
 ) -> Iterator[Document]:
-    """`number` documents of at most `length` tokens, in the order in which they are to be learnt from."""
+    """Yields `number` documents of at most `length` tokens, in the order in which they are to be learnt from.
+
+    Raises ValueError for a length that a pass-key does not fit into.
+    """
     shortest = shortest_length(tokenizer)
     if length < shortest:
         raise ValueError(f"--length {length}: the shortest documents take up to {shortest} tokens of this tokenizer")
@@ -131,13 +135,14 @@ def curriculum(
 
 
 def read_lines(folder: Path | None) -> list[str]:
-    """The lines of all books of a folder, long ones broken."""
+    """Reads the lines of all books of a folder, long ones broken; none without a folder."""
     files = [] if folder is None else find_files(folder, "--text")
     lines = (line for file in files for line in file.read_text(encoding="utf-8").splitlines())
     return [part for line in lines for part in textwrap.wrap(line, MAX_LINE_CHARACTERS)]
 
 
 def table(documents: Iterable[Document]) -> Dataset:
+    """Makes a data set with the columns "prompt" and "completion"."""
     prompts, completions = zip(*documents, strict=True)
     return Dataset.from_dict({"prompt": prompts, "completion": completions})
 

@@ -145,7 +145,7 @@ def _list_tests(tests: list[str]) -> str:
 
 
 def run_tests(folder: Path, names: list[str], chosen: str | None) -> tuple[int, dict]:
-    """pytest's exit status, and the outcomes by test class."""
+    """Runs the tests by pytest; returns its exit status, and the outcomes by test class."""
     # Slow tests too; and nothing from the Hub, whatever this machine has in its cache.
     os.environ |= {"RUN_SLOW": "1", "HF_HUB_OFFLINE": "1"}
     options = ["-q", "--no-header", "--tb=short", "-c", os.devnull, "--rootdir", str(TESTS), "-p", "no:cacheprovider"]

@@ -46,7 +46,7 @@ def make_batch(batch_size: int, filler: int, generator: torch.Generator, num_que
 
 
 def make_configs(variant: str) -> dict[str, PreTrainedConfig]:
-    """Two models of about the same number of parameters, with the same window; the rest are the library's defaults."""
+    """Makes configs of two models of about the same size, with the same window; the rest are the library's defaults."""
     common = dict(vocab_size=VOCAB_SIZE, hidden_size=64, num_hidden_layers=2, num_attention_heads=2)
     common |= dict(num_key_value_heads=2, pad_token_id=None, bos_token_id=None, eos_token_id=None)
     common |= dict(sliding_window=WINDOW)
@@ -58,6 +58,7 @@ def make_configs(variant: str) -> dict[str, PreTrainedConfig]:
 
 
 def train(name: str, model: PreTrainedModel, steps: int, seed: int) -> None:
+    """Trains a model on pairs at most TRAINED_FILLER tokens before their questions."""
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=steps, pct_start=0.1)

@@ -19,7 +19,7 @@ NOVELS = Path(__file__).with_name("novels.json")
 
 
 def find_sources(clones: list[Path], collections: list[dict]) -> dict[Path, tuple[str, str]]:
-    """{file in a clone: (path below the output, sha256)} for every novel of `collections`.
+    """Finds every novel of `collections`: {file in a clone: (path below the output, sha256)}.
 
     Raises ValueError, naming the repository and the commit, where no clone holds all of a collection's files.
     """

@@ -7,7 +7,8 @@ import torch
 from transformers import DynamicCache
 
 from titans_hf_scripts import bench
-from titans_hf_scripts.benchmarks import comparable_models, decode, measure, memory_alone, table_and_plot
+from titans_hf_scripts.benchmarks import decode, measure, memory_alone, model_shapes, table_and_plot
+from titans_hf_scripts.shared.compared_models import count_parameters
 
 
 def run(tmp_path, *arguments):
@@ -65,18 +66,29 @@ def test_the_floor_counts_every_product():
 
 def test_models_are_of_equal_size():
     """Every compared model is within 6 % of the nominal size: otherwise speeds of unequal models would be compared."""
-    for size, expected in comparable_models.PARAMETERS.items():
-        for name in comparable_models.NAMES:
-            assert (
-                abs(comparable_models._num_parameters(comparable_models.fitting_config(name, size)) / expected - 1)
-                < 0.06
-            ), name
+    for size, expected in model_shapes.PARAMETERS.items():
+        for name in model_shapes.NAMES:
+            number = count_parameters(name, model_shapes.fit_config(name, size))
+            assert abs(number / expected - 1) < 0.06, name
 
 
 def test_tables_show_what_is_missing():
     """A value that a row lacks is shown as a dash: otherwise it would read as 0 or shift the columns."""
     rows = [{"model": "a", "tokens": 1024, "speed": 1234.5}, {"model": "b", "tokens": 5, "share": 0.12345}]
     assert table_and_plot.table(rows).splitlines()[2:] == ["| a | 1,024 | 1,234 | – |", "| b | 5 | – | 0.123 |"]
+
+
+def test_the_plot_says_what_was_not_run(monkeypatch, tmp_path):
+    """A length without a row stands in the legend as not run, a row without a value does not: otherwise a model that
+    was left out could be taken for one that failed.
+    """
+    rows = [{"model": name, "tokens": n, "speed": n} for name, n in (("a", 1024), ("a", 2048), ("b", 1024))]
+    rows += [{"model": "a", "tokens": 4096, "speed": None}]
+    figures = []
+    monkeypatch.setattr(table_and_plot, "save_figure", lambda figure, path: figures.append(figure))
+    table_and_plot.save_plot(rows, table_and_plot.Plot("x", ("model",), "tokens", ("speed",)), tmp_path / "x.png")
+    _, labels = figures[0].axes[0].get_legend_handles_labels()
+    assert labels == ["a", "b\n(not run at 2,048, 4,096)", "did not finish"]
 
 
 def test_memory(tmp_path):

@@ -228,6 +228,26 @@ def test_cut_tokens_are_counted_and_told(evaluate, tmp_path):
     assert "**mistral cut tokens off prompts longer than its limit**" in (tmp_path / "out/table.md").read_text()
 
 
+def test_plots_mark_the_trained_length(tmp_path, monkeypatch):
+    """Points lie at their lengths, and a line at the length that all models were trained on, which is none if they
+    differ: otherwise a plot would not show which lengths are longer than those of training.
+    """
+    for name, block_length in (("a", 1024), ("b", 1024), ("c", 4096)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(json.dumps({"arguments": {"block_length": block_length}}))
+    (tmp_path / "d").mkdir()
+    lengths = [checkpoints.trained_length([str(tmp_path / name) for name in names]) for names in ("ab", "abc", "abd")]
+    assert lengths == [1024, None, None]
+    figures = []
+    monkeypatch.setattr(result_tables, "save_figure", lambda figure, path: figures.append(figure))
+    results = {"a": {("babilong_qa1", n): {"metrics": {"acc": 0.5}} for n in (0, 2048, 4096)}}
+    result_tables.plot(results, {"qa1": ["babilong_qa1"]}, "Answers", 1024, tmp_path / "x.png")
+    lines = {line.get_label(): list(line.get_xdata()) for line in figures[0].axes[0].get_lines()}
+    assert lines["longest in training"] == [1024, 1024]
+    assert [0, 2048, 4096] in lines.values()
+    assert [text.get_text() for text in figures[0].axes[0].get_xticklabels()] == ["0K", "2K", "4K"]
+
+
 def test_averages_and_errors():
     """Averages combine standard errors and are empty if a score is missing, and the paper's nearest size is chosen:
     otherwise tables would compare unequal things.

@@ -86,7 +86,9 @@ def hellaswag(data=None, **_) -> dict[str, Dataset]:
 
 
 def _hellaswag_row(context: str, label: str, *endings: str) -> dict:
-    """The text form has lost where ctx_b, which lm-eval capitalises, begins: with the sentence to be finished."""
+    """Makes a row of the text form, which has lost where ctx_b begins: with the sentence to be finished. lm-eval
+    capitalises that.
+    """
     activity, _, context = context.partition(": ")
     begun = re.search(r"(?<=[.!?\"'] )[a-z][^.!?]*$", context)
     start = begun.start() if begun else len(context)
@@ -100,7 +102,7 @@ def _hellaswag_row(context: str, label: str, *endings: str) -> dict:
 
 
 def wikitext_pages(data) -> list[str]:
-    """The articles as EleutherAI/wikitext_document_level cuts them; lost blank lines are taken from another copy."""
+    """Cuts the articles as EleutherAI/wikitext_document_level does; lost blank lines are taken from another copy."""
     lines = iter(local_file(data, "wikitext/wiki.test.raw").read_text(encoding="utf-8").split("\n"))
     layout = local_file(data, "wikitext/wikitext-2/test.txt").read_text(encoding="utf-8").split("\n")
     pages: list[list[str]] = [[]]
@@ -117,7 +119,7 @@ def wikitext(data=None, **_) -> dict[str, Dataset]:
 
 
 def wikitext_whole(data=None, samples=None, **_) -> dict[str, Dataset]:
-    """The whole file as one page; without a folder, from the Hub. `samples` limits the articles it is made of."""
+    """Loads the whole file as one page; without a folder, from the Hub. `samples` limits the articles it is made of."""
     if data is None:
         pages = load_dataset("EleutherAI/wikitext_document_level", "wikitext-2-raw-v1", split="test")["page"]
     else:
@@ -134,7 +136,7 @@ def niah(task, data=None, max_seq_lengths=(4096,), samples=None, **kwargs) -> di
 
 
 def niah_accuracy(doc: dict, results: list[str]) -> dict[str, float]:
-    """RULER's score under one name, whatever the length: lm-eval has a metric for some lengths only."""
+    """Renames RULER's score, whatever the length: lm-eval has a metric for some lengths only."""
     return {"acc": process_results(doc, results)[str(doc["max_length"])]}
 
 

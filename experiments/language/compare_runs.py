@@ -1,4 +1,4 @@
-"""Make the table of runs of train_and_score.py: mean and spread over seeds, and paired differences between rows.
+"""Makes the table of runs of train_and_score.py: mean and spread over seeds, and paired differences between rows.
 
     python -m experiments.language.compare_runs runs/language/*.json --pairs lmm:lmm-stopped mag:mag-stopped
 
@@ -40,12 +40,12 @@ class Row(NamedTuple):
     block_length: int
 
     def mean_losses(self) -> np.ndarray:
-        """Average over the stretches: (seeds, ranges)."""
+        """Averages over the stretches: (seeds, ranges)."""
         return np.stack([losses.mean(0) for losses in self.losses.values()])
 
 
 def read_rows(files: list[Path]) -> dict[str, Row]:
-    """Read the runs, by name, in the order of the files. Raises ValueError for runs of one name that differ in more
+    """Reads the runs, by name, in the order of the files. Raises ValueError for runs of one name that differ in more
     than the seed, and for rows that were not scored at the same positions.
     """
     rows: dict[str, Row] = {}
@@ -65,7 +65,7 @@ def read_rows(files: list[Path]) -> dict[str, Row]:
 
 
 def mean_with_spread(row: Row) -> list[str]:
-    """Format the mean over seeds of every range, with the standard deviation where there are several."""
+    """Formats the mean over seeds of every range, with the standard deviation where there are several."""
     means = row.mean_losses()
     if len(means) == 1:
         return [f"{x:.3f}" for x in means[0]]
@@ -73,7 +73,7 @@ def mean_with_spread(row: Row) -> list[str]:
 
 
 def paired_difference(row: Row, baseline: Row) -> list[str]:
-    """Format the difference in every range, of the seeds that both have, with its interval."""
+    """Formats the difference in every range, of the seeds that both have, with its interval."""
     seeds = sorted(row.losses.keys() & baseline.losses.keys())
     if row.texts != baseline.texts or not seeds:
         return ["-"] * (len(row.edges) - 1)
@@ -87,7 +87,7 @@ def paired_difference(row: Row, baseline: Row) -> list[str]:
 
 
 def tables(rows: dict[str, Row], pairs: list[tuple[Row, Row]]) -> str:
-    """Make the table of losses and, with pairs of a row and its baseline, that of their differences."""
+    """Makes the table of losses and, with pairs of a row and its baseline, that of their differences."""
     edges = next(iter(rows.values())).edges
     ranges = [f"{low:,} to {high:,}" for low, high in pairwise(edges)]
     losses = [[row.name, f"{row.parameters:,}", len(row.losses), *mean_with_spread(row)] for row in rows.values()]
@@ -102,7 +102,7 @@ def tables(rows: dict[str, Row], pairs: list[tuple[Row, Row]]) -> str:
 
 
 def plot(rows: dict[str, Row], path: Path) -> None:
-    """Draw loss against position, the mean over seeds with a band from the least to the greatest."""
+    """Draws loss against position, the mean over seeds with a band from the least to the greatest."""
     ends, styles = next(iter(rows.values())).edges[1:], line_styles(rows)
     axes = loss_by_position_axes(ends, "nats per token")
     for name, row in rows.items():
@@ -114,7 +114,7 @@ def plot(rows: dict[str, Row], path: Path) -> None:
 
 
 def parse_pairs(pairs: list[str], rows: dict[str, Row]) -> list[tuple[Row, Row]]:
-    """Look up NAME:BASELINE pairs. Raises ValueError for a name that no row has, or what is no pair."""
+    """Looks up NAME:BASELINE pairs. Raises ValueError for a name that no row has, or what is no pair."""
     found = []
     for pair in pairs:
         names = pair.split(":")

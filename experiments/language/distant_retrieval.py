@@ -1,4 +1,4 @@
-"""Measure what retrieval of distant tokens could gain a trained language model, without training anything.
+"""Measures what retrieval of distant tokens could gain a trained language model, without training anything.
 
     python -m experiments.language.distant_retrieval runs/mag-stopped --train_text data/books/train \
         --choice_text data/books/valid --score_text data/books/test --output runs/mag-stopped-retrieval.json
@@ -40,7 +40,7 @@ class Predictions(NamedTuple):
 
 
 def pointer_losses(predictions: Predictions, start: int, distance: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the mean losses (N,) from token `start` on of mixtures with a pointer cache, with their settings."""
+    """Yields the mean losses (N,) from token `start` on of mixtures with a pointer cache, with their settings."""
     keys, (_, logits, following) = normalize(predictions.hidden_states, dim=-1), predictions
     positions = torch.arange(keys.shape[1])
     distant = positions[start:, None] - distance > positions
@@ -56,7 +56,7 @@ def pointer_losses(predictions: Predictions, start: int, distance: int) -> Itera
 
 
 def make_features(name: str, hidden_states: Tensor, centre: Tensor) -> Tensor:
-    """Compute the keys (N, T, features) of a delta-rule memory, of length 1."""
+    """Computes the keys (N, T, features) of a delta-rule memory, of length 1."""
     centred = normalize(hidden_states - centre, dim=-1)
     if name == "linear":
         return centred
@@ -66,7 +66,7 @@ def make_features(name: str, hidden_states: Tensor, centre: Tensor) -> Tensor:
 
 
 def retrieve(keys: Tensor, values: Tensor, start: int, distance: int) -> Tensor:
-    """Write keys (N, T, features) and values (N, T, d) by the delta rule, `distance` tokens late; return what each
+    """Writes keys (N, T, features) and values (N, T, d) by the delta rule, `distance` tokens late; returns what each
     token from `start` on retrieves: (N, T - start, d).
     """
     memory, retrieved = keys.new_zeros(len(keys), keys.shape[-1], values.shape[-1]), []
@@ -83,7 +83,7 @@ def retrieve(keys: Tensor, values: Tensor, start: int, distance: int) -> Tensor:
 def memory_losses(
     name: str, predictions: Predictions, embeddings: Tensor, centre: Tensor, start: int, distance: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the mean losses (N,) from token `start` on with what a memory retrieves in the logits, by its scale."""
+    """Yields the mean losses (N,) from token `start` on with what a memory retrieves in the logits, by its scale."""
     embeddings = normalize(embeddings, dim=-1)
     keys = make_features(name, predictions.hidden_states, centre)
     retrieved = retrieve(keys, embeddings[predictions.following], start, distance) @ embeddings.T
@@ -94,7 +94,7 @@ def memory_losses(
 
 @torch.inference_mode()
 def predict(model, stretches: Tensor) -> Predictions:
-    """Run the model on stretches (N, T + 1), one after the other."""
+    """Runs the model on stretches (N, T + 1), one after the other."""
     model.eval()
     parts = [model.model(input_ids=ids[None, :-1], use_cache=False).last_hidden_state.float() for ids in stretches]
     hidden_states = torch.cat(parts)
@@ -103,7 +103,7 @@ def predict(model, stretches: Tensor) -> Predictions:
 
 @torch.inference_mode()
 def compare(model, chosen_on: Tensor, scored_on: Tensor, methods: list[str], distance: int) -> dict[str, dict]:
-    """Return, for every method, the settings that are best on the stretches `chosen_on`, and the mean loss less the
+    """Returns, for every method, the settings that are best on the stretches `chosen_on`, and the mean loss less the
     model's own, in nats per token, on both. The second half of each stretch is scored.
     """
     start, embeddings = (chosen_on.shape[1] - 1) // 2, model.lm_head.weight.float()

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 
 def make_tokenizer(files: list[Path], vocab_size: int, cache: Path) -> Tokenizer:
-    """Train a byte-level BPE on every third file, or load the one that was trained on these files before."""
+    """Trains a byte-level BPE on every third file, or loads the one that was trained on these files before."""
     path = cache / f"bpe-{vocab_size}-{_digest(files)}.json"
     if path.is_file():
         return Tokenizer.from_file(str(path))
@@ -31,7 +31,7 @@ def make_tokenizer(files: list[Path], vocab_size: int, cache: Path) -> Tokenizer
 
 
 def read_documents(files: list[Path], tokenizer: Tokenizer, cache: Path) -> list[np.ndarray]:
-    """Tokenize each file to uint16 ids, or load what these files gave before."""
+    """Tokenizes each file to uint16 ids, or loads what these files gave before."""
     name = hashlib.sha256((_digest(files) + tokenizer.to_str()).encode()).hexdigest()[:16]
     path = cache / f"ids-{name}.npz"
     if not path.is_file():
@@ -46,13 +46,13 @@ def read_documents(files: list[Path], tokenizer: Tokenizer, cache: Path) -> list
 
 
 def cut_blocks(documents: list[np.ndarray], length: int) -> np.ndarray:
-    """Cut documents into blocks: (N, length) ids; the rest of each document is left out."""
+    """Cuts documents into blocks: (N, length) ids; the rest of each document is left out."""
     blocks = [ids[: len(ids) // length * length].reshape(-1, length) for ids in documents]
     return np.concatenate(blocks).astype(np.int64)
 
 
 def cut_stretches(documents: list[np.ndarray], length: int, number: int) -> np.ndarray:
-    """Take `number` stretches of each document, spread evenly over it: (documents * number, length + 1) ids."""
+    """Takes `number` stretches of each document, spread evenly over it: (documents * number, length + 1) ids."""
     stretches = []
     for ids in documents:
         starts = np.linspace(0, len(ids) - length - 1, number).astype(int)
@@ -65,7 +65,7 @@ def _digest(files: list[Path]) -> str:
 
 
 def _write_at_once(path: Path, content: bytes) -> None:
-    """Write a file under a name of its own first, so that a run beside this one never reads half of it."""
+    """Writes a file under a name of its own first, so that a run beside this one never reads half of it."""
     handle, name = tempfile.mkstemp(dir=path.parent)
     with os.fdopen(handle, "wb") as stream:
         stream.write(content)

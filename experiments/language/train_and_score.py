@@ -1,4 +1,4 @@
-"""Train one language model on texts, score it by position on texts it has not seen, and write all that as JSON.
+"""Trains one language model on texts, scores it by position on texts it has not seen, and writes all that as JSON.
 
     python -m experiments.language.train_and_score lmm --train_text DIR --score_text DIR [DIR ...] \
         --output experiments/language/results/lmm.json [--set memory_max_lr=0] [--seed 0]
@@ -29,14 +29,14 @@ TOKENS_AT_ONCE = 1 << 14  # scored in a batch
 
 
 def edges_to(length: int) -> list[int]:
-    """0, 64, 256, 512, 1024, ..., length"""
+    """Returns 0, 64, 256, 512, 1024, ..., length."""
     doubled = [512 << i for i in range(1, length.bit_length()) if 512 << i < length]
     return [edge for edge in (*FIRST_EDGES, *doubled) if edge < length] + [length]
 
 
 @torch.inference_mode()
 def losses_by_position(model: PreTrainedModel, stretches: np.ndarray) -> np.ndarray:
-    """(N, T + 1) ids -> (N, number of ranges) mean loss between `edges_to`, nats per token."""
+    """Computes the mean loss of (N, T + 1) ids between `edges_to`, nats per token: (N, ranges)."""
     model.eval()
     edges, parts = edges_to(stretches.shape[1] - 1), []
     for ids in torch.from_numpy(stretches).split(max(1, TOKENS_AT_ONCE // stretches.shape[1])):
@@ -65,7 +65,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--score_text", type=Path, nargs="+", required=True, help="folders of .txt files")
     parser.add_argument("--output", type=Path, required=True, help="the JSON file to write; one that exists is kept")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="fields of the model's config")
-    parser.add_argument("--quiet", action="store_true", help="baselines: mixers' last projections start at a tenth")
+    parser.add_argument(
+        "--scale_outputs",
+        action="store_true",
+        help="baselines: the mixers' last projections start at a tenth, as Titans'",
+    )
     parser.add_argument("--parameters", type=int, default=1_200_000)
     parser.add_argument("--vocab_size", type=int, default=2048)
     parser.add_argument("--block_length", type=int, default=2048)
@@ -99,7 +103,7 @@ def main(argv: list[str] | None = None) -> None:
     config = fit_config(args.model, args.parameters, {"vocab_size": args.vocab_size} | settings)
     set_seed(args.seed)
     model = build_model(args.model, config).to(args.device)
-    if args.quiet:
+    if args.scale_outputs:
         scale_outputs(model)
     start, commit, recorder = time.time(), describe_commit(), CurveRecorder(args.label, args.steps)
     train(model, blocks, TrainingOptions(*(getattr(args, name) for name in TrainingOptions._fields)), recorder)
@@ -107,7 +111,7 @@ def main(argv: list[str] | None = None) -> None:
     names = [file.stem for file in score_files for _ in range(args.stretches)]
     record = {
         "model": args.model,
-        "settings": settings | ({"quiet": True} if args.quiet else {}),
+        "settings": settings | ({"scale_outputs": True} if args.scale_outputs else {}),
         "parameters": model.num_parameters(),
         "config": config.to_diff_dict(),
         "training": {

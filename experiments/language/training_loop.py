@@ -1,4 +1,4 @@
-"""Train a language model on random blocks of token ids; on a GPU, a whole step is one CUDA graph."""
+"""Trains a language model on random blocks of token ids; on a GPU, a whole step is one CUDA graph."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -29,7 +29,7 @@ class TrainingOptions(NamedTuple):
 def train(
     model: PreTrainedModel, blocks: np.ndarray, options: TrainingOptions, report: Callable[[int, float], None]
 ) -> None:
-    """Train on random blocks (N, T) with AdamW; calls `report(step, mean loss since the last report)` now and then."""
+    """Trains on random blocks (N, T) with AdamW; calls `report(step, mean loss since the last report)` now and then."""
     device = model.device
     optimizer = make_optimizer(model, options.learning_rate)
     blocks = torch.from_numpy(blocks)
@@ -60,7 +60,7 @@ def train(
 
 
 def make_optimizer(model: PreTrainedModel, learning_rate: float) -> torch.optim.AdamW:
-    """Make AdamW; weights decay as Trainer has it, all but biases and norms. The rate is a tensor, for a graph."""
+    """Makes AdamW; weights decay as Trainer has it, all but biases and norms. The rate is a tensor, for a graph."""
     decayed = set(Trainer.get_decay_parameter_names(None, model))
     groups = [
         {"params": [x for name, x in model.named_parameters() if (name in decayed) == decays], "weight_decay": decay}
@@ -72,7 +72,7 @@ def make_optimizer(model: PreTrainedModel, learning_rate: float) -> torch.optim.
 
 
 def learning_rates(learning_rate: float, steps: int) -> Iterator[float]:
-    """Yield the learning rate of every step: warm-up over a twentieth of them, then a cosine to a tenth."""
+    """Yields the learning rate of every step: warm-up over a twentieth of them, then a cosine to a tenth."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=learning_rate)
     scheduler = get_scheduler("cosine_with_min_lr", optimizer, int(0.05 * steps), steps, {"min_lr_rate": 0.1})
     for _ in range(steps):
@@ -82,7 +82,7 @@ def learning_rates(learning_rate: float, steps: int) -> Iterator[float]:
 
 
 def random_batches(num_blocks: int, batch_size: int, seed: int) -> Iterator[Tensor]:
-    """Yield indices of `batch_size` blocks without end: every block once before any is taken again."""
+    """Yields indices of `batch_size` blocks without end: every block once before any is taken again."""
     generator, order = torch.Generator().manual_seed(seed), torch.empty(0, dtype=torch.int64)
     while True:
         while len(order) < batch_size:
@@ -94,7 +94,7 @@ def random_batches(num_blocks: int, batch_size: int, seed: int) -> Iterator[Tens
 def capture_step(
     step: Callable[[], Tensor], model: PreTrainedModel, optimizer: torch.optim.Optimizer
 ) -> Callable[[], Tensor]:
-    """Capture a step as a CUDA graph and return its replay. Weights stay as they are, the optimizer as new."""
+    """Captures a step as a CUDA graph and returns its replay. Weights stay as they are, the optimizer as new."""
     weights = [x.detach().clone() for x in model.parameters()]
     replay = record_step(step)
     with torch.no_grad():

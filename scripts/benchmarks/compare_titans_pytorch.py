@@ -22,7 +22,7 @@ from titans_hf import TitansConfig
 from titans_hf.neural_memory import NeuralMemory
 
 from . import memory_alone
-from .measure import peak_bytes, seconds
+from .measure import Pass, peak_bytes, seconds
 from .table_and_plot import Plot
 
 WIDTH, HEADS, BATCH, CHUNK = 384, 6, 2, 64
@@ -40,19 +40,20 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> Iterator[dict]:
+    """Checks our memory, then times both layers by turns; yields a row per case and pass."""
     memory_alone.check(2, CHUNK, args.device)
     with Worker(args.python) as worker:
         for chunk_size, length in tqdm(CASES, desc="titans-pytorch"):
             for backward in (False, True):
-                work = layer(length, backward)
+                run_layer = make_pass(length, backward)
                 case = {"chunk_size": chunk_size, "batch_size": CHUNK, "batch": BATCH, "length": length}
                 case |= {"backward": backward, "repeats": 1}
                 pairs = []
                 for _ in range(args.repeats):
-                    work()
-                    pairs.append((seconds(work, args.device), worker.ask(case, "seconds")))
+                    run_layer()
+                    pairs.append((seconds(run_layer, args.device), worker.ask(case, "seconds")))
                 ours, theirs = (median(times) for times in zip(*pairs, strict=True))
-                peaks = peak_bytes(work, args.device), worker.ask(case, "peak")
+                peaks = peak_bytes(run_layer, args.device), worker.ask(case, "peak")
                 yield {
                     "its chunk_size": chunk_size,
                     "tokens": length,
@@ -66,8 +67,10 @@ def run(args: Namespace) -> Iterator[dict]:
                 }
 
 
-def layer(length: int, backward: bool):
-    """Makes a function that runs the whole layer: projections, convolutions, gates, memory, norm."""
+def make_pass(length: int, backward: bool) -> Pass:
+    """Makes a function that runs the whole layer: projections, convolutions, gates, memory, norm; with its gradients if
+    `backward`.
+    """
     torch.manual_seed(0)
     sizes = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "memory_chunk_size": CHUNK, "memory_expansion": 4}
     config = TitansConfig(variant="lmm", **sizes)
@@ -75,13 +78,13 @@ def layer(length: int, backward: bool):
     tokens = torch.randn(BATCH, length, WIDTH, requires_grad=backward)
     trained = [tokens, *module.parameters()]
 
-    def work() -> None:
+    def run_layer() -> None:
         with torch.set_grad_enabled(backward):
             retrieved, _ = module(tokens)
             if backward:
                 torch.autograd.grad(retrieved.sum(), trained)
 
-    return work
+    return run_layer
 
 
 class Worker:

@@ -13,20 +13,18 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from . import comparable_models
+from . import model_shapes
 from .measure import seconds
 from .table_and_plot import Plot
 
-PLOT = Plot(
-    "One more token", line=("model",), x="context", y=("ms/token", "cache MB"), yscale="log", xlabel="context, tokens"
-)
+PLOT = Plot("One more token", line=("model",), x="context", y=("ms/token", "cache MB"), yscale="log")
 NUM_READ_TOKENS = 256
 TOKENS_PER_CALL = 4096
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--size", choices=comparable_models.SHAPES, default="30m")
-    parser.add_argument("--models", nargs="+", choices=comparable_models.NAMES, default=list(comparable_models.NAMES))
+    parser.add_argument("--size", choices=model_shapes.SHAPES, default="30m")
+    parser.add_argument("--models", nargs="+", choices=model_shapes.NAMES, default=list(model_shapes.NAMES))
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1024, 4096, 16384, 65536])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -35,11 +33,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 @torch.no_grad()
 def run(args: Namespace) -> Iterator[dict]:
+    """Checks every model and times its steps after each context; yields a row of each."""
     for name in tqdm(args.models, desc="decode"):
-        model = comparable_models.build(
-            comparable_models.fitting_config(name, args.size), args.device, getattr(torch, args.dtype)
-        )
-        comparable_models.check(model)
+        model = model_shapes.build(model_shapes.fit_config(name, args.size), args.device, getattr(torch, args.dtype))
+        model_shapes.check(model)
         readers = {context: Reader(model, context) for context in args.contexts}
         if args.compile:
             model.compile()
@@ -62,7 +59,7 @@ class Reader:
     def __init__(self, model: PreTrainedModel, context: int):
         self.model = model
         titans = model.config.model_type == "titans"
-        ids = comparable_models.draw_tokens(model, context if titans else min(context, NUM_READ_TOKENS))
+        ids = model_shapes.draw_tokens(model, context if titans else min(context, NUM_READ_TOKENS))
         self.given = {}
         for piece in ids.split(TOKENS_PER_CALL, dim=1):
             output = model(piece, use_cache=True, logits_to_keep=1, **self.given)
@@ -81,7 +78,7 @@ class Reader:
 
 
 def num_bytes(held: object) -> int:
-    """Bytes of all tensors that a cache holds."""
+    """Counts the bytes of all tensors that a cache holds."""
     if isinstance(held, torch.Tensor):
         return held.numel() * held.element_size()
     if isinstance(held, dict):

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from titans_hf_scripts.shared.text_files import find_files
 
-from . import comparable_models
+from . import model_shapes
 from .measure import resident_bytes, seconds
 from .table_and_plot import Plot
 
@@ -21,7 +21,7 @@ PLOT = Plot("Reading one long prompt", line=("model",), x="tokens", y=("tokens/s
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--text", type=Path, required=True, help="folder of .txt files, read as bytes, over and over")
-    parser.add_argument("--models", nargs="+", choices=comparable_models.VARIANTS, default=["mag"])
+    parser.add_argument("--models", nargs="+", choices=model_shapes.VARIANTS, default=["mag"])
     parser.add_argument("--tokens", type=int, default=2_000_000)
     parser.add_argument("--piece", type=int, default=4096, help="tokens read at once")
     parser.add_argument("--every", type=int, default=100_000, help="tokens between two rows")
@@ -29,10 +29,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 @torch.no_grad()
 def run(args: Namespace) -> Iterator[dict]:
+    """Checks every model and lets it read the prompt; yields a row every `--every` tokens and at the end.
+
+    Raises ValueError for a folder without texts.
+    """
     files = find_files(args.text, "--text")
     for name in args.models:
-        model = comparable_models.build(comparable_models.fitting_config(name, "tiny"), args.device, torch.float32)
-        comparable_models.check(model)
+        model = model_shapes.build(model_shapes.fit_config(name, "tiny"), args.device, torch.float32)
+        model_shapes.check(model)
         reader = Reader(model)
         with tqdm(total=args.tokens, desc=name, unit=" tokens", unit_scale=True) as bar:
             spent, measured = 0.0, 0  # seconds since the last row; tokens up to it

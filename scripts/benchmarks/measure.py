@@ -10,38 +10,38 @@ from statistics import median
 import torch
 from torch import Tensor
 
-Work = Callable[[], object]
+Pass = Callable[[], object]  # the function that is measured
 MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc's mallopt
 MMAP_MIN_BYTES = 1 << 16  # bytes from which on memory is mapped, and given back when it is freed
 
 
-def seconds(work: Work, device: torch.device) -> float:
-    """Measures the seconds of `work`: processor time, which other processes do not change; wall-clock time on a GPU."""
+def seconds(run: Pass, device: torch.device) -> float:
+    """Measures the seconds of `run`: processor time, which other processes do not change; wall-clock time on a GPU."""
     if device.type == "cpu":
         start = time.process_time()
-        work()
+        run()
         return time.process_time() - start
     torch.cuda.synchronize(device)
     start = time.perf_counter()
-    work()
+    run()
     torch.cuda.synchronize(device)
     return time.perf_counter() - start
 
 
-def in_turn(works: Mapping[str, Work], device: torch.device, repeats: int) -> dict[str, float]:
+def in_turn(functions: Mapping[str, Pass], device: torch.device, repeats: int) -> dict[str, float]:
     """Returns the median seconds of each function. After a warm-up round, every round runs each function once, so that
     other processes slow all of them equally.
     """
-    rounds = [{name: seconds(work, device) for name, work in works.items()} for _ in range(repeats + 1)]
-    return {name: median(times[name] for times in rounds[1:]) for name in works}
+    rounds = [{name: seconds(run, device) for name, run in functions.items()} for _ in range(repeats + 1)]
+    return {name: median(times[name] for times in rounds[1:]) for name in functions}
 
 
-def peak_bytes(work: Work, device: torch.device) -> int:
-    """Measures the peak memory of `work` in bytes, less what was allocated before."""
+def peak_bytes(run: Pass, device: torch.device) -> int:
+    """Measures the peak memory of `run` in bytes, less what was allocated before."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        work()
+        run()
         return torch.cuda.max_memory_allocated(device) - before
     reader, writer = os.pipe()
     libc = ctypes.CDLL(None)
@@ -53,7 +53,7 @@ def peak_bytes(work: Work, device: torch.device) -> int:
             _use_up_free_chunks(libc)
             before = _status_bytes("VmRSS")
             Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
-            work()
+            run()
             os.write(writer, str(_status_bytes("VmHWM") - before).encode())
         finally:
             os._exit(0)
@@ -96,11 +96,11 @@ def large_product_rate(dtype: torch.dtype, device: torch.device) -> float:
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     repeats = 5
 
-    def work() -> None:
+    def multiply() -> None:
         for _ in range(repeats):
             a @ b
 
-    return repeats * size**3 / in_turn({"product": work}, device, 5)["product"]
+    return repeats * size**3 / in_turn({"product": multiply}, device, 5)["product"]
 
 
 def check_close(name: str, actual: Tensor, expected: Tensor, tolerance: float) -> None:

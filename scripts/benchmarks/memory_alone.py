@@ -6,7 +6,8 @@ count as three forwards.
 """
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +16,9 @@ from tqdm import tqdm
 from titans_hf.memory_network import UpdateRule, layer_shapes
 from titans_hf.memory_ops import compile_chunks, memorize
 from titans_hf.memory_reference import memorize_reference
-from titans_hf.memory_state import MemoryInputs, MemoryState
+from titans_hf.memory_state import MemorizeOutput, MemoryInputs, MemoryState
 
-from .measure import check_close, in_turn, large_product_rate, peak_bytes
+from .measure import Pass, check_close, in_turn, large_product_rate, peak_bytes
 from .table_and_plot import Plot
 
 BATCH, HEADS, HEAD_DIM, DEPTH, EXPANSION = 2, 6, 64, 2, 4
@@ -41,17 +42,18 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> Iterator[dict]:
+    """Checks and times the memory at every depth, chunk size and length; yields a row of each."""
     if args.compile:
         compile_chunks()
     large_rate = large_product_rate(torch.float32, args.device)
     cases = [(depth, chunk, length) for depth in args.depths for chunk in args.chunks for length in args.lengths]
     for depth, chunk, length in tqdm(cases, desc="memory"):
         check(depth, chunk, args.device)
-        forward, both = work(depth, chunk, length, args.device)
+        forward, both = make_passes(depth, chunk, length, args.device)
         products = Products(depth, chunk, args.device)
         num_chunks = -(-length // chunk)
-        works = {"floor": lambda p=products, n=num_chunks: p(n), "forward": forward, "both": both}
-        times = in_turn(works, args.device, args.repeats)
+        passes = {"floor": lambda p=products, n=num_chunks: p(n), "forward": forward, "both": both}
+        times = in_turn(passes, args.device, args.repeats)
         tokens = BATCH * length
         row = {"depth": depth, "chunk": chunk, "tokens": length}
         for name, share in (("forward", 1), ("both", 3)):
@@ -87,48 +89,64 @@ class Products:
                 a @ b
 
 
-def draw(depth: int, length: int, chunk: int, device: torch.device, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Draws queries, keys, values, theta, log eta, log(1 - alpha) and the weights like those of an untrained model."""
+class MemoryCase(NamedTuple):
+    """What a memory reads, and the weights (H, d_in, d_out) of its layers, which it starts with and decays to."""
+
+    tokens: MemoryInputs
+    weights: tuple[Tensor, ...]
+
+    def tensors(self) -> list[Tensor]:
+        """Lists all tensors: those of the tokens, then the weights."""
+        return [*(x for x in self.tokens if x is not None), *self.weights]
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> "MemoryCase":
+        """Applies `fn` to every tensor."""
+        return MemoryCase(self.tokens.map(fn), tuple(map(fn, self.weights)))
+
+
+def draw(depth: int, length: int, chunk: int, device: torch.device, dtype: torch.dtype = torch.float32) -> MemoryCase:
+    """Draws inputs for `length` tokens, and weights like those of an untrained model."""
     generator = torch.Generator(device).manual_seed(0)
     size = (BATCH, HEADS, length)
 
     def uniform(*size: int) -> Tensor:
         return torch.rand(*size, device=device, generator=generator, dtype=dtype)
 
-    tokens = [torch.nn.functional.normalize(uniform(*size, HEAD_DIM) - 0.5, dim=-1) for _ in range(3)]
+    projected = [torch.nn.functional.normalize(uniform(*size, HEAD_DIM) - 0.5, dim=-1) for _ in range(3)]
     gates = [uniform(*size) / chunk, uniform(*size).log(), (uniform(*size) / 100).neg().log1p()]
     shapes = layer_shapes(HEAD_DIM, depth, EXPANSION)
-    weights = [(uniform(HEADS, *shape) - 0.5) * 2 / shape[0] ** 0.5 for shape in shapes]
-    return [*tokens, *gates, *weights]
+    weights = tuple((uniform(HEADS, *shape) - 0.5) * 2 / shape[0] ** 0.5 for shape in shapes)
+    return MemoryCase(MemoryInputs(*projected, *gates), weights)
 
 
-def work(depth: int, chunk: int, length: int, device: torch.device):
-    inputs = draw(depth, length, chunk, device)
-    trained = [x.clone().requires_grad_() for x in inputs]
+def make_passes(depth: int, chunk: int, length: int, device: torch.device) -> tuple[Pass, Pass]:
+    """Makes a function that reads `length` tokens, and one that also computes the gradients of all that it reads."""
+    case = draw(depth, length, chunk, device)
+    trained = case.map(lambda x: x.clone().requires_grad_())
 
     def forward() -> None:
         with torch.no_grad():
-            _read(memorize, inputs, chunk)
+            _read(memorize, case, chunk)
 
     def both() -> None:
-        torch.autograd.grad(_read(memorize, trained, chunk).sum(), trained)
+        torch.autograd.grad(_read(memorize, trained, chunk).sum(), trained.tensors())
 
     return forward, both
 
 
-def _read(memory, inputs: list[Tensor], chunk: int) -> Tensor:
-    state = MemoryState.initial(inputs[6:], BATCH, inputs[0].dtype)
-    tokens, target = MemoryInputs(*inputs[:6]), tuple(inputs[6:])
-    return memory(tokens, state, UpdateRule(ERROR_CLIP), chunk_size=chunk, decay_target=target).retrieved
+def _read(memory: Callable[..., MemorizeOutput], case: MemoryCase, chunk: int) -> Tensor:
+    state = MemoryState.initial(case.weights, BATCH, case.tokens.queries.dtype)
+    rule = UpdateRule(ERROR_CLIP)
+    return memory(case.tokens, state, rule, chunk_size=chunk, decay_target=case.weights).retrieved
 
 
 def check(depth: int, chunk: int, device: torch.device) -> None:
     """Raises AssertionError unless outputs and gradients equal those of the token loop in float64."""
     results = []
     for memory, dtype in ((memorize, torch.float32), (memorize_reference, torch.float64)):
-        inputs = [x.requires_grad_() for x in draw(depth, NUM_CHECKED_TOKENS, chunk, device, torch.float64)]
-        retrieved = _read(memory, [x.to(dtype) for x in inputs], chunk)
-        results.append([retrieved, *torch.autograd.grad(retrieved.square().sum(), inputs)])
-    names = ["the output", *(f"the gradient of input {i}" for i in range(len(inputs)))]
+        case = draw(depth, NUM_CHECKED_TOKENS, chunk, device, torch.float64).map(Tensor.requires_grad_)
+        retrieved = _read(memory, case.map(lambda x, dtype=dtype: x.to(dtype)), chunk)
+        results.append([retrieved, *torch.autograd.grad(retrieved.square().sum(), case.tensors())])
+    names = ["the output", *(f"the gradient of tensor {i}" for i in range(len(case.tensors())))]
     for name, actual, expected in zip(names, *results, strict=True):
         check_close(f"chunk {chunk}, depth {depth}: {name}", actual, expected, 1e-4)

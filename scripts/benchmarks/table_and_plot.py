@@ -17,7 +17,7 @@ class Plot(NamedTuple):
     x: str
     y: tuple[str, ...]
     yscale: str = "linear"
-    xlabel: str = "sequence length"
+    xlabel: str = "sequence length (tokens)"
 
 
 def table(rows: list[dict]) -> str:
@@ -35,18 +35,20 @@ def _cell(value: object) -> str:
 
 
 def save_plot(rows: list[dict], plot: Plot, path: Path) -> None:
-    """Draws the rows; a row without a value of `y` is a cross at the bottom: the work did not finish there."""
+    """Draws the rows. A row without a value of `y` is a cross at the bottom: the work did not finish there. The legend
+    says of a line where other lines have a row, and it has none: it was not run there.
+    """
     figure = Figure(figsize=(4.5 * len(plot.y) + 2, 4), layout="constrained")
     figure.suptitle(plot.title)
     names = [_name(row, plot) for row in rows]
-    styles = line_styles(names)
+    styles, labels = line_styles(names), _labels(names, [row[plot.x] for row in rows])
     for axes, y in zip(figure.subplots(1, len(plot.y), squeeze=False)[0], plot.y, strict=True):
         lines: dict[str, list[tuple]] = {}
         for name, row in zip(names, rows, strict=True):
             if row.get(y) is not None:
                 lines.setdefault(name, []).append((row[plot.x], row[y]))
         for name, points in lines.items():
-            axes.plot(*zip(*points, strict=True), label=name, **styles[name])
+            axes.plot(*zip(*points, strict=True), label=labels[name], **styles[name])
         axes.set(xlabel=plot.xlabel, ylabel=y, xscale="log", yscale=plot.yscale)
         if plot.yscale == "linear":
             axes.set_ylim(0)
@@ -59,6 +61,15 @@ def save_plot(rows: list[dict], plot: Plot, path: Path) -> None:
             axes.annotate(", ".join(failed), (x, bottom), (0, 8), textcoords="offset points", ha="right", fontsize=7)
         axes.grid(alpha=0.3)
     save_figure(figure, path)
+
+
+def _labels(names: list[str], xs: list[int]) -> dict[str, str]:
+    """Makes the legend's label of each line: its name, and the points of other lines where it was not run."""
+    absent = {name: sorted(set(xs) - {x for x, of in zip(xs, names, strict=True) if of == name}) for name in names}
+    return {
+        name: f"{name}\n(not run at {', '.join(f'{x:,}' for x in missing)})" if missing else name
+        for name, missing in absent.items()
+    }
 
 
 def _name(row: dict, plot: Plot) -> str:

@@ -5,15 +5,17 @@
 
 import json
 import sys
+from typing import Any
 
 import torch
-from measure import peak_bytes, seconds
+from measure import Pass, peak_bytes, seconds
 from titans_pytorch import NeuralMemory
 
 WIDTH, HEADS = 384, 6
 
 
-def make(chunk_size: int, batch_size: int) -> NeuralMemory:
+def make_memory(chunk_size: int, batch_size: int) -> NeuralMemory:
+    """Makes the layer with two layers of the memory network; weights from seed 0."""
     torch.manual_seed(0)
     return NeuralMemory(
         dim=WIDTH,
@@ -25,30 +27,33 @@ def make(chunk_size: int, batch_size: int) -> NeuralMemory:
     )
 
 
+def make_pass(case: dict[str, Any]) -> Pass:
+    """Makes a function that runs the layer on a case's tokens, with its gradients if the case says "backward"."""
+    memory = make_memory(case["chunk_size"], case["batch_size"])
+    tokens = torch.randn(case["batch"], case["length"], WIDTH, requires_grad=case["backward"])
+    trained = [tokens, *(parameter for parameter in memory.parameters() if parameter.requires_grad)]
+
+    def run_layer() -> None:
+        with torch.set_grad_enabled(case["backward"]):
+            retrieved = memory(tokens)[0]
+            if case["backward"]:
+                torch.autograd.grad(retrieved.sum(), trained, allow_unused=True)
+
+    return run_layer
+
+
 def main() -> None:
     torch.set_num_threads(1)
     device = torch.device("cpu")
     for line in sys.stdin:
         case = json.loads(line)
-        memory = make(case["chunk_size"], case["batch_size"])
-        tokens = torch.randn(case["batch"], case["length"], WIDTH, requires_grad=case["backward"])
-
-        def work(case=case, memory=memory, tokens=tokens) -> None:
-            with torch.set_grad_enabled(case["backward"]):
-                retrieved = memory(tokens)[0]
-                if case["backward"]:
-                    torch.autograd.grad(retrieved.sum(), [tokens, *_used(memory)], allow_unused=True)
-
+        run_layer = make_pass(case)
         if case["what"] == "peak":
-            answer = peak_bytes(work, device)
+            answer = peak_bytes(run_layer, device)
         else:
-            work()
-            answer = min(seconds(work, device) for _ in range(case["repeats"]))
+            run_layer()
+            answer = min(seconds(run_layer, device) for _ in range(case["repeats"]))
         print(json.dumps(answer), flush=True)
-
-
-def _used(memory: NeuralMemory) -> list[torch.nn.Parameter]:
-    return [parameter for parameter in memory.parameters() if parameter.requires_grad]
 
 
 if __name__ == "__main__":

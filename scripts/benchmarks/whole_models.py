@@ -1,14 +1,15 @@
 """Whole models of equal size: tokens per second and peak memory of a forward pass and of training, by length."""
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from . import comparable_models
-from .measure import peak_bytes, seconds
+from . import model_shapes
+from .measure import Pass, peak_bytes, seconds
 from .table_and_plot import Plot
 
 PLOT = Plot("Whole models", line=("model",), x="tokens", y=("read tokens/s", "train tokens/s", "train peak KB/token"))
@@ -16,24 +17,33 @@ WITHOUT_MEMORY = "without memory"  # Mistral with the MLP of MAG, MAC and MAL
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--size", choices=comparable_models.SHAPES, default="tiny")
+    parser.add_argument("--size", choices=model_shapes.SHAPES, default="tiny")
     parser.add_argument(
         "--models",
         nargs="+",
-        choices=(*comparable_models.NAMES, WITHOUT_MEMORY),
-        default=[*comparable_models.NAMES, WITHOUT_MEMORY],
+        choices=(*model_shapes.NAMES, WITHOUT_MEMORY),
+        default=[*model_shapes.NAMES, WITHOUT_MEMORY],
     )
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 8192, 32768])
     parser.add_argument("--depths", type=int, nargs="+", default=[1], help="layers of the memory network")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
 
 
+class NamedConfig(NamedTuple):
+    """A model by its name, the depth of its memory (0 without one) and its configuration."""
+
+    name: str
+    depth: int
+    config: PreTrainedConfig
+
+
 def run(args: Namespace) -> Iterator[dict]:
+    """Checks and times every model at every length; yields a row of each."""
     for name, depth, config in tqdm(list(_configs(args)), desc="models"):
-        model = comparable_models.build(config, args.device, getattr(torch, args.dtype))
-        comparable_models.check(model)
+        model = model_shapes.build(config, args.device, getattr(torch, args.dtype))
+        model_shapes.check(model)
         for length in args.lengths:
-            read, train = work(model, length)
+            read, train = make_passes(model, length)
             row = {"model": f"{name}, depth {depth}" if len(args.depths) > 1 else name, "tokens": length}
             row["parameters"] = model.num_parameters()
             for what, passes in (("read", read), ("train", train)):
@@ -43,20 +53,22 @@ def run(args: Namespace) -> Iterator[dict]:
             yield row
 
 
-def _configs(args: Namespace) -> Iterator[tuple[str, int, PreTrainedConfig]]:
+def _configs(args: Namespace) -> Iterator[NamedConfig]:
     for name in args.models:
         if name == WITHOUT_MEMORY:
-            mag = comparable_models.fitting_config("mag", args.size)
-            yield name, 0, comparable_models.make_config("mistral", args.size, mag.intermediate_size)
+            mag = model_shapes.fit_config("mag", args.size)
+            config = model_shapes.make_config("mistral", args.size, mag.intermediate_size)
+            yield NamedConfig(name, 0, config)
         else:
-            titans = name in comparable_models.TITANS
+            titans = name in model_shapes.TITANS
             for depth in args.depths if titans else args.depths[:1]:
                 more = {"memory_depth": depth} if titans else {}
-                yield name, depth, comparable_models.fitting_config(name, args.size, **more)
+                yield NamedConfig(name, depth, model_shapes.fit_config(name, args.size, **more))
 
 
-def work(model, length: int) -> tuple[Callable, Callable]:
-    ids = comparable_models.draw_tokens(model, length)
+def make_passes(model: PreTrainedModel, length: int) -> tuple[Pass, Pass]:
+    """Makes a function that reads `length` tokens without gradients, and one that computes those of the loss."""
+    ids = model_shapes.draw_tokens(model, length)
 
     def read() -> None:
         with torch.no_grad():

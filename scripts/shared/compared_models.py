@@ -1,5 +1,6 @@
-"""Models of equal size to be compared: Titans, and attention and linear recurrences of transformers."""
+"""Models of equal size to be trained and compared: Titans, and attention and linear recurrences of transformers."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ HIDDEN_SIZE, NUM_LAYERS, NUM_HEADS, CONV_KERNEL = 128, 4, 4, 4
 
 
 def make_config(name: str, free: int, settings: dict[str, Any]) -> PreTrainedConfig:
-    """Make a config; `free` is the size of the MLPs, in Mamba2, which has none, the number of layers."""
+    """Makes a config; `free` is the size of the MLPs, in Mamba2, which has none, the number of layers."""
     shape = {
         "hidden_size": HIDDEN_SIZE,
         "num_hidden_layers": NUM_LAYERS,
@@ -49,11 +50,17 @@ def make_config(name: str, free: int, settings: dict[str, Any]) -> PreTrainedCon
 
 
 def fit_config(name: str, num_parameters: int, settings: dict[str, Any]) -> PreTrainedConfig:
-    """Make a config with about `num_parameters`, unless the settings fix the size of the MLPs."""
+    """Makes a config with about `num_parameters`, unless the settings fix the size of the MLPs."""
     free = "num_hidden_layers" if name == "mamba2" else "intermediate_size"
     if free in settings:
         return make_config(name, settings[free], settings)
-    make = partial(make_config, name, settings=settings)
+    return fit_size(name, partial(make_config, name, settings=settings), num_parameters)
+
+
+def fit_size(name: str, make: Callable[[int], PreTrainedConfig], num_parameters: int) -> PreTrainedConfig:
+    """Makes a config with about `num_parameters`, which are linear in what `make` takes: the size of the MLPs, here a
+    multiple of 8; of Mamba2, which has none, the number of layers.
+    """
     first, second, step = (1, 2, 1) if name == "mamba2" else (64, 128, 8)
     counts = [count_parameters(name, make(free)) for free in (first, second)]
     exact = first + (num_parameters - counts[0]) * (second - first) / (counts[1] - counts[0])
@@ -61,6 +68,7 @@ def fit_config(name: str, num_parameters: int, settings: dict[str, Any]) -> PreT
 
 
 def count_parameters(name: str, config: PreTrainedConfig) -> int:
+    """Counts the parameters of `build_model`'s model, without making its weights."""
     with torch.device("meta"):
         return build_model(name, config).num_parameters()
 
@@ -74,13 +82,13 @@ class ConvolvedLinear(nn.Module):
         self.filters = nn.Parameter(torch.randn(linear.out_features, 1, CONV_KERNEL) * CONV_KERNEL**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, T, d_in) -> (B, T, d_out); a whole sequence at once, without a cache."""
+        """Maps x (B, T, d_in) to (B, T, d_out), a whole sequence at once, without a cache."""
         projected = nn.functional.pad(self.linear(x).mT, (CONV_KERNEL - 1, 0))
         return nn.functional.conv1d(projected, self.filters.to(projected.dtype), groups=len(self.filters)).mT
 
 
 def build_model(name: str, config: PreTrainedConfig) -> PreTrainedModel:
-    """Build the model with random weights; a name that ends in -conv has convolutions on q, k and v."""
+    """Builds the model with random weights; a name that ends in -conv has convolutions on q, k and v."""
     model = AutoModelForCausalLM.from_config(config)
     if name.endswith("-conv"):
         for layer in model.model.layers:
@@ -92,14 +100,14 @@ def build_model(name: str, config: PreTrainedConfig) -> PreTrainedModel:
 
 @torch.no_grad()
 def scale_outputs(model: PreTrainedModel) -> None:
-    """Scale the last projection of every attention or recurrence of a baseline to a tenth, as Titans start."""
+    """Scales the last projection of every attention or recurrence of a baseline to a tenth, as Titans start."""
     for name, module in model.named_modules():
         if name.endswith(("self_attn.o_proj", "linear_attn.out_proj", "mixer.out_proj")):
             module.weight.mul_(OUTPUT_SCALE)
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
-    """Parse NAME=JSON pairs; what is no JSON is a string. Raises ValueError for what is no pair."""
+    """Parses NAME=JSON pairs; what is no JSON is a string. Raises ValueError for what is no pair."""
     settings = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")

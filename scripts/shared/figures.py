@@ -26,19 +26,19 @@ def line_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     variants = {name: _variant_in(name) for name in names}
     if not any(variants.values()):
         return {name: {"marker": MARKERS[i % len(MARKERS)]} for i, name in enumerate(variants)}
-    styles, seen, others = {}, dict.fromkeys(VARIANTS, 0), 0
+    styles, num_lines, others = {}, dict.fromkeys(VARIANTS, 0), 0
     for name, variant in variants.items():
         if variant is None:
             style = {"color": OTHERS[others % len(OTHERS)], "linestyle": "--", "marker": MARKERS[others % len(MARKERS)]}
             styles[name] = style | {"markerfacecolor": "white"}
             others += 1
         else:
-            white = PALER * seen[variant]
+            white = PALER * num_lines[variant]
             color = tuple(white + (1 - white) * channel for channel in to_rgb(VARIANTS[variant]))
             stopped = any(word in name for word in STOPPED)
-            marker = MARKERS[seen[variant] % len(MARKERS)]
+            marker = MARKERS[num_lines[variant] % len(MARKERS)]
             styles[name] = {"color": color, "linestyle": ":" if stopped else "-", "marker": marker}
-            seen[variant] += 1
+            num_lines[variant] += 1
     return styles
 
 

@@ -106,6 +106,7 @@ def code(text: str) -> str:
 
 
 def evaluated_on(data: dict) -> str:
+    """Names the text of the evaluation, and says if it was held out from training."""
     return f"{data['eval']} (held out)" if data["held_out"] else data["eval"]
 
 
@@ -115,12 +116,14 @@ def table(rows: list[tuple]) -> str:
 
 
 def introduction(config: PreTrainedConfig) -> str:
+    """Says what kind of model it is."""
     if config.model_type == "titans":
         return TITANS.format(variant=config.variant.upper())
     return f"A language model of type {config.model_type}."
 
 
 def loading(config: PreTrainedConfig, name: str) -> str:
+    """Makes the code that loads the model, of Titans with the package, without it, and as a server."""
     quoted = json.dumps(name, ensure_ascii=False)
     if config.model_type != "titans":
         return LOADING.format(imports="", name=quoted, arguments="")
@@ -134,12 +137,14 @@ def loading(config: PreTrainedConfig, name: str) -> str:
 
 
 def sizes(config: PreTrainedConfig, record: dict) -> str:
+    """Makes the table of the sizes that mean something to the model."""
     unused = UNUSED[config.variant] if config.model_type == "titans" else set()
     values = [(label, getattr(config, name, None)) for name, label in SIZES.items() if name not in unused]
     return table([("parameters", record["parameters"]), *((label, size) for label, size in values if size is not None)])
 
 
 def training(record: dict) -> str:
+    """Tells what the model was trained on, for how long, with which arguments and versions."""
     data, source = record["data"], escape(record["data"]["train"])
     start = f"From {escape(record['base_model'])}" if record.get("base_model") else "From scratch"
     text = (
@@ -154,12 +159,14 @@ def training(record: dict) -> str:
 
 
 def evaluation(record: dict) -> str:
+    """Makes the table of the losses on the evaluation text."""
     data, metrics = record["data"], record["metrics"]
     figures = table([(name, f"{metrics[key]:.4f}") for key, (_, name) in METRICS.items() if key in metrics])
     return f"On {escape(evaluated_on(data))}, {data['eval_tokens']:,} tokens, by the training script:\n\n{figures}"
 
 
 def licence(config: PreTrainedConfig, record: dict) -> str:
+    """Tells the licence of the weights and, of Titans, that of the code beside them."""
     stated = (
         f"Weights: {escape(record['license'])}."
         if record["license"]

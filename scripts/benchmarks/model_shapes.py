@@ -1,4 +1,7 @@
-"""Models of equal size: the variants of Titans, and the models of transformers that they are compared with."""
+"""The shapes of the models that the benchmarks time: Titans, and models of transformers, of one of two equal sizes.
+
+Their other settings are those of their classes; of models to be trained they are in shared/compared_models.py.
+"""
 
 from functools import partial
 
@@ -8,6 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from titans_hf import TitansConfig
+from titans_hf_scripts.shared.compared_models import fit_size
 
 from .measure import check_close
 
@@ -53,27 +57,19 @@ def make_config(name: str, size: str, free: int, **settings) -> PreTrainedConfig
     return transformers.Qwen3NextConfig(**shape, head_dim=head_dim, num_experts=0)
 
 
-def fitting_config(name: str, size: str, **settings) -> PreTrainedConfig:
+def fit_config(name: str, size: str, **settings) -> PreTrainedConfig:
     """Makes a configuration with about `PARAMETERS[size]` parameters."""
-    make = partial(make_config, name, size, **settings)
-    first, second = (1, 2) if name == "mamba2" else (64, 128)
-    counts = [_num_parameters(make(free)) for free in (first, second)]
-    free = first + (PARAMETERS[size] - counts[0]) * (second - first) / (counts[1] - counts[0])
-    step = 1 if name == "mamba2" else 8
-    return make(max(step, step * round(free / step)))
-
-
-def _num_parameters(config: PreTrainedConfig) -> int:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config).num_parameters()
+    return fit_size(name, partial(make_config, name, size, **settings), PARAMETERS[size])
 
 
 def build(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """Builds the model with random weights, always the same ones, for evaluation."""
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config).to(device, dtype).eval()
 
 
 def draw_tokens(model: PreTrainedModel, length: int) -> Tensor:
+    """Draws token ids (1, length) on the model's device."""
     return torch.randint(2, model.config.vocab_size, (1, length), device=model.device)
 
 
