@@ -12,7 +12,7 @@ from lm_eval.api.model import LM
 
 EVAL = Path(__file__).parents[1] / "eval"
 SHARED = Path(__file__).parents[2] / "shared" / "data"
-needs_shared_data = pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data is absent")
+needs_shared_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the texts of docs/results.md are absent")
 BOOK = "It was dark. Mr. Darcy came! 'Who is there?' she said. Nobody was. The wind (it blew.) fell.\n" * 400
 STORIES = {
     "qa1_single-supporting-fact": "1 Mary went to the hall.\n2 John ran to the garden.\n3 Where is Mary? \thall\t1\n"

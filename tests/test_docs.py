@@ -45,6 +45,21 @@ def each(found: list) -> list:
     return [pytest.param(block, id=block.name) for block in found]
 
 
+def test_what_the_pages_write_is_ignored():
+    """Git ignores the folders that README's and the docs' commands write: otherwise private text would be committed."""
+    folders = ("my-memory", "look", "data", "to_look_at", "runs", "results", "my_dna", "my_texts", "books")
+    paths = [f"{folder}/a.txt" for folder in folders]
+    git = ["git", "-C", str(ROOT), "check-ignore", "--no-index", *paths]
+    assert subprocess.run(git, capture_output=True, text=True, check=False).stdout.split() == paths
+
+
+def test_remote_checkpoints_are_shown_with_their_tokenizer():
+    """README loads a tokenizer of the Hub with trust_remote_code too: otherwise AutoTokenizer would wait for an answer
+    to its question.
+    """
+    assert re.search(r"AutoTokenizer\.from_pretrained\(.*trust_remote_code=True\)", (ROOT / "README.md").read_text())
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     """Every relative link has a file and a heading as its target: otherwise a reader follows a dead link."""
