@@ -30,6 +30,7 @@ from titans_hf_scripts.shared.figures import (
 )
 from titans_hf_scripts.shared.markdown_tables import markdown_table
 from titans_hf_scripts.shared.text_files import find_files
+from titans_hf_scripts.shared.text_ids import encode
 
 FIRST_EDGE = 256
 
@@ -41,7 +42,7 @@ def stretches_of(folder: Path, tokenizer: PreTrainedTokenizerBase, length: int, 
     """
     stretches = []
     for file in find_files(folder, "--text"):
-        ids = tokenizer(file.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False).input_ids
+        ids = encode(tokenizer, file.read_text(encoding="utf-8")).input_ids
         if len(ids) < number * length:
             raise ValueError(f"{file} has {len(ids)} tokens: too few for {number} stretches of {length}")
         starts = [(len(ids) - number * length) // (number + 1) * (i + 1) + i * length for i in range(number)]

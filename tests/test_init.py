@@ -77,7 +77,7 @@ def test_initialising_again(config):
 @pytest.mark.parametrize("missing", [r"token_memory\.", r"token_memory.*directions", r"token_memory.*scale"])
 def test_the_token_memory(missing, tmp_path):
     """A token memory has the documented values when it is constructed, after the meta device, and where a checkpoint
-    lacks a part of it: else its features would be those of uninitialised memory.
+    lacks a part of it: otherwise its features would be those of uninitialised memory.
     """
     torch.manual_seed(0)
     config = make_config("lmm", **SIZES, token_memory_features=96, tie_word_embeddings=True)

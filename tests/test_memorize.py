@@ -67,8 +67,8 @@ def test_delta_rule_equals_reference(depth, momentum, num_seen, length):
 @pytest.mark.parametrize("rule", [UpdateRule(1.0), UpdateRule(1.0, True), UpdateRule(1.0, network="residual")], ids=str)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_memory_without_momentum_equals_reference(depth, rule, num_seen, length):
-    """Without a momentum, results and gradients are those of the token loop, and of a momentum whose gate is 0: else
-    leaving it away would change the memory.
+    """Without a momentum, results and gradients are those of the token loop, and of a momentum whose gate is 0:
+    otherwise leaving it away would change the memory.
     """
     torch.manual_seed(length)
     full, inputs = make_state(depth, num_seen), make_inputs(length, momentum=False)
@@ -88,7 +88,7 @@ def test_a_memory_without_momentum_equals_reference(depth, rule, num_seen, lengt
 
 
 def test_a_momentum_without_its_gate_is_refused():
-    """A state with a momentum and inputs without its gate raise ValueError, and the other way round: else a memory
+    """A state with a momentum and inputs without its gate raise ValueError, and the other way round: otherwise a memory
     would lose its momentum silently.
     """
     inputs, state = make_inputs(5), make_state(1, [0, 0, 0])

@@ -67,7 +67,7 @@ def test_scores_are_those_of_lm_eval(model, batch_size, share_from):
     assert_same_scores(loglikelihoods(lm), loglikelihoods(make_lm(HFLM, model)))
 
 
-def test_what_greedy_decoding_says_is_marked(model):
+def test_greedy_continuations_are_marked(model):
     """A continuation counts as greedy only if generate() gives all of it: otherwise exact-match accuracy would be
     wrong.
     """

@@ -27,7 +27,7 @@ def repeated_text(vocab_size: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_untrained_model_predicts_what_it_has_read_before(variant):
-    """What followed a token before has a lower loss from the second time on, in a model that was never trained: else
+    """What followed a token before has a lower loss from the second time on, in a model that was never trained: otherwise
     the memory writes under other keys than it reads with, or retrieves other tokens than it was given.
     """
     torch.manual_seed(0)
@@ -43,7 +43,7 @@ def test_an_untrained_model_predicts_what_it_has_read_before(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients_equal_those_of_the_equations(variant):
     """The gradient of every parameter, embeddings and hidden states before it included, equals autograd's through the
-    token loop: else the memory would be trained for something else than it computes.
+    token loop: otherwise the memory would be trained for something else than it computes.
     """
     model, ids = make_model(variant, num_hidden_layers=1, **CHANGES), make_ids(26)
     weights = torch.randn(26, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -66,7 +66,7 @@ def test_stopped_it_adds_nothing(variant):
 
 
 def test_directions_are_saved(tmp_path):
-    """A loaded model has the random directions of the saved one: else its memories could not be read."""
+    """A loaded model has the random directions of the saved one: otherwise its memories could not be read."""
     model, ids = make_model("mag", **CHANGES), make_ids(1, 30)
     model.save_pretrained(tmp_path)
     loaded = TitansForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
@@ -74,7 +74,7 @@ def test_directions_are_saved(tmp_path):
 
 
 def test_it_needs_the_embeddings_of_a_language_model():
-    """Untied embeddings and time series are refused by name: else what is retrieved would mean nothing to the head."""
+    """Untied embeddings and time series are refused by name: otherwise what is retrieved would mean nothing to the head."""
     with pytest.raises(StrictDataclassError, match="`tie_word_embeddings` must be True with `token_memory_features`"):
         make_config("mag", token_memory_features=8, tie_word_embeddings=False)
     with pytest.raises(StrictDataclassError, match="`token_memory_features` must be 0"):

@@ -1,8 +1,9 @@
 """One chunk of the memory's update in the dual form (paper section 3.2): forward and hand-written backward.
 
-All gradients of a chunk are taken at the weights of its start, so each token's gradient is rank one in every layer, and
-the weights after every token follow from a few matrix products (`memory_gates`), exactly. No per-token weights are
-formed. Factors per token are applied where the tensor is narrower: before a matrix product or after it.
+All gradients of a chunk are taken at the weights of its start (eq. 16), so each token's gradient is rank one in every
+layer, all can be had at once (eq. 17), and the weights after every token follow from a few matrix products
+(`memory_gates`), exactly. No per-token weights are formed. Factors per token are applied where the tensor is narrower:
+before a matrix product or after it.
 
 Shapes: N batch and heads, C tokens of the chunk; weights (N, d_in, d_out).
 """

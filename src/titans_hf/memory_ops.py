@@ -134,7 +134,7 @@ def _memorize_token(
         weights = tuple(map(torch.lerp, decay_target, state.weights, retain))
     else:
         weights = tuple(x * w for x, w in zip(retain, state.weights, strict=True))
-    # S_t = eta_t S_{t-1} - theta_t h (x) delta (eq. 10, 14); M_t = ... + S_t
+    # S_t = eta_t S_{t-1} - theta_t h (x) delta (eq. 10, 14)
     gradients, momentum = zip(theta, factors.inputs, factors.deltas, strict=True), ()
     if state.momentum:
         eta = _of_layers(inputs.log_momentum_decay.exp(), inputs, len(weights))
@@ -143,7 +143,7 @@ def _memorize_token(
         step.addcmul_(h.mT, theta * delta, value=-1)
     if momentum:
         for w, s in zip(weights, momentum, strict=True):
-            w.add_(s)
+            w.add_(s)  # M_t = ... + S_t: eq. 13
     state = MemoryState(weights, momentum, anchor, state.num_seen + 1)
     retrieved = read(weights, inputs.queries, rule.network)  # y_t: eq. 15
     return MemorizeOutput(retrieved, token_surprise(factors).detach(), state)

@@ -141,7 +141,7 @@ def memorize_chunks_reference(
             # 2. Products of the gates: m_t = prod_{l<=t} eta_l, beta_t = prod_{l<=t} (1 - alpha_l) (B, H, C), and the
             #    same products over j < l <= t at [t, j], E and R (B, H, C, C)
             (m, decays), (beta, retains) = (_products(x[..., layer].exp()) for x in (log_eta, log_retain))
-            # 3. S_t = m_t S_0 - sum_{i<=t} E_ti theta_i u_i (eq. 14 unrolled)
+            # 3. S_t = m_t S_0 - sum_{i<=t} E_ti theta_i u_i (eq. 18: eq. 14 unrolled)
             # 4. M_t = beta_t (M_0 - target) + sum_{i<=t} R_ti S_i + target (eq. 13 unrolled)
             s_0 = torch.einsum("bht,bhio->bhtio", m, s)  # (B, H, C) x (B, H, d_in, d_out)
             steps = torch.einsum("bhj,bhjio->bhjio", theta[..., layer], u)  # (B, H, C) x (B, H, C, d_in, d_out)

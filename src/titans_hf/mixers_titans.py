@@ -34,7 +34,7 @@ class TitansMixer(SequenceMixer):
         self.memory = NeuralMemory(config, layer_idx)
 
     def initial_state(self, batch_size: int, dtype: torch.dtype) -> LayerState:
-        """Returns the state before the first token: after P, which precedes every sequence (x~ = P || x).
+        """Returns the state before the first token: after P, which precedes every sequence (x~ = P || x: eq. 26, 29).
 
         P does not count as tokens of the first chunk. The state is the same for every row: computed once and expanded.
         """
@@ -92,7 +92,7 @@ class MALMixer(TitansMixer):
         return self.memory_norm(m) if self.sum_norm is None else self.sum_norm(hidden_states + m)
 
     def mix(self, hidden_states, state, grid, at_start):
-        m, memory, conv_state, updates = self.memory.forward_on_grid(  # M(x~): eq. 30
+        m, memory, conv_state, updates = self.memory.forward_on_grid(  # M(x~): eq. 28: eq. 30
             hidden_states, state.memory, state.conv_state, grid
         )
         inputs = self._attention_input(hidden_states, m)

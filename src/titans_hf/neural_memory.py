@@ -206,8 +206,8 @@ class NeuralMemory(nn.Module):
         return self.o_proj(normed.to(gate.dtype) * gate)
 
     def _project_inputs(self, hidden_states: Tensor, conv_state: Tensor, grid: TokenGrid) -> tuple[Tensor, Tensor]:
-        """Computes q, k and v (3, B, H, T, D) by linear -> causal depthwise convolution -> SiLU, and the conv state
-        after the last token.
+        """Computes q, k and v (3, B, H, T, D) by linear (eq. 11) -> causal depthwise convolution -> SiLU, and the conv
+        state after the last token.
         """
         projected = torch.cat([proj(hidden_states) for proj in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)
         if self.q_conv is not None:
@@ -226,21 +226,21 @@ class NeuralMemory(nn.Module):
     def _gates(self, hidden_states: Tensor, dtype: torch.dtype) -> Gates:
         """Computes the data-dependent gates (paper section 3.1) of eq. 10 and 13."""
         logits = self._logits(self.inner_lr, hidden_states, dtype)
-        inner_lr = self.config.memory_max_lr * torch.sigmoid(logits)  # theta_t
+        inner_lr = self.config.memory_max_lr * torch.sigmoid(logits)  # theta_t: eq. 10
         if self.momentum is None:
             log_momentum_decay = None
         elif self.config.memory_max_lr == 0:  # earlier momentum must stop as well
             log_momentum_decay = torch.full_like(inner_lr, -torch.inf)  # eta_t = 0
         else:
             momentum = self._logits(self.momentum, hidden_states, dtype)
-            log_momentum_decay = logsigmoid(momentum)  # log eta_t
+            log_momentum_decay = logsigmoid(momentum)  # log eta_t: eq. 10
             if self.stable:
                 # Times 1 - eta_t: a gradient's steps sum to theta_t whatever eta is: |S| <= max theta |gradient|.
                 # docs/log.md: "The inner loop blows up with the error clip alone"
                 inner_lr = inner_lr * torch.sigmoid(-momentum)
         if not self.forgets:
             return Gates(inner_lr, log_momentum_decay, torch.zeros_like(inner_lr))  # alpha_t = 0
-        log_retain = logsigmoid(-self._logits(self.forget, hidden_states, dtype))  # log(1 - alpha_t)
+        log_retain = logsigmoid(-self._logits(self.forget, hidden_states, dtype))  # log(1 - alpha_t): eq. 13
         return Gates(inner_lr, log_momentum_decay, log_retain)
 
     def _logits(self, gate: TokenGate, hidden_states: Tensor, dtype: torch.dtype) -> Tensor:
