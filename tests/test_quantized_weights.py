@@ -11,8 +11,8 @@ from titans_hf_scripts.training.tokenizer import byte_tokenizer
 
 
 def test_rows_are_compared_with_float32(tmp_path, monkeypatch):
-    """The first row is the model's own loss without divergence, and bfloat16 diverges: otherwise the table would compare
-    with something else.
+    """The first row is the model's own loss without divergence, and bfloat16 diverges: otherwise the table would
+    compare with something else.
     """
     settings = [*quantized_weights.settings([])]
     monkeypatch.setattr(quantized_weights, "settings", lambda bits: settings[:2])  # they need no quantiser

@@ -27,8 +27,8 @@ def repeated_text(vocab_size: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_untrained_model_predicts_what_it_has_read_before(variant):
-    """What followed a token before has a lower loss from the second time on, in a model that was never trained: otherwise
-    the memory writes under other keys than it reads with, or retrieves other tokens than it was given.
+    """What followed a token before has a lower loss from the second time on, in a model that was never trained:
+    otherwise the memory writes under other keys than it reads with, or retrieves other tokens than it was given.
     """
     torch.manual_seed(0)
     changes = dict(hidden_size=64, vocab_size=100, initializer_range=0.1, token_memory_features=512)
@@ -74,7 +74,7 @@ def test_directions_are_saved(tmp_path):
 
 
 def test_it_needs_the_embeddings_of_a_language_model():
-    """Untied embeddings and time series are refused by name: otherwise what is retrieved would mean nothing to the head."""
+    """Untied embeddings and time series are refused by name: otherwise the head could not read what is retrieved."""
     with pytest.raises(StrictDataclassError, match="`tie_word_embeddings` must be True with `token_memory_features`"):
         make_config("mag", token_memory_features=8, tie_word_embeddings=False)
     with pytest.raises(StrictDataclassError, match="`token_memory_features` must be 0"):
