@@ -228,7 +228,7 @@ def test_commands_run(block, workplace, programs, environment):
         pytest.skip("; ".join(dict.fromkeys(reasons)))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("block", each(PYTHON))
 def test_python_runs(block, workplace, environment):
     """A Python block runs alone and unchanged: otherwise it would fail for whoever copies it."""
