@@ -68,7 +68,7 @@ def texts(tmp_path):
     }
     for name, text in documents.items():
         (folder / name).write_text(text, encoding="utf-8")
-    (folder / "ignored.md").write_text("not a text file")
+    (folder / "README.md").write_text("not a text file")
     return folder
 
 

@@ -11,8 +11,8 @@ from common import FORMS, VARIANTS, assert_same, full_logits, make_ids, shared_m
 
 from titans_hf import TitansCache
 
-pytestmark = pytest.mark.long
-NUM_PROGRAMS, NUM_OPERATIONS, MAX_ROWS = 60, 14, 4
+pytestmark = pytest.mark.slow
+NUM_PROGRAMS, NUM_OPERATIONS, MAX_ROWS = 30, 14, 4
 CHANGES = {"": {}, "+token memory": FORMS["token memory"]}
 
 
