@@ -13,7 +13,7 @@ from titans_hf_eval.needles import SEED, largest, split_sentences, token_counter
 
 
 class Question(NamedTuple):
-    """A question, its answer, and the facts that its story has told before, in order."""
+    """A question, its answer, and all earlier facts of its story, in order."""
 
     facts: list[str]
     text: str

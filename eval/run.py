@@ -28,6 +28,7 @@ from titans_hf_eval.result_tables import write_report
 from titans_hf_eval.suites import BABILONG_LENGTHS, SUITES, TASKS, Unit, choose, plan
 from titans_hf_eval.titans_lm import TitansLM
 from titans_hf_scripts.shared.command_line import run_command
+from titans_hf_scripts.shared.devices import choose_device
 
 EVAL = Path(__file__).parent
 # A result is kept only while the code that made its prompts and read its answers is the same.
@@ -62,6 +63,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name in ("limit", "batch_size", "max_length"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ValueError(f"--{name} {value}: must be at least 1")
+    choose_device(args.device)  # refused before anything is loaded
     if args.lengths and min(args.lengths) < 0:
         raise ValueError(f"--lengths {min(args.lengths)}: must not be negative")
     if args.update_cards and args.limit:

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from titans_hf_eval.checkpoints import Checkpoint, read_checkpoints, trained_length
 from titans_hf_scripts.shared.command_line import run_command
+from titans_hf_scripts.shared.devices import choose_device
 from titans_hf_scripts.shared.figures import (
     line_styles,
     loss_by_position_axes,
@@ -57,7 +58,7 @@ def edges_to(length: int) -> list[int]:
 
 
 @torch.inference_mode()
-def bits_by_position(checkpoint: Checkpoint, stretches: Tensor, device: str) -> list[float]:
+def bits_by_position(checkpoint: Checkpoint, stretches: Tensor, device: torch.device) -> list[float]:
     """Returns the mean loss between `edges_to`, over all tokens but the first."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint.path).to(device).eval()
     total = torch.zeros(stretches.shape[1] - 1, dtype=torch.float64)
@@ -97,12 +98,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=8192, help="tokens")
     parser.add_argument("--stretches", type=int, default=4, help="of each file")
     parser.add_argument("--output", type=Path, required=True, help="the folder for loss_by_position.json, .md and .png")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", help="cpu, cuda, ...; a GPU if there is one")
     args = parser.parse_args(argv)
     for name, least in (("length", 2), ("stretches", 1)):
         if getattr(args, name) < least:
             raise ValueError(f"--{name} must be at least {least}, but is {getattr(args, name)}")
     find_files(args.text, "--text")  # before the models are loaded
+    device = choose_device(args.device)
     checkpoints = read_checkpoints(args.models)
     stretches = stretches_of(args.text, checkpoints[0].tokenizer, args.length, args.stretches)
     for other in checkpoints[1:]:
@@ -111,7 +113,7 @@ def main(argv: list[str] | None = None) -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     losses = {}
     for checkpoint in checkpoints:
-        losses[checkpoint.label] = bits_by_position(checkpoint, stretches, args.device)
+        losses[checkpoint.label] = bits_by_position(checkpoint, stretches, device)
         record = {"edges": edges_to(args.length), "bits per token": losses}
         (args.output / "loss_by_position.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         (args.output / "loss_by_position.md").write_text(table(losses, args.length) + "\n", encoding="utf-8")

@@ -17,6 +17,7 @@ import transformers
 from titans_hf_scripts.benchmarks import compare_titans_pytorch, decode, long_prompt, memory_alone, whole_models
 from titans_hf_scripts.benchmarks.table_and_plot import save_plot, table
 from titans_hf_scripts.shared.command_line import run_command
+from titans_hf_scripts.shared.devices import choose_device
 
 BENCHMARKS = {
     "memory": memory_alone,
@@ -33,10 +34,11 @@ def main(argv: list[str] | None = None) -> None:
     for name, benchmark in BENCHMARKS.items():
         command = commands.add_parser(name, help=benchmark.__doc__.splitlines()[0], description=benchmark.__doc__)
         command.add_argument("--output", type=Path, default=Path("runs/bench"), help="folder of tables and plots")
-        command.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+        command.add_argument("--device", default="cpu")
         command.add_argument("--repeats", type=int, default=5, help="rounds; the median is reported")
         benchmark.add_arguments(command)
     args = parser.parse_args(argv)
+    args.device = choose_device(args.device)
     torch.set_num_threads(1)
     rows = []
     for row in BENCHMARKS[args.benchmark].run(args):

@@ -10,6 +10,7 @@ from memorize_runs import (
     B,
     D,
     H,
+    assert_equals_reference,
     assert_same,
     make_decay_target,
     make_inputs,
@@ -41,8 +42,7 @@ def test_dual_form_equals_reference(depth, error_clip, num_seen, length):
     if error_clip is None:  # the paper's loss diverges within 13 tokens at these rates, in the reference too
         inputs = scale_steps(inputs, 0.1 if length <= 13 else 0.01)
     for decay_target in ((), make_decay_target(depth)):
-        rest = (inputs, state, UpdateRule(error_clip), decay_target)
-        assert_same(run(memorize, *rest), run(memorize_reference, *rest))
+        assert_equals_reference(inputs, state, UpdateRule(error_clip), decay_target)
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 13, 22])
@@ -58,8 +58,7 @@ def test_delta_rule_equals_reference(depth, momentum, num_seen, length):
     factor = 0.5 + torch.rand(B, H, length, 1, dtype=torch.float64)
     inputs = inputs._replace(keys=inputs.keys * factor)  # both sides of |h| = 1
     for decay_target in ((), make_decay_target(depth)):
-        rest = (inputs, state, UpdateRule(1.0, delta_rule=True), decay_target)
-        assert_same(run(memorize, *rest), run(memorize_reference, *rest))
+        assert_equals_reference(inputs, state, UpdateRule(1.0, delta_rule=True), decay_target)
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 13, 22])
@@ -178,8 +177,7 @@ def test_momentum_and_forgetting_off(momentum, forget, length):
     """
     torch.manual_seed(0)
     state, inputs = make_state(2, [5, 0, 3]), make_inputs(length, momentum, forget)
-    rest = (inputs, state, UpdateRule(1.0))
-    assert_same(run(memorize, *rest), run(memorize_reference, *rest))
+    assert_equals_reference(inputs, state, UpdateRule(1.0))
 
 
 @pytest.mark.parametrize("delta_rule,network", [(False, "mlp"), (True, "mlp"), (False, "residual")])

@@ -4,8 +4,10 @@ import pytest
 import torch
 from memorize_runs import (
     CHUNK,
+    GATES,
     B,
     H,
+    assert_equals_reference,
     assert_same,
     make_decay_target,
     make_inputs,
@@ -17,7 +19,6 @@ from memorize_runs import (
 
 from titans_hf import UpdateRule
 from titans_hf.memory_ops import memorize
-from titans_hf.memory_reference import memorize_reference
 from titans_hf.memory_scan import CHECKPOINT_INTERVAL
 
 
@@ -34,8 +35,7 @@ def test_the_residual_network_equals_reference(depth, gates, error_clip, num_see
     inputs = per_layer(inputs, depth) if gates == "layer" else inputs
     inputs = scale_steps(inputs, 0.1)
     for decay_target in ((), make_decay_target(depth)):
-        rest = (inputs, state, UpdateRule(error_clip, network="residual"), decay_target)
-        assert_same(run(memorize, *rest), run(memorize_reference, *rest))
+        assert_equals_reference(inputs, state, UpdateRule(error_clip, network="residual"), decay_target)
 
 
 @pytest.mark.parametrize("length", [1, 3, 13, 22])
@@ -49,16 +49,14 @@ def test_gates_per_layer_equal_reference(depth, delta_rule, num_seen, length):
     torch.manual_seed(length)
     state, inputs = make_state(depth, num_seen), per_layer(make_inputs(length), depth)
     for decay_target in ((), make_decay_target(depth)):
-        rest = (inputs, state, UpdateRule(1.0, delta_rule), decay_target)
-        assert_same(run(memorize, *rest), run(memorize_reference, *rest))
+        assert_equals_reference(inputs, state, UpdateRule(1.0, delta_rule), decay_target)
 
 
 def test_gates_per_layer_that_are_equal_are_those_of_the_head():
     """Equal gates in every layer give what gates per head give: otherwise both forms could not be compared."""
     torch.manual_seed(0)
     state, inputs = make_state(3, [5, 0, 3]), make_inputs(13)
-    gates = ("inner_lr", "log_momentum_decay", "log_retain")
-    layers = inputs._replace(**{gate: getattr(inputs, gate)[..., None].expand(B, H, 13, 3) for gate in gates})
+    layers = inputs._replace(**{gate: getattr(inputs, gate)[..., None].expand(B, H, 13, 3) for gate in GATES})
     rule = UpdateRule(1.0)
     assert_same(run(memorize, layers, state, rule)[:1], run(memorize, inputs, state, rule)[:1])
 

@@ -81,7 +81,7 @@ def test_a_new_model_learns_without_nan(variant):
     assert losses[-1] < 0.7 * losses[0], losses
 
 
-def test_gates_per_layer_are_told_as_their_mean():
+def test_gates_per_layer_are_returned_as_their_mean():
     """The gates of a token are the means over the layers of the memory network, (B, H, T): otherwise what reads them
     would fail, or show one layer's.
     """

@@ -11,8 +11,8 @@ from common import FORMS, VARIANTS, assert_same, full_logits, make_ids, shared_m
 
 from titans_hf import TitansCache
 
-pytestmark = pytest.mark.slow
-NUM_PROGRAMS, NUM_OPERATIONS, MAX_ROWS = 30, 14, 4
+NUM_PROGRAMS, NUM_OPERATIONS, MAX_ROWS = 60, 14, 4
+NUM_SLOW = 30  # of the programs are run with the slow tests, the others with the long ones
 CHANGES = {"": {}, "+token memory": FORMS["token memory"]}
 
 
@@ -159,7 +159,13 @@ class Program:
         self.cache = TitansCache.from_pretrained(self.folder, self.model)
 
 
-@pytest.mark.parametrize("seed", range(NUM_PROGRAMS))
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(seed, marks=pytest.mark.slow if seed < NUM_SLOW else pytest.mark.long)
+        for seed in range(NUM_PROGRAMS)
+    ],
+)
 @pytest.mark.parametrize("changes", CHANGES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_random_programs(variant, changes, seed, tmp_path):
@@ -169,6 +175,7 @@ def test_random_programs(variant, changes, seed, tmp_path):
     Program(variant, changes, seed, tmp_path).run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_four_threads_generate(variant):
     """Threads that share a model generate what each does alone, in every mode: otherwise requests would share a

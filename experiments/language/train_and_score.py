@@ -21,6 +21,7 @@ from experiments.language.token_blocks import cut_blocks, cut_stretches, make_to
 from experiments.language.training_loop import TrainingOptions, train
 from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.compared_models import NAMES, build_model, fit_config, parse_settings, scale_outputs
+from titans_hf_scripts.shared.devices import choose_device
 from titans_hf_scripts.shared.git_commit import describe_commit
 from titans_hf_scripts.shared.text_files import find_files
 
@@ -78,14 +79,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True, help="matrix products in bf16")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", help="cpu, cuda, ...; a GPU if there is one")
     parser.add_argument("--graph", action="store_true", help="on a GPU: a training step as one CUDA graph")
     parser.add_argument("--score_length", type=int, default=4096)
     parser.add_argument("--stretches", type=int, default=4, help="of each text to be scored")
     parser.add_argument("--cache", type=Path, default=Path("runs/language"), help="for the tokenizer and token ids")
     parser.add_argument("--save_model", type=Path, help="a folder for the trained model")
     args = parser.parse_args(argv)
-    args.label = args.output.stem
+    args.label, args.device = args.output.stem, str(choose_device(args.device))
     return args
 
 

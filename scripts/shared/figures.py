@@ -79,7 +79,8 @@ def save_figure(figure: Figure, path: Path) -> None:
     panels = [axes.get_legend_handles_labels() for axes in figure.axes]
     lines = {label: line for handles, labels in panels for line, label in zip(handles, labels, strict=True)}
     if lines:
-        legend = figure.legend(lines.values(), lines.keys(), loc="outside right upper", frameon=False)
-        for text in (*legend.get_texts(), *(axes.title for axes in figure.axes)):
-            text.set_parse_math(False)
+        figure.legend(lines.values(), lines.keys(), loc="outside right upper", frameon=False)
+    labels = (text for legend in figure.legends for text in legend.get_texts())
+    for text in (*labels, *(axes.title for axes in figure.axes)):
+        text.set_parse_math(False)
     figure.savefig(path, dpi=150)

@@ -4,8 +4,10 @@ import glob
 import json
 import re
 from codecs import getincrementaldecoder
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -14,7 +16,7 @@ from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
 from titans_hf_scripts.shared.text_files import find_files
 
-BUILDERS = {
+KINDS = {
     ".txt": "text",
     ".md": "text",
     ".json": "json",
@@ -23,7 +25,6 @@ BUILDERS = {
     ".tsv": "tsv",
     ".parquet": "parquet",
 }
-OPTIONS = {"text": {"sample_by": "document"}, "tsv": {"sep": "\t"}}  # of a builder
 HEAD_BYTES = 8192  # bytes at the start of a file that are checked before it is loaded
 CHECKED_BYTES = 1 << 20  # decoded at a time
 
@@ -56,58 +57,62 @@ def load_splits(
 
 
 def _load_files(path: Path, argument: str, streaming: bool) -> Dataset | IterableDataset:
-    builder, files = choose_files(path, argument)
+    kind, files = choose_files(path, argument)
     if not any(file.stat().st_size for file in files):
         raise ValueError(f"{argument} {path} holds no text: {files[0]} is empty")
     for file in files:
-        _check_head(file, builder, argument)
-        if builder == "parquet":
-            _check_file(file, builder, argument, _check_parquet)
-        elif builder == "json" and not streaming:  # other builders find it while they load
-            _check_file(file, builder, argument, _check_utf8)
+        _check_before_loading(file, kind, argument, streaming)
     # Escaped, because load_dataset silently skips files with [ or * in their names otherwise.
-    names, loader = [glob.escape(str(file)) for file in files], builder.replace("tsv", "csv")
+    names, (builder, options, check) = [glob.escape(str(file)) for file in files], FORMATS[kind]
     try:
-        return load_dataset(loader, data_files=names, split="train", streaming=streaming, **OPTIONS.get(builder, {}))
+        return load_dataset(builder, data_files=names, split="train", streaming=streaming, **options)
     except (DatasetGenerationError, ValueError, OSError) as error:  # whose message names no file
         for file in files:
-            _check_file(file, builder, argument, FILE_CHECKS[builder])
+            with _naming(file, kind, argument):
+                check(file)
         raise ValueError(f"{argument} {path}: {error.__cause__ or error}") from error
 
 
-def _check_file(file: Path, builder: str, argument: str, check: Callable[[Path], object]) -> None:
+@contextmanager
+def _naming(file: Path, kind: str, argument: str) -> Iterator[None]:
+    """Turns the error of a check into one that names the file."""
     try:
-        check(file)
+        yield
     except (ValueError, OSError) as reason:
-        raise ValueError(f"{argument}: {file} is no valid {builder} file: {reason}") from reason
+        raise ValueError(f"{argument}: {file} is no valid {kind} file: {reason}") from reason
 
 
 def choose_files(path: Path, argument: str) -> tuple[str, list[Path]]:
-    """Lists the data files of a path and the builder that reads them.
+    """Lists the data files of a path, and their kind.
 
     A single file with an unknown suffix is text. Of a folder, a README.md counts only where there are no others. Raises
-    ValueError for a folder without data files, or with files of several builders.
+    ValueError for a folder without data files, or with files of several kinds.
     """
-    files = find_files(path, argument, tuple(BUILDERS))
+    files = find_files(path, argument, tuple(KINDS))
     if path.is_file():
-        return BUILDERS.get(path.suffix.lower(), "text"), files
+        return KINDS.get(path.suffix.lower(), "text"), files
     files = [file for file in files if file.name.lower() != "readme.md"] or files
-    builders = sorted({BUILDERS[file.suffix.lower()] for file in files})
-    if len(builders) > 1:
-        raise ValueError(f"{argument} {path} holds files of several kinds ({', '.join(builders)}): give one kind")
-    return builders[0], files
+    kinds = sorted({KINDS[file.suffix.lower()] for file in files})
+    if len(kinds) > 1:
+        raise ValueError(f"{argument} {path} holds files of several kinds ({', '.join(kinds)}): give one kind")
+    return kinds[0], files
 
 
-def _check_head(file: Path, builder: str, argument: str) -> None:
+def _check_before_loading(file: Path, kind: str, argument: str, streaming: bool) -> None:
+    """Checks the beginning of a file, and what loading would not find."""
     with file.open("rb") as stream:
         head = stream.read(HEAD_BYTES)
-    if builder != "parquet" and b"\0" in head:
+    if kind != "parquet" and b"\0" in head:
         raise ValueError(f"{argument}: {file} is a binary file, not text")
-    if builder != "text" and not head:
+    if kind != "text" and not head:
         raise ValueError(f"{argument}: {file} is empty")
-    if builder != "parquet":
-        is_whole = len(head) < HEAD_BYTES
-        _check_file(file, builder, argument, lambda _: getincrementaldecoder("utf-8")().decode(head, is_whole))
+    with _naming(file, kind, argument):
+        if kind == "parquet":
+            _check_parquet(file)
+        elif kind == "json" and not streaming:
+            _check_utf8(file)
+        else:
+            getincrementaldecoder("utf-8")().decode(head, len(head) < HEAD_BYTES)
 
 
 def _check_utf8(file: Path) -> None:
@@ -138,12 +143,20 @@ def _check_parquet(file: Path) -> None:
         raise ValueError(str(error)) from error
 
 
-FILE_CHECKS: dict[str, Callable[[Path], object]] = {
-    "text": _check_utf8,
-    "csv": _check_utf8,
-    "tsv": _check_utf8,
-    "json": _check_json,
-    "parquet": _check_parquet,
+class Format(NamedTuple):
+    """How the files of a kind are loaded, by a builder of `datasets`; `check` raises ValueError for a damaged one."""
+
+    builder: str
+    options: dict[str, str]
+    check: Callable[[Path], object]
+
+
+FORMATS = {
+    "text": Format("text", {"sample_by": "document"}, _check_utf8),
+    "csv": Format("csv", {}, _check_utf8),
+    "tsv": Format("csv", {"sep": "\t"}, _check_utf8),
+    "json": Format("json", {}, _check_json),
+    "parquet": Format("parquet", {}, _check_parquet),
 }
 
 

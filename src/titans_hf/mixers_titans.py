@@ -92,7 +92,7 @@ class MALMixer(TitansMixer):
         return self.memory_norm(m) if self.sum_norm is None else self.sum_norm(hidden_states + m)
 
     def mix(self, hidden_states, state, grid, at_start):
-        m, memory, conv_state, updates = self.memory.forward_on_grid(  # M(x~): eq. 28: eq. 30
+        m, memory, conv_state, updates = self.memory.forward_on_grid(  # M(x~): eq. 30
             hidden_states, state.memory, state.conv_state, grid
         )
         inputs = self._attention_input(hidden_states, m)
@@ -120,7 +120,7 @@ class MAGMixer(TitansMixer):
         return self.attention.initial_kv_cache(self.persistent[None])
 
     def mix(self, hidden_states, state, grid, at_start):
-        m, memory, conv_state, updates = self.memory.forward_on_grid(  # M(x~)
+        m, memory, conv_state, updates = self.memory.forward_on_grid(  # M(x~): eq. 28
             hidden_states, state.memory, state.conv_state, grid
         )
         attended = self.attention(hidden_states, state.kv_cache, state.memory.num_seen, grid, at_start)  # eq. 27

@@ -94,15 +94,16 @@ def _new_columns_of_mask(
             f"`attention_mask` must be ({batch_size}, {num_tokens}) or, with the {num_read} columns read before, "
             f"({batch_size}, {num_read + num_tokens}), but is {tuple(attention_mask.shape)}."
         )
-    new = attention_mask[:, -num_tokens:] != 0
     if torch.compiler.is_compiling():
-        return new
+        return attention_mask[:, -num_tokens:] != 0
+    mask = attention_mask != 0
     if attention_mask.is_floating_point() and not attention_mask.any():  # additive, it masks nothing; else, everything
         raise ValueError("`attention_mask` must be 1 at tokens and 0 at padding, not additive, but is 0.0 everywhere.")
-    if (others := attention_mask != (attention_mask != 0)).any():
+    if (others := attention_mask != mask).any():
         other = attention_mask[others][0]
         raise ValueError(f"`attention_mask` must be 1 at tokens and 0 at padding, not additive, but has {other}.")
-    return None if new.all() else new
+    mask = mask[:, -num_tokens:]
+    return None if mask.all() else mask
 
 
 def _check_documents(shape: tuple[int, int], documents: DocumentArguments) -> None:
