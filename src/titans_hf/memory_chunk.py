@@ -15,9 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .memory_delta_rule import LastLayer, TokenDeltas, scaled_product_backward, token_deltas, token_deltas_backward
+from .memory_delta_rule import TokenDeltas, scaled_product_backward, token_deltas, token_deltas_backward
 from .memory_gates import GateIntermediates, GateProducts, gate_products, gate_products_backward
 from .memory_network import (
+    ChunkLayer,
     GradientFactors,
     UpdateRule,
     apply_layers,
@@ -29,22 +30,6 @@ from .memory_network import (
     with_last_deltas,
 )
 from .memory_state import MemoryInputs, MemoryState
-
-
-class ChunkLayer(NamedTuple):
-    """One layer of the memory network in a chunk, or the gradients with respect to it.
-
-    offset (W), momentum (S) (N, d_in, d_out): at the chunk's start; the offset is the weights less the decay target,
-    the momentum None without momentum.
-    inputs h (N, C, d_in), deltas (N, C, d_out): the factors of the tokens' gradients.
-    decay_target (M_0) (N, d_in, d_out): the weights that forgetting decays to; None for 0.
-    """
-
-    offset: Tensor
-    momentum: Tensor | None
-    inputs: Tensor
-    deltas: Tensor
-    decay_target: Tensor | None
 
 
 class ChunkIntermediates(NamedTuple):
@@ -106,15 +91,14 @@ def chunk_intermediates(
     gates, gate_intermediates = _gates_of_layers(inputs, len(state.weights))
     offsets = [w - m for w, m in zip(state.weights, decay_target, strict=True)] if decay_target else state.weights
     targets, momentum = decay_target or [None] * len(offsets), state.momentum or [None] * len(offsets)
-    last_layer = partial(LastLayer, offsets[-1], momentum[-1], targets[-1])
-    if state.anchor:
-        factors, solution = gradient_factors(inputs.keys, inputs.values, state.anchor, rule), None
-        if rule.delta_rule:
-            solution = token_deltas(last_layer(factors.inputs[-1]), inputs.values, gates[-1])
-            factors = with_last_deltas(factors, solution.deltas)
-    else:  # one layer, by the delta rule
-        solution = token_deltas(last_layer(inputs.keys), inputs.values, gates[-1])
-        factors = single_layer_factors(inputs.keys, solution.deltas)
+    factors = gradient_factors(inputs.keys, inputs.values, state.anchor, rule) if state.anchor else None
+    solution = None
+    if rule.delta_rule:
+        last_inputs = factors.inputs[-1] if factors else inputs.keys
+        last_layer = ChunkLayer(offsets[-1], momentum[-1], last_inputs, None, targets[-1])
+        solution = token_deltas(last_layer, inputs.values, gates[-1])
+        deltas = solution.deltas
+        factors = with_last_deltas(factors, deltas) if factors else single_layer_factors(inputs.keys, deltas)
     parts = (offsets, momentum, factors.inputs, factors.deltas, targets)
     layers = tuple(ChunkLayer(*x) for x in zip(*parts, strict=True))
     return ChunkIntermediates(inputs, gates, gate_intermediates, factors, layers, state.anchor, solution)
@@ -207,7 +191,7 @@ def chunk_backward(
     grads = ChunkLayer(*map(list, zip(*layer_gradients, strict=True)))  # a list over the layers for each field
     grad_values = None
     if chunk.token_deltas is not None:
-        solved = token_deltas_backward(grads.deltas[-1], chunk.token_deltas, _last_layer(chunk), chunk.gates[-1])
+        solved = token_deltas_backward(grads.deltas[-1], chunk.token_deltas, chunk.layers[-1], chunk.gates[-1])
         grads.offset[-1] = grads.offset[-1] + solved.layer.offset
         if grads.momentum[-1] is not None:
             grads.momentum[-1] = grads.momentum[-1] + solved.layer.momentum
@@ -237,11 +221,6 @@ def _sum_of_given(parts: Sequence[Tensor | None]) -> Tensor | None:
     """Sums the gradients that are not None; None if all are."""
     given = [x for x in parts if x is not None]
     return sum(given) if given else None
-
-
-def _last_layer(chunk: ChunkIntermediates) -> LastLayer:
-    layer = chunk.layers[-1]
-    return LastLayer(layer.offset, layer.momentum, layer.decay_target, layer.inputs)
 
 
 class _LayerGradients(NamedTuple):

@@ -24,17 +24,7 @@ from torch.linalg import solve_triangular
 from torch.nn.functional import pad
 
 from .memory_gates import GateProducts
-
-
-class LastLayer(NamedTuple):
-    """The last layer at a chunk's start, or the gradients with respect to it: offset W (the weights less M_0), momentum
-    S (None without), decay target M_0 (None for 0), (N, d_in, d_out) each; and its inputs h (N, C, d_in).
-    """
-
-    offset: Tensor
-    momentum: Tensor | None
-    decay_target: Tensor | None
-    inputs: Tensor
+from .memory_network import ChunkLayer
 
 
 class TokenDeltas(NamedTuple):
@@ -50,12 +40,12 @@ class TokenDeltas(NamedTuple):
 class TokenDeltasGradients(NamedTuple):
     """Gradients with respect to the arguments of `token_deltas`."""
 
-    layer: LastLayer
+    layer: ChunkLayer
     values: Tensor
     gates: GateProducts
 
 
-def token_deltas(layer: LastLayer, values: Tensor, gates: GateProducts) -> TokenDeltas:
+def token_deltas(layer: ChunkLayer, values: Tensor, gates: GateProducts) -> TokenDeltas:
     """Computes the last layer's deltas of a chunk's tokens with values (N, C, d_out)."""
     h = layer.inputs
     output = (_before_token(gates.weights_decay, 1.0) * h) @ layer.offset  # (N, C, d_in) @ (N, d_in, d_out)
@@ -73,7 +63,7 @@ def token_deltas(layer: LastLayer, values: Tensor, gates: GateProducts) -> Token
 
 
 def token_deltas_backward(
-    grad: Tensor, solution: TokenDeltas, layer: LastLayer, gates: GateProducts
+    grad: Tensor, solution: TokenDeltas, layer: ChunkLayer, gates: GateProducts
 ) -> TokenDeltasGradients:
     """Computes the backward of `token_deltas` from the gradient with respect to the deltas."""
     h, deltas, error_scale = layer.inputs, solution.deltas, solution.error_scale
@@ -108,7 +98,7 @@ def token_deltas_backward(
         gradient_to_momentum=None,  # no delta depends on the momentum at the chunk's end
         momentum_decay=None,
     )
-    grad_layer = LastLayer(offset.weights, grad_momentum, grad_target, grad_h)
+    grad_layer = ChunkLayer(offset.weights, grad_momentum, grad_h, None, grad_target)
     return TokenDeltasGradients(grad_layer, -grad_error, grad_gates)
 
 

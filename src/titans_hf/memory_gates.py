@@ -15,6 +15,16 @@ from typing import NamedTuple
 from torch import Tensor
 
 
+class Gates(NamedTuple):
+    """theta, log eta (None without momentum) and log(1 - alpha) of each token, or the gradients with respect to them:
+    one shape, (..., C) here.
+    """
+
+    inner_lr: Tensor
+    log_momentum_decay: Tensor | None
+    log_retain: Tensor
+
+
 class GateProducts(NamedTuple):
     """Factors by which the start of a chunk and its tokens' gradients enter later weights and momenta."""
 
@@ -34,14 +44,6 @@ class GateIntermediates(NamedTuple):
     # None without momentum:
     momentum_products: Tensor | None  # E (..., C, C)
     momentum_decays: Tensor | None  # m (..., C)
-
-
-class GateGradients(NamedTuple):
-    """Gradients with respect to the gates, (..., C) each."""
-
-    inner_lr: Tensor
-    log_momentum_decay: Tensor | None
-    log_retain: Tensor
 
 
 def segment_products(log_decay: Tensor) -> Tensor:
@@ -96,7 +98,7 @@ def gate_products_backward(
     intermediates: GateIntermediates,
     inner_lr: Tensor,
     filled: Tensor | None = None,
-) -> GateGradients:
+) -> Gates:
     """Computes the gradients with respect to the gates from those with respect to their products."""
     (inner_lr,) = _zero_empty_slots(filled, inner_lr)
     retain, momentum = intermediates.retain_products, intermediates.momentum_products
@@ -107,7 +109,7 @@ def gate_products_backward(
     grad_beta = _suffix_sums(grad.weights_decay * products.weights_decay, -1)
     if momentum is None:
         grad_log_retain = _segment_sums_backward(grad_combined * retain) + grad_beta
-        return GateGradients(*_zero_empty_slots(filled, grad_lr, None, grad_log_retain))
+        return Gates(*_zero_empty_slots(filled, grad_lr, None, grad_log_retain))
     grad_lr = grad_lr + grad.gradient_to_momentum * momentum[..., -1, :]
     # 2. The same and f = R m, with respect to R, E and m
     grad_retain = grad_combined @ momentum.mT + grad.momentum_to_weights[..., None] * decays[..., None, :]
@@ -121,7 +123,7 @@ def gate_products_backward(
         _segment_sums_backward(grad_momentum * momentum) + _suffix_sums(grad_decays * decays, -1),
         _segment_sums_backward(grad_retain * retain) + grad_beta,
     )
-    return GateGradients(*_zero_empty_slots(filled, *grads))
+    return Gates(*_zero_empty_slots(filled, *grads))
 
 
 def _suffix_sums(x: Tensor, dim: int) -> Tensor:

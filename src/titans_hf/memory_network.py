@@ -92,6 +92,23 @@ class UpdateRule(NamedTuple):
         return depth > 1 or not self.delta_rule
 
 
+class ChunkLayer(NamedTuple):
+    """One layer of the memory network in a chunk, or the gradients with respect to it.
+
+    offset (W), momentum (S) (N, d_in, d_out): at the chunk's start; the offset is the weights less the decay target,
+    the momentum None without momentum.
+    inputs h (N, C, d_in), deltas (N, C, d_out): the factors of the tokens' gradients; deltas None before the delta rule
+    computes them.
+    decay_target (M_0) (N, d_in, d_out): the weights that forgetting decays to; None for 0.
+    """
+
+    offset: Tensor
+    momentum: Tensor | None
+    inputs: Tensor
+    deltas: Tensor | None
+    decay_target: Tensor | None
+
+
 class FactorsIntermediates(NamedTuple):
     """The intermediate results that the backward of `gradient_factors` of an MLP needs: lists with one entry per layer,
     or per hidden layer.

@@ -12,7 +12,7 @@ from .layer_state import KeyValueCache, LayerState
 from .memory_state import where_rows
 from .neural_memory import MemoryRecall, NeuralMemory
 from .sequence_mixer import SequenceMixer, SlotsOutput
-from .surprise_titans import MemoryUpdates
+from .surprise_titans import TokenUpdates
 from .token_grid import TokenGrid
 
 
@@ -216,7 +216,7 @@ class _SegmentResult(NamedTuple):
     attended: Tensor
     retrieved: Tensor
     attentions: Tensor | None
-    updates: MemoryUpdates
+    updates: TokenUpdates
 
 
 MIXERS = {"mac": MACMixer, "mag": MAGMixer, "mal": MALMixer, "lmm": LMMMixer}

@@ -12,15 +12,16 @@ from transformers.utils.generic import maybe_autocast
 
 from .configuration_titans import TitansConfig
 from .layer_state import LayerState
+from .memory_gates import Gates
 from .memory_modules import EPSILON, ChannelConv, HeadNorm, InitialWeights, OutputProjection, TokenGate, l2_normalize
 from .memory_network import UpdateRule, layer_shapes, read
 from .memory_ops import memorize, read_constant_memory
 from .memory_state import MemorizeOutput, MemoryInputs, MemoryState
-from .surprise_titans import MemoryUpdates
+from .surprise_titans import TokenUpdates
 from .token_grid import TokenGrid
 
 
-class MemoryUpdate(NamedTuple):
+class UpdateOutput(NamedTuple):
     """retrieved (B, H, T, D) in the state's dtype; state and conv_state after the last token; surprise and gates per
     token.
     """
@@ -28,26 +29,16 @@ class MemoryUpdate(NamedTuple):
     retrieved: Tensor
     state: MemoryState
     conv_state: Tensor
-    updates: MemoryUpdates
+    updates: TokenUpdates
 
 
 class MemoryOutput(NamedTuple):
-    """hidden_states (B, T, hidden); the rest as in `MemoryUpdate`."""
+    """hidden_states (B, T, hidden); the rest as in `UpdateOutput`."""
 
     hidden_states: Tensor
     state: MemoryState
     conv_state: Tensor
-    updates: MemoryUpdates
-
-
-class Gates(NamedTuple):
-    """theta, log eta (None without momentum) and log(1 - alpha) of every token and head, (B, H, T) each, or of every
-    layer of the memory network, (B, H, T, layers).
-    """
-
-    inner_lr: Tensor
-    log_momentum_decay: Tensor | None
-    log_retain: Tensor
+    updates: TokenUpdates
 
 
 def memorize_on_grid(
@@ -176,7 +167,7 @@ class NeuralMemory(nn.Module):
         conv_state: Tensor,
         grid: TokenGrid,
         decay_target: tuple[Tensor, ...],
-    ) -> MemoryUpdate:
+    ) -> UpdateOutput:
         """Updates the memory like `forward`, and returns what the queries retrieve without the output projection."""
         projected, conv_state = self._project_inputs(hidden_states, conv_state, grid)
         dtype = state.weights[0].dtype
@@ -184,7 +175,7 @@ class NeuralMemory(nn.Module):
             gates = self._gates(hidden_states, dtype)
             inputs = MemoryInputs(*self._normalize(projected.to(dtype)), *gates)
             retrieved, surprise, state = memorize_on_grid(self.config, inputs, state, self.rule, grid, decay_target)
-        return MemoryUpdate(retrieved, state, conv_state, MemoryUpdates(surprise, *gates))
+        return UpdateOutput(retrieved, state, conv_state, TokenUpdates(surprise, gates))
 
     def _normalize(self, projected: Tensor) -> Tensor:
         """Normalises queries, keys and values (3, B, H, T, D), in the memory's dtype: the squares may exceed the range
@@ -224,7 +215,9 @@ class NeuralMemory(nn.Module):
         return self.forget is not None and self.config.memory_max_lr > 0
 
     def _gates(self, hidden_states: Tensor, dtype: torch.dtype) -> Gates:
-        """Computes the data-dependent gates (paper section 3.1) of eq. 10 and 13."""
+        """Computes the data-dependent gates (paper section 3.1) of eq. 10 and 13: (B, H, T), or (B, H, T, layers) with
+        gates of their own for each layer of the memory network.
+        """
         logits = self._logits(self.inner_lr, hidden_states, dtype)
         inner_lr = self.config.memory_max_lr * torch.sigmoid(logits)  # theta_t: eq. 10
         if self.momentum is None:
@@ -244,7 +237,7 @@ class NeuralMemory(nn.Module):
         return Gates(inner_lr, log_momentum_decay, log_retain)
 
     def _logits(self, gate: TokenGate, hidden_states: Tensor, dtype: torch.dtype) -> Tensor:
-        """Computes the logits of a gate, in the form of `Gates`."""
+        """Computes the logits of a gate: (B, H, T), or (B, H, T, layers)."""
         logits = gate(hidden_states).to(dtype)  # (B, T, H), or (B, T, H * layers)
         if self.config.memory_gates == "head":
             return logits.mT

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .cache_titans import TitansCache
 from .layer_state import LayerState
 from .memory_state import where_rows
-from .surprise_titans import LayerSurprise, MemoryUpdates
+from .surprise_titans import LayerSurprise, TokenUpdates
 from .token_grid import TokenGrid
 from .token_layout import TokenLayout
 
@@ -32,7 +32,7 @@ class SlotsOutput(NamedTuple):
     hidden_states: Tensor
     attentions: Tensor | None
     state: LayerState
-    updates: Sequence[MemoryUpdates]
+    updates: Sequence[TokenUpdates]
 
 
 class SequenceMixer(nn.Module):

@@ -8,18 +8,17 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from .memory_gates import Gates
 from .token_grid import TokenGrid
 
 
-class MemoryUpdates(NamedTuple):
+class TokenUpdates(NamedTuple):
     """Surprise and gates of the memory's updates with the tokens on the slots of a grid: (R, H, G) each, or gates
-    (R, H, G, layers) with `memory_gates="layer"`. log_momentum_decay is None without momentum.
+    (R, H, G, layers) with `memory_gates="layer"`.
     """
 
     surprise: Tensor
-    inner_lr: Tensor
-    log_momentum_decay: Tensor | None
-    log_retain: Tensor
+    gates: Gates
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class LayerSurprise:
     parts: for each call, the updates (in MAC one per segment, in order) and the grid that its tokens are on.
     """
 
-    parts: tuple[tuple[Sequence[MemoryUpdates], TokenGrid], ...]
+    parts: tuple[tuple[Sequence[TokenUpdates], TokenGrid], ...]
 
     @property
     def gradient_norm(self) -> Tensor:
@@ -42,7 +41,7 @@ class LayerSurprise:
     @property
     def inner_lr(self) -> Tensor:
         """theta (eq. 10), the factor of the gradient."""
-        return self._of_tokens(lambda updates: updates.inner_lr)
+        return self._of_tokens(lambda updates: updates.gates.inner_lr)
 
     @property
     def momentum_decay(self) -> Tensor:
@@ -52,9 +51,9 @@ class LayerSurprise:
     @property
     def forget(self) -> Tensor:
         """alpha (eq. 13): 1 - alpha is the factor of the previous weights."""
-        return self._of_tokens(lambda updates: -updates.log_retain.expm1())
+        return self._of_tokens(lambda updates: -updates.gates.log_retain.expm1())
 
-    def _of_tokens(self, quantity: Callable[[MemoryUpdates], Tensor]) -> Tensor:
+    def _of_tokens(self, quantity: Callable[[TokenUpdates], Tensor]) -> Tensor:
         """Gathers a quantity of the updates (R, H, G) or (R, H, G, layers) for the tokens of all calls: (B, H, T)."""
         calls = []
         for updates, grid in self.parts:
@@ -71,9 +70,9 @@ class LayerSurprise:
         return cls(tuple(part for call in calls for part in call.parts))
 
 
-def _momentum_decay(updates: MemoryUpdates) -> Tensor:
-    logarithm = updates.log_momentum_decay
-    return torch.zeros_like(updates.inner_lr) if logarithm is None else logarithm.exp()
+def _momentum_decay(updates: TokenUpdates) -> Tensor:
+    logarithm = updates.gates.log_momentum_decay
+    return torch.zeros_like(updates.gates.inner_lr) if logarithm is None else logarithm.exp()
 
 
 class SurpriseCollector:

@@ -24,12 +24,13 @@ from transformers.utils.generic import maybe_autocast
 from .cache_titans import TitansCache
 from .configuration_titans import TitansConfig
 from .layer_state import LayerState
+from .memory_gates import Gates
 from .memory_modules import TokenGate, l2_normalize
 from .memory_network import UpdateRule
 from .memory_state import MemoryInputs, MemoryState
-from .neural_memory import Gates, memorize_on_grid
+from .neural_memory import memorize_on_grid
 from .sequence_mixer import SequenceMixer, SlotsOutput
-from .surprise_titans import MemoryUpdates
+from .surprise_titans import TokenUpdates
 from .token_layout import TokenLayout
 
 RULE = UpdateRule(error_clip=None, delta_rule=True)
@@ -86,7 +87,7 @@ class TokenMemory(SequenceMixer):
             retrieved, surprise, memory = memorize_on_grid(self.config, memory_inputs, state.memory, RULE, grid)
             strength = 2 * torch.sigmoid(self.output_gate(hidden_states).to(dtype))
             output = self.scale.to(dtype) * strength * retrieved[:, 0]
-        updates = [MemoryUpdates(surprise, *gates)]
+        updates = [TokenUpdates(surprise, gates)]
         return SlotsOutput(output.to(hidden_states.dtype), None, LayerState(memory, conv_state), updates)
 
     def _gates(self, hidden_states: Tensor, dtype: torch.dtype) -> Gates:
