@@ -1,36 +1,18 @@
 """Fixtures for tiny runs of scripts/train.py, and import names for the folders of this checkout."""
 
-import atexit
 import json
 import os
-import shutil
-import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 from tiny_run import LLAMA
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = {
-    "titans_hf": ROOT / "src" / "titans_hf",
-    "titans_hf_scripts": ROOT / "scripts",
-    "titans_hf_eval": ROOT / "eval",
-    "experiments": ROOT / "experiments",
-}
-
-
-def prefer_this_checkout() -> None:
-    """Links this checkout's folders by their import names, ahead of an installed titans-hf, in subprocesses too."""
-    links = Path(tempfile.mkdtemp(prefix="titans-hf-tests-"))
-    atexit.register(shutil.rmtree, links, ignore_errors=True)
-    for name, folder in PACKAGES.items():
-        (links / name).symlink_to(folder, target_is_directory=True)
-    sys.path.insert(0, str(links))
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(links), *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
-prefer_this_checkout()
+# pytest imports from tests/import_names (`pythonpath` in pyproject.toml), so that a checkout tests itself and not an
+# installed titans-hf; subprocesses do the same.
+collect_ignore = ["import_names"]
+IMPORT_NAMES = ROOT / "tests" / "import_names"
+os.environ["PYTHONPATH"] = os.pathsep.join([str(IMPORT_NAMES), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 @pytest.fixture

@@ -5,9 +5,7 @@ program's name on the PATH of `documentation.run_bash`; with DRY_RUN set, nothin
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import documentation
 
 MODULES = {"titans-hf": "titans_hf", "torchrun": "torch.distributed.run", "lm_eval": "lm_eval", "trl": "trl.cli.main"}
