@@ -149,7 +149,7 @@ def run_tests(folder: Path, names: list[str], chosen: str | None) -> tuple[int, 
     # Slow tests too; and nothing from the Hub, whatever this machine has in its cache.
     os.environ |= {"RUN_SLOW": "1", "HF_HUB_OFFLINE": "1"}
     options = ["-q", "--no-header", "--tb=short", "-c", os.devnull, "--rootdir", str(TESTS), "-p", "no:cacheprovider"]
-    options += ["-o", f"pythonpath={folder}"]
+    options += ["-o", f"pythonpath={folder}", "-n", "auto"]
     outcomes = Outcomes()
     cases = [f"{TESTS / 'conformance_cases.py'}::{name}" for name in names]
     status = pytest.main([*options, "-W", "ignore", *(["-k", chosen] if chosen else []), *cases], plugins=[outcomes])

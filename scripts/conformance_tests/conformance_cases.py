@@ -7,8 +7,11 @@ windows, chunks and segments several times.
 import copy
 import inspect
 import unittest
+from unittest import mock
 
+import torch
 import transformers
+from tests.generation import test_utils as generation_tests
 from tests.generation.test_utils import GenerationTesterMixin
 from tests.test_configuration_common import ConfigTester
 from tests.test_fsdp_mixin import FSDPTesterMixin
@@ -118,6 +121,48 @@ class TitansTests(CommonTests):
         config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
         config.sliding_window = config.segment_length = 12
         return config, {"input_ids": inputs["input_ids"]}
+
+    def setUp(self):
+        """Lets the tests take a Titans cache for the static cache if `generate()` was asked for one, else for a dynamic
+        one: it has a constant size in both cases.
+        """
+        super().setUp()
+        for name, is_static in (("StaticCache", True), ("DynamicCache", False)):
+            replaced = mock.patch.object(generation_tests, name, titans_caches(is_static), create=True)
+            replaced.start()
+            self.addCleanup(replaced.stop)
+
+    def _check_attentions_for_generate(
+        self, batch_size, attentions, prompt_length, output_length, config, decoder_past_key_values
+    ):
+        """Expects `key_length` columns at every step: what attention reads does not grow with the text."""
+        self.assertEqual(len(attentions), output_length - prompt_length)
+        for step, maps in enumerate(attentions):
+            is_single_token = step > 0 and decoder_past_key_values is not None
+            num_tokens = 1 if is_single_token else prompt_length + step
+            shape = (batch_size, config.num_attention_heads, num_tokens, self.key_length)
+            self.assertEqual([weights.shape for weights in maps], [shape] * config.num_hidden_layers)
+
+    def _check_past_key_values_for_generate(self, batch_size, past_key_values, seq_length, config):
+        """Expects the columns to be counted, and a state of the size that it has after one token."""
+        self.assertEqual((past_key_values.batch_size, past_key_values.get_seq_length()), (batch_size, seq_length))
+        after_one = titans_hf.TitansCache(config)
+        token = torch.ones(batch_size, 1, dtype=torch.long)
+        self.all_model_classes[0](config)(token, past_key_values=after_one)
+        for layer, expected in zip(past_key_values.layers, after_one.layers, strict=True):
+            self.assertEqual([x.shape for x in layer.tensors()], [x.shape for x in expected.tensors()])
+
+
+def titans_caches(is_static: bool) -> type:
+    """Returns a class for isinstance() alone: of the Titans caches whose decoding step `generate()` compiles, as it
+    does with a static cache, or of the others.
+    """
+
+    class Caches(type):
+        def __instancecheck__(cls, cache):
+            return isinstance(cache, titans_hf.TitansCache) and cache.is_compileable == is_static
+
+    return Caches("TitansCaches", (), {})
 
 
 class TitansMacTest(TitansTests, unittest.TestCase):

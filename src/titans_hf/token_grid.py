@@ -160,7 +160,8 @@ class TokenGrid:
     def last_entries(self, extended: Tensor, length: int) -> Tensor:
         """Returns the last `length` entries up to each row's last token of what `prepend` returned."""
         if self.token_slots is None:
-            return extended[:, extended.shape[1] - length :].clone()  # a view would keep all of `extended` alive
+            # A view would keep all of `extended` alive, and one row's strides would compile the decoding step again.
+            return extended[:, extended.shape[1] - length :].clone(memory_format=torch.contiguous_format)
         index = self.row_ends[:, None] + torch.arange(length, device=self.row_ends.device)
         return extended.gather(1, _index_like(index, extended))
 
