@@ -227,7 +227,7 @@ def plot(results: Results, panels: dict[str, list[str]], title: str, trained: in
             points = [(length, *value) for length, value in zip(lengths, values, strict=True) if value]
             if points:
                 x, y, errors = zip(*points, strict=True)
-                axes.errorbar(x, y, [error or 0 for error in errors], capsize=3, label=model, **style)
+                axes.errorbar(x, y, [error or 0 for error in errors], capsize=3, **style)
                 zeros = [at for at, accuracy in zip(x, y, strict=True) if accuracy == 0]
                 mark_failures(axes, zeros, [0] * len(zeros), label="none right")
         if group[0] in CHANCE:
