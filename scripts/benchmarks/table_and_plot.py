@@ -58,8 +58,12 @@ def save_plot(rows: list[dict], plot: Plot, path: Path) -> None:
         if plot.xscale == "log":
             axes.set_xticks(xs, [f"{x:,}" for x in xs])
             axes.set_xticks([], minor=True)
+        else:
+            axes.locator_params(axis="x", nbins=5)
+            axes.xaxis.set_major_formatter("{x:,.0f}")
         if plot.yscale == "linear":
             axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+            axes.yaxis.set_major_formatter("{x:,g}")
         bottom, missing = axes.get_ylim()[0], {}
         for name, row in zip(names, rows, strict=True):
             if row.get(y) is None:
