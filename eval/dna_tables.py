@@ -100,7 +100,7 @@ def plot(data: str, rows: Rows, path: Path) -> None:
         length = min(len(record["curve"]) for record in records)
         curves = np.array([record["curve"][:length] for record in records])
         epochs, accuracies = curves[..., EPOCH].mean(0), 100 * curves[..., VALIDATION]
-        plot_with_spread(axes, epochs, accuracies, row, styles[row] | {"markersize": 4})
+        plot_with_spread(axes, epochs, accuracies, styles[row] | {"markersize": 4})
     axes.set(title=data, xlabel="epoch", ylabel="validation accuracy (%)")
     save_figure(figure, path)
 

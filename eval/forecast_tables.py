@@ -1,13 +1,18 @@
-"""Makes the tables and plots of forecasting runs from their JSON files."""
+"""Makes the tables and plots of forecasting runs from their JSON files.
 
+python eval/forecast_tables.py runs/forecasting --rows lmm lmm-stopped rlinear --output runs/tables
+"""
+
+import argparse
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
+from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.figures import line_styles, save_figure
 from titans_hf_scripts.shared.markdown_tables import markdown_table
 
@@ -57,9 +62,19 @@ def with_spread(values: list[float]) -> str:
     return f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
 
 
-def read_results(folder: Path) -> dict[int, Results]:
-    """Reads the records of a folder, by look-back."""
+def read_results(folder: Path, rows: Sequence[str] = ()) -> dict[int, Results]:
+    """Reads the records of a folder by look-back, only `rows` if there are any.
+
+    Raises ValueError for a folder without runs, and for a row that none of them has.
+    """
     records = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))]
+    if not records:
+        raise ValueError(f"RUNS {folder} must be a folder of JSON files of forecasting.py, but has none")
+    known = sorted({record["run"]["row"] for record in records})
+    for row in rows:
+        if row not in known:
+            raise ValueError(f"--rows must be of {', '.join(known)}, but has {row}")
+    records = [record for record in records if not rows or record["run"]["row"] in rows]
     look_backs = sorted({record["run"]["look_back"] for record in records})
     return {n: Results([record for record in records if record["run"]["look_back"] == n]) for n in look_backs}
 
@@ -100,19 +115,35 @@ def plot(results: Results, data: str, path: Path) -> None:
         for before, after in [(x["before"], x["after"]) for x in shown.values()][:1]:
             axes.plot(range(-len(before), horizon), before + after, color="lightgray", linewidth=2, label="measured")
         for row, of_row in shown.items():
-            style = {name: x for name, x in styles[row].items() if name in ("color", "linestyle")}
-            axes.plot(range(horizon), of_row["forecast"], label=row, linewidth=1, **style)
+            style = {name: x for name, x in styles[row].items() if name in ("label", "color", "linestyle")}
+            axes.plot(range(horizon), of_row["forecast"], linewidth=1, **style)
             title = f"{data}, {of_row['channel']}, horizon {horizon}"
-            axes.set(title=title, xlabel="rows after the last one read", ylabel="standardized value")
+            absent = ", ".join(style["label"] for row, style in styles.items() if row not in shown)
+            axes.set(title=title + (f" (without {absent})" if absent else ""))
+            axes.set(xlabel="rows after the last one read", ylabel="standardized value")
     save_figure(figure, path)
 
 
-def write_report(folder: Path) -> None:
-    """Writes table.md and a plot per series and look-back from the JSON files of the folder."""
-    parts = ["# Forecasts", "\n".join(NOTES)]
-    for look_back, results in read_results(folder).items():
+def write_report(folder: Path, output: Path, rows: Sequence[str] = ()) -> None:
+    """Writes to `output` table.md and a plot per series and look-back from the JSON files of the folder."""
+    parts, found = ["# Forecasts", "\n".join(NOTES)], read_results(folder, rows)
+    output.mkdir(parents=True, exist_ok=True)
+    for look_back, results in found.items():
         for data in results.data:
             parts.append(table(results, data, look_back))
-            plot(results, data, folder / f"{data}-{look_back}.png")
-    (folder / "table.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    print(f"wrote {folder / 'table.md'}")
+            plot(results, data, output / f"{data}-{look_back}.png")
+    (output / "table.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    print(f"wrote {output / 'table.md'}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", metavar="RUNS", type=Path, help="a folder of forecasting.py's JSON files")
+    parser.add_argument("--rows", nargs="+", default=[], help="the rows that are shown; all")
+    parser.add_argument("--output", type=Path, required=True, help="the folder for table.md and the plots")
+    args = parser.parse_args(argv)
+    write_report(args.runs, args.output, args.rows)
+
+
+if __name__ == "__main__":
+    run_command(main)

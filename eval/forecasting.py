@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> None:
         record = make_run(run, series[run.data], args.output / f"{run.name}.json")
         valid, test = (f"{part} MSE {record[part]['mse']:.3f}" for part in ("valid", "test"))
         print(f"{number}/{len(left)} {run.name}: {valid}, {test}, {record['minutes']} min", flush=True)
-    write_report(args.output)
+    write_report(args.output, args.output)
 
 
 if __name__ == "__main__":

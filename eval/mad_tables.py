@@ -139,7 +139,7 @@ def plot(results: Results, tasks: list[str], path: Path) -> None:
                 curves = row[task].curves
                 epochs, accuracies = curves[0, :, EPOCH], 100 * curves[..., TEST]
                 style = styles[name] | {"markevery": max(1, len(epochs) // 8), "markersize": 4}
-                plot_with_spread(axes, epochs, accuracies, name, style)
+                plot_with_spread(axes, epochs, accuracies, style)
         axes.set(title=task, xlabel="epoch", ylim=(0, 102))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in panels[::columns]:

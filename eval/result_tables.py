@@ -216,7 +216,7 @@ def plot(results: Results, panels: dict[str, list[str]], title: str, trained: in
         return
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(4 * columns + 2, 3.2 * rows), layout="constrained")
+    figure = Figure(figsize=(4 * columns + 3.5, 3.2 * rows), layout="constrained")
     figure.suptitle(f"{title} against prompt length", x=0.02, ha="left")
     grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     shortest = min(filter(None, lengths), default=1)
@@ -227,7 +227,7 @@ def plot(results: Results, panels: dict[str, list[str]], title: str, trained: in
             points = [(length, *value) for length, value in zip(lengths, values, strict=True) if value]
             if points:
                 x, y, errors = zip(*points, strict=True)
-                axes.errorbar(x, y, [error or 0 for error in errors], capsize=3, label=model, **style)
+                axes.errorbar(x, y, [error or 0 for error in errors], capsize=3, **style)
                 zeros = [at for at, accuracy in zip(x, y, strict=True) if accuracy == 0]
                 mark_failures(axes, zeros, [0] * len(zeros), label="none right")
         if group[0] in CHANCE:
@@ -239,8 +239,10 @@ def plot(results: Results, panels: dict[str, list[str]], title: str, trained: in
         axes.minorticks_off()
         axes.set(title=name, ylim=(-5, 105))
         axes.grid(alpha=0.3)
-    figure.supxlabel("sequence length (tokens)")
-    figure.supylabel("accuracy (%)")
+    for axes in grid[-1]:
+        axes.set_xlabel("sequence length (tokens)")
+    for axes in grid[:, 0]:
+        axes.set_ylabel("accuracy (%)")
     save_figure(figure, path)
 
 

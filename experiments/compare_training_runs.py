@@ -43,8 +43,13 @@ def plot(runs: dict[str, dict], path: Path) -> None:
     axes = figure.subplots()
     styles = line_styles(runs)
     for name, run in runs.items():
-        axes.plot(*zip(*run["curve"], strict=True), label=name, **styles[name])
-    axes.set(xlabel="training tokens", ylabel="evaluation loss per token", title="Evaluation loss while training")
+        tokens, losses = zip(*run["curve"], strict=True)
+        axes.plot([number / 1e6 for number in tokens], losses, **styles[name])
+    axes.set(
+        xlabel="training tokens (millions)",
+        ylabel="evaluation loss (nats per token)",
+        title="Evaluation loss while training",
+    )
     save_figure(figure, path)
 
 

@@ -117,7 +117,7 @@ def draw(path: Path, samples: list[dict], kills: list[dict], title: str) -> None
             [row["resident bytes"] / 2**20 for row in rows],
             label=f"process {process}" + (", killed" if process <= len(kills) else ""),
         )
-    axes.set(xlabel="million tokens saved", ylabel="resident memory, MiB", ylim=(0, None), title=title)
+    axes.set(xlabel="tokens saved (millions)", ylabel="resident memory (MiB)", ylim=(0, None), title=title)
     save_figure(figure, path)
 
 

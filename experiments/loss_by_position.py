@@ -81,7 +81,7 @@ def plot(losses: dict[str, list[float]], length: int, trained: int | None, path:
     edges, styles, failed = edges_to(length)[1:], line_styles(losses), []
     axes = loss_by_position_axes(edges, "bits per token")
     for label, bits in losses.items():
-        axes.plot(edges, bits, label=label, **styles[label])
+        axes.plot(edges, bits, **styles[label])
         failed += [point for point in zip(edges, bits, strict=True) if point[1] > 1.1 * min(bits)]
     mark_failures(
         axes, *zip(*failed, strict=True) if failed else ((), ()), label="loss more than 10 % above its lowest"

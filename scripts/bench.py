@@ -56,7 +56,8 @@ def save(args: argparse.Namespace, rows: list[dict]) -> None:
     path = args.output / f"{args.benchmark}.json"
     path.write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
     path.with_suffix(".md").write_text(table(rows) + "\n", encoding="utf-8")
-    save_plot(rows, BENCHMARKS[args.benchmark].PLOT, path.with_suffix(".png"))
+    plot = BENCHMARKS[args.benchmark].PLOT
+    save_plot(rows, plot._replace(title=f"{plot.title} ({device})"), path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -87,12 +87,14 @@ def plot(results: dict[str, list[float]], path: Path) -> None:
     axes = figure.subplots()
     chance, styles, failed = 1 / NUM_SYMBOLS, line_styles(results), []
     for name, accuracies in results.items():
-        axes.plot(DISTANCES, accuracies, label=name, **styles[name])
+        axes.plot(DISTANCES, accuracies, **styles[name])
         failed += [point for point in zip(DISTANCES, accuracies, strict=True) if point[1] < 3 * chance]
     mark_failures(axes, *zip(*failed, strict=True) if failed else ((), ()), label="hardly above chance")
     mark_trained_length(axes, TRAINED_FILLER)
     axes.axhline(chance, color="gray", linewidth=0.8, label="chance", zorder=0)
-    axes.set(xscale="log", ylim=(0, 1.05), xlabel="tokens between fact and question", ylabel="recall")
+    axes.set(
+        xscale="log", ylim=(0, 1.05), xlabel="tokens between fact and question", ylabel="recall (share of questions)"
+    )
     axes.set_xticks(DISTANCES, DISTANCES, minor=False)
     axes.set_title("Recall of key-value pairs, beyond the trained distance")
     save_figure(figure, path)

@@ -35,8 +35,7 @@ QUANTITIES = {
     "forget": "forgetting rate α",
 }
 EXPLANATIONS = {
-    "gradient_norm": "the norm of the gradient by which the memory learns it, its surprise: the larger, the less the "
-    "memory expected the word",
+    "gradient_norm": "its surprise, the norm of the gradient by which the memory learns it",
     "inner_lr": "the learning rate θ of the step by which the memory learns it",
     "momentum_decay": "the share η of the previous steps that the memory adds to the step for it",
     "forget": "the share α of its contents that the memory forgets at it",
@@ -134,8 +133,8 @@ def write_page(path: Path, title: str, words: list[str], values: np.ndarray) -> 
             name = f"{QUANTITIES[quantity]}, {layer_name}"
             rows_by_name[name] = [float(f"{x:.4g}") for x in row]
             explanations[name] = (
-                f"The darker a word, the larger {EXPLANATIONS[quantity]}. Mean of the word's tokens and the memory's "
-                f"heads, {layer_name}."
+                f"The darker a word, the larger {EXPLANATIONS[quantity]} ({layer_name}; mean of the word's tokens and "
+                "the memory's heads)."
             )
     text = "".join(f"<span>{html.escape(word)}</span>" for word in words)
     values, explanations = json.dumps(rows_by_name), json.dumps(explanations)

@@ -95,6 +95,7 @@ TREATMENTS = [
         r"python eval/forecasting.py .*",
         "--split 0.6 0.2 0.2 --look_back 48 --horizons 8 --models titans --seeds 0 --max_steps 2 --eval_steps 1",
     ),
+    Treatment(r"python eval/forecast_tables.py .*"),
     Treatment(
         r"python eval/dna.py .*",
         "--models mag-stopped cnn --parameters 3000 --hidden_size 16 --num_hidden_layers 1 --folds 2 --epochs 1 "

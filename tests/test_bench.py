@@ -79,16 +79,23 @@ def test_tables_show_what_is_missing():
 
 
 def test_the_plot_says_what_was_not_run(monkeypatch, tmp_path):
-    """A length without a row stands in the legend as not run, a row without a value does not: otherwise a model that
-    was left out could be taken for one that failed.
+    """A length without a row stands in the legend as not run, a row without a value as not finished, in words, and
+    the axes name what they show: otherwise a model that was left out could be taken for one that failed.
     """
-    rows = [{"model": name, "tokens": n, "speed": n} for name, n in (("a", 1024), ("a", 2048), ("b", 1024))]
-    rows += [{"model": "a", "tokens": 4096, "speed": None}]
+    runs = (("lmm-token", 1024), ("lmm-token", 2048), ("b", 1024))
+    rows = [{"model": name, "tokens": n, "speed": n} for name, n in runs]
+    rows += [{"model": "lmm-token", "tokens": 4096, "speed": None}]
     figures = []
     monkeypatch.setattr(table_and_plot, "save_figure", lambda figure, path: figures.append(figure))
-    table_and_plot.save_plot(rows, table_and_plot.Plot("x", ("model",), "tokens", ("speed",)), tmp_path / "x.png")
-    _, labels = figures[0].axes[0].get_legend_handles_labels()
-    assert labels == ["a", "b\n(not run at 2,048, 4,096)", "did not finish"]
+    table_and_plot.save_plot(
+        rows, table_and_plot.Plot("x", ("model",), "tokens", {"speed": "tokens per second"}), tmp_path / "x.png"
+    )
+    (axes,) = figures[0].axes
+    _, labels = axes.get_legend_handles_labels()
+    assert labels == ["LMM, token memory", "b\n(not run at 2,048, 4,096)", "did not finish"]
+    assert [text.get_text() for text in axes.texts] == ["LMM, token memory"]
+    assert axes.get_ylabel() == "tokens per second" and axes.get_xlabel() == "sequence length (tokens)"
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1,024", "2,048", "4,096"]
 
 
 def test_memory(tmp_path):

@@ -242,10 +242,12 @@ def test_plots_mark_the_trained_length(tmp_path, monkeypatch):
     monkeypatch.setattr(result_tables, "save_figure", lambda figure, path: figures.append(figure))
     results = {"a": {("babilong_qa1", n): {"metrics": {"acc": 0.5}} for n in (0, 2048, 4096)}}
     result_tables.plot(results, {"qa1": ["babilong_qa1"]}, "Answers", 1024, tmp_path / "x.png")
-    lines = {line.get_label(): list(line.get_xdata()) for line in figures[0].axes[0].get_lines()}
+    (axes,) = figures[0].axes
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("sequence length (tokens)", "accuracy (%)")
+    lines = {line.get_label(): list(line.get_xdata()) for line in axes.get_lines()}
     assert lines["longest in training"] == [1024, 1024]
     assert [0, 2048, 4096] in lines.values()
-    assert [text.get_text() for text in figures[0].axes[0].get_xticklabels()] == ["0K", "2K", "4K"]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["0K", "2K", "4K"]
 
 
 def test_averages_and_errors():

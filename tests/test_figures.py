@@ -1,8 +1,9 @@
 """scripts/shared/figures.py: styles of lines and the place of the legend."""
 
+import pytest
 from matplotlib.figure import Figure
 
-from titans_hf_scripts.shared.figures import line_styles, mark_failures, save_figure
+from titans_hf_scripts.shared.figures import labels_in_words, line_styles, mark_failures, save_figure
 
 
 def test_baselines_look_unlike_titans():
@@ -12,6 +13,41 @@ def test_baselines_look_unlike_titans():
     styles = line_styles(["tiny-mag", "Titans MAG, not learning", "Mistral", "tiny-llama", "tiny-mac"])
     assert [style["linestyle"] for style in styles.values()] == ["-", ":", "--", "--", "-"]
     assert len({(style["color"], style["marker"]) for style in styles.values()}) == 5
+
+
+@pytest.mark.parametrize(
+    "name,label",
+    [
+        ("mag-stopped", "MAG, memory stopped"),
+        ("lmm stopped", "LMM, memory stopped"),
+        ("lmm-stopped-cycle24", "LMM, memory stopped, cycle 24"),
+        ("mac-token", "MAC, token memory"),
+        ("tiny-mal", "tiny MAL"),
+        ("lmm, depth 2", "LMM, depth 2"),
+        ("gated-deltanet", "Gated DeltaNet"),
+        ("mistral-conv", "Mistral, with convolutions"),
+        ("Titans LMM, not learning", "Titans LMM, not learning"),
+        ("without memory", "without memory"),
+        ("chunk 16", "chunk 16"),
+        ("magnet-run", "magnet-run"),
+        ("run$_{x$", "run$_{x$"),
+        ("", ""),
+    ],
+)
+def test_labels_are_words(name, label):
+    """A run's name is a label in words, and any other name stays: otherwise a reader would have to know how runs are
+    named, or would not find their own.
+    """
+    assert line_styles([name, "other"])[name]["label"] == label
+
+
+def test_labels_tell_lines_apart():
+    """Names that would have one label keep their own: otherwise the legend would have lost a line."""
+    assert labels_in_words(["mag-stopped", "mag stopped", "mal"]) == {
+        "mag-stopped": "mag-stopped",
+        "mag stopped": "mag stopped",
+        "mal": "MAL",
+    }
 
 
 def test_lines_of_no_variant_are_solid():

@@ -214,13 +214,33 @@ def test_means_over_horizons_and_seeds(tmp_path):
     assert results[96].cell("ETTh1", "a", [96, 192]) == "1.940 ± 0.707 / 0.500 ± 0.000"
     assert results[96].cell("ETTh1", "b", [96, 192]) == "–"
     assert results[96].cell("ETTh1", "b", [96]) == "0.400 / 0.300"
-    forecast_tables.write_report(tmp_path)
+    forecast_tables.write_report(tmp_path, tmp_path)
     assert "paper" not in (tmp_path / "table.md").read_text().split("## ")[1]
     for horizon in (336, 720):
         (tmp_path / f"{horizon}.json").write_text(json.dumps(record_of("a", horizon, 0, 0.4, 0.3)))
     table = forecast_tables.table(forecast_tables.read_results(tmp_path)[96], "ETTh1", 96)
     assert "| paper: neural memory |  |  | 0.420 / 0.421 | – | – | – | – |" in table
     assert "| a | 960 to 7,200 | 3 |" in table
+
+
+def test_chosen_rows_are_reported(tmp_path, monkeypatch):
+    """--rows leaves all other rows out, the plot names lines in words and its axes: otherwise a picture of all runs
+    could not be read. A row that no run has, or a folder without runs, is an error.
+    """
+    for number, row in enumerate(("lmm-stopped-cycle24", "rlinear", "dlinear")):
+        (tmp_path / f"{number}.json").write_text(json.dumps(record_of(row, 96, 0, 0.4, 0.3)))
+    figures = []
+    monkeypatch.setattr(forecast_tables, "save_figure", lambda figure, path: figures.append(figure))
+    options = ["--rows", "lmm-stopped-cycle24", "rlinear", "--output", str(tmp_path / "out")]
+    forecast_tables.main([str(tmp_path), *options])
+    assert "dlinear" not in (tmp_path / "out" / "table.md").read_text()
+    (axes,) = figures[0].axes
+    assert axes.get_legend_handles_labels()[1] == ["measured", "LMM, memory stopped, cycle 24", "RLinear"]
+    assert axes.get_ylabel() == "standardized value" and axes.get_xlabel() == "rows after the last one read"
+    with pytest.raises(ValueError, match="--rows must be of dlinear, lmm-stopped-cycle24, rlinear, but has patchtst"):
+        forecast_tables.main([str(tmp_path), "--rows", "patchtst", "--output", str(tmp_path / "out")])
+    with pytest.raises(ValueError, match=r"must be a folder of JSON files of forecasting\.py, but has none"):
+        forecast_tables.main([str(tmp_path / "out"), "--output", str(tmp_path / "out")])
 
 
 @pytest.mark.parametrize(

@@ -114,15 +114,15 @@ def test_ids_are_those_of_training(paths, tmp_path):
 
 
 def test_the_page_on_a_telephone(paths):
-    """The page fits the screen's width, explains the quantity shown, and gives values on a tap: otherwise it would need
-    a large screen and a mouse.
+    """The page fits the screen's width, says in one sentence what is shown, and gives values on a tap: otherwise it
+    would need a large screen and a mouse.
     """
     surprise.main([paths.model, paths.text, "--output", str(paths.out)])
     page = (paths.out / "surprise.html").read_text(encoding="utf-8")
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
     explanations = json.loads(re.search(r"const explanations = (.*);", page).group(1))
     assert explanations.keys() == values_of(page).keys()
-    assert all(text.startswith("The darker a word, the larger") for text in explanations.values())
+    assert all(re.fullmatch(r"The darker a word, the larger [^.]+\.", text) for text in explanations.values())
     assert "onclick" in page and "<output" in page
 
 

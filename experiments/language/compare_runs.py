@@ -106,7 +106,7 @@ def plot(rows: dict[str, Row], path: Path) -> None:
     ends, styles = next(iter(rows.values())).edges[1:], line_styles(rows)
     axes = loss_by_position_axes(ends, "nats per token")
     for name, row in rows.items():
-        plot_with_spread(axes, ends, row.mean_losses(), name, styles[name])
+        plot_with_spread(axes, ends, row.mean_losses(), styles[name])
     lengths = {row.block_length for row in rows.values()}
     if len(lengths) == 1:
         mark_trained_length(axes, lengths.pop())

@@ -17,7 +17,13 @@ from . import model_shapes
 from .measure import seconds
 from .table_and_plot import Plot
 
-PLOT = Plot("One more token", line=("model",), x="context", y=("ms/token", "cache MB"), yscale="log")
+PLOT = Plot(
+    "One more token after a text",
+    line=("model",),
+    x="context",
+    y={"ms/token": "time of the token (ms)", "cache MB": "cache (MB)"},
+    yscale="log",
+)
 NUM_READ_TOKENS = 256
 TOKENS_PER_CALL = 4096
 

@@ -16,7 +16,14 @@ from . import model_shapes
 from .measure import resident_bytes, seconds
 from .table_and_plot import Plot
 
-PLOT = Plot("Reading one long prompt", line=("model",), x="tokens", y=("tokens/s", "resident MB"), xlabel="tokens read")
+PLOT = Plot(
+    "Reading one long prompt",
+    line=("model",),
+    x="tokens",
+    y={"tokens/s": "tokens per second", "resident MB": "resident memory (MB)"},
+    xscale="linear",
+    xlabel="tokens read",
+)
 
 
 def add_arguments(parser: ArgumentParser) -> None:

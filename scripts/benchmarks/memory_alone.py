@@ -24,10 +24,13 @@ from .table_and_plot import Plot
 BATCH, HEADS, HEAD_DIM, DEPTH, EXPANSION = 2, 6, 64, 2, 4
 ERROR_CLIP = 1.0
 PLOT = Plot(
-    "The memory alone, as a share of its matrix products",
+    "The memory alone: the share of its time that its matrix products take by themselves",
     line=("depth", "chunk"),
     x="tokens",
-    y=("forward of products", "both of products"),
+    y={
+        "forward of products": "share of products, forward",
+        "both of products": "share of products, forward and backward",
+    },
 )
 NUM_CHECKED_TOKENS = 150  # tokens: two chunks of 64 and a part of one
 

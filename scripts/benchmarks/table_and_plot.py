@@ -10,12 +10,15 @@ from titans_hf_scripts.shared.markdown_tables import markdown_table
 
 
 class Plot(NamedTuple):
-    """A line for each value of the columns `line`, one panel for each of the columns `y`, over the column `x`."""
+    """A line for each value of the columns `line`, over the column `x`, one panel for each column in `y`, which has
+    the labels of their axes.
+    """
 
     title: str
     line: tuple[str, ...]
     x: str
-    y: tuple[str, ...]
+    y: dict[str, str]
+    xscale: str = "log"
     yscale: str = "linear"
     xlabel: str = "sequence length (tokens)"
 
@@ -41,33 +44,42 @@ def save_plot(rows: list[dict], plot: Plot, path: Path) -> None:
     figure = Figure(figsize=(4.5 * len(plot.y) + 2, 4), layout="constrained")
     figure.suptitle(plot.title)
     names = [_name(row, plot) for row in rows]
-    styles, labels = line_styles(names), _labels(names, [row[plot.x] for row in rows])
+    styles = line_styles(names)
+    labels = _labels({name: styles[name]["label"] for name in names}, names, [row[plot.x] for row in rows])
+    xs = sorted({row[plot.x] for row in rows})
     for axes, y in zip(figure.subplots(1, len(plot.y), squeeze=False)[0], plot.y, strict=True):
         lines: dict[str, list[tuple]] = {}
         for name, row in zip(names, rows, strict=True):
             if row.get(y) is not None:
                 lines.setdefault(name, []).append((row[plot.x], row[y]))
         for name, points in lines.items():
-            axes.plot(*zip(*points, strict=True), label=labels[name], **styles[name])
-        axes.set(xlabel=plot.xlabel, ylabel=y, xscale="log", yscale=plot.yscale)
+            axes.plot(*zip(*points, strict=True), **styles[name] | {"label": labels[name]})
+        axes.set(xlabel=plot.xlabel, ylabel=plot.y[y], xscale=plot.xscale, yscale=plot.yscale)
+        if plot.xscale == "log":
+            axes.set_xticks(xs, [f"{x:,}" for x in xs])
+            axes.set_xticks([], minor=True)
+        else:
+            axes.locator_params(axis="x", nbins=5)
+            axes.xaxis.set_major_formatter("{x:,.0f}")
         if plot.yscale == "linear":
-            axes.set_ylim(0)
+            axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+            axes.yaxis.set_major_formatter("{x:,g}")
         bottom, missing = axes.get_ylim()[0], {}
         for name, row in zip(names, rows, strict=True):
             if row.get(y) is None:
-                missing.setdefault(row[plot.x], []).append(name)
+                missing.setdefault(row[plot.x], []).append(styles[name]["label"])
         mark_failures(axes, list(missing), [bottom] * len(missing), label="did not finish")
         for x, failed in missing.items():
-            axes.annotate(", ".join(failed), (x, bottom), (0, 8), textcoords="offset points", ha="right", fontsize=7)
+            axes.annotate("\n".join(failed), (x, bottom), (0, 8), textcoords="offset points", ha="right", fontsize=7)
         axes.grid(alpha=0.3)
     save_figure(figure, path)
 
 
-def _labels(names: list[str], xs: list[int]) -> dict[str, str]:
-    """Makes the legend's label of each line: its name, and the points of other lines where it was not run."""
+def _labels(words: dict[str, str], names: list[str], xs: list[int]) -> dict[str, str]:
+    """Makes the legend's label of each line: its name in words, and the points of other lines where it was not run."""
     absent = {name: sorted(set(xs) - {x for x, of in zip(xs, names, strict=True) if of == name}) for name in names}
     return {
-        name: f"{name}\n(not run at {', '.join(f'{x:,}' for x in missing)})" if missing else name
+        name: words[name] + (f"\n(not run at {', '.join(f'{x:,}' for x in missing)})" if missing else "")
         for name, missing in absent.items()
     }
 

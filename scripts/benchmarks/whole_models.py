@@ -12,7 +12,16 @@ from . import model_shapes
 from .measure import Pass, peak_bytes, seconds
 from .table_and_plot import Plot
 
-PLOT = Plot("Whole models", line=("model",), x="tokens", y=("read tokens/s", "train tokens/s", "train peak KB/token"))
+PLOT = Plot(
+    "Whole models of equal size, one text at a time",
+    line=("model",),
+    x="tokens",
+    y={
+        "read tokens/s": "reading (tokens per second)",
+        "train tokens/s": "training (tokens per second)",
+        "train peak KB/token": "peak memory of training (KB per token)",
+    },
+)
 WITHOUT_MEMORY = "without memory"  # Mistral with the MLP of MAG, MAC and MAL
 
 

@@ -1,6 +1,7 @@
 """The style of all plots: lines by model, the legend beside the data, a line at the trained length."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,52 @@ STOPPED = ("not learning", "stopped")
 OTHERS = ("black", "tab:gray", "tab:brown", "tab:purple", "tab:olive", "tab:cyan")
 MARKERS = "os^Dv<>P"
 PALER = 0.18  # share of white that each further line of a variant adds to its colour
+MODELS = {
+    "gated-deltanet": "Gated DeltaNet",
+    "olmo-hybrid": "OLMo hybrid",
+    "qwen3-next": "Qwen3-Next",
+    "repeat-last": "last value repeated",
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "mamba2": "Mamba2",
+    "patchtst": "PatchTST",
+    "rlinear": "RLinear",
+    "dlinear": "DLinear",
+    "cnn": "CNN",
+} | {variant: variant.upper() for variant in VARIANTS}
+SETTINGS = {"stopped": "memory stopped", "token": "token memory", "conv": "with convolutions"}
+
+
+def labels_in_words(names: Iterable[str]) -> dict[str, str]:
+    """Returns the legend's label of each line by its name: "mag-stopped" is "MAG, memory stopped".
+
+    Names without a known model stay as they are, and so do those that would have the same label.
+    """
+    labels = {name: _in_words(name) for name in names}
+    counts = Counter(labels.values())
+    return {name: label if counts[label] == 1 else name for name, label in labels.items()}
+
+
+def _in_words(name: str) -> str:
+    found = re.fullmatch(rf"(?:(.*)[- ])?({'|'.join(MODELS)})(?:[- ]([^,]+))?(,.*)?", name)
+    if not found:
+        return name
+    before, model, settings, after = found.groups(default="")
+    words = [re.sub(r"(\D)(\d+)$", r"\1 \2", SETTINGS.get(word, word)) for word in re.findall(r"[^- ]+", settings)]
+    return ", ".join([f"{before} {MODELS[model]}".strip(), *words]) + after
 
 
 def line_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Returns the keyword arguments of `Axes.plot` for each line by its name.
+    """Returns the keyword arguments of `Axes.plot` for each line by its name, its label in words among them.
 
     A variant of Titans is solid in its own colour; with its memory stopped it is dotted. Anything else, a baseline, is
     dashed with hollow markers. Where no line is of a variant, all are solid.
     """
+    labels = labels_in_words(names)
+    return {name: {"label": labels[name]} | style for name, style in _styles(labels).items()}
+
+
+def _styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     variants = {name: _variant_in(name) for name in names}
     if not any(variants.values()):
         return {name: {"marker": MARKERS[i % len(MARKERS)]} for i, name in enumerate(variants)}
@@ -51,13 +90,17 @@ def loss_by_position_axes(ends: Sequence[int], unit: str) -> Axes:
     axes = Figure(figsize=(7.5, 4), layout="constrained").subplots()
     axes.set_xscale("log", base=2)
     axes.set_xticks(ends, [f"{end:,}" for end in ends])
-    axes.set(xlabel="position in the text, up to", ylabel=unit, title="Loss by position")
+    axes.set(
+        xlabel="position in the text (tokens; end of each range)",
+        ylabel=f"loss ({unit})",
+        title="Loss by position in the text",
+    )
     return axes
 
 
-def plot_with_spread(axes: Axes, x: Sequence[float], ys: np.ndarray, label: str, style: dict[str, Any]) -> None:
+def plot_with_spread(axes: Axes, x: Sequence[float], ys: np.ndarray, style: dict[str, Any]) -> None:
     """Draws the mean of `ys` (seeds, points) as a line, and a band from the least to the greatest."""
-    axes.plot(x, ys.mean(0), label=label, **style)
+    axes.plot(x, ys.mean(0), **style)
     axes.fill_between(x, ys.min(0), ys.max(0), alpha=0.15, color=style.get("color"))
 
 

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from titans_hf_scripts.shared.figures import save_figure
 from titans_hf_scripts.training.arguments import DataArguments
 from titans_hf_scripts.training.blocks import count_tokens
 from titans_hf_scripts.training.data import Blocks
@@ -107,9 +108,8 @@ def plot_losses(history: list[dict[str, float]], path: Path) -> None:
     for key, label in (("loss", "train"), ("eval_loss", "eval")):
         logs = [log for log in history if key in log]
         axes.plot([log["num_input_tokens_seen"] for log in logs], [log[key] for log in logs], ".-", label=label)
-    axes.set(xlabel="tokens", ylabel="loss per token")
-    axes.legend()
-    figure.savefig(path)
+    axes.set(title="Loss while training", xlabel="training tokens", ylabel="loss (nats per token)")
+    save_figure(figure, path)
 
 
 def save_results(trainer: CardTrainer, facts: dict) -> dict[str, float]:
