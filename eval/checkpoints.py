@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 import titans_hf  # noqa: F401  registers the model type "titans"
 from titans_hf_eval.titans_lm import TitansLM
+from titans_hf_scripts.shared.checkpoints import check_weights, load_config, load_tokenizer, loading_weights
 
 # What a checkpoint's scores depend on; a README or a trainer's state may change.
 PARTS = ("*.safetensors", "*.bin", "*.py", "config.json", "generation_config.json", "*token*", "vocab*", "merges*")
@@ -32,9 +33,9 @@ class Checkpoint:
 
 
 def read_checkpoints(paths: list[str]) -> list[Checkpoint]:
-    """Reads checkpoints, but not their weights, and labels each by its folder's name.
+    """Reads checkpoints, of their weights the headers alone, and labels each by its folder's name.
 
-    Raises ValueError for what is no checkpoint, has no tokenizer, or has the label of another.
+    Raises ValueError for what is no checkpoint, has damaged weights or no tokenizer, or has the label of another.
     """
     labels = [Path(path).resolve().name if Path(path).exists() else path.replace("/", "--") for path in paths]
     if twice := [label for label, number in Counter(labels).items() if number > 1]:
@@ -56,18 +57,8 @@ def _read(path: str, label: str) -> Checkpoint:
     folder = Path(path)
     if folder.exists() and not ((folder / "config.json").is_file() and _files(folder, ("*.safetensors", "*.bin"))):
         raise ValueError(f"MODEL {path} is not a checkpoint: it holds no config.json with weights")
-    try:
-        config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        where = "its config.json does not load" if folder.exists() else "no such folder, nor to be had from the Hub"
-        raise ValueError(f"MODEL {path} is not a checkpoint: {where}") from error
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        usable = bool(tokenizer("a b").input_ids)
-    except Exception as error:  # the classes raise different errors without their files
-        raise ValueError(f"MODEL {path} has no tokenizer: save it beside the weights") from error
-    if not usable:
-        raise ValueError(f"MODEL {path} has no tokenizer: save it beside the weights")
+    check_weights(path, "MODEL")
+    config, tokenizer = load_config(path, "MODEL"), load_tokenizer(path, "MODEL")
     fingerprint = digest(_files(folder, PARTS)) if folder.exists() else f"{path}@{config._commit_hash}"
     return Checkpoint(path, label, config.model_type, fingerprint, tokenizer)
 
@@ -116,6 +107,7 @@ def load_lm(
     """Loads lm-eval's model; a Titans checkpoint takes prompts of any length."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     options = {"pretrained": checkpoint.path, "batch_size": batch_size, "device": device, "dtype": dtype}
-    if checkpoint.model_type == "titans":
-        return TitansLM(**options)
-    return CountingHFLM(**options, max_length=max_length)
+    with loading_weights(checkpoint.path, "MODEL"):
+        if checkpoint.model_type == "titans":
+            return TitansLM(**options)
+        return CountingHFLM(**options, max_length=max_length)

@@ -23,6 +23,7 @@ from titans_hf_eval.dna_models import NAMES, STOPPED, build_model, config_of
 from titans_hf_eval.dna_run import DataOfRun, Run, make_run
 from titans_hf_eval.dna_sequences import Sequences, read_sequences
 from titans_hf_eval.dna_tables import write_report
+from titans_hf_scripts.shared.argument_checks import check_folder, check_minimums
 from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.compared_models import VARIANTS, parse_settings
 from titans_hf_scripts.shared.finished_runs import is_finished
@@ -62,13 +63,10 @@ def check_args(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the settings of Titans; raises ValueError for options that cannot be."""
     if bool(args.data) == bool(args.train) or bool(args.train) != bool(args.test):
         raise ValueError("give either DATA files, or --train and --test files")
-    for name in (*SHAPE, *TRAINING):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, but is {getattr(args, name)}")
+    check_minimums(args, **dict.fromkeys((*SHAPE, *TRAINING), 1), folds=2, seed=0)
+    check_folder(args.output, "--output")
     if not min(args.learning_rates) > 0:
         raise ValueError(f"--learning_rates must be above 0, but has {min(args.learning_rates)}")
-    if args.folds < 2:
-        raise ValueError(f"--folds must be at least 2, but is {args.folds}")
     settings = parse_settings(args.set)
     if not re.fullmatch(r"[\w.-]*", args.label) or (settings and not args.label):
         raise ValueError(f"--label {args.label!r}: --set needs a name of its own, of letters, digits, '.', '_' and '-'")

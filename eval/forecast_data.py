@@ -59,12 +59,15 @@ class Windows(torch.utils.data.Dataset):
 def read_series(path: Path, time_column: str | None = None) -> Series:
     """Reads a CSV file: a time column, the first unless named, and one column per channel.
 
-    Raises ValueError, naming the column, for times that are no dates or do not increase and for values that are not
-    finite numbers.
+    Raises ValueError for what is no CSV file, and, naming the column, for times that are no dates or do not increase
+    and for values that are not finite numbers.
     """
     if not path.is_file():
         raise ValueError(f"{path} is no file")
-    table = pd.read_csv(path)
+    try:
+        table = pd.read_csv(path)
+    except ValueError as error:
+        raise ValueError(f"{path} is no CSV file in UTF-8 with a header: {error}") from error
     name = table.columns[0] if time_column is None else time_column
     if name not in table:
         raise ValueError(f"--time_column {name}: {path} has the columns {', '.join(table.columns)}")

@@ -19,6 +19,7 @@ from titans_hf_eval.forecast_data import Series, make_splits, read_series
 from titans_hf_eval.forecast_models import NAMES
 from titans_hf_eval.forecast_run import Run, make_run
 from titans_hf_eval.forecast_tables import write_report
+from titans_hf_scripts.shared.argument_checks import check_folder, check_minimums
 from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.compared_models import parse_settings
 from titans_hf_scripts.shared.finished_runs import is_finished
@@ -65,13 +66,8 @@ def name_changes(args: argparse.Namespace) -> str:
 
 def make_runs(args: argparse.Namespace, series: dict[str, Series]) -> list[Run]:
     """Makes the runs of the command, each checked; raises ValueError for what a run cannot be made with."""
-    for name in POSITIVE:
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, but is {getattr(args, name)}")
-    if min(args.horizons) < 1:
-        raise ValueError(f"--horizons must be at least 1, but has {min(args.horizons)}")
-    if args.cycle_length < 0:
-        raise ValueError(f"--cycle_length must be at least 0, but is {args.cycle_length}")
+    check_minimums(args, **dict.fromkeys(POSITIVE, 1), horizons=1, cycle_length=0, seeds=0)
+    check_folder(args.output, "--output")
     settings = parse_settings(args.set)
     if not re.fullmatch(r"[\w.-]+", args.label) or (settings and args.label == "titans"):
         raise ValueError(f"--label {args.label!r}: --set needs a name of its own, of letters, digits, '.', '_' and '-'")

@@ -19,6 +19,7 @@ import torch
 from titans_hf_eval.mad_models import NAMES, config_of
 from titans_hf_eval.mad_run import Run, settings_of, train
 from titans_hf_eval.mad_tasks import TASKS
+from titans_hf_scripts.shared.argument_checks import check_folder, check_minimums
 from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.compared_models import parse_settings
 from titans_hf_scripts.shared.finished_runs import is_finished
@@ -50,9 +51,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def make_runs(args: argparse.Namespace) -> list[Run]:
     """Makes the runs of the command, checked; raises ValueError for what none of them can be made with."""
-    for name in ("epochs", "evaluate_every", "batch_size", "jobs"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, but is {getattr(args, name)}")
+    check_minimums(args, epochs=1, evaluate_every=1, batch_size=1, jobs=1, seeds=0, learning_rates=0, weight_decay=0)
+    check_folder(args.output, "--output")
     if args.epochs % args.evaluate_every:
         raise ValueError(f"--epochs {args.epochs} must be a multiple of --evaluate_every {args.evaluate_every}")
     config, task_settings = parse_settings(args.set), parse_settings(args.task_set)

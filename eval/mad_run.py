@@ -94,11 +94,17 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
 
 
 def settings_of(run: Run) -> Settings:
-    """Returns the task's baseline settings with the run's replacements; raises ValueError for unknown names."""
+    """Returns the task's baseline settings with the run's replacements.
+
+    Raises ValueError for unknown names and for values of another type.
+    """
     settings = asdict(TASKS[run.task].settings)
-    for name in run.task_settings:
+    for name, value in run.task_settings.items():
         if name not in settings:
             raise ValueError(f"--task_set {name}: a task has only {', '.join(settings)}")
+        kind = type(settings[name])
+        if type(value) not in {int, kind} or value < 0:
+            raise ValueError(f"--task_set {name} must be {kind.__name__} and at least 0, but is {value!r}")
     return Settings(**settings | run.task_settings)
 
 

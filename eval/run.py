@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import torch
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
@@ -27,6 +28,7 @@ from titans_hf_eval.needles import make_samples, token_counter
 from titans_hf_eval.result_tables import write_report
 from titans_hf_eval.suites import BABILONG_LENGTHS, SUITES, TASKS, Unit, choose, plan
 from titans_hf_eval.titans_lm import TitansLM
+from titans_hf_scripts.shared.argument_checks import check_folder, check_minimums
 from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.devices import choose_device
 
@@ -60,12 +62,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", help="as in cpu or cuda:0; default: the GPU if there is one")
     parser.add_argument("--dtype", default="auto", help="of the weights: auto (as saved), float32, bfloat16, ...")
     args = parser.parse_args(argv)
-    for name in ("limit", "batch_size", "max_length"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            raise ValueError(f"--{name} {value}: must be at least 1")
+    check_minimums(args, limit=1, batch_size=1, max_length=1, lengths=0)
+    check_folder(args.output, "--output")
+    if args.dtype != "auto" and not isinstance(getattr(torch, args.dtype, None), torch.dtype):
+        raise ValueError(f"--dtype {args.dtype} must be auto or a dtype of PyTorch, as in float32")
     choose_device(args.device)  # refused before anything is loaded
-    if args.lengths and min(args.lengths) < 0:
-        raise ValueError(f"--lengths {min(args.lengths)}: must not be negative")
     if args.update_cards and args.limit:
         raise ValueError("--update_cards: what --limit leaves of a task is a trial and belongs in no model card")
     return args

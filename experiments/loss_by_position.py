@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from titans_hf_eval.checkpoints import Checkpoint, read_checkpoints, trained_length
+from titans_hf_scripts.shared.argument_checks import check_folder, check_minimums
+from titans_hf_scripts.shared.checkpoints import load_model
 from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.devices import choose_device
 from titans_hf_scripts.shared.figures import (
@@ -30,7 +32,7 @@ from titans_hf_scripts.shared.figures import (
     save_figure,
 )
 from titans_hf_scripts.shared.markdown_tables import markdown_table
-from titans_hf_scripts.shared.text_files import find_files
+from titans_hf_scripts.shared.text_files import find_files, read_text
 from titans_hf_scripts.shared.text_ids import encode
 
 FIRST_EDGE = 256
@@ -43,7 +45,7 @@ def stretches_of(folder: Path, tokenizer: PreTrainedTokenizerBase, length: int, 
     """
     stretches = []
     for file in find_files(folder, "--text"):
-        ids = encode(tokenizer, file.read_text(encoding="utf-8")).input_ids
+        ids = encode(tokenizer, read_text(file, "--text")).input_ids
         if len(ids) < number * length:
             raise ValueError(f"{file} has {len(ids)} tokens: too few for {number} stretches of {length}")
         starts = [(len(ids) - number * length) // (number + 1) * (i + 1) + i * length for i in range(number)]
@@ -60,7 +62,7 @@ def edges_to(length: int) -> list[int]:
 @torch.inference_mode()
 def bits_by_position(checkpoint: Checkpoint, stretches: Tensor, device: torch.device) -> list[float]:
     """Returns the mean loss between `edges_to`, over all tokens but the first."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint.path).to(device).eval()
+    model = load_model(checkpoint.path, "MODEL").to(device).eval()
     total = torch.zeros(stretches.shape[1] - 1, dtype=torch.float64)
     for ids in tqdm(stretches.to(device), desc=checkpoint.label):
         logits = model(ids[None], use_cache=False).logits[0, :-1]
@@ -100,9 +102,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True, help="the folder for loss_by_position.json, .md and .png")
     parser.add_argument("--device", help="cpu, cuda, ...; a GPU if there is one")
     args = parser.parse_args(argv)
-    for name, least in (("length", 2), ("stretches", 1)):
-        if getattr(args, name) < least:
-            raise ValueError(f"--{name} must be at least {least}, but is {getattr(args, name)}")
+    check_minimums(args, length=2, stretches=1)
+    check_folder(args.output, "--output")
     find_files(args.text, "--text")  # before the models are loaded
     device = choose_device(args.device)
     checkpoints = read_checkpoints(args.models)

@@ -34,8 +34,9 @@ from titans_hf_eval.needles import (
     sample_of,
     token_counter,
 )
+from titans_hf_scripts.shared.argument_checks import check_minimums
 from titans_hf_scripts.shared.command_line import run_command
-from titans_hf_scripts.shared.text_files import find_files
+from titans_hf_scripts.shared.text_files import find_files, read_text
 from titans_hf_scripts.training.tokenizer import load_tokenizer
 
 PASSKEY = KINDS["niah_single_1"]
@@ -137,7 +138,7 @@ def curriculum(
 def read_lines(folder: Path | None) -> list[str]:
     """Reads the lines of all books of a folder, long ones broken; none without a folder."""
     files = [] if folder is None else find_files(folder, "--text")
-    lines = (line for file in files for line in file.read_text(encoding="utf-8").splitlines())
+    lines = (line for file in files for line in read_text(file, "--text").splitlines())
     return [part for line in lines for part in textwrap.wrap(line, MAX_LINE_CHARACTERS)]
 
 
@@ -156,6 +157,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokenizer", default="bytes", help="the word bytes, or the folder of a tokenizer")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
+    check_minimums(args, number=1, seed=0)
     if args.output.exists():
         raise ValueError(f"--output {args.output} exists")
     rng, tokenizer = random.Random(args.seed), load_tokenizer(args.tokenizer)

@@ -15,10 +15,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from titans_hf import TitansCache
 from titans_hf_scripts.demo import NUM_PAIRS, NUM_SYMBOLS
+from titans_hf_scripts.shared.checkpoints import load_model
 from titans_hf_scripts.shared.command_line import run_command
 
 NUM_ROWS = 128
@@ -74,7 +75,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     cases = [(path, number, filler) for path in args.models for filler in args.fillers for number in args.numbers]
     rows = []
     for path, number, filler in track(cases, "reading and asking"):
-        model = AutoModelForCausalLM.from_pretrained(path).eval()
+        model = load_model(path, "MODEL").eval()
         rows.append({"model": path, "texts": number, "filler": filler} | compare(model, number, filler, args.seed))
     table = Table(*rows[0])
     for row in rows:

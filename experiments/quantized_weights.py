@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
+from transformers import BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
 from experiments.loss_by_position import stretches_of
+from titans_hf_scripts.shared.argument_checks import check_minimums
+from titans_hf_scripts.shared.checkpoints import load_model, load_tokenizer
 from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.markdown_tables import markdown_table
 
@@ -51,7 +53,7 @@ def settings(bits: list[int]) -> Iterator[tuple[str, dict[str, Any]]]:
 @torch.inference_mode()
 def log_probabilities(path: str, options: dict[str, Any], stretches: Tensor) -> Tensor:
     """Returns the model's predictions for the stretches (N, T): their logarithms, (N, T, vocabulary)."""
-    model = AutoModelForCausalLM.from_pretrained(path, **({"dtype": torch.float32} | options)).eval()
+    model = load_model(path, "MODEL", **({"dtype": torch.float32} | options)).eval()
     logits = [model(ids[None], use_cache=False).logits.float() for ids in stretches]
     return torch.cat(logits).log_softmax(-1)
 
@@ -71,8 +73,9 @@ def main(argv: list[str] | None = None) -> str:
     parser.add_argument("--length", type=int, default=2048, help="tokens of each file")
     parser.add_argument("--bits", type=int, nargs="+", choices=QUANTO, default=[8, 4], help="of the weights")
     args = parser.parse_args(argv)
+    check_minimums(args, length=2)
     torch.set_num_threads(1)
-    stretches = stretches_of(args.text, AutoTokenizer.from_pretrained(args.model), args.length, 1)
+    stretches = stretches_of(args.text, load_tokenizer(args.model, "MODEL"), args.length, 1)
     rows, reference = [], None
     for name, options in settings(args.bits):
         found = log_probabilities(args.model, options, stretches)

@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from titans_hf import TitansCache
 from titans_hf_scripts.read import load_model
+from titans_hf_scripts.shared.argument_checks import check_minimums
 from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.text_ids import encode
 
@@ -57,10 +58,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.prompt is not None and not all(args.prompt):
         raise ValueError("--prompt is empty")
-    if args.max_new_tokens < 1:
-        raise ValueError(f"--max_new_tokens {args.max_new_tokens} must be at least 1")
-    if args.temperature < 0:
-        raise ValueError(f"--temperature {args.temperature} must be at least 0")
+    check_minimums(args, max_new_tokens=1, temperature=0, seed=0)
+    if args.seed >= 2**63:
+        raise ValueError(f"--seed must be less than 2^63, but is {args.seed}")
     return args
 
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedConfig, 
 from transformers.utils import logging
 
 import titans_hf
+from titans_hf_scripts.shared.argument_checks import check_folder, check_minimums
 from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.figures import line_styles, mark_failures, mark_trained_length, save_figure
 
@@ -128,6 +129,8 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output_dir", type=Path, default=Path("runs/demo"))
     args = parser.parse_args(argv)
+    check_minimums(args, steps=1, questions=1, seed=0)
+    check_folder(args.output_dir, "--output_dir")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 

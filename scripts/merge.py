@@ -6,11 +6,25 @@ python scripts/merge.py runs/tiny-mag-lora runs/tiny-mag-merged
 import argparse
 from pathlib import Path
 
-from peft import AutoPeftModelForCausalLM
-from transformers import AutoTokenizer
+from peft import AutoPeftModelForCausalLM, PeftConfig
 
 import titans_hf  # noqa: F401  registers the model type "titans"
+from titans_hf_scripts.shared.checkpoints import check_weights, load_config, load_tokenizer, loading_weights
 from titans_hf_scripts.shared.command_line import run_command
+
+
+def base_model(adapter: Path) -> str:
+    """Returns the model that an adapter was trained on. Raises ValueError if the adapter does not load, or the model
+    has no configuration.
+    """
+    try:
+        base = PeftConfig.from_pretrained(adapter).base_model_name_or_path
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"ADAPTER {adapter}: its adapter_config.json does not load ({error})") from error
+    if base is None:
+        raise ValueError(f"ADAPTER {adapter}: its adapter_config.json names no base_model_name_or_path")
+    load_config(base, f"ADAPTER {adapter}: its model")
+    return base
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -22,9 +36,12 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"ADAPTER {args.adapter} is not an adapter's folder: it has no adapter_config.json")
     if args.output.exists():
         raise ValueError(f"OUTPUT {args.output} exists: give the name of a new folder")
-    merged = AutoPeftModelForCausalLM.from_pretrained(args.adapter, dtype="auto").merge_and_unload()
+    tokenizer, base = load_tokenizer(args.adapter, "ADAPTER"), base_model(args.adapter)
+    check_weights(args.adapter, "ADAPTER")
+    with loading_weights(base, f"ADAPTER {args.adapter}: its model"):
+        merged = AutoPeftModelForCausalLM.from_pretrained(args.adapter, dtype="auto").merge_and_unload()
     merged.save_pretrained(args.output)
-    AutoTokenizer.from_pretrained(args.adapter).save_pretrained(args.output)
+    tokenizer.save_pretrained(args.output)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from titans_hf import TitansCache
 from titans_hf.cache_files import DESCRIPTION
+from titans_hf_scripts.shared import checkpoints
+from titans_hf_scripts.shared.argument_checks import check_folder, check_minimums
 from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.devices import choose_device
 from titans_hf_scripts.shared.text_files import find_files
@@ -35,17 +36,11 @@ START = 1 << 16  # tokens of which a record has a digest of their own, so that m
 
 def load_model(path: str, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads a Titans checkpoint and its tokenizer. Raises ValueError if `path` is not one."""
-    try:
-        config, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"MODEL {path} is not a checkpoint with a tokenizer: {error}") from error
+    config = checkpoints.load_config(path, "MODEL")
     if config.model_type != "titans":
         raise ValueError(f"MODEL {path} is a {config.model_type} model, which has no memory")
-    device = choose_device(device)
-    try:
-        return AutoModelForCausalLM.from_pretrained(path).to(device).eval(), tokenizer
-    except SafetensorError as error:
-        raise ValueError(f"MODEL {path} has damaged weights: {error}") from error
+    device, tokenizer = choose_device(device), checkpoints.load_tokenizer(path, "MODEL")
+    return checkpoints.load_model(path, "MODEL").to(device).eval(), tokenizer
 
 
 def list_texts(texts: list[str]) -> list[Path | None]:
@@ -211,13 +206,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--abandon", action="store_true", help="--append even to texts that were not read to their end")
     parser.add_argument("--device", help="cpu, cuda, ...; a GPU if there is one")
     args = parser.parse_args(argv)
-    for name in ("save_every", "piece"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")
+    check_minimums(args, save_every=1, piece=1)
     if args.abandon and not args.append:
         raise ValueError("--abandon needs --append")
-    if args.memory.exists() and not args.memory.is_dir():
-        raise ValueError(f"--memory {args.memory} is no folder")
+    check_folder(args.memory, "--memory")
     return args
 
 
@@ -239,6 +231,8 @@ def main(argv: list[str] | None = None) -> Reading:
             if reading.num_read + reading.piece > kept + args.save_every:
                 reading.save()
                 kept = reading.num_read
+        if not reading.num_read:
+            raise ValueError(f"TEXT {' '.join(args.texts)} holds no text")
         reading.save()
     if 0 < skipped == reading.num_read:
         print("All of TEXT had been read already. To read it again, give it twice, without --append.", file=sys.stderr)

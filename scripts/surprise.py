@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from titans_hf import TitansCache
 from titans_hf_scripts.read import load_model
+from titans_hf_scripts.shared.argument_checks import check_folder, check_minimums
 from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.text_ids import encode, normalize_newlines
 
@@ -197,6 +198,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--max_tokens", type=int, default=20_000, help="the longest text that is drawn")
     parser.add_argument("--device", help="cpu, cuda, ...; a GPU if there is one")
     args = parser.parse_args(argv)
+    check_minimums(args, max_tokens=1)
+    check_folder(args.output, "--output")
     if args.text != "-" and not Path(args.text).is_file():
         raise ValueError(f"TEXT {args.text} is not a file")
     text = read_text(args.text)

@@ -32,6 +32,7 @@ from transformers import (
 )
 
 import titans_hf  # noqa: F401  registers the model type "titans"
+from titans_hf_scripts.shared.argument_checks import check_folder, check_minimums
 from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.training.arguments import DataArguments, ModelArguments, PaperArguments, RunArguments
 from titans_hf_scripts.training.blocks import collate
@@ -103,15 +104,22 @@ def accumulation_steps(args: RunArguments, block_length: int, training_args: Tra
     return steps
 
 
+def check_numbers(data: DataArguments, run: RunArguments, training: PaperArguments) -> None:
+    """Raises ValueError for numbers that train nothing, or that would be taken for others."""
+    check_minimums(data, block_length=2, max_eval_blocks=1, preprocessing_num_workers=1)
+    check_minimums(run, tokens_per_step=1, max_minutes=0)
+    check_minimums(training, per_device_train_batch_size=1, per_device_eval_batch_size=1)
+    check_minimums(training, gradient_accumulation_steps=1, learning_rate=0, weight_decay=0, seed=0)
+    if not 0 < data.eval_fraction < 1:
+        raise ValueError(f"--eval_fraction must be between 0 and 1, but is {data.eval_fraction}")
+    if training.max_steps < 1 and not training.num_train_epochs > 0:
+        raise ValueError(f"--num_train_epochs must be above 0, but is {training.num_train_epochs}")
+
+
 def check_arguments(model: ModelArguments, data: DataArguments, run: RunArguments, training: PaperArguments) -> None:
     """Raises ValueError for options that contradict each other; fills in those that depend on others."""
-    if data.block_length < 2:
-        raise ValueError(f"--block_length {data.block_length}: a block needs at least 2 tokens")
-    for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
-        if getattr(training, name) < 1:
-            raise ValueError(f"--{name} {getattr(training, name)} must be at least 1")
-    if data.preprocessing_num_workers is not None and data.preprocessing_num_workers < 1:
-        raise ValueError(f"--preprocessing_num_workers {data.preprocessing_num_workers} must be at least 1")
+    check_numbers(data, run, training)
+    check_folder(training.output_dir, "--output_dir")
     if data.streaming and training.max_steps < 1:
         raise ValueError("--streaming needs --max_steps: how long a stream is cannot be known")
     check_model_arguments(model)
@@ -205,7 +213,8 @@ def run_training(
     if record and record["command"] == command and record["steps"] >= record["planned_steps"]:
         return report_finished(training_args.output_dir, record)
     checkpoint = find_checkpoint(training_args)
-    tokenizer = load_tokenizer(model_args.tokenizer or model_args.model_name_or_path)
+    named = "--tokenizer" if model_args.tokenizer else "--model_name_or_path"
+    tokenizer = load_tokenizer(model_args.tokenizer or model_args.model_name_or_path, named)
     config = load_config(model_args, tokenizer)
     if model_args.config and (message := unused_weights(model_args.config)):
         warnings.warn(message, stacklevel=1)

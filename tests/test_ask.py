@@ -85,7 +85,9 @@ def test_questions_share_the_memory(paths):
             )
 
 
-@pytest.mark.parametrize("options", [{"max_new_tokens": 0}, {"temperature": -1}])
+@pytest.mark.parametrize(
+    "options", [{"max_new_tokens": 0}, {"temperature": -1}, {"temperature": "nan"}, {"seed": -1}, {"seed": 2**64}]
+)
 def test_bad_input_to_ask(options, paths):
     """Options out of range, an empty prompt and a missing memory raise an error that names them: otherwise a user could
     not tell which to change.

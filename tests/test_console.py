@@ -58,11 +58,14 @@ def test_a_command_gets_its_own_arguments(monkeypatch, name):
         ),
         (
             ["train", "--train_data", "x", "--output_dir", "out", "--per_device_train_batch_size", "0"],
-            "--per_device_train_batch_size 0 must be at least 1",
+            "--per_device_train_batch_size must be at least 1, but is 0",
         ),
         (["merge", "no-adapter", "merged"], "ADAPTER no-adapter is not an adapter's folder"),
         (["read", "no-model", "no-text", "--memory", "m"], "TEXT no-text does not exist"),
-        (["read", "no-model", "no-text", "--memory", __file__], f"--memory {__file__} is no folder"),
+        (
+            ["read", "no-model", "no-text", "--memory", __file__],
+            f"--memory {__file__} cannot be a folder",
+        ),
         (["ask", "no-model", "--memory", "m", "--prompt", ""], "--prompt is empty"),
         (["surprise", "no-model", "no-text", "--output", "out"], "TEXT no-text is not a file"),
         (["eval", "no-model", "--suite", "no-suite", "--output", "out"], "no such suite or task"),

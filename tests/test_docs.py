@@ -36,7 +36,7 @@ WRITTEN = {
 }
 # Packages that the development environment does not have: their blocks run where they are installed. Where torchao
 # 0.18 is, every import of transformers imports it too, which prints four lines on stderr.
-OPTIONAL = ("torchao",)
+OPTIONAL = ("torchao", "bitsandbytes")
 # A page about the past may name what is gone.
 HISTORY = {ROOT / "docs" / "log.md"}
 

@@ -297,7 +297,8 @@ def test_bad_input_is_refused_before_any_work(data, models, tmp_path, monkeypatc
     refused(r"--lengths: none of the chosen tasks", "--suite", "lm", "--lengths", "2048")
     refused(r"--update_cards: .*mistral holds no README.md", "--suite", "lm", "--update_cards")
     refused(r"--update_cards: .*is a trial", "--suite", "lm", "--update_cards", "--limit", "2")
-    refused(r"--limit 0: must be at least 1", "--suite", "lm", "--limit", "0")
+    refused(r"--dtype float7 must be auto or a dtype of PyTorch", "--suite", "lm", "--dtype", "float7")
+    refused(r"--limit must be at least 1, but is 0", "--suite", "lm", "--limit", "0")
     assert not (tmp_path / "out").exists()
 
 

@@ -247,7 +247,7 @@ def test_chosen_rows_are_reported(tmp_path, monkeypatch):
     "options,message",
     [
         (["--look_back", "0"], "--look_back must be at least 1, but is 0"),
-        (["--horizons", "0"], "--horizons must be at least 1, but has 0"),
+        (["--horizons", "0"], "--horizons must be at least 1, but is 0"),
         (["--split", "12", "4", "4"], "months of 30 days are 14400 rows, but there are 60"),
         (["--split", "0.6", "0", "0.4"], "must be three numbers above 0"),
         (["--horizons", "20"], "the validation part of 12 rows has no window of 8 and 20 rows"),

@@ -261,6 +261,8 @@ def test_a_finished_run_is_kept_and_another_is_not_taken_for_it(tmp_path, few_he
     [
         (["--epochs", "3", "--evaluate_every", "2"], "--epochs 3 must be a multiple of --evaluate_every 2"),
         (["--jobs", "0"], "--jobs must be at least 1, but is 0"),
+        (["--learning_rates", "-1"], "--learning_rates must be at least 0, but is -1.0"),
+        (["--task_set", "length=x", "--label", "y"], "--task_set length must be int and at least 0, but is 'x'"),
         pytest.param(
             ["--graph"],
             "--graph needs a CUDA device",

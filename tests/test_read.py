@@ -184,7 +184,8 @@ def test_an_error_is_one_line(script, paths):
         (lambda paths: [str(paths.texts / "d.txt")], r"TEXT .*d.txt does not exist"),
         (lambda paths: [paths.model], "holds no .txt files"),
         (lambda paths: ["bad.txt"], "TEXT .*bad.txt is not UTF-8"),
-        (lambda paths: [str(paths.texts), "--piece=0"], "--piece 0 must be at least 1"),
+        (lambda paths: ["empty.txt"], "TEXT empty.txt holds no text"),
+        (lambda paths: [str(paths.texts), "--piece=0"], "--piece must be at least 1, but is 0"),
     ],
 )
 def test_bad_input_to_read(change, message, paths, monkeypatch):
@@ -192,6 +193,7 @@ def test_bad_input_to_read(change, message, paths, monkeypatch):
     change.
     """
     monkeypatch.chdir(paths.texts)
+    Path("empty.txt").touch()
     Path("bad.txt").write_bytes(b"caf\xe9 au lait")
     with pytest.raises(ValueError, match=message):
         read.main([paths.model, *change(paths), "--memory", str(paths.memory)])
@@ -202,7 +204,7 @@ def test_what_has_no_memory_is_refused(paths):
     """A folder without a checkpoint, or a model without a memory, raises an error at once: otherwise it would fail
     inside the model, or after reading.
     """
-    with pytest.raises(ValueError, match="is not a checkpoint with a tokenizer"):
+    with pytest.raises(ValueError, match="is not a checkpoint"):
         run_read(SimpleNamespace(model=str(paths.texts), memory=paths.memory), paths.texts)
     config = Path(paths.model) / "config.json"
     config.write_text(json.dumps(LLAMA))

@@ -1,14 +1,16 @@
-"""scripts/shared: Markdown tables, lists of text files, errors on one line; and how the folders import each other."""
+"""scripts/shared: tables, text files, checks of options, errors on one line; and how the folders import each other."""
 
 import re
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
+from titans_hf_scripts.shared.argument_checks import check_folder, check_minimums
 from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.markdown_tables import markdown_table
-from titans_hf_scripts.shared.text_files import find_files
+from titans_hf_scripts.shared.text_files import find_files, read_text
 
 ROOT = Path(__file__).parents[1]
 
@@ -73,3 +75,28 @@ def test_no_module_edits_the_import_path():
     assert len(sources) > 100
     edits = re.compile(r"^ *(sys\.path(\.|\[| *\+?=)|from sys import path)", re.MULTILINE)
     assert [path for path in sources if edits.search(path.read_text())] == []
+
+
+def test_numbers_below_their_minimum_are_refused():
+    """Numbers, each of a list too, and nan are compared with a minimum: otherwise a slip would train nothing."""
+    check_minimums(Namespace(steps=1, lengths=[0, 2], limit=None), steps=1, lengths=0, limit=1)
+    for value, message in ((0, "is 0"), (float("nan"), "is nan"), ([3, -1], "is -1")):
+        with pytest.raises(ValueError, match=f"^--steps must be at least 1, but {message}$"):
+            check_minimums(Namespace(steps=value), steps=1)
+
+
+def test_a_folder_to_write_to_is_no_file(tmp_path):
+    """A path that is a file, or lies in one, is refused, and a new one is not: otherwise a run fails at its end."""
+    (tmp_path / "file").touch()
+    for path in ("new", "new/deeper", "."):
+        check_folder(tmp_path / path, "--output")
+    for path in ("file", "file/new/deeper"):
+        with pytest.raises(ValueError, match=rf"^--output .*{path} cannot be a folder: .*file is a file$"):
+            check_folder(tmp_path / path, "--output")
+
+
+def test_a_text_in_another_encoding_is_named(tmp_path):
+    """A text that is not UTF-8 raises an error with its name: otherwise it could not be found among a thousand."""
+    (tmp_path / "bad.txt").write_bytes(b"caf\xe9 au lait")
+    with pytest.raises(ValueError, match=r"^--text .*bad\.txt is not UTF-8: "):
+        read_text(tmp_path / "bad.txt", "--text")

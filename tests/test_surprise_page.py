@@ -174,6 +174,8 @@ def test_a_token_of_several_words():
     [
         (["missing.txt"], "TEXT missing.txt is not a file"),
         (["bad.txt"], "TEXT bad.txt is not UTF-8"),
+        (["text.txt", "--max_tokens=-1"], "--max_tokens must be at least 1, but is -1"),
+        (["text.txt", "--output=bad.txt/page"], "--output bad.txt/page cannot be a folder: bad.txt is a file"),
         (["text.txt", "--max_tokens=5"], r"TEXT text.txt has \d+ tokens; it may have 1 to 5"),
     ],
 )
@@ -184,5 +186,5 @@ def test_bad_input(change, message, paths, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path("bad.txt").write_bytes(b"caf\xe9 au lait")
     with pytest.raises(ValueError, match=message):
-        surprise.main([paths.model, *change, "--output", str(paths.out)])
+        surprise.main([paths.model, "--output", str(paths.out), *change])
     assert not paths.out.exists()

@@ -7,12 +7,13 @@ import subprocess
 import pytest
 import torch
 from tiny_run import LAUNCH, LLAMA, SHORT, TITANS, losses
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, pipeline
 
 from titans_hf_scripts import train
 from titans_hf_scripts.training.blocks import make_blocks
 from titans_hf_scripts.training.documents import load_splits
 from titans_hf_scripts.training.model import unused_weights
+from titans_hf_scripts.training.tokenizer import byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
 CONFIGS = {"llama": LLAMA, "mistral": LLAMA | {"model_type": "mistral"}, "titans": TITANS}
@@ -65,6 +66,24 @@ def test_fine_tuning_starts_from_the_weights(options, tmp_path):
     tuned |= dict(config_overrides="hidden_size=16", output_dir=tmp_path / "other")
     with pytest.raises(ValueError, match="--model_name_or_path"):
         train.main(options(TITANS, **SHORT, **tuned))
+
+
+def test_another_model_is_fine_tuned(options, tmp_path):
+    """--model_name_or_path takes a model and a tokenizer of Transformers, and every weight learns: otherwise a baseline
+    could not be tuned by the same command.
+    """
+    sizes = {name: value for name, value in LLAMA.items() if name != "model_type"}
+    model = LlamaForCausalLM(LlamaConfig(**sizes | dict(vocab_size=259, eos_token_id=1, pad_token_id=0)))
+    model.save_pretrained(tmp_path / "llama")
+    byte_tokenizer().save_pretrained(tmp_path / "llama")
+    train.main(options(config=None, tokenizer=None, model_name_or_path=tmp_path / "llama"))
+    for folder in (tmp_path / "out", tmp_path / "out" / "checkpoint-8"):
+        tuned = AutoModelForCausalLM.from_pretrained(folder)
+        assert type(tuned) is LlamaForCausalLM
+        for name, weights in tuned.state_dict().items():
+            assert weights.shape == model.state_dict()[name].shape and (weights != model.state_dict()[name]).any()
+        assert AutoTokenizer.from_pretrained(folder).get_vocab() == byte_tokenizer().get_vocab()
+    assert losses(tmp_path / "out", "loss")[-1][1] < losses(tmp_path / "out", "loss")[0][1] - 0.1
 
 
 def test_weights_beside_a_configuration_are_mentioned(options, tmp_path):

@@ -20,10 +20,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize, relu
-from transformers import AutoModelForCausalLM
 
 import titans_hf  # noqa: F401  registers the model type "titans"
 from experiments.language.token_blocks import cut_stretches, make_tokenizer, read_documents
+from titans_hf_scripts.shared.checkpoints import load_model
 from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.text_files import find_files
 
@@ -146,7 +146,7 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(
             f"--distance must be from 0 to less than half of --length {args.length}, but is {args.distance}"
         )
-    model = AutoModelForCausalLM.from_pretrained(args.model)
+    model = load_model(args.model, "MODEL")
     tokenizer = make_tokenizer(find_files(args.train_text, "--train_text"), model.config.vocab_size, args.cache)
     stretches = []
     for option in ("choice_text", "score_text"):

@@ -12,6 +12,7 @@ import click
 from huggingface_hub.errors import CacheNotFound
 
 from titans_hf import TitansCache
+from titans_hf_scripts.shared.checkpoints import check_checkpoint
 
 if TYPE_CHECKING:
     from transformers.cli.serving.model_manager import ModelManager
@@ -51,6 +52,18 @@ def add_memory_option(command: click.Command) -> None:
     text = "Folder of a saved memory, from which every request starts."
     command.params.append(click.Option(["--memory"], metavar="DIR", help=text))
     command.callback = serve_from_memory
+
+
+def add_checks(command: click.Command) -> None:
+    """Makes the command `serve` raise ValueError for a MODEL with a bad configuration or damaged weights."""
+    serve = command.callback
+
+    def serve_checked(force_model: str | None, **options) -> object:
+        if force_model is not None:
+            check_checkpoint(force_model, "MODEL")
+        return serve(force_model=force_model, **options)
+
+    command.callback = serve_checked
 
 
 def start_models_from(memory: str, model_name: str | None, compiled: bool) -> None:

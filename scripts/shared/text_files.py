@@ -1,4 +1,4 @@
-"""Lists the files of a folder by their suffix."""
+"""Lists the files of a folder by their suffix, and reads them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,3 +20,11 @@ def find_files(path: str | Path, argument: str, suffixes: Sequence[str] = (".txt
     if not files:
         raise ValueError(f"{argument} {path} holds no {' or '.join(suffixes)} files")
     return files
+
+
+def read_text(file: Path, argument: str) -> str:
+    """Reads a file in UTF-8. Raises ValueError, with the file's name, for one that is not."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{argument} {file} is not UTF-8: {error}") from error

@@ -7,7 +7,7 @@ from transformers.cli.transformers import main as transformers_main
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from titans_hf import TitansConfig, TitansForCausalLM
-from titans_hf_scripts.shared.server_extensions import add_memory_option, extend_server
+from titans_hf_scripts.shared.server_extensions import add_checks, add_memory_option, extend_server
 
 
 def main() -> None:
@@ -23,4 +23,5 @@ def main() -> None:
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TitansConfig.model_type] = TitansForCausalLM.__name__
     extend_server()
     add_memory_option(app.commands["serve"])
+    add_checks(app.commands["serve"])
     transformers_main()

@@ -165,8 +165,9 @@ def pack_documents(documents: Dataset, block_length: int) -> Dataset:
     """Packs tokenized documents into blocks, in a file in the cache of `datasets`."""
     path = _cache_folder() / f"blocks-{Hasher.hash([documents._fingerprint, block_length])}.arrow"
     if not path.exists():
-        tables = documents.with_format("arrow").iter(batch_size=64)
-        arrays = (table["input_ids"].combine_chunks().flatten().to_numpy() for table in tables)
+        # As they were written, a call of the tokenizer each: their sizes do not grow with the documents' number.
+        batches = documents.data.to_batches()
+        arrays = (batch.column("input_ids").flatten().to_numpy() for batch in batches)
         unfinished = path.with_suffix(f".{os.getpid()}")
         with ArrowWriter(features=FEATURES, path=str(unfinished)) as writer:
             for blocks in pack_arrays(arrays, block_length):

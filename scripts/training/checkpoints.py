@@ -7,10 +7,11 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from transformers import TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from titans_hf_scripts.shared.checkpoints import find_damage
 
 RECORD = "run.json"  # what a run writes once it has ended
 PATTERN = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
@@ -52,16 +53,8 @@ def what_is_missing(checkpoint: Path) -> str | None:
         return f"it holds no readable {TRAINER_STATE_NAME}, which is written last"
     if not any(file for pattern in WEIGHTS for file in checkpoint.glob(pattern)):
         return "it holds no weights"
-    for file in sorted(checkpoint.glob("*.safetensors")):
-        try:
-            with safe_open(file, "pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            return f"{file.name} is cut off ({error})"
-    for index in checkpoint.glob("*.index.json"):
-        for name in set(json.loads(index.read_text())["weight_map"].values()):
-            if not (checkpoint / name).exists():
-                return f"{name} is missing"
+    if damage := find_damage(checkpoint):
+        return damage
     for file in sorted(path for pattern in ("*.pt", "*.pth", "*.bin") for path in checkpoint.glob(pattern)):
         if not zipfile.is_zipfile(file):
             return f"{file.name} is cut off"

@@ -147,12 +147,13 @@ class Format(NamedTuple):
     """How the files of a kind are loaded, by a builder of `datasets`; `check` raises ValueError for a damaged one."""
 
     builder: str
-    options: dict[str, str]
+    options: dict[str, str | int]
     check: Callable[[Path], object]
 
 
 FORMATS = {
-    "text": Format("text", {"sample_by": "document"}, _check_utf8),
+    # a document at a time: `datasets` would otherwise hold a thousand of them before it writes any
+    "text": Format("text", {"sample_by": "document", "writer_batch_size": 1}, _check_utf8),
     "csv": Format("csv", {}, _check_utf8),
     "tsv": Format("csv", {"sep": "\t"}, _check_utf8),
     "json": Format("json", {}, _check_json),

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from titans_hf_scripts.shared import checkpoints
 from titans_hf_scripts.training.arguments import ModelArguments
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -18,11 +18,13 @@ PYTHON_WORDS = {"True": True, "False": False, "None": None}
 
 
 def check_model_arguments(args: ModelArguments) -> None:
-    """Raises ValueError unless either a configuration with a tokenizer or a checkpoint is given."""
+    """Raises ValueError unless either a configuration with a tokenizer or a checkpoint with whole weights is given."""
     if (args.config is None) == (args.model_name_or_path is None):
         raise ValueError("give either --config, to train from scratch, or --model_name_or_path, to go on from weights")
     if args.config is not None and args.tokenizer is None:
         raise ValueError("--config needs a --tokenizer: a folder, a name on the Hub, or the word bytes")
+    if args.model_name_or_path is not None:
+        checkpoints.check_weights(args.model_name_or_path, "--model_name_or_path")
 
 
 def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
@@ -32,7 +34,8 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Pre
     take, and for a vocabulary smaller than the tokenizer's.
     """
     source = args.model_name_or_path if args.config is None else str(_config_path(args.config))
-    config = override(AutoConfig.from_pretrained(source), source, args.config_overrides)
+    argument = "--model_name_or_path" if args.config is None else "--config"
+    config = override(checkpoints.load_config(source, argument), source, args.config_overrides)
     if config.vocab_size < len(tokenizer):
         mend = f"--config_overrides vocab_size={len(tokenizer)}"
         if args.config is None:
@@ -75,10 +78,8 @@ def load_model(args: ModelArguments, config: PreTrainedConfig) -> PreTrainedMode
     """
     if args.model_name_or_path is None:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    try:
-        return AutoModelForCausalLM.from_pretrained(args.model_name_or_path, config=config, dtype=torch.float32)
-    except (RuntimeError, SafetensorError) as error:  # of transformers, for sizes that do not match; damaged weights
-        raise ValueError(f"--model_name_or_path {args.model_name_or_path}: {error}") from error
+    argument = "--model_name_or_path"
+    return checkpoints.load_model(args.model_name_or_path, argument, config=config, dtype=torch.float32)
 
 
 def override(config: PreTrainedConfig, source: str, overrides: str) -> PreTrainedConfig:

@@ -1,8 +1,10 @@
 """The tokenizer of a run: a saved one, or one token per byte."""
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from titans_hf_scripts.shared import checkpoints
 
 FIRST_BYTE = 3  # the token of byte 0, after <pad>, </s> and <unk>
 
@@ -24,12 +26,13 @@ def is_byte_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
     return tokenizer.backend_tokenizer.to_str() == byte_tokenizer().backend_tokenizer.to_str()
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Loads a tokenizer by its folder or name on the Hub; `bytes` is `byte_tokenizer()`.
+def load_tokenizer(name: str, argument: str = "--tokenizer") -> PreTrainedTokenizerBase:
+    """Loads a tokenizer by its folder or name on the Hub; `bytes` is `byte_tokenizer()`. `argument` names it in
+    errors.
 
-    Raises OSError or ValueError where there is none, ValueError for one without an eos token.
+    Raises ValueError where there is none, and for one without an eos token.
     """
-    tokenizer = byte_tokenizer() if name == "bytes" else AutoTokenizer.from_pretrained(name)
+    tokenizer = byte_tokenizer() if name == "bytes" else checkpoints.load_tokenizer(name, argument)
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"--tokenizer {name} has no eos token, which has to separate the documents")
+        raise ValueError(f"{argument} {name} has no eos token, which has to separate the documents")
     return tokenizer

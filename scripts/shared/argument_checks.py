@@ -1,0 +1,26 @@
+"""Checks options of commands before any work is done."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def check_minimums(args: argparse.Namespace | Any, **minimums: float) -> None:
+    """Raises ValueError for an option whose value, or one of whose values, is less than its minimum, or nan. What was
+    not given (None) is left out.
+    """
+    for name, least in minimums.items():
+        given = getattr(args, name)
+        for value in given if isinstance(given, list | tuple) else [given]:
+            if value is not None and not value >= least:
+                raise ValueError(f"--{name} must be at least {least}, but is {value}")
+
+
+def check_folder(path: str | Path, argument: str) -> None:
+    """Raises ValueError for a path to write to that is a file, or that lies in one. It need not exist."""
+    path = Path(path)
+    for part in (path, *path.parents):
+        if part.exists():
+            if not part.is_dir():
+                raise ValueError(f"{argument} {path} cannot be a folder: {part} is a file")
+            return

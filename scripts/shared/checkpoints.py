@@ -1,0 +1,118 @@
+"""Checks and loads the parts of a checkpoint. What does not load raises a ValueError that names checkpoint and file."""
+
+import json
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+SIZES_DIFFER = "ignore_mismatched_sizes"  # in the RuntimeError of transformers
+
+
+def find_damage(folder: Path) -> str | None:
+    """Returns which file of the weights is damaged or missing, and how; None if all are whole. Only their headers are
+    read.
+    """
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            return f"{file.name} is cut off or damaged ({error})"
+    for index in sorted(folder.glob("*.index.json")):
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return f"{index.name} is cut off or damaged: it has no weight_map"
+        if missing := sorted(name for name in names if not (folder / name).exists()):
+            return f"{missing[0]} is missing"
+    for file in sorted(folder.glob("*.bin")):
+        with file.open("rb") as stream:
+            start = stream.read(2)
+        if not start or (start == b"PK" and not zipfile.is_zipfile(file)):  # older files are no archives
+            return f"{file.name} is cut off"
+    return None
+
+
+def check_weights(path: str | Path, argument: str) -> None:
+    """Raises ValueError for a folder of damaged weights; a name on the Hub is not looked at."""
+    if damage := find_damage(Path(path)):
+        raise ValueError(f"{argument} {path} has damaged weights: {damage}")
+
+
+def check_checkpoint(path: str | Path, argument: str) -> None:
+    """Raises ValueError for a folder whose configuration does not load or whose weights are damaged, for a command that
+    leaves loading to another package. A name on the Hub is not looked at.
+    """
+    if Path(path).is_dir():
+        load_config(path, argument)
+        check_weights(path, argument)
+
+
+@contextmanager
+def loading_weights(path: str | Path, argument: str) -> Iterator[None]:
+    """Checks the weights of a checkpoint before a block that loads them.
+
+    Raises ValueError for damaged weights, and for weights of other sizes than the configuration's, of which
+    transformers prints a list.
+    """
+    check_weights(path, argument)
+    try:
+        yield
+    except SafetensorError as error:  # of a checkpoint from the Hub
+        raise ValueError(f"{argument} {path} has damaged weights: {error}") from error
+    except RuntimeError as error:
+        if SIZES_DIFFER not in str(error):
+            raise
+        raise ValueError(
+            f"{argument} {path} has weights of other sizes than its configuration: the report above lists them"
+        ) from error
+
+
+def load_config(path: str | Path, argument: str) -> PreTrainedConfig:
+    """Loads the configuration of a checkpoint, or of a JSON file. Raises ValueError where there is none, or a bad one.
+
+    argument: the name of the path in errors, as in "MODEL".
+    """
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, StrictDataclassError) as error:
+        if not Path(path).exists():
+            reason = "no such folder, nor to be had from the Hub"
+        else:
+            reason = f"its configuration does not load ({error})"
+        raise ValueError(f"{argument} {path} is not a checkpoint: {reason}") from error
+
+
+def load_tokenizer(path: str | Path, argument: str) -> PreTrainedTokenizerBase:
+    """Loads a tokenizer by its folder or name on the Hub. Raises ValueError where there is none, or a damaged one."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        usable = bool(tokenizer("a b").input_ids)
+    except Exception as error:  # the classes raise different errors without their files, or with damaged ones
+        known = Path(path).exists()
+        reason = f"it does not load ({error})" if known else "no such folder, nor to be had from the Hub"
+        raise ValueError(f"{argument} {path} has no tokenizer: {reason}") from error
+    if not usable:
+        raise ValueError(f"{argument} {path} has no tokenizer: its vocabulary is empty")
+    return tokenizer
+
+
+def load_model(path: str | Path, argument: str, **options: Any) -> PreTrainedModel:
+    """Loads a causal language model; `options` are those of `from_pretrained`. Raises ValueError as
+    `loading_weights` does.
+    """
+    with loading_weights(path, argument):
+        return AutoModelForCausalLM.from_pretrained(path, **options)

@@ -1,0 +1,164 @@
+"""Commands given a damaged checkpoint: one line that names the checkpoint, the file and what is wrong with it."""
+
+import json
+import shutil
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import click
+import pytest
+from byte_model import save_byte_model
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from titans_hf_scripts.shared.checkpoints import find_damage
+from titans_hf_scripts.shared.command_line import run_command
+from titans_hf_scripts.shared.server_extensions import add_checks
+from titans_hf_scripts.training.tokenizer import byte_tokenizer
+
+pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
+TRAIN = "--train_data texts --output_dir out --use_cpu true --bf16 false --tokens_per_step 8192 --model_name_or_path"
+COMMANDS = {
+    "titans_hf_scripts.read": "{} texts --memory memory",
+    "titans_hf_scripts.ask": "{} --memory memory --prompt x",
+    "titans_hf_scripts.surprise": "{} texts/a.txt --output out",
+    "titans_hf_scripts.train": TRAIN + " {}",
+    "titans_hf_scripts.merge": "adapter out",
+    "titans_hf_eval.run": "{} --suite niah_single_1 --lengths 1024 --limit 1 --output out",
+    "titans_hf_eval.lm_eval_command": "run --model hf --model_args pretrained={},dtype=float32 --tasks piqa",
+    "experiments.loss_by_position": "{} --text texts --output out --length 64",
+    "experiments.quantized_weights": "{} --text texts --length 64",
+    "experiments.merged_memories": "{}",
+    "experiments.planted_sentences": "{} --text texts --output out --length 2000",
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """A folder with a whole checkpoint, and one of several files."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    model = save_byte_model(folder / "model", "mag")
+    model.save_pretrained(folder / "shards", max_shard_size="20KB")
+    byte_tokenizer().save_pretrained(folder / "shards")
+    get_peft_model(model, LoraConfig(task_type="CAUSAL_LM")).save_pretrained(folder / "adapter")
+    byte_tokenizer().save_pretrained(folder / "adapter")
+    return folder
+
+
+@pytest.fixture
+def folder(checkpoints, tmp_path, monkeypatch):
+    """A copy of the checkpoints in the current folder, with a text."""
+    shutil.copytree(checkpoints, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("Es war einmal ein König. " * 400)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def cut(file: Path) -> str:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    return f"{file.name} is cut off or damaged"
+
+
+def overwrite(file: Path) -> str:
+    file.write_bytes(b"\xff" * file.stat().st_size)
+    return f"{file.name} is cut off or damaged"
+
+
+def remove(file: Path) -> str:
+    file.unlink()
+    return f"{file.name} is missing"
+
+
+def name_base(adapter: Path, model: str) -> None:
+    """Names the model that an adapter is of."""
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": model}))
+
+
+def error_line(module: str, arguments: str, monkeypatch, capsys) -> str:
+    """Runs a command that fails; returns its error, the last line, and asserts that it is no traceback."""
+    monkeypatch.setattr(sys, "argv", [module, *arguments.split()])
+    with pytest.raises(SystemExit) as ended:
+        run_command(import_module(module).main)
+    assert ended.value.code == 2
+    text = capsys.readouterr().err
+    assert "Traceback" not in text and text.count(": error: ") == 1
+    return text.splitlines()[-1]
+
+
+@pytest.mark.parametrize("damage", [cut, overwrite, remove])
+@pytest.mark.parametrize("module", COMMANDS)
+def test_damaged_weights_are_named(module, damage, folder, monkeypatch, capsys):
+    """The error is a line that names the checkpoint and its file, before any output: otherwise a user sees a traceback
+    of safetensors, which names neither.
+    """
+    name = "model" if damage is cut else "shards"
+    file = sorted((folder / name).glob("*.safetensors"))[-1]
+    name_base(folder / "adapter", name)
+    expected = damage(file)
+    line = error_line(module, COMMANDS[module].format(name), monkeypatch, capsys)
+    assert f" {name} has damaged weights: {expected}" in line
+    assert not (folder / "out").exists() and not (folder / "memory").exists()
+
+
+def test_damaged_adapters_are_named(folder, monkeypatch, capsys):
+    """The weights of an adapter are checked too: otherwise merging ends in a traceback."""
+    name_base(folder / "adapter", "model")
+    expected = cut(folder / "adapter" / "adapter_model.safetensors")
+    line = error_line("titans_hf_scripts.merge", "adapter out", monkeypatch, capsys)
+    assert f"ADAPTER adapter has damaged weights: {expected}" in line
+
+
+@pytest.mark.parametrize("content", ['{"model_type": "tit', None])
+@pytest.mark.parametrize("module", [name for name in COMMANDS if "merge" not in name])
+def test_damaged_configurations_are_named(module, content, folder, monkeypatch, capsys):
+    """A configuration that is no JSON, or has a size that is no number, is an error that names the checkpoint:
+    otherwise it is a traceback.
+    """
+    file = folder / "model" / "config.json"
+    file.write_text(content or json.dumps(json.loads(file.read_text()) | {"hidden_size": "x"}))
+    line = error_line(module, COMMANDS[module].format("model"), monkeypatch, capsys)
+    assert " model is not a checkpoint: its configuration does not load (" in line or "model has no tokenizer" in line
+
+
+@pytest.mark.parametrize("module", ["titans_hf_scripts.read", "titans_hf_scripts.train", "titans_hf_eval.run"])
+def test_weights_of_another_model_are_refused(module, folder, monkeypatch, capsys):
+    """Weights of other sizes than the configuration's are an error that names the checkpoint: otherwise it is a
+    traceback which names an argument that the command has not.
+    """
+    sizes = dict(vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder / "llama")
+    shutil.copy(folder / "llama" / "model.safetensors", folder / "model")
+    line = error_line(module, COMMANDS[module].format("model"), monkeypatch, capsys)
+    assert "model has weights of other sizes than its configuration" in line
+
+
+def test_serving_checks_the_checkpoint(folder):
+    """`serve` refuses a damaged checkpoint and passes a whole one on: otherwise it ends in a traceback."""
+    served = []
+    command = click.Command("serve", callback=lambda **options: served.append(options))
+    add_checks(command)
+    for model in (None, "model", "you/on-the-hub"):
+        command.callback(force_model=model, port=1)
+    assert [options["force_model"] for options in served] == [None, "model", "you/on-the-hub"]
+    expected = cut(folder / "model" / "model.safetensors")
+    with pytest.raises(ValueError, match=f"MODEL model has damaged weights: {expected}"):
+        command.callback(force_model="model", port=1)
+
+
+@pytest.mark.parametrize("content", ["", '{"weight_map": 3}', "[]"])
+def test_damaged_lists_of_files_are_named(folder, content):
+    """An index without its map is damage: otherwise the error of the JSON parser names no file."""
+    assert find_damage(folder / "shards") is None
+    (folder / "shards" / "model.safetensors.index.json").write_text(content)
+    assert find_damage(folder / "shards") == "model.safetensors.index.json is cut off or damaged: it has no weight_map"
+
+
+def test_pickled_weights_that_are_cut_off(tmp_path):
+    """Half an archive and an empty file are damage, an older pickle is none: it would be refused though it loads."""
+    file = tmp_path / "pytorch_model.bin"
+    for content, whole in ((b"\x80\x02}q\x00.", True), (b"PK\x03\x04 and no more", False), (b"", False)):
+        file.write_bytes(content)
+        assert (find_damage(tmp_path) is None) == whole

@@ -1,0 +1,32 @@
+"""Tokenizing training data: the memory needed does not depend on the number of documents."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).parent / "tokenizing_worker.py"
+BOUND = 20  # megabytes; 0 were measured, and 246 where batches were of so many documents
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells a process's memory")
+def test_memory_does_not_grow_with_the_text(tmp_path):
+    """40 MB of text are tokenized in as much memory as 10 MB, and once: otherwise a corpus would need a machine of its
+    size, or the minutes of tokenizing at each start.
+    """
+    own = {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+    def tokenize(megabytes: int) -> tuple[dict[str, int], str]:
+        command = [sys.executable, str(WORKER), str(megabytes), str(tmp_path / f"{megabytes}")]
+        done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, check=True, timeout=120)
+        return json.loads(done.stdout.splitlines()[-1]), done.stdout
+
+    (small, _), (large, text), (again, text_again) = tokenize(10), tokenize(40), tokenize(40)
+    assert large["blocks"] == again["blocks"] > 3.9 * small["blocks"]
+    assert large["peak"] < small["peak"] + BOUND
+    assert "tokenized" in text and "tokenized" not in text_again
