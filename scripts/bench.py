@@ -16,6 +16,7 @@ import transformers
 
 from titans_hf_scripts.benchmarks import compare_titans_pytorch, decode, long_prompt, memory_alone, whole_models
 from titans_hf_scripts.benchmarks.table_and_plot import save_plot, table
+from titans_hf_scripts.shared.argument_checks import check_folder, check_minimums
 from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.devices import choose_device
 
@@ -26,6 +27,7 @@ BENCHMARKS = {
     "decode": decode,
     "prompt": long_prompt,
 }
+COUNTS = ("repeats", "lengths", "chunks", "depths", "contexts", "steps", "tokens", "piece", "every")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -38,6 +40,8 @@ def main(argv: list[str] | None = None) -> None:
         command.add_argument("--repeats", type=int, default=5, help="rounds; the median is reported")
         benchmark.add_arguments(command)
     args = parser.parse_args(argv)
+    check_minimums(args, **{name: 1 for name in COUNTS if name in args})
+    check_folder(args.output, "--output")
     args.device = choose_device(args.device)
     torch.set_num_threads(1)
     rows = []

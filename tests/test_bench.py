@@ -52,6 +52,14 @@ def test_what_is_wrong_is_not_timed(monkeypatch):
         memory_alone.check(2, 64, torch.device("cpu"))
 
 
+@pytest.mark.parametrize("option", ["memory --lengths 1024 -1", "decode --contexts 0", "models --repeats 0"])
+def test_numbers_below_one_are_refused(option, tmp_path):
+    """A number of tokens or rounds below 1 is refused with its name: otherwise it would fail after other rows' work."""
+    with pytest.raises(ValueError, match=option.split()[1]):
+        bench.main([*option.split(), "--output", str(tmp_path)])
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_floor_counts_every_product():
     """`Products.multiply_adds` equals a count by hand for one layer of BATCH x HEADS memories: otherwise the reported
     lower bound of the time is wrong.
