@@ -26,7 +26,7 @@ NOTES = (
 
 
 class Key(NamedTuple):
-    """What tells the runs of one look-back apart."""
+    """The settings in which the runs of one look-back differ."""
 
     data: str
     row: str

@@ -57,7 +57,7 @@ def make_runs(args: argparse.Namespace) -> list[Run]:
         raise ValueError(f"--epochs {args.epochs} must be a multiple of --evaluate_every {args.evaluate_every}")
     config, task_settings = parse_settings(args.set), parse_settings(args.task_set)
     if config and not args.label:
-        raise ValueError("--set needs a --label, which tells these runs from those without it")
+        raise ValueError("--set needs a --label, which names these runs apart from those without it")
     for name in ("bf16", "graph"):
         if getattr(args, name) and not torch.cuda.is_available():
             raise ValueError(f"--{name} needs a CUDA device")

@@ -25,7 +25,7 @@ DECIMALS = 4
 
 @dataclass(frozen=True)
 class Run:
-    """All that a run depends on. `label` tells runs of one model with different `config` apart."""
+    """All that a run depends on. Runs of one model with different `config` differ in their `label`."""
 
     model: str
     task: str

@@ -67,7 +67,7 @@ def recall(rng: np.random.Generator, settings: Settings, number: int, scored: bo
 
 
 def repeats(keys: np.ndarray) -> np.ndarray:
-    """Tells of keys (N, P) whether the row has the same key before: (N, P) bool."""
+    """Marks the keys (N, P) that their row has had before: (N, P) bool."""
     order = np.argsort(keys, axis=1, kind="stable")
     ordered = np.take_along_axis(keys, order, 1)
     again = np.zeros(keys.shape, bool)

@@ -103,7 +103,7 @@ def settings_of(unit: Unit, checkpoint: Checkpoint, args: argparse.Namespace) ->
 
 
 def finished(path: Path, settings: dict[str, Any]) -> bool:
-    """Tells whether a saved result has these settings; prints the differences if it has not."""
+    """Returns True if a saved result has these settings; prints the differences if it has not."""
     if not path.exists():
         return False
     saved = json.loads(path.read_text())["settings"]

@@ -86,7 +86,7 @@ def check_checkout(checkout: Path) -> None:
 
 
 def what_is_missing(standins: list[str]) -> str:
-    """Says which tests did not run, and which modules were stood in for; empty if everything is transformers' own."""
+    """Lists the tests that did not run, and the modules that were stood in for; empty if all are transformers' own."""
     missing = [f"{kind} tests ({name})" for name, kind in LEFT_OUT.items() if name in standins]
     others = [name for name in standins if name not in LEFT_OUT]
     parts = []

@@ -244,11 +244,16 @@ def run_training(
         },
     }
     metrics = save_results(trainer, facts)
-    if training_args.push_to_hub:
-        trainer.push_to_hub()
-    elif run_args.push_dry_run and trainer.is_world_process_zero():
-        write_dry_run(training_args.output_dir, run_args.push_dry_run)
+    publish(trainer, run_args.push_dry_run)
     return metrics
+
+
+def publish(trainer: CardTrainer, dry_run: str | None) -> None:
+    """Pushes the run's folder with --push_to_hub; otherwise copies what a push would upload to `dry_run`, if given."""
+    if trainer.args.push_to_hub:
+        trainer.push_to_hub()
+    elif dry_run and trainer.is_world_process_zero():
+        write_dry_run(trainer.args.output_dir, dry_run)
 
 
 def tokens_of_step(args: TrainingArguments, block_length: int) -> int:

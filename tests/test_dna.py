@@ -87,7 +87,7 @@ def test_augmentation_draws_either_strand():
 
 
 def test_accuracy_by_hand():
-    """Two of three are right."""
+    """Two of three are right: otherwise every figure of the tables is another."""
     assert accuracy(EvalPrediction(np.array([0, 1, 1]), np.array([0, 1, 0]))) == {"accuracy": 2 / 3}
 
 
@@ -184,7 +184,9 @@ def test_bad_options(tsv, options, message):
 
 
 def test_data_of_one_class_or_name_are_refused(tsv):
-    """One class, a label in the test files alone, two files of one name: each is named."""
+    """One class, a label in the test files alone, two files of one name: each is named. Otherwise a run
+    would end without a result, or two would write one file.
+    """
     (tsv.parent / "one.tsv").write_text("seq\tlabel\n" + "".join(f"{'ACGT' * i}\tx\n" for i in range(1, 30)))
     with pytest.raises(ValueError, match=r"one\.tsv has one class only: x"):
         dna.main(command(tsv.parent / "one.tsv"))

@@ -36,7 +36,9 @@ def test_reverse_complement_by_hand():
 
 
 def test_tables_are_read(tmp_path):
-    """Both names of the column, either separator, small letters, letters of several bases, places."""
+    """Both names of the column, either separator, small letters, letters of several bases, places: otherwise
+    files of other sources could not be read.
+    """
     (tmp_path / "a.tsv").write_text("seq\tlabel\nacgt\t0\nRACN\t1\n")
     (tmp_path / "b.csv").write_text("region,start,end,label,sequence\nchr1,3,7,x,AAAA\n")
     found = read_sequences([tmp_path / "a.tsv", tmp_path / "b.csv"])
@@ -44,7 +46,9 @@ def test_tables_are_read(tmp_path):
 
 
 def test_fasta_files_are_read(tmp_path):
-    """Lines of a sequence are joined; the label is in the heading or is the file's name; bedtools' places are found."""
+    """Lines of a sequence are joined; the label is in the heading or is the file's name; bedtools' places are found.
+    Otherwise sequences would be cut, or trained on with wrong labels.
+    """
     (tmp_path / "positive.fa").write_text(">chr2:10-18(+)\nACGT\nacgt\n\n>other\nTTTT\n")
     (tmp_path / "mixed.fasta").write_text(">a label=1\nAA\n>b label=0\nCC\n")
     found = read_sequences([tmp_path / "positive.fa", tmp_path / "mixed.fasta"])
@@ -106,13 +110,17 @@ def test_groups_by_hand():
 
 
 def test_equal_short_sequences_are_a_group():
-    """Sequences shorter than 32 are joined when they are equal on either strand, N included."""
+    """Sequences shorter than 32 are joined when they are equal on either strand, N included: otherwise one could be
+    trained and tested on.
+    """
     assert groups_of(["AACC", "GGTT", "AACG", "AANC", "GNTT"]) == [0, 0, 1, 2, 2]
     assert groups_of(["A"]) == [0]
 
 
 def test_overlapping_places_by_hand():
-    """Places that have a base in common join, in one region; a long one joins all within it; touching ones do not."""
+    """Places that have a base in common join, in one region; a long one joins all within it; touching ones do not.
+    Otherwise bases that were trained on would be tested on.
+    """
     starts = [(0, 100), (10, 20), (90, 120), (119, 130), (130, 140), (50, 60)]
     places = [Place("chr1", *x) for x in starts] + [Place("chr2", 0, 100), None]
     texts = [random_text(np.random.default_rng(i), 50) for i in range(len(places))]

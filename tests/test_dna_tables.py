@@ -70,14 +70,18 @@ def test_a_row_without_the_first_fold_is_left_out(folder):
 
 
 def test_runs_that_were_not_made_alike_are_refused(folder):
-    """Otherwise a model that was trained longer stands in one column with the others."""
+    """Runs with different settings in one table raise an error: otherwise a model that was trained longer would stand
+    in one column with the others.
+    """
     save(folder, "mag", 1e-3, 0, 0.9, 0.9, epochs=3)
     with pytest.raises(ValueError, match=r"mag-0\.001-0\.json: epochs is 3, elsewhere 2"):
         read_results(folder)
 
 
 def test_the_command_writes_tables_and_plots(folder, capsys):
-    """Table and plot come from the files alone; a file that is no run and an unknown baseline are named."""
+    """Table and plot come from the files alone; a file that is no run and an unknown baseline are named. Otherwise
+    a table could not be made again, or would lack rows without a word.
+    """
     dna_tables.main([str(folder), "--baselines", "cnn"])
     text = (folder / "table.md").read_text()
     assert f"## {DATA}" in text and "| less cnn | accuracy | folds |" in text

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -42,13 +43,21 @@ def answers(output) -> torch.Tensor:
     return output.logits
 
 
-def padded_batch(side: str) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """Rows without the padding token 0, and all of them padded on one side: ids and mask."""
+class PaddedBatch(NamedTuple):
+    """rows: ids (T,) of each row, without the padding token 0; ids and mask (B, T) of all of them, padded."""
+
+    rows: list[torch.Tensor]
+    ids: torch.Tensor
+    mask: torch.Tensor
+
+
+def padded_batch(side: str) -> PaddedBatch:
+    """Returns rows of several lengths, padded on one side."""
     rows = [1 + make_ids(n, seed=n, vocab_size=49) for n in LENGTHS]
     if side == "left":
-        return rows, *left_pad(rows)
+        return PaddedBatch(rows, *left_pad(rows))
     ids, mask = (x.flip(-1) for x in left_pad([row.flip(0) for row in rows]))
-    return rows, ids, mask
+    return PaddedBatch(rows, ids, mask)
 
 
 @pytest.mark.parametrize("auto_class", HEADS)

@@ -61,17 +61,17 @@ def test_stretches_are_of_the_text(folder):
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"length": 1}, "--length must be at least 2, but is 1"),
         ({"stretches": 0}, "--stretches must be at least 1, but is 0"),
         ({"length": 5_000}, r"one.txt has \d+ tokens: too few for 2 stretches of 5000"),
     ],
 )
-def test_bad_options(folder, options, says):
+def test_bad_options(folder, options, message):
     """Options out of range raise an error that names them: otherwise the table would have empty or wrong columns."""
     save_byte_model(folder / "model", "lmm")
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         command(folder, folder / "model", **options)
 
 

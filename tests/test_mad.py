@@ -93,7 +93,7 @@ def test_recall_is_trained_on_all_next_tokens(task):
 
 
 def test_repeats_by_hand():
-    """Marks all but the first of equal keys."""
+    """All but the first of equal keys are marked: otherwise values that were not read would be asked for."""
     assert repeats(np.array([[3, 1, 3, 3, 1, 0]])).tolist() == [[False, False, True, True, True, False]]
 
 
@@ -176,7 +176,9 @@ def test_splits_differ_and_are_the_same_for_all_models():
 
 
 def test_loss_and_accuracy_by_hand():
-    """Only positions with a label count, each as much as another, and none is shifted."""
+    """Only positions with a label count, each as much as another, and none is shifted: otherwise figures could not be
+    compared with the paper's.
+    """
     labels = torch.tensor([[1, IGNORED, 0], [IGNORED, IGNORED, 1]])
     logits = torch.zeros(2, 3, 2)
     logits[0, 0, 1] = logits[0, 1, 0] = logits[1, 2, 0] = np.log(3)
@@ -188,7 +190,9 @@ def test_loss_and_accuracy_by_hand():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_models_are_causal_and_of_the_same_width(name):
-    """Every model has two blocks of width 128 (Mamba2 four of its own), and none sees what is to be predicted."""
+    """Every model has two blocks of width 128 (Mamba2 four of its own), and none sees what is to be predicted:
+    otherwise a model would be compared with a larger one, or copy the answer.
+    """
     config = config_of(name, 16, {})
     assert config.hidden_size == 128 and config.num_hidden_layers == (4 if name == "mamba2" else 2)
     torch.manual_seed(0)
@@ -291,7 +295,9 @@ def test_bad_input_is_refused_before_any_run(tmp_path, options, message):
 
 @pytest.mark.slow
 def test_runs_side_by_side_outlive_one_that_fails(tmp_path, capfd):
-    """Each run has a process of its own, and one that fails is named when the others are done."""
+    """Each run has a process of its own, and one that fails is named when the others are done: otherwise one
+    mistake would end a night of runs.
+    """
     argv = ["--models", "llama", "--tasks", "recall", "--output", str(tmp_path), "--jobs", "2", *SMALL]
     runs = mad.make_runs(mad.parse_args(argv))
     (tmp_path / f"{runs[0].name}.partial").mkdir()

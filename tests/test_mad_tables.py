@@ -56,21 +56,25 @@ def test_labels_are_rows_of_their_own(folder):
 
 
 def test_runs_that_were_not_made_alike_are_refused(folder):
-    """Otherwise a model that was trained longer stands in one column with the others."""
+    """Runs of one task with different settings raise an error: otherwise a model that was trained longer would stand
+    in one column with the others.
+    """
     save(folder, "mag", "recall", 1e-3, 0, [[4, 0.3, 0.2, 1.0]], epochs=4)
     with pytest.raises(ValueError, match=r"mag-recall-0.001-0.json: epochs is 4, elsewhere 2"):
         read_records(folder)
 
 
 def test_rates_with_different_seeds_are_refused(folder):
-    """Otherwise a lucky seed chooses the rate."""
+    """Rates that were tried with different seeds raise an error: otherwise a lucky seed would choose the rate."""
     save(folder, "llama", "recall", 1e-3, 1, [[2, 0.3, 0.2, 1.0]])
     with pytest.raises(ValueError, match="llama on recall has other seeds at one learning rate"):
         best_results(read_records(folder))
 
 
 def test_the_command_prints_the_tables_and_draws_the_plot(folder, capsys):
-    """Tables and plot come from the files alone; a file that is no run is named."""
+    """Tables and plot come from the files alone; a file that is no run is named. Otherwise the table could not be made
+    again.
+    """
     mad_tables.main([str(folder), "--plot", str(folder / "plot.png"), "--baselines", "llama"])
     printed = capsys.readouterr().out
     assert "| lmm |" in printed and "| less llama |" in printed and (folder / "plot.png").stat().st_size > 10_000

@@ -69,16 +69,18 @@ def test_sentences_are_found_by_their_tokens(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"length": 1999}, "--length must be at least 2000, but is 1999"),
         ({"text": "nowhere"}, "--text nowhere does not exist"),
     ],
 )
-def test_bad_options(tmp_path, options, says):
-    """A length too short and a missing text raise an error that names the option."""
+def test_bad_options(tmp_path, options, message):
+    """A length too short and a missing text raise an error that names the option: otherwise it would come after
+    the models were read.
+    """
     (tmp_path / "one.txt").write_text(BOOK)
     options = {"text": tmp_path, "output": tmp_path / "out"} | options
     arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         planted_sentences.main(["nothing", *arguments])

@@ -2,12 +2,13 @@
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import pytest
 import torch
 from common import VARIANTS, assert_same_cache, left_pad, make_ids, make_model, read
 
-from titans_hf import TitansCache
+from titans_hf import TitansCache, TitansForCausalLM
 
 GREEDY = dict(max_new_tokens=9, do_sample=False)
 TEXT = make_ids(1, 30)
@@ -18,12 +19,19 @@ def model(request):
     return make_model(request.param)
 
 
-@pytest.fixture
-def started(model):
+class Started(NamedTuple):
     """The model after start_from, the cache, and an untouched copy of it."""
+
+    model: TitansForCausalLM
+    cache: TitansCache
+    before: TitansCache
+
+
+@pytest.fixture
+def started(model) -> Started:
     cache = read(model, TEXT)[1]
     model.start_from(cache)
-    return model, cache, copy.deepcopy(cache)
+    return Started(model, cache, copy.deepcopy(cache))
 
 
 def expected(model, prompt, **options):

@@ -39,7 +39,7 @@ def _cell(value: object) -> str:
 
 def save_plot(rows: list[dict], plot: Plot, path: Path) -> None:
     """Draws the rows. A row without a value of `y` is a cross at the bottom: the work did not finish there. The legend
-    says of a line where other lines have a row, and it has none: it was not run there.
+    names, for each line, where others have a row and it has none: it was not run there.
     """
     figure = Figure(figsize=(4.5 * len(plot.y) + 2, 4), layout="constrained")
     figure.suptitle(plot.title)

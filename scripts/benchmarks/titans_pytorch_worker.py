@@ -28,7 +28,7 @@ def make_memory(chunk_size: int, batch_size: int) -> NeuralMemory:
 
 
 def make_pass(case: dict[str, Any]) -> Pass:
-    """Makes a function that runs the layer on a case's tokens, with its gradients if the case says "backward"."""
+    """Makes a function that runs the layer on a case's tokens, with its gradients if the case has "backward"."""
     memory = make_memory(case["chunk_size"], case["batch_size"])
     tokens = torch.randn(case["batch"], case["length"], WIDTH, requires_grad=case["backward"])
     trained = [tokens, *(parameter for parameter in memory.parameters() if parameter.requires_grad)]

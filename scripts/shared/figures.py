@@ -110,7 +110,7 @@ def mark_trained_length(axes: Axes, x: float, label: str = "longest in training"
 
 
 def mark_failures(axes: Axes, x: Sequence[float], y: Sequence[float], label: str) -> None:
-    """Draws a cross over every point (x, y); `label` says what failed there."""
+    """Draws a cross over every point (x, y); `label` names what failed there."""
     if len(x):
         axes.plot(x, y, "x", color="crimson", markersize=9, markeredgewidth=2, label=label, clip_on=False, zorder=5)
 

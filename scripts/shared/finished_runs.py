@@ -7,7 +7,7 @@ from typing import Any
 
 
 def is_finished(run: Any, file: Path) -> bool:
-    """Tells whether the JSON file has this run, a dataclass; raises ValueError if it has one of other settings."""
+    """Returns True if the JSON file has this run, a dataclass; raises ValueError if it has one of other settings."""
     if not file.exists():
         return False
     found = json.loads(file.read_text(encoding="utf-8"))["run"]

@@ -106,7 +106,7 @@ def code(text: str) -> str:
 
 
 def evaluated_on(data: dict) -> str:
-    """Names the text of the evaluation, and says if it was held out from training."""
+    """Names the text of the evaluation, and whether it was held out from training."""
     return f"{data['eval']} (held out)" if data["held_out"] else data["eval"]
 
 
@@ -116,7 +116,7 @@ def table(rows: list[tuple]) -> str:
 
 
 def introduction(config: PreTrainedConfig) -> str:
-    """Says what kind of model it is."""
+    """Names the kind of model."""
     if config.model_type == "titans":
         return TITANS.format(variant=config.variant.upper())
     return f"A language model of type {config.model_type}."
@@ -144,7 +144,7 @@ def sizes(config: PreTrainedConfig, record: dict) -> str:
 
 
 def training(record: dict) -> str:
-    """Tells what the model was trained on, for how long, with which arguments and versions."""
+    """Describes what the model was trained on, for how long, with which arguments and versions."""
     data, source = record["data"], escape(record["data"]["train"])
     start = f"From {escape(record['base_model'])}" if record.get("base_model") else "From scratch"
     text = (
@@ -166,7 +166,7 @@ def evaluation(record: dict) -> str:
 
 
 def licence(config: PreTrainedConfig, record: dict) -> str:
-    """Tells the licence of the weights and, of Titans, that of the code beside them."""
+    """Names the licence of the weights and, of Titans, that of the code beside them."""
     stated = (
         f"Weights: {escape(record['license'])}."
         if record["license"]

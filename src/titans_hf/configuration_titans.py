@@ -94,7 +94,7 @@ class TitansConfig(PreTrainedConfig):
             largest step that does not diverge decreases with their square; and the network starts as 0.
         memory_momentum (`bool`, defaults to `True`): Momentum of the update (eta, eq. 10).
         memory_forget (`bool`, defaults to `True`):
-            Weight decay of the memory (alpha, eq. 13), to the weights that `memory_recurrence` says.
+            Weight decay of the memory (alpha, eq. 13), to the weights that `memory_recurrence` sets.
         memory_conv_kernel (`int`, defaults to 4):
             Kernel size of the causal convolutions on q, k and v; 1 for none. They start as the identity, on k as a
             one-token delay: x_t is stored under the key of x_{t-1}.
@@ -103,12 +103,12 @@ class TitansConfig(PreTrainedConfig):
             norm 1. In our experiments, recall tasks are learned fastest with 0, and language with 1.
         memory_output_norm (`str`, defaults to `"clip"`):
             Normalisation of what a head retrieves (section 4.4): `"rms"` always, `"clip"` where it is longer than the
-            values, 1, so that a memory that knows little of a query returns little.
+            values, 1, so that a memory that has stored little for a query returns little.
         memory_residual (`bool`, defaults to `True`):
             Add the memory's output m as it is: with attention's output y, MAG, MAL and MAC are
             `y * sigmoid(norm(m)) + m` instead of eq. 28, 31 and 25, and attention reads `norm(x + m)` in MAL instead of
-            `norm(m)`. On novels, all three gain with it: once normalised, a memory that knows nothing has as large an
-            output as one that does. LMM has no other form.
+            `norm(m)`. On novels, all three gain with it: normalised outputs are equally large, whether the memory has
+            stored much for a query or nothing. LMM has this form only.
         memory_error_clip (`float`, *optional*, defaults to 1.0):
             Largest error |M(k) - v| without clipping, in units of |v|; `None` for the paper's plain squared error. With
             the delta rule, the last layer's errors are never clipped: it has no effect on a memory of one layer.

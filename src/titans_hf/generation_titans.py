@@ -63,7 +63,7 @@ class TitansGenerationMixin(GenerationMixin):
         """Checks the options of `generate()` and creates its cache.
 
         The size of a cache is always constant; with `cache_implementation="static"`, `generate()` compiles the decoding
-        step where Transformers does: on accelerators, or as `compile_config` says.
+        step where Transformers does: on accelerators, or as `compile_config` sets.
         """
         if model_kwargs.get("output_surprise"):
             _check_surprise(generation_config, generation_mode)

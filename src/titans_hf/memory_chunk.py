@@ -149,7 +149,7 @@ def end_of_chunk(chunk: ChunkIntermediates) -> tuple[tuple[Tensor, ...], tuple[T
 
 
 def _weights_at_end(layer: ChunkLayer, gates: GateProducts) -> Tensor:
-    """Computes M_T = beta_T W + f_T S - h^T diag(G_T) delta + M_0."""
+    """Computes M_T = beta_T W + f_T S - h^T diag(G_T) delta + M_0 (eq. 13-14, unrolled)."""
     weights = gates.weights_decay[..., -1, None, None] * layer.offset
     if layer.decay_target is not None:
         weights.add_(layer.decay_target)
@@ -159,7 +159,7 @@ def _weights_at_end(layer: ChunkLayer, gates: GateProducts) -> Tensor:
 
 
 def _momentum_at_end(layer: ChunkLayer, gates: GateProducts) -> Tensor:
-    """Computes S_T = m_T S - h^T diag(E_T theta) delta."""
+    """Computes S_T = m_T S - h^T diag(E_T theta) delta (eq. 14, unrolled: eq. 18)."""
     momentum = gates.momentum_decay[..., None, None] * layer.momentum
     return _subtract_gradients(momentum, layer, gates.gradient_to_momentum[..., None])
 

@@ -118,7 +118,7 @@ def scan_chunks_by_autograd(options: ScanOptions, arguments: ScanArguments) -> S
         part, group = options._replace(chunk_starts=chunk_starts), ScanArguments(inputs, state, arguments.decay_target)
         outputs.append(checkpoint(scan_chunks, part, group, use_reentrant=False, preserve_rng_state=False))
         state = outputs[-1].state
-    retrieved, surprise = (torch.cat([getattr(x, name) for x in outputs], dim=1) for name in ScanOutput._fields[:2])
+    retrieved, surprise = (torch.cat([getattr(x, name) for x in outputs], dim=1) for name in ("retrieved", "surprise"))
     return ScanOutput(retrieved, surprise, state)
 
 

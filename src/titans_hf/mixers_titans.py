@@ -159,8 +159,8 @@ class MACMixer(TitansMixer):
 
     @property
     def keeps_segment_weights(self) -> bool:
-        """True if no other part of the state is the weights at the segment's start: with one chunk in a segment, the
-        memory's anchor is.
+        """True if the state needs a copy of the weights at the segment's start: in a segment of one chunk, the memory's
+        anchor, if it has one, is that copy.
         """
         return self.config.segment_length != self.config.memory_chunk_size or not self.memory.has_anchor
 
@@ -186,7 +186,7 @@ class MACMixer(TitansMixer):
             weights = self._segment_weights(state, part, slots)
             h = self.recall(queries, weights)  # h_t = M*_{t-1}(q_t): eq. 21
             attended = self.attention(projected, h, state.kv_cache, slots, part.filled)  # Attn([P | h | S]): eq. 22-23
-            y = segment + attended.hidden_states  # with the residual connection
+            y = segment + attended.hidden_states  # y_t: eq. 23, with the residual connection
             update = self.memory.update(y, state.memory, state.conv_state, part, decay_target)  # M_t: eq. 24
             kept = weights if self.keeps_segment_weights else ()
             state = LayerState(update.state, update.conv_state, attended.kv_cache, kept)

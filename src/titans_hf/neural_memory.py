@@ -184,8 +184,10 @@ class NeuralMemory(nn.Module):
         # Keys and queries as in the paper (section 4.4); values too, because the largest stable step of a hidden layer
         # decreases with |v|^2: theta alone sets the size of an update.
         # docs/log.md: "Values as long as they come: MAC diverges", "`normalize` in float16 with an epsilon of 0"
-        normed = l2_normalize(projected if self.stable else projected[:2])
-        return normed if self.stable else torch.cat([normed, projected[2:]])
+        if self.stable:
+            return l2_normalize(projected)
+        queries_and_keys, values = projected.split([2, 1])
+        return torch.cat([l2_normalize(queries_and_keys), values])
 
     def project_output(self, hidden_states: Tensor, retrieved: Tensor) -> Tensor:
         """Computes W_o (norm(y) o silu(W_g x)) (section 4.4) from x (B, T, hidden) and what it retrieved, y

@@ -1,7 +1,7 @@
 """The layout of a call's tokens: which columns are padding, where documents start, and which slots tokens are on.
 
-All that a call says about its columns (mask, positions, packed documents) and all that the cache contributes (tokens
-read before, columns to read again, rows to restart) is combined here, once for all layers.
+The call's arguments (mask, positions, packed documents) and the cache (tokens read before, columns to read again, rows
+to restart) are combined here, once for all layers.
 """
 
 from typing import NamedTuple
