@@ -131,6 +131,7 @@ def plot(results: Results, tasks: list[str], path: Path) -> None:
     columns = min(3, len(tasks))
     rows = -(-len(tasks) // columns)
     figure = Figure(figsize=(4 * columns + 2, 3 * rows), layout="constrained")
+    figure.suptitle("Accuracy on the six tasks of MAD while training")
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     styles = line_styles(results)
     for axes, task in zip(panels, tasks, strict=False):
