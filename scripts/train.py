@@ -30,6 +30,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.integrations import get_reporting_integration_callbacks
 
 import titans_hf  # noqa: F401  registers the model type "titans"
 from titans_hf_scripts.shared.argument_checks import check_folder, check_minimums
@@ -116,6 +117,15 @@ def check_numbers(data: DataArguments, run: RunArguments, training: PaperArgumen
         raise ValueError(f"--num_train_epochs must be above 0, but is {training.num_train_epochs}")
 
 
+def check_report_to(training: PaperArguments) -> None:
+    """Raises ValueError for a --report_to that is unknown or whose package is missing, before the data is prepared."""
+    for name in training.report_to:
+        try:
+            get_reporting_integration_callbacks(name)[0]()
+        except (ValueError, RuntimeError, ImportError) as error:
+            raise ValueError(f"--report_to {name}: {error}") from error
+
+
 def check_arguments(model: ModelArguments, data: DataArguments, run: RunArguments, training: PaperArguments) -> None:
     """Raises ValueError for options that contradict each other; fills in those that depend on others."""
     check_numbers(data, run, training)
@@ -124,6 +134,7 @@ def check_arguments(model: ModelArguments, data: DataArguments, run: RunArgument
         raise ValueError("--streaming needs --max_steps: how long a stream is cannot be known")
     check_model_arguments(model)
     check_push(training, run.push_dry_run)
+    check_report_to(training)
     num_processes = int(os.environ.get("WORLD_SIZE", 1))
     if num_processes != training.world_size:  # Trainer would go on, as many times
         raise ValueError(f"{num_processes} processes were started, but each would train by itself: pass --use_cpu true")

@@ -70,6 +70,7 @@ def test_a_command_gets_its_own_arguments(monkeypatch, name):
         (["surprise", "no-model", "no-text", "--output", "out"], "TEXT no-text is not a file"),
         (["eval", "no-model", "--suite", "no-suite", "--output", "out"], "no such suite or task"),
         (["serve", "model", "--continuous-batching"], "--continuous-batching"),
+        (["chat", "model", "http://127.0.0.1:9/v1"], "the server does not answer: "),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -80,7 +81,7 @@ def test_errors_are_one_line(monkeypatch, capsys, tmp_path, arguments, message):
         call(monkeypatch, *arguments)
     (line,) = capsys.readouterr().err.splitlines()
     assert ended.value.code == 2
-    assert line.startswith("titans-hf") and f"{arguments[0]}: error: " in line.replace("titans-hf:", "serve:")
+    assert line.startswith("titans-hf") and f"{arguments[0]}: error: " in line.replace("titans-hf:", f"{arguments[0]}:")
     assert message in line
 
 

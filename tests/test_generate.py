@@ -212,13 +212,16 @@ def test_other_cache_implementations_are_refused(implementation):
 @pytest.mark.parametrize("implementation", ["dynamic", "offloaded", "offloaded_static", "static"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_cache_implementations_change_nothing(variant, implementation):
-    """Supported cache implementations give the same tokens: otherwise offloading or compiling the cache would change
-    the answer.
+    """Supported cache implementations give the same tokens and do what their names say: otherwise offloading or
+    compiling would change the answer, or not take place.
     """
     model, (ids, mask) = shared_model(variant), left_pad([make_ids(19, seed=1), make_ids(6, seed=2)])
-    settings = dict(attention_mask=mask, max_new_tokens=20, **GREEDY)
+    settings = dict(attention_mask=mask, max_new_tokens=20, return_dict_in_generate=True, **GREEDY)
     expected = model.generate(ids, **settings)
-    assert torch.equal(model.generate(ids, cache_implementation=implementation, **settings), expected)
+    ours = model.generate(ids, cache_implementation=implementation, **settings)
+    assert torch.equal(ours.sequences, expected.sequences)
+    assert ours.past_key_values.layers[0].offloading == implementation.startswith("offloaded")
+    assert ours.past_key_values.is_compileable == (implementation == "static")
 
 
 def test_what_needs_another_cache_is_refused():

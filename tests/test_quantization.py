@@ -28,12 +28,13 @@ class Replacement(nn.Module):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_linear_layer_can_be_replaced(variant):
-    """A model keeps its logits if linear layers take their input alone: otherwise quantisers' layers would fail
-    in it.
+    """A model keeps its logits if linear layers take their input alone, and no gate is one: otherwise quantisers'
+    layers would fail in it, or round the gates.
     """
     model, ids = make_model(variant), make_ids(2, 21)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     assert len(linears) > 10
+    assert not [name for name in linears if name.rpartition(".")[2] in GATES]
     for name, module in linears.items():
         model.set_submodule(name, Replacement(module))
     expected = full_logits(shared_model(variant), ids)

@@ -208,6 +208,15 @@ def test_chat(server, checkpoint, expected):
     assert expected in chat.stdout.split()
 
 
+def test_a_chat_with_a_missing_model(server):
+    """A chat with a model that the server cannot load ends in one line: otherwise users would read a traceback."""
+    chat = subprocess.run(
+        [*COMMAND, "chat", "./missing/model", f"{server}/v1"], input="", capture_output=True, text=True, timeout=120
+    )
+    assert chat.returncode == 2 and "Traceback" not in chat.stderr
+    assert chat.stderr.splitlines()[-1].startswith("titans-hf: error: the server cannot load the model: ")
+
+
 def test_continuous_batching_is_refused(checkpoint):
     """--continuous-batching ends the server at its start with an error: otherwise every request would fail."""
     command = [*COMMAND, "serve", str(checkpoint), "--continuous-batching"]

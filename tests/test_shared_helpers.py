@@ -77,6 +77,17 @@ def test_no_module_edits_the_import_path():
     assert [path for path in sources if edits.search(path.read_text())] == []
 
 
+def test_every_command_reports_errors_on_one_line():
+    """Every file that can be run calls run_command: otherwise bad input to it would end in a traceback. The worker of
+    a benchmark is run in another environment.
+    """
+    sources = [path for name in ("scripts", "eval", "experiments") for path in (ROOT / name).rglob("*.py")]
+    commands = [path for path in sources if '__name__ == "__main__"' in path.read_text()]
+    assert len(commands) > 20
+    silent = [path.name for path in commands if not re.search(r"^    run_command\(", path.read_text(), re.MULTILINE)]
+    assert silent == ["titans_pytorch_worker.py"]
+
+
 def test_numbers_below_their_minimum_are_refused():
     """Numbers, each of a list too, and nan are compared with a minimum: otherwise a slip would train nothing."""
     check_minimums(Namespace(steps=1, lengths=[0, 2], limit=None), steps=1, lengths=0, limit=1)

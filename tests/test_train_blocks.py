@@ -77,15 +77,18 @@ def test_prompts_are_read_and_completions_learnt(options, tmp_path, monkeypatch)
     assert {(x["labels"] != -100).sum().item() for x in seen} <= sums
 
 
-def test_blocks_are_cached(texts, monkeypatch):
-    """Blocks of the same data are read from the cache: otherwise every start would tokenize the data again."""
-    tokenizer = load_tokenizer("bytes")
-    first, _ = make_blocks(load_splits(str(texts), "--train_data", "train")["train"], "text", tokenizer, 32)
-    monkeypatch.setattr(type(tokenizer), "__call__", None)
-    again, _ = make_blocks(
-        load_splits(str(texts), "--train_data", "train")["train"], "text", load_tokenizer("bytes"), 32
-    )
-    assert real_tokens(again) == real_tokens(first)
+def test_blocks_are_cached(texts, tmp_path):
+    """A second start writes no file of the cache anew: otherwise every start would tokenize the data again."""
+
+    def start() -> tuple[list[int], dict]:
+        documents = load_splits(str(texts), "--train_data", "train")["train"]
+        blocks, _ = make_blocks(documents, "text", load_tokenizer("bytes"), 32)
+        written = {path: path.stat() for path in (tmp_path / "cache" / "titans_hf").iterdir()}
+        return real_tokens(blocks), {path: (stat.st_ino, stat.st_mtime_ns) for path, stat in written.items()}
+
+    first = start()
+    assert len(first[1]) == 2  # documents and blocks
+    assert start() == first
 
 
 def block(tokens, prompt_length=0):

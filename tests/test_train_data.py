@@ -11,6 +11,7 @@ from datasets import Dataset, DatasetDict
 from tiny_run import SHORT, TITANS, real_tokens
 
 from titans_hf_scripts import train
+from titans_hf_scripts.training import documents
 from titans_hf_scripts.training.arguments import DataArguments
 from titans_hf_scripts.training.blocks import make_blocks
 from titans_hf_scripts.training.data import load_blocks
@@ -140,6 +141,27 @@ def test_saved_data_set_brings_its_validation_split(tmp_path):
     kept, validation, _ = load_blocks(arguments, tokenizer)
     assert tokenizer.decode(real_tokens(kept)) == "aaaa</s>bb</s>"
     assert tokenizer.decode(real_tokens(validation)) == "cc</s>"
+
+
+def test_a_data_set_of_the_hub_is_streamed(monkeypatch):
+    """A name that is no path is loaded from the Hub with its configuration, and --streaming streams it: otherwise all
+    of it would be downloaded, or another part.
+    """
+    called = []
+
+    def load_dataset(*args, **kwargs):
+        called.append((args, kwargs))
+        return {"train": Dataset.from_dict({"text": ["ab", "c", "d"]}).to_iterable_dataset()}
+
+    monkeypatch.setattr(documents, "load_dataset", load_dataset)
+    arguments = DataArguments(
+        train_data="someone/texts", dataset_config="en", streaming=True, block_length=3, max_eval_blocks=1
+    )
+    loaded = load_blocks(arguments, byte_tokenizer())
+    assert called == [(("someone/texts", "en"), {"streaming": True})]
+    assert byte_tokenizer().decode(loaded.evaluation[0]["input_ids"]) == "ab</s>"
+    trained = torch.cat([block["input_ids"] for block in loaded.train])
+    assert sorted(byte_tokenizer().decode(trained).split("</s>")) == ["c", "d"]
 
 
 def test_a_stream_trains_and_holds_out_its_first_documents(options, tmp_path):

@@ -166,6 +166,17 @@ def test_options_that_contradict_are_refused(options, tmp_path, changes, message
     assert not (tmp_path / "out").exists()
 
 
+def test_a_reporter_that_is_missing_is_named(options, tmp_path, monkeypatch):
+    """--report_to of an unknown or a missing package raises an error that names it before any file is written:
+    otherwise a traceback would follow minutes of preparing the data.
+    """
+    monkeypatch.setattr("transformers.integrations.integration_utils.is_wandb_available", lambda: False)
+    for name, message in (("wandb", "requires wandb to be installed"), ("no-such", "no-such is not supported")):
+        with pytest.raises(ValueError, match=f"--report_to {name}: .*{message}"):
+            train.main(options(report_to=name))
+    assert not (tmp_path / "out").exists()
+
+
 def test_folder_without_text_is_named(options, tmp_path):
     """A folder without text raises an error that names it: otherwise training would fail without a cause."""
     (tmp_path / "empty").mkdir()

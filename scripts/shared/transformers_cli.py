@@ -2,6 +2,7 @@
 
 import sys
 
+from huggingface_hub.utils import httpx
 from transformers.cli.transformers import app
 from transformers.cli.transformers import main as transformers_main
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -11,7 +12,9 @@ from titans_hf_scripts.shared.server_extensions import add_checks, add_memory_op
 
 
 def main() -> None:
-    """Runs the command in `sys.argv`. Raises ValueError for --continuous-batching, which Titans does not support."""
+    """Runs the command in `sys.argv`. Raises ValueError for --continuous-batching, which Titans does not support, and
+    for a chat with a model that the server cannot load; ConnectionError where a chat gets no answer.
+    """
     if "--continuous-batching" in sys.argv:  # every request would fail
         try:
             TitansForCausalLM.init_continuous_batching(None)
@@ -24,4 +27,11 @@ def main() -> None:
     extend_server()
     add_memory_option(app.commands["serve"])
     add_checks(app.commands["serve"])
-    transformers_main()
+    try:
+        transformers_main()
+    except httpx.HTTPError as error:
+        raise ConnectionError(f"the server does not answer: {error}. titans-hf serve MODEL starts one") from error
+    except RuntimeError as error:
+        if sys.argv[1] != "chat":
+            raise
+        raise ValueError(f"the server cannot load the model: {error}") from error
