@@ -18,12 +18,12 @@ from itertools import cycle
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from transformers import AutoTokenizer
 
 from titans_hf.cache_files import DESCRIPTION, read_description
 from titans_hf_eval.needles import KINDS, PREFIX, PROMPT, draw_key, draw_value, needle_of
 from titans_hf_scripts import read as read_command
 from titans_hf_scripts.benchmarks.measure import resident_bytes
+from titans_hf_scripts.shared.checkpoints import load_tokenizer
 from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.figures import save_figure
 from titans_hf_scripts.shared.markdown_tables import markdown_table
@@ -146,7 +146,7 @@ def main(argv: list[str] | None = None) -> dict:
     for name in ("depths", "kills"):
         if not all(0 <= share < 1 for share in getattr(args, name)):
             raise ValueError(f"--{name} {getattr(args, name)} must be from 0 to below 1")
-    if len(AutoTokenizer.from_pretrained(args.model)("é", add_special_tokens=False).input_ids) != 2:
+    if len(load_tokenizer(args.model, "MODEL")("é", add_special_tokens=False).input_ids) != 2:
         raise ValueError(f"MODEL {args.model} does not read bytes: the lengths here are in bytes")
     if args.output.exists():
         raise ValueError(f"--output {args.output} exists")

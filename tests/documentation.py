@@ -92,6 +92,10 @@ TREATMENTS = [
     Treatment(r"titans-hf (read|surprise) .*"),
     Treatment(r"titans-hf ask .*", "--max_new_tokens 4"),
     Treatment(
+        r"python eval/forecasting.py .*context_length=.*",
+        "--split 0.6 0.2 0.2 --look_back 336 --horizons 8 --models titans --max_steps 2 --eval_steps 1",
+    ),
+    Treatment(
         r"python eval/forecasting.py .*",
         "--split 0.6 0.2 0.2 --look_back 48 --horizons 8 --models titans --seeds 0 --max_steps 2 --eval_steps 1",
     ),

@@ -172,7 +172,7 @@ def stage(tmp_path_factory):
         (data / "books" / split / "a.txt").write_text(BOOK)
     (data / "ett").mkdir()
     for name in ("ETTh1", "ETTh2"):
-        write_series(data / "ett" / f"{name}.csv", rows=400)
+        write_series(data / "ett" / f"{name}.csv", rows=1000)
     (data / "dna" / "human_nontata_promoters").mkdir(parents=True)
     write_table(data / "dna" / "human_nontata_promoters" / "test.tsv", length=80)
     (folder / "my_dna").mkdir()
@@ -194,6 +194,7 @@ def stage(tmp_path_factory):
         config = AutoConfig.from_pretrained(ROOT / "scripts" / "configs" / f"tiny-{name}.json")
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / "runs" / f"tiny-{name}")
         byte_tokenizer().save_pretrained(folder / "runs" / f"tiny-{name}")
+    save_byte_model(folder / "runs" / "passkey-lmm", "lmm")
     save_byte_model(folder / "you" / "your-model", "mag")
     return folder
 
