@@ -41,8 +41,10 @@ OPTIONAL = ("torchao", "bitsandbytes")
 HISTORY = {ROOT / "docs" / "log.md"}
 
 
-def each(found: list) -> list:
-    return [pytest.param(block, id=block.name) for block in found]
+def each(found: list, long_pages: tuple[str, ...] = ()) -> list:
+    """Makes a slow test of each block, a long one on a page in `long_pages`."""
+    marks = {True: pytest.mark.long, False: pytest.mark.slow}
+    return [pytest.param(block, id=block.name, marks=marks[block.page.name in long_pages]) for block in found]
 
 
 def test_what_the_pages_write_is_ignored():
@@ -217,9 +219,8 @@ def environment(tmp_path):
     }
 
 
-@pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("block", each(BASH))
+@pytest.mark.parametrize("block", each(BASH, long_pages=("results.md", "evidence.md", "speed.md")))
 def test_commands_run(block, workplace, programs, environment):
     """A bash block runs unchanged but for tiny options: otherwise it would fail for whoever copies it."""
     ran, commands = run_bash(block, workplace, programs, environment, timeout=850)
@@ -229,7 +230,6 @@ def test_commands_run(block, workplace, programs, environment):
         pytest.skip("; ".join(dict.fromkeys(reasons)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("block", each(PYTHON))
 def test_python_runs(block, workplace, environment):
     """A Python block runs alone and unchanged: otherwise it would fail for whoever copies it."""
