@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,13 +13,12 @@ import pyarrow.compute as pc
 import torch
 from datasets import Dataset, Features, IterableDataset, List, Value
 from datasets.arrow_writer import ArrowWriter
-from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from titans_hf_scripts.shared.text_ids import encode, normalize_newlines
-from titans_hf_scripts.training.documents import text_columns
+from titans_hf_scripts.training.documents import UNREADABLE, text_columns
 from titans_hf_scripts.training.tokenizer import FIRST_BYTE, is_byte_tokenizer
 
 FEATURES = Features({"input_ids": List(Value("int32")), "prompt_length": Value("int32")})
@@ -221,7 +220,10 @@ def make_blocks(
 
 
 class StreamedBlocks(torch.utils.data.IterableDataset):
-    """Blocks of a streamed data set, made while they are read. Items are those of `make_blocks`."""
+    """Blocks of a streamed data set, made while they are read. Items are those of `make_blocks`.
+
+    find_damage: called where a document cannot be read; raises ValueError if it finds out why.
+    """
 
     def __init__(
         self,
@@ -230,9 +232,10 @@ class StreamedBlocks(torch.utils.data.IterableDataset):
         tokenizer: PreTrainedTokenizerBase,
         block_length: int,
         packing: bool,
+        find_damage: Callable[[], None],
     ):
         self.documents, self.columns, self.tokenizer = documents, columns, tokenizer
-        self.block_length, self.packing = block_length, packing
+        self.block_length, self.packing, self.find_damage = block_length, packing, find_damage
         self.num_documents = self.num_tokens = self.num_bytes = 0  # read so far in the iteration under way
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -241,12 +244,13 @@ class StreamedBlocks(torch.utils.data.IterableDataset):
             yield {name: torch.as_tensor(value).long() for name, value in block.items()}
 
     def _documents(self) -> Iterator[dict[str, str]]:
-        """Yields the documents; raises ValueError with the number of one that cannot be read."""
+        """Yields the documents; raises ValueError with the file, or the number, of one that cannot be read."""
         try:
             for document in self.documents:
                 self.num_documents += 1
                 yield document
-        except (DatasetGenerationError, ValueError, OSError) as error:  # whose message names nothing
+        except UNREADABLE as error:  # whose message names nothing
+            self.find_damage()
             raise ValueError(f"document {self.num_documents + 1} of the stream cannot be read: {error}") from error
 
     def _rows(self) -> Iterator[tuple[np.ndarray, int]]:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from titans_hf_scripts.training.arguments import DataArguments
 from titans_hf_scripts.training.blocks import StreamedBlocks, make_blocks
-from titans_hf_scripts.training.documents import load_splits, text_columns
+from titans_hf_scripts.training.documents import check_files, load_splits, text_columns
 
 SHUFFLED_DOCUMENTS = 1000  # of a stream, from which the next one is drawn
 STREAMED_EVAL_BLOCKS = 100
@@ -72,6 +73,13 @@ def _load(
     return Blocks(train_blocks.select(range(start)), evaluation, tokens_per_byte)
 
 
+def check_all_files(args: DataArguments) -> None:
+    """Raises ValueError, which names the file, for a damaged file of the data."""
+    check_files(Path(args.train_data), "--train_data")
+    if args.eval_data:
+        check_files(Path(args.eval_data), "--eval_data")
+
+
 def _stream(
     args: DataArguments,
     tokenizer: PreTrainedTokenizerBase,
@@ -79,9 +87,11 @@ def _stream(
     validation: IterableDataset | None,
     seed: int,
 ) -> Blocks:
+    find_damage = partial(check_all_files, args)
+
     def blocks_of(documents: IterableDataset) -> StreamedBlocks:
-        columns = text_columns(documents, args.text_column, args.packing)
-        return StreamedBlocks(documents, columns, tokenizer, args.block_length, args.packing)
+        columns = text_columns(documents, args.text_column, args.packing, find_damage)
+        return StreamedBlocks(documents, columns, tokenizer, args.block_length, args.packing, find_damage)
 
     evaluated = blocks_of(train if validation is None else validation)
     blocks = list(islice(evaluated, args.max_eval_blocks or STREAMED_EVAL_BLOCKS))

@@ -25,8 +25,14 @@ KINDS = {
     ".tsv": "tsv",
     ".parquet": "parquet",
 }
+UNREADABLE = (DatasetGenerationError, ValueError, OSError)  # the errors of `datasets` for damaged data
 HEAD_BYTES = 8192  # bytes at the start of a file that are checked before it is loaded
 CHECKED_BYTES = 1 << 20  # decoded at a time
+
+
+def is_saved_data_set(path: Path) -> bool:
+    """Returns True for a folder that `save_to_disk` wrote."""
+    return (path / "dataset_dict.json").exists() or (path / "state.json").exists()
 
 
 def load_splits(
@@ -41,7 +47,7 @@ def load_splits(
     Raises ValueError, which names the file, for data that cannot be read; FileNotFoundError where there is none.
     """
     path = Path(source)
-    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+    if is_saved_data_set(path):
         data = load_from_disk(source)
         splits = data if isinstance(data, DatasetDict) else {split: data}
         return {name: data.to_iterable_dataset() for name, data in splits.items()} if streaming else splits
@@ -63,14 +69,24 @@ def _load_files(path: Path, argument: str, streaming: bool) -> Dataset | Iterabl
     for file in files:
         _check_before_loading(file, kind, argument, streaming)
     # Escaped, because load_dataset silently skips files with [ or * in their names otherwise.
-    names, (builder, options, check) = [glob.escape(str(file)) for file in files], FORMATS[kind]
+    names, form = [glob.escape(str(file)) for file in files], FORMATS[kind]
     try:
-        return load_dataset(builder, data_files=names, split="train", streaming=streaming, **options)
-    except (DatasetGenerationError, ValueError, OSError) as error:  # whose message names no file
-        for file in files:
-            with _naming(file, kind, argument):
-                check(file)
+        return load_dataset(form.builder, data_files=names, split="train", streaming=streaming, **form.options)
+    except UNREADABLE as error:  # whose message names no file
+        check_files(path, argument)
         raise ValueError(f"{argument} {path}: {error.__cause__ or error}") from error
+
+
+def check_files(path: Path, argument: str) -> None:
+    """Reads all data files of a path; raises ValueError, which names the file, for a damaged one. Does nothing for what
+    is no path of files.
+    """
+    if not path.exists() or is_saved_data_set(path):
+        return
+    kind, files = choose_files(path, argument)
+    for file in files:
+        with _naming(file, kind, argument):
+            FORMATS[kind].check(file)
 
 
 @contextmanager
@@ -161,14 +177,19 @@ FORMATS = {
 }
 
 
-def text_columns(documents: Dataset | IterableDataset, column: str, packing: bool) -> list[str]:
+def text_columns(
+    documents: Dataset | IterableDataset, column: str, packing: bool, find_damage: Callable[[], None] = lambda: None
+) -> list[str]:
     """Chooses the columns of text: the given one, or a prompt and its completion.
+
+    find_damage: called where a stream cannot be read; raises ValueError if it finds out why.
 
     Raises ValueError where there are none of these, or where they hold something else than text.
     """
     try:
         features = documents.features or documents._resolve_features().features
-    except (DatasetGenerationError, ValueError, OSError) as error:  # whose message names nothing
+    except UNREADABLE as error:  # whose message names nothing
+        find_damage()
         raise ValueError(f"the first documents of the stream cannot be read: {error}") from error
     names = [column] if column in features else ["prompt", "completion"]
     present = ", ".join(features)
