@@ -8,6 +8,7 @@ import torch
 
 from experiments.language import compare_runs, token_blocks, train_and_score
 from titans_hf_scripts.shared import compared_models as models
+from titans_hf_scripts.shared.token_attention import attend
 
 PARAMETERS = 300_000
 
@@ -72,8 +73,8 @@ def test_models_are_of_equal_size(name):
     assert abs(models.count_parameters(name, config) / 1_200_000 - 1) < 0.05
 
 
-@pytest.mark.parametrize("name", ["llama-conv", "mistral-conv"])
-def test_added_convolutions_are_causal(name):
+@pytest.mark.parametrize("name", ["llama-conv", "mistral-conv", *models.POINTER_WINDOWS])
+def test_changed_models_are_causal(name):
     """A changed token changes no logit before it: otherwise a baseline sees what it has to predict."""
     torch.manual_seed(0)
     model = models.build_model(name, models.fit_config(name, PARAMETERS, {"vocab_size": 300})).eval()
@@ -82,6 +83,17 @@ def test_added_convolutions_are_causal(name):
     other[0, 10] = (other[0, 10] + 1) % 300
     first, second = (model(input_ids=x, use_cache=False).logits for x in (ids, other))
     assert torch.equal(first[:, :10], second[:, :10]) and not torch.equal(first[:, 10:], second[:, 10:])
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 50])
+def test_attention_over_tokens_is_softmax_attention(window):
+    """Blocks of a window give what a mask of all pairs gives: otherwise the gap to full attention is wrong."""
+    torch.manual_seed(0)
+    queries, keys, values = torch.randn(3, 2, 23, 8, dtype=torch.float64)
+    offset = torch.arange(23)[:, None] - torch.arange(23)
+    seen = (offset >= 0) & (offset < (window or 23))
+    expected = (queries @ keys.mT).masked_fill(~seen, -torch.inf).softmax(-1) @ values
+    torch.testing.assert_close(attend(queries, keys, values, window), expected)
 
 
 def test_paired_difference_by_hand(tmp_path):

@@ -11,11 +11,14 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from titans_hf import TitansConfig
 from titans_hf.memory_modules import OUTPUT_SCALE
+from titans_hf_scripts.shared.token_attention import TokenAttention
 from titans_hf_scripts.training.model import parse_value
 
 WINDOW = 64  # tokens that attention sees in Mistral, MAG and MAL, and of a segment in MAC
 VARIANTS = ("lmm", "mag", "mac", "mal")
-NAMES = (*VARIANTS, "llama", "mistral", "llama-conv", "mistral-conv", "gated-deltanet", "mamba2")
+# MAG with attention over all tokens, or over a window, in its token memory's place
+POINTER_WINDOWS = {"mag-pointer": None, "mag-pointer-64": WINDOW}
+NAMES = (*VARIANTS, *POINTER_WINDOWS, "llama", "mistral", "llama-conv", "mistral-conv", "gated-deltanet", "mamba2")
 HIDDEN_SIZE, NUM_LAYERS, NUM_HEADS, CONV_KERNEL = 128, 4, 4, 4
 
 
@@ -35,8 +38,8 @@ def make_config(name: str, free: int, settings: dict[str, Any]) -> PreTrainedCon
         parts = {"num_heads": 2 * NUM_HEADS, "head_dim": head_dim, "n_groups": 1, "state_size": 64, "chunk_size": 64}
         return transformers.Mamba2Config(**parts | shape | {"num_hidden_layers": free})
     shape = {"num_attention_heads": NUM_HEADS, "num_key_value_heads": NUM_HEADS, "intermediate_size": free} | shape
-    if name in VARIANTS:
-        return TitansConfig(**{"variant": name, "sliding_window": WINDOW, "segment_length": WINDOW} | shape)
+    if name in (*VARIANTS, *POINTER_WINDOWS):
+        return TitansConfig(**{"variant": name[:3], "sliding_window": WINDOW, "segment_length": WINDOW} | shape)
     shape["max_position_embeddings"] = 1 << 17
     if name.startswith("mistral"):
         return transformers.MistralConfig(**shape, sliding_window=WINDOW)
@@ -90,6 +93,8 @@ class ConvolvedLinear(nn.Module):
 def build_model(name: str, config: PreTrainedConfig) -> PreTrainedModel:
     """Builds the model with random weights; a name that ends in -conv has convolutions on q, k and v."""
     model = AutoModelForCausalLM.from_config(config)
+    if name in POINTER_WINDOWS:
+        model.model.token_memory = TokenAttention(config.hidden_size, POINTER_WINDOWS[name])
     if name.endswith("-conv"):
         for layer in model.model.layers:
             attention = layer.self_attn
