@@ -53,7 +53,7 @@ def test_a_run_and_its_twin_are_compared(texts, capsys):
 def test_a_pair_that_is_none_is_refused(texts, pair):
     """What is no NAME:BASELINE of the rows is named in an error: otherwise a table lacks a line without a word."""
     file = str(run(texts, "lmm-seed0"))
-    with pytest.raises(ValueError, match=f"--pairs must be NAME:BASELINE, both of lmm, but has {pair}"):
+    with pytest.raises(ValueError, match=f"--pairs must be NAME:BASELINE, all of lmm, but has {pair}"):
         compare_runs.main([file, "--pairs", pair])
 
 
@@ -96,9 +96,9 @@ def test_attention_over_tokens_is_softmax_attention(window):
     torch.testing.assert_close(attend(queries, keys, values, window), expected)
 
 
-def test_paired_difference_by_hand(tmp_path):
-    """The difference is the mean over texts, not over stretches, with seeds paired: otherwise a long novel decides."""
-    for name, losses in (("a", [[1.0], [1.0], [4.0]]), ("b", [[0.5], [0.5], [2.0]])):
+def test_difference_and_share_by_hand(tmp_path):
+    """A difference, and the share of a gap, is of means over texts, not stretches: otherwise a long novel decides."""
+    for name, losses in (("a", [[1.0], [1.0], [4.0]]), ("b", [[0.5], [0.5], [2.0]]), ("full", [[0.0], [0.0], [0.0]])):
         stretches = [[text, *loss] for text, loss in zip(("x", "x", "y"), losses, strict=True)]
         for seed in (0, 1):
             record = {"parameters": 1, "edges": [0, 64], "stretches": stretches}
@@ -106,7 +106,9 @@ def test_paired_difference_by_hand(tmp_path):
             (tmp_path / f"{name}-seed{seed}.json").write_text(json.dumps(record))
     rows = compare_runs.read_rows(list(tmp_path.glob("*.json")))
     (cell,) = compare_runs.paired_difference(rows["b"], rows["a"])
-    assert cell.startswith("-1.250 [-2.000, -0.500]")  # the means of x and of y: -0.5 and -2
+    assert cell == "-1.250 [-2.000, -0.500]"  # the means of x and of y: -0.5 and -2
+    (share,) = compare_runs.share_of_gap(rows["b"], rows["a"], rows["full"])
+    assert share == "0.50 [0.50, 0.50]"  # of x 0.5 of 1, of y 2 of 4, so whatever texts are drawn
 
 
 def test_stretches_are_spread_over_a_text():

@@ -4,7 +4,8 @@
 
 Runs that differ in their seed alone are one row; its name is the file's without the "-seed0" at its end. A difference
 is the mean over texts of (loss - loss of the baseline with the same seed on the same stretches), in nats per token,
-with its 95 % interval by a bootstrap over the texts (not over stretches: those of a novel resemble each other).
+with its 95 % interval by a bootstrap over the texts (not over stretches: those of a novel resemble each other). The
+share of a gap that a model closes is (loss of the window - its loss) / (loss of the window - loss of full attention).
 """
 
 import argparse
@@ -27,6 +28,7 @@ from titans_hf_scripts.shared.figures import (
 from titans_hf_scripts.shared.markdown_tables import markdown_table
 
 NUM_RESAMPLES = 2000
+PAIR, GAP = "NAME:BASELINE", "NAME:WINDOW:FULL"
 
 
 class Row(NamedTuple):
@@ -72,22 +74,49 @@ def mean_with_spread(row: Row) -> list[str]:
     return [f"{x:.3f} ± {s:.3f}" for x, s in zip(means.mean(0), means.std(0, ddof=1), strict=True)]
 
 
-def paired_difference(row: Row, baseline: Row) -> list[str]:
-    """Formats the difference in every range, of the seeds that both have, with its interval."""
+def differences_by_text(row: Row, baseline: Row) -> np.ndarray | None:
+    """Averages the differences of the seeds that both have over the stretches of a text: (texts, ranges). None if they
+    have no seed in common or were scored on other texts.
+    """
     seeds = sorted(row.losses.keys() & baseline.losses.keys())
     if row.texts != baseline.texts or not seeds:
-        return ["-"] * (len(row.edges) - 1)
+        return None
     difference = np.mean([row.losses[seed] - baseline.losses[seed] for seed in seeds], axis=0)
-    names = sorted(set(row.texts))
-    by_text = np.stack([difference[[text == name for text in row.texts]].mean(0) for name in names])
-    generator = np.random.default_rng(0)
-    samples = by_text[generator.integers(len(names), size=(NUM_RESAMPLES, len(names)))].mean(1)
+    return np.stack([difference[[text == name for text in row.texts]].mean(0) for name in sorted(set(row.texts))])
+
+
+def resampled_means(by_text: np.ndarray) -> np.ndarray:
+    """Draws texts with replacement, the same ones in every call, and averages over them: (resamples, ranges)."""
+    picked = np.random.default_rng(0).integers(len(by_text), size=(NUM_RESAMPLES, len(by_text)))
+    return by_text[picked].mean(1)
+
+
+def with_intervals(values: np.ndarray, samples: np.ndarray, form: str) -> list[str]:
+    """Formats the values (ranges,) with their 95 % intervals over the samples (resamples, ranges)."""
     low, high = np.quantile(samples, [0.025, 0.975], axis=0)
-    return [f"{x:+.3f} [{a:+.3f}, {b:+.3f}]" for x, a, b in zip(by_text.mean(0), low, high, strict=True)]
+    return [f"{x:{form}} [{a:{form}}, {b:{form}}]" for x, a, b in zip(values, low, high, strict=True)]
 
 
-def tables(rows: dict[str, Row], pairs: list[tuple[Row, Row]]) -> str:
-    """Makes the table of losses and, with pairs of a row and its baseline, that of their differences."""
+def paired_difference(row: Row, baseline: Row) -> list[str]:
+    """Formats the difference in every range, of the seeds that both have, with its interval."""
+    by_text = differences_by_text(row, baseline)
+    if by_text is None:
+        return ["-"] * (len(row.edges) - 1)
+    return with_intervals(by_text.mean(0), resampled_means(by_text), "+.3f")
+
+
+def share_of_gap(row: Row, window: Row, full: Row) -> list[str]:
+    """Formats (window - row) / (window - full) in every range, of the seeds that each two have, with its interval."""
+    gained, gap = differences_by_text(window, row), differences_by_text(window, full)
+    if gained is None or gap is None:
+        return ["-"] * (len(row.edges) - 1)
+    return with_intervals(gained.mean(0) / gap.mean(0), resampled_means(gained) / resampled_means(gap), ".2f")
+
+
+def tables(rows: dict[str, Row], pairs: list[list[Row]], gaps: list[list[Row]]) -> str:
+    """Makes the table of losses, with pairs of a row and its baseline that of their differences, and with gaps, a row,
+    a window and full attention, that of the shares closed.
+    """
     edges = next(iter(rows.values())).edges
     ranges = [f"{low:,} to {high:,}" for low, high in pairwise(edges)]
     losses = [[row.name, f"{row.parameters:,}", len(row.losses), *mean_with_spread(row)] for row in rows.values()]
@@ -98,6 +127,9 @@ def tables(rows: dict[str, Row], pairs: list[tuple[Row, Row]]) -> str:
             for row, base in pairs
         ]
         parts.append(markdown_table(["difference", "seeds", *ranges], differences))
+    if gaps:
+        shares = [[f"{row.name}, from {a.name} to {b.name}", *share_of_gap(row, a, b)] for row, a, b in gaps]
+        parts.append(markdown_table(["share of the gap closed", *ranges], shares))
     return "\n\n".join(parts)
 
 
@@ -113,14 +145,14 @@ def plot(rows: dict[str, Row], path: Path) -> None:
     save_figure(axes.figure, path)
 
 
-def parse_pairs(pairs: list[str], rows: dict[str, Row]) -> list[tuple[Row, Row]]:
-    """Looks up NAME:BASELINE pairs. Raises ValueError for a name that no row has, or what is no pair."""
+def parse_names(option: str, form: str, given: list[str], rows: dict[str, Row]) -> list[list[Row]]:
+    """Looks up rows given as `form`, NAME:BASELINE. Raises ValueError for other names and forms."""
     found = []
-    for pair in pairs:
-        names = pair.split(":")
-        if len(names) != 2 or not rows.keys() >= set(names):
-            raise ValueError(f"--pairs must be NAME:BASELINE, both of {', '.join(rows)}, but has {pair}")
-        found.append((rows[names[0]], rows[names[1]]))
+    for text in given:
+        names = text.split(":")
+        if len(names) != len(form.split(":")) or not rows.keys() >= set(names):
+            raise ValueError(f"{option} must be {form}, all of {', '.join(rows)}, but has {text}")
+        found.append([rows[name] for name in names])
     return found
 
 
@@ -128,14 +160,16 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+", help="JSON files of train_and_score.py, in the table's order")
     parser.add_argument("--baseline", help="the name of the row that all others are compared with")
-    parser.add_argument("--pairs", nargs="+", default=[], metavar="NAME:BASELINE", help="rows to be compared")
+    parser.add_argument("--pairs", nargs="+", default=[], metavar=PAIR, help="rows to be compared")
+    parser.add_argument("--gaps", nargs="+", default=[], metavar=GAP, help="gaps of which NAME closes a share")
     parser.add_argument("--plot", type=Path, help="an image file of the losses by position")
     args = parser.parse_args(argv)
     rows = read_rows(args.runs)
     if args.baseline and args.baseline not in rows:
         raise ValueError(f"--baseline must be one of {', '.join(rows)}, but is {args.baseline}")
     against = [f"{name}:{args.baseline}" for name in rows if args.baseline and name != args.baseline]
-    print(tables(rows, parse_pairs(against + args.pairs, rows)))
+    pairs = parse_names("--pairs", PAIR, against + args.pairs, rows)
+    print(tables(rows, pairs, parse_names("--gaps", GAP, args.gaps, rows)))
     if args.plot:
         plot(rows, args.plot)
 
