@@ -105,9 +105,9 @@ def test_difference_and_share_by_hand(tmp_path):
             record["training"] = {"seed": seed, "block_length": 64}
             (tmp_path / f"{name}-seed{seed}.json").write_text(json.dumps(record))
     rows = compare_runs.read_rows(list(tmp_path.glob("*.json")))
-    (cell,) = compare_runs.paired_difference(rows["b"], rows["a"])
-    assert cell == "-1.250 [-2.000, -0.500]"  # the means of x and of y: -0.5 and -2
-    (share,) = compare_runs.share_of_gap(rows["b"], rows["a"], rows["full"])
+    (seeds, cell) = compare_runs.paired_difference(rows["b"], rows["a"])
+    assert seeds == "2" and cell == "-1.250 [-2.000, -0.500]"  # the means of x and of y: -0.5 and -2
+    (_, share) = compare_runs.share_of_gap(rows["b"], rows["a"], rows["full"])
     assert share == "0.50 [0.50, 0.50]"  # of x 0.5 of 1, of y 2 of 4, so whatever texts are drawn
 
 

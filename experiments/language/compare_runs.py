@@ -74,13 +74,15 @@ def mean_with_spread(row: Row) -> list[str]:
     return [f"{x:.3f} ± {s:.3f}" for x, s in zip(means.mean(0), means.std(0, ddof=1), strict=True)]
 
 
-def differences_by_text(row: Row, baseline: Row) -> np.ndarray | None:
-    """Averages the differences of the seeds that both have over the stretches of a text: (texts, ranges). None if they
-    have no seed in common or were scored on other texts.
-    """
-    seeds = sorted(row.losses.keys() & baseline.losses.keys())
-    if row.texts != baseline.texts or not seeds:
-        return None
+def common_seeds(*rows: Row) -> list[int]:
+    """Returns the seeds that all rows have; none if they were scored on different texts."""
+    if any(row.texts != rows[0].texts for row in rows):
+        return []
+    return sorted(set.intersection(*(set(row.losses) for row in rows)))
+
+
+def differences_by_text(row: Row, baseline: Row, seeds: list[int]) -> np.ndarray:
+    """Averages the differences of the seeds over the stretches of a text: (texts, ranges)."""
     difference = np.mean([row.losses[seed] - baseline.losses[seed] for seed in seeds], axis=0)
     return np.stack([difference[[text == name for text in row.texts]].mean(0) for name in sorted(set(row.texts))])
 
@@ -98,19 +100,24 @@ def with_intervals(values: np.ndarray, samples: np.ndarray, form: str) -> list[s
 
 
 def paired_difference(row: Row, baseline: Row) -> list[str]:
-    """Formats the difference in every range, of the seeds that both have, with its interval."""
-    by_text = differences_by_text(row, baseline)
-    if by_text is None:
-        return ["-"] * (len(row.edges) - 1)
-    return with_intervals(by_text.mean(0), resampled_means(by_text), "+.3f")
+    """Formats the number of seeds that both have, and the difference in every range with its interval."""
+    seeds = common_seeds(row, baseline)
+    if not seeds:
+        return ["0"] + ["-"] * (len(row.edges) - 1)
+    by_text = differences_by_text(row, baseline, seeds)
+    return [str(len(seeds)), *with_intervals(by_text.mean(0), resampled_means(by_text), "+.3f")]
 
 
 def share_of_gap(row: Row, window: Row, full: Row) -> list[str]:
-    """Formats (window - row) / (window - full) in every range, of the seeds that each two have, with its interval."""
-    gained, gap = differences_by_text(window, row), differences_by_text(window, full)
-    if gained is None or gap is None:
-        return ["-"] * (len(row.edges) - 1)
-    return with_intervals(gained.mean(0) / gap.mean(0), resampled_means(gained) / resampled_means(gap), ".2f")
+    """Formats the number of seeds that all have, and (window - row) / (window - full) in every range, with intervals."""
+    seeds = common_seeds(row, window, full)
+    if not seeds:
+        return ["0"] + ["-"] * (len(row.edges) - 1)
+    gained, gap = (differences_by_text(window, other, seeds) for other in (row, full))
+    return [
+        str(len(seeds)),
+        *with_intervals(gained.mean(0) / gap.mean(0), resampled_means(gained) / resampled_means(gap), ".2f"),
+    ]
 
 
 def tables(rows: dict[str, Row], pairs: list[list[Row]], gaps: list[list[Row]]) -> str:
@@ -122,14 +129,11 @@ def tables(rows: dict[str, Row], pairs: list[list[Row]], gaps: list[list[Row]]) 
     losses = [[row.name, f"{row.parameters:,}", len(row.losses), *mean_with_spread(row)] for row in rows.values()]
     parts = [markdown_table(["model", "parameters", "seeds", *ranges], losses)]
     if pairs:
-        differences = [
-            [f"{row.name} less {base.name}", len(row.losses.keys() & base.losses.keys()), *paired_difference(row, base)]
-            for row, base in pairs
-        ]
+        differences = [[f"{row.name} less {base.name}", *paired_difference(row, base)] for row, base in pairs]
         parts.append(markdown_table(["difference", "seeds", *ranges], differences))
     if gaps:
         shares = [[f"{row.name}, from {a.name} to {b.name}", *share_of_gap(row, a, b)] for row, a, b in gaps]
-        parts.append(markdown_table(["share of the gap closed", *ranges], shares))
+        parts.append(markdown_table(["share of the gap closed", "seeds", *ranges], shares))
     return "\n\n".join(parts)
 
 
