@@ -109,7 +109,7 @@ def paired_difference(row: Row, baseline: Row) -> list[str]:
 
 
 def share_of_gap(row: Row, window: Row, full: Row) -> list[str]:
-    """Formats the number of seeds that all have, and (window - row) / (window - full) in every range, as above."""
+    """Formats the number of seeds that all have, and (window - row) / (window - full) by range, with intervals."""
     seeds = common_seeds(row, window, full)
     if not seeds:
         return ["0"] + ["-"] * (len(row.edges) - 1)
