@@ -98,17 +98,16 @@ def test_attention_over_tokens_is_softmax_attention(window):
 
 def test_difference_and_share_by_hand(tmp_path):
     """A difference, and the share of a gap, is of means over texts, not stretches: otherwise a long novel decides."""
-    for name, losses in (("a", [[1.0], [1.0], [4.0]]), ("b", [[0.5], [0.5], [2.0]]), ("full", [[0.0], [0.0], [0.0]])):
+    for name, losses in (("a", [[1.0], [1.0], [4.0]]), ("b", [[0.5], [0.5], [3.0]]), ("full", [[0.0], [0.0], [0.0]])):
         stretches = [[text, *loss] for text, loss in zip(("x", "x", "y"), losses, strict=True)]
         for seed in (0, 1):
             record = {"parameters": 1, "edges": [0, 64], "stretches": stretches}
             record["training"] = {"seed": seed, "block_length": 64}
             (tmp_path / f"{name}-seed{seed}.json").write_text(json.dumps(record))
     rows = compare_runs.read_rows(list(tmp_path.glob("*.json")))
-    (seeds, cell) = compare_runs.paired_difference(rows["b"], rows["a"])
-    assert seeds == "2" and cell == "-1.250 [-2.000, -0.500]"  # the means of x and of y: -0.5 and -2
-    (_, share) = compare_runs.share_of_gap(rows["b"], rows["a"], rows["full"])
-    assert share == "0.50 [0.50, 0.50]"  # of x 0.5 of 1, of y 2 of 4, so whatever texts are drawn
+    assert compare_runs.paired_difference(rows["b"], rows["a"]) == ["2", "-0.750 [-1.000, -0.500]"]  # x -0.5, y -1
+    share = compare_runs.share_of_gap(rows["b"], rows["a"], rows["full"])
+    assert share == ["2", "0.30 [0.25, 0.50]"]  # 0.5 of 1 in x and 1 of 4 in y; the mean of the shares would be 0.375
 
 
 def test_stretches_are_spread_over_a_text():

@@ -150,7 +150,7 @@ def plot(rows: dict[str, Row], path: Path) -> None:
 
 
 def parse_names(option: str, form: str, given: list[str], rows: dict[str, Row]) -> list[list[Row]]:
-    """Looks up rows given as `form`, NAME:BASELINE. Raises ValueError for other names and forms."""
+    """Looks up rows given as `form`, such as NAME:BASELINE. Raises ValueError for other names and forms."""
     found = []
     for text in given:
         names = text.split(":")

@@ -39,7 +39,9 @@ def make_config(name: str, free: int, settings: dict[str, Any]) -> PreTrainedCon
         return transformers.Mamba2Config(**parts | shape | {"num_hidden_layers": free})
     shape = {"num_attention_heads": NUM_HEADS, "num_key_value_heads": NUM_HEADS, "intermediate_size": free} | shape
     if name in (*VARIANTS, *POINTER_WINDOWS):
-        return TitansConfig(**{"variant": name[:3], "sliding_window": WINDOW, "segment_length": WINDOW} | shape)
+        return TitansConfig(
+            **{"variant": name.partition("-")[0], "sliding_window": WINDOW, "segment_length": WINDOW} | shape
+        )
     shape["max_position_embeddings"] = 1 << 17
     if name.startswith("mistral"):
         return transformers.MistralConfig(**shape, sliding_window=WINDOW)
@@ -91,7 +93,9 @@ class ConvolvedLinear(nn.Module):
 
 
 def build_model(name: str, config: PreTrainedConfig) -> PreTrainedModel:
-    """Builds the model with random weights; a name that ends in -conv has convolutions on q, k and v."""
+    """Builds the model with random weights; a name that ends in -conv has convolutions on q, k and v, one with -pointer
+    attention over tokens in the token memory's place.
+    """
     model = AutoModelForCausalLM.from_config(config)
     if name in POINTER_WINDOWS:
         model.model.token_memory = TokenAttention(config.hidden_size, POINTER_WINDOWS[name])
