@@ -52,11 +52,13 @@ def test_padded_and_packed_rows_are_what_they_are_alone(variant):
 
 
 def test_a_saved_model_is_the_same(tmp_path):
-    """A saved model loads with the same logits: otherwise a field of the form would be lost."""
+    """A saved model loads with the same logits: otherwise a field of the form would be lost. Not to the bit: on some
+    processors a product's last bit depends on where its weights lie.
+    """
     model, ids = paper_model("mac"), make_ids(2, 21)
     model.save_pretrained(tmp_path)
     loaded = TitansForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
-    assert torch.equal(full_logits(loaded, ids), full_logits(model, ids))
+    assert_same(full_logits(loaded, ids), full_logits(model, ids))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
