@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize, pad, scaled_dot_product_attention
 from transformers.utils.generic import maybe_autocast
 
+from titans_hf.memory_modules import TokenGate
 from titans_hf.token_layout import TokenLayout
 
 SHARPNESS = 20.0  # s at first, as measured without training: docs/log.md, "Is there anything to gain from far away?"
@@ -26,9 +27,7 @@ class TokenAttention(nn.Module):
         super().__init__()
         self.window = window
         self.log_sharpness = nn.Parameter(torch.tensor(math.log(SHARPNESS)))
-        self.output_gate = nn.Linear(hidden_size, 1)
-        nn.init.zeros_(self.output_gate.weight)
-        nn.init.zeros_(self.output_gate.bias)
+        self.output_gate = TokenGate(hidden_size, 1, initial_logit=0.0)
         self.scale = nn.Parameter(torch.ones(hidden_size))
 
     def forward(
@@ -45,7 +44,7 @@ class TokenAttention(nn.Module):
             keys = pad(states[:, :-1], (0, 0, 1, 0))
             queries, values = self.log_sharpness.exp() * states, normalize(embeddings.float(), dim=-1)
             retrieved = attend(queries, keys, values, self.window)
-            strength = 2 * torch.sigmoid(self.output_gate(hidden_states.float()))
+            strength = 2 * torch.sigmoid(self.output_gate(hidden_states))
             output = self.scale * strength * retrieved
         return hidden_states + output.to(hidden_states.dtype)
 
