@@ -7,7 +7,14 @@ import torch
 from transformers import DynamicCache
 
 from titans_hf_scripts import bench
-from titans_hf_scripts.benchmarks import decode, measure, memory_alone, model_shapes, table_and_plot
+from titans_hf_scripts.benchmarks import (
+    compare_titans_pytorch,
+    decode,
+    measure,
+    memory_alone,
+    model_shapes,
+    table_and_plot,
+)
 from titans_hf_scripts.shared.compared_models import count_parameters
 
 
@@ -114,6 +121,15 @@ def test_memory(tmp_path):
     assert [row["tokens"] for row in rows] == [64, 200]
     assert all(0 < row["forward of products"] < 2 for row in rows)
     assert rows[0]["both peak MB"] < rows[1]["both peak MB"]
+
+
+def test_the_other_package_is_compared_with_equal_work():
+    """Our layer beside titans-pytorch's has the depth of its memory and takes a chunk's errors at the chunk's start:
+    with the default, of one layer, ours would do less and look faster.
+    """
+    memory = compare_titans_pytorch.make_memory()
+    shapes = [tuple(weight.shape[-2:]) for weight in memory.initial_state(1, torch.float32).weights]
+    assert shapes == [(64, 256), (256, 64)] and not memory.rule.delta_rule
 
 
 @pytest.mark.slow
