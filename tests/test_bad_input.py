@@ -101,6 +101,8 @@ def test_inputs_of_other_shapes_and_dtypes(variant):
     for ids in (IDS[0], IDS[None]):
         refuse(model, r"`input_ids` must be \(B, T\), but is", input_ids=ids)
     refuse(model, "`input_ids` has no rows", input_ids=IDS[:0])
+    refuse(model, r"`input_ids` must be a tensor \(B, T\), but is a list", input_ids=IDS.tolist())
+    refuse(model, "`attention_mask` must be a tensor, but is a list", input_ids=IDS, attention_mask=[[1] * 6] * 2)
     refuse(model, "`input_ids` must be int64 or int32, but is torch.float32", input_ids=IDS.float())
     for shape in ((2, 6), (2, 6, 31)):
         embeds = torch.zeros(shape, dtype=torch.float64)
@@ -164,6 +166,17 @@ def test_cumulative_lengths_that_make_no_sense(value):
     refuse_row = dict(input_ids=IDS[:1], cu_seq_lens_q=torch.tensor(value, dtype=torch.int32))
     with pytest.raises(ValueError, match="cu_seq_lens_q"):
         shared_model("mag")(**refuse_row)
+
+
+def test_cache_of_a_checkpoints_own_code():
+    """A TitansCache of the package is told from one of the code that a checkpoint brought, and what to do is said:
+    otherwise the error would say that it must be a TitansCache but is a TitansCache.
+    """
+    other = type("TitansCache", (DynamicCache,), {"__module__": "transformers_modules.x"})()
+    with pytest.raises(ValueError, match=r"one of transformers_modules\.x: `import titans_hf` before"):
+        shared_model("mag")(IDS, past_key_values=other)
+    with pytest.raises(ValueError, match=r"`config` must be a TitansConfig, as `model\.config`, but is a TitansFor"):
+        TitansCache(shared_model("mag"))
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])

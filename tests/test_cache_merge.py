@@ -64,8 +64,13 @@ def test_what_cannot_be_merged():
     cache = read(model, ids)[1]
     with pytest.raises(ValueError, match=r"`weight` must be from 0 to 1, but is 1\.5"):
         cache.merge(cache, 1.5)
-    for other in (read(shared_model("mal"), ids)[1], read(model, make_ids(3, 21))[1], TitansCache(model.config)):
-        with pytest.raises(ValueError, match="not a cache of the same model, with as many rows or one"):
+    for other, message in (
+        (read(shared_model("mal"), ids)[1], "same model, but its variant is mal, not mag"),
+        (read(model, make_ids(3, 21))[1], "one row or 2, but has 3"),
+        (TitansCache(model.config), "have read nothing"),
+        (None, "`other` must be a TitansCache, but is a NoneType"),
+    ):
+        with pytest.raises(ValueError, match=message):
             cache.merge(other)
     with pytest.raises(ValueError, match="have read nothing"):
         TitansCache(model.config).merge(TitansCache(model.config))

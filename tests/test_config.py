@@ -4,11 +4,11 @@ import inspect
 from dataclasses import MISSING, fields
 
 import pytest
-from common import VARIANTS, make_config, make_ids, make_model
+from common import VARIANTS, make_config, make_ids, make_model, shared_model
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
-from titans_hf import TitansConfig
+from titans_hf import TitansConfig, TitansForCausalLM
 
 DEFAULTS = dict(
     vocab_size=32000,
@@ -128,6 +128,8 @@ BAD_VALUES = [
     ("rope_parameters", {"partial_rotary_factor": 0.4}),  # 3 of 8 entries: odd
     ("rope_parameters", {"rope_theta": 0.0}),
     ("rope_parameters", {"rope_theta": -1.0}),
+    ("rope_parameters", {"rope_theta": "x"}),
+    ("rope_parameters", {"partial_rotary_factor": None}),
 ]
 
 
@@ -194,6 +196,38 @@ def test_round_trip_through_json(variant, changes, tmp_path):
         assert getattr(loaded, name) == getattr(config, name), name
     assert all(getattr(loaded, name) == value for name, value in changes.items() if name != "rope_parameters")
     assert TitansConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
+
+
+@pytest.mark.parametrize("variant", ["mag", "lmm"])
+def test_other_spellings_of_rope_parameters(variant):
+    """`partial_rotary_factor`, `rope_theta` and `rope_scaling`, as other models' configs have them, are honoured or
+    refused: otherwise a model would silently have other positions than its user set.
+    """
+    config = make_config(variant, partial_rotary_factor=1.0, rope_theta=5.0)
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 5.0, "partial_rotary_factor": 1.0}
+    assert make_config(variant, rope_scaling={"rope_theta": 7.0}).rope_parameters["partial_rotary_factor"] == 0.5
+    for scaling in ({"rope_type": "linear", "factor": 2.0}, {"type": "yarn", "factor": 4.0}):
+        with pytest.raises(ValueError, match=r"rope_parameters\['rope_type'\]` must be 'default', but is"):
+            make_config(variant, rope_scaling=scaling)
+
+
+@pytest.mark.parametrize("name,value", [
+    ("memory_max_lr", -1.0), ("memory_error_clip", -1.0), ("segment_length", 12), ("memory_chunk_size", -5),
+    ("sliding_window", 0), ("memory_num_heads", 5), ("token_memory_features", 16),
+])  # fmt: skip
+def test_a_value_that_is_set_later_is_refused_too(name, value, tmp_path):
+    """A model refuses a wrong value by its name, set on a config or given to `from_pretrained`: otherwise only the
+    constructor would, and a negative step would train the memory away from what it reads.
+    """
+    shared_model("mac", segment_length=16, memory_chunk_size=8).save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    setattr(config, name, value)
+    for make in (
+        lambda: TitansForCausalLM(config),
+        lambda: TitansForCausalLM.from_pretrained(tmp_path, **{name: value}),
+    ):
+        with pytest.raises((ValueError, StrictDataclassError), match=name):
+            make()
 
 
 def test_configs_do_not_share_rope_parameters():

@@ -123,7 +123,7 @@ def test_what_was_not_recorded_cannot_be_taken_back():
         model, ids = shared_model(variant), make_ids(1, 9)
         cache = read(model, ids)[1]
         held = tensors(cache)
-        with pytest.raises(RuntimeError, match=r"crop\(-3\).*activate_past_recording.*deepcopy"):
+        with pytest.raises(RuntimeError, match=r"crop\(-3\).*activate_past_recording.*copy.copy"):
             cache.crop(-3)
         with pytest.raises(ValueError, match="tokens_to_remove"):
             cache.crop(3)
@@ -136,6 +136,31 @@ def test_what_was_not_recorded_cannot_be_taken_back():
             cache.reset(torch.tensor([True]))
         cache.reset()
         assert cache.num_bytes == 0 and cache.get_seq_length() == 0 and held[0].shape[0] == 1
+
+
+def test_recording_ends():
+    """After stop_past_recording() a cache has its size without a record, refuses to go back, resets rows and starts
+    prompts, and reads on as one that never recorded; after a crop it waits for the next token: otherwise a cache that
+    once recorded would grow for ever.
+    """
+    for variant in VARIANTS:
+        model, ids = shared_model(variant), make_ids(2, 20)
+        cache, plain = TitansCache(model.config), read(model, ids[:, :12])[1]
+        cache.activate_past_recording()
+        read(model, ids[:, :12], None, cache)
+        assert cache.num_bytes > plain.num_bytes
+        cache.crop(-2)
+        with pytest.raises(RuntimeError, match="read on first"):
+            cache.stop_past_recording()
+        read(model, ids[:, 10:12], None, cache)
+        cache.stop_past_recording()
+        assert cache.num_bytes == plain.num_bytes
+        with pytest.raises(RuntimeError, match=r"crop\(-1\)"):
+            cache.crop(-1)
+        for each in (cache, plain):
+            each.reset(torch.tensor([True, False]))
+            each.start_prompt()
+        assert_same(*(read(model, ids[:, 12:], None, each)[0] for each in (cache, plain)))
 
 
 def test_recording_is_bounded_by_what_can_be_taken_back():

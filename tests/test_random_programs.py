@@ -132,16 +132,17 @@ class Program:
         self.cache = branch
 
     def record(self) -> None:
-        """Starts recording; or, since recording cannot be stopped, sometimes starts again with a new cache."""
+        """Starts recording, or stops it, which a crop postpones to the next token."""
         if not self.recording:
             self.cache.activate_past_recording()
-        elif self.random.random() < 0.5:
-            self.cache = TitansCache(self.model.config)
-            self.rows, self.num_removable, self.was_cropped = [[] for _ in self.rows], 0, False
-            self.recording = False
-            self.read()
+        elif self.cache.columns_to_reread() is not None:
+            with pytest.raises(RuntimeError, match="read on first"):
+                self.cache.stop_past_recording()
             return
-        self.recording = True
+        else:
+            self.cache.stop_past_recording()
+            self.num_removable = 0
+        self.recording = not self.recording
 
     def crop(self) -> None:
         removed = self.random.randint(0, self.num_removable)

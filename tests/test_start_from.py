@@ -101,7 +101,7 @@ def test_what_cannot_be_started_from_is_refused():
     model = make_model("mag")
     recording = read(model, TEXT)[1]
     recording.activate_past_recording()
-    with pytest.raises(RuntimeError, match="make a copy that does not record"):
+    with pytest.raises(RuntimeError, match="stop_past_recording"):
         model.start_from(recording)
     with pytest.raises(ValueError, match="`cache` must be a TitansCache of one row, but is a TitansCache of 2 rows"):
         model.start_from(read(model, make_ids(2, 9))[1])

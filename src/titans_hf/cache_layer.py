@@ -127,7 +127,9 @@ class TitansCacheLayer(CacheLayerMixin):
             self.is_initialized = False
             self.set_num_columns(0)
         elif self.record_past:
-            raise RuntimeError("reset(rows) cannot be undone by crop(): reset all rows, or stop recording.")
+            raise RuntimeError(
+                "reset(rows) cannot be undone by crop(): reset all rows, or call stop_past_recording() first."
+            )
         elif self.state is not None:
             rows = rows.to(self.state.conv_state.device)
             self.state = self.state.map(lambda x: where_rows(rows, torch.zeros_like(x), x))
@@ -160,8 +162,14 @@ class TitansCacheLayer(CacheLayerMixin):
         """Records the columns that are read from now on, so that `crop` can remove them."""
         self.record_past = True
 
+    def stop_past_recording(self) -> None:
+        """Ends the recording. Raises RuntimeError while there are columns that a crop has left to read again."""
+        if self.to_reread is not None:
+            raise RuntimeError("stop_past_recording() after crop() must wait for the next token: read on first.")
+        self.record_past, self.recorded = False, None
+
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last -`tokens_to_remove` columns, `tokens_to_remove` being negative or 0, and ends the record.
+        """Removes the last -`tokens_to_remove` columns, `tokens_to_remove` being negative or 0, and empties the record.
 
         Raises ValueError for a positive number, and RuntimeError for columns that were not recorded: an update of the
         memory cannot be inverted.
@@ -174,7 +182,7 @@ class TitansCacheLayer(CacheLayerMixin):
             raise RuntimeError(
                 f"crop({tokens_to_remove}) goes back beyond the {kept - tokens_to_remove} columns recorded since the "
                 "last crop. Call activate_past_recording() before reading what may have to be removed, or read with "
-                "a copy (copy.deepcopy)."
+                "a copy (copy.copy)."
             )
         if tokens_to_remove:
             self.state, self.to_reread = record.state, record.first(kept) if kept else None

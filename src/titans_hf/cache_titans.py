@@ -28,8 +28,9 @@ class TitansCache(Cache):
 
     ```python
     cache = TitansCache(model.config)
-    model(first_part, past_key_values=cache)
-    model(second_part, past_key_values=cache)  # as if both parts had been one sequence
+    with torch.no_grad():  # else the cache keeps the graph of all that it has read, for training
+        model(first_part, past_key_values=cache)
+        model(second_part, past_key_values=cache)  # as if both parts had been one sequence
     ```
 
     Args:
@@ -43,6 +44,8 @@ class TitansCache(Cache):
     """
 
     def __init__(self, config: TitansConfig, *, offloading: bool = False, compileable: bool = False):
+        if not hasattr(config, "num_layers_with_state"):
+            raise ValueError(f"`config` must be a TitansConfig, as `model.config`, but is a {type(config).__name__}.")
         super().__init__(
             layers=[TitansCacheLayer(compileable, offloading) for _ in range(config.num_layers_with_state)]
         )
@@ -98,9 +101,18 @@ class TitansCache(Cache):
         cache that records.
         """
         if any(layer.record_past or layer.to_reread is not None for layer in self.layers):
-            raise RuntimeError("start_prompt() cannot be undone by crop(): make a copy that does not record.")
+            raise RuntimeError("start_prompt() cannot be undone by crop(): call stop_past_recording() first.")
         for layer in self.layers:
             layer.set_num_columns(0)
+
+    def stop_past_recording(self) -> None:
+        """Ends what `activate_past_recording()` began, so that the cache has a constant size again; what was read
+        stays.
+
+        Raises RuntimeError between a crop() and the next token.
+        """
+        for layer in self.layers:
+            layer.stop_past_recording()
 
     def __copy__(self) -> "TitansCache":
         """Returns a branch that shares the state so far: both continue without affecting each other."""
@@ -121,16 +133,24 @@ class TitansCache(Cache):
         # docs/log.md: "The mean of memories keeps what each of them holds"
         if not 0 <= weight <= 1:
             raise ValueError(f"`weight` must be from 0 to 1, but is {weight}.")
-        if other.made_for != self.made_for or other.batch_size not in (1, self.batch_size):
-            raise ValueError("`other` is not a cache of the same model, with as many rows or one.")
-        if any(layer.record_past for layer in self.layers):
-            raise RuntimeError("merge() cannot be undone by crop(): make a copy that does not record.")
+        if not isinstance(other, TitansCache):
+            raise ValueError(f"`other` must be a TitansCache, but is a {type(other).__name__}.")
         for cache in (self, other):
             if cache.batch_size == -1 or cache.rows_to_restart() is not None or cache.columns_to_reread() is not None:
                 raise ValueError(
                     "Caches that have read nothing, or nothing since rows were reset, or have columns to read again, "
                     "cannot be merged."
                 )
+        differing = [name for name, value in self.made_for.items() if value != other.made_for.get(name)]
+        if differing:
+            raise ValueError(
+                f"`other` must be a cache of the same model, but its {differing[0]} is "
+                f"{other.made_for.get(differing[0])}, not {self.made_for[differing[0]]}."
+            )
+        if other.batch_size not in (1, self.batch_size):
+            raise ValueError(f"`other` must have one row or {self.batch_size}, but has {other.batch_size}.")
+        if any(layer.record_past for layer in self.layers):
+            raise RuntimeError("merge() cannot be undone by crop(): call stop_past_recording() first.")
         for ours, theirs in zip(self.layers, other.layers, strict=True):
             ours.state = ours.state.merged(theirs.state, weight)
 

@@ -178,12 +178,9 @@ class TitansConfig(PreTrainedConfig):
         if self.memory_max_lr is None:
             # docs/log.md: "A step of 0.2 breaks training on text"
             self.memory_max_lr = 0.5 if self.memory_update_rule == "delta" else 1 / self.memory_chunk_size
-        self.rope_parameters = {"rope_type": "default", "partial_rotary_factor": 0.5, **(self.rope_parameters or {})}
-        if self.rope_parameters["rope_type"] != "default":
-            raise ValueError(
-                f"`rope_parameters['rope_type']` must be 'default', but is {self.rope_parameters['rope_type']!r}: "
-                "positions restart in every window and segment, so there is nothing to extend."
-            )
+        self.rope_parameters = _rope_parameters(
+            kwargs.pop("rope_scaling", None) or self.rope_parameters or {}, kwargs.pop("partial_rotary_factor", 0.5)
+        )
         super().__post_init__(**kwargs)
 
     @property
@@ -261,12 +258,19 @@ class TitansConfig(PreTrainedConfig):
                 "`tie_word_embeddings` must be True with `token_memory_features`, but is False: what the token memory "
                 "retrieves are embeddings for the LM head."
             )
-        check_multiple("hidden_size", self.hidden_size, "memory_num_heads", self.memory_num_heads)
+        if self.hidden_size % self.memory_num_heads:
+            raise ValueError(
+                f"`hidden_size` ({self.hidden_size}) must be a multiple of `memory_num_heads` "
+                f"({self.memory_num_heads}), which is `num_attention_heads` unless it is given."
+            )
         if without_attention:
             return
         check_multiple("num_attention_heads", self.num_attention_heads, "num_key_value_heads", self.num_key_value_heads)
         if self.variant == "mac":
             check_multiple("segment_length", self.segment_length, "memory_chunk_size", self.memory_chunk_size)
+        for name in ("rope_theta", "partial_rotary_factor"):
+            if not isinstance(value := self.rope_parameters[name], int | float):
+                raise ValueError(f"`rope_parameters['{name}']` must be a number, but is {value!r}.")
         if not self.rope_parameters["rope_theta"] > 0:
             theta = self.rope_parameters["rope_theta"]
             raise ValueError(f"`rope_parameters['rope_theta']` must be above 0, but is {theta}.")
@@ -275,6 +279,17 @@ class TitansConfig(PreTrainedConfig):
                 "`rope_parameters['partial_rotary_factor']` must be between 0 and 1 and make an even share of "
                 f"`head_dim` ({self.head_dim}), but is {self.rope_parameters['partial_rotary_factor']}."
             )
+
+
+def _rope_parameters(given: dict, partial_rotary_factor: float) -> dict:
+    """Returns `given` with the values that it lacks. Raises ValueError for a type other than "default"."""
+    rope_type = given.get("rope_type", given.get("type", "default"))
+    if rope_type != "default":
+        raise ValueError(
+            f"`rope_parameters['rope_type']` must be 'default', but is {rope_type!r}: positions restart in every "
+            "window and segment, so there is nothing to extend."
+        )
+    return {"rope_type": rope_type, "partial_rotary_factor": partial_rotary_factor, **given}
 
 
 def check_range(name: str, value: int | float, low: float, high: float = math.inf) -> None:

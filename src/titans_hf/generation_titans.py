@@ -39,7 +39,7 @@ class TitansGenerationMixin(GenerationMixin):
                 rows = f" of {cache.batch_size} rows" if isinstance(cache, TitansCache) else ""
                 raise ValueError(f"`cache` must be a TitansCache of one row, but is a {type(cache).__name__}{rows}.")
             cache.check_fits(self.config, cache.batch_size)
-            cache = copy.copy(cache)
+            cache = copy.copy(cache).detach()
             cache.start_prompt()
         self._starting_cache = cache
 

@@ -8,7 +8,10 @@ from .configuration_titans import TitansConfig
 
 
 def check_config(config: TitansConfig) -> None:
-    """Raises ValueError if `pad_token_id` is outside of the vocabulary."""
+    """Raises ValueError for a value that a new config refuses, since fields may have been set later, and for a
+    `pad_token_id` outside of the vocabulary.
+    """
+    config.validate_architecture()
     if config.pad_token_id is not None and not 0 <= config.pad_token_id < config.vocab_size:
         raise ValueError(
             f"`pad_token_id` must be None or from 0 to {config.vocab_size - 1} (`vocab_size` - 1), but is "
@@ -41,6 +44,11 @@ def check_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None, config:
 def check_cache(cache: TitansCache, config: TitansConfig, batch_size: int) -> None:
     """Raises ValueError for a cache of another class, config or batch size."""
     if not isinstance(cache, TitansCache):
+        if type(cache).__name__ == TitansCache.__name__:
+            raise ValueError(
+                f"`past_key_values` must be a TitansCache of {TitansCache.__module__}, the model's own code, but is "
+                f"one of {type(cache).__module__}: `import titans_hf` before the model is loaded."
+            )
         raise ValueError(
             f"`past_key_values` must be a TitansCache, which is created where none is given, but is a "
             f"{type(cache).__name__}: a cache of keys and values cannot hold a memory."
@@ -61,6 +69,8 @@ def check_not_empty(name: str, inputs: Tensor) -> None:
 
 
 def _check_shape(name: str, x: Tensor, shape: tuple[str | int, ...]) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"`{name}` must be a tensor ({', '.join(map(str, shape))}), but is a {type(x).__name__}.")
     if x.dim() != len(shape) or any(type(size) is int and size != x.shape[at] for at, size in enumerate(shape)):
         raise ValueError(f"`{name}` must be ({', '.join(map(str, shape))}), but is {tuple(x.shape)}.")
     check_not_empty(name, x)

@@ -89,6 +89,8 @@ def _new_columns_of_mask(
     batch_size, num_tokens = shape
     if torch.compiler.is_compiling() and isinstance(num_read, Tensor):
         num_read = attention_mask.shape[-1] - num_tokens  # a graph cannot depend on the value of a tensor
+    if not isinstance(attention_mask, Tensor):
+        raise ValueError(f"`attention_mask` must be a tensor, but is a {type(attention_mask).__name__}.")
     if attention_mask.dim() != 2 or attention_mask.shape not in (shape, (batch_size, num_read + num_tokens)):
         raise ValueError(
             f"`attention_mask` must be ({batch_size}, {num_tokens}) or, with the {num_read} columns read before, "
