@@ -108,6 +108,9 @@ def test_inputs_of_other_shapes_and_dtypes(variant):
         embeds = torch.zeros(shape, dtype=torch.float64)
         refuse(model, r"`inputs_embeds` must be \(B, T, 32\), but is", inputs_embeds=embeds)
     refuse(model, "`inputs_embeds` has no rows", inputs_embeds=torch.zeros(0, 6, 32, dtype=torch.float64))
+    for wrong, given in ((IDS[0], r"\(6,\)"), (IDS.tolist(), "a list"), ("hello", "a str")):
+        with pytest.raises(ValueError, match=rf"`input_ids` must be a tensor \(B, T\), rows of tokens, but is {given}"):
+            model.generate(wrong, max_new_tokens=2, pad_token_id=0)
     for options in ({}, dict(prompt_lookup_num_tokens=2)):
         with pytest.raises(ValueError, match="`input_ids` has no rows"):
             model.generate(IDS[:0], max_new_tokens=2, pad_token_id=0, **options)

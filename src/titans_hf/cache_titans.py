@@ -167,6 +167,7 @@ class TitansCache(Cache):
         The file contains what was read: treat it like the text itself. Raises ValueError for the cache of another model
         and for a model that is sharded or offloaded.
         """
+        _check_model(model)
         self.check_fits(model.config, self.batch_size)
         layers = [layer.named_tensors() for layer in self.layers]
         tensors = {f"{i}.{path}": x for i, layer in enumerate(layers) for path, x in layer.items()}
@@ -185,6 +186,7 @@ class TitansCache(Cache):
         Raises FileNotFoundError for a folder without a memory, and ValueError, naming what differs, for the memory of a
         model with another config, dtype or weights, for a file that was truncated or altered, and for a newer format.
         """
+        _check_model(model)
         saved = read_memory(folder, model)
         cache = cls(model.config, **options)
         cache.about = saved.description["about"]
@@ -217,6 +219,12 @@ class TitansCache(Cache):
                     f"`past_key_values` does not fit the model and its input: its {name} is {value}, "
                     f"not {theirs.get(name)}."
                 )
+
+
+def _check_model(model: PreTrainedModel) -> None:
+    """Raises ValueError unless `model` is a model of transformers, perhaps with an adapter around it."""
+    if not hasattr(model, "base_model"):
+        raise ValueError(f"`model` must be the model that the memory belongs to, but is a {type(model).__name__}.")
 
 
 def _check_rows(rows: Tensor, batch_size: int) -> None:

@@ -57,7 +57,10 @@ def check_cache(cache: TitansCache, config: TitansConfig, batch_size: int) -> No
 
 
 def check_not_empty(name: str, inputs: Tensor) -> None:
-    """Raises ValueError for inputs (B, T, ...) without rows or columns."""
+    """Raises ValueError unless inputs is a tensor (B, T, ...) with rows and columns."""
+    if not isinstance(inputs, Tensor) or inputs.dim() < 2:
+        given = tuple(inputs.shape) if isinstance(inputs, Tensor) else f"a {type(inputs).__name__}"
+        raise ValueError(f"`{name}` must be a tensor (B, T), rows of tokens, but is {given}.")
     if inputs.shape[0] == 0:
         raise ValueError(f"`{name}` has no rows: its shape is {tuple(inputs.shape)}.")
     if inputs.shape[1] == 0:
