@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from common import VARIANTS, assert_same_cache, left_pad, make_ids, make_model, read
+from common import VARIANTS, assert_same_cache, left_pad, make_ids, make_model, read, tensors
 
 from titans_hf import TitansCache, TitansForCausalLM
 
@@ -92,6 +92,17 @@ def test_threads_share_the_memory(started):
         together = list(threads.map(lambda prompt: model.generate(prompt, **GREEDY), prompts))
     assert all(map(torch.equal, together, alone))
     assert_same_cache(cache, before, tolerance=0)
+
+
+def test_the_graph_of_what_was_read_is_not_kept():
+    """A model holds no autograd graph of the cache that it starts from, which keeps its own: otherwise all that was
+    read outside of no_grad() would stay in memory with the model.
+    """
+    model = make_model("mag")
+    cache = model(TEXT, use_cache=True).past_key_values
+    model.start_from(cache)
+    assert not any(x.requires_grad for x in tensors(model._starting_cache))
+    assert any(x.requires_grad for x in tensors(cache))
 
 
 def test_what_cannot_be_started_from_is_refused():

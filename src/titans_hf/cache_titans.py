@@ -141,12 +141,7 @@ class TitansCache(Cache):
                     "Caches that have read nothing, or nothing since rows were reset, or have columns to read again, "
                     "cannot be merged."
                 )
-        differing = [name for name, value in self.made_for.items() if value != other.made_for.get(name)]
-        if differing:
-            raise ValueError(
-                f"`other` must be a cache of the same model, but its {differing[0]} is "
-                f"{other.made_for.get(differing[0])}, not {self.made_for[differing[0]]}."
-            )
+        _check_equal("`other` must be a cache of the same model, but", other.made_for, self.made_for)
         if other.batch_size not in (1, self.batch_size):
             raise ValueError(f"`other` must have one row or {self.batch_size}, but has {other.batch_size}.")
         if any(layer.record_past for layer in self.layers):
@@ -213,12 +208,14 @@ class TitansCache(Cache):
         ours, theirs = self.made_for, _shaping_fields(config)
         if self.batch_size != -1:
             ours, theirs = ours | {"batch size": self.batch_size}, theirs | {"batch size": batch_size}
-        for name, value in ours.items():
-            if value != theirs.get(name):
-                raise ValueError(
-                    f"`past_key_values` does not fit the model and its input: its {name} is {value}, "
-                    f"not {theirs.get(name)}."
-                )
+        _check_equal("`past_key_values` does not fit the model and its input:", ours, theirs)
+
+
+def _check_equal(problem: str, fields: dict, expected: dict) -> None:
+    """Raises ValueError that begins with `problem` and names the first field that differs."""
+    for name, value in fields.items():
+        if value != expected.get(name):
+            raise ValueError(f"{problem} its {name} is {value}, not {expected.get(name)}.")
 
 
 def _check_model(model: PreTrainedModel) -> None:
