@@ -47,6 +47,19 @@ def same_tokens(folder: Path) -> None:
         assert torch.equal(model.generate(first.sequences, **read_on), expected["more"]), variant
 
 
+def memory_files(folder: Path) -> None:
+    """A memory is kept and read again by the classes of the model's own code."""
+    expected = torch.load(folder / "mag.pt")
+    model = AutoModelForCausalLM.from_pretrained(folder / "mag", **TRUST)
+    cache = model.cache_class(model.config)
+    with torch.no_grad():
+        model(expected["ids"][:, :-1], past_key_values=cache)
+        cache.save_pretrained(folder / "memory", model)
+        cache = model.cache_class.from_pretrained(folder / "memory", model)
+        logits = model(expected["ids"][:, -1:], past_key_values=cache).logits
+    torch.testing.assert_close(logits, expected["logits"][:, -1:])
+
+
 def from_the_hub(folder: Path) -> None:
     """A checkpoint in the Hub's cache, in a folder named by its commit, loads and saves with its code."""
     for variant in VARIANTS:
@@ -136,6 +149,7 @@ def has_to_be_trusted(folder: Path) -> None:
 CHECKS = (
     same_bits,
     same_tokens,
+    memory_files,
     from_the_hub,
     trainer_step,
     text_pipeline,

@@ -176,8 +176,10 @@ def test_cache_of_a_checkpoints_own_code():
     otherwise the error would say that it must be a TitansCache but is a TitansCache.
     """
     other = type("TitansCache", (DynamicCache,), {"__module__": "transformers_modules.x"})()
-    with pytest.raises(ValueError, match=r"one of transformers_modules\.x: `import titans_hf` before"):
+    with pytest.raises(ValueError, match=r"one of transformers_modules\.x: `model\.cache_class` is the class"):
         shared_model("mag")(IDS, past_key_values=other)
+    with pytest.raises(ValueError, match=r"`cache` must be a TitansCache of titans_hf\."):
+        shared_model("mag").start_from(other)
     with pytest.raises(ValueError, match=r"`config` must be a TitansConfig, as `model\.config`, but is a TitansFor"):
         TitansCache(shared_model("mag"))
 

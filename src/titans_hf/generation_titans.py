@@ -7,7 +7,7 @@ from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
 from .cache_titans import TitansCache
-from .input_checks import check_not_empty
+from .input_checks import check_cache_class, check_not_empty
 from .surprise_titans import SurpriseCollector
 
 CACHES = {
@@ -35,9 +35,9 @@ class TitansGenerationMixin(GenerationMixin):
         Raises ValueError for any other cache, RuntimeError for a cache that records.
         """
         if cache is not None:
-            if not isinstance(cache, TitansCache) or cache.batch_size not in (-1, 1):
-                rows = f" of {cache.batch_size} rows" if isinstance(cache, TitansCache) else ""
-                raise ValueError(f"`cache` must be a TitansCache of one row, but is a {type(cache).__name__}{rows}.")
+            check_cache_class("cache", cache)
+            if cache.batch_size not in (-1, 1):
+                raise ValueError(f"`cache` must have one row, but has {cache.batch_size}.")
             cache.check_fits(self.config, cache.batch_size)
             cache = copy.copy(cache).detach()
             cache.start_prompt()

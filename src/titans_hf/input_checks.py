@@ -43,17 +43,24 @@ def check_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None, config:
 
 def check_cache(cache: TitansCache, config: TitansConfig, batch_size: int) -> None:
     """Raises ValueError for a cache of another class, config or batch size."""
-    if not isinstance(cache, TitansCache):
-        if type(cache).__name__ == TitansCache.__name__:
-            raise ValueError(
-                f"`past_key_values` must be a TitansCache of {TitansCache.__module__}, the model's own code, but is "
-                f"one of {type(cache).__module__}: `import titans_hf` before the model is loaded."
-            )
-        raise ValueError(
-            f"`past_key_values` must be a TitansCache, which is created where none is given, but is a "
-            f"{type(cache).__name__}: a cache of keys and values cannot hold a memory."
-        )
+    check_cache_class("past_key_values", cache)
     cache.check_fits(config, batch_size)
+
+
+def check_cache_class(name: str, cache: TitansCache) -> None:
+    """Raises ValueError, naming the argument, for a cache of another class, or of the same name and other code: a
+    checkpoint may have brought its own.
+    """
+    if isinstance(cache, TitansCache):
+        return
+    if type(cache).__name__ == TitansCache.__name__:
+        raise ValueError(
+            f"`{name}` must be a TitansCache of {TitansCache.__module__}, the model's own code, but is one of "
+            f"{type(cache).__module__}: `model.cache_class` is the class that fits."
+        )
+    raise ValueError(
+        f"`{name}` must be a TitansCache, the only kind that holds a memory, but is a {type(cache).__name__}."
+    )
 
 
 def check_not_empty(name: str, inputs: Tensor) -> None:

@@ -69,6 +69,7 @@ class TitansPreTrainedModel(PreTrainedModel):
 
     config: TitansConfig
     config_class = TitansConfig
+    cache_class = TitansCache  # of the same code as the model, which a checkpoint may have brought
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["TitansDecoderLayer"]
