@@ -175,8 +175,9 @@ def stage(tmp_path_factory):
     (data / "ett").mkdir()
     for name in ("ETTh1", "ETTh2"):
         write_series(data / "ett" / f"{name}.csv", rows=1000)
-    (data / "dna" / "human_nontata_promoters").mkdir(parents=True)
-    write_table(data / "dna" / "human_nontata_promoters" / "test.tsv", length=80)
+    for name in ("human_nontata_promoters", "human_enhancers_cohn"):
+        (data / "dna" / name).mkdir(parents=True)
+        write_table(data / "dna" / name / "test.tsv", length=80)
     (folder / "my_dna").mkdir()
     write_fasta(folder / "my_dna", length=80)
     write_table(folder / "my_dna" / "test.csv", number=10, length=80, seed=1)
