@@ -180,6 +180,8 @@ def test_cache_of_a_checkpoints_own_code():
         shared_model("mag")(IDS, past_key_values=other)
     with pytest.raises(ValueError, match=r"`cache` must be a TitansCache of titans_hf\."):
         shared_model("mag").start_from(other)
+    with pytest.raises(ValueError, match=r"`other` must be a TitansCache of titans_hf\."):
+        TitansCache(shared_model("mag").config).merge(other)
     with pytest.raises(ValueError, match=r"`config` must be a TitansConfig, as `model\.config`, but is a TitansFor"):
         TitansCache(shared_model("mag"))
 

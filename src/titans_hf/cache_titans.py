@@ -133,8 +133,7 @@ class TitansCache(Cache):
         # docs/log.md: "The mean of memories keeps what each of them holds"
         if not 0 <= weight <= 1:
             raise ValueError(f"`weight` must be from 0 to 1, but is {weight}.")
-        if not isinstance(other, TitansCache):
-            raise ValueError(f"`other` must be a TitansCache, but is a {type(other).__name__}.")
+        check_cache_class("other", other)
         for cache in (self, other):
             if cache.batch_size == -1 or cache.rows_to_restart() is not None or cache.columns_to_reread() is not None:
                 raise ValueError(
@@ -209,6 +208,20 @@ class TitansCache(Cache):
         if self.batch_size != -1:
             ours, theirs = ours | {"batch size": self.batch_size}, theirs | {"batch size": batch_size}
         _check_equal("`past_key_values` does not fit the model and its input:", ours, theirs)
+
+
+def check_cache_class(name: str, cache: TitansCache) -> None:
+    """Raises ValueError, naming the argument, for a cache of another class, or of the same name and other code: a
+    checkpoint may have brought its own.
+    """
+    if isinstance(cache, TitansCache):
+        return
+    if type(cache).__name__ == TitansCache.__name__:
+        raise ValueError(
+            f"`{name}` must be a TitansCache of {TitansCache.__module__}, the model's own code, but is one of "
+            f"{type(cache).__module__}: `model.cache_class` is the class that fits."
+        )
+    raise ValueError(f"`{name}` must be a TitansCache, but is a {type(cache).__name__}: no other kind holds a memory.")
 
 
 def _check_equal(problem: str, fields: dict, expected: dict) -> None:

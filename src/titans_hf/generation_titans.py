@@ -6,8 +6,8 @@ from torch import Tensor
 from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
-from .cache_titans import TitansCache
-from .input_checks import check_cache_class, check_not_empty
+from .cache_titans import TitansCache, check_cache_class
+from .input_checks import check_not_empty
 from .surprise_titans import SurpriseCollector
 
 CACHES = {

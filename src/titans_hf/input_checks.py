@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .cache_titans import TitansCache
+from .cache_titans import TitansCache, check_cache_class
 from .configuration_titans import TitansConfig
 
 
@@ -45,22 +45,6 @@ def check_cache(cache: TitansCache, config: TitansConfig, batch_size: int) -> No
     """Raises ValueError for a cache of another class, config or batch size."""
     check_cache_class("past_key_values", cache)
     cache.check_fits(config, batch_size)
-
-
-def check_cache_class(name: str, cache: TitansCache) -> None:
-    """Raises ValueError, naming the argument, for a cache of another class, or of the same name and other code: a
-    checkpoint may have brought its own.
-    """
-    if isinstance(cache, TitansCache):
-        return
-    if type(cache).__name__ == TitansCache.__name__:
-        raise ValueError(
-            f"`{name}` must be a TitansCache of {TitansCache.__module__}, the model's own code, but is one of "
-            f"{type(cache).__module__}: `model.cache_class` is the class that fits."
-        )
-    raise ValueError(
-        f"`{name}` must be a TitansCache, the only kind that holds a memory, but is a {type(cache).__name__}."
-    )
 
 
 def check_not_empty(name: str, inputs: Tensor) -> None:
