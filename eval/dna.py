@@ -3,8 +3,9 @@
     python eval/dna.py human_nontata_promoters/test.tsv --output results/dna
     python eval/dna.py --train positive.fa negative.fa --test test.csv --output results/mine
 
-Each model is trained on the first fold at every learning rate, and on the others at the one that was best in
-validation there. A finished run is kept: the same command again goes on with the next one.
+Each model is trained on the first fold at every learning rate with the first seed, and on the others, and with the
+other seeds, at the one that was best in validation there. A finished run is kept: the same command again goes on with
+the next one.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import hashlib
 import json
 import re
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +55,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--evaluations", type=int, default=10, help="evaluations on the validation part")
     parser.add_argument("--reverse_complement", action="store_true", help="train on either strand, drawn each time")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches; the folds are always the same")
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, default=[0], help="of weights and batches; the folds are always the same"
+    )
     parser.add_argument("--save_models", action="store_true", help="save each model but the CNN, with its tokenizer")
     parser.add_argument("--output", type=Path, required=True, help="folder of the JSON files, table and plots")
     return parser.parse_args(argv)
@@ -63,7 +67,7 @@ def check_args(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the settings of Titans; raises ValueError for options that cannot be."""
     if bool(args.data) == bool(args.train) or bool(args.train) != bool(args.test):
         raise ValueError("give either DATA files, or --train and --test files")
-    check_minimums(args, **dict.fromkeys((*SHAPE, *TRAINING), 1), folds=2, seed=0)
+    check_minimums(args, **dict.fromkeys((*SHAPE, *TRAINING), 1), folds=2, seeds=0)
     check_folder(args.output, "--output")
     if not min(args.learning_rates) > 0:
         raise ValueError(f"--learning_rates must be above 0, but has {min(args.learning_rates)}")
@@ -151,12 +155,13 @@ def finish(run: Run, data: DataOfRun, args: argparse.Namespace) -> dict[str, Any
 def make_runs(
     args: argparse.Namespace, settings: dict[str, Any], data: dict[tuple[str, str], list[DataOfRun]]
 ) -> list[tuple[Run, list[DataOfRun]]]:
-    """Makes each model's run on the first fold at the first rate, with all folds of its data.
+    """Makes each model's run on the first fold at the first rate with the first seed, and all folds of its data.
 
     Raises ValueError for a model that cannot be built.
     """
-    shared = {name: getattr(args, name) for name in (*TRAINING, "reverse_complement", "seed")}
+    shared = {name: getattr(args, name) for name in (*TRAINING, "reverse_complement")}
     shared |= {"shape": {name: getattr(args, name) for name in SHAPE}, "folds": args.folds if args.data else 0}
+    shared["seed"] = args.seeds[0]
     runs = []
     for (name, digest), folds in data.items():
         for model in args.models:
@@ -178,9 +183,10 @@ def main(argv: list[str] | None = None) -> None:
     for first, folds in runs:
         tried = [replace(first, learning_rate=rate) for rate in args.learning_rates]
         best.append((max(tried, key=lambda run: finish(run, folds[0], args)["valid"]), folds))
-    for fold in range(1, args.folds if args.data else 1):
+    _, *others = product(args.seeds, range(args.folds if args.data else 1))
+    for seed, fold in others:
         for run, folds in best:
-            finish(replace(run, fold=fold), folds[fold], args)
+            finish(replace(run, seed=seed, fold=fold), folds[fold], args)
     write_report(args.output)
 
 

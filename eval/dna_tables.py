@@ -2,7 +2,8 @@
 
     python eval/dna_tables.py results/dna --baselines lmm-stopped cnn
 
-A figure is the accuracy on what was not trained on, in percent: mean and standard deviation over folds.
+A figure is the accuracy on what was not trained on, in percent: mean and standard deviation over folds, each fold's
+accuracy being the mean of its seeds, and the mean of each seed that has all folds.
 """
 
 import argparse
@@ -20,15 +21,17 @@ from titans_hf_scripts.shared.figures import line_styles, plot_with_spread, save
 from titans_hf_scripts.shared.markdown_tables import markdown_table
 
 PAPER = json.loads((Path(__file__).parent / "paper_tables.json").read_text())["dna"]
-SETUP = ("digest", "folds", "batch_size", "epochs", "reverse_complement", "shape", "seed")
+SETUP = ("digest", "folds", "batch_size", "epochs", "reverse_complement", "shape")
 EPOCH, VALIDATION = 0, 3
-HEADING = ["model", "parameters", "folds", "accuracy", "validation accuracy", "learning rate", "minutes"]
+HEADING = ["model", "parameters", "folds", "accuracy", "each seed", "validation accuracy", "learning rate", "minutes"]
 Rows = dict[str, list[dict[str, Any]]]
+Scores = dict[tuple[int, int], float]  # by seed and fold
 
 
 def read_results(folder: Path) -> dict[str, Rows]:
-    """Reads the runs of a folder, by data and row: those at the rate that is best on the first fold's validation part,
-    in the order of folds. Raises ValueError for runs that were not made alike, and for other JSON files.
+    """Reads the runs of a folder, by data and row: those at the rate that is best on the first fold's validation part
+    with the first seed, in the order of seeds and folds. Raises ValueError for runs that were not made alike, and for
+    other JSON files.
     """
     data: dict[str, list[dict[str, Any]]] = {}
     files = sorted(folder.glob("*.json"))  # without subfolders, which have saved models
@@ -50,8 +53,8 @@ def _by_row(records: list[dict[str, Any]]) -> Rows:
     names = {(NAMES.index(record["run"]["model"]), record["run"]["row"]) for record in records}
     rows = {}
     for _, row in sorted(names):
-        of_row = sorted((x for x in records if x["run"]["row"] == row), key=lambda x: x["run"]["fold"])
-        first = [record for record in of_row if record["run"]["fold"] == 0]
+        of_row = sorted((x for x in records if x["run"]["row"] == row), key=_seed_and_fold)
+        first = [record for record in of_row if _seed_and_fold(record) == (of_row[0]["run"]["seed"], 0)]
         if first:  # otherwise no rate has been chosen yet
             rates = [record["run"]["learning_rate"] for record in of_row]  # of equal ones, dna.py went on with one
             best = max(first, key=lambda record: (record["valid"], rates.count(record["run"]["learning_rate"])))
@@ -61,39 +64,62 @@ def _by_row(records: list[dict[str, Any]]) -> Rows:
     return rows
 
 
+def _seed_and_fold(record: dict[str, Any]) -> tuple[int, int]:
+    return record["run"]["seed"], record["run"]["fold"]
+
+
+def means_by_fold(scores: Scores) -> list[float]:
+    """Averages each fold's scores over its seeds."""
+    folds = sorted({fold for _, fold in scores})
+    return [mean(x for (_, other), x in scores.items() if other == fold) for fold in folds]
+
+
+def means_by_seed(scores: Scores) -> list[float]:
+    """Averages the scores of each seed that has all folds."""
+    folds = {fold for _, fold in scores}
+    complete = [seed for seed in sorted({seed for seed, _ in scores}) if all((seed, fold) in scores for fold in folds)]
+    return [mean(scores[seed, fold] for fold in folds) for seed in complete]
+
+
 def percent(values: list[float], sign: str = "") -> str:
     """Formats the mean of shares in percent, with the standard deviation of several."""
     spread = f" ± {100 * stdev(values):.1f}" if len(values) > 1 else ""
     return f"{round(100 * mean(values), 1) + 0.0:{sign}.1f}{spread}"  # + 0.0: no "-0.0"
 
 
+def summary(scores: Scores, sign: str = "") -> tuple[str, str]:
+    """Formats the mean and deviation over folds, and each seed's mean."""
+    return percent(means_by_fold(scores), sign), ", ".join(percent([x], sign) for x in means_by_seed(scores))
+
+
 def table(data: str, rows: Rows) -> str:
     """Formats a row per model, and the paper's below them where the data are of GenomicBenchmarks."""
     lines = []
     for row, records in rows.items():
-        scores = [percent([record[name] for record in records]) for name in ("test", "valid")]
+        test, valid = ({_seed_and_fold(record): record[name] for record in records} for name in ("test", "valid"))
         rate, minutes = records[0]["run"]["learning_rate"], mean(record["minutes"] for record in records)
-        lines.append([row, f"{records[0]['parameters']:,}", len(records), *scores, f"{rate:g}", f"{minutes:.1f}"])
+        scores = [len(means_by_fold(test)), *summary(test), summary(valid)[0]]
+        lines.append([row, f"{records[0]['parameters']:,}", *scores, f"{rate:g}", f"{minutes:.1f}"])
     column = next((i for i, name in enumerate(PAPER["columns"]) if data.startswith(name)), None)
     for name, figures in PAPER["rows"].items() if column is not None else ():
         if figures[column] is not None:
-            lines.append([f"the paper's {name}", "–", "–", figures[column], "–", "–", "–"])
+            lines.append([f"the paper's {name}", "–", "–", figures[column], *["–"] * 4])
     return markdown_table(HEADING, lines)
 
 
 def difference_table(rows: Rows, baseline: str) -> str:
-    """Formats the differences of accuracy from a baseline, fold by fold, in percentage points."""
-    base = {record["run"]["fold"]: record["test"] for record in rows[baseline]}
+    """Formats the differences of accuracy from a baseline, of equal seed and fold, in percentage points."""
+    base = {_seed_and_fold(record): record["test"] for record in rows[baseline]}
     lines = []
     for row, records in rows.items():
-        pairs = [record["test"] - base[x] for record in records if (x := record["run"]["fold"]) in base]
+        pairs = {x: record["test"] - base[x] for record in records if (x := _seed_and_fold(record)) in base}
         if row != baseline and pairs:
-            lines.append([row, percent(pairs, "+"), len(pairs)])
-    return markdown_table([f"less {baseline}", "accuracy", "folds"], lines)
+            lines.append([row, *summary(pairs, "+"), len(means_by_fold(pairs))])
+    return markdown_table([f"less {baseline}", "accuracy", "each seed", "folds"], lines)
 
 
 def plot(data: str, rows: Rows, path: Path) -> None:
-    """Draws validation accuracy by epoch: the mean over folds, and a band from the least to the greatest."""
+    """Draws validation accuracy by epoch: the mean over runs, and a band from the least to the greatest."""
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes, styles = figure.subplots(), line_styles(rows)
     for row, records in rows.items():

@@ -122,19 +122,22 @@ def test_runs_learn_and_go_on(tsv, capsys):
 
 
 def test_the_rate_is_chosen_on_the_first_fold(tsv, monkeypatch):
-    """The other folds have the rate that is best in the first one's validation, whatever it scores on the test part. If
-    it failed, the test sequences would choose.
+    """The other folds and seeds have the rate that is best in validation on the first fold with the first seed,
+    whatever it scores on the test part. If it failed, the test sequences would choose.
     """
     made = []
 
     def make(run, data, output, save):
-        made.append((run.fold, run.learning_rate))
+        made.append((run.seed, run.fold, run.learning_rate))
         return {"valid": -abs(run.learning_rate - 0.02), "test": run.learning_rate, "minutes": 0}
 
     monkeypatch.setattr(dna, "make_run", make)
     monkeypatch.setattr(dna, "write_report", lambda folder: None)
-    dna.main(command(tsv, "--models", "lmm", "--folds", "3", "--learning_rates", "0.01", "0.02", "0.03"))
-    assert made == [(0, 0.01), (0, 0.02), (0, 0.03), (1, 0.02), (2, 0.02)]
+    dna.main(command(tsv, "--models", "lmm", "--folds", "2", "--learning_rates", "0.01", "0.02", "0.03"))
+    assert made == [(0, 0, 0.01), (0, 0, 0.02), (0, 0, 0.03), (0, 1, 0.02)]
+    made.clear()
+    dna.main(command(tsv, "--models", "lmm", "--learning_rates", "0.01", "0.02", "--seeds", "3", "1"))
+    assert made == [(3, 0, 0.01), (3, 0, 0.02), (3, 1, 0.02), (1, 0, 0.02), (1, 1, 0.02)]
 
 
 def test_files_to_train_and_to_test_on(tsv, capsys):
@@ -164,6 +167,7 @@ def test_files_to_train_and_to_test_on(tsv, capsys):
     [
         (["--epochs", "0"], "--epochs must be at least 1, but is 0"),
         (["--learning_rates", "0"], "--learning_rates must be above 0, but has 0.0"),
+        (["--seeds", "1", "-1"], "--seeds must be at least 0, but is -1"),
         (["--folds", "1"], "--folds must be at least 2, but is 1"),
         (["--folds", "51"], "--folds 51: 51 parts need as many groups"),
         (["--test", "x.tsv"], "give either DATA files, or --train and --test files"),

@@ -10,12 +10,12 @@ from titans_hf_eval.dna_tables import difference_table, read_results, table
 DATA = "human_nontata_promoters-test"
 
 
-def save(folder, model, rate, fold, valid, test, data=DATA, **changed):
+def save(folder, model, rate, fold, valid, test, data=DATA, seed=0, **changed):
     run = {"data": data, "digest": "d", "row": model, "model": model, "learning_rate": rate, "fold": fold, "folds": 3}
-    run |= {"batch_size": 16, "epochs": 2, "reverse_complement": False, "shape": {"hidden_size": 32}, "seed": 0}
+    run |= {"batch_size": 16, "epochs": 2, "reverse_complement": False, "shape": {"hidden_size": 32}, "seed": seed}
     curve = [[1.0, 0.7, 0.6, 0.5], [2.0, 0.5, 0.5, valid]]
     record = {"run": run | changed, "curve": curve, "valid": valid, "test": test, "parameters": 1234, "minutes": 2.0}
-    (folder / f"{data}-{model}-{rate}-{fold}.json").write_text(json.dumps(record))
+    (folder / f"{data}-{model}-{rate}-{fold}-{seed}.json").write_text(json.dumps(record))
 
 
 @pytest.fixture
@@ -33,9 +33,9 @@ def folder(tmp_path):
 def test_the_rate_is_chosen_by_validation_and_folds_are_averaged(folder):
     """By hand: otherwise the test parts choose, or a spread is of something else."""
     lines = table(DATA, read_results(folder)[DATA]).splitlines()
-    assert lines[2] == "| lmm | 1,234 | 3 | 75.0 ± 8.7 | 90.0 ± 0.0 | 0.001 | 2.0 |"
-    assert lines[3] == "| cnn | 1,234 | 2 | 70.0 ± 14.1 | 70.0 ± 14.1 | 0.01 | 2.0 |"
-    assert "| the paper's neural memory | – | – | 96.6 | – | – | – |" in lines
+    assert lines[2] == "| lmm | 1,234 | 3 | 75.0 ± 8.7 | 75.0 | 90.0 ± 0.0 | 0.001 | 2.0 |"
+    assert lines[3] == "| cnn | 1,234 | 2 | 70.0 ± 14.1 | 70.0 | 70.0 ± 14.1 | 0.01 | 2.0 |"
+    assert "| the paper's neural memory | – | – | 96.6 | – | – | – | – |" in lines
     assert len(lines) == 4 + 8
 
 
@@ -44,7 +44,7 @@ def test_the_paper_stands_beside_its_own_data_only(folder):
     save(folder, "cnn", 1e-3, 0, 0.5, 0.5, data="mine")
     save(folder, "cnn", 1e-3, 0, 0.5, 0.5, data="human_enhancers_ensembl-test")
     results = read_results(folder)
-    assert table("mine", results["mine"]).splitlines()[2:] == ["| cnn | 1,234 | 1 | 50.0 | 50.0 | 0.001 | 2.0 |"]
+    assert table("mine", results["mine"]).splitlines()[2:] == ["| cnn | 1,234 | 1 | 50.0 | 50.0 | 50.0 | 0.001 | 2.0 |"]
     text = table("human_enhancers_ensembl-test", results["human_enhancers_ensembl-test"])
     assert "the paper's Mamba " not in text and "| the paper's HyenaDNA | – | – | 89.2 |" in text
 
@@ -60,7 +60,23 @@ def test_of_equal_rates_the_one_that_went_on_is_chosen(folder):
 def test_differences_are_fold_by_fold(folder):
     """Of the folds that both have: 10 and -10 points. If it failed, easy folds would count for one model alone."""
     text = difference_table(read_results(folder)[DATA], "cnn")
-    assert text.splitlines()[2:] == ["| lmm | +0.0 ± 14.1 | 2 |"]
+    assert text.splitlines()[2:] == ["| lmm | +0.0 ± 14.1 | +0.0 | 2 |"]
+
+
+def test_a_fold_is_the_mean_of_its_seeds(folder):
+    """The spread is over folds, each the mean of its seeds, and differences are of equal seed and fold; a seed without
+    all folds has no mean of its own; the first seed chose the rate. Otherwise more seeds would look like more folds.
+    """
+    save(folder, "cnn", 1e-2, 0, 0.1, test=0.8, seed=1)
+    save(folder, "cnn", 1e-2, 1, 0.1, test=0.8, seed=1)
+    save(folder, "lmm", 1e-3, 0, 0.1, test=0.9, seed=1)
+    save(folder, "cnn", 1e-3, 0, 0.9, test=0.1, seed=1)
+    rows = read_results(folder)[DATA]
+    lines = table(DATA, rows).splitlines()
+    assert lines[2].startswith("| lmm | 1,234 | 3 | 78.3 ± 7.6 | 75.0 |")  # folds .8, .7, .85
+    assert lines[3].startswith("| cnn | 1,234 | 2 | 75.0 ± 7.1 | 70.0, 80.0 |")  # folds .7, .8
+    # lmm less cnn: .1 and .1 in the first fold, -.1 in the second
+    assert difference_table(rows, "cnn").splitlines()[2:] == ["| lmm | +0.0 ± 14.1 | +0.0 | 2 |"]
 
 
 def test_a_row_without_the_first_fold_is_left_out(folder):
@@ -74,7 +90,7 @@ def test_runs_that_were_not_made_alike_are_refused(folder):
     in one column with the others.
     """
     save(folder, "mag", 1e-3, 0, 0.9, 0.9, epochs=3)
-    with pytest.raises(ValueError, match=r"mag-0\.001-0\.json: epochs is 3, elsewhere 2"):
+    with pytest.raises(ValueError, match=r"mag-0\.001-0-0\.json: epochs is 3, elsewhere 2"):
         read_results(folder)
 
 
@@ -84,7 +100,7 @@ def test_the_command_writes_tables_and_plots(folder, capsys):
     """
     dna_tables.main([str(folder), "--baselines", "cnn"])
     text = (folder / "table.md").read_text()
-    assert f"## {DATA}" in text and "| less cnn | accuracy | folds |" in text
+    assert f"## {DATA}" in text and "| less cnn | accuracy | each seed | folds |" in text
     assert (folder / f"{DATA}.png").stat().st_size > 10_000
     with pytest.raises(ValueError, match="--baselines must be of cnn, lmm, but has llama"):
         dna_tables.main([str(folder), "--baselines", "llama"])
