@@ -7,8 +7,10 @@ import pytest
 from common import VARIANTS, make_config, make_ids, make_model, shared_model
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.testing_utils import CaptureLogger
 
 from titans_hf import TitansConfig, TitansForCausalLM
+from titans_hf.input_checks import logger
 
 DEFAULTS = dict(
     vocab_size=32000,
@@ -83,6 +85,22 @@ def test_derived_defaults():
     assert TitansConfig(memory_chunk_size=8).memory_max_lr == 1 / 2
     assert TitansConfig(memory_chunk_size=8, memory_update_rule="chunk").memory_max_lr == 1 / 8
     assert TitansConfig(memory_chunk_size=8, memory_max_lr=0).memory_max_lr == 0
+
+
+def test_a_step_that_overshoots_warns(tmp_path):
+    """A step above the rule's limit is named, as where a saved model's rule is changed and its step stays; a step
+    within it is not. Otherwise training diverges without a hint.
+    """
+    make_model("lmm", memory_chunk_size=56).save_pretrained(tmp_path)  # in no other test: a warning comes once
+    with CaptureLogger(logger) as quiet:
+        assert TitansForCausalLM.from_pretrained(tmp_path).config.memory_max_lr == 0.5
+        make_model("lmm", memory_chunk_size=56, memory_update_rule="chunk")
+    assert quiet.out == ""
+    with CaptureLogger(logger) as warned:
+        TitansForCausalLM.from_pretrained(tmp_path, memory_update_rule="chunk")
+    assert (
+        "`memory_max_lr` (0.5) is above 0.0178571, its limit and default with memory_update_rule='chunk'" in warned.out
+    )
 
 
 AT_LEAST_ONE = [

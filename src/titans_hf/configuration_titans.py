@@ -82,7 +82,7 @@ class TitansConfig(PreTrainedConfig):
             Largest step size of the inner loop (theta, eq. 10). 0 keeps the memory constant: nothing is written,
             nothing forgotten. By default 1/2 with the delta rule, whose larger steps overshoot, and otherwise
             `1 / memory_chunk_size`: the gradients of a chunk are taken at the same weights, and for equal keys, steps
-            that sum to more than 1 overshoot.
+            that sum to more than 1 overshoot. A model with a larger one warns.
         memory_update_rule (`str`, defaults to `"delta"`):
             Weights at which the error of the memory network's last layer is taken: `"delta"` those before each token,
             exactly (the delta rule), so that a single write can replace what the memory returns for a key; `"chunk"`
@@ -176,8 +176,7 @@ class TitansConfig(PreTrainedConfig):
         if self.memory_num_heads is None:
             self.memory_num_heads = self.num_attention_heads
         if self.memory_max_lr is None:
-            # docs/log.md: "A step of 0.2 breaks training on text"
-            self.memory_max_lr = 0.5 if self.memory_update_rule == "delta" else 1 / self.memory_chunk_size
+            self.memory_max_lr = self.max_stable_lr
         self.rope_parameters = _rope_parameters(
             kwargs.pop("rope_scaling", None) or self.rope_parameters or {}, kwargs.pop("partial_rotary_factor", 0.5)
         )
@@ -192,6 +191,11 @@ class TitansConfig(PreTrainedConfig):
     def num_layers_with_state(self) -> int:
         """Number of layers of a cache: the decoder layers and the token memory."""
         return self.num_hidden_layers + (self.token_memory_features > 0)
+
+    @property
+    def max_stable_lr(self) -> float:
+        """Largest step size with which equal keys never overshoot (docs/log.md: "A step of 0.2 breaks training")."""
+        return 0.5 if self.memory_update_rule == "delta" else 1 / self.memory_chunk_size
 
     @property
     def memory_head_dim(self) -> int:

@@ -2,16 +2,25 @@
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
 from .cache_titans import TitansCache, check_cache_class
 from .configuration_titans import TitansConfig
 
+logger = logging.get_logger(__name__)
+
 
 def check_config(config: TitansConfig) -> None:
     """Raises ValueError for a value that a new config refuses, since fields may have been set later, and for a
-    `pad_token_id` outside of the vocabulary.
+    `pad_token_id` outside of the vocabulary. Warns of steps that can overshoot.
     """
     config.validate_architecture()
+    if config.memory_max_lr > config.max_stable_lr:  # as that of a saved model whose rule or chunk has been changed
+        logger.warning_once(
+            f"`memory_max_lr` ({config.memory_max_lr:g}) is above {config.max_stable_lr:g}, its limit and default with "
+            f"memory_update_rule={config.memory_update_rule!r} and chunks of {config.memory_chunk_size}: steps can "
+            "overshoot, and training can diverge."
+        )
     if config.pad_token_id is not None and not 0 <= config.pad_token_id < config.vocab_size:
         raise ValueError(
             f"`pad_token_id` must be None or from 0 to {config.vocab_size - 1} (`vocab_size` - 1), but is "
