@@ -20,6 +20,7 @@ SIZES = dict(
     segment_length=8,
     memory_chunk_size=4,
     memory_depth=2,
+    memory_momentum=True,  # not the default: the state has all of its parts
     num_persistent_tokens=3,
     bos_token_id=None,
     eos_token_id=None,

@@ -34,7 +34,7 @@ DEFAULTS = dict(
     memory_max_lr=None,
     memory_update_rule="delta",
     memory_recurrence="stable",
-    memory_momentum=True,
+    memory_momentum=None,
     memory_forget=True,
     memory_conv_kernel=4,
     memory_conv_noise=0.7,
@@ -85,22 +85,25 @@ def test_derived_defaults():
     assert TitansConfig(memory_chunk_size=8).memory_max_lr == 1 / 2
     assert TitansConfig(memory_chunk_size=8, memory_update_rule="chunk").memory_max_lr == 1 / 8
     assert TitansConfig(memory_chunk_size=8, memory_max_lr=0).memory_max_lr == 0
+    assert TitansConfig().memory_momentum is False and TitansConfig(memory_update_rule="chunk").memory_momentum is True
 
 
-def test_a_step_that_overshoots_warns(tmp_path):
-    """A step above the rule's limit is named, as where a saved model's rule is changed and its step stays; a step
-    within it is not. Otherwise training diverges without a hint.
+def test_updates_that_can_overshoot_warn(tmp_path):
+    """A step above the rule's limit is named, as where a saved model's rule is changed and its step stays, and so is
+    momentum with the delta rule; defaults are not. Otherwise training diverges without a hint.
     """
-    make_model("lmm", memory_chunk_size=56).save_pretrained(tmp_path)  # in no other test: a warning comes once
+    logger.warning_once.cache_clear()  # of what earlier tests have been warned of
+    make_model("lmm", memory_momentum=None).save_pretrained(tmp_path)
     with CaptureLogger(logger) as quiet:
-        assert TitansForCausalLM.from_pretrained(tmp_path).config.memory_max_lr == 0.5
-        make_model("lmm", memory_chunk_size=56, memory_update_rule="chunk")
+        TitansForCausalLM.from_pretrained(tmp_path)
+        make_model("lmm", memory_update_rule="chunk")
     assert quiet.out == ""
-    with CaptureLogger(logger) as warned:
+    with CaptureLogger(logger) as step:
         TitansForCausalLM.from_pretrained(tmp_path, memory_update_rule="chunk")
-    assert (
-        "`memory_max_lr` (0.5) is above 0.0178571, its limit and default with memory_update_rule='chunk'" in warned.out
-    )
+    assert "`memory_max_lr` (0.5) is above 0.25, its limit and default with memory_update_rule='chunk'" in step.out
+    with CaptureLogger(logger) as momentum:
+        TitansForCausalLM.from_pretrained(tmp_path, memory_momentum=True)
+    assert "`memory_momentum` is True with memory_update_rule='delta'" in momentum.out
 
 
 AT_LEAST_ONE = [
@@ -128,7 +131,7 @@ BAD_VALUES = [
     ("memory_network", "gelu"),
     ("memory_gates", "token"),
     ("memory_momentum", "yes"),
-    ("memory_momentum", None),
+    ("memory_forget", None),
     ("memory_forget", 1),
     ("variant", "MAG"),
     ("variant", "titans"),

@@ -92,7 +92,9 @@ class TitansConfig(PreTrainedConfig):
             initial weights instead of 0, where a network of several layers has no gradient; theta is multiplied by
             1 - eta, so that a gradient's steps sum to theta; values have length 1, as keys and queries, because the
             largest step that does not diverge decreases with their square; and the network starts as 0.
-        memory_momentum (`bool`, defaults to `True`): Momentum of the update (eta, eq. 10).
+        memory_momentum (`bool`, *optional*):
+            Momentum of the update (eta, eq. 10). By default with `memory_update_rule="chunk"` only: with the delta rule
+            it gains nothing on text, and where the same key comes in bursts, the memory can grow exponentially.
         memory_forget (`bool`, defaults to `True`):
             Weight decay of the memory (alpha, eq. 13), to the weights that `memory_recurrence` sets.
         memory_conv_kernel (`int`, defaults to 4):
@@ -148,7 +150,7 @@ class TitansConfig(PreTrainedConfig):
     memory_update_rule: Literal["chunk", "delta"] = "delta"
     # docs/log.md: "Forgetting towards 0 kills a deep memory", "Values as long as they come"
     memory_recurrence: Literal["stable", "paper"] = "stable"
-    memory_momentum: bool = True
+    memory_momentum: bool | None = None  # docs/log.md: "Momentum with the delta rule"
     memory_forget: bool = True
     memory_conv_kernel: int = 4
     memory_conv_noise: int | float = 0.7  # docs/log.md: "Convolutions that begin as impulses"
@@ -177,6 +179,8 @@ class TitansConfig(PreTrainedConfig):
             self.memory_num_heads = self.num_attention_heads
         if self.memory_max_lr is None:
             self.memory_max_lr = self.max_stable_lr
+        if self.memory_momentum is None:
+            self.memory_momentum = self.memory_update_rule == "chunk"
         self.rope_parameters = _rope_parameters(
             kwargs.pop("rope_scaling", None) or self.rope_parameters or {}, kwargs.pop("partial_rotary_factor", 0.5)
         )

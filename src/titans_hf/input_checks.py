@@ -12,7 +12,7 @@ logger = logging.get_logger(__name__)
 
 def check_config(config: TitansConfig) -> None:
     """Raises ValueError for a value that a new config refuses, since fields may have been set later, and for a
-    `pad_token_id` outside of the vocabulary. Warns of steps that can overshoot.
+    `pad_token_id` outside of the vocabulary. Warns of updates that can overshoot.
     """
     config.validate_architecture()
     if config.memory_max_lr > config.max_stable_lr:  # as that of a saved model whose rule or chunk has been changed
@@ -20,6 +20,11 @@ def check_config(config: TitansConfig) -> None:
             f"`memory_max_lr` ({config.memory_max_lr:g}) is above {config.max_stable_lr:g}, its limit and default with "
             f"memory_update_rule={config.memory_update_rule!r} and chunks of {config.memory_chunk_size}: steps can "
             "overshoot, and training can diverge."
+        )
+    if config.memory_momentum and config.memory_update_rule == "delta":
+        logger.warning_once(
+            "`memory_momentum` is True with memory_update_rule='delta', whose default is False: where the same key "
+            "comes in bursts, the memory can grow exponentially."
         )
     if config.pad_token_id is not None and not 0 <= config.pad_token_id < config.vocab_size:
         raise ValueError(
