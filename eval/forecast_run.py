@@ -17,6 +17,13 @@ from titans_hf_scripts.shared.finished_runs import write_record
 from titans_hf_scripts.shared.git_commit import describe_commit
 
 DECIMALS = 5
+LAST_BATCHES = (
+    32,
+    64,
+    128,
+    256,
+    512,
+)  # batch sizes at which published code drops what is left over, to compare with it
 INPUTS = ("past_values", "cycle_position")
 
 
@@ -60,16 +67,32 @@ class Scores(NamedTuple):
     mae: float
 
 
-def score(model: nn.Module, windows: Windows, batch_size: int, device: torch.device | str = "cpu") -> Scores:
-    """Forecasts every window, in batches the last of which may be smaller, and returns the mean errors."""
+def window_errors(
+    model: nn.Module, windows: Windows, batch_size: int, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Forecasts every window, in batches the last of which may be smaller; returns each one's mean squared and mean
+    absolute error: (N, 2), float64.
+    """
     model.eval()
-    squared = absolute = count = 0.0
+    errors = []
     for batch in torch.utils.data.DataLoader(windows, batch_size):
         forecast = forecasts(model, *(batch[name].to(device) for name in INPUTS)).cpu()
-        error = (forecast - batch["future_values"]).double()
-        squared, absolute = squared + error.square().sum().item(), absolute + error.abs().sum().item()
-        count += error.numel()
-    return Scores(squared / count, absolute / count)
+        error = (forecast - batch["future_values"]).double().flatten(1)
+        errors.append(torch.stack([error.square().mean(1), error.abs().mean(1)], dim=1))
+    return torch.cat(errors)
+
+
+def mean_scores(errors: torch.Tensor) -> Scores:
+    """Averages the errors (N, 2) of windows."""
+    return Scores(*errors.mean(0).tolist())
+
+
+def scores_without_last_batch(errors: torch.Tensor) -> dict[str, Scores]:
+    """Averages the errors (N, 2) of the windows that fill batches of each size, in the order of time: what is left over
+    is not counted. Sizes above N have no score.
+    """
+    counted = {size: len(errors) // size * size for size in LAST_BATCHES}
+    return {str(size): mean_scores(errors[:count]) for size, count in counted.items() if count}
 
 
 def example(model: nn.Module, windows: Windows, device: torch.device | str) -> dict[str, list[float]]:
@@ -125,6 +148,10 @@ def train(model: nn.Module, run: Run, splits: Splits) -> tuple[int, torch.device
         return int(trainer.state.best_model_checkpoint.rpartition("-")[2]), trainer.args.device
 
 
+def rounded(scores: Scores) -> dict[str, float]:
+    return {name: round(x, DECIMALS) for name, x in scores._asdict().items()}
+
+
 def make_run(run: Run, series: Series, output: Path) -> dict[str, Any]:
     """Trains, scores and writes `output`, a JSON object, which it returns; nothing is written before the end."""
     start = time.time()
@@ -136,13 +163,14 @@ def make_run(run: Run, series: Series, output: Path) -> dict[str, Any]:
     parameters, best_step, device = count_parameters(model), 0, torch.device("cpu")
     if parameters:
         best_step, device = train(model, run, splits)
-    valid, test = (score(model, part, 4 * run.batch_size, device) for part in (splits.valid, splits.test))
+    valid, test = (window_errors(model, part, 4 * run.batch_size, device) for part in (splits.valid, splits.test))
     record = {
         "run": asdict(run),
         "parameters": parameters,
         "best_step": best_step,
-        "valid": {name: round(x, DECIMALS) for name, x in valid._asdict().items()},
-        "test": {name: round(x, DECIMALS) for name, x in test._asdict().items()},
+        "valid": rounded(mean_scores(valid)),
+        "test": rounded(mean_scores(test)),
+        "test_without_last_batch": {size: rounded(x) for size, x in scores_without_last_batch(test).items()},
         "windows": [len(part) for part in splits[:3]],
         "example": {"channel": series.names[-1], **example(model, splits.test, device)},
         "commit": describe_commit(),

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
+from titans_hf_eval.forecast_run import LAST_BATCHES
 from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.figures import line_styles, save_figure
 from titans_hf_scripts.shared.markdown_tables import markdown_table
@@ -20,6 +21,7 @@ PAPER = json.loads((Path(__file__).parent / "paper_tables.json").read_text())["f
 METRICS = ("mse", "mae")
 NOTES = (
     "- Mean squared / mean absolute error of values scaled by the training part, over all windows of the test part.",
+    "- Code that drops the last incomplete batch of the test part leaves out the end of the series: a second table.",
     '- The column "mean" is of the seeds that have all horizons; ± is the standard deviation over seeds.',
     "- Rows of the paper are quoted from arXiv 2501.00663, which has the means over horizons only.",
 )
@@ -43,13 +45,17 @@ class Results:
             sorted(set(values)) for values in zip(*self.records, strict=True)
         )
 
-    def of_seeds(self, data: str, row: str, horizons: list[int], metric: str) -> list[float]:
-        """Returns the mean of a test metric over `horizons`, one value per seed that has them all."""
-        return [
-            mean(self.records[Key(data, row, horizon, seed)]["test"][metric] for horizon in horizons)
-            for seed in self.seeds
-            if all(Key(data, row, horizon, seed) in self.records for horizon in horizons)
-        ]
+    def of_seeds(self, data: str, row: str, horizons: list[int], metric: str, batch: str = "") -> list[float]:
+        """Returns the mean of a test metric over `horizons`, one value per seed that has them all; with `batch`, of the
+        windows that fill batches of this size.
+        """
+        values = []
+        for seed in self.seeds:
+            found = [self.records.get(Key(data, row, horizon, seed), {}) for horizon in horizons]
+            scores = [x.get("test_without_last_batch", {}).get(batch) if batch else x.get("test") for x in found]
+            if all(scores):
+                values.append(mean(score[metric] for score in scores))
+        return values
 
     def cell(self, data: str, row: str, horizons: list[int]) -> str:
         """Formats both metrics, with their spread where there are several seeds."""
@@ -100,6 +106,20 @@ def table(results: Results, data: str, look_back: int) -> str:
     return f"## {data}, look-back {look_back}\n\n" + markdown_table([*heading, *results.horizons], rows)
 
 
+def last_batch_table(results: Results, data: str) -> str:
+    """Makes the table of what dropping the last incomplete batch changes; "" without runs of all horizons that have it."""
+    batches = [str(size) for size in LAST_BATCHES]
+    rows = []
+    for row in results.rows:
+        of_batches = [results.of_seeds(data, row, results.horizons, "mse", batch) for batch in batches]
+        if all(of_batches):
+            of_all = results.of_seeds(data, row, results.horizons, "mse")
+            rows.append([row, len(of_batches[0]), *map(with_spread, [of_all, *of_batches])])
+    heading = ["model", "seeds", "all windows", *(f"batches of {batch}" for batch in batches)]
+    title = f"### {data}, mean squared error without the last incomplete batch, mean of {numbers(results.horizons)}"
+    return f"{title}\n\n{markdown_table(heading, rows)}" if rows else ""
+
+
 def numbers(values: Iterable[int]) -> str:
     return ", ".join(map(str, values))
 
@@ -130,7 +150,7 @@ def write_report(folder: Path, output: Path, rows: Sequence[str] = ()) -> None:
     output.mkdir(parents=True, exist_ok=True)
     for look_back, results in found.items():
         for data in results.data:
-            parts.append(table(results, data, look_back))
+            parts += filter(None, (table(results, data, look_back), last_batch_table(results, data)))
             plot(results, data, output / f"{data}-{look_back}.png")
     (output / "table.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     print(f"wrote {output / 'table.md'}")
