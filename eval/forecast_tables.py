@@ -107,7 +107,7 @@ def table(results: Results, data: str, look_back: int) -> str:
 
 
 def last_batch_table(results: Results, data: str) -> str:
-    """Makes the table of what dropping the last incomplete batch changes; "" without runs of all horizons that have it."""
+    """Makes the table of what dropping the last incomplete batch changes; "" where no row has it at all horizons."""
     batches = [str(size) for size in LAST_BATCHES]
     rows = []
     for row in results.rows:
