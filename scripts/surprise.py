@@ -4,8 +4,8 @@
 
 TEXT is a file, or - for standard input. The page colours each word by the surprise of its tokens, the norm of the
 gradient by which the memory learns them (paper, eq. 12), or by a gate of that update: theta (learning rate), eta
-(momentum decay), alpha (forgetting rate); of one layer, or the mean of all layers. The plot shows all quantities by
-layer and token.
+(momentum decay, 0 without momentum), alpha (forgetting rate); of one layer, or the mean of all layers. The plot shows
+all quantities by layer and token.
 """
 
 import argparse

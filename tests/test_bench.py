@@ -87,6 +87,18 @@ def test_models_are_of_equal_size():
             assert abs(number / expected - 1) < 0.06, name
 
 
+def test_settings_are_of_titans_alone(tmp_path):
+    """--set changes the Titans' configurations and no other, and what is no field is an error: otherwise a table of
+    other settings could not be made again, or would silently be of the default.
+    """
+    pairs = ["memory_momentum=true", "sliding_window=32"]
+    config = model_shapes.fit_config("mag", "tiny", **model_shapes.settings_of("mag", pairs))
+    assert config.memory_momentum is True and config.sliding_window == 32
+    assert model_shapes.settings_of("llama", pairs) == {}
+    with pytest.raises(ValueError, match="--set memory_moment: TitansConfig has no such field"):
+        run(tmp_path, "decode", "--models", "llama", "--set", "memory_moment=true")
+
+
 def test_tables_show_what_is_missing():
     """A value that a row lacks is shown as a dash: otherwise it would read as 0 or shift the columns."""
     rows = [{"model": "a", "tokens": 1024, "speed": 1234.5}, {"model": "b", "tokens": 5, "share": 0.12345}]

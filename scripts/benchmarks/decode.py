@@ -35,13 +35,15 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--compile", action="store_true", help="compile the models by torch.compile")
+    model_shapes.add_settings(parser)
 
 
 @torch.no_grad()
 def run(args: Namespace) -> Iterator[dict]:
     """Checks every model and times its steps after each context; yields a row of each."""
     for name in tqdm(args.models, desc="decode"):
-        model = model_shapes.build(model_shapes.fit_config(name, args.size), args.device, getattr(torch, args.dtype))
+        config = model_shapes.fit_config(name, args.size, **model_shapes.settings_of(name, args.set))
+        model = model_shapes.build(config, args.device, getattr(torch, args.dtype))
         model_shapes.check(model)
         readers = {context: Reader(model, context) for context in args.contexts}
         if args.compile:

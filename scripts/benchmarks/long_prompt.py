@@ -32,6 +32,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=2_000_000)
     parser.add_argument("--piece", type=int, default=4096, help="tokens read at once")
     parser.add_argument("--every", type=int, default=100_000, help="tokens between two rows")
+    model_shapes.add_settings(parser)
 
 
 @torch.no_grad()
@@ -42,7 +43,8 @@ def run(args: Namespace) -> Iterator[dict]:
     """
     files = find_files(args.text, "--text")
     for name in args.models:
-        model = model_shapes.build(model_shapes.fit_config(name, "tiny"), args.device, torch.float32)
+        config = model_shapes.fit_config(name, "tiny", **model_shapes.settings_of(name, args.set))
+        model = model_shapes.build(config, args.device, torch.float32)
         model_shapes.check(model)
         reader = Reader(model)
         with tqdm(total=args.tokens, desc=name, unit=" tokens", unit_scale=True) as bar:

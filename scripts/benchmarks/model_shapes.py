@@ -3,7 +3,9 @@
 Their other settings are those of their classes; of models to be trained they are in shared/compared_models.py.
 """
 
+from argparse import ArgumentParser
 from functools import partial
+from typing import Any
 
 import torch
 import transformers
@@ -11,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from titans_hf import TitansConfig
-from titans_hf_scripts.shared.compared_models import fit_size
+from titans_hf_scripts.shared.compared_models import fit_size, parse_settings
 
 from .measure import check_close
 
@@ -30,6 +32,25 @@ PARAMETERS = {"tiny": 1_030_000, "30m": 30_000_000}
 NUM_CHECKED_TOKENS = 200  # tokens
 
 
+def add_settings(parser: ArgumentParser) -> None:
+    """Adds the option `--set`, fields of the Titans' configurations."""
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="NAME=VALUE", help="fields of the Titans' configurations"
+    )
+
+
+def settings_of(name: str, pairs: list[str]) -> dict[str, Any]:
+    """Parses the NAME=VALUE pairs of `--set`, which Titans alone have.
+
+    Raises ValueError for what is no field of their configuration.
+    """
+    settings = parse_settings(pairs)
+    for field in settings:
+        if not hasattr(TitansConfig(), field):
+            raise ValueError(f"--set {field}: TitansConfig has no such field")
+    return settings if name in TITANS else {}
+
+
 def make_config(name: str, size: str, free: int, **settings) -> PreTrainedConfig:
     """Makes a configuration; `free` is the size of the MLPs, or the number of layers of Mamba2, which has no MLPs."""
     shape, heads = SHAPES[size], HEADS[size]
@@ -42,7 +63,7 @@ def make_config(name: str, size: str, free: int, **settings) -> PreTrainedConfig
     if name in TITANS:
         shape["token_memory_features"] = NUM_FEATURES if name.endswith(TOKEN_MEMORY) else 0
         shape["variant"] = name.removesuffix(TOKEN_MEMORY)
-        return TitansConfig(**shape, sliding_window=WINDOW, segment_length=WINDOW)
+        return TitansConfig(**{"sliding_window": WINDOW, "segment_length": WINDOW} | shape)
     if name == "mistral":
         return transformers.MistralConfig(**shape, sliding_window=WINDOW)
     shape["max_position_embeddings"] = 1 << 20

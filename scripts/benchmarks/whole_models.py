@@ -36,6 +36,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 8192, 32768])
     parser.add_argument("--depths", type=int, nargs="+", default=[1], help="layers of the memory network")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    model_shapes.add_settings(parser)
 
 
 class NamedConfig(NamedTuple):
@@ -72,6 +73,7 @@ def _configs(args: Namespace) -> Iterator[NamedConfig]:
             titans = name in model_shapes.TITANS
             for depth in args.depths if titans else args.depths[:1]:
                 more = {"memory_depth": depth} if titans else {}
+                more |= model_shapes.settings_of(name, args.set)
                 yield NamedConfig(name, depth, model_shapes.fit_config(name, args.size, **more))
 
 

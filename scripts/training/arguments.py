@@ -22,7 +22,7 @@ class ModelArguments:
     config_overrides: str = field(
         default="",
         metadata={
-            "help": "Changes of the configuration, as in hidden_size=64,memory_momentum=false,sliding_window=null or "
+            "help": "Changes of the configuration, as in hidden_size=64,memory_forget=false,sliding_window=null or "
             "rope_parameters.rope_theta=1e6; values are JSON, else text."
         },
     )

@@ -20,7 +20,8 @@ from .layer_state import RecordedColumns, as_tree
 
 
 class TitansCache(Cache):
-    """The state of a Titans model between calls: memory weights and momentum, window or segment, convolution inputs.
+    """The state of a Titans model between calls: memory weights, and momentum if there is one, window or segment, and
+    convolution inputs.
 
     `generate()` and `model(..., use_cache=True)` create one; pass it back as `past_key_values` to continue. Its size
     depends on the model and the batch size, not on the number of tokens read. It belongs to the weights that the model
