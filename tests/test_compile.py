@@ -157,8 +157,9 @@ def test_a_step_with_a_growing_mask(variant, compileable):
     assert counter.frame_count <= 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    "padded", [pytest.param(False, marks=pytest.mark.long), pytest.param(True, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("variant,changes", [*((variant, {}) for variant in VARIANTS), ("mag", PAPER)])
 def test_training_forward(variant, changes, padded):
     """Loss and gradients of the compiled model equal the plain ones, padded or not: otherwise a compiled Trainer would

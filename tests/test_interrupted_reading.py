@@ -16,7 +16,7 @@ def model(tmp_path):
     return str(tmp_path / "model")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_trial(model, tmp_path, monkeypatch):
     """A process is killed and the text read to its end, every needle is in the text, and the table has the model's
     answers: otherwise the experiment would prove nothing.

@@ -56,7 +56,7 @@ def num_seen(memory: Path) -> int:
 TEXTS = {"first": " ".join(map(str, range(100))), "second": " ".join(map(str, range(900, 1500)))}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 @pytest.mark.parametrize("append", [False, True])
 def test_thirty_kills(append, run, tmp_path):
