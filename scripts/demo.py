@@ -47,9 +47,7 @@ def make_batch(batch_size: int, filler: int, generator: torch.Generator, num_que
 
 
 def make_configs(variant: str) -> dict[str, PreTrainedConfig]:
-    """Makes configs of two models with the same window, Mistral with a third more parameters; the rest are the library's
-    defaults.
-    """
+    """Makes configs of two models with the same window, Mistral with a third more parameters; the rest are defaults."""
     common = dict(vocab_size=VOCAB_SIZE, hidden_size=64, num_hidden_layers=2, num_attention_heads=2)
     common |= dict(num_key_value_heads=2, pad_token_id=None, bos_token_id=None, eos_token_id=None)
     common |= dict(sliding_window=WINDOW)
