@@ -17,13 +17,7 @@ from titans_hf_scripts.shared.finished_runs import write_record
 from titans_hf_scripts.shared.git_commit import describe_commit
 
 DECIMALS = 5
-LAST_BATCHES = (
-    32,
-    64,
-    128,
-    256,
-    512,
-)  # batch sizes at which published code drops what is left over, to compare with it
+LAST_BATCHES = (32, 64, 128, 256, 512)  # sizes of batches, of which published code may drop the last one
 INPUTS = ("past_values", "cycle_position")
 
 
@@ -149,6 +143,7 @@ def train(model: nn.Module, run: Run, splits: Splits) -> tuple[int, torch.device
 
 
 def rounded(scores: Scores) -> dict[str, float]:
+    """Returns the scores by name, with the decimals of a record."""
     return {name: round(x, DECIMALS) for name, x in scores._asdict().items()}
 
 

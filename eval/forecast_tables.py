@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
-from titans_hf_eval.forecast_run import LAST_BATCHES
 from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.figures import line_styles, save_figure
 from titans_hf_scripts.shared.markdown_tables import markdown_table
 
 PAPER = json.loads((Path(__file__).parent / "paper_tables.json").read_text())["forecasting"]
 METRICS = ("mse", "mae")
+WITHOUT_LAST = "test_without_last_batch"  # the field of a record
 NOTES = (
     "- Mean squared / mean absolute error of values scaled by the training part, over all windows of the test part.",
     "- Code that drops the last incomplete batch of the test part leaves out the end of the series: a second table.",
@@ -45,17 +45,14 @@ class Results:
             sorted(set(values)) for values in zip(*self.records, strict=True)
         )
 
-    def of_seeds(self, data: str, row: str, horizons: list[int], metric: str, batch: str = "") -> list[float]:
-        """Returns the mean of a test metric over `horizons`, one value per seed that has them all; with `batch`, of the
-        windows that fill batches of this size.
-        """
-        values = []
-        for seed in self.seeds:
-            found = [self.records.get(Key(data, row, horizon, seed), {}) for horizon in horizons]
-            scores = [x.get("test_without_last_batch", {}).get(batch) if batch else x.get("test") for x in found]
-            if all(scores):
-                values.append(mean(score[metric] for score in scores))
-        return values
+    def runs_of_seeds(self, data: str, row: str, horizons: list[int]) -> list[list[dict[str, Any]]]:
+        """Returns the records of each seed that has all `horizons`."""
+        keys = [[Key(data, row, horizon, seed) for horizon in horizons] for seed in self.seeds]
+        return [[self.records[key] for key in of_seed] for of_seed in keys if self.records.keys() >= set(of_seed)]
+
+    def of_seeds(self, data: str, row: str, horizons: list[int], metric: str) -> list[float]:
+        """Returns the mean of a test metric over `horizons`, one value per seed that has them all."""
+        return [mean(run["test"][metric] for run in runs) for runs in self.runs_of_seeds(data, row, horizons)]
 
     def cell(self, data: str, row: str, horizons: list[int]) -> str:
         """Formats both metrics, with their spread where there are several seeds."""
@@ -107,17 +104,26 @@ def table(results: Results, data: str, look_back: int) -> str:
 
 
 def last_batch_table(results: Results, data: str) -> str:
-    """Makes the table of what dropping the last incomplete batch changes; "" where no row has it at all horizons."""
-    batches = [str(size) for size in LAST_BATCHES]
-    rows = []
+    """Makes the table of what dropping the last incomplete batch changes, of the seeds that were scored without it at
+    all horizons; "" where there are none.
+    """
+    rows, sizes = [], sorted({int(size) for x in results.records.values() for size in x.get(WITHOUT_LAST, {})})
     for row in results.rows:
-        of_batches = [results.of_seeds(data, row, results.horizons, "mse", batch) for batch in batches]
-        if all(of_batches):
-            of_all = results.of_seeds(data, row, results.horizons, "mse")
-            rows.append([row, len(of_batches[0]), *map(with_spread, [of_all, *of_batches])])
-    heading = ["model", "seeds", "all windows", *(f"batches of {batch}" for batch in batches)]
+        runs = [x for x in results.runs_of_seeds(data, row, results.horizons) if all(WITHOUT_LAST in run for run in x)]
+        if runs:
+            of_all = with_spread([mean(run["test"]["mse"] for run in x) for x in runs])
+            rows.append([row, len(runs), of_all, *(cell_without_last_batch(runs, str(size)) for size in sizes)])
+    heading = ["model", "seeds", "all windows", *(f"batches of {size}" for size in sizes)]
     title = f"### {data}, mean squared error without the last incomplete batch, mean of {numbers(results.horizons)}"
     return f"{title}\n\n{markdown_table(heading, rows)}" if rows else ""
+
+
+def cell_without_last_batch(runs: list[list[dict[str, Any]]], size: str) -> str:
+    """Formats the mean squared error of each seed's runs over the windows that fill batches of `size`; a dash where one
+    of them has fewer windows.
+    """
+    scores = [[run[WITHOUT_LAST].get(size) for run in of_seed] for of_seed in runs]
+    return with_spread([mean(x["mse"] for x in of_seed) for of_seed in scores]) if all(map(all, scores)) else "–"
 
 
 def numbers(values: Iterable[int]) -> str:

@@ -9,7 +9,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutput
 
 from titans_hf_eval.mad_tasks import Settings
-from titans_hf_scripts.shared.compared_models import VARIANTS, make_config
+from titans_hf_scripts.shared.compared_models import VARIANTS, check_fields, make_config
 
 NAMES = (*VARIANTS, "llama", "mamba2", "gated-deltanet")
 MLP_SIZE, MAMBA_LAYERS = 512, 4
@@ -27,10 +27,7 @@ def config_of(name: str, vocab_size: int, settings: dict[str, Any]) -> PreTraine
     """Makes the config of a model; `settings` replace its fields. Raises ValueError for unknown ones."""
     shape = {"vocab_size": vocab_size} | SHAPE | STATE[name]
     free = MAMBA_LAYERS if name == "mamba2" else MLP_SIZE
-    config = make_config(name, free, shape)
-    for field in settings:
-        if not hasattr(config, field):
-            raise ValueError(f"--set {field}: the config of {name} has no such field")
+    check_fields(f"the config of {name}", make_config(name, free, shape), settings)
     try:
         return make_config(name, free, shape | settings)
     except (ValueError, TypeError, StrictDataclassError) as error:

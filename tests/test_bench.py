@@ -88,15 +88,22 @@ def test_models_are_of_equal_size():
 
 
 def test_settings_are_of_titans_alone(tmp_path):
-    """--set changes the Titans' configurations and no other, and what is no field is an error: otherwise a table of
+    """--set changes the Titans' configurations and no other, and what it cannot set is an error: otherwise a table of
     other settings could not be made again, or would silently be of the default.
     """
-    pairs = ["memory_momentum=true", "sliding_window=32"]
-    config = model_shapes.fit_config("mag", "tiny", **model_shapes.settings_of("mag", pairs))
+    pairs = ["memory_momentum=true", "sliding_window=32", "num_attention_heads=2", "num_key_value_heads=2"]
+    config = model_shapes.fit_config("mag", "tiny", **model_shapes.settings_of("mag", "tiny", pairs))
     assert config.memory_momentum is True and config.sliding_window == 32
-    assert model_shapes.settings_of("llama", pairs) == {}
+    assert config.num_attention_heads == 2
+    assert model_shapes.settings_of("llama", "tiny", pairs) == {}
     with pytest.raises(ValueError, match="--set memory_moment: TitansConfig has no such field"):
         run(tmp_path, "decode", "--models", "llama", "--set", "memory_moment=true")
+    with pytest.raises(ValueError, match="--set variant: the benchmark sets it"):
+        run(tmp_path, "decode", "--models", "llama", "--set", "variant=mac")
+    with pytest.raises(ValueError, match="--set memory_depth: the benchmark sets it"):
+        run(tmp_path, "models", "--models", "mag", "--set", "memory_depth=2")
+    with pytest.raises(ValueError, match=r"--set: .*memory_momentum"):
+        run(tmp_path, "decode", "--models", "llama", "--set", "memory_momentum=7")
 
 
 def test_tables_show_what_is_missing():

@@ -42,7 +42,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> Iterator[dict]:
     """Checks every model and times its steps after each context; yields a row of each."""
     for name in tqdm(args.models, desc="decode"):
-        config = model_shapes.fit_config(name, args.size, **model_shapes.settings_of(name, args.set))
+        config = model_shapes.fit_config(name, args.size, **model_shapes.settings_of(name, args.size, args.set))
         model = model_shapes.build(config, args.device, getattr(torch, args.dtype))
         model_shapes.check(model)
         readers = {context: Reader(model, context) for context in args.contexts}

@@ -43,7 +43,7 @@ def run(args: Namespace) -> Iterator[dict]:
     """
     files = find_files(args.text, "--text")
     for name in args.models:
-        config = model_shapes.fit_config(name, "tiny", **model_shapes.settings_of(name, args.set))
+        config = model_shapes.fit_config(name, "tiny", **model_shapes.settings_of(name, "tiny", args.set))
         model = model_shapes.build(config, args.device, torch.float32)
         model_shapes.check(model)
         reader = Reader(model)

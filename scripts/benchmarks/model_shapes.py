@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from titans_hf import TitansConfig
-from titans_hf_scripts.shared.compared_models import fit_size, parse_settings
+from titans_hf_scripts.shared.compared_models import check_fields, fit_size, parse_settings
 
 from .measure import check_close
 
@@ -30,6 +31,7 @@ SHAPES = {
 HEADS = {"tiny": 4, "30m": 6}
 PARAMETERS = {"tiny": 1_030_000, "30m": 30_000_000}
 NUM_CHECKED_TOKENS = 200  # tokens
+FIXED = ("variant", "token_memory_features", "intermediate_size")  # by a model's name, or so that sizes are equal
 
 
 def add_settings(parser: ArgumentParser) -> None:
@@ -39,15 +41,21 @@ def add_settings(parser: ArgumentParser) -> None:
     )
 
 
-def settings_of(name: str, pairs: list[str]) -> dict[str, Any]:
+def settings_of(name: str, size: str, pairs: list[str], fixed: tuple[str, ...] = FIXED) -> dict[str, Any]:
     """Parses the NAME=VALUE pairs of `--set`, which Titans alone have.
 
-    Raises ValueError for what is no field of their configuration.
+    Raises ValueError, whatever the model's name, for what is no field of their configuration, for one of `fixed`, and
+    for a value that it cannot have.
     """
-    settings = parse_settings(pairs)
-    for field in settings:
-        if not hasattr(TitansConfig(), field):
-            raise ValueError(f"--set {field}: TitansConfig has no such field")
+    settings, make = parse_settings(pairs), partial(make_config, VARIANTS[0], size, SHAPES[size]["hidden_size"])
+    check_fields("TitansConfig", make(), settings)
+    for field in fixed:
+        if field in settings:
+            raise ValueError(f"--set {field}: the benchmark sets it")
+    try:
+        make(**settings)
+    except (ValueError, TypeError, AttributeError, StrictDataclassError) as error:
+        raise ValueError(f"--set: {error}") from error
     return settings if name in TITANS else {}
 
 
@@ -63,7 +71,7 @@ def make_config(name: str, size: str, free: int, **settings) -> PreTrainedConfig
     if name in TITANS:
         shape["token_memory_features"] = NUM_FEATURES if name.endswith(TOKEN_MEMORY) else 0
         shape["variant"] = name.removesuffix(TOKEN_MEMORY)
-        return TitansConfig(**{"sliding_window": WINDOW, "segment_length": WINDOW} | shape)
+        return TitansConfig(**{"sliding_window": WINDOW, "segment_length": WINDOW} | shape | settings)
     if name == "mistral":
         return transformers.MistralConfig(**shape, sliding_window=WINDOW)
     shape["max_position_embeddings"] = 1 << 20

@@ -22,6 +22,7 @@ PLOT = Plot(
         "train peak KB/token": "peak memory of training (KB per token)",
     },
 )
+FIXED = (*model_shapes.FIXED, "memory_depth")  # that of --depths
 WITHOUT_MEMORY = "without memory"  # Mistral with the MLP of MAG, MAC and MAL
 
 
@@ -73,7 +74,7 @@ def _configs(args: Namespace) -> Iterator[NamedConfig]:
             titans = name in model_shapes.TITANS
             for depth in args.depths if titans else args.depths[:1]:
                 more = {"memory_depth": depth} if titans else {}
-                more |= model_shapes.settings_of(name, args.set)
+                more |= model_shapes.settings_of(name, args.size, args.set, FIXED)
                 yield NamedConfig(name, depth, model_shapes.fit_config(name, args.size, **more))
 
 

@@ -124,3 +124,10 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
             raise ValueError(f"a setting must be NAME=VALUE, but is {pair!r}")
         settings[name] = parse_value(value)
     return settings
+
+
+def check_fields(owner: str, config: PreTrainedConfig, settings: dict[str, Any]) -> None:
+    """Raises ValueError for a setting that is no field of the config; `owner` says whose it is."""
+    for field in settings:
+        if not hasattr(config, field):
+            raise ValueError(f"--set {field}: {owner} has no such field")
