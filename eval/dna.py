@@ -145,7 +145,7 @@ def describe(data: DataOfRun) -> str:
 def finish(run: Run, data: DataOfRun, args: argparse.Namespace) -> dict[str, Any]:
     """Makes a run, unless it is finished, and returns its record."""
     file = args.output / f"{run.name}.json"
-    if is_finished(run, file):
+    if is_finished(run, file, config_of(run.model, data.classes, run.shape, run.settings)):
         return json.loads(file.read_text(encoding="utf-8"))
     record = make_run(run, data, file, args.save_models)
     print(f"{run.name}: test accuracy {record['test']:.3f}, {record['minutes']} min", flush=True)

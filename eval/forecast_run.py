@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainingArguments, set_seed
+from transformers import (
+    EarlyStoppingCallback,
+    PreTrainedConfig,
+    PrinterCallback,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 from titans_hf_eval.forecast_data import Series, Splits, Windows, make_splits
 from titans_hf_eval.forecast_models import ForecastTask, build_model, count_parameters, forecasts
@@ -52,6 +59,10 @@ class Run:
         """Builds the run's model with random weights; raises ValueError for settings that are not possible."""
         task = ForecastTask(num_channels, self.look_back, self.horizon, self.cycle_length, self.loss)
         return build_model(self.model, task, self.settings)
+
+    def config(self, num_channels: int) -> PreTrainedConfig | None:
+        """Makes the config of a Titans; the baselines have none."""
+        return getattr(self.build_model(num_channels), "config", None)
 
 
 class Scores(NamedTuple):
@@ -153,6 +164,7 @@ def make_run(run: Run, series: Series, output: Path) -> dict[str, Any]:
     splits = make_splits(series, run.split, run.look_back, run.horizon)
     set_seed(run.seed)
     model = run.build_model(len(series.names))
+    config = model.config.to_diff_dict() if hasattr(model, "config") else None  # before Trainer changes it
     if model.cycle is not None:
         model.cycle.fit(splits.train.values[: splits.train.rows.stop])
     parameters, best_step, device = count_parameters(model), 0, torch.device("cpu")
@@ -161,6 +173,7 @@ def make_run(run: Run, series: Series, output: Path) -> dict[str, Any]:
     valid, test = (window_errors(model, part, 4 * run.batch_size, device) for part in (splits.valid, splits.test))
     record = {
         "run": asdict(run),
+        "config": config,
         "parameters": parameters,
         "best_step": best_step,
         "valid": rounded(mean_scores(valid)),

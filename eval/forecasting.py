@@ -90,7 +90,10 @@ def main(argv: list[str] | None = None) -> None:
     if len(series) < len(args.data):
         raise ValueError(f"two DATA.csv have the same name: {', '.join(map(str, args.data))}")
     runs = make_runs(args, series)
-    left = [run for run in runs if not is_finished(run, args.output / f"{run.name}.json")]
+    channels = {name: len(one.names) for name, one in series.items()}
+    left = [
+        run for run in runs if not is_finished(run, args.output / f"{run.name}.json", run.config(channels[run.data]))
+    ]
     disable_progress_bar()  # of writing checkpoints; Trainer has its own
     print(f"{len(runs)} runs, {len(runs) - len(left)} of them finished", flush=True)
     for number, run in enumerate(left, 1):

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from titans_hf_eval.mad_models import NAMES, config_of
-from titans_hf_eval.mad_run import Run, settings_of, train
+from titans_hf_eval.mad_models import NAMES
+from titans_hf_eval.mad_run import Run, config_for, settings_of, train
 from titans_hf_eval.mad_tasks import TASKS
 from titans_hf_scripts.shared.argument_checks import check_folder, check_minimums
 from titans_hf_scripts.shared.command_line import run_command
@@ -67,7 +67,7 @@ def make_runs(args: argparse.Namespace) -> list[Run]:
     runs = [Run(model=m, task=t, learning_rate=rate, seed=seed, **shared) for seed, t, m, rate in choices]
     for run in runs:
         settings = settings_of(run)
-        config_of(run.model, settings.vocab_size, config)
+        config_for(run)
         TASKS[run.task].make(np.random.default_rng(0), settings, 1, True)
     return runs
 
@@ -103,7 +103,7 @@ def train_all(runs: list[Run], args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     runs = make_runs(args)
-    left = [run for run in runs if not is_finished(run, args.output / f"{run.name}.json")]
+    left = [run for run in runs if not is_finished(run, args.output / f"{run.name}.json", config_for(run))]
     print(f"{len(runs)} runs, {len(runs) - len(left)} of them finished", flush=True)
     if left:
         train_all(left, args)

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
-from transformers import EvalPrediction, PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import (
+    EvalPrediction,
+    PreTrainedConfig,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
 from titans_hf_eval.mad_models import build, config_of
 from titans_hf_eval.mad_tasks import IGNORED, TASKS, Sequences, Settings
@@ -108,6 +116,11 @@ def settings_of(run: Run) -> Settings:
     return Settings(**settings | run.task_settings)
 
 
+def config_for(run: Run) -> PreTrainedConfig:
+    """Makes the config of the run's model; raises ValueError as `settings_of` and `config_of` do."""
+    return config_of(run.model, settings_of(run).vocab_size, run.config)
+
+
 def make_data(run: Run, settings: Settings) -> tuple[Sequences, dict[str, Sequences]]:
     """Draws the training sequences, and those of validation and test, from the run's seed: the same for all models."""
     make = TASKS[run.task].make
@@ -152,7 +165,7 @@ def train(run: Run, output: Path, commit: str, graph: bool = False) -> None:
     settings, task, start = settings_of(run), TASKS[run.task], time.time()
     training, held_out = make_data(run, settings)
     set_seed(run.seed)
-    config = config_of(run.model, settings.vocab_size, run.config)
+    config = config_for(run)
     model = build(config, settings, task.auto_encoder)
     progress = ProgressPrinter(run.name, run.epochs)
     with tempfile.TemporaryDirectory() as folder:

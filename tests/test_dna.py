@@ -116,6 +116,12 @@ def test_runs_learn_and_go_on(tsv, capsys):
     assert "| mamba2 |" in (out / "table.md").read_text() and (out / "data-bases.png").stat().st_size > 10_000
     with pytest.raises(ValueError, match="with batch_size=16, not 8: give another"):
         dna.main([*options, "--batch_size", "8"])
+    changed = next(file for file, record in zip(files, records, strict=True) if record["run"]["model"] == "lmm")
+    text = changed.read_text()
+    changed.write_text(text.replace('"memory_momentum": false', '"memory_momentum": true'))
+    with pytest.raises(ValueError, match="a model with memory_momentum=True, which is False by default now"):
+        dna.main(options)
+    changed.write_text(text)
     write_table(tsv, seed=1)
     with pytest.raises(ValueError, match="with digest="):
         dna.main(options)

@@ -189,6 +189,9 @@ def test_runs_go_on_and_are_reported(csv, capsys):
     assert (out / "waves-8.png").stat().st_size > 10_000
     with pytest.raises(ValueError, match=r"with learning_rate=0\.003, not 0\.1: give another"):
         forecasting.main([*options, "--learning_rate", "0.1"])
+    (out / "waves-8-2-tiny-seed0.json").write_text(json.dumps(record | {"config": {"memory_momentum": True}}))
+    with pytest.raises(ValueError, match="a model with memory_momentum=True, which is False by default now"):
+        forecasting.main(options)
 
 
 def test_the_best_weights_are_scored(csv):

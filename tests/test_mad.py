@@ -249,7 +249,9 @@ def test_a_run_is_recorded(tmp_path, task, few_held_out, capsys):
 
 
 def test_a_finished_run_is_kept_and_another_is_not_taken_for_it(tmp_path, few_held_out, capsys, monkeypatch):
-    """A finished run is not made again, and a file of other settings is an error: otherwise work is lost or mixed."""
+    """A finished run is not made again, and a file of other settings, or of other defaults of the model, is an error:
+    otherwise work is lost or mixed.
+    """
     argv = ["--models", "llama", "--tasks", "recall", "--learning_rates", "1e-3", "--output", str(tmp_path), *SMALL]
     run = mad.make_runs(mad.parse_args(argv))[0]
     train(run, tmp_path / f"{run.name}.json", "")
@@ -258,6 +260,11 @@ def test_a_finished_run_is_kept_and_another_is_not_taken_for_it(tmp_path, few_he
     assert "1 runs, 1 of them finished" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"epochs=2, not 4"):
         mad.main([*argv, "--epochs", "4"])
+    record = json.loads((tmp_path / f"{run.name}.json").read_text())
+    record["config"]["hidden_act"] = "relu"
+    (tmp_path / f"{run.name}.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=r"a model with hidden_act=relu, which is silu by default now: give another"):
+        mad.main(argv)
 
 
 @pytest.mark.parametrize(

@@ -5,16 +5,31 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedConfig
 
-def is_finished(run: Any, file: Path) -> bool:
-    """Returns True if the JSON file has this run, a dataclass; raises ValueError if it has one of other settings."""
+VERSION = "transformers_version"  # in every config, and no property of the model
+
+
+def is_finished(run: Any, file: Path, config: PreTrainedConfig | None) -> bool:
+    """Returns True if the JSON file has this run, a dataclass, of a model of this config, None for one without.
+
+    Raises ValueError if it has one of other settings, or of a model whose defaults were others when it was made.
+    """
     if not file.exists():
         return False
-    found = json.loads(file.read_text(encoding="utf-8"))["run"]
+    record = json.loads(file.read_text(encoding="utf-8"))
     for name, value in asdict(run).items():
-        if found[name] != value:
+        if record["run"][name] != value:
             raise ValueError(
-                f"{file} is of a run with {name}={found[name]}, not {value}: give another --label or --output"
+                f"{file} is of a run with {name}={record['run'][name]}, not {value}: give another --label or --output"
+            )
+    then = record.get("config") or {}
+    now = json.loads(json.dumps(config.to_diff_dict())) if config is not None else {}
+    for name in sorted(then.keys() & now.keys() - {VERSION}):
+        if then[name] != now[name]:
+            raise ValueError(
+                f"{file} is of a model with {name}={then[name]}, which is {now[name]} by default now: "
+                "give another --output"
             )
     return True
 
