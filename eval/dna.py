@@ -145,6 +145,8 @@ def describe(data: DataOfRun) -> str:
 def finish(run: Run, data: DataOfRun, args: argparse.Namespace) -> dict[str, Any]:
     """Makes a run, unless it is finished, and returns its record."""
     file = args.output / f"{run.name}.json"
+    if args.save_models and run.model != "cnn" and file.exists() and not file.with_suffix("").is_dir():
+        raise ValueError(f"{file} is of a finished run without its model: --save_models needs another --output")
     if is_finished(run, file, config_of(run.model, data.classes, run.shape, run.settings)):
         return json.loads(file.read_text(encoding="utf-8"))
     record = make_run(run, data, file, args.save_models)

@@ -10,7 +10,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from titans_hf import TitansConfig
 from titans_hf_eval.dna_tokenizer import make_tokenizer
-from titans_hf_scripts.shared.compared_models import VARIANTS, fit_config
+from titans_hf_scripts.shared.compared_models import VARIANTS, check_fields, fit_config
 
 STOPPED = "-stopped"
 NAMES = (*VARIANTS, *(name + STOPPED for name in VARIANTS), "llama", "mamba2", "cnn")
@@ -83,9 +83,7 @@ def config_of(name: str, classes: list[str], shape: dict[str, Any], settings: di
         "use_cache": False,
     }
     variant = name.removesuffix(STOPPED)
-    for field in settings:
-        if field not in TitansConfig().to_dict():
-            raise ValueError(f"--set {field}: no field of TitansConfig")
+    check_fields("TitansConfig", TitansConfig(), settings)
     if name == "cnn":
         return PreTrainedConfig(**fields)
     if name == "mamba2":

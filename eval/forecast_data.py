@@ -87,13 +87,26 @@ def read_series(path: Path, time_column: str | None = None) -> Series:
     return Series(times, table.to_numpy(np.float32), list(table.columns))
 
 
+def uneven_step(times: np.ndarray) -> int | None:
+    """Returns the first row whose time since the row before is less than half the usual one (the median) or more than
+    one and a half times that, counted from 1; None if there is none. A cycle of rows is then none of time.
+    """
+    shares = np.diff(times) / np.median(np.diff(times))
+    uneven = np.flatnonzero((shares < 0.5) | (shares > 1.5))
+    return int(uneven[0]) + 2 if len(uneven) else None
+
+
 def rows_of_parts(times: np.ndarray, parts: list[float]) -> list[range]:
     """Splits T rows in time: three months of 30 days each, or three shares where they sum to at most 1.
 
-    Raises ValueError for parts that are not positive and for more months than the rows span.
+    Raises ValueError for parts that are not positive, for shares above 1 in sum and for more months than the rows span.
     """
     if len(parts) != 3 or min(parts) <= 0:
         raise ValueError(f"--split {' '.join(map(str, parts))}: must be three numbers above 0")
+    if sum(parts) > 1 + 1e-9 and max(parts) < 1:
+        raise ValueError(
+            f"--split {' '.join(map(str, parts))}: shares must sum to at most 1, but sum to {sum(parts):g}"
+        )
     if sum(parts) <= 1 + 1e-9:
         rows = [int(share * len(times)) for share in parts]
     else:

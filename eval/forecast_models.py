@@ -8,6 +8,7 @@ from transformers import PatchTSTConfig, PatchTSTForPrediction
 
 from titans_hf import TitansForTimeSeriesPrediction, TitansTimeSeriesConfig
 from titans_hf.time_series_titans import LOSSES, LearnedCycle
+from titans_hf_scripts.shared.compared_models import check_fields
 
 NAMES = ("titans", "titans-stopped", "patchtst", "rlinear", "dlinear", "repeat-last")
 EPSILON = 1e-5
@@ -126,9 +127,7 @@ def build_model(name: str, task: ForecastTask, settings: dict[str, Any]) -> nn.M
     """
     if name in BASELINES:
         return BASELINES[name](task)
-    unknown = settings.keys() - TitansTimeSeriesConfig().to_dict().keys()
-    if unknown:
-        raise ValueError(f"--set {', '.join(sorted(unknown))}: no field of TitansTimeSeriesConfig")
+    check_fields("TitansTimeSeriesConfig", TitansTimeSeriesConfig(), settings)
     of_task = dict(prediction_length=task.horizon, cycle_length=task.cycle_length, loss=task.loss)
     of_task["num_input_channels"] = task.num_channels
     given = settings.keys() & of_task.keys()

@@ -12,12 +12,13 @@ import re
 from itertools import product
 from pathlib import Path
 
+from torch.utils.data import DataLoader
 from transformers.utils.logging import disable_progress_bar
 
 from titans_hf.time_series_titans import LOSSES
-from titans_hf_eval.forecast_data import Series, make_splits, read_series
-from titans_hf_eval.forecast_models import NAMES
-from titans_hf_eval.forecast_run import Run, make_run
+from titans_hf_eval.forecast_data import Series, make_splits, read_series, uneven_step
+from titans_hf_eval.forecast_models import NAMES, forecasts
+from titans_hf_eval.forecast_run import INPUTS, Run, make_run
 from titans_hf_eval.forecast_tables import write_report
 from titans_hf_scripts.shared.argument_checks import check_folder, check_minimums
 from titans_hf_scripts.shared.command_line import run_command
@@ -79,8 +80,9 @@ def make_runs(args: argparse.Namespace, series: dict[str, Series]) -> list[Run]:
         own = {"data": data, "row": row, "model": model, "settings": settings if titans else {}}
         runs.append(Run(**own, horizon=horizon, seed=seed, **shared))
     for run in {(run.data, run.horizon, run.model): run for run in runs}.values():
-        make_splits(series[run.data], run.split, run.look_back, run.horizon)
-        run.build_model(len(series[run.data].names))
+        splits = make_splits(series[run.data], run.split, run.look_back, run.horizon)
+        window = next(iter(DataLoader(splits.train)))
+        forecasts(run.build_model(len(series[run.data].names)), *(window[name] for name in INPUTS))
     return runs
 
 
@@ -90,6 +92,9 @@ def main(argv: list[str] | None = None) -> None:
     if len(series) < len(args.data):
         raise ValueError(f"two DATA.csv have the same name: {', '.join(map(str, args.data))}")
     runs = make_runs(args, series)
+    for name, one in series.items():
+        if args.cycle_length and (row := uneven_step(one.times)) is not None:
+            print(f"{name}: row {row} is not at the usual step: --cycle_length counts rows, not time", flush=True)
     channels = {name: len(one.names) for name, one in series.items()}
     left = [
         run for run in runs if not is_finished(run, args.output / f"{run.name}.json", run.config(channels[run.data]))

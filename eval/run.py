@@ -8,7 +8,6 @@ Every finished task is saved; the same command again goes on with the next one.
 import argparse
 import json
 import logging
-import os
 import time
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -31,6 +30,7 @@ from titans_hf_eval.titans_lm import TitansLM
 from titans_hf_scripts.shared.argument_checks import check_folder, check_minimums
 from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.devices import choose_device
+from titans_hf_scripts.shared.finished_runs import write_record
 
 EVAL = Path(__file__).parent
 # A result is kept only while the code that made its prompts and read its answers is the same.
@@ -149,14 +149,6 @@ def evaluate(
     }
 
 
-def save(path: Path, result: dict[str, Any]) -> None:
-    """Writes all of the file or none of it: an interruption leaves no half result."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(result, indent=2) + "\n")
-    os.replace(unfinished, path)
-
-
 def run(units: list[Unit], checkpoint: Checkpoint, args: argparse.Namespace) -> None:
     """Evaluates what is not done yet."""
     folder = args.output / checkpoint.label
@@ -174,7 +166,7 @@ def run(units: list[Unit], checkpoint: Checkpoint, args: argparse.Namespace) -> 
             result = evaluate(lm, unit, checkpoint, args)
         except ConnectionError as error:
             raise ConnectionError(f"{unit}: {error}; --data takes the data from a folder") from error
-        save(paths[unit], {"settings": settings[unit], **result})
+        write_record({"settings": settings[unit], **result}, paths[unit])
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -3,7 +3,8 @@
     python scripts/bench.py memory --output runs/bench
 
 Times are processor time of one thread in float32, and wall-clock time on a GPU. Each benchmark first checks the result
-of what it times. Candidates run in turn in one process, so that their ratios hold on a busy machine.
+of what it times. `memory`, `titans-pytorch` and `decode` time what they compare in turn, so that their ratios hold on a
+busy machine; `models` takes the least of several times.
 """
 
 import argparse
@@ -27,6 +28,7 @@ BENCHMARKS = {
     "decode": decode,
     "prompt": long_prompt,
 }
+REPEATED = ("memory", "titans-pytorch", "models")  # the others have --steps and --every
 COUNTS = ("repeats", "lengths", "chunks", "depths", "contexts", "steps", "tokens", "piece", "every")
 
 
@@ -37,7 +39,8 @@ def main(argv: list[str] | None = None) -> None:
         command = commands.add_parser(name, help=benchmark.__doc__.splitlines()[0], description=benchmark.__doc__)
         command.add_argument("--output", type=Path, default=Path("runs/bench"), help="folder of tables and plots")
         command.add_argument("--device", default="cpu")
-        command.add_argument("--repeats", type=int, default=5, help="rounds; the median is reported")
+        if name in REPEATED:
+            command.add_argument("--repeats", type=int, default=5, help="times that each is measured")
         benchmark.add_arguments(command)
     args = parser.parse_args(argv)
     check_minimums(args, **{name: 1 for name in COUNTS if name in args})

@@ -40,6 +40,7 @@ def main(argv: list[str] | None = None) -> None:
     check_weights(args.adapter, "ADAPTER")
     with loading_weights(base, f"ADAPTER {args.adapter}: its model"):
         merged = AutoPeftModelForCausalLM.from_pretrained(args.adapter, dtype="auto").merge_and_unload()
+    merged.config.use_cache = True  # Trainer saves it as false: a model that is called plainly would forget
     merged.save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)
 

@@ -19,7 +19,8 @@ from titans_hf_scripts.shared.compared_models import count_parameters
 
 
 def run(tmp_path, *arguments):
-    bench.main([*arguments, "--repeats", "1", "--output", str(tmp_path)])
+    repeats = ["--repeats", "1"] if arguments[0] in bench.REPEATED else []
+    bench.main([*arguments, *repeats, "--output", str(tmp_path)])
     path = tmp_path / f"{arguments[0]}.json"
     assert path.with_suffix(".png").stat().st_size > 5000
     assert path.with_suffix(".md").read_text().count("\n") == len(json.loads(path.read_text())["rows"]) + 2
@@ -98,6 +99,8 @@ def test_settings_are_of_titans_alone(tmp_path):
     assert model_shapes.settings_of("llama", "tiny", pairs) == {}
     with pytest.raises(ValueError, match="--set memory_moment: TitansConfig has no such field"):
         run(tmp_path, "decode", "--models", "llama", "--set", "memory_moment=true")
+    with pytest.raises(ValueError, match="--set memory_head_dim: TitansConfig has no such field"):
+        run(tmp_path, "decode", "--models", "llama", "--set", "memory_head_dim=64")
     with pytest.raises(ValueError, match="--set variant: the benchmark sets it"):
         run(tmp_path, "decode", "--models", "llama", "--set", "variant=mac")
     with pytest.raises(ValueError, match="--set memory_depth: the benchmark sets it"):
@@ -191,3 +194,10 @@ def test_bytes_of_a_cache():
     cache = DynamicCache()
     cache.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), layer_idx=0)
     assert decode.num_bytes(cache) == 2 * 24 * 4
+
+
+def test_full_attention_has_the_keys_of_its_context():
+    """A context that is no multiple of what is read has as many keys: otherwise a row would be of a shorter context."""
+    model = model_shapes.build(model_shapes.fit_config("llama", "tiny"), torch.device("cpu"), torch.float32)
+    cache = decode.Reader(model, decode.NUM_READ_TOKENS + 7).cache
+    assert {layer.keys.shape[2] for layer in cache.layers} == {decode.NUM_READ_TOKENS + 7}

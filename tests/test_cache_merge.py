@@ -8,6 +8,7 @@ from common import (
     assert_same,
     assert_same_cache,
     make_ids,
+    make_model,
     read,
     shared_model,
 )
@@ -66,6 +67,10 @@ def test_what_cannot_be_merged():
         cache.merge(cache, 1.5)
     for other, message in (
         (read(shared_model("mal"), ids)[1], "same model, but its variant is mal, not mag"),
+        (
+            read(make_model("mag", memory_update_rule="chunk", memory_momentum=False), ids)[1],
+            "its memory_update_rule is chunk, not delta",
+        ),
         (read(model, make_ids(3, 21))[1], "one row or 2, but has 3"),
         (TitansCache(model.config), "have read nothing"),
         (None, "`other` must be a TitansCache, but is a NoneType"),

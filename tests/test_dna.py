@@ -179,7 +179,7 @@ def test_files_to_train_and_to_test_on(tsv, capsys):
         (["--test", "x.tsv"], "give either DATA files, or --train and --test files"),
         (["--train", "x.tsv", "--test", "x.tsv"], "give either DATA files, or --train and --test files"),
         (["--set", "memory_depth=2"], "--set needs a name of its own"),
-        (["--set", "memory_dept=2", "--label", "x"], "--set memory_dept: no field of TitansConfig"),
+        (["--set", "memory_dept=2", "--label", "x"], "--set memory_dept: TitansConfig has no such field"),
         (["--set", "memory_depth=0", "--label", "x"], "the model lmm: .*memory_depth"),
         (["--label", "a/b"], "--label 'a/b'"),
         (["--models", "lmm", "--hidden_size", "15", "--set", "memory_num_heads=2", "--label", "x"], "hidden_size"),

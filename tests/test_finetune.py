@@ -12,7 +12,7 @@ import torch
 from byte_model import save_byte_model
 from safetensors.torch import load_file
 from test_serve import MESSAGES, complete, serving
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from titans_hf_scripts import merge
 
@@ -34,9 +34,12 @@ def adapter(tmp_path):
 
 
 def test_merging_keeps_what_the_adapter_says(adapter, tmp_path):
-    """The merged model has the adapted model's logits, its tokenizer and its cache: otherwise users would serve another
-    model.
+    """The merged model has the adapted model's logits, its tokenizer and, whatever Trainer has left in the base's
+    config, its cache: otherwise users would serve another model.
     """
+    config = tmp_path / "model" / "config.json"
+    config.write_text(config.read_text().replace('"use_cache": true', '"use_cache": false'))
+    assert not AutoConfig.from_pretrained(tmp_path / "model").use_cache
     merge.main([str(tmp_path / "adapter"), str(tmp_path / "merged")])
     ids = AutoTokenizer.from_pretrained(tmp_path / "merged")("Who is there?", return_tensors="pt").input_ids
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")

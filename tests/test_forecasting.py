@@ -9,7 +9,7 @@ import torch
 from series_files import write_series
 
 from titans_hf_eval import forecast_tables, forecasting
-from titans_hf_eval.forecast_data import Windows, make_splits, read_series, rows_of_parts
+from titans_hf_eval.forecast_data import Windows, make_splits, read_series, rows_of_parts, uneven_step
 from titans_hf_eval.forecast_models import BASELINES, DLinear, ForecastTask, RepeatLast, RLinear, build_model
 from titans_hf_eval.forecast_run import Scores, mean_scores, scores_without_last_batch, window_errors
 
@@ -194,6 +194,19 @@ def test_runs_go_on_and_are_reported(csv, capsys):
         forecasting.main(options)
 
 
+def test_a_cycle_over_a_gap_is_told(csv, capsys):
+    """Rows of uneven steps are found, months are none, and a run with a cycle says so: otherwise a gap would shift the
+    cycle without a word.
+    """
+    days = np.arange("2020-01-01", "2020-03-01", dtype="datetime64[D]")
+    assert uneven_step(days) is None and uneven_step(np.delete(days, slice(10, 12))) == 11
+    assert uneven_step(np.arange("2020-01", "2023-01", dtype="datetime64[M]").astype("datetime64[D]")) is None
+    lines = csv.read_text().splitlines()
+    csv.write_text("\n".join(lines[:31] + lines[34:]) + "\n")
+    forecasting.main(command(csv, "--models", "repeat-last", "--horizons", "2", "--cycle_length", "6"))
+    assert "waves: row 31 is not at the usual step" in capsys.readouterr().out
+
+
 def test_the_best_weights_are_scored(csv):
     """With a learning rate that ruins the model, the validation score is that of the best evaluation. If it failed,
     early stopping would stop without going back.
@@ -277,12 +290,14 @@ def test_chosen_rows_are_reported(tmp_path, monkeypatch):
         (["--horizons", "0"], "--horizons must be at least 1, but is 0"),
         (["--split", "12", "4", "4"], "months of 30 days are 14400 rows, but there are 60"),
         (["--split", "0.6", "0", "0.4"], "must be three numbers above 0"),
+        (["--split", "0.7", "0.2", "0.2"], "shares must sum to at most 1, but sum to 1.1"),
         (["--horizons", "20"], "the validation part of 12 rows has no window of 8 and 20 rows"),
         (["--time_column", "when"], "--time_column when: .* has the columns date, c0, c1"),
         (["--time_column", "c0"], "the dates of the column c0 must increase"),
         (["--set", "patch_length=4"], "--set needs a name of its own"),
         (["--set", "patch_length=3", "--label", "x"], "`context_length` .8. must be a multiple of `patch_length` .3."),
-        (["--set", "patch_len=4", "--label", "x"], "--set patch_len: no field"),
+        (["--set", "patch_len=4", "--label", "x"], "--set patch_len: TitansTimeSeriesConfig has no such field"),
+        (["--set", *TINY, "context_length=16", "--label", "x"], "`past_values` must be .* at least 16"),
         (["--set", "loss=mae", "--label", "x"], "--set loss: set by the command"),
         (["--cycle_length", "-1"], "--cycle_length must be at least 0, but is -1"),
         (["--set", "patch_length", "--label", "x"], "a setting must be NAME=VALUE"),

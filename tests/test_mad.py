@@ -281,6 +281,7 @@ def test_a_finished_run_is_kept_and_another_is_not_taken_for_it(tmp_path, few_he
         ),
         (["--set", "memory_max_lr=0"], "--set needs a --label"),
         (["--models", "llama", "--set", "memory_depth=1", "--label", "x"], "llama has no such field"),
+        (["--models", "lmm", "--set", "memory_head_dim=64", "--label", "x"], "lmm has no such field"),
         (["--models", "lmm", "--set", "memory_depth=0", "--label", "x"], "memory_depth"),
         (
             ["--tasks", "selective-copying", "--task_set", "length=32"],

@@ -17,7 +17,7 @@ from memorize_runs import (
     scale_steps,
 )
 
-from titans_hf import UpdateRule
+from titans_hf import UpdateRule, memorize_reference
 from titans_hf.memory_ops import memorize
 from titans_hf.memory_scan import CHECKPOINT_INTERVAL
 
@@ -71,3 +71,17 @@ def test_training_by_autograd_keeps_the_states_that_some_chunks_start_with():
         memorize(inputs, state, UpdateRule(1.0, network="residual"), chunk_size=CHUNK)
     of_states = -(-10 // CHECKPOINT_INTERVAL) * sum(x.numel() for x in state.flat())
     assert sum(x.numel() for x in kept.values()) < of_states + 3 * sum(x.numel() for x in inputs if x is not None)
+
+
+@pytest.mark.parametrize("compute", [memorize, memorize_reference])
+def test_rules_that_cannot_be(compute):
+    """The delta rule with another network than an MLP, and an unknown network, are refused: otherwise something would
+    be computed that no equation says.
+    """
+    state, inputs = make_state(1, [0, 0, 0]), make_inputs(3)
+    for rule, message in (
+        (UpdateRule(None, True, "residual"), "`delta_rule` must be False with the network 'residual'"),
+        (UpdateRule(None, network="resid"), "`network` must be one of mlp, residual, but is 'resid'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            compute(inputs, state, rule, chunk_size=CHUNK)

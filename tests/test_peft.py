@@ -150,3 +150,17 @@ def test_an_adapter_without_targets_adapts_attention_and_memory(variant):
     if variant == "mac":
         expected |= {"recall.q_proj", "recall.o_proj"}
     assert adapted == expected
+
+
+def test_a_memory_of_an_adapted_model_is_saved_and_loaded(tmp_path):
+    """A memory is saved and loaded with PEFT's own class around the model, and is not one of the model without the
+    adapter: otherwise a user of adapters could keep no memory, or read on with other weights.
+    """
+    model = adapt("mac", "both")
+    cache = TitansCache(model.config)
+    with torch.no_grad():
+        model(input_ids=make_ids(2, 21), past_key_values=cache)
+    cache.save_pretrained(tmp_path, model)
+    assert_same_cache(TitansCache.from_pretrained(tmp_path, model), cache, 0)
+    with pytest.raises(ValueError, match="is the memory of another model: its weights"):
+        TitansCache.from_pretrained(tmp_path, make_model("mac"))

@@ -246,6 +246,10 @@ def test_other_arguments_that_do_not_fit():
         model.generate(values, prediction_length=0)
     with pytest.raises(ValueError, match="at most 3, less than a patch, but is 4"):
         make_model(prediction_length=3).generate(values, prediction_length=4)
+    with pytest.raises(ValueError, match=r"`past_values` must have a floating dtype, but has torch\.int64"):
+        model(past_values=values.long())
+    with pytest.raises(ValueError, match="`past_observed_mask` must be None"):
+        model(past_values=values, past_observed_mask=values > 0)
 
 
 @pytest.mark.parametrize(

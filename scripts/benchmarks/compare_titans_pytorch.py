@@ -42,6 +42,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> Iterator[dict]:
     """Checks our memory, then times both layers by turns; yields a row per case and pass."""
+    if args.device.type != "cpu":
+        raise ValueError(f"--device {args.device}: this comparison is made on the CPU only")
     memory_alone.check(2, CHUNK, args.device)
     with Worker(args.python) as worker:
         for chunk_size, length in tqdm(CASES, desc="titans-pytorch"):

@@ -78,8 +78,8 @@ class Reader:
         if not titans:
             for layer in self.cache.layers:
                 if isinstance(layer, DynamicLayer) and not isinstance(layer, DynamicSlidingWindowLayer):
-                    repeats = (1, 1, context // ids.shape[1], 1)
-                    layer.keys, layer.values = layer.keys.repeat(repeats), layer.values.repeat(repeats)
+                    columns = torch.arange(context, device=layer.keys.device) % ids.shape[1]
+                    layer.keys, layer.values = layer.keys[:, :, columns], layer.values[:, :, columns]
 
     def step(self) -> None:
         self.model(self.token, use_cache=True, **self.given)

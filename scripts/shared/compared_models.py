@@ -127,7 +127,6 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
 
 
 def check_fields(owner: str, config: PreTrainedConfig, settings: dict[str, Any]) -> None:
-    """Raises ValueError for a setting that is no field of the config; `owner` says whose it is."""
-    for field in settings:
-        if not hasattr(config, field):
-            raise ValueError(f"--set {field}: {owner} has no such field")
+    """Raises ValueError for settings that are no fields of the config; `owner` says whose they are."""
+    if unknown := settings.keys() - config.to_dict().keys():
+        raise ValueError(f"--set {', '.join(sorted(unknown))}: {owner} has no such field")

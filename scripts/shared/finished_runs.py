@@ -23,8 +23,11 @@ def is_finished(run: Any, file: Path, config: PreTrainedConfig | None) -> bool:
             raise ValueError(
                 f"{file} is of a run with {name}={record['run'][name]}, not {value}: give another --label or --output"
             )
-    then = record.get("config") or {}
-    now = json.loads(json.dumps(config.to_diff_dict())) if config is not None else {}
+    if config is None:
+        return True
+    then, now = record.get("config"), json.loads(json.dumps(config.to_diff_dict()))
+    if then is None:
+        raise ValueError(f"{file} does not say what defaults its model had: give another --output")
     for name in sorted(then.keys() & now.keys() - {VERSION}):
         if then[name] != now[name]:
             raise ValueError(

@@ -30,7 +30,7 @@ MAX_TRIES = 8
 
 
 class Tokenized(NamedTuple):
-    """One row per document: `input_ids` with the eos, and `prompt_length`. `num_bytes` of UTF-8 text."""
+    """One row per document: `input_ids` with the eos, and `prompt_length`. `num_bytes` of UTF-8 without prompts."""
 
     documents: Dataset
     num_bytes: int
@@ -107,7 +107,8 @@ def tokenize_documents(
     documents = documents.select_columns(list(columns))
     if documents._indices is not None:
         documents = documents.flatten_indices()
-    num_bytes = sum(pc.sum(pc.binary_length(documents.data.column(name))).as_py() or 0 for name in columns)
+    bytes_of = [pc.sum(pc.binary_length(documents.data.column(name))).as_py() or 0 for name in columns]
+    num_bytes = sum(bytes_of)
     if not num_bytes:
         raise ValueError("the data holds no text")
     if num_workers is None:
@@ -137,7 +138,7 @@ def tokenize_documents(
         print(
             f"tokenized {total:,} tokens in {seconds:.1f} s: {total / seconds:,.0f} tokens/s, {num_workers} processes"
         )
-    return Tokenized(tokenized, num_bytes)
+    return Tokenized(tokenized, bytes_of[-1])
 
 
 def pack_arrays(documents: Iterable[np.ndarray], block_length: int) -> Iterator[np.ndarray]:
@@ -212,11 +213,11 @@ def make_blocks(
     packing: bool = True,
     num_workers: int | None = None,
 ) -> tuple[Dataset, float]:
-    """Makes the blocks, cached on disk; returns them with the number of tokens per byte of their text."""
+    """Makes the blocks, cached on disk; returns them with the number of learnt tokens per byte of what is learnt."""
     columns = text_columns(documents, column, packing)
     tokenized, num_bytes = tokenize_documents(documents, columns, tokenizer, num_workers)
     blocks = pack_documents(tokenized, block_length) if packing else keep_documents(tokenized, block_length)
-    return blocks.with_format("torch"), count_tokens(blocks) / num_bytes
+    return blocks.with_format("torch"), count_tokens(blocks, learnt=True) / num_bytes
 
 
 class StreamedBlocks(torch.utils.data.IterableDataset):
@@ -236,7 +237,8 @@ class StreamedBlocks(torch.utils.data.IterableDataset):
     ):
         self.documents, self.columns, self.tokenizer = documents, columns, tokenizer
         self.block_length, self.packing, self.find_damage = block_length, packing, find_damage
-        self.num_documents = self.num_tokens = self.num_bytes = 0  # read so far in the iteration under way
+        self.num_documents = 0  # read so far in the iteration under way
+        self.num_tokens = self.num_bytes = 0  # of them, without prompts
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         blocks = self._packed() if self.packing else self._whole()
@@ -257,10 +259,11 @@ class StreamedBlocks(torch.utils.data.IterableDataset):
         self.num_documents = self.num_tokens = self.num_bytes = 0
         for document in self._documents():
             batch = {name: [document[name]] for name in self.columns}
-            self.num_bytes += sum(len((document[name] or "").encode()) for name in self.columns)
+            self.num_bytes += len((document[self.columns[-1]] or "").encode())
             tokenized = tokenize_batch(batch, self.columns, self.tokenizer)
-            self.num_tokens += len(tokenized["input_ids"][0])
-            yield tokenized["input_ids"][0], tokenized["prompt_length"][0]
+            tokens, prompt_length = tokenized["input_ids"][0], tokenized["prompt_length"][0]
+            self.num_tokens += len(tokens) - prompt_length
+            yield tokens, prompt_length
 
     def _packed(self) -> Iterator[dict[str, np.ndarray | int]]:
         for blocks in pack_arrays((tokens for tokens, _ in self._rows()), self.block_length):
@@ -275,10 +278,13 @@ class StreamedBlocks(torch.utils.data.IterableDataset):
                 yield {"input_ids": tokens, "prompt_length": prompt_length}
 
 
-def count_tokens(blocks: Dataset) -> int:
-    """Counts the tokens of all blocks or documents."""
-    lengths = (pc.list_value_length(table["input_ids"]) for table in blocks.with_format("arrow").iter(batch_size=1000))
-    return sum(pc.sum(length).as_py() for length in lengths)
+def count_tokens(blocks: Dataset, learnt: bool = False) -> int:
+    """Counts the tokens of all blocks or documents, or, if `learnt`, those that are no prompt's."""
+    number = 0
+    for table in blocks.with_format("arrow").iter(batch_size=1000):
+        number += pc.sum(pc.list_value_length(table["input_ids"])).as_py()
+        number -= pc.sum(table["prompt_length"]).as_py() if learnt else 0
+    return number
 
 
 def collate(blocks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ STREAMED_EVAL_BLOCKS = 100
 
 
 class Blocks(NamedTuple):
-    """The blocks of a run, and the tokens per byte of the text that the evaluation blocks come from."""
+    """The blocks of a run, and the tokens per byte of the text that evaluation blocks come from, without prompts."""
 
     train: Dataset | StreamedBlocks
     evaluation: Dataset

@@ -162,7 +162,7 @@ class TitansCache(Cache):
         The file contains what was read: treat it like the text itself. Raises ValueError for the cache of another model
         and for a model that is sharded or offloaded.
         """
-        _check_model(model)
+        model = _model_of_transformers(model)
         self.check_fits(model.config, self.batch_size)
         layers = [layer.named_tensors() for layer in self.layers]
         tensors = {f"{i}.{path}": x for i, layer in enumerate(layers) for path, x in layer.items()}
@@ -181,7 +181,7 @@ class TitansCache(Cache):
         Raises FileNotFoundError for a folder without a memory, and ValueError, naming what differs, for the memory of a
         model with another config, dtype or weights, for a file that was truncated or altered, and for a newer format.
         """
-        _check_model(model)
+        model = _model_of_transformers(model)
         saved = read_memory(folder, model)
         cache = cls(model.config, **options)
         cache.about = saved.description["about"]
@@ -232,10 +232,12 @@ def _check_equal(problem: str, fields: dict, expected: dict) -> None:
             raise ValueError(f"{problem} its {name} is {value}, not {expected.get(name)}.")
 
 
-def _check_model(model: PreTrainedModel) -> None:
-    """Raises ValueError unless `model` is a model of transformers, perhaps with an adapter around it."""
-    if not hasattr(model, "base_model"):
+def _model_of_transformers(model: torch.nn.Module) -> PreTrainedModel:
+    """Returns the model, or, of an adapter of PEFT around one, the adapted model; raises ValueError for another."""
+    adapted = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not hasattr(adapted, "base_model"):
         raise ValueError(f"`model` must be the model that the memory belongs to, but is a {type(model).__name__}.")
+    return adapted
 
 
 def _check_rows(rows: Tensor, batch_size: int) -> None:
@@ -250,7 +252,8 @@ def _check_rows(rows: Tensor, batch_size: int) -> None:
 def _shaping_fields(config: TitansConfig) -> dict:
     """Returns the fields of a config that determine the shapes of its states and when they change."""
     names = ["variant", "num_hidden_layers", "hidden_size", "memory_num_heads", "memory_depth", "memory_expansion"]
-    names += ["memory_momentum", "memory_chunk_size", "memory_conv_kernel", "token_memory_features"]
+    names += ["memory_network", "memory_update_rule", "memory_momentum", "memory_chunk_size", "memory_conv_kernel"]
+    names += ["token_memory_features"]
     if config.variant != "lmm":
         names += ["num_persistent_tokens", "num_key_value_heads", "head_dim"]
         names += ["segment_length"] if config.variant == "mac" else ["sliding_window"]

@@ -13,7 +13,7 @@ Shapes: ... batch and heads, T tokens, D head size, F hidden size; layer l maps 
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -84,6 +84,13 @@ class UpdateRule(NamedTuple):
     error_clip: float | None
     delta_rule: bool = False
     network: Network = "mlp"
+
+    def check(self) -> None:
+        """Raises ValueError for an unknown network, and for the delta rule with another than an MLP."""
+        if self.network not in get_args(Network):
+            raise ValueError(f"`network` must be one of {', '.join(get_args(Network))}, but is {self.network!r}.")
+        if self.delta_rule and self.network != "mlp":
+            raise ValueError(f"`delta_rule` must be False with the network {self.network!r}, but is True.")
 
     def needs_anchor(self, depth: int) -> bool:
         """True if any gradient is taken at the weights of the chunk's start: with the delta rule, all but those of the

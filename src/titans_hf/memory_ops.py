@@ -62,9 +62,10 @@ def memorize(
         grid: where given, the tokens are already on its slots (T = grid.num_slots), of a grid for a multiple of
             `chunk_size`. What is returned is undefined at empty slots.
 
-    Raises ValueError for a state without the anchor that the rule needs, or with a momentum where the inputs have no
-    `log_momentum_decay` and the other way round.
+    Raises ValueError for a rule that cannot be, and for a state without the anchor that the rule needs, or with a
+    momentum where the inputs have no `log_momentum_decay` and the other way round.
     """
+    rule.check()
     if bool(state.momentum) != (inputs.log_momentum_decay is not None):
         raise ValueError(
             f"`state` has {len(state.momentum)} tensors of momentum, but `inputs.log_momentum_decay` is "

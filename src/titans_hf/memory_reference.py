@@ -68,6 +68,7 @@ def memorize_reference(
 
     With a `decay_target` M_0, eq. 13 is stated for the weights less M_0.
     """
+    rule.check()
     queries, keys, values, inner_lr, log_momentum_decay, log_retain, _ = inputs
     error_clip, delta_rule, network = rule
     weights, momentum, anchor, num_seen = state.weights, state.momentum, state.anchor, state.num_seen

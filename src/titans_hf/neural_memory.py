@@ -62,14 +62,14 @@ class NeuralMemory(nn.Module):
     The initial state is learned. It is a layer for any network; the state has the same size after any number of tokens:
 
     ```python
-    memory = NeuralMemory(TitansConfig(hidden_size=256, num_attention_heads=4))
+    memory = NeuralMemory(TitansConfig(variant="lmm", hidden_size=256, memory_num_heads=4))
     output, state = memory(first)  # first (B, T, 256), output (B, T, 256)
     output, state = memory(second, state)  # as if both had been one sequence
     ```
 
     Args:
-        config: `hidden_size`, the fields whose names begin with `memory_`, and `num_attention_heads` where
-            `memory_num_heads` is not given.
+        config: `hidden_size` and the fields whose names begin with `memory_`; of the variant "lmm", so that none of
+            attention's, which have no effect here, is checked.
         layer_idx: index of the decoder layer; None outside of a model.
     """
 

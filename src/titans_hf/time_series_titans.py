@@ -145,7 +145,8 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         """Forecasts the `prediction_length` values that follow `past_values`.
 
         Args:
-            past_values (B, T, C) float: new values of C channels; T a multiple of `patch_length`, at the beginning of a
+            past_values (B, T, C) float: new values of C channels, finite: fill in what is missing, since one NaN makes
+                NaN of all later forecasts of its channel; T a multiple of `patch_length`, at the beginning of a
                 series at least `context_length`.
             future_values (B, prediction_length, C) float: what follows; gives the loss.
             state: what the call before returned, None at the beginning of a series; left as it is.
@@ -153,8 +154,11 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
                 values. Without a cycle it has no meaning.
             use_cache: return the state after the last value.
 
-        Raises ValueError for values or positions of another shape, and for a state of another number of series.
+        Raises ValueError for values or positions of another shape or dtype, for a state of another number of series,
+        and for `past_observed_mask`, which transformers' own models of time series take.
         """
+        if kwargs.pop("past_observed_mask", None) is not None:
+            raise ValueError("`past_observed_mask` must be None: every value counts. Fill in those that are missing.")
         self._check_values(past_values, future_values, state)
         position = self._first_position(past_values, state, cycle_position)
         residual, future_cycle = self._split_cycle(past_values, position)
@@ -258,6 +262,9 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
 
     def _check_values(self, past_values: Tensor, future_values: Tensor | None, state: TimeSeriesState | None) -> None:
         """Raises ValueError for values or a state that `forward` does not take."""
+        for name, values in (("past_values", past_values), ("future_values", future_values)):
+            if values is not None and not values.is_floating_point():
+                raise ValueError(f"`{name}` must have a floating dtype, but has {values.dtype}.")
         shape, size = tuple(past_values.shape), self.config.patch_length
         least = self.config.context_length if state is None else size
         if len(shape) != 3 or 0 in shape or shape[1] % size or shape[1] < least:

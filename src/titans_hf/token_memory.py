@@ -3,13 +3,13 @@
 A linear memory by the delta rule (paper section 3.1, without momentum) behind the last layer. With the final hidden
 states h_t and the embeddings e_t of the tokens, both normalised to length 1:
 
-    k_t = phi(h_{t-1}),  q_t = phi(h_t),  v_t = e_t,    phi(h) = f / |f|,  f = max(0, h R - 1.5)
+    k_t = phi(h_{t-1}),  q_t = phi(h_t),  v_t = e_t,    phi(h) = f / |f|,  f = max(0, h Omega - 1.5)
     M_t = (1 - alpha_t) M_{t-1} - theta_t grad |M_{t-1}(k_t) - v_t|^2,  M_0 = 0    (eq. 10-13 without momentum)
     output_t = scale o 2 sigmoid(w h_t + b) M_t(q_t)                               (added to what the LM head reads)
 
-The directions R are random and not trained. A write overwrites what is stored in its key's direction: with many sparse
-features the keys of a long text have few directions in common. The LM head's weights are the embeddings, so that what
-is retrieved, a mixture of embeddings, raises the logits of its tokens from the first training step on.
+The directions Omega (D, F) are random and not trained. A write overwrites what is stored in its key's direction: with
+many sparse features the keys of a long text have few directions in common. The LM head's weights are the embeddings, so
+that what is retrieved, a mixture of embeddings, raises the logits of its tokens from the first training step on.
 
 An extension beyond the paper. docs/log.md: "A memory of which token follows"
 Shapes: R rows of the grid, G slots, F features, D hidden size.
