@@ -264,3 +264,30 @@ def test_a_prompt_after_what_was_read(variant):
     cache.activate_past_recording()
     with pytest.raises(RuntimeError, match=r"start_prompt\(\) cannot be undone"):
         cache.start_prompt()
+
+
+@pytest.mark.parametrize("where", ["layer", "head"])
+@pytest.mark.parametrize("recording", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_call_that_fails_leaves_the_cache(variant, recording, where):
+    """A call that is interrupted between two layers or in the LM head leaves the cache as it was: otherwise a second
+    try would read the tokens twice in some of the layers.
+    """
+    model, ids = make_model(variant), make_ids(2, 21)
+    cache = TitansCache(model.config)
+    if recording:
+        cache.activate_past_recording()
+    read(model, ids[:, :13], cache=cache)
+    before = {name: x for layer in cache.layers for name, x in layer.named_tensors().items()}
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    module = model.model.layers[1] if where == "layer" else model.lm_head
+    hook = module.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        read(model, ids[:, 13:], cache=cache)
+    hook.remove()
+    after = {name: x for layer in cache.layers for name, x in layer.named_tensors().items()}
+    assert all(after[name] is x for name, x in before.items()) and after.keys() == before.keys()
+    assert_same(read(model, ids[:, 13:], cache=cache)[0], full_logits(model, ids)[:, 13:])

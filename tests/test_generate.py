@@ -200,6 +200,33 @@ def test_end_of_sequence(variant):
         assert not ours[stop:].any()
 
 
+@pytest.mark.parametrize("implementation", ["dynamic", "static"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_padding_after_an_end_is_not_read(variant, implementation):
+    """The padding of a row that ends before the others changes neither its memory nor its next turn: otherwise a batch
+    of conversations would differ from each of them alone.
+    """
+    model, ids = shared_model(variant), make_ids(3, 11)
+    free = model.generate(ids, max_new_tokens=20, **GREEDY)[:, 11:]
+    eos = next(x for x in free[:, :12].flatten().tolist() if not (free == x).any(1).all())  # ends some rows only
+    settings = dict(eos_token_id=eos, pad_token_id=0, cache_implementation=implementation, return_dict_in_generate=True)
+    first = model.generate(ids, max_new_tokens=20, do_sample=False, **settings)
+    ends = [(row[11:] == eos).nonzero() for row in first.sequences]
+    answers = [20 if not len(end) else 1 + end[0].item() for end in ends]
+    assert min(answers) < max(answers) == 20
+    read_by_rows = [11 + min(length, 19) for length in answers]  # the last token of the longest has not been read
+    assert first.past_key_values.num_tokens_seen().tolist() == read_by_rows
+    mask = torch.stack([(torch.arange(31) < 11 + length).long() for length in answers])
+    transcript = torch.cat([first.sequences, make_ids(3, 12, seed=5)], 1)
+    mask = torch.cat([mask, torch.ones(3, 12, dtype=torch.int64)], 1)
+    second = model.generate(
+        transcript, attention_mask=mask, past_key_values=first.past_key_values, max_new_tokens=9, **GREEDY
+    )
+    for row, kept in zip(second, mask.bool(), strict=True):
+        alone = torch.cat([row[:43][kept], row[43:]])
+        assert is_greedy(model, alone[None], len(alone) - 9)
+
+
 @pytest.mark.parametrize("implementation", ["sliding_window", "quantized"])
 def test_other_cache_implementations_are_refused(implementation):
     """Unsupported cache implementations raise an error that names the argument: otherwise generate() would fail far

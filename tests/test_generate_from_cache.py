@@ -50,3 +50,25 @@ def test_an_early_exit_is_refused():
         model.generate(make_ids(1, 9), assistant_early_exit=1, **GREEDY)
     assert model.config.num_hidden_layers == 2
     model.generate(make_ids(1, 9), **GREEDY)
+
+
+def test_what_would_read_twice_or_not_at_all_is_refused():
+    """A cache with `use_cache=False`, embeddings of new tokens with the mask of all, embeddings in pieces, and a cache
+    of fewer rows raise an error that says what to do: otherwise tokens would be read again or be skipped.
+    """
+    model, ids = shared_model("mag"), make_ids(2, 29)
+    cache = read(model, ids[:, :9])[1]
+    embeds, mask = model.get_input_embeddings()(ids[:, 9:]).detach(), torch.ones_like(ids)
+    for settings, message in (
+        (dict(inputs=ids, use_cache=False), "`use_cache` must be True with `past_key_values`"),
+        (dict(inputs_embeds=embeds, attention_mask=mask), r"`inputs_embeds` has 20 columns and `attention_mask` 29"),
+        (dict(inputs=ids, num_beams=2), r"its batch size is 2, not 4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.generate(past_key_values=cache, **settings, **GREEDY)
+    with pytest.raises(ValueError, match="`prefill_chunk_size` must be None with `inputs_embeds`"):
+        model.generate(inputs_embeds=embeds, prefill_chunk_size=4, **GREEDY)
+    one = read(model, ids[:1, :9])[1]
+    with pytest.raises(ValueError, match=r"batch size is 1, not 2; `batch_repeat_interleave\(2\)` gives"):
+        model(ids[:, 9:], past_key_values=one)
+    assert cache.num_tokens_seen().tolist() == [9, 9]

@@ -168,3 +168,17 @@ def test_columns_that_are_read_again_are_told_once():
     read(model, ids[:, 13:20], cache=cache)
     cache.crop(-3)
     assert_same(surprise_of(model, ids[:, 17:], cache), surprise_of(model, ids)[..., 17:])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_surprise_keeps_no_graph(variant):
+    """What is kept for the surprise carries no gradient: otherwise a list of it would keep the activations of all
+    calls.
+    """
+    output = make_model(variant)(make_ids(2, 21), output_surprise=True)
+    assert output.logits.requires_grad
+    for layer in output.surprise:
+        for updates, _ in layer.parts:
+            for update in updates:
+                assert not update.surprise.requires_grad
+                assert not any(gate is not None and gate.requires_grad for gate in update.gates)

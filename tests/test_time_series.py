@@ -242,14 +242,26 @@ def test_other_arguments_that_do_not_fit():
         model(past_values=values[:1], state=state)
     with pytest.raises(ValueError, match=r"`past_values` must be .* at least 4, but is"):
         model(past_values=values[:, :2], state=state)
-    with pytest.raises(ValueError, match="`prediction_length` must be at least 1, but is 0"):
+    with pytest.raises(ValueError, match="`prediction_length` must be an int, at least 1, but is 0"):
         model.generate(values, prediction_length=0)
     with pytest.raises(ValueError, match="at most 3, less than a patch, but is 4"):
         make_model(prediction_length=3).generate(values, prediction_length=4)
-    with pytest.raises(ValueError, match=r"`past_values` must have a floating dtype, but has torch\.int64"):
-        model(past_values=values.long())
-    with pytest.raises(ValueError, match="`past_observed_mask` must be None"):
-        model(past_values=values, past_observed_mask=values > 0)
+    for given, dtype in ((values.long(), "torch.int64"), (values.numpy(), "ndarray"), (values.tolist(), "list")):
+        with pytest.raises(ValueError, match=f"`past_values` must be a tensor of a floating dtype, but is {dtype}"):
+            model(past_values=given)
+    for missing in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="`past_values` must be finite"):
+            model(past_values=torch.where(values == values[0, 0, 0], missing, values))
+    for ignored in ("past_observed_mask", "labels", "inputs_embeds"):
+        with pytest.raises(ValueError, match=f"`{ignored}` is no argument of a forecast"):
+            model(past_values=values, **{ignored: values})
+    with pytest.raises(ValueError, match="`cycle_position` must be a tensor, but is a int"):
+        model(past_values=values, cycle_position=5)
+    with pytest.raises(ValueError, match=r"`prediction_length` must be an int, at least 1, but is 2\.5"):
+        model.generate(values, prediction_length=2.5)
+    longer = make_model(context_length=2 * model.config.context_length)
+    with pytest.raises(ValueError, match="`state` must be of a model with `context_length`"):
+        model(past_values=values, state=read(longer, values, [60])[0].state)
 
 
 @pytest.mark.parametrize(

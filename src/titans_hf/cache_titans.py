@@ -3,6 +3,8 @@
 import copy
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -121,6 +123,20 @@ class TitansCache(Cache):
         branch.__dict__ |= vars(self) | {"layers": [copy.copy(x) for x in self.layers], "about": dict(self.about)}
         return branch
 
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Leaves the cache as it was before the block if the block raises, even where it was interrupted between
+        layers.
+        """
+        before = [dict(vars(layer)) for layer in self.layers]
+        try:
+            yield
+        except BaseException:
+            for layer, attributes in zip(self.layers, before, strict=True):
+                vars(layer).clear()
+                vars(layer).update(attributes)
+            raise
+
     def merge(self, other: "TitansCache", weight: float = 0.5) -> None:
         """Merges the memory of another cache of the same model into this one: (1 - weight) ours + weight theirs.
 
@@ -205,10 +221,13 @@ class TitansCache(Cache):
 
     def check_fits(self, config: TitansConfig, batch_size: int) -> None:
         """Raises ValueError, naming what differs, for another config or batch size than the cache was made for."""
-        ours, theirs = self.made_for, _shaping_fields(config)
-        if self.batch_size != -1:
-            ours, theirs = ours | {"batch size": self.batch_size}, theirs | {"batch size": batch_size}
-        _check_equal("`past_key_values` does not fit the model and its input:", ours, theirs)
+        _check_equal("`past_key_values` does not fit the model:", self.made_for, _shaping_fields(config))
+        if self.batch_size not in (-1, batch_size):
+            advice = (
+                f"; `batch_repeat_interleave({batch_size})` gives a copy so many rows" if self.batch_size == 1 else ""
+            )
+            sizes = f"its batch size is {self.batch_size}, not {batch_size}"
+            raise ValueError(f"`past_key_values` does not fit the input: {sizes}{advice}.")
 
 
 def check_cache_class(name: str, cache: TitansCache) -> None:

@@ -1,9 +1,11 @@
 """Adapts `generate()` to Titans: its cache, its masks, and the surprise of the tokens."""
 
 import copy
+from functools import wraps
 
+import torch
 from torch import Tensor
-from transformers.generation import GenerationMixin
+from transformers.generation import GenerationMixin, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
 
 from .cache_titans import TitansCache, check_cache_class
@@ -18,6 +20,32 @@ CACHES = {
     "offloaded_static": {"offloading": True},  # every Titans cache has a constant size
 }
 SEQUENTIAL_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+
+
+class FinishedRows(StoppingCriteriaList):
+    """The stopping criteria of a `generate()` call, which keep the rows that have ended while others go on.
+
+    rows: (B,) bool, True in rows to which Transformers appends padding from now on; None where it appends none.
+    without_mask: True if the call has no mask, which stands for ones.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, input_ids: Tensor, without_mask: bool):
+        super().__init__(criteria)
+        self.without_mask = without_mask
+        pads = len(input_ids) > 1 and any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        self.rows = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device) if pads else None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor | None, **kwargs) -> Tensor:
+        ended = super().__call__(input_ids, scores, **kwargs)
+        self.rows = None if self.rows is None else self.rows | ended
+        return ended
+
+    def masked(self, mask: Tensor | None) -> Tensor | None:
+        """Returns the mask (B, columns) with 0 in the last column of rows that have ended; None gives that column."""
+        if self.rows is None:
+            return mask
+        new = (~self.rows).long()[:, None]
+        return new if mask is None else torch.cat([mask[:, :-1], new.to(mask)], dim=1)
 
 
 class TitansGenerationMixin(GenerationMixin):
@@ -73,6 +101,10 @@ class TitansGenerationMixin(GenerationMixin):
                 "the model's config, which other calls may be using. Use `prompt_lookup_num_tokens` or "
                 "`assistant_model`."
             )
+        if generation_config.prefill_chunk_size is not None and model_kwargs.get("inputs_embeds") is not None:
+            raise ValueError(
+                "`prefill_chunk_size` must be None with `inputs_embeds`: Transformers cuts `input_ids` only."
+            )
         if generation_config.cache_implementation not in CACHES:
             raise ValueError(
                 f"`cache_implementation` must be one of {', '.join(map(repr, CACHES))} for a Titans model, but is "
@@ -108,6 +140,27 @@ class TitansGenerationMixin(GenerationMixin):
         branch.batch_repeat_interleave(num_rows)
         return branch
 
+    def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        """Samples, or decodes greedily; the padding that follows the end of a row is not read."""
+        finished = FinishedRows(stopping_criteria, input_ids, kwargs.get("attention_mask") is None)
+        return super()._sample(
+            input_ids, logits_processor, finished, generation_config, finished_rows=finished, **kwargs
+        )
+
+    @wraps(GenerationMixin.prepare_inputs_for_generation)  # Transformers reads the arguments' names
+    def prepare_inputs_for_generation(self, *args, finished_rows: FinishedRows | None = None, **kwargs) -> dict:
+        return super().prepare_inputs_for_generation(*args, **kwargs)
+
+    def _update_model_kwargs_for_generation(self, outputs, model_kwargs: dict, *args, **kwargs) -> dict:
+        """Adds the next token's column to the mask: 0 in rows that have ended."""
+        finished = model_kwargs.get("finished_rows")
+        if finished is not None and finished.without_mask:  # what it has made is of one column
+            model_kwargs["attention_mask"] = None
+        model_kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
+        if finished is not None and model_kwargs.get("past_key_values") is not None:
+            model_kwargs["attention_mask"] = finished.masked(model_kwargs.get("attention_mask"))
+        return model_kwargs
+
     def _prepare_model_inputs(self, *args, **kwargs):
         """Raises ValueError for empty inputs, before Transformers reads their last column."""
         inputs, name, model_kwargs = super()._prepare_model_inputs(*args, **kwargs)
@@ -125,19 +178,23 @@ class TitansGenerationMixin(GenerationMixin):
     def create_masks_for_generate(
         config, inputs_embeds: Tensor, attention_mask: Tensor | None, is_first_iteration: bool = False, **kwargs
     ) -> Tensor | None:
-        """Returns the mask of a compiled call: of its new columns only, so that the shape is constant; None for a
-        generated token, which is never padding.
+        """Returns the mask of a compiled call: of its new columns only, so that the shape is constant; None for the
+        generated token of a single row, which is never padding.
         """
-        num_tokens = inputs_embeds.shape[1]
-        if attention_mask is None or (num_tokens == 1 and not is_first_iteration):
+        batch_size, num_tokens, _ = inputs_embeds.shape
+        if attention_mask is None or (batch_size == 1 and num_tokens == 1 and not is_first_iteration):
             return None
         return attention_mask[:, -num_tokens:]
 
 
 def _check_prompt(generation_config, model_kwargs: dict, generation_mode: GenerationMode) -> None:
     """Raises ValueError if part of the prompt would be read twice or not at all: Transformers assumes that a prompt
-    contains all ids since the cache was created, unless the mask is longer.
+    contains all ids, or embeddings, since the cache was created; a longer mask may stand for ids, but not embeddings.
     """
+    if generation_config.use_cache is False:
+        raise ValueError(
+            "`use_cache` must be True with `past_key_values`, but is False: all would be read at every step."
+        )
     num_read, mask = model_kwargs["past_key_values"].get_seq_length(), model_kwargs.get("attention_mask")
     num_columns = generation_config._mask_length if mask is None else mask.shape[1]
     advice = "call `past_key_values.start_prompt()` and give only the tokens to read next."
@@ -145,6 +202,12 @@ def _check_prompt(generation_config, model_kwargs: dict, generation_mode: Genera
         raise ValueError(
             "Assisted generation (`assistant_model`, `prompt_lookup_num_tokens`) with a `past_key_values` that has "
             f"read {num_read} columns would read them again: {advice}"
+        )
+    embeds = model_kwargs.get("inputs_embeds")
+    if num_read and embeds is not None and embeds.shape[1] != num_columns:
+        raise ValueError(
+            f"`inputs_embeds` has {embeds.shape[1]} columns and `attention_mask` {num_columns}: both must have "
+            f"all, the {num_read} that `past_key_values` has read too; or {advice}"
         )
     if 0 < num_columns <= num_read and not generation_config.is_assistant:
         raise ValueError(

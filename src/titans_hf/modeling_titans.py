@@ -1,5 +1,8 @@
 """Titans for Transformers: the four variants of section 4 of "Titans: Learning to Memorize at Test Time"."""
 
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+
 import torch
 from torch import Tensor, nn
 from transformers import AutoModel
@@ -181,11 +184,12 @@ class TitansModel(TitansPreTrainedModel):
         documents = DocumentArguments(position_ids, cu_seq_lens_q, seq_idx)
         layout = TokenLayout.of_call(self.config, inputs_embeds, attention_mask, documents, past_key_values)
         hidden_states = inputs_embeds
-        for layer in self.layers:
-            hidden_states = layer(hidden_states, layout, past_key_values=past_key_values)
-        hidden_states = self.norm(hidden_states)
-        if self.token_memory is not None:
-            hidden_states = self.token_memory(hidden_states, inputs_embeds, layout, past_key_values=past_key_values)
+        with _undone_on_error(past_key_values):
+            for layer in self.layers:
+                hidden_states = layer(hidden_states, layout, past_key_values=past_key_values)
+            hidden_states = self.norm(hidden_states)
+            if self.token_memory is not None:
+                hidden_states = self.token_memory(hidden_states, inputs_embeds, layout, past_key_values=past_key_values)
         return TitansModelOutput(hidden_states, past_key_values if use_cache else None)
 
     def _make_or_check_cache(self, cache: TitansCache | None, use_cache: bool, batch_size: int) -> TitansCache | None:
@@ -194,8 +198,18 @@ class TitansModel(TitansPreTrainedModel):
             return TitansCache(self.config) if use_cache else None
         check_cache(cache, self.config, batch_size)
         if self.gradient_checkpointing and self.training:
-            raise ValueError("`past_key_values` cannot be used in training with gradient checkpointing.")
+            raise ValueError(
+                "`past_key_values` cannot be used in training with gradient checkpointing: call model.eval() "
+                "(before generate() too) or give use_cache=False."
+            )
         return cache
+
+
+def _undone_on_error(cache: TitansCache | None) -> AbstractContextManager:
+    """Returns `cache.undone_on_error()`; a compiled call cannot undo, and one without a cache has nothing to."""
+    if torch.compiler.is_compiling() or not isinstance(cache, TitansCache):  # another object is refused later
+        return nullcontext()
+    return cache.undone_on_error()
 
 
 class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
@@ -236,21 +250,22 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
             output_surprise: return the surprise of each token and its gates; a `SurpriseCollector` also collects them.
         Returns loss where there are labels, logits (B, T or fewer, vocab_size), and what `TitansModel` returns.
         """
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            output_surprise=bool(output_surprise),
-            cu_seq_lens_q=cu_seq_lens_q,
-            seq_idx=seq_idx,
-            **kwargs,
-        )
-        if isinstance(output_surprise, SurpriseCollector):
-            output_surprise.calls.append(outputs.surprise)
-        logits, loss = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)), None
+        with _undone_on_error(past_key_values):
+            outputs = self.model(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                inputs_embeds=inputs_embeds,
+                use_cache=use_cache,
+                output_surprise=bool(output_surprise),
+                cu_seq_lens_q=cu_seq_lens_q,
+                seq_idx=seq_idx,
+                **kwargs,
+            )
+            if isinstance(output_surprise, SurpriseCollector):
+                output_surprise.calls.append(outputs.surprise)
+            logits, loss = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)), None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return TitansCausalLMOutput(
@@ -274,6 +289,19 @@ class TitansHead(TitansPreTrainedModel):
 
 class TitansForSequenceClassification(GenericForSequenceClassification, TitansHead):
     """Classifies a text by its last token. A batch of several texts needs `pad_token_id`."""
+
+    @wraps(GenericForSequenceClassification.forward)
+    def forward(self, *args, **kwargs):
+        """Raises ValueError for padding at the end of a text where Transformers takes the last column for its token."""
+        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        unknown = self.config.pad_token_id is None or ids is None
+        if unknown and mask is not None and not torch.compiler.is_compiling() and not mask[:, -1].all():
+            raise ValueError(
+                "`attention_mask` must be 1 in its last column without `pad_token_id` in the config, and with "
+                "`inputs_embeds`: a text is classified by its last column. Pad on the left."
+            )
+        return super().forward(*args, **kwargs)
 
 
 class TitansForTokenClassification(GenericForTokenClassification, TitansHead):

@@ -72,7 +72,7 @@ class SequenceMixer(nn.Module):
             after = before.map(partial(where_rows, grid.is_padding), after)
         if grid.last_rows is not None:
             after = after.map(lambda x: x[grid.last_rows])
-        surprise = LayerSurprise(((output.updates, grid),))
+        surprise = LayerSurprise(((tuple(updates.detach() for updates in output.updates), grid),))
         return MixerOutput(grid.gather(output.hidden_states), weights, after, surprise)
 
     def _state_of_rows(self, state: LayerState | None, dtype: torch.dtype, grid: TokenGrid) -> LayerState:

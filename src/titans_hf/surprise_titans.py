@@ -20,6 +20,12 @@ class TokenUpdates(NamedTuple):
     surprise: Tensor
     gates: Gates
 
+    def detach(self) -> "TokenUpdates":
+        """Detaches all from the autograd graph."""
+        return TokenUpdates(
+            self.surprise.detach(), Gates(*(None if gate is None else gate.detach() for gate in self.gates))
+        )
+
 
 @dataclass(frozen=True)
 class LayerSurprise:
@@ -57,7 +63,7 @@ class LayerSurprise:
         """Gathers a quantity of the updates (R, H, G) or (R, H, G, layers) for the tokens of all calls: (B, H, T)."""
         calls = []
         for updates, grid in self.parts:
-            parts = [quantity(x).detach() for x in updates]
+            parts = [quantity(x) for x in updates]
             slots = torch.cat([x if x.dim() == 3 else x.mean(-1) for x in parts], dim=-1)
             if grid.is_padding is not None:
                 slots = slots.masked_fill(grid.is_padding[:, None, None], 0)

@@ -88,10 +88,12 @@ class LearnedCycle(nn.Module):
     @torch.no_grad()
     def fit(self, values: Tensor) -> None:
         """Sets the cycle to the means of the training values (T, C), the first of which is at place 0, at each place,
-        less their mean; training goes on from there. Raises ValueError for less than one cycle or other channels.
+        less their mean; training goes on from there. Raises ValueError for less than one cycle, other channels or
+        values that are not finite.
         """
         # docs/log.md: "A learned daily cycle"
         length, channels = self.weight.shape
+        _check_numbers("values", values)
         if values.ndim != 2 or len(values) < length or values.shape[1] != channels:
             raise ValueError(f"`values` must be (at least {length}, {channels}), but is {tuple(values.shape)}.")
         means = values[: len(values) // length * length].unflatten(0, (-1, length)).mean(0)
@@ -107,8 +109,9 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
     gives the forecasts of the whole:
 
     ```python
-    output = model(past_values=first, use_cache=True)  # first (B, T, C), T at least context_length
-    output = model(past_values=second, state=output.state, use_cache=True)  # as if both had been one series
+    with torch.no_grad():  # else the state keeps the graph of all that was read, for training
+        output = model(past_values=first, use_cache=True)  # first (B, T, C), T at least context_length
+        output = model(past_values=second, state=output.state, use_cache=True)  # as if both had been one series
     ```
     """
 
@@ -145,20 +148,18 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         """Forecasts the `prediction_length` values that follow `past_values`.
 
         Args:
-            past_values (B, T, C) float: new values of C channels, finite: fill in what is missing, since one NaN makes
-                NaN of all later forecasts of its channel; T a multiple of `patch_length`, at the beginning of a
-                series at least `context_length`.
+            past_values (B, T, C) float: new values of C channels, finite; T a multiple of `patch_length`, at the
+                beginning of a series at least `context_length`.
             future_values (B, prediction_length, C) float: what follows; gives the loss.
             state: what the call before returned, None at the beginning of a series; left as it is.
             cycle_position (B,) int64: place of the first value in the cycle, 0 by default; the state has that of later
                 values. Without a cycle it has no meaning.
             use_cache: return the state after the last value.
 
-        Raises ValueError for values or positions of another shape or dtype, for a state of another number of series,
-        and for `past_observed_mask`, which transformers' own models of time series take.
+        Raises ValueError for values that are missing or of another shape or dtype, for another position or a state of
+        another model or number of series, and for other arguments, as `past_observed_mask` of transformers' own models.
         """
-        if kwargs.pop("past_observed_mask", None) is not None:
-            raise ValueError("`past_observed_mask` must be None: every value counts. Fill in those that are missing.")
+        _check_options(kwargs)
         self._check_values(past_values, future_values, state)
         position = self._first_position(past_values, state, cycle_position)
         residual, future_cycle = self._split_cycle(past_values, position)
@@ -204,9 +205,9 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         """
         length = self.config.prediction_length if prediction_length is None else prediction_length
         num_read = self.config.prediction_length // self.config.patch_length * self.config.patch_length
-        if length < 1 or (length > self.config.prediction_length and not num_read):
+        if type(length) is not int or length < 1 or (length > self.config.prediction_length and not num_read):
             most = "" if num_read else f" and at most {self.config.prediction_length}, less than a patch"
-            raise ValueError(f"`prediction_length` must be at least 1{most}, but is {length}.")
+            raise ValueError(f"`prediction_length` must be an int, at least 1{most}, but is {length}.")
         output = self(past_values, state=state, cycle_position=cycle_position, use_cache=True)
         forecast, after = output.prediction_outputs, output.state
         while forecast.shape[1] < length:
@@ -225,6 +226,8 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
             return state.cycle_position
         if cycle_position is None:
             return torch.zeros(len(past_values), dtype=torch.long, device=past_values.device)
+        if not isinstance(cycle_position, Tensor):
+            raise ValueError(f"`cycle_position` must be a tensor, but is a {type(cycle_position).__name__}.")
         if tuple(cycle_position.shape) != (len(past_values),) or cycle_position.is_floating_point():
             shape, dtype = tuple(cycle_position.shape), cycle_position.dtype
             raise ValueError(f"`cycle_position` must be ({len(past_values)},) int64, but is {shape} {dtype}.")
@@ -262,9 +265,9 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
 
     def _check_values(self, past_values: Tensor, future_values: Tensor | None, state: TimeSeriesState | None) -> None:
         """Raises ValueError for values or a state that `forward` does not take."""
-        for name, values in (("past_values", past_values), ("future_values", future_values)):
-            if values is not None and not values.is_floating_point():
-                raise ValueError(f"`{name}` must have a floating dtype, but has {values.dtype}.")
+        _check_numbers("past_values", past_values)
+        if future_values is not None:
+            _check_numbers("future_values", future_values)
         shape, size = tuple(past_values.shape), self.config.patch_length
         least = self.config.context_length if state is None else size
         if len(shape) != 3 or 0 in shape or shape[1] % size or shape[1] < least:
@@ -282,9 +285,29 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
                 f"`state` must be of {shape[0]} series of {shape[2]} channels as `past_values`, but has "
                 f"{len(state.values)} rows instead of {shape[0] * shape[2]}."
             )
+        context = self.config.context_length
+        if state is not None and state.values.shape[1] != context:
+            raise ValueError(
+                f"`state` must be of a model with `context_length` {context}, not {state.values.shape[1]}."
+            )
         expected = (shape[0], self.config.prediction_length, shape[2])
         if future_values is not None and tuple(future_values.shape) != expected:
             raise ValueError(f"`future_values` must be {expected}, but is {tuple(future_values.shape)}.")
+
+
+def _check_numbers(name: str, values: Tensor) -> None:
+    """Raises ValueError, naming the argument, unless `values` is a floating tensor of finite numbers."""
+    if not isinstance(values, Tensor) or not values.is_floating_point():
+        given = values.dtype if isinstance(values, Tensor) else type(values).__name__
+        raise ValueError(f"`{name}` must be a tensor of a floating dtype, but is {given}.")
+    if not torch.compiler.is_compiling() and not values.isfinite().all():
+        raise ValueError(f"`{name}` must be finite, but has NaN or infinite values: fill in what is missing.")
+
+
+def _check_options(options: dict) -> None:
+    """Raises ValueError for keyword arguments that `forward` would ignore."""
+    if unknown := options.keys() - TransformersKwargs.__annotations__.keys() - {"output_surprise"}:
+        raise ValueError(f"`{min(unknown)}` is no argument of a forecast: it has no effect.")
 
 
 TitansForTimeSeriesPrediction.register_for_auto_class("AutoModelForTimeSeriesPrediction")
