@@ -1,4 +1,4 @@
-"""eval/forecasting.py: split, scaling, windows and errors by hand, baselines, runs that go on, tables."""
+"""eval/forecasting.py: scaling and errors by hand, baselines, runs that go on, tables."""
 
 import json
 
@@ -9,7 +9,7 @@ import torch
 from series_files import write_series
 
 from titans_hf_eval import forecast_tables, forecasting
-from titans_hf_eval.forecast_data import Windows, make_splits, read_series, rows_of_parts, uneven_step
+from titans_hf_eval.forecast_data import Windows, make_splits, read_series
 from titans_hf_eval.forecast_models import BASELINES, DLinear, ForecastTask, RepeatLast, RLinear, build_model
 from titans_hf_eval.forecast_run import Scores, mean_scores, scores_without_last_batch, window_errors
 
@@ -25,31 +25,6 @@ def command(csv, *options):
     sizes = ["--split", "0.6", "0.2", "0.2", "--look_back", "8", "--horizons", "2", "3"]
     steps = ["--max_steps", "4", "--eval_steps", "2", "--batch_size", "8", "--output", str(csv.parent / "out")]
     return [str(csv), *sizes, *steps, *map(str, options)]
-
-
-def test_months_are_of_thirty_days():
-    """12, 4 and 4 months of hours are 8,640, 2,880 and 2,880 rows, of quarter hours four times as many. If it failed,
-    no figure could be compared with published ones.
-    """
-    for freq, per_hour in (("h", 1), ("15min", 4)):
-        times = pd.date_range("2016-07-01", periods=17_420 * per_hour, freq=freq).to_numpy()
-        ends = [0, 8640 * per_hour, 11520 * per_hour, 14400 * per_hour]
-        assert rows_of_parts(times, [12, 4, 4]) == [range(*ends[i : i + 2]) for i in range(3)]
-    assert rows_of_parts(times[:10], [0.5, 0.2, 0.3]) == [range(0, 5), range(5, 7), range(7, 10)]
-
-
-def test_windows_by_hand():
-    """In 10 rows with forecasts within rows 4 to 9, a look-back of 3 and a horizon of 2 there are 5 windows; a first
-    part needs its own look-back. If it failed, test values would be trained on, or some never tested.
-    """
-    values = torch.arange(10.0)[:, None]
-    windows = [{name: x.flatten().tolist() for name, x in w.items()} for w in Windows(values, range(4, 10), 3, 2)]
-    assert len(windows) == 5
-    assert windows[0] == {"past_values": [1, 2, 3], "future_values": [4, 5], "cycle_position": [1]}
-    assert windows[-1] == {"past_values": [5, 6, 7], "future_values": [8, 9], "cycle_position": [5]}
-    first = Windows(values, range(0, 6), 3, 2)
-    assert len(first) == 2 and first[1]["future_values"][:, 0].tolist() == [4, 5]
-    assert len(Windows(values, range(0, 4), 3, 2)) == 0
 
 
 def test_scaling_is_by_the_training_part(csv):
@@ -195,12 +170,7 @@ def test_runs_go_on_and_are_reported(csv, capsys):
 
 
 def test_a_cycle_over_a_gap_is_told(csv, capsys):
-    """Rows of uneven steps are found, months are none, and a run with a cycle says so: otherwise a gap would shift the
-    cycle without a word.
-    """
-    days = np.arange("2020-01-01", "2020-03-01", dtype="datetime64[D]")
-    assert uneven_step(days) is None and uneven_step(np.delete(days, slice(10, 12))) == 11
-    assert uneven_step(np.arange("2020-01", "2023-01", dtype="datetime64[M]").astype("datetime64[D]")) is None
+    """A run with a cycle says where rows are missing: otherwise a gap would shift the cycle without a word."""
     lines = csv.read_text().splitlines()
     csv.write_text("\n".join(lines[:31] + lines[34:]) + "\n")
     forecasting.main(command(csv, "--models", "repeat-last", "--horizons", "2", "--cycle_length", "6"))

@@ -4,7 +4,7 @@ import copy
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -123,20 +123,6 @@ class TitansCache(Cache):
         branch.__dict__ |= vars(self) | {"layers": [copy.copy(x) for x in self.layers], "about": dict(self.about)}
         return branch
 
-    @contextmanager
-    def undone_on_error(self) -> Iterator[None]:
-        """Leaves the cache as it was before the block if the block raises, even where it was interrupted between
-        layers.
-        """
-        before = [dict(vars(layer)) for layer in self.layers]
-        try:
-            yield
-        except BaseException:
-            for layer, attributes in zip(self.layers, before, strict=True):
-                vars(layer).clear()
-                vars(layer).update(attributes)
-            raise
-
     def merge(self, other: "TitansCache", weight: float = 0.5) -> None:
         """Merges the memory of another cache of the same model into this one: (1 - weight) ours + weight theirs.
 
@@ -228,6 +214,26 @@ class TitansCache(Cache):
             )
             sizes = f"its batch size is {self.batch_size}, not {batch_size}"
             raise ValueError(f"`past_key_values` does not fit the input: {sizes}{advice}.")
+
+
+def undone_on_error(cache: TitansCache | None) -> AbstractContextManager:
+    """Returns a context that leaves the cache as it was if the block raises, even between two layers; a compiled call
+    cannot undo, and one without a cache has nothing to.
+    """
+    compiling = torch.compiler.is_compiling()
+    return _undone_on_error(cache) if isinstance(cache, TitansCache) and not compiling else nullcontext()
+
+
+@contextmanager
+def _undone_on_error(cache: TitansCache) -> Iterator[None]:
+    before = [dict(vars(layer)) for layer in cache.layers]
+    try:
+        yield
+    except BaseException:
+        for layer, attributes in zip(cache.layers, before, strict=True):
+            vars(layer).clear()
+            vars(layer).update(attributes)
+        raise
 
 
 def check_cache_class(name: str, cache: TitansCache) -> None:

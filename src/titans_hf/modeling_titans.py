@@ -1,6 +1,5 @@
 """Titans for Transformers: the four variants of section 4 of "Titans: Learning to Memorize at Test Time"."""
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 
 import torch
@@ -20,7 +19,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .cache_titans import TitansCache
+from .cache_titans import TitansCache, undone_on_error
 from .configuration_titans import TitansConfig
 from .generation_titans import TitansGenerationMixin
 from .input_checks import check_cache, check_config, check_inputs
@@ -184,7 +183,7 @@ class TitansModel(TitansPreTrainedModel):
         documents = DocumentArguments(position_ids, cu_seq_lens_q, seq_idx)
         layout = TokenLayout.of_call(self.config, inputs_embeds, attention_mask, documents, past_key_values)
         hidden_states = inputs_embeds
-        with _undone_on_error(past_key_values):
+        with undone_on_error(past_key_values):
             for layer in self.layers:
                 hidden_states = layer(hidden_states, layout, past_key_values=past_key_values)
             hidden_states = self.norm(hidden_states)
@@ -203,13 +202,6 @@ class TitansModel(TitansPreTrainedModel):
                 "(before generate() too) or give use_cache=False."
             )
         return cache
-
-
-def _undone_on_error(cache: TitansCache | None) -> AbstractContextManager:
-    """Returns `cache.undone_on_error()`; a compiled call cannot undo, and one without a cache has nothing to."""
-    if torch.compiler.is_compiling() or not isinstance(cache, TitansCache):  # another object is refused later
-        return nullcontext()
-    return cache.undone_on_error()
 
 
 class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
@@ -250,7 +242,7 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
             output_surprise: return the surprise of each token and its gates; a `SurpriseCollector` also collects them.
         Returns loss where there are labels, logits (B, T or fewer, vocab_size), and what `TitansModel` returns.
         """
-        with _undone_on_error(past_key_values):
+        with undone_on_error(past_key_values):
             outputs = self.model(
                 input_ids=input_ids,
                 attention_mask=attention_mask,

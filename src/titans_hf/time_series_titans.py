@@ -156,11 +156,10 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
                 values. Without a cycle it has no meaning.
             use_cache: return the state after the last value.
 
-        Raises ValueError for values that are missing or of another shape or dtype, for another position or a state of
-        another model or number of series, and for other arguments, as `past_observed_mask` of transformers' own models.
+        Raises ValueError for missing values, another shape or dtype, a state of another model or number of series, and
+        other arguments, as `past_observed_mask` of transformers' own models.
         """
-        _check_options(kwargs)
-        self._check_values(past_values, future_values, state)
+        self._check_values(past_values, future_values, state, kwargs)
         position = self._first_position(past_values, state, cycle_position)
         residual, future_cycle = self._split_cycle(past_values, position)
         values = residual.mT.flatten(0, 1)
@@ -263,8 +262,12 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
             patches = torch.cat([first.unflatten(1, (-1, size)), patches], dim=1)
         return NormalizedPatches(patches, loc[:, -1], scale[:, -1])
 
-    def _check_values(self, past_values: Tensor, future_values: Tensor | None, state: TimeSeriesState | None) -> None:
-        """Raises ValueError for values or a state that `forward` does not take."""
+    def _check_values(
+        self, past_values: Tensor, future_values: Tensor | None, state: TimeSeriesState | None, options: dict
+    ) -> None:
+        """Raises ValueError for values, a state or other arguments that `forward` does not take."""
+        if unknown := options.keys() - TransformersKwargs.__annotations__.keys() - {"output_surprise"}:
+            raise ValueError(f"`{min(unknown)}` is no argument of a forecast: it has no effect.")
         _check_numbers("past_values", past_values)
         if future_values is not None:
             _check_numbers("future_values", future_values)
@@ -302,12 +305,6 @@ def _check_numbers(name: str, values: Tensor) -> None:
         raise ValueError(f"`{name}` must be a tensor of a floating dtype, but is {given}.")
     if not torch.compiler.is_compiling() and not values.isfinite().all():
         raise ValueError(f"`{name}` must be finite, but has NaN or infinite values: fill in what is missing.")
-
-
-def _check_options(options: dict) -> None:
-    """Raises ValueError for keyword arguments that `forward` would ignore."""
-    if unknown := options.keys() - TransformersKwargs.__annotations__.keys() - {"output_surprise"}:
-        raise ValueError(f"`{min(unknown)}` is no argument of a forecast: it has no effect.")
 
 
 TitansForTimeSeriesPrediction.register_for_auto_class("AutoModelForTimeSeriesPrediction")
