@@ -120,13 +120,13 @@ class PatchTST(Forecaster):
 BASELINES = {"patchtst": PatchTST, "rlinear": RLinear, "dlinear": DLinear, "repeat-last": RepeatLast}
 
 
-def build_model(name: str, task: ForecastTask, settings: dict[str, Any]) -> nn.Module:
-    """Builds a model with random weights; `settings` are fields of a Titans' configuration.
+def config_of(name: str, task: ForecastTask, settings: dict[str, Any]) -> TitansTimeSeriesConfig | None:
+    """Makes the configuration of a Titans, with `settings` as its fields; the baselines have none.
 
     Raises ValueError, or huggingface_hub's `StrictDataclassError`, for a setting that is not possible.
     """
     if name in BASELINES:
-        return BASELINES[name](task)
+        return None
     check_fields("TitansTimeSeriesConfig", TitansTimeSeriesConfig(), settings)
     of_task = dict(prediction_length=task.horizon, cycle_length=task.cycle_length, loss=task.loss)
     of_task["num_input_channels"] = task.num_channels
@@ -134,8 +134,13 @@ def build_model(name: str, task: ForecastTask, settings: dict[str, Any]) -> nn.M
     if given:
         raise ValueError(f"--set {', '.join(sorted(given))}: set by the command for all models")
     stopped = {"memory_max_lr": 0} if name == "titans-stopped" else {}
-    fields = {"context_length": task.look_back} | settings | stopped | of_task
-    return TitansForTimeSeriesPrediction(TitansTimeSeriesConfig(**fields))
+    return TitansTimeSeriesConfig(**{"context_length": task.look_back} | settings | stopped | of_task)
+
+
+def build_model(name: str, task: ForecastTask, settings: dict[str, Any]) -> nn.Module:
+    """Builds a model with random weights; raises what `config_of` does."""
+    config = config_of(name, task, settings)
+    return BASELINES[name](task) if config is None else TitansForTimeSeriesPrediction(config)
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from titans_hf_eval.forecast_data import Series, Splits, Windows, make_splits
-from titans_hf_eval.forecast_models import ForecastTask, build_model, count_parameters, forecasts
+from titans_hf_eval.forecast_models import ForecastTask, build_model, config_of, count_parameters, forecasts
 from titans_hf_scripts.shared.finished_runs import write_record
 from titans_hf_scripts.shared.git_commit import describe_commit
 
@@ -55,14 +55,17 @@ class Run:
         """Names the run's file, without suffix."""
         return f"{self.data}-{self.look_back}-{self.horizon}-{self.row}-seed{self.seed}"
 
-    def build_model(self, num_channels: int) -> nn.Module:
-        """Builds the run's model with random weights; raises ValueError for settings that are not possible."""
-        task = ForecastTask(num_channels, self.look_back, self.horizon, self.cycle_length, self.loss)
-        return build_model(self.model, task, self.settings)
+    def task(self, num_channels: int) -> ForecastTask:
+        """Returns what every model gets."""
+        return ForecastTask(num_channels, self.look_back, self.horizon, self.cycle_length, self.loss)
 
     def config(self, num_channels: int) -> PreTrainedConfig | None:
-        """Makes the config of a Titans; the baselines have none."""
-        return getattr(self.build_model(num_channels), "config", None)
+        """Makes the configuration of the run's Titans; the baselines have none."""
+        return config_of(self.model, self.task(num_channels), self.settings)
+
+    def build_model(self, num_channels: int) -> nn.Module:
+        """Builds the run's model with random weights; raises ValueError for settings that are not possible."""
+        return build_model(self.model, self.task(num_channels), self.settings)
 
 
 class Scores(NamedTuple):
@@ -163,8 +166,7 @@ def make_run(run: Run, series: Series, output: Path) -> dict[str, Any]:
     start = time.time()
     splits = make_splits(series, run.split, run.look_back, run.horizon)
     set_seed(run.seed)
-    model = run.build_model(len(series.names))
-    config = model.config.to_diff_dict() if hasattr(model, "config") else None  # before Trainer changes it
+    model, config = run.build_model(len(series.names)), run.config(len(series.names))
     if model.cycle is not None:
         model.cycle.fit(splits.train.values[: splits.train.rows.stop])
     parameters, best_step, device = count_parameters(model), 0, torch.device("cpu")
@@ -173,7 +175,7 @@ def make_run(run: Run, series: Series, output: Path) -> dict[str, Any]:
     valid, test = (window_errors(model, part, 4 * run.batch_size, device) for part in (splits.valid, splits.test))
     record = {
         "run": asdict(run),
-        "config": config,
+        "config": None if config is None else config.to_diff_dict(),
         "parameters": parameters,
         "best_step": best_step,
         "valid": rounded(mean_scores(valid)),

@@ -200,23 +200,28 @@ def test_end_of_sequence(variant):
         assert not ours[stop:].any()
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("implementation", ["dynamic", "static"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_padding_after_an_end_is_not_read(variant, implementation):
+def test_padding_after_an_end_is_not_read(variant, implementation, padded):
     """The padding of a row that ends before the others changes neither its memory nor its next turn: otherwise a batch
     of conversations would differ from each of them alone.
     """
-    model, ids = shared_model(variant), make_ids(3, 11)
-    free = model.generate(ids, max_new_tokens=20, **GREEDY)[:, 11:]
+    model, lengths = shared_model(variant), [11, 8, 5] if padded else [11] * 3
+    ids, mask = left_pad([make_ids(n, seed=n + i) for i, n in enumerate(lengths)])
+    given = mask.clone()
+    free = model.generate(ids, attention_mask=mask, max_new_tokens=20, **GREEDY)[:, 11:]
     eos = next(x for x in free[:, :12].flatten().tolist() if not (free == x).any(1).all())  # ends some rows only
     settings = dict(eos_token_id=eos, pad_token_id=0, cache_implementation=implementation, return_dict_in_generate=True)
-    first = model.generate(ids, max_new_tokens=20, do_sample=False, **settings)
+    first = model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False, **settings)
+    assert torch.equal(mask, given)
     ends = [(row[11:] == eos).nonzero() for row in first.sequences]
     answers = [20 if not len(end) else 1 + end[0].item() for end in ends]
     assert min(answers) < max(answers) == 20
-    read_by_rows = [11 + min(length, 19) for length in answers]  # the last token of the longest has not been read
+    # The last token of the longest answer has not been read.
+    read_by_rows = [n + min(length, 19) for n, length in zip(lengths, answers, strict=True)]
     assert first.past_key_values.num_tokens_seen().tolist() == read_by_rows
-    mask = torch.stack([(torch.arange(31) < 11 + length).long() for length in answers])
+    mask = torch.cat([mask, torch.stack([(torch.arange(20) < length).long() for length in answers])], 1)
     transcript = torch.cat([first.sequences, make_ids(3, 12, seed=5)], 1)
     mask = torch.cat([mask, torch.ones(3, 12, dtype=torch.int64)], 1)
     second = model.generate(

@@ -41,11 +41,13 @@ class FinishedRows(StoppingCriteriaList):
         return ended
 
     def masked(self, mask: Tensor | None) -> Tensor | None:
-        """Returns the mask (B, columns) with 0 in the last column of rows that have ended; None gives that column."""
+        """Sets the last column of the mask (B, columns) to 0 in rows that have ended; for None, makes that column."""
         if self.rows is None:
             return mask
-        new = (~self.rows).long()[:, None]
-        return new if mask is None else torch.cat([mask[:, :-1], new.to(mask)], dim=1)
+        if mask is None:
+            return (~self.rows).long()[:, None]
+        mask[:, -1] = ~self.rows  # Transformers has just appended it, to a new tensor
+        return mask
 
 
 class TitansGenerationMixin(GenerationMixin):
