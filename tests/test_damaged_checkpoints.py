@@ -12,6 +12,7 @@ from byte_model import save_byte_model
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from titans_hf import TitansForSequenceClassification
 from titans_hf_scripts.shared.checkpoints import find_damage
 from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.server_extensions import add_checks
@@ -133,6 +134,19 @@ def test_weights_of_another_model_are_refused(module, folder, monkeypatch, capsy
     shutil.copy(folder / "llama" / "model.safetensors", folder / "model")
     line = error_line(module, COMMANDS[module].format("model"), monkeypatch, capsys)
     assert "model has weights of other sizes than its configuration" in line
+
+
+@pytest.mark.parametrize("module", ["titans_hf_scripts.read", "titans_hf_scripts.ask", "titans_hf_scripts.surprise"])
+def test_a_classifier_is_no_language_model(module, folder, monkeypatch, capsys):
+    """A checkpoint without a language model's head is an error that names the head: otherwise its answers are those of
+    random weights, after a table of transformers' alone.
+    """
+    classifier = TitansForSequenceClassification.from_pretrained(folder / "model")
+    classifier.save_pretrained(folder / "model")
+    line = error_line(module, COMMANDS[module].format("model"), monkeypatch, capsys)
+    assert "MODEL model is no whole TitansForCausalLM: it was saved as TitansForSequenceClassification" in line
+    assert line.endswith("has no lm_head.weight")
+    assert not (folder / "memory").exists()
 
 
 def test_serving_checks_the_checkpoint(folder):

@@ -111,8 +111,18 @@ def load_tokenizer(path: str | Path, argument: str) -> PreTrainedTokenizerBase:
 
 
 def load_model(path: str | Path, argument: str, **options: Any) -> PreTrainedModel:
-    """Loads a causal language model; `options` are those of `from_pretrained`. Raises ValueError as
-    `loading_weights` does.
+    """Loads a causal language model; `options` are those of `from_pretrained`. With another `config` than the
+    checkpoint's, weights that it lacks are new.
+
+    Raises ValueError as `loading_weights` does, and without a `config` for a checkpoint that lacks weights, as that of
+    a classifier lacks those of the language model's head.
     """
     with loading_weights(path, argument):
-        return AutoModelForCausalLM.from_pretrained(path, **options)
+        model, found = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
+    if "config" not in options and (missing := sorted(found["missing_keys"])):
+        made_as = " and ".join(model.config.architectures or ["no class that it names"])
+        raise ValueError(
+            f"{argument} {path} is no whole {type(model).__name__}: it was saved as {made_as} and has no "
+            f"{missing[0]}" + (f" and {len(missing) - 1} other weights" if missing[1:] else "")
+        )
+    return model
