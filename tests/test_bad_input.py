@@ -159,6 +159,7 @@ def test_documents_that_make_no_sense(variant, argument, value):
     row would read each other's memory.
     """
     refuse(shared_model(variant), argument, input_ids=IDS, **{argument: torch.tensor(value)})
+    refuse(shared_model(variant), argument, input_ids=IDS, **{argument: value})  # a list is no tensor
 
 
 @pytest.mark.parametrize("value", [[], [[0, 6]], [0, 3], [1, 6], [0, 4, 3, 6], [0, 3, 7]], ids=str)

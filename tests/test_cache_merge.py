@@ -72,12 +72,12 @@ def test_what_cannot_be_merged():
             "its memory_update_rule is chunk, not delta",
         ),
         (read(model, make_ids(3, 21))[1], "one row or 2, but has 3"),
-        (TitansCache(model.config), "have read nothing"),
+        (TitansCache(model.config), "`other` has read nothing"),
         (None, "`other` must be a TitansCache, but is a NoneType"),
     ):
         with pytest.raises(ValueError, match=message):
             cache.merge(other)
-    with pytest.raises(ValueError, match="have read nothing"):
+    with pytest.raises(ValueError, match="this cache has read nothing"):
         TitansCache(model.config).merge(TitansCache(model.config))
     cropped = copy.copy(cache)
     cropped.activate_past_recording()
@@ -85,5 +85,5 @@ def test_what_cannot_be_merged():
         cropped.merge(cache)
     read(model, ids, cache=cropped)
     cropped.crop(-3)
-    with pytest.raises(ValueError, match="columns to read again"):
+    with pytest.raises(ValueError, match="`other` has columns to read again"):
         cache.merge(cropped)

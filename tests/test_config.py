@@ -234,7 +234,7 @@ def test_other_spellings_of_rope_parameters(variant):
 
 @pytest.mark.parametrize("name,value", [
     ("memory_max_lr", -1.0), ("memory_error_clip", -1.0), ("segment_length", 12), ("memory_chunk_size", -5),
-    ("sliding_window", 0), ("memory_num_heads", 5), ("token_memory_features", 16),
+    ("hidden_size", 0), ("sliding_window", 0), ("memory_num_heads", 5), ("token_memory_features", 16),
 ])  # fmt: skip
 def test_a_value_that_is_set_later_is_refused_too(name, value, tmp_path):
     """A model refuses a wrong value by its name, set on a config or given to `from_pretrained`: otherwise only the

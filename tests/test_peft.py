@@ -164,3 +164,26 @@ def test_a_memory_of_an_adapted_model_is_saved_and_loaded(tmp_path):
     assert_same_cache(TitansCache.from_pretrained(tmp_path, model), cache, 0)
     with pytest.raises(ValueError, match="is the memory of another model: its weights"):
         TitansCache.from_pretrained(tmp_path, make_model("mac"))
+
+
+def test_a_memory_is_of_the_adapter_that_was_active(tmp_path):
+    """With another adapter active, or none, or another scale, a memory is refused, and with its own it loads: otherwise
+    a model would read on with a memory of other weights.
+    """
+    model = adapt("mag", "both")
+    model.add_adapter("other", model.peft_config["default"])
+    cache = TitansCache(model.config)
+    with torch.no_grad():
+        model(input_ids=make_ids(1, 21), past_key_values=cache)
+    cache.save_pretrained(tmp_path, model)
+    another = "is the memory of another model: its weights"
+    model.set_adapter("other")
+    with pytest.raises(ValueError, match=another):
+        TitansCache.from_pretrained(tmp_path, model)
+    model.set_adapter("default")
+    with model.disable_adapter(), pytest.raises(ValueError, match=another):
+        TitansCache.from_pretrained(tmp_path, model)
+    assert_same_cache(TitansCache.from_pretrained(tmp_path, model), cache, 0)
+    next(x for x in model.modules() if isinstance(x, peft.tuners.lora.Linear)).scaling["default"] *= 2
+    with pytest.raises(ValueError, match=another):
+        TitansCache.from_pretrained(tmp_path, model)

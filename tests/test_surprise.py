@@ -2,10 +2,12 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from common import VARIANTS, assert_same, left_pad, make_ids, make_model, read, shared_model
+from transformers.generation.utils import DeferredStopCheck
 
 from titans_hf import TitansCache
 from titans_hf.surprise_titans import LayerSurprise
@@ -136,6 +138,22 @@ def test_threads_that_generate_are_told_apart():
         for ours, expected in zip(together[1:], alone[1:], strict=True):
             assert_same(stacked(ours.surprise), stacked(expected.surprise))
     assert not model._forward_hooks
+
+
+def test_a_token_that_generate_undoes_is_not_told(monkeypatch):
+    """Where Transformers decodes a token more and undoes it, as on MPS, its surprise is left out: otherwise it would
+    have a column more than the cache has read.
+    """
+    model, ids = shared_model("mag"), make_ids(1, 21)
+    options = dict(GREEDY, return_dict_in_generate=True, output_surprise=True, pad_token_id=0)
+    options["eos_token_id"] = int(model.generate(ids, **GREEDY)[0, 21 + 4])
+    expected = model.generate(ids, **options)
+    monkeypatch.setattr(DeferredStopCheck, "is_supported", lambda *args, **kwargs: True)
+    monkeypatch.setattr(torch, "Event", MagicMock())
+    result = model.generate(ids, **options)
+    assert_same(result.sequences, expected.sequences)
+    assert_same(stacked(result.surprise), stacked(expected.surprise))
+    assert result.past_key_values.get_seq_length() == stacked(result.surprise).shape[-1] < 21 + 8
 
 
 @pytest.mark.parametrize(

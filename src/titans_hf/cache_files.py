@@ -36,6 +36,9 @@ DESCRIPTION_TYPES = {"model": dict, "tokens_seen": list, "about": dict, "file": 
 FIELDS_WITHOUT_EFFECT_ON_STATE = {"attention_dropout", "initializer_range", "tie_word_embeddings", "use_cache"}
 FIELDS_WITHOUT_EFFECT_ON_STATE |= {"pad_token_id", "bos_token_id", "eos_token_id"}
 
+# Of PEFT's layers: which of the adapters that a model has are applied, and by which factor.
+ADAPTER_ATTRIBUTES = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+
 
 class SavedMemory(NamedTuple):
     """The content of a memory folder.
@@ -52,7 +55,7 @@ class SavedMemory(NamedTuple):
 
 def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
     """Returns what the states of a model depend on: the config's fields, the parameters' dtypes, and a hash of the
-    base model's weights, all of which are read.
+    base model's weights, all of which are read, and of how PEFT's adapters are applied.
 
     Raises ValueError for a model whose weights are sharded or offloaded.
     """
@@ -69,6 +72,10 @@ def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
         for part, y in _parts(name, x):
             total.update(f"{part} {y.dtype} {tuple(y.shape)}\n".encode())
             total.update(y.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    for name, module in model.base_model.named_modules():
+        if hasattr(module, "base_layer") or hasattr(module, "original_module"):  # of PEFT, around a module
+            used = {key: getattr(module, key, None) for key in ADAPTER_ATTRIBUTES}
+            total.update(f"{name} {used}\n".encode())
     return json.loads(json.dumps(fields)) | {"dtype": " ".join(sorted(dtypes)), "weights": total.hexdigest()}
 
 

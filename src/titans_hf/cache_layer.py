@@ -54,7 +54,7 @@ class TitansCacheLayer(CacheLayerMixin):
         return mixer(self.to_reread.inputs, self.state, reread_grid).state
 
     def finish_call(self, before: LayerState | None, after: LayerState, inputs: Tensor, columns: Columns) -> None:
-        """Stores the state after a call that read `inputs` (B, T, hidden) from the state `before`."""
+        """Stores the state after a call that read `inputs` (B, T, input size) from the state `before`."""
         if self.record_past:
             empty = RecordedColumns.empty(before, inputs, self.restart)
             recorded = empty if self.recorded is None else self.recorded
@@ -148,10 +148,10 @@ class TitansCacheLayer(CacheLayerMixin):
             self.apply(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def offload(self) -> None:
-        """Moves the state to the CPU."""
+        """Moves the state to the CPU. Returns when it is there, because whoever reads it does not wait."""
         if tensors := self.tensors():
             self.device = tensors[0].device
-            self.apply(lambda x: x.to("cpu", non_blocking=True))
+            self.apply(lambda x: x.to("cpu"))
 
     def prefetch(self) -> None:
         """Moves the state back to its device before `offload`."""

@@ -137,12 +137,15 @@ class TitansCache(Cache):
         if not 0 <= weight <= 1:
             raise ValueError(f"`weight` must be from 0 to 1, but is {weight}.")
         check_cache_class("other", other)
-        for cache in (self, other):
-            if cache.batch_size == -1 or cache.rows_to_restart() is not None or cache.columns_to_reread() is not None:
-                raise ValueError(
-                    "Caches that have read nothing, or nothing since rows were reset, or have columns to read again, "
-                    "cannot be merged."
-                )
+        for name, cache in {"this cache": self, "`other`": other}.items():
+            reasons = {
+                "has read nothing": cache.batch_size == -1,
+                "has read nothing since rows were reset": cache.rows_to_restart() is not None,
+                "has columns to read again": cache.columns_to_reread() is not None,
+            }
+            for reason, holds in reasons.items():
+                if holds:
+                    raise ValueError(f"A cache must have read something to be merged, but {name} {reason}.")
         _check_equal("`other` must be a cache of the same model, but", other.made_for, self.made_for)
         if other.batch_size not in (1, self.batch_size):
             raise ValueError(f"`other` must have one row or {self.batch_size}, but has {other.batch_size}.")

@@ -63,8 +63,9 @@ class TitansTimeSeriesConfig(TitansConfig):
         """Number of patches that the linear head sees."""
         return self.context_length // self.patch_length
 
-    def validate_time_series(self):
-        """Checks the fields of this class; part of the validation of `@strict`."""
+    def validate_architecture(self):
+        """Checks the fields of this class too; part of the validation of `@strict`."""
+        super().validate_architecture()
         for name in ("context_length", "patch_length", "prediction_length", "num_input_channels"):
             check_range(name, getattr(self, name), 1)
         check_range("cycle_length", self.cycle_length, 0)

@@ -22,7 +22,9 @@ AUTO_MAP = {
     "AutoModelForSequenceClassification": "modeling_titans.TitansForSequenceClassification",
     "AutoModelForTokenClassification": "modeling_titans.TitansForTokenClassification",
 }
+FIELDS_THAT_OTHERS_DERIVE_FROM = ("hidden_size", "num_attention_heads", "memory_chunk_size")
 POSITIVE_FIELDS = (
+    *FIELDS_THAT_OTHERS_DERIVE_FROM,
     "vocab_size",
     "intermediate_size",
     "num_hidden_layers",
@@ -104,8 +106,9 @@ class TitansConfig(PreTrainedConfig):
             Noise in the initial filters, from 0 to 1: a filter is sqrt(1 - n^2) times that start plus n times noise of
             norm 1. In our experiments, recall tasks are learned fastest with 0, and language with 1.
         memory_output_norm (`str`, defaults to `"clip"`):
-            Normalisation of what a head retrieves (section 4.4): `"rms"` always, `"clip"` where it is longer than the
-            values, 1, so that a memory that has stored little for a query returns little.
+            Normalisation of what a head retrieves (section 4.4): `"rms"` always, `"clip"` where it is longer than 1,
+            as no value is, so that a memory that has stored little for a query returns little. With
+            `memory_recurrence="paper"`, values may be longer.
         memory_residual (`bool`, defaults to `True`):
             Add the memory's output m as it is: with attention's output y, MAG, MAL and MAC are
             `y * sigmoid(norm(m)) + m` instead of eq. 28, 31 and 25, and attention reads `norm(x + m)` in MAL instead of
@@ -169,7 +172,7 @@ class TitansConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = 2
 
     def __post_init__(self, **kwargs):
-        for name in ("hidden_size", "num_attention_heads", "memory_chunk_size"):  # others are derived from these
+        for name in FIELDS_THAT_OTHERS_DERIVE_FROM:
             check_range(name, getattr(self, name), 1)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads

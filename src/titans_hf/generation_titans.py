@@ -83,8 +83,10 @@ class TitansGenerationMixin(GenerationMixin):
         if not output_surprise:
             return super().generate(*args, **kwargs)
         collector = SurpriseCollector()  # not an attribute of the model: other threads may use it
+        given = kwargs.get("past_key_values")
+        num_before = given.get_seq_length() if isinstance(given, TitansCache) else 0
         result = super().generate(*args, output_surprise=collector, **kwargs)
-        result["surprise"] = collector.joined()
+        result["surprise"] = collector.joined(result.past_key_values.get_seq_length() - num_before)
         return result
 
     def _prepare_cache_for_generation(

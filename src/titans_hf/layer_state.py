@@ -34,7 +34,8 @@ class LayerState:
     """All that a decoder layer needs to continue a sequence; the first dimension of every tensor is the batch.
 
     memory: weights, momentum, anchor and number of tokens (`MemoryState`).
-    conv_state: (B, kernel - 1, 3 * hidden), the last inputs of the memory's convolutions.
+    conv_state: (B, kernel - 1, 3 * hidden), the last inputs of the memory's convolutions; of the token memory
+    (B, 1, hidden), the last hidden state.
     kv_cache: None in LMM.
     segment_weights: in MAC, the memory's weights at the start of the current segment. Empty if they are the memory's
     anchor.
@@ -91,8 +92,8 @@ class LayerState:
 class RecordedColumns:
     """Columns that a crop may remove: the state before them, and what the layer needs to read them again.
 
-    state: None before the first token. inputs: (B, T, hidden), of the mixer. mask, document_starts: (B, T) bool, as in
-    `Columns`. restart: (B,) bool, True in rows that were reset before the first column; None if none was.
+    state: None before the first token. inputs: (B, T, input size), of the mixer. mask, document_starts: (B, T) bool, as
+    in `Columns`. restart: (B,) bool, True in rows that were reset before the first column; None if none was.
     """
 
     state: LayerState | None

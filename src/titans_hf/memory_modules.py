@@ -25,7 +25,7 @@ def l2_normalize(x: Tensor) -> Tensor:
 class HeadNorm(nn.RMSNorm):
     """RMSNorm in the dtype of its input: the memory's output may exceed the range of a half-precision model.
 
-    With `only_above`, the length of a vector (..., D) is clipped at 1, that of the values, and then multiplied by
+    With `only_above`, the length of a vector (..., D) is clipped at 1 and then multiplied by
     sqrt(D), so that a clipped vector has RMS 1: a memory that has stored little for a query outputs little.
     """
 

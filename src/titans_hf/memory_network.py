@@ -3,9 +3,9 @@
 M(x) = W_L silu(... silu(W_1 x)), "mlp", or M(x) = x + LN(W_L gelu(... gelu(W_1 x))), "residual", as in the paper's
 second version; one weight matrix per layer, multiplied from the right: x @ W. LN has no weights of its own.
 
-Only this file depends on the form of the network and of its loss: it contains the layers' shapes, the read, the
-gradient of the loss as rank-one factors per layer, and the backward of both, for "residual" left to autograd. The
-update of the weights (`memory_chunk.py`) uses only those factors.
+This file contains the layers' shapes, the read, the gradient of the loss as rank-one factors per layer, and the
+backward of both, for "residual" left to autograd. The update of the weights (`memory_chunk.py`) uses those factors;
+with the delta rule, the last layer's are those of `memory_delta_rule.py`.
 
 Shapes: ... batch and heads, T tokens, D head size, F hidden size; layer l maps d_in to d_out.
 """

@@ -62,15 +62,12 @@ def memorize(
         grid: where given, the tokens are already on its slots (T = grid.num_slots), of a grid for a multiple of
             `chunk_size`. What is returned is undefined at empty slots.
 
-    Raises ValueError for a rule that cannot be, and for a state without the anchor that the rule needs, or with a
-    momentum where the inputs have no `log_momentum_decay` and the other way round.
+    Raises ValueError for a rule that cannot be, for `inputs.filled`, which the grid has, and for a state without the
+    anchor that the rule needs, or with a momentum where the inputs have no `log_momentum_decay` and the other way
+    round.
     """
     rule.check()
-    if bool(state.momentum) != (inputs.log_momentum_decay is not None):
-        raise ValueError(
-            f"`state` has {len(state.momentum)} tensors of momentum, but `inputs.log_momentum_decay` is "
-            f"{'None' if inputs.log_momentum_decay is None else 'given'}: both or none."
-        )
+    _check_inputs(inputs, state)
     dtype = state.weights[0].dtype
     inputs = inputs.map(lambda x: x.to(dtype))
     if not rule.needs_anchor(len(state.weights)):
@@ -87,6 +84,17 @@ def memorize(
     output = _memorize_grid(slots, state, decay_target, grid, chunk_size, rule)
     retrieved, surprise = (grid.gather(x.transpose(1, 2)).transpose(1, 2) for x in (output.retrieved, output.surprise))
     return MemorizeOutput(retrieved, surprise, output.state)
+
+
+def _check_inputs(inputs: MemoryInputs, state: MemoryState) -> None:
+    """Raises ValueError for a mask of slots, and for a momentum without its gate or the other way round."""
+    if inputs.filled is not None:
+        raise ValueError("`inputs.filled` must be None: `grid` says which slots have a token.")
+    if bool(state.momentum) != (inputs.log_momentum_decay is not None):
+        raise ValueError(
+            f"`state` has {len(state.momentum)} tensors of momentum, but `inputs.log_momentum_decay` is "
+            f"{'None' if inputs.log_momentum_decay is None else 'given'}: both or none."
+        )
 
 
 def read_constant_memory(inputs: MemoryInputs, state: MemoryState, rule: UpdateRule, grid: TokenGrid) -> MemorizeOutput:
@@ -165,11 +173,11 @@ def _memorize_grid(
 ) -> MemorizeOutput:
     """Updates with the tokens on the slots of a grid; chunks of every row start at multiples of `chunk_size`."""
     rows_and_heads = slots.inner_lr.shape[:2]
-    chunk_starts = None
-    if grid.filled is not None:
-        slots = slots._replace(filled=grid.filled[:, None].expand(*rows_and_heads, -1))
-    if grid.filled is not None and state.anchor:
-        first = torch.arange(0, grid.num_slots, chunk_size, device=grid.filled.device)[:, None]
+    chunk_starts, filled = None, grid.filled
+    if filled is not None:
+        slots = slots._replace(filled=filled[:, None].expand(*rows_and_heads, -1))
+    if filled is not None and state.anchor:
+        first = torch.arange(0, grid.num_slots, chunk_size, device=filled.device)[:, None]
         starts = (grid.row_starts <= first) & (grid.row_ends > first)
         chunk_starts = starts.repeat_interleave(rows_and_heads[1], dim=1)
     decay_target = [m.expand_as(w) for m, w in zip(decay_target, state.weights, strict=False)]

@@ -40,6 +40,11 @@ class LayerSurprise:
     parts: tuple[tuple[Sequence[TokenUpdates], TokenGrid], ...]
 
     @property
+    def num_columns(self) -> int:
+        """Number T of columns."""
+        return sum(grid.num_columns for _, grid in self.parts)
+
+    @property
     def gradient_norm(self) -> Tensor:
         """The surprise: the norm of the gradient of |M(k) - v|^2 (eq. 12), clipped as in the update."""
         return self._of_tokens(lambda updates: updates.surprise)
@@ -87,9 +92,14 @@ class SurpriseCollector:
     def __init__(self):
         self.calls: list[tuple[LayerSurprise, ...]] = []
 
-    def joined(self) -> tuple[LayerSurprise, ...]:
-        """Returns one `LayerSurprise` per layer, with the tokens of all calls."""
-        return tuple(map(LayerSurprise.joined, zip(*self.calls, strict=True)))
+    def joined(self, num_columns: int | None = None) -> tuple[LayerSurprise, ...]:
+        """Returns one `LayerSurprise` per layer, with the tokens of all calls; with `num_columns`, without a last call
+        beyond them, which `generate()` has undone: on MPS it decodes a token more than it returns.
+        """
+        calls = self.calls
+        if num_columns is not None and sum(call[0].num_columns for call in calls) > num_columns:
+            calls = calls[:-1]
+        return tuple(map(LayerSurprise.joined, zip(*calls, strict=True)))
 
 
 @dataclass

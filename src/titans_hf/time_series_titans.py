@@ -1,65 +1,25 @@
 """Forecasts time series by Titans: patches of each channel are its tokens, read once, in any number of calls."""
 
 import copy
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
-from transformers.modeling_outputs import ModelOutput
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from .cache_titans import TitansCache
 from .configuration_time_series_titans import TitansTimeSeriesConfig
+from .lora_targets import register_lora_targets
 from .modeling_titans import TitansModel, TitansPreTrainedModel
-from .surprise_titans import LayerSurprise
+from .time_series_state import TimeSeriesForecast, TimeSeriesState, TitansForTimeSeriesPredictionOutput
 
 EPSILON = 1e-5  # added to the variance, so that a constant series can be normalised
+OPTIONS = {"output_hidden_states", "output_attentions", "output_surprise"}
 LOSSES = {"mse": nn.functional.mse_loss, "mae": nn.functional.l1_loss}
 
-
-@dataclass
-class TimeSeriesState:
-    """What the model keeps of B series of C channels; its size does not depend on the number of values read.
-
-    values (B * C, context_length): the last values, less their cycle. hidden_states (B * C, patches of them, hidden):
-    what the linear head sees. memory: the `TitansCache` of the layers, B * C rows. cycle_position (B,) int64: place of
-    the next value in the cycle.
-    """
-
-    values: Tensor
-    hidden_states: Tensor
-    memory: TitansCache
-    cycle_position: Tensor
-
-
-@dataclass
-class TitansForTimeSeriesPredictionOutput(ModelOutput):
-    """The forecast of a call.
-
-    loss: a scalar, where there are `future_values`. prediction_outputs (B, prediction_length, C): the forecast, in the
-    units of `past_values`. loc, scale (B, 1, C): mean and standard deviation of the last `context_length` values, less
-    their cycle. state: after the last value, with `use_cache=True`. hidden_states, attentions, surprise: on request,
-    those of `TitansModel` for the new patches, B * C rows.
-    """
-
-    loss: Tensor | None = None
-    prediction_outputs: Tensor | None = None
-    loc: Tensor | None = None
-    scale: Tensor | None = None
-    state: TimeSeriesState | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor, ...] | None = None
-    surprise: tuple[LayerSurprise, ...] | None = None
-
-
-class TimeSeriesForecast(NamedTuple):
-    """sequences (B, length, C): the forecast; state: after the last measured value, before the first forecast one."""
-
-    sequences: Tensor
-    state: TimeSeriesState
+register_lora_targets(TitansTimeSeriesConfig.model_type)
 
 
 class NormalizedPatches(NamedTuple):
@@ -148,8 +108,8 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         """Forecasts the `prediction_length` values that follow `past_values`.
 
         Args:
-            past_values (B, T, C) float: new values of C channels, finite; T a multiple of `patch_length`, at the
-                beginning of a series at least `context_length`.
+            past_values (B, T, C) float: new values of C channels, finite, used in float32 at least; T a multiple of
+                `patch_length`, at the beginning of a series at least `context_length`.
             future_values (B, prediction_length, C) float: what follows; gives the loss.
             state: what the call before returned, None at the beginning of a series; left as it is.
             cycle_position (B,) int64: place of the first value in the cycle, 0 by default; the state has that of later
@@ -170,10 +130,10 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         outputs = self.model(inputs_embeds=embeds, past_key_values=memory, use_cache=False, **kwargs)
         read_before = [] if state is None else [state.hidden_states]
         hidden_states = torch.cat([*read_before, outputs.last_hidden_state], dim=1)[:, -self.config.num_patches :]
-        forecast = self.head(self.head_dropout(hidden_states.flatten(1))).to(values.dtype) * scale + loc
+        forecast = self.head(self.head_dropout(hidden_states.flatten(1))).to(values) * scale + loc
         forecast, loc, scale = (x.unflatten(0, (len(past_values), -1)).mT for x in (forecast, loc, scale))
         forecast = forecast + future_cycle
-        loss = None if future_values is None else LOSSES[self.config.loss](forecast, future_values)
+        loss = None if future_values is None else LOSSES[self.config.loss](forecast, future_values.to(forecast))
         position = position + past_values.shape[1]
         return TitansForTimeSeriesPredictionOutput(
             loss=loss,
@@ -206,7 +166,7 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         num_read = self.config.prediction_length // self.config.patch_length * self.config.patch_length
         if type(length) is not int or length < 1 or (length > self.config.prediction_length and not num_read):
             most = "" if num_read else f" and at most {self.config.prediction_length}, less than a patch"
-            raise ValueError(f"`prediction_length` must be an int, at least 1{most}, but is {length}.")
+            raise ValueError(f"`prediction_length` must be an int, at least 1{most}, but is {length!r}.")
         output = self(past_values, state=state, cycle_position=cycle_position, use_cache=True)
         forecast, after = output.prediction_outputs, output.state
         while forecast.shape[1] < length:
@@ -241,7 +201,10 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         )
 
     def _split_cycle(self, past_values: Tensor, position: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Returns past_values (B, T, C) less their cycle, and the cycle (B, prediction_length, C) of what follows."""
+        """Returns past_values (B, T, C) less their cycle, in float32 at least, and the cycle of what follows,
+        (B, prediction_length, C).
+        """
+        past_values = past_values.to(torch.promote_types(past_values.dtype, torch.float32))
         if self.cycle is None:
             return past_values, 0.0
         length = past_values.shape[1]
@@ -266,7 +229,7 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         self, past_values: Tensor, future_values: Tensor | None, state: TimeSeriesState | None, options: dict
     ) -> None:
         """Raises ValueError for values, a state or other arguments that `forward` does not take."""
-        if unknown := options.keys() - TransformersKwargs.__annotations__.keys() - {"output_surprise"}:
+        if unknown := options.keys() - OPTIONS:
             raise ValueError(f"`{min(unknown)}` is no argument of a forecast: it has no effect.")
         _check_numbers("past_values", past_values)
         if future_values is not None:
@@ -283,16 +246,10 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
                 f"`past_values` must have `num_input_channels` ({self.config.num_input_channels}) channels, as the "
                 f"cycle, but has {shape[2]}."
             )
-        if state is not None and len(state.values) != shape[0] * shape[2]:
-            raise ValueError(
-                f"`state` must be of {shape[0]} series of {shape[2]} channels as `past_values`, but has "
-                f"{len(state.values)} rows instead of {shape[0] * shape[2]}."
-            )
-        context = self.config.context_length
-        if state is not None and state.values.shape[1] != context:
-            raise ValueError(
-                f"`state` must be of a model with `context_length` {context}, not {state.values.shape[1]}."
-            )
+        if state is not None and not isinstance(state, TimeSeriesState):
+            raise ValueError(f"`state` must be the TimeSeriesState of a call, but is a {type(state).__name__}.")
+        if state is not None:
+            state.check_fits(self.config, shape[0], shape[2])
         expected = (shape[0], self.config.prediction_length, shape[2])
         if future_values is not None and tuple(future_values.shape) != expected:
             raise ValueError(f"`future_values` must be {expected}, but is {tuple(future_values.shape)}.")

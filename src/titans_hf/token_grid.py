@@ -122,6 +122,11 @@ class TokenGrid:
         return len(self.row_starts)
 
     @property
+    def num_columns(self) -> int:
+        """T, the number of columns of the call."""
+        return self.num_slots if self.token_slots is None else self.token_slots.shape[1]
+
+    @property
     def filled(self) -> Tensor | None:
         """(R, G) bool, True at slots with a token; None if every slot has one."""
         if self.token_slots is None:

@@ -113,6 +113,8 @@ def _check_documents(shape: tuple[int, int], documents: DocumentArguments) -> No
     for name, value in documents._asdict().items():
         if value is None:
             continue
+        if not isinstance(value, Tensor):
+            raise ValueError(f"`{name}` must be a tensor, but is a {type(value).__name__}.")
         if value.is_floating_point() or value.dtype == torch.bool:
             raise ValueError(f"`{name}` must be integers, but is {value.dtype}.")
         if name == "cu_seq_lens_q":
@@ -141,8 +143,8 @@ def _document_starts(shape: tuple[int, int], mask: Tensor | None, documents: Doc
         decreases = has_previous & (positions <= positions.gather(1, previous.clamp(min=0)))
         # Transformers gives padding position 0 and counts on from there, in right-padded prompts that are read again.
         adjacent = previous == columns - 1
-        message = "`position_ids` may go back within a row only to 0."
-        _require(not_any=decreases & adjacent & (positions != 0), message=message)
+        message = "`position_ids` must increase within a row, or be 0 where a new document starts"
+        _require(not_any=decreases & adjacent & (positions != 0), message=message, values=positions)
         starts = starts | (decreases & (positions == 0))
     if seq_idx is not None:
         indices = seq_idx.expand(shape)
@@ -168,9 +170,11 @@ def _starts_of_lengths(cu_seq_lens_q: Tensor, shape: tuple[int, int]) -> Tensor:
     return starts
 
 
-def _require(*, not_any: Tensor, message: str) -> None:
-    """Raises ValueError if any entry is True; in a compiled call RuntimeError, when it runs."""
+def _require(*, not_any: Tensor, message: str, values: Tensor | None = None) -> None:
+    """Raises ValueError, with the first of `values` there, if any entry is True; RuntimeError in a compiled call, when
+    it runs.
+    """
     if torch.compiler.is_compiling():
         torch._assert_async(~not_any.any(), message)
     elif not_any.any():
-        raise ValueError(message)
+        raise ValueError(message if values is None else f"{message}, but has {values[not_any][0]} there.")
