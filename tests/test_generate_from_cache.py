@@ -1,10 +1,14 @@
 """generate() with a cache that has read tokens: prompts that would be read twice, or in part, raise an error."""
 
 import copy
+from unittest.mock import MagicMock
 
 import pytest
 import torch
-from common import VARIANTS, make_ids, make_model, read, shared_model, tensors
+from common import VARIANTS, assert_same, make_ids, make_model, read, shared_model, tensors
+from transformers.generation.utils import DeferredStopCheck
+
+from titans_hf import TitansCache
 
 GREEDY = dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
 
@@ -72,3 +76,92 @@ def test_what_would_read_twice_or_not_at_all_is_refused():
     with pytest.raises(ValueError, match=r"batch size is 1, not 2; `batch_repeat_interleave\(2\)` gives"):
         model(ids[:, 9:], past_key_values=one)
     assert cache.num_tokens_seen().tolist() == [9, 9]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_cache_records_only_while_drafts_are_tried(variant):
+    """After assisted decoding, and after such a call that fails, the user's cache has a constant size again and takes
+    the next prompt: otherwise it would grow with every token, and start_prompt() would raise an error.
+    """
+    model, turns = shared_model(variant), [make_ids(1, 6, seed=seed).repeat(1, 3) for seed in (1, 2)]
+    cache, plain = TitansCache(model.config), TitansCache(model.config)
+    with pytest.raises(ValueError, match="batch_size = 1"):
+        model.generate(make_ids(2, 9), past_key_values=cache, prompt_lookup_num_tokens=3, **GREEDY)
+    assert not cache.layers[0].record_past
+    for prompt in turns:
+        drafted = model.generate(prompt, past_key_values=cache, prompt_lookup_num_tokens=3, **GREEDY)
+        assert torch.equal(drafted, model.generate(prompt, past_key_values=plain, **GREEDY))
+        cache.start_prompt()
+        plain.start_prompt()
+    assert not any(layer.record_past or layer.recorded for layer in cache.layers)
+    assert_same(read(model, turns[0], None, cache)[0], read(model, turns[0], None, plain)[0])
+    assert cache.num_bytes == plain.num_bytes
+
+
+@pytest.mark.parametrize("as_dict", [True, False])
+def test_a_token_that_generate_undoes_is_not_in_the_users_cache(as_dict, monkeypatch):
+    """Where Transformers decodes a token more and undoes it, as on MPS, the user's cache has not read it: otherwise the
+    next turn would read it twice.
+    """
+    model, ids = shared_model("mag"), make_ids(1, 21)
+    options = dict(GREEDY, max_new_tokens=9, return_dict_in_generate=as_dict)
+    options["eos_token_id"] = int(model.generate(ids, **{**GREEDY, "max_new_tokens": 9})[0, 21 + 4])
+    expected, cache = TitansCache(model.config), TitansCache(model.config)
+    model.generate(ids, past_key_values=expected, **options)
+    monkeypatch.setattr(DeferredStopCheck, "is_supported", lambda *args, **kwargs: args[2])
+    monkeypatch.setattr(torch, "Event", MagicMock())
+    model.generate(ids, past_key_values=cache, **options)
+    assert cache.get_seq_length() == expected.get_seq_length() < 21 + 8
+    more = make_ids(1, 5, seed=2)
+    assert_same(read(model, more, None, cache)[0], read(model, more, None, expected)[0])
+
+
+def test_a_recording_of_the_user_goes_on():
+    """A cache that records goes on recording after assisted decoding: otherwise crop() would fail later."""
+    model, prompt = shared_model("mag"), make_ids(1, 6).repeat(1, 3)
+    cache = TitansCache(model.config)
+    cache.activate_past_recording()
+    model.generate(prompt, past_key_values=cache, prompt_lookup_num_tokens=3, **GREEDY)
+    assert all(layer.record_past for layer in cache.layers)
+
+
+def test_a_prompt_that_has_started_cannot_be_cropped():
+    """crop() beyond the beginning of a prompt raises an error: otherwise the count of columns would be negative."""
+    model = shared_model("mag")
+    cache = TitansCache(model.config)
+    cache.activate_past_recording()
+    read(model, make_ids(1, 9), None, cache)
+    cache.crop(-3)
+    for layer in cache.layers:  # as assisted decoding leaves it
+        layer.record_past = False
+    cache.start_prompt()
+    with pytest.raises(RuntimeError, match="goes back beyond"):
+        cache.crop(-2)
+    together = torch.cat([make_ids(1, 9)[:, :6], make_ids(1, 5, seed=2)], dim=1)
+    assert_same(read(model, make_ids(1, 5, seed=2), None, cache)[0], read(model, together)[0][:, 6:])
+    assert cache.get_seq_length() == 5
+
+
+def test_options_that_would_be_ignored_or_misread_are_refused():
+    """Documents by index, documents in pieces, a kind of cache beside a cache, and attention maps of drafts raise an
+    error: otherwise they would fail after all is read, be read in another way, be ignored, or be cut.
+    """
+    model, ids = make_model("mag", attention="eager"), make_ids(1, 12)
+    cache = TitansCache(model.config)
+    starts = torch.cat([torch.arange(7), torch.arange(5)])[None]
+    refused = {
+        "`seq_idx` must be None in generate": dict(seq_idx=(starts.cumsum(1) > 21).int()),
+        "`cu_seq_lens_q` must be None in generate": dict(cu_seq_lens_q=torch.tensor([0, 7, 12])),
+        "`prefill_chunk_size` must be None with several documents": dict(position_ids=starts, prefill_chunk_size=7),
+        "`cache_implementation` must be None with `past_key_values`": dict(cache_implementation="static"),
+        "`output_attentions` is not possible in assisted generation": dict(
+            output_attentions=True, return_dict_in_generate=True, prompt_lookup_num_tokens=3
+        ),
+    }
+    for message, options in refused.items():
+        with pytest.raises(ValueError, match=message):
+            model.generate(ids, past_key_values=cache, **options, **GREEDY)
+        assert cache.get_seq_length() == 0
+    model.generate(ids, position_ids=torch.arange(12)[None], prefill_chunk_size=7, **GREEDY)
+    whole = model.generate(ids, position_ids=starts, **GREEDY)
+    assert torch.equal(whole[:, 12:], model.generate(ids[:, 7:], **GREEDY)[:, 5:])

@@ -98,23 +98,6 @@ def test_a_text_is_judged_by_its_last_token(variant):
         assert_same(model(ids).logits, last @ model.score.weight.T)
 
 
-def test_padding_that_would_be_classified_is_refused():
-    """Padding at the end is refused where the last column is taken for the text's end, without a padding token and
-    with embeddings: otherwise a class of padding would be returned.
-    """
-    model, ids = make_head(AutoModelForSequenceClassification, "mag"), 1 + make_ids(1, 9, vocab_size=49)
-    mask = torch.ones_like(ids)
-    mask[:, 7:] = 0
-    embeds = model.model.embed_tokens(ids).detach()
-    with pytest.raises(ValueError, match="`attention_mask` must be 1 in its last column"):
-        model(inputs_embeds=embeds, attention_mask=mask)
-    model(inputs_embeds=embeds, attention_mask=mask.flip(1))
-    model.config.pad_token_id = None
-    for arguments in ((ids, mask), ()):
-        with pytest.raises(ValueError, match="`attention_mask` must be 1 in its last column"):
-            model(*arguments, **({} if arguments else {"input_ids": ids, "attention_mask": mask}))
-
-
 @pytest.mark.parametrize("auto_class", HEADS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_loss_and_gradients(variant, auto_class):

@@ -47,6 +47,7 @@ def test_other_arguments_that_do_not_fit():
     for missing in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match="`past_values` must be finite"):
             model(past_values=torch.where(values == values[0, 0, 0], missing, values))
+    model(past_values=values, attention_mask=None)  # as PEFT calls it
     for ignored in ("past_observed_mask", "labels", "inputs_embeds"):
         with pytest.raises(ValueError, match=f"`{ignored}` is no argument of a forecast"):
             model(past_values=values, **{ignored: values})

@@ -65,6 +65,18 @@ def test_mixed_precision(variant, tmp_path):
     assert distance(rough_parameters, parameters, start) < 0.1
 
 
+def test_smoothed_labels_are_those_of_the_next_token(tmp_path):
+    """`label_smoothing_factor` smooths the labels of the next token: otherwise Trainer would train the model to repeat
+    each token.
+    """
+    rows, losses = [{"input_ids": ids, "labels": ids} for ids in make_ids(4, 20)], []
+    for factor in (0.0, 1e-9):
+        options = dict(label_smoothing_factor=factor, use_cpu=True, report_to="none")
+        trainer = Trainer(make_model("mag"), TrainingArguments(tmp_path, **options), eval_dataset=rows)
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_compiled_training(variant, tmp_path):

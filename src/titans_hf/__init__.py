@@ -16,18 +16,16 @@ from transformers import (
 from .cache_titans import TitansCache
 from .configuration_time_series_titans import TitansTimeSeriesConfig
 from .configuration_titans import TitansConfig
+from .heads_titans import (
+    TitansForQuestionAnswering,
+    TitansForSequenceClassification,
+    TitansForTokenClassification,
+)
 from .memory_network import UpdateRule
 from .memory_ops import memorize
 from .memory_reference import memorize_reference
 from .memory_state import MemorizeOutput, MemoryInputs, MemoryState
-from .modeling_titans import (
-    TitansForCausalLM,
-    TitansForQuestionAnswering,
-    TitansForSequenceClassification,
-    TitansForTokenClassification,
-    TitansModel,
-    TitansPreTrainedModel,
-)
+from .modeling_titans import TitansForCausalLM, TitansModel, TitansPreTrainedModel
 from .neural_memory import NeuralMemory
 from .time_series_titans import TitansForTimeSeriesPrediction
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .attention_functions import eager_attention_forward, mask_for
 from .configuration_titans import TitansConfig
-from .eager_attention import eager_attention_forward
 from .layer_state import KeyValueCache
 from .memory_modules import OutputProjection
 from .token_grid import TokenGrid
@@ -108,16 +108,18 @@ class TitansAttention(nn.Module):
             persistent, rest = keys.tensor_split([self.config.num_persistent_tokens], dim=1)
             size = self.head_dim
             keys = torch.cat([nn.functional.pad(persistent, (size, 0)), nn.functional.pad(rest, (0, size))], dim=1)
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        name = self.config._attn_implementation
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
+        arranges = attention is eager_attention_forward  # no other one's weights are in the places that a map has
         output, weights = attention(
             self,
             *(x.transpose(1, 2) for x in (queries, keys, values)),
-            mask[:, None],
+            mask[:, None] if arranges else mask_for(name, mask[:, None], queries.dtype),
             dropout=self.config.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
             arrange=arrange,
         )
-        return output.flatten(2), weights
+        return output.flatten(2), weights if arranges else None
 
 
 class WindowAttention(TitansAttention):

@@ -178,7 +178,7 @@ class TitansCacheLayer(CacheLayerMixin):
             raise ValueError(f"`tokens_to_remove` must be 0 or negative, as in crop(-3), but is {tokens_to_remove}.")
         record = self.recorded if self.to_reread is None else self.to_reread
         kept = tokens_to_remove + (0 if record is None else record.num_columns)
-        if tokens_to_remove and kept < 0:
+        if tokens_to_remove and (kept < 0 or self.num_columns < -tokens_to_remove):  # the latter after start_prompt()
             raise RuntimeError(
                 f"crop({tokens_to_remove}) goes back beyond the {kept - tokens_to_remove} columns recorded since the "
                 "last crop. Call activate_past_recording() before reading what may have to be removed, or read with "

@@ -103,7 +103,7 @@ class TitansCache(Cache):
         Otherwise `generate()` needs all ids since the cache was created, or a mask for them. Raises RuntimeError for a
         cache that records.
         """
-        if any(layer.record_past or layer.to_reread is not None for layer in self.layers):
+        if any(layer.record_past for layer in self.layers):
             raise RuntimeError("start_prompt() cannot be undone by crop(): call stop_past_recording() first.")
         for layer in self.layers:
             layer.set_num_columns(0)

@@ -11,16 +11,16 @@ from .parallel_titans import tensor_parallel_plan
 
 if TYPE_CHECKING:  # never executed: makes save_pretrained copy every sibling module
     # docs/log.md: "A checkpoint's code is what its config's file names"
-    from .modeling_titans import TitansModel  # noqa: F401
+    from .heads_titans import TitansHead  # noqa: F401
 
 # The classes that load a checkpoint where this package is not installed, whichever class it was saved from.
 AUTO_MAP = {
     "AutoConfig": "configuration_titans.TitansConfig",
     "AutoModel": "modeling_titans.TitansModel",
     "AutoModelForCausalLM": "modeling_titans.TitansForCausalLM",
-    "AutoModelForQuestionAnswering": "modeling_titans.TitansForQuestionAnswering",
-    "AutoModelForSequenceClassification": "modeling_titans.TitansForSequenceClassification",
-    "AutoModelForTokenClassification": "modeling_titans.TitansForTokenClassification",
+    "AutoModelForQuestionAnswering": "heads_titans.TitansForQuestionAnswering",
+    "AutoModelForSequenceClassification": "heads_titans.TitansForSequenceClassification",
+    "AutoModelForTokenClassification": "heads_titans.TitansForTokenClassification",
 }
 FIELDS_THAT_OTHERS_DERIVE_FROM = ("hidden_size", "num_attention_heads", "memory_chunk_size")
 POSITIVE_FIELDS = (

@@ -97,26 +97,15 @@ class TitansGenerationMixin(GenerationMixin):
         The size of a cache is always constant; with `cache_implementation="static"`, `generate()` compiles the decoding
         step where Transformers does: on accelerators, or as `compile_config` sets.
         """
+        given = model_kwargs.get("past_key_values")
+        _check_options(generation_config, generation_mode, given)
+        _check_inputs(generation_config, model_kwargs, given)
         if model_kwargs.get("output_surprise"):
             _check_surprise(generation_config, generation_mode)
-        if generation_config.assistant_early_exit is not None:
-            raise ValueError(
-                "`assistant_early_exit` is not possible: while it drafts, Transformers changes the number of layers in "
-                "the model's config, which other calls may be using. Use `prompt_lookup_num_tokens` or "
-                "`assistant_model`."
-            )
-        if generation_config.prefill_chunk_size is not None and model_kwargs.get("inputs_embeds") is not None:
-            raise ValueError(
-                "`prefill_chunk_size` must be None with `inputs_embeds`: Transformers cuts `input_ids` only."
-            )
-        if generation_config.cache_implementation not in CACHES:
-            raise ValueError(
-                f"`cache_implementation` must be one of {', '.join(map(repr, CACHES))} for a Titans model, but is "
-                f"{generation_config.cache_implementation!r}: its cache is of constant size as it is."
-            )
-        if (given := model_kwargs.get("past_key_values")) is not None:
+        if given is not None:
             if isinstance(given, TitansCache):
                 _check_prompt(generation_config, model_kwargs, generation_mode)
+                given._is_user_defined = True  # it is the user's after the call: what is read too much is undone
             return
         if self._starting_cache is not None:
             num_rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
@@ -150,6 +139,16 @@ class TitansGenerationMixin(GenerationMixin):
         return super()._sample(
             input_ids, logits_processor, finished, generation_config, finished_rows=finished, **kwargs
         )
+
+    def _assisted_decoding(self, *args, **kwargs):
+        """Decodes with drafts. The cache records only while this runs, so that rejected ones can be removed."""
+        layers = kwargs["past_key_values"].layers
+        new = [layer for layer in layers if not layer.record_past]
+        try:
+            return super()._assisted_decoding(*args, **kwargs)
+        finally:
+            for layer in new:
+                layer.record_past, layer.recorded = False, None
 
     @wraps(GenerationMixin.prepare_inputs_for_generation)  # Transformers reads the arguments' names
     def prepare_inputs_for_generation(self, *args, finished_rows: FinishedRows | None = None, **kwargs) -> dict:
@@ -189,6 +188,58 @@ class TitansGenerationMixin(GenerationMixin):
         if attention_mask is None or (batch_size == 1 and num_tokens == 1 and not is_first_iteration):
             return None
         return attention_mask[:, -num_tokens:]
+
+
+def _check_options(generation_config, generation_mode: GenerationMode, given: TitansCache | None) -> None:
+    """Raises ValueError for options of `generate()` that a Titans model does not have; `given` is the user's cache."""
+    if generation_config.assistant_early_exit is not None:
+        raise ValueError(
+            "`assistant_early_exit` is not possible: while it drafts, Transformers changes the number of layers in "
+            "the model's config, which other calls may be using. Use `prompt_lookup_num_tokens` or `assistant_model`."
+        )
+    if generation_config.cache_implementation not in CACHES:
+        raise ValueError(
+            f"`cache_implementation` must be one of {', '.join(map(repr, CACHES))} for a Titans model, but is "
+            f"{generation_config.cache_implementation!r}: its cache is of constant size as it is."
+        )
+    if given is not None and generation_config.cache_implementation is not None:
+        raise ValueError(
+            f"`cache_implementation` must be None with `past_key_values`, but is "
+            f"{generation_config.cache_implementation!r}: the cache is there already."
+        )
+    recorded = generation_config.output_attentions and generation_config.return_dict_in_generate
+    if recorded and generation_mode == GenerationMode.ASSISTED_GENERATION:
+        raise ValueError(
+            "`output_attentions` is not possible in assisted generation: Transformers cuts the maps as if they had a "
+            "column for each token since the first."
+        )
+
+
+def _check_inputs(generation_config, model_kwargs: dict, given: TitansCache | None) -> None:
+    """Raises ValueError for inputs of `generate()` that would be read in another way than in one call of the model."""
+    for name in ("seq_idx", "cu_seq_lens_q"):
+        if model_kwargs.get(name) is not None:
+            raise ValueError(
+                f"`{name}` must be None in generate(), which adds tokens to the last document: mark documents by "
+                "`position_ids` that restart at 0."
+            )
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    if generation_config.prefill_chunk_size is not None:
+        if model_kwargs.get("inputs_embeds") is not None:
+            raise ValueError(
+                "`prefill_chunk_size` must be None with `inputs_embeds`: Transformers cuts `input_ids` only."
+            )
+        if isinstance(positions, Tensor) and (positions.diff() < 0).any():
+            raise ValueError(
+                "`prefill_chunk_size` must be None with several documents (`position_ids` that restart at 0): one that "
+                "starts where a piece does would continue the one before it."
+            )
+    is_new = given is None and not generation_config.is_assistant
+    if is_new and isinstance(mask, Tensor) and mask.dim() == 2 and not (mask[:, -1:] != 0).logical_or(mask == 0).all():
+        raise ValueError(
+            "`attention_mask` (without one, ids other than `pad_token_id`) must be 1 in the last column of a prompt, by "
+            "whose output the next token is chosen: pad on the left (`tokenizer.padding_side = 'left'`)."
+        )
 
 
 def _check_prompt(generation_config, model_kwargs: dict, generation_mode: GenerationMode) -> None:

@@ -1,19 +1,12 @@
 """Titans for Transformers: the four variants of section 4 of "Titans: Learning to Memorize at Test Time"."""
 
-from functools import wraps
-
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
-from transformers.modeling_layers import (
-    GenericForQuestionAnswering,
-    GenericForSequenceClassification,
-    GenericForTokenClassification,
-    GradientCheckpointingLayer,
-)
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
@@ -32,6 +25,8 @@ from .token_layout import DocumentArguments, TokenLayout
 from .token_memory import TitansTokenMemoryLayer, TokenMemory
 
 register_lora_targets(TitansConfig.model_type)
+# By this name Trainer knows a language model, whose labels `label_smoothing_factor` has to shift.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(TitansConfig.model_type, "TitansForCausalLM")
 
 
 class TitansMLP(nn.Module):
@@ -259,8 +254,8 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
             if isinstance(output_surprise, SurpriseCollector):
                 output_surprise.calls.append(outputs.surprise)
             logits, loss = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)), None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            if labels is not None:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return TitansCausalLMOutput(
             loss=loss,
             logits=logits,
@@ -271,51 +266,7 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
         )
 
 
-class TitansHead(TitansPreTrainedModel):
-    """Base class of Transformers' generic heads, which create their base model by AutoModel."""
-
-    def __init__(self, config: TitansConfig):
-        # AutoModel has no entry for the config class of a checkpoint that was loaded with its own code.
-        AutoModel.register(type(config), TitansModel, exist_ok=True)
-        super().__init__(config)
-
-
-class TitansForSequenceClassification(GenericForSequenceClassification, TitansHead):
-    """Classifies a text by its last token. A batch of several texts needs `pad_token_id`."""
-
-    @wraps(GenericForSequenceClassification.forward)
-    def forward(self, *args, **kwargs):
-        """Raises ValueError for padding at the end of a text where Transformers takes the last column for its token."""
-        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        unknown = self.config.pad_token_id is None or ids is None
-        if unknown and mask is not None and not torch.compiler.is_compiling() and not mask[:, -1].all():
-            raise ValueError(
-                "`attention_mask` must be 1 in its last column without `pad_token_id` in the config, and with "
-                "`inputs_embeds`: a text is classified by its last column. Pad on the left."
-            )
-        return super().forward(*args, **kwargs)
-
-
-class TitansForTokenClassification(GenericForTokenClassification, TitansHead):
-    """Classifies each token, given the tokens before it."""
-
-
-class TitansForQuestionAnswering(GenericForQuestionAnswering, TitansHead):
-    """Predicts the first and the last token of an answer."""
-
-
 TitansModel.register_for_auto_class("AutoModel")
 TitansForCausalLM.register_for_auto_class("AutoModelForCausalLM")
-TitansForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
-TitansForTokenClassification.register_for_auto_class("AutoModelForTokenClassification")
-TitansForQuestionAnswering.register_for_auto_class("AutoModelForQuestionAnswering")
 
-__all__ = [
-    "TitansForCausalLM",
-    "TitansForQuestionAnswering",
-    "TitansForSequenceClassification",
-    "TitansForTokenClassification",
-    "TitansModel",
-    "TitansPreTrainedModel",
-]
+__all__ = ["TitansForCausalLM", "TitansModel", "TitansPreTrainedModel"]

@@ -119,7 +119,8 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         Raises ValueError for missing values, another shape or dtype, a state of another model or number of series, and
         other arguments, as `past_observed_mask` of transformers' own models.
         """
-        self._check_values(past_values, future_values, state, kwargs)
+        options = {name: value for name, value in kwargs.items() if value is not None}
+        self._check_values(past_values, future_values, state, options)
         position = self._first_position(past_values, state, cycle_position)
         residual, future_cycle = self._split_cycle(past_values, position)
         values = residual.mT.flatten(0, 1)
@@ -127,20 +128,19 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         patches, loc, scale = self._normalize(values, at_start=state is None)
         memory = copy.copy(state.memory) if state is not None else TitansCache(self.config) if use_cache else None
         embeds = self.model.get_input_embeddings()(patches.to(self.dtype))
-        outputs = self.model(inputs_embeds=embeds, past_key_values=memory, use_cache=False, **kwargs)
+        outputs = self.model(inputs_embeds=embeds, past_key_values=memory, use_cache=False, **options)
         read_before = [] if state is None else [state.hidden_states]
         hidden_states = torch.cat([*read_before, outputs.last_hidden_state], dim=1)[:, -self.config.num_patches :]
         forecast = self.head(self.head_dropout(hidden_states.flatten(1))).to(values) * scale + loc
         forecast, loc, scale = (x.unflatten(0, (len(past_values), -1)).mT for x in (forecast, loc, scale))
-        forecast = forecast + future_cycle
+        forecast, end = forecast + future_cycle, position + past_values.shape[1]
         loss = None if future_values is None else LOSSES[self.config.loss](forecast, future_values.to(forecast))
-        position = position + past_values.shape[1]
         return TitansForTimeSeriesPredictionOutput(
             loss=loss,
             prediction_outputs=forecast,
             loc=loc,
             scale=scale,
-            state=self._copy_state(values, hidden_states, memory, position) if use_cache else None,
+            state=self._copy_state(values, hidden_states, memory, end) if use_cache else None,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             surprise=outputs.surprise,

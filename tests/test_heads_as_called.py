@@ -1,0 +1,94 @@
+"""Heads as a user and Trainer call them: padding that would be judged, calls that fail, accumulated gradients."""
+
+import pytest
+import torch
+from common import assert_same, make_config, make_ids, redraw
+from transformers import (
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    Trainer,
+    TrainingArguments,
+)
+
+HEADS = (AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoModelForQuestionAnswering)
+
+
+def make_head(auto_class) -> torch.nn.Module:
+    return redraw(auto_class.from_config(make_config("mag", num_labels=3, pad_token_id=0)).double().eval())
+
+
+def test_padding_that_would_be_classified_is_refused():
+    """Padding at the end is refused where the last column is taken for the text's end, without a padding token and
+    with embeddings: otherwise a class of padding would be returned.
+    """
+    model, ids = make_head(AutoModelForSequenceClassification), 1 + make_ids(1, 9, vocab_size=49)
+    mask = torch.ones_like(ids)
+    mask[:, 7:] = 0
+    embeds = model.model.embed_tokens(ids).detach()
+    with pytest.raises(ValueError, match="`attention_mask` must be 1 in its last column"):
+        model(inputs_embeds=embeds, attention_mask=mask)
+    model(inputs_embeds=embeds, attention_mask=mask.flip(1))
+    model.config.pad_token_id = None
+    for arguments in ((ids, mask), ()):
+        with pytest.raises(ValueError, match="`attention_mask` must be 1 in its last column"):
+            model(*arguments, **({} if arguments else {"input_ids": ids, "attention_mask": mask}))
+
+
+def test_ids_of_padding_that_are_not_the_padding_token_are_refused():
+    """Padding after a text whose ids are not `pad_token_id` is refused, and ids equal to it within the mask are not:
+    otherwise a text would be judged by a column of padding.
+    """
+    model, ids = make_head(AutoModelForSequenceClassification), 1 + make_ids(2, 9, vocab_size=49)
+    mask = torch.ones_like(ids)
+    mask[1, 7:] = 0
+    for arguments in ((ids, mask), ()):
+        with pytest.raises(ValueError, match=r"`input_ids` must be `pad_token_id` \(0\) where `attention_mask` is 0"):
+            model(*arguments, **({} if arguments else {"input_ids": ids, "attention_mask": mask}))
+    padded = ids.masked_fill(mask == 0, 0)
+    assert_same(model(padded, mask).logits[1], model(ids[1:, :7]).logits[0])
+    assert_same(model(ids, mask.flip(1)).logits[1], model(ids[1:, 2:]).logits[0])
+
+
+@pytest.mark.parametrize("auto_class", HEADS)
+def test_a_head_that_fails_leaves_the_cache(auto_class):
+    """A cache is as it was after a call whose labels do not fit: otherwise the same call again would read its tokens
+    twice.
+    """
+    model, ids = make_head(auto_class), 1 + make_ids(2, 9, vocab_size=49)
+    bad = torch.full((2,), 99)
+    labels = dict(start_positions=bad.double(), end_positions=bad.double())
+    if auto_class is not AutoModelForQuestionAnswering:
+        labels = dict(labels=bad if auto_class is AutoModelForSequenceClassification else bad[:, None].expand(2, 9))
+    cache = model.cache_class(model.config)
+    model(ids, past_key_values=cache)
+    state = cache.layers[0].state
+    with pytest.raises((IndexError, RuntimeError)):
+        model(ids, past_key_values=cache, **labels)
+    assert cache.get_seq_length() == 9 and cache.layers[0].state is state
+
+
+@pytest.mark.parametrize("auto_class", HEADS)
+def test_accumulated_gradients_of_a_head(auto_class, tmp_path):
+    """A head trains the same in one batch of four and in four of one: otherwise its learning rate would grow with the
+    accumulation.
+    """
+    config = make_config("mag", num_labels=3, pad_token_id=0)
+    rows = [{"input_ids": ids} for ids in 1 + make_ids(4, 9, vocab_size=49)]
+    for i, row in enumerate(rows):
+        if auto_class is AutoModelForQuestionAnswering:
+            row |= {"start_positions": i, "end_positions": 8 - i}
+        else:
+            row["labels"] = i % 3 if auto_class is AutoModelForSequenceClassification else torch.arange(9) % 3
+    runs = []
+    for size in (4, 1):
+        options = dict(per_device_train_batch_size=size, gradient_accumulation_steps=4 // size, max_steps=1)
+        options |= dict(use_cpu=True, report_to="none", save_strategy="no", optim="sgd", max_grad_norm=0.0)
+        torch.manual_seed(0)
+        model = auto_class.from_config(config)
+        trainer = Trainer(model, TrainingArguments(tmp_path, learning_rate=0.1, **options), train_dataset=rows)
+        loss = trainer.train().training_loss
+        runs.append((loss, model.state_dict()))
+    assert runs[1][0] == pytest.approx(runs[0][0], rel=1e-5)
+    for name, parameter in runs[0][1].items():
+        torch.testing.assert_close(runs[1][1][name], parameter, atol=1e-6, rtol=1e-4)
