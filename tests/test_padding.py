@@ -168,7 +168,7 @@ def test_a_prompt_that_ends_in_padding_is_refused(use_cache):
     for rows in (1, 2):
         mask = torch.ones(rows, 9, dtype=torch.long)
         mask[-1, 5:] = 0
-        with pytest.raises(ValueError, match="`attention_mask` .* must be 1 in the last column of a prompt"):
+        with pytest.raises(ValueError, match=r"`attention_mask` .* must be 1 in the last column of a prompt"):
             model.generate(ids[:rows], attention_mask=mask, use_cache=use_cache, **options)
     mask[-1] = 0
     assert torch.equal(

@@ -237,8 +237,8 @@ def _check_inputs(generation_config, model_kwargs: dict, given: TitansCache | No
     is_new = given is None and not generation_config.is_assistant
     if is_new and isinstance(mask, Tensor) and mask.dim() == 2 and not (mask[:, -1:] != 0).logical_or(mask == 0).all():
         raise ValueError(
-            "`attention_mask` (without one, ids other than `pad_token_id`) must be 1 in the last column of a prompt, by "
-            "whose output the next token is chosen: pad on the left (`tokenizer.padding_side = 'left'`)."
+            "`attention_mask` (without one, ids other than `pad_token_id`) must be 1 in the last column of a prompt, "
+            "by whose output the next token is chosen: pad on the left (`tokenizer.padding_side = 'left'`)."
         )
 
 
