@@ -15,7 +15,12 @@ from transformers import PreTrainedTokenizerBase
 
 import titans_hf  # noqa: F401  registers the model type "titans"
 from titans_hf_eval.titans_lm import TitansLM
-from titans_hf_scripts.shared.checkpoints import check_weights, load_config, load_tokenizer, loading_weights
+from titans_hf_scripts.shared.checkpoints import (
+    check_checkpoint,
+    load_config,
+    load_tokenizer,
+    loading_weights,
+)
 
 # What a checkpoint's scores depend on; a README or a trainer's state may change.
 PARTS = ("*.safetensors", "*.bin", "*.py", "config.json", "generation_config.json", "*token*", "vocab*", "merges*")
@@ -57,7 +62,7 @@ def _read(path: str, label: str) -> Checkpoint:
     folder = Path(path)
     if folder.exists() and not ((folder / "config.json").is_file() and _files(folder, ("*.safetensors", "*.bin"))):
         raise ValueError(f"MODEL {path} is not a checkpoint: it holds no config.json with weights")
-    check_weights(path, "MODEL")
+    check_checkpoint(path, "MODEL")
     config, tokenizer = load_config(path, "MODEL"), load_tokenizer(path, "MODEL")
     fingerprint = digest(_files(folder, PARTS)) if folder.exists() else f"{path}@{config._commit_hash}"
     return Checkpoint(path, label, config.model_type, fingerprint, tokenizer)

@@ -12,7 +12,7 @@ import argparse
 import hashlib
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from titans_hf_eval.dna_folds import Fold, group_sequences, hold_out, make_folds
 from titans_hf_eval.dna_models import NAMES, STOPPED, build_model, config_of
 from titans_hf_eval.dna_run import DataOfRun, Run, make_run
 from titans_hf_eval.dna_sequences import Sequences, read_sequences
-from titans_hf_eval.dna_tables import write_report
+from titans_hf_eval.dna_tables import check_alike, read_records, write_report
 from titans_hf_scripts.shared.argument_checks import check_folder, check_minimums
 from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.compared_models import VARIANTS, parse_settings
@@ -82,9 +82,9 @@ def name_of(path: Path) -> str:
     return f"{path.resolve().parent.name}-{path.stem}"
 
 
-def digest_of(paths: list[Path]) -> str:
-    """Hashes the contents of files; 12 hexadecimal digits."""
-    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:12]
+def digest_of(path: Path) -> str:
+    """Hashes the contents of a file; 12 hexadecimal digits."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
 def classes_of(path: Path, sequences: Sequences) -> list[str]:
@@ -105,11 +105,12 @@ def read_folds(args: argparse.Namespace) -> dict[tuple[str, str], list[DataOfRun
         sequences = read_sequences([path])
         classes = classes_of(path, sequences)
         folds = [DataOfRun(sequences, classes, fold) for fold in make_folds(sequences, args.folds)]
-        found[name_of(path), digest_of([path])] = folds
+        found[name_of(path), digest_of(path)] = folds
     if len({name for name, _ in found}) < len(args.data):
         raise ValueError(f"two DATA files have the same name: {', '.join(map(str, args.data))}")
     if args.train:
-        found[name_of(args.train[0]), digest_of(args.train + args.test)] = [read_train_and_test(args)]
+        digest = " ".join(["train", *map(digest_of, args.train), "test", *map(digest_of, args.test)])
+        found[name_of(args.train[0]), digest] = [read_train_and_test(args)]
     for (name, _), folds in found.items():
         print(f"{name}: {describe(folds[0])}", flush=True)
     return found
@@ -180,6 +181,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     settings = check_args(args)
     runs = make_runs(args, settings, read_folds(args))
+    check_alike([*(x["run"] for x in read_records(args.output)), *(asdict(first) for first, _ in runs)])
     disable_progress_bar()  # of writing checkpoints; Trainer has its own
     best = []
     for first, folds in runs:

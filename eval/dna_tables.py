@@ -8,6 +8,7 @@ accuracy being the mean of its seeds, and the mean of each seed that has all fol
 
 import argparse
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -28,25 +29,45 @@ Rows = dict[str, list[dict[str, Any]]]
 Scores = dict[tuple[int, int], float]  # by seed and fold
 
 
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """Reads the runs of a folder, without its subfolders, which have saved models. Raises ValueError for other JSON
+    files.
+    """
+    records = []
+    for file in sorted(folder.glob("*.json")):
+        record = json.loads(file.read_text(encoding="utf-8"))
+        if "curve" not in record or "fold" not in record.get("run", {}):
+            raise ValueError(f"{file} is no run of dna.py")
+        records.append(record)
+    return records
+
+
 def read_results(folder: Path) -> dict[str, Rows]:
     """Reads the runs of a folder, by data and row: those at the rate that is best on the first fold's validation part
     with the first seed, in the order of seeds and folds. Raises ValueError for runs that were not made alike, and for
     other JSON files.
     """
     data: dict[str, list[dict[str, Any]]] = {}
-    files = sorted(folder.glob("*.json"))  # without subfolders, which have saved models
-    if not files:
+    records = read_records(folder)
+    if not records:
         raise ValueError(f"{folder} has no runs of dna.py")
-    for file in files:
-        record = json.loads(file.read_text(encoding="utf-8"))
-        if "curve" not in record or "fold" not in record.get("run", {}):
-            raise ValueError(f"{file} is no run of dna.py")
-        alike = data.setdefault(record["run"]["data"], [])
-        for name in SETUP:
-            if alike and alike[0]["run"][name] != record["run"][name]:
-                raise ValueError(f"{file}: {name} is {record['run'][name]}, elsewhere {alike[0]['run'][name]}")
-        alike.append(record)
+    for record in records:
+        data.setdefault(record["run"]["data"], []).append(record)
+    check_alike(record["run"] for record in records)
     return {name: _by_row(records) for name, records in data.items()}
+
+
+def check_alike(runs: Iterable[dict[str, Any]]) -> None:
+    """Raises ValueError, naming the setting, for runs of one data set that were not made alike."""
+    first: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        other = first.setdefault(run["data"], run)
+        for name in SETUP:
+            if run[name] != other[name]:
+                raise ValueError(
+                    f"{run['data']}, {run['row']}: {name} is {run[name]}, elsewhere {other[name]}: each --output has "
+                    "runs that were made alike"
+                )
 
 
 def _by_row(records: list[dict[str, Any]]) -> Rows:

@@ -1,5 +1,7 @@
 """Tables of measurements over time: reading a CSV file, its split in time, scaling, and windows to forecast."""
 
+import hashlib
+import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +18,12 @@ class Series(NamedTuple):
     times: np.ndarray
     values: np.ndarray
     names: list[str]
+
+    @property
+    def digest(self) -> str:
+        """Hashes the whole; 12 hexadecimal digits."""
+        times = self.times.astype("datetime64[ns]").tobytes()
+        return hashlib.sha256(times + self.values.tobytes() + json.dumps(self.names).encode()).hexdigest()[:12]
 
 
 class Splits(NamedTuple):
@@ -72,7 +80,7 @@ def read_series(path: Path, time_column: str | None = None) -> Series:
     if name not in table:
         raise ValueError(f"--time_column {name}: {path} has the columns {', '.join(table.columns)}")
     try:
-        times = pd.to_datetime(table.pop(name)).to_numpy()
+        times = pd.to_datetime(table.pop(name), utc=True).dt.tz_localize(None).to_numpy()
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: the column {name} holds no dates ({error}); --time_column names another") from error
     if len(times) < 2 or not (np.diff(times) > np.timedelta64(0)).all():

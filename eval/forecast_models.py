@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PatchTSTConfig, PatchTSTForPrediction
 
@@ -123,7 +124,7 @@ BASELINES = {"patchtst": PatchTST, "rlinear": RLinear, "dlinear": DLinear, "repe
 def config_of(name: str, task: ForecastTask, settings: dict[str, Any]) -> TitansTimeSeriesConfig | None:
     """Makes the configuration of a Titans, with `settings` as its fields; the baselines have none.
 
-    Raises ValueError, or huggingface_hub's `StrictDataclassError`, for a setting that is not possible.
+    Raises ValueError for a setting that is not possible.
     """
     if name in BASELINES:
         return None
@@ -134,7 +135,10 @@ def config_of(name: str, task: ForecastTask, settings: dict[str, Any]) -> Titans
     if given:
         raise ValueError(f"--set {', '.join(sorted(given))}: set by the command for all models")
     stopped = {"memory_max_lr": 0} if name == "titans-stopped" else {}
-    return TitansTimeSeriesConfig(**{"context_length": task.look_back} | settings | stopped | of_task)
+    try:
+        return TitansTimeSeriesConfig(**{"context_length": task.look_back} | settings | stopped | of_task)
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise ValueError(f"--set for {name}: {error}") from error
 
 
 def build_model(name: str, task: ForecastTask, settings: dict[str, Any]) -> nn.Module:

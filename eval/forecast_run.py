@@ -30,11 +30,12 @@ INPUTS = ("past_values", "cycle_position")
 
 @dataclass(frozen=True)
 class Run:
-    """All that a run depends on besides the series. `row` names the model with its settings; `settings` are fields of
-    a Titans' configuration.
+    """All that a run depends on. `digest` is of the series; `row` names the model with its settings; `settings` are
+    fields of a Titans' configuration.
     """
 
     data: str
+    digest: str
     row: str
     model: str
     settings: dict[str, Any]
@@ -153,6 +154,8 @@ def train(model: nn.Module, run: Run, splits: Splits) -> tuple[int, torch.device
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
+        if trainer.state.best_model_checkpoint is None:
+            raise ValueError(f"{run.name}: no validation loss was a number: give a lower --learning_rate")
         return int(trainer.state.best_model_checkpoint.rpartition("-")[2]), trainer.args.device
 
 

@@ -18,6 +18,8 @@ from titans_hf_scripts.shared.markdown_tables import markdown_table
 
 PAPER = json.loads((Path(__file__).parent / "paper_tables.json").read_text())["forecasting"]
 METRICS = ("mse", "mae")
+OF_DATA = ("digest", "split")  # the same in all runs of a series
+OF_ROW = ("settings", "learning_rate", "batch_size", "max_steps", "eval_steps", "patience")  # of a row and look-back
 WITHOUT_LAST = "test_without_last_batch"  # the field of a record
 NOTES = (
     "- Mean squared / mean absolute error of values scaled by the training part, over all windows of the test part.",
@@ -65,12 +67,39 @@ def with_spread(values: list[float]) -> str:
     return f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
 
 
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """Reads the runs of a folder; raises ValueError for other JSON files."""
+    records = []
+    for file in sorted(folder.glob("*.json")):
+        record = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(record, dict) or "look_back" not in record.get("run", {}):
+            raise ValueError(f"{file} is no run of forecasting.py")
+        records.append(record)
+    return records
+
+
+def check_alike(records: Iterable[dict[str, Any]]) -> None:
+    """Raises ValueError, naming the setting, for runs of one row, or of one series, that were not made alike."""
+    first: dict[tuple, dict[str, Any]] = {}
+    for run in (record["run"] for record in records):
+        for names, shared in ((("data",), OF_DATA), (("data", "look_back", "row"), OF_ROW)):
+            other = first.setdefault((names, *(run[name] for name in names)), run)
+            for name in shared:
+                if run.get(name) != other.get(name) and None not in (run.get(name), other.get(name)):
+                    raise ValueError(
+                        f"{run['data']}, {run['row']}: {name} is {run[name]} and elsewhere {other[name]}: give another "
+                        "--label or --output"
+                    )
+
+
 def read_results(folder: Path, rows: Sequence[str] = ()) -> dict[int, Results]:
     """Reads the records of a folder by look-back, only `rows` if there are any.
 
-    Raises ValueError for a folder without runs, and for a row that none of them has.
+    Raises ValueError for a folder without runs or with other files, for a row that none of them has, and as
+    `check_alike` does.
     """
-    records = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))]
+    records = read_records(folder)
+    check_alike(records)
     if not records:
         raise ValueError(f"RUNS {folder} must be a folder of JSON files of forecasting.py, but has none")
     known = sorted({record["run"]["row"] for record in records})

@@ -9,6 +9,7 @@ next one.
 
 import argparse
 import re
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 
@@ -17,9 +18,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from titans_hf.time_series_titans import LOSSES
 from titans_hf_eval.forecast_data import Series, make_splits, read_series, uneven_step
-from titans_hf_eval.forecast_models import NAMES, forecasts
+from titans_hf_eval.forecast_models import BASELINES, NAMES, forecasts
 from titans_hf_eval.forecast_run import INPUTS, Run, make_run
-from titans_hf_eval.forecast_tables import write_report
+from titans_hf_eval.forecast_tables import check_alike, read_records, write_report
 from titans_hf_scripts.shared.argument_checks import check_folder, check_minimums
 from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.shared.compared_models import parse_settings
@@ -73,11 +74,19 @@ def make_runs(args: argparse.Namespace, series: dict[str, Series]) -> list[Run]:
     if not re.fullmatch(r"[\w.-]+", args.label) or (settings and args.label == "titans"):
         raise ValueError(f"--label {args.label!r}: --set needs a name of its own, of letters, digits, '.', '_' and '-'")
     shared = {name: getattr(args, name) for name in SHARED + POSITIVE}
+    if args.label in BASELINES:
+        raise ValueError(f"--label {args.label} is the name of another model: give one of its own")
     runs = []
     for data, horizon, model, seed in product(series, args.horizons, args.models, args.seeds):
         titans = model.startswith("titans")
         row = model.replace("titans", args.label) + name_changes(args)
-        own = {"data": data, "row": row, "model": model, "settings": settings if titans else {}}
+        own = {
+            "data": data,
+            "digest": series[data].digest,
+            "row": row,
+            "model": model,
+            "settings": settings if titans else {},
+        }
         runs.append(Run(**own, horizon=horizon, seed=seed, **shared))
     for run in {(run.data, run.horizon, run.model): run for run in runs}.values():
         splits = make_splits(series[run.data], run.split, run.look_back, run.horizon)
@@ -99,6 +108,7 @@ def main(argv: list[str] | None = None) -> None:
     left = [
         run for run in runs if not is_finished(run, args.output / f"{run.name}.json", run.config(channels[run.data]))
     ]
+    check_alike([*read_records(args.output), *({"run": asdict(run)} for run in left)])
     disable_progress_bar()  # of writing checkpoints; Trainer has its own
     print(f"{len(runs)} runs, {len(runs) - len(left)} of them finished", flush=True)
     for number, run in enumerate(left, 1):

@@ -68,7 +68,10 @@ def make_runs(args: argparse.Namespace) -> list[Run]:
     for run in runs:
         settings = settings_of(run)
         config_for(run)
-        TASKS[run.task].make(np.random.default_rng(0), settings, 1, True)
+        try:
+            TASKS[run.task].make(np.random.default_rng(0), settings, 1, True)
+        except (ValueError, IndexError) as error:
+            raise ValueError(f"--task_set: {run.task} has no sequences of {settings}: {error}") from error
     return runs
 
 

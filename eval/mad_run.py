@@ -28,6 +28,7 @@ from titans_hf_scripts.shared.graph_trainer import GraphTrainer
 
 HELD_OUT = 1_280
 LAST_RATE = 1e-6
+LEAST = {"vocab_size": 2, "length": 1, "train_sequences": 1, "motif": 1}  # of a task's settings; 0 of the others
 DECIMALS = 4
 
 
@@ -111,8 +112,11 @@ def settings_of(run: Run) -> Settings:
         if name not in settings:
             raise ValueError(f"--task_set {name}: a task has only {', '.join(settings)}")
         kind = type(settings[name])
-        if type(value) not in {int, kind} or value < 0:
-            raise ValueError(f"--task_set {name} must be {kind.__name__} and at least 0, but is {value!r}")
+        least = LEAST.get(name, 0)
+        if type(value) not in {int, kind} or value < least:
+            raise ValueError(f"--task_set {name} must be {kind.__name__} and at least {least}, but is {value!r}")
+        if kind is float and value >= 1:
+            raise ValueError(f"--task_set {name} is a share and must be below 1, but is {value!r}")
     return Settings(**settings | run.task_settings)
 
 

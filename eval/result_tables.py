@@ -42,6 +42,8 @@ def read_results(folder: Path, fingerprints: dict[str, str], limit: int | None, 
     results, others = defaultdict(dict), 0
     for path in sorted(folder.glob("*/*.json")):
         result = json.loads(path.read_text())
+        if "settings" not in result:  # no result of this command
+            continue
         same_model = result["settings"]["model"] == fingerprints.get(result["model"], result["settings"]["model"])
         if same_model and (result["limit"], result["source"]) == (limit, source):
             results[result["model"]][result["task"], result["length"]] = result

@@ -23,7 +23,7 @@ from lm_eval.tasks import TaskManager
 from titans_hf_eval.babilong import check_facts, read_stories
 from titans_hf_eval.checkpoints import Checkpoint, CountingHFLM, digest, load_lm, read_checkpoints, trained_length
 from titans_hf_eval.model_card_results import card_of, update_card
-from titans_hf_eval.needles import make_samples, token_counter
+from titans_hf_eval.needles import GENERATED_TOKENS, make_samples, token_counter
 from titans_hf_eval.result_tables import write_report
 from titans_hf_eval.suites import BABILONG_LENGTHS, SUITES, TASKS, Unit, choose, plan
 from titans_hf_eval.titans_lm import TitansLM
@@ -72,9 +72,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def check_lengths(units: list[Unit], checkpoints: list[Checkpoint], data: Path | None) -> None:
-    """Raises, before anything is run, for a length that a needle or bAbI's facts do not fit in some model's tokens."""
+def check_lengths(units: list[Unit], checkpoints: list[Checkpoint], data: Path | None, max_length: int | None) -> None:
+    """Raises, before anything is run, for a length that a needle or bAbI's facts do not fit in some model's tokens, and
+    for a limit of another model's prompts that leaves no room for an answer.
+    """
     for checkpoint, unit in product(checkpoints, units):
+        limited = unit.task.suite == "niah" and checkpoint.model_type != "titans" and max_length is not None
+        if limited and max_length <= GENERATED_TOKENS:
+            raise ValueError(
+                f"--max_length {max_length} leaves no room for a prompt beside the {GENERATED_TOKENS} tokens of an "
+                f"answer ({checkpoint.label}, {unit.task.name})"
+            )
         try:
             if unit.task.suite == "niah":
                 next(make_samples("niah_single_1", checkpoint.tokenizer, unit.length, 1))
@@ -106,7 +114,7 @@ def finished(path: Path, settings: dict[str, Any]) -> bool:
     """Returns True if a saved result has these settings; prints the differences if it has not."""
     if not path.exists():
         return False
-    saved = json.loads(path.read_text())["settings"]
+    saved = json.loads(path.read_text()).get("settings", {})
     changed = [
         f"{name} was {saved.get(name)}, is {value}" for name, value in settings.items() if saved.get(name) != value
     ]
@@ -173,7 +181,12 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     units, skipped = plan(choose(args.suite), args.data, args.lengths)
     checkpoints = read_checkpoints(args.models)
-    check_lengths(units, checkpoints, args.data)
+    check_lengths(units, checkpoints, args.data, args.max_length)
+    for checkpoint in checkpoints:
+        if (args.output / checkpoint.label).resolve() == Path(checkpoint.path).resolve():
+            raise ValueError(
+                f"--output {args.output} would write the results into MODEL {checkpoint.path}: give another"
+            )
     cards = {checkpoint.label: card_of(checkpoint.path) for checkpoint in checkpoints if args.update_cards}
     for reason in skipped:
         print(f"skipped {reason}")

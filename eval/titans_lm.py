@@ -21,6 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from titans_hf import TitansCache
+from titans_hf_scripts.shared.checkpoints import check_language_model
 
 Tokens = list[int]
 
@@ -46,8 +47,8 @@ class TitansLM(HFLM):
         piece_length: tokens read at once.
         share_from: a common beginning of at least so many tokens is read once for all requests that have it.
 
-    Raises ValueError for a checkpoint of another model type and for batch_size="auto", which lm-eval determines by
-    trying the longest context.
+    Raises ValueError for a checkpoint of another model type, or without a language model's head, and for
+    batch_size="auto", which lm-eval determines by trying the longest context.
     """
 
     cut_tokens = 0  # as CountingHFLM counts them
@@ -55,6 +56,8 @@ class TitansLM(HFLM):
     def __init__(self, pretrained, *args, piece_length: int = 512, share_from: int = 256, **kwargs):
         if not str(kwargs.get("batch_size", 1)).isdigit():
             raise ValueError(f"`batch_size` must be a number for a Titans model, but is {kwargs['batch_size']!r}.")
+        if isinstance(pretrained, str):
+            check_language_model(pretrained, "`pretrained`")
         super().__init__(pretrained, *args, **kwargs)
         if self.config.model_type != "titans":
             raise ValueError(f"`pretrained` must be a Titans checkpoint, but is one of {self.config.model_type!r}.")

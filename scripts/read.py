@@ -12,7 +12,7 @@ nothing after a complete one. A memory contains what was read: treat it like the
 import argparse
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,24 +48,36 @@ def list_texts(texts: list[str]) -> list[Path | None]:
     return [file for text in texts for file in ([None] if text == "-" else find_files(text, "TEXT"))]
 
 
+def text_decoder(file: Path | None) -> Callable[..., str]:
+    """Returns a function that decodes the next bytes of a file; it raises ValueError, naming the file, for bytes that
+    are not UTF-8, and with `final` for half a letter at the end.
+    """
+    decoder = newline_decoder()
+
+    def decode(data: bytes, final: bool = False) -> str:
+        try:
+            return decoder.decode(data, final=final)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"TEXT {file or '-'} is not UTF-8: {error}") from error
+
+    return decode
+
+
 def blocks(files: list[Path | None]) -> Iterator[tuple[str, int]]:
     """Yields the texts in order, in blocks that start before a word, each with its number of bytes in the file.
 
     Raises ValueError, naming the file, for a text that is not UTF-8.
     """
     for number, file in enumerate(files):
-        decoder, rest = newline_decoder(), "\n" if number else ""
+        decode, rest = text_decoder(file), "\n" if number else ""
         with sys.stdin.buffer if file is None else file.open("rb") as stream:
             while data := stream.read(BLOCK):
-                try:
-                    rest += decoder.decode(data)
-                except UnicodeDecodeError as error:
-                    raise ValueError(f"TEXT {file or '-'} is not UTF-8: {error}") from error
+                rest += decode(data)
                 cut = max(rest.rfind(" "), rest.rfind("\n"))
                 cut = cut if cut > 0 else len(rest)
                 yield rest[:cut], len(data)
                 rest = rest[cut:]
-            yield rest + decoder.decode(b"", final=True), 0
+            yield rest + decode(b"", final=True), 0
 
 
 class TokenStream:

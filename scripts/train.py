@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import PartialState
 from accelerate.utils import reduce
+from datasets import Dataset
 from transformers import (
     EvalPrediction,
     HfArgumentParser,
@@ -36,9 +37,15 @@ import titans_hf  # noqa: F401  registers the model type "titans"
 from titans_hf_scripts.shared.argument_checks import check_folder, check_minimums
 from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.training.arguments import DataArguments, ModelArguments, PaperArguments, RunArguments
-from titans_hf_scripts.training.blocks import collate
+from titans_hf_scripts.training.blocks import collate, count_tokens
 from titans_hf_scripts.training.carried_memory_trainer import CarriedMemoryTrainer, check_carry_memory
-from titans_hf_scripts.training.checkpoints import find_checkpoint, read_record
+from titans_hf_scripts.training.checkpoints import (
+    RunFacts,
+    check_facts,
+    config_facts,
+    find_checkpoint,
+    read_record,
+)
 from titans_hf_scripts.training.contiguous_batches import ContiguousBatches, collate_contiguous
 from titans_hf_scripts.training.data import Blocks, load_blocks
 from titans_hf_scripts.training.model import check_model_arguments, load_config, load_model, unused_weights
@@ -234,6 +241,8 @@ def run_training(
     with training_args.main_process_first(desc="preparing the data"):
         blocks = load_blocks(data_args, tokenizer, training_args.seed)
     trainer = make_trainer(model_args, run_args, training_args, config, tokenizer, blocks)
+    options = dict(block_length=data_args.block_length, packing=data_args.packing, carry_memory=run_args.carry_memory)
+    keep_facts(trainer, checkpoint, options, blocks)
     steps = planned_steps(trainer)
     if checkpoint and record and record["steps"] >= steps:
         return report_finished(training_args.output_dir, record)
@@ -248,15 +257,25 @@ def run_training(
         "base_model": public_name(model_args.model_name_or_path),
         "planned_steps": steps,
         "data": data,
-        "arguments": {
-            "block_length": data_args.block_length,
-            "packing": data_args.packing,
-            "carry_memory": run_args.carry_memory,
-        },
+        "arguments": options,
     }
     metrics = save_results(trainer, facts)
     publish(trainer, run_args.push_dry_run)
     return metrics
+
+
+def keep_facts(trainer: Trainer, checkpoint: str | None, options: dict[str, Any], blocks: Blocks) -> None:
+    """Keeps in every checkpoint what a run that goes on from it must share: options, seed, numbers of tokens, model.
+
+    Raises ValueError if `checkpoint`, which this run goes on from, has others.
+    """
+    facts = options | {"seed": trainer.args.seed, "eval_tokens": count_tokens(blocks.evaluation)}
+    if isinstance(blocks.train, Dataset):  # the tokens of a stream are unknown
+        facts |= {"train_tokens": count_tokens(blocks.train)}
+    facts |= config_facts(trainer.model.config)
+    if checkpoint:
+        check_facts(checkpoint, facts)
+    trainer.add_callback(RunFacts(facts))
 
 
 def publish(trainer: CardTrainer, dry_run: str | None) -> None:

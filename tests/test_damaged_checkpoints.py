@@ -136,17 +136,28 @@ def test_weights_of_another_model_are_refused(module, folder, monkeypatch, capsy
     assert "model has weights of other sizes than its configuration" in line
 
 
-@pytest.mark.parametrize("module", ["titans_hf_scripts.read", "titans_hf_scripts.ask", "titans_hf_scripts.surprise"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "titans_hf_scripts.read",
+        "titans_hf_scripts.ask",
+        "titans_hf_scripts.surprise",
+        "titans_hf_scripts.merge",
+        "titans_hf_eval.run",
+        "titans_hf_eval.lm_eval_command",
+    ],
+)
 def test_a_classifier_is_no_language_model(module, folder, monkeypatch, capsys):
     """A checkpoint without a language model's head is an error that names the head: otherwise its answers are those of
     random weights, after a table of transformers' alone.
     """
     classifier = TitansForSequenceClassification.from_pretrained(folder / "model")
     classifier.save_pretrained(folder / "model")
+    name_base(folder / "adapter", "model")
     line = error_line(module, COMMANDS[module].format("model"), monkeypatch, capsys)
-    assert "MODEL model is no whole TitansForCausalLM: it was saved as TitansForSequenceClassification" in line
+    assert " model is no whole TitansForCausalLM: it was saved as TitansForSequenceClassification" in line
     assert line.endswith("has no lm_head.weight")
-    assert not (folder / "memory").exists()
+    assert not (folder / "memory").exists() and not (folder / "out").exists()
 
 
 def test_serving_checks_the_checkpoint(folder):

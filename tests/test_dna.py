@@ -193,6 +193,31 @@ def test_bad_options(tsv, options, message):
     assert not (tsv.parents[1] / "out").exists()
 
 
+def test_files_to_train_on_are_not_taken_for_files_to_test_on(tsv, monkeypatch):
+    """The same files divided in another way are other data: otherwise the figure of one would be reported for both."""
+    monkeypatch.setattr(dna, "finish", lambda run, *args: pytest.fail(run.digest))
+    second = write_table(tsv.with_name("second.tsv"), seed=1)
+    third = write_table(tsv.with_name("third.tsv"), seed=2)
+    digests = []
+    for train, test in (([tsv, second], [third]), ([tsv], [second, third])):
+        with pytest.raises(pytest.fail.Exception) as called:
+            dna.main(["--train", *map(str, train), "--test", *map(str, test), *command(tsv, "--models", "lmm")[1:]])
+        digests.append(str(called.value))
+    assert digests[0] != digests[1]
+
+
+def test_what_is_in_the_folder_is_checked_before_training(tsv, monkeypatch):
+    """Runs that were made with other settings, and other files, are named before any training: otherwise the table
+    would fail after all runs.
+    """
+    monkeypatch.setattr(dna, "finish", lambda *args: pytest.fail("trained"))
+    out = tsv.parents[1] / "out"
+    out.mkdir()
+    (out / "other.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"other\.json is no run of dna\.py"):
+        dna.main(command(tsv, "--models", "lmm"))
+
+
 def test_data_of_one_class_or_name_are_refused(tsv):
     """One class, a label in the test files alone, two files of one name: each is named. Otherwise a run
     would end without a result, or two would write one file.

@@ -277,10 +277,8 @@ def test_the_papers_averages_are_those_of_its_columns():
 def test_bad_input_is_refused_before_any_work(data, models, tmp_path, monkeypatch):
     """Bad arguments raise an error that names them before a model is loaded: otherwise it would come after hours."""
     monkeypatch.setattr(run, "load_lm", lambda *args: pytest.fail("loaded a model"))
-    bare, empty = tmp_path / "bare", tmp_path / "empty"
+    bare, incomplete = tmp_path / "bare", tmp_path / "incomplete"
     MistralForCausalLM.from_pretrained(models / "mistral").save_pretrained(bare)
-    empty.mkdir()
-    incomplete = tmp_path / "incomplete"
     (incomplete / "lambada").mkdir(parents=True)
 
     def refused(match, *argv, model=models / "mistral", folder=data):
@@ -291,8 +289,10 @@ def test_bad_input_is_refused_before_any_work(data, models, tmp_path, monkeypatc
     refused(r"holds no wikitext/wiki.test.raw.*lambada_test", "--suite", "lm", folder=incomplete)
     refused(r"--suite piqua: no such suite or task. Suites: all lm .* Tasks: wikitext ", "--suite", "piqua")
     refused(r"bare has no tokenizer", "--suite", "lm", model=bare)
-    refused(r"empty is not a checkpoint: it holds no config.json", "--suite", "lm", model=empty)
+    refused(r"incomplete is not a checkpoint: it holds no config.json", "--suite", "lm", model=incomplete)
     refused(r"--lengths 200: .*too short for niah_single_1", "--suite", "niah", "--lengths", "200")
+    refused(r"--max_length 128 leaves no room", "--suite", "niah", "--lengths", "2048", "--max_length", "128")
+    refused(r"would write the results into MODEL", "--suite", "lm", "--output", str(models))
     refused(r"--lengths 20: .*too short for the facts", "--suite", "babilong", "--lengths", "20")
     refused(r"--lengths: none of the chosen tasks", "--suite", "lm", "--lengths", "2048")
     refused(r"--update_cards: .*mistral holds no README.md", "--suite", "lm", "--update_cards")

@@ -184,6 +184,7 @@ def test_an_error_is_one_line(script, paths):
         (lambda paths: [str(paths.texts / "d.txt")], r"TEXT .*d.txt does not exist"),
         (lambda paths: [paths.model], "holds no .txt files"),
         (lambda paths: ["bad.txt"], "TEXT .*bad.txt is not UTF-8"),
+        (lambda paths: ["torn.txt"], "TEXT .*torn.txt is not UTF-8"),
         (lambda paths: ["empty.txt"], "TEXT empty.txt holds no text"),
         (lambda paths: [str(paths.texts), "--piece=0"], "--piece must be at least 1, but is 0"),
     ],
@@ -195,6 +196,7 @@ def test_bad_input_to_read(change, message, paths, monkeypatch):
     monkeypatch.chdir(paths.texts)
     Path("empty.txt").touch()
     Path("bad.txt").write_bytes(b"caf\xe9 au lait")
+    Path("torn.txt").write_bytes(b"caf\xc3")
     with pytest.raises(ValueError, match=message):
         read.main([paths.model, *change(paths), "--memory", str(paths.memory)])
     assert not paths.memory.exists()

@@ -1,5 +1,6 @@
 """Blocks of training: tokenizing documents, packing them, and collating the blocks."""
 
+import json
 import shutil
 from itertools import combinations
 
@@ -11,7 +12,9 @@ from transformers import AutoTokenizer, ByT5Tokenizer
 
 from titans_hf_scripts import train
 from titans_hf_scripts.training import blocks as blocks_module
+from titans_hf_scripts.training.arguments import DataArguments
 from titans_hf_scripts.training.blocks import collate, count_tokens, make_blocks
+from titans_hf_scripts.training.data import load_blocks
 from titans_hf_scripts.training.documents import load_splits
 from titans_hf_scripts.training.tokenizer import byte_tokenizer, is_byte_tokenizer, load_tokenizer
 
@@ -40,6 +43,22 @@ def test_only_a_lone_final_eos_is_dropped():
     documents = Dataset.from_dict({"text": ["abcd"]})
     blocks, _ = make_blocks(documents, "text", load_tokenizer("bytes"), 4)
     assert real_tokens(blocks) == [100, 101, 102, 103]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_bytes_are_those_of_what_is_tokenized(tmp_path, streaming):
+    """Lines that end in a carriage return too have as many bytes as tokens: otherwise their bits per byte would be too
+    few.
+    """
+    ratios = []
+    for end in ("\n", "\r\n", "\r"):
+        file = tmp_path / f"{len(ratios)}.jsonl"
+        file.write_text("".join(json.dumps({"text": f"line {i}{end}" * 9}) + "\n" for i in range(40)))
+        arguments = DataArguments(
+            train_data=str(file), eval_data=str(file), block_length=32, streaming=streaming, max_eval_blocks=8
+        )
+        ratios.append(load_blocks(arguments, byte_tokenizer()).tokens_per_byte)
+    assert ratios[0] == ratios[1] == ratios[2]
 
 
 def test_without_packing_every_document_is_a_block():

@@ -180,6 +180,8 @@ def test_a_stream_trains_and_holds_out_its_first_documents(options, tmp_path):
     common = dict(train_data=tmp_path / "rows.jsonl", streaming="true", max_eval_blocks=4)
     metrics = train.main(options(TITANS, **SHORT, **common))
     assert math.isfinite(metrics["eval_loss"])
+    with pytest.raises(ValueError, match=r"has no text beside the .* blocks that are held out: give --eval_data"):
+        train.main(options(TITANS, **SHORT, **common | dict(max_eval_blocks=1000), output_dir=tmp_path / "other"))
     with pytest.raises(ValueError, match="--streaming needs --max_steps"):
         train.main(options(TITANS, **common, max_steps=None, output_dir=tmp_path / "other"))
     with pytest.raises(ValueError, match="--carry_memory cannot be combined with --streaming"):

@@ -47,10 +47,43 @@ def test_time_limit_stops_evaluates_and_saves(options, tmp_path):
 
 
 def test_checkpoints_are_not_trained_over(options, tmp_path):
-    """An output folder with checkpoints raises an error unless resumed: otherwise a run would overwrite another."""
+    """An output folder with checkpoints raises an error unless resumed, and one with a model too: otherwise a run would
+    overwrite another.
+    """
     (tmp_path / "out" / "checkpoint-4").mkdir(parents=True)
     with pytest.raises(ValueError, match="pass --resume_from_checkpoint true"):
         train.main(options())
+    (tmp_path / "out" / "checkpoint-4").rmdir()
+    for name in ("run.json", "model.safetensors", "adapter_model.safetensors"):
+        (tmp_path / "out" / name).touch()
+        with pytest.raises(ValueError, match=rf"holds a trained model \({name}\): give another --output_dir"):
+            train.main(options())
+        (tmp_path / "out" / name).unlink()
+
+
+@pytest.mark.parametrize(
+    "config,changes,message",
+    [
+        (TITANS, {"seed": 5}, "seed 42, not 5"),
+        (TITANS, {"block_length": 16, "tokens_per_step": 64}, "block_length 32, not 16"),
+        (TITANS, {"train_data": "other"}, "eval_tokens [0-9]+, not [0-9]+"),
+        (TITANS | {"sliding_window": 8}, {}, "sliding_window 16, not 8"),
+    ],
+    ids=["seed", "block_length", "data", "config"],
+)
+def test_another_run_is_not_resumed(options, tmp_path, config, changes, message):
+    """Resuming with another seed, other data or another model raises an error that names what differs: otherwise a run
+    would be recorded as of what it was not trained on. What a finished run reports is refused as well.
+    """
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "a.txt").write_text("another text " * 300)
+    train.main(options(TITANS, **SHORT))
+    changes = {name: tmp_path / value if name == "train_data" else value for name, value in changes.items()}
+    for max_steps in (2, 4):
+        again = SHORT | dict(max_steps=max_steps, resume_from_checkpoint="true")
+        with pytest.raises(ValueError, match=f"checkpoint-2 is of a run with {message}: "):
+            train.main(options(config, **again | changes))
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["steps"] == 2
 
 
 def test_a_finished_run_says_so(options, tmp_path, capsys):

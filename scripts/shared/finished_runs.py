@@ -19,7 +19,7 @@ def is_finished(run: Any, file: Path, config: PreTrainedConfig | None) -> bool:
         return False
     record = json.loads(file.read_text(encoding="utf-8"))
     for name, value in asdict(run).items():
-        if record["run"][name] != value:
+        if record["run"].get(name, value) != value:  # a field that was added since then is not compared
             raise ValueError(
                 f"{file} is of a run with {name}={record['run'][name]}, not {value}: give another --label or --output"
             )

@@ -96,6 +96,12 @@ def tokenize_batch(
     }
 
 
+def count_bytes(texts: pa.ChunkedArray) -> int:
+    """Counts the bytes of texts as they are tokenized: a line may end in \\r\\n, which counts as one."""
+    length, ends = pc.sum(pc.binary_length(texts)).as_py(), pc.sum(pc.count_substring(texts, "\r\n")).as_py()
+    return (length or 0) - (ends or 0)
+
+
 def tokenize_documents(
     documents: Dataset, columns: Sequence[str], tokenizer: PreTrainedTokenizerBase, num_workers: int | None = None
 ) -> Tokenized:
@@ -107,7 +113,7 @@ def tokenize_documents(
     documents = documents.select_columns(list(columns))
     if documents._indices is not None:
         documents = documents.flatten_indices()
-    bytes_of = [pc.sum(pc.binary_length(documents.data.column(name))).as_py() or 0 for name in columns]
+    bytes_of = [count_bytes(documents.data.column(name)) for name in columns]
     num_bytes = sum(bytes_of)
     if not num_bytes:
         raise ValueError("the data holds no text")
@@ -259,7 +265,7 @@ class StreamedBlocks(torch.utils.data.IterableDataset):
         self.num_documents = self.num_tokens = self.num_bytes = 0
         for document in self._documents():
             batch = {name: [document[name]] for name in self.columns}
-            self.num_bytes += len((document[self.columns[-1]] or "").encode())
+            self.num_bytes += len(normalize_newlines(document[self.columns[-1]] or "").encode())
             tokenized = tokenize_batch(batch, self.columns, self.tokenizer)
             tokens, prompt_length = tokenized["input_ids"][0], tokenized["prompt_length"][0]
             self.num_tokens += len(tokens) - prompt_length

@@ -102,6 +102,11 @@ def _stream(
     num_tokens = evaluated.num_tokens
     if validation is None:
         train = train.skip(evaluated.num_documents)
+        if next(iter(blocks_of(train)), None) is None:
+            raise ValueError(
+                f"--train_data {args.train_data} has no text beside the {len(blocks)} blocks that are held out: give "
+                "--eval_data or a smaller --max_eval_blocks"
+            )
     train = train.shuffle(seed=seed, buffer_size=SHUFFLED_DOCUMENTS)
     evaluation = Dataset.from_dict(rows).with_format("torch")
     return Blocks(blocks_of(train), evaluation, num_tokens / evaluated.num_bytes)

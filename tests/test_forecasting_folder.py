@@ -1,0 +1,91 @@
+"""eval/forecasting.py: what stands in its folder already, other data, runs that differ, and runs that diverge."""
+
+import json
+
+import pandas as pd
+import pytest
+from series_files import write_series
+from test_forecasting import command
+
+from titans_hf_eval import forecast_tables, forecasting
+from titans_hf_eval.forecast_data import read_series
+
+
+@pytest.fixture
+def csv(tmp_path):
+    return write_series(tmp_path / "waves.csv")
+
+
+def test_other_data_of_one_name_is_not_taken_for_it(csv):
+    """A finished run of a file that has changed is refused, and one that does not tell its data is kept: otherwise the
+    table would have figures of data that is gone.
+    """
+    options = command(csv, "--models", "rlinear")
+    forecasting.main(options)
+    record = csv.parent / "out" / "waves-8-2-rlinear-seed0.json"
+    before = json.loads(record.read_text())
+    write_series(csv, seed=1)
+    with pytest.raises(ValueError, match=r"waves-8-2-rlinear-seed0\.json is of a run with digest="):
+        forecasting.main(options)
+    for file in record.parent.glob("*.json"):
+        older = json.loads(file.read_text())
+        del older["run"]["digest"]
+        file.write_text(json.dumps(older))
+    forecasting.main(options)
+    assert json.loads(record.read_text())["test"] == before["test"]
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        (["--models", "rlinear", "--seeds", "1", "--max_steps", "2"], "waves, rlinear: max_steps is 2 and elsewhere 4"),
+        (["--models", "rlinear", "--seeds", "1", "--learning_rate", "1e-4"], "waves, rlinear: learning_rate is 0.0001"),
+        (
+            ["--models", "dlinear", "--seeds", "1", "--split", "0.5", "0.2", "0.3"],
+            "waves, dlinear: split is .* and elsewhere",
+        ),
+    ],
+)
+def test_runs_that_were_not_made_alike_are_refused(csv, options, message):
+    """Runs of one row with other settings, and of one series with another split, are refused before any training:
+    otherwise a mean would be of different things. Another label or model may have other settings.
+    """
+    forecasting.main(command(csv, "--models", "rlinear"))
+    forecasting.main(command(csv, "--models", "dlinear", "--max_steps", "2"))
+    files = set((csv.parent / "out").glob("*.json"))
+    with pytest.raises(ValueError, match=message):
+        forecasting.main(command(csv, *options))
+    assert set((csv.parent / "out").glob("*.json")) == files
+
+
+def test_other_files_are_named_before_any_training(csv):
+    """A JSON file of something else in the folder is an error that names it: otherwise the table would fail after all
+    runs.
+    """
+    (csv.parent / "out").mkdir()
+    (csv.parent / "out" / "other.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"other\.json is no run of forecasting\.py"):
+        forecasting.main(command(csv, "--models", "rlinear"))
+    with pytest.raises(ValueError, match=r"other\.json is no run of forecasting\.py"):
+        forecast_tables.read_results(csv.parent / "out")
+    assert len(list((csv.parent / "out").iterdir())) == 1
+
+
+def test_times_with_a_zone_are_read(csv):
+    """Times with a zone are those in UTC, also where it changes within the file: otherwise exports of most programs
+    could not be read.
+    """
+    plain, table = read_series(csv), pd.read_csv(csv)
+    for zones in (["Z"] * 60, ["+02:00"] * 60, ["Z"] * 30 + ["-01:00"] * 30):
+        shift = [0 if zone == "Z" else int(zone[:3]) for zone in zones]
+        local = pd.to_datetime(table.date) + pd.to_timedelta(shift, unit="h")
+        dates = local.dt.strftime("%Y-%m-%dT%H:%M:%S") + pd.Series(zones)
+        table.assign(date=dates).to_csv(csv, index=False)
+        series = read_series(csv)
+        assert (series.times == plain.times).all() and series.digest == plain.digest
+
+
+def test_a_run_that_diverges_is_named(csv):
+    """A run without a finite validation loss ends in an error that names it: otherwise in a traceback."""
+    with pytest.raises(ValueError, match="waves-8-2-patchtst-seed0: no validation loss was a number: give a lower"):
+        forecasting.main(command(csv, "--models", "patchtst", "--learning_rate", "1e30"))
