@@ -8,7 +8,7 @@ import torch
 from common import VARIANTS, assert_same, make_ids, make_model, read, shared_model, tensors
 from transformers.generation.utils import DeferredStopCheck
 
-from titans_hf import TitansCache
+from titans_hf import TitansCache, generation_titans
 
 GREEDY = dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
 
@@ -143,10 +143,10 @@ def test_a_prompt_that_has_started_cannot_be_cropped():
 
 
 def test_options_that_would_be_ignored_or_misread_are_refused():
-    """Documents by index, documents in pieces, a kind of cache beside a cache, and attention maps of drafts raise an
-    error: otherwise they would fail after all is read, be read in another way, be ignored, or be cut.
+    """Documents by index, documents in pieces and a kind of cache beside a cache raise an error: otherwise they would
+    fail after all is read, be read in another way, or be ignored.
     """
-    model, ids = make_model("mag", attention="eager"), make_ids(1, 12)
+    model, ids = shared_model("mag"), make_ids(1, 12)
     cache = TitansCache(model.config)
     starts = torch.cat([torch.arange(7), torch.arange(5)])[None]
     refused = {
@@ -154,9 +154,6 @@ def test_options_that_would_be_ignored_or_misread_are_refused():
         "`cu_seq_lens_q` must be None in generate": dict(cu_seq_lens_q=torch.tensor([0, 7, 12])),
         "`prefill_chunk_size` must be None with several documents": dict(position_ids=starts, prefill_chunk_size=7),
         "`cache_implementation` must be None with `past_key_values`": dict(cache_implementation="static"),
-        "`output_attentions` is not possible in assisted generation": dict(
-            output_attentions=True, return_dict_in_generate=True, prompt_lookup_num_tokens=3
-        ),
     }
     for message, options in refused.items():
         with pytest.raises(ValueError, match=message):
@@ -165,3 +162,12 @@ def test_options_that_would_be_ignored_or_misread_are_refused():
     model.generate(ids, position_ids=torch.arange(12)[None], prefill_chunk_size=7, **GREEDY)
     whole = model.generate(ids, position_ids=starts, **GREEDY)
     assert torch.equal(whole[:, 12:], model.generate(ids[:, 7:], **GREEDY)[:, 5:])
+
+
+def test_attention_maps_of_drafts_are_said_to_be_cut(caplog):
+    """Attention maps of assisted decoding come with a warning: otherwise columns would be missing without a word."""
+    model = make_model("mag", attention="eager")
+    options = dict(output_attentions=True, return_dict_in_generate=True, **GREEDY)
+    generation_titans.logger.warning_once.cache_clear()
+    model.generate(make_ids(1, 12), prompt_lookup_num_tokens=3, **options)
+    assert "The attention maps of assisted generation lack columns" in caplog.text

@@ -35,19 +35,23 @@ def test_padding_that_would_be_classified_is_refused():
             model(*arguments, **({} if arguments else {"input_ids": ids, "attention_mask": mask}))
 
 
-def test_ids_of_padding_that_are_not_the_padding_token_are_refused():
-    """Padding after a text whose ids are not `pad_token_id` is refused, and ids equal to it within the mask are not:
-    otherwise a text would be judged by a column of padding.
+@pytest.mark.parametrize("positional", [True, False])
+def test_a_text_ends_where_its_mask_ends(positional):
+    """A text is classified by the last token of its mask, whatever the ids of padding: otherwise the output at padding,
+    which is undefined, would be taken for its class.
     """
     model, ids = make_head(AutoModelForSequenceClassification), 1 + make_ids(2, 9, vocab_size=49)
     mask = torch.ones_like(ids)
     mask[1, 7:] = 0
-    for arguments in ((ids, mask), ()):
-        with pytest.raises(ValueError, match=r"`input_ids` must be `pad_token_id` \(0\) where `attention_mask` is 0"):
-            model(*arguments, **({} if arguments else {"input_ids": ids, "attention_mask": mask}))
-    padded = ids.masked_fill(mask == 0, 0)
-    assert_same(model(padded, mask).logits[1], model(ids[1:, :7]).logits[0])
+    given, alone = ids.clone(), model(ids[1:, :7]).logits[0]
+    output = model(ids, mask) if positional else model(input_ids=ids, attention_mask=mask)
+    assert_same(output.logits, torch.stack([model(ids[:1]).logits[0], alone]))
+    assert_same(model(ids.masked_fill(mask == 0, 0), mask).logits[1], alone)
     assert_same(model(ids, mask.flip(1)).logits[1], model(ids[1:, 2:]).logits[0])
+    assert torch.equal(ids, given)
+    cache = model.cache_class(model.config)
+    model(ids[:, :4], past_key_values=cache)
+    assert_same(model(ids[:, 4:], mask, past_key_values=cache).logits, output.logits)  # the mask of all columns
 
 
 @pytest.mark.parametrize("auto_class", HEADS)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from common import VARIANTS, assert_same, full_logits, left_pad, make_ids, make_model, read, shared_model
 
-from titans_hf import TitansCache
+from titans_hf import TitansCache, generation_titans
 
 
 def rows_of(*lengths: int) -> list[torch.Tensor]:
@@ -159,19 +159,31 @@ def test_mask_of_ones_is_no_mask(variant):
     assert torch.equal(torch.cat([first, rest], 1), read(model, ids, [13, 17])[0])
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_a_prompt_that_ends_in_padding_is_refused(use_cache):
-    """generate() refuses a row whose last column is padding, and takes rows of nothing but padding: otherwise the next
-    token would be chosen by the output at padding, which is undefined.
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_generate_without_a_cache_reads_padding_on_the_right(variant):
+    """Without a cache generate() continues right-padded rows as alone: otherwise their positions would be refused, or
+    taken for new documents.
     """
-    model, ids, options = shared_model("mag"), make_ids(2, 9), dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
-    for rows in (1, 2):
+    model = shared_model(variant)
+    ids, options = make_ids(2, 9), dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, 5:] = 0
+    generated = model.generate(ids, attention_mask=mask, use_cache=False, **options)
+    alone = torch.cat([ids[1:, :5], generated[1:, 9:]], dim=1)
+    assert torch.equal(generated[0], model.generate(ids[:1], **options)[0])
+    # the first token follows the padding, whose output is undefined; those after it are greedy
+    assert torch.equal(full_logits(model, alone)[:, 5:-1].argmax(-1), alone[:, 6:])
+
+
+def test_a_prompt_that_ends_in_padding_is_told(caplog):
+    """generate() warns of a row whose last column is padding, and of no other: otherwise its next token would be chosen
+    by an undefined output without a word.
+    """
+    model, ids, options = shared_model("mag"), 1 + make_ids(2, 9, vocab_size=49), dict(max_new_tokens=2, pad_token_id=0)
+    for ends, rows, told in ((9, 2, False), (0, 2, False), (5, 1, True), (5, 2, True)):
+        generation_titans.logger.warning_once.cache_clear()
+        caplog.clear()
         mask = torch.ones(rows, 9, dtype=torch.long)
-        mask[-1, 5:] = 0
-        with pytest.raises(ValueError, match=r"`attention_mask` .* must be 1 in the last column of a prompt"):
-            model.generate(ids[:rows], attention_mask=mask, use_cache=use_cache, **options)
-    mask[-1] = 0
-    assert torch.equal(
-        model.generate(ids, attention_mask=mask, use_cache=use_cache, **options)[0],
-        model.generate(ids[:1], **options)[0],
-    )
+        mask[-1, ends:] = 0
+        model.generate(ids[:rows], attention_mask=mask, **options)
+        assert ("A prompt ends in padding" in caplog.text) == told

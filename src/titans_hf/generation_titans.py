@@ -7,10 +7,13 @@ import torch
 from torch import Tensor
 from transformers.generation import GenerationMixin, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.utils import logging
 
 from .cache_titans import TitansCache, check_cache_class
 from .input_checks import check_not_empty
 from .surprise_titans import SurpriseCollector
+
+logger = logging.get_logger(__name__)
 
 CACHES = {
     None: {},
@@ -142,8 +145,8 @@ class TitansGenerationMixin(GenerationMixin):
 
     def _assisted_decoding(self, *args, **kwargs):
         """Decodes with drafts. The cache records only while this runs, so that rejected ones can be removed."""
-        layers = kwargs["past_key_values"].layers
-        new = [layer for layer in layers if not layer.record_past]
+        cache = kwargs.get("past_key_values")  # a TitansCache, or none, which Transformers refuses
+        new = [] if cache is None else [layer for layer in cache.layers if not layer.record_past]
         try:
             return super()._assisted_decoding(*args, **kwargs)
         finally:
@@ -191,7 +194,9 @@ class TitansGenerationMixin(GenerationMixin):
 
 
 def _check_options(generation_config, generation_mode: GenerationMode, given: TitansCache | None) -> None:
-    """Raises ValueError for options of `generate()` that a Titans model does not have; `given` is the user's cache."""
+    """Raises ValueError for options of `generate()` that a Titans model does not have, and warns of attention maps that
+    are cut; `given` is the user's cache.
+    """
     if generation_config.assistant_early_exit is not None:
         raise ValueError(
             "`assistant_early_exit` is not possible: while it drafts, Transformers changes the number of layers in "
@@ -209,14 +214,16 @@ def _check_options(generation_config, generation_mode: GenerationMode, given: Ti
         )
     recorded = generation_config.output_attentions and generation_config.return_dict_in_generate
     if recorded and generation_mode == GenerationMode.ASSISTED_GENERATION:
-        raise ValueError(
-            "`output_attentions` is not possible in assisted generation: Transformers cuts the maps as if they had a "
-            "column for each token since the first."
+        logger.warning_once(
+            "The attention maps of assisted generation lack columns of the newest tokens while the sequence is shorter "
+            "than a map is wide: Transformers cuts them as if they had a column for each token since the first."
         )
 
 
 def _check_inputs(generation_config, model_kwargs: dict, given: TitansCache | None) -> None:
-    """Raises ValueError for inputs of `generate()` that would be read in another way than in one call of the model."""
+    """Raises ValueError for inputs of `generate()` that would be read in another way than in one call of the model, and
+    warns of prompts that end in padding.
+    """
     for name in ("seq_idx", "cu_seq_lens_q"):
         if model_kwargs.get(name) is not None:
             raise ValueError(
@@ -236,9 +243,10 @@ def _check_inputs(generation_config, model_kwargs: dict, given: TitansCache | No
             )
     is_new = given is None and not generation_config.is_assistant
     if is_new and isinstance(mask, Tensor) and mask.dim() == 2 and not (mask[:, -1:] != 0).logical_or(mask == 0).all():
-        raise ValueError(
-            "`attention_mask` (without one, ids other than `pad_token_id`) must be 1 in the last column of a prompt, "
-            "by whose output the next token is chosen: pad on the left (`tokenizer.padding_side = 'left'`)."
+        logger.warning_once(
+            "A prompt ends in padding (`attention_mask` is 0 in its last column; without one, its last id is "
+            "`pad_token_id`), whose output is undefined, and the next token is chosen by it: pad on the left "
+            "(`tokenizer.padding_side = 'left'`)."
         )
 
 

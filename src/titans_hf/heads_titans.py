@@ -54,10 +54,19 @@ class TitansForSequenceClassification(GenericForSequenceClassification, TitansHe
     @leaving_cache_on_error
     @wraps(GenericForSequenceClassification.forward)
     def forward(self, *args, **kwargs):
-        """Raises ValueError where Transformers would classify a text by a column of padding."""
+        """Classifies texts; ids where the mask is 0 count as `pad_token_id`, by which Transformers finds a text's end.
+
+        Raises ValueError for padding at the end where that is unknown: the last column would be classified.
+        """
         ids, mask = (_argument(name, args, kwargs) for name in ("input_ids", "attention_mask"))
-        if isinstance(mask, Tensor) and mask.dim() == 2 and not torch.compiler.is_compiling():
-            _check_judged_columns(ids, mask, self.config.pad_token_id)
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            if ids is None or self.config.pad_token_id is None:
+                _check_last_column(mask)
+            elif len(ids) == len(mask) and ids.shape[1] <= mask.shape[1]:  # the model refuses others
+                padding = mask[:, mask.shape[1] - ids.shape[1] :].to(ids.device) == 0
+                kwargs["input_ids"] = ids.masked_fill(padding, self.config.pad_token_id)
+                if args:
+                    args = (kwargs.pop("input_ids"), *args[1:])
         return super().forward(*args, **kwargs)
 
 
@@ -73,25 +82,12 @@ class TitansForQuestionAnswering(GenericForQuestionAnswering, TitansHead):
     forward = leaving_cache_on_error(GenericForQuestionAnswering.forward)
 
 
-def _check_judged_columns(ids: Tensor | None, mask: Tensor, pad_token_id: int | None) -> None:
-    """Raises ValueError if the column by which Transformers judges a text is 0 in its mask: the last one, or that of
-    the last id other than `pad_token_id`, where that and the ids are known.
-    """
-    if ids is None or pad_token_id is None:
-        if not mask[:, -1].all():
-            raise ValueError(
-                "`attention_mask` must be 1 in its last column without `pad_token_id` in the config, and with "
-                "`inputs_embeds`: a text is classified by its last column. Pad on the left."
-            )
-        return
-    if len(ids) != len(mask) or ids.shape[1] > mask.shape[1]:
-        return  # the model refuses this mask
-    new = mask[:, -ids.shape[1] :].to(ids.device) != 0
-    judged = (torch.arange(ids.shape[1], device=ids.device) * (ids != pad_token_id)).argmax(-1, keepdim=True)
-    if not (new.gather(1, judged)[:, 0] | ~new.any(1)).all():
+def _check_last_column(mask: Tensor) -> None:
+    """Raises ValueError for a mask (B, T) that is 0 in the last column, by which Transformers classifies."""
+    if not torch.compiler.is_compiling() and not mask[:, -1].all():
         raise ValueError(
-            f"`input_ids` must be `pad_token_id` ({pad_token_id}) where `attention_mask` is 0 after a text, but are "
-            "others: a text is classified by its last id that is not `pad_token_id`."
+            "`attention_mask` must be 1 in its last column without `pad_token_id` in the config, and with "
+            "`inputs_embeds`: a text is classified by its last column. Pad on the left."
         )
 
 
