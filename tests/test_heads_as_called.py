@@ -18,21 +18,24 @@ def make_head(auto_class) -> torch.nn.Module:
     return redraw(auto_class.from_config(make_config("mag", num_labels=3, pad_token_id=0)).double().eval())
 
 
-def test_padding_that_would_be_classified_is_refused():
-    """Padding at the end is refused where the last column is taken for the text's end, without a padding token and
-    with embeddings: otherwise a class of padding would be returned.
+@pytest.mark.parametrize("pad_token_id", [0, None])
+def test_texts_end_where_their_masks_end_without_known_padding(pad_token_id):
+    """Embeddings, and ids of a model without `pad_token_id`, are classified by the last token of their mask; several
+    texts of such ids without one are refused. Otherwise the class would be that of padding.
     """
-    model, ids = make_head(AutoModelForSequenceClassification), 1 + make_ids(1, 9, vocab_size=49)
+    model, ids = make_head(AutoModelForSequenceClassification), 1 + make_ids(2, 9, vocab_size=49)
     mask = torch.ones_like(ids)
-    mask[:, 7:] = 0
-    embeds = model.model.embed_tokens(ids).detach()
-    with pytest.raises(ValueError, match="`attention_mask` must be 1 in its last column"):
-        model(inputs_embeds=embeds, attention_mask=mask)
-    model(inputs_embeds=embeds, attention_mask=mask.flip(1))
-    model.config.pad_token_id = None
-    for arguments in ((ids, mask), ()):
-        with pytest.raises(ValueError, match="`attention_mask` must be 1 in its last column"):
-            model(*arguments, **({} if arguments else {"input_ids": ids, "attention_mask": mask}))
+    mask[1, 7:] = 0
+    expected = torch.cat([model(ids[:1]).logits, model(ids[1:, :7]).logits])
+    model.config.pad_token_id = pad_token_id
+    given = dict(inputs_embeds=model.model.embed_tokens(ids).detach()) if pad_token_id == 0 else dict(input_ids=ids)
+    assert_same(model(**given, attention_mask=mask).logits, expected)
+    assert_same(model(**{name: x[:1] for name, x in given.items()}).logits, expected[:1])
+    if pad_token_id is None:
+        with pytest.raises(ValueError, match="`attention_mask` must be given for several texts"):
+            model(**given)
+    else:
+        assert_same(model(**given).logits, torch.cat([expected[:1], model(ids[1:]).logits]))
 
 
 @pytest.mark.parametrize("positional", [True, False])

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,12 +11,15 @@ from transformers.modeling_layers import (
     GenericForSequenceClassification,
     GenericForTokenClassification,
 )
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
 
-from .cache_titans import undone_on_error
+from .cache_titans import TitansCache, undone_on_error
 from .configuration_titans import TitansConfig
 from .modeling_titans import TitansModel, TitansPreTrainedModel
 
-ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values")  # of each head, in this order
+PLACE = 3  # of `past_key_values` among the arguments of a generic head
 
 
 class TitansHead(TitansPreTrainedModel):
@@ -31,43 +33,72 @@ class TitansHead(TitansPreTrainedModel):
         super().__init__(config)
 
 
-def _argument(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Returns one of `ARGUMENTS` of a call, None where it is not given."""
-    place = ARGUMENTS.index(name)
-    return kwargs.get(name, args[place] if len(args) > place else None)
-
-
 def leaving_cache_on_error(forward: Callable) -> Callable:
     """Makes a head's `forward` leave the cache as it was if it raises, as for labels that do not fit."""
 
     @wraps(forward)
     def undone(self, *args, **kwargs):
-        with undone_on_error(_argument("past_key_values", args, kwargs)):
+        with undone_on_error(kwargs.get("past_key_values", args[PLACE] if len(args) > PLACE else None)):
             return forward(self, *args, **kwargs)
 
     return undone
 
 
 class TitansForSequenceClassification(GenericForSequenceClassification, TitansHead):
-    """Classifies a text by its last token. A batch of several texts needs `pad_token_id`."""
+    """Classifies a text by its last token. A batch of several texts needs a mask, or `pad_token_id`."""
 
-    @leaving_cache_on_error
-    @wraps(GenericForSequenceClassification.forward)
-    def forward(self, *args, **kwargs):
-        """Classifies texts; ids where the mask is 0 count as `pad_token_id`, by which Transformers finds a text's end.
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: TitansCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> SequenceClassifierOutputWithPast:
+        """Computes the logits (B, labels) of the last token of each row, and, with labels (B,) or (B, labels), the loss
+        that fits the config's `problem_type`; other arguments are those of `TitansModel.forward`.
 
-        Raises ValueError for padding at the end where that is unknown: the last column would be classified.
+        The last token is the last one of the mask that is not `pad_token_id`: where padding has other ids, or is of
+        embeddings, Transformers would classify its undefined output.
+
+        Raises ValueError for several rows of ids without a mask and without `pad_token_id`.
         """
-        ids, mask = (_argument(name, args, kwargs) for name in ("input_ids", "attention_mask"))
-        if isinstance(mask, Tensor) and mask.dim() == 2:
-            if ids is None or self.config.pad_token_id is None:
-                _check_last_column(mask)
-            elif len(ids) == len(mask) and ids.shape[1] <= mask.shape[1]:  # the model refuses others
-                padding = mask[:, mask.shape[1] - ids.shape[1] :].to(ids.device) == 0
-                kwargs["input_ids"] = ids.masked_fill(padding, self.config.pad_token_id)
-                if args:
-                    args = (kwargs.pop("input_ids"), *args[1:])
-        return super().forward(*args, **kwargs)
+        several = input_ids is not None and len(input_ids) > 1
+        if several and attention_mask is None and self.config.pad_token_id is None:
+            raise ValueError(
+                "`attention_mask` must be given for several texts without `pad_token_id` in the config: without either, "
+                "the ends of the texts are unknown."
+            )
+        with undone_on_error(past_key_values):
+            outputs = self.model(
+                input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                inputs_embeds=inputs_embeds,
+                use_cache=use_cache,
+                **kwargs,
+            )
+            states, loss = outputs.last_hidden_state, None
+            last = self._last_tokens(input_ids, attention_mask, states)
+            logits = self.score(states[torch.arange(len(states), device=states.device), last])
+            if labels is not None:
+                loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+        kept = (outputs.past_key_values, outputs.hidden_states, outputs.attentions)
+        return SequenceClassifierOutputWithPast(loss, logits, *kept)
+
+    def _last_tokens(self, input_ids: Tensor | None, attention_mask: Tensor | None, states: Tensor) -> Tensor:
+        """Returns the column (B,) of the last token of each row of states (B, T, hidden); 0 in a row of padding."""
+        real = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
+        if attention_mask is not None:
+            real = attention_mask[:, attention_mask.shape[1] - states.shape[1] :].to(states.device) != 0
+        if input_ids is not None and self.config.pad_token_id is not None:
+            real = real & (input_ids.to(states.device) != self.config.pad_token_id)
+        return (torch.arange(states.shape[1], device=states.device) * real).argmax(-1)
 
 
 class TitansForTokenClassification(GenericForTokenClassification, TitansHead):
@@ -80,15 +111,6 @@ class TitansForQuestionAnswering(GenericForQuestionAnswering, TitansHead):
     """Predicts the first and the last token of an answer."""
 
     forward = leaving_cache_on_error(GenericForQuestionAnswering.forward)
-
-
-def _check_last_column(mask: Tensor) -> None:
-    """Raises ValueError for a mask (B, T) that is 0 in the last column, by which Transformers classifies."""
-    if not torch.compiler.is_compiling() and not mask[:, -1].all():
-        raise ValueError(
-            "`attention_mask` must be 1 in its last column without `pad_token_id` in the config, and with "
-            "`inputs_embeds`: a text is classified by its last column. Pad on the left."
-        )
 
 
 TitansForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
