@@ -70,7 +70,7 @@ class TitansForSequenceClassification(GenericForSequenceClassification, TitansHe
         several = input_ids is not None and len(input_ids) > 1
         if several and attention_mask is None and self.config.pad_token_id is None:
             raise ValueError(
-                "`attention_mask` must be given for several texts without `pad_token_id` in the config: without either, "
+                "`attention_mask` must be given for several texts without `pad_token_id` in the config: else "
                 "the ends of the texts are unknown."
             )
         with undone_on_error(past_key_values):
