@@ -61,7 +61,8 @@ class LearnedCycle(nn.Module):
 
 
 class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
-    """Forecasts each channel by itself, by the same weights: patches -> Titans -> linear head on the last patches.
+    """Forecasts each channel by itself, by the same weights: patches -> Titans without its final norm, which would take
+    the amplitudes of patches away -> linear head on the last patches.
 
     Reversible instance normalisation: a patch is normalised by the mean and standard deviation of the `context_length`
     values that end with it, the patches of the first `context_length` values by those of them all, and the forecast has
@@ -84,6 +85,8 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         super().__init__(config)
         self.model = TitansModel(config)
         self.model.set_input_embeddings(nn.Linear(config.patch_length, config.hidden_size))
+        # docs/log.md: "The final norm took each patch's amplitude from the head"
+        self.model.norm = nn.Identity()
         self.head_dropout = nn.Dropout(config.head_dropout)
         self.head = nn.Linear(config.num_patches * config.hidden_size, config.prediction_length)
         self.cycle = LearnedCycle(config.cycle_length, config.num_input_channels) if config.cycle_length else None
