@@ -160,6 +160,9 @@ def test_options_that_would_be_ignored_or_misread_are_refused():
             model.generate(ids, past_key_values=cache, **options, **GREEDY)
         assert cache.get_seq_length() == 0
     model.generate(ids, position_ids=torch.arange(12)[None], prefill_chunk_size=7, **GREEDY)
+    mask = torch.tensor([[0, 0, 1, 0, 1, 1, 1, 1, 1, 1, 1, 1]])  # Transformers' positions at padding are no documents
+    expected = model.generate(ids, attention_mask=mask, **GREEDY)
+    assert torch.equal(model.generate(ids, attention_mask=mask, prefill_chunk_size=3, **GREEDY), expected)
     whole = model.generate(ids, position_ids=starts, **GREEDY)
     assert torch.equal(whole[:, 12:], model.generate(ids[:, 7:], **GREEDY)[:, 5:])
 

@@ -236,7 +236,7 @@ def _check_inputs(generation_config, model_kwargs: dict, given: TitansCache | No
             raise ValueError(
                 "`prefill_chunk_size` must be None with `inputs_embeds`: Transformers cuts `input_ids` only."
             )
-        if isinstance(positions, Tensor) and (positions.diff() < 0).any():
+        if isinstance(positions, Tensor) and _has_several_documents(positions, mask):
             raise ValueError(
                 "`prefill_chunk_size` must be None with several documents (`position_ids` that restart at 0): one that "
                 "starts where a piece does would continue the one before it."
@@ -248,6 +248,13 @@ def _check_inputs(generation_config, model_kwargs: dict, given: TitansCache | No
             "`pad_token_id`), whose output is undefined, and the next token is chosen by it: pad on the left "
             "(`tokenizer.padding_side = 'left'`)."
         )
+
+
+def _has_several_documents(positions: Tensor, mask: Tensor | None) -> bool:
+    """Returns True if positions (B or 1, T) restart at 0 after another token of the row, padding left out."""
+    ones = torch.ones_like(positions, dtype=torch.bool)
+    real = ones if mask is None else mask[:, mask.shape[1] - positions.shape[1] :] != 0
+    return bool(((positions == 0) & real & (real.cumsum(-1) > 1)).any())
 
 
 def _check_prompt(generation_config, model_kwargs: dict, generation_mode: GenerationMode) -> None:
