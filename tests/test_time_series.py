@@ -35,6 +35,17 @@ def test_a_stream_in_pieces_is_the_series(variant, rule, sizes):
         assert_same_cache(output.state.memory, whole.state.memory)
 
 
+@torch.no_grad()
+def test_the_head_gets_the_amplitudes_of_patches():
+    """Where the layers add nothing, the head gets the embeddings of patches as they are: a final norm would give every
+    patch the same length, and no forecast could be linear in the values.
+    """
+    model, embeds = make_model(), make_values(channels=16)
+    for parameter in model.model.layers.parameters():
+        parameter.zero_()
+    assert_same(model.model(inputs_embeds=embeds).last_hidden_state, embeds)
+
+
 def test_a_state_is_never_changed():
     """A state continued twice gives what it gives once. If it failed, a forecast would change the next one."""
     model, values = make_model(), make_values()
