@@ -114,7 +114,7 @@ def test_runs_learn_and_go_on(tsv, capsys):
     assert "epoch" not in capsys.readouterr().out
     assert [file.stat().st_mtime_ns for file in sorted(out.glob("*.json"))] == written
     assert "| mamba2 |" in (out / "table.md").read_text() and (out / "data-bases.png").stat().st_size > 10_000
-    with pytest.raises(ValueError, match="with batch_size=16, not 8: give another"):
+    with pytest.raises(ValueError, match="batch_size is 8, elsewhere 16"):
         dna.main([*options, "--batch_size", "8"])
     changed = next(file for file, record in zip(files, records, strict=True) if record["run"]["model"] == "lmm")
     text = changed.read_text()
