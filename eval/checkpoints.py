@@ -15,12 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 import titans_hf  # noqa: F401  registers the model type "titans"
 from titans_hf_eval.titans_lm import TitansLM
-from titans_hf_scripts.shared.checkpoints import (
-    check_checkpoint,
-    load_config,
-    load_tokenizer,
-    loading_weights,
-)
+from titans_hf_scripts.shared.checkpoints import check_checkpoint, load_config, load_tokenizer, loading_weights
 
 # What a checkpoint's scores depend on; a README or a trainer's state may change.
 PARTS = ("*.safetensors", "*.bin", "*.py", "config.json", "generation_config.json", "*token*", "vocab*", "merges*")

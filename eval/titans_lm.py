@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from titans_hf import TitansCache
-from titans_hf_scripts.shared.checkpoints import check_language_model
+from titans_hf_scripts.shared.checkpoints import check_checkpoint
 
 Tokens = list[int]
 
@@ -57,7 +57,7 @@ class TitansLM(HFLM):
         if not str(kwargs.get("batch_size", 1)).isdigit():
             raise ValueError(f"`batch_size` must be a number for a Titans model, but is {kwargs['batch_size']!r}.")
         if isinstance(pretrained, str):
-            check_language_model(pretrained, "`pretrained`")
+            check_checkpoint(pretrained, "`pretrained`")
         super().__init__(pretrained, *args, **kwargs)
         if self.config.model_type != "titans":
             raise ValueError(f"`pretrained` must be a Titans checkpoint, but is one of {self.config.model_type!r}.")

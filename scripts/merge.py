@@ -10,7 +10,7 @@ from peft import AutoPeftModelForCausalLM, PeftConfig
 
 import titans_hf  # noqa: F401  registers the model type "titans"
 from titans_hf_scripts.shared.checkpoints import (
-    check_language_model,
+    check_checkpoint,
     check_weights,
     load_config,
     load_tokenizer,
@@ -30,7 +30,7 @@ def base_model(adapter: Path) -> str:
     if base is None:
         raise ValueError(f"ADAPTER {adapter}: its adapter_config.json names no base_model_name_or_path")
     load_config(base, f"ADAPTER {adapter}: its model")
-    check_language_model(base, f"ADAPTER {adapter}: its model")
+    check_checkpoint(base, f"ADAPTER {adapter}: its model")
     return base
 
 

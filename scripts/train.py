@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from accelerate import PartialState
 from accelerate.utils import reduce
-from datasets import Dataset
 from transformers import (
     EvalPrediction,
     HfArgumentParser,
@@ -37,7 +36,7 @@ import titans_hf  # noqa: F401  registers the model type "titans"
 from titans_hf_scripts.shared.argument_checks import check_folder, check_minimums
 from titans_hf_scripts.shared.command_line import run_command
 from titans_hf_scripts.training.arguments import DataArguments, ModelArguments, PaperArguments, RunArguments
-from titans_hf_scripts.training.blocks import collate, count_tokens
+from titans_hf_scripts.training.blocks import collate
 from titans_hf_scripts.training.carried_memory_trainer import CarriedMemoryTrainer, check_carry_memory
 from titans_hf_scripts.training.checkpoints import (
     RunFacts,
@@ -242,11 +241,11 @@ def run_training(
         blocks = load_blocks(data_args, tokenizer, training_args.seed)
     trainer = make_trainer(model_args, run_args, training_args, config, tokenizer, blocks)
     options = dict(block_length=data_args.block_length, packing=data_args.packing, carry_memory=run_args.carry_memory)
-    keep_facts(trainer, checkpoint, options, blocks)
     steps = planned_steps(trainer)
+    data = data_facts(data_args, blocks, streamed_tokens=steps * tokens_of_step(training_args, data_args.block_length))
+    keep_facts(trainer, checkpoint, options, data)
     if checkpoint and record and record["steps"] >= steps:
         return report_finished(training_args.output_dir, record)
-    data = data_facts(data_args, blocks, streamed_tokens=steps * tokens_of_step(training_args, data_args.block_length))
     trainer.accelerator.print(summary(trainer, data, data_args.block_length))
     if training_args.push_to_hub and trainer.is_world_process_zero():
         trainer.save_config()  # pushes before the end need the code
@@ -264,14 +263,15 @@ def run_training(
     return metrics
 
 
-def keep_facts(trainer: Trainer, checkpoint: str | None, options: dict[str, Any], blocks: Blocks) -> None:
+def keep_facts(trainer: Trainer, checkpoint: str | None, options: dict[str, Any], data: dict[str, Any]) -> None:
     """Keeps in every checkpoint what a run that goes on from it must share: options, seed, numbers of tokens, model.
+    `data` is as from `data_facts`.
 
     Raises ValueError if `checkpoint`, which this run goes on from, has others.
     """
-    facts = options | {"seed": trainer.args.seed, "eval_tokens": count_tokens(blocks.evaluation)}
-    if isinstance(blocks.train, Dataset):  # the tokens of a stream are unknown
-        facts |= {"train_tokens": count_tokens(blocks.train)}
+    facts = options | {"seed": trainer.args.seed, "eval_tokens": data["eval_tokens"]}
+    if data["train_blocks"] is not None:  # the tokens of a stream are unknown
+        facts |= {"train_tokens": data["train_tokens"]}
     facts |= config_facts(trainer.model.config)
     if checkpoint:
         check_facts(checkpoint, facts)

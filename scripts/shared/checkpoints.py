@@ -53,14 +53,15 @@ def check_weights(path: str | Path, argument: str) -> None:
 
 
 def check_checkpoint(path: str | Path, argument: str) -> None:
-    """Raises ValueError for a folder whose configuration does not load or whose weights are damaged, and as
-    `check_language_model` does, for a command that leaves loading to another package. A name on the Hub is not looked
-    at.
+    """Raises ValueError for a folder whose configuration does not load, whose weights are damaged, or, of a Titans,
+    that `load_model` refuses, for a command that leaves loading to another package. No weights are read; a name on the
+    Hub is not looked at.
     """
     if Path(path).is_dir():
-        load_config(path, argument)
+        is_titans = load_config(path, argument).model_type == "titans"  # others may be no causal language models
         check_weights(path, argument)
-        check_language_model(path, argument)
+        if is_titans:
+            load_model(path, argument, device_map="meta")
 
 
 @contextmanager
@@ -110,15 +111,6 @@ def load_tokenizer(path: str | Path, argument: str) -> PreTrainedTokenizerBase:
     if not usable:
         raise ValueError(f"{argument} {path} has no tokenizer: its vocabulary is empty")
     return tokenizer
-
-
-def check_language_model(path: str | Path, argument: str) -> None:
-    """Raises ValueError for a folder that `load_model` refuses, without reading weights, for a command that leaves
-    loading to another package. Looked at are neither names on the Hub nor models of other types than Titans, which may
-    be no causal language models.
-    """
-    if Path(path).is_dir() and load_config(path, argument).model_type == "titans":
-        load_model(path, argument, device_map="meta")
 
 
 def load_model(path: str | Path, argument: str, **options: Any) -> PreTrainedModel:
