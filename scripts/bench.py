@@ -1,6 +1,6 @@
 """Measures speed and memory: tables, JSON and plots.
 
-    python scripts/bench.py memory --output runs/bench
+    python -m scripts.bench memory --output runs/bench
 
 Times are processor time of one thread in float32, and wall-clock time on a GPU. Each benchmark first checks the result
 of what it times. `memory`, `titans-pytorch` and `decode` time what they compare in turn, so that their ratios hold on a
@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 import transformers
 
-from titans_hf_scripts.benchmarks import compare_titans_pytorch, decode, long_prompt, memory_alone, whole_models
-from titans_hf_scripts.benchmarks.table_and_plot import save_plot, table
-from titans_hf_scripts.shared.argument_checks import check_folder, check_minimums
-from titans_hf_scripts.shared.command_line import run_command
-from titans_hf_scripts.shared.devices import choose_device
+from scripts.benchmarks import compare_titans_pytorch, decode, long_prompt, memory_alone, whole_models
+from scripts.benchmarks.table_and_plot import save_plot, table
+from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
+from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.shared.devices import choose_device
 
 BENCHMARKS = {
     "memory": memory_alone,

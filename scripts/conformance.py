@@ -25,8 +25,8 @@ from pathlib import Path
 import pytest
 import transformers
 
-from titans_hf_scripts.shared.command_line import run_command
-from titans_hf_scripts.shared.markdown_tables import markdown_table
+from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.shared.markdown_tables import markdown_table
 
 SCRIPTS = Path(__file__).resolve().parent
 CACHE = SCRIPTS.parent / "build" / "conformance"

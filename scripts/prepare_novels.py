@@ -13,7 +13,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from titans_hf_scripts.shared.command_line import run_command
+from titans_hf.cli.shared.command_line import run_command
 
 NOVELS = Path(__file__).with_name("novels.json")
 

@@ -6,7 +6,7 @@ import torch
 from common import make_model
 
 from titans_hf import TitansForCausalLM
-from titans_hf_scripts.training.tokenizer import byte_tokenizer
+from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 
 def save_byte_model(folder: Path, variant: str, **changes) -> TitansForCausalLM:

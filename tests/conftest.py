@@ -1,4 +1,4 @@
-"""Fixtures for tiny runs of scripts/train.py, and import names for the folders of this checkout."""
+"""Fixtures for tiny runs of `titans-hf train`."""
 
 import json
 import os
@@ -8,11 +8,9 @@ import pytest
 from tiny_run import LLAMA
 
 ROOT = Path(__file__).parents[1]
-# pytest imports from tests/import_names (`pythonpath` in pyproject.toml), so that a checkout tests itself and not an
-# installed titans-hf; subprocesses do the same.
-collect_ignore = ["import_names"]
-IMPORT_NAMES = ROOT / "tests" / "import_names"
-os.environ["PYTHONPATH"] = os.pathsep.join([str(IMPORT_NAMES), *filter(None, [os.environ.get("PYTHONPATH")])])
+# A checkout tests itself and not an installed titans-hf: here by `pythonpath` in pyproject.toml, in subprocesses by:
+OWN = [str(ROOT / "src"), str(ROOT)]
+os.environ["PYTHONPATH"] = os.pathsep.join([*OWN, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Runs scripts/train.py under `accelerate launch` with FSDP on CPU, where Accelerate would use DDP instead."""
+"""Runs titans-hf train under `accelerate launch` with FSDP on CPU, where Accelerate would use DDP instead."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ import sys
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
-from titans_hf_scripts import train
+from titans_hf.cli import train
 
 plain_init = AcceleratorState.__init__
 

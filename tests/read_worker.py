@@ -1,4 +1,4 @@
-"""Runs scripts/read.py once per command line (JSON) on standard input, in a fork that need not import anything; prints
+"""Runs titans-hf read once per command line (JSON) on standard input, in a fork that need not import anything; prints
 the process's id, and its exit code at the end.
 """
 
@@ -6,7 +6,7 @@ import json
 import os
 import sys
 
-from titans_hf_scripts import read
+from titans_hf.cli import read
 
 for line in sys.stdin:
     if (process := os.fork()) == 0:

@@ -1,4 +1,4 @@
-"""Runs of scripts/read.py and the memory that a text should give, for the tests of read.py and ask.py."""
+"""Runs of titans-hf read and the memory that a text should give, for the tests of read.py and ask.py."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,8 +7,8 @@ import torch
 from byte_model import save_byte_model
 
 from titans_hf import TitansCache
-from titans_hf_scripts import read
-from titans_hf_scripts.training.tokenizer import byte_tokenizer
+from titans_hf.cli import read
+from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 TEXT = "Es war einmal ein König, der hatte zwölf Töchter. 東京 " * 9
 SPECIAL = "Er sagte </s> und <pad> und <unk>, sonst nichts. " * 4

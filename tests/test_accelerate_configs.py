@@ -1,4 +1,4 @@
-"""scripts/configs/accelerate: training launched on two processes as in docs/train.md equals training on one."""
+"""cli/configs/accelerate: training launched on two processes as in docs/train.md equals training on one."""
 
 import json
 import os

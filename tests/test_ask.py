@@ -1,12 +1,12 @@
-"""scripts/ask.py: answers are those of a model that has just read, and asking leaves the memory unchanged."""
+"""titans-hf ask: answers are those of a model that has just read, and asking leaves the memory unchanged."""
 
 import pytest
 import torch
 from reading_runs import SPECIAL, flags, ids_of, load, run_read, whole_text
 
 from titans_hf.cache_files import read_description
-from titans_hf_scripts import ask
-from titans_hf_scripts.training.tokenizer import byte_tokenizer
+from titans_hf.cli import ask
+from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 
 def run_ask(paths, *prompts, **changes) -> None:

@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from titans_hf_scripts import bench
-from titans_hf_scripts.benchmarks import (
+from eval.common.compared_models import count_parameters
+from scripts import bench
+from scripts.benchmarks import (
     compare_titans_pytorch,
     decode,
     measure,
@@ -15,7 +16,6 @@ from titans_hf_scripts.benchmarks import (
     model_shapes,
     table_and_plot,
 )
-from titans_hf_scripts.shared.compared_models import count_parameters
 
 
 def run(tmp_path, *arguments):

@@ -14,9 +14,9 @@ from tiny_run import LAUNCH, LLAMA, TITANS, StopAt
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from titans_hf import TitansCache
-from titans_hf_scripts import train
-from titans_hf_scripts.training.carried_memory_trainer import CarriedMemoryTrainer
-from titans_hf_scripts.training.contiguous_batches import ContiguousBatches, collate_contiguous
+from titans_hf.cli import train
+from titans_hf.cli.training.carried_memory_trainer import CarriedMemoryTrainer
+from titans_hf.cli.training.contiguous_batches import ContiguousBatches, collate_contiguous
 
 pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
 EOS, RATE = 1, 0.02

@@ -1,4 +1,4 @@
-"""scripts/configs: every file loads, sets only what differs from the defaults, and has the size in its name."""
+"""cli/configs: every file loads, sets only what differs from the defaults, and has the size in its name."""
 
 import json
 import re

@@ -5,7 +5,7 @@ import sys
 import pytest
 import transformers
 
-from titans_hf_scripts import conformance
+from scripts import conformance
 
 
 @pytest.fixture

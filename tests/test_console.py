@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tiny_run import TITANS
 
-from titans_hf_scripts.shared import console
+from titans_hf.cli import console
 
 ROOT = Path(__file__).parents[1]
 
@@ -90,7 +90,7 @@ def test_a_missing_package_names_the_extra(monkeypatch, capsys):
     traceback.
     """
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    for name in [name for name in sys.modules if name.startswith("titans_hf_eval")]:
+    for name in [name for name in sys.modules if name.startswith("titans_hf.cli.eval")]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(SystemExit):
         call(monkeypatch, "eval")
@@ -134,7 +134,7 @@ def test_the_wheel_brings_the_commands(installed, tmp_path):
     for name in console.COMMANDS:
         assert "--help" in run(command, name, "--help")
     assert run("-m", "titans_hf", "--help") == run(command, "--help")
-    where = run("-c", "import titans_hf_scripts.train as t; print(t.__file__)")
+    where = run("-c", "import titans_hf.cli.train as t; print(t.__file__)")
     assert where.startswith(str(installed))
 
     (tmp_path / "text.txt").write_text("The key is 4711, said the captain. " * 100)
@@ -155,7 +155,9 @@ def test_the_wheel_brings_the_data_of_eval(installed, tmp_path):
     """The wheel has the tasks' YAML files, the paper's figures and the configurations: otherwise an installed `eval`
     would fail.
     """
-    for name in ("titans_hf_eval/paper_tables.json", "titans_hf_eval/tasks/piqa_local.yaml"):
-        assert (installed / name).read_bytes() == (ROOT / name.replace("titans_hf_eval", "eval")).read_bytes()
-    shipped = {path.name for path in (installed / "titans_hf_scripts" / "configs").glob("*.json")}
-    assert shipped == {path.name for path in (ROOT / "scripts" / "configs").glob("*.json")}
+    source, shipped = (
+        ROOT / "src",
+        {path.relative_to(installed) for path in (installed / "titans_hf" / "cli").rglob("*")},
+    )
+    for pattern in ("configs/*.json", "configs/accelerate/*.yaml", "evaluation/*.json", "evaluation/tasks/*.yaml"):
+        assert {path.relative_to(source) for path in (source / "titans_hf" / "cli").glob(pattern)} <= shipped

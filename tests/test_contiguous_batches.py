@@ -6,7 +6,7 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titans_hf_scripts.training.contiguous_batches import IGNORED, ContiguousBatches, collate_contiguous
+from titans_hf.cli.training.contiguous_batches import IGNORED, ContiguousBatches, collate_contiguous
 
 EOS = 1
 

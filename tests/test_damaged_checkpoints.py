@@ -13,25 +13,25 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from titans_hf import TitansForSequenceClassification
-from titans_hf_scripts.shared.checkpoints import find_damage
-from titans_hf_scripts.shared.command_line import run_command
-from titans_hf_scripts.shared.server_extensions import add_checks
-from titans_hf_scripts.training.tokenizer import byte_tokenizer
+from titans_hf.cli.server_extensions import add_checks
+from titans_hf.cli.shared.checkpoints import find_damage
+from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
 TRAIN = "--train_data texts --output_dir out --use_cpu true --bf16 false --tokens_per_step 8192 --model_name_or_path"
 COMMANDS = {
-    "titans_hf_scripts.read": "{} texts --memory memory",
-    "titans_hf_scripts.ask": "{} --memory memory --prompt x",
-    "titans_hf_scripts.surprise": "{} texts/a.txt --output out",
-    "titans_hf_scripts.train": TRAIN + " {}",
-    "titans_hf_scripts.merge": "adapter out",
-    "titans_hf_eval.run": "{} --suite niah_single_1 --lengths 1024 --limit 1 --output out",
-    "titans_hf_eval.lm_eval_command": "run --model hf --model_args pretrained={},dtype=float32 --tasks piqa",
-    "experiments.loss_by_position": "{} --text texts --output out --length 64",
-    "experiments.quantized_weights": "{} --text texts --length 64",
-    "experiments.merged_memories": "{}",
-    "experiments.planted_sentences": "{} --text texts --output out --length 2000",
+    "titans_hf.cli.read": "{} texts --memory memory",
+    "titans_hf.cli.ask": "{} --memory memory --prompt x",
+    "titans_hf.cli.surprise": "{} texts/a.txt --output out",
+    "titans_hf.cli.train": TRAIN + " {}",
+    "titans_hf.cli.merge": "adapter out",
+    "titans_hf.cli.eval": "{} --suite niah_single_1 --lengths 1024 --limit 1 --output out",
+    "titans_hf.cli.lm_eval_command": "run --model hf --model_args pretrained={},dtype=float32 --tasks piqa",
+    "eval.studies.loss_by_position": "{} --text texts --output out --length 64",
+    "eval.studies.quantized_weights": "{} --text texts --length 64",
+    "eval.studies.merged_memories": "{}",
+    "eval.studies.planted_sentences": "{} --text texts --output out --length 2000",
 }
 
 
@@ -108,7 +108,7 @@ def test_damaged_adapters_are_named(folder, monkeypatch, capsys):
     """The weights of an adapter are checked too: otherwise merging ends in a traceback."""
     name_base(folder / "adapter", "model")
     expected = cut(folder / "adapter" / "adapter_model.safetensors")
-    line = error_line("titans_hf_scripts.merge", "adapter out", monkeypatch, capsys)
+    line = error_line("titans_hf.cli.merge", "adapter out", monkeypatch, capsys)
     assert f"ADAPTER adapter has damaged weights: {expected}" in line
 
 
@@ -124,7 +124,7 @@ def test_damaged_configurations_are_named(module, content, folder, monkeypatch, 
     assert " model is not a checkpoint: its configuration does not load (" in line or "model has no tokenizer" in line
 
 
-@pytest.mark.parametrize("module", ["titans_hf_scripts.read", "titans_hf_scripts.train", "titans_hf_eval.run"])
+@pytest.mark.parametrize("module", ["titans_hf.cli.read", "titans_hf.cli.train", "titans_hf.cli.eval"])
 def test_weights_of_another_model_are_refused(module, folder, monkeypatch, capsys):
     """Weights of other sizes than the configuration's are an error that names the checkpoint: otherwise it is a
     traceback which names an argument that the command has not.
@@ -139,12 +139,12 @@ def test_weights_of_another_model_are_refused(module, folder, monkeypatch, capsy
 @pytest.mark.parametrize(
     "module",
     [
-        "titans_hf_scripts.read",
-        "titans_hf_scripts.ask",
-        "titans_hf_scripts.surprise",
-        "titans_hf_scripts.merge",
-        "titans_hf_eval.run",
-        "titans_hf_eval.lm_eval_command",
+        "titans_hf.cli.read",
+        "titans_hf.cli.ask",
+        "titans_hf.cli.surprise",
+        "titans_hf.cli.merge",
+        "titans_hf.cli.eval",
+        "titans_hf.cli.lm_eval_command",
     ],
 )
 def test_a_classifier_is_no_language_model(module, folder, monkeypatch, capsys):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, set_seed
 
-from titans_hf_scripts import demo
+from titans_hf.cli import demo
 
 
 def test_batches_ask_for_what_was_told():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from titans_hf_scripts.shared.devices import choose_device
+from titans_hf.cli.shared.devices import choose_device
 
 
 def test_a_device_is_chosen():

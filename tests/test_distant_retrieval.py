@@ -1,4 +1,4 @@
-"""experiments/language/distant_retrieval.py: what is retrieved is what was stored, and only from far enough away."""
+"""eval/language/distant_retrieval.py: what is retrieved is what was stored, and only from far enough away."""
 
 import json
 
@@ -7,8 +7,8 @@ import torch
 from torch.nn.functional import normalize
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from experiments.language import distant_retrieval
-from experiments.language.distant_retrieval import Predictions, compare, make_features, pointer_losses, retrieve
+from eval.language import distant_retrieval
+from eval.language.distant_retrieval import Predictions, compare, make_features, pointer_losses, retrieve
 
 VOCAB = 50
 

@@ -10,11 +10,11 @@ import torch
 from dna_files import write_table
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, EvalPrediction
 
-from titans_hf_eval import dna
-from titans_hf_eval.dna_models import NAMES, build_model, config_of
-from titans_hf_eval.dna_run import DataOfRun, Examples, accuracy, collate
-from titans_hf_eval.dna_sequences import read_sequences, reverse_complement
-from titans_hf_eval.dna_tokenizer import make_tokenizer
+from eval.dna import run as dna
+from eval.dna.models import NAMES, build_model, config_of
+from eval.dna.sequences import read_sequences, reverse_complement
+from eval.dna.tokenizer import make_tokenizer
+from eval.dna.training import DataOfRun, Examples, accuracy, collate
 
 SHAPE = {"parameters": 30_000, "hidden_size": 32, "num_hidden_layers": 2}
 TINY = ["--parameters", "3000", "--hidden_size", "16", "--num_hidden_layers", "1", "--folds", "2", "--evaluations", "2"]

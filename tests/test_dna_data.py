@@ -7,10 +7,10 @@ import pytest
 from dna_files import random_text
 from transformers import AutoTokenizer
 
-from titans_hf_eval import dna_folds
-from titans_hf_eval.dna_folds import group_sequences, make_folds
-from titans_hf_eval.dna_sequences import Place, Sequences, read_sequences, reverse_complement
-from titans_hf_eval.dna_tokenizer import make_tokenizer
+from eval.dna import folds as dna_folds
+from eval.dna.folds import group_sequences, make_folds
+from eval.dna.sequences import Place, Sequences, read_sequences, reverse_complement
+from eval.dna.tokenizer import make_tokenizer
 
 
 def test_a_token_is_a_base(tmp_path):

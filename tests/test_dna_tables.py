@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from titans_hf_eval import dna_tables
-from titans_hf_eval.dna_tables import difference_table, read_results, table
+from eval.dna import tables as dna_tables
+from eval.dna.tables import difference_table, read_results, table
 
 DATA = "human_nontata_promoters-test"
 

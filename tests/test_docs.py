@@ -16,7 +16,7 @@ from eval_common import BOOK, make_data
 from series_files import write_series
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from titans_hf_scripts.training.tokenizer import byte_tokenizer
+from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 BASH, PYTHON = blocks("bash"), blocks("python")
 VARIANTS = ("mac", "mag", "mal", "lmm")
@@ -84,7 +84,7 @@ def test_named_files_exist(page):
     for name in re.findall(r"`([\w/.-]+\.(?:py|json|md|png))`", text):
         if name not in WRITTEN:
             assert (ROOT / name).exists() or (page.parent / name).exists() or name in names, f"{page.name}: {name}"
-    for path in re.findall(r"\b(?:scripts|eval|experiments|tests|src)/[\w/.$*-]*[\w$*]", text):
+    for path in re.findall(r"\b(?:scripts|eval|tests|src)/[\w/.$*-]*[\w$*]", text):
         if not re.search(r"[$*]", path):
             assert (ROOT / path).exists(), f"{page.name}: {path}"
 
@@ -145,7 +145,7 @@ def new_workplace(folder: Path) -> Path:
     """
     for name in ("docs", "runs", "titans_hf"):
         (folder / name).mkdir(parents=True, exist_ok=True)
-    for name in ("scripts", "eval", "experiments", "tests"):
+    for name in ("src", "scripts", "eval", "tests"):
         (folder / name).symlink_to(ROOT / name)
     return folder
 

@@ -2,15 +2,15 @@
 
 import pytest
 
-from titans_hf_scripts.training.tokenizer import byte_tokenizer
+from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 pytest.importorskip("lm_eval")
 pytest.importorskip("wonderwords")
 from eval_common import BOOK, SHARED, STORIES, needs_shared_data
 
-from titans_hf_eval import babilong
-from titans_hf_eval.needles import split_sentences
-from titans_hf_eval.result_tables import CHANCE
+from titans_hf.cli.evaluation import babilong
+from titans_hf.cli.evaluation.needles import split_sentences
+from titans_hf.cli.evaluation.result_tables import CHANCE
 
 (QA1,) = STORIES.values()
 TEXT = " ".join(BOOK.split())

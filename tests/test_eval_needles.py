@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from titans_hf_scripts.training.tokenizer import byte_tokenizer
+from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 pytest.importorskip("lm_eval")
 pytest.importorskip("wonderwords")
-from titans_hf_eval import needles
+from titans_hf.cli.evaluation import needles
 
 TEXT = "It was dark. Mr. Darcy came! 'Who is there?' she said. Nobody was. The wind (it blew.) fell. " * 400
 TOKENIZER = byte_tokenizer()

@@ -8,7 +8,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import MistralConfig, MistralForCausalLM
 
 from titans_hf import TitansConfig, TitansForCausalLM
-from titans_hf_scripts.training.tokenizer import byte_tokenizer
+from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 pytest.importorskip("lm_eval")
 pytest.importorskip("wonderwords")
@@ -16,7 +16,8 @@ from eval_common import EVAL, make_data
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
-from titans_hf_eval import checkpoints, result_tables, run, suites
+from titans_hf.cli import eval as run
+from titans_hf.cli.evaluation import checkpoints, result_tables, suites
 
 SIZES = dict(
     vocab_size=259,

@@ -3,7 +3,7 @@
 import pytest
 from datasets import Dataset
 
-from titans_hf_scripts.training.tokenizer import byte_tokenizer
+from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 pytest.importorskip("lm_eval")
 pytest.importorskip("wonderwords")
@@ -14,7 +14,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.tasks.ruler import common_utils as ruler
 
-from titans_hf_eval.tasks.local_task import OFFICIAL
+from titans_hf.cli.evaluation.tasks.local_task import OFFICIAL
 
 # The items of make_data as the Hub's data sets have them.
 ARC = [

@@ -3,7 +3,7 @@
 import pytest
 from matplotlib.figure import Figure
 
-from titans_hf_scripts.shared.figures import labels_in_words, line_styles, mark_failures, save_figure
+from titans_hf.cli.shared.figures import labels_in_words, line_styles, mark_failures, save_figure
 
 
 def test_baselines_look_unlike_titans():

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from test_serve import MESSAGES, complete, serving
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from titans_hf_scripts import merge
+from titans_hf.cli import merge
 
 ROOT = Path(__file__).parents[1]
 SFT = "--trust_remote_code true --dataset_name chats --assistant_only_loss true --packing true --max_length 64"

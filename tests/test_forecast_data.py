@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from titans_hf_eval.forecast_data import Windows, rows_of_parts, uneven_step
+from eval.forecasting.data import Windows, rows_of_parts, uneven_step
 
 
 def test_months_are_of_thirty_days():

@@ -8,10 +8,11 @@ import pytest
 import torch
 from series_files import write_series
 
-from titans_hf_eval import forecast_tables, forecasting
-from titans_hf_eval.forecast_data import Windows, make_splits, read_series
-from titans_hf_eval.forecast_models import BASELINES, DLinear, ForecastTask, RepeatLast, RLinear, build_model
-from titans_hf_eval.forecast_run import Scores, mean_scores, scores_without_last_batch, window_errors
+from eval.forecasting import run as forecasting
+from eval.forecasting import tables as forecast_tables
+from eval.forecasting.data import Windows, make_splits, read_series
+from eval.forecasting.models import BASELINES, DLinear, ForecastTask, RepeatLast, RLinear, build_model
+from eval.forecasting.training import Scores, mean_scores, scores_without_last_batch, window_errors
 
 TINY = ["patch_length=4", "hidden_size=8", "num_attention_heads=2", "intermediate_size=8", "num_hidden_layers=1"]
 

@@ -7,8 +7,9 @@ import pytest
 from series_files import write_series
 from test_forecasting import command
 
-from titans_hf_eval import forecast_tables, forecasting
-from titans_hf_eval.forecast_data import read_series
+from eval.forecasting import run as forecasting
+from eval.forecasting import tables as forecast_tables
+from eval.forecasting.data import read_series
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainingArguments
 
-from titans_hf_scripts.shared import graph_trainer
-from titans_hf_scripts.shared.graph_trainer import GraphTrainer
+from eval.common import graph_trainer
+from eval.common.graph_trainer import GraphTrainer
 
 
 class Rows(torch.utils.data.Dataset):

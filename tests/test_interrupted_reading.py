@@ -1,11 +1,11 @@
-"""experiments/interrupted_reading.py: the process is killed, and the table has the model's own answers."""
+"""eval/studies/interrupted_reading.py: the process is killed, and the table has the model's own answers."""
 
 import json
 
 import pytest
 from byte_model import save_byte_model
 
-from experiments import interrupted_reading
+from eval.studies import interrupted_reading
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""experiments/language: runs are scored by position and compared text by text."""
+"""eval/language: runs are scored by position and compared text by text."""
 
 import json
 
@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.language import compare_runs, token_blocks, train_and_score
-from titans_hf_scripts.shared import compared_models as models
-from titans_hf_scripts.shared.token_attention import attend
+from eval.common import compared_models as models
+from eval.common.token_attention import attend
+from eval.language import compare_runs, token_blocks, train_and_score
 
 PARAMETERS = 300_000
 

@@ -12,7 +12,7 @@ from eval_common import EVAL
 from lm_eval.__main__ import cli_evaluate
 
 from titans_hf import TitansConfig, TitansModel
-from titans_hf_scripts.shared import console
+from titans_hf.cli import console
 
 LENGTH, NUM_NEW = 4096, 128  # a needle's length includes the tokens to be generated
 

@@ -1,4 +1,4 @@
-"""experiments/loss_by_position.py: a loss counts at the position of its token, and stretches are spread evenly."""
+"""eval/studies/loss_by_position.py: a loss counts at the position of its token, and stretches are spread evenly."""
 
 import json
 import math
@@ -8,8 +8,8 @@ import pytest
 import torch
 from byte_model import save_byte_model
 
-from experiments import loss_by_position
-from titans_hf_scripts.training.tokenizer import byte_tokenizer
+from eval.studies import loss_by_position
+from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 LENGTH = 300
 

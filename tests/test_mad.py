@@ -10,10 +10,11 @@ from torch import nn
 from transformers import EvalPrediction
 from transformers.modeling_outputs import BaseModelOutput
 
-from titans_hf_eval import mad, mad_run
-from titans_hf_eval.mad_models import NAMES, AutoEncoder, build, config_of
-from titans_hf_eval.mad_run import Run, accuracy, labelled_loss, make_data, settings_of, train
-from titans_hf_eval.mad_tasks import IGNORED, TASKS, Sequences, Settings, draw_motifs, motifs, repeats
+from eval.mad import run as mad
+from eval.mad import training as mad_run
+from eval.mad.models import NAMES, AutoEncoder, build, config_of
+from eval.mad.tasks import IGNORED, TASKS, Sequences, Settings, draw_motifs, motifs, repeats
+from eval.mad.training import Run, accuracy, labelled_loss, make_data, settings_of, train
 
 SMALL = ["--task_set", "length=16", "train_sequences=40", "--batch_size", "20", "--epochs", "2"]
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from titans_hf_eval import mad_tables
-from titans_hf_eval.mad_tables import best_results, difference_table, read_records, table
+from eval.mad import tables as mad_tables
+from eval.mad.tables import best_results, difference_table, read_records, table
 
 
 @pytest.fixture

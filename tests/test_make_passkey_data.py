@@ -1,4 +1,4 @@
-"""experiments/make_passkey_data.py: documents to learn the pass-key from, sorted from short to long."""
+"""eval/studies/make_passkey_data.py: documents to learn the pass-key from, sorted from short to long."""
 
 import itertools
 import random
@@ -7,13 +7,13 @@ import re
 import pytest
 from datasets import load_from_disk
 
-from titans_hf_scripts.training.blocks import make_blocks
-from titans_hf_scripts.training.tokenizer import byte_tokenizer
+from titans_hf.cli.training.blocks import make_blocks
+from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 pytest.importorskip("wonderwords", reason="the words of needles are not installed")
 
-from experiments import make_passkey_data
-from titans_hf_eval import needles
+from eval.studies import make_passkey_data
+from titans_hf.cli.evaluation import needles
 
 PREFIX = "mentioned in the provided text is"
 

@@ -6,7 +6,7 @@ import pytest
 from common import make_config
 from huggingface_hub import ModelCard
 
-from titans_hf_scripts.training.model_card import code, escape, model_card
+from titans_hf.cli.training.model_card import code, escape, model_card
 
 HOSTILE = "a\n---\nb: *c* | [d](e) <f> `g` $h$ _{i\r\n# j"
 SHOWN = "a --- b: *c* | [d](e) <f> `g` $h$ _{i # j"

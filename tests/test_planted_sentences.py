@@ -1,4 +1,4 @@
-"""experiments/planted_sentences.py: the sentence is compared with every other stretch of its length."""
+"""eval/studies/planted_sentences.py: the sentence is compared with every other stretch of its length."""
 
 import json
 
@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from byte_model import save_byte_model
 
-from experiments import planted_sentences
-from titans_hf_scripts.training.tokenizer import byte_tokenizer
+from eval.studies import planted_sentences
+from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 BOOK = "".join(f"Chapter {i}. It was dark, née light. Nobody came. " for i in range(120))
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from titans_hf_scripts import prepare_novels
+from scripts import prepare_novels
 
 TEXTS = {"corpus/a.txt": "It was dark.", "corpus/b.txt": "Nobody was there."}
 

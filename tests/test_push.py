@@ -1,4 +1,4 @@
-"""What scripts/train.py publishes: the card, the files of a push, and the dry run that shows them."""
+"""What titans-hf train publishes: the card, the files of a push, and the dry run that shows them."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,8 @@ from huggingface_hub import ModelCard
 from test_remote_code import CODE, assert_brings_its_code
 from tiny_run import LLAMA, TITANS
 
-from titans_hf_scripts import train
-from titans_hf_scripts.training import run_folder
+from titans_hf.cli import train
+from titans_hf.cli.training import run_folder
 
 pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
 SHORT = dict(max_steps=2, eval_steps=2, save_steps=2)

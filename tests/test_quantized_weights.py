@@ -1,4 +1,4 @@
-"""experiments/quantized_weights.py: rows are compared with the model in float32."""
+"""eval/studies/quantized_weights.py: rows are compared with the model in float32."""
 
 import math
 
@@ -6,8 +6,8 @@ import torch
 from byte_model import save_byte_model
 from torch.nn.functional import cross_entropy
 
-from experiments import quantized_weights
-from titans_hf_scripts.training.tokenizer import byte_tokenizer
+from eval.studies import quantized_weights
+from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 
 def test_rows_are_compared_with_float32(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""scripts/read.py: a memory of all texts, whatever the blocks, and nothing lost by an interruption."""
+"""titans-hf read: a memory of all texts, whatever the blocks, and nothing lost by an interruption."""
 
 import io
 import json
@@ -24,9 +24,9 @@ from reading_runs import (
 from tiny_run import LLAMA, SCRIPT
 
 from titans_hf.cache_files import read_description
-from titans_hf_scripts import read
-from titans_hf_scripts.training.documents import load_splits
-from titans_hf_scripts.training.tokenizer import byte_tokenizer
+from titans_hf.cli import read
+from titans_hf.cli.training.documents import load_splits
+from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 
 def test_weights_that_were_cut_off_are_named(paths):

@@ -1,4 +1,4 @@
-"""scripts/read.py --append, also stopped and repeated: every text is read once."""
+"""titans-hf read --append, also stopped and repeated: every text is read once."""
 
 import io
 from pathlib import Path
@@ -9,7 +9,7 @@ from memory_folders import assert_equal
 from reading_runs import assert_has_read, load, run_read, stop_reading_at, whole_text
 
 from titans_hf.cache_files import read_description
-from titans_hf_scripts import read
+from titans_hf.cli import read
 
 
 def test_more_texts_are_read_on_with(paths):

@@ -1,4 +1,4 @@
-"""scripts/read.py, killed at any moment and repeated, reads every text once, in order."""
+"""titans-hf read, killed at any moment and repeated, reads every text once, in order."""
 
 import json
 import os
@@ -23,7 +23,7 @@ NUM_KILLS, MAX_SECONDS = 30, 240
 
 @pytest.fixture
 def run():
-    """A function that runs scripts/read.py to its end (True), or kills it after so many seconds (False)."""
+    """A function that runs titans-hf read to its end (True), or kills it after so many seconds (False)."""
     worker = subprocess.Popen(
         [sys.executable, Path(__file__).with_name("read_worker.py")],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},

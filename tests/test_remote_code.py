@@ -15,7 +15,7 @@ from transformers.dynamic_module_utils import get_imports
 
 import titans_hf
 from titans_hf import TitansConfig, TitansForCausalLM
-from titans_hf_scripts.training.tokenizer import byte_tokenizer
+from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 PACKAGE = Path(titans_hf.__file__).parent
 TIME_SERIES = {file.name for file in PACKAGE.glob("*time_series*.py")}  # tests/test_time_series.py

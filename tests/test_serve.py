@@ -22,8 +22,8 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from titans_hf import TitansCache
-from titans_hf_scripts.shared.server_extensions import list_models
-from titans_hf_scripts.training.tokenizer import byte_tokenizer
+from titans_hf.cli.server_extensions import list_models
+from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 pytestmark = pytest.mark.slow
 COMMAND = [sys.executable, "-m", "titans_hf"]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from common import VARIANTS, assert_same, make_model
 from datasets import load_dataset
 
-from titans_hf_scripts.training import tokenizer as training_data
+from titans_hf.cli.training import tokenizer as training_data
 
 trl = pytest.importorskip("trl", reason="fine-tuning on conversations needs trl: pip install titans-hf[finetune]")
 

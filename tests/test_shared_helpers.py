@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from titans_hf_scripts.shared.argument_checks import check_folder, check_minimums
-from titans_hf_scripts.shared.command_line import run_command
-from titans_hf_scripts.shared.markdown_tables import markdown_table
-from titans_hf_scripts.shared.text_files import find_files, read_text
+from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
+from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.shared.markdown_tables import markdown_table
+from titans_hf.cli.shared.text_files import find_files, read_text
 
 ROOT = Path(__file__).parents[1]
 
@@ -71,7 +71,7 @@ def test_other_errors_keep_their_traceback(monkeypatch):
 
 def test_no_module_edits_the_import_path():
     """Modules import each other by installed names: otherwise a command would work from one folder only."""
-    sources = [path for name in ("scripts", "eval", "experiments", "tests") for path in (ROOT / name).rglob("*.py")]
+    sources = [path for name in ("src", "scripts", "eval", "tests") for path in (ROOT / name).rglob("*.py")]
     assert len(sources) > 100
     edits = re.compile(r"^ *(sys\.path(\.|\[| *\+?=)|from sys import path)", re.MULTILINE)
     assert [path for path in sources if edits.search(path.read_text())] == []
@@ -81,7 +81,7 @@ def test_every_command_reports_errors_on_one_line():
     """Every file that can be run calls run_command: otherwise bad input to it would end in a traceback. The worker of
     a benchmark is run in another environment.
     """
-    sources = [path for name in ("scripts", "eval", "experiments") for path in (ROOT / name).rglob("*.py")]
+    sources = [path for name in ("src/titans_hf/cli", "scripts", "eval") for path in (ROOT / name).rglob("*.py")]
     commands = [path for path in sources if '__name__ == "__main__"' in path.read_text()]
     assert len(commands) > 20
     silent = [path.name for path in commands if not re.search(r"^    run_command\(", path.read_text(), re.MULTILINE)]

@@ -1,4 +1,4 @@
-"""scripts/surprise.py: each word is shown with its own values."""
+"""titans-hf surprise: each word is shown with its own values."""
 
 import json
 import re
@@ -14,8 +14,8 @@ import torch
 from byte_model import save_byte_model
 from common import PAPER
 
-from titans_hf_scripts import surprise
-from titans_hf_scripts.training.tokenizer import byte_tokenizer
+from titans_hf.cli import surprise
+from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 TEXT = '  Es war <einmal> ein König & "sonst"\nniemand: 東京 ist weit. ' * 4
 

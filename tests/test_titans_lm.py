@@ -5,14 +5,14 @@ import torch
 from common import VARIANTS, make_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from titans_hf_scripts.training.tokenizer import byte_tokenizer
+from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 
-from titans_hf_eval.titans_lm import TitansLM  # noqa: E402
+from titans_hf.cli.evaluation.titans_lm import TitansLM  # noqa: E402
 
 DOCUMENT = "It was the best of times, it was the worst of times. "
 PAIRS = [

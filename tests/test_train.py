@@ -1,4 +1,4 @@
-"""scripts/train.py: a tiny run from text to a pipeline, fine-tuning, and two processes."""
+"""titans-hf train: a tiny run from text to a pipeline, fine-tuning, and two processes."""
 
 import json
 import math
@@ -9,11 +9,11 @@ import torch
 from tiny_run import LAUNCH, LLAMA, SHORT, TITANS, losses
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, pipeline
 
-from titans_hf_scripts import train
-from titans_hf_scripts.training.blocks import make_blocks
-from titans_hf_scripts.training.documents import load_splits
-from titans_hf_scripts.training.model import unused_weights
-from titans_hf_scripts.training.tokenizer import byte_tokenizer
+from titans_hf.cli import train
+from titans_hf.cli.training.blocks import make_blocks
+from titans_hf.cli.training.documents import load_splits
+from titans_hf.cli.training.model import unused_weights
+from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
 CONFIGS = {"llama": LLAMA, "mistral": LLAMA | {"model_type": "mistral"}, "titans": TITANS}

@@ -10,13 +10,13 @@ from datasets import Dataset
 from tiny_run import real_tokens
 from transformers import AutoTokenizer, ByT5Tokenizer
 
-from titans_hf_scripts import train
-from titans_hf_scripts.training import blocks as blocks_module
-from titans_hf_scripts.training.arguments import DataArguments
-from titans_hf_scripts.training.blocks import collate, count_tokens, make_blocks
-from titans_hf_scripts.training.data import load_blocks
-from titans_hf_scripts.training.documents import load_splits
-from titans_hf_scripts.training.tokenizer import byte_tokenizer, is_byte_tokenizer, load_tokenizer
+from titans_hf.cli import train
+from titans_hf.cli.training import blocks as blocks_module
+from titans_hf.cli.training.arguments import DataArguments
+from titans_hf.cli.training.blocks import collate, count_tokens, make_blocks
+from titans_hf.cli.training.data import load_blocks
+from titans_hf.cli.training.documents import load_splits
+from titans_hf.cli.training.tokenizer import byte_tokenizer, is_byte_tokenizer, load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
 

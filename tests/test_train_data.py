@@ -10,13 +10,13 @@ import torch
 from datasets import Dataset, DatasetDict
 from tiny_run import SHORT, TITANS, real_tokens
 
-from titans_hf_scripts import train
-from titans_hf_scripts.training import documents
-from titans_hf_scripts.training.arguments import DataArguments
-from titans_hf_scripts.training.blocks import make_blocks
-from titans_hf_scripts.training.data import load_blocks
-from titans_hf_scripts.training.documents import load_splits
-from titans_hf_scripts.training.tokenizer import byte_tokenizer, load_tokenizer
+from titans_hf.cli import train
+from titans_hf.cli.training import documents
+from titans_hf.cli.training.arguments import DataArguments
+from titans_hf.cli.training.blocks import make_blocks
+from titans_hf.cli.training.data import load_blocks
+from titans_hf.cli.training.documents import load_splits
+from titans_hf.cli.training.tokenizer import byte_tokenizer, load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
 

@@ -1,4 +1,4 @@
-"""Options of scripts/train.py: defaults, overrides of the configuration, and bad or contradicting ones."""
+"""Options of titans-hf train: defaults, overrides of the configuration, and bad or contradicting ones."""
 
 import json
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 from tiny_run import LLAMA, TITANS
 
-from titans_hf_scripts import train
-from titans_hf_scripts.training.arguments import ModelArguments
-from titans_hf_scripts.training.model import load_config, split_overrides
-from titans_hf_scripts.training.tokenizer import byte_tokenizer, load_tokenizer
+from titans_hf.cli import train
+from titans_hf.cli.training.arguments import ModelArguments
+from titans_hf.cli.training.model import load_config, split_overrides
+from titans_hf.cli.training.tokenizer import byte_tokenizer, load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
 
@@ -96,7 +96,7 @@ def test_commas_within_values_do_not_split():
 
 
 def test_shipped_configurations_have_names():
-    """`--config tiny-mag` works from any folder: otherwise an installed command would need scripts/configs."""
+    """`--config tiny-mag` works from any folder: otherwise an installed command would need a checkout."""
     config = load_config(ModelArguments(config="tiny-mag"), byte_tokenizer())
     assert (config.model_type, config.variant) == ("titans", "mag")
     with pytest.raises(FileNotFoundError, match="--config tiny-mug: no such file or folder, nor a configuration"):

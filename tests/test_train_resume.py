@@ -1,4 +1,4 @@
-"""scripts/train.py: runs that were interrupted, stopped by the time limit or finished, and their checkpoints."""
+"""titans-hf train: runs that were interrupted, stopped by the time limit or finished, and their checkpoints."""
 
 import json
 
@@ -9,8 +9,8 @@ from tiny_run import LLAMA, SHORT, TITANS, StopAt, losses
 from transformers import AutoModelForCausalLM
 from transformers.trainer_utils import get_last_checkpoint
 
-from titans_hf_scripts import train
-from titans_hf_scripts.training.checkpoints import what_is_missing
+from titans_hf.cli import train
+from titans_hf.cli.training.checkpoints import what_is_missing
 
 pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
 DROPOUT = {"attention_dropout": 0.1}

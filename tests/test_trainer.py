@@ -1,4 +1,4 @@
-"""Trainer: mixed precision, gradient accumulation and compiled training. Resuming is tested with scripts/train.py."""
+"""Trainer: mixed precision, gradient accumulation and compiled training. Resuming is tested with titans-hf train."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Configurations for the tests of scripts/train.py, its distributed launch, a stand-in for its time limit, and what a
+"""Configurations for the tests of titans-hf train, its distributed launch, a stand-in for its time limit, and what a
 run has written.
 """
 

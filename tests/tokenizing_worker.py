@@ -10,9 +10,9 @@ import threading
 import time
 from pathlib import Path
 
-from titans_hf_scripts.training.arguments import DataArguments
-from titans_hf_scripts.training.data import load_blocks
-from titans_hf_scripts.training.tokenizer import load_tokenizer
+from titans_hf.cli.training.arguments import DataArguments
+from titans_hf.cli.training.data import load_blocks
+from titans_hf.cli.training.tokenizer import load_tokenizer
 
 MEGABYTE = 1 << 20
 SENTENCE = "Es war einmal ein König, der hatte zwölf Töchter, eine immer schöner als die andere. "

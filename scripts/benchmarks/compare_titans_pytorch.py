@@ -1,7 +1,7 @@
 """The memory as a layer, compared with titans-pytorch 0.5.5, which is installed in an environment of its own.
 
     python -m venv other && other/bin/pip install titans-pytorch==0.5.5
-    python scripts/bench.py titans-pytorch --python other/bin/python
+    python -m scripts.bench titans-pytorch --python other/bin/python
 
 Width 384, six heads, two layers of the memory network, ours in the paper's form. Its chunk_size 1 computes what ours
 computes: gates and retrievals for every token, and gradients at the weights of every 64th token. Its chunk_size 64

@@ -10,7 +10,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from titans_hf_scripts.shared.text_files import find_files
+from titans_hf.cli.shared.text_files import find_files
 
 from . import model_shapes
 from .measure import resident_bytes, seconds

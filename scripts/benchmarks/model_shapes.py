@@ -13,8 +13,8 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from eval.common.compared_models import check_fields, fit_size, parse_settings
 from titans_hf import TitansConfig
-from titans_hf_scripts.shared.compared_models import check_fields, fit_size, parse_settings
 
 from .measure import check_close
 

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from titans_hf_scripts.shared.figures import line_styles, mark_failures, save_figure
-from titans_hf_scripts.shared.markdown_tables import markdown_table
+from titans_hf.cli.shared.figures import line_styles, mark_failures, save_figure
+from titans_hf.cli.shared.markdown_tables import markdown_table
 
 
 class Plot(NamedTuple):

@@ -1,0 +1,107 @@
+"""Folds of DNA sequences: what overlaps, also with the other strand, is never on both sides of a split."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+from sklearn.model_selection import StratifiedGroupKFold
+
+from eval.dna.sequences import BASES, Place, Sequences, reverse_complement
+
+K = 32  # bases in common that join two sequences, as many as fit into 64 bits
+VALIDATION_PARTS = 10  # a tenth of what is not tested
+
+
+class Fold(NamedTuple):
+    """Rows of a fold's three parts."""
+
+    train: np.ndarray
+    valid: np.ndarray
+    test: np.ndarray
+
+
+def group_sequences(sequences: Sequences) -> np.ndarray:
+    """Returns the group (N,) int of each sequence, from 0.
+
+    A group is a connected component of the graph whose edges join sequences that have K bases in a row in common, on
+    the same strand or with the other one's reverse complement, sequences that are equal so, and sequences whose places
+    overlap.
+    """
+    edges = [_shared(_kmers(sequences.texts)), _equal(sequences.texts), _overlapping(sequences.places)]
+    left, right = np.concatenate(edges).T
+    graph = coo_array((np.ones(len(left), bool), (left, right)), shape=(len(sequences.texts),) * 2)
+    return connected_components(graph, directed=False)[1]
+
+
+def _kmers(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the K-mers without N of all texts, uint64, the lesser of both strands, and the texts that they are of."""
+    joined = "N".join([*texts, ""])
+    table = np.zeros(128, np.uint64)
+    table[[ord(base) for base in BASES]] = range(len(BASES))  # A, C, G, T are 0 to 3: 3 - code is the complement
+    codes = table[np.frombuffer(joined.encode(), np.uint8)]
+    size = max(0, len(codes) - K + 1)
+    forward, backward = np.zeros(size, np.uint64), np.zeros(size, np.uint64)
+    for i in range(K):
+        base = codes[i : i + size] & np.uint64(3)
+        forward = forward << np.uint64(2) | base
+        backward |= (np.uint64(3) - base) << np.uint64(2 * i)
+    before = np.concatenate([[0], np.cumsum(codes == BASES.index("N"))])
+    whole = before[K:] == before[:size]
+    owners = np.repeat(np.arange(len(texts)), [len(text) + 1 for text in texts])[:size]
+    return np.minimum(forward, backward)[whole], owners[whole]
+
+
+def _shared(keys_and_owners: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    """Returns edges (E, 2) that connect all owners of each key."""
+    keys, owners = keys_and_owners
+    order = np.lexsort((owners, keys))
+    keys, owners = keys[order], owners[order]
+    joined = (keys[1:] == keys[:-1]) & (owners[1:] != owners[:-1])
+    return np.stack([owners[:-1][joined], owners[1:][joined]], 1)
+
+
+def _equal(texts: list[str]) -> np.ndarray:
+    """Returns edges that connect the texts that are equal, as they are or as reverse complement."""
+    both = [min(text, reverse_complement(text)) for text in texts]
+    _, keys = np.unique(both, return_inverse=True)
+    return _shared((keys, np.arange(len(texts))))
+
+
+def _overlapping(places: list[Place | None]) -> np.ndarray:
+    """Returns edges that connect the sequences whose places have a base in common."""
+    rows = sorted((place, row) for row, place in enumerate(places) if place is not None)
+    edges, furthest = [], None
+    for place, row in rows:
+        if furthest and furthest[0].region == place.region and place.start < furthest[0].end:
+            edges.append((furthest[1], row))
+            if place.end <= furthest[0].end:
+                continue
+        furthest = (place, row)
+    return np.array(edges, int).reshape(-1, 2)
+
+
+def split_groups(labels: np.ndarray, groups: np.ndarray, parts: int, name: str) -> Iterator[tuple[np.ndarray, ...]]:
+    """Yields rows outside and inside of each of `parts` parts, of similar size and share of labels; a group is whole.
+
+    Raises ValueError, naming the option `name`, where a class has fewer groups than there are parts.
+    """
+    fewest = min(len(set(groups[labels == label])) for label in set(labels))
+    if fewest < parts:
+        raise ValueError(f"{name}: {parts} parts need as many groups of sequences in each class, but one has {fewest}")
+    splitter = StratifiedGroupKFold(parts, shuffle=True, random_state=0)
+    yield from splitter.split(np.zeros(len(labels)), labels, groups)
+
+
+def hold_out(labels: np.ndarray, groups: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Splits `rows` into those to train on and a tenth to validate on, grouped."""
+    train, valid = next(split_groups(labels[rows], groups[rows], VALIDATION_PARTS, "the validation part"))
+    return rows[train], rows[valid]
+
+
+def make_folds(sequences: Sequences, number: int) -> list[Fold]:
+    """Returns `number` folds, whose test parts are all sequences once; no group is in two parts of a fold."""
+    groups, labels = group_sequences(sequences), np.array(sequences.labels)
+    splits = split_groups(labels, groups, number, f"--folds {number}")
+    return [Fold(*hold_out(labels, groups, rest), test) for rest, test in splits]

@@ -1,0 +1,122 @@
+"""Trains models to forecast the series of CSV files, scores them, and writes tables and plots.
+
+    python -m eval.forecasting.run ETTh1.csv --horizons 96 192 336 720 --look_back 96 --output results/forecasting
+    python -m eval.forecasting.run mine.csv --split 0.7 0.1 0.2 --horizons 24 --output results/mine
+
+A CSV file has a time column and a column per channel. A finished run is kept: the same command again goes on with the
+next one.
+"""
+
+import argparse
+import re
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+
+from torch.utils.data import DataLoader
+from transformers.utils.logging import disable_progress_bar
+
+from eval.common.compared_models import parse_settings
+from eval.forecasting.data import Series, make_splits, read_series, uneven_step
+from eval.forecasting.models import BASELINES, NAMES, forecasts
+from eval.forecasting.tables import check_alike, read_records, write_report
+from eval.forecasting.training import INPUTS, Run, make_run
+from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
+from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.shared.finished_runs import is_finished
+from titans_hf.time_series_titans import LOSSES
+
+SHARED = ("learning_rate", "split", "cycle_length", "loss")
+POSITIVE = ("look_back", "batch_size", "max_steps", "eval_steps", "patience")
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", nargs="+", type=Path, metavar="DATA.csv")
+    parser.add_argument("--time_column", help="name of the column of dates; default: the first")
+    parser.add_argument(
+        "--split",
+        nargs=3,
+        type=float,
+        default=[12, 4, 4],
+        help="training, validation and test part: months of 30 days, or shares that sum to at most 1",
+    )
+    parser.add_argument("--look_back", type=int, default=96, help="values that a forecast is made from")
+    parser.add_argument("--horizons", nargs="+", type=int, default=[96, 192, 336, 720], help="values to forecast")
+    parser.add_argument(
+        "--models", nargs="+", choices=NAMES, default=list(NAMES), metavar="MODEL", help=", ".join(NAMES)
+    )
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="fields of the Titans' config")
+    parser.add_argument("--label", default="titans", help="name of the Titans with these settings in files and tables")
+    parser.add_argument("--cycle_length", type=int, default=0, help="values of a cycle that each model learns; 0: none")
+    parser.add_argument("--loss", choices=LOSSES, default="mse", help="squared or absolute error, of all models")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--learning_rate", type=float, default=3e-3)
+    parser.add_argument("--batch_size", type=int, default=32, help="windows, each with all channels")
+    parser.add_argument("--max_steps", type=int, default=1000)
+    parser.add_argument("--eval_steps", type=int, default=100, help="steps between two evaluations")
+    parser.add_argument("--patience", type=int, default=3, help="evaluations without a lower validation loss")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the JSON files, tables and plots")
+    return parser.parse_args(argv)
+
+
+def name_changes(args: argparse.Namespace) -> str:
+    """Names the cycle and the loss that all models of the command have, where they are not the published ones."""
+    cycle = f"-cycle{args.cycle_length}" if args.cycle_length else ""
+    return cycle + (f"-{args.loss}" if args.loss != "mse" else "")
+
+
+def make_runs(args: argparse.Namespace, series: dict[str, Series]) -> list[Run]:
+    """Makes the runs of the command, each checked; raises ValueError for what a run cannot be made with."""
+    check_minimums(args, **dict.fromkeys(POSITIVE, 1), horizons=1, cycle_length=0, seeds=0)
+    check_folder(args.output, "--output")
+    settings = parse_settings(args.set)
+    if not re.fullmatch(r"[\w.-]+", args.label) or (settings and args.label == "titans"):
+        raise ValueError(f"--label {args.label!r}: --set needs a name of its own, of letters, digits, '.', '_' and '-'")
+    shared = {name: getattr(args, name) for name in SHARED + POSITIVE}
+    if args.label in BASELINES:
+        raise ValueError(f"--label {args.label} is the name of another model: give one of its own")
+    runs = []
+    for data, horizon, model, seed in product(series, args.horizons, args.models, args.seeds):
+        titans = model.startswith("titans")
+        row = model.replace("titans", args.label) + name_changes(args)
+        own = {
+            "data": data,
+            "digest": series[data].digest,
+            "row": row,
+            "model": model,
+            "settings": settings if titans else {},
+        }
+        runs.append(Run(**own, horizon=horizon, seed=seed, **shared))
+    for run in {(run.data, run.horizon, run.model): run for run in runs}.values():
+        splits = make_splits(series[run.data], run.split, run.look_back, run.horizon)
+        window = next(iter(DataLoader(splits.train)))
+        forecasts(run.build_model(len(series[run.data].names)), *(window[name] for name in INPUTS))
+    return runs
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    series = {path.stem: read_series(path, args.time_column) for path in args.data}
+    if len(series) < len(args.data):
+        raise ValueError(f"two DATA.csv have the same name: {', '.join(map(str, args.data))}")
+    runs = make_runs(args, series)
+    for name, one in series.items():
+        if args.cycle_length and (row := uneven_step(one.times)) is not None:
+            print(f"{name}: row {row} is not at the usual step: --cycle_length counts rows, not time", flush=True)
+    channels = {name: len(one.names) for name, one in series.items()}
+    left = [
+        run for run in runs if not is_finished(run, args.output / f"{run.name}.json", run.config(channels[run.data]))
+    ]
+    check_alike([*read_records(args.output), *({"run": asdict(run)} for run in left)])
+    disable_progress_bar()  # of writing checkpoints; Trainer has its own
+    print(f"{len(runs)} runs, {len(runs) - len(left)} of them finished", flush=True)
+    for number, run in enumerate(left, 1):
+        record = make_run(run, series[run.data], args.output / f"{run.name}.json")
+        valid, test = (f"{part} MSE {record[part]['mse']:.3f}" for part in ("valid", "test"))
+        print(f"{number}/{len(left)} {run.name}: {valid}, {test}, {record['minutes']} min", flush=True)
+    write_report(args.output, args.output)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,204 @@
+"""Makes the tables and plots of forecasting runs from their JSON files.
+
+python -m eval.forecasting.tables runs/forecasting --rows lmm lmm-stopped rlinear --output runs/tables
+"""
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, NamedTuple
+
+from matplotlib.figure import Figure
+
+from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.shared.figures import line_styles, save_figure
+from titans_hf.cli.shared.markdown_tables import markdown_table
+
+PAPER = json.loads((Path(__file__).parent / "paper_tables.json").read_text())["forecasting"]
+METRICS = ("mse", "mae")
+OF_DATA = ("digest", "split")  # the same in all runs of a series
+OF_ROW = ("settings", "learning_rate", "batch_size", "max_steps", "eval_steps", "patience")  # of a row and look-back
+WITHOUT_LAST = "test_without_last_batch"  # the field of a record
+NOTES = (
+    "- Mean squared / mean absolute error of values scaled by the training part, over all windows of the test part.",
+    "- Code that drops the last incomplete batch of the test part leaves out the end of the series: a second table.",
+    '- The column "mean" is of the seeds that have all horizons; ± is the standard deviation over seeds.',
+    "- Rows of the paper are quoted from arXiv 2501.00663, which has the means over horizons only.",
+)
+
+
+class Key(NamedTuple):
+    """The settings in which the runs of one look-back differ."""
+
+    data: str
+    row: str
+    horizon: int
+    seed: int
+
+
+class Results:
+    """The records of a folder with one look-back, by data, row, horizon and seed."""
+
+    def __init__(self, records: list[dict[str, Any]]):
+        self.records = {Key(*(record["run"][name] for name in Key._fields)): record for record in records}
+        self.data, self.rows, self.horizons, self.seeds = (
+            sorted(set(values)) for values in zip(*self.records, strict=True)
+        )
+
+    def runs_of_seeds(self, data: str, row: str, horizons: list[int]) -> list[list[dict[str, Any]]]:
+        """Returns the records of each seed that has all `horizons`."""
+        keys = [[Key(data, row, horizon, seed) for horizon in horizons] for seed in self.seeds]
+        return [[self.records[key] for key in of_seed] for of_seed in keys if self.records.keys() >= set(of_seed)]
+
+    def of_seeds(self, data: str, row: str, horizons: list[int], metric: str) -> list[float]:
+        """Returns the mean of a test metric over `horizons`, one value per seed that has them all."""
+        return [mean(run["test"][metric] for run in runs) for runs in self.runs_of_seeds(data, row, horizons)]
+
+    def cell(self, data: str, row: str, horizons: list[int]) -> str:
+        """Formats both metrics, with their spread where there are several seeds."""
+        values = [self.of_seeds(data, row, horizons, metric) for metric in METRICS]
+        return " / ".join(map(with_spread, values)) if values[0] else "–"
+
+
+def with_spread(values: list[float]) -> str:
+    """Formats a mean, with the standard deviation of several values."""
+    return f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
+
+
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """Reads the runs of a folder; raises ValueError for other JSON files."""
+    records = []
+    for file in sorted(folder.glob("*.json")):
+        record = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(record, dict) or "look_back" not in record.get("run", {}):
+            raise ValueError(f"{file} is no run of forecasting.py")
+        records.append(record)
+    return records
+
+
+def check_alike(records: Iterable[dict[str, Any]]) -> None:
+    """Raises ValueError, naming the setting, for runs of one row, or of one series, that were not made alike."""
+    first: dict[tuple, dict[str, Any]] = {}
+    for run in (record["run"] for record in records):
+        for names, shared in ((("data",), OF_DATA), (("data", "look_back", "row"), OF_ROW)):
+            other = first.setdefault((names, *(run[name] for name in names)), run)
+            for name in shared:
+                if run.get(name) != other.get(name) and None not in (run.get(name), other.get(name)):
+                    raise ValueError(
+                        f"{run['data']}, {run['row']}: {name} is {run[name]} and elsewhere {other[name]}: give another "
+                        "--label or --output"
+                    )
+
+
+def read_results(folder: Path, rows: Sequence[str] = ()) -> dict[int, Results]:
+    """Reads the records of a folder by look-back, only `rows` if there are any.
+
+    Raises ValueError for a folder without runs or with other files, for a row that none of them has, and as
+    `check_alike` does.
+    """
+    records = read_records(folder)
+    check_alike(records)
+    if not records:
+        raise ValueError(f"RUNS {folder} must be a folder of JSON files of forecasting.py, but has none")
+    known = sorted({record["run"]["row"] for record in records})
+    for row in rows:
+        if row not in known:
+            raise ValueError(f"--rows must be of {', '.join(known)}, but has {row}")
+    records = [record for record in records if not rows or record["run"]["row"] in rows]
+    look_backs = sorted({record["run"]["look_back"] for record in records})
+    return {n: Results([record for record in records if record["run"]["look_back"] == n]) for n in look_backs}
+
+
+def table(results: Results, data: str, look_back: int) -> str:
+    """Makes the table of a series: a row per model, a column per horizon, and their mean."""
+    several = len(results.horizons) > 1
+    heading = ["model", "parameters", "seeds", *([f"mean of {numbers(results.horizons)}"] if several else [])]
+    rows = []
+    for row in results.rows:
+        found = [x for key, x in results.records.items() if (key.data, key.row) == (data, row)]
+        if not found:
+            continue
+        sizes = sorted({x["parameters"] for x in found})
+        parameters = f"{sizes[0]:,}" + (f" to {sizes[-1]:,}" if len(sizes) > 1 else "")
+        means = [results.cell(data, row, results.horizons)] if several else []
+        cells = [results.cell(data, row, [horizon]) for horizon in results.horizons]
+        rows.append([row, parameters, len({x["run"]["seed"] for x in found}), *means, *cells])
+    paper = look_back == PAPER["look_back"] and results.horizons == PAPER["horizons"] and data in PAPER["columns"]
+    for name, figures in PAPER["rows"].items() if paper else ():
+        cell = " / ".join(f"{x:.3f}" for x in figures[PAPER["columns"].index(data)])
+        rows.append([f"paper: {name}", "", "", cell, *["–"] * len(results.horizons)])
+    return f"## {data}, look-back {look_back}\n\n" + markdown_table([*heading, *results.horizons], rows)
+
+
+def last_batch_table(results: Results, data: str) -> str:
+    """Makes the table of what dropping the last incomplete batch changes, of the seeds that were scored without it at
+    all horizons; "" where there are none.
+    """
+    rows, sizes = [], sorted({int(size) for x in results.records.values() for size in x.get(WITHOUT_LAST, {})})
+    for row in results.rows:
+        runs = [x for x in results.runs_of_seeds(data, row, results.horizons) if all(WITHOUT_LAST in run for run in x)]
+        if runs:
+            of_all = with_spread([mean(run["test"]["mse"] for run in x) for x in runs])
+            rows.append([row, len(runs), of_all, *(cell_without_last_batch(runs, str(size)) for size in sizes)])
+    heading = ["model", "seeds", "all windows", *(f"batches of {size}" for size in sizes)]
+    title = f"### {data}, mean squared error without the last incomplete batch, mean of {numbers(results.horizons)}"
+    return f"{title}\n\n{markdown_table(heading, rows)}" if rows else ""
+
+
+def cell_without_last_batch(runs: list[list[dict[str, Any]]], size: str) -> str:
+    """Formats the mean squared error of each seed's runs over the windows that fill batches of `size`; a dash where one
+    of them has fewer windows.
+    """
+    scores = [[run[WITHOUT_LAST].get(size) for run in of_seed] for of_seed in runs]
+    return with_spread([mean(x["mse"] for x in of_seed) for of_seed in scores]) if all(map(all, scores)) else "–"
+
+
+def numbers(values: Iterable[int]) -> str:
+    return ", ".join(map(str, values))
+
+
+def plot(results: Results, data: str, path: Path) -> None:
+    """Plots forecasts of the first seed against what was measured, a panel per horizon."""
+    figure = Figure(figsize=(9, 2.6 * len(results.horizons)), layout="constrained")
+    panels = figure.subplots(len(results.horizons), 1, squeeze=False)[:, 0]
+    styles = line_styles(results.rows)
+    for axes, horizon in zip(panels, results.horizons, strict=True):
+        keys = [Key(data, row, horizon, results.seeds[0]) for row in results.rows]
+        shown = {key.row: results.records[key]["example"] for key in keys if key in results.records}
+        for before, after in [(x["before"], x["after"]) for x in shown.values()][:1]:
+            axes.plot(range(-len(before), horizon), before + after, color="lightgray", linewidth=2, label="measured")
+        for row, of_row in shown.items():
+            style = {name: x for name, x in styles[row].items() if name in ("label", "color", "linestyle")}
+            axes.plot(range(horizon), of_row["forecast"], linewidth=1, **style)
+            title = f"{data}, {of_row['channel']}, horizon {horizon}"
+            absent = ", ".join(style["label"] for row, style in styles.items() if row not in shown)
+            axes.set(title=title + (f" (without {absent})" if absent else ""))
+            axes.set(xlabel="rows after the last one read", ylabel="standardized value")
+    save_figure(figure, path)
+
+
+def write_report(folder: Path, output: Path, rows: Sequence[str] = ()) -> None:
+    """Writes to `output` table.md and a plot per series and look-back from the JSON files of the folder."""
+    parts, found = ["# Forecasts", "\n".join(NOTES)], read_results(folder, rows)
+    output.mkdir(parents=True, exist_ok=True)
+    for look_back, results in found.items():
+        for data in results.data:
+            parts += filter(None, (table(results, data, look_back), last_batch_table(results, data)))
+            plot(results, data, output / f"{data}-{look_back}.png")
+    (output / "table.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    print(f"wrote {output / 'table.md'}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", metavar="RUNS", type=Path, help="a folder of forecasting.py's JSON files")
+    parser.add_argument("--rows", nargs="+", default=[], help="the rows that are shown; all")
+    parser.add_argument("--output", type=Path, required=True, help="the folder for table.md and the plots")
+    args = parser.parse_args(argv)
+    write_report(args.runs, args.output, args.rows)
+
+
+if __name__ == "__main__":
+    run_command(main)

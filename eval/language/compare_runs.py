@@ -1,0 +1,182 @@
+"""Makes the table of runs of train_and_score.py: mean and spread over seeds, and paired differences between rows.
+
+    python -m eval.language.compare_runs runs/language/*.json --pairs lmm:lmm-stopped mag:mag-stopped
+
+Runs that differ in their seed alone are one row; its name is the file's without the "-seed0" at its end. A difference
+is the mean over texts of (loss - loss of the baseline with the same seed on the same stretches), in nats per token,
+with its 95 % interval by a bootstrap over the texts (not over stretches: those of a novel resemble each other). The
+share of a gap that a model closes is (loss of the window - its loss) / (loss of the window - loss of full attention).
+"""
+
+import argparse
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.shared.figures import (
+    line_styles,
+    loss_by_position_axes,
+    mark_trained_length,
+    plot_with_spread,
+    save_figure,
+)
+from titans_hf.cli.shared.markdown_tables import markdown_table
+
+NUM_RESAMPLES = 2000
+PAIR, GAP = "NAME:BASELINE", "NAME:WINDOW:FULL"
+
+
+class Row(NamedTuple):
+    """The runs of one kind: by seed, losses (stretches, ranges) and the text of each stretch."""
+
+    name: str
+    parameters: int
+    edges: list[int]
+    texts: list[str]
+    losses: dict[int, np.ndarray]
+    block_length: int
+
+    def mean_losses(self) -> np.ndarray:
+        """Averages over the stretches: (seeds, ranges)."""
+        return np.stack([losses.mean(0) for losses in self.losses.values()])
+
+
+def read_rows(files: list[Path]) -> dict[str, Row]:
+    """Reads the runs, by name, in the order of the files. Raises ValueError for runs of one name that differ in more
+    than the seed, and for rows that were not scored at the same positions.
+    """
+    rows: dict[str, Row] = {}
+    for file in files:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        name = re.sub(r"-seed\d+$", "", file.stem)
+        texts, losses = [x[0] for x in record["stretches"]], np.array([x[1:] for x in record["stretches"]])
+        training = record["training"]
+        new = Row(name, record["parameters"], record["edges"], texts, {}, training["block_length"])
+        row = rows.setdefault(name, new)
+        if new.edges != next(iter(rows.values())).edges:
+            raise ValueError(f"{file} was scored at other positions than {files[0]}")
+        if (row.parameters, row.texts) != (new.parameters, new.texts):
+            raise ValueError(f"{file} differs from the other runs named {name} in its size or in what was scored")
+        row.losses[training["seed"]] = losses
+    return rows
+
+
+def mean_with_spread(row: Row) -> list[str]:
+    """Formats the mean over seeds of every range, with the standard deviation where there are several."""
+    means = row.mean_losses()
+    if len(means) == 1:
+        return [f"{x:.3f}" for x in means[0]]
+    return [f"{x:.3f} ± {s:.3f}" for x, s in zip(means.mean(0), means.std(0, ddof=1), strict=True)]
+
+
+def common_seeds(*rows: Row) -> list[int]:
+    """Returns the seeds that all rows have; none if they were scored on different texts."""
+    if any(row.texts != rows[0].texts for row in rows):
+        return []
+    return sorted(set.intersection(*(set(row.losses) for row in rows)))
+
+
+def differences_by_text(row: Row, baseline: Row, seeds: list[int]) -> np.ndarray:
+    """Averages the differences of the seeds over the stretches of a text: (texts, ranges)."""
+    difference = np.mean([row.losses[seed] - baseline.losses[seed] for seed in seeds], axis=0)
+    return np.stack([difference[[text == name for text in row.texts]].mean(0) for name in sorted(set(row.texts))])
+
+
+def resampled_means(by_text: np.ndarray) -> np.ndarray:
+    """Draws texts with replacement, the same ones in every call, and averages over them: (resamples, ranges)."""
+    picked = np.random.default_rng(0).integers(len(by_text), size=(NUM_RESAMPLES, len(by_text)))
+    return by_text[picked].mean(1)
+
+
+def with_intervals(values: np.ndarray, samples: np.ndarray, form: str) -> list[str]:
+    """Formats the values (ranges,) with their 95 % intervals over the samples (resamples, ranges)."""
+    low, high = np.quantile(samples, [0.025, 0.975], axis=0)
+    return [f"{x:{form}} [{a:{form}}, {b:{form}}]" for x, a, b in zip(values, low, high, strict=True)]
+
+
+def paired_difference(row: Row, baseline: Row) -> list[str]:
+    """Formats the number of seeds that both have, and the difference in every range with its interval."""
+    seeds = common_seeds(row, baseline)
+    if not seeds:
+        return ["0"] + ["-"] * (len(row.edges) - 1)
+    by_text = differences_by_text(row, baseline, seeds)
+    return [str(len(seeds)), *with_intervals(by_text.mean(0), resampled_means(by_text), "+.3f")]
+
+
+def share_of_gap(row: Row, window: Row, full: Row) -> list[str]:
+    """Formats the number of seeds that all have, and (window - row) / (window - full) by range, with intervals."""
+    seeds = common_seeds(row, window, full)
+    if not seeds:
+        return ["0"] + ["-"] * (len(row.edges) - 1)
+    gained, gap = (differences_by_text(window, other, seeds) for other in (row, full))
+    return [
+        str(len(seeds)),
+        *with_intervals(gained.mean(0) / gap.mean(0), resampled_means(gained) / resampled_means(gap), ".2f"),
+    ]
+
+
+def tables(rows: dict[str, Row], pairs: list[list[Row]], gaps: list[list[Row]]) -> str:
+    """Makes the table of losses, with pairs of a row and its baseline that of their differences, and with gaps, a row,
+    a window and full attention, that of the shares closed.
+    """
+    edges = next(iter(rows.values())).edges
+    ranges = [f"{low:,} to {high:,}" for low, high in pairwise(edges)]
+    losses = [[row.name, f"{row.parameters:,}", len(row.losses), *mean_with_spread(row)] for row in rows.values()]
+    parts = [markdown_table(["model", "parameters", "seeds", *ranges], losses)]
+    if pairs:
+        differences = [[f"{row.name} less {base.name}", *paired_difference(row, base)] for row, base in pairs]
+        parts.append(markdown_table(["difference", "seeds", *ranges], differences))
+    if gaps:
+        shares = [[f"{row.name}, from {a.name} to {b.name}", *share_of_gap(row, a, b)] for row, a, b in gaps]
+        parts.append(markdown_table(["share of the gap closed", "seeds", *ranges], shares))
+    return "\n\n".join(parts)
+
+
+def plot(rows: dict[str, Row], path: Path) -> None:
+    """Draws loss against position, the mean over seeds with a band from the least to the greatest."""
+    ends, styles = next(iter(rows.values())).edges[1:], line_styles(rows)
+    axes = loss_by_position_axes(ends, "nats per token")
+    for name, row in rows.items():
+        plot_with_spread(axes, ends, row.mean_losses(), styles[name])
+    lengths = {row.block_length for row in rows.values()}
+    if len(lengths) == 1:
+        mark_trained_length(axes, lengths.pop())
+    save_figure(axes.figure, path)
+
+
+def parse_names(option: str, form: str, given: list[str], rows: dict[str, Row]) -> list[list[Row]]:
+    """Looks up rows given as `form`, such as NAME:BASELINE. Raises ValueError for other names and forms."""
+    found = []
+    for text in given:
+        names = text.split(":")
+        if len(names) != len(form.split(":")) or not rows.keys() >= set(names):
+            raise ValueError(f"{option} must be {form}, all of {', '.join(rows)}, but has {text}")
+        found.append([rows[name] for name in names])
+    return found
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="+", help="JSON files of train_and_score.py, in the table's order")
+    parser.add_argument("--baseline", help="the name of the row that all others are compared with")
+    parser.add_argument("--pairs", nargs="+", default=[], metavar=PAIR, help="rows to be compared")
+    parser.add_argument("--gaps", nargs="+", default=[], metavar=GAP, help="gaps of which NAME closes a share")
+    parser.add_argument("--plot", type=Path, help="an image file of the losses by position")
+    args = parser.parse_args(argv)
+    rows = read_rows(args.runs)
+    if args.baseline and args.baseline not in rows:
+        raise ValueError(f"--baseline must be one of {', '.join(rows)}, but is {args.baseline}")
+    against = [f"{name}:{args.baseline}" for name in rows if args.baseline and name != args.baseline]
+    pairs = parse_names("--pairs", PAIR, against + args.pairs, rows)
+    print(tables(rows, pairs, parse_names("--gaps", GAP, args.gaps, rows)))
+    if args.plot:
+        plot(rows, args.plot)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,79 @@
+"""The command `titans-hf`: its subcommands are the scripts of this package."""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from importlib.metadata import version
+from typing import NamedTuple
+
+from titans_hf.cli.shared.command_line import run_command
+
+
+class Command(NamedTuple):
+    """A subcommand: the module whose `main()` it runs, what it does, and the extra of the wheel that it needs."""
+
+    module: str
+    summary: str
+    extra: str | None = None
+
+
+TRANSFORMERS_CLI = "titans_hf.cli.serve"
+COMMANDS = {
+    "train": Command("titans_hf.cli.train", "train or fine-tune a causal language model", "train"),
+    "merge": Command("titans_hf.cli.merge", "merge a LoRA adapter into its model", "finetune"),
+    "read": Command("titans_hf.cli.read", "read texts into a memory and save it", "train"),
+    "ask": Command("titans_hf.cli.ask", "answer prompts from a saved memory", "train"),
+    "surprise": Command("titans_hf.cli.surprise", "show how much each word changed the memory", "train"),
+    "serve": Command(TRANSFORMERS_CLI, "serve a checkpoint over HTTP, with OpenAI's API", "serve"),
+    "chat": Command(TRANSFORMERS_CLI, "chat with a served checkpoint", "serve"),
+    "eval": Command("titans_hf.cli.eval", "evaluate checkpoints on the benchmarks of the paper", "eval"),
+    "lm-eval": Command("titans_hf.cli.lm_eval_command", "run lm-eval's own command line, for any task", "eval"),
+    "demo": Command("titans_hf.cli.demo", "train two small models and compare their recall", "demo"),
+}
+
+
+def usage() -> str:
+    """Returns the help of `titans-hf`."""
+    rows = "\n".join(f"  {name:<10}{command.summary}" for name, command in COMMANDS.items())
+    return (
+        f"usage: titans-hf COMMAND [options]\n\ncommands:\n{rows}\n\n"
+        "titans-hf COMMAND --help shows the options of a command, titans-hf --version the version.\n"
+        "An error is one line; with TITANS_HF_DEBUG=1 in the environment its traceback is shown."
+    )
+
+
+def main() -> None:
+    """Runs the subcommand that `sys.argv` names."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in ("-h", "--help"):
+        print(usage())
+    elif name == "--version":
+        print(f"titans-hf {version('titans-hf')}")
+    elif name in COMMANDS:
+        run_command(partial(_run, name))
+    else:
+        sys.argv[0] = "titans-hf"
+        run_command(partial(_refuse, name))
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"there is no command {name}, only {', '.join(COMMANDS)}")
+
+
+def _run(name: str) -> None:
+    command = COMMANDS[name]
+    # transformers' command line parses `serve` and `chat` itself; the scripts parse what follows their own name.
+    sys.argv[:2] = ["titans-hf", name] if command.module == TRANSFORMERS_CLI else [f"titans-hf {name}"]
+    _load(command)()
+
+
+def _load(command: Command) -> Callable[[], object]:
+    """Imports the command's `main`. Raises ModuleNotFoundError that names the extra to install."""
+    try:
+        return import_module(command.module).main
+    except ModuleNotFoundError as error:
+        if command.extra is None or (error.name or "").startswith("titans_hf"):
+            raise
+        hint = f"pip install 'titans-hf[{command.extra}]'"
+        raise ModuleNotFoundError(f"the package {error.name} is missing: {hint}", name=error.name) from error

@@ -1,0 +1,24 @@
+"""Runs lm-eval's own command line with the model class "titans", which reads a prompt of any length in constant memory.
+
+titans-hf lm-eval run --model titans --model_args pretrained=runs/tiny-mag --tasks lambada_openai
+"""
+
+import re
+import sys
+
+from lm_eval.__main__ import cli_evaluate
+
+import titans_hf.cli.evaluation.titans_lm  # noqa: F401  registers the model class
+from titans_hf.cli.shared.checkpoints import check_checkpoint
+from titans_hf.cli.shared.command_line import run_command
+
+
+def main() -> None:
+    """Runs the subcommand of lm-eval that `sys.argv` names. Raises ValueError for a damaged checkpoint."""
+    if model := re.search(r"\bpretrained=([^,\s]+)", " ".join(sys.argv)):
+        check_checkpoint(model[1], "--model_args pretrained")
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    run_command(main)

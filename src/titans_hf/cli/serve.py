@@ -1,0 +1,37 @@
+"""Runs transformers' own command line for Titans checkpoints too: `serve PATH --memory DIR` and `chat PATH URL`."""
+
+import sys
+
+from huggingface_hub.utils import httpx
+from transformers.cli.transformers import app
+from transformers.cli.transformers import main as transformers_main
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from titans_hf import TitansConfig, TitansForCausalLM
+from titans_hf.cli.server_extensions import add_checks, add_memory_option, extend_server
+
+
+def main() -> None:
+    """Runs the command in `sys.argv`. Raises ValueError for --continuous-batching, which Titans does not support, and
+    for a chat with a model that the server cannot load; ConnectionError where a chat gets no answer.
+    """
+    if "--continuous-batching" in sys.argv:  # every request would fail
+        try:
+            TitansForCausalLM.init_continuous_batching(None)
+        except NotImplementedError as error:
+            raise ValueError(f"--continuous-batching: {error}") from error
+    # The server looks the class of a checkpoint up in the module `transformers`, which transformers may have replaced
+    # since it was imported, and lists the downloaded models whose type is in the mapping.
+    sys.modules["transformers"].TitansForCausalLM = TitansForCausalLM
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TitansConfig.model_type] = TitansForCausalLM.__name__
+    extend_server()
+    add_memory_option(app.commands["serve"])
+    add_checks(app.commands["serve"])
+    try:
+        transformers_main()
+    except httpx.HTTPError as error:
+        raise ConnectionError(f"the server does not answer: {error}. titans-hf serve MODEL starts one") from error
+    except RuntimeError as error:
+        if sys.argv[1] != "chat":
+            raise
+        raise ValueError(f"the server cannot load the model: {error}") from error

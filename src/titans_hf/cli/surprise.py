@@ -1,0 +1,220 @@
+"""Draws the memory's surprise at each word of a text: surprise.html, the text itself, and surprise.png.
+
+    titans-hf surprise MODEL TEXT --output DIR
+
+TEXT is a file, or - for standard input. The page colours each word by the surprise of its tokens, the norm of the
+gradient by which the memory learns them (paper, eq. 12), or by a gate of that update: theta (learning rate), eta
+(momentum decay, 0 without momentum), alpha (forgetting rate); of one layer, or the mean of all layers. The plot shows
+all quantities by layer and token.
+"""
+
+import argparse
+import html
+import json
+import re
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from titans_hf import TitansCache
+from titans_hf.cli.read import load_model
+from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
+from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.shared.text_ids import encode, normalize_newlines
+
+PIECE = 2048  # tokens read at once
+QUANTITIES = {
+    "gradient_norm": "gradient norm (surprise)",
+    "inner_lr": "learning rate θ",
+    "momentum_decay": "momentum decay η",
+    "forget": "forgetting rate α",
+}
+EXPLANATIONS = {
+    "gradient_norm": "its surprise, the norm of the gradient by which the memory learns it",
+    "inner_lr": "the learning rate θ of the step by which the memory learns it",
+    "momentum_decay": "the share η of the previous steps that the memory adds to the step for it",
+    "forget": "the share α of its contents that the memory forgets at it",
+}
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+body {{ font: 17px/1.9 Georgia, serif; max-width: 46em; margin: 0 auto; padding: 0 1em 2em; color: #222; }}
+body {{ overflow-wrap: anywhere; }}
+header, #explanation {{ font: 14px/1.5 sans-serif; }}
+header {{ position: sticky; top: 0; background: #fff; padding: .6em 0; }}
+header p {{ margin: .3em 0; }}
+select {{ font-size: 16px; max-width: 100%; }}
+.scale {{ display: inline-block; width: 6em; height: .8em; background: linear-gradient(90deg, #fff, #e4572e); }}
+.scale {{ border: 1px solid #ccc; vertical-align: middle; }}
+#text {{ white-space: pre-wrap; }}
+#text span {{ background: rgba(228, 87, 46, var(--s)); border-radius: 2px; }}
+#text span.chosen {{ outline: 2px solid #222; }}
+</style>
+<p id="explanation"></p>
+<header><b>{title}</b>
+<p><select id="choice" aria-label="quantity and layer"></select></p>
+<p><span id="low"></span> <i class="scale"></i> <span id="high"></span> (2nd to 98th percentile of the words)</p>
+<p><output id="value">Tap or click a word for its value.</output></p></header>
+<p id="text">{text}</p>
+<script>
+const rows = {values};
+const explanations = {explanations};
+const words = [...document.querySelectorAll("#text span")], $ = id => document.getElementById(id);
+let chosen = null;
+function showValue() {{
+  if (chosen === null) return;
+  words.forEach((word, i) => word.classList.toggle("chosen", i === chosen));
+  $("value").textContent = "“" + words[chosen].textContent.trim() + "”: " + rows[$("choice").value][chosen];
+}}
+function colour() {{
+  const name = $("choice").value, values = rows[name];
+  const sorted = [...values].sort((a, b) => a - b), at = share => sorted[Math.round(share * (sorted.length - 1))];
+  const low = at(.02), width = Math.max(at(.98) - low, 1e-9);
+  words.forEach((word, i) => {{
+    word.style.setProperty("--s", Math.min(1, Math.max(0, (values[i] - low) / width)).toFixed(3));
+    word.title = name + ": " + values[i];
+  }});
+  $("low").textContent = low;
+  $("high").textContent = at(.98);
+  $("explanation").textContent = explanations[name];
+  showValue();
+}}
+$("text").onclick = event => {{
+  if (!words.includes(event.target)) return;
+  chosen = words.indexOf(event.target);
+  showValue();
+}};
+for (const name in rows) $("choice").add(new Option(name));
+$("choice").onchange = colour;
+colour();
+</script>
+"""
+
+
+@torch.inference_mode()
+def measure(model: PreTrainedModel, ids: list[int]) -> np.ndarray:
+    """Reads ids and returns the QUANTITIES of each layer and token, (quantities, layers, tokens), means of heads."""
+    cache, values = TitansCache(model.config), []
+    for piece in tqdm(torch.tensor(ids, device=model.device).split(PIECE), desc="reading", unit="piece"):
+        surprise = model.base_model(piece[None], past_key_values=cache, output_surprise=True).surprise
+        layers = [torch.stack([getattr(layer, name)[0].mean(0) for name in QUANTITIES]) for layer in surprise]
+        values.append(torch.stack(layers, dim=1).float().cpu().numpy())
+    return np.concatenate(values, axis=-1)
+
+
+def word_means(text: str, spans: list[tuple[int, int]], values: np.ndarray) -> tuple[list[str], np.ndarray]:
+    """Returns the words of a text, each with the white space after it, and the means (..., words) of their tokens'
+    values (..., tokens).
+
+    spans: the characters of each token. Tokens belong to the word in which they end; words without any join the next.
+    """
+    ends = np.array([match.end() for match in re.finditer(r"\S+\s*|^\s+", text)])
+    word = np.searchsorted(ends, [max(end - 1, start) for start, end in spans], side="right")
+    used = np.unique(word)
+    cuts = [0, *ends[used[:-1]], len(text)]
+    words = [text[start:end] for start, end in pairwise(cuts)]
+    return words, np.stack([values[:, word == i].mean(1) for i in used], axis=1)
+
+
+def write_page(path: Path, title: str, words: list[str], values: np.ndarray) -> None:
+    """Writes the page of a text; values (quantities, layers, words)."""
+    rows_by_name, explanations = {}, {}
+    for quantity, layers in zip(QUANTITIES, values, strict=True):
+        rows = {"mean of the layers": layers.mean(0)} | {f"layer {i}": layer for i, layer in enumerate(layers, 1)}
+        for layer_name, row in rows.items():
+            name = f"{QUANTITIES[quantity]}, {layer_name}"
+            rows_by_name[name] = [float(f"{x:.4g}") for x in row]
+            explanations[name] = (
+                f"The darker a word, the larger {EXPLANATIONS[quantity]} ({layer_name}; mean of the word's tokens and "
+                "the memory's heads)."
+            )
+    text = "".join(f"<span>{html.escape(word)}</span>" for word in words)
+    values, explanations = json.dumps(rows_by_name), json.dumps(explanations)
+    page = PAGE.format(title=html.escape(title), text=text, values=values, explanations=explanations)
+    path.write_text(page, encoding="utf-8")
+
+
+def draw(path: Path, title: str, values: np.ndarray) -> None:
+    """Plots values (quantities, layers, tokens). Every layer has its own colour scale, so that a layer with large
+    values does not make the others look constant.
+    """
+    num_layers, num_tokens = values.shape[1:]
+    low, high = np.quantile(values, (0.01, 0.99), axis=-1, keepdims=True)
+    shares = ((values - low) / np.maximum(high - low, 1e-12)).clip(0, 1)
+    figure = Figure(figsize=(12, 1.2 + 4 * (0.5 + 0.22 * num_layers)), layout="constrained")
+    panels = figure.subplots(len(QUANTITIES), 1, sharex=True)
+    for axes, (quantity, name), rows in zip(panels, QUANTITIES.items(), shares, strict=True):
+        image = axes.imshow(
+            rows,
+            aspect="auto",
+            interpolation="none",
+            cmap="magma" if quantity == "gradient_norm" else "viridis",
+            vmin=0,
+            vmax=1,
+            extent=(0, num_tokens, num_layers + 0.5, 0.5),
+        )
+        axes.set_yticks(range(1, num_layers + 1))
+        axes.set_ylabel("layer")
+        axes.set_title(name, loc="left", fontsize=10)
+        bar = figure.colorbar(image, ax=axes, pad=0.01, ticks=[0, 1])
+        bar.ax.set_yticklabels(["1st", "99th"], fontsize=8)
+    panels[-1].set_xlabel("token position")
+    # A file name may contain $ and _, which matplotlib would read as mathematics.
+    figure.suptitle(f"{title} (colours: from the 1st to the 99th percentile of each layer)", parse_math=False)
+    figure.savefig(path, dpi=120)
+
+
+def read_text(path: str) -> str:
+    """Reads a file, or standard input for -. Raises ValueError for a text that is not UTF-8."""
+    data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    try:
+        return normalize_newlines(data.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"TEXT {path} is not UTF-8: {error}") from error
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    """Returns ids and the characters (start, end) of each. Raises ValueError for a tokenizer without offsets."""
+    if not tokenizer.is_fast:
+        raise ValueError(f"the tokenizer {type(tokenizer).__name__} has no character offsets of its tokens")
+    encoding = encode(tokenizer, text, return_offsets_mapping=True)
+    return encoding.input_ids, encoding.offset_mapping
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", metavar="MODEL", help="a Titans checkpoint: a folder or a name on the Hub")
+    parser.add_argument("text", metavar="TEXT", help="a file, or - for standard input")
+    parser.add_argument("--output", type=Path, required=True, help="the folder for surprise.html and surprise.png")
+    parser.add_argument("--max_tokens", type=int, default=20_000, help="the longest text that is drawn")
+    parser.add_argument("--device", help="cpu, cuda, ...; a GPU if there is one")
+    args = parser.parse_args(argv)
+    check_minimums(args, max_tokens=1)
+    check_folder(args.output, "--output")
+    if args.text != "-" and not Path(args.text).is_file():
+        raise ValueError(f"TEXT {args.text} is not a file")
+    text = read_text(args.text)
+    model, tokenizer = load_model(args.model, args.device)
+    ids, spans = tokenize(tokenizer, text)
+    if not 0 < len(ids) <= args.max_tokens:
+        raise ValueError(f"TEXT {args.text} has {len(ids)} tokens; it may have 1 to {args.max_tokens} (--max_tokens)")
+    values = measure(model, ids)
+    title = " ".join(f"{Path(args.model).name}: {Path(args.text).name}".split())
+    args.output.mkdir(parents=True, exist_ok=True)
+    words, means = word_means(text, spans, values.reshape(-1, len(ids)))
+    write_page(args.output / "surprise.html", title, words, means.reshape(*values.shape[:2], -1))
+    draw(args.output / "surprise.png", title, values)
+    print(f"{args.output / 'surprise.html'}\n{args.output / 'surprise.png'}")
+
+
+if __name__ == "__main__":
+    run_command(main)
