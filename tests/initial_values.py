@@ -4,7 +4,7 @@ import re
 
 import torch
 
-from titans_hf.memory_modules import OUTPUT_SCALE
+from titans_hf.neural_memory import OUTPUT_SCALE
 
 STD = 0.05  # `initializer_range` of the checked models: not the default, which a parameter could have by accident
 

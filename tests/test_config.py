@@ -10,7 +10,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.testing_utils import CaptureLogger
 
 from titans_hf import TitansConfig, TitansForCausalLM
-from titans_hf.input_checks import logger
+from titans_hf.token_layout import logger
 
 DEFAULTS = dict(
     vocab_size=32000,

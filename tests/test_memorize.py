@@ -22,9 +22,8 @@ from memorize_runs import (
 )
 
 from titans_hf.memory_network import UpdateRule, gradient_factors, gradient_norm, layer_shapes
-from titans_hf.memory_ops import memorize, read_constant_memory
+from titans_hf.memory_ops import CHECKPOINT_INTERVAL, memorize, read_constant_memory
 from titans_hf.memory_reference import memorize_chunks_reference, memorize_reference
-from titans_hf.memory_scan import CHECKPOINT_INTERVAL
 from titans_hf.memory_state import MemoryInputs, MemoryState
 from titans_hf.token_grid import TokenGrid
 

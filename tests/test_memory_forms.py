@@ -18,8 +18,7 @@ from memorize_runs import (
 )
 
 from titans_hf import UpdateRule, memorize_reference
-from titans_hf.memory_ops import memorize
-from titans_hf.memory_scan import CHECKPOINT_INTERVAL
+from titans_hf.memory_ops import CHECKPOINT_INTERVAL, memorize
 
 
 @pytest.mark.parametrize("length", [1, 3, 13, 22])  # 22: more chunks than a checkpoint interval

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from eval.common.token_attention import TokenAttention
 from titans_hf import TitansConfig
 from titans_hf.cli.training.model import parse_value
-from titans_hf.memory_modules import OUTPUT_SCALE
+from titans_hf.neural_memory import OUTPUT_SCALE
 
 WINDOW = 64  # tokens that attention sees in Mistral, MAG and MAL, and of a segment in MAC
 VARIANTS = ("lmm", "mag", "mac", "mal")

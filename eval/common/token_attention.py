@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize, pad, scaled_dot_product_attention
 from transformers.utils.generic import maybe_autocast
 
-from titans_hf.memory_modules import TokenGate
+from titans_hf.neural_memory import TokenGate
 from titans_hf.token_layout import TokenLayout
 
 SHARPNESS = 20.0  # s at first, as measured without training: docs/log.md, "Is there anything to gain from far away?"

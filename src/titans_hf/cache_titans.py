@@ -16,9 +16,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from .cache_files import LOCK, SavedMemory, check_tensors, fingerprint, read_memory, write_memory
-from .cache_layer import TitansCacheLayer
+from .cache_layer import RecordedColumns, TitansCacheLayer, as_tree
 from .configuration_titans import TitansConfig
-from .layer_state import RecordedColumns, as_tree
 
 
 class TitansCache(Cache):

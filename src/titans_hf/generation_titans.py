@@ -10,8 +10,8 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
 from .cache_titans import TitansCache, check_cache_class
-from .input_checks import check_not_empty
 from .surprise_titans import SurpriseCollector
+from .token_layout import check_not_empty
 
 logger = logging.get_logger(__name__)
 

@@ -15,14 +15,28 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .cache_titans import TitansCache, undone_on_error
 from .configuration_titans import TitansConfig
 from .generation_titans import TitansGenerationMixin
-from .input_checks import check_cache, check_config, check_inputs
-from .lora_targets import register_lora_targets
-from .memory_modules import OUTPUT_SCALE, ChannelConv, InitialWeights, OutputProjection, TokenGate
 from .memory_ops import compile_chunks
 from .mixers_titans import MIXERS, TitansMixer
+from .neural_memory import OUTPUT_SCALE, ChannelConv, InitialWeights, OutputProjection, TokenGate
 from .surprise_titans import SurpriseCollector, TitansCausalLMOutput, TitansModelOutput
-from .token_layout import DocumentArguments, TokenLayout
+from .token_layout import DocumentArguments, TokenLayout, check_cache, check_config, check_inputs
 from .token_memory import TitansTokenMemoryLayer, TokenMemory
+
+try:
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as TARGETS_BY_MODEL_TYPE
+except ImportError:  # PEFT is optional
+    TARGETS_BY_MODEL_TYPE = {}
+
+# The projections of attention and of the memory: both name their queries, keys, values and output so.
+LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+def register_lora_targets(model_type: str) -> None:
+    """Makes LORA_TARGETS the default of PEFT for `model_type`, unless PEFT has a default for it, so that `LoraConfig()`
+    needs no `target_modules`.
+    """
+    TARGETS_BY_MODEL_TYPE.setdefault(model_type, LORA_TARGETS)
+
 
 register_lora_targets(TitansConfig.model_type)
 # By this name Trainer knows a language model, whose labels `label_smoothing_factor` has to shift.

@@ -21,15 +21,14 @@ from torch.nn.functional import logsigmoid, relu
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import maybe_autocast
 
+from .cache_layer import LayerState
 from .cache_titans import TitansCache
 from .configuration_titans import TitansConfig
-from .layer_state import LayerState
 from .memory_gates import Gates
-from .memory_modules import TokenGate, l2_normalize
 from .memory_network import UpdateRule
 from .memory_state import MemoryInputs, MemoryState
-from .neural_memory import memorize_on_grid
-from .sequence_mixer import SequenceMixer, SlotsOutput
+from .mixers_titans import SequenceMixer, SlotsOutput
+from .neural_memory import TokenGate, l2_normalize, memorize_on_grid
 from .surprise_titans import TokenUpdates
 from .token_layout import TokenLayout
 

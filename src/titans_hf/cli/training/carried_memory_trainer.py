@@ -9,11 +9,11 @@ from torch.serialization import safe_globals
 from transformers import PreTrainedConfig, TrainingArguments
 
 from titans_hf import TitansCache
+from titans_hf.cache_layer import KeyValueCache, LayerState
 from titans_hf.cache_titans import TitansCacheLayer
 from titans_hf.cli.training.arguments import DataArguments
 from titans_hf.cli.training.contiguous_batches import IGNORED, ContiguousBatches
 from titans_hf.cli.training.run_folder import CardTrainer
-from titans_hf.layer_state import KeyValueCache, LayerState
 from titans_hf.memory_state import MemoryState
 
 
