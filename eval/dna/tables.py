@@ -17,11 +17,12 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from eval.dna.models import NAMES
+from titans_hf.cli.evaluation.result_tables import PAPER as PAPER_TABLES
 from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.shared.figures import line_styles, plot_with_spread, save_figure
 from titans_hf.cli.shared.markdown_tables import markdown_table
 
-PAPER = json.loads((Path(__file__).parent / "paper_tables.json").read_text())["dna"]
+PAPER = PAPER_TABLES["dna"]
 SETUP = ("digest", "folds", "batch_size", "epochs", "reverse_complement", "shape")
 EPOCH, VALIDATION = 0, 3
 HEADING = ["model", "parameters", "folds", "accuracy", "each seed", "validation accuracy", "learning rate", "minutes"]

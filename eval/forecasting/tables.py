@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
+from titans_hf.cli.evaluation.result_tables import PAPER as PAPER_TABLES
 from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.shared.figures import line_styles, save_figure
 from titans_hf.cli.shared.markdown_tables import markdown_table
 
-PAPER = json.loads((Path(__file__).parent / "paper_tables.json").read_text())["forecasting"]
+PAPER = PAPER_TABLES["forecasting"]
 METRICS = ("mse", "mae")
 OF_DATA = ("digest", "split")  # the same in all runs of a series
 OF_ROW = ("settings", "learning_rate", "batch_size", "max_steps", "eval_steps", "patience")  # of a row and look-back

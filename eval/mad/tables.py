@@ -18,12 +18,13 @@ from matplotlib.ticker import MaxNLocator
 
 from eval.mad.models import NAMES
 from eval.mad.tasks import TASKS
+from titans_hf.cli.evaluation.result_tables import PAPER as PAPER_TABLES
 from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.shared.figures import line_styles, plot_with_spread, save_figure
 from titans_hf.cli.shared.markdown_tables import markdown_table
 from titans_hf.cli.shared.text_files import find_files
 
-PAPER = json.loads((Path(__file__).parent / "paper_tables.json").read_text())["mad"]
+PAPER = PAPER_TABLES["mad"]
 EPOCH, VALIDATION, TEST = range(3)
 SETUP = ("epochs", "batch_size", "weight_decay", "bf16", "task_settings")  # the same in all runs of a task
 
