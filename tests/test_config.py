@@ -9,7 +9,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.testing_utils import CaptureLogger
 
-from titans_hf import TitansConfig, TitansForCausalLM
+from titans_hf import TitansConfig, TitansForCausalLM, TitansTimeSeriesConfig
+from titans_hf.configuration_titans import field_facts
 from titans_hf.token_layout import logger
 
 DEFAULTS = dict(
@@ -63,8 +64,18 @@ def test_fields_and_defaults_are_frozen():
     found = {field.name: field.default for field in fields(TitansConfig) if field.name in declared}
     assert MISSING not in found.values()
     assert found == DEFAULTS
+    assert list(field_facts(TitansConfig)) == list(DEFAULTS)  # each is declared by `setting`
     inherited = {field.name for field in fields(PreTrainedConfig)}
     assert {field.name for field in fields(TitansConfig)} - inherited <= set(DEFAULTS)
+
+
+def test_a_changed_default_keeps_the_rest_of_a_field():
+    """A config class that gives a field another default checks the range of its base, and its own fields too."""
+    facts, base = field_facts(TitansTimeSeriesConfig), field_facts(TitansConfig)
+    assert all(facts[name] is base[name] for name in base) and len(facts) > len(base)
+    for name in ("hidden_size", "patch_length"):
+        with pytest.raises(ValueError, match=f"`{name}` must be at least 1, but is 0"):
+            TitansTimeSeriesConfig(**{name: 0})
 
 
 def test_derived_defaults():

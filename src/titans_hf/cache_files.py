@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .cache_layer import named_tensors
-from .configuration_titans import TitansConfig
+from .configuration_titans import TitansConfig, field_facts
 
 FORMAT, VERSION = "titans-memory", 1
 DESCRIPTION = "memory.json"
@@ -33,8 +33,6 @@ TEMPORARY_FOLDER = re.compile(r"memory-[0-9a-f]{32}\.tmp")
 MAX_COUNT = 2**63 - 1  # largest int64
 # Keys of memory.json, besides those of its format, and their types.
 DESCRIPTION_TYPES = {"model": dict, "tokens_seen": list, "about": dict, "file": str, "bytes": int, "sha256": str}
-FIELDS_WITHOUT_EFFECT_ON_STATE = {"attention_dropout", "initializer_range", "tie_word_embeddings", "use_cache"}
-FIELDS_WITHOUT_EFFECT_ON_STATE |= {"pad_token_id", "bos_token_id", "eos_token_id"}
 
 # Of PEFT's layers: which of the adapters that a model has are applied, and by which factor.
 ADAPTER_ATTRIBUTES = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
@@ -59,8 +57,8 @@ def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
 
     Raises ValueError for a model whose weights are sharded or offloaded.
     """
-    names = TitansConfig.__annotations__.keys() - FIELDS_WITHOUT_EFFECT_ON_STATE
-    fields = {name: getattr(model.config, name) for name in TitansConfig.__annotations__ if name in names}
+    facts = field_facts(TitansConfig).items()
+    fields = {name: getattr(model.config, name) for name, fact in facts if fact["state"] != "none"}
     total, dtypes = hashlib.sha256(), set()
     for name, x in sorted(model.base_model.state_dict().items()):
         if hasattr(x, "full_tensor") or x.is_meta:

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from .cache_files import LOCK, SavedMemory, check_tensors, fingerprint, read_memory, write_memory
 from .cache_layer import RecordedColumns, TitansCacheLayer, as_tree
-from .configuration_titans import TitansConfig
+from .configuration_titans import TitansConfig, field_facts
 
 
 class TitansCache(Cache):
@@ -277,13 +277,9 @@ def _check_rows(rows: Tensor, batch_size: int) -> None:
 
 
 def _shaping_fields(config: TitansConfig) -> dict:
-    """Returns the fields of a config that determine the shapes of its states and when they change."""
-    names = ["variant", "num_hidden_layers", "hidden_size", "memory_num_heads", "memory_depth", "memory_expansion"]
-    names += ["memory_network", "memory_update_rule", "memory_momentum", "memory_chunk_size", "memory_conv_kernel"]
-    names += ["token_memory_features"]
-    if config.variant != "lmm":
-        names += ["num_persistent_tokens", "num_key_value_heads", "head_dim"]
-        names += ["segment_length"] if config.variant == "mac" else ["sliding_window"]
+    """Returns the config fields on which state shapes and chunk boundaries depend."""
+    facts = field_facts(TitansConfig).items()
+    names = [name for name, fact in facts if fact["state"] == "shape" and config.variant in fact["variants"]]
     return {name: getattr(config, name) for name in names}
 
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Literal
 
 from huggingface_hub.dataclasses import strict
 
-from .configuration_titans import TitansConfig, check_multiple, check_range
+from .configuration_titans import TitansConfig, check_multiple, setting
 
 if TYPE_CHECKING:  # never executed: makes save_pretrained copy every sibling module
     # docs/log.md: "A checkpoint's code is what its config's file names"
@@ -42,13 +42,13 @@ class TitansTimeSeriesConfig(TitansConfig):
         "AutoModelForTimeSeriesPrediction": "time_series_titans.TitansForTimeSeriesPrediction",
     }
 
-    context_length: int = 96
-    patch_length: int = 8
-    prediction_length: int = 96
-    loss: Literal["mse", "mae"] = "mse"
-    head_dropout: int | float = 0.0
-    cycle_length: int = 0  # docs/log.md: "A learned daily cycle"
-    num_input_channels: int = 1
+    context_length: int = setting(96, at_least=1)
+    patch_length: int = setting(8, at_least=1)
+    prediction_length: int = setting(96, at_least=1)
+    loss: Literal["mse", "mae"] = setting("mse")
+    head_dropout: int | float = setting(0.0, at_least=0, at_most=1)
+    cycle_length: int = setting(0, at_least=0)  # docs/log.md: "A learned daily cycle"
+    num_input_channels: int = setting(1, at_least=1)
     vocab_size: int = 1  # of a table that the embedding of patches replaces
     hidden_size: int = 64
     intermediate_size: int = 128
@@ -64,12 +64,8 @@ class TitansTimeSeriesConfig(TitansConfig):
         return self.context_length // self.patch_length
 
     def validate_architecture(self):
-        """Checks the fields of this class too; part of the validation of `@strict`."""
+        """Checks that the fields of this class fit each other too; part of the validation of `@strict`."""
         super().validate_architecture()
-        for name in ("context_length", "patch_length", "prediction_length", "num_input_channels"):
-            check_range(name, getattr(self, name), 1)
-        check_range("cycle_length", self.cycle_length, 0)
-        check_range("head_dropout", self.head_dropout, 0, 1)
         if self.token_memory_features:
             raise ValueError(
                 f"`token_memory_features` must be 0, but is {self.token_memory_features}: a time series has no tokens."

@@ -1,7 +1,11 @@
 """Configuration of Titans models ("Titans: Learning to Memorize at Test Time", arXiv 2501.00663)."""
 
 import math
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import field, fields, is_dataclass
+from functools import cache
+from inspect import get_annotations
+from typing import TYPE_CHECKING, Any, Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -22,28 +26,47 @@ AUTO_MAP = {
     "AutoModelForSequenceClassification": "heads_titans.TitansForSequenceClassification",
     "AutoModelForTokenClassification": "heads_titans.TitansForTokenClassification",
 }
-FIELDS_THAT_OTHERS_DERIVE_FROM = ("hidden_size", "num_attention_heads", "memory_chunk_size")
-POSITIVE_FIELDS = (
-    *FIELDS_THAT_OTHERS_DERIVE_FROM,
-    "vocab_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "head_dim",
-    "sliding_window",
-    "segment_length",
-    "memory_depth",
-    "memory_expansion",
-    "memory_num_heads",
-    "memory_conv_kernel",
-)
-NON_NEGATIVE_FIELDS = (
-    "num_persistent_tokens",
-    "token_memory_features",
-    "memory_max_lr",
-    "initializer_range",
-    "rms_norm_eps",
-)
+VARIANTS = ("mac", "mag", "mal", "lmm")
+WITH_ATTENTION = ("mac", "mag", "mal")
+
+
+def setting(
+    default: Any,
+    *,
+    at_least: int | None = None,
+    above: int | None = None,
+    at_most: int | None = None,
+    derived: Callable[["TitansConfig"], Any] | None = None,
+    variants: tuple[str, ...] = VARIANTS,
+    state: Literal["shape", "content", "none"] = "content",
+    card: str | None = None,
+) -> Any:
+    """Declares a field of a config, with all that other code has to know about it (`field_facts`).
+
+    Args:
+        default: the field's default.
+        at_least, above, at_most: its range; values are finite. None is allowed if the field's type allows it.
+        derived: computes the value from the other fields if it is None.
+        variants: the variants in which the field has an effect.
+        state: how the state of a layer depends on the field. "shape": a cache of another value does not fit the model.
+            "content": a saved memory belongs to this value. "none": not at all.
+        card: the name of the field in the table of sizes of a model card; None if the table does not show it.
+    """
+    facts = dict(at_least=at_least, above=above, at_most=at_most, derived=derived)
+    return field(default=default, metadata=facts | dict(variants=variants, state=state, card=card))
+
+
+@cache
+def field_facts(config_class: type) -> dict[str, Mapping[str, Any]]:
+    """Returns the arguments of `setting` for every field of a config class, in the order of declaration.
+
+    A subclass that only changes a field's default inherits the rest.
+    """
+    facts = {}
+    for base in reversed([c for c in config_class.__mro__ if is_dataclass(c)]):
+        own = get_annotations(base)
+        facts |= {x.name: x.metadata for x in fields(base) if x.name in own and x.metadata}
+    return facts
 
 
 @strict
@@ -130,60 +153,75 @@ class TitansConfig(PreTrainedConfig):
     auto_classes = AUTO_MAP
     default_theta = 10000.0
 
-    vocab_size: int = 32000
-    hidden_size: int = 1024
-    intermediate_size: int = 2816
-    num_hidden_layers: int = 24
-    num_attention_heads: int = 16
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    hidden_act: str = "silu"
-    variant: Literal["mac", "mag", "mal", "lmm"] = "mag"
-    sliding_window: int = 512
-    segment_length: int = 256
-    num_persistent_tokens: int = 4
-    memory_depth: int = 1  # docs/log.md: "Other changes of LMM: larger heads gain, depth 2 loses"
-    memory_expansion: int = 2
-    memory_network: Literal["mlp", "residual"] = "mlp"
-    memory_gates: Literal["head", "layer"] = "head"
-    memory_num_heads: int | None = None
-    memory_chunk_size: int = 64  # docs/log.md: "Smaller chunks for quality"
-    memory_max_lr: int | float | None = None
+    vocab_size: int = setting(32000, at_least=1, card="vocabulary")
+    hidden_size: int = setting(1024, at_least=1, state="shape", card="width")
+    intermediate_size: int = setting(2816, at_least=1, card="width of the MLP")
+    num_hidden_layers: int = setting(24, at_least=1, state="shape", card="layers")
+    num_attention_heads: int = setting(16, at_least=1, variants=WITH_ATTENTION, card="attention heads")
+    num_key_value_heads: int | None = setting(
+        None,
+        at_least=1,
+        derived=lambda config: config.num_attention_heads,
+        variants=WITH_ATTENTION,
+        state="shape",
+        card="key and value heads",
+    )
+    head_dim: int | None = setting(
+        None,
+        at_least=1,
+        derived=lambda config: config.hidden_size // config.num_attention_heads,
+        variants=WITH_ATTENTION,
+        state="shape",
+    )
+    hidden_act: str = setting("silu")
+    variant: Literal["mac", "mag", "mal", "lmm"] = setting("mag", state="shape")
+    sliding_window: int = setting(512, at_least=1, variants=("mag", "mal"), state="shape", card="window")
+    segment_length: int = setting(256, at_least=1, variants=("mac",), state="shape", card="segment")
+    num_persistent_tokens: int = setting(4, at_least=0, state="shape", card="persistent tokens")
+    # docs/log.md: "Other changes of LMM: larger heads gain, depth 2 loses"
+    memory_depth: int = setting(1, at_least=1, state="shape", card="depth of the memory")
+    memory_expansion: int = setting(2, at_least=1, state="shape", card="expansion of the memory")
+    memory_network: Literal["mlp", "residual"] = setting("mlp", state="shape")
+    memory_gates: Literal["head", "layer"] = setting("head")
+    memory_num_heads: int | None = setting(
+        None, at_least=1, derived=lambda config: config.num_attention_heads, state="shape", card="memory heads"
+    )
+    # docs/log.md: "Smaller chunks for quality"
+    memory_chunk_size: int = setting(64, at_least=1, state="shape", card="chunk of the memory")
+    memory_max_lr: int | float | None = setting(None, at_least=0, derived=lambda config: config.max_stable_lr)
     # docs/log.md: "Errors at the chunk's start against errors token by token"
-    memory_update_rule: Literal["chunk", "delta"] = "delta"
+    memory_update_rule: Literal["chunk", "delta"] = setting("delta", state="shape")
     # docs/log.md: "Forgetting towards 0 kills a deep memory", "Values as long as they come"
-    memory_recurrence: Literal["stable", "paper"] = "stable"
-    memory_momentum: bool | None = None  # docs/log.md: "Momentum with the delta rule"
-    memory_forget: bool = True
-    memory_conv_kernel: int = 4
-    memory_conv_noise: int | float = 0.7  # docs/log.md: "Convolutions that begin as impulses"
-    memory_output_norm: Literal["rms", "clip"] = "clip"
-    memory_residual: bool = True  # docs/log.md: "The memory's output is added, not normalised"
-    memory_error_clip: int | float | None = 1.0
-    token_memory_features: int = 0  # docs/log.md: "A memory of which token follows"
-    rope_parameters: dict | None = None
-    rms_norm_eps: float = 1e-6
-    attention_dropout: int | float = 0.0
-    initializer_range: float = 0.02
-    tie_word_embeddings: bool = False
-    use_cache: bool = True
-    pad_token_id: int | None = None
-    bos_token_id: int | None = 1
-    eos_token_id: int | list[int] | None = 2
+    memory_recurrence: Literal["stable", "paper"] = setting("stable")
+    # docs/log.md: "Momentum with the delta rule"
+    memory_momentum: bool | None = setting(
+        None, derived=lambda config: config.memory_update_rule == "chunk", state="shape"
+    )
+    memory_forget: bool = setting(True)
+    memory_conv_kernel: int = setting(4, at_least=1, state="shape")
+    # docs/log.md: "Convolutions that begin as impulses"
+    memory_conv_noise: int | float = setting(0.7, at_least=0, at_most=1)
+    memory_output_norm: Literal["rms", "clip"] = setting("clip")
+    # docs/log.md: "The memory's output is added, not normalised"
+    memory_residual: bool = setting(True, variants=WITH_ATTENTION)
+    memory_error_clip: int | float | None = setting(1.0, above=0)
+    # docs/log.md: "A memory of which token follows"
+    token_memory_features: int = setting(0, at_least=0, state="shape")
+    rope_parameters: dict | None = setting(None, variants=WITH_ATTENTION)
+    rms_norm_eps: float = setting(1e-6, at_least=0)
+    attention_dropout: int | float = setting(0.0, at_least=0, at_most=1, variants=WITH_ATTENTION, state="none")
+    initializer_range: float = setting(0.02, at_least=0, state="none")
+    tie_word_embeddings: bool = setting(False, state="none")
+    use_cache: bool = setting(True, state="none")
+    pad_token_id: int | None = setting(None, state="none")
+    bos_token_id: int | None = setting(1, state="none")
+    eos_token_id: int | list[int] | None = setting(2, state="none")
 
     def __post_init__(self, **kwargs):
-        for name in FIELDS_THAT_OTHERS_DERIVE_FROM:
-            check_range(name, getattr(self, name), 1)
-        if self.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
-        if self.head_dim is None:
-            self.head_dim = self.hidden_size // self.num_attention_heads
-        if self.memory_num_heads is None:
-            self.memory_num_heads = self.num_attention_heads
-        if self.memory_max_lr is None:
-            self.memory_max_lr = self.max_stable_lr
-        if self.memory_momentum is None:
-            self.memory_momentum = self.memory_update_rule == "chunk"
+        self._check_ranges()
+        for name, facts in field_facts(type(self)).items():
+            if getattr(self, name) is None and facts["derived"] is not None:
+                setattr(self, name, facts["derived"](self))
         self.rope_parameters = _rope_parameters(
             kwargs.pop("rope_scaling", None) or self.rope_parameters or {}, kwargs.pop("partial_rotary_factor", 0.5)
         )
@@ -244,19 +282,15 @@ class TitansConfig(PreTrainedConfig):
         self.auto_map = self.auto_classes | {name: target for name, target in given.items() if "--" not in target}
         super().save_pretrained(save_directory, push_to_hub, **kwargs)
 
+    def _check_ranges(self):
+        for name, facts in field_facts(type(self)).items():
+            value, has_effect = getattr(self, name), self.variant in facts["variants"]
+            if value is not None and (has_effect or facts["derived"] is None):
+                _check_range(name, value, facts["at_least"], facts["above"], facts["at_most"])
+
     def validate_architecture(self):
         """Checks the range of every value, and that values fit each other; part of the validation of `@strict`."""
-        without_attention = self.variant == "lmm"
-        for name in POSITIVE_FIELDS:
-            if without_attention and name in ("num_key_value_heads", "head_dim"):
-                continue
-            check_range(name, getattr(self, name), 1)
-        for name in NON_NEGATIVE_FIELDS:
-            check_range(name, getattr(self, name), 0)
-        for name in ("attention_dropout", "memory_conv_noise"):
-            check_range(name, getattr(self, name), 0, 1)
-        if self.memory_error_clip is not None and not self.memory_error_clip > 0:
-            raise ValueError(f"`memory_error_clip` must be None or above 0, but is {self.memory_error_clip}.")
+        self._check_ranges()
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"`hidden_act` must be one of {', '.join(ACT2FN)}, but is {self.hidden_act!r}.")
         if self.memory_network == "residual" and self.memory_update_rule == "delta":
@@ -274,7 +308,7 @@ class TitansConfig(PreTrainedConfig):
                 f"`hidden_size` ({self.hidden_size}) must be a multiple of `memory_num_heads` "
                 f"({self.memory_num_heads}), which is `num_attention_heads` unless it is given."
             )
-        if without_attention:
+        if self.variant == "lmm":
             return
         check_multiple("num_attention_heads", self.num_attention_heads, "num_key_value_heads", self.num_key_value_heads)
         if self.variant == "mac":
@@ -303,10 +337,14 @@ def _rope_parameters(given: dict, partial_rotary_factor: float) -> dict:
     return {"rope_type": rope_type, "partial_rotary_factor": partial_rotary_factor, **given}
 
 
-def check_range(name: str, value: int | float, low: float, high: float = math.inf) -> None:
-    """Raises ValueError, naming the field, unless `value` is finite and from `low` to `high`."""
-    if not low <= value <= high or math.isinf(value):
-        limits = f"at least {low}" if high == math.inf else f"from {low} to {high}"
+def _check_range(name: str, value: Any, at_least: int | None, above: int | None, at_most: int | None) -> None:
+    """Raises ValueError, naming the field, unless a number is finite and in its range; fields without one pass."""
+    if at_least is None and above is None:
+        return
+    low = value >= at_least if above is None else value > above  # False for nan
+    if not low or math.isinf(value) or (at_most is not None and value > at_most):
+        limits = f"at least {at_least}" if above is None else f"above {above}"
+        limits = limits if at_most is None else f"from {at_least} to {at_most}"
         raise ValueError(f"`{name}` must be {limits}, but is {value}.")
 
 

@@ -9,29 +9,8 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedConfig
 
 from titans_hf.cli.shared.markdown_tables import markdown_table
+from titans_hf.configuration_titans import TitansConfig, field_facts
 
-SIZES = {
-    "num_hidden_layers": "layers",
-    "hidden_size": "width",
-    "intermediate_size": "width of the MLP",
-    "num_attention_heads": "attention heads",
-    "num_key_value_heads": "key and value heads",
-    "sliding_window": "window",
-    "segment_length": "segment",
-    "num_persistent_tokens": "persistent tokens",
-    "memory_num_heads": "memory heads",
-    "memory_chunk_size": "chunk of the memory",
-    "memory_depth": "depth of the memory",
-    "memory_expansion": "expansion of the memory",
-    "vocab_size": "vocabulary",
-}
-# Sizes that mean nothing to a variant of Titans.
-UNUSED = {
-    "mac": {"sliding_window"},
-    "mag": {"segment_length"},
-    "mal": {"segment_length"},
-    "lmm": {"sliding_window", "segment_length", "num_attention_heads", "num_key_value_heads"},
-}
 METRICS = {
     "eval_loss": ("loss", "loss per token, in nats"),
     "eval_perplexity": ("perplexity", "perplexity per token"),
@@ -138,8 +117,9 @@ def loading(config: PreTrainedConfig, name: str) -> str:
 
 def sizes(config: PreTrainedConfig, record: dict) -> str:
     """Makes the table of the sizes that mean something to the model."""
-    unused = UNUSED[config.variant] if config.model_type == "titans" else set()
-    values = [(label, getattr(config, name, None)) for name, label in SIZES.items() if name not in unused]
+    variant = config.variant if config.model_type == "titans" else "mag"  # other models have attention and a window
+    shown = {name: fact["card"] for name, fact in field_facts(TitansConfig).items() if variant in fact["variants"]}
+    values = [(label, getattr(config, name, None)) for name, label in shown.items() if label is not None]
     return table([("parameters", record["parameters"]), *((label, size) for label, size in values if size is not None)])
 
 
