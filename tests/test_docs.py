@@ -38,7 +38,7 @@ WRITTEN = {
 # 0.18 is, every import of transformers imports it too, which prints four lines on stderr.
 OPTIONAL = {"from torchao": "torchao", "BitsAndBytesConfig": "bitsandbytes"}
 # A page about the past may name what is gone.
-HISTORY = {ROOT / "docs" / "log.md"}
+HISTORY = {ROOT / "docs" / "dev" / "log.md"}
 
 
 def each(found: list, long_pages: tuple[str, ...] = ()) -> list:
@@ -100,12 +100,12 @@ def test_the_glossary_names_what_the_code_names():
 
 def test_comments_name_entries_of_the_log():
     """Every entry of the log that the source names exists. If it failed, the reason for a choice could not be found."""
-    log = (ROOT / "docs" / "log.md").read_text(encoding="utf-8")
+    log = (ROOT / "docs" / "dev" / "log.md").read_text(encoding="utf-8")
     named = []
     for path in sorted((ROOT / "src").rglob("*.py")):
         for line in path.read_text(encoding="utf-8").splitlines():
-            if "docs/log.md" in line:
-                headings = re.findall(r'"([^"]+)"', line.split("docs/log.md: ")[1])
+            if "docs/dev/log.md" in line:
+                headings = re.findall(r'"([^"]+)"', line.split("docs/dev/log.md: ")[1])
                 assert headings, f"{path.name}: {line}"
                 named += [(path.name, heading) for heading in headings]
     assert len(named) > 20

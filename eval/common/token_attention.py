@@ -17,7 +17,9 @@ from transformers.utils.generic import maybe_autocast
 from titans_hf.neural_memory import TokenGate
 from titans_hf.token_layout import TokenLayout
 
-SHARPNESS = 20.0  # s at first, as measured without training: docs/log.md, "Is there anything to gain from far away?"
+SHARPNESS = (
+    20.0  # s at first, as measured without training: docs/dev/log.md, "Is there anything to gain from far away?"
+)
 
 
 class TokenAttention(nn.Module):

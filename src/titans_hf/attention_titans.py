@@ -5,7 +5,7 @@ mask larger than a block is formed. Rotary positions are relative to the block, 
 context length. Persistent keys are outside of the window and have no position: a query meets them in the entries of a
 head that are not rotated; where all entries are, it meets them as it was before its rotation.
 Eager attention, whose weights are recorded, and the masks for the other values of `attn_implementation` come first.
-docs/log.md: "Rotary positions relative to the block", "Persistent keys where a whole head is rotated"
+docs/dev/log.md: "Rotary positions relative to the block", "Persistent keys where a whole head is rotated"
 
 Shapes: B batch, T query slots, K key slots, P persistent tokens, W window, L segment length, h heads, D head size.
 """
@@ -265,7 +265,7 @@ class SegmentProjections(NamedTuple):
     def split(self, length: int) -> list["SegmentProjections"]:
         """Splits several segments of `length` tokens."""
         # Not by indexing: the backward of an index is a tensor of the full size for every segment.
-        # docs/log.md: "MAC's training was quadratic in length, by indexing"
+        # docs/dev/log.md: "MAC's training was quadratic in length, by indexing"
         return [SegmentProjections(*parts) for parts in zip(*(x.split(length, dim=1) for x in self), strict=True)]
 
 
@@ -279,7 +279,7 @@ class SegmentAttention(TitansAttention):
 
     def project(self, hidden_states: Tensor, slots: Tensor) -> SegmentProjections:
         """Projects and rotates hidden_states (B, T, hidden); each token is at `slots` (B or 1, T) of its segment."""
-        # docs/log.md: "MAC's rotary factors once a call instead of once a segment"
+        # docs/dev/log.md: "MAC's rotary factors once a call instead of once a segment"
         queries, keys, values = (self.heads(f(hidden_states)) for f in (self.q_proj, self.k_proj, self.v_proj))
         cos, sin = self.rotary_factors(torch.cat([slots, slots + self.config.segment_length]), queries.dtype)
         (cos, own_cos), (sin, own_sin) = cos.chunk(2), sin.chunk(2)

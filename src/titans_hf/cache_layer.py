@@ -197,7 +197,7 @@ class TitansCacheLayer(CacheLayerMixin):
     document, from the learned initial state.
     """
 
-    # docs/log.md: "Rollback by reading again: exact"
+    # docs/dev/log.md: "Rollback by reading again: exact"
 
     is_sliding = False
     is_croppable = True

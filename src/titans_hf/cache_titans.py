@@ -132,7 +132,7 @@ class TitansCache(Cache):
         Raises ValueError for a weight outside of 0 to 1, for caches of different models, and for a cache that has read
         nothing, has reset rows or has columns to read again; RuntimeError for a cache that records.
         """
-        # docs/log.md: "The mean of memories keeps what each of them holds"
+        # docs/dev/log.md: "The mean of memories keeps what each of them holds"
         if not 0 <= weight <= 1:
             raise ValueError(f"`weight` must be from 0 to 1, but is {weight}.")
         check_cache_class("other", other)

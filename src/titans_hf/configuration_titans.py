@@ -14,7 +14,7 @@ from transformers.activations import ACT2FN
 from .parallel_titans import tensor_parallel_plan
 
 if TYPE_CHECKING:  # never executed: makes save_pretrained copy every sibling module
-    # docs/log.md: "A checkpoint's code is what its config's file names"
+    # docs/dev/log.md: "A checkpoint's code is what its config's file names"
     from .heads_titans import TitansHead  # noqa: F401
 
 # The classes that load a checkpoint where this package is not installed, whichever class it was saved from.
@@ -178,7 +178,7 @@ class TitansConfig(PreTrainedConfig):
     sliding_window: int = setting(512, at_least=1, variants=("mag", "mal"), state="shape", card="window")
     segment_length: int = setting(256, at_least=1, variants=("mac",), state="shape", card="segment")
     num_persistent_tokens: int = setting(4, at_least=0, state="shape", card="persistent tokens")
-    # docs/log.md: "Other changes of LMM: larger heads gain, depth 2 loses"
+    # docs/dev/log.md: "Other changes of LMM: larger heads gain, depth 2 loses"
     memory_depth: int = setting(1, at_least=1, state="shape", card="depth of the memory")
     memory_expansion: int = setting(2, at_least=1, state="shape", card="expansion of the memory")
     memory_network: Literal["mlp", "residual"] = setting("mlp", state="shape")
@@ -186,26 +186,26 @@ class TitansConfig(PreTrainedConfig):
     memory_num_heads: int | None = setting(
         None, at_least=1, derived=lambda config: config.num_attention_heads, state="shape", card="memory heads"
     )
-    # docs/log.md: "Smaller chunks for quality"
+    # docs/dev/log.md: "Smaller chunks for quality"
     memory_chunk_size: int = setting(64, at_least=1, state="shape", card="chunk of the memory")
     memory_max_lr: int | float | None = setting(None, at_least=0, derived=lambda config: config.max_stable_lr)
-    # docs/log.md: "Errors at the chunk's start against errors token by token"
+    # docs/dev/log.md: "Errors at the chunk's start against errors token by token"
     memory_update_rule: Literal["chunk", "delta"] = setting("delta", state="shape")
-    # docs/log.md: "Forgetting towards 0 kills a deep memory", "Values as long as they come"
+    # docs/dev/log.md: "Forgetting towards 0 kills a deep memory", "Values as long as they come"
     memory_recurrence: Literal["stable", "paper"] = setting("stable")
-    # docs/log.md: "Momentum with the delta rule"
+    # docs/dev/log.md: "Momentum with the delta rule"
     memory_momentum: bool | None = setting(
         None, derived=lambda config: config.memory_update_rule == "chunk", state="shape"
     )
     memory_forget: bool = setting(True)
     memory_conv_kernel: int = setting(4, at_least=1, state="shape")
-    # docs/log.md: "Convolutions that begin as impulses"
+    # docs/dev/log.md: "Convolutions that begin as impulses"
     memory_conv_noise: int | float = setting(0.7, at_least=0, at_most=1)
     memory_output_norm: Literal["rms", "clip"] = setting("clip")
-    # docs/log.md: "The memory's output is added, not normalised"
+    # docs/dev/log.md: "The memory's output is added, not normalised"
     memory_residual: bool = setting(True, variants=WITH_ATTENTION)
     memory_error_clip: int | float | None = setting(1.0, above=0)
-    # docs/log.md: "A memory of which token follows"
+    # docs/dev/log.md: "A memory of which token follows"
     token_memory_features: int = setting(0, at_least=0, state="shape")
     rope_parameters: dict | None = setting(None, variants=WITH_ATTENTION)
     rms_norm_eps: float = setting(1e-6, at_least=0)
@@ -239,7 +239,7 @@ class TitansConfig(PreTrainedConfig):
 
     @property
     def max_stable_lr(self) -> float:
-        """Largest step size with which equal keys never overshoot (docs/log.md: "A step of 0.2 breaks training")."""
+        """Largest step with which equal keys never overshoot (docs/dev/log.md: "A step of 0.2 breaks training")."""
         return 0.5 if self.memory_update_rule == "delta" else 1 / self.memory_chunk_size
 
     @property

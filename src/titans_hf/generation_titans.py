@@ -175,7 +175,7 @@ class TitansGenerationMixin(GenerationMixin):
 
     def init_continuous_batching(self, *args, **kwargs):
         """Raises NotImplementedError."""
-        # docs/log.md: "`transformers serve` with continuous batching"
+        # docs/dev/log.md: "`transformers serve` with continuous batching"
         raise NotImplementedError(
             "Continuous batching pages keys and values; a Titans memory has none. Use generate() with a padded batch."
         )

@@ -17,7 +17,7 @@ equations,
 with beta, f and G (`memory_gates`) after token i-1, and c_i = 2 / max(1, |h_i|^2). A step of theta = 1/2 makes the
 memory return v_i for h_i (if |h_i| >= 1); smaller steps do not overshoot. With one layer and without momentum, this is
 the gated delta rule (arXiv 2412.06464).
-docs/log.md: "Errors at the chunk's start against errors token by token"
+docs/dev/log.md: "Errors at the chunk's start against errors token by token"
 
 Shapes: N batch and heads, C tokens of the chunk; weights (N, d_in, d_out).
 """

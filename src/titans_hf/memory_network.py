@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, silu
 
 Network = Literal["mlp", "residual"]
-NORM_EPSILON = 1e-5  # of LN; docs/log.md: "What version 2 leaves open", "Which step the literal model trains with"
+NORM_EPSILON = 1e-5  # of LN; docs/dev/log.md: "What version 2 leaves open", "Which step the literal model trains with"
 
 
 def layer_shapes(head_dim: int, depth: int, expansion: int) -> list[tuple[int, int]]:
@@ -150,7 +150,7 @@ def gradient_factors(keys: Tensor, values: Tensor, weights: Sequence[Tensor], ru
     of each layer is clipped at 4 kappa |v|, twice the largest that a one-layer memory with a unit key can have: the
     weights then grow at most linearly with the number of tokens, whatever the tokens are.
     """
-    # docs/log.md: "The inner loop blows up with the error clip alone" (4 kappa |v|)
+    # docs/dev/log.md: "The inner loop blows up with the error clip alone" (4 kappa |v|)
     limit = None if rule.error_clip is None else rule.error_clip * values.norm(dim=-1, keepdim=True)
     if rule.network == "residual":
         return _residual_gradient_factors(keys, values, weights, limit)

@@ -33,7 +33,7 @@ from .memory_network import (
 from .memory_state import MemorizeOutput, MemoryInputs, MemoryState, StateSizes, where_rows
 from .token_grid import TokenGrid
 
-CHECKPOINT_INTERVAL = 4  # chunks; docs/log.md: "States of every fourth chunk kept for the backward"
+CHECKPOINT_INTERVAL = 4  # chunks; docs/dev/log.md: "States of every fourth chunk kept for the backward"
 
 
 class ScanOptions(NamedTuple):
@@ -112,7 +112,7 @@ def scan_chunks(
 
 def scan_chunks_differentiable(options: ScanOptions, arguments: ScanArguments) -> ScanOutput:
     """Runs `scan_chunks` with the hand-written backward."""
-    # docs/log.md: "The backward by hand"
+    # docs/dev/log.md: "The backward by hand"
     sizes = arguments.state.sizes
     retrieved, surprise, *state = _ChunkScan.apply(options, sizes, *arguments.flat())
     return ScanOutput(retrieved, surprise, MemoryState.from_flat(state, sizes))
@@ -120,7 +120,7 @@ def scan_chunks_differentiable(options: ScanOptions, arguments: ScanArguments) -
 
 def scan_chunks_by_autograd(options: ScanOptions, arguments: ScanArguments) -> ScanOutput:
     """Runs `scan_chunks` with a backward by autograd: for forms of the memory whose backward is not written by hand."""
-    # docs/log.md: "The residual network's backward"
+    # docs/dev/log.md: "The residual network's backward"
     state, outputs = arguments.state, []
     groups = _split_inputs(arguments.inputs, CHECKPOINT_INTERVAL * options.chunk_size)
     starts = [None] * len(groups)
@@ -194,7 +194,7 @@ def _split(x: Tensor, chunk_size: int) -> list[Tensor]:
     Contiguous, so that the strides do not depend on T: otherwise every length would be compiled anew.
     """
     # Not by indexing: the backward of an index is a tensor of the full size for every chunk.
-    # docs/log.md: "MAC's training was quadratic in length, by indexing"
+    # docs/dev/log.md: "MAC's training was quadratic in length, by indexing"
     return [part.contiguous() for part in x.split(chunk_size, dim=1)]
 
 
@@ -244,7 +244,7 @@ _compiled: ChunkFunctions | None = None
 
 def compile_chunks(**options) -> None:
     """Compiles the functions of a full chunk for the whole process: see `TitansPreTrainedModel.compile_memory`."""
-    # docs/log.md: "Compiling the chunk: larger chunks gain"
+    # docs/dev/log.md: "Compiling the chunk: larger chunks gain"
     global _compiled
     _compiled = ChunkFunctions(*(torch.compile(fn, dynamic=False, **options) for fn in CHUNK_FUNCTIONS))
 
@@ -340,7 +340,7 @@ def _memorize_token(
 ) -> MemorizeOutput:
     """Updates with one token per row by eq. 13-15, without a branch on data."""
     # In place on new tensors: a step takes as long as reading and writing the state.
-    # docs/log.md: "Fewer passes over the state in a decoding step"
+    # docs/dev/log.md: "Fewer passes over the state in a decoding step"
     anchor = ()
     if state.anchor:
         at_chunk_start = partial(where_rows, state.num_seen % chunk_size == 0)

@@ -246,7 +246,7 @@ class MACMixer(TitansMixer):
 
     def mix(self, hidden_states, state, grid, at_start):
         """Mixes segment after segment; what needs no memory is computed for all segments at once."""
-        # docs/log.md: "MAC does for all segments at once what needs no memory"
+        # docs/dev/log.md: "MAC does for all segments at once what needs no memory"
         length, slots = self.config.segment_length, None
         if grid.is_single_token:
             segment_slots = slots = state.memory.num_seen[:, None] % length

@@ -22,10 +22,10 @@ from .token_grid import TokenGrid
 
 # Added to squared norms that may be 0: a new memory outputs 0, and the key of a sequence's first token is 0 in a new
 # model. With an epsilon as small as usual, the gradients of those tokens would exceed all others.
-# docs/log.md: "An epsilon of 1e-12 under a length that may be 0"
+# docs/dev/log.md: "An epsilon of 1e-12 under a length that may be 0"
 EPSILON = 1e-4
 # Factor of the initial weights of the output projections of memory and attention: untrained, their output is noise.
-# docs/log.md: "The memory's output must start quiet"
+# docs/dev/log.md: "The memory's output must start quiet"
 OUTPUT_SCALE = 0.1
 
 
@@ -70,7 +70,7 @@ class ChannelConv(nn.Conv1d):
 
     def initial_weight(self) -> Tensor:
         """Draws the initial filters, with the shape, dtype and device of `weight`."""
-        # docs/log.md: "Convolutions that begin as impulses", "The same noise for the pass-key"
+        # docs/dev/log.md: "Convolutions that begin as impulses", "The same noise for the pass-key"
         kernel = self.kernel_size[0]
         impulse = torch.arange(kernel).flip(0) == self.initial_delay
         weight = impulse.to(self.weight).expand_as(self.weight) * (1 - self.initial_noise**2) ** 0.5
@@ -80,7 +80,7 @@ class ChannelConv(nn.Conv1d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolves x (B, channels, kernel_size - 1 + T): (B, channels, T)."""
-        if x.shape[-1] == self.kernel_size[0]:  # docs/log.md: "conv1d of a single token"
+        if x.shape[-1] == self.kernel_size[0]:  # docs/dev/log.md: "conv1d of a single token"
             return (x * self.weight[:, 0]).sum(-1, keepdim=True)
         return nn.functional.conv1d(x, self.weight, groups=len(self.weight))
 
@@ -108,7 +108,7 @@ class InitialWeights(nn.Module):
 
     def forward(self, dtype: torch.dtype) -> list[Tensor]:
         """Returns copies in `dtype`: sharded parameters are released when this returns."""
-        # docs/log.md: "Not copying the initial weights each call"
+        # docs/dev/log.md: "Not copying the initial weights each call"
         return [weight.to(dtype, copy=True) for weight in self._parameters.values()]
 
 
@@ -119,7 +119,7 @@ class TokenGate(nn.Module):
     No nn.Linear, because quantisers convert every nn.Linear: a gate has few weights, and all updates depend on it.
     """
 
-    # docs/log.md: "Weights of 8 bits"
+    # docs/dev/log.md: "Weights of 8 bits"
 
     def __init__(self, hidden_size: int, num_gates: int, initial_logit: float):
         super().__init__()
@@ -205,7 +205,7 @@ class NeuralMemory(nn.Module):
         self.k_proj = nn.Linear(size, size, bias=False)
         self.v_proj = nn.Linear(size, size, bias=False)
         # k_conv starts as a one-token delay: x_t is stored under the key of x_{t-1} and retrieved by its query.
-        # docs/log.md: "Keys that are a token late at first"; a convolution each: "One convolution for q, k and v"
+        # docs/dev/log.md: "Keys that are a token late at first"; a convolution each: "One convolution for q, k and v"
         self.q_conv, self.k_conv, self.v_conv = (self._convolution(initial_delay) for initial_delay in (0, 1, 0))
         num_gates = num_heads * (config.memory_depth if config.memory_gates == "layer" else 1)
         self.inner_lr = TokenGate(size, num_gates, initial_logit=0.0)  # theta
@@ -279,7 +279,7 @@ class NeuralMemory(nn.Module):
         """Returns M_0, the weights (H, d_in, d_out) that forgetting decays to, in the state's dtype; empty for 0 (eq.
         13 as stated) and if nothing is forgotten. With 0, a network of several layers would lose its gradient.
         """
-        # docs/log.md: "Forgetting towards 0 kills a deep memory beyond the trained length"
+        # docs/dev/log.md: "Forgetting towards 0 kills a deep memory beyond the trained length"
         return tuple(self.initial_weights(state.weights[0].dtype)) if self.forgets and self.stable else ()
 
     def update(
@@ -305,7 +305,7 @@ class NeuralMemory(nn.Module):
         """
         # Keys and queries as in the paper (section 4.4); values too, because the largest stable step of a hidden layer
         # decreases with |v|^2: theta alone sets the size of an update.
-        # docs/log.md: "Values as long as they come: MAC diverges", "`normalize` in float16 with an epsilon of 0"
+        # docs/dev/log.md: "Values as long as they come: MAC diverges", "`normalize` in float16 with an epsilon of 0"
         if self.stable:
             return l2_normalize(projected)
         queries_and_keys, values = projected.split([2, 1])
@@ -353,7 +353,7 @@ class NeuralMemory(nn.Module):
             log_momentum_decay = logsigmoid(momentum)  # log eta_t: eq. 10
             if self.stable:
                 # Times 1 - eta_t: a gradient's steps sum to theta_t whatever eta is: |S| <= max theta |gradient|.
-                # docs/log.md: "The inner loop blows up with the error clip alone"
+                # docs/dev/log.md: "The inner loop blows up with the error clip alone"
                 inner_lr = inner_lr * torch.sigmoid(-momentum)
         if not self.forgets:
             return Gates(inner_lr, log_momentum_decay, torch.zeros_like(inner_lr))  # alpha_t = 0

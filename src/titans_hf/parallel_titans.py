@@ -64,7 +64,7 @@ class SharedByHeads(TensorParallelLayer):
     backward passes twice.
     """
 
-    # docs/log.md: "Tensor parallelism: heads shard"
+    # docs/dev/log.md: "Tensor parallelism: heads shard"
 
     @contextlib.contextmanager
     def context_around_forward(self, module, mesh):

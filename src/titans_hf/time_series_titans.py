@@ -109,7 +109,7 @@ class LearnedCycle(nn.Module):
         less their mean; training goes on from there. Raises ValueError for less than one cycle, other channels or
         values that are not finite.
         """
-        # docs/log.md: "A learned daily cycle"
+        # docs/dev/log.md: "A learned daily cycle"
         length, channels = self.weight.shape
         _check_numbers("values", values)
         if values.ndim != 2 or len(values) < length or values.shape[1] != channels:
@@ -143,7 +143,7 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         super().__init__(config)
         self.model = TitansModel(config)
         self.model.set_input_embeddings(nn.Linear(config.patch_length, config.hidden_size))
-        # docs/log.md: "The final norm took each patch's amplitude from the head"
+        # docs/dev/log.md: "The final norm took each patch's amplitude from the head"
         self.model.norm = nn.Identity()
         self.head_dropout = nn.Dropout(config.head_dropout)
         self.head = nn.Linear(config.num_patches * config.hidden_size, config.prediction_length)

@@ -11,7 +11,7 @@ The directions Omega (D, F) are random and not trained. A write overwrites what 
 many sparse features the keys of a long text have few directions in common. The LM head's weights are the embeddings, so
 that what is retrieved, a mixture of embeddings, raises the logits of its tokens from the first training step on.
 
-An extension beyond the paper. docs/log.md: "A memory of which token follows"
+An extension beyond the paper. docs/dev/log.md: "A memory of which token follows"
 Shapes: R rows of the grid, G slots, F features, D hidden size.
 """
 
