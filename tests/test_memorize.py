@@ -1,4 +1,4 @@
-"""The dual form, the single step and the chunk listing against the autograd token loop, in float64."""
+"""The dual form and the single step against the autograd token loop, in float64."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ from memorize_runs import (
 
 from titans_hf.memory_network import UpdateRule, gradient_factors, gradient_norm, layer_shapes
 from titans_hf.memory_ops import CHECKPOINT_INTERVAL, memorize, read_constant_memory
-from titans_hf.memory_reference import memorize_chunks_reference, memorize_reference
+from titans_hf.memory_reference import memorize_reference
 from titans_hf.memory_state import MemoryInputs, MemoryState
 from titans_hf.token_grid import TokenGrid
 
@@ -97,30 +97,6 @@ def test_a_full_step_of_the_delta_rule_stores_the_value():
     rule = UpdateRule(1.0, delta_rule=True)
     retrieved = memorize(inputs, state, rule, chunk_size=CHUNK).retrieved
     torch.testing.assert_close(retrieved, inputs.values, rtol=TOLERANCE, atol=TOLERANCE)
-
-
-@pytest.mark.parametrize("num_seen", [[0, 0, 0], [4, 0, 8]], ids=["start", "later chunks"])
-@pytest.mark.parametrize("momentum,forget", [(True, True), (False, True), (True, False)])
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_the_chunk_listing_equals_both_other_forms(depth, momentum, forget, num_seen):
-    """The listing of section 3.2 gives the results and gradients of the model and the token loop: otherwise a reader
-    would learn other mathematics than what runs.
-    """
-    torch.manual_seed(depth)
-    state, inputs = make_state(depth, num_seen), make_inputs(6 * CHUNK, momentum, forget)
-    inputs = scale_steps(inputs, 0.1)
-    for error_clip, decay_target in ((1.0, ()), (1.0, make_decay_target(depth)), (None, ())):
-        inputs = inputs if error_clip else scale_steps(inputs, 0.05)
-        rest = (inputs, state, UpdateRule(error_clip), decay_target)
-        listing = run(memorize_chunks_reference, *rest)
-        assert_same(listing, run(memorize_reference, *rest))
-        assert_same(listing, run(memorize, *rest))
-    inputs = per_layer(inputs, depth)
-    inputs = scale_steps(inputs, 0.1)
-    rest = (inputs, state, UpdateRule(None, network="residual"))
-    listing = run(memorize_chunks_reference, *rest)
-    assert_same(listing, run(memorize_reference, *rest))
-    assert_same(listing, run(memorize, *rest))
 
 
 def test_forgetting_leads_back_to_the_initial_weights():

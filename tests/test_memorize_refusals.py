@@ -8,7 +8,6 @@ from memorize_runs import CHUNK, make_inputs, make_state, without_momentum
 
 from titans_hf import UpdateRule
 from titans_hf.memory_ops import memorize
-from titans_hf.memory_reference import memorize_chunks_reference
 
 
 def test_a_momentum_without_its_gate_is_refused():
@@ -31,17 +30,6 @@ def test_a_mask_of_slots_is_refused(length):
     inputs = inputs._replace(filled=torch.zeros_like(inputs.inner_lr, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"`inputs\.filled` must be None"):
         memorize(inputs, make_state(1, [0, 0, 0]), UpdateRule(1.0), chunk_size=CHUNK)
-
-
-def test_the_chunk_listing_refuses_what_it_does_not_compute():
-    """Parts of chunks and the delta rule raise ValueError: otherwise the listing would return wrong values silently."""
-    for num_seen, length in (([0, 0, 0], CHUNK + 1), ([0, 1, 0], CHUNK)):
-        inputs, state = make_inputs(length), make_state(1, num_seen)
-        with pytest.raises(ValueError, match=r"whole chunks of `chunk_size` \(4\)"):
-            memorize_chunks_reference(inputs, state, UpdateRule(1.0), chunk_size=CHUNK)
-    inputs, state = make_inputs(CHUNK), make_state(1, [0, 0, 0])
-    with pytest.raises(ValueError, match=r"`rule\.delta_rule` must be False"):
-        memorize_chunks_reference(inputs, state, UpdateRule(1.0, delta_rule=True), chunk_size=CHUNK)
 
 
 @pytest.mark.parametrize("depth,rule", [(1, UpdateRule(1.0)), (2, UpdateRule(1.0, delta_rule=True))])

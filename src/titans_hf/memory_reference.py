@@ -1,7 +1,7 @@
-"""The memory as the paper states it, with every gradient by torch.autograd: token by token, and in chunks.
+"""The memory as the paper states it, token by token, with every gradient by torch.autograd.
 
-Slow; everything else is tested against it. It shares no mathematics with `memory_chunk.py` and `memory_ops.py`.
-Shapes: B batch, H heads, T tokens, C tokens of a chunk, D head size; weights (B, H, d_in, d_out).
+It is slow; everything else is tested against it. It shares no mathematics with the forms in chunks.
+Shapes: B batch, H heads, T tokens, D head size; weights (B, H, d_in, d_out).
 """
 
 import torch
@@ -107,65 +107,3 @@ def _norm(gradients: list[Tensor]) -> Tensor:
 def _per_layer(depth: int, *gates: Tensor) -> list[Tensor]:
     """Expands gates (B, H, T) of all layers to those of each: (B, H, T, layers)."""
     return [x[..., None].expand(*x.shape, depth) if x.dim() == 3 else x for x in gates]
-
-
-def memorize_chunks_reference(
-    inputs: MemoryInputs,
-    state: MemoryState,
-    rule: UpdateRule,
-    *,
-    chunk_size: int,
-    decay_target: tuple[Tensor, ...] = (),
-) -> MemorizeOutput:
-    """Updates and reads the memory chunk by chunk (paper section 3.2), with per-token weights; arguments and results
-    are those of `memory_ops.memorize`, with momentum, without the delta rule, for rows of whole chunks.
-    """
-    queries, keys, values, *gates, _ = inputs
-    gates = _per_layer(len(state.weights), *gates)
-    if keys.shape[2] % chunk_size or (state.num_seen % chunk_size).any():
-        raise ValueError(f"`keys` must be whole chunks of `chunk_size` ({chunk_size}), but has {keys.shape[2]} tokens.")
-    if rule.delta_rule:
-        raise ValueError("`rule.delta_rule` must be False: errors are taken at the weights of the chunk's start.")
-    weights, momentum, retrieved, surprise = state.weights, state.momentum, [], []
-    decay_target = decay_target or tuple(torch.zeros_like(w) for w in weights)
-    for q, k, v, theta, log_eta, log_retain in zip(
-        *(x.split(chunk_size, dim=2) for x in (queries, keys, values, *gates)), strict=True
-    ):
-        # 1. Every token's gradient, at the weights A of the chunk's start (eq. 16): u (B, H, C, d_in, d_out)
-        anchor = weights
-        per_token = tuple(w[:, :, None].expand(-1, -1, chunk_size, -1, -1) for w in anchor)
-        gradients = torch.func.grad(_loss)(per_token, k, v, rule.error_clip, rule.network)
-        gradients = [_clip_gradient(u, v, rule.error_clip) for u in gradients]
-        surprise.append(_norm(gradients))
-        new_weights, new_momentum = [], []
-        for layer, (w, s, u, target) in enumerate(zip(weights, momentum, gradients, decay_target, strict=True)):
-            # 2. Products of the gates: m_t = prod_{l<=t} eta_l, beta_t = prod_{l<=t} (1 - alpha_l) (B, H, C), and the
-            #    same products over j < l <= t at [t, j], E and R (B, H, C, C)
-            (m, decays), (beta, retains) = (_products(x[..., layer].exp()) for x in (log_eta, log_retain))
-            # 3. S_t = m_t S_0 - sum_{i<=t} E_ti theta_i u_i (eq. 18: eq. 14 unrolled)
-            # 4. M_t = beta_t (M_0 - target) + sum_{i<=t} R_ti S_i + target (eq. 13 unrolled)
-            s_0 = torch.einsum("bht,bhio->bhtio", m, s)  # (B, H, C) x (B, H, d_in, d_out)
-            steps = torch.einsum("bhj,bhjio->bhjio", theta[..., layer], u)  # (B, H, C) x (B, H, C, d_in, d_out)
-            s_t = s_0 - torch.einsum("bhtj,bhjio->bhtio", decays, steps)  # (B, H, C, C) x (B, H, C, d_in, d_out)
-            w_0 = torch.einsum("bht,bhio->bhtio", beta, w - target)  # (B, H, C) x (B, H, d_in, d_out)
-            w_t = w_0 + torch.einsum("bhtj,bhjio->bhtio", retains, s_t)  # (B, H, C, C) x (B, H, C, d_in, d_out)
-            new_weights.append(w_t + target[..., None, :, :])
-            new_momentum.append(s_t)
-        # 5. y_t = M_t(q_t) (eq. 15), and the state at the chunk's end
-        retrieved.append(_memory(tuple(new_weights), q, rule.network))  # (B, H, C, d_in) x (B, H, C, d_in, d_out)
-        weights = tuple(w[:, :, -1] for w in new_weights)
-        momentum = tuple(s[:, :, -1] for s in new_momentum)
-    after = MemoryState(weights, momentum, anchor, state.num_seen + keys.shape[2])
-    return MemorizeOutput(torch.cat(retrieved, dim=2), torch.cat(surprise, dim=2), after)
-
-
-def _products(gate: Tensor) -> tuple[Tensor, Tensor]:
-    """Multiplies gates (B, H, C) over l <= t, (B, H, C), and over j < l <= t at [t, j], (B, H, C, C); 0 for j > t."""
-    rows = [
-        torch.cat(
-            [torch.zeros_like(gate[..., :j]), torch.ones_like(gate[..., j : j + 1]), gate[..., j + 1 :].cumprod(-1)],
-            dim=-1,
-        )
-        for j in range(gate.shape[-1])
-    ]
-    return gate.cumprod(-1), torch.stack(rows, dim=-1)

@@ -1,0 +1,116 @@
+"""The listings of the two rules against `memorize` and the autograd token loop, in float64."""
+
+import pytest
+import torch
+from memorize_runs import (
+    CHUNK,
+    B,
+    D,
+    H,
+    assert_same,
+    make_decay_target,
+    make_inputs,
+    make_state,
+    run,
+    scale_steps,
+    without_momentum,
+)
+
+from titans_hf.memory_listing import torch_chunk_comba, torch_chunk_titans
+from titans_hf.memory_network import UpdateRule
+from titans_hf.memory_ops import memorize
+from titans_hf.memory_reference import memorize_reference
+from titans_hf.memory_state import MemorizeOutput, MemoryInputs, MemoryState
+
+
+def comba(inputs: MemoryInputs, state: MemoryState, rule: UpdateRule, *, chunk_size: int, decay_target):
+    """Computes `memorize` of one layer by the listing of the delta form."""
+    (weights,), (target,) = state.weights, decay_target
+    q, k, v, theta, g = (getattr(inputs, name) for name in ("queries", "keys", "values", "inner_lr", "log_retain"))
+    beta = 2 * theta / k.square().sum(-1).clamp(min=1.0)
+    by_token = (x.transpose(1, 2) for x in (q, k, v - k @ target, k, g, beta))
+    retrieved, state_after = torch_chunk_comba(*by_token, 1.0, weights - target, True, chunk_size)
+    after = MemoryState((target + state_after,), (), (), state.num_seen + q.shape[2])
+    return MemorizeOutput(retrieved.transpose(1, 2) + q @ target, None, after)
+
+
+def titans(inputs: MemoryInputs, state: MemoryState, rule: UpdateRule, *, chunk_size: int, decay_target):
+    """Computes `memorize` of a deep memory by the listing of the deep form."""
+    by_token = [x.transpose(1, 2) for x in inputs if x is not None]
+    target = decay_target or [torch.zeros_like(w) for w in state.weights]
+    output = torch_chunk_titans(*by_token, target, state.weights, state.momentum, rule.error_clip, chunk_size)
+    retrieved, weights, momentum = output
+    anchor = tuple(torch.zeros_like(w) for w in weights)
+    after = MemoryState(tuple(weights), tuple(momentum), anchor, state.num_seen + inputs.keys.shape[2])
+    return MemorizeOutput(retrieved.transpose(1, 2), None, after)
+
+
+def results(fn, *arguments):
+    """Returns what a listing computes: outputs and final state, and the gradients of all inputs and states."""
+    outputs, gradients = run(fn, *arguments)
+    depth = len(arguments[1].weights)
+    return outputs[: 1 + depth + len(arguments[1].momentum)], gradients
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 13, 22])
+@pytest.mark.parametrize("num_seen", [[0, 0, 0], [5, 0, 3]], ids=["start", "out-of-step"])
+@pytest.mark.parametrize("momentum,forget", [(False, True), (False, False)])
+def test_the_delta_form(momentum, forget, num_seen, length):
+    """The listing gives the outputs, final state and gradients of both other forms, for keys on both sides of length 1.
+    It does not depend on where the chunks start.
+    """
+    torch.manual_seed(length)
+    inputs = make_inputs(length, momentum, forget)
+    inputs = inputs._replace(keys=inputs.keys * (0.5 + torch.rand(B, H, length, 1, dtype=torch.float64)))
+    inputs, state = without_momentum(inputs, make_state(1, num_seen))
+    arguments = (inputs, state, UpdateRule(1.0, delta_rule=True), make_decay_target(1))
+    listing = results(comba, *arguments)
+    assert_same(listing, results(memorize, *arguments))
+    assert_same(listing, results(memorize_reference, *arguments))
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 13, 22])
+@pytest.mark.parametrize("num_seen", [[0, 0, 0], [4, 0, 8]], ids=["start", "later chunks"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_deep_form(depth, num_seen, length):
+    """The listing gives the outputs, final state and gradients of both other forms, with and without a clip."""
+    torch.manual_seed(length)
+    state, inputs = make_state(depth, num_seen), scale_steps(make_inputs(length), 0.1)
+    for error_clip, decay_target in ((1.0, ()), (1.0, make_decay_target(depth)), (None, ())):
+        inputs = inputs if error_clip else scale_steps(inputs, 0.05)
+        arguments = (inputs, state, UpdateRule(error_clip), decay_target)
+        listing = results(titans, *arguments)
+        assert_same(listing, results(memorize, *arguments))
+        assert_same(listing, results(memorize_reference, *arguments))
+
+
+@pytest.mark.parametrize("decay", ["any", "to nothing"])
+def test_the_recurrence(decay):
+    """With other keys p to read by, and with a decay of 0, whose logarithm is -inf, the outputs and gradients of the
+    delta form are those of its recurrence.
+    """
+    torch.manual_seed(0)
+    q, k, v, p = (torch.randn(B, 7, H, D, dtype=torch.float64, requires_grad=True) for _ in range(4))
+    g, beta = torch.rand(2, B, 7, H, dtype=torch.float64)
+    g = -g if decay == "any" else torch.full_like(g, -torch.inf)
+    state = start = torch.randn(B, H, D, D, dtype=torch.float64)
+    expected = []
+    for q_t, k_t, v_t, p_t, g_t, beta_t in zip(*(x.unbind(1) for x in (q, k, v, p, g, beta)), strict=True):
+        error = v_t - torch.einsum("bhk,bhkv->bhv", p_t, state)
+        state = g_t.exp()[..., None, None] * state + torch.einsum("bh,bhk,bhv->bhkv", beta_t, k_t, error)
+        expected.append(0.5 * torch.einsum("bhk,bhkv->bhv", q_t, state))
+    expected = torch.stack(expected, dim=1)
+    outputs, after = torch_chunk_comba(q, k, v, p, g, beta, 0.5, start, True, CHUNK)
+    weights = torch.randn_like(expected)
+    gradients = [torch.autograd.grad((x * weights).sum(), (q, k, v, p)) for x in (outputs, expected)]
+    assert_same(([outputs, after], gradients[0]), ([expected, state], gradients[1]))
+
+
+def test_names_and_layout_of_fla():
+    """Queries are scaled by K^-0.5 unless a scale is given, the dtype is that of the queries, the state is optional."""
+    q, k, v = torch.randn(3, 2, 5, H, D).bfloat16()
+    g, beta = -torch.rand(2, 5, H), torch.rand(2, 5, H)
+    outputs, state = torch_chunk_comba(q=q, k=k, v=v, p=k, g=g, beta=beta)
+    assert outputs.dtype == torch.bfloat16 and state is None
+    given, state = torch_chunk_comba(q=q, k=k, v=v, p=k, g=g, beta=beta, scale=D**-0.5, output_final_state=True)
+    assert torch.equal(outputs, given) and state.shape == (2, H, D, D) and state.dtype == torch.float32
