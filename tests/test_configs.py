@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from titans_hf import TitansConfig
 
 ROOT = Path(__file__).parents[1]
-FOLDER = ROOT / "scripts" / "configs"
+FOLDER = ROOT / "src" / "titans_hf" / "cli" / "configs"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 TINY = [name for name in NAMES if name.startswith(("tiny", "passkey"))]
 VOCABULARY = {"vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings"}

@@ -1,4 +1,4 @@
-"""scripts/training/contiguous_batches.py: documents distributed over the rows of consecutive batches."""
+"""cli/training/contiguous_batches.py: documents distributed over the rows of consecutive batches."""
 
 import pytest
 import torch

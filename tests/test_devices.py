@@ -1,4 +1,4 @@
-"""scripts/shared/devices.py: the device of a command."""
+"""cli/shared/devices.py: the device of a command."""
 
 import pytest
 import torch

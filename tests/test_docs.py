@@ -194,7 +194,7 @@ def stage(tmp_path_factory):
     for variant in VARIANTS:
         save_byte_model(folder / "runs" / f"tiny-{variant}", variant)
     for name in ("mistral", "llama"):
-        config = AutoConfig.from_pretrained(ROOT / "scripts" / "configs" / f"tiny-{name}.json")
+        config = AutoConfig.from_pretrained(ROOT / "src" / "titans_hf" / "cli" / "configs" / f"tiny-{name}.json")
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / "runs" / f"tiny-{name}")
         byte_tokenizer().save_pretrained(folder / "runs" / f"tiny-{name}")
     save_byte_model(folder / "runs" / "passkey-lmm", "lmm")

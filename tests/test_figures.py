@@ -1,4 +1,4 @@
-"""scripts/shared/figures.py: styles of lines and the place of the legend."""
+"""cli/shared/figures.py: styles of lines and the place of the legend."""
 
 import pytest
 from matplotlib.figure import Figure

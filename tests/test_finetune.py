@@ -69,7 +69,7 @@ def test_from_a_checkpoint_to_a_chat(tmp_path):
     save_byte_model(tmp_path / "model", "mag")
     (tmp_path / "chats").mkdir()
     (tmp_path / "chats" / "chats.jsonl").write_text(CHAT * 16)
-    shutil.copy(ROOT / "scripts" / "configs" / "chat_template.jinja", tmp_path)
+    shutil.copy(ROOT / "src" / "titans_hf" / "cli" / "configs" / "chat_template.jinja", tmp_path)
     own = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
 
     def run(*command: str) -> str:

@@ -1,4 +1,4 @@
-"""scripts/shared/graph_trainer.py: training with replays is training."""
+"""eval/common/graph_trainer.py: training with replays is training."""
 
 import pytest
 import torch

@@ -39,7 +39,7 @@ from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.shared.devices import choose_device
 from titans_hf.cli.shared.finished_runs import write_record
 
-EVAL = Path(__file__).parent
+EVAL = Path(__file__).parent / "evaluation"
 # A result is kept only while the code that made its prompts and read its answers is the same.
 CODE = (EVAL / "tasks", EVAL / "needles.py", EVAL / "babilong.py")
 BOOTSTRAP = 1000  # lm-eval's 100,000 draws take minutes for the standard error of a perplexity
