@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from titans_hf.cli import demo
 
@@ -26,9 +26,17 @@ def test_runs(tmp_path):
     demo` would fail after minutes.
     """
     results = demo.main(["--steps", "2", "--questions", "4", "--output_dir", str(tmp_path)])
-    assert list(results) == ["Titans LMM", "Titans LMM, not learning", "Mistral"]
+    assert list(results) == ["Titans LMM", "Titans LMM, memory off", "Mistral"]
     assert (tmp_path / "recall.png").stat().st_size > 0
     assert (tmp_path / "recall.json").exists()
+
+
+def test_every_id_is_a_word(tmp_path):
+    """The demo's tokenizer, saved and loaded, has one word for every id, and no two ids share a word."""
+    demo.make_tokenizer().save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer(" ".join(demo.WORDS)).input_ids == list(range(demo.VOCAB_SIZE))
+    assert len(demo.NAMES) == len(demo.CITIES) == len(demo.FILLERS) == demo.NUM_SYMBOLS
 
 
 @pytest.mark.slow

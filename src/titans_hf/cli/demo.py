@@ -2,7 +2,8 @@
 
 Both get "k1 v1 ... k6 v6 filler k?" and have to answer the v that came with that k. They are trained with at most 16
 tokens of filler and asked with up to 1024, through `generate()`. The Titans stores the pairs in the weights of its
-memory (the default variant, LMM, has no attention); the Transformer (Mistral) has a sliding window only.
+memory (the default variant, LMM, has no attention); the Transformer (Mistral) has a sliding window only. The symbols
+are words, so that people can ask the saved model themselves: keys are names, values cities.
 """
 
 import argparse
@@ -14,7 +15,15 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedConfig, PreTrainedModel, set_seed
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    set_seed,
+)
 from transformers.utils import logging
 
 import titans_hf
@@ -22,8 +31,15 @@ from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
 from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.shared.figures import line_styles, mark_failures, mark_trained_length, save_figure
 
-NUM_PAIRS, NUM_QUERIES, NUM_SYMBOLS, TRAINED_FILLER = 6, 16, 32, 16
-VOCAB_SIZE = 3 * NUM_SYMBOLS  # keys, values, filler
+NAMES = """Ada Ben Cleo Dan Eve Finn Gus Hugo Ida Jon Kim Lea Max Nora Otto Pia Quin Rosa Sam Tom Uma Vera Will Xenia
+    Yuri Zoe Anna Bob Carl Dora Emil Fay""".split()
+CITIES = """Rome Oslo Lima Cairo Paris Quito Bonn Delhi Accra Tokyo Seoul Kyiv Riga Hanoi Dakar Minsk Sofia Tunis Perth
+    Milan Basel Cork Porto Graz Lyon Turin Malmo Leeds Ghent Derby Vaduz Zagreb""".split()
+FILLERS = """the of and to in a is that it was for on are as with his they at be this from have or by but not all were
+    we when your can""".split()
+WORDS = [*NAMES, *CITIES, *FILLERS]  # by id: keys, values, filler
+NUM_PAIRS, NUM_QUERIES, NUM_SYMBOLS, TRAINED_FILLER = 6, 16, len(NAMES), 16
+VOCAB_SIZE = len(WORDS)
 DISTANCES = (16, 64, 256, 1024)
 WINDOW = 16
 
@@ -44,6 +60,13 @@ def make_batch(batch_size: int, filler: int, generator: torch.Generator, num_que
     labels = torch.full_like(ids, -100)
     labels[:, -2 * num_queries + 1 :: 2] = ids[:, -2 * num_queries + 1 :: 2]
     return ids, labels
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Makes a tokenizer that has one token for each of the demo's words and refuses any other word."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def make_configs(variant: str) -> dict[str, PreTrainedConfig]:
@@ -102,7 +125,7 @@ def plot(results: dict[str, list[float]], path: Path) -> None:
 
 
 def train_and_ask(args: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Returns recall at every distance and number of parameters by model; Titans once more with its memory frozen."""
+    """Returns recall at every distance and number of parameters by model; Titans once more with its memory off."""
     results, sizes = {}, {}
     for name, config in make_configs(args.variant).items():
         set_seed(args.seed)
@@ -110,9 +133,10 @@ def train_and_ask(args: argparse.Namespace) -> tuple[dict[str, list[float]], dic
         train(name, model, args.steps, args.seed)
         folder = args.output_dir / name.replace(" ", "-").lower()
         model.save_pretrained(folder)
+        make_tokenizer().save_pretrained(folder)
         ways = {name: {}}
         if config.model_type == "titans":
-            ways[f"{name}, not learning"] = {"memory_max_lr": 0.0}
+            ways[f"{name}, memory off"] = {"memory_max_lr": 0.0}
         for way, changes in ways.items():
             model = AutoModelForCausalLM.from_pretrained(folder, **changes)
             distances = track(DISTANCES, description=f"asking {way}")
@@ -143,13 +167,13 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
     plot(results, args.output_dir / "recall.png")
     record = {"variant": args.variant, "steps": args.steps, "seed": args.seed, "filler": DISTANCES, "recall": results}
     (args.output_dir / "recall.json").write_text(json.dumps(record, indent=2) + "\n")
-    titans, stopped, window = (accuracies[-1] for accuracies in results.values())
+    titans, off, window = (accuracies[-1] for accuracies in results.values())
     console.print(
         f"Trained with at most {TRAINED_FILLER} tokens between fact and question and asked after {DISTANCES[-1]}, "
-        f"Titans recalls {titans:.0%} of the facts; with its memory stopped it recalls {stopped:.0%}; "
+        f"Titans recalls {titans:.0%} of the facts; with its memory off it recalls {off:.0%}; "
         f"a Transformer with a window of {WINDOW} tokens {window:.0%}."
     )
-    console.print(f"Plot, figures and both models: {args.output_dir}")
+    console.print(f"Plot, figures and both models: {args.output_dir}. README.md shows how to ask the Titans yourself.")
     return results
 
 
