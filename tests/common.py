@@ -1,6 +1,7 @@
 """Small models in float64 whose every path matters, and the comparisons that tests share."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -90,15 +91,22 @@ def shared_model(variant: str, **changes):
 
 
 def each_variant(changes: dict[str, dict]) -> list:
-    """Returns pytest parameters (variant, changes) for all named changes of the config that affect the variant."""
+    """Returns pytest parameters (variant, changes) for all named changes of the config.
+
+    A change that attention or the place of the memory depends on has all variants that it affects. Another change is of
+    the memory alone, whose code the variants share: it has one of them, in turn.
+    """
+    shared_by_all = {name for name in TitansConfig.__annotations__ if name.startswith("memory_")}
+    shared_by_all -= {"memory_chunk_size", "memory_residual"}
     without_attention = {"sliding_window", "segment_length", "num_key_value_heads", "memory_residual"}
     meaningless = {"mac": {"sliding_window"}, "lmm": without_attention}
-    return [
-        pytest.param(variant, change, id=f"{variant}-{name}")
-        for variant in VARIANTS
-        for name, change in changes.items()
-        if not change or change.keys() - meaningless.get(variant, {"segment_length"})
-    ]
+    turns, parameters = itertools.cycle(VARIANTS), []
+    for name, change in changes.items():
+        affected = [v for v in VARIANTS if not change or change.keys() - meaningless.get(v, {"segment_length"})]
+        if change and change.keys() <= shared_by_all:
+            affected = [next(turns)]
+        parameters += [pytest.param(variant, change, id=f"{variant}-{name}") for variant in affected]
+    return parameters
 
 
 def make_ids(*shape: int, seed: int = 0, vocab_size: int = 50) -> torch.Tensor:

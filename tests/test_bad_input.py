@@ -2,10 +2,12 @@
 
 import copy
 import functools
+import itertools
 
 import pytest
 import torch
 from common import SIZES, VARIANTS, assert_same, full_logits, make_ids, make_model, read, shared_model, tensors
+from covering import covering
 from transformers import DynamicCache
 
 from titans_hf import TitansCache
@@ -58,8 +60,7 @@ def test_no_tokens(variant):
     refuse(model, "inputs_embeds", inputs_embeds=torch.zeros(2, 0, 32, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("bad", [-1, -100, 50, 1000])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "bad": [-1, -100, 50, 1000]})
 def test_ids_without_an_embedding(variant, bad):
     """Ids below 0 or beyond the vocabulary raise an error: otherwise it is an index error that names no argument."""
     ids = IDS.clone()
@@ -68,10 +69,13 @@ def test_ids_without_an_embedding(variant, bad):
     read(shared_model(variant), torch.tensor([[0, 49]]))  # the ends of the range are fine
 
 
-@pytest.mark.parametrize(
-    "shape", [(2, 5), (2, 7), (2, 14), (2, 16), (1, 6), (3, 6), (2, 1, 6, 15), (2, 1, 6, 6), (6,)], ids=str
+@covering(
+    1,
+    {
+        "variant": VARIANTS,
+        "shape": [(2, 5), (2, 7), (2, 14), (2, 16), (1, 6), (3, 6), (2, 1, 6, 15), (2, 1, 6, 6), (6,)],
+    },
 )
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_masks_of_the_wrong_shape(variant, shape):
     """Masks other than (2, 6) or (2, 9 + 6) raise an error: otherwise padding is applied to the wrong tokens."""
     refuse(shared_model(variant), "attention_mask", input_ids=IDS, attention_mask=torch.ones(shape))
@@ -136,24 +140,25 @@ def test_both_or_neither_input(variant):
         refuse(model, "inputs_embeds", **arguments)
 
 
-@pytest.mark.parametrize(
-    "argument,value",
-    [
-        ("position_ids", [[5, 4, 3, 2, 1, 0]] * 2),
-        ("position_ids", [[0, 1, 2, 2, 3, 4]] * 2),
-        ("position_ids", [[0, 1, 2]] * 2),
-        ("position_ids", [0, 1, 2, 3, 4, 5]),
-        ("position_ids", [[[0, 1, 2, 3, 4, 5]] * 2] * 3),
-        ("seq_idx", [[0, 0, 1]] * 2),
-        ("position_ids", [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]] * 2),
-        ("position_ids", [[float("nan")] * 6] * 2),
-        ("seq_idx", [[0.5] * 6] * 2),
-        ("seq_idx", [[True] * 6] * 2),
-        ("cu_seq_lens_q", [0, 3, 6]),  # two rows
-    ],
-    ids=str,
+@covering(
+    1,
+    {
+        "variant": VARIANTS,
+        "argument,value": [
+            ("position_ids", [[5, 4, 3, 2, 1, 0]] * 2),
+            ("position_ids", [[0, 1, 2, 2, 3, 4]] * 2),
+            ("position_ids", [[0, 1, 2]] * 2),
+            ("position_ids", [0, 1, 2, 3, 4, 5]),
+            ("position_ids", [[[0, 1, 2, 3, 4, 5]] * 2] * 3),
+            ("seq_idx", [[0, 0, 1]] * 2),
+            ("position_ids", [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]] * 2),
+            ("position_ids", [[float("nan")] * 6] * 2),
+            ("seq_idx", [[0.5] * 6] * 2),
+            ("seq_idx", [[True] * 6] * 2),
+            ("cu_seq_lens_q", [0, 3, 6]),  # two rows
+        ],
+    },
 )
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_documents_that_make_no_sense(variant, argument, value):
     """Inconsistent `position_ids`, `seq_idx` and `cu_seq_lens_q` raise an error: otherwise documents packed into one
     row would read each other's memory.
@@ -187,22 +192,18 @@ def test_cache_of_a_checkpoints_own_code():
         TitansCache(shared_model("mag"))
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "batch_size": [1, 3]})
 def test_cache_of_another_batch_size(variant, batch_size):
     """A cache of another batch size raises an error: otherwise rows would be broadcast against other rows' memories."""
     refuse(shared_model(variant), "past_key_values", input_ids=make_ids(batch_size, 4))
     refuse(shared_model(variant), "past_key_values", input_ids=make_ids(batch_size, 1))
 
 
-@pytest.mark.parametrize("other", VARIANTS)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant,other", list(itertools.combinations(VARIANTS, 2)))
 def test_cache_of_another_variant(variant, other):
     """A cache of another variant, read or reset, raises an error: otherwise its states would be used as this
     variant's.
     """
-    if variant == other:
-        return
     cache = read(make_model(other), make_ids(2, 9))[1]
     refuse(shared_model(variant), "past_key_values", cache, input_ids=IDS, past_key_values=cache)
     cache.reset()
@@ -223,17 +224,14 @@ SIZES_THAT_SHOW = dict(
     memory_conv_kernel=3,
     memory_chunk_size=8,
 )
-MATTERS = {
-    "mac": SIZES_THAT_SHOW.keys() - {"sliding_window"},
-    "mag": SIZES_THAT_SHOW.keys() - {"segment_length"},
-    "mal": SIZES_THAT_SHOW.keys() - {"segment_length"},
-    "lmm": {"num_hidden_layers", "num_attention_heads", "memory_depth", "memory_expansion", "memory_num_heads"}
-    | {"memory_conv_kernel", "memory_chunk_size"},
-}
+# Each with a variant that has it.
+OTHER_SIZES = [
+    ("mac" if name == "segment_length" else "mag" if name == "sliding_window" else variant, name)
+    for name, variant in zip(SIZES_THAT_SHOW, itertools.cycle(("mac", "mag", "mal")))
+] + [("lmm", "memory_num_heads"), ("lmm", "memory_chunk_size")]
 
 
-@pytest.mark.parametrize("swap", [False, True])
-@pytest.mark.parametrize("variant,name", [(v, n) for v in VARIANTS for n in sorted(MATTERS[v])])
+@covering(1, {"variant,name": OTHER_SIZES, "swap": [False, True]})
 def test_cache_of_a_model_of_other_sizes(variant, name, swap):
     """A cache of a model that differs in one size raises an error: otherwise its tensors would be used as those of this
     model.

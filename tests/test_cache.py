@@ -16,6 +16,7 @@ from common import (
     shared_model,
     tensors,
 )
+from covering import covering
 
 from titans_hf import TitansCache
 
@@ -75,8 +76,7 @@ def test_every_token_is_learned(variant):
                 assert ((a - b).abs().amax((2, 3)) > 1e-6).all()
 
 
-@pytest.mark.parametrize("forget", [False, True])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "forget": [False, True]})
 def test_nothing_is_learned_at_rate_zero(variant, forget):
     """With memory_max_lr = 0 the weights stay the initial ones and the momentum 0: otherwise the memory changes or
     decays without an update.
@@ -142,8 +142,9 @@ def test_reset_forgets_everything(variant):
     assert_same(read(model, ids, [5, 16], cache)[0], full_logits(model, ids))
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, lambda cache: pickle.loads(pickle.dumps(cache))])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(
+    1, {"variant": VARIANTS, "duplicate": [copy.deepcopy, copy.copy, lambda cache: pickle.loads(pickle.dumps(cache))]}
+)
 def test_a_copy_is_a_branch(variant, duplicate):
     """Reading on with a copy of a cache leaves the original unchanged: otherwise one prompt could not be continued
     twice.
@@ -266,9 +267,7 @@ def test_a_prompt_after_what_was_read(variant):
         cache.start_prompt()
 
 
-@pytest.mark.parametrize("where", ["layer", "head"])
-@pytest.mark.parametrize("recording", [False, True])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(2, {"variant": VARIANTS, "recording": [False, True], "where": ["layer", "head"]})
 def test_a_call_that_fails_leaves_the_cache(variant, recording, where):
     """A call that is interrupted between two layers or in the LM head leaves the cache as it was: otherwise a second
     try would read the tokens twice in some of the layers.

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import VARIANTS, make_ids, make_model
+from covering import covering
 from datasets import Dataset
 from tiny_run import LAUNCH, LLAMA, TITANS, StopAt
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
@@ -67,8 +68,7 @@ def naive_losses(model, batches: ContiguousBatches):
         yield torch.cat(losses)
 
 
-@pytest.mark.parametrize("num_rows,accumulated", [(3, 1), (2, 2)])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "num_rows,accumulated": [(3, 1), (2, 2)]})
 def test_training_is_truncated_backpropagation(variant, num_rows, accumulated, tmp_path):
     """Losses and gradients equal a naive loop: otherwise documents share memories, or gradients cross block
     boundaries.

@@ -18,6 +18,7 @@ from common import (
     make_model,
     shared_model,
 )
+from covering import covering
 from torch._dynamo.testing import CompileCounter
 from transformers import CompileConfig
 from transformers.exporters import DynamoConfig, DynamoExporter
@@ -73,8 +74,7 @@ def generate_compiled(model, ids, dynamic, **settings):
     return model.generate(ids, cache_implementation="static", compile_config=compiled, **settings)
 
 
-@pytest.mark.parametrize("dynamic", [None, False])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "dynamic": [None, False]})
 def test_generate_compiles_the_step(variant, dynamic):
     """`cache_implementation="static"` compiles one step for all lengths and prompts, with the same tokens: otherwise it
     compiles nothing, or at every token.
@@ -134,8 +134,7 @@ def test_a_compileable_cache_is_like_any_other(variant, tmp_path):
     assert loaded.get_seq_length() == 0 and not loaded.is_initialized
 
 
-@pytest.mark.parametrize("compileable", [False, True])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "compileable": [False, True]})
 def test_a_step_with_a_growing_mask(variant, compileable):
     """A compiled step with the mask of all columns gives the plain logits: otherwise it would be wrong at padding, or
     recompile for every length.
@@ -245,8 +244,7 @@ def test_export(variant):
             assert_same(exported[kept], expected[kept])
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "dynamic": [False, True]})
 def test_export_of_the_decoding_step(variant, dynamic):
     """Transformers' exporter captures a step with its cache, for one batch size or any, and the program continues from
     its own cache with the same logits and states: otherwise a model could be exported only without its memory, or for

@@ -5,6 +5,7 @@ device.
 import pytest
 import torch
 from common import VARIANTS, assert_same, full_logits, make_ids, make_model, read, shared_model
+from covering import covering
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -87,8 +88,7 @@ def test_no_tensor_grows_with_what_was_read(variant):
     assert steps[0].operations == steps[1].operations
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "attention": ["sdpa", "eager"]})
 def test_a_decoding_step_does_not_wait(variant, attention):
     """No operation of a decoding step needs its result on the host, at any place of the chunk and segment: otherwise
     every token would cost a round trip to the device.
@@ -113,8 +113,7 @@ def test_a_decoding_step_does_not_wait(variant, attention):
     assert_same(torch.cat(parts, 1)[0], full_logits(model, torch.cat([ids, later], 1))[0, 13:])
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "attention": ["sdpa", "eager"]})
 def test_decoding_runs_without_data(variant, attention):
     """Decoding runs on the meta device, where tensors have no values: otherwise some branch would depend on values."""
     model = make_model(variant, attention=attention).to("meta")

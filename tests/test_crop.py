@@ -16,6 +16,7 @@ from common import (
     shared_model,
     tensors,
 )
+from covering import covering
 
 from titans_hf import TitansCache
 
@@ -28,8 +29,7 @@ def recording_cache(model, ids, sizes=None) -> TitansCache:
     return cache
 
 
-@pytest.mark.parametrize("before", [0, 3, 21])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "before": [0, 3, 21]})
 def test_crop_goes_back_to_any_column(variant, before):
     """After crop() of 1 to 17 recorded columns, reading on gives the logits of never having read them: otherwise
     rejected drafts would change the answer.

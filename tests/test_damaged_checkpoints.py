@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 import pytest
 from byte_model import save_byte_model
+from covering import covering
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -89,8 +90,7 @@ def error_line(module: str, arguments: str, monkeypatch, capsys) -> str:
     return text.splitlines()[-1]
 
 
-@pytest.mark.parametrize("damage", [cut, overwrite, remove])
-@pytest.mark.parametrize("module", COMMANDS)
+@covering(1, {"module": COMMANDS, "damage": [cut, overwrite, remove]})
 def test_damaged_weights_are_named(module, damage, folder, monkeypatch, capsys):
     """The error is a line that names the checkpoint and its file, before any output: otherwise a user sees a traceback
     of safetensors, which names neither.
@@ -112,8 +112,7 @@ def test_damaged_adapters_are_named(folder, monkeypatch, capsys):
     assert f"ADAPTER adapter has damaged weights: {expected}" in line
 
 
-@pytest.mark.parametrize("content", ['{"model_type": "tit', None])
-@pytest.mark.parametrize("module", [name for name in COMMANDS if "merge" not in name])
+@covering(1, {"module": [name for name in COMMANDS if "merge" not in name], "content": ['{"model_type": "tit', None]})
 def test_damaged_configurations_are_named(module, content, folder, monkeypatch, capsys):
     """A configuration that is no JSON, or has a size that is no number, is an error that names the checkpoint:
     otherwise it is a traceback.

@@ -7,6 +7,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from covering import covering
 
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 
@@ -39,8 +40,7 @@ def official():
     needles.word_groups.cache_clear()
 
 
-@pytest.mark.parametrize("name", needles.KINDS)
-@pytest.mark.parametrize("size", [1, 7, 40, 333])
+@covering(1, {"size": [1, 7, 40, 333], "name": needles.KINDS})
 def test_samples_are_those_of_lm_eval(official, name, size):
     """Prompts and answers equal lm-eval's for the same seed: otherwise scores could not be compared with published
     ones.
@@ -101,8 +101,7 @@ def test_prefix_and_length_are_what_lm_eval_writes(official, name):
     assert ours["gen_prefix"].split(" mentioned ")[1] == theirs["gen_prefix"].split(" mentioned ")[1]
 
 
-@pytest.mark.parametrize("name", needles.KINDS)
-@pytest.mark.parametrize("length", [1024, 2048, 3001])
+@covering(1, {"length": [1024, 2048, 3001], "name": needles.KINDS})
 def test_samples_are_as_long_as_fits(name, length):
     """A sample and its answer fill the length up to one unit of the haystack, and contain the value asked for:
     otherwise results would be listed at a wrong length.

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from common import VARIANTS
+from covering import covering
 
 from titans_hf import TitansCache, TitansConfig, TitansForCausalLM
 
@@ -42,10 +43,15 @@ def check(variant, depth, kind, dtype, length, rule):
     assert {x.dtype for x in (*state.memory.weights, *state.memory.momentum)} == {torch.float32}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["constant", "alternating", "bursts", "random"])
-@pytest.mark.parametrize("rule,depth", [("delta", 1), ("delta", 4), ("chunk", 2), ("chunk", 4)])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(
+    2,
+    {
+        "variant": VARIANTS,
+        "rule,depth": [("delta", 1), ("delta", 4), ("chunk", 2), ("chunk", 4)],
+        "kind": ["constant", "alternating", "bursts", "random"],
+        "dtype": [torch.float32, torch.bfloat16],
+    },
+)
 def test_huge_embeddings_stay_finite(variant, rule, depth, kind, dtype):
     """Logits and cache are finite and weights limited after 2,000 embeddings of norm 1000, also where a key comes in
     bursts (with momentum, the delta rule's weights grow to 1e30): otherwise an outlier or a repetition ends in nan.
@@ -54,17 +60,21 @@ def test_huge_embeddings_stay_finite(variant, rule, depth, kind, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["alternating", "bursts"])
-@pytest.mark.parametrize("rule,depth", [("delta", 1), ("delta", 3), ("chunk", 1), ("chunk", 3)])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(
+    2,
+    {
+        "variant": VARIANTS,
+        "rule,depth": [("delta", 1), ("delta", 3), ("chunk", 1), ("chunk", 3)],
+        "kind": ["alternating", "bursts"],
+        "dtype": [torch.float32, torch.bfloat16],
+    },
+)
 def test_huge_embeddings_stay_finite_for_long(variant, rule, depth, kind, dtype):
     """Logits and cache are finite after 20,000 tokens: otherwise the memory diverges slowly."""
     check(variant, depth, kind, dtype, 20_000, rule)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("length", [2, 200])
+@covering(1, {"length": [2, 200], "variant": VARIANTS})
 def test_gradients_are_finite_where_the_memory_is_extreme(variant, length):
     """Gradients are finite for extreme memories: otherwise one bad batch ends a training run."""
     model = make_reckless(variant, 3, torch.float32).train()

@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from common import VARIANTS, assert_same, full_logits, left_pad, make_ids, read, shared_model, tensors
+from covering import covering
 from transformers import LogitsProcessorList, StaticCache
 
 from titans_hf import TitansCache
@@ -52,8 +53,7 @@ def test_left_padded_batch(variant):
         assert is_greedy(model, torch.cat([row, answer])[None], len(row))
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "padded": [False, True]})
 def test_continuing_from_a_cache(variant, padded):
     """Generating again with the returned cache and the whole transcript gives greedy tokens: otherwise a conversation
     would differ from its transcript read at once.
@@ -200,9 +200,7 @@ def test_end_of_sequence(variant):
         assert not ours[stop:].any()
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("implementation", ["dynamic", "static"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(2, {"variant": VARIANTS, "implementation": ["dynamic", "static"], "padded": [False, True]})
 def test_padding_after_an_end_is_not_read(variant, implementation, padded):
     """The padding of a row that ends before the others changes neither its memory nor its next turn: otherwise a batch
     of conversations would differ from each of them alone.
@@ -241,8 +239,7 @@ def test_other_cache_implementations_are_refused(implementation):
         shared_model("mag").generate(make_ids(1, 5), max_new_tokens=2, cache_implementation=implementation, **GREEDY)
 
 
-@pytest.mark.parametrize("implementation", ["dynamic", "offloaded", "offloaded_static", "static"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "implementation": ["dynamic", "offloaded", "offloaded_static", "static"]})
 def test_cache_implementations_change_nothing(variant, implementation):
     """Supported cache implementations give the same tokens and do what their names say: otherwise offloading or
     compiling would change the answer, or not take place.

@@ -6,6 +6,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from common import VARIANTS, assert_same, make_ids, make_model, read, shared_model, tensors
+from covering import covering
 from transformers.generation.utils import DeferredStopCheck
 
 from titans_hf import TitansCache, generation_titans
@@ -13,8 +14,7 @@ from titans_hf import TitansCache, generation_titans
 GREEDY = dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
 
 
-@pytest.mark.parametrize("drafts", [dict(prompt_lookup_num_tokens=3), "assistant"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "drafts": [dict(prompt_lookup_num_tokens=3), "assistant"]})
 def test_assisted_generation_reads_what_was_read_once(variant, drafts):
     """Drafting on a used cache raises an error that names start_prompt(), after which tokens are the greedy ones:
     otherwise the memory would read the earlier tokens twice.

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from common import VARIANTS, assert_same, full_logits, left_pad, make_config, make_ids, make_model, read, redraw
+from covering import covering
 from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModelForCausalLM,
@@ -60,8 +61,7 @@ def padded_batch(side: str) -> PaddedBatch:
     return PaddedBatch(rows, ids, mask)
 
 
-@pytest.mark.parametrize("auto_class", HEADS)
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "auto_class": HEADS})
 def test_auto_classes(variant, auto_class):
     """The Auto classes load each head on a TitansModel: otherwise users would have to know its class."""
     model = make_head(auto_class, variant)
@@ -69,9 +69,9 @@ def test_auto_classes(variant, auto_class):
     assert model.base_model is model.model and type(model.model).__name__ == "TitansModel"
 
 
-@pytest.mark.parametrize("side,masked", [("left", True), ("right", True), ("right", False)])
-@pytest.mark.parametrize("auto_class", HEADS)
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(
+    2, {"variant": VARIANTS, "auto_class": HEADS, "side,masked": [("left", True), ("right", True), ("right", False)]}
+)
 def test_padding(variant, auto_class, side, masked):
     """A row's logits are those it has alone, with padding on either side: otherwise a text's class would depend on its
     batch.
@@ -98,8 +98,7 @@ def test_a_text_is_judged_by_its_last_token(variant):
         assert_same(model(ids).logits, last @ model.score.weight.T)
 
 
-@pytest.mark.parametrize("auto_class", HEADS)
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "auto_class": HEADS})
 def test_loss_and_gradients(variant, auto_class):
     """The loss is the cross entropy of the head's logits, and every parameter has a gradient: otherwise a part of the
     model would stay untrained.
@@ -123,8 +122,7 @@ def test_loss_and_gradients(variant, auto_class):
         assert parameter.grad.isfinite().all() and parameter.grad.any(), name
 
 
-@pytest.mark.parametrize("auto_class", HEADS)
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "auto_class": HEADS})
 def test_from_a_causal_checkpoint_and_back(variant, auto_class, tmp_path):
     """A head on a causal checkpoint keeps the body and initialises only new parameters, and back: otherwise training
     would start from garbage.
@@ -191,9 +189,7 @@ def test_hidden_states_and_attentions_of_a_head(variant):
         assert all(torch.equal(a, b) for a, b in zip(output.attentions, body.attentions, strict=True))
 
 
-@pytest.mark.parametrize("size", [40, 61])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(2, {"variant": VARIANTS, "tied": [False, True], "size": [40, 61]})
 def test_resize_token_embeddings(variant, tied, size, tmp_path):
     """Resizing the vocabulary keeps the kept tokens' logits, tied embeddings and an earlier cache, and new tokens can
     be learnt: otherwise adding tokens would change the model.
@@ -220,8 +216,7 @@ def test_resize_token_embeddings(variant, tied, size, tmp_path):
     assert_same(full_logits(loaded, ids), full_logits(model, ids))
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "padded": [False, True]})
 def test_generating_from_embeddings(variant, padded):
     """A prompt given as embeddings has the tokens of the same ids, padded or not: otherwise soft prompts would be
     answered differently.

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from covering import covering
 from memorize_runs import (
     CHUNK,
     TOLERANCE,
@@ -28,10 +29,15 @@ from titans_hf.memory_state import MemoryInputs, MemoryState
 from titans_hf.token_grid import TokenGrid
 
 
-@pytest.mark.parametrize("length", [1, 3, 4, 13, 22])  # 22: more chunks than a checkpoint interval
-@pytest.mark.parametrize("num_seen", [[0, 0, 0], [2, 2, 2], [5, 0, 3]], ids=["start", "mid-chunk", "out-of-step"])
-@pytest.mark.parametrize("error_clip", [None, 1.0], ids=["plain", "clipped"])
-@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+@covering(
+    2,
+    {
+        "depth": [1, 2, 3, 4],
+        "error_clip": [None, 1.0],
+        "num_seen": [[0, 0, 0], [2, 2, 2], [5, 0, 3]],
+        "length": [1, 3, 4, 13, 22],
+    },
+)
 def test_dual_form_equals_reference(depth, error_clip, num_seen, length):
     """The dual form equals the token loop, with every gradient, at every phase of the chunk: otherwise training
     computes another memory than the paper's equations.
@@ -44,10 +50,15 @@ def test_dual_form_equals_reference(depth, error_clip, num_seen, length):
         assert_equals_reference(inputs, state, UpdateRule(error_clip), decay_target)
 
 
-@pytest.mark.parametrize("length", [1, 3, 4, 13, 22])
-@pytest.mark.parametrize("num_seen", [[0, 0, 0], [2, 2, 2], [5, 0, 3]], ids=["start", "mid-chunk", "out-of-step"])
-@pytest.mark.parametrize("momentum", [True, False], ids=["momentum", "eta 0"])
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@covering(
+    2,
+    {
+        "depth": [1, 2, 3],
+        "momentum": [True, False],
+        "num_seen": [[0, 0, 0], [2, 2, 2], [5, 0, 3]],
+        "length": [1, 3, 4, 13, 22],
+    },
+)
 def test_delta_rule_equals_reference(depth, momentum, num_seen, length):
     """The triangular system gives the token loop's deltas, with every gradient: otherwise the memory depends on where
     calls divide a chunk.
@@ -60,10 +71,15 @@ def test_delta_rule_equals_reference(depth, momentum, num_seen, length):
         assert_equals_reference(inputs, state, UpdateRule(1.0, delta_rule=True), decay_target)
 
 
-@pytest.mark.parametrize("length", [1, 3, 4, 13, 22])
-@pytest.mark.parametrize("num_seen", [[0, 0, 0], [5, 0, 3]], ids=["start", "out-of-step"])
-@pytest.mark.parametrize("rule", [UpdateRule(1.0), UpdateRule(1.0, True), UpdateRule(1.0, network="residual")], ids=str)
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@covering(
+    2,
+    {
+        "depth": [1, 2, 3],
+        "rule": [UpdateRule(1.0), UpdateRule(1.0, True), UpdateRule(1.0, network="residual")],
+        "num_seen": [[0, 0, 0], [5, 0, 3]],
+        "length": [1, 3, 4, 13, 22],
+    },
+)
 def test_a_memory_without_momentum_equals_reference(depth, rule, num_seen, length):
     """Without a momentum, results and gradients are those of the token loop, and of a momentum whose gate is 0:
     otherwise leaving it away would change the memory.
@@ -157,8 +173,7 @@ def test_both_clips_are_reached_and_left():
         assert all(x == 0 for x in longer) if clip else all(0.05 < x < 0.95 for x in longer)
 
 
-@pytest.mark.parametrize("network", ["mlp", "residual"])
-@pytest.mark.parametrize("split", [1, 3, 4, 5, 8, 12])
+@covering(1, {"split": [1, 3, 4, 5, 8, 12], "network": ["mlp", "residual"]})
 def test_state_carries_on(split, network):
     """Two calls equal one, wherever the first ends in a chunk, and so do single tokens: otherwise results depend on the
     calls.
@@ -206,10 +221,15 @@ def test_bfloat16_inputs_keep_a_float32_state():
         assert {output.retrieved.dtype, *(x.dtype for x in output.state.flat())} == {torch.float32}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("depth", [1, 2, 3, 4])
-@pytest.mark.parametrize("inputs", ["constant", "alternating", "random", "huge"])
-@pytest.mark.parametrize("gates", ["momentum near 1", "momentum 0"])
+@covering(
+    2,
+    {
+        "gates": ["momentum near 1", "momentum 0"],
+        "inputs": ["constant", "alternating", "random", "huge"],
+        "depth": [1, 2, 3, 4],
+        "dtype": [torch.float32, torch.bfloat16],
+    },
+)
 def test_nothing_blows_up(inputs, depth, gates, dtype):
     """After 20,000 tokens at the gates' extremes without forgetting, the state is finite and within the clips' bound:
     otherwise long texts end in nan.

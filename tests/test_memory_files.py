@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from common import VARIANTS, assert_same, left_pad, make_ids, make_model, read, shared_model
+from covering import covering
 from memory_folders import IDS, assert_equal, names, saved
 
 from titans_hf import TitansCache, cache_files
 
 
-@pytest.mark.parametrize("num_read", [1, 13, 40, 55])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "num_read": [1, 13, 40, 55]})
 def test_going_on_from_a_file_equals_never_having_stopped(variant, num_read, tmp_path):
     """Reading on from a saved memory gives bit-identical logits, from any place of a chunk, segment and window:
     otherwise a part of the state is not saved.

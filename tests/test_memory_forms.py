@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import covering
 from memorize_runs import (
     CHUNK,
     GATES,
@@ -21,10 +22,15 @@ from titans_hf import UpdateRule, memorize_reference
 from titans_hf.memory_ops import CHECKPOINT_INTERVAL, memorize
 
 
-@pytest.mark.parametrize("length", [1, 3, 13, 22])  # 22: more chunks than a checkpoint interval
-@pytest.mark.parametrize("num_seen", [[0, 0, 0], [5, 0, 3]], ids=["start", "out-of-step"])
-@pytest.mark.parametrize("error_clip,gates", [(None, "head"), (1.0, "head"), (None, "layer")])
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@covering(
+    2,
+    {
+        "depth": [1, 2, 3],
+        "error_clip,gates": [(None, "head"), (1.0, "head"), (None, "layer")],
+        "num_seen": [[0, 0, 0], [5, 0, 3]],
+        "length": [1, 3, 13, 22],
+    },
+)
 def test_the_residual_network_equals_reference(depth, gates, error_clip, num_seen, length):
     """M(x) = x + LN(MLP(x)) and its update equal the token loop with every gradient: otherwise the form of the paper's
     second version would be another network.
@@ -37,10 +43,9 @@ def test_the_residual_network_equals_reference(depth, gates, error_clip, num_see
         assert_equals_reference(inputs, state, UpdateRule(error_clip, network="residual"), decay_target)
 
 
-@pytest.mark.parametrize("length", [1, 3, 13, 22])
-@pytest.mark.parametrize("num_seen", [[0, 0, 0], [5, 0, 3]], ids=["start", "out-of-step"])
-@pytest.mark.parametrize("delta_rule", [False, True])
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@covering(
+    2, {"depth": [1, 2, 3], "delta_rule": [False, True], "num_seen": [[0, 0, 0], [5, 0, 3]], "length": [1, 3, 13, 22]}
+)
 def test_gates_per_layer_equal_reference(depth, delta_rule, num_seen, length):
     """An MLP whose layers have gates of their own equals the token loop with every gradient: otherwise a layer would be
     updated by the gates of another.

@@ -15,6 +15,7 @@ from common import (
     read,
     shared_model,
 )
+from covering import covering
 from hypothesis import strategies as st
 
 CHANGES = {
@@ -104,8 +105,7 @@ def test_eager_and_sdpa_agree(variant):
         assert_same(read(eager, ids, pieces)[0], read(shared_model(variant), ids, pieces)[0])
 
 
-@pytest.mark.parametrize("pieces", [[40], [1] * 40], ids=["whole", "tokens"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "pieces": [[40], [1] * 40]})
 def test_float32_is_close(variant, pieces):
     """Logits in float32 are within 1e-4 of float64: otherwise the order of operations loses more precision than float32
     requires.

@@ -2,8 +2,8 @@
 
 import re
 
-import pytest
 from common import make_config
+from covering import covering
 from huggingface_hub import ModelCard
 
 from titans_hf.cli.training.model_card import code, escape, model_card
@@ -28,8 +28,7 @@ def record(**changes) -> dict:
     } | changes
 
 
-@pytest.mark.parametrize("variant", ["mag", "lmm"])
-@pytest.mark.parametrize("field", ["license", "name", "train", "eval", "arguments"])
+@covering(1, {"field": ["license", "name", "train", "eval", "arguments"], "variant": ["mag", "lmm"]})
 def test_names_that_are_markup(field, variant):
     """A name is shown literally, on one line: otherwise it could end the card's metadata, a heading or a
     table's row.

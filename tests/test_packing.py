@@ -3,6 +3,7 @@
 import pytest
 import torch
 from common import VARIANTS, assert_same, assert_same_cache, full_logits, make_ids, make_model, read, shared_model
+from covering import covering
 from transformers import DataCollatorWithFlattening
 
 from titans_hf import TitansCache
@@ -28,8 +29,7 @@ def ways_to_say(rows: list[torch.Tensor]) -> dict[str, dict]:
     }
 
 
-@pytest.mark.parametrize("way", ["positions", "cumulative lengths", "indices"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "way": ["positions", "cumulative lengths", "indices"]})
 def test_documents_are_what_they_are_alone(variant, way):
     """Each packed document has the logits it has alone: otherwise it would read the memory, window or convolution of
     the one before.
@@ -90,8 +90,7 @@ def test_reading_on_after_packed_documents(variant):
     assert_same(read(model, more[None], [1, 8], cache)[0], full_logits(model, torch.cat([third, more])[None])[:, 11:])
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "checkpointing": [False, True]})
 def test_gradients(variant, checkpointing):
     """Gradients of packed documents equal the sum of each document's: otherwise packed training would optimise another
     loss.

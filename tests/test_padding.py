@@ -3,6 +3,7 @@
 import pytest
 import torch
 from common import VARIANTS, assert_same, full_logits, left_pad, make_ids, make_model, read, shared_model
+from covering import covering
 
 from titans_hf import TitansCache, generation_titans
 
@@ -16,8 +17,7 @@ def continue_alone(model, parts: list[torch.Tensor]) -> torch.Tensor:
     return full_logits(model, torch.cat(parts)[None])[0, -len(parts[-1]) :]
 
 
-@pytest.mark.parametrize("lengths", [(31, 24, 13, 1), (9, 8, 7, 4), (40, 1)], ids=str)
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "lengths": [(31, 24, 13, 1), (9, 8, 7, 4), (40, 1)]})
 def test_left_padding(variant, lengths):
     """Left-padded rows have the logits they have alone, with any padding token: otherwise an answer would depend on its
     batch.
@@ -42,8 +42,7 @@ def test_every_pad_length_up_to_two_segments(variant):
         assert_same(logits[-len(row) :], expected[: len(row)])
 
 
-@pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "masked": [True, False]})
 def test_right_padding(variant, masked):
     """Padding on the right, masked or not, leaves earlier logits unchanged: otherwise evaluation harnesses, which pass
     no mask, would score other ones.
@@ -54,8 +53,7 @@ def test_right_padding(variant, masked):
         assert_same(logits[: len(row)], full_logits(model, row[None])[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32], ids=str)
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "dtype": [torch.int64, torch.bool, torch.float32]})
 def test_padding_anywhere(variant, dtype):
     """Masked tokens within a row leave the others' logits unchanged, for a mask of any dtype: otherwise later tokens
     would be shifted.
@@ -88,8 +86,7 @@ def test_rows_out_of_step(variant, attention):
         assert cache.num_tokens_seen().tolist() == [len(row) + 22 for row in rows]
 
 
-@pytest.mark.parametrize("whole_mask", [True, False])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "whole_mask": [True, False]})
 def test_padded_second_turn(variant, whole_mask):
     """A padded second turn has the logits of the rows alone, with the mask of both turns or of the new one: otherwise
     padding would enter the conversation.
@@ -127,8 +124,7 @@ def test_rows_that_are_all_padding(variant):
         assert cache.layers[-1].state.memory.num_seen.tolist() == [20, 12]
 
 
-@pytest.mark.parametrize("first", [1, 6])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "first": [1, 6]})
 def test_a_call_of_padding_alone(variant, first):
     """A call of padding alone leaves later logits unchanged: otherwise it would fail, or enter the memory."""
     model, ids = shared_model(variant), make_ids(2, 20)

@@ -27,8 +27,7 @@ TARGETS = {
     "both": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "all-linear": "all-linear",
 }
-# the memory of LMM is all that it has
-EACH = [(variant, target) for variant in VARIANTS for target in TARGETS if (variant, target) != ("lmm", "attention")]
+EACH = [("mac", "all-linear"), ("mag", "attention"), ("mag", "memory"), ("mal", "both"), ("lmm", "memory")]
 CHECKPOINTING = [None, {"use_reentrant": True}, {"use_reentrant": False}]
 
 

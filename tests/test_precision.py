@@ -2,9 +2,9 @@
 
 import itertools
 
-import pytest
 import torch
 from common import VARIANTS, full_logits, left_pad, make_ids, make_model, read
+from covering import covering
 from transformers import AutoModelForCausalLM
 
 from titans_hf import TitansCache
@@ -35,9 +35,7 @@ def to_half(model, dtype, way: str, folder) -> torch.nn.Module:
     return model.to(dtype)
 
 
-@pytest.mark.parametrize("way", ["to", "half", "from_pretrained"])
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(2, {"variant": VARIANTS, "dtype": HALVES, "way": ["to", "half", "from_pretrained"]})
 def test_inference(variant, dtype, way, tmp_path):
     """Logits in half precision are near float32's and the memory is float32, however the model is converted: otherwise
     long texts overflow or lose updates.
@@ -55,8 +53,7 @@ def test_inference(variant, dtype, way, tmp_path):
         assert memory_dtypes(cache) == {torch.float32}
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "dtype": HALVES})
 def test_generation(variant, dtype):
     """Logits of generate() in half precision, with padding, are near float32's: otherwise answers would degrade as they
     get longer.
@@ -72,9 +69,13 @@ def test_generation(variant, dtype):
     assert memory_dtypes(output.past_key_values) == {torch.float32}
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("first,then", list(itertools.permutations([torch.float32, *HALVES], 2)))
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(
+    1,
+    {
+        "variant,attention": list(itertools.product(VARIANTS, ["sdpa", "eager"])),
+        "first,then": list(itertools.permutations([torch.float32, *HALVES], 2)),
+    },
+)
 def test_cache_of_another_precision(variant, first, then, attention):
     """A cache can be read on with in another precision, near float32's logits: otherwise changing it would end a
     conversation.
@@ -88,8 +89,7 @@ def test_cache_of_another_precision(variant, first, then, attention):
     assert memory_dtypes(cache) == {torch.float32}
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "dtype": HALVES})
 def test_tokens_that_say_nothing(variant, dtype):
     """Tokens whose key, query or value underflows to 0 give finite logits: otherwise one such token would make all
     later ones nan.
@@ -104,8 +104,7 @@ def test_tokens_that_say_nothing(variant, dtype):
     assert read(model, ids, [1] * LENGTH)[0].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "dtype": HALVES})
 def test_a_memory_that_says_too_much(variant, dtype):
     """Memory weights whose squares exceed float16's range give logits near float32's: otherwise the model would return
     nan.
@@ -122,8 +121,7 @@ def test_a_memory_that_says_too_much(variant, dtype):
     assert distance(full_logits(model, ids), expected) < 2 * HALVES[dtype]
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "dtype": HALVES})
 def test_autocast_training(variant, dtype):
     """Under autocast loss and gradients are near float32's, gradients float32, and the memory float32 over all calls:
     otherwise mixed precision would train another model.
@@ -148,8 +146,7 @@ def test_autocast_training(variant, dtype):
     assert torch.cosine_similarity(*everything, dim=0) > (0.98 if dtype == torch.bfloat16 else 0.9995)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "dtype": HALVES})
 def test_a_cache_crosses_autocast(variant, dtype):
     """A cache made under autocast can be read on with outside of it, and the other way round: otherwise evaluation
     after training would fail.

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from common import VARIANTS, assert_same, assert_same_cache, left_pad, make_ids, shared_model
+from covering import covering
 
 GREEDY = dict(do_sample=False, pad_token_id=0)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 8, 12, 13, 31, 40, 100])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "size": [1, 2, 3, 5, 7, 8, 12, 13, 31, 40, 100]})
 def test_any_piece_size(variant, size):
     """Any prefill_chunk_size gives the tokens, logits and cache of one call, in a padded batch too: otherwise long
     prompts would be answered differently.

@@ -11,8 +11,8 @@ from common import FORMS, VARIANTS, assert_same, full_logits, make_ids, shared_m
 
 from titans_hf import TitansCache
 
-NUM_PROGRAMS, NUM_OPERATIONS, MAX_ROWS = 60, 14, 4
-NUM_SLOW = 15  # of the programs are run with the slow tests, the others with the long ones
+NUM_PROGRAMS, NUM_OPERATIONS, MAX_ROWS = 12, 14, 4
+NUM_SLOW = 3  # of the programs are run with the slow tests, the others with the long ones
 CHANGES = {"": {}, "+default memory": FORMS["gated delta rule"], "+token memory": FORMS["token memory"]}
 
 

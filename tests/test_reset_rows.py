@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from common import VARIANTS, assert_same, full_logits, make_ids, read, shared_model, tensors
+from covering import covering
 
 from titans_hf import TitansCache
 
@@ -48,8 +49,7 @@ def test_nothing_of_it_stays_in_the_cache(variant):
         assert not x[0].any() and torch.equal(x[1], y[1])
 
 
-@pytest.mark.parametrize("recorded", [False, True])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "recorded": [False, True]})
 def test_a_file_keeps_the_reset(variant, recorded, tmp_path):
     """A reset row is still reset after saving and loading, also with recorded columns and crop(): otherwise a file
     would restore it.

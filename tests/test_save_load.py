@@ -3,6 +3,7 @@
 import pytest
 import torch
 from common import VARIANTS, assert_same, full_logits, make_config, make_ids, make_model, read
+from covering import covering
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
@@ -21,8 +22,7 @@ def stored_names(folder) -> set[str]:
         return set(file.keys())
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "tied": [False, True]})
 def test_round_trip(variant, tied, tmp_path):
     """A saved model loads with the same class, bits and tied embeddings, stored once: otherwise it would be another
     model.
@@ -71,8 +71,7 @@ def test_dtype_of_the_checkpoint_is_kept(variant, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("pieces", [[30], [1] * 30], ids=["whole", "tokens"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "pieces": [[30], [1] * 30]})
 def test_bfloat16(variant, pieces, tmp_path):
     """In bfloat16 logits are finite and near float32's, and the memory is float32: otherwise half precision would
     overflow or drift.

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import VARIANTS, assert_same, make_model
+from covering import covering
 from datasets import load_dataset
 
 from titans_hf.cli.training import tokenizer as training_data
@@ -87,8 +88,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "way": WAYS})
 def test_conversations_are_learnt_alike(variant, way, tmp_path, tokenizer, chats):
     """Padded, padding-free and packed training give the parameters of one conversation at a time: otherwise padding
     would be learnt, or conversations would share a memory.

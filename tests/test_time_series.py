@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 from common import VARIANTS, assert_same, assert_same_cache
+from covering import covering
 from time_series_models import make_model, make_values, read
 from transformers import AutoConfig, AutoModelForTimeSeriesPrediction, Trainer, TrainingArguments
 
@@ -17,9 +18,7 @@ import titans_hf
 from titans_hf import TitansForTimeSeriesPrediction, TitansTimeSeriesConfig
 
 
-@pytest.mark.parametrize("sizes", [[20, 40], [20, *[4] * 10], [28, 4, 20, 8]], ids=["two", "patches", "ragged"])
-@pytest.mark.parametrize("rule", ["chunk", "delta"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(2, {"variant": VARIANTS, "rule": ["chunk", "delta"], "sizes": [[20, 40], [20, *[4] * 10], [28, 4, 20, 8]]})
 def test_a_stream_in_pieces_is_the_series(variant, rule, sizes):
     """After each piece the forecast and the state are those of the series read at once so far. If it failed, a stream
     would have to be read from its beginning for every forecast.
@@ -144,8 +143,7 @@ def test_generate_reads_its_own_forecast():
     assert torch.equal(model.generate(values).sequences, own)
 
 
-@pytest.mark.parametrize("loss,function", [("mse", torch.square), ("mae", torch.abs)])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "loss,function": [("mse", torch.square), ("mae", torch.abs)]})
 def test_loss_and_gradients(variant, loss, function):
     """The loss is the mean over all values, and every parameter has a gradient. If it failed, a part of the model would
     stay untrained.

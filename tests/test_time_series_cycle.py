@@ -3,6 +3,7 @@
 import pytest
 import torch
 from common import VARIANTS, assert_same, assert_same_cache
+from covering import covering
 from huggingface_hub.errors import StrictDataclassError
 from time_series_models import make_model, make_values, read
 from transformers import AutoModelForTimeSeriesPrediction
@@ -34,8 +35,7 @@ def test_the_cycle_is_subtracted_and_added():
     assert_same(found.loc, expected.loc)
 
 
-@pytest.mark.parametrize("sizes", [[20, 40], [20, *[4] * 10], [28, 4, 20, 8]], ids=["two", "patches", "ragged"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "sizes": [[20, 40], [20, *[4] * 10], [28, 4, 20, 8]]})
 def test_a_stream_keeps_its_place_in_the_cycle(variant, sizes):
     """After each piece the forecast and the state are those of the series read at once so far, with the position given
     for the first piece only. If it failed, a stream would lose the time of day.

@@ -1,5 +1,6 @@
 """Data of training: files of every kind, data sets and streams, and what is held out of them."""
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from covering import covering
 from datasets import Dataset, DatasetDict
 from tiny_run import SHORT, TITANS, real_tokens
 
@@ -54,21 +56,26 @@ def test_markdown_files_are_documents(tmp_path):
     assert decoded(tmp_path / "wiki") == decoded(tmp_path / "wiki" / "notes.md") == "# Notes\n</s>"
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("latin.txt", b"caf\xe9", r"latin.txt is no valid text file: .*codec can't decode byte 0xe9"),
-        ("image.txt", b"\x89PNG\0\0", r"image.txt is a binary file"),
-        ("half.jsonl", b'{"text": "a"}\n{"text": ', r"half.jsonl is no valid json file: line 2"),
-        ("none.jsonl", b"", r"none.jsonl is empty"),
-        ("torn.parquet", b"PAR1 and no more", r"torn.parquet is no valid parquet file"),
-        ("latin.jsonl", b'{"text": "caf\xe9"}\n', r"latin.jsonl is no valid json file: .*codec can't decode byte 0xe9"),
-        ("far.txt", b"a" * 9000 + b"\xe9", r"far.txt is no valid text file: .*codec can't decode byte 0xe9"),
-        ("latin.csv", b"text\ncaf\xe9\n", r"latin.csv is no valid csv file: .*codec can't decode byte 0xe9"),
-    ],
+@covering(
+    1,
+    {
+        "name,content,message": [
+            ("latin.txt", b"caf\xe9", r"latin.txt is no valid text file: .*codec can't decode byte 0xe9"),
+            ("image.txt", b"\x89PNG\0\0", r"image.txt is a binary file"),
+            ("half.jsonl", b'{"text": "a"}\n{"text": ', r"half.jsonl is no valid json file: line 2"),
+            ("none.jsonl", b"", r"none.jsonl is empty"),
+            ("torn.parquet", b"PAR1 and no more", r"torn.parquet is no valid parquet file"),
+            (
+                "latin.jsonl",
+                b'{"text": "caf\xe9"}\n',
+                r"latin.jsonl is no valid json file: .*codec can't decode byte 0xe9",
+            ),
+            ("far.txt", b"a" * 9000 + b"\xe9", r"far.txt is no valid text file: .*codec can't decode byte 0xe9"),
+            ("latin.csv", b"text\ncaf\xe9\n", r"latin.csv is no valid csv file: .*codec can't decode byte 0xe9"),
+        ],
+        "good,streaming": list(itertools.product(["first", "last", "none"], [False, True])),
+    },
 )
-@pytest.mark.parametrize("good", ["first", "last", "none"])
-@pytest.mark.parametrize("streaming", [False, True])
 def test_errors_name_the_file(tmp_path, name, content, message, good, streaming):
     """The error for a broken file names it, alone or among others: otherwise it could not be located among a
     thousand.

@@ -16,6 +16,7 @@ from common import (
     read,
     shared_model,
 )
+from covering import covering
 
 from titans_hf import TitansCache, TitansForCausalLM
 
@@ -72,8 +73,7 @@ def test_a_linear_memory_with_the_delta_rule_has_no_clip(variant):
         assert torch.equal(gradient, found[1][name]), name
 
 
-@pytest.mark.parametrize("changes", [{}, PAPER], ids=["default", "paper"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant,changes", [*((variant, {}) for variant in VARIANTS), ("mac", PAPER)])
 def test_gradients_are_those_of_finite_differences(variant, changes):
     """Gradients equal finite differences, through the memory's updates: otherwise the memory would not be trained to
     learn.
@@ -94,9 +94,14 @@ def test_gradients_are_those_of_finite_differences(variant, changes):
         assert abs(numeric - exact) < 1e-5 * max(1.0, abs(exact)), list(model.state_dict())[seed]
 
 
-@pytest.mark.parametrize("changes", [{}, PAPER], ids=["default", "paper"])
-@pytest.mark.parametrize("reentrant,padded", [(False, True), (True, False)])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(
+    2,
+    {
+        "variant": VARIANTS,
+        "reentrant,padded": [(False, True), (True, False)],
+        "changes": [pytest.param({}, id="default"), pytest.param(PAPER, id="paper")],
+    },
+)
 def test_gradient_checkpointing_changes_nothing(variant, reentrant, padded, changes):
     """Activation checkpointing keeps logits and gradients, padded or not: otherwise saving memory would change the
     training.
