@@ -5,7 +5,7 @@ import torch
 from common import assert_same, gradients, make_config, make_ids, make_model, redraw
 
 from titans_hf import NeuralMemory
-from titans_hf.cache_layer import named_tensors
+from titans_hf.memory_state import named_tensors
 
 T, HIDDEN = 23, 32  # chunks of 4 tokens
 

@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .cache_layer import named_tensors
 from .configuration_titans import TitansConfig, field_facts
+from .memory_state import named_tensors
 
 FORMAT, VERSION = "titans-memory", 1
 DESCRIPTION = "memory.json"

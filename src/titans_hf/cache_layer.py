@@ -4,15 +4,14 @@ and offloading.
 States are never changed in place, but are not frozen either: Transformers' exporters set the fields of a copy.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from .memory_state import MemoryState, where_rows
+from .memory_state import MemoryState, map_tensors, named_tensors, tensors_of, where_rows, with_tensors
 from .token_grid import Columns, TokenGrid
 
 
@@ -27,8 +26,7 @@ class KeyValueCache:
 
     def map(self, fn: Callable[..., Tensor], *others: "KeyValueCache") -> "KeyValueCache":
         """Applies `fn` to keys and values, with those of `others` as further arguments."""
-        caches = (self, *others)
-        return KeyValueCache(fn(*(cache.keys for cache in caches)), fn(*(cache.values for cache in caches)))
+        return map_tensors(fn, self, *others)
 
 
 @dataclass
@@ -50,44 +48,22 @@ class LayerState:
 
     def map(self, fn: Callable[..., Tensor], *others: "LayerState") -> "LayerState":
         """Applies `fn` to every tensor, with the tensors of `others` as further arguments."""
-        states = (self, *others)
-        return LayerState(
-            self.memory.map(fn, *(state.memory for state in others)),
-            fn(*(state.conv_state for state in states)),
-            None if self.kv_cache is None else self.kv_cache.map(fn, *(state.kv_cache for state in others)),
-            tuple(map(fn, *(state.segment_weights for state in states))),
-        )
+        return map_tensors(fn, self, *others)
 
     def merged(self, other: "LayerState", weight: float) -> "LayerState":
         """Returns the state with the memory (1 - weight) * self + weight * other; all else as in this state."""
 
-        def interpolate(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            return tuple(torch.lerp(x, y.to(x).expand_as(x), weight) for x, y in zip(ours, theirs, strict=True))
+        def interpolate(ours: Tensor, theirs: Tensor) -> Tensor:
+            return torch.lerp(ours, theirs.to(ours).expand_as(ours), weight)
 
-        memory = MemoryState(
-            interpolate(self.memory.weights, other.memory.weights),
-            interpolate(self.memory.momentum, other.memory.momentum),
-            interpolate(self.memory.anchor, other.memory.anchor),
-            self.memory.num_seen,
-        )
-        segment_weights = interpolate(self.segment_weights, other.segment_weights)
-        return replace(self, memory=memory, segment_weights=segment_weights)
+        num_seen = self.memory.num_seen
+        memory = replace(self.memory, num_seen=None).map(interpolate, replace(other.memory, num_seen=None))
+        segment_weights = map_tensors(interpolate, self.segment_weights, other.segment_weights)
+        return replace(self, memory=replace(memory, num_seen=num_seen), segment_weights=segment_weights)
 
     def tensors(self) -> list[Tensor]:
         """Returns all tensors."""
-        return [x for _, x in named_tensors(self)]
-
-    @classmethod
-    def from_tree(cls, tree: dict[str, Any]) -> "LayerState":
-        """Returns the state whose `named_tensors` are the leaves of `tree` (see `as_tree`)."""
-        memory = tree["memory"]
-        layers = (_in_order(memory.get(part, {})) for part in ("weights", "momentum", "anchor"))
-        return cls(
-            MemoryState(*layers, memory["num_seen"]),
-            tree["conv_state"],
-            KeyValueCache(**tree["kv_cache"]) if "kv_cache" in tree else None,
-            _in_order(tree.get("segment_weights", {})),
-        )
+        return tensors_of(self)
 
 
 @dataclass
@@ -141,46 +117,6 @@ class RecordedColumns:
             mask=self.mask[:, :num_columns],
             document_starts=self.document_starts[:, :num_columns],
         )
-
-    def map(self, fn: Callable[[Tensor], Tensor]) -> "RecordedColumns":
-        """Applies `fn` to every tensor."""
-        state = None if self.state is None else self.state.map(fn)
-        restart = None if self.restart is None else fn(self.restart)
-        return RecordedColumns(state, fn(self.inputs), fn(self.mask), fn(self.document_starts), restart)
-
-    @classmethod
-    def from_tree(cls, tree: dict[str, Any]) -> "RecordedColumns":
-        """Returns the record whose `named_tensors` are the leaves of `tree` (see `as_tree`)."""
-        state = LayerState.from_tree(tree["state"]) if "state" in tree else None
-        return cls(state, tree["inputs"], tree["mask"], tree["document_starts"], tree.get("restart"))
-
-
-def named_tensors(part: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of a state, a record or a tuple of them, each with its path, as "memory.weights.0"."""
-    if isinstance(part, Tensor):
-        yield path, part
-    elif part is not None:
-        names = getattr(type(part), "__match_args__", None)  # the fields of a dataclass
-        values = part if names is None else [getattr(part, name) for name in names]
-        for name, value in zip(range(len(part)) if names is None else names, values, strict=True):
-            yield from named_tensors(value, f"{path}.{name}" if path else str(name))
-
-
-def as_tree(named: dict[str, Any]) -> dict[str, Any]:
-    """Nests dictionaries by the parts of their keys: {"a.b": x} -> {"a": {"b": x}}."""
-    tree: dict[str, Any] = {}
-    for path, x in named.items():
-        *parents, name = path.split(".")
-        branch = tree
-        for parent in parents:
-            branch = branch.setdefault(parent, {})
-        branch[name] = x
-    return tree
-
-
-def _in_order(tree: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Returns the tensors of {"0": x, "1": y, ...} in the order of their numbers."""
-    return tuple(tree[str(i)] for i in range(len(tree)))
 
 
 class TitansCacheLayer(CacheLayerMixin):
@@ -273,21 +209,25 @@ class TitansCacheLayer(CacheLayerMixin):
         parts = {name: getattr(self, name) for name in ("state", "recorded", "to_reread", "restart")}
         return {path: x for name, part in parts.items() for path, x in named_tensors(part, name)}
 
-    def restore(self, tree: dict[str, Any], num_columns: int, record_past: bool) -> None:
-        """Sets the layer to what `named_tensors` returned, nested by `as_tree`."""
-        self.state = LayerState.from_tree(tree["state"]) if "state" in tree else None
-        self.recorded = RecordedColumns.from_tree(tree["recorded"]) if "recorded" in tree else None
-        self.to_reread = RecordedColumns.from_tree(tree["to_reread"]) if "to_reread" in tree else None
-        self.restart = tree.get("restart")
+    def restore(self, named: dict[str, Tensor], like: LayerState, num_columns: int, record_past: bool) -> None:
+        """Sets the layer to the tensors that `named_tensors` returned; `like` is any state of this layer."""
+        paths = [path for path, _ in named_tensors(like)]
+
+        def state(part: str) -> LayerState | None:
+            present = f"{part}.{paths[0]}" in named
+            return with_tensors(like, [named[f"{part}.{path}"] for path in paths]) if present else None
+
+        self.state, self.restart = state("state"), named.get("restart")
+        for part in ("recorded", "to_reread"):
+            columns = [named.get(f"{part}.{name}") for name in ("inputs", "mask", "document_starts", "restart")]
+            setattr(self, part, None if columns[0] is None else RecordedColumns(state(f"{part}.state"), *columns))
         self.record_past, self.is_initialized = record_past, num_columns > 0
         self.set_num_columns(num_columns)
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replaces every tensor x of the layer by fn(x)."""
-        for name in ("state", "recorded", "to_reread"):
-            part = getattr(self, name)
-            setattr(self, name, None if part is None else part.map(fn))
-        self.restart = None if self.restart is None else fn(self.restart)
+        for name in ("state", "recorded", "to_reread", "restart"):
+            setattr(self, name, map_tensors(fn, getattr(self, name)))
 
     def reset(self, rows: Tensor | None = None) -> None:
         """Resets the layer, or the rows where `rows` (B,) bool is True: their next token starts from the learned

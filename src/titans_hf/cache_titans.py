@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from .cache_files import LOCK, SavedMemory, check_tensors, fingerprint, read_memory, write_memory
-from .cache_layer import RecordedColumns, TitansCacheLayer, as_tree
+from .cache_layer import RecordedColumns, TitansCacheLayer
 from .configuration_titans import TitansConfig, field_facts
 
 
@@ -189,10 +189,13 @@ class TitansCache(Cache):
         saved = read_memory(folder, model)
         cache = cls(model.config, **options)
         cache.about = saved.description["about"]
-        tree = as_tree(saved.tensors)
         for i, (layer, decoder) in enumerate(zip(cache.layers, model.base_model.layers_with_state, strict=True)):
-            layer.restore(tree.get(str(i), {}), saved.num_columns, saved.record_past)
-            layer.apply(methodcaller("to", next(decoder.parameters()).device))
+            named = {path.removeprefix(f"{i}."): x for path, x in saved.tensors.items() if path.startswith(f"{i}.")}
+            parameter = next(decoder.parameters())
+            with torch.no_grad():
+                like = decoder.mixer.initial_state(1, parameter.dtype)
+            layer.restore(named, like, saved.num_columns, saved.record_past)
+            layer.apply(methodcaller("to", parameter.device))
         return cache
 
     def push_to_hub(self, repo_id: str, model: PreTrainedModel, *, private: bool = True, **kwargs) -> CommitInfo:

@@ -44,7 +44,7 @@ from .memory_network import (
     token_surprise,
     with_last_deltas,
 )
-from .memory_state import MemoryInputs, MemoryState
+from .memory_state import MemorizeOutput, MemoryInputs, MemoryState
 
 
 class TokenDeltas(NamedTuple):
@@ -170,17 +170,6 @@ class ChunkIntermediates(NamedTuple):
     token_deltas: TokenDeltas | None
 
 
-class ChunkOutput(NamedTuple):
-    """retrieved (N, C, D), surprise (N, C); weights and momentum at the chunk's end, one tensor per layer (no momentum:
-    empty).
-    """
-
-    retrieved: Tensor
-    surprise: Tensor
-    weights: tuple[Tensor, ...]
-    momentum: tuple[Tensor, ...]
-
-
 class ChunkGradients(NamedTuple):
     """Gradients with respect to a chunk's inputs, the state at its start and the decay target (empty for 0)."""
 
@@ -192,18 +181,18 @@ class ChunkGradients(NamedTuple):
 class ChunkFunctions(NamedTuple):
     """The functions of one chunk, as written here or compiled."""
 
-    forward: Callable[..., ChunkOutput]
+    forward: Callable[..., MemorizeOutput]
     intermediates: Callable[..., ChunkIntermediates]
     backward: Callable[..., ChunkGradients]
 
 
 def chunk_forward(
     inputs: MemoryInputs, state: MemoryState, decay_target: Sequence[Tensor], rule: UpdateRule
-) -> ChunkOutput:
-    """Computes what the queries of a chunk retrieve, and the weights and momentum at its end."""
+) -> MemorizeOutput:
+    """Computes what the queries of a chunk retrieve, the tokens' surprise, and the state at the chunk's end."""
     chunk = chunk_intermediates(inputs, state, decay_target, rule)
     retrieved = apply_layers(inputs.queries, _reads_of_layers(chunk), rule.network)
-    return ChunkOutput(retrieved, token_surprise(chunk.factors), *end_of_chunk(chunk))
+    return MemorizeOutput(retrieved, token_surprise(chunk.factors), end_of_chunk(chunk))
 
 
 def chunk_intermediates(
@@ -263,11 +252,12 @@ def read_layer(x: Tensor, layer: ChunkLayer, gates: GateProducts) -> Tensor:
     return output.baddbmm_(scores, layer.deltas, alpha=-1)  # - ((x h^T) o G) delta: (N, C, C) @ (N, C, d_out)
 
 
-def end_of_chunk(chunk: ChunkIntermediates) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Computes weights and momentum at the chunk's end, one tensor per layer (no momentum: empty)."""
+def end_of_chunk(chunk: ChunkIntermediates) -> MemoryState:
+    """Computes the state at the chunk's end, with the anchor of the chunk."""
     pairs = list(zip(chunk.layers, chunk.gates, strict=True))
     weights = tuple(_weights_at_end(layer, gates) for layer, gates in pairs)
-    return weights, tuple(_momentum_at_end(layer, gates) for layer, gates in pairs if layer.momentum is not None)
+    momentum = tuple(_momentum_at_end(layer, gates) for layer, gates in pairs if layer.momentum is not None)
+    return MemoryState(weights, momentum, chunk.anchor)
 
 
 def _weights_at_end(layer: ChunkLayer, gates: GateProducts) -> Tensor:

@@ -8,12 +8,10 @@ Shapes: B batch, H heads, T tokens, D head size; weights (B, H, d_in, d_out). Wi
 tokens, C tokens of a chunk; weights (N, d_in, d_out).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
-from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +28,7 @@ from .memory_network import (
     token_surprise,
     with_last_deltas,
 )
-from .memory_state import MemorizeOutput, MemoryInputs, MemoryState, StateSizes, where_rows
+from .memory_state import MemorizeOutput, MemoryInputs, MemoryState, map_tensors, tensors_of, where_rows, with_tensors
 from .token_grid import TokenGrid
 
 CHECKPOINT_INTERVAL = 4  # chunks; docs/dev/log.md: "States of every fourth chunk kept for the backward"
@@ -64,36 +62,10 @@ class ScanArguments(NamedTuple):
     state: MemoryState
     decay_target: tuple[Tensor, ...]
 
-    def flat(self) -> tuple[Tensor | None, ...]:
-        """Returns all tensors, as an autograd.Function takes them."""
-        return (*self.inputs, *self.state.flat(), *self.decay_target)
-
-    @classmethod
-    def from_flat(cls, tensors: Sequence[Tensor | None], sizes: StateSizes) -> "ScanArguments":
-        """Returns the arguments of the tensors of `flat`."""
-        remaining = iter(tensors)
-        return cls(_next_inputs(remaining), _next_state(remaining, sizes), tuple(remaining))
-
-
-class ScanOutput(NamedTuple):
-    """retrieved (N, T, D), surprise (N, T), and the state after the last token."""
-
-    retrieved: Tensor
-    surprise: Tensor
-    state: MemoryState
-
-
-def _next_inputs(tensors: Iterator[Tensor | None]) -> MemoryInputs:
-    return MemoryInputs(*islice(tensors, len(MemoryInputs._fields)))
-
-
-def _next_state(tensors: Iterator[Tensor], sizes: StateSizes) -> MemoryState:
-    return MemoryState.from_flat(islice(tensors, sum(sizes)), sizes)
-
 
 def scan_chunks(
     options: ScanOptions, arguments: ScanArguments, checkpoints: list[MemoryState] | None = None
-) -> ScanOutput:
+) -> MemorizeOutput:
     """Updates and reads the memory chunk after chunk. Appends the state at every `CHECKPOINT_INTERVAL`-th chunk to
     `checkpoints`.
     """
@@ -106,19 +78,24 @@ def scan_chunks(
         output = forward(inputs, state, arguments.decay_target, options.rule)
         retrieved.append(output.retrieved)
         surprise.append(output.surprise)
-        state = MemoryState(output.weights, output.momentum, state.anchor)
-    return ScanOutput(torch.cat(retrieved, dim=1), torch.cat(surprise, dim=1), state)
+        state = output.state
+    return MemorizeOutput(torch.cat(retrieved, dim=1), torch.cat(surprise, dim=1), state)
 
 
-def scan_chunks_differentiable(options: ScanOptions, arguments: ScanArguments) -> ScanOutput:
+def scan_chunks_differentiable(options: ScanOptions, arguments: ScanArguments) -> MemorizeOutput:
     """Runs `scan_chunks` with the hand-written backward."""
     # docs/dev/log.md: "The backward by hand"
-    sizes = arguments.state.sizes
-    retrieved, surprise, *state = _ChunkScan.apply(options, sizes, *arguments.flat())
-    return ScanOutput(retrieved, surprise, MemoryState.from_flat(state, sizes))
+    retrieved, surprise, *state = _ChunkScan.apply(options, _form(arguments), *tensors_of(arguments))
+    return MemorizeOutput(retrieved, surprise, with_tensors(arguments.state, state))
 
 
-def scan_chunks_by_autograd(options: ScanOptions, arguments: ScanArguments) -> ScanOutput:
+def _form(tree: Any) -> Any:
+    """Returns a tree of the same form that holds no memory."""
+    nothing = torch.empty(0)
+    return map_tensors(lambda _: nothing, tree)
+
+
+def scan_chunks_by_autograd(options: ScanOptions, arguments: ScanArguments) -> MemorizeOutput:
     """Runs `scan_chunks` with a backward by autograd: for forms of the memory whose backward is not written by hand."""
     # docs/dev/log.md: "The residual network's backward"
     state, outputs = arguments.state, []
@@ -131,31 +108,30 @@ def scan_chunks_by_autograd(options: ScanOptions, arguments: ScanArguments) -> S
         outputs.append(checkpoint(scan_chunks, part, group, use_reentrant=False, preserve_rng_state=False))
         state = outputs[-1].state
     retrieved, surprise = (torch.cat([getattr(x, name) for x in outputs], dim=1) for name in ("retrieved", "surprise"))
-    return ScanOutput(retrieved, surprise, state)
+    return MemorizeOutput(retrieved, surprise, state)
 
 
 class _ChunkScan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, options: ScanOptions, sizes: StateSizes, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        given = ScanArguments.from_flat(tensors, sizes)
-        detached = ScanArguments.from_flat([None if x is None else x.detach() for x in tensors], sizes)
-        checkpoints = []
-        output = scan_chunks(options, detached, checkpoints)
+    def forward(ctx, options: ScanOptions, form: ScanArguments, *tensors: Tensor) -> tuple[Tensor, ...]:
+        given, checkpoints = with_tensors(form, tensors), []
+        output = scan_chunks(options, map_tensors(Tensor.detach, given), checkpoints)
         ctx.mark_non_differentiable(output.surprise)
-        ctx.options, ctx.sizes = options, sizes
-        ctx.save_for_backward(*given.inputs, *(x for state in checkpoints for x in state.flat()), *given.decay_target)
-        return output.retrieved, output.surprise, *output.state.flat()
+        saved = (given.inputs, checkpoints, given.decay_target)
+        ctx.options, ctx.form = options, _form(saved)
+        ctx.save_for_backward(*tensors_of(saved))
+        return output.retrieved, output.surprise, *tensors_of(output.state)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_retrieved: Tensor, _: Tensor, *grad_state: Tensor) -> tuple[Tensor | None, ...]:
-        options, saved = ctx.options, iter(ctx.saved_tensors)  # read once: under checkpointing, reading recomputes
-        chunks = _split_inputs(_next_inputs(saved), options.chunk_size)
+        options = ctx.options
+        # Read once: under checkpointing, reading `saved_tensors` recomputes them.
+        inputs, checkpoints, decay_target = with_tensors(ctx.form, ctx.saved_tensors)
+        chunks = _split_inputs(inputs, options.chunk_size)
         firsts = range(0, len(chunks), CHECKPOINT_INTERVAL)
-        checkpoints = [_next_state(saved, ctx.sizes) for _ in firsts]
-        decay_target = tuple(saved)
         grad_outputs = _split(grad_retrieved, options.chunk_size)
-        grads, grad_inputs = MemoryState.from_flat(grad_state, ctx.sizes), []
+        grads, grad_inputs = with_tensors(checkpoints[0], grad_state), []
         grad_target = [torch.zeros_like(x) for x in decay_target]
         with torch.autocast(grad_retrieved.device.type, enabled=False):
             for first, checkpoint in zip(reversed(firsts), reversed(checkpoints), strict=True):
@@ -168,7 +144,8 @@ class _ChunkScan(torch.autograd.Function):
                     for total, gradient in zip(grad_target, gradients.decay_target, strict=True):
                         total.add_(gradient)
                     grads = _anchor_backward(options, chunk, gradients.state, grads.anchor)
-        return None, None, *_join_inputs(grad_inputs), *grads.flat(), *grad_target
+        joined = zip(inputs, _join_inputs(grad_inputs), strict=True)
+        return None, None, *(grad for x, grad in joined if x is not None), *tensors_of(grads), *grad_target
 
 
 def _recompute(
@@ -182,7 +159,7 @@ def _recompute(
     chunks = []
     for chunk, inputs in enumerate(group, first):
         if chunks:
-            state = _with_anchor(options, chunk, MemoryState(*end_of_chunk(chunks[-1]), state.anchor))
+            state = _with_anchor(options, chunk, end_of_chunk(chunks[-1]))
         intermediates = options.functions(inputs).intermediates
         chunks.append(intermediates(inputs, state, decay_target, options.rule))
     return chunks
@@ -199,8 +176,8 @@ def _split(x: Tensor, chunk_size: int) -> list[Tensor]:
 
 
 def _split_inputs(inputs: MemoryInputs, chunk_size: int) -> list[MemoryInputs]:
-    parts = inputs.map(lambda x: _split(x, chunk_size))
-    return [parts.map(itemgetter(chunk)) for chunk in range(len(parts.keys))]
+    chunks = zip(*(_split(x, chunk_size) for x in tensors_of(inputs)), strict=True)
+    return [with_tensors(inputs, chunk) for chunk in chunks]
 
 
 def _join_inputs(chunks: Sequence[MemoryInputs]) -> MemoryInputs:
@@ -392,19 +369,16 @@ def _memorize_grid(
     decay_target = [m.expand_as(w) for m, w in zip(decay_target, state.weights, strict=False)]
     arguments = ScanArguments(
         slots.map(lambda x: x.flatten(0, 1)),
-        MemoryState.from_flat([x.flatten(0, 1) for x in state.flat()], state.sizes),
+        replace(state, num_seen=None).map(lambda x: x.flatten(0, 1)),
         tuple(x.flatten(0, 1) for x in decay_target),
     )
     by_hand = rule.network == "mlp" and not slots.has_gates_per_layer  # the backward
     compiling = torch.compiler.is_compiling()  # then the compiler makes the backward
     options = ScanOptions(chunk_size, rule, chunk_starts, _compiled if by_hand and not compiling else None)
     scan = scan_chunks
-    if not compiling and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments.flat()):
+    if not compiling and torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of(arguments)):
         scan = scan_chunks_differentiable if by_hand else scan_chunks_by_autograd
     output = scan(options, arguments)
-    after = MemoryState.from_flat([x.unflatten(0, rows_and_heads) for x in output.state.flat()], state.sizes)
-    return MemorizeOutput(
-        output.retrieved.unflatten(0, rows_and_heads),
-        output.surprise.unflatten(0, rows_and_heads).detach(),
-        replace(after, num_seen=state.num_seen + grid.row_ends - grid.row_starts),
-    )
+    retrieved, surprise, after = map_tensors(lambda x: x.unflatten(0, rows_and_heads), output)
+    after = replace(after, num_seen=state.num_seen + grid.row_ends - grid.row_starts)
+    return MemorizeOutput(retrieved, surprise.detach(), after)

@@ -1,12 +1,47 @@
-"""The state of a neural memory, the inputs that update it, and what an update returns."""
+"""The state of a neural memory, the inputs that update it, and what an update returns.
 
-from collections.abc import Callable, Iterable, Sequence
+States and inputs are trees of tensors: dataclasses and tuples of tensors, of None and of further trees. `map_tensors`,
+`named_tensors` and `with_tensors` walk any of them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+def map_tensors(fn: Callable[..., Tensor], tree: Any, *others: Any) -> Any:
+    """Returns a tree with fn(x) for every tensor x of `tree`, with the tensors of `others` as further arguments."""
+    if tree is None or isinstance(tree, Tensor):
+        return None if tree is None else fn(tree, *others)
+    if names := getattr(type(tree), "__match_args__", None):  # the fields of a dataclass or a NamedTuple
+        children = ([getattr(part, name) for part in (tree, *others)] for name in names)
+        return type(tree)(*(map_tensors(fn, *parts) for parts in children))
+    return tuple(map_tensors(fn, *parts) for parts in zip(tree, *others, strict=True))
+
+
+def named_tensors(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of a tree in the order of `map_tensors`, each with its path, as "memory.weights.0"."""
+    if isinstance(tree, Tensor):
+        yield path, tree
+    elif tree is not None:
+        names = getattr(type(tree), "__match_args__", None) or range(len(tree))
+        for name in names:
+            child = tree[name] if isinstance(name, int) else getattr(tree, name)
+            yield from named_tensors(child, f"{path}.{name}" if path else str(name))
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Returns the tensors of a tree, in the order in which `with_tensors` takes them."""
+    return [x for _, x in named_tensors(tree)]
+
+
+def with_tensors(tree: Any, tensors: Iterable[Tensor]) -> Any:
+    """Returns a tree of the same form with other tensors."""
+    remaining = iter(tensors)
+    return map_tensors(lambda _: next(remaining), tree)
 
 
 @dataclass
@@ -45,39 +80,12 @@ class MemoryState:
 
     def map(self, fn: Callable[..., Tensor], *others: "MemoryState") -> "MemoryState":
         """Applies `fn` to every tensor (batch dimension first), with the tensors of `others` as further arguments."""
-        states = (self, *others)
-        layers = (
-            tuple(map(fn, *(getattr(state, part) for state in states))) for part in ("weights", "momentum", "anchor")
-        )
-        return MemoryState(*layers, fn(*(state.num_seen for state in states)))
+        return map_tensors(fn, self, *others)
 
     def with_count_reset(self) -> "MemoryState":
         """Returns the state with no token counted: the next token starts a new chunk."""
         anchor = self.weights if self.anchor else ()
         return MemoryState(self.weights, self.momentum, anchor, torch.zeros_like(self.num_seen))
-
-    def flat(self) -> tuple[Tensor, ...]:
-        """Returns all tensors but `num_seen`, as `from_flat` takes them."""
-        return (*self.weights, *self.momentum, *self.anchor)
-
-    @property
-    def sizes(self) -> "StateSizes":
-        """Numbers of tensors of the state's parts."""
-        return StateSizes(len(self.weights), len(self.momentum), len(self.anchor))
-
-    @classmethod
-    def from_flat(cls, tensors: Iterable[Tensor], sizes: "StateSizes") -> "MemoryState":
-        """Returns the state with the tensors of `flat`, `num_seen` None."""
-        remaining = iter(tensors)
-        return cls(*(tuple(islice(remaining, size)) for size in sizes))
-
-
-class StateSizes(NamedTuple):
-    """The number of tensors of each part of a `MemoryState`: one per layer of the memory network, or none."""
-
-    weights: int
-    momentum: int
-    anchor: int
 
 
 class MemoryInputs(NamedTuple):
@@ -105,7 +113,7 @@ class MemoryInputs(NamedTuple):
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> "MemoryInputs":
         """Applies `fn` to every tensor."""
-        return MemoryInputs(*(None if x is None else fn(x) for x in self))
+        return map_tensors(fn, self)
 
 
 class MemorizeOutput(NamedTuple):

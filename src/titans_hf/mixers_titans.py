@@ -14,7 +14,7 @@ from .attention_titans import SegmentAttention, WindowAttention
 from .cache_layer import KeyValueCache, LayerState
 from .cache_titans import TitansCache
 from .configuration_titans import TitansConfig
-from .memory_state import where_rows
+from .memory_state import map_tensors, where_rows
 from .neural_memory import MemoryRecall, NeuralMemory
 from .surprise_titans import LayerSurprise, TokenUpdates
 from .token_grid import TokenGrid
@@ -22,23 +22,16 @@ from .token_layout import TokenLayout
 
 
 class MixerOutput(NamedTuple):
-    """hidden_states (B, T, hidden); attention weights (B, h, T, K) or None; the state after; the tokens' surprise."""
+    """The result of a mixer for the tokens of a call, or for the slots of a grid (`SequenceMixer.mix`).
 
-    hidden_states: Tensor
-    attentions: Tensor | None
-    state: LayerState
-    surprise: LayerSurprise
-
-
-class SlotsOutput(NamedTuple):
-    """What `SequenceMixer.mix` returns for the slots of a grid: hidden_states (R, G, hidden), attention weights
-    (R, h, G, K) or None, the state after (R rows), and the memory's updates.
+    hidden_states: (B, T, hidden), or (R, G, hidden). attentions: (B, h, T, K), or (R, h, G, K), or None. state: B or R
+    rows, after the last token. surprise: that of the tokens; for slots, the memory's updates.
     """
 
     hidden_states: Tensor
     attentions: Tensor | None
     state: LayerState
-    updates: Sequence[TokenUpdates]
+    surprise: LayerSurprise | Sequence[TokenUpdates]
 
 
 class SequenceMixer(nn.Module):
@@ -78,7 +71,7 @@ class SequenceMixer(nn.Module):
             after = before.map(partial(where_rows, grid.is_padding), after)
         if grid.last_rows is not None:
             after = after.map(lambda x: x[grid.last_rows])
-        surprise = LayerSurprise(((tuple(updates.detach() for updates in output.updates), grid),))
+        surprise = LayerSurprise(((map_tensors(Tensor.detach, output.surprise), grid),))
         return MixerOutput(grid.gather(output.hidden_states), weights, after, surprise)
 
     def _state_of_rows(self, state: LayerState | None, dtype: torch.dtype, grid: TokenGrid) -> LayerState:
@@ -91,7 +84,7 @@ class SequenceMixer(nn.Module):
             return initial
         return initial.map(lambda new, old: where_rows(grid.source_rows < 0, new, old[grid.source_rows]), state)
 
-    def mix(self, inputs: Tensor, state: LayerState, grid: TokenGrid, at_start: bool) -> SlotsOutput:
+    def mix(self, inputs: Tensor, state: LayerState, grid: TokenGrid, at_start: bool) -> MixerOutput:
         """Mixes inputs (R, G, input_size) on the slots of `grid`; `at_start`: no row has read a token before."""
         raise NotImplementedError
 
@@ -148,7 +141,7 @@ class LMMMixer(TitansMixer):
 
     def mix(self, hidden_states, state, grid, at_start):
         output = self.memory.forward_on_grid(hidden_states, state.memory, state.conv_state, grid)
-        return SlotsOutput(output.hidden_states, None, LayerState(output.state, output.conv_state), [output.updates])
+        return MixerOutput(output.output, None, LayerState(output.state, output.conv_state), [output.updates])
 
 
 class MALMixer(TitansMixer):
@@ -180,7 +173,7 @@ class MALMixer(TitansMixer):
         output = attended.hidden_states  # o = SW-Attn(norm(m)): eq. 31
         if self.config.memory_residual:
             output = add_memory(output, m, self.memory_norm)
-        return SlotsOutput(output, attended.weights, LayerState(memory, conv_state, attended.kv_cache), [updates])
+        return MixerOutput(output, attended.weights, LayerState(memory, conv_state, attended.kv_cache), [updates])
 
 
 class MAGMixer(TitansMixer):
@@ -209,7 +202,7 @@ class MAGMixer(TitansMixer):
             output = add_memory(output, m, self.memory_norm)
         else:
             output = multiply_by_memory(output, m, self.attention_norm, self.memory_norm)  # o = y (x) M(x~): eq. 28
-        return SlotsOutput(output, attended.weights, LayerState(memory, conv_state, attended.kv_cache), [updates])
+        return MixerOutput(output, attended.weights, LayerState(memory, conv_state, attended.kv_cache), [updates])
 
 
 class MACMixer(TitansMixer):
@@ -270,7 +263,7 @@ class MACMixer(TitansMixer):
             update = self.memory.update(y, state.memory, state.conv_state, part, decay_target)  # M_t: eq. 24
             kept = weights if self.keeps_segment_weights else ()
             state = LayerState(update.state, update.conv_state, attended.kv_cache, kept)
-            results.append(_SegmentResult(attended.hidden_states, update.retrieved, attended.weights, update.updates))
+            results.append(_SegmentResult(attended.hidden_states, update.output, attended.weights, update.updates))
         attended, retrieved, attentions, updates = zip(*results, strict=True)
         attended = torch.cat(attended, dim=1)
         y = hidden_states + attended
@@ -281,7 +274,7 @@ class MACMixer(TitansMixer):
             output = multiply_by_memory(y, m, self.attention_norm, self.memory_norm)  # o_t = y_t (x) M*_t(y_t): eq. 25
         # With one segment, the recorded tensor itself: the output has a gradient with respect to it.
         single = attentions[0] is None or len(attentions) == 1
-        return SlotsOutput(output, attentions[0] if single else torch.cat(attentions, dim=2), state, updates)
+        return MixerOutput(output, attentions[0] if single else torch.cat(attentions, dim=2), state, updates)
 
     def _segment_weights(self, state: LayerState, grid: TokenGrid, slots: Tensor | None) -> tuple[Tensor, ...]:
         """Returns the memory's weights at the start of the segment that each row is in."""

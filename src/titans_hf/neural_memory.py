@@ -143,21 +143,14 @@ class OutputProjection(nn.Linear):
             self.weight.mul_(OUTPUT_SCALE)
 
 
-class UpdateOutput(NamedTuple):
-    """retrieved (B, H, T, D) in the state's dtype; state and conv_state after the last token; surprise and gates per
-    token.
+class MemoryOutput(NamedTuple):
+    """The result of the memory for the tokens on the slots of a grid.
+
+    output: hidden states (B, T, hidden), or, before the output projection, what the queries retrieve (B, H, T, D) in
+    the state's dtype. state and conv_state after the last token; surprise and gates per token.
     """
 
-    retrieved: Tensor
-    state: MemoryState
-    conv_state: Tensor
-    updates: TokenUpdates
-
-
-class MemoryOutput(NamedTuple):
-    """hidden_states (B, T, hidden); the rest as in `UpdateOutput`."""
-
-    hidden_states: Tensor
+    output: Tensor
     state: MemoryState
     conv_state: Tensor
     updates: TokenUpdates
@@ -258,7 +251,7 @@ class NeuralMemory(nn.Module):
             state = LayerState(memory, self.initial_conv_state(memory, hidden_states.dtype))
         grid = TokenGrid.build(state.memory.num_seen, hidden_states.shape[1], self.config.memory_chunk_size)
         output = self.forward_on_grid(grid.scatter(hidden_states), state.memory, state.conv_state, grid)
-        return grid.gather(output.hidden_states), LayerState(output.state, output.conv_state)
+        return grid.gather(output.output), LayerState(output.state, output.conv_state)
 
     def _check_shapes(self, hidden_states: Tensor, state: LayerState | None) -> None:
         shape, size = tuple(hidden_states.shape), self.config.hidden_size
@@ -272,8 +265,7 @@ class NeuralMemory(nn.Module):
     ) -> MemoryOutput:
         """Updates the memory with hidden_states (R, G, hidden) on the slots of `grid` and reads it for each of them."""
         update = self.update(hidden_states, state, conv_state, grid, self.decay_target(state))
-        output = self.project_output(hidden_states, update.retrieved)
-        return MemoryOutput(output, update.state, update.conv_state, update.updates)
+        return update._replace(output=self.project_output(hidden_states, update.output))
 
     def decay_target(self, state: MemoryState) -> tuple[Tensor, ...]:
         """Returns M_0, the weights (H, d_in, d_out) that forgetting decays to, in the state's dtype; empty for 0 (eq.
@@ -289,7 +281,7 @@ class NeuralMemory(nn.Module):
         conv_state: Tensor,
         grid: TokenGrid,
         decay_target: tuple[Tensor, ...],
-    ) -> UpdateOutput:
+    ) -> MemoryOutput:
         """Updates the memory like `forward`, and returns what the queries retrieve without the output projection."""
         projected, conv_state = self._project_inputs(hidden_states, conv_state, grid)
         dtype = state.weights[0].dtype
@@ -297,7 +289,7 @@ class NeuralMemory(nn.Module):
             gates = self._gates(hidden_states, dtype)
             inputs = MemoryInputs(*self._normalize(projected.to(dtype)), *gates)
             retrieved, surprise, state = memorize_on_grid(self.config, inputs, state, self.rule, grid, decay_target)
-        return UpdateOutput(retrieved, state, conv_state, TokenUpdates(surprise, gates))
+        return MemoryOutput(retrieved, state, conv_state, TokenUpdates(surprise, gates))
 
     def _normalize(self, projected: Tensor) -> Tensor:
         """Normalises queries, keys and values (3, B, H, T, D), in the memory's dtype: the squares may exceed the range

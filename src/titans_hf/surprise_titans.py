@@ -20,12 +20,6 @@ class TokenUpdates(NamedTuple):
     surprise: Tensor
     gates: Gates
 
-    def detach(self) -> "TokenUpdates":
-        """Detaches all from the autograd graph."""
-        return TokenUpdates(
-            self.surprise.detach(), Gates(*(None if gate is None else gate.detach() for gate in self.gates))
-        )
-
 
 @dataclass(frozen=True)
 class LayerSurprise:

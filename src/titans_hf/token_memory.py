@@ -27,7 +27,7 @@ from .configuration_titans import TitansConfig
 from .memory_gates import Gates
 from .memory_network import UpdateRule
 from .memory_state import MemoryInputs, MemoryState
-from .mixers_titans import SequenceMixer, SlotsOutput
+from .mixers_titans import MixerOutput, SequenceMixer
 from .neural_memory import TokenGate, l2_normalize, memorize_on_grid
 from .surprise_titans import TokenUpdates
 from .token_layout import TokenLayout
@@ -87,7 +87,7 @@ class TokenMemory(SequenceMixer):
             strength = 2 * torch.sigmoid(self.output_gate(hidden_states).to(dtype))
             output = self.scale.to(dtype) * strength * retrieved[:, 0]
         updates = [TokenUpdates(surprise, gates)]
-        return SlotsOutput(output.to(hidden_states.dtype), None, LayerState(memory, conv_state), updates)
+        return MixerOutput(output.to(hidden_states.dtype), None, LayerState(memory, conv_state), updates)
 
     def _gates(self, hidden_states: Tensor, dtype: torch.dtype) -> Gates:
         """Computes theta and log(1 - alpha), (R, 1, G) each."""
