@@ -10,6 +10,7 @@ Writes interrupted_reading.json, .md and .png: resident memory against tokens re
 import argparse
 import contextlib
 import json
+import os
 import random
 import subprocess
 import sys
@@ -19,7 +20,6 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from scripts.benchmarks.measure import resident_bytes
 from titans_hf.cache_files import DESCRIPTION, read_description
 from titans_hf.cli import read as read_command
 from titans_hf.cli.evaluation.needles import KINDS, PREFIX, PROMPT, draw_key, draw_value, needle_of
@@ -74,6 +74,11 @@ def saved(folder: Path) -> dict[str, int | None]:
     return {"tokens saved": sum(description["tokens_seen"]), "memory file bytes": description["bytes"]}
 
 
+def resident_bytes(process: int) -> int:
+    """Returns the resident memory of a process in bytes. Raises OSError if it has ended."""
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def read(args: argparse.Namespace, text: Path, length: int) -> tuple[list[dict], list[dict]]:
     """Reads the whole text with kills; returns samples of the processes over time, and the state at each kill."""
     folder, samples, kills = args.output / "memory", [], []
@@ -82,7 +87,7 @@ def read(args: argparse.Namespace, text: Path, length: int) -> tuple[list[dict],
     while process.poll() is None:
         time.sleep(SAMPLE_SECONDS)
         row = saved(folder) | {"process": len(kills) + 1, "seconds": time.monotonic() - begun}
-        with contextlib.suppress(OSError, StopIteration):  # it may have ended
+        with contextlib.suppress(OSError):  # it may have ended
             samples.append(row | {"resident bytes": resident_bytes(process.pid)})
         if at and row["tokens saved"] >= at[0]:
             at.pop(0)
