@@ -1,6 +1,5 @@
 """eval/dna.py: models, training and its records, runs that go on, files to train and to test on, bad options."""
 
-import json
 import random
 import re
 
@@ -10,6 +9,7 @@ import torch
 from dna_files import write_table
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, EvalPrediction
 
+from eval.common.records import FILE, append_record, read_records
 from eval.dna import run as dna
 from eval.dna.models import NAMES, build_model, config_of
 from eval.dna.sequences import read_sequences, reverse_complement
@@ -99,29 +99,26 @@ def test_runs_learn_and_go_on(tsv, capsys):
     options = command(tsv, "--models", "lmm", "mamba2", "--epochs", "6", "--learning_rates", "1e-2", "3e-2")
     dna.main(options)
     out = tsv.parents[1] / "out"
-    files = sorted(out.glob("*.json"))
-    assert len(files) == 6 and not list(out.glob("*.partial"))  # two rates on the first fold, the better on the other
-    records = [json.loads(file.read_text()) for file in files]
+    records = read_records(out, "dna")
+    assert len(records) == 6  # two rates on the first fold, the better on the other
     assert np.mean([record["test"] for record in records]) > 0.8
     for record in records:
         assert record["sequences"]["test"] == 50 and record["commit"] == records[0]["commit"]
         assert record["valid"] == max(row[3] for row in record["curve"]) and record["curve"][-1][0] == 6
         assert next(row[3] for row in record["curve"] if row[0] == record["best_epoch"]) == record["valid"]
         assert record["config"]["vocab_size"] == 7 and record["run"]["data"] == "data-bases"
-    written = [file.stat().st_mtime_ns for file in files]
+    written = (out / FILE).read_text()
     capsys.readouterr()
     dna.main(options)
     assert "epoch" not in capsys.readouterr().out
-    assert [file.stat().st_mtime_ns for file in sorted(out.glob("*.json"))] == written
+    assert (out / FILE).read_text() == written
     assert "| mamba2 |" in (out / "table.md").read_text() and (out / "data-bases.png").stat().st_size > 10_000
     with pytest.raises(ValueError, match="batch_size is 8, elsewhere 16"):
         dna.main([*options, "--batch_size", "8"])
-    changed = next(file for file, record in zip(files, records, strict=True) if record["run"]["model"] == "lmm")
-    text = changed.read_text()
-    changed.write_text(text.replace('"memory_momentum": false', '"memory_momentum": true'))
+    (out / FILE).write_text(written.replace('"memory_momentum": false', '"memory_momentum": true'))
     with pytest.raises(ValueError, match="a model with memory_momentum=True, which is False by default now"):
         dna.main(options)
-    changed.write_text(text)
+    (out / FILE).write_text(written)
     write_table(tsv, seed=1)
     with pytest.raises(ValueError, match=r"lmm: digest is .*, elsewhere "):
         dna.main(options)
@@ -138,7 +135,7 @@ def test_the_rate_is_chosen_on_the_first_fold(tsv, monkeypatch):
         return {"valid": -abs(run.learning_rate - 0.02), "test": run.learning_rate, "minutes": 0}
 
     monkeypatch.setattr(dna, "make_run", make)
-    monkeypatch.setattr(dna, "write_report", lambda folder: None)
+    monkeypatch.setattr(dna, "write_report", lambda *folders: None)
     dna.main(command(tsv, "--models", "lmm", "--folds", "2", "--learning_rates", "0.01", "0.02", "0.03"))
     assert made == [(0, 0, 0.01), (0, 0, 0.02), (0, 0, 0.03), (0, 1, 0.02)]
     made.clear()
@@ -157,7 +154,7 @@ def test_files_to_train_and_to_test_on(tsv, capsys):
     dna.main([*files, *command(tsv, "--epochs", "4")[1:]])
     assert "1 of 21 test sequences overlap" in capsys.readouterr().out
     out = folder.parent / "out"
-    record = json.loads((out / "data-bases-lmm-lr0.01-seed0.json").read_text())
+    (record,) = read_records(out, "dna")
     assert record["sequences"] == {"train": 90, "valid": 10, "test": 21} and record["run"]["reverse_complement"]
     saved = out / "data-bases-lmm-lr0.01-seed0"
     model = AutoModelForSequenceClassification.from_pretrained(saved).eval()
@@ -212,9 +209,8 @@ def test_what_is_in_the_folder_is_checked_before_training(tsv, monkeypatch):
     """
     monkeypatch.setattr(dna, "finish", lambda *args: pytest.fail("trained"))
     out = tsv.parents[1] / "out"
-    out.mkdir()
-    (out / "other.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"other\.json is no run of dna\.py"):
+    append_record({"name": "x"}, out / FILE)
+    with pytest.raises(ValueError, match=r"runs\.jsonl, line 1, is no run of eval\.dna"):
         dna.main(command(tsv, "--models", "lmm"))
 
 

@@ -1,9 +1,8 @@
 """eval/dna_tables.py: figures are those of the folds, at the rate that the first fold's validation part chose."""
 
-import json
-
 import pytest
 
+from eval.common.records import append_record
 from eval.dna import tables as dna_tables
 from eval.dna.tables import difference_table, read_results, table
 
@@ -15,7 +14,8 @@ def save(folder, model, rate, fold, valid, test, data=DATA, seed=0, **changed):
     run |= {"batch_size": 16, "epochs": 2, "reverse_complement": False, "shape": {"hidden_size": 32}, "seed": seed}
     curve = [[1.0, 0.7, 0.6, 0.5], [2.0, 0.5, 0.5, valid]]
     record = {"run": run | changed, "curve": curve, "valid": valid, "test": test, "parameters": 1234, "minutes": 2.0}
-    (folder / f"{data}-{model}-{rate}-{fold}-{seed}.json").write_text(json.dumps(record))
+    name = f"{data}-{model}-{rate}-{fold}-{seed}"
+    append_record({"benchmark": "dna", "name": name} | record, folder / "runs.jsonl")
 
 
 @pytest.fixture
@@ -98,12 +98,13 @@ def test_the_command_writes_tables_and_plots(folder, capsys):
     """Table and plot come from the files alone; a file that is no run and an unknown baseline are named. Otherwise
     a table could not be made again, or would lack rows without a word.
     """
-    dna_tables.main([str(folder), "--baselines", "cnn"])
+    out = ["--output", str(folder)]
+    dna_tables.main([str(folder), *out, "--baselines", "cnn"])
     text = (folder / "table.md").read_text()
     assert f"## {DATA}" in text and "| less cnn | accuracy | each seed | folds |" in text
     assert (folder / f"{DATA}.png").stat().st_size > 10_000
     with pytest.raises(ValueError, match="--baselines must be of cnn, lmm, but has llama"):
-        dna_tables.main([str(folder), "--baselines", "llama"])
-    (folder / "other.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"other\.json is no run of dna\.py"):
-        dna_tables.main([str(folder)])
+        dna_tables.main([str(folder), *out, "--baselines", "llama"])
+    append_record({"name": "x"}, folder / "runs.jsonl")
+    with pytest.raises(ValueError, match=r"runs\.jsonl, line 7, is no run of eval\.dna"):
+        dna_tables.main([str(folder), *out])

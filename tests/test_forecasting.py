@@ -1,13 +1,12 @@
 """eval/forecasting.py: scaling and errors by hand, baselines, runs that go on, tables."""
 
-import json
-
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 from series_files import write_series
 
+from eval.common.records import FILE, append_record, read_lines, read_records
 from eval.forecasting import run as forecasting
 from eval.forecasting import tables as forecast_tables
 from eval.forecasting.data import Windows, make_splits, read_series
@@ -133,7 +132,7 @@ def test_a_run_starts_from_the_cycle_of_the_training_part(csv):
     """
     options = ["--models", "repeat-last", "--horizons", "2", "--cycle_length", "6", "--learning_rate", "1e-12"]
     forecasting.main(command(csv, *options))
-    record = json.loads((csv.parent / "out" / "waves-8-2-repeat-last-cycle6-seed0.json").read_text())
+    (record,) = read_records(csv.parent / "out", "forecasting")
     splits = make_splits(read_series(csv), [0.6, 0.2, 0.2], 8, 2)
     model, without = (RepeatLast(ForecastTask(2, 8, 2, cycle_length=6)) for _ in range(2))
     model.cycle.fit(splits.train.values[:36])
@@ -149,23 +148,25 @@ def test_runs_go_on_and_are_reported(csv, capsys):
     options = command(csv, "--horizons", "2", "--set", *TINY, "--label", "tiny")
     forecasting.main(options)
     out = csv.parent / "out"
-    files = sorted(out.glob("*.json"))
-    assert len(files) == 6
-    record = json.loads((out / "waves-8-2-tiny-seed0.json").read_text())
+    records = {record["name"]: record for record in read_records(out, "forecasting")}
+    assert len(records) == 6
+    record = records["waves-8-2-tiny-seed0"]
     assert record["best_step"] in (2, 4) and record["windows"] == [27, 11, 11] and record["parameters"] > 100
-    assert [len(record["example"][name]) for name in ("before", "after", "forecast")] == [2, 2, 2]
-    written = [file.stat().st_mtime_ns for file in files]
+    example = read_lines(out / "examples.jsonl")[0]
+    assert [len(example[name]) for name in ("before", "after", "forecast")] == [2, 2, 2]
+    written = (out / FILE).read_text()
     capsys.readouterr()
     forecasting.main(options)
     assert "6 runs, 6 of them finished" in capsys.readouterr().out
-    assert [file.stat().st_mtime_ns for file in files] == written
+    assert (out / FILE).read_text() == written
     table = (out / "table.md").read_text()
     for row in ("tiny", "tiny-stopped", "patchtst", "rlinear", "dlinear", "repeat-last"):
         assert f"| {row} |" in table
     assert (out / "waves-8.png").stat().st_size > 10_000
     with pytest.raises(ValueError, match=r"with learning_rate=0\.003, not 0\.1: give another"):
         forecasting.main([*options, "--learning_rate", "0.1"])
-    (out / "waves-8-2-tiny-seed0.json").write_text(json.dumps(record | {"config": {"memory_momentum": True}}))
+    (out / FILE).unlink()
+    append_record(record | {"config": {"memory_momentum": True}}, out / FILE)
     with pytest.raises(ValueError, match="a model with memory_momentum=True, which is False by default now"):
         forecasting.main(options)
 
@@ -185,16 +186,20 @@ def test_the_best_weights_are_scored(csv):
     options = command(csv, "--models", "rlinear", "--horizons", "2", "--patience", "1", "--learning_rate")
     for rate in (1e-3, 1e3):
         forecasting.main([*options, str(rate), "--output", str(csv.parent / str(rate)), "--max_steps", "40"])
-    records = [
-        json.loads((csv.parent / str(rate) / "waves-8-2-rlinear-seed0.json").read_text()) for rate in (1e-3, 1e3)
-    ]
+    records = [read_records(csv.parent / str(rate), "forecasting")[0] for rate in (1e-3, 1e3)]
     assert records[1]["best_step"] < 40 and records[0]["best_step"] > records[1]["best_step"]
 
 
 def record_of(row, horizon, seed, mse, mae, look_back=96):
     run = {"data": "ETTh1", "row": row, "horizon": horizon, "seed": seed, "look_back": look_back}
-    example = {"channel": "OT", "before": [0.0, 1.0], "after": [2.0] * horizon, "forecast": [1.0] * horizon}
-    return {"run": run, "parameters": 10 * horizon, "test": {"mse": mse, "mae": mae}, "example": example}
+    name = f"{row}-{horizon}-{seed}-{look_back}"
+    test = {"mse": mse, "mae": mae}
+    return {"benchmark": "forecasting", "name": name, "run": run, "parameters": 10 * horizon, "test": test}
+
+
+def save(folder, *records):
+    for record in records:
+        append_record(record, folder / FILE)
 
 
 def test_means_over_horizons_and_seeds(tmp_path):
@@ -203,8 +208,7 @@ def test_means_over_horizons_and_seeds(tmp_path):
     """
     records = [record_of("a", horizon, seed, horizon / 100 + seed, 0.5) for horizon in (96, 192) for seed in (0, 1)]
     records += [record_of("b", 96, 0, 0.4, 0.3), record_of("a", 96, 2, 9, 9), record_of("a", 96, 0, 0.1, 0.1, 336)]
-    for number, record in enumerate(records):
-        (tmp_path / f"{number}.json").write_text(json.dumps(record))
+    save(tmp_path, *records)
     results = forecast_tables.read_results(tmp_path)
     assert list(results) == [96, 336]
     assert results[96].cell("ETTh1", "a", [96, 192]) == "1.940 ± 0.707 / 0.500 ± 0.000"
@@ -213,7 +217,7 @@ def test_means_over_horizons_and_seeds(tmp_path):
     forecast_tables.write_report(tmp_path, tmp_path)
     assert "paper" not in (tmp_path / "table.md").read_text().split("## ")[1]
     for horizon in (336, 720):
-        (tmp_path / f"{horizon}.json").write_text(json.dumps(record_of("a", horizon, 0, 0.4, 0.3)))
+        save(tmp_path, record_of("a", horizon, 0, 0.4, 0.3))
     table = forecast_tables.table(forecast_tables.read_results(tmp_path)[96], "ETTh1", 96)
     assert "| paper: neural memory |  |  | 0.420 / 0.421 | – | – | – | – |" in table
     assert "| a | 960 to 7,200 | 3 |" in table
@@ -226,11 +230,11 @@ def test_the_table_without_the_last_batch(tmp_path):
     records = [record_of("a", horizon, 0, horizon / 100, 0.5) for horizon in (96, 192)] + [record_of("b", 96, 0, 1, 1)]
     for number, record in enumerate(records):
         record["test_without_last_batch"] = {str(n): {"mse": number + n / 1000} for n in (32, 64, 128, 256, 512)}
-        (tmp_path / f"{number}.json").write_text(json.dumps(record))
+        save(tmp_path, record)
     results = forecast_tables.read_results(tmp_path)[96]
     table = forecast_tables.last_batch_table(results, "ETTh1").splitlines()
     assert table[4:] == ["| a | 1 | 1.440 | 0.532 | 0.564 | 0.628 | 0.756 | 1.012 |"]
-    (tmp_path / "1.json").write_text(json.dumps(record_of("a", 192, 0, 1, 1)))
+    save(tmp_path, record_of("a", 192, 0, 1, 1))
     assert forecast_tables.last_batch_table(forecast_tables.read_results(tmp_path)[96], "ETTh1") == ""
 
 
@@ -238,8 +242,10 @@ def test_chosen_rows_are_reported(tmp_path, monkeypatch):
     """--rows leaves all other rows out, the plot names lines in words and its axes: otherwise a picture of all runs
     could not be read. A row that no run has, or a folder without runs, is an error.
     """
-    for number, row in enumerate(("lmm-stopped-cycle24", "rlinear", "dlinear")):
-        (tmp_path / f"{number}.json").write_text(json.dumps(record_of(row, 96, 0, 0.4, 0.3)))
+    example = {"channel": "OT", "before": [0.0, 1.0], "after": [2.0] * 96, "forecast": [1.0] * 96}
+    for row in ("lmm-stopped-cycle24", "rlinear", "dlinear"):
+        save(tmp_path, record := record_of(row, 96, 0, 0.4, 0.3))
+        append_record({"name": record["name"]} | example, tmp_path / "examples.jsonl")
     figures = []
     monkeypatch.setattr(forecast_tables, "save_figure", lambda figure, path: figures.append(figure))
     options = ["--rows", "lmm-stopped-cycle24", "rlinear", "--output", str(tmp_path / "out")]
@@ -250,7 +256,7 @@ def test_chosen_rows_are_reported(tmp_path, monkeypatch):
     assert axes.get_ylabel() == "standardized value" and axes.get_xlabel() == "rows after the last one read"
     with pytest.raises(ValueError, match="--rows must be of dlinear, lmm-stopped-cycle24, rlinear, but has patchtst"):
         forecast_tables.main([str(tmp_path), "--rows", "patchtst", "--output", str(tmp_path / "out")])
-    with pytest.raises(ValueError, match=r"must be a folder of JSON files of forecasting\.py, but has none"):
+    with pytest.raises(ValueError, match=r"has no runs of eval\.forecasting\.run"):
         forecast_tables.main([str(tmp_path / "out"), "--output", str(tmp_path / "out")])
 
 

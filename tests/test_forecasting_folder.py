@@ -1,12 +1,11 @@
 """eval/forecasting.py: what stands in its folder already, other data, runs that differ, and runs that diverge."""
 
-import json
-
 import pandas as pd
 import pytest
 from series_files import write_series
 from test_forecasting import command
 
+from eval.common.records import FILE, append_record, read_records
 from eval.forecasting import run as forecasting
 from eval.forecasting import tables as forecast_tables
 from eval.forecasting.data import read_series
@@ -23,17 +22,17 @@ def test_other_data_of_one_name_is_not_taken_for_it(csv):
     """
     options = command(csv, "--models", "rlinear")
     forecasting.main(options)
-    record = csv.parent / "out" / "waves-8-2-rlinear-seed0.json"
-    before = json.loads(record.read_text())
+    out = csv.parent / "out"
+    before = read_records(out, "forecasting")
     write_series(csv, seed=1)
-    with pytest.raises(ValueError, match=r"waves-8-2-rlinear-seed0\.json is of a run with digest="):
+    with pytest.raises(ValueError, match="waves-8-2-rlinear-seed0 is finished with digest="):
         forecasting.main(options)
-    for file in record.parent.glob("*.json"):
-        older = json.loads(file.read_text())
-        del older["run"]["digest"]
-        file.write_text(json.dumps(older))
+    (out / FILE).unlink()
+    for older in before:
+        append_record(older | {"run": {k: x for k, x in older["run"].items() if k != "digest"}}, out / FILE)
+    kept = (out / FILE).read_text()
     forecasting.main(options)
-    assert json.loads(record.read_text())["test"] == before["test"]
+    assert (out / FILE).read_text() == kept
 
 
 @pytest.mark.parametrize(
@@ -53,21 +52,20 @@ def test_runs_that_were_not_made_alike_are_refused(csv, options, message):
     """
     forecasting.main(command(csv, "--models", "rlinear"))
     forecasting.main(command(csv, "--models", "dlinear", "--max_steps", "2"))
-    files = set((csv.parent / "out").glob("*.json"))
+    before = (csv.parent / "out" / FILE).read_text()
     with pytest.raises(ValueError, match=message):
         forecasting.main(command(csv, *options))
-    assert set((csv.parent / "out").glob("*.json")) == files
+    assert (csv.parent / "out" / FILE).read_text() == before
 
 
 def test_other_files_are_named_before_any_training(csv):
-    """A JSON file of something else in the folder is an error that names it: otherwise the table would fail after all
+    """A line of something else in the folder's file is an error that names it: otherwise the table would fail after all
     runs.
     """
-    (csv.parent / "out").mkdir()
-    (csv.parent / "out" / "other.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"other\.json is no run of forecasting\.py"):
+    append_record({"name": "x"}, csv.parent / "out" / FILE)
+    with pytest.raises(ValueError, match=r"runs\.jsonl, line 1, is no run of eval\.forecasting"):
         forecasting.main(command(csv, "--models", "rlinear"))
-    with pytest.raises(ValueError, match=r"other\.json is no run of forecasting\.py"):
+    with pytest.raises(ValueError, match=r"runs\.jsonl, line 1, is no run of eval\.forecasting"):
         forecast_tables.read_results(csv.parent / "out")
     assert len(list((csv.parent / "out").iterdir())) == 1
 

@@ -1,12 +1,11 @@
 """eval/language: runs are scored by position and compared text by text."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
 
 from eval.common import compared_models as models
+from eval.common.records import append_record, read_records
 from eval.common.token_attention import attend
 from eval.language import compare_runs, token_blocks, train_and_score
 
@@ -24,8 +23,17 @@ def texts(tmp_path):
 
 
 def run(texts, name, model="lmm", *options):
-    output = texts / "results" / f"{name}.json"
-    folders = ["--train_text", str(texts / "train"), "--score_text", str(texts / "score"), "--output", str(output)]
+    output = texts / "results" / "runs.jsonl"
+    folders = [
+        "--train_text",
+        str(texts / "train"),
+        "--score_text",
+        str(texts / "score"),
+        "--output",
+        str(output),
+        "--label",
+        name,
+    ]
     sizes = ["--vocab_size", "300", "--block_length", "32", "--score_length", "96", "--batch_size", "2", "--steps", "2"]
     small = ["--parameters", str(PARAMETERS), "--stretches", "2", "--cache", str(texts / "cache")]
     train_and_score.main([model, *folders, *sizes, *small, *options])
@@ -36,33 +44,36 @@ def test_a_run_and_its_twin_are_compared(texts, capsys):
     """A run records its settings, curve and losses per stretch, and the table has both runs with their difference:
     otherwise a finished run cannot be told from another, or is lost.
     """
-    files = [run(texts, "lmm-seed0"), run(texts, "stopped-seed0", "lmm", "--set", "memory_max_lr=0")]
-    record = json.loads(files[1].read_text())
+    run(texts, "lmm")
+    output = run(texts, "stopped", "lmm", "--set", "memory_max_lr=0")
+    record = read_records(output, "language")[1]
     assert record["settings"] == {"memory_max_lr": 0} and record["config"]["memory_max_lr"] == 0
     assert record["edges"] == [0, 64, 96] and [len(x) for x in record["stretches"]] == [3] * 4
     assert np.allclose(np.mean([x[1:] for x in record["stretches"]], axis=0), record["mean"], atol=1e-4)
     picture = texts / "losses.png"
-    compare_runs.main([*map(str, files), "--pairs", "lmm:stopped", "--plot", str(picture)])
+    compare_runs.main([str(output), "--pairs", "lmm:stopped", "--plot", str(picture)])
     printed = capsys.readouterr().out
     assert "| lmm |" in printed and "| lmm less stopped | 1 |" in printed and picture.stat().st_size > 10_000
-    compare_runs.main([*map(str, files), "--baseline", "stopped"])
+    compare_runs.main([str(output), "--rows", "lmm", "stop*", "--baseline", "stopped"])
     assert printed.endswith(capsys.readouterr().out)  # of two rows, the same
+    with pytest.raises(ValueError, match=r"--rows mag: no run in .* has such a name"):
+        compare_runs.main([str(output), "--rows", "mag"])
 
 
 @pytest.mark.parametrize("pair", ["lmm", "lmm:other", "lmm:lmm:lmm"])
 def test_a_pair_that_is_none_is_refused(texts, pair):
     """What is no NAME:BASELINE of the rows is named in an error: otherwise a table lacks a line without a word."""
-    file = str(run(texts, "lmm-seed0"))
+    file = str(run(texts, "lmm"))
     with pytest.raises(ValueError, match=f"--pairs must be NAME:BASELINE, all of lmm, but has {pair}"):
         compare_runs.main([file, "--pairs", pair])
 
 
 def test_a_finished_run_is_kept(texts):
-    """An output that exists is refused before any work: otherwise a repeated command replaces hours of work."""
-    output = run(texts, "lmm-seed0")
+    """A run that the output has, by label and seed, is refused before any work."""
+    output = run(texts, "lmm")
     before = output.read_bytes()
-    with pytest.raises(ValueError, match="exists"):
-        run(texts, "lmm-seed0")
+    with pytest.raises(ValueError, match="has lmm with seed 0: give another --label"):
+        run(texts, "lmm")
     assert output.read_bytes() == before
 
 
@@ -102,9 +113,9 @@ def test_difference_and_share_by_hand(tmp_path):
         stretches = [[text, *loss] for text, loss in zip(("x", "x", "y"), losses, strict=True)]
         for seed in (0, 1):
             record = {"parameters": 1, "edges": [0, 64], "stretches": stretches}
-            record["training"] = {"seed": seed, "block_length": 64}
-            (tmp_path / f"{name}-seed{seed}.json").write_text(json.dumps(record))
-    rows = compare_runs.read_rows(list(tmp_path.glob("*.json")))
+            record |= {"benchmark": "language", "name": name, "training": {"seed": seed, "block_length": 64}}
+            append_record(record, tmp_path / "runs.jsonl")
+    rows = compare_runs.read_rows([tmp_path], ["*"])
     assert compare_runs.paired_difference(rows["b"], rows["a"]) == ["2", "-0.750 [-1.000, -0.500]"]  # x -0.5, y -1
     share = compare_runs.share_of_gap(rows["b"], rows["a"], rows["full"])
     assert share == ["2", "0.30 [0.25, 0.50]"]  # 0.5 of 1 in x and 1 of 4 in y; the mean of the shares would be 0.375

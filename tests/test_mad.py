@@ -1,6 +1,5 @@
 """eval/mad.py: the six tasks are what their description says, and runs are recorded, kept and scored."""
 
-import json
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,6 +9,7 @@ from torch import nn
 from transformers import EvalPrediction
 from transformers.modeling_outputs import BaseModelOutput
 
+from eval.common.records import FILE, append_record, read_records
 from eval.mad import run as mad
 from eval.mad import training as mad_run
 from eval.mad.models import NAMES, AutoEncoder, build, config_of
@@ -149,7 +149,7 @@ def test_memorization_has_one_map_for_all_sequences():
     be learned by heart."""
     values = {}
     for seed in (0, 1):
-        run = make_run(task="memorization", seed=seed)
+        run = make_run(data="memorization", seed=seed)
         training, held_out = make_data(run, settings_of(run))
         for ids, labels in (training, *held_out.values()):
             assert set(ids[:, 1::2].ravel()) == {255} and set(labels[:, ::2].ravel()) == {IGNORED}
@@ -159,8 +159,8 @@ def test_memorization_has_one_map_for_all_sequences():
 
 
 def make_run(**changed) -> Run:
-    run = {"model": "llama", "task": "recall", "learning_rate": 1e-3, "seed": 0, "epochs": 2, "evaluate_every": 1}
-    run |= {"weight_decay": 0.0, "batch_size": 20, "bf16": False, "label": "", "config": {}}
+    run = {"data": "recall", "row": "llama", "model": "llama", "settings": {}, "learning_rate": 1e-3, "seed": 0}
+    run |= {"epochs": 2, "evaluate_every": 1, "weight_decay": 0.0, "batch_size": 20, "bf16": False}
     return Run(**run | {"task_settings": {}} | changed)
 
 
@@ -237,15 +237,15 @@ def test_the_auto_encoder_decodes_the_last_output_alone():
 @pytest.mark.parametrize("task", ["recall", "compression"])
 def test_a_run_is_recorded(tmp_path, task, few_held_out, capsys):
     """A run records all it depends on and its curve: otherwise its figures cannot be reproduced."""
-    run = make_run(task=task, model="lmm", config={"memory_max_lr": 0}, label="stopped", epochs=4, evaluate_every=2)
+    run = make_run(data=task, row="lmm stopped", model="lmm", settings={"memory_max_lr": 0}, epochs=4, evaluate_every=2)
     run = Run(**vars(run) | {"task_settings": {"length": 16, "train_sequences": 40}})
-    train(run, tmp_path / "new" / "run.json", "abc")
-    record = json.loads((tmp_path / "new" / "run.json").read_text())
+    train(run, tmp_path / "new" / FILE, "abc")
+    (record,) = read_records(tmp_path / "new", "mad")
     assert Run(**record["run"]) == run and record["commit"] == "abc" and record["config"]["memory_max_lr"] == 0
-    assert record["task"]["length"] == 16 and record["task"]["vocab_size"] == 16
+    assert record["name"] == run.name and record["config"]["vocab_size"] == 16
     assert [row[0] for row in record["curve"]] == [2, 4] and np.isfinite(record["curve"]).all()
     assert all(0 <= share <= 1 for row in record["curve"] for share in row[1:3])
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["run.json"]
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [FILE]
     assert f"{task}-lmm-stopped-lr0.001-seed0: epoch 4/4" in capsys.readouterr().out
 
 
@@ -255,15 +255,16 @@ def test_a_finished_run_is_kept_and_another_is_not_taken_for_it(tmp_path, few_he
     """
     argv = ["--models", "llama", "--tasks", "recall", "--learning_rates", "1e-3", "--output", str(tmp_path), *SMALL]
     run = mad.make_runs(mad.parse_args(argv))[0]
-    train(run, tmp_path / f"{run.name}.json", "")
+    train(run, tmp_path / FILE, "")
     monkeypatch.setattr(mad, "train_all", lambda *args: pytest.fail("a finished run is made again"))
     mad.main(argv)
     assert "1 runs, 1 of them finished" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"epochs=2, not 4"):
         mad.main([*argv, "--epochs", "4"])
-    record = json.loads((tmp_path / f"{run.name}.json").read_text())
+    (record,) = read_records(tmp_path, "mad")
     record["config"]["hidden_act"] = "relu"
-    (tmp_path / f"{run.name}.json").write_text(json.dumps(record))
+    (tmp_path / FILE).unlink()
+    append_record(record, tmp_path / FILE)
     with pytest.raises(ValueError, match=r"a model with hidden_act=relu, which is silu by default now: give another"):
         mad.main(argv)
 
@@ -308,16 +309,14 @@ def test_bad_input_is_refused_before_any_run(tmp_path, options, message):
 
 @pytest.mark.slow
 def test_runs_side_by_side_outlive_one_that_fails(tmp_path, capfd):
-    """Each run has a process of its own, and one that fails is named when the others are done: otherwise one
-    mistake would end a night of runs.
-    """
+    """Each run has a process of its own, and a run that fails is named when the others are done."""
     argv = ["--models", "llama", "--tasks", "recall", "--output", str(tmp_path), "--jobs", "2", *SMALL]
     runs = mad.make_runs(mad.parse_args(argv))
-    (tmp_path / f"{runs[0].name}.partial").mkdir()
-    with pytest.raises(ValueError, match=f"1 of 2 runs failed: {runs[0].name}$"):
-        mad.main(argv)
-    assert "IsADirectoryError" in capfd.readouterr().err
-    assert (tmp_path / f"{runs[1].name}.json").exists()
-    (tmp_path / f"{runs[0].name}.partial").rmdir()
+    mad.train_all(runs[:1], mad.parse_args(argv))
+    broken = Run(**vars(runs[0]) | {"model": "no-model", "row": "no-model"})
+    with pytest.raises(ValueError, match=f"1 of 2 runs failed: {broken.name}$"):
+        mad.train_all([broken, runs[1]], mad.parse_args(argv))
+    assert "KeyError: 'no-model'" in capfd.readouterr().err
+    assert {record["name"] for record in read_records(tmp_path, "mad")} == {run.name for run in runs}
     mad.main(argv)
-    assert "2 runs, 1 of them finished" in capfd.readouterr().out and (tmp_path / f"{runs[0].name}.json").exists()
+    assert "2 runs, 2 of them finished" in capfd.readouterr().out

@@ -1,11 +1,15 @@
 """eval/mad_tables.py: figures are those of the runs, at the rate that the validation sequences choose."""
 
-import json
-
 import pytest
 
+from eval.common.records import append_record
+from eval.common.records import read_records as read
 from eval.mad import tables as mad_tables
-from eval.mad.tables import best_results, difference_table, read_records, table
+from eval.mad.tables import best_results, check_alike, difference_table, table
+
+
+def read_records(folder):
+    return read(folder, "mad")
 
 
 @pytest.fixture
@@ -26,11 +30,10 @@ def folder(tmp_path):
 
 
 def save(folder, model, task, rate, seed, curve, **changed):
-    run = {"model": model, "label": "", "task": task, "learning_rate": rate, "seed": seed}
+    run = {"model": model, "row": model, "data": task, "learning_rate": rate, "seed": seed}
     run |= {"epochs": 2, "batch_size": 128, "weight_decay": 0.0, "bf16": False, "task_settings": {}} | changed
-    record = {"run": run, "curve": curve, "parameters": 1000 + (task == "compression")}
-    name = f"{model}{run['label']}-{task}-{rate}-{seed}.json"
-    (folder / name).write_text(json.dumps(record))
+    record = {"benchmark": "mad", "run": run, "curve": curve, "parameters": 1000 + (task == "compression")}
+    append_record(record | {"name": f"{run['row']}-{task}-{rate}-{seed}"}, folder / "runs.jsonl")
 
 
 def test_the_rate_is_chosen_by_validation_and_seeds_are_averaged(folder):
@@ -51,7 +54,7 @@ def test_differences_by_hand(folder):
 
 def test_labels_are_rows_of_their_own(folder):
     """Runs of a model with other settings are another row: otherwise they are averaged."""
-    save(folder, "lmm", "recall", 1e-3, 0, [[2, 0.3, 0.2, 1.0]], label="stopped")
+    save(folder, "lmm", "recall", 1e-3, 0, [[2, 0.3, 0.2, 1.0]], row="lmm stopped")
     assert best_results(read_records(folder))["lmm stopped"]["recall"].last.tolist() == [20.0]
 
 
@@ -60,8 +63,8 @@ def test_runs_that_were_not_made_alike_are_refused(folder):
     in one column with the others.
     """
     save(folder, "mag", "recall", 1e-3, 0, [[4, 0.3, 0.2, 1.0]], epochs=4)
-    with pytest.raises(ValueError, match=r"mag-recall-0.001-0.json: epochs is 4, elsewhere 2"):
-        read_records(folder)
+    with pytest.raises(ValueError, match="recall, mag: epochs is 4, elsewhere 2"):
+        check_alike(read_records(folder))
 
 
 def test_rates_with_different_seeds_are_refused(folder):
@@ -80,6 +83,6 @@ def test_the_command_prints_the_tables_and_draws_the_plot(folder, capsys):
     assert "| lmm |" in printed and "| less llama |" in printed and (folder / "plot.png").stat().st_size > 10_000
     with pytest.raises(ValueError, match="--baselines must be of lmm, llama, but has mamba2"):
         mad_tables.main([str(folder), "--baselines", "mamba2"])
-    (folder / "other.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"other.json is no run of mad.py"):
+    append_record({"name": "x"}, folder / "runs.jsonl")
+    with pytest.raises(ValueError, match=r"runs.jsonl, line 11, is no run of eval.mad"):
         mad_tables.main([str(folder)])

@@ -10,7 +10,6 @@ the next one.
 
 import argparse
 import hashlib
-import json
 import re
 from dataclasses import asdict, replace
 from itertools import product
@@ -21,14 +20,14 @@ import numpy as np
 from transformers.utils.logging import disable_progress_bar
 
 from eval.common.compared_models import VARIANTS, parse_settings
+from eval.common.records import FILE, find_finished, read_records
 from eval.dna.folds import Fold, group_sequences, hold_out, make_folds
 from eval.dna.models import NAMES, STOPPED, build_model, config_of
 from eval.dna.sequences import Sequences, read_sequences
-from eval.dna.tables import check_alike, read_records, write_report
+from eval.dna.tables import check_alike, write_report
 from eval.dna.training import DataOfRun, Run, make_run
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
 from titans_hf.cli.shared.command_line import run_command
-from titans_hf.cli.shared.finished_runs import is_finished
 
 SHAPE = ("parameters", "hidden_size", "num_hidden_layers")
 TRAINING = ("batch_size", "epochs", "evaluations")
@@ -59,7 +58,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--seeds", nargs="+", type=int, default=[0], help="of weights and batches; the folds are always the same"
     )
     parser.add_argument("--save_models", action="store_true", help="save each model but the CNN, with its tokenizer")
-    parser.add_argument("--output", type=Path, required=True, help="folder of the JSON files, table and plots")
+    parser.add_argument("--output", type=Path, required=True, help="folder of runs.jsonl, table and plots")
     return parser.parse_args(argv)
 
 
@@ -145,12 +144,13 @@ def describe(data: DataOfRun) -> str:
 
 def finish(run: Run, data: DataOfRun, args: argparse.Namespace) -> dict[str, Any]:
     """Makes a run, unless it is finished, and returns its record."""
-    file = args.output / f"{run.name}.json"
-    if args.save_models and run.model != "cnn" and file.exists() and not file.with_suffix("").is_dir():
-        raise ValueError(f"{file} is of a finished run without its model: --save_models needs another --output")
-    if is_finished(run, file, config_of(run.model, data.classes, run.shape, run.settings)):
-        return json.loads(file.read_text(encoding="utf-8"))
-    record = make_run(run, data, file, args.save_models)
+    config = config_of(run.model, data.classes, run.shape, run.settings)
+    record = find_finished(read_records(args.output, "dna"), run, config)
+    if record and args.save_models and run.model != "cnn" and not (args.output / run.name).is_dir():
+        raise ValueError(f"{run.name} is finished without its model: --save_models needs another --output")
+    if record:
+        return record
+    record = make_run(run, data, args.output / FILE, args.save_models)
     print(f"{run.name}: test accuracy {record['test']:.3f}, {record['minutes']} min", flush=True)
     return record
 
@@ -181,7 +181,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     settings = check_args(args)
     runs = make_runs(args, settings, read_folds(args))
-    check_alike([*(x["run"] for x in read_records(args.output)), *(asdict(first) for first, _ in runs)])
+    check_alike([*(x["run"] for x in read_records(args.output, "dna")), *(asdict(first) for first, _ in runs)])
     disable_progress_bar()  # of writing checkpoints; Trainer has its own
     best = []
     for first, folds in runs:
@@ -191,7 +191,7 @@ def main(argv: list[str] | None = None) -> None:
     for seed, fold in others:
         for run, folds in best:
             finish(replace(run, seed=seed, fold=fold), folds[fold], args)
-    write_report(args.output)
+    write_report(args.output, args.output)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-"""Makes the tables and plots of DNA runs from their JSON files, with the paper's figures.
+"""Makes the tables and plots of DNA runs from their file, with the paper's figures.
 
-    python -m eval.dna.tables results/dna --baselines lmm-stopped cnn
+    python -m eval.dna.tables results/dna --baselines lmm-stopped cnn --output results/dna
 
 A figure is the accuracy on what was not trained on, in percent: mean and standard deviation over folds, each fold's
 accuracy being the mean of its seeds, and the mean of each seed that has all folds.
 """
 
 import argparse
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean, stdev
@@ -16,13 +15,14 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from eval.common.records import read_records
+from eval.common.tables import read_paper
 from eval.dna.models import NAMES
-from titans_hf.cli.evaluation.result_tables import PAPER as PAPER_TABLES
 from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.shared.figures import line_styles, plot_with_spread, save_figure
 from titans_hf.cli.shared.markdown_tables import markdown_table
 
-PAPER = PAPER_TABLES["dna"]
+PAPER = read_paper("dna")
 SETUP = ("digest", "folds", "batch_size", "epochs", "reverse_complement", "shape")
 EPOCH, VALIDATION = 0, 3
 HEADING = ["model", "parameters", "folds", "accuracy", "each seed", "validation accuracy", "learning rate", "minutes"]
@@ -30,28 +30,16 @@ Rows = dict[str, list[dict[str, Any]]]
 Scores = dict[tuple[int, int], float]  # by seed and fold
 
 
-def read_records(folder: Path) -> list[dict[str, Any]]:
-    """Reads the runs of a folder, without its subfolders, which have saved models. Raises ValueError for other JSON
-    files.
-    """
-    records = []
-    for file in sorted(folder.glob("*.json")):
-        record = json.loads(file.read_text(encoding="utf-8"))
-        if "curve" not in record or "fold" not in record.get("run", {}):
-            raise ValueError(f"{file} is no run of dna.py")
-        records.append(record)
-    return records
+def read_results(path: Path) -> dict[str, Rows]:
+    """Reads the runs of a file or folder, by data and row: those at the rate that is best on the first fold's
+    validation part with the first seed, in the order of seeds and folds.
 
-
-def read_results(folder: Path) -> dict[str, Rows]:
-    """Reads the runs of a folder, by data and row: those at the rate that is best on the first fold's validation part
-    with the first seed, in the order of seeds and folds. Raises ValueError for runs that were not made alike, and for
-    other JSON files.
+    Raises ValueError for runs that were not made alike, and for other files.
     """
     data: dict[str, list[dict[str, Any]]] = {}
-    records = read_records(folder)
+    records = read_records(path, "dna")
     if not records:
-        raise ValueError(f"{folder} has no runs of dna.py")
+        raise ValueError(f"RUNS {path} has no runs of eval.dna.run")
     for record in records:
         data.setdefault(record["run"]["data"], []).append(record)
     check_alike(record["run"] for record in records)
@@ -78,7 +66,7 @@ def _by_row(records: list[dict[str, Any]]) -> Rows:
         of_row = sorted((x for x in records if x["run"]["row"] == row), key=_seed_and_fold)
         first = [record for record in of_row if _seed_and_fold(record) == (of_row[0]["run"]["seed"], 0)]
         if first:  # otherwise no rate has been chosen yet
-            rates = [record["run"]["learning_rate"] for record in of_row]  # of equal ones, dna.py went on with one
+            rates = [record["run"]["learning_rate"] for record in of_row]  # of equal ones, the command went on with one
             best = max(first, key=lambda record: (record["valid"], rates.count(record["run"]["learning_rate"])))
             rows[row] = [
                 record for record, rate in zip(of_row, rates, strict=True) if rate == best["run"]["learning_rate"]
@@ -153,12 +141,13 @@ def plot(data: str, rows: Rows, path: Path) -> None:
     save_figure(figure, path)
 
 
-def write_report(folder: Path, baselines: list[str] | None = None) -> None:
-    """Writes table.md and a plot per data from the JSON files of the folder.
+def write_report(runs: Path, output: Path, baselines: list[str] | None = None) -> None:
+    """Writes to `output` table.md and a plot per data from the runs of a file or folder.
 
     Raises ValueError for a baseline that no data have.
     """
-    results = read_results(folder)
+    results = read_results(runs)
+    output.mkdir(parents=True, exist_ok=True)
     known = sorted({row for rows in results.values() for row in rows})
     for baseline in baselines or []:
         if baseline not in known:
@@ -167,17 +156,18 @@ def write_report(folder: Path, baselines: list[str] | None = None) -> None:
     for data, rows in results.items():
         parts += [f"## {data}", table(data, rows)]
         parts += [difference_table(rows, baseline) for baseline in baselines or [] if baseline in rows]
-        plot(data, rows, folder / f"{data}.png")
-    (folder / "table.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    print(f"wrote {folder / 'table.md'}")
+        plot(data, rows, output / f"{data}.png")
+    (output / "table.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    print(f"wrote {output / 'table.md'}")
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, help="a folder of dna.py's JSON files")
+    parser.add_argument("runs", type=Path, help="a JSON Lines file of runs, or its folder")
     parser.add_argument("--baselines", nargs="*", default=[], help="rows that the others are compared with")
+    parser.add_argument("--output", type=Path, required=True, help="the folder for table.md and the plots")
     args = parser.parse_args(argv)
-    write_report(args.runs, args.baselines)
+    write_report(args.runs, args.output, args.baselines)
 
 
 if __name__ == "__main__":

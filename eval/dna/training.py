@@ -24,11 +24,11 @@ from transformers import (
 )
 
 from eval.common.git_commit import describe_commit
+from eval.common.records import append_record
 from eval.dna.folds import Fold
 from eval.dna.models import build_model, config_of
 from eval.dna.sequences import Sequences, reverse_complement
 from eval.dna.tokenizer import make_tokenizer
-from titans_hf.cli.shared.finished_runs import write_record
 
 DECIMALS = 4
 COLUMNS = ["epoch", "training loss", "validation loss", "validation accuracy"]
@@ -57,7 +57,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Names the run's file, without suffix."""
+        """Names the run, and the folder of its model."""
         fold = f"-fold{self.fold}" if self.folds else ""
         return f"{self.data}-{self.row}-lr{self.learning_rate:g}{fold}-seed{self.seed}"
 
@@ -177,23 +177,24 @@ def train(run: Run, data: DataOfRun, model: nn.Module, save: Path | None) -> tup
 
 
 def make_run(run: Run, data: DataOfRun, output: Path, save: bool = False) -> dict[str, Any]:
-    """Trains, scores and writes `output`, a JSON object, which it returns; nothing is written before the end."""
+    """Trains, scores and adds the record, which it returns, to the file `output`; nothing is written before the end."""
     start = time.time()
     config = config_of(run.model, data.classes, run.shape, run.settings)
     set_seed(run.seed)
     model = build_model(run.model, config, max(map(len, data.sequences.texts)) + 1)
-    scores, curve = train(run, data, model, output.with_suffix("") if save else None)
+    scores, curve = train(run, data, model, output.parent / run.name if save else None)
     record = {
+        "benchmark": "dna",
+        "name": run.name,
         "run": asdict(run),
         "config": config.to_diff_dict(),
         "parameters": sum(x.numel() for x in model.parameters()),
         "sequences": dict(zip(Fold._fields, map(len, data.fold), strict=True)),
         **scores,
-        "columns": COLUMNS,
         "curve": curve,
         "commit": describe_commit(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "minutes": round((time.time() - start) / 60, 2),
     }
-    write_record(record, output)
+    append_record(record, output)
     return record

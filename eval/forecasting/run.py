@@ -17,13 +17,13 @@ from torch.utils.data import DataLoader
 from transformers.utils.logging import disable_progress_bar
 
 from eval.common.compared_models import parse_settings
+from eval.common.records import FILE, find_finished, read_records
 from eval.forecasting.data import Series, make_splits, read_series, uneven_step
 from eval.forecasting.models import BASELINES, NAMES, forecasts
-from eval.forecasting.tables import check_alike, read_records, write_report
+from eval.forecasting.tables import check_alike, write_report
 from eval.forecasting.training import INPUTS, Run, make_run
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
 from titans_hf.cli.shared.command_line import run_command
-from titans_hf.cli.shared.finished_runs import is_finished
 from titans_hf.time_series_titans import LOSSES
 
 SHARED = ("learning_rate", "split", "cycle_length", "loss")
@@ -56,7 +56,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max_steps", type=int, default=1000)
     parser.add_argument("--eval_steps", type=int, default=100, help="steps between two evaluations")
     parser.add_argument("--patience", type=int, default=3, help="evaluations without a lower validation loss")
-    parser.add_argument("--output", type=Path, required=True, help="folder of the JSON files, tables and plots")
+    parser.add_argument("--output", type=Path, required=True, help="folder of runs.jsonl, tables and plots")
     return parser.parse_args(argv)
 
 
@@ -105,14 +105,13 @@ def main(argv: list[str] | None = None) -> None:
         if args.cycle_length and (row := uneven_step(one.times)) is not None:
             print(f"{name}: row {row} is not at the usual step: --cycle_length counts rows, not time", flush=True)
     channels = {name: len(one.names) for name, one in series.items()}
-    left = [
-        run for run in runs if not is_finished(run, args.output / f"{run.name}.json", run.config(channels[run.data]))
-    ]
-    check_alike([*read_records(args.output), *({"run": asdict(run)} for run in left)])
+    records = read_records(args.output, "forecasting")
+    left = [run for run in runs if not find_finished(records, run, run.config(channels[run.data]))]
+    check_alike([*records, *({"run": asdict(run)} for run in left)])
     disable_progress_bar()  # of writing checkpoints; Trainer has its own
     print(f"{len(runs)} runs, {len(runs) - len(left)} of them finished", flush=True)
     for number, run in enumerate(left, 1):
-        record = make_run(run, series[run.data], args.output / f"{run.name}.json")
+        record = make_run(run, series[run.data], args.output / FILE)
         valid, test = (f"{part} MSE {record[part]['mse']:.3f}" for part in ("valid", "test"))
         print(f"{number}/{len(left)} {run.name}: {valid}, {test}, {record['minutes']} min", flush=True)
     write_report(args.output, args.output)

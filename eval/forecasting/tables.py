@@ -1,10 +1,9 @@
-"""Makes the tables and plots of forecasting runs from their JSON files.
+"""Makes the tables and plots of forecasting runs from their file.
 
 python -m eval.forecasting.tables runs/forecasting --rows lmm lmm-stopped rlinear --output runs/tables
 """
 
 import argparse
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean, stdev
@@ -12,12 +11,14 @@ from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
-from titans_hf.cli.evaluation.result_tables import PAPER as PAPER_TABLES
+from eval.common.records import read_lines, read_records
+from eval.common.tables import read_paper
+from eval.forecasting.training import EXAMPLES
 from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.shared.figures import line_styles, save_figure
 from titans_hf.cli.shared.markdown_tables import markdown_table
 
-PAPER = PAPER_TABLES["forecasting"]
+PAPER = read_paper("forecasting")
 METRICS = ("mse", "mae")
 OF_DATA = ("digest", "split")  # the same in all runs of a series
 OF_ROW = ("settings", "learning_rate", "batch_size", "max_steps", "eval_steps", "patience")  # of a row and look-back
@@ -68,17 +69,6 @@ def with_spread(values: list[float]) -> str:
     return f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
 
 
-def read_records(folder: Path) -> list[dict[str, Any]]:
-    """Reads the runs of a folder; raises ValueError for other JSON files."""
-    records = []
-    for file in sorted(folder.glob("*.json")):
-        record = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(record, dict) or "look_back" not in record.get("run", {}):
-            raise ValueError(f"{file} is no run of forecasting.py")
-        records.append(record)
-    return records
-
-
 def check_alike(records: Iterable[dict[str, Any]]) -> None:
     """Raises ValueError, naming the setting, for runs of one row, or of one series, that were not made alike."""
     first: dict[tuple, dict[str, Any]] = {}
@@ -93,16 +83,16 @@ def check_alike(records: Iterable[dict[str, Any]]) -> None:
                     )
 
 
-def read_results(folder: Path, rows: Sequence[str] = ()) -> dict[int, Results]:
-    """Reads the records of a folder by look-back, only `rows` if there are any.
+def read_results(path: Path, rows: Sequence[str] = ()) -> dict[int, Results]:
+    """Reads the records of a file or folder by look-back, only `rows` if there are any.
 
-    Raises ValueError for a folder without runs or with other files, for a row that none of them has, and as
+    Raises ValueError for a file without runs or with other lines, for a row that none of them has, and as
     `check_alike` does.
     """
-    records = read_records(folder)
+    records = read_records(path, "forecasting")
     check_alike(records)
     if not records:
-        raise ValueError(f"RUNS {folder} must be a folder of JSON files of forecasting.py, but has none")
+        raise ValueError(f"RUNS {path} has no runs of eval.forecasting.run")
     known = sorted({record["run"]["row"] for record in records})
     for row in rows:
         if row not in known:
@@ -160,14 +150,21 @@ def numbers(values: Iterable[int]) -> str:
     return ", ".join(map(str, values))
 
 
-def plot(results: Results, data: str, path: Path) -> None:
+def read_examples(runs: Path) -> dict[str, dict[str, Any]]:
+    """Reads the example forecasts beside a file of runs, by the run's name; none where there is no such file."""
+    file = (runs.parent if runs.suffix == ".jsonl" else runs) / EXAMPLES
+    return {example["name"]: example for example in read_lines(file)} if file.exists() else {}
+
+
+def plot(results: Results, examples: dict[str, dict[str, Any]], data: str, path: Path) -> None:
     """Plots forecasts of the first seed against what was measured, a panel per horizon."""
     figure = Figure(figsize=(9, 2.6 * len(results.horizons)), layout="constrained")
     panels = figure.subplots(len(results.horizons), 1, squeeze=False)[:, 0]
     styles = line_styles(results.rows)
     for axes, horizon in zip(panels, results.horizons, strict=True):
         keys = [Key(data, row, horizon, results.seeds[0]) for row in results.rows]
-        shown = {key.row: results.records[key]["example"] for key in keys if key in results.records}
+        names = {key.row: results.records[key]["name"] for key in keys if key in results.records}
+        shown = {row: examples[name] for row, name in names.items() if name in examples}
         for before, after in [(x["before"], x["after"]) for x in shown.values()][:1]:
             axes.plot(range(-len(before), horizon), before + after, color="lightgray", linewidth=2, label="measured")
         for row, of_row in shown.items():
@@ -180,21 +177,23 @@ def plot(results: Results, data: str, path: Path) -> None:
     save_figure(figure, path)
 
 
-def write_report(folder: Path, output: Path, rows: Sequence[str] = ()) -> None:
-    """Writes to `output` table.md and a plot per series and look-back from the JSON files of the folder."""
-    parts, found = ["# Forecasts", "\n".join(NOTES)], read_results(folder, rows)
+def write_report(runs: Path, output: Path, rows: Sequence[str] = ()) -> None:
+    """Writes to `output` table.md and a plot per series and look-back from the runs of a file or folder."""
+    parts, found = ["# Forecasts", "\n".join(NOTES)], read_results(runs, rows)
+    examples = read_examples(runs)
     output.mkdir(parents=True, exist_ok=True)
     for look_back, results in found.items():
         for data in results.data:
             parts += filter(None, (table(results, data, look_back), last_batch_table(results, data)))
-            plot(results, data, output / f"{data}-{look_back}.png")
+            if any(record["name"] in examples for key, record in results.records.items() if key.data == data):
+                plot(results, examples, data, output / f"{data}-{look_back}.png")
     (output / "table.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     print(f"wrote {output / 'table.md'}")
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", metavar="RUNS", type=Path, help="a folder of forecasting.py's JSON files")
+    parser.add_argument("runs", metavar="RUNS", type=Path, help="a JSON Lines file of runs, or its folder")
     parser.add_argument("--rows", nargs="+", default=[], help="the rows that are shown; all")
     parser.add_argument("--output", type=Path, required=True, help="the folder for table.md and the plots")
     args = parser.parse_args(argv)

@@ -19,12 +19,13 @@ from transformers import (
 )
 
 from eval.common.git_commit import describe_commit
+from eval.common.records import append_record
 from eval.forecasting.data import Series, Splits, Windows, make_splits
 from eval.forecasting.models import ForecastTask, build_model, config_of, count_parameters, forecasts
-from titans_hf.cli.shared.finished_runs import write_record
 
 DECIMALS = 5
 LAST_BATCHES = (32, 64, 128, 256, 512)  # sizes of batches, of which published code may drop the last one
+EXAMPLES = "examples.jsonl"  # beside the runs: a forecast of each, for the plots
 INPUTS = ("past_values", "cycle_position")
 
 
@@ -53,7 +54,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Names the run's file, without suffix."""
+        """Names the run."""
         return f"{self.data}-{self.look_back}-{self.horizon}-{self.row}-seed{self.seed}"
 
     def task(self, num_channels: int) -> ForecastTask:
@@ -165,7 +166,9 @@ def rounded(scores: Scores) -> dict[str, float]:
 
 
 def make_run(run: Run, series: Series, output: Path) -> dict[str, Any]:
-    """Trains, scores and writes `output`, a JSON object, which it returns; nothing is written before the end."""
+    """Trains, scores and adds the record, which it returns, to the file `output`; nothing is written before the end.
+    The example forecast goes to the file EXAMPLES beside it.
+    """
     start = time.time()
     splits = make_splits(series, run.split, run.look_back, run.horizon)
     set_seed(run.seed)
@@ -177,6 +180,8 @@ def make_run(run: Run, series: Series, output: Path) -> dict[str, Any]:
         best_step, device = train(model, run, splits)
     valid, test = (window_errors(model, part, 4 * run.batch_size, device) for part in (splits.valid, splits.test))
     record = {
+        "benchmark": "forecasting",
+        "name": run.name,
         "run": asdict(run),
         "config": None if config is None else config.to_diff_dict(),
         "parameters": parameters,
@@ -185,10 +190,11 @@ def make_run(run: Run, series: Series, output: Path) -> dict[str, Any]:
         "test": rounded(mean_scores(test)),
         "test_without_last_batch": {size: rounded(x) for size, x in scores_without_last_batch(test).items()},
         "windows": [len(part) for part in splits[:3]],
-        "example": {"channel": series.names[-1], **example(model, splits.test, device)},
         "commit": describe_commit(),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "minutes": round((time.time() - start) / 60, 2),
     }
-    write_record(record, output)
+    shown = {"channel": series.names[-1], **example(model, splits.test, device)}
+    append_record({"name": run.name} | shown, output.with_name(EXAMPLES))
+    append_record(record, output)
     return record

@@ -1,22 +1,22 @@
-"""Makes the table of runs of train_and_score.py: mean and spread over seeds, and paired differences between rows.
+"""Makes the table of runs of train_and_score: mean and spread over seeds, and paired differences between rows.
 
-    python -m eval.language.compare_runs runs/language/*.json --pairs lmm:lmm-stopped mag:mag-stopped
+    python -m eval.language.compare_runs runs/language.jsonl --pairs lmm:lmm-stopped mag:mag-stopped
 
-Runs that differ in their seed alone are one row; its name is the file's without the "-seed0" at its end. A difference
+Runs that differ in their seed alone are one row, which has their name. A difference
 is the mean over texts of (loss - loss of the baseline with the same seed on the same stretches), in nats per token,
 with its 95 % interval by a bootstrap over the texts (not over stretches: those of a novel resemble each other). The
 share of a gap that a model closes is (loss of the window - its loss) / (loss of the window - loss of full attention).
 """
 
 import argparse
-import json
-import re
+from fnmatch import fnmatchcase
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from eval.common.records import Record, read_records
 from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.shared.figures import (
     line_styles,
@@ -46,24 +46,34 @@ class Row(NamedTuple):
         return np.stack([losses.mean(0) for losses in self.losses.values()])
 
 
-def read_rows(files: list[Path]) -> dict[str, Row]:
-    """Reads the runs, by name, in the order of the files. Raises ValueError for runs of one name that differ in more
-    than the seed, and for rows that were not scored at the same positions.
+def read_rows(files: list[Path], patterns: list[str]) -> dict[str, Row]:
+    """Reads the runs whose names match a pattern, by name, in the order of the patterns and of the files.
+
+    Raises ValueError for a pattern without runs, for runs of one name that differ in more than the seed, and for rows
+    that were not scored at the same positions.
     """
+    records = [record for file in files for record in read_records(file, "language")]
     rows: dict[str, Row] = {}
-    for file in files:
-        record = json.loads(file.read_text(encoding="utf-8"))
-        name = re.sub(r"-seed\d+$", "", file.stem)
+    for pattern in patterns:
+        found = [record for record in records if fnmatchcase(record["name"], pattern)]
+        if not found:
+            raise ValueError(f"--rows {pattern}: no run in {', '.join(map(str, files))} has such a name")
+        _add_rows(rows, found)
+    return rows
+
+
+def _add_rows(rows: dict[str, Row], records: list[Record]) -> None:
+    for record in records:
+        name = record["name"]
         texts, losses = [x[0] for x in record["stretches"]], np.array([x[1:] for x in record["stretches"]])
         training = record["training"]
         new = Row(name, record["parameters"], record["edges"], texts, {}, training["block_length"])
         row = rows.setdefault(name, new)
         if new.edges != next(iter(rows.values())).edges:
-            raise ValueError(f"{file} was scored at other positions than {files[0]}")
+            raise ValueError(f"{name} was scored at other positions than {next(iter(rows))}")
         if (row.parameters, row.texts) != (new.parameters, new.texts):
-            raise ValueError(f"{file} differs from the other runs named {name} in its size or in what was scored")
+            raise ValueError(f"runs of the name {name} differ in their size or in the texts that were scored")
         row.losses[training["seed"]] = losses
-    return rows
 
 
 def mean_with_spread(row: Row) -> list[str]:
@@ -162,13 +172,16 @@ def parse_names(option: str, form: str, given: list[str], rows: dict[str, Row]) 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="+", help="JSON files of train_and_score.py, in the table's order")
+    parser.add_argument("runs", type=Path, nargs="+", help="JSON Lines files of train_and_score")
+    parser.add_argument(
+        "--rows", nargs="+", default=["*"], help="names of rows, in the table's order; * stands for any"
+    )
     parser.add_argument("--baseline", help="the name of the row that all others are compared with")
     parser.add_argument("--pairs", nargs="+", default=[], metavar=PAIR, help="rows to be compared")
     parser.add_argument("--gaps", nargs="+", default=[], metavar=GAP, help="gaps of which NAME closes a share")
     parser.add_argument("--plot", type=Path, help="an image file of the losses by position")
     args = parser.parse_args(argv)
-    rows = read_rows(args.runs)
+    rows = read_rows(args.runs, args.rows)
     if args.baseline and args.baseline not in rows:
         raise ValueError(f"--baseline must be one of {', '.join(rows)}, but is {args.baseline}")
     against = [f"{name}:{args.baseline}" for name in rows if args.baseline and name != args.baseline]

@@ -1,7 +1,7 @@
 """Measures what retrieval of distant tokens could gain a trained language model, without training anything.
 
     python -m eval.language.distant_retrieval runs/mag-stopped --train_text data/books/train \
-        --choice_text data/books/valid --score_text data/books/test --output runs/mag-stopped-retrieval.json
+        --choice_text data/books/valid --score_text data/books/test --output runs/retrieval.jsonl
 
 The model's last hidden state h_t is the query at token t; what it can retrieve are the pairs of h_i and the token that
 followed, x_{i+1}, at least `--distance` tokens before. "pointer": a softmax over the cosines of h_t and all h_i, mixed
@@ -11,7 +11,6 @@ as keys and embeddings of x_{i+1} as values, and what is retrieved is added to t
 """
 
 import argparse
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize, relu
 
 import titans_hf  # noqa: F401  registers the model type "titans"
+from eval.common.records import append_record
 from eval.language.token_blocks import cut_stretches, make_tokenizer, read_documents
 from titans_hf.cli.shared.checkpoints import load_model
 from titans_hf.cli.shared.command_line import run_command
@@ -137,7 +137,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=2048, help="tokens of a stretch")
     parser.add_argument("--stretches", type=int, default=2, help="of each text")
     parser.add_argument("--cache", type=Path, default=Path("runs/language"), help="for the tokenizer and token ids")
-    parser.add_argument("--output", type=Path, required=True, help="the JSON file to write")
+    parser.add_argument("--output", type=Path, required=True, help="the JSON Lines file to add the result to")
     args = parser.parse_args(argv)
     for method in args.methods:
         if not re.fullmatch(r"pointer|linear|relu-[1-9]\d*", method):
@@ -153,9 +153,14 @@ def main(argv: list[str] | None = None) -> None:
         documents = read_documents(find_files(getattr(args, option), f"--{option}"), tokenizer, args.cache)
         stretches.append(torch.from_numpy(cut_stretches(documents, args.length, args.stretches)))
     table = compare(model, *stretches, args.methods, args.distance)
-    record = {"model": args.model.name, "distance": args.distance, "length": args.length, "methods": table}
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    record = {
+        "benchmark": "distant_retrieval",
+        "model": args.model.name,
+        "distance": args.distance,
+        "length": args.length,
+        "methods": table,
+    }
+    append_record(record, args.output)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-"""Trains one language model on texts, scores it by position on texts it has not seen, and writes all that as JSON.
+"""Trains one language model on texts, scores it by position on texts it has not seen, and records the run.
 
     python -m eval.language.train_and_score lmm --train_text DIR --score_text DIR [DIR ...] \
-        --output eval/language/results/lmm.json [--set memory_max_lr=0] [--seed 0]
+        --output runs/language.jsonl [--label lmm-stopped --set memory_max_lr=0] [--seed 0]
 
 The score of a stretch of text is the mean cross entropy (nats per token) between positions 0, 64, 256, 512, 1024, ...
 """
 
 import argparse
-import json
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +18,7 @@ from transformers import PreTrainedModel, set_seed
 
 from eval.common.compared_models import NAMES, build_model, fit_config, parse_settings, scale_outputs
 from eval.common.git_commit import describe_commit
+from eval.common.records import append_record, read_records
 from eval.language.token_blocks import cut_blocks, cut_stretches, make_tokenizer, read_documents
 from eval.language.training_loop import TrainingOptions, train
 from titans_hf.cli.shared.command_line import run_command
@@ -64,7 +64,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("model", choices=NAMES)
     parser.add_argument("--train_text", type=Path, required=True, help="a folder of .txt files")
     parser.add_argument("--score_text", type=Path, nargs="+", required=True, help="folders of .txt files")
-    parser.add_argument("--output", type=Path, required=True, help="the JSON file to write; one that exists is kept")
+    parser.add_argument("--output", type=Path, required=True, help="the JSON Lines file to add the run to")
+    parser.add_argument("--label", help="the name of the table's row; default: the model's")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="fields of the model's config")
     parser.add_argument(
         "--scale_outputs",
@@ -86,14 +87,17 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, default=Path("runs/language"), help="for the tokenizer and token ids")
     parser.add_argument("--save_model", type=Path, help="a folder for the trained model")
     args = parser.parse_args(argv)
-    args.label, args.device = args.output.stem, str(choose_device(args.device))
+    args.label, args.device = args.label or args.model, str(choose_device(args.device))
     return args
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    if args.output.exists():
-        raise ValueError(f"--output {args.output} exists: a finished run is not made again")
+    if args.output.suffix != ".jsonl":
+        raise ValueError(f"--output must end in .jsonl, but is {args.output}")
+    for record in read_records(args.output, "language"):
+        if (record["name"], record["training"]["seed"]) == (args.label, args.seed):
+            raise ValueError(f"--output {args.output} has {args.label} with seed {args.seed}: give another --label")
     train_files = find_files(args.train_text, "--train_text")
     score_files = [file for folder in args.score_text for file in find_files(folder, "--score_text")]
     tokenizer = make_tokenizer(train_files, args.vocab_size, args.cache)
@@ -111,6 +115,8 @@ def main(argv: list[str] | None = None) -> None:
     losses = losses_by_position(model, scored)
     names = [file.stem for file in score_files for _ in range(args.stretches)]
     record = {
+        "benchmark": "language",
+        "name": args.label,
         "model": args.model,
         "settings": settings | ({"scale_outputs": True} if args.scale_outputs else {}),
         "parameters": model.num_parameters(),
@@ -133,8 +139,7 @@ def main(argv: list[str] | None = None) -> None:
         "mean": [round(x, 4) for x in losses.mean(0)],
         "stretches": [[name, *(round(x, 4) for x in row)] for name, row in zip(names, losses, strict=True)],
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    append_record(record, args.output)
     if args.save_model:
         model.save_pretrained(args.save_model)
     print(args.label, record["parameters"], " ".join(f"{x:.4f}" for x in record["mean"]), record["minutes"], "min")

@@ -1,4 +1,4 @@
-"""Trains models on the six synthetic tasks of MAD, and records the accuracy as they learn, one JSON file per run.
+"""Trains models on the six synthetic tasks of MAD, and records the accuracy as they learn, a line each.
 
     python -m eval.mad.run --models lmm llama --tasks recall compression --epochs 50 --output results/mad
     python -m eval.mad.run --models lmm --set memory_max_lr=0 --label stopped --epochs 50 --output results/mad
@@ -18,12 +18,12 @@ import torch
 
 from eval.common.compared_models import parse_settings
 from eval.common.git_commit import describe_commit
+from eval.common.records import FILE, find_finished, read_records
 from eval.mad.models import NAMES
 from eval.mad.tasks import TASKS
 from eval.mad.training import Run, config_for, settings_of, train
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
 from titans_hf.cli.shared.command_line import run_command
-from titans_hf.cli.shared.finished_runs import is_finished
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -45,7 +45,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--graph", action="store_true", help="on a GPU: forward and backward pass as one CUDA graph")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, each in a process of its own")
     parser.add_argument("--commit", default=None, help="commit of the code, where there is no git checkout")
-    parser.add_argument("--output", type=Path, required=True, help="folder of the JSON files")
+    parser.add_argument("--output", type=Path, required=True, help="folder of runs.jsonl")
     return parser.parse_args(argv)
 
 
@@ -62,16 +62,17 @@ def make_runs(args: argparse.Namespace) -> list[Run]:
         if getattr(args, name) and not torch.cuda.is_available():
             raise ValueError(f"--{name} needs a CUDA device")
     shared = {name: getattr(args, name) for name in ("epochs", "evaluate_every", "weight_decay", "batch_size", "bf16")}
-    shared |= {"label": args.label, "config": config, "task_settings": task_settings}
+    shared |= {"settings": config, "task_settings": task_settings}
     choices = product(args.seeds, args.tasks, args.models, args.learning_rates)
-    runs = [Run(model=m, task=t, learning_rate=rate, seed=seed, **shared) for seed, t, m, rate in choices]
+    rows = {model: f"{model} {args.label}".strip() for model in args.models}
+    runs = [Run(t, rows[m], m, learning_rate=rate, seed=seed, **shared) for seed, t, m, rate in choices]
     for run in runs:
         settings = settings_of(run)
         config_for(run)
         try:
-            TASKS[run.task].make(np.random.default_rng(0), settings, 1, True)
+            TASKS[run.data].make(np.random.default_rng(0), settings, 1, True)
         except (ValueError, IndexError) as error:
-            raise ValueError(f"--task_set: {run.task} has no sequences of {settings}: {error}") from error
+            raise ValueError(f"--task_set: {run.data} has no sequences of {settings}: {error}") from error
     return runs
 
 
@@ -87,10 +88,7 @@ def train_all(runs: list[Run], args: argparse.Namespace) -> None:
     """Trains `--jobs` runs at a time; goes on when one fails, and raises ValueError at the end."""
     failed, commit = [], describe_commit() if args.commit is None else args.commit
     with ThreadPoolExecutor(args.jobs) as pool:
-        waiting = {
-            pool.submit(train_apart, run, args.output / f"{run.name}.json", commit, args.graph): run.name
-            for run in runs
-        }
+        waiting = {pool.submit(train_apart, run, args.output / FILE, commit, args.graph): run.name for run in runs}
         try:
             for done, future in enumerate(as_completed(waiting), 1):
                 status, name = future.result(), waiting[future]
@@ -106,7 +104,8 @@ def train_all(runs: list[Run], args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     runs = make_runs(args)
-    left = [run for run in runs if not is_finished(run, args.output / f"{run.name}.json", config_for(run))]
+    records = read_records(args.output, "mad")
+    left = [run for run in runs if not find_finished(records, run, config_for(run))]
     print(f"{len(runs)} runs, {len(runs) - len(left)} of them finished", flush=True)
     if left:
         train_all(left, args)

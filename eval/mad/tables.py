@@ -1,4 +1,4 @@
-"""Makes the table and the plot of runs of mad.py, with the figures of the paper (table 10 of its version 2).
+"""Makes the table and the plot of runs of eval.mad.run, with the figures of the paper (table 10 of its version 2).
 
     python -m eval.mad.tables results/mad --plot results/mad/curves.png --baselines llama gated-deltanet
 
@@ -7,7 +7,6 @@ the validation sequences, and over several seeds the mean and the standard devia
 """
 
 import argparse
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,15 +15,15 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from eval.common.records import read_records
+from eval.common.tables import read_paper
 from eval.mad.models import NAMES
 from eval.mad.tasks import TASKS
-from titans_hf.cli.evaluation.result_tables import PAPER as PAPER_TABLES
 from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.shared.figures import line_styles, plot_with_spread, save_figure
 from titans_hf.cli.shared.markdown_tables import markdown_table
-from titans_hf.cli.shared.text_files import find_files
 
-PAPER = PAPER_TABLES["mad"]
+PAPER = read_paper("mad")
 EPOCH, VALIDATION, TEST = range(3)
 SETUP = ("epochs", "batch_size", "weight_decay", "bf16", "task_settings")  # the same in all runs of a task
 
@@ -50,28 +49,18 @@ class Result(NamedTuple):
 Results = dict[str, dict[str, Result]]
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """Reads the runs; raises ValueError for runs of one task that were not made alike, and for other JSON files."""
-    records: dict[str, list[dict[str, Any]]] = {}
-    for file in find_files(path, "the folder of runs", (".json",)):
-        record = json.loads(file.read_text(encoding="utf-8"))
-        if "curve" not in record or "run" not in record:
-            raise ValueError(f"{file} is no run of mad.py")
-        alike = records.setdefault(record["run"]["task"], [])
+def check_alike(records: Iterable[dict[str, Any]]) -> None:
+    """Raises ValueError, naming the setting, for runs of one task that were not made alike."""
+    first: dict[str, dict[str, Any]] = {}
+    for run in (record["run"] for record in records):
+        other = first.setdefault(run["data"], run)
         for name in SETUP:
-            if alike and alike[0]["run"][name] != record["run"][name]:
-                raise ValueError(f"{file}: {name} is {record['run'][name]}, elsewhere {alike[0]['run'][name]}")
-        alike.append(record)
-    return [record for alike in records.values() for record in alike]
-
-
-def name_of(run: dict[str, Any]) -> str:
-    """Names a run by its model and the label of its settings."""
-    return " ".join(filter(None, [run["model"], run["label"]]))
+            if run[name] != other[name]:
+                raise ValueError(f"{run['data']}, {run['row']}: {name} is {run[name]}, elsewhere {other[name]}")
 
 
 def best_results(records: Iterable[dict[str, Any]]) -> Results:
-    """Groups results by model and task, in the order of mad.py; the rate is best on validation after the last epoch.
+    """Groups results by model and task, in the order of the models; the rate is best on validation at the end.
 
     Raises ValueError for rates that were tried with different seeds.
     """
@@ -79,7 +68,7 @@ def best_results(records: Iterable[dict[str, Any]]) -> Results:
     sizes = {}
     for record in records:
         run = record["run"]
-        key = name_of(run), run["task"]
+        key = run["row"], run["data"]
         sizes[key] = record["parameters"]
         curves.setdefault(key, {}).setdefault(run["learning_rate"], {})[run["seed"]] = record["curve"]
     results: Results = {}
@@ -153,11 +142,15 @@ def plot(results: Results, tasks: list[str], path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, help="a folder of mad.py's JSON files")
+    parser.add_argument("runs", type=Path, help="a JSON Lines file of runs, or its folder")
     parser.add_argument("--plot", type=Path, help="an image file of accuracy by epoch")
     parser.add_argument("--baselines", nargs="*", default=[], help="rows that the others are compared with")
     args = parser.parse_args(argv)
-    results = best_results(read_records(args.runs))
+    records = read_records(args.runs, "mad")
+    if not records:
+        raise ValueError(f"RUNS {args.runs} has no runs of eval.mad.run")
+    check_alike(records)
+    results = best_results(records)
     for baseline in args.baselines:
         if baseline not in results:
             raise ValueError(f"--baselines must be of {', '.join(results)}, but has {baseline}")

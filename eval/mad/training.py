@@ -22,9 +22,9 @@ from transformers import (
 )
 
 from eval.common.graph_trainer import GraphTrainer
+from eval.common.records import append_record
 from eval.mad.models import build, config_of
 from eval.mad.tasks import IGNORED, TASKS, Sequences, Settings
-from titans_hf.cli.shared.finished_runs import write_record
 
 HELD_OUT = 1_280
 LAST_RATE = 1e-6
@@ -34,10 +34,14 @@ DECIMALS = 4
 
 @dataclass(frozen=True)
 class Run:
-    """All that a run depends on. Runs of one model with different `config` differ in their `label`."""
+    """All that a run depends on. `data` is the task; `row` names the model with its `settings`, which replace fields of
+    its config.
+    """
 
+    data: str
+    row: str
     model: str
-    task: str
+    settings: dict[str, Any]
     learning_rate: float
     seed: int
     epochs: int
@@ -45,16 +49,13 @@ class Run:
     weight_decay: float
     batch_size: int
     bf16: bool
-    label: str
-    config: dict[str, Any]
     task_settings: dict[str, Any]
 
     @property
     def name(self) -> str:
-        """Names the run's file, without suffix."""
-        label = f"-{self.label}" if self.label else ""
+        """Names the run."""
         decay = f"-decay{self.weight_decay:g}" if self.weight_decay else ""
-        return f"{self.task}-{self.model}{label}-lr{self.learning_rate:g}{decay}-seed{self.seed}"
+        return f"{self.data}-{self.row.replace(' ', '-')}-lr{self.learning_rate:g}{decay}-seed{self.seed}"
 
 
 class SequenceDataset(Dataset):
@@ -107,7 +108,7 @@ def settings_of(run: Run) -> Settings:
 
     Raises ValueError for unknown names and for values of another type.
     """
-    settings = asdict(TASKS[run.task].settings)
+    settings = asdict(TASKS[run.data].settings)
     for name, value in run.task_settings.items():
         if name not in settings:
             raise ValueError(f"--task_set {name}: a task has only {', '.join(settings)}")
@@ -122,12 +123,12 @@ def settings_of(run: Run) -> Settings:
 
 def config_for(run: Run) -> PreTrainedConfig:
     """Makes the config of the run's model; raises ValueError as `settings_of` and `config_of` do."""
-    return config_of(run.model, settings_of(run).vocab_size, run.config)
+    return config_of(run.model, settings_of(run).vocab_size, run.settings)
 
 
 def make_data(run: Run, settings: Settings) -> tuple[Sequences, dict[str, Sequences]]:
     """Draws the training sequences, and those of validation and test, from the run's seed: the same for all models."""
-    make = TASKS[run.task].make
+    make = TASKS[run.data].make
     generators = np.random.default_rng(run.seed).spawn(3)
     train = make(generators[0], settings, settings.train_sequences, False)
     held_out = zip(("validation", "test"), generators[1:], strict=True)
@@ -162,11 +163,11 @@ def training_arguments(run: Run, steps_per_epoch: int, folder: str) -> TrainingA
 
 
 def train(run: Run, output: Path, commit: str, graph: bool = False) -> None:
-    """Trains and writes `output`, a JSON object; nothing is written before the run has finished.
+    """Trains, and adds the record to the file `output`; nothing is written before the run has finished.
 
     With `graph`, on a GPU, the steps are replays of a CUDA graph.
     """
-    settings, task, start = settings_of(run), TASKS[run.task], time.time()
+    settings, task, start = settings_of(run), TASKS[run.data], time.time()
     training, held_out = make_data(run, settings)
     set_seed(run.seed)
     config = config_for(run)
@@ -187,15 +188,15 @@ def train(run: Run, output: Path, commit: str, graph: bool = False) -> None:
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     record = {
+        "benchmark": "mad",
+        "name": run.name,
         "run": asdict(run),
-        "task": asdict(settings),
         "config": config.to_diff_dict(),
         "parameters": sum(p.numel() for p in model.parameters()),
-        "columns": ["epoch", "validation accuracy", "test accuracy", "training loss"],
         "curve": progress.curve,
+        "graph": graph,
         "commit": commit,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "graph": graph,
         "minutes": round((time.time() - start) / 60, 2),
     }
-    write_record(record, output)
+    append_record(record, output)
