@@ -1,9 +1,13 @@
 """Pages of the documentation, their fenced blocks, and how tests run the commands in them."""
 
+import os
 import re
+import signal
 import subprocess
 from pathlib import Path
 from typing import NamedTuple
+
+from served import free_port
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "eval" / "README.md"]
@@ -61,9 +65,9 @@ TREATMENTS = [
     Treatment(r"hf upload .*", not_run=NETWORK),
     Treatment(r"make (demo|test|conformance.*)", not_run="it makes an environment from the package index"),
     Treatment(r"python -m pytest .*", not_run="it is a test itself"),
-    Treatment(r"titans-hf serve .*", not_run="it serves until it is stopped: tests/test_serve.py talks to a server"),
-    Treatment(r"titans-hf chat .*", not_run="it needs the server: tests/test_serve.py chats with one"),
-    Treatment(r"curl .*", not_run="it needs the server: tests/test_serve.py asks for completions"),
+    Treatment(r"titans-hf serve .*", "--device cpu"),
+    Treatment(r"titans-hf chat .*"),
+    Treatment(r"curl .*", "--fail --silent --show-error"),
     Treatment(r"python scripts/prepare_novels.py .*", not_run="it needs the clones: tests/test_prepare_novels.py"),
     Treatment(r"python -m scripts.bench titans-pytorch .*", not_run="it needs an environment with titans-pytorch"),
     Treatment(r"python -m scripts.bench \w+ .*--compile.*", not_run="compiling takes minutes: tests/test_compile.py"),
@@ -137,12 +141,21 @@ def treatment(command: str) -> Treatment | None:
 
 def run_bash(block: Block, folder: Path, programs: Path, environment: dict[str, str], timeout: float):
     """Runs the block by bash in `folder` with only the stand-ins of `programs` and /usr/bin on PATH; returns the
-    finished process and the commands it called.
+    finished process and the commands it called. A server that the block starts ends with it.
     """
-    log = folder / "called.txt"
+    log, server = folder / "called.txt", folder / "server.pid"
     log.write_text("")
-    environment = environment | {"PATH": f"{programs}:/usr/bin:/bin", "CALLED": str(log)}
-    ran = subprocess.run(
-        ["bash", "-euc", block.text], cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout
-    )
+    own = {"PATH": f"{programs}:/usr/bin:/bin", "CALLED": str(log), "SERVER": str(server), "PORT": str(free_port())}
+    try:
+        ran = subprocess.run(
+            ["bash", "-euc", block.text],
+            cwd=folder,
+            env=environment | own,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+    finally:
+        if server.exists():
+            os.kill(int(server.read_text()), signal.SIGTERM)
     return ran, log.read_text().splitlines()

@@ -1,14 +1,15 @@
-"""The command `titans-hf`: in a checkout, and installed from a wheel."""
+"""The command `titans-hf`: in a checkout, and as pip installs it, editable and from a wheel."""
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+from byte_model import save_byte_model
+from clean_environment import as_installed, install
+from served import NUM_TOKENS, complete, serving
 from tiny_run import TITANS
 
 from titans_hf.cli import console
@@ -98,66 +99,91 @@ def test_a_missing_package_names_the_extra(monkeypatch, capsys):
     assert text == "titans-hf eval: error: the package lm_eval is missing: pip install 'titans-hf[eval]'\n"
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """A folder with the wheel of this checkout installed, and nothing else."""
-    folder = tmp_path_factory.mktemp("wheel")
-    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in filter(None, tracked.split("\0")):  # without build/, whose stale files a wheel would take in
-        if (ROOT / name).is_file():
-            (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / "source" / name)
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, folder / "source"], check=True)
-    (wheel,) = folder.glob("*.whl")
-    subprocess.run([*pip, "install", "--no-deps", "--target", folder / "site", wheel], check=True)
-    return folder / "site"
+@pytest.fixture(scope="module", params=["editable", "wheel"])
+def installed(request, tmp_path_factory):
+    """The folder of commands of an environment in which pip has installed a clone named titans_hf."""
+    return install(tmp_path_factory.mktemp(request.param), editable=request.param == "editable")
+
+
+def run(arguments: list, folder: Path, **changes: str) -> str:
+    """Returns the standard output of a command that runs in `folder`, as an installed one does."""
+    own = as_installed(HF_DATASETS_CACHE=str(folder / "cache"), **changes)
+    done = subprocess.run(
+        [*map(str, arguments)],
+        env=own,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_package_is_imported_beside_a_clone_of_its_name(installed):
+    """The package is imported from the folder above a clone named titans_hf, where notebooks and scripts lie. If it
+    failed, that clone would be imported as a package without contents.
+    """
+    above = installed.parents[1]
+    assert (above / "titans_hf" / "src").is_dir()
+    code = "import titans_hf, titans_hf.cli; print(titans_hf.TitansConfig.model_type)"
+    assert run([installed / "python", "-c", code], above) == "titans\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_an_installed_command_serves(installed, tmp_path):
+    """`titans-hf serve`, as installed and from another folder, answers from a memory that `titans-hf read` has saved.
+    If it failed, the page on serving would end at its first command.
+    """
+    save_byte_model(tmp_path / "model", "mag")
+    (tmp_path / "text.txt").write_text("The key is 4711, said the captain. " * 30)
+    run([installed / "titans-hf", "read", "model", "text.txt", "--memory", "memory", "--device", "cpu"], tmp_path)
+    with (
+        serving("model", tmp_path, "--memory", "memory", command=installed / "titans-hf") as url,
+        complete(f"{url}/v1/completions", "model", prompt="The key") as response,
+    ):
+        served = json.load(response)["choices"][0]["text"]
+    options = ["--memory", "memory", "--prompt", "The key", "--max_new_tokens", NUM_TOKENS, "--device", "cpu"]
+    assert run([installed / "titans-hf", "ask", "model", *options], tmp_path).startswith(f"The key{served}")
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)  # about twenty processes, each of which imports torch
-def test_the_wheel_brings_the_commands(installed, tmp_path):
-    """Commands of the installed wheel run in any folder: otherwise users would need a checkout."""
-    assert (installed / "titans_hf" / "py.typed").exists()
-
-    def run(*arguments, **options):
-        own = {"PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
-        command = [sys.executable, *map(str, arguments)]
-        done = subprocess.run(
-            command, env=os.environ | own, cwd=tmp_path, capture_output=True, text=True, timeout=250, **options
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return done.stdout
-
-    command = installed / "bin" / "titans-hf"
-    assert "0.1.0" in run(command, "--version")
+def test_the_installed_commands_run(installed, tmp_path):
+    """Every command that pip has installed runs in any folder. If one failed, users would need a checkout."""
+    command = installed / "titans-hf"
+    assert "0.1.0" in run([command, "--version"], tmp_path)
     for name in console.COMMANDS:
-        assert "--help" in run(command, name, "--help")
-    assert run("-m", "titans_hf", "--help") == run(command, "--help")
-    where = run("-c", "import titans_hf.cli.train as t; print(t.__file__)")
-    assert where.startswith(str(installed))
+        assert "--help" in run([command, name, "--help"], tmp_path)
+    assert run([installed / "python", "-m", "titans_hf", "--help"], tmp_path) == run([command, "--help"], tmp_path)
+    where = run([installed / "python", "-c", "import titans_hf as t; print(t.__path__[0], t.__file__)"], tmp_path)
+    package, file = map(Path, where.split())
+    assert file.is_relative_to(installed.parents[1]) and (package / "py.typed").exists()
 
     (tmp_path / "text.txt").write_text("The key is 4711, said the captain. " * 100)
     (tmp_path / "config.json").write_text(json.dumps(TITANS))
     options = "--tokenizer bytes --train_data text.txt --output_dir run --block_length 32 --tokens_per_step 64 "
     options += "--per_device_train_batch_size 2 --max_steps 2 --eval_steps 2 --save_steps 2 --use_cpu true --bf16 false"
-    run(command, "train", "--config", "config.json", *options.split())
-    run(command, "read", "run", "text.txt", "--memory", "memory", "--device", "cpu")
-    answer = run(command, "ask", "run", "--memory", "memory", "--prompt", "The key", "--device", "cpu")
-    assert answer.startswith("The key")
-    run(command, "surprise", "run", "text.txt", "--output", "page", "--device", "cpu")
+    run([command, "train", "--config", "config.json", *options.split()], tmp_path)
+    run([command, "read", "run", "text.txt", "--memory", "memory", "--device", "cpu"], tmp_path)
+    ask = ["ask", "run", "--memory", "memory", "--prompt", "The key", "--device", "cpu"]
+    assert run([command, *ask], tmp_path).startswith("The key")
+    run([command, "surprise", "run", "text.txt", "--output", "page", "--device", "cpu"], tmp_path)
     assert (tmp_path / "page" / "surprise.html").stat().st_size > 1000
-    run(command, "demo", "--steps", "2", "--questions", "2", "--output_dir", "demo")
+    run([command, "demo", "--steps", "2", "--questions", "2", "--output_dir", "demo"], tmp_path)
 
 
-@pytest.mark.long
-def test_the_wheel_brings_the_data_of_eval(installed, tmp_path):
-    """The wheel has the tasks' YAML files, the paper's figures and the configurations: otherwise an installed `eval`
-    would fail.
+@pytest.mark.slow
+def test_an_installation_has_the_data_of_eval(installed):
+    """An installation has the tasks' YAML files, the paper's figures and the configurations: otherwise an installed
+    `eval` would fail.
     """
-    source, shipped = (
-        ROOT / "src",
-        {path.relative_to(installed) for path in (installed / "titans_hf" / "cli").rglob("*")},
-    )
+    code = "import titans_hf; print(titans_hf.__path__[0])"
+    package = Path(run([installed / "python", "-c", code], installed).strip())
+    source, shipped = ROOT / "src" / "titans_hf", {path.relative_to(package) for path in package.rglob("*")}
     for pattern in ("configs/*.json", "configs/accelerate/*.yaml", "evaluation/*.json", "evaluation/tasks/*.yaml"):
-        assert {path.relative_to(source) for path in (source / "titans_hf" / "cli").glob(pattern)} <= shipped
+        names = {path.relative_to(source) for path in (source / "cli").glob(pattern)}
+        assert names and names <= shipped

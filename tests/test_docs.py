@@ -198,7 +198,10 @@ def stage(tmp_path_factory):
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / "runs" / f"tiny-{name}")
         byte_tokenizer().save_pretrained(folder / "runs" / f"tiny-{name}")
     save_byte_model(folder / "runs" / "passkey-lmm", "lmm")
-    save_byte_model(folder / "you" / "your-model", "mag")
+    for name in ("runs/tiny-mag-chat", "you/your-model"):
+        save_byte_model(folder / name, "mag")
+    template = ROOT / "src" / "titans_hf" / "cli" / "configs" / "chat_template.jinja"
+    shutil.copy(template, folder / "runs" / "tiny-mag-chat")
     return folder
 
 
@@ -224,7 +227,8 @@ def environment(tmp_path):
 @pytest.mark.parametrize("block", each(BASH, long_pages=("results.md", "evidence.md", "speed.md")))
 def test_commands_run(block, workplace, programs, environment):
     """A bash block runs unchanged but for tiny options: otherwise it would fail for whoever copies it."""
-    for trained in re.findall(r"--output_dir (\S+)", block.text):  # it is a reader's second run otherwise
+    # What the block makes is not there yet: it would be a reader's second run otherwise.
+    for trained in re.findall(r"(?:--output_dir|titans-hf merge \S+) (\S+)", block.text):
         shutil.rmtree(workplace / trained, ignore_errors=True)
     ran, commands = run_bash(block, workplace, programs, environment, timeout=850)
     assert ran.returncode == 0, f"{commands[-1]}\n{ran.stdout[-2000:]}\n{ran.stderr[-4000:]}"

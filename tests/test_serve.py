@@ -3,20 +3,17 @@
 import json
 import os
 import shutil
-import socket
 import string
 import subprocess
-import sys
-import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 from common import make_model
+from served import COMMAND, NUM_TOKENS, complete, serving
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -26,11 +23,9 @@ from titans_hf.cli.server_extensions import list_models
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 pytestmark = pytest.mark.slow
-COMMAND = [sys.executable, "-m", "titans_hf"]
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 MESSAGES = [{"role": "user", "content": "What did I say?"}]
 PROMPT = "user: What did I say?\nassistant: "
-NUM_TOKENS = 24
 
 
 @pytest.fixture(scope="module")
@@ -59,51 +54,11 @@ def expected(checkpoint):
     return text
 
 
-@contextmanager
-def serving(checkpoint, home, *options):
-    """Runs a server with the options of the command and caches below `home`; yields its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with (home / "log").open("w") as log:
-        process = subprocess.Popen(
-            [*COMMAND, "serve", checkpoint, "--device", "cpu", "--host", "127.0.0.1", "--port", str(port), *options],
-            env=os.environ | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        wait_for(url, process, home / "log")
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
-
-
 @pytest.fixture(scope="module")
 def server(checkpoint, tmp_path_factory):
     """The address of a running server."""
     with serving(checkpoint, tmp_path_factory.mktemp("home")) as url:
         yield url
-
-
-def wait_for(url: str, process: subprocess.Popen, log) -> None:
-    for _ in range(600):
-        assert process.poll() is None, log.read_text()[-4000:]
-        try:
-            urllib.request.urlopen(f"{url}/health").close()
-            return
-        except OSError:
-            time.sleep(0.1)
-    raise AssertionError(log.read_text()[-4000:])
-
-
-def complete(url: str, checkpoint, **more):
-    """Returns the open response to a request for a greedy completion."""
-    body = {"model": str(checkpoint), "temperature": 0, "max_tokens": NUM_TOKENS, **more}
-    headers = {"Content-Type": "application/json"}
-    return urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=60)
 
 
 def test_a_completion_is_what_generate_says(server, checkpoint, expected):
