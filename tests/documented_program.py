@@ -14,7 +14,7 @@ from served import wait_for
 
 MODULES = {"titans-hf": "titans_hf", "torchrun": "torch.distributed.run", "lm_eval": "lm_eval", "trl": "trl.cli.main"}
 PAGES_PORT = "localhost:8000"
-TYPED = "Who is there?\n\n!exit\n"  # into a chat; the empty line declines to continue an answer that was cut off
+TYPED = "Who is there?\n!exit\n!exit\n"  # into a chat; the first !exit may answer whether to continue a long answer
 
 
 def main(program: str, arguments: list[str]) -> int:

@@ -21,7 +21,7 @@ def make_paths(folder: Path) -> SimpleNamespace:
     texts.mkdir()
     for name, part in zip(("a", "b", "c"), TEXT.split("Töchter", 2), strict=True):
         (texts / f"{name}.txt").write_text(part)
-    (texts / "ignored.md").write_text("not a text file")
+    (texts / "README.md").write_text("not a text to be read")
     return SimpleNamespace(model=str(folder / "model"), net=model, texts=texts, memory=folder / "memory")
 
 

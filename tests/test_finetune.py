@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 from byte_model import save_byte_model
+from common import full_logits, make_ids
 from safetensors.torch import load_file
 from test_serve import MESSAGES, complete, serving
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -48,6 +49,43 @@ def test_merging_keeps_what_the_adapter_says(adapter, tmp_path):
         with adapter.disable_adapter():
             assert (merged(ids).logits - adapter(input_ids=ids).logits).abs().max() > 0.01
     assert merged.config.use_cache
+
+
+TIED = dict(tie_word_embeddings=True, token_memory_features=24)
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings"),
+    [
+        ({}, dict()),  # as of `get_peft_model(model, LoraConfig())`, without a task_type
+        (TIED, dict(target_modules=["embed_tokens", "q_proj"], task_type="CAUSAL_LM")),
+        (TIED, dict(target_modules=["lm_head"], task_type="CAUSAL_LM")),
+        (TIED, dict(modules_to_save=["embed_tokens", "lm_head"], target_modules=["q_proj"])),
+        (TIED, dict(modules_to_save=["embed_tokens"], target_modules=["q_proj"], ensure_weight_tying=True)),
+        (TIED, dict(trainable_token_indices=[5, 9], target_modules=["q_proj"], ensure_weight_tying=True)),
+    ],
+    ids=["no task type", "embeddings", "head", "both saved", "saved and tied", "tokens"],
+)
+@pytest.mark.filterwarnings("ignore")  # PEFT warns of tied weights
+def test_merging_any_side_of_tied_embeddings(changes, settings, tmp_path):
+    """A merged model has the logits of the adapted one, whichever side of tied embeddings the adapter changes. Its
+    embeddings stay tied if the adapter leaves both sides equal. If this failed, a user would save another model.
+    """
+    base = save_byte_model(tmp_path / "model", "mag", **changes)
+    base.name_or_path = str(tmp_path / "model")
+    adapted = peft.get_peft_model(base, peft.LoraConfig(init_lora_weights=False, **settings))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in adapted.parameters():
+            if weight.requires_grad:
+                weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
+    adapted.save_pretrained(tmp_path / "adapter")
+    AutoTokenizer.from_pretrained(tmp_path / "model").save_pretrained(tmp_path / "adapter")
+    merge.main([str(tmp_path / "adapter"), str(tmp_path / "merged")])
+    merged, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), make_ids(1, 30, vocab_size=259)
+    torch.testing.assert_close(full_logits(merged, ids), full_logits(adapted.eval(), ids), rtol=1e-4, atol=1e-4)
+    one_side = not settings.get("ensure_weight_tying") and bool(changes)
+    assert merged.config.tie_word_embeddings == (bool(changes) and not one_side)
 
 
 def test_merging_refuses_what_it_would_spoil(adapter, tmp_path):

@@ -25,7 +25,7 @@ from tiny_run import LLAMA, SCRIPT
 
 from titans_hf.cache_files import read_description
 from titans_hf.cli import read
-from titans_hf.cli.training.documents import load_splits
+from titans_hf.cli.training.documents import choose_files, describe_source, load_splits
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 
@@ -45,6 +45,20 @@ def test_reading_a_folder(block, paths, monkeypatch):
     monkeypatch.setattr(read, "BLOCK", block)
     run_read(paths, paths.texts)
     assert_has_read(paths, whole_text(paths))
+
+
+def test_read_and_train_take_the_same_files(paths, capsys):
+    """`titans-hf read` takes the files of a folder that `titans-hf train` takes, and both say which ones they left. If
+    they differed, a model would be asked about notes that its memory has never read.
+    """
+    (paths.texts / "notes.md").write_text("notes")
+    for name in ("README.md", "cover.png"):
+        (paths.texts / name).write_text("not a text")
+    _, taken = choose_files(paths.texts, "--train_data")
+    assert read.list_texts([str(paths.texts)]) == taken and paths.texts / "notes.md" in taken
+    said = describe_source(str(paths.texts), "--train_data")
+    assert said.endswith("(.md, .txt); left out: README.md, cover.png")
+    assert capsys.readouterr().err == f"{said}\n"
 
 
 def test_reading_standard_input(paths, monkeypatch):
@@ -160,7 +174,7 @@ def test_a_folder_whose_name_ends_in_txt_is_no_text(paths):
     (paths.texts / "b1.txt").mkdir()
     run_read(paths, paths.texts)
     assert_has_read(paths, expected_text)
-    with pytest.raises(ValueError, match=r"TEXT .*b1.txt holds no .txt files"):
+    with pytest.raises(ValueError, match=r"TEXT .*b1.txt holds no .txt or .md files"):
         run_read(paths, paths.texts / "b1.txt")
     (paths.texts / "b1.txt" / "d.txt").write_text("Ende")
     run_read(paths, paths.texts / "b1.txt", append=True)
@@ -182,7 +196,7 @@ def test_an_error_is_one_line(script, paths):
     "change,message",
     [
         (lambda paths: [str(paths.texts / "d.txt")], r"TEXT .*d.txt does not exist"),
-        (lambda paths: [paths.model], "holds no .txt files"),
+        (lambda paths: [paths.model], "holds no .txt or .md files"),
         (lambda paths: ["bad.txt"], "TEXT .*bad.txt is not UTF-8"),
         (lambda paths: ["torn.txt"], "TEXT .*torn.txt is not UTF-8"),
         (lambda paths: ["empty.txt"], "TEXT empty.txt holds no text"),

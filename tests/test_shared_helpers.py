@@ -10,7 +10,7 @@ import pytest
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
 from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.shared.markdown_tables import markdown_table
-from titans_hf.cli.shared.text_files import find_files, read_text
+from titans_hf.cli.shared.text_files import describe_files, find_files, read_text
 
 ROOT = Path(__file__).parents[1]
 
@@ -31,14 +31,17 @@ def test_files_are_those_of_the_suffixes_in_all_subfolders(tmp_path):
     """All commands list the same files of a folder: otherwise a text used in training would be left out of
     evaluation.
     """
-    for name in ("b.txt", "sub/a.TXT", "notes.md", ".hidden.txt", ".git/c.txt"):
+    for name in ("b.txt", "sub/a.TXT", "notes.md", "README.md", "c.png", ".hidden.txt", ".git/c.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / "folder.txt").mkdir()
-    assert find_files(tmp_path, "--text") == [tmp_path / "b.txt", tmp_path / "sub" / "a.TXT"]
+    found = find_files(tmp_path, "--text")
+    assert found == [tmp_path / "b.txt", tmp_path / "notes.md", tmp_path / "sub" / "a.TXT"]
+    assert describe_files(tmp_path, found) == f"{tmp_path}: 3 files (.md, .txt); left out: README.md, c.png"
+    assert describe_files(tmp_path / "b.txt", [tmp_path / "b.txt"]) is None
     assert find_files(tmp_path, "--text", (".md",)) == [tmp_path / "notes.md"]
     assert find_files(tmp_path / "notes.md", "--text") == [tmp_path / "notes.md"]
-    with pytest.raises(ValueError, match=r"--text .*folder.txt holds no .txt files"):
+    with pytest.raises(ValueError, match=r"--text .*folder.txt holds no .txt or .md files"):
         find_files(tmp_path / "folder.txt", "--text")
     with pytest.raises(ValueError, match=r"--text .*missing does not exist"):
         find_files(tmp_path / "missing", "--text")

@@ -72,9 +72,7 @@ def test_directions_are_saved(tmp_path):
     assert_same(full_logits(load_aligned(tmp_path), ids), full_logits(model, ids), 0)
 
 
-def test_it_needs_the_embeddings_of_a_language_model():
-    """Untied embeddings and time series are refused by name: otherwise the head could not read what is retrieved."""
-    with pytest.raises(StrictDataclassError, match="`tie_word_embeddings` must be True with `token_memory_features`"):
-        make_config("mag", token_memory_features=8, tie_word_embeddings=False)
+def test_time_series_have_no_token_memory():
+    """A token memory for time series is refused by name: there is no head that could read what it retrieves."""
     with pytest.raises(StrictDataclassError, match="`token_memory_features` must be 0"):
         TitansTimeSeriesConfig(token_memory_features=8, tie_word_embeddings=True)

@@ -298,11 +298,6 @@ class TitansConfig(PreTrainedConfig):
                 "`memory_update_rule` must be 'chunk' with `memory_network='residual'`, but is 'delta': the errors are "
                 "not linear in the last layer's weights."
             )
-        if self.token_memory_features and not self.tie_word_embeddings:
-            raise ValueError(
-                "`tie_word_embeddings` must be True with `token_memory_features`, but is False: what the token memory "
-                "retrieves are embeddings for the LM head."
-            )
         if self.hidden_size % self.memory_num_heads:
             raise ValueError(
                 f"`hidden_size` ({self.hidden_size}) must be a multiple of `memory_num_heads` "

@@ -21,7 +21,8 @@ logger = logging.get_logger(__name__)
 
 def check_config(config: TitansConfig) -> None:
     """Raises ValueError for a value that a new config refuses, since fields may have been set later, and for a
-    `pad_token_id` outside of the vocabulary. Warns of updates that can overshoot.
+    `pad_token_id` outside of the vocabulary. Warns of updates that can overshoot, and of a token memory whose retrieved
+    embeddings the LM head does not know.
     """
     config.validate_architecture()
     if config.memory_max_lr > config.max_stable_lr:  # as that of a saved model whose rule or chunk has been changed
@@ -34,6 +35,11 @@ def check_config(config: TitansConfig) -> None:
         logger.warning_once(
             "`memory_momentum` is True with memory_update_rule='delta', whose default is False: where the same key "
             "comes in bursts, the memory can grow exponentially."
+        )
+    if config.token_memory_features and not config.tie_word_embeddings:  # as a merged adapter of one side leaves it
+        logger.warning_once(
+            "`tie_word_embeddings` is False with `token_memory_features`: the token memory retrieves input embeddings, "
+            "which an LM head of other weights has to learn to read."
         )
     if config.pad_token_id is not None and not 0 <= config.pad_token_id < config.vocab_size:
         raise ValueError(

@@ -6,13 +6,16 @@ titans-hf merge runs/tiny-mag-lora runs/tiny-mag-merged
 import argparse
 from pathlib import Path
 
-from peft import AutoPeftModelForCausalLM, PeftConfig
+import torch
+from peft import PeftConfig, PeftModel
+from transformers import PreTrainedModel
 
 import titans_hf  # noqa: F401  registers the model type "titans"
 from titans_hf.cli.shared.checkpoints import (
     check_checkpoint,
     check_weights,
     load_config,
+    load_model,
     load_tokenizer,
     loading_weights,
 )
@@ -34,6 +37,32 @@ def base_model(adapter: Path) -> str:
     return base
 
 
+def untie_embeddings(model: PreTrainedModel) -> None:
+    """Gives the output embeddings weights of their own, within the wrappers of an adapter too.
+
+    An adapter of tied embeddings changes one side of them, or each side in another way. Merged into weights that both
+    sides share, it would change the other side too.
+    """
+    shared = {id(weight) for weight in model.get_input_embeddings().parameters()}
+    for module in model.get_output_embeddings().modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if id(weight) in shared:
+                setattr(module, name, torch.nn.Parameter(weight.detach().clone()))
+
+
+def merge_adapter(adapted: PeftModel) -> PreTrainedModel:
+    """Merges the adapter into its model. The embeddings of the result are tied if the adapter leaves them equal."""
+    model = adapted.get_base_model()
+    tied = model.config.tie_word_embeddings
+    if tied:
+        untie_embeddings(model)
+    merged = adapted.merge_and_unload()
+    equal = torch.equal(merged.get_input_embeddings().weight, merged.get_output_embeddings().weight)
+    merged.config.tie_word_embeddings = tied and equal
+    merged.tie_weights()
+    return merged
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("adapter", type=Path, help="the folder of the adapter; it names the model's")
@@ -45,8 +74,11 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"OUTPUT {args.output} exists: give the name of a new folder")
     tokenizer, base = load_tokenizer(args.adapter, "ADAPTER"), base_model(args.adapter)
     check_weights(args.adapter, "ADAPTER")
+    model = load_model(base, f"ADAPTER {args.adapter}: its model", dtype="auto")
+    if len(tokenizer) > model.config.vocab_size:
+        model.resize_token_embeddings(len(tokenizer))
     with loading_weights(base, f"ADAPTER {args.adapter}: its model"):
-        merged = AutoPeftModelForCausalLM.from_pretrained(args.adapter, dtype="auto").merge_and_unload()
+        merged = merge_adapter(PeftModel.from_pretrained(model, args.adapter))
     merged.config.use_cache = True  # Trainer saves it as false: a model that is called plainly would forget
     merged.save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)

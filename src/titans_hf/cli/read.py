@@ -2,11 +2,12 @@
 
     titans-hf read MODEL TEXT... --memory DIR
 
-TEXT is a file, a folder (the .txt files in it and its subfolders, sorted by path) or - for standard input. The memory
-is saved every --save_every tokens. After an interruption, the same command checks that the texts are the same and
-resumes from the last save; further texts may be given at the end. With --append, TEXT is read after all that the memory
-has read, unless it is what the memory has read last: a repeated command resumes an interrupted --append, and reads
-nothing after a complete one. A memory contains what was read: treat it like the texts themselves.
+TEXT is a file, a folder or - for standard input. Of a folder and its subfolders the .txt and .md files are read, sorted
+by path; a README.md is read only if there is no other. The memory is saved every --save_every tokens. After an
+interruption, the same command checks that the texts are the same and resumes from the last save; further texts may be
+given at the end. With --append, TEXT is read after all that the memory has read. A repeated --append resumes an
+interrupted one, and reads nothing after a complete one. A memory contains what was read: treat it like the texts
+themselves.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from titans_hf.cli.shared import checkpoints
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
 from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.shared.devices import choose_device
-from titans_hf.cli.shared.text_files import find_files
+from titans_hf.cli.shared.text_files import describe_files, find_files
 from titans_hf.cli.shared.text_ids import encode, newline_decoder
 
 BLOCK = 1 << 14  # bytes of text that are tokenized at once
@@ -44,8 +45,16 @@ def load_model(path: str, device: str | None) -> tuple[PreTrainedModel, PreTrain
 
 
 def list_texts(texts: list[str]) -> list[Path | None]:
-    """Lists the files of all arguments, None for standard input. Raises ValueError for a path without files."""
-    return [file for text in texts for file in ([None] if text == "-" else find_files(text, "TEXT"))]
+    """Lists the files of all arguments, None for standard input; prints which files of a folder are left out. Raises
+    ValueError for a path without files.
+    """
+    files = []
+    for text in texts:
+        found = [None] if text == "-" else find_files(text, "TEXT")
+        if text != "-" and (description := describe_files(text, found)):
+            print(description, file=sys.stderr)
+        files += found
+    return files
 
 
 def text_decoder(file: Path | None) -> Callable[..., str]:

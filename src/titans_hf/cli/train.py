@@ -47,6 +47,7 @@ from titans_hf.cli.training.checkpoints import (
 )
 from titans_hf.cli.training.contiguous_batches import ContiguousBatches, collate_contiguous
 from titans_hf.cli.training.data import Blocks, load_blocks
+from titans_hf.cli.training.documents import describe_source
 from titans_hf.cli.training.model import check_model_arguments, load_config, load_model, unused_weights
 from titans_hf.cli.training.run_folder import (
     CardTrainer,
@@ -246,7 +247,10 @@ def run_training(
     keep_facts(trainer, checkpoint, options, data)
     if checkpoint and record and record["steps"] >= steps:
         return report_finished(training_args.output_dir, record)
-    trainer.accelerator.print(summary(trainer, data, data_args.block_length))
+    sources = [describe_source(data_args.train_data, "--train_data")]
+    if data_args.eval_data:
+        sources.append(describe_source(data_args.eval_data, "--eval_data"))
+    trainer.accelerator.print(*filter(None, sources), summary(trainer, data, data_args.block_length), sep="\n")
     if training_args.push_to_hub and trainer.is_world_process_zero():
         trainer.save_config()  # pushes before the end need the code
     trainer.train(resume_from_checkpoint=checkpoint)

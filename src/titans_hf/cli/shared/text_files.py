@@ -3,23 +3,44 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+TEXT_SUFFIXES = (".txt", ".md")
+NAMED = 5  # files that are left out, by name; the others are counted
 
-def find_files(path: str | Path, argument: str, suffixes: Sequence[str] = (".txt",)) -> list[Path]:
+
+def find_files(path: str | Path, argument: str, suffixes: Sequence[str] = TEXT_SUFFIXES) -> list[Path]:
     """Lists a file, or the files of a folder and its subfolders that end in one of `suffixes`, sorted by path.
 
-    Hidden files and folders are left out. `argument` names the path in errors, as in "--text". Raises ValueError if the
-    path does not exist or the folder contains no such file.
+    Hidden files and folders are left out; so is a README.md, unless the folder has no other such file. `argument` names
+    the path in errors, as in "--text". Raises ValueError if the path does not exist or the folder contains no such
+    file.
     """
     path = Path(path)
     if path.is_file():
         return [path]
     if not path.is_dir():
         raise ValueError(f"{argument} {path} does not exist")
-    files = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in suffixes and file.is_file()]
-    files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+    files = [file for file in _visible_files(path) if file.suffix.lower() in suffixes]
     if not files:
         raise ValueError(f"{argument} {path} holds no {' or '.join(suffixes)} files")
-    return files
+    return [file for file in files if file.name.lower() != "readme.md"] or files
+
+
+def describe_files(path: str | Path, taken: Sequence[Path]) -> str | None:
+    """Describes which files of a folder `find_files` took and which it left; returns None for a path of one file."""
+    path = Path(path)
+    if not path.is_dir():
+        return None
+    left = [str(file.relative_to(path)) for file in _visible_files(path) if file not in {*taken}]
+    kinds = ", ".join(sorted({file.suffix.lower() for file in taken}))
+    more = [f"and {len(left) - NAMED} others"] if len(left) > NAMED else []
+    without = f"; left out: {', '.join([*left[:NAMED], *more])}" if left else ""
+    return f"{path}: {len(taken)} {'file' if len(taken) == 1 else 'files'} ({kinds}){without}"
+
+
+def _visible_files(folder: Path) -> list[Path]:
+    """Lists the files of a folder and its subfolders, sorted by path, without hidden files and folders."""
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    return [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
 
 
 def read_text(file: Path, argument: str) -> str:

@@ -14,7 +14,7 @@ import pyarrow.parquet
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
-from titans_hf.cli.shared.text_files import find_files
+from titans_hf.cli.shared.text_files import describe_files, find_files
 
 KINDS = {
     ".txt": "text",
@@ -89,6 +89,14 @@ def check_files(path: Path, argument: str) -> None:
             FORMATS[kind].check(file)
 
 
+def describe_source(source: str, argument: str) -> str | None:
+    """Describes which files of a folder are read and which are left out; None for any other source of documents."""
+    path = Path(source)
+    if not path.is_dir() or is_saved_data_set(path):
+        return None
+    return describe_files(path, choose_files(path, argument)[1])
+
+
 @contextmanager
 def _naming(file: Path, kind: str, argument: str) -> Iterator[None]:
     """Turns the error of a check into one that names the file."""
@@ -101,13 +109,12 @@ def _naming(file: Path, kind: str, argument: str) -> Iterator[None]:
 def choose_files(path: Path, argument: str) -> tuple[str, list[Path]]:
     """Lists the data files of a path, and their kind.
 
-    A single file with an unknown suffix is text. Of a folder, a README.md counts only where there are no others. Raises
-    ValueError for a folder without data files, or with files of several kinds.
+    A single file with an unknown suffix is text. Raises ValueError for a folder without data files, or with files of
+    several kinds.
     """
     files = find_files(path, argument, tuple(KINDS))
     if path.is_file():
         return KINDS.get(path.suffix.lower(), "text"), files
-    files = [file for file in files if file.name.lower() != "readme.md"] or files
     kinds = sorted({KINDS[file.suffix.lower()] for file in files})
     if len(kinds) > 1:
         raise ValueError(f"{argument} {path} holds files of several kinds ({', '.join(kinds)}): give one kind")
