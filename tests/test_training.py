@@ -1,8 +1,11 @@
 """Training: loss, gradients, recorded tensors, and truncated backpropagation through time."""
 
+import re
+
 import pytest
 import torch
 from common import (
+    FORMS,
     PAPER,
     VARIANTS,
     assert_same,
@@ -39,6 +42,19 @@ def test_loss_is_cross_entropy_of_the_next_token(variant):
         items = torch.tensor(100)
         assert_same(model(ids, labels=labels, num_items_in_batch=items).loss.double(), losses.sum() / 100, 1e-5)
         assert model(ids).loss is None
+
+
+@pytest.mark.parametrize("changes", [{}, PAPER, FORMS["token memory"]], ids=["momentum", "paper", "token memory"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_parameter_has_a_gradient_with_memory_off(variant, changes):
+    """With memory off, every parameter has a gradient, which is 0 for the gates. DistributedDataParallel would fail in
+    the second step for a parameter without one.
+    """
+    model, ids = make_model(variant, memory_max_lr=0, **changes), make_ids(2, 20)
+    model(ids, labels=ids).loss.backward()
+    assert [name for name, gradient in gradients(model).items() if gradient is None] == []
+    gates = [gradient for name, gradient in gradients(model).items() if re.search("inner_lr|momentum|forget", name)]
+    assert gates and not torch.cat([gradient.flatten() for gradient in gates]).any()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

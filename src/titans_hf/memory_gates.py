@@ -25,6 +25,11 @@ class Gates(NamedTuple):
     log_retain: Tensor
 
 
+def zero_of(x: Tensor) -> Tensor:
+    """Returns a 0 that depends on x in the autograd graph, so that the gradient of x is 0 and not None."""
+    return x[..., :0].sum()
+
+
 class GateProducts(NamedTuple):
     """Factors by which the start of a chunk and its tokens' gradients enter later weights and momenta."""
 

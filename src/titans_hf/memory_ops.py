@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from .memory_chunk import CHUNK_FUNCTIONS, ChunkFunctions, ChunkIntermediates, end_of_chunk, single_token_delta
+from .memory_gates import zero_of
 from .memory_network import (
     GradientFactors,
     UpdateRule,
@@ -291,7 +292,11 @@ def read_constant_memory(inputs: MemoryInputs, state: MemoryState, rule: UpdateR
         surprise = token_surprise(_factors_at(inputs, anchor, state.weights, rule))
     num_seen = state.num_seen + grid.row_ends - grid.row_starts
     after = MemoryState(state.weights, tuple(map(torch.zeros_like, state.momentum)), anchor, num_seen)
-    return MemorizeOutput(read(state.weights, inputs.queries, rule.network), surprise, after)
+    retrieved = read(state.weights, inputs.queries, rule.network)
+    # DistributedDataParallel waits for a gradient of every parameter, those of the gates too.
+    for gate in (inputs.inner_lr, inputs.log_momentum_decay, inputs.log_retain):
+        retrieved = retrieved if gate is None else retrieved + zero_of(gate)
+    return MemorizeOutput(retrieved, surprise, after)
 
 
 def _factors_at(

@@ -109,20 +109,45 @@ class TitansMixer(SequenceMixer):
     def initial_state(self, batch_size: int, dtype: torch.dtype) -> LayerState:
         """Returns the state before the first token: after P, which precedes every sequence (x~ = P || x: eq. 26, 29).
 
-        P does not count as tokens of the first chunk. The state is the same for every row: computed once and expanded.
+        P does not count as tokens of the first chunk. The state is the same for every row: computed once and expanded,
+        unless an adapter may project each row in another way.
         """
-        persistent = self.persistent[None]
-        memory = self.memory.initial_state(1, dtype)
+        persistent = self.persistent_rows(batch_size)
+        memory = self.memory.initial_state(len(persistent), dtype)
         conv_state = self.memory.initial_conv_state(memory, persistent.dtype)
         memory_output = persistent
         if self.config.num_persistent_tokens:
-            grid = TokenGrid.identity(1, self.config.num_persistent_tokens, persistent.device)
+            grid = TokenGrid.identity(*persistent.shape[:2], persistent.device)
             memory_output, memory, conv_state, _ = self.memory.forward_on_grid(persistent, memory, conv_state, grid)
         state = LayerState(memory.with_count_reset(), conv_state, self.initial_kv_cache(memory_output))
         return state.map(lambda x: x.expand(batch_size, *x.shape[1:]))
 
+    def persistent_rows(self, batch_size: int) -> Tensor:
+        """Returns P (1, P, hidden), or (batch_size, P, hidden) if a projection is wrapped: PEFT's `adapter_names` give
+        every row of a batch an adapter of its own.
+
+        Raises ValueError for PEFT's activated LoRA.
+        """
+        wrapped = [
+            projection
+            for part in self.children()
+            for name, projection in part.named_children()
+            if name.endswith("_proj") and not isinstance(projection, nn.Linear)
+        ]
+        for projection in wrapped:
+            for adapter, variant in getattr(projection, "lora_variant", {}).items():
+                if type(variant).__name__ == "ALoraLinearVariant":
+                    raise ValueError(
+                        f"The adapter {adapter!r} has `alora_invocation_tokens`, but Titans does not support activated "
+                        "LoRA: it counts a call's columns from their end, while persistent tokens and segments are "
+                        "projected in calls of their own. Use LoRA without them; `adapter_names` can switch it by row."
+                    )
+        return self.persistent[None].expand(batch_size if wrapped else 1, -1, -1)
+
     def initial_kv_cache(self, memory_output: Tensor) -> KeyValueCache | None:
-        """Returns attention's cache before the first token; memory_output (1, P, hidden): of the persistent tokens."""
+        """Returns attention's cache before the first token; memory_output (1 or B, P, hidden): of the persistent
+        tokens.
+        """
         return None
 
 
@@ -159,7 +184,8 @@ class MALMixer(TitansMixer):
         self.attention = WindowAttention(config, layer_idx)
 
     def initial_kv_cache(self, memory_output):
-        return self.attention.initial_kv_cache(self._attention_input(self.persistent[None], memory_output))
+        persistent = self.persistent_rows(len(memory_output))
+        return self.attention.initial_kv_cache(self._attention_input(persistent, memory_output))
 
     def _attention_input(self, hidden_states: Tensor, m: Tensor) -> Tensor:
         return self.memory_norm(m) if self.sum_norm is None else self.sum_norm(hidden_states + m)
@@ -190,7 +216,7 @@ class MAGMixer(TitansMixer):
         self.memory_norm = nn.RMSNorm(size, eps=eps)
 
     def initial_kv_cache(self, memory_output):
-        return self.attention.initial_kv_cache(self.persistent[None])
+        return self.attention.initial_kv_cache(self.persistent_rows(len(memory_output)))
 
     def mix(self, hidden_states, state, grid, at_start):
         m, memory, conv_state, updates = self.memory.forward_on_grid(  # M(x~): eq. 28
@@ -223,8 +249,8 @@ class MACMixer(TitansMixer):
 
     def initial_state(self, batch_size, dtype):
         """Returns the state before the first token. In MAC, P is part of the attention's context only."""
-        memory = self.memory.initial_state(1, dtype)
-        persistent = self.persistent[None]
+        persistent = self.persistent_rows(batch_size)
+        memory = self.memory.initial_state(len(persistent), dtype)
         conv_state = self.memory.initial_conv_state(memory, persistent.dtype)
         segment_weights = memory.weights if self.keeps_segment_weights else ()
         state = LayerState(memory, conv_state, self.attention.initial_kv_cache(persistent), segment_weights)

@@ -13,7 +13,7 @@ from transformers.utils.generic import maybe_autocast
 
 from .cache_layer import LayerState
 from .configuration_titans import TitansConfig
-from .memory_gates import Gates
+from .memory_gates import Gates, zero_of
 from .memory_network import UpdateRule, clip_scale, layer_shapes, read
 from .memory_ops import memorize, read_constant_memory
 from .memory_state import MemorizeOutput, MemoryInputs, MemoryState
@@ -339,7 +339,8 @@ class NeuralMemory(nn.Module):
         if self.momentum is None:
             log_momentum_decay = None
         elif self.config.memory_max_lr == 0:  # earlier momentum must stop as well
-            log_momentum_decay = torch.full_like(inner_lr, -torch.inf)  # eta_t = 0
+            eta = torch.full_like(inner_lr, -torch.inf)  # eta_t = 0
+            log_momentum_decay = eta + zero_of(self._logits(self.momentum, hidden_states, dtype))
         else:
             momentum = self._logits(self.momentum, hidden_states, dtype)
             log_momentum_decay = logsigmoid(momentum)  # log eta_t: eq. 10
@@ -348,7 +349,10 @@ class NeuralMemory(nn.Module):
                 # docs/dev/log.md: "The inner loop blows up with the error clip alone"
                 inner_lr = inner_lr * torch.sigmoid(-momentum)
         if not self.forgets:
-            return Gates(inner_lr, log_momentum_decay, torch.zeros_like(inner_lr))  # alpha_t = 0
+            log_retain = torch.zeros_like(inner_lr)  # alpha_t = 0
+            if self.forget is not None:
+                log_retain = log_retain + zero_of(self._logits(self.forget, hidden_states, dtype))
+            return Gates(inner_lr, log_momentum_decay, log_retain)
         log_retain = logsigmoid(-self._logits(self.forget, hidden_states, dtype))  # log(1 - alpha_t): eq. 13
         return Gates(inner_lr, log_momentum_decay, log_retain)
 
