@@ -121,6 +121,19 @@ def test_difference_and_share_by_hand(tmp_path):
     assert share == ["2", "0.30 [0.25, 0.50]"]  # 0.5 of 1 in x and 1 of 4 in y; the mean of the shares would be 0.375
 
 
+def test_intervals_are_over_seeds_and_texts(tmp_path):
+    """An interval covers what the seeds do, although all texts agree; the difference of a single seed has none."""
+    for seed, gain in ((0, 0.1), (1, 0.3)):
+        for name, loss in (("a", 1.0), ("b", 1.0 - gain)):
+            record = {"parameters": 1, "edges": [0, 64], "stretches": [["x", loss], ["y", loss]]}
+            record |= {"benchmark": "language", "name": name, "training": {"seed": seed, "block_length": 64}}
+            append_record(record, tmp_path / "runs.jsonl")
+    rows = compare_runs.read_rows([tmp_path], ["*"])
+    assert compare_runs.paired_difference(rows["b"], rows["a"]) == ["2", "-0.200 [-0.300, -0.100]"]
+    single = {name: row._replace(losses={0: row.losses[0]}) for name, row in rows.items()}
+    assert compare_runs.paired_difference(single["b"], single["a"]) == ["1", "-0.100"]
+
+
 def test_stretches_are_spread_over_a_text():
     """The first and the last stretch reach the ends of the text: otherwise a part of each novel is never scored."""
     stretches = token_blocks.cut_stretches([np.arange(100)], length=9, number=3)

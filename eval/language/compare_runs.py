@@ -2,10 +2,11 @@
 
     python -m eval.language.compare_runs runs/language.jsonl --pairs lmm:lmm-stopped mag:mag-stopped
 
-Runs that differ in their seed alone are one row, which has their name. A difference
-is the mean over texts of (loss - loss of the baseline with the same seed on the same stretches), in nats per token,
-with its 95 % interval by a bootstrap over the texts (not over stretches: those of a novel resemble each other). The
-share of a gap that a model closes is (loss of the window - its loss) / (loss of the window - loss of full attention).
+Runs that differ in their seed alone are one row, which has their name. A difference is the mean over seeds and texts of
+(loss - loss of the baseline with the same seed on the same stretches), in nats per token. Its 95 % interval is a
+bootstrap over both seeds and texts (not over stretches: those of a novel resemble each other); a row of one seed has
+none. The share of a gap that a model closes is (loss of the window - its loss) / (loss of the window - loss of full
+attention).
 """
 
 import argparse
@@ -91,22 +92,30 @@ def common_seeds(*rows: Row) -> list[int]:
     return sorted(set.intersection(*(set(row.losses) for row in rows)))
 
 
-def differences_by_text(row: Row, baseline: Row, seeds: list[int]) -> np.ndarray:
-    """Averages the differences of the seeds over the stretches of a text: (texts, ranges)."""
-    difference = np.mean([row.losses[seed] - baseline.losses[seed] for seed in seeds], axis=0)
-    return np.stack([difference[[text == name for text in row.texts]].mean(0) for name in sorted(set(row.texts))])
+def differences(row: Row, baseline: Row, seeds: list[int]) -> np.ndarray:
+    """Averages the difference of each seed over the stretches of each text: (seeds, texts, ranges)."""
+    difference = np.stack([row.losses[seed] - baseline.losses[seed] for seed in seeds])
+    chosen = [[text == name for text in row.texts] for name in sorted(set(row.texts))]
+    return np.stack([difference[:, mask].mean(1) for mask in chosen], axis=1)
 
 
-def resampled_means(by_text: np.ndarray) -> np.ndarray:
-    """Draws texts with replacement, the same ones in every call, and averages over them: (resamples, ranges)."""
-    picked = np.random.default_rng(0).integers(len(by_text), size=(NUM_RESAMPLES, len(by_text)))
-    return by_text[picked].mean(1)
+def resampled_means(by_seed_and_text: np.ndarray) -> np.ndarray:
+    """Draws seeds and texts with replacement, the same ones in every call, and averages: (resamples, ranges)."""
+    seeds, texts = by_seed_and_text.shape[:2]
+    rng = np.random.default_rng(0)
+    picked_seeds = rng.integers(seeds, size=(NUM_RESAMPLES, seeds, 1))
+    picked_texts = rng.integers(texts, size=(NUM_RESAMPLES, 1, texts))
+    return by_seed_and_text[picked_seeds, picked_texts].mean((1, 2))
 
 
-def with_intervals(values: np.ndarray, samples: np.ndarray, form: str) -> list[str]:
-    """Formats the values (ranges,) with their 95 % intervals over the samples (resamples, ranges)."""
+def with_intervals(values: np.ndarray, samples: np.ndarray, seeds: int, form: str) -> list[str]:
+    """Formats the number of seeds and the values (ranges,), with 95 % intervals over the samples (resamples, ranges)
+    if there are several seeds: an interval over the texts of one seed would leave out what a seed does.
+    """
+    if seeds == 1:
+        return ["1", *(f"{x:{form}}" for x in values)]
     low, high = np.quantile(samples, [0.025, 0.975], axis=0)
-    return [f"{x:{form}} [{a:{form}}, {b:{form}}]" for x, a, b in zip(values, low, high, strict=True)]
+    return [str(seeds), *(f"{x:{form}} [{a:{form}}, {b:{form}}]" for x, a, b in zip(values, low, high, strict=True))]
 
 
 def paired_difference(row: Row, baseline: Row) -> list[str]:
@@ -114,8 +123,8 @@ def paired_difference(row: Row, baseline: Row) -> list[str]:
     seeds = common_seeds(row, baseline)
     if not seeds:
         return ["0"] + ["-"] * (len(row.edges) - 1)
-    by_text = differences_by_text(row, baseline, seeds)
-    return [str(len(seeds)), *with_intervals(by_text.mean(0), resampled_means(by_text), "+.3f")]
+    found = differences(row, baseline, seeds)
+    return with_intervals(found.mean((0, 1)), resampled_means(found), len(seeds), "+.3f")
 
 
 def share_of_gap(row: Row, window: Row, full: Row) -> list[str]:
@@ -123,16 +132,14 @@ def share_of_gap(row: Row, window: Row, full: Row) -> list[str]:
     seeds = common_seeds(row, window, full)
     if not seeds:
         return ["0"] + ["-"] * (len(row.edges) - 1)
-    gained, gap = (differences_by_text(window, other, seeds) for other in (row, full))
-    return [
-        str(len(seeds)),
-        *with_intervals(gained.mean(0) / gap.mean(0), resampled_means(gained) / resampled_means(gap), ".2f"),
-    ]
+    gained, gap = (differences(window, other, seeds) for other in (row, full))
+    share = gained.mean((0, 1)) / gap.mean((0, 1))
+    return with_intervals(share, resampled_means(gained) / resampled_means(gap), len(seeds), ".2f")
 
 
 def tables(rows: dict[str, Row], pairs: list[list[Row]], gaps: list[list[Row]]) -> str:
-    """Makes the table of losses, with pairs of a row and its baseline that of their differences, and with gaps, a row,
-    a window and full attention, that of the shares closed.
+    """Formats three tables: losses; differences from a baseline (`pairs`); shares of the gap to full attention that are
+    closed (`gaps`).
     """
     edges = next(iter(rows.values())).edges
     ranges = [f"{low:,} to {high:,}" for low, high in pairwise(edges)]
