@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from .cache_files import LOCK, SavedMemory, check_tensors, fingerprint, read_memory, write_memory
 from .cache_layer import RecordedColumns, TitansCacheLayer
-from .configuration_titans import TitansConfig, field_facts
+from .configuration_titans import VARIANTS, TitansConfig, field_facts
 
 
 class TitansCache(Cache):
@@ -279,11 +279,20 @@ def _check_rows(rows: Tensor, batch_size: int) -> None:
         raise ValueError(f"`rows` must have one entry for each of the {batch_size} rows, but has {len(rows)}.")
 
 
+# The fields on which state shapes and chunk boundaries depend, by variant; not computed in a call, which is compiled.
+_SHAPING_FIELDS = {
+    variant: tuple(
+        name
+        for name, facts in field_facts(TitansConfig).items()
+        if facts["state"] == "shape" and variant in facts["variants"]
+    )
+    for variant in VARIANTS
+}
+
+
 def _shaping_fields(config: TitansConfig) -> dict:
     """Returns the config fields on which state shapes and chunk boundaries depend."""
-    facts = field_facts(TitansConfig).items()
-    names = [name for name, fact in facts if fact["state"] == "shape" and config.variant in fact["variants"]]
-    return {name: getattr(config, name) for name in names}
+    return {name: getattr(config, name) for name in _SHAPING_FIELDS[config.variant]}
 
 
 __all__ = ["TitansCache", "TitansCacheLayer"]

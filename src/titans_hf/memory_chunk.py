@@ -290,10 +290,12 @@ def chunk_backward(
     grad_momentum: Sequence[Tensor],
 ) -> ChunkGradients:
     """Computes the backward of `chunk_forward` of an MLP, all layers of which have the same gates, from the gradients
-    with respect to its output.
+    with respect to its output. Six steps lead from the outputs to the inputs.
     """
-    reads, grad = layer_inputs(chunk.inputs.queries, _reads_of_layers(chunk)), grad_retrieved
-    layer_gradients, gate_gradients = [], []
+    # 1. The queries' way through the layers once more: the input of each, and silu' before it
+    reads = layer_inputs(chunk.inputs.queries, _reads_of_layers(chunk))
+    # 2. What is read of each layer, and the layer's weights and momentum at the end; from the last layer to the first
+    grad, layer_gradients, gate_gradients = grad_retrieved, [], []
     for i in reversed(range(len(chunk.layers))):
         grad_of_momentum = grad_momentum[i] if grad_momentum else None
         gradients = _layer_backward(grad, grad_weights[i], grad_of_momentum, reads.inputs[i], chunk, i)
@@ -301,17 +303,12 @@ def chunk_backward(
         gate_gradients.append(gradients.gates)
         grad = gradients.x.mul_(reads.slopes[i - 1]) if i > 0 else gradients.x
     grads = ChunkLayer(*map(list, zip(*layer_gradients, strict=True)))  # a list over the layers for each field
+    # 3. With the delta rule, the system that the last layer's deltas solve
     grad_values = None
     if chunk.token_deltas is not None:
-        solved = token_deltas_backward(grads.deltas[-1], chunk.token_deltas, chunk.layers[-1], chunk.gates[-1])
-        grads.offset[-1] = grads.offset[-1] + solved.layer.offset
-        if grads.momentum[-1] is not None:
-            grads.momentum[-1] = grads.momentum[-1] + solved.layer.momentum
-        grads.inputs[-1] = grads.inputs[-1] + solved.layer.inputs
-        if grads.decay_target[-1] is not None:  # the offset is the weights less the target
-            grads.decay_target[-1] = grads.decay_target[-1] + solved.layer.decay_target - solved.layer.offset
-        grad_values, grads.deltas[-1] = solved.values, torch.zeros_like(grads.deltas[-1])
-        gate_gradients.append(solved.gates)
+        grad_values, grad_gates = _delta_rule_backward(grads, chunk)
+        gate_gradients.append(grad_gates)
+    # 4. The factors h and delta of the tokens' gradients, at the weights of the chunk's start
     grad_keys, grad_anchor = grads.inputs[0], []
     if chunk.anchor:
         network = gradient_factors_backward(
@@ -319,14 +316,31 @@ def chunk_backward(
         )
         grad_keys, grad_anchor = network.keys, network.weights
         grad_values = network.values if grad_values is None else network.values + grad_values
+    # 5. The products of the gates, which all layers share
     grad_products = GateProducts(*map(_sum_of_given, zip(*gate_gradients, strict=True)))
     inner_lr, filled = chunk.inputs.inner_lr, chunk.inputs.filled
     grad_gates = gate_products_backward(grad_products, chunk.gates[0], chunk.gate_intermediates, inner_lr, filled)
+    # 6. The inputs, the state at the chunk's start, and the decay target
     return ChunkGradients(
         MemoryInputs(grad, grad_keys, grad_values, *grad_gates),
         MemoryState(grads.offset, [x for x in grads.momentum if x is not None], grad_anchor),
         [x for x in grads.decay_target if x is not None],
     )
+
+
+def _delta_rule_backward(grads: ChunkLayer, chunk: ChunkIntermediates) -> tuple[Tensor, GateProducts]:
+    """Adds the backward of `token_deltas` to the last layer's gradients in the lists of `grads`; returns the gradients
+    with respect to the values and the gate products.
+    """
+    solved = token_deltas_backward(grads.deltas[-1], chunk.token_deltas, chunk.layers[-1], chunk.gates[-1])
+    grads.offset[-1] = grads.offset[-1] + solved.layer.offset
+    if grads.momentum[-1] is not None:
+        grads.momentum[-1] = grads.momentum[-1] + solved.layer.momentum
+    grads.inputs[-1] = grads.inputs[-1] + solved.layer.inputs
+    if grads.decay_target[-1] is not None:  # the offset is the weights less the target
+        grads.decay_target[-1] = grads.decay_target[-1] + solved.layer.decay_target - solved.layer.offset
+    grads.deltas[-1] = torch.zeros_like(grads.deltas[-1])
+    return solved.values, solved.gates
 
 
 def _sum_of_given(parts: Sequence[Tensor | None]) -> Tensor | None:
