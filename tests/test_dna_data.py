@@ -1,5 +1,6 @@
 """eval/dna_*.py: the tokenizer, the other strand, files and folds of DNA sequences, by hand."""
 
+import gzip
 import re
 
 import numpy as np
@@ -55,6 +56,47 @@ def test_fasta_files_are_read(tmp_path):
     assert found.texts == ["ACGTACGT", "TTTT", "AA", "CC"]
     assert found.labels == ["positive", "positive", "1", "0"]
     assert found.places == [Place("chr2", 10, 18), None, None, None]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "chr1:{a}-{b}",
+        "chr1:{a}-{b}(+)",
+        "enh{i}::chr1:{a}-{b}",
+        "enh{i}::chr1:{a}-{b}(-)",
+        "enh{i} chr1:{a}-{b} label=1",
+        "chr1:{a:,}-{b:,} label=1",
+    ],
+)
+def test_places_are_found_in_all_headings_that_tools_write(form, tmp_path):
+    """Overlapping places are a group, however bedtools or samtools write the heading."""
+    generator = np.random.default_rng(0)
+    spans = [(1100, 1200), (1180, 1280), (1500, 1600)]
+    lines = [f">{form.format(a=a, b=b, i=i)}\n{random_text(generator, 100)}\n" for i, (a, b) in enumerate(spans)]
+    (tmp_path / "x.fa").write_text("".join(lines))
+    found = read_sequences([tmp_path / "x.fa"])
+    assert found.places == [Place("chr1", *span) for span in spans]
+    assert group_sequences(found).tolist() == [0, 0, 1]
+
+
+def test_gzipped_files_and_byte_order_marks_are_read(tmp_path):
+    """Files are read as they are downloaded and exported; the label of positive.fa.gz is positive."""
+    fasta, table = ">x\nAC\n>y\nGT\n", "seq,label\nAC,1\nGT,0\n"
+    for name, text, labels in (("positive.fa", fasta, ["positive"] * 2), ("x.csv", table, ["1", "0"])):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(text.encode()))
+        for file in (tmp_path / name, tmp_path / f"{name}.gz"):
+            assert read_sequences([file])[:2] == (["AC", "GT"], labels)
+
+
+@pytest.mark.parametrize("name", ["x.fa", "x.fa.gz", "x.csv"])
+@pytest.mark.parametrize("content", [b">caf\xe9\nAC\n", gzip.compress(b">x\nAC\n" * 99)[:-9]])
+def test_files_that_cannot_be_decoded_are_named(name, content, tmp_path):
+    """A file in another encoding, or cut off, is an error that names it."""
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{re.escape(name)} is no text in UTF-8"):
+        read_sequences([tmp_path / name])
 
 
 @pytest.mark.parametrize(

@@ -297,7 +297,10 @@ def test_bad_options(csv, options, message):
     "change,message",
     [
         (lambda t: t.assign(c1=1.0), "the channel c1 is constant in the training part"),
-        (lambda t: t.assign(c1=t.c1.where(t.index != 7)), "the column c1 has nan in row 8, no number"),
+        (
+            lambda t: t.assign(c1=t.c1.where(t.index != 7)),
+            "the column c1 has nan in row 8, no number: leave such rows out",
+        ),
         (lambda t: t.assign(c1=["?"] * len(t)), r"the column c1 has \? in row 1, no number"),
         (lambda t: t.iloc[::-1], "the dates of the column date must increase"),
         (lambda t: t.assign(date="soon"), "the column date holds no dates"),

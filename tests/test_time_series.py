@@ -71,10 +71,38 @@ def test_normalised_patches():
     for number, patch in enumerate(patches[0]):
         end = max(20, 4 * number + 4)
         context = values[0, end - 20 : end]
-        deviation = ((context - context.mean()).square().mean() + 1e-5).sqrt()
+        deviation = (context - context.mean()).square().mean().sqrt()
         assert_same(patch, (values[0, 4 * number : 4 * number + 4] - context.mean()) / deviation)
     assert_same(loc[0, 0], values[0, 16:].mean())
-    assert_same(scale[0, 0], (values[0, 16:].var(correction=0) + 1e-5).sqrt())
+    assert_same(scale[0, 0], values[0, 16:].var(correction=0).sqrt())
+
+
+@pytest.mark.parametrize("unit", [1e-30, 1e-5, 1e-3, 1e3, 1e19, 1e30])
+def test_forecasts_do_not_depend_on_the_unit(unit):
+    """The same series in a unit of any size has the same finite forecast in that unit, in float32."""
+    model, values = make_model().float(), make_values(1, 36, 1).float()
+    with torch.no_grad():
+        expected, found = (model.generate(x).sequences.double() for x in (values, values * unit))
+    torch.testing.assert_close(found / unit, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_float64_values_are_normalised_in_float64():
+    """A level of 1e9 adds itself to the forecast of a float32 model, where the values are float64."""
+    model, values = make_model().float(), make_values(1, 36, 1)
+    with torch.no_grad():
+        expected, found = (model.generate(x).sequences for x in (values, values + 1e9))
+    torch.testing.assert_close(found - 1e9, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 7.0, 1e6, 1e30])
+def test_a_constant_series_stays_constant(value):
+    """The forecast of a constant is the constant, and its gradients are finite."""
+    model = make_model().float()
+    values = torch.full((1, 36, 1), value, requires_grad=True)
+    forecast = model(values).prediction_outputs
+    torch.testing.assert_close(forecast, torch.full_like(forecast, value), rtol=1e-5, atol=1e-5)
+    (forecast / max(value, 1)).sum().backward()
+    assert values.grad.isfinite().all()
 
 
 def test_forecasts_are_in_the_units_of_the_values():

@@ -62,6 +62,7 @@ def test_markdown_files_are_documents(tmp_path):
         "name,content,message": [
             ("latin.txt", b"caf\xe9", r"latin.txt is no valid text file: .*codec can't decode byte 0xe9"),
             ("image.txt", b"\x89PNG\0\0", r"image.txt is a binary file"),
+            ("pair.jsonl", b'{"text": "a"}\n{"text": "\\ud800"}\n', r"pair.jsonl is no valid json file: line 2"),
             ("half.jsonl", b'{"text": "a"}\n{"text": ', r"half.jsonl is no valid json file: line 2"),
             ("none.jsonl", b"", r"none.jsonl is empty"),
             ("torn.parquet", b"PAR1 and no more", r"torn.parquet is no valid parquet file"),

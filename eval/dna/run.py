@@ -24,6 +24,7 @@ from eval.common.records import FILE, find_finished, read_records
 from eval.dna.folds import Fold, group_sequences, hold_out, make_folds
 from eval.dna.models import NAMES, STOPPED, build_model, config_of
 from eval.dna.sequences import Sequences, read_sequences
+from eval.dna.sequences import name_of as file_name
 from eval.dna.tables import check_alike, write_report
 from eval.dna.training import DataOfRun, Run, make_run
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
@@ -78,7 +79,7 @@ def check_args(args: argparse.Namespace) -> dict[str, Any]:
 
 def name_of(path: Path) -> str:
     """Names the data by folder and file, as in human_nontata_promoters-test."""
-    return f"{path.resolve().parent.name}-{path.stem}"
+    return f"{path.resolve().parent.name}-{file_name(path)}"
 
 
 def digest_of(path: Path) -> str:

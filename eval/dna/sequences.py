@@ -1,6 +1,9 @@
 """Labelled DNA sequences: reading FASTA and CSV files, and the reverse complement."""
 
+import gzip
+import io
 import re
+import zlib
 from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
@@ -10,6 +13,7 @@ import pandas as pd
 
 FASTA = (".fa", ".fasta", ".fna")
 TABLES = {".csv": ",", ".tsv": "\t"}
+GZIP, GZIP_MAGIC = ".gz", b"\x1f\x8b"
 BASES = "ACGTN"
 COMPLEMENT = str.maketrans("ACGTN", "TGCAN")
 AMBIGUOUS = str.maketrans(dict.fromkeys("RYSWKMBDHV", "N"))  # IUPAC's letters for several bases
@@ -46,30 +50,47 @@ def reverse_complement(text: str) -> str:
 
 
 def read_sequences(paths: Iterable[Path]) -> Sequences:
-    """Reads FASTA files (.fa, .fasta, .fna) and tables (.csv, .tsv) into one list.
+    """Reads FASTA files (.fa, .fasta, .fna) and tables (.csv, .tsv), also gzipped (.fa.gz), into one list.
 
     A table has the columns `seq` or `sequence` and `label`; `region`, `start` and `end` if it has places. A FASTA
     sequence has its label in its heading as `label=NAME`, or, in a file without such headings, in the file's name
-    (positive.fa, negative.fa); a heading that begins REGION:START-END, as bedtools writes it, has the place.
+    (positive.fa, negative.fa). A heading with REGION:START-END, as bedtools getfasta and samtools faidx write it, alone
+    or after NAME:: or NAME and a space, has the place.
 
-    Raises ValueError, naming file and sequence, for a missing label or column, for an empty sequence, and for a letter
-    that stands for no base.
+    Raises ValueError, naming file and sequence, for a file that cannot be read, for a missing label or column, for an
+    empty sequence, and for a letter that stands for no base.
     """
     found = Sequences([], [], [])
     for path in paths:
         if not path.is_file():
             raise ValueError(f"{path} is no file")
-        if path.suffix.lower() in FASTA:
+        suffix = path.with_suffix("").suffix if path.suffix.lower() == GZIP else path.suffix
+        if suffix.lower() in FASTA:
             found += _checked(path, _read_fasta(path))
-        elif path.suffix.lower() in TABLES:
-            found += _checked(path, _read_table(path))
+        elif suffix.lower() in TABLES:
+            found += _checked(path, _read_table(path, TABLES[suffix.lower()]))
         else:
-            raise ValueError(f"{path} must end in {', '.join([*FASTA, *TABLES])}")
+            raise ValueError(f"{path} must end in {', '.join([*FASTA, *TABLES])}, or in these and {GZIP}")
     return found
 
 
+def name_of(path: Path) -> str:
+    """Returns the file's name without its suffixes."""
+    return Path(path.stem).stem if path.suffix.lower() == GZIP else path.stem
+
+
+def _read_text(path: Path) -> str:
+    data = path.read_bytes()
+    try:
+        if data.startswith(GZIP_MAGIC):
+            data = gzip.decompress(data)
+        return data.decode("utf-8-sig")
+    except (UnicodeDecodeError, EOFError, OSError, zlib.error) as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+
+
 def _read_fasta(path: Path) -> Sequences:
-    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines = [line.strip() for line in _read_text(path).splitlines() if line.strip()]
     if not lines or not lines[0].startswith(">"):
         raise ValueError(f"{path} is no FASTA file: its first line must begin with '>'")
     headings, texts = [], []
@@ -82,15 +103,19 @@ def _read_fasta(path: Path) -> Sequences:
     found = [re.search(r"\blabel=(\S+)", heading) for heading in headings]
     if any(found) and not all(found):
         raise ValueError(f"{path}: sequence {found.index(None) + 1} has no label= in its heading, others have")
-    labels = [match[1] if match else path.stem for match in found]
-    places = [re.match(r">\s*([^\s:]+):(\d+)-(\d+)", heading) for heading in headings]
-    return Sequences(texts, labels, [Place(x[1], int(x[2]), int(x[3])) if x else None for x in places])
+    labels = [match[1] if match else name_of(path) for match in found]
+    return Sequences(texts, labels, list(map(_place_of, headings)))
 
 
-def _read_table(path: Path) -> Sequences:
+def _place_of(heading: str) -> Place | None:
+    found = re.search(r"(?:>|::|\s)([^\s:>]+):([\d,]+)-([\d,]+)(?=\([+-]\)|\s|$)", heading)
+    return Place(found[1], *(int(number.replace(",", "")) for number in found.groups()[1:])) if found else None
+
+
+def _read_table(path: Path, separator: str) -> Sequences:
     try:
-        table = pd.read_csv(path, sep=TABLES[path.suffix.lower()], dtype=str, keep_default_na=False)
-    except (pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError) as error:
+        table = pd.read_csv(io.StringIO(_read_text(path)), sep=separator, dtype=str, keep_default_na=False)
+    except (pd.errors.ParserError, pd.errors.EmptyDataError) as error:
         raise ValueError(f"{path} is no table: {error}") from error
     text = next((name for name in TEXT_COLUMNS if name in table), None)
     if text is None or "label" not in table:

@@ -34,6 +34,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", nargs="+", type=Path, metavar="DATA.csv")
     parser.add_argument("--time_column", help="name of the column of dates; default: the first")
+    parser.add_argument("--date_format", help="of the dates, as %%d/%%m/%%Y; found out where it can only be one")
     parser.add_argument(
         "--split",
         nargs=3,
@@ -97,7 +98,7 @@ def make_runs(args: argparse.Namespace, series: dict[str, Series]) -> list[Run]:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    series = {path.stem: read_series(path, args.time_column) for path in args.data}
+    series = {path.stem: read_series(path, args.time_column, args.date_format) for path in args.data}
     if len(series) < len(args.data):
         raise ValueError(f"two DATA.csv have the same name: {', '.join(map(str, args.data))}")
     runs = make_runs(args, series)

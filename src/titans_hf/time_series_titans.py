@@ -73,7 +73,6 @@ class TimeSeriesForecast(NamedTuple):
     state: TimeSeriesState
 
 
-EPSILON = 1e-5  # added to the variance, so that a constant series can be normalised
 OPTIONS = {"output_hidden_states", "output_attentions", "output_surprise"}
 LOSSES = {"mse": nn.functional.mse_loss, "mae": nn.functional.l1_loss}
 
@@ -275,16 +274,22 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
     def _normalize(self, values: Tensor, at_start: bool) -> NormalizedPatches:
         """Cuts values (rows, T) into patches, each normalised by the context_length values that end with it. The first
         context_length values give patches `at_start` only; otherwise these have been read before.
+
+        The deviation is that of the values divided by the largest of their context, plus a rounding error, so that a
+        constant series can be normalised: forecasts do not depend on the unit, and no square overflows.
         """
         size = self.config.patch_length
         contexts = values.unfold(1, self.config.context_length, size)
+        info = torch.finfo(values.dtype)
+        largest = contexts.abs().amax(-1, keepdim=True).clamp(min=info.tiny).detach()
+        contexts = contexts / largest
         loc = contexts.mean(-1, keepdim=True)
-        scale = (contexts.var(-1, keepdim=True, correction=0) + EPSILON).sqrt()
+        scale = (contexts.var(-1, keepdim=True, correction=0) + info.eps**2).sqrt()
         patches = (contexts[:, 1:, -size:] - loc[:, 1:]) / scale[:, 1:]
         if at_start:
             first = (contexts[:, 0] - loc[:, 0]) / scale[:, 0]
             patches = torch.cat([first.unflatten(1, (-1, size)), patches], dim=1)
-        return NormalizedPatches(patches, loc[:, -1], scale[:, -1])
+        return NormalizedPatches(patches, (loc * largest)[:, -1], (scale * largest)[:, -1])
 
     def _check_values(
         self, past_values: Tensor, future_values: Tensor | None, state: TimeSeriesState | None, options: dict

@@ -147,16 +147,20 @@ def _check_utf8(file: Path) -> None:
 
 
 def _check_json(file: Path) -> None:
-    """Raises ValueError unless a file is a JSON value or one per line."""
+    """Raises ValueError unless a file is a JSON value or one per line, whose texts can be encoded in UTF-8."""
     text = file.read_bytes().decode()
     try:
-        json.loads(text)
+        _parse_json(text)
     except json.JSONDecodeError:
         for number, line in enumerate(text.splitlines(), 1):
             try:
-                json.loads(line or "null")
-            except json.JSONDecodeError as error:
+                _parse_json(line or "null")
+            except ValueError as error:
                 raise ValueError(f"line {number}: {error}") from error
+
+
+def _parse_json(text: str) -> None:
+    json.dumps(json.loads(text), ensure_ascii=False).encode()  # half of a surrogate pair (as \\ud800) is no character
 
 
 def _check_parquet(file: Path) -> None:
