@@ -54,6 +54,22 @@ FORMS = {
     "token memory": dict(token_memory_features=24, tie_word_embeddings=True),
 }
 
+# The forms of attention.
+SCALED = {"partial_rotary_factor": 1.0, "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
+ATTENTION_FORMS = {
+    "biases": dict(attention_bias=True),
+    "normalised queries and keys": dict(qk_norm=True),
+    "persistent tokens at a distance": dict(persistent_distance=5),
+    "linear rotary": dict(persistent_distance=3, rope_parameters={**SCALED, "rope_type": "linear"}),
+    "llama3 rotary": dict(
+        persistent_distance=3,
+        rope_parameters={**SCALED, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    ),
+    "yarn rotary": dict(persistent_distance=3, rope_parameters={**SCALED, "rope_type": "yarn"}),
+    "no memory": dict(memory_layers=[]),
+    "memory in one layer": dict(memory_layers=[1], num_hidden_layers=2),
+}
+
 
 def make_config(variant: str, **changes) -> TitansConfig:
     return TitansConfig(**{**SIZES, "variant": variant, **changes})
@@ -97,12 +113,15 @@ def each_variant(changes: dict[str, dict]) -> list:
     the memory alone, whose code the variants share: it has one of them, in turn.
     """
     shared_by_all = {name for name in TitansConfig.__annotations__ if name.startswith("memory_")}
-    shared_by_all -= {"memory_chunk_size", "memory_residual"}
-    without_attention = {"sliding_window", "segment_length", "num_key_value_heads", "memory_residual"}
+    shared_by_all -= {"memory_chunk_size", "memory_residual", "memory_layers"}
+    of_attention = {"attention_bias", "qk_norm", "persistent_distance", "rope_parameters"}
+    without_attention = {"sliding_window", "segment_length", "num_key_value_heads", "memory_residual", *of_attention}
     meaningless = {"mac": {"sliding_window"}, "lmm": without_attention}
     turns, parameters = itertools.cycle(VARIANTS), []
     for name, change in changes.items():
         affected = [v for v in VARIANTS if not change or change.keys() - meaningless.get(v, {"segment_length"})]
+        if "memory_layers" in change:
+            affected = ["mag", "mal"]
         if change and change.keys() <= shared_by_all:
             affected = [next(turns)]
         parameters += [pytest.param(variant, change, id=f"{variant}-{name}") for variant in affected]

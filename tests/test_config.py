@@ -27,6 +27,10 @@ DEFAULTS = dict(
     sliding_window=512,
     segment_length=256,
     num_persistent_tokens=4,
+    persistent_distance=0,
+    attention_bias=False,
+    qk_norm=False,
+    memory_layers=None,
     memory_depth=1,
     memory_expansion=2,
     memory_network="mlp",
@@ -146,7 +150,10 @@ BAD_VALUES = {
     "rope_parameters": [
         "default",
         {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4},
-        {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+        {"rope_type": "linear", "factor": 0.0, "rope_theta": 1e4},
+        {"rope_type": "linear", "rope_theta": 1e4},
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "longrope", "factor": 2.0},
         {"partial_rotary_factor": 1.5},
         {"partial_rotary_factor": -0.5},
         {"partial_rotary_factor": 0.4},  # 3 of 8 entries: odd
@@ -155,6 +162,10 @@ BAD_VALUES = {
         {"rope_theta": "x"},
         {"partial_rotary_factor": None},
     ],
+    "memory_layers": [[0, 2], [1, 0], [0, 0], [-1], 1],
+    "persistent_distance": [-1],
+    "attention_bias": [1],
+    "qk_norm": [None],
 }
 
 
@@ -175,6 +186,8 @@ def test_a_bad_value_is_refused_by_name(name):
         dict(hidden_size=32, memory_num_heads=5),
         dict(variant="mac", segment_length=10, memory_chunk_size=4),
         dict(variant="mac", segment_length=4, memory_chunk_size=8),
+        dict(variant="mac", memory_layers=[0]),
+        dict(variant="lmm", memory_layers=[]),
     ],
     ids=str,
 )
@@ -240,14 +253,16 @@ def test_other_spellings_of_rope_parameters(variant):
     config = make_config(variant, partial_rotary_factor=1.0, rope_theta=5.0)
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 5.0, "partial_rotary_factor": 1.0}
     assert make_config(variant, rope_scaling={"rope_theta": 7.0}).rope_parameters["partial_rotary_factor"] == 0.5
-    for scaling in ({"rope_type": "linear", "factor": 2.0}, {"type": "yarn", "factor": 4.0}):
-        with pytest.raises(ValueError, match=r"rope_parameters\['rope_type'\]` must be 'default', but is"):
+    scaled = make_config(variant, rope_scaling={"type": "linear", "factor": 2.0}, rope_theta=5.0).rope_parameters
+    assert (scaled["rope_type"], scaled["factor"], scaled["rope_theta"]) == ("linear", 2.0, 5.0)
+    for scaling in ({"rope_type": "dynamic", "factor": 2.0}, {"type": "longrope", "factor": 4.0}):
+        with pytest.raises(ValueError, match=r"rope_parameters\['rope_type'\]` must be one of 'default', 'linear'"):
             make_config(variant, rope_scaling=scaling)
 
 
 @pytest.mark.parametrize("name,value", [
     ("memory_max_lr", -1.0), ("memory_error_clip", -1.0), ("segment_length", 12), ("memory_chunk_size", -5),
-    ("hidden_size", 0), ("sliding_window", 0), ("memory_num_heads", 5), ("token_memory_features", 16),
+    ("hidden_size", 0), ("sliding_window", 0), ("memory_num_heads", 5), ("token_memory_features", -1),
 ])  # fmt: skip
 def test_a_value_that_is_set_later_is_refused_too(name, value, tmp_path):
     """A model refuses a wrong value by its name, set on a config or given to `from_pretrained`: otherwise only the

@@ -4,6 +4,7 @@ import hypothesis
 import pytest
 import torch
 from common import (
+    ATTENTION_FORMS,
     FORMS,
     VARIANTS,
     assert_same,
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 
 CHANGES = {
     **FORMS,
+    **ATTENTION_FORMS,
     "chunk is segment": dict(memory_chunk_size=8),
     "three chunks a segment": dict(segment_length=12),
     "chunk of one": dict(memory_chunk_size=1),

@@ -4,7 +4,18 @@ the paper, in `paper_model.py`.
 
 import pytest
 import torch
-from common import FORMS, PAPER, VARIANTS, assert_same, each_variant, full_logits, make_ids, make_model, shared_model
+from common import (
+    ATTENTION_FORMS,
+    FORMS,
+    PAPER,
+    VARIANTS,
+    assert_same,
+    each_variant,
+    full_logits,
+    make_ids,
+    make_model,
+    shared_model,
+)
 from naive_model import naive_forward
 from paper_model import paper_forward
 
@@ -22,6 +33,7 @@ CHANGES = {
     "plain loss": dict(memory_error_clip=None, memory_max_lr=0.05),
     "tight clip": dict(memory_error_clip=0.3),
     **FORMS,
+    **ATTENTION_FORMS,
     "chunk is segment": dict(memory_chunk_size=8),
     "chunk of one": dict(memory_chunk_size=1),
     "window of one": dict(sliding_window=1),

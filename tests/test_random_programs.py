@@ -7,13 +7,20 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from common import FORMS, VARIANTS, assert_same, full_logits, make_ids, shared_model
+from common import FORMS, VARIANTS, assert_same, full_logits, make_ids, make_model, shared_model
 
 from titans_hf import TitansCache
 
 NUM_PROGRAMS, NUM_OPERATIONS, MAX_ROWS = 12, 14, 4
 NUM_SLOW = 3  # of the programs are run with the slow tests, the others with the long ones
 CHANGES = {"": {}, "+default memory": FORMS["gated delta rule"], "+token memory": FORMS["token memory"]}
+CHANGES |= {"+memory in one layer": dict(memory_layers=[1]), "+no memory": dict(memory_layers=[])}
+PROGRAMS = [
+    (variant, changes)
+    for variant in VARIANTS
+    for changes in CHANGES
+    if variant in ("mag", "mal") or "memory_layers" not in CHANGES[changes]
+]
 
 
 class Program:
@@ -22,7 +29,7 @@ class Program:
     """
 
     def __init__(self, variant: str, changes: str, seed: int, folder):
-        self.model, self.folder = shared_model(variant, **CHANGES[changes]), folder
+        self.model, self.folder = make_model(variant, **CHANGES[changes]), folder
         self.random = random.Random(f"{variant}{changes} {seed}")
         self.cache = TitansCache(self.model.config)
         self.rows: list[list] = [[] for _ in range(self.random.randint(1, 3))]
@@ -167,8 +174,7 @@ class Program:
         for seed in range(NUM_PROGRAMS)
     ],
 )
-@pytest.mark.parametrize("changes", CHANGES)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant,changes", PROGRAMS)
 def test_random_programs(variant, changes, seed, tmp_path):
     """Every row has its own logits after any order of reads, padding, documents, resets, selections, copies, crops and
     files: otherwise some combination mixes rows or loses tokens.

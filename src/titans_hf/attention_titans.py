@@ -2,8 +2,9 @@
 
 The cost is linear in the sequence length: queries are processed in blocks of one window (or segment), and no score or
 mask larger than a block is formed. Rotary positions are relative to the block, so none exceeds two windows at any
-context length. Persistent keys are outside of the window and have no position: a query meets them in the entries of a
-head that are not rotated; where all entries are, it meets them as it was before its rotation.
+context length. Persistent keys are outside of the window. With `persistent_distance` they are rotated to that distance
+behind every query, and compared with the query before its rotation. Without it they have no position: they are compared
+with the entries of a query that are not rotated or, where all are, with the query before its rotation.
 Eager attention, whose weights are recorded, and the masks for the other values of `attn_implementation` come first.
 docs/dev/log.md: "Rotary positions relative to the block", "Persistent keys where a whole head is rotated"
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .cache_layer import KeyValueCache
@@ -95,13 +97,25 @@ class TitansAttention(nn.Module):
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = config.head_dim**-0.5
         query_size, key_size = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=False)
-        self.o_proj = OutputProjection(query_size, config.hidden_size, bias=False)
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
+        self.o_proj = OutputProjection(query_size, config.hidden_size, bias=config.attention_bias)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None for _ in range(2)
+        )
 
-    def heads(self, x: Tensor) -> Tensor:
-        """Splits the last dimension into heads: (B, N, h * D) -> (B, N, h, D)."""
+    def project_queries(self, hidden_states: Tensor) -> Tensor:
+        """Computes queries without rotation: (B, N, hidden) -> (B, N, h, D)."""
+        queries = self._heads(self.q_proj(hidden_states))
+        return queries if self.q_norm is None else self.q_norm(queries)
+
+    def project_keys_and_values(self, hidden_states: Tensor) -> KeyValueCache:
+        """Computes keys without rotation and values: (B, N, hidden) -> (B, N, h, D) each."""
+        keys, values = self._heads(self.k_proj(hidden_states)), self._heads(self.v_proj(hidden_states))
+        return KeyValueCache(keys if self.k_norm is None else self.k_norm(keys), values)
+
+    def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))
 
     def rotary_factors(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -109,16 +123,26 @@ class TitansAttention(nn.Module):
         same for all heads.
         """
         precise = torch.promote_types(dtype, torch.float32)
-        size, theta = self.config.rotary_dim, self.config.rope_parameters["rope_theta"]
-        exponents = torch.arange(0, size, 2, device=positions.device, dtype=precise) / size
-        angles = positions[..., None].to(precise) * theta**-exponents
+        frequencies, scale = self._rotary_frequencies(precise, positions.device)
+        angles = positions[..., None].to(precise) * frequencies
         angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+
+    def _rotary_frequencies(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, float]:
+        """Returns the angles of one position (rotary_dim / 2,), and the factor of cos and sin."""
+        size, rope = self.config.rotary_dim, self.config.rope_parameters
+        if rope["rope_type"] == "default":
+            return rope["rope_theta"] ** -(torch.arange(0, size, 2, device=device, dtype=dtype) / size), 1.0
+        frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](self.config, device)
+        return frequencies.to(dtype), scale
 
     @property
     def keeps_plain_queries(self) -> bool:
-        """True if queries are needed without rotation as well: for persistent keys where a whole head is rotated."""
-        return self.config.rotary_dim == self.head_dim and self.config.num_persistent_tokens > 0
+        """True if queries are needed without rotation as well: for persistent keys at a distance, or where a whole head
+        is rotated.
+        """
+        has_distance, rotates_all = self.config.persistent_distance > 0, self.config.rotary_dim == self.head_dim
+        return self.config.num_persistent_tokens > 0 and (has_distance or rotates_all)
 
     def rotate_queries(self, queries: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotates queries (B, T, h, D) for `attend`; where those without rotation are needed, they follow: (B, T, h,
@@ -129,15 +153,20 @@ class TitansAttention(nn.Module):
 
     def initial_kv_cache(self, persistent: Tensor) -> KeyValueCache:
         """Returns the cache before the first token: keys and values of the persistent tokens, then zeros."""
-        keys, values = self.heads(self.k_proj(persistent)), self.heads(self.v_proj(persistent))
-        if not self.keeps_plain_queries:
+        projected = self.project_keys_and_values(persistent)
+        keys, distance = projected.keys, self.config.persistent_distance
+        if distance > 0:
+            _, scale = self._rotary_frequencies(torch.float32, keys.device)
+            cos, sin = self.rotary_factors(torch.full((1,), -distance, device=keys.device), keys.dtype)
+            keys = rotate(keys, cos * scale, sin * scale)  # a second time, in place of the query
+        elif not self.keeps_plain_queries:
             rotary, rest = keys.split([self.config.rotary_dim, keys.shape[-1] - self.config.rotary_dim], dim=-1)
             keys = torch.cat([torch.zeros_like(rotary), rest], dim=-1)
 
         def pad(x: Tensor) -> Tensor:
             return torch.cat([x, x.new_zeros(x.shape[0], self.config.kv_cache_length, *x.shape[2:])], dim=1)
 
-        return KeyValueCache(pad(keys), pad(values))
+        return KeyValueCache(pad(keys), pad(projected.values))
 
     def attend(
         self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, arrange: Callable[[Tensor], Tensor]
@@ -179,8 +208,7 @@ class WindowAttention(TitansAttention):
         (B, h, T, P + W).
         """
         num_persistent = self.config.num_persistent_tokens
-        queries = self.heads(self.q_proj(hidden_states))
-        new = KeyValueCache(self.heads(self.k_proj(hidden_states)), self.heads(self.v_proj(hidden_states)))
+        queries, new = self.project_queries(hidden_states), self.project_keys_and_values(hidden_states)
         kv_cache = kv_cache.map(lambda old, x: old.to(x.dtype), new)  # it may be of a call in another precision
         persistent = kv_cache.map(lambda x: x[:, :num_persistent])
         extended = kv_cache.map(lambda old, x: grid.prepend(old[:, num_persistent:], x), new)
@@ -280,11 +308,11 @@ class SegmentAttention(TitansAttention):
     def project(self, hidden_states: Tensor, slots: Tensor) -> SegmentProjections:
         """Projects and rotates hidden_states (B, T, hidden); each token is at `slots` (B or 1, T) of its segment."""
         # docs/dev/log.md: "MAC's rotary factors once a call instead of once a segment"
-        queries, keys, values = (self.heads(f(hidden_states)) for f in (self.q_proj, self.k_proj, self.v_proj))
+        queries, new = self.project_queries(hidden_states), self.project_keys_and_values(hidden_states)
         cos, sin = self.rotary_factors(torch.cat([slots, slots + self.config.segment_length]), queries.dtype)
         (cos, own_cos), (sin, own_sin) = cos.chunk(2), sin.chunk(2)
-        queries, keys = self.rotate_queries(queries, own_cos, own_sin), rotate(keys, own_cos, own_sin)
-        return SegmentProjections(queries, keys, values, cos, sin)
+        queries, keys = self.rotate_queries(queries, own_cos, own_sin), rotate(new.keys, own_cos, own_sin)
+        return SegmentProjections(queries, keys, new.values, cos, sin)
 
     def forward(
         self,
@@ -303,11 +331,11 @@ class SegmentAttention(TitansAttention):
         num_keys = recalled.shape[1] if slots is None else length
         positions = torch.arange(num_keys, device=recalled.device)
         query_positions = positions[None] if slots is None else slots
-        recalled_keys = rotate(self.heads(self.k_proj(recalled)), projected.cos, projected.sin)
-        recalled_values = self.heads(self.v_proj(recalled))
+        new = self.project_keys_and_values(recalled)
+        recalled_keys = rotate(new.keys, projected.cos, projected.sin)
         kv_cache = KeyValueCache(
             self._store(kv_cache.keys, recalled_keys, projected.keys, slots, filled),
-            self._store(kv_cache.values, recalled_values, projected.values, slots, filled),
+            self._store(kv_cache.values, new.values, projected.values, slots, filled),
         )
         mask = positions <= query_positions[..., None]
         mask = torch.cat([mask.new_ones(*mask.shape[:2], num_persistent), mask, mask], dim=-1)

@@ -33,9 +33,9 @@ class KeyValueCache:
 class LayerState:
     """All that a decoder layer needs to continue a sequence; the first dimension of every tensor is the batch.
 
-    memory: weights, momentum, anchor and number of tokens (`MemoryState`).
+    memory: weights, momentum, anchor and number of tokens (`MemoryState`); the number alone in a layer without memory.
     conv_state: (B, kernel - 1, 3 * hidden), the last inputs of the memory's convolutions; of the token memory
-    (B, 1, hidden), the last hidden state.
+    (B, 1, hidden), the last hidden state; of a layer without memory (B, 0, hidden).
     kv_cache: None in LMM.
     segment_weights: in MAC, the memory's weights at the start of the current segment. Empty if they are the memory's
     anchor.

@@ -146,6 +146,8 @@ class TitansCache(Cache):
                 if holds:
                     raise ValueError(f"A cache must have read something to be merged, but {name} {reason}.")
         _check_equal("`other` must be a cache of the same model, but", other.made_for, self.made_for)
+        if not any(layer.state.memory.weights for layer in self.layers):
+            raise ValueError("A cache must have a memory to be merged, but no layer of its model has one.")
         if other.batch_size not in (1, self.batch_size):
             raise ValueError(f"`other` must have one row or {self.batch_size}, but has {other.batch_size}.")
         if any(layer.record_past for layer in self.layers):

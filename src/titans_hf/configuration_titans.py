@@ -29,6 +29,14 @@ AUTO_MAP = {
 VARIANTS = ("mac", "mag", "mal", "lmm")
 WITH_ATTENTION = ("mac", "mag", "mal")
 
+# The rotary types whose frequencies depend on no position, and the numbers that each needs.
+ROPE_TYPES = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+
 
 def setting(
     default: Any,
@@ -84,12 +92,21 @@ class TitansConfig(PreTrainedConfig):
         sliding_window (`int`, defaults to 512):
             Number of tokens that a token attends to, itself included, in MAG and MAL.
         rope_parameters (`dict`, *optional*):
-            `rope_theta` (10000) and `partial_rotary_factor` (0.5). Positions restart in every window and segment, so
-            none ever exceeds those of training: only `rope_type="default"` is supported.
+            `rope_theta` (10000), `partial_rotary_factor` (0.5) and `rope_type`, one of those that change frequencies
+            alone: `"default"`, `"linear"`, `"llama3"`, `"yarn"`. Positions restart in every window and segment, so none
+            ever exceeds those of training.
+        attention_bias (`bool`, defaults to `False`): Biases on attention's query, key, value and output projections.
+        qk_norm (`bool`, defaults to `False`): RMSNorm over each head of attention's queries and keys, before rotation.
         segment_length (`int`, defaults to 256):
             Number of tokens of a segment in MAC, its attention span; a multiple of `memory_chunk_size`.
         num_persistent_tokens (`int`, defaults to 4):
             Number of learned tokens in front of every sequence (N_p, paper section 3.3), per layer; 0 for none.
+        persistent_distance (`int`, defaults to 0):
+            Distance behind every query to which the keys of persistent tokens are rotated; with 0 they have no
+            position.
+        memory_layers (`list[int]`, *optional*):
+            The layers of MAG and MAL that have a memory, from 0 on; all by default. The others are sliding-window
+            attention with persistent tokens.
         memory_depth (`int`, defaults to 1):
             Number of layers of the memory network (L_M); 1 is a linear memory. On novels, 2 was worse than 1.
         memory_expansion (`int`, defaults to 2): Size of the memory network's hidden layers, in units of its head size.
@@ -178,6 +195,10 @@ class TitansConfig(PreTrainedConfig):
     sliding_window: int = setting(512, at_least=1, variants=("mag", "mal"), state="shape", card="window")
     segment_length: int = setting(256, at_least=1, variants=("mac",), state="shape", card="segment")
     num_persistent_tokens: int = setting(4, at_least=0, state="shape", card="persistent tokens")
+    persistent_distance: int = setting(0, at_least=0, variants=WITH_ATTENTION)
+    attention_bias: bool = setting(False, variants=WITH_ATTENTION)
+    qk_norm: bool = setting(False, variants=WITH_ATTENTION)
+    memory_layers: list[int] | None = setting(None, variants=("mag", "mal"), state="shape")
     # docs/dev/log.md: "Other changes of LMM: larger heads gain, depth 2 loses"
     memory_depth: int = setting(1, at_least=1, state="shape", card="depth of the memory")
     memory_expansion: int = setting(2, at_least=1, state="shape", card="expansion of the memory")
@@ -238,6 +259,11 @@ class TitansConfig(PreTrainedConfig):
         return self.num_hidden_layers + (self.token_memory_features > 0)
 
     @property
+    def layers_with_memory(self) -> list[int]:
+        """The decoder layers that have a memory."""
+        return list(range(self.num_hidden_layers)) if self.memory_layers is None else self.memory_layers
+
+    @property
     def max_stable_lr(self) -> float:
         """Largest step with which equal keys never overshoot (docs/dev/log.md: "A step of 0.2 breaks training")."""
         return 0.5 if self.memory_update_rule == "delta" else 1 / self.memory_chunk_size
@@ -282,6 +308,14 @@ class TitansConfig(PreTrainedConfig):
         self.auto_map = self.auto_classes | {name: target for name, target in given.items() if "--" not in target}
         super().save_pretrained(save_directory, push_to_hub, **kwargs)
 
+    def standardize_rope_params(self) -> None:
+        """Keeps `rope_parameters`, which are complete: Transformers would look for a largest position."""
+
+    def validate_rope(self) -> None:
+        """Does nothing: `validate_architecture` checks `rope_parameters`. Transformers would compare them with a
+        largest position.
+        """
+
     def _check_ranges(self):
         for name, facts in field_facts(type(self)).items():
             value, has_effect = getattr(self, name), self.variant in facts["variants"]
@@ -298,7 +332,18 @@ class TitansConfig(PreTrainedConfig):
                 "`memory_update_rule` must be 'chunk' with `memory_network='residual'`, but is 'delta': the errors are "
                 "not linear in the last layer's weights."
             )
-        if self.hidden_size % self.memory_num_heads:
+        layers = self.layers_with_memory
+        if layers != sorted({*layers} & {*range(self.num_hidden_layers)}):
+            raise ValueError(
+                f"`memory_layers` must be None or rising numbers from 0 to {self.num_hidden_layers - 1}, but is "
+                f"{layers}."
+            )
+        if self.variant in ("mac", "lmm") and self.memory_layers is not None:
+            raise ValueError(
+                f"`memory_layers` must be None with variant={self.variant!r}, whose every layer needs its memory, but "
+                f"is {layers}."
+            )
+        if layers and self.hidden_size % self.memory_num_heads:
             raise ValueError(
                 f"`hidden_size` ({self.hidden_size}) must be a multiple of `memory_num_heads` "
                 f"({self.memory_num_heads}), which is `num_attention_heads` unless it is given."
@@ -308,12 +353,14 @@ class TitansConfig(PreTrainedConfig):
         check_multiple("num_attention_heads", self.num_attention_heads, "num_key_value_heads", self.num_key_value_heads)
         if self.variant == "mac":
             check_multiple("segment_length", self.segment_length, "memory_chunk_size", self.memory_chunk_size)
-        for name in ("rope_theta", "partial_rotary_factor"):
-            if not isinstance(value := self.rope_parameters[name], int | float):
+        self._check_rope_parameters()
+
+    def _check_rope_parameters(self) -> None:
+        for name in ("rope_theta", "partial_rotary_factor", *ROPE_TYPES[self.rope_parameters["rope_type"]]):
+            if not isinstance(value := self.rope_parameters.get(name), int | float):
                 raise ValueError(f"`rope_parameters['{name}']` must be a number, but is {value!r}.")
-        if not self.rope_parameters["rope_theta"] > 0:
-            theta = self.rope_parameters["rope_theta"]
-            raise ValueError(f"`rope_parameters['rope_theta']` must be above 0, but is {theta}.")
+            if name != "partial_rotary_factor" and not value > 0:
+                raise ValueError(f"`rope_parameters['{name}']` must be above 0, but is {value}.")
         if not 0 <= self.rope_parameters["partial_rotary_factor"] <= 1 or self.rotary_dim % 2:
             raise ValueError(
                 "`rope_parameters['partial_rotary_factor']` must be between 0 and 1 and make an even share of "
@@ -322,12 +369,12 @@ class TitansConfig(PreTrainedConfig):
 
 
 def _rope_parameters(given: dict, partial_rotary_factor: float) -> dict:
-    """Returns `given` with the values that it lacks. Raises ValueError for a type other than "default"."""
+    """Returns `given` with the values that it lacks. Raises ValueError for a type that is not one of ROPE_TYPES."""
     rope_type = given.get("rope_type", given.get("type", "default"))
-    if rope_type != "default":
+    if rope_type not in ROPE_TYPES:
         raise ValueError(
-            f"`rope_parameters['rope_type']` must be 'default', but is {rope_type!r}: positions restart in every "
-            "window and segment, so there is nothing to extend."
+            f"`rope_parameters['rope_type']` must be one of {', '.join(map(repr, ROPE_TYPES))}, but is {rope_type!r}: "
+            "positions restart in every window and segment, so frequencies cannot depend on them."
         )
     return {"rope_type": rope_type, "partial_rotary_factor": partial_rotary_factor, **given}
 

@@ -16,7 +16,7 @@ from .cache_titans import TitansCache, undone_on_error
 from .configuration_titans import TitansConfig
 from .generation_titans import TitansGenerationMixin
 from .memory_ops import compile_chunks
-from .mixers_titans import MIXERS, TitansMixer
+from .mixers_titans import TitansMixer, make_mixer
 from .neural_memory import OUTPUT_SCALE, ChannelConv, InitialWeights, OutputProjection, TokenGate
 from .surprise_titans import SurpriseCollector, TitansCausalLMOutput, TitansModelOutput
 from .token_layout import DocumentArguments, TokenLayout, check_cache, check_config, check_inputs
@@ -64,7 +64,7 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: TitansConfig, layer_idx: int):
         super().__init__()
         self.mixer_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mixer = MIXERS[config.variant](config, layer_idx)
+        self.mixer = make_mixer(config, layer_idx)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = TitansMLP(config, layer_idx)
 
@@ -114,9 +114,11 @@ class TitansPreTrainedModel(PreTrainedModel):
             init.constant_(module.bias, module.initial_logit)
         elif isinstance(module, OutputProjection):
             init.normal_(module.weight, std=OUTPUT_SCALE * std)
+            if module.bias is not None:
+                init.zeros_(module.bias)
         elif isinstance(module, (nn.Linear, nn.Embedding)):
             init.normal_(module.weight, std=std)
-            if getattr(module, "bias", None) is not None:  # of a classification head
+            if getattr(module, "bias", None) is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, ChannelConv):
             init.copy_(module.weight, module.initial_weight())

@@ -26,7 +26,7 @@ class LayerSurprise:
     """The surprise and the gates of each token (B, H, T) in the memory of one layer, persistent tokens excluded.
 
     The properties are computed when they are read; they carry no gradient and are 0 at padding. A gate that each layer
-    of the memory network has is the mean over those layers.
+    of the memory network has is the mean over those layers. In a layer without a memory, H is 0.
 
     parts: for each call, the updates (in MAC one per segment, in order) and the grid that its tokens are on.
     """
@@ -63,6 +63,7 @@ class LayerSurprise:
         calls = []
         for updates, grid in self.parts:
             parts = [quantity(x) for x in updates]
+            parts = parts or [torch.zeros(grid.num_rows, 0, grid.num_slots, device=grid.row_starts.device)]
             slots = torch.cat([x if x.dim() == 3 else x.mean(-1) for x in parts], dim=-1)
             if grid.is_padding is not None:
                 slots = slots.masked_fill(grid.is_padding[:, None, None], 0)

@@ -102,11 +102,15 @@ colour();
 
 @torch.inference_mode()
 def measure(model: PreTrainedModel, ids: list[int]) -> np.ndarray:
-    """Reads ids and returns the QUANTITIES of each layer and token, (quantities, layers, tokens), means of heads."""
+    """Reads ids and returns the QUANTITIES of each layer and token, (quantities, layers, tokens), means of heads; 0 in
+    layers without a memory.
+    """
     cache, values = TitansCache(model.config), []
     for piece in tqdm(torch.tensor(ids, device=model.device).split(PIECE), desc="reading", unit="piece"):
         surprise = model.base_model(piece[None], past_key_values=cache, output_surprise=True).surprise
-        layers = [torch.stack([getattr(layer, name)[0].mean(0) for name in QUANTITIES]) for layer in surprise]
+        layers = [
+            torch.stack([getattr(layer, name)[0].mean(0).nan_to_num() for name in QUANTITIES]) for layer in surprise
+        ]
         values.append(torch.stack(layers, dim=1).float().cpu().numpy())
     return np.concatenate(values, axis=-1)
 
@@ -204,6 +208,8 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"TEXT {args.text} is not a file")
     text = read_text(args.text)
     model, tokenizer = load_model(args.model, args.device)
+    if not model.config.layers_with_memory:
+        raise ValueError(f"{args.model} has no memory in its layers, whose surprise could be drawn")
     ids, spans = tokenize(tokenizer, text)
     if not 0 < len(ids) <= args.max_tokens:
         raise ValueError(f"TEXT {args.text} has {len(ids)} tokens; it may have 1 to {args.max_tokens} (--max_tokens)")
