@@ -125,6 +125,10 @@ TREATMENTS = [
         "--steps 2 --vocab_size 300 --block_length 32 --score_length 64 --batch_size 2 --parameters 300000 "
         "--stretches 1",
     ),
+    Treatment(
+        r"python -m eval.language.counted .*",
+        "--vocab_size 300 --block_length 32 --blocks 20 --score_length 64 --stretches 1",
+    ),
     Treatment(r"python -m eval.language.compare_runs .*"),
     Treatment(
         r"python -m eval.language.distant_retrieval .*",

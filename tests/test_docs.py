@@ -224,7 +224,7 @@ def environment(tmp_path):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("block", each(BASH, long_pages=("results.md", "evidence.md", "speed.md")))
+@pytest.mark.parametrize("block", each(BASH, long_pages=("results.md", "speed.md")))
 def test_commands_run(block, workplace, programs, environment):
     """A bash block runs unchanged but for tiny options: otherwise it would fail for whoever copies it."""
     # What the block makes is not there yet: it would be a reader's second run otherwise.
