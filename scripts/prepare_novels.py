@@ -2,7 +2,7 @@
 
     git clone https://github.com/computationalstylistics/100_english_novels
     git clone https://github.com/computationalstylistics/A_Small_Collection_of_British_Fiction
-    python scripts/prepare_novels.py 100_english_novels A_Small_Collection_of_British_Fiction --output data/books
+    python -m scripts.prepare_novels 100_english_novels A_Small_Collection_of_British_Fiction --output data/books
 
 Makes data/books/train (83 novels), valid (4) and test (6, by authors of whom nothing is in train). Which file goes
 where, its checksum and the commit it was taken from are in novels.json beside this script.

@@ -68,7 +68,7 @@ TREATMENTS = [
     Treatment(r"titans-hf serve .*", "--device cpu"),
     Treatment(r"titans-hf chat .*"),
     Treatment(r"curl .*", "--fail --silent --show-error"),
-    Treatment(r"python scripts/prepare_novels.py .*", not_run="it needs the clones: tests/test_prepare_novels.py"),
+    Treatment(r"python -m scripts.prepare_novels .*", not_run="it needs the clones: tests/test_prepare_novels.py"),
     Treatment(r"python -m scripts.bench titans-pytorch .*", not_run="it needs an environment with titans-pytorch"),
     Treatment(r"python -m scripts.bench \w+ .*--compile.*", not_run="compiling takes minutes: tests/test_compile.py"),
     Treatment(r"python -m scripts.bench memory .*", "--lengths 32 --chunks 16 --repeats 1"),
@@ -79,10 +79,8 @@ TREATMENTS = [
     Treatment(r"trl sft .*", "--max_steps 2 --use_cpu true --bf16 false --report_to none"),
     Treatment(r"titans-hf merge .*"),
     Treatment(r"accelerate launch .*", not_run="it needs the machines: tests/test_accelerate_configs.py"),
-    Treatment(r"titans-hf demo.*", "--steps 2 --questions 2"),
     Treatment(r"titans-hf eval .* --suite lm commonsense .*", "--limit 1 --max_length 2048"),
     Treatment(r"titans-hf eval .*", "--limit 1 --lengths 1024 --max_length 2048"),
-    Treatment(r"python -m eval.mad.run .* --graph .*", not_run="a CUDA graph needs a GPU"),
     Treatment(
         r"python -m eval.mad.run .* --label .*",
         "--models lmm --tasks recall --learning_rates 1e-3 --epochs 1 --task_set length=16 train_sequences=64",
@@ -95,10 +93,6 @@ TREATMENTS = [
     Treatment(r"python -m eval.mad.tables .*"),
     Treatment(r"titans-hf (read|surprise) .*"),
     Treatment(r"titans-hf ask .*", "--max_new_tokens 4"),
-    Treatment(
-        r"python -m eval.forecasting.run .*context_length=.*",
-        "--split 0.6 0.2 0.2 --look_back 336 --horizons 8 --models titans --max_steps 2 --eval_steps 1",
-    ),
     Treatment(
         r"python -m eval.forecasting.run .*",
         "--split 0.6 0.2 0.2 --look_back 48 --horizons 8 --models titans --seeds 0 --max_steps 2 --eval_steps 1",
@@ -121,19 +115,10 @@ TREATMENTS = [
     Treatment(r"python -m eval.studies.compare_training_runs .*"),
     Treatment(r"python -m eval.language.train_and_score .* --graph .*", not_run="a CUDA graph needs a GPU"),
     Treatment(
-        r"python -m eval.language.train_and_score .*",
-        "--steps 2 --vocab_size 300 --block_length 32 --score_length 64 --batch_size 2 --parameters 300000 "
-        "--stretches 1",
-    ),
-    Treatment(
         r"python -m eval.language.counted .*",
         "--vocab_size 300 --block_length 32 --blocks 20 --score_length 64 --stretches 1",
     ),
     Treatment(r"python -m eval.language.compare_runs .*"),
-    Treatment(
-        r"python -m eval.language.distant_retrieval .*",
-        "--length 64 --distance 8 --stretches 1 --methods pointer linear",
-    ),
 ]
 PROGRAMS = ("python", "titans-hf", "torchrun", "pip", "git", "make", "hf", "curl", "lm_eval", "trl", "accelerate")
 
