@@ -7,7 +7,7 @@ import re
 import pytest
 from datasets import load_from_disk
 
-from titans_hf.cli.training.blocks import make_blocks
+from titans_hf.cli.training.data import make_blocks
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 pytest.importorskip("wonderwords", reason="the words of needles are not installed")

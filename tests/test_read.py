@@ -25,7 +25,7 @@ from tiny_run import LLAMA, SCRIPT
 
 from titans_hf.cache_files import read_description
 from titans_hf.cli import read
-from titans_hf.cli.training.documents import choose_files, describe_source, load_splits
+from titans_hf.cli.training.data import choose_files, describe_source, load_splits
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 

@@ -10,8 +10,7 @@ from tiny_run import LAUNCH, LLAMA, SHORT, TITANS, losses
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, pipeline
 
 from titans_hf.cli import train
-from titans_hf.cli.training.blocks import make_blocks
-from titans_hf.cli.training.documents import load_splits
+from titans_hf.cli.training.data import load_splits, make_blocks
 from titans_hf.cli.training.model import unused_weights
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 
@@ -36,7 +35,8 @@ def test_training_gives_a_model_that_loads_and_generates(options, tmp_path, text
         load_splits(str(texts), "--eval_data", "validation")["validation"], "text", tokenizer, 32
     )
     with torch.no_grad():
-        outputs = [(model(block[None], labels=block[None]).loss, len(block) - 1) for block in blocks["input_ids"]]
+        ids = [block["input_ids"][None] for block in blocks]
+        outputs = [(model(block, labels=block).loss, block.shape[1] - 1) for block in ids]
     loss = sum(mean.item() * count for mean, count in outputs) / sum(count for _, count in outputs)
     assert metrics["eval_loss"] == pytest.approx(loss, abs=1e-4)
     assert metrics["eval_loss"] == pytest.approx(min(value for _, value in losses(folder, "eval_loss")))

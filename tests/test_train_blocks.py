@@ -1,7 +1,6 @@
 """Blocks of training: tokenizing documents, packing them, and collating the blocks."""
 
 import json
-import shutil
 from itertools import combinations
 
 import pytest
@@ -11,11 +10,16 @@ from tiny_run import real_tokens
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 from titans_hf.cli import train
-from titans_hf.cli.training import blocks as blocks_module
 from titans_hf.cli.training.arguments import DataArguments
-from titans_hf.cli.training.blocks import collate, count_tokens, make_blocks
-from titans_hf.cli.training.data import load_blocks
-from titans_hf.cli.training.documents import load_splits
+from titans_hf.cli.training.data import (
+    collate,
+    count_tokens,
+    encode_texts,
+    load_blocks,
+    load_splits,
+    make_blocks,
+    tokenize,
+)
 from titans_hf.cli.training.tokenizer import byte_tokenizer, is_byte_tokenizer, load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
@@ -31,7 +35,7 @@ def test_packing_loses_no_text(texts, block_length):
     encoded = [path.read_bytes() for path in sorted(texts.rglob("*.txt"))]
     stream = [token for text in encoded for token in [*(byte + 3 for byte in text), tokenizer.eos_token_id]]
     assert real_tokens(blocks) == stream[: len(stream) - (len(stream) % block_length == 1)]
-    assert {len(block) for block in blocks["input_ids"][:-1]} <= {block_length}
+    assert {len(blocks[i]["input_ids"]) for i in range(len(blocks) - 1)} <= {block_length}
     assert count_tokens(blocks) == len(real_tokens(blocks))
     assert tokens_per_byte == len(real_tokens(blocks)) / len(b"".join(encoded))
 
@@ -71,7 +75,7 @@ def test_without_packing_every_document_is_a_block():
     assert [tokenizer.decode(block) for block in blocks["input_ids"]] == ["abc</s>", "d</s>", "efghijk</s>"]
     assert count_tokens(blocks) == 14 and count_tokens(blocks.select([2, 0])) == 12
     assert tokens_per_byte == 14 / 11
-    with pytest.raises(ValueError, match="document 3 has 8 tokens with its eos, more than --block_length 7"):
+    with pytest.raises(ValueError, match="a document has 8 tokens with its eos, more than --block_length 7"):
         make_blocks(documents, "text", tokenizer, 7, packing=False)
 
 
@@ -96,17 +100,17 @@ def test_prompts_are_read_and_completions_learnt(options, tmp_path, monkeypatch)
     assert {(x["labels"] != -100).sum().item() for x in seen} <= sums
 
 
-def test_blocks_are_cached(texts, tmp_path):
-    """A second start writes no file of the cache anew: otherwise every start would tokenize the data again."""
+def test_tokens_are_cached(texts, tmp_path):
+    """A second start writes no file of the cache anew."""
 
     def start() -> tuple[list[int], dict]:
         documents = load_splits(str(texts), "--train_data", "train")["train"]
         blocks, _ = make_blocks(documents, "text", load_tokenizer("bytes"), 32)
-        written = {path: path.stat() for path in (tmp_path / "cache" / "titans_hf").iterdir()}
+        written = {path: path.stat() for path in (tmp_path / "cache").rglob("*.arrow")}
         return real_tokens(blocks), {path: (stat.st_ino, stat.st_mtime_ns) for path, stat in written.items()}
 
     first = start()
-    assert len(first[1]) == 2  # documents and blocks
+    assert len(first[1]) == 2  # texts and tokens
     assert start() == first
 
 
@@ -124,47 +128,12 @@ def test_collate_masks_only_padding():
     assert "attention_mask" not in collate([block([5, 0])])
 
 
-class SlowTokenizer:
-    """Marks the start of each call, as tokenizers with a prefix do, so that splitting a text changes its tokens."""
-
-    eos_token_id = 1
-
-    def __call__(self, texts, **options):
-        return {"input_ids": [[2, *(ord(letter) for letter in text)] for text in texts]}
-
-
-@pytest.mark.parametrize("text", ["word " * 900, "x" * 4000, "one\n\n two\t" * 400, "é " * 2000])
-def test_long_texts_are_tokenized_as_a_whole(monkeypatch, text):
-    """Splitting a long text for tokenizing changes no token: otherwise training would use ids that the tokenizer never
-    gives.
-    """
-    monkeypatch.setattr(blocks_module, "PIECE_CHARACTERS", 256)
-    monkeypatch.setattr(blocks_module, "CALL_CHARACTERS", 1024)
-    for tokenizer in (byte_tokenizer(), SlowTokenizer()):
-        (tokens,) = blocks_module.encode_texts([text], tokenizer)
-        (expected,) = tokenizer([text], add_special_tokens=False)["input_ids"]
-        assert tokens.tolist() == expected
-    with monkeypatch.context() as patch:
-        patch.setattr(blocks_module, "is_byte_tokenizer", lambda tokenizer: False)
-        (tokens,) = blocks_module.encode_texts([text], byte_tokenizer())
-        assert tokens.tolist() == byte_tokenizer()(text)["input_ids"]
-    assert len(blocks_module.split_text("word " * 900, byte_tokenizer())) > 10
-    assert blocks_module.split_text("word " * 900, SlowTokenizer()) == ["word " * 900]
-
-
-def test_processes_tokenize_like_one(tmp_path, capsys):
-    """Two processes give the tokens of one, in order, and later calls use the cache: otherwise documents would be mixed
-    up.
-    """
+def test_processes_tokenize_like_one():
+    """Two processes give the tokens of one, in order."""
     documents = Dataset.from_dict({"text": [f"document {i} " * (i % 7) for i in range(50)]})
     tokenizer = load_tokenizer("bytes")
-    alone = blocks_module.tokenize_documents(documents, ["text"], tokenizer, 1)
-    shutil.rmtree(tmp_path / "cache" / "titans_hf")
-    together = blocks_module.tokenize_documents(documents, ["text"], tokenizer, 2)
-    assert together.documents["input_ids"][:] == alone.documents["input_ids"][:]
-    assert "2 processes" in capsys.readouterr().out
-    blocks_module.tokenize_documents(documents, ["text"], tokenizer, 2)
-    assert "tokens/s" not in capsys.readouterr().out
+    alone, together = (tokenize(documents, ["text"], tokenizer, number) for number in (1, 2))
+    assert together["input_ids"][:] == alone["input_ids"][:]
 
 
 def test_byte_tokenizer_is_byt5_without_the_eos(tmp_path):
@@ -190,6 +159,6 @@ def test_the_byte_tokenizer_is_recognized(tmp_path):
     other.add_tokens(["whale"])
     assert not is_byte_tokenizer(other)
     text = "".join(map(chr, range(0x2FF))) + "東京 🎉</s>"
-    (tokens,) = blocks_module.encode_texts([text], byte_tokenizer())
     lines = text.replace("\r", "\n")  # as every text is read
+    (tokens,) = encode_texts([lines], byte_tokenizer())
     assert tokens.tolist() == byte_tokenizer()(lines, split_special_tokens=True)["input_ids"]

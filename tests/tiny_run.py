@@ -40,7 +40,7 @@ def losses(folder, key):
 
 def real_tokens(blocks):
     """Returns the tokens of all blocks, joined."""
-    return [token for block in blocks["input_ids"] for token in block.tolist()]
+    return [token for block in blocks for token in block["input_ids"].tolist()]
 
 
 class StopAt(TrainerCallback):

@@ -36,7 +36,6 @@ import titans_hf  # noqa: F401  registers the model type "titans"
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
 from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.training.arguments import DataArguments, ModelArguments, PaperArguments, RunArguments
-from titans_hf.cli.training.blocks import collate
 from titans_hf.cli.training.carried_memory_trainer import CarriedMemoryTrainer, check_carry_memory
 from titans_hf.cli.training.checkpoints import (
     RunFacts,
@@ -46,8 +45,7 @@ from titans_hf.cli.training.checkpoints import (
     read_record,
 )
 from titans_hf.cli.training.contiguous_batches import ContiguousBatches, collate_contiguous
-from titans_hf.cli.training.data import Blocks, load_blocks
-from titans_hf.cli.training.documents import describe_source
+from titans_hf.cli.training.data import Blocks, collate, describe_source, load_blocks
 from titans_hf.cli.training.model import check_model_arguments, load_config, load_model, unused_weights
 from titans_hf.cli.training.run_folder import (
     CardTrainer,

@@ -15,8 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from titans_hf.cli.shared.figures import save_figure
 from titans_hf.cli.training.arguments import DataArguments
-from titans_hf.cli.training.blocks import count_tokens
-from titans_hf.cli.training.data import Blocks
+from titans_hf.cli.training.data import Blocks, count_tokens
 from titans_hf.cli.training.model_card import model_card
 
 # The TrainingArguments that decide on the result.
