@@ -62,7 +62,7 @@ def test_markdown_files_are_documents(tmp_path):
             ("image.txt", b"\x89PNG\0\0", r"image.txt is no valid text file: it is binary"),
             ("pair.jsonl", b'{"text": "a"}\n{"text": "\\ud800"}\n', r"pair.jsonl is no valid json file: "),
             ("half.jsonl", b'{"text": "a"}\n{"text": ', r"half.jsonl is no valid json file: "),
-            ("none.jsonl", b"", r"none.jsonl is no valid json file: it is empty"),
+            ("none.jsonl", b"", r"none.jsonl is (no valid json file: it is )?empty"),
             ("torn.parquet", b"PAR1 and no more", r"torn.parquet is no valid parquet file"),
             (
                 "latin.jsonl",
