@@ -54,7 +54,7 @@ class DataArguments:
         default=False,
         metadata={
             "help": "Read the data while training, without a copy on disk; needs --max_steps. --max_eval_blocks (100) "
-            "blocks are evaluated on, by default the first of the training data."
+            "blocks are evaluated on, by default of as many documents at the start of the training data."
         },
     )
     block_length: int = field(default=1024, metadata={"help": "Tokens in a training sequence."})

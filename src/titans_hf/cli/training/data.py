@@ -31,8 +31,8 @@ BUILDERS = {
     "tsv": ("csv", {"sep": "\t"}),
     "parquet": ("parquet", {}),
 }
-KINDS = {f".{kind}": kind for kind in ("json", "csv", "tsv", "parquet")}
-KINDS |= {".txt": "text", ".md": "text", ".jsonl": "json"}
+KINDS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "tsv"}
+KINDS |= {".parquet": "parquet"}
 UNREADABLE = (DatasetGenerationError, ValueError, OSError)  # the errors of `datasets` for damaged data
 # num_bytes: of UTF-8, of what is learnt
 FEATURES = Features({"input_ids": List(Value("int32")), "prompt_length": Value("int32"), "num_bytes": Value("int64")})
