@@ -174,7 +174,8 @@ def fsdp_accelerate(rank, variant, folder):
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
         )
         model = fsdp2_prepare_model(accelerator, make_model(variant, **changes).train())
-        assert all(type(layer).__name__.startswith("FSDP") for layer in model.model.layers_with_state)
+        layers = [layer for layer in (*model.model.layers, model.model.token_memory) if layer is not None]
+        assert all(type(layer).__name__.startswith("FSDP") for layer in layers)
         check_data_parallel_step(model, make_model(variant, **changes).train(), rank)
 
 

@@ -1,8 +1,10 @@
 """Checks the initial values of a model's parameters against the documented distributions."""
 
+import math
 import re
 
 import torch
+from torch import tensor
 
 from titans_hf.neural_memory import OUTPUT_SCALE
 
@@ -68,6 +70,10 @@ def rules(config) -> dict:
         token_memory + r"(inner_lr|output_gate|forget)\.weight": constant(0),
         token_memory + r"(inner_lr|output_gate)\.bias": constant(0),
         token_memory + r"forget\.bias": constant(-7),
+        r"model\.episodic_memory\.(center|gate_weight)": constant(0),
+        r"model\.episodic_memory\.projection": normal(config.hidden_size**-0.5),
+        r"model\.episodic_memory\.log_sharpness": constant(tensor(math.log(16)).double()),
+        r"model\.episodic_memory\.gate_bias": constant(-5),
     }
 
 

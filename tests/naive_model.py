@@ -241,6 +241,32 @@ def token_memory(mixer, config, hidden_states, embeddings):
     return torch.stack(outputs)
 
 
+def episodic_memory(module, config, mlp_inputs, logits, ids):
+    """Computes the mixed logits (T, vocab) of ids (T,) from the model's logits and the inputs of its last feed-forward
+    network, and the entries (key, token) that are left.
+    """
+    entries, outputs, previous, sharpness = [], [], None, module.log_sharpness[0].exp()
+    for t, (y, token) in enumerate(zip(mlp_inputs, ids.tolist(), strict=True)):
+        log_p, key = logits[t].log_softmax(-1), (y - module.center) @ module.projection
+        key = key / key.norm()
+        if t and -logits[t - 1].log_softmax(-1)[token] >= config.token_memory_threshold:
+            entries = [*entries, (previous, token)][-config.token_memory_entries :]
+        previous = key
+        if not entries:
+            outputs.append(logits[t])
+            continue
+        similarity = torch.stack([key @ k for k, _ in entries])
+        memory = torch.zeros_like(log_p)
+        for weight, (_, stored) in zip((sharpness * similarity).softmax(0), entries, strict=True):
+            memory = memory + weight * torch.eye(len(log_p), dtype=log_p.dtype)[stored]
+        best = entries[similarity.argmax()][1]
+        features = (similarity.max(), (sharpness * similarity).logsumexp(0) / sharpness, memory[best], log_p[best])
+        gate = torch.stack([*features, log_p.max()]) @ module.gate_weight + module.gate_bias[0]
+        share = torch.sigmoid(gate)
+        outputs.append(((1 - share) * log_p.exp() + share * memory).log() + logits[t].logsumexp(-1))
+    return torch.stack(outputs), entries
+
+
 @torch.no_grad()
 def naive_forward(model, ids, mixers=MIXERS):
     """Computes logits (T, vocab) of ids (T,), and the attention weights per layer: (heads, T, P + T), in MAC (heads, T,
@@ -263,4 +289,7 @@ def naive_forward(model, ids, mixers=MIXERS):
     x = rms_norm(x, model.model.norm.weight, eps)
     if model.model.token_memory is not None:
         x = x + token_memory(model.model.token_memory.mixer, config, x, embeddings)
-    return x @ model.lm_head.weight.T, weights
+    logits = x @ model.lm_head.weight.T
+    if model.model.episodic_memory is not None:
+        logits, _ = episodic_memory(model.model.episodic_memory, config, normed, logits, ids)
+    return logits, weights

@@ -219,7 +219,7 @@ class _TensorSpec(NamedTuple):
 
 def _expected_tensors(model: PreTrainedModel, index: int) -> dict[str, dict[str, _TensorSpec]]:
     """Returns the dtype and shape of every tensor that layer `index` of a cache may have, by part and name."""
-    mixer = model.base_model.layers_with_state[index].mixer
+    mixer = model.base_model.modules_with_state[index]
     with torch.no_grad():
         state = dict(named_tensors(mixer.initial_state(1, next(mixer.parameters()).dtype)))
     state = {name: _TensorSpec(x.dtype, ["rows", *x.shape[1:]]) for name, x in state.items()}

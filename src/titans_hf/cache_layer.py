@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from .memory_state import MemoryState, map_tensors, named_tensors, tensors_of, where_rows, with_tensors
-from .token_grid import Columns, TokenGrid
+from .token_grid import Columns
 
 
 @dataclass
@@ -30,21 +30,49 @@ class KeyValueCache:
 
 
 @dataclass
+class TokenEntries:
+    """The ring of the episodic token memory: keys (B, N, K) and tokens (B, N) int32, oldest first, -1 where there is no
+    entry; expected (B, S) int32, the tokens that would be no surprise next, -1 beyond them.
+    """
+
+    keys: Tensor
+    tokens: Tensor
+    expected: Tensor
+
+    def merged(self, other: "TokenEntries", weight: float) -> "TokenEntries":
+        """Returns a ring with the newest entries of both, in turn: a share of `weight` from `other`, more where the
+        entries of this ring do not fill theirs.
+        """
+        other = map_tensors(lambda x: x.to(self.keys.device).expand(len(self.tokens), *x.shape[1:]), other)
+        keys, tokens = (torch.cat([getattr(x, name) for x in (self, other)], dim=1) for name in ("keys", "tokens"))
+        number = self.tokens.shape[1]
+        rank = torch.arange(number, 0, -1, device=keys.device, dtype=torch.float64) - 0.5  # of the newest: 1/2
+        age = torch.cat([rank / max(share, 1e-9) for share in (1 - weight, weight)])
+        age = torch.where(tokens < 0, torch.inf, age)
+        index = age.argsort(dim=1, stable=True)[:, :number].flip(1)
+        keys = keys.gather(1, index[..., None].expand(-1, -1, keys.shape[-1]))
+        return TokenEntries(keys, tokens.gather(1, index), self.expected)
+
+
+@dataclass
 class LayerState:
     """All that a decoder layer needs to continue a sequence; the first dimension of every tensor is the batch.
 
     memory: weights, momentum, anchor and number of tokens (`MemoryState`); the number alone in a layer without memory.
     conv_state: (B, kernel - 1, 3 * hidden), the last inputs of the memory's convolutions; of the token memory
-    (B, 1, hidden), the last hidden state; of a layer without memory (B, 0, hidden).
+    (B, 1, hidden), the last hidden state; of the episodic one (B, 1, K), the last key; of a layer without memory
+    (B, 0, hidden).
     kv_cache: None in LMM.
     segment_weights: in MAC, the memory's weights at the start of the current segment. Empty if they are the memory's
     anchor.
+    entries: of the episodic token memory alone.
     """
 
     memory: MemoryState
     conv_state: Tensor
     kv_cache: KeyValueCache | None = None
     segment_weights: tuple[Tensor, ...] = ()
+    entries: TokenEntries | None = None
 
     def map(self, fn: Callable[..., Tensor], *others: "LayerState") -> "LayerState":
         """Applies `fn` to every tensor, with the tensors of `others` as further arguments."""
@@ -59,7 +87,9 @@ class LayerState:
         num_seen = self.memory.num_seen
         memory = replace(self.memory, num_seen=None).map(interpolate, replace(other.memory, num_seen=None))
         segment_weights = map_tensors(interpolate, self.segment_weights, other.segment_weights)
-        return replace(self, memory=replace(memory, num_seen=num_seen), segment_weights=segment_weights)
+        entries = None if self.entries is None else self.entries.merged(other.entries, weight)
+        memory = replace(memory, num_seen=num_seen)
+        return replace(self, memory=memory, segment_weights=segment_weights, entries=entries)
 
     def tensors(self) -> list[Tensor]:
         """Returns all tensors."""
@@ -149,16 +179,19 @@ class TitansCacheLayer(CacheLayerMixin):
         self.to_reread: RecordedColumns | None = None
         self.restart: Tensor | None = None
 
-    def state_before_call(self, mixer: Callable, reread_grid: TokenGrid | None) -> LayerState | None:
+    def state_before_call(
+        self, read_again: Callable[[RecordedColumns, LayerState | None], LayerState]
+    ) -> LayerState | None:
         """Returns the state from which a call continues, on the layer's device (None before the first token).
 
-        The columns that a crop has left are first read again by `mixer`, on the slots of `reread_grid`.
+        The columns that a crop has left are first read again: `read_again(columns, state)` returns the state after
+        them.
         """
         if self.offloading:
             self.prefetch()
         if self.to_reread is None:
             return self.state
-        return mixer(self.to_reread.inputs, self.state, reread_grid).state
+        return read_again(self.to_reread, self.state)
 
     def finish_call(self, before: LayerState | None, after: LayerState, inputs: Tensor, columns: Columns) -> None:
         """Stores the state after a call that read `inputs` (B, T, input size) from the state `before`."""

@@ -123,7 +123,8 @@ class TitansCache(Cache):
         return branch
 
     def merge(self, other: "TitansCache", weight: float = 0.5) -> None:
-        """Merges the memory of another cache of the same model into this one: (1 - weight) ours + weight theirs.
+        """Merges the memory of another cache of the same model into this one: (1 - weight) ours + weight theirs. An
+        episodic token memory keeps the newest entries of both, as many of each as the weights say.
 
         Key-value cache, convolution inputs and number of columns remain those of this cache. For the mean of n
         memories, merge with weights 1/2, 1/3, ..., 1/n. `other` has as many rows as this cache, or one, which is merged
@@ -191,11 +192,11 @@ class TitansCache(Cache):
         saved = read_memory(folder, model)
         cache = cls(model.config, **options)
         cache.about = saved.description["about"]
-        for i, (layer, decoder) in enumerate(zip(cache.layers, model.base_model.layers_with_state, strict=True)):
+        for i, (layer, module) in enumerate(zip(cache.layers, model.base_model.modules_with_state, strict=True)):
             named = {path.removeprefix(f"{i}."): x for path, x in saved.tensors.items() if path.startswith(f"{i}.")}
-            parameter = next(decoder.parameters())
+            parameter = next(module.parameters())
             with torch.no_grad():
-                like = decoder.mixer.initial_state(1, parameter.dtype)
+                like = module.initial_state(1, parameter.dtype)
             layer.restore(named, like, saved.num_columns, saved.record_past)
             layer.apply(methodcaller("to", parameter.device))
         return cache

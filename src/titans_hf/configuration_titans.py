@@ -161,6 +161,14 @@ class TitansConfig(PreTrainedConfig):
             Number of sparse features of the keys of the token memory, which learns at test time which token follows
             which final hidden state, and adds what it retrieves before the LM head; 0 for none. An extension beyond the
             paper: on novels, it gains several times as much as learning in all layers. It needs tied embeddings.
+        token_memory_form (`str`, defaults to `"delta"`):
+            Form of the token memory: `"delta"` a linear memory by the delta rule, of `token_memory_features`;
+            `"episodic"` a ring of `token_memory_entries` (key, token) entries, whose distribution of the next token is
+            mixed with the model's.
+        token_memory_entries (`int`, defaults to 0): Number of entries of the episodic token memory; 0 for none.
+        token_memory_key_size (`int`, defaults to 64): Size of the keys of the episodic token memory.
+        token_memory_threshold (`float`, defaults to 2.0):
+            Loss in nats, from 0 to 6, from which a token is a surprise, which the episodic token memory writes.
 
     Raises `ValueError` or huggingface_hub's `StrictDataclassError`, naming the field, for a value that is not possible.
     """
@@ -228,6 +236,10 @@ class TitansConfig(PreTrainedConfig):
     memory_error_clip: int | float | None = setting(1.0, above=0)
     # docs/dev/log.md: "A memory of which token follows"
     token_memory_features: int = setting(0, at_least=0, state="shape")
+    token_memory_form: Literal["delta", "episodic"] = setting("delta", state="shape")
+    token_memory_entries: int = setting(0, at_least=0, state="shape")
+    token_memory_key_size: int = setting(64, at_least=1, state="shape")
+    token_memory_threshold: int | float = setting(2.0, at_least=0, at_most=6, state="shape")
     rope_parameters: dict | None = setting(None, variants=WITH_ATTENTION)
     rms_norm_eps: float = setting(1e-6, at_least=0)
     attention_dropout: int | float = setting(0.0, at_least=0, at_most=1, variants=WITH_ATTENTION, state="none")
@@ -256,7 +268,12 @@ class TitansConfig(PreTrainedConfig):
     @property
     def num_layers_with_state(self) -> int:
         """Number of layers of a cache: the decoder layers and the token memory."""
-        return self.num_hidden_layers + (self.token_memory_features > 0)
+        return self.num_hidden_layers + (self.token_memory_features > 0 or self.token_memory_entries > 0)
+
+    @property
+    def num_expected_tokens(self) -> int:
+        """Largest number of tokens whose loss can be below `token_memory_threshold`; at least 1."""
+        return min(self.vocab_size, max(1, int(math.exp(self.token_memory_threshold))))
 
     @property
     def layers_with_memory(self) -> list[int]:
@@ -332,6 +349,12 @@ class TitansConfig(PreTrainedConfig):
                 "`memory_update_rule` must be 'chunk' with `memory_network='residual'`, but is 'delta': the errors are "
                 "not linear in the last layer's weights."
             )
+        for form, name in {"delta": "token_memory_features", "episodic": "token_memory_entries"}.items():
+            if form != self.token_memory_form and (size := getattr(self, name)):
+                raise ValueError(
+                    f"`{name}` must be 0 with `token_memory_form={self.token_memory_form!r}`, but is {size}: it is the "
+                    f"size of the form {form!r}."
+                )
         layers = self.layers_with_memory
         if layers != sorted({*layers} & {*range(self.num_hidden_layers)}):
             raise ValueError(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention_titans import SegmentAttention, WindowAttention
-from .cache_layer import KeyValueCache, LayerState
+from .cache_layer import KeyValueCache, LayerState, RecordedColumns
 from .cache_titans import TitansCache
 from .configuration_titans import TitansConfig
 from .memory_state import MemoryState, map_tensors, where_rows
@@ -53,8 +53,12 @@ class SequenceMixer(nn.Module):
     def mix_after_cache(self, inputs: Tensor, layout: TokenLayout, past_key_values: TitansCache | None) -> Tensor:
         """Mixes inputs (B, T, input_size) after the tokens of the cache, if any, whose layer is updated."""
         cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        # `forward` runs no hooks, so that attention and surprise of reread columns are not recorded again.
-        state = None if cache is None else cache.state_before_call(self.forward, layout.reread_grid)
+
+        def read_again(record: RecordedColumns, before: LayerState | None) -> LayerState:
+            # `forward` runs no hooks, so that attention and surprise of reread columns are not recorded again.
+            return self.forward(record.inputs, before, layout.reread_grid).state
+
+        state = None if cache is None else cache.state_before_call(read_again)
         mixed = self(inputs, state, layout.grid)
         if cache is not None:
             cache.finish_call(state, mixed.state, inputs, layout.columns)

@@ -14,6 +14,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .cache_titans import TitansCache, undone_on_error
 from .configuration_titans import TitansConfig
+from .episodic_memory import EpisodicMemory
 from .generation_titans import TitansGenerationMixin
 from .memory_ops import compile_chunks
 from .mixers_titans import TitansMixer, make_mixer
@@ -68,11 +69,21 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = TitansMLP(config, layer_idx)
 
-    def forward(self, hidden_states: Tensor, layout: TokenLayout, past_key_values: TitansCache | None = None) -> Tensor:
-        """Computes the layer's output (B, T, hidden) and updates its part of the cache."""
+    def forward(
+        self,
+        hidden_states: Tensor,
+        layout: TokenLayout,
+        past_key_values: TitansCache | None = None,
+        return_mlp_inputs: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Computes the layer's output (B, T, hidden), with `return_mlp_inputs` also the inputs of its feed-forward
+        network (B, T, hidden), and updates its part of the cache.
+        """
         inputs = self.mixer_norm(hidden_states)
         hidden_states = hidden_states + self.mixer.mix_after_cache(inputs, layout, past_key_values)
-        return hidden_states + self.mlp(self.mlp_norm(hidden_states))
+        mlp_inputs = self.mlp_norm(hidden_states)
+        hidden_states = hidden_states + self.mlp(mlp_inputs)
+        return (hidden_states, mlp_inputs) if return_mlp_inputs else hidden_states
 
 
 class TitansPreTrainedModel(PreTrainedModel):
@@ -124,14 +135,14 @@ class TitansPreTrainedModel(PreTrainedModel):
             init.copy_(module.weight, module.initial_weight())
         elif isinstance(module, nn.RMSNorm):
             init.ones_(module.weight)
-        elif isinstance(module, (InitialWeights, TokenMemory)):
+        elif isinstance(module, (InitialWeights, TokenMemory, EpisodicMemory)):
             module.reset_parameters(init)
         elif isinstance(module, TitansMixer):
             init.normal_(module.persistent, std=std)
 
 
 class TitansModel(TitansPreTrainedModel):
-    """Embeddings, decoder layers, the final norm and, with `token_memory_features`, the token memory."""
+    """Embeddings, decoder layers, the final norm and, if the config has one, the token memory."""
 
     def __init__(self, config: TitansConfig):
         check_config(config)
@@ -139,18 +150,22 @@ class TitansModel(TitansPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(TitansDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.token_memory = None
+        self.token_memory = self.episodic_memory = None
         if config.token_memory_features:
             self.token_memory = TitansTokenMemoryLayer(config, config.num_hidden_layers)
             # Of this model alone: accelerate refuses a list with the name of a class that a model does not have.
             self._no_split_modules = [*self._no_split_modules, "TitansTokenMemoryLayer"]
+        if config.token_memory_entries:
+            self.episodic_memory = EpisodicMemory(config, config.num_hidden_layers)
+            self._no_split_modules = [*self._no_split_modules, "EpisodicMemory"]
         self.gradient_checkpointing = False
         self.post_init()
 
     @property
-    def layers_with_state(self) -> list[nn.Module]:
-        """The modules to which the layers of a cache belong, in order; each has a `mixer`."""
-        return [*self.layers, *([] if self.token_memory is None else [self.token_memory])]
+    def modules_with_state(self) -> list[nn.Module]:
+        """The modules to which the layers of a cache belong, in order; each has `initial_state` and `input_size`."""
+        mixers = [layer.mixer for layer in (*self.layers, self.token_memory) if layer is not None]
+        return mixers if self.episodic_memory is None else [*mixers, self.episodic_memory]
 
     @merge_with_config_defaults
     @capture_outputs
@@ -164,6 +179,7 @@ class TitansModel(TitansPreTrainedModel):
         use_cache: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
+        defer_episodic_memory: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> TitansModelOutput:
         """Computes the hidden states of T new tokens per row.
@@ -178,6 +194,8 @@ class TitansModel(TitansPreTrainedModel):
                 checked: that the model had the same weights when the cache was created (memory files are checked).
             cu_seq_lens_q (N + 1,) int: cumulative lengths of the documents packed in a single row, from 0 to T.
             seq_idx (B, T) or (1, T) int: document of each token, which is independent of the documents before it.
+            defer_episodic_memory: leave the episodic token memory to the caller, for which `mlp_inputs` and `layout`
+                are returned. Otherwise what is read leaves no entries in it: there is no LM head.
 
         Returns last_hidden_state (B, T, hidden), past_key_values; on request hidden_states; with
         `output_surprise=True` surprise, one `LayerSurprise` per layer; with
@@ -194,14 +212,24 @@ class TitansModel(TitansPreTrainedModel):
         past_key_values = self._make_or_check_cache(past_key_values, use_cache, len(inputs_embeds))
         documents = DocumentArguments(position_ids, cu_seq_lens_q, seq_idx)
         layout = TokenLayout.of_call(self.config, inputs_embeds, attention_mask, documents, past_key_values)
-        hidden_states = inputs_embeds
+        hidden_states, mlp_inputs = inputs_embeds, None
         with undone_on_error(past_key_values):
-            for layer in self.layers:
+            *layers, last = self.layers
+            for layer in layers:
                 hidden_states = layer(hidden_states, layout, past_key_values=past_key_values)
+            options = {} if self.episodic_memory is None else {"return_mlp_inputs": True}
+            hidden_states = last(hidden_states, layout, past_key_values=past_key_values, **options)
+            if options:
+                hidden_states, mlp_inputs = hidden_states
             hidden_states = self.norm(hidden_states)
             if self.token_memory is not None:
                 hidden_states = self.token_memory(hidden_states, inputs_embeds, layout, past_key_values=past_key_values)
-        return TitansModelOutput(hidden_states, past_key_values if use_cache else None)
+            if self.episodic_memory is not None and not defer_episodic_memory:
+                self.episodic_memory(mlp_inputs, None, None, 0, layout, past_key_values=past_key_values)
+        output = TitansModelOutput(hidden_states, past_key_values if use_cache else None)
+        if defer_episodic_memory:
+            output.mlp_inputs, output.layout = mlp_inputs, layout
+        return output
 
     def _make_or_check_cache(self, cache: TitansCache | None, use_cache: bool, batch_size: int) -> TitansCache | None:
         """Returns `cache`, or a new one with `use_cache`; raises ValueError for one that misfits."""
@@ -265,11 +293,17 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
                 output_surprise=bool(output_surprise),
                 cu_seq_lens_q=cu_seq_lens_q,
                 seq_idx=seq_idx,
+                defer_episodic_memory=self.model.episodic_memory is not None,
                 **kwargs,
             )
             if isinstance(output_surprise, SurpriseCollector):
                 output_surprise.calls.append(outputs.surprise)
-            logits, loss = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)), None
+            if self.model.episodic_memory is None:
+                logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+            else:
+                cache = outputs.past_key_values if past_key_values is None else past_key_values
+                logits = self._logits_with_episodes(outputs, input_ids, logits_to_keep, cache)
+            loss = None
             if labels is not None:
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return TitansCausalLMOutput(
@@ -280,6 +314,32 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
             attentions=outputs.attentions,
             surprise=outputs.surprise,
         )
+
+    def _logits_with_episodes(
+        self,
+        outputs: TitansModelOutput,
+        input_ids: Tensor | None,
+        logits_to_keep: int | Tensor,
+        cache: TitansCache | None,
+    ) -> Tensor:
+        """Computes the logits that `logits_to_keep` names. The episodic token memory reads every token."""
+        hidden_states, mlp_inputs = outputs.last_hidden_state, outputs.mlp_inputs
+        length, device = hidden_states.shape[1], mlp_inputs.device
+        keeps_last = isinstance(logits_to_keep, int) and 0 < logits_to_keep < length
+        first = length - logits_to_keep if keeps_last else 0
+        kept = self.lm_head(hidden_states[:, first:]).to(device)
+        if input_ids is None:
+            input_ids = torch.full(hidden_states.shape[:2], -1, device=device)
+
+        def logits_of(begin: int, end: int) -> Tensor:
+            if begin >= first:
+                return kept[:, begin - first : end - first]
+            return self.lm_head(hidden_states[:, begin:end]).to(device)
+
+        logits = self.model.episodic_memory(
+            mlp_inputs, input_ids.to(device), logits_of, length - first, outputs.layout, past_key_values=cache
+        )
+        return logits if isinstance(logits_to_keep, int) else slice_logits_to_keep(logits, logits_to_keep)
 
 
 TitansModel.register_for_auto_class("AutoModel")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,9 +99,13 @@ class SurpriseCollector:
 
 @dataclass
 class TitansModelOutput(BaseModelOutputWithPast):
-    """surprise: one `LayerSurprise` per layer."""
+    """surprise: one `LayerSurprise` per layer. For the episodic token memory: mlp_inputs (B, T, hidden), the inputs of
+    the last layer's feed-forward network; layout, the `TokenLayout` of the call.
+    """
 
     surprise: tuple[LayerSurprise, ...] | None = None
+    mlp_inputs: Tensor | None = None
+    layout: Any = None
 
 
 @dataclass

@@ -42,7 +42,7 @@ def learn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: Tit
     """Reads a text into the memory."""
     ids = encode(tokenizer, text, return_tensors="pt").input_ids.to(model.device)
     with torch.inference_mode():
-        model.base_model(ids, past_key_values=cache)
+        model(ids, past_key_values=cache, logits_to_keep=1)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
