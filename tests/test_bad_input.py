@@ -98,25 +98,17 @@ def test_masks_of_other_values(value):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_inputs_of_other_shapes_and_dtypes(variant):
-    """Inputs must be (B, T) integer ids or (B, T, hidden) embeddings with B > 0: otherwise a layer's own error is
-    shown, or none.
-    """
+    """Ids must be (B, T) and embeddings (B, T, hidden), with at least one row: some other shapes would be computed."""
     model = shared_model(variant)
-    for ids in (IDS[0], IDS[None]):
-        refuse(model, r"`input_ids` must be \(B, T\), but is", input_ids=ids)
-    refuse(model, "`input_ids` has no rows", input_ids=IDS[:0])
-    refuse(model, r"`input_ids` must be a tensor \(B, T\), but is a list", input_ids=IDS.tolist())
-    refuse(model, "`attention_mask` must be a tensor, but is a list", input_ids=IDS, attention_mask=[[1] * 6] * 2)
-    refuse(model, "`input_ids` must be int64 or int32, but is torch.float32", input_ids=IDS.float())
-    for shape in ((2, 6), (2, 6, 31)):
+    for ids in (IDS[0], IDS[None], IDS[:0]):
+        refuse(model, r"`input_ids` must be \(B, T\) with at least one row, but is", input_ids=ids)
+    for shape in ((2, 6), (0, 6, 32)):
         embeds = torch.zeros(shape, dtype=torch.float64)
-        refuse(model, r"`inputs_embeds` must be \(B, T, 32\), but is", inputs_embeds=embeds)
-    refuse(model, "`inputs_embeds` has no rows", inputs_embeds=torch.zeros(0, 6, 32, dtype=torch.float64))
-    for wrong, given in ((IDS[0], r"\(6,\)"), (IDS.tolist(), "a list"), ("hello", "a str")):
-        with pytest.raises(ValueError, match=rf"`input_ids` must be a tensor \(B, T\), rows of tokens, but is {given}"):
-            model.generate(wrong, max_new_tokens=2, pad_token_id=0)
+        refuse(model, r"`inputs_embeds` must be \(B, T, hidden\) with at least one row, but is", inputs_embeds=embeds)
+    with pytest.raises(ValueError, match=r"`input_ids` must be \(B, T\) with at least one row, but is \(6,\)"):
+        model.generate(IDS[0], max_new_tokens=2, pad_token_id=0)
     for options in ({}, dict(prompt_lookup_num_tokens=2)):
-        with pytest.raises(ValueError, match="`input_ids` has no rows"):
+        with pytest.raises(ValueError, match=r"`input_ids` must be \(B, T\) with at least one row"):
             model.generate(IDS[:0], max_new_tokens=2, pad_token_id=0, **options)
 
 
@@ -151,10 +143,6 @@ def test_both_or_neither_input(variant):
             ("position_ids", [0, 1, 2, 3, 4, 5]),
             ("position_ids", [[[0, 1, 2, 3, 4, 5]] * 2] * 3),
             ("seq_idx", [[0, 0, 1]] * 2),
-            ("position_ids", [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]] * 2),
-            ("position_ids", [[float("nan")] * 6] * 2),
-            ("seq_idx", [[0.5] * 6] * 2),
-            ("seq_idx", [[True] * 6] * 2),
             ("cu_seq_lens_q", [0, 3, 6]),  # two rows
         ],
     },
@@ -164,7 +152,6 @@ def test_documents_that_make_no_sense(variant, argument, value):
     row would read each other's memory.
     """
     refuse(shared_model(variant), argument, input_ids=IDS, **{argument: torch.tensor(value)})
-    refuse(shared_model(variant), argument, input_ids=IDS, **{argument: value})  # a list is no tensor
 
 
 @pytest.mark.parametrize("value", [[], [[0, 6]], [0, 3], [1, 6], [0, 4, 3, 6], [0, 3, 7]], ids=str)
@@ -188,8 +175,6 @@ def test_cache_of_a_checkpoints_own_code():
         shared_model("mag").start_from(other)
     with pytest.raises(ValueError, match=r"`other` must be a TitansCache of titans_hf\."):
         TitansCache(shared_model("mag").config).merge(other)
-    with pytest.raises(ValueError, match=r"`config` must be a TitansConfig, as `model\.config`, but is a TitansFor"):
-        TitansCache(shared_model("mag"))
 
 
 @covering(1, {"variant": VARIANTS, "batch_size": [1, 3]})

@@ -71,7 +71,6 @@ def test_what_cannot_be_merged():
             read(make_model("mag", memory_update_rule="chunk", memory_momentum=False), ids)[1],
             "its memory_update_rule is chunk, not delta",
         ),
-        (read(model, make_ids(3, 21))[1], "one row or 2, but has 3"),
         (TitansCache(model.config), "`other` has read nothing"),
         (None, "`other` must be a TitansCache, but is a NoneType"),
     ):

@@ -146,7 +146,7 @@ BAD_VALUES = {
     "memory_forget": [None, 1],
     "variant": ["MAG", "titans", None],
     "attention_dropout": [-0.1, NOT_A_NUMBER, 1.5],
-    "hidden_act": [3, "no such function"],
+    "hidden_act": [3],
     "tie_word_embeddings": ["no"],
     "use_cache": [1],
     "initializer_range": [-0.1, "small"],

@@ -230,16 +230,9 @@ def test_padding_after_an_end_is_not_read(variant, implementation, padded):
         assert is_greedy(model, alone[None], len(alone) - 9)
 
 
-@pytest.mark.parametrize("implementation", ["sliding_window", "quantized"])
-def test_other_cache_implementations_are_refused(implementation):
-    """Unsupported cache implementations raise an error that names the argument: otherwise generate() would fail far
-    from the cause.
-    """
-    with pytest.raises(ValueError, match="cache_implementation"):
-        shared_model("mag").generate(make_ids(1, 5), max_new_tokens=2, cache_implementation=implementation, **GREEDY)
-
-
-@covering(1, {"variant": VARIANTS, "implementation": ["dynamic", "offloaded", "offloaded_static", "static"]})
+@covering(
+    1, {"variant": VARIANTS, "implementation": ["dynamic", "quantized", "offloaded", "offloaded_static", "static"]}
+)
 def test_cache_implementations_change_nothing(variant, implementation):
     """Supported cache implementations give the same tokens and do what their names say: otherwise offloading or
     compiling would change the answer, or not take place.

@@ -20,18 +20,6 @@ def changed(model: PreTrainedModel, name: str) -> PreTrainedModel:
     return other
 
 
-def test_what_is_no_model_is_refused(memory):
-    """A config or a path in the place of the model raises an error that says so: otherwise an attribute is missing
-    somewhere.
-    """
-    model, folder = memory
-    for wrong in (model.config, str(folder)):
-        with pytest.raises(ValueError, match=f"`model` must be the model .* but is a {type(wrong).__name__}"):
-            TitansCache.from_pretrained(folder, wrong)
-        with pytest.raises(ValueError, match=f"`model` must be the model .* but is a {type(wrong).__name__}"):
-            TitansCache(model.config).save_pretrained(folder, wrong)
-
-
 @pytest.mark.parametrize(
     "make,message",
     [

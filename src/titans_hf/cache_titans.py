@@ -46,14 +46,13 @@ class TitansCache(Cache):
     """
 
     def __init__(self, config: TitansConfig, *, offloading: bool = False, compileable: bool = False):
-        if not hasattr(config, "num_layers_with_state"):
-            raise ValueError(f"`config` must be a TitansConfig, as `model.config`, but is a {type(config).__name__}.")
         super().__init__(
             layers=[TitansCacheLayer(compileable, offloading) for _ in range(config.num_layers_with_state)]
         )
         self.offloading = offloading  # by the layers: the base class does it in update(), which is never called
         self.made_for = _shaping_fields(config)
         self.about: dict[str, Any] = {}
+        self.is_guarded = False  # by `undone_on_error`
 
     @property
     def batch_size(self) -> int:
@@ -87,10 +86,11 @@ class TitansCache(Cache):
         """Resets the cache, or the rows where `rows` (B,) bool is True: their states are erased, and their next token
         starts from the learned initial memory.
 
-        Raises ValueError for `rows` of another shape or dtype, and RuntimeError for some rows of a cache that records.
+        Raises ValueError for `rows` of another length, and RuntimeError for some rows of a cache that records.
         """
         if rows is not None:
-            _check_rows(rows, self.batch_size)
+            if self.batch_size not in (-1, len(rows)):  # a single entry would reset all rows
+                raise ValueError(f"`rows` must have one entry per row ({self.batch_size}), but has {len(rows)}.")
             if not rows.any():
                 return
         for layer in self.layers:
@@ -149,8 +149,6 @@ class TitansCache(Cache):
         _check_equal("`other` must be a cache of the same model, but", other.made_for, self.made_for)
         if not any(layer.state.memory.weights for layer in self.layers):
             raise ValueError("A cache must have a memory to be merged, but no layer of its model has one.")
-        if other.batch_size not in (1, self.batch_size):
-            raise ValueError(f"`other` must have one row or {self.batch_size}, but has {other.batch_size}.")
         if any(layer.record_past for layer in self.layers):
             raise RuntimeError("merge() cannot be undone by crop(): call stop_past_recording() first.")
         for ours, theirs in zip(self.layers, other.layers, strict=True):
@@ -234,7 +232,10 @@ def undone_on_error(cache: TitansCache | None) -> AbstractContextManager:
 
 @contextmanager
 def _undone_on_error(cache: TitansCache) -> Iterator[None]:
-    before = [dict(vars(layer)) for layer in cache.layers]
+    if cache.is_guarded:  # a head and its model each ask for it: once per call
+        yield
+        return
+    before, cache.is_guarded = [dict(vars(layer)) for layer in cache.layers], True
     try:
         yield
     except BaseException:
@@ -242,6 +243,8 @@ def _undone_on_error(cache: TitansCache) -> Iterator[None]:
             vars(layer).clear()
             vars(layer).update(attributes)
         raise
+    finally:
+        cache.is_guarded = False
 
 
 def check_cache_class(name: str, cache: TitansCache) -> None:
@@ -266,20 +269,8 @@ def _check_equal(problem: str, fields: dict, expected: dict) -> None:
 
 
 def _model_of_transformers(model: torch.nn.Module) -> PreTrainedModel:
-    """Returns the model, or, of an adapter of PEFT around one, the adapted model; raises ValueError for another."""
-    adapted = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not hasattr(adapted, "base_model"):
-        raise ValueError(f"`model` must be the model that the memory belongs to, but is a {type(model).__name__}.")
-    return adapted
-
-
-def _check_rows(rows: Tensor, batch_size: int) -> None:
-    """Raises ValueError unless `rows` is a bool tensor with one entry per row of the batch."""
-    if not isinstance(rows, Tensor) or rows.dtype != torch.bool or rows.dim() != 1:
-        given = f"a {rows.dtype} tensor {tuple(rows.shape)}" if isinstance(rows, Tensor) else repr(rows)
-        raise ValueError(f"`rows` must be a bool tensor (B,), True in the rows to reset, but is {given:.80}.")
-    if batch_size not in (-1, len(rows)):
-        raise ValueError(f"`rows` must have one entry for each of the {batch_size} rows, but has {len(rows)}.")
+    """Returns the model, or, if an adapter of PEFT is around it, the adapted model."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 # The fields on which state shapes and chunk boundaries depend, by variant; not computed in a call, which is compiled.

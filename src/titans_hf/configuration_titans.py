@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
-from transformers.activations import ACT2FN
 
 from .parallel_titans import tensor_parallel_plan
 
@@ -342,8 +341,6 @@ class TitansConfig(PreTrainedConfig):
     def validate_architecture(self):
         """Checks the range of every value, and that values fit each other; part of the validation of `@strict`."""
         self._check_ranges()
-        if self.hidden_act not in ACT2FN:
-            raise ValueError(f"`hidden_act` must be one of {', '.join(ACT2FN)}, but is {self.hidden_act!r}.")
         if self.memory_network == "residual" and self.memory_update_rule == "delta":
             raise ValueError(
                 "`memory_update_rule` must be 'chunk' with `memory_network='residual'`, but is 'delta': the errors are "

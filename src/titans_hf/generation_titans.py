@@ -15,13 +15,8 @@ from .token_layout import check_not_empty
 
 logger = logging.get_logger(__name__)
 
-CACHES = {
-    None: {},
-    "dynamic": {},
-    "static": {"compileable": True},
-    "offloaded": {"offloading": True},
-    "offloaded_static": {"offloading": True},  # every Titans cache has a constant size
-}
+# By `cache_implementation`. All others give the same cache: every Titans cache has a constant size.
+CACHES = {"static": {"compileable": True}, "offloaded": {"offloading": True}, "offloaded_static": {"offloading": True}}
 SEQUENTIAL_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
@@ -101,7 +96,7 @@ class TitansGenerationMixin(GenerationMixin):
         step where Transformers does: on accelerators, or as `compile_config` sets.
         """
         given = model_kwargs.get("past_key_values")
-        _check_options(generation_config, generation_mode, given)
+        _check_options(generation_config, generation_mode)
         _check_inputs(generation_config, model_kwargs, given)
         if model_kwargs.get("output_surprise"):
             _check_surprise(generation_config, generation_mode)
@@ -114,7 +109,7 @@ class TitansGenerationMixin(GenerationMixin):
             num_rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
             cache = self._branch_of_starting_cache(generation_config, num_rows)
         elif generation_config.use_cache is not False:
-            cache = TitansCache(self.config, **CACHES[generation_config.cache_implementation])
+            cache = TitansCache(self.config, **CACHES.get(generation_config.cache_implementation, {}))
         else:
             return
         if generation_config.is_assistant:
@@ -124,14 +119,10 @@ class TitansGenerationMixin(GenerationMixin):
     def _branch_of_starting_cache(self, generation_config, num_rows: int) -> TitansCache:
         """Returns a branch of the cache of `start_from` with `num_rows` rows.
 
-        Raises ValueError for `use_cache=False`, and for a `cache_implementation` other than "dynamic".
+        Raises ValueError for `use_cache=False`.
         """
-        allowed = {"use_cache": (None, True), "cache_implementation": (None, "dynamic")}
-        for name, values in allowed.items():
-            if (value := getattr(generation_config, name)) not in values:
-                raise ValueError(
-                    f"`{name}` must be {' or '.join(map(repr, values))} after start_from(), but is {value!r}."
-                )
+        if generation_config.use_cache is False:
+            raise ValueError("`use_cache` must be None or True after start_from(), but is False.")
         branch = copy.copy(self._starting_cache)
         branch.batch_repeat_interleave(num_rows)
         return branch
@@ -170,7 +161,7 @@ class TitansGenerationMixin(GenerationMixin):
     def _prepare_model_inputs(self, *args, **kwargs):
         """Raises ValueError for empty inputs, before Transformers reads their last column."""
         inputs, name, model_kwargs = super()._prepare_model_inputs(*args, **kwargs)
-        check_not_empty(name, inputs)
+        check_not_empty(name, inputs, 3 if name == "inputs_embeds" else 2)
         return inputs, name, model_kwargs
 
     def init_continuous_batching(self, *args, **kwargs):
@@ -193,24 +184,12 @@ class TitansGenerationMixin(GenerationMixin):
         return attention_mask[:, -num_tokens:]
 
 
-def _check_options(generation_config, generation_mode: GenerationMode, given: TitansCache | None) -> None:
-    """Raises ValueError for options of `generate()` that a Titans model does not have, and warns of attention maps that
-    are cut; `given` is the user's cache.
-    """
+def _check_options(generation_config, generation_mode: GenerationMode) -> None:
+    """Raises ValueError for early exits, and warns of attention maps that are cut."""
     if generation_config.assistant_early_exit is not None:
         raise ValueError(
             "`assistant_early_exit` is not possible: while it drafts, Transformers changes the number of layers in "
             "the model's config, which other calls may be using. Use `prompt_lookup_num_tokens` or `assistant_model`."
-        )
-    if generation_config.cache_implementation not in CACHES:
-        raise ValueError(
-            f"`cache_implementation` must be one of {', '.join(map(repr, CACHES))} for a Titans model, but is "
-            f"{generation_config.cache_implementation!r}: its cache is of constant size as it is."
-        )
-    if given is not None and generation_config.cache_implementation is not None:
-        raise ValueError(
-            f"`cache_implementation` must be None with `past_key_values`, but is "
-            f"{generation_config.cache_implementation!r}: the cache is there already."
         )
     recorded = generation_config.output_attentions and generation_config.return_dict_in_generate
     if recorded and generation_mode == GenerationMode.ASSISTED_GENERATION:

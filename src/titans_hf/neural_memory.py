@@ -242,23 +242,13 @@ class NeuralMemory(nn.Module):
         hidden_states (B, T, hidden), T at least 1; state: what the call before returned, None before the first token.
         Returns the output (B, T, hidden) and the state after the last token, in float32 at least. `state` stays as it
         is: it can be continued in several ways. `state.map(Tensor.detach)` cuts the graph of a training step.
-
-        Raises ValueError for hidden states of another shape, and for a state of another number of rows.
         """
-        self._check_shapes(hidden_states, state)
         if state is None:
             memory = self.initial_state(len(hidden_states), hidden_states.dtype)
             state = LayerState(memory, self.initial_conv_state(memory, hidden_states.dtype))
         grid = TokenGrid.build(state.memory.num_seen, hidden_states.shape[1], self.config.memory_chunk_size)
         output = self.forward_on_grid(grid.scatter(hidden_states), state.memory, state.conv_state, grid)
         return grid.gather(output.output), LayerState(output.state, output.conv_state)
-
-    def _check_shapes(self, hidden_states: Tensor, state: LayerState | None) -> None:
-        shape, size = tuple(hidden_states.shape), self.config.hidden_size
-        if len(shape) != 3 or 0 in shape or shape[2] != size:
-            raise ValueError(f"`hidden_states` must be (rows, tokens, {size}), at least 1 each, but is {shape}.")
-        if state is not None and len(state.conv_state) != shape[0]:
-            raise ValueError(f"`state` must have {shape[0]} rows as `hidden_states`, but has {len(state.conv_state)}.")
 
     def forward_on_grid(
         self, hidden_states: Tensor, state: MemoryState, conv_state: Tensor, grid: TokenGrid

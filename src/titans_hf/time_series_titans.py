@@ -110,7 +110,7 @@ class LearnedCycle(nn.Module):
         """
         # docs/dev/log.md: "A learned daily cycle"
         length, channels = self.weight.shape
-        _check_numbers("values", values)
+        _check_finite("values", values)
         if values.ndim != 2 or len(values) < length or values.shape[1] != channels:
             raise ValueError(f"`values` must be (at least {length}, {channels}), but is {tuple(values.shape)}.")
         means = values[: len(values) // length * length].unflatten(0, (-1, length)).mean(0)
@@ -168,15 +168,15 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         """Forecasts the `prediction_length` values that follow `past_values`.
 
         Args:
-            past_values (B, T, C) float: new values of C channels, finite, used in float32 at least; T a multiple of
+            past_values (B, T, C): new values of C channels, finite, used in float32 at least; T a multiple of
                 `patch_length`, at the beginning of a series at least `context_length`.
-            future_values (B, prediction_length, C) float: what follows; gives the loss.
+            future_values (B, prediction_length, C): what follows; gives the loss.
             state: what the call before returned, None at the beginning of a series; left as it is.
             cycle_position (B,) int64: place of the first value in the cycle, 0 by default; the state has that of later
                 values. Without a cycle it has no meaning.
             use_cache: return the state after the last value.
 
-        Raises ValueError for missing values, another shape or dtype, a state of another model or number of series, and
+        Raises ValueError for missing values, another shape, a state of another model or number of series, and
         other arguments, as `past_observed_mask` of transformers' own models.
         """
         options = {name: value for name, value in kwargs.items() if value is not None}
@@ -245,8 +245,6 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
             return state.cycle_position
         if cycle_position is None:
             return torch.zeros(len(past_values), dtype=torch.long, device=past_values.device)
-        if not isinstance(cycle_position, Tensor):
-            raise ValueError(f"`cycle_position` must be a tensor, but is a {type(cycle_position).__name__}.")
         if tuple(cycle_position.shape) != (len(past_values),) or cycle_position.is_floating_point():
             shape, dtype = tuple(cycle_position.shape), cycle_position.dtype
             raise ValueError(f"`cycle_position` must be ({len(past_values)},) int64, but is {shape} {dtype}.")
@@ -297,9 +295,9 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         """Raises ValueError for values, a state or other arguments that `forward` does not take."""
         if unknown := options.keys() - OPTIONS:
             raise ValueError(f"`{min(unknown)}` is no argument of a forecast: it has no effect.")
-        _check_numbers("past_values", past_values)
+        _check_finite("past_values", past_values)
         if future_values is not None:
-            _check_numbers("future_values", future_values)
+            _check_finite("future_values", future_values)
         shape, size = tuple(past_values.shape), self.config.patch_length
         least = self.config.context_length if state is None else size
         if len(shape) != 3 or 0 in shape or shape[1] % size or shape[1] < least:
@@ -312,8 +310,6 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
                 f"`past_values` must have `num_input_channels` ({self.config.num_input_channels}) channels, as the "
                 f"cycle, but has {shape[2]}."
             )
-        if state is not None and not isinstance(state, TimeSeriesState):
-            raise ValueError(f"`state` must be the TimeSeriesState of a call, but is a {type(state).__name__}.")
         if state is not None:
             state.check_fits(self.config, shape[0], shape[2])
         expected = (shape[0], self.config.prediction_length, shape[2])
@@ -321,11 +317,8 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
             raise ValueError(f"`future_values` must be {expected}, but is {tuple(future_values.shape)}.")
 
 
-def _check_numbers(name: str, values: Tensor) -> None:
-    """Raises ValueError, naming the argument, unless `values` is a floating tensor of finite numbers."""
-    if not isinstance(values, Tensor) or not values.is_floating_point():
-        given = values.dtype if isinstance(values, Tensor) else type(values).__name__
-        raise ValueError(f"`{name}` must be a tensor of a floating dtype, but is {given}.")
+def _check_finite(name: str, values: Tensor) -> None:
+    """Raises ValueError, naming the argument, for numbers that are not finite."""
     if not torch.compiler.is_compiling() and not values.isfinite().all():
         raise ValueError(f"`{name}` must be finite, but has NaN or infinite values: fill in what is missing.")
 
