@@ -52,6 +52,12 @@ def test_refused_calls_leave_the_cache_alone(variant):
     assert_same(read(model, ids[:, 9:], None, cache)[0], full_logits(model, ids)[:, 9:])
 
 
+def test_a_call_that_fails_behind_the_model_is_undone():
+    """Labels that do not fit fail behind the model and leave the cache as it was, call after call."""
+    for _ in range(2):
+        refuse(shared_model("mag"), "batch_size", input_ids=IDS, labels=IDS[:, :3])
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_tokens(variant):
     """Inputs of length 0 raise an error that names the argument: otherwise a layer's own error is shown, or none."""

@@ -142,10 +142,8 @@ def test_a_prompt_that_has_started_cannot_be_cropped():
     assert cache.get_seq_length() == 5
 
 
-def test_options_that_would_be_ignored_or_misread_are_refused():
-    """Documents by index, documents in pieces and a kind of cache beside a cache raise an error: otherwise they would
-    fail after all is read, be read in another way, or be ignored.
-    """
+def test_options_that_would_be_misread_are_refused():
+    """Documents by index and documents in pieces raise an error before anything is read."""
     model, ids = shared_model("mag"), make_ids(1, 12)
     cache = TitansCache(model.config)
     starts = torch.cat([torch.arange(7), torch.arange(5)])[None]
@@ -153,7 +151,6 @@ def test_options_that_would_be_ignored_or_misread_are_refused():
         "`seq_idx` must be None in generate": dict(seq_idx=(starts.cumsum(1) > 21).int()),
         "`cu_seq_lens_q` must be None in generate": dict(cu_seq_lens_q=torch.tensor([0, 7, 12])),
         "`prefill_chunk_size` must be None with several documents": dict(position_ids=starts, prefill_chunk_size=7),
-        "`cache_implementation` must be None with `past_key_values`": dict(cache_implementation="static"),
     }
     for message, options in refused.items():
         with pytest.raises(ValueError, match=message):
