@@ -76,6 +76,9 @@ class NaiveMemory:
             if gate is not None
         }
         eta = gate.get("eta", torch.zeros_like(gate["theta"]))
+        is_delta = c.memory_update_rule == "delta"
+        eta = eta / 3 if is_delta else eta
+        hidden_step = 1 / (2 * c.memory_chunk_size) if is_delta else 1.0
         alpha = gate.get("alpha", torch.zeros_like(eta))
         stable = c.memory_recurrence == "stable"
         theta = c.memory_max_lr * gate["theta"] * (1 - eta if stable else 1)
@@ -83,7 +86,7 @@ class NaiveMemory:
         y, _, self.state = memorize_reference(
             MemoryInputs(l2_normalize(q), l2_normalize(k), values, theta, eta.log(), (1 - alpha).log()),
             self.state,
-            UpdateRule(c.memory_error_clip, c.memory_update_rule == "delta", c.memory_network),
+            UpdateRule(c.memory_error_clip, is_delta, c.memory_network, hidden_step),
             chunk_size=c.memory_chunk_size,
             decay_target=tuple(m.initial_weights.parameters()) if m.forget is not None and stable else (),
         )

@@ -1,17 +1,18 @@
 """The configuration: every wrong value is refused by name, and the list of fields does not change unnoticed."""
 
 import inspect
+import json
 from dataclasses import MISSING, fields
 
 import pytest
-from common import VARIANTS, make_config, make_ids, make_model, shared_model
+from common import PAPER, VARIANTS, make_config, make_ids, make_model, shared_model
 from covering import covering
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.testing_utils import CaptureLogger
 
 from titans_hf import TitansConfig, TitansForCausalLM, TitansTimeSeriesConfig
-from titans_hf.configuration_titans import field_facts
+from titans_hf.configuration_titans import TITANS_VERSION, field_facts
 from titans_hf.token_layout import logger
 
 DEFAULTS = dict(
@@ -31,22 +32,23 @@ DEFAULTS = dict(
     attention_bias=False,
     qk_norm=False,
     memory_layers=None,
-    memory_depth=1,
-    memory_expansion=2,
-    memory_network="mlp",
-    memory_gates="head",
+    memory_form="delta",
+    memory_depth=None,
+    memory_expansion=None,
+    memory_network=None,
+    memory_gates=None,
     memory_num_heads=None,
-    memory_chunk_size=64,
+    memory_chunk_size=None,
+    memory_update_rule=None,
     memory_max_lr=None,
-    memory_update_rule="delta",
-    memory_recurrence="stable",
+    memory_recurrence=None,
     memory_momentum=None,
     memory_forget=True,
     memory_conv_kernel=4,
-    memory_conv_noise=0.7,
-    memory_output_norm="clip",
-    memory_residual=True,
-    memory_error_clip=1.0,
+    memory_conv_noise=None,
+    memory_output_norm=None,
+    memory_residual=None,
+    memory_error_clip="form",
     token_memory_features=0,
     token_memory_form="delta",
     token_memory_entries=0,
@@ -61,6 +63,7 @@ DEFAULTS = dict(
     pad_token_id=None,
     bos_token_id=1,
     eos_token_id=2,
+    titans_version=None,
 )
 
 
@@ -102,15 +105,77 @@ def test_derived_defaults():
     assert (config.num_key_value_heads, config.head_dim, config.memory_num_heads) == (2, 10, 3)
     assert (config.memory_head_dim, config.rotary_dim) == (16, 2)
     assert config.rope_parameters["rope_theta"] == 500.0
-    assert TitansConfig(memory_chunk_size=8).memory_max_lr == 1 / 2
-    assert TitansConfig(memory_chunk_size=8, memory_update_rule="chunk").memory_max_lr == 1 / 8
+
+
+def test_the_largest_step_and_momentum_follow_rule_depth_and_chunk():
+    """Left out, the largest step is the rule's, and momentum is on with the chunk rule, whatever set the rule."""
+    assert TitansConfig(memory_form="delta", memory_chunk_size=8).memory_max_lr == 1 / 2
+    for depth, step in ((1, 1 / 8), (2, 1 / 8), (3, 1 / 12), (4, 1 / 16)):
+        assert TitansConfig(memory_update_rule="chunk", memory_depth=depth, memory_chunk_size=8).memory_max_lr == step
     assert TitansConfig(memory_chunk_size=8, memory_max_lr=0).memory_max_lr == 0
-    assert TitansConfig().memory_momentum is False and TitansConfig(memory_update_rule="chunk").memory_momentum is True
+    for form in ("titans", "delta", "paper"):
+        assert TitansConfig(memory_form=form, memory_update_rule="chunk").memory_momentum is True
+    assert TitansConfig(memory_form="titans", memory_update_rule="delta").memory_momentum is False
+
+
+def test_a_form_sets_the_fields_that_are_not_given(tmp_path):
+    """`memory_form` sets the fields that belong together, a field that is given wins, None among them, and config.json
+    holds what came out: a saved config does not depend on the forms.
+    """
+    titans = dict(memory_depth=2, memory_update_rule="chunk", memory_momentum=True, memory_recurrence="stable")
+    forms = {
+        "titans": titans,
+        "delta": dict(memory_depth=1, memory_update_rule="delta", memory_momentum=False, memory_max_lr=0.5),
+        "paper": PAPER | dict(memory_depth=2, memory_expansion=4, memory_momentum=True, memory_chunk_size=16),
+    }
+    for form, expected in forms.items():
+        config = TitansConfig(memory_form=form)
+        expected = {name: value for name, value in expected.items() if name.startswith("memory")}
+        assert {name: getattr(config, name) for name in expected} == expected, form
+        config.save_pretrained(tmp_path)
+        assert expected.items() <= json.loads((tmp_path / "config.json").read_text()).items()
+        with pytest.raises(ValueError, match=r"`memory_form` cannot become .* in a saved config"):
+            TitansConfig.from_pretrained(tmp_path, memory_form="delta" if form != "delta" else "titans")
+    given = dict(memory_depth=3, memory_error_clip=None, memory_residual=False, memory_chunk_size=32)
+    config = TitansConfig(memory_form="titans", **given)
+    assert {name: getattr(config, name) for name in given} == given
+
+
+def test_fields_beside_a_file_come_before_those_that_derive_from_them(tmp_path):
+    """What is given beside a config.json that was written by hand is as if it stood in the file."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "titans", "memory_form": "titans"}))
+    config = AutoConfig.from_pretrained(tmp_path, memory_form="delta", memory_chunk_size=8)
+    expected = TitansConfig(memory_form="delta", memory_chunk_size=8)
+    assert all(getattr(config, name) == getattr(expected, name) for name in DEFAULTS)
+
+
+def test_a_config_of_another_version_is_read_or_refused(tmp_path):
+    """A config that was saved without `titans_version` is read where the function of its model is the same, and refused
+    by name where a field is missing or means something else now; one of a newer version is refused.
+    """
+
+    def load(changes: dict, missing: tuple[str, ...] = ("titans_version",)) -> TitansConfig:
+        saved = make_config("lmm", **changes).to_dict()
+        (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in saved.items() if k not in missing}))
+        return AutoConfig.from_pretrained(tmp_path)
+
+    same = [dict(memory_update_rule="chunk"), dict(memory_update_rule="delta", memory_depth=1, memory_momentum=False)]
+    for changes in (*same, PAPER, dict(memory_update_rule="delta", memory_max_lr=0)):
+        loaded = load(changes)
+        assert loaded.titans_version == TITANS_VERSION
+        assert all(getattr(loaded, name) == value for name, value in changes.items() if name != "rope_parameters")
+    for changes in (dict(memory_depth=2, memory_momentum=False), dict(memory_depth=1, memory_momentum=True)):
+        with pytest.raises(ValueError, match="`titans_version` must be 1 for a model with memory_update_rule='delta'"):
+            load(changes | {"memory_update_rule": "delta"})
+    with pytest.raises(ValueError, match="`memory_update_rule` must be given in a config that was saved without"):
+        load({}, missing=("titans_version", "memory_update_rule"))
+    with pytest.raises(ValueError, match="`titans_version` must be at most 1 here, but is 2"):
+        TitansConfig(titans_version=2)
 
 
 def test_updates_that_can_overshoot_warn(tmp_path):
-    """A step above the rule's limit is named, as where a saved model's rule is changed and its step stays, and so is
-    momentum with the delta rule; defaults are not. Otherwise training diverges without a hint.
+    """A step above the rule's limit is named, as where a saved model's rule is changed and its step stays; defaults are
+    not.
     """
     logger.warning_once.cache_clear()  # of what earlier tests have been warned of
     make_model("lmm", memory_momentum=None).save_pretrained(tmp_path)
@@ -121,9 +186,6 @@ def test_updates_that_can_overshoot_warn(tmp_path):
     with CaptureLogger(logger) as step:
         TitansForCausalLM.from_pretrained(tmp_path, memory_update_rule="chunk")
     assert "`memory_max_lr` (0.5) is above 0.25, its limit and default with memory_update_rule='chunk'" in step.out
-    with CaptureLogger(logger) as momentum:
-        TitansForCausalLM.from_pretrained(tmp_path, memory_momentum=True)
-    assert "`memory_momentum` is True with memory_update_rule='delta'" in momentum.out
 
 
 AT_LEAST_ONE = [

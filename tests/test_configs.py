@@ -78,10 +78,11 @@ def test_the_papers_files_are_in_its_form(name):
     """The files have the paper's form in every field, and its chunk, segment and window: otherwise a model would be
     trained as the paper's that is not.
     """
-    settings = read(name)
-    assert {field: settings[field] for field in PAPER} == PAPER
+    config = load(name)
+    form = {field: getattr(config, field) for field in PAPER if field != "rope_parameters"}
+    assert form | {"rope_parameters": read(name)["rope_parameters"]} == PAPER
     sizes = ("memory_chunk_size", "segment_length", "sliding_window", "num_persistent_tokens", "memory_expansion")
-    assert tuple(settings[field] for field in sizes) == (16, 512, 2048, 128, 4)
+    assert tuple(getattr(config, field) for field in sizes) == (16, 512, 2048, 128, 4)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.split("-")[1] in VARIANTS or name.startswith("paper")])
@@ -91,6 +92,11 @@ def test_titans_files_are_minimal(name):
     """
     settings, config = read(name), load(name)
     own = {field.name: field.default for field in fields(TitansConfig)}
+    own |= {
+        key: value
+        for key, value in TitansConfig(memory_form=config.memory_form).to_dict().items()
+        if key.startswith("memory_") and key not in ("memory_form", "memory_num_heads")
+    }
     assert settings.pop("model_type") == "titans"
     assert settings.pop("architectures") == ["TitansForCausalLM"]
     assert config.variant == (TitansConfig.variant if name.startswith("paper") else name.split("-")[1])

@@ -68,7 +68,7 @@ def test_delta_rule_equals_reference(depth, momentum, num_seen, length):
     factor = 0.5 + torch.rand(B, H, length, 1, dtype=torch.float64)
     inputs = inputs._replace(keys=inputs.keys * factor)  # both sides of |h| = 1
     for decay_target in ((), make_decay_target(depth)):
-        assert_equals_reference(inputs, state, UpdateRule(1.0, delta_rule=True), decay_target)
+        assert_equals_reference(inputs, state, UpdateRule(1.0, delta_rule=True, hidden_step=0.3), decay_target)
 
 
 @covering(

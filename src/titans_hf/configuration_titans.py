@@ -25,6 +25,9 @@ AUTO_MAP = {
     "AutoModelForSequenceClassification": "heads_titans.TitansForSequenceClassification",
     "AutoModelForTokenClassification": "heads_titans.TitansForTokenClassification",
 }
+# Version of what the fields of a config mean: a change of the function that a saved model computes raises it.
+# 1: with the delta rule, hidden layers take steps of theta / (2 memory_chunk_size), and eta is at most 1/3.
+TITANS_VERSION = 1
 VARIANTS = ("mac", "mag", "mal", "lmm")
 WITH_ATTENTION = ("mac", "mag", "mal")
 
@@ -53,13 +56,13 @@ def setting(
     Args:
         default: the field's default.
         at_least, above, at_most: its range; values are finite. None is allowed if the field's type allows it.
-        derived: computes the value from the other fields if it is None.
+        derived: computes the value from the other fields if it is still the default, None in general.
         variants: the variants in which the field has an effect.
         state: how the state of a layer depends on the field. "shape": a cache of another value does not fit the model.
             "content": a saved memory belongs to this value. "none": not at all.
         card: the name of the field in the table of sizes of a model card; None if the table does not show it.
     """
-    facts = dict(at_least=at_least, above=above, at_most=at_most, derived=derived)
+    facts = dict(default=default, at_least=at_least, above=above, at_most=at_most, derived=derived)
     return field(default=default, metadata=facts | dict(variants=variants, state=state, card=card))
 
 
@@ -74,6 +77,11 @@ def field_facts(config_class: type) -> dict[str, Mapping[str, Any]]:
         own = get_annotations(base)
         facts |= {x.name: x.metadata for x in fields(base) if x.name in own and x.metadata}
     return facts
+
+
+def by_form(*, titans: Any, delta: Any, paper: Any) -> Callable[["TitansConfig"], Any]:
+    """Returns the function that computes what a field is by `memory_form`, for `setting(derived=...)`."""
+    return lambda config: {"titans": titans, "delta": delta, "paper": paper}[config.memory_form]
 
 
 @strict
@@ -106,56 +114,68 @@ class TitansConfig(PreTrainedConfig):
         memory_layers (`list[int]`, *optional*):
             The layers of MAG and MAL that have a memory, from 0 on; all by default. The others are sliding-window
             attention with persistent tokens.
-        memory_depth (`int`, defaults to 1):
-            Number of layers of the memory network (L_M); 1 is a linear memory. On novels, 2 was worse than 1.
-        memory_expansion (`int`, defaults to 2): Size of the memory network's hidden layers, in units of its head size.
-        memory_network (`str`, defaults to `"mlp"`):
+        memory_form (`str`, defaults to `"delta"`):
+            Sets the fields below that have no default here, unless they are given: `"titans"` a memory of two layers
+            with momentum by the paper's chunk rule, with stabilisers; `"delta"` a linear memory without momentum by the
+            delta rule, which is faster, with the same stabilisers; `"paper"` the paper's second version as it stands.
+            The docstring of each field says what it is in all three forms.
+        memory_depth (`int`, *optional*):
+            Number of layers of the memory network (L_M); 1 is a linear memory. 2, with `"delta"` 1.
+        memory_expansion (`int`, *optional*):
+            Size of the memory network's hidden layers, in units of its head size. 2, with `"paper"` 4.
+        memory_network (`str`, *optional*):
             Form of the memory network M: `"mlp"` linear layers with SiLU between them (the paper's first version),
             `"residual"` M(x) = x + LN(W_L gelu(... gelu(W_1 x))) (its second version). The latter's backward is slower,
-            and it fits `memory_update_rule="chunk"` only.
-        memory_gates (`str`, defaults to `"head"`):
+            and it fits `memory_update_rule="chunk"` only. `"mlp"`, with `"paper"` `"residual"`.
+        memory_gates (`str`, *optional*):
             What has theta, eta and alpha of its own at each token: `"head"` each memory, `"layer"` each layer of each
-            memory's network, as in the paper's second version. The latter's backward is slower.
+            memory's network, as in the paper's second version. The latter's backward is slower. `"head"`, with
+            `"paper"` `"layer"`.
         memory_num_heads (`int`, *optional*): Independent memories per layer; `num_attention_heads` by default.
-        memory_chunk_size (`int`, defaults to 64):
-            Number of tokens whose gradients are taken at the same weights (paper section 3.2).
+        memory_chunk_size (`int`, *optional*):
+            Number of tokens whose gradients are taken at the same weights (paper section 3.2). 64, with `"paper"` 16.
         memory_max_lr (`float`, *optional*):
             Largest step size of the inner loop (theta, eq. 10). 0 keeps the memory constant: nothing is written,
-            nothing forgotten. By default 1/2 with the delta rule, whose larger steps overshoot, and otherwise
-            `1 / memory_chunk_size`: the gradients of a chunk are taken at the same weights, and for equal keys, steps
-            that sum to more than 1 overshoot. A model with a larger one warns.
-        memory_update_rule (`str`, defaults to `"delta"`):
-            Weights at which the error of the memory network's last layer is taken: `"delta"` those before each token,
-            exactly (the delta rule), so that a single write can replace what the memory returns for a key; `"chunk"`
-            those of the chunk's start, as in the paper (eq. 16). On novels, learning gains with `"delta"` only.
-        memory_recurrence (`str`, defaults to `"stable"`):
+            nothing forgotten. By default 1/2 with the delta rule, and otherwise 1 / b, with `memory_depth` L above 2
+            2 / (L b), of a `memory_chunk_size` b: the gradients of a chunk are taken at the same weights, and where
+            keys repeat, larger steps overshoot, so that rounding and gradients grow exponentially. A model with a
+            larger one warns. With the delta rule, hidden layers take steps of theta / (2 b).
+        memory_update_rule (`str`, *optional*):
+            Weights at which the error of the memory network's last layer is taken: `"chunk"` those of the chunk's
+            start, as in the paper (eq. 16); `"delta"` those before each token, exactly (the delta rule), so that a
+            single write can replace what the memory returns for a key. `"chunk"`, with `"delta"` `"delta"`.
+        memory_recurrence (`str`, *optional*):
             Form of the update (eq. 10-14): `"paper"` as stated. With `"stable"`, forgetting leads back to the learned
             initial weights instead of 0, where a network of several layers has no gradient; theta is multiplied by
             1 - eta, so that a gradient's steps sum to theta; values have length 1, as keys and queries, because the
-            largest step that does not diverge decreases with their square; and the network starts as 0.
+            largest step that does not diverge decreases with their square; and the network starts as 0. `"stable"`,
+            with `"paper"` `"paper"`.
         memory_momentum (`bool`, *optional*):
             Momentum of the update (eta, eq. 10). By default with `memory_update_rule="chunk"` only: with the delta rule
-            it gains at most 0.01 nats on text, and where a key comes in bursts, the memory can grow exponentially.
+            it gains at most 0.01 nats on text, and eta is at most 1/3, because with a larger one the memory can grow
+            exponentially where a key comes in bursts.
         memory_forget (`bool`, defaults to `True`):
             Weight decay of the memory (alpha, eq. 13), to the weights that `memory_recurrence` sets.
         memory_conv_kernel (`int`, defaults to 4):
             Kernel size of the causal convolutions on q, k and v; 1 for none. They start as the identity, on k as a
             one-token delay: x_t is stored under the key of x_{t-1}.
-        memory_conv_noise (`float`, defaults to 0.7):
+        memory_conv_noise (`float`, *optional*):
             Noise in the initial filters, from 0 to 1: a filter is sqrt(1 - n^2) times that start plus n times noise of
-            norm 1. In our experiments, recall tasks are learned fastest with 0, and language with 1.
-        memory_output_norm (`str`, defaults to `"clip"`):
+            norm 1. In our experiments, recall tasks are learned fastest with 0, and language with 1. 0.7, with
+            `"paper"` 1.
+        memory_output_norm (`str`, *optional*):
             Normalisation of what a head retrieves (section 4.4): `"rms"` always, `"clip"` where it is longer than 1,
             as no value is, so that a memory that has stored little for a query returns little. With
-            `memory_recurrence="paper"`, values may be longer.
-        memory_residual (`bool`, defaults to `True`):
+            `memory_recurrence="paper"`, values may be longer. `"clip"`, with `"paper"` `"rms"`.
+        memory_residual (`bool`, *optional*):
             Add the memory's output m as it is: with attention's output y, MAG, MAL and MAC are
             `y * sigmoid(norm(m)) + m` instead of eq. 28, 31 and 25, and attention reads `norm(x + m)` in MAL instead of
             `norm(m)`. On novels, all three gain with it: normalised outputs are equally large, whether the memory has
-            stored much for a query or nothing. LMM has this form only.
-        memory_error_clip (`float`, *optional*, defaults to 1.0):
+            stored much for a query or nothing. LMM has this form only. `True`, with `"paper"` `False`.
+        memory_error_clip (`float` or `None`, defaults to `"form"`):
             Largest error |M(k) - v| without clipping, in units of |v|; `None` for the paper's plain squared error. With
             the delta rule, the last layer's errors are never clipped: it has no effect on a memory of one layer.
+            `"form"` is 1, with `memory_form="paper"` `None`.
         token_memory_features (`int`, defaults to 0):
             Number of sparse features of the keys of the token memory, which learns at test time which token follows
             which final hidden state, and adds what it retrieves before the LM head; 0 for none. An extension beyond the
@@ -168,6 +188,10 @@ class TitansConfig(PreTrainedConfig):
         token_memory_key_size (`int`, defaults to 64): Size of the keys of the episodic token memory.
         token_memory_threshold (`float`, defaults to 2.0):
             Loss in nats, from 0 to 6, from which a token is a surprise, which the episodic token memory writes.
+
+        titans_version (`int`, *optional*):
+            Version of what these fields mean. A saved config of another version is read if its function is the same,
+            and otherwise refused. Not to be given.
 
     Raises `ValueError` or huggingface_hub's `StrictDataclassError`, naming the field, for a value that is not possible.
     """
@@ -206,21 +230,37 @@ class TitansConfig(PreTrainedConfig):
     attention_bias: bool = setting(False, variants=WITH_ATTENTION)
     qk_norm: bool = setting(False, variants=WITH_ATTENTION)
     memory_layers: list[int] | None = setting(None, variants=("mag", "mal"), state="shape")
-    # docs/dev/log.md: "Other changes of LMM: larger heads gain, depth 2 loses"
-    memory_depth: int = setting(1, at_least=1, state="shape", card="depth of the memory")
-    memory_expansion: int = setting(2, at_least=1, state="shape", card="expansion of the memory")
-    memory_network: Literal["mlp", "residual"] = setting("mlp", state="shape")
-    memory_gates: Literal["head", "layer"] = setting("head")
+    # docs/dev/log.md: "The default is the paper's memory"
+    memory_form: Literal["titans", "delta", "paper"] = setting("delta", state="none")
+    memory_depth: int | None = setting(
+        None, at_least=1, derived=by_form(titans=2, delta=1, paper=2), state="shape", card="depth of the memory"
+    )
+    memory_expansion: int | None = setting(
+        None, at_least=1, derived=by_form(titans=2, delta=2, paper=4), state="shape", card="expansion of the memory"
+    )
+    memory_network: Literal["mlp", "residual"] | None = setting(
+        None, derived=by_form(titans="mlp", delta="mlp", paper="residual"), state="shape"
+    )
+    memory_gates: Literal["head", "layer"] | None = setting(
+        None, derived=by_form(titans="head", delta="head", paper="layer")
+    )
     memory_num_heads: int | None = setting(
         None, at_least=1, derived=lambda config: config.num_attention_heads, state="shape", card="memory heads"
     )
     # docs/dev/log.md: "Smaller chunks for quality"
-    memory_chunk_size: int = setting(64, at_least=1, state="shape", card="chunk of the memory")
-    memory_max_lr: int | float | None = setting(None, at_least=0, derived=lambda config: config.max_stable_lr)
+    memory_chunk_size: int | None = setting(
+        None, at_least=1, derived=by_form(titans=64, delta=64, paper=16), state="shape", card="chunk of the memory"
+    )
     # docs/dev/log.md: "Errors at the chunk's start against errors token by token"
-    memory_update_rule: Literal["chunk", "delta"] = setting("delta", state="shape")
+    memory_update_rule: Literal["chunk", "delta"] | None = setting(
+        None, derived=by_form(titans="chunk", delta="delta", paper="chunk"), state="shape"
+    )
+    # docs/dev/log.md: "Which steps are safe at which depth", "A step of 0.2 breaks training"
+    memory_max_lr: int | float | None = setting(None, at_least=0, derived=lambda config: config.max_stable_lr)
     # docs/dev/log.md: "Forgetting towards 0 kills a deep memory", "Values as long as they come"
-    memory_recurrence: Literal["stable", "paper"] = setting("stable")
+    memory_recurrence: Literal["stable", "paper"] | None = setting(
+        None, derived=by_form(titans="stable", delta="stable", paper="paper")
+    )
     # docs/dev/log.md: "Momentum with the delta rule"
     memory_momentum: bool | None = setting(
         None, derived=lambda config: config.memory_update_rule == "chunk", state="shape"
@@ -228,11 +268,19 @@ class TitansConfig(PreTrainedConfig):
     memory_forget: bool = setting(True)
     memory_conv_kernel: int = setting(4, at_least=1, state="shape")
     # docs/dev/log.md: "Convolutions that begin as impulses"
-    memory_conv_noise: int | float = setting(0.7, at_least=0, at_most=1)
-    memory_output_norm: Literal["rms", "clip"] = setting("clip")
+    memory_conv_noise: int | float | None = setting(
+        None, at_least=0, at_most=1, derived=by_form(titans=0.7, delta=0.7, paper=1.0)
+    )
+    memory_output_norm: Literal["rms", "clip"] | None = setting(
+        None, derived=by_form(titans="clip", delta="clip", paper="rms")
+    )
     # docs/dev/log.md: "The memory's output is added, not normalised"
-    memory_residual: bool = setting(True, variants=WITH_ATTENTION)
-    memory_error_clip: int | float | None = setting(1.0, above=0)
+    memory_residual: bool | None = setting(
+        None, derived=by_form(titans=True, delta=True, paper=False), variants=WITH_ATTENTION
+    )
+    memory_error_clip: int | float | Literal["form"] | None = setting(
+        "form", above=0, derived=by_form(titans=1.0, delta=1.0, paper=None)
+    )
     # docs/dev/log.md: "A memory of which token follows"
     token_memory_features: int = setting(0, at_least=0, state="shape")
     token_memory_form: Literal["delta", "episodic"] = setting("delta", state="shape")
@@ -248,16 +296,66 @@ class TitansConfig(PreTrainedConfig):
     pad_token_id: int | None = setting(None, state="none")
     bos_token_id: int | None = setting(1, state="none")
     eos_token_id: int | list[int] | None = setting(2, state="none")
+    titans_version: int | None = setting(None, state="none")
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        """Makes a config from config.json. Fields of the memory that are given beside it replace those in the file
+        before others derive from them.
+
+        Raises ValueError for another `memory_form` beside a saved config, which has a value for every field.
+        """
+        form, saved = kwargs.get("memory_form"), config_dict.get("memory_form")
+        if config_dict.get("titans_version") is not None and form not in (None, saved):
+            raise ValueError(
+                f"`memory_form` cannot become {form!r} in a saved config, whose fields are those of {saved!r}: give "
+                "the fields that are to change."
+            )
+        given = {name: kwargs.pop(name) for name in field_facts(cls) if name.startswith("memory_") and name in kwargs}
+        return super().from_dict(config_dict | given, **kwargs)
 
     def __post_init__(self, **kwargs):
+        self._check_version()
         self._check_ranges()
-        for name, facts in field_facts(type(self)).items():
-            if getattr(self, name) is None and facts["derived"] is not None:
-                setattr(self, name, facts["derived"](self))
+        for name in self._fields_to_derive():
+            setattr(self, name, field_facts(type(self))[name]["derived"](self))
         self.rope_parameters = _rope_parameters(
             kwargs.pop("rope_scaling", None) or self.rope_parameters or {}, kwargs.pop("partial_rotary_factor", 0.5)
         )
         super().__post_init__(**kwargs)
+
+    def _check_version(self) -> None:
+        """Raises ValueError for a saved config of which this code would make another function than the one it had."""
+        version, self.titans_version = self.titans_version, TITANS_VERSION
+        if version is None and self.transformers_version is not None:  # written by save_pretrained
+            version = 0
+        if version in (None, TITANS_VERSION):
+            return
+        if version > TITANS_VERSION:
+            raise ValueError(
+                f"`titans_version` must be at most {TITANS_VERSION} here, but is {version}: a newer titans_hf saved it."
+            )
+        if missing := self._fields_to_derive():
+            raise ValueError(
+                f"`{missing[0]}` must be given in a config that was saved without `titans_version`, but is not: its "
+                "default was another one, which depends on the version of titans_hf that saved it."
+            )
+        if (
+            self.memory_update_rule == "delta"
+            and (self.memory_depth > 1 or self.memory_momentum)
+            and self.memory_max_lr
+        ):
+            raise ValueError(
+                f"`titans_version` must be {TITANS_VERSION} for a model with memory_update_rule='delta', memory_depth="
+                f"{self.memory_depth} and memory_momentum={self.memory_momentum}, but is {version}: an older titans_hf "
+                "saved it, whose steps of hidden layers and whose momentum were larger. Load it with that version, or "
+                f'write "titans_version": {TITANS_VERSION} into its config.json and train on.'
+            )
+
+    def _fields_to_derive(self) -> list[str]:
+        """Returns the derived fields that have no value yet."""
+        facts = field_facts(type(self)).items()
+        return [name for name, x in facts if x["derived"] is not None and getattr(self, name) == x["default"]]
 
     @property
     def base_model_tp_plan(self) -> dict[str, str]:
@@ -281,8 +379,12 @@ class TitansConfig(PreTrainedConfig):
 
     @property
     def max_stable_lr(self) -> float:
-        """Largest step with which equal keys never overshoot (docs/dev/log.md: "A step of 0.2 breaks training")."""
-        return 0.5 if self.memory_update_rule == "delta" else 1 / self.memory_chunk_size
+        """Largest step with which repeated keys never overshoot: with the delta rule 1/2, otherwise 1 / b, or
+        2 / (L b) with L > 2 layers, in chunks of b tokens.
+        """
+        if self.memory_update_rule == "delta":
+            return 0.5
+        return min(1, 2 / self.memory_depth) / self.memory_chunk_size
 
     @property
     def memory_head_dim(self) -> int:
@@ -335,11 +437,13 @@ class TitansConfig(PreTrainedConfig):
     def _check_ranges(self):
         for name, facts in field_facts(type(self)).items():
             value, has_effect = getattr(self, name), self.variant in facts["variants"]
-            if value is not None and (has_effect or facts["derived"] is None):
+            if value not in (None, facts["default"]) and (has_effect or facts["derived"] is None):
                 _check_range(name, value, facts["at_least"], facts["above"], facts["at_most"])
 
     def validate_architecture(self):
         """Checks the range of every value, and that values fit each other; part of the validation of `@strict`."""
+        if missing := self._fields_to_derive():
+            raise ValueError(f"`{missing[0]}` must not be {getattr(self, missing[0])!r} once a config has been made.")
         self._check_ranges()
         if self.memory_network == "residual" and self.memory_update_rule == "delta":
             raise ValueError(

@@ -209,7 +209,10 @@ def chunk_intermediates(
         last_layer = ChunkLayer(offsets[-1], momentum[-1], last_inputs, None, targets[-1])
         solution = token_deltas(last_layer, inputs.values, gates[-1])
         deltas = solution.deltas
-        factors = with_last_deltas(factors, deltas) if factors else single_layer_factors(inputs.keys, deltas)
+        if factors:
+            factors = with_last_deltas(factors, deltas, rule.hidden_step)
+        else:
+            factors = single_layer_factors(inputs.keys, deltas)
     parts = (offsets, momentum, factors.inputs, factors.deltas, targets)
     layers = tuple(ChunkLayer(*x) for x in zip(*parts, strict=True))
     return ChunkIntermediates(inputs, gates, gate_intermediates, factors, layers, state.anchor, solution)

@@ -79,11 +79,14 @@ class UpdateRule(NamedTuple):
     delta_rule: take the last layer's error at the weights before each token (`memory_delta_rule`), not at the chunk's
     start; with an MLP only.
     network: "mlp", or "residual" with the delta rule off.
+    hidden_step: with the delta rule, the hidden layers' steps are theta times this, because a chunk's gradients of
+    theirs are taken at the same weights, and their sum can overshoot where the last layer's cannot.
     """
 
     error_clip: float | None
     delta_rule: bool = False
     network: Network = "mlp"
+    hidden_step: float = 1.0
 
     def check(self) -> None:
         """Raises ValueError for an unknown network, and for the delta rule with another than an MLP."""
@@ -140,6 +143,7 @@ class GradientFactors(NamedTuple):
     gradient_norms: list[Tensor]  # (..., T, 1), of the layers' gradients before clipping
     gradient_scales: list[Tensor]  # (..., T, 1), the factors that clip them; empty without a clip
     intermediates: FactorsIntermediates | None  # None in a residual network, and without an anchor
+    hidden_step: float = 1.0  # by which the deltas of the hidden layers are multiplied
 
 
 def gradient_factors(keys: Tensor, values: Tensor, weights: Sequence[Tensor], rule: UpdateRule) -> GradientFactors:
@@ -220,11 +224,16 @@ def single_layer_factors(keys: Tensor, deltas: Tensor) -> GradientFactors:
     return GradientFactors([keys], [deltas], [gradient_norm(keys, deltas)], [], None)
 
 
-def with_last_deltas(factors: GradientFactors, deltas: Tensor) -> GradientFactors:
-    """Replaces the deltas (..., T, d_out) of the last layer; the new ones are not clipped."""
+def with_last_deltas(factors: GradientFactors, deltas: Tensor, hidden_step: float) -> GradientFactors:
+    """Replaces the deltas (..., T, d_out) of the last layer, which are not clipped, and multiplies the hidden layers'
+    by `hidden_step`.
+    """
+    hidden = [hidden_step * x for x in factors.deltas[:-1]]
     norms = [*factors.gradient_norms[:-1], gradient_norm(factors.inputs[-1], deltas)]
     scales = [*factors.gradient_scales[:-1], torch.ones_like(norms[-1])] if factors.gradient_scales else []
-    return factors._replace(deltas=[*factors.deltas[:-1], deltas], gradient_norms=norms, gradient_scales=scales)
+    return factors._replace(
+        deltas=[*hidden, deltas], gradient_norms=norms, gradient_scales=scales, hidden_step=hidden_step
+    )
 
 
 def gradient_norm(inputs: Tensor, delta: Tensor) -> Tensor:
@@ -259,6 +268,9 @@ def gradient_factors_backward(
     and deltas, which are overwritten. The network is an MLP.
     """
     last, kept = len(weights) - 1, factors.intermediates
+    if factors.hidden_step != 1:
+        for grad in grad_deltas[:-1]:
+            grad.mul_(factors.hidden_step)
     # 1. The clip of each layer's gradient. Its limit is a multiple of |v|: gradients with respect to its logarithm.
     grad_log_limits = []
     for i, scale in enumerate(factors.gradient_scales):

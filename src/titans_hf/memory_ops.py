@@ -309,7 +309,8 @@ def _factors_at(
         return single_layer_factors(inputs.keys, single_token_delta(inputs.keys, inputs.values, weights[0]))
     factors = gradient_factors(inputs.keys, inputs.values, anchor, rule)
     if rule.delta_rule:
-        factors = with_last_deltas(factors, single_token_delta(factors.inputs[-1], inputs.values, weights[-1]))
+        delta = single_token_delta(factors.inputs[-1], inputs.values, weights[-1])
+        factors = with_last_deltas(factors, delta, rule.hidden_step)
     return factors
 
 

@@ -70,7 +70,7 @@ def memorize_reference(
     """
     rule.check()
     queries, keys, values, inner_lr, log_momentum_decay, log_retain, _ = inputs
-    error_clip, delta_rule, network = rule
+    error_clip, delta_rule, network, hidden_step = rule
     weights, momentum, anchor, num_seen = state.weights, state.momentum, state.anchor, state.num_seen
     decay_target = decay_target or tuple(torch.zeros_like(w) for w in weights)
     has_momentum = log_momentum_decay is not None
@@ -89,6 +89,8 @@ def memorize_reference(
         if delta_rule:
             gradients[-1] = _last_layer_gradient(anchor[:-1], weights[-1], key, value)
         surprise.append(_norm(gradients))
+        if delta_rule:
+            gradients[:-1] = [hidden_step * g for g in gradients[:-1]]
         parts = zip(eta, momentum, theta, gradients, strict=True)
         momentum = tuple(eta * s - theta * g for eta, s, theta, g in parts)  # eq. 10, 14
         parts = zip(retain, weights, momentum, decay_target, strict=True)

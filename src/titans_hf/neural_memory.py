@@ -4,6 +4,7 @@ update and output (paper sections 3 and 4.4).
 Shapes: B batch, H heads, T tokens, D head size of the memory.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,9 @@ EPSILON = 1e-4
 # Factor of the initial weights of the output projections of memory and attention: untrained, their output is noise.
 # docs/dev/log.md: "The memory's output must start quiet"
 OUTPUT_SCALE = 0.1
+# Limit of eta, the decay of the momentum, with the delta rule: at a larger one, a memory can grow exponentially where
+# a key comes in bursts. docs/dev/log.md: "Momentum with the delta rule"
+LARGEST_ETA_OF_DELTA_RULE = 1 / 3
 
 
 def l2_normalize(x: Tensor) -> Tensor:
@@ -204,7 +208,10 @@ class NeuralMemory(nn.Module):
         self.inner_lr = TokenGate(size, num_gates, initial_logit=0.0)  # theta
         self.momentum = TokenGate(size, num_gates, initial_logit=0.0) if config.memory_momentum else None  # eta
         self.forget = TokenGate(size, num_gates, initial_logit=-5.0) if config.memory_forget else None  # alpha
-        self.rule = UpdateRule(config.memory_error_clip, config.memory_update_rule == "delta", config.memory_network)
+        is_delta = config.memory_update_rule == "delta"
+        # docs/dev/log.md: "Which steps are safe at which depth"
+        hidden_step = 1 / (2 * config.memory_chunk_size) if is_delta else 1.0
+        self.rule = UpdateRule(config.memory_error_clip, is_delta, config.memory_network, hidden_step)
         shapes = layer_shapes(self.head_dim, config.memory_depth, config.memory_expansion)
         self.stable = config.memory_recurrence == "stable"
         starts_as_zero = self.stable and config.memory_network == "mlp"  # LN has too large a gradient at 0
@@ -334,10 +341,15 @@ class NeuralMemory(nn.Module):
         else:
             momentum = self._logits(self.momentum, hidden_states, dtype)
             log_momentum_decay = logsigmoid(momentum)  # log eta_t: eq. 10
+            one_minus_eta = torch.sigmoid(-momentum)
+            if self.rule.delta_rule:
+                # docs/dev/log.md: "Momentum with the delta rule: a key in bursts makes the memory grow exponentially"
+                log_momentum_decay = log_momentum_decay + math.log(LARGEST_ETA_OF_DELTA_RULE)
+                one_minus_eta = 1 - LARGEST_ETA_OF_DELTA_RULE * (1 - one_minus_eta)
             if self.stable:
                 # Times 1 - eta_t: a gradient's steps sum to theta_t whatever eta is: |S| <= max theta |gradient|.
                 # docs/dev/log.md: "The inner loop blows up with the error clip alone"
-                inner_lr = inner_lr * torch.sigmoid(-momentum)
+                inner_lr = inner_lr * one_minus_eta
         if not self.forgets:
             log_retain = torch.zeros_like(inner_lr)  # alpha_t = 0
             if self.forget is not None:

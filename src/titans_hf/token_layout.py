@@ -28,13 +28,8 @@ def check_config(config: TitansConfig) -> None:
     if config.memory_max_lr > config.max_stable_lr:  # as that of a saved model whose rule or chunk has been changed
         logger.warning_once(
             f"`memory_max_lr` ({config.memory_max_lr:g}) is above {config.max_stable_lr:g}, its limit and default with "
-            f"memory_update_rule={config.memory_update_rule!r} and chunks of {config.memory_chunk_size}: steps can "
-            "overshoot, and training can diverge."
-        )
-    if config.memory_momentum and config.memory_update_rule == "delta":
-        logger.warning_once(
-            "`memory_momentum` is True with memory_update_rule='delta', whose default is False: where the same key "
-            "comes in bursts, the memory can grow exponentially."
+            f"memory_update_rule={config.memory_update_rule!r}, memory_depth={config.memory_depth} and chunks of "
+            f"{config.memory_chunk_size}: steps can overshoot, and training can diverge."
         )
     if config.token_memory_features and not config.tie_word_embeddings:  # as a merged adapter of one side leaves it
         logger.warning_once(

@@ -1,0 +1,104 @@
+"""The largest steps that a config takes by default are safe: whatever the tokens are, nothing grows exponentially."""
+
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from titans_hf import TitansConfig
+from titans_hf.memory_ops import memorize
+from titans_hf.memory_state import MemoryInputs, MemoryState
+from titans_hf.neural_memory import LARGEST_ETA_OF_DELTA_RULE, NeuralMemory
+
+SIZE = 32
+
+
+def adversarial_tokens(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws keys and values (8, 1, length, SIZE) of length 1 in which keys repeat, in float64."""
+    generator, place = torch.Generator().manual_seed(0), torch.arange(length)
+
+    def draw(rows: int) -> torch.Tensor:
+        return normalize(torch.randn(rows, SIZE, generator=generator, dtype=torch.float64), dim=-1)
+
+    keys, values = draw(2), draw(2)
+    near = normalize(keys[0] + 0.3 * draw(2), dim=-1)
+    plane = normalize(torch.randn(length, 2, generator=generator, dtype=torch.float64) @ draw(2), dim=-1)
+    signs = torch.where(place % 2 == 0, 1.0, -1.0)[:, None]
+    bursts, longer, by_chunk = (place % 35 >= 5).long(), (place % 48 >= 8).long(), place // 64 % 2
+    rows = [
+        (keys[:1].expand(length, -1), values[:1].expand(length, -1)),
+        (keys[:1].expand(length, -1), draw(length)),
+        (keys[:1].expand(length, -1), values[0] * signs),
+        (keys[bursts], values[bursts]),
+        (keys[longer], values[longer]),
+        (keys[by_chunk], values[by_chunk]),
+        (near[by_chunk], torch.stack([values[0], -values[0]])[by_chunk]),
+        (plane, draw(length)),
+    ]
+    return tuple(torch.stack(parts)[:, None] for parts in zip(*rows, strict=True))
+
+
+def read_all(config: TitansConfig, length: int, dtype: torch.dtype, eta: float):
+    """Reads the tokens with the largest steps and without forgetting: the output, the keys, and the state."""
+    torch.manual_seed(0)
+    memory = NeuralMemory(config).double()
+    keys, values = (x.to(dtype) for x in adversarial_tokens(length))
+    keys.requires_grad_(dtype == torch.float64)
+    weights = tuple(memory.initial_weights(dtype))
+    state = MemoryState.initial(weights, len(keys), dtype, memory.has_anchor, config.memory_momentum)
+    theta = torch.full(keys.shape[:3], config.memory_max_lr * (1 - eta * config.memory_momentum), dtype=dtype)
+    log_eta = torch.full_like(theta, eta).log() if config.memory_momentum else None
+    inputs = MemoryInputs(keys, keys, values, theta, log_eta, torch.zeros_like(theta))
+    output = memorize(inputs, state, memory.rule, chunk_size=config.memory_chunk_size, decay_target=weights)
+    return output.retrieved, keys, output.state
+
+
+def make_config(rule: str, depth: int, momentum: bool, chunk_size: int = 16) -> TitansConfig:
+    settings = dict(memory_update_rule=rule, memory_depth=depth, memory_momentum=momentum)
+    return TitansConfig(
+        variant="lmm",
+        hidden_size=SIZE,
+        memory_num_heads=1,
+        memory_expansion=2,
+        memory_chunk_size=chunk_size,
+        **settings,
+    )
+
+
+FORMS = [(rule, momentum) for rule in ("chunk", "delta") for momentum in (False, True)]
+
+
+def largest_eta(rule: str) -> float:
+    return 0.9 if rule == "chunk" else LARGEST_ETA_OF_DELTA_RULE
+
+
+@pytest.mark.parametrize("rule,momentum", FORMS)
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_gradients_and_rounding_do_not_grow(depth, rule, momentum):
+    """With the default step, the gradient of late outputs stays below 30, and float32 agrees with float64, after 768
+    tokens in which keys repeat. With steps that overshoot, the gradient grows to 1e3 to 1e17, and both part.
+    """
+    config, eta = make_config(rule, depth, momentum), largest_eta(rule)
+    retrieved, keys, _ = read_all(config, 768, torch.float64, eta)
+    direction = torch.randn(
+        retrieved[:, :, -64:].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
+    direction /= direction.flatten(1).norm(dim=1)[:, None, None, None]
+    (gradient,) = torch.autograd.grad((retrieved[:, :, -64:] * direction).sum(), keys)
+    assert gradient.flatten(1).norm(dim=1).max() < 30
+    with torch.no_grad():
+        rounded, _, _ = read_all(config, 768, torch.float32, eta)
+    assert (rounded - retrieved).norm(dim=-1).max() < 1e-3 * retrieved.norm(dim=-1).max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule,momentum", FORMS)
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+@torch.no_grad()
+def test_nothing_blows_up_in_20000_tokens(depth, rule, momentum):
+    """With the default step, a memory that forgets nothing returns at most ten times the length of a value after 20,000
+    tokens in which keys repeat.
+    """
+    config = make_config(rule, depth, momentum, chunk_size=64)
+    retrieved, _, state = read_all(config, 20_000, torch.float32, largest_eta(rule))
+    assert retrieved.norm(dim=-1).max() < 10
+    assert max(x.abs().max() for x in state.weights) < 30
