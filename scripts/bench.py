@@ -18,7 +18,7 @@ import transformers
 from scripts.benchmarks import compare_titans_pytorch, decode, long_prompt, memory_alone, whole_models
 from scripts.benchmarks.table_and_plot import save_plot, table
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
-from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.devices import choose_device
 
 BENCHMARKS = {
@@ -33,7 +33,7 @@ COUNTS = ("repeats", "lengths", "chunks", "depths", "contexts", "steps", "tokens
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     commands = parser.add_subparsers(dest="benchmark", required=True)
     for name, benchmark in BENCHMARKS.items():
         command = commands.add_parser(name, help=benchmark.__doc__.splitlines()[0], description=benchmark.__doc__)

@@ -13,7 +13,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 
 NOVELS = Path(__file__).with_name("novels.json")
 
@@ -58,7 +58,7 @@ def copy_novels(sources: dict[Path, tuple[str, str]], output: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("clones", metavar="CLONE", type=Path, nargs="+", help="folders of the cloned repositories")
     parser.add_argument("--output", type=Path, required=True, help="folder for train, valid and test")
     args = parser.parse_args(argv)

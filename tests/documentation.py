@@ -76,9 +76,10 @@ TREATMENTS = [
     Treatment(r"python -m scripts.bench decode .*", "--contexts 32 --steps 2 --size tiny --repeats 1"),
     Treatment(r"python -m scripts.bench prompt .*", "--tokens 256 --piece 64 --every 128"),
     Treatment(r"titans-hf train .*|torchrun .* titans-hf train .*", "--max_steps 2 --use_cpu true"),
-    Treatment(r"trl sft .*", "--max_steps 2 --use_cpu true --bf16 false --report_to none"),
+    Treatment(r"trl sft .*", "--max_steps 2 --report_to none"),
     Treatment(r"titans-hf merge .*"),
     Treatment(r"accelerate launch .*", not_run="it needs the machines: tests/test_accelerate_configs.py"),
+    Treatment(r"titans-hf eval (?!.*--data ).*", not_run=NETWORK),
     Treatment(r"titans-hf eval .* --suite lm commonsense .*", "--limit 1 --max_length 2048"),
     Treatment(r"titans-hf eval .*", "--limit 1 --lengths 1024 --max_length 2048"),
     Treatment(

@@ -1,14 +1,17 @@
 """scripts/shared: tables, text files, checks of options, errors on one line; and how the folders import each other."""
 
+import argparse
 import re
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
-from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.shared.checkpoints import load_config, load_tokenizer
+from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.markdown_tables import markdown_table
 from titans_hf.cli.shared.text_files import describe_files, find_files, read_text
 
@@ -45,6 +48,29 @@ def test_files_are_those_of_the_suffixes_in_all_subfolders(tmp_path):
         find_files(tmp_path / "folder.txt", "--text")
     with pytest.raises(ValueError, match=r"--text .*missing does not exist"):
         find_files(tmp_path / "missing", "--text")
+
+
+def test_a_name_without_a_network_fails_at_once(monkeypatch):
+    """A name that is no folder fails at once where the Hub cannot be reached. Otherwise a typing error in a folder's
+    name would cost half a minute of repeated requests.
+    """
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    start = time.monotonic()
+    for load in (load_config, load_tokenizer):
+        with pytest.raises(ValueError, match=r"MODEL runs/tiny-mug .*: no such folder, nor to be had from the Hub"):
+            load("runs/tiny-mug", "MODEL")
+    assert time.monotonic() - start < 10
+
+
+def test_help_shows_defaults():
+    """Help shows the default of every option that has one, 0 too. Otherwise a user could not know which value holds."""
+    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="of the draws")
+    parser.add_argument("--keep", action="store_true", help="keep it")
+    parser.add_argument("--data", help="a folder")
+    lines = [line.strip() for line in parser.format_help().splitlines()]
+    assert lines[-3:] == ["--seed SEED  of the draws (default: 0)", "--keep       keep it", "--data DATA  a folder"]
 
 
 @pytest.mark.parametrize("error", [ValueError("--x 1\nmust be 2"), OSError("--x 1 must be 2")])

@@ -114,6 +114,15 @@ def test_markdown_beside_text_is_read(tmp_path):
     assert decoded(tmp_path / "folder") == "a.txt</s>notes.md</s>"
 
 
+def test_conversations_are_for_another_command(tmp_path):
+    """Data of conversations is refused with the command that trains on them. Otherwise a user would read of columns
+    only.
+    """
+    write_rows(tmp_path / "chats.jsonl", [{"messages": [{"role": "user", "content": "Who?"}]}])
+    with pytest.raises(ValueError, match=r"conversations \(column messages\), .* `trl sft` trains on conversations"):
+        decoded(tmp_path / "chats.jsonl")
+
+
 def test_kinds_are_not_mixed(tmp_path):
     """A folder of several kinds of data raises an error: otherwise a part of it would be ignored."""
     (tmp_path / "a.txt").write_text("a")

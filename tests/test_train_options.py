@@ -40,6 +40,27 @@ def test_paper_defaults(options):
     assert parser.get_default("tokens_per_step") == 524288
 
 
+@pytest.mark.parametrize(
+    ("given", "evaluated", "saved", "best"),
+    [
+        ({}, ("steps", 0.05), ("steps", 0.05), True),
+        ({"eval_steps": 2}, ("steps", 2), ("steps", 2), True),
+        ({"save_steps": 4}, ("steps", 4), ("steps", 4), True),
+        ({"eval_strategy": "epoch"}, ("epoch", 0.05), ("epoch", 0.05), True),
+        ({"eval_strategy": "no"}, ("no", 0.05), ("steps", 0.05), False),
+    ],
+)
+def test_saving_follows_evaluation(options, given, evaluated, saved, best):
+    """Options of saving and of evaluation that were not given follow those that were. If they kept a default of their
+    own, a command with --eval_steps alone would be refused for an option that nobody gave.
+    """
+    parser = train.HfArgumentParser(train.ARGUMENTS)
+    *_, arguments = parser.parse_args_into_dataclasses(options(**({"eval_steps": None, "save_steps": None} | given)))
+    assert (arguments.eval_strategy, arguments.eval_steps) == evaluated
+    assert (arguments.save_strategy, arguments.save_steps) == saved
+    assert arguments.load_best_model_at_end == best
+
+
 def test_overrides_rebuild_the_config(options):
     """Sizes derived from an overridden field follow it: otherwise head_dim would keep its old value."""
     config = LLAMA | {"hidden_size": 64}
@@ -99,7 +120,9 @@ def test_shipped_configurations_have_names():
     """`--config tiny-mag` works from any folder: otherwise an installed command would need a checkout."""
     config = load_config(ModelArguments(config="tiny-mag"), byte_tokenizer())
     assert (config.model_type, config.variant) == ("titans", "mag")
-    with pytest.raises(FileNotFoundError, match="--config tiny-mug: no such file or folder, nor a configuration"):
+    with pytest.raises(
+        FileNotFoundError, match=r"--config tiny-mug: no such file or folder, .* 170m-lmm, .*, tiny-mag, "
+    ):
         load_config(ModelArguments(config="tiny-mug"), byte_tokenizer())
 
 

@@ -28,7 +28,7 @@ from eval.dna.sequences import name_of as file_name
 from eval.dna.tables import check_alike, write_report
 from eval.dna.training import DataOfRun, Run, make_run
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
-from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 
 SHAPE = ("parameters", "hidden_size", "num_hidden_layers")
 TRAINING = ("batch_size", "epochs", "evaluations")
@@ -37,7 +37,7 @@ DEFAULT_MODELS = ("lmm", "lmm" + STOPPED, "mag", "mag" + STOPPED, "llama", "mamb
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parses the command line, without checking what the values mean."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("data", nargs="*", type=Path, metavar="DATA", help="files, each cross-validated in itself")
     parser.add_argument("--folds", type=int, default=5)
     parser.add_argument("--train", nargs="+", type=Path, default=[], metavar="FILE", help="instead of DATA")

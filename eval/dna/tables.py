@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from eval.common.records import read_records
 from eval.common.tables import read_paper
 from eval.dna.models import NAMES
-from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.figures import line_styles, plot_with_spread, save_figure
 from titans_hf.cli.shared.markdown_tables import markdown_table
 
@@ -162,7 +162,7 @@ def write_report(runs: Path, output: Path, baselines: list[str] | None = None) -
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("runs", type=Path, help="a JSON Lines file of runs, or its folder")
     parser.add_argument("--baselines", nargs="*", default=[], help="rows that the others are compared with")
     parser.add_argument("--output", type=Path, required=True, help="the folder for table.md and the plots")

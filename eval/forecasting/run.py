@@ -23,7 +23,7 @@ from eval.forecasting.models import BASELINES, NAMES, forecasts
 from eval.forecasting.tables import check_alike, write_report
 from eval.forecasting.training import INPUTS, Run, make_run
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
-from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.time_series_titans import LOSSES
 
 SHARED = ("learning_rate", "split", "cycle_length", "loss")
@@ -31,7 +31,7 @@ POSITIVE = ("look_back", "batch_size", "max_steps", "eval_steps", "patience")
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("data", nargs="+", type=Path, metavar="DATA.csv")
     parser.add_argument("--time_column", help="name of the column of dates; default: the first")
     parser.add_argument("--date_format", help="of the dates, as %%d/%%m/%%Y; found out where it can only be one")

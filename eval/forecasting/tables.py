@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from eval.common.records import read_lines, read_records
 from eval.common.tables import read_paper
 from eval.forecasting.training import EXAMPLES
-from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.figures import line_styles, save_figure
 from titans_hf.cli.shared.markdown_tables import markdown_table
 
@@ -192,7 +192,7 @@ def write_report(runs: Path, output: Path, rows: Sequence[str] = ()) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("runs", metavar="RUNS", type=Path, help="a JSON Lines file of runs, or its folder")
     parser.add_argument("--rows", nargs="+", default=[], help="the rows that are shown; all")
     parser.add_argument("--output", type=Path, required=True, help="the folder for table.md and the plots")

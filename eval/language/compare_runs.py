@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from eval.common.records import Record, read_records
-from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.figures import (
     line_styles,
     loss_by_position_axes,
@@ -178,7 +178,7 @@ def parse_names(option: str, form: str, given: list[str], rows: dict[str, Row]) 
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+", help="JSON Lines files of train_and_score")
     parser.add_argument(
         "--rows", nargs="+", default=["*"], help="names of rows, in the table's order; * stands for any"

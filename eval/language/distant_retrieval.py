@@ -24,7 +24,7 @@ import titans_hf  # noqa: F401  registers the model type "titans"
 from eval.common.records import append_record
 from eval.language.token_blocks import cut_stretches, make_tokenizer, read_documents
 from titans_hf.cli.shared.checkpoints import load_model
-from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.text_files import find_files
 
 SHARPNESS, SHARES = (5, 10, 20, 40), (0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
@@ -127,7 +127,7 @@ def compare(model, chosen_on: Tensor, scored_on: Tensor, methods: list[str], dis
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("model", type=Path, help="a folder that train_and_score.py has saved with --save_model")
     parser.add_argument("--train_text", type=Path, required=True, help="the texts that its tokenizer was made of")
     parser.add_argument("--choice_text", type=Path, required=True, help="a folder of .txt files to choose settings on")

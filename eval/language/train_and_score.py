@@ -21,7 +21,7 @@ from eval.common.git_commit import describe_commit
 from eval.common.records import append_record, read_records
 from eval.language.token_blocks import cut_blocks, cut_stretches, make_tokenizer, read_documents
 from eval.language.training_loop import TrainingOptions, train
-from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.devices import choose_device
 from titans_hf.cli.shared.text_files import find_files
 
@@ -60,7 +60,7 @@ class CurveRecorder:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("model", choices=NAMES)
     parser.add_argument("--train_text", type=Path, required=True, help="a folder of .txt files")
     parser.add_argument("--score_text", type=Path, nargs="+", required=True, help="folders of .txt files")

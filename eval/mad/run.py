@@ -23,11 +23,11 @@ from eval.mad.models import NAMES
 from eval.mad.tasks import TASKS
 from eval.mad.training import Run, config_for, settings_of, train
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
-from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument(
         "--models", nargs="+", choices=NAMES, default=list(NAMES), metavar="MODEL", help=", ".join(NAMES)
     )

@@ -19,7 +19,7 @@ from eval.common.records import read_records
 from eval.common.tables import read_paper
 from eval.mad.models import NAMES
 from eval.mad.tasks import TASKS
-from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.figures import line_styles, plot_with_spread, save_figure
 from titans_hf.cli.shared.markdown_tables import markdown_table
 
@@ -141,7 +141,7 @@ def plot(results: Results, tasks: list[str], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("runs", type=Path, help="a JSON Lines file of runs, or its folder")
     parser.add_argument("--plot", type=Path, help="an image file of accuracy by epoch")
     parser.add_argument("--baselines", nargs="*", default=[], help="rows that the others are compared with")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.figures import line_styles, save_figure
 from titans_hf.cli.shared.markdown_tables import markdown_table
 
@@ -54,7 +54,7 @@ def plot(runs: dict[str, dict], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("folders", type=Path, nargs="+", help="output folders of titans-hf train")
     parser.add_argument("--plot", type=Path, help="PNG to write")
     args = parser.parse_args(argv)

@@ -24,7 +24,7 @@ from titans_hf.cache_files import DESCRIPTION, read_description
 from titans_hf.cli import read as read_command
 from titans_hf.cli.evaluation.needles import KINDS, PREFIX, PROMPT, draw_key, draw_value, needle_of
 from titans_hf.cli.shared.checkpoints import load_tokenizer
-from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.figures import save_figure
 from titans_hf.cli.shared.markdown_tables import markdown_table
 from titans_hf.cli.shared.text_files import find_files
@@ -136,7 +136,7 @@ def table(needles: list[dict], length: int) -> str:
 
 
 def main(argv: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("model", metavar="MODEL", help="a Titans checkpoint that reads bytes, as passkey-lmm")
     parser.add_argument("--text", type=Path, required=True, help="a folder of .txt files to hide the needles in")
     parser.add_argument("--output", type=Path, required=True, help="a new folder")

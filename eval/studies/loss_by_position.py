@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from titans_hf.cli.evaluation.checkpoints import Checkpoint, read_checkpoints, trained_length
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
 from titans_hf.cli.shared.checkpoints import load_model
-from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.devices import choose_device
 from titans_hf.cli.shared.figures import (
     line_styles,
@@ -94,7 +94,7 @@ def plot(losses: dict[str, list[float]], length: int, trained: int | None, path:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("models", metavar="MODEL", nargs="+", help="checkpoints with a tokenizer, the same in all")
     parser.add_argument("--text", type=Path, required=True, help="a folder of .txt files")
     parser.add_argument("--length", type=int, default=8192, help="tokens")

@@ -35,7 +35,7 @@ from titans_hf.cli.evaluation.needles import (
     token_counter,
 )
 from titans_hf.cli.shared.argument_checks import check_minimums
-from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.text_files import find_files, read_text
 from titans_hf.cli.training.tokenizer import load_tokenizer
 
@@ -149,7 +149,7 @@ def table(documents: Iterable[Document]) -> Dataset:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="a new folder, for titans-hf train --train_data")
     parser.add_argument("--number", type=int, default=33_280, help="documents to train on")
     parser.add_argument("--length", type=int, default=1023, help="tokens of the longest, without an eos")

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from titans_hf import TitansCache
 from titans_hf.cli.demo import NUM_PAIRS, NUM_SYMBOLS
 from titans_hf.cli.shared.checkpoints import load_model
-from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 
 NUM_ROWS = 128
 
@@ -63,7 +63,7 @@ def compare(model: PreTrainedModel, number: int, filler: int, seed: int) -> dict
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("models", metavar="MODEL", nargs="+", help="folders of Titans models that demo.py has trained")
     parser.add_argument("--numbers", type=int, nargs="+", default=[2, 3, 5], help="of texts, at most 5")
     parser.add_argument("--fillers", type=int, nargs="+", default=[64, 256], help="tokens after the pairs of each text")

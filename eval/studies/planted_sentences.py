@@ -17,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from titans_hf.cli.read import load_model
-from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.markdown_tables import markdown_table
 from titans_hf.cli.shared.text_files import find_files
 from titans_hf.cli.surprise import QUANTITIES, measure, tokenize
@@ -61,7 +61,7 @@ def count(highest: np.ndarray) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("model", metavar="MODEL", help="a Titans checkpoint: a folder or a name on the Hub")
     parser.add_argument("--text", type=Path, required=True, help="a folder of .txt files")
     parser.add_argument("--length", type=int, default=6000, help="characters of each file that are read")

@@ -22,7 +22,7 @@ from transformers import BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 from eval.studies.loss_by_position import stretches_of
 from titans_hf.cli.shared.argument_checks import check_minimums
 from titans_hf.cli.shared.checkpoints import load_model, load_tokenizer
-from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.markdown_tables import markdown_table
 
 QUANTO = {8: "int8", 4: "int4"}
@@ -67,7 +67,7 @@ def measure(found: Tensor, reference: Tensor, stretches: Tensor) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> str:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("model", metavar="MODEL", help="a checkpoint")
     parser.add_argument("--text", type=Path, required=True, help="a folder of .txt files")
     parser.add_argument("--length", type=int, default=2048, help="tokens of each file")

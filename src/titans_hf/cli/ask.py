@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from titans_hf import TitansCache
 from titans_hf.cli.read import load_model
 from titans_hf.cli.shared.argument_checks import check_minimums
-from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.text_ids import encode
 
 
@@ -46,15 +46,15 @@ def learn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: Tit
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("model", metavar="MODEL", help="the checkpoint that has read: a folder or a name on the Hub")
     parser.add_argument("--memory", type=Path, required=True, help="the folder that titans-hf read has saved to")
     parser.add_argument("--prompt", action="append", help="a text to be continued; may be given several times")
     parser.add_argument("--keep", action="store_true", help="prompts and answers become part of the saved memory")
-    parser.add_argument("--max_new_tokens", type=int, default=64)
+    parser.add_argument("--max_new_tokens", type=int, default=64, help="the longest answer, in tokens")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 for the most probable token")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", help="cpu, cuda, ...; a GPU if there is one")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws with a --temperature above 0")
+    parser.add_argument("--device", help="cpu, cuda, ... (default: the GPU if there is one)")
     args = parser.parse_args(argv)
     if args.prompt is not None and not all(args.prompt):
         raise ValueError("--prompt is empty")

@@ -28,7 +28,7 @@ from transformers.utils import logging
 
 import titans_hf
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
-from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.figures import line_styles, mark_failures, mark_trained_length, save_figure
 
 NAMES = """Ada Ben Cleo Dan Eve Finn Gus Hugo Ida Jon Kim Lea Max Nora Otto Pia Quin Rosa Sam Tom Uma Vera Will Xenia
@@ -146,7 +146,7 @@ def train_and_ask(args: argparse.Namespace) -> tuple[dict[str, list[float]], dic
 
 
 def main(argv: list[str] | None = None) -> dict[str, list[float]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--variant", choices=("mac", "mag", "mal", "lmm"), default="lmm", help="lmm: memory alone")
     parser.add_argument("--steps", type=int, default=600, help="optimizer steps of 32 sequences")
     parser.add_argument("--questions", type=int, default=128, help="sequences asked per distance")

@@ -35,7 +35,7 @@ from titans_hf.cli.evaluation.result_tables import write_report
 from titans_hf.cli.evaluation.suites import BABILONG_LENGTHS, SUITES, TASKS, Unit, choose, plan
 from titans_hf.cli.evaluation.titans_lm import TitansLM
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
-from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.devices import choose_device
 from titans_hf.cli.shared.finished_runs import write_record
 
@@ -46,7 +46,7 @@ BOOTSTRAP = 1000  # lm-eval's 100,000 draws take minutes for the standard error 
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("models", nargs="+", metavar="MODEL", help="folder of a checkpoint, or its name on the Hub")
     parser.add_argument(
         "--suite",
@@ -58,15 +58,23 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="folder for results, tables and plots")
     parser.add_argument("--data", type=Path, help="folder with the data; without it the official tasks of the Hub")
     parser.add_argument("--limit", type=int, help="only so many documents of a task, to try it out")
-    parser.add_argument("--lengths", type=int, nargs="+", help="context lengths in tokens, for needles and BABILong")
-    parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument(
-        "--max_length", type=int, help="context of models other than Titans, if not their own limit: it takes memory"
+        "--lengths",
+        type=int,
+        nargs="+",
+        help="context lengths in tokens, for needles and BABILong (default: the paper's)",
+    )
+    parser.add_argument("--batch_size", type=int, default=8, help="documents that a model reads at once")
+    parser.add_argument(
+        "--max_length",
+        type=int,
+        help="longest prompt, in tokens, of models other than Titans (default: their own limit); attention to "
+        "a long prompt needs much memory",
     )
     parser.add_argument(
         "--update_cards", action="store_true", help="write the results into the model cards (README.md) of the MODELs"
     )
-    parser.add_argument("--device", help="as in cpu or cuda:0; default: the GPU if there is one")
+    parser.add_argument("--device", help="cpu, cuda, ... (default: the GPU if there is one)")
     parser.add_argument("--dtype", default="auto", help="of the weights: auto (as saved), float32, bfloat16, ...")
     args = parser.parse_args(argv)
     check_minimums(args, limit=1, batch_size=1, max_length=1, lengths=0)

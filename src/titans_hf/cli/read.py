@@ -26,7 +26,7 @@ from titans_hf import TitansCache
 from titans_hf.cache_files import DESCRIPTION
 from titans_hf.cli.shared import checkpoints
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
-from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.devices import choose_device
 from titans_hf.cli.shared.text_files import describe_files, find_files
 from titans_hf.cli.shared.text_ids import encode, newline_decoder
@@ -217,15 +217,20 @@ def read_before(about: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("model", metavar="MODEL", help="a Titans checkpoint: a folder or a name on the Hub")
     parser.add_argument("texts", metavar="TEXT", nargs="+", help="a file, a folder, or - for standard input")
     parser.add_argument("--memory", type=Path, required=True, help="the folder to save to, and to go on from")
-    parser.add_argument("--save_every", type=int, default=100_000, help="tokens that an interruption may cost")
+    parser.add_argument(
+        "--save_every",
+        type=int,
+        default=100_000,
+        help="save after every so many tokens",
+    )
     parser.add_argument("--piece", type=int, default=4096, help="tokens read at once: they bound the memory needed")
     parser.add_argument("--append", action="store_true", help="read TEXT after whatever the memory has read")
     parser.add_argument("--abandon", action="store_true", help="--append even to texts that were not read to their end")
-    parser.add_argument("--device", help="cpu, cuda, ...; a GPU if there is one")
+    parser.add_argument("--device", help="cpu, cuda, ... (default: the GPU if there is one)")
     args = parser.parse_args(argv)
     check_minimums(args, save_every=1, piece=1)
     if args.abandon and not args.append:

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from titans_hf import TitansCache
 from titans_hf.cli.read import load_model
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
-from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.text_ids import encode, normalize_newlines
 
 PIECE = 2048  # tokens read at once
@@ -195,12 +195,12 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], 
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("model", metavar="MODEL", help="a Titans checkpoint: a folder or a name on the Hub")
     parser.add_argument("text", metavar="TEXT", help="a file, or - for standard input")
     parser.add_argument("--output", type=Path, required=True, help="the folder for surprise.html and surprise.png")
     parser.add_argument("--max_tokens", type=int, default=20_000, help="the longest text that is drawn")
-    parser.add_argument("--device", help="cpu, cuda, ...; a GPU if there is one")
+    parser.add_argument("--device", help="cpu, cuda, ... (default: the GPU if there is one)")
     args = parser.parse_args(argv)
     check_minimums(args, max_tokens=1)
     check_folder(args.output, "--output")

@@ -18,6 +18,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from titans_hf.cli.shared.hub import go_offline_without_network
+
 SIZES_DIFFER = "ignore_mismatched_sizes"  # in the RuntimeError of transformers
 
 
@@ -57,6 +59,7 @@ def check_checkpoint(path: str | Path, argument: str) -> None:
     that `load_model` refuses, for a command that leaves loading to another package. No weights are read; a name on the
     Hub is not looked at.
     """
+    go_offline_without_network(path)
     if Path(path).is_dir():
         is_titans = load_config(path, argument).model_type == "titans"  # others may be no causal language models
         check_weights(path, argument)
@@ -89,6 +92,7 @@ def load_config(path: str | Path, argument: str) -> PreTrainedConfig:
 
     argument: the name of the path in errors, as in "MODEL".
     """
+    go_offline_without_network(path)
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError, StrictDataclassError) as error:
@@ -101,6 +105,7 @@ def load_config(path: str | Path, argument: str) -> PreTrainedConfig:
 
 def load_tokenizer(path: str | Path, argument: str) -> PreTrainedTokenizerBase:
     """Loads a tokenizer by its folder or name on the Hub. Raises ValueError where there is none, or a damaged one."""
+    go_offline_without_network(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         usable = bool(tokenizer("a b").input_ids)

@@ -1,11 +1,20 @@
 """Runs a command so that bad input ends in one line on standard error."""
 
+import argparse
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 DEBUG = "TITANS_HF_DEBUG"
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows a description as it is written, and the default of every option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        without = action.default is None or action.default is False
+        return action.help if without else super()._get_help_string(action)
 
 
 def run_command(main: Callable[[], object]) -> None:

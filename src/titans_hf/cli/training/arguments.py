@@ -123,8 +123,26 @@ class PaperArguments(TrainingArguments):
     logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Leave a loss of NaN out of the log."})
     logging_steps: float = field(default=10, metadata={"help": "Steps between two lines of the log."})
     eval_strategy: str = field(default="steps", metadata={"help": "When to evaluate: steps, epoch or no."})
-    eval_steps: float | None = field(default=0.05, metadata={"help": "Steps, or below 1 a share of all steps."})
-    save_steps: float = field(default=0.05, metadata={"help": "Like --eval_steps, and a multiple of it."})
+    save_strategy: str | None = field(default=None, metadata={"help": "Default: --eval_strategy, or steps for no."})
+    eval_steps: float | None = field(
+        default=None, metadata={"help": "Steps, or below 1 a share of all steps. Default: --save_steps, or 0.05."}
+    )
+    save_steps: float | None = field(
+        default=None, metadata={"help": "Like --eval_steps, and a multiple of it. Default: --eval_steps."}
+    )
     save_total_limit: int | None = field(default=2, metadata={"help": "Checkpoints kept, the best one included."})
-    load_best_model_at_end: bool = field(default=True, metadata={"help": "Keep the best model, not the last."})
+    load_best_model_at_end: bool | None = field(
+        default=None, metadata={"help": "Keep the best model, not the last. Default: unless --eval_strategy is no."}
+    )
     metric_for_best_model: str | None = field(default="eval_loss", metadata={"help": "What makes a model the best."})
+
+    def __post_init__(self):
+        if self.save_strategy is None:
+            self.save_strategy = "steps" if self.eval_strategy == "no" else self.eval_strategy
+        if self.eval_steps is None:
+            self.eval_steps = 0.05 if self.save_steps is None else self.save_steps
+        if self.save_steps is None:
+            self.save_steps = self.eval_steps
+        if self.load_best_model_at_end is None:
+            self.load_best_model_at_end = self.eval_strategy != "no"
+        super().__post_init__()

@@ -17,6 +17,7 @@ from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
+from titans_hf.cli.shared.hub import go_offline_without_network
 from titans_hf.cli.shared.text_files import describe_files, find_files
 from titans_hf.cli.shared.text_ids import encode, newline_decoder, normalize_newlines
 from titans_hf.cli.training.arguments import DataArguments
@@ -297,6 +298,7 @@ def load_splits(
     missing = FileNotFoundError(f"{argument} {source} is neither a file, nor a folder, nor a data set on the Hub")
     if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", source):
         raise missing
+    go_offline_without_network(source)
     try:
         return load_dataset(source, dataset_config, streaming=streaming)
     except (DatasetNotFoundError, ConnectionError) as error:
@@ -371,6 +373,11 @@ def text_columns(documents: Dataset | IterableDataset, column: str, packing: boo
     names = [column] if column in features else ["prompt", "completion"]
     present = ", ".join(features)
     if not set(names) <= set(features):
+        if chats := {"messages", "conversations"} & {*features}:
+            raise ValueError(
+                f"the data has conversations (column {chats.pop()}), and this command trains on text: `trl sft` trains "
+                "on conversations (docs/finetune.md)"
+            )
         raise ValueError(f"the data has no --text_column {column}, nor a prompt and a completion, only {present}")
     if len(names) > 1 and packing:
         raise ValueError(f"the data has no --text_column {column}, only {present}: these need --packing false")

@@ -56,7 +56,10 @@ def _config_path(config: str) -> Path:
         return path
     if shipped.exists():
         return shipped
-    raise FileNotFoundError(f"--config {config}: no such file or folder, nor a configuration of this package")
+    names = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.json")))
+    raise FileNotFoundError(
+        f"--config {config}: no such file or folder, nor a configuration of this package, which are {names}"
+    )
 
 
 def unused_weights(config: str) -> str | None:
