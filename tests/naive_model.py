@@ -262,9 +262,10 @@ def episodic_memory(module, config, mlp_inputs, logits, ids):
         memory = torch.zeros_like(log_p)
         for weight, (_, stored) in zip((sharpness * similarity).softmax(0), entries, strict=True):
             memory = memory + weight * torch.eye(len(log_p), dtype=log_p.dtype)[stored]
-        best = entries[similarity.argmax()][1]
-        features = (similarity.max(), (sharpness * similarity).logsumexp(0) / sharpness, memory[best], log_p[best])
-        gate = torch.stack([*features, log_p.max()]) @ module.gate_weight + module.gate_bias[0]
+        mass, count = memory[entries[similarity.argmax()][1]], torch.tensor(float(len(entries))).to(log_p)
+        entropy = -(log_p.exp() * log_p).sum()
+        features = [(sharpness * similarity).logsumexp(0) / 10, mass, entropy / 4, count.log() / 5]
+        gate = torch.stack(features) @ module.gate_weight + module.gate_bias[0]
         share = torch.sigmoid(gate)
         outputs.append(((1 - share) * log_p.exp() + share * memory).log() + logits[t].logsumexp(-1))
     return torch.stack(outputs), entries

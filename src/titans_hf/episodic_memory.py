@@ -38,8 +38,8 @@ from .token_layout import TokenLayout
 
 BLOCK = 64  # columns that are read at once: they bound the memory needed
 IN_CACHE, NONE = -1, -2  # instead of a column: the last token of the cache, no token
-FEATURES = 5  # of `read_gate`
-INITIAL_SHARPNESS = 16.0
+UNITS = (10, 1, 4, 5)  # of the features of `read_gate`, which are then of the order of 1
+INITIAL_SHARPNESS = 12.0
 INITIAL_GATE = -5.0  # a new memory has at most a share of sigmoid(-5) = .007
 
 
@@ -57,7 +57,7 @@ class EpisodicMemory(nn.Module):
         self.center = nn.Parameter(torch.zeros(config.hidden_size))
         self.projection = nn.Parameter(torch.empty(config.hidden_size, size))
         self.log_sharpness = nn.Parameter(torch.empty(1))
-        self.gate_weight = nn.Parameter(torch.zeros(FEATURES))
+        self.gate_weight = nn.Parameter(torch.zeros(len(UNITS)))
         self.gate_bias = nn.Parameter(torch.empty(1))
         self.reset_parameters()
 
@@ -222,7 +222,8 @@ class EpisodicMemory(nn.Module):
         shares = shares.gather(-1, tokens).clamp(min=torch.finfo(dtype).tiny)
         log_z = logits.logsumexp(-1, keepdim=True)
         log_p = logits.gather(-1, tokens) - log_z
-        gate = self.read_gate(scores, shares, log_p, (logits.amax(-1, keepdim=True) - log_z)[..., 0])
+        entropy = (log_z - (logits.softmax(-1) * logits).sum(-1, keepdim=True))[..., 0]
+        gate = self.read_gate(scores, shares, entropy, entries.visible.sum(-1))
         gate = torch.where(any_visible, gate, -torch.inf)[..., None]  # logit of l
         # log((1 - l) p + l m) = log p + log(1 - l) + log(1 + e^r),  r = log(l / (1 - l)) + log m - log p
         ratio = gate + shares.log() - log_p
@@ -231,24 +232,18 @@ class EpisodicMemory(nn.Module):
         parts = (weights / shares).detach()
         return (logits + logsigmoid(-gate)).scatter_add(-1, tokens, (parts * rise).to(logits.dtype))
 
-    def read_gate(self, scores: Tensor, shares: Tensor, log_p: Tensor, largest_log_p: Tensor) -> Tensor:
-        """Computes the logit of l (B, Q) from five features: the largest score and the log of the sum of their
-        exponentials, in units of the sharpness; m and log p of the best entry's token; the model's largest log p.
+    def read_gate(self, scores: Tensor, shares: Tensor, entropy: Tensor, number: Tensor) -> Tensor:
+        """Computes the logit of l (B, Q) from four features: the log of the sum of the scores' exponentials; m of the
+        best entry's token; the entropy of p in nats; the log of the number of visible entries.
 
-        scores (B, Q, E): beta k_t k_i, -inf for entries that are not visible. shares, log_p (B, Q, E): m and log p of
-        the entries' tokens. largest_log_p (B, Q).
+        scores (B, Q, E): beta k_t k_i, -inf for entries that are not visible. shares (B, Q, E): m of the entries'
+        tokens. entropy, number (B, Q).
         """
-        sharpness = self.log_sharpness.to(scores.dtype).exp()
-        largest, best = scores.max(-1, keepdim=True)
-        features = [
-            largest[..., 0] / sharpness,
-            scores.logsumexp(-1) / sharpness,
-            shares.gather(-1, best)[..., 0],
-            log_p.gather(-1, best)[..., 0],
-            largest_log_p,
-        ]
-        weights = self.gate_weight.to(scores.dtype)
-        return torch.stack(features, dim=-1) @ weights + self.gate_bias.to(scores.dtype)
+        best = scores.argmax(-1, keepdim=True)
+        mass = shares.gather(-1, best)[..., 0]
+        features = (scores.logsumexp(-1), mass, entropy, number.clamp(min=1).to(scores.dtype).log())
+        features = torch.stack([x / unit for x, unit in zip(features, UNITS, strict=True)], dim=-1)
+        return features @ self.gate_weight.to(scores.dtype) + self.gate_bias.to(scores.dtype)
 
 
 class Places(NamedTuple):
