@@ -16,6 +16,7 @@ from transformers import (
 from .cache_titans import TitansCache
 from .configuration_time_series_titans import TitansTimeSeriesConfig
 from .configuration_titans import TitansConfig
+from .convert_titans import convert
 from .heads_titans import (
     TitansForQuestionAnswering,
     TitansForSequenceClassification,
@@ -55,6 +56,7 @@ __all__ = [
     "TitansPreTrainedModel",
     "TitansTimeSeriesConfig",
     "UpdateRule",
+    "convert",
     "memorize",
     "memorize_reference",
 ]

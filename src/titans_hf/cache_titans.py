@@ -147,7 +147,7 @@ class TitansCache(Cache):
                 if holds:
                     raise ValueError(f"A cache must have read something to be merged, but {name} {reason}.")
         _check_equal("`other` must be a cache of the same model, but", other.made_for, self.made_for)
-        if not any(layer.state.memory.weights for layer in self.layers):
+        if not any(layer.state.memory.weights or layer.state.entries for layer in self.layers):
             raise ValueError("A cache must have a memory to be merged, but no layer of its model has one.")
         if any(layer.record_past for layer in self.layers):
             raise RuntimeError("merge() cannot be undone by crop(): call stop_past_recording() first.")
