@@ -19,7 +19,7 @@ long: .venv/dev.stamp
 	$(BIN)/pytest -n auto -m long
 
 conformance: .venv/conformance.stamp
-	$(BIN)/python scripts/conformance.py --baselines --markdown build/conformance/table.md \
+	$(BIN)/python tests/conformance/run.py --baselines --markdown build/conformance/table.md \
 		$(if $(SOURCE),--source $(SOURCE))
 
 lint: .venv/dev.stamp

@@ -98,7 +98,7 @@ class TitansPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
     _supports_attention_backend = True
-    _can_compile_fullgraph = True  # with a compileable cache also without a recompilation (tests/test_compile.py)
+    _can_compile_fullgraph = True  # with a compileable cache also without a recompilation (tests/model/test_compile.py)
     _can_record_outputs = {
         "hidden_states": TitansDecoderLayer,
         "attentions": OutputRecorder(TitansMixer, index=1),

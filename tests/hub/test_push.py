@@ -135,6 +135,9 @@ def test_the_card_tells_how_to_load_it(options, tmp_path):
     """The card's code runs unchanged without the package: otherwise those who download the model could not load it."""
     train.main(options(TITANS, push_dry_run=tmp_path / "dry", hub_model_id="someone/small", **SHORT))
     text = run_clean(
-        clean_site(tmp_path), Path(__file__).with_name("card_worker.py"), tmp_path / "dry", "someone/small"
+        clean_site(tmp_path),
+        Path(__file__).parents[1] / "helpers" / "card_worker.py",
+        tmp_path / "dry",
+        "someone/small",
     )
     assert text.startswith("It was a dark night, and")

@@ -25,7 +25,7 @@ NUM_KILLS, MAX_SECONDS = 30, 240
 def run():
     """A function that runs titans-hf read to its end (True), or kills it after so many seconds (False)."""
     worker = subprocess.Popen(
-        [sys.executable, Path(__file__).with_name("read_worker.py")],
+        [sys.executable, Path(__file__).parents[1] / "helpers" / "read_worker.py"],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

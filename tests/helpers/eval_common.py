@@ -10,8 +10,8 @@ import pytest
 from datasets import Dataset
 from lm_eval.api.model import LM
 
-EVAL = Path(__file__).parents[1] / "src" / "titans_hf" / "cli" / "evaluation"
-SHARED = Path(__file__).parents[2] / "shared" / "data"
+EVAL = Path(__file__).parents[2] / "src" / "titans_hf" / "cli" / "evaluation"
+SHARED = Path(__file__).parents[3] / "shared" / "data"
 needs_shared_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the texts of docs/results.md are absent")
 BOOK = "It was dark. Mr. Darcy came! 'Who is there?' she said. Nobody was. The wind (it blew.) fell.\n" * 400
 STORIES = {

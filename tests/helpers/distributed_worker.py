@@ -1,5 +1,5 @@
-"""Checks of tests/test_distributed.py: a run over two ranks equals that of one process. Each check has a reference
-model and the whole batch; the ranks share the work.
+"""Checks of tests/model/test_distributed.py: a run over two ranks equals that of one process. Each check has a
+reference model and the whole batch; the ranks share the work.
 """
 
 import faulthandler

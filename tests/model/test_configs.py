@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from titans_hf import TitansConfig
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "src" / "titans_hf" / "cli" / "configs"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 TINY = [name for name in NAMES if name.startswith(("tiny", "passkey"))]

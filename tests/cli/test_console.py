@@ -14,7 +14,7 @@ from tiny_run import TITANS
 
 from titans_hf.cli import console
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def call(monkeypatch, *arguments) -> None:

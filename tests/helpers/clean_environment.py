@@ -8,7 +8,7 @@ import sys
 import venv
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 OURS = ("titans_hf", "__editable__")
 
 

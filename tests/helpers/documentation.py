@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from served import free_port
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "eval" / "README.md"]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -68,9 +68,11 @@ TREATMENTS = [
     Treatment(r"titans-hf serve .*", "--device cpu"),
     Treatment(r"titans-hf chat .*"),
     Treatment(r"curl .*", "--fail --silent --show-error"),
-    Treatment(r"python -m scripts.prepare_novels .*", not_run="it needs the clones: tests/test_prepare_novels.py"),
+    Treatment(r"python -m scripts.prepare_novels .*", not_run="it needs the clones: tests/eval/test_prepare_novels.py"),
     Treatment(r"python -m scripts.bench titans-pytorch .*", not_run="it needs an environment with titans-pytorch"),
-    Treatment(r"python -m scripts.bench \w+ .*--compile.*", not_run="compiling takes minutes: tests/test_compile.py"),
+    Treatment(
+        r"python -m scripts.bench \w+ .*--compile.*", not_run="compiling takes minutes: tests/model/test_compile.py"
+    ),
     Treatment(r"python -m scripts.bench memory .*", "--lengths 32 --chunks 16 --repeats 1"),
     Treatment(r"python -m scripts.bench models .*", "--lengths 32 --depths 1 --size tiny --repeats 1"),
     Treatment(r"python -m scripts.bench decode .*", "--contexts 32 --steps 2 --size tiny --repeats 1"),
@@ -78,7 +80,7 @@ TREATMENTS = [
     Treatment(r"titans-hf train .*|torchrun .* titans-hf train .*", "--max_steps 2 --use_cpu true"),
     Treatment(r"trl sft .*", "--max_steps 2 --report_to none"),
     Treatment(r"titans-hf merge .*"),
-    Treatment(r"accelerate launch .*", not_run="it needs the machines: tests/test_accelerate_configs.py"),
+    Treatment(r"accelerate launch .*", not_run="it needs the machines: tests/model/test_accelerate_configs.py"),
     Treatment(r"titans-hf eval (?!.*--data ).*", not_run=NETWORK),
     Treatment(r"titans-hf eval .* --suite lm commonsense .*", "--limit 1 --max_length 2048"),
     Treatment(r"titans-hf eval .*", "--limit 1 --lengths 1024 --max_length 2048"),

@@ -66,7 +66,7 @@ def test_peak_memory_does_not_grow_with_the_prompt(variant):
     would exhaust it.
     """
     run = subprocess.run(
-        [sys.executable, "-c", PEAK, variant], cwd=Path(__file__).parent, capture_output=True, text=True
+        [sys.executable, "-c", PEAK, variant], cwd=Path(__file__).parents[1] / "helpers", capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr
     short, long = map(float, run.stdout.split())

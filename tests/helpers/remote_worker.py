@@ -1,4 +1,4 @@
-"""Checks of tests/test_remote_code.py where titans_hf is not installed. Each gets a folder with `<variant>`,
+"""Checks of tests/hub/test_remote_code.py where titans_hf is not installed. Each gets a folder with `<variant>`,
 `heads-<class>` and `<variant>.pt` (the package's own outputs).
 """
 

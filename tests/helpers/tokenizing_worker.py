@@ -1,6 +1,6 @@
 """Makes the blocks of a training run from so many megabytes of text, and prints what memory that took, as JSON.
 
-python tests/tokenizing_worker.py MEGABYTES FOLDER
+python tests/helpers/tokenizing_worker.py MEGABYTES FOLDER
 """
 
 import json

@@ -1,13 +1,13 @@
 """Runs transformers' own common model tests against Titans, and against its recurrent hybrids for comparison.
 
-    python scripts/conformance.py --baselines --markdown conformance.md
-    python scripts/conformance.py -k "training or fsdp"
-    python scripts/conformance.py --source transformers/    # with its generation and export tests
+    python tests/conformance/run.py --baselines --markdown conformance.md
+    python tests/conformance/run.py -k "training or fsdp"
+    python tests/conformance/run.py --source transformers/    # with its generation and export tests
 
 The tests come from the source distribution of the installed transformers, fetched from the package index into
 build/conformance. It lacks the generation and export tests, and modules that the other tests import: these are filled
-in from conformance_tests/standins. From a checkout of transformers (--source), everything is transformers' own.
-`conformance_tests/conformance_cases.py` lists what is tested.
+in from standins/. From a checkout of transformers (--source), everything is transformers' own.
+`cases.py` lists what is tested.
 """
 
 import argparse
@@ -28,10 +28,9 @@ import transformers
 from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.shared.markdown_tables import markdown_table
 
-SCRIPTS = Path(__file__).resolve().parent
-CACHE = SCRIPTS.parent / "build" / "conformance"
-TESTS = SCRIPTS / "conformance_tests"
-STANDINS = TESTS / "standins"
+HERE = Path(__file__).resolve().parent
+CACHE = HERE.parents[1] / "build" / "conformance"
+STANDINS = HERE / "standins"
 # Test files that a stand-in leaves empty, by what they test.
 LEFT_OUT = {"generation/test_utils.py": "generation", "exporters/test_export.py": "export"}
 TITANS = ("TitansMacTest", "TitansMagTest", "TitansMalTest", "TitansLmmTest")
@@ -148,10 +147,11 @@ def run_tests(folder: Path, names: list[str], chosen: str | None) -> tuple[int, 
     """Runs the tests by pytest; returns its exit status, and the outcomes by test class."""
     # Slow tests too; and nothing from the Hub, whatever this machine has in its cache.
     os.environ |= {"RUN_SLOW": "1", "HF_HUB_OFFLINE": "1"}
-    options = ["-q", "--no-header", "--tb=short", "-c", os.devnull, "--rootdir", str(TESTS), "-p", "no:cacheprovider"]
+    options = ["-q", "--no-header", "--tb=short", "-c", os.devnull, "--rootdir", str(HERE), "-p", "no:cacheprovider"]
+    options += ["--confcutdir", str(HERE)]  # our own tests' fixtures are not transformers'
     options += ["-o", f"pythonpath={folder}", "-n", "auto"]
     outcomes = Outcomes()
-    cases = [f"{TESTS / 'conformance_cases.py'}::{name}" for name in names]
+    cases = [f"{HERE / 'cases.py'}::{name}" for name in names]
     status = pytest.main([*options, "-W", "ignore", *(["-k", chosen] if chosen else []), *cases], plugins=[outcomes])
     return int(status), outcomes.by_class
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from transformers import TrainerCallback
 
-SCRIPT = Path(__file__).parents[1] / "src" / "titans_hf" / "cli" / "train.py"
+SCRIPT = Path(__file__).parents[2] / "src" / "titans_hf" / "cli" / "train.py"
 # Not `accelerate launch --cpu`: without a configuration file it starts a single process.
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT)]
 LLAMA = {

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from titans_hf.cli import merge
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SFT = "--trust_remote_code true --dataset_name chats --assistant_only_loss true --packing true --max_length 64"
 TINY = "--max_steps 2 --per_device_train_batch_size 2 --use_cpu true --bf16 false --report_to none"
 CHAT = '{"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Nobody."}]}\n'

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from tiny_run import TITANS
 
-CONFIGS = Path(__file__).parents[1] / "src" / "titans_hf" / "cli" / "configs" / "accelerate"
-FSDP_WORKER = Path(__file__).with_name("fsdp_train_worker.py")
+CONFIGS = Path(__file__).parents[2] / "src" / "titans_hf" / "cli" / "configs" / "accelerate"
+FSDP_WORKER = Path(__file__).parents[1] / "helpers" / "fsdp_train_worker.py"
 
 
 @pytest.fixture

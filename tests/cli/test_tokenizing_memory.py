@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-WORKER = Path(__file__).parent / "tokenizing_worker.py"
+WORKER = Path(__file__).parents[1] / "helpers" / "tokenizing_worker.py"
 BOUND = 20  # megabytes; 0 were measured, and 246 where batches were of so many documents
 
 

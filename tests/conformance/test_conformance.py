@@ -1,11 +1,10 @@
-"""scripts/conformance.py: where its tests come from, and the report of those that are missing."""
+"""tests/conformance/run.py: where its tests come from, and the report of those that are missing."""
 
 import sys
 
 import pytest
 import transformers
-
-from scripts import conformance
+from conformance import run as conformance
 
 
 @pytest.fixture
@@ -50,7 +49,7 @@ def test_another_folder_is_refused(broken, checkout, monkeypatch, capsys):
         (checkout / "tests/generation/test_utils.py").unlink()
     else:
         (checkout / "src/transformers/__init__.py").write_text('__version__ = "4.0.0"\n')
-    monkeypatch.setattr(sys, "argv", ["conformance.py", "--source", str(checkout)])
+    monkeypatch.setattr(sys, "argv", ["run.py", "--source", str(checkout)])
     with pytest.raises(SystemExit):
         conformance.main()
     expected = "has no tests/generation/test_utils.py" if broken == "missing" else "is transformers 4.0.0"

@@ -1,4 +1,4 @@
-"""The test classes of `conformance.py`: one per variant of Titans, and per hybrid of transformers to compare with.
+"""The test classes of `run.py`: one per variant of Titans, and per hybrid of transformers to compare with.
 
 Each inherits the tests from transformers' mixins and adds a tiny configuration and its input, long enough to cross
 windows, chunks and segments several times.
@@ -11,7 +11,6 @@ from unittest import mock
 
 import torch
 import transformers
-from tests.generation import test_utils as generation_tests
 from tests.generation.test_utils import GenerationTesterMixin
 from tests.test_configuration_common import ConfigTester
 from tests.test_fsdp_mixin import FSDPTesterMixin
@@ -29,6 +28,7 @@ from transformers.utils import TransformersKwargs
 
 import titans_hf
 from tests import test_fsdp_mixin, test_tensor_parallel_mixin
+from tests.generation import test_utils as generation_tests
 
 # The mixins look up the task of a class by its name in these tables, which lack models outside transformers.
 modeling_auto.MODEL_MAPPING_NAMES["titans"] = "TitansModel"
