@@ -29,9 +29,7 @@ def storage_bytes(cache: TitansCache) -> int:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_size_does_not_grow(variant):
-    """The cache and the storages of its tensors have the same size after 200 and 2,000 tokens: otherwise long contexts
-    would need more memory.
-    """
+    """The cache and the storages of its tensors have the same size after 200 and 2,000 tokens."""
     model = make_model(variant, dtype=torch.float32, memory_chunk_size=32, segment_length=32)
     short, long = (read(model, make_ids(1, length))[1] for length in (200, 2000))
     assert short.num_bytes == long.num_bytes == sum(x.numel() * x.element_size() for x in tensors(long)) > 10_000
@@ -44,7 +42,7 @@ def test_size_does_not_grow(variant):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_size_at_20_000_tokens(variant):
-    """The cache after 20,000 tokens has the size of that after 200: otherwise long contexts would need more memory."""
+    """The cache after 20,000 tokens has the size of that after 200."""
     model = make_model(variant, dtype=torch.float32)
     long, cache = make_ids(1, 20_000), TitansCache(model.config)
     read(model, long[:, :200], None, cache)
@@ -55,16 +53,14 @@ def test_size_at_20_000_tokens(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_size_is_per_row(variant):
-    """The size of a cache is proportional to its rows: otherwise rows would share states or keep unused ones."""
+    """The size of a cache is proportional to its rows."""
     model = shared_model(variant)
     assert read(model, make_ids(3, 9))[1].num_bytes == 3 * read(model, make_ids(1, 9))[1].num_bytes
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_token_is_learned(variant):
-    """Every decoded token changes the weights and momentum of every head: otherwise the memory would not learn while
-    generating.
-    """
+    """Every decoded token changes the weights and momentum of every head."""
     model, cache = shared_model(variant), TitansCache(shared_model(variant).config)
     read(model, make_ids(2, 9), None, cache)
     for token in make_ids(2, 10, seed=3).split(1, 1):
@@ -78,9 +74,7 @@ def test_every_token_is_learned(variant):
 
 @covering(1, {"variant": VARIANTS, "forget": [False, True]})
 def test_nothing_is_learned_at_rate_zero(variant, forget):
-    """With memory_max_lr = 0 the weights stay the initial ones and the momentum 0: otherwise the memory changes or
-    decays without an update.
-    """
+    """With memory_max_lr = 0 the weights stay the initial ones and the momentum 0."""
     model = make_model(variant, memory_max_lr=0.0, memory_forget=forget)
     cache = TitansCache(model.config)
     for sizes in ([13], [1] * 5):
@@ -94,9 +88,7 @@ def test_nothing_is_learned_at_rate_zero(variant, forget):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_learning_can_be_stopped_later(variant):
-    """Setting memory_max_lr to 0 after reading keeps the weights as they are: otherwise the momentum or the forget gate
-    would still change them.
-    """
+    """Setting memory_max_lr to 0 after reading keeps the weights as they are."""
     model, cache = make_model(variant), TitansCache(shared_model(variant).config)
     read(model, make_ids(2, 13), None, cache)
     before = [layer.state.memory.weights for layer in cache.layers]
@@ -108,9 +100,7 @@ def test_learning_can_be_stopped_later(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_batch_operations(variant):
-    """Reordering, selecting and repeating rows of a cache gives the logits of rows read in that order: otherwise beams
-    would use each other's memories.
-    """
+    """Reordering, selecting and repeating rows of a cache gives the logits of rows read in that order."""
     model, ids, more = shared_model(variant), make_ids(3, 21), make_ids(5, 8, seed=1)
     index = torch.tensor([2, 0, 0])
     operations = {
@@ -132,9 +122,7 @@ def test_batch_operations(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_reset_forgets_everything(variant):
-    """A cache that was reset gives the logits of a new one: otherwise it keeps earlier tokens, or starts from zeros
-    instead of the learned initial weights.
-    """
+    """A cache that was reset gives the logits of a new one."""
     model, ids = shared_model(variant), make_ids(2, 21)
     cache = read(model, make_ids(2, 30, seed=8))[1]
     cache.reset()
@@ -146,9 +134,7 @@ def test_reset_forgets_everything(variant):
     1, {"variant": VARIANTS, "duplicate": [copy.deepcopy, copy.copy, lambda cache: pickle.loads(pickle.dumps(cache))]}
 )
 def test_a_copy_is_a_branch(variant, duplicate):
-    """Reading on with a copy of a cache leaves the original unchanged: otherwise one prompt could not be continued
-    twice.
-    """
+    """Reading on with a copy of a cache leaves the original unchanged."""
     model, ids = shared_model(variant), make_ids(2, 21)
     cache = read(model, ids)[1]
     kept = copy.deepcopy(tensors(cache))
@@ -163,7 +149,7 @@ def test_a_copy_is_a_branch(variant, duplicate):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_offload_and_prefetch_keep_the_state(variant):
-    """Offloading a cache and fetching it again keeps the logits: otherwise an offloaded memory would be lost."""
+    """Offloading a cache and fetching it again keeps the logits."""
     model, ids = shared_model(variant), make_ids(2, 30)
     cache = read(model, ids[:, :17])[1]
     for layer in cache.layers:
@@ -175,7 +161,7 @@ def test_offload_and_prefetch_keep_the_state(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_rows_can_be_reset(variant):
     """Reset rows have a new document's logits while others read on, in calls of any size, with padding and after
-    reordering: otherwise a batch could not start documents at different times.
+    reordering.
     """
     model, ids, more = shared_model(variant), make_ids(3, 21), make_ids(3, 20, seed=1)
     mask = torch.ones(3, 20, dtype=torch.long)
@@ -198,9 +184,7 @@ def test_rows_can_be_reset(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_lengths_count_columns(variant):
-    """get_seq_length() and get_mask_sizes() count all columns that were read, in every layer: otherwise generate()
-    would cut its input at the wrong token.
-    """
+    """get_seq_length() and get_mask_sizes() count all columns that were read, in every layer."""
     model, cache = shared_model(variant), TitansCache(shared_model(variant).config)
     assert cache.get_seq_length() == 0 and len(cache) == 2 and not cache.is_initialized
     for sizes, total in (([7], 7), ([1, 1], 9), ([30], 39)):
@@ -212,18 +196,14 @@ def test_lengths_count_columns(variant):
 
 
 def test_update_is_refused():
-    """update() raises NotImplementedError: otherwise an attention layer of another model would write keys that nothing
-    reads.
-    """
+    """update() raises NotImplementedError."""
     with pytest.raises(NotImplementedError, match="TitansCache"):
         TitansCache(shared_model("mag").config).update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), 0)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_state_is_float32_at_least(variant):
-    """The memory's states are float32 or wider for every model dtype: otherwise small updates would be lost to rounding
-    in half precision.
-    """
+    """The memory's states are float32 or wider for every model dtype."""
     for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float64,) * 2):
         cache = read(make_model(variant, dtype=dtype), make_ids(1, 20), [9, 1, 10])[1]
         for layer in cache.layers:
@@ -234,9 +214,7 @@ def test_state_is_float32_at_least(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_use_cache_makes_one(variant):
-    """`use_cache` and `past_key_values` decide which cache is returned, as in every Transformers model: otherwise
-    standard code would get none, or a new one.
-    """
+    """`use_cache` and `past_key_values` decide which cache is returned, as in every Transformers model."""
     model, ids = shared_model(variant), make_ids(1, 9)
     with torch.no_grad():
         assert isinstance(model(ids).past_key_values, TitansCache)  # config.use_cache
@@ -247,9 +225,7 @@ def test_use_cache_makes_one(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_prompt_after_what_was_read(variant):
-    """After start_prompt() generate() takes the prompt and its mask alone, padded or not: otherwise it would need all
-    tokens read before, or skip a part of the prompt.
-    """
+    """After start_prompt() generate() takes the prompt and its mask alone, padded or not."""
     model, ids, prompt = shared_model(variant), make_ids(2, 21), make_ids(2, 7, seed=1)
     options = dict(max_new_tokens=9, do_sample=False, pad_token_id=0)
     whole = model.generate(torch.cat([ids, prompt], dim=1), **options)
@@ -269,9 +245,7 @@ def test_a_prompt_after_what_was_read(variant):
 
 @covering(2, {"variant": VARIANTS, "recording": [False, True], "where": ["layer", "head"]})
 def test_a_call_that_fails_leaves_the_cache(variant, recording, where):
-    """A call that is interrupted between two layers or in the LM head leaves the cache as it was: otherwise a second
-    try would read the tokens twice in some of the layers.
-    """
+    """A call that is interrupted between two layers or in the LM head leaves the cache as it was."""
     model, ids = make_model(variant), make_ids(2, 21)
     cache = TitansCache(model.config)
     if recording:

@@ -18,9 +18,7 @@ from titans_hf import TitansCache
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_merging_lies_between(variant):
-    """merge() interpolates weights, momentum and anchors alone and leaves the other cache unchanged: otherwise a merged
-    memory would not be the mean of its sources.
-    """
+    """merge() interpolates weights, momentum and anchors alone and leaves the other cache unchanged."""
     model = shared_model(variant)
     cache, other = read(model, make_ids(2, 21))[1], read(model, make_ids(2, 34, seed=1))[1]
     ours, theirs = copy.deepcopy(cache), copy.deepcopy(other)
@@ -46,9 +44,7 @@ def test_merging_lies_between(variant):
 
 
 def test_one_memory_is_merged_into_many():
-    """A cache of one row merges into every row of another: otherwise one document's memory could not be given to a
-    batch.
-    """
+    """A cache of one row merges into every row of another."""
     model = shared_model("mag")
     cache, other = read(model, make_ids(3, 21))[1], read(model, make_ids(1, 9, seed=1))[1]
     before = copy.copy(cache)
@@ -58,9 +54,7 @@ def test_one_memory_is_merged_into_many():
 
 
 def test_what_cannot_be_merged():
-    """Merging with a wrong weight, model, batch size, empty cache or recorded columns raises an error: otherwise the
-    result would be of other memories.
-    """
+    """Merging with a wrong weight, model, batch size, empty cache or recorded columns raises an error."""
     model, ids = shared_model("mag"), make_ids(2, 21)
     cache = read(model, ids)[1]
     with pytest.raises(ValueError, match=r"`weight` must be from 0 to 1, but is 1\.5"):

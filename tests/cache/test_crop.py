@@ -31,9 +31,7 @@ def recording_cache(model, ids, sizes=None) -> TitansCache:
 
 @covering(1, {"variant": VARIANTS, "before": [0, 3, 21]})
 def test_crop_goes_back_to_any_column(variant, before):
-    """After crop() of 1 to 17 recorded columns, reading on gives the logits of never having read them: otherwise
-    rejected drafts would change the answer.
-    """
+    """After crop() of 1 to 17 recorded columns, reading on gives the logits of never having read them."""
     model, ids, more = shared_model(variant), make_ids(2, before + 17), make_ids(2, 9, seed=1)
     for removed in range(1, 18):
         cache = recording_cache(model, ids[:, :before])
@@ -47,9 +45,7 @@ def test_crop_goes_back_to_any_column(variant, before):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_state_is_that_of_never_having_read(variant):
-    """After crop() and reading on, every tensor equals that of a cache that never read the columns: otherwise later
-    logits could differ though the next ones do not.
-    """
+    """After crop() and reading on, every tensor equals that of a cache that never read the columns."""
     model, ids = shared_model(variant), make_ids(2, 40)
     cache = recording_cache(model, ids[:, :13])
     read(model, ids[:, 13:31], [18], cache)
@@ -61,9 +57,7 @@ def test_the_state_is_that_of_never_having_read(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_crop_again_and_again(variant):
-    """Repeated crops, with and without reading between them, give the logits of the kept tokens: otherwise assisted
-    decoding fails in its second round.
-    """
+    """Repeated crops, with and without reading between them, give the logits of the kept tokens."""
     model, ids = shared_model(variant), make_ids(1, 60)
     cache = recording_cache(model, ids[:, :6])
     for accepted, drafted in ((6, 5), (9, 8), (9, 1), (17, 12), (20, 7)):
@@ -92,9 +86,7 @@ def test_crop_again_and_again(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_padding_documents_and_batch_operations(variant):
-    """crop() keeps padding, document starts and the order of rows: otherwise columns that are read again would be taken
-    for other tokens.
-    """
+    """crop() keeps padding, document starts and the order of rows."""
     model = shared_model(variant)
     ids, mask = left_pad([make_ids(19, seed=1)[:], make_ids(8, seed=2), make_ids(19, seed=3)])
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -116,9 +108,7 @@ def test_padding_documents_and_batch_operations(variant):
 
 
 def test_what_was_not_recorded_cannot_be_taken_back():
-    """crop() beyond the recorded columns raises an error: otherwise assisted decoding would continue with a memory of
-    rejected tokens.
-    """
+    """crop() beyond the recorded columns raises an error."""
     for variant in VARIANTS:
         model, ids = shared_model(variant), make_ids(1, 9)
         cache = read(model, ids)[1]
@@ -140,8 +130,7 @@ def test_what_was_not_recorded_cannot_be_taken_back():
 
 def test_recording_ends():
     """After stop_past_recording() a cache has its size without a record, refuses to go back, resets rows and starts
-    prompts, and reads on as one that never recorded; after a crop it waits for the next token: otherwise a cache that
-    once recorded would grow for ever.
+    prompts, and reads on as one that never recorded; after a crop it waits for the next token.
     """
     for variant in VARIANTS:
         model, ids = shared_model(variant), make_ids(2, 20)
@@ -164,9 +153,7 @@ def test_recording_ends():
 
 
 def test_recording_is_bounded_by_what_can_be_taken_back():
-    """The cache keeps its size over rounds of reading and cropping: otherwise long answers by assisted decoding would
-    exhaust the memory.
-    """
+    """The cache keeps its size over rounds of reading and cropping."""
     for variant in VARIANTS:
         model = shared_model(variant)
         cache = recording_cache(model, make_ids(1, 30))
@@ -183,7 +170,7 @@ def test_recording_is_bounded_by_what_can_be_taken_back():
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_assisted_decoding_equals_greedy(variant):
     """Assisted decoding gives the greedy tokens with drafts of another model, of itself and of prompt lookup, and its
-    cache can be read on from: otherwise drafts would change the answer.
+    cache can be read on from.
     """
     model = shared_model(variant)
     prompt = make_ids(1, 5).repeat(1, 3)

@@ -43,9 +43,7 @@ def load(memory) -> TitansCache:
     ids=str,
 )
 def test_a_description_of_other_types(changes, message, memory):
-    """A field of memory.json with a wrong type or value raises an error that names it: otherwise a user would see
-    another error far from the cause.
-    """
+    """A field of memory.json with a wrong type or value raises an error that names it."""
     describe(memory[1], **changes)
     with pytest.raises(ValueError, match=message):
         load(memory)
@@ -57,9 +55,7 @@ def test_a_description_of_other_types(changes, message, memory):
     ids=lambda content: repr(content[:8]),
 )
 def test_a_description_that_is_none(content, memory):
-    """A memory.json that is no description, even one nested too deeply for the parser, raises ValueError: otherwise a
-    program reading strangers' memories would crash.
-    """
+    """A memory.json that is no description, even one nested too deeply for the parser, raises ValueError."""
     (memory[1] / "memory.json").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=r"memory.json is damaged"):
         load(memory)
@@ -67,9 +63,7 @@ def test_a_description_that_is_none(content, memory):
 
 @pytest.mark.parametrize("how", ["..", "absolute", "below"])
 def test_a_file_elsewhere_is_not_loaded(how, memory, tmp_path_factory):
-    """A file named outside of the folder raises an error, even a valid one: otherwise memory.json would decide which
-    file of the machine is read.
-    """
+    """A file named outside of the folder raises an error, even a valid one."""
     _, folder = memory
     (file,) = folder.glob("*.safetensors")
     elsewhere = folder / "below" if how == "below" else tmp_path_factory.mktemp("elsewhere")
@@ -164,22 +158,20 @@ CONV = "1.state.conv_state"
     ],
 )
 def test_tensors_that_no_cache_has(change, message, memory):
-    """Missing, surplus or wrongly shaped tensors raise an error despite right checksums: otherwise they would fail
-    inside a layer, or give wrong answers.
-    """
+    """Missing, surplus or wrongly shaped tensors raise an error despite right checksums."""
     rewrite(memory[1], change)
     with pytest.raises(ValueError, match=message):
         load(memory)
 
 
 def test_a_rewritten_file_loads(memory):
-    """An unchanged rewritten file loads: otherwise the tests above would fail for the rewriting."""
+    """An unchanged rewritten file loads."""
     rewrite(memory[1], lambda tensors, metadata: None)
     assert load(memory).get_seq_length() == 60
 
 
 def test_no_rows(memory):
-    """A memory with a batch of size 0 raises an error: otherwise it would fail at the first prompt."""
+    """A memory with a batch of size 0 raises an error."""
 
     def change(tensors, metadata):
         for name, x in tensors.items():
@@ -191,7 +183,7 @@ def test_no_rows(memory):
 
 
 def test_a_file_that_is_not_safetensors(memory):
-    """A file in another format raises ValueError: otherwise the parser's own error would not name the memory."""
+    """A file in another format raises ValueError."""
     (file,) = memory[1].glob("*.safetensors")
     file.write_bytes(b"\xff" * 100)
     describe(memory[1], bytes=100, sha256=cache_files._checksum(file))
@@ -200,9 +192,7 @@ def test_a_file_that_is_not_safetensors(memory):
 
 
 def test_a_memory_that_is_not_finite_is_not_saved(memory):
-    """Saving a memory with nan raises an error and keeps the earlier one: otherwise a good memory would be replaced by
-    a useless one.
-    """
+    """Saving a memory with nan raises an error and keeps the earlier one."""
     model, folder = memory
     cache = read(model, make_ids(2, 9))[1]
     cache.layers[1].apply(lambda x: x.clone().fill_(float("nan")) if x.is_floating_point() else x)
@@ -226,9 +216,7 @@ def nested() -> dict:
 
 @pytest.mark.parametrize("make", [lambda: {"when": object()}, circular, nested, lambda: None, lambda: "text"])
 def test_an_about_that_is_not_json_leaves_nothing(make, tmp_path):
-    """An `about` that is not JSON raises TypeError before anything is written: otherwise a file of the text's memory
-    would stay that no memory.json names.
-    """
+    """An `about` that is not JSON raises TypeError before anything is written."""
     cache = read(shared_model("mag"), make_ids(2, 9))[1]
     cache.about = make()
     with pytest.raises(TypeError, match="`about`"):

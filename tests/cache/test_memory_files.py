@@ -16,9 +16,7 @@ from titans_hf import TitansCache, cache_files
 
 @covering(1, {"variant": VARIANTS, "num_read": [1, 13, 40, 55]})
 def test_going_on_from_a_file_equals_never_having_stopped(variant, num_read, tmp_path):
-    """Reading on from a saved memory gives bit-identical logits, from any place of a chunk, segment and window:
-    otherwise a part of the state is not saved.
-    """
+    """Reading on from a saved memory gives bit-identical logits, from any place of a chunk, segment and window."""
     model = shared_model(variant)
     whole = read(model, IDS, [num_read, 60 - num_read])[0]
     cache = read(model, IDS[:, :num_read])[1]
@@ -31,9 +29,7 @@ def test_going_on_from_a_file_equals_never_having_stopped(variant, num_read, tmp
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_generation_goes_on_from_a_file(variant, tmp_path):
-    """generate() from a saved memory of rows of different lengths gives the same tokens: otherwise a loaded memory
-    would answer differently.
-    """
+    """generate() from a saved memory of rows of different lengths gives the same tokens."""
     model = make_model(variant, dtype=torch.float32)
     ids, mask = left_pad([make_ids(30), make_ids(17, seed=1)])
     with torch.no_grad():
@@ -80,9 +76,7 @@ def restarting(model):
 
 @pytest.mark.parametrize("make", [empty, recording, cropped, cropped_to_the_beginning, restarting])
 def test_what_a_cache_can_be(make, tmp_path):
-    """Empty, recording, cropped and partly reset caches are the same after loading: otherwise crop() or reset() would
-    be lost by saving.
-    """
+    """Empty, recording, cropped and partly reset caches are the same after loading."""
     model = shared_model("mac")
     cache = make(model)
     cache.about = {"read": "some ids", "pages": [1, 2]}
@@ -95,9 +89,7 @@ def test_what_a_cache_can_be(make, tmp_path):
 
 
 def test_a_file_is_of_one_size(tmp_path):
-    """A memory's file has one size for texts of any length, and replaces the one before: otherwise long texts would
-    need large files.
-    """
+    """A memory's file has one size for texts of any length, and replaces the one before."""
     model, sizes = shared_model("mag"), []
     for length in (21, 421):
         read(model, make_ids(1, length))[1].save_pretrained(tmp_path, model)
@@ -109,7 +101,7 @@ def test_a_file_is_of_one_size(tmp_path):
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="tells what is mapped on Linux alone")
 def test_a_file_is_mapped(memory):
-    """Loading maps the file instead of copying it: otherwise large memories would be copied, used or not."""
+    """Loading maps the file instead of copying it."""
     model, folder = memory
     (file,) = folder.glob("*.safetensors")
     assert str(file) not in Path("/proc/self/maps").read_text()
@@ -120,9 +112,7 @@ def test_a_file_is_mapped(memory):
 
 
 def test_what_was_loaded_is_not_written_to(memory):
-    """Reading on from a loaded memory leaves its file unchanged: otherwise two readers of one file would affect each
-    other.
-    """
+    """Reading on from a loaded memory leaves its file unchanged."""
     model, folder = memory
     (file,) = folder.glob("*.safetensors")
     before = file.read_bytes()
@@ -135,9 +125,7 @@ def test_what_was_loaded_is_not_written_to(memory):
 
 @pytest.mark.parametrize("step", ["save_file", "_checksum", "_replace", "_replace of the description"])
 def test_an_interrupted_save_leaves_the_memory_before(step, memory, monkeypatch):
-    """A save interrupted at any step leaves the earlier memory, and the next removes its files: otherwise stopping a
-    long reading could lose everything.
-    """
+    """A save interrupted at any step leaves the earlier memory, and the next removes its files."""
     model, folder = memory
     before = TitansCache.from_pretrained(folder, model)
     name, *later = step.split(" of ")
@@ -160,7 +148,7 @@ def test_an_interrupted_save_leaves_the_memory_before(step, memory, monkeypatch)
 
 
 def test_a_moved_folder_is_the_same_memory(memory, tmp_path_factory):
-    """A copied folder loads as the same memory: otherwise memories could not be moved between machines."""
+    """A copied folder loads as the same memory."""
     model, folder = memory
     other = tmp_path_factory.mktemp("other") / "moved"
     shutil.copytree(folder, other)
@@ -168,7 +156,7 @@ def test_a_moved_folder_is_the_same_memory(memory, tmp_path_factory):
 
 
 def test_push_to_hub(monkeypatch, memory):
-    """push_to_hub() uploads a loadable memory to a private repository: otherwise a user's text could become public."""
+    """push_to_hub() uploads a loadable memory to a private repository."""
     model, folder = memory
     calls = {}
 
@@ -190,9 +178,7 @@ def test_push_to_hub(monkeypatch, memory):
 
 
 def test_about_may_not_be_anything(tmp_path):
-    """An `about` that is not JSON raises TypeError and keeps the earlier memory: otherwise a failed save would
-    lose it.
-    """
+    """An `about` that is not JSON raises TypeError and keeps the earlier memory."""
     model = shared_model("mag")
     cache = read(model, IDS)[1]
     cache.save_pretrained(tmp_path, model)

@@ -33,9 +33,7 @@ def changed(model: PreTrainedModel, name: str) -> PreTrainedModel:
     ],
 )
 def test_the_memory_of_another_model_is_refused(make, message, memory):
-    """A memory of a model with other weights, dtype or settings raises an error that names the difference: otherwise it
-    would answer wrongly without notice.
-    """
+    """A memory of a model with other weights, dtype or settings raises an error that names the difference."""
     model, folder = memory
     with pytest.raises(ValueError, match="is the memory of another model") as error:
         TitansCache.from_pretrained(folder, make(model))
@@ -43,9 +41,7 @@ def test_the_memory_of_another_model_is_refused(make, message, memory):
 
 
 def test_what_does_not_shape_a_memory_may_differ(memory):
-    """Another output layer, attention kernel or training setting may load a memory: otherwise it would be lost with
-    them.
-    """
+    """Another output layer, attention kernel or training setting may load a memory."""
     model, folder = memory
     TitansCache.from_pretrained(folder, changed(model, "lm_head.weight"))
     TitansCache.from_pretrained(folder, model.model)
@@ -91,9 +87,7 @@ def half_a_description(folder):
     ],
 )
 def test_what_is_not_the_saved_file_is_refused(damage, message, memory):
-    """A damaged, altered, missing or newer file raises an error: otherwise a damaged memory would answer as if it were
-    whole.
-    """
+    """A damaged, altered, missing or newer file raises an error."""
     model, folder = memory
     damage(folder)
     with pytest.raises(ValueError, match=message):
@@ -101,15 +95,13 @@ def test_what_is_not_the_saved_file_is_refused(damage, message, memory):
 
 
 def test_a_folder_without_a_memory(tmp_path):
-    """A folder without memory.json raises FileNotFoundError: otherwise the error would not name the folder."""
+    """A folder without memory.json raises FileNotFoundError."""
     with pytest.raises(FileNotFoundError, match=r"is not a memory folder: it holds no memory.json"):
         TitansCache.from_pretrained(tmp_path, shared_model("mag"))
 
 
 def test_the_cache_of_another_model_is_not_saved(tmp_path):
-    """Saving a cache for another model raises an error and writes nothing: otherwise the folder would name the wrong
-    model.
-    """
+    """Saving a cache for another model raises an error and writes nothing."""
     cache = read(shared_model("mag"), IDS)[1]
     with pytest.raises(ValueError, match="its variant is mag, not mal"):
         cache.save_pretrained(tmp_path, shared_model("mal"))
@@ -117,6 +109,6 @@ def test_the_cache_of_another_model_is_not_saved(tmp_path):
 
 
 def test_a_sharded_model_is_refused():
-    """A model whose weights are not all in this process raises an error: otherwise its hash would be that of a part."""
+    """A model whose weights are not all in this process raises an error."""
     with pytest.raises(ValueError, match="neither sharded nor offloaded"):
         cache_files.fingerprint(make_model("mag").to("meta"))

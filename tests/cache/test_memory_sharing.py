@@ -49,9 +49,7 @@ def two_savers(folders: list[Path]) -> Iterator[list]:
 
 @pytest.mark.parametrize("num_pairs", [10, pytest.param(100, marks=pytest.mark.slow)])
 def test_concurrent_saves(num_pairs, tmp_path):
-    """Of two simultaneous saves one complete memory remains: otherwise they would delete each other's file, or fail
-    over a shared temporary name.
-    """
+    """Of two simultaneous saves one complete memory remains."""
     folders = [tmp_path / str(i) for i in range(num_pairs)]
     with two_savers(folders):
         pass
@@ -65,9 +63,7 @@ def test_concurrent_saves(num_pairs, tmp_path):
 
 
 def test_loading_during_saves(tmp_path):
-    """Loading during saves always gives a memory: otherwise a file removed meanwhile would make a good memory look
-    damaged.
-    """
+    """Loading during saves always gives a memory."""
     memory_of(0).save_pretrained(tmp_path, shared_model("mag"))
     num_loaded, deadline = 0, time.monotonic() + 240
     with two_savers([tmp_path] * 60) as savers:
@@ -79,9 +75,7 @@ def test_loading_during_saves(tmp_path):
 
 
 def test_a_save_between_description_and_tensors(tmp_path, monkeypatch):
-    """Loading reads memory.json again if the file it names was replaced meanwhile: otherwise a save at that moment
-    would make loading fail.
-    """
+    """Loading reads memory.json again if the file it names was replaced meanwhile."""
     model, works, saves = shared_model("mag"), cache_files.read_description, []
     memory_of(0).save_pretrained(tmp_path, model)
 
@@ -97,9 +91,7 @@ def test_a_save_between_description_and_tensors(tmp_path, monkeypatch):
 
 
 def test_what_killed_saves_left_is_removed(tmp_path):
-    """A save removes the files of killed saves and leaves the user's own: otherwise every kill would leave the text's
-    memory on the disk.
-    """
+    """A save removes the files of killed saves and leaves the user's own."""
     strangers = {"notes.txt", "memory-1.safetensors", "model.safetensors"}
     (tmp_path / f"memory-{'0' * 32}.tmp").mkdir()
     leftovers = (f"memory-{'0' * 32}.tmp/.tmp0", f"memory-{'0' * 16}.safetensors")
@@ -111,7 +103,7 @@ def test_what_killed_saves_left_is_removed(tmp_path):
 
 
 def test_one_memory_has_one_checksum(tmp_path):
-    """The same memory saved several times has one checksum: otherwise equal memories would look different."""
+    """The same memory saved several times has one checksum."""
     for i in range(12):
         memory_of(0).save_pretrained(tmp_path / str(i), shared_model("mag"))
     sums = {cache_files.read_description(tmp_path / str(i))["sha256"] for i in range(12)}

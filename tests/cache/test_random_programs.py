@@ -178,7 +178,7 @@ class Program:
 @pytest.mark.parametrize("variant,changes", PROGRAMS)
 def test_random_programs(variant, changes, seed, tmp_path):
     """Every row has its own logits after any order of reads, padding, documents, resets, selections, copies, crops and
-    files: otherwise some combination mixes rows or loses tokens.
+    files.
     """
     Program(variant, changes, seed, tmp_path).run()
 
@@ -186,9 +186,7 @@ def test_random_programs(variant, changes, seed, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_four_threads_generate(variant):
-    """Threads that share a model generate what each does alone, in every mode: otherwise requests would share a
-    state.
-    """
+    """Threads that share a model generate what each does alone, in every mode."""
     model = shared_model(variant)
     common = dict(max_new_tokens=12, pad_token_id=0, return_dict_in_generate=True)
     modes = [

@@ -20,9 +20,7 @@ def reset_cache(model, ids: torch.Tensor) -> TitansCache:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_crop_does_not_bring_it_back(variant):
-    """crop() of columns recorded after a reset, all or a part, keeps the reset: otherwise it would restore the tokens
-    before.
-    """
+    """crop() of columns recorded after a reset, all or a part, keeps the reset."""
     model, ids, drafted, more = (shared_model(variant), *(make_ids(2, n, seed=n) for n in (21, 7, 9)))
     for crops in ((-7,), (-3, -4), (-2,)):
         cache = reset_cache(model, ids)
@@ -39,9 +37,7 @@ def test_a_crop_does_not_bring_it_back(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_nothing_of_it_stays_in_the_cache(variant):
-    """A reset row has zero tensors and count 0, and the others theirs: otherwise a saved file would contain the text
-    before the reset.
-    """
+    """A reset row has zero tensors and count 0, and the others theirs."""
     model, ids = shared_model(variant), make_ids(2, 21)
     cache, before = reset_cache(model, ids), read(model, ids)[1]
     assert cache.num_tokens_seen().tolist() == [0, 21]
@@ -51,9 +47,7 @@ def test_nothing_of_it_stays_in_the_cache(variant):
 
 @covering(1, {"variant": VARIANTS, "recorded": [False, True]})
 def test_a_file_keeps_the_reset(variant, recorded, tmp_path):
-    """A reset row is still reset after saving and loading, also with recorded columns and crop(): otherwise a file
-    would restore it.
-    """
+    """A reset row is still reset after saving and loading, also with recorded columns and crop()."""
     model, ids, more = shared_model(variant), make_ids(2, 21), make_ids(2, 9, seed=1)
     cache = reset_cache(model, ids)
     if recorded:
@@ -73,9 +67,7 @@ def test_a_file_keeps_the_reset(variant, recorded, tmp_path):
 
 
 def test_rows_that_were_reset_cannot_be_merged():
-    """Merging with a row that was reset and has read nothing raises an error: otherwise its state would be lost with
-    the next token.
-    """
+    """Merging with a row that was reset and has read nothing raises an error."""
     model, ids = shared_model("mag"), make_ids(2, 21)
     pair = (reset_cache(model, ids), read(model, ids)[1])
     for cache, other in (pair, pair[::-1]):
@@ -97,7 +89,7 @@ def test_rows_that_were_reset_cannot_be_merged():
     ],
 )
 def test_rows_are_a_mask(rows, message):
-    """Indices and masks of other shapes raise an error: otherwise rows other than those intended would be reset."""
+    """Indices and masks of other shapes raise an error."""
     cache = read(shared_model("lmm"), make_ids(2, 9))[1]
     with pytest.raises((ValueError, RuntimeError), match=message):
         cache.reset(rows)
@@ -105,7 +97,7 @@ def test_rows_are_a_mask(rows, message):
 
 
 def test_a_reset_of_no_row_changes_nothing():
-    """A mask without True leaves the cache as it is: otherwise loops that always pass one would pay for a reset."""
+    """A mask without True leaves the cache as it is."""
     cache = read(shared_model("lmm"), make_ids(2, 9))[1]
     before = tensors(cache)
     cache.reset(torch.zeros(2, dtype=torch.bool))

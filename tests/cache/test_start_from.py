@@ -42,9 +42,7 @@ def expected(model, prompt, **options):
 
 
 def test_prompts_follow_the_text_of_the_memory(started):
-    """Each prompt, alone, padded or with beams, is continued as after the memory's text, repeatedly: otherwise a
-    request would miss the memory, or change it for the next.
-    """
+    """Each prompt, alone, padded or with beams, is continued as after the memory's text, repeatedly."""
     model, cache, before = started
     prompts = [make_ids(1, 12, seed=1), make_ids(1, 5, seed=2)]
     wanted = [expected(model, prompt) for prompt in prompts]
@@ -62,9 +60,7 @@ def test_prompts_follow_the_text_of_the_memory(started):
 
 
 def test_without_a_memory_it_is_as_before(started):
-    """start_from(None) removes the memory, and a given cache replaces it: otherwise a server could not answer without
-    it.
-    """
+    """start_from(None) removes the memory, and a given cache replaces it."""
     model, _, _ = started
     prompt = make_ids(1, 12, seed=1)
     given = model.generate(prompt, past_key_values=TitansCache(model.config), **GREEDY)
@@ -75,16 +71,14 @@ def test_without_a_memory_it_is_as_before(started):
 
 
 def test_prompt_lookup_starts_from_the_memory(started):
-    """Prompt lookup gives the greedy tokens after the memory's text: otherwise rejected drafts would stay in the
-    memory.
-    """
+    """Prompt lookup gives the greedy tokens after the memory's text."""
     model, _, _ = started
     prompt = make_ids(1, 6, seed=1).repeat(1, 3)
     assert torch.equal(model.generate(prompt, prompt_lookup_num_tokens=3, **GREEDY), expected(model, prompt))
 
 
 def test_threads_share_the_memory(started):
-    """Parallel requests get the answers they get alone: otherwise one request's tokens would enter another's memory."""
+    """Parallel requests get the answers they get alone."""
     model, cache, before = started
     prompts = [make_ids(1, 4 + seed, seed=seed) for seed in range(8)]
     alone = [model.generate(prompt, **GREEDY) for prompt in prompts]
@@ -95,9 +89,7 @@ def test_threads_share_the_memory(started):
 
 
 def test_the_graph_of_what_was_read_is_not_kept():
-    """A model holds no autograd graph of the cache that it starts from, which keeps its own: otherwise all that was
-    read outside of no_grad() would stay in memory with the model.
-    """
+    """A model holds no autograd graph of the cache that it starts from, which keeps its own."""
     model = make_model("mag")
     cache = model(TEXT, use_cache=True).past_key_values
     model.start_from(cache)
@@ -106,9 +98,7 @@ def test_the_graph_of_what_was_read_is_not_kept():
 
 
 def test_what_cannot_be_started_from_is_refused():
-    """An unusable cache or option raises an error that names it before a request: otherwise requests would fail, or be
-    wrong silently.
-    """
+    """An unusable cache or option raises an error that names it before a request."""
     model = make_model("mag")
     recording = read(model, TEXT)[1]
     recording.activate_past_recording()

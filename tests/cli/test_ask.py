@@ -22,9 +22,7 @@ def continuation(paths, text: str) -> str:
 
 
 def test_answers_are_those_of_a_model_that_has_just_read(paths, capsys):
-    """Answers equal those after reading text and prompt in one call, and leave the files unchanged: otherwise a memory
-    would answer differently from its text.
-    """
+    """Answers equal those after reading text and prompt in one call, and leave the files unchanged."""
     run_read(paths, paths.texts)
     before = {path.name: path.read_bytes() for path in paths.memory.iterdir()}
     prompts = ["Der König", "Zwölf Töchter hatte der", "X"]
@@ -35,7 +33,7 @@ def test_answers_are_those_of_a_model_that_has_just_read(paths, capsys):
 
 
 def test_special_tokens_in_a_prompt_are_text(paths, capsys):
-    """`</s>` in a prompt is text, with --keep too: otherwise it would end a document within the prompt."""
+    """`</s>` in a prompt is text, with --keep too."""
     run_read(paths, paths.texts / "a.txt")
     text = (paths.texts / "a.txt").read_text()
     run_ask(paths, SPECIAL, keep=True)
@@ -45,9 +43,7 @@ def test_special_tokens_in_a_prompt_are_text(paths, capsys):
 
 
 def test_what_is_kept_is_learnt(paths, capsys):
-    """--keep saves each prompt and its answer in order, in the memory: otherwise later answers would not depend on
-    them.
-    """
+    """--keep saves each prompt and its answer in order, in the memory."""
     run_read(paths, paths.texts)
     run_ask(paths, "Der König", "Zwölf", keep=True)
     text = whole_text(paths)
@@ -60,7 +56,7 @@ def test_what_is_kept_is_learnt(paths, capsys):
 
 
 def test_asking_again_and_again(paths, capsys, monkeypatch):
-    """Interactive prompts are answered independently: otherwise an answer would depend on the prompts before it."""
+    """Interactive prompts are answered independently."""
     run_read(paths, paths.texts / "a.txt")
     prompts = iter(["Der König", "Zwölf", ""])
     monkeypatch.setattr("builtins.input", lambda _: next(prompts))
@@ -71,9 +67,7 @@ def test_asking_again_and_again(paths, capsys, monkeypatch):
 
 
 def test_questions_share_the_memory(paths):
-    """Repeating a loaded memory for 100 questions allocates no copies: otherwise many questions would need the memory
-    many times.
-    """
+    """Repeating a loaded memory for 100 questions allocates no copies."""
     run_read(paths, paths.texts / "a.txt")
     cache = load(paths)
     cache.batch_repeat_interleave(100)
@@ -89,9 +83,7 @@ def test_questions_share_the_memory(paths):
     "options", [{"max_new_tokens": 0}, {"temperature": -1}, {"temperature": "nan"}, {"seed": -1}, {"seed": 2**64}]
 )
 def test_bad_input_to_ask(options, paths):
-    """Options out of range, an empty prompt and a missing memory raise an error that names them: otherwise a user could
-    not tell which to change.
-    """
+    """Options out of range, an empty prompt and a missing memory raise an error that names them."""
     with pytest.raises(ValueError, match=f"--{next(iter(options))}"):
         run_ask(paths, "X", **options)
     with pytest.raises(ValueError, match="--prompt is empty"):

@@ -70,9 +70,7 @@ def naive_losses(model, batches: ContiguousBatches):
 
 @covering(1, {"variant": VARIANTS, "num_rows,accumulated": [(3, 1), (2, 2)]})
 def test_training_is_truncated_backpropagation(variant, num_rows, accumulated, tmp_path):
-    """Losses and gradients equal a naive loop: otherwise documents share memories, or gradients cross block
-    boundaries.
-    """
+    """Losses and gradients equal a naive loop."""
     trainer = make_trainer(make_model(variant), tmp_path, num_rows, gradient_accumulation_steps=accumulated)
     trainer.train()
     model, data = make_model(variant).train(), trainer.train_dataset
@@ -94,9 +92,7 @@ def test_training_is_truncated_backpropagation(variant, num_rows, accumulated, t
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_evaluation_reads_whole_documents(variant, tmp_path):
-    """Evaluation uses a cache of its own: otherwise it scores blocks without their context, or changes the training's
-    cache.
-    """
+    """Evaluation uses a cache of its own."""
     trainer = make_trainer(make_model(variant), tmp_path, 1)
     model, stream = trainer.model, make_stream()
     trainer.caches[True] = carried = TitansCache(model.config)
@@ -112,7 +108,7 @@ def test_evaluation_reads_whole_documents(variant, tmp_path):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_resumed_run_is_bit_identical(options, tmp_path, monkeypatch, variant):
-    """A run resumed within a document equals an uninterrupted one: otherwise it would continue with an empty memory."""
+    """A run resumed within a document equals an uninterrupted one."""
     config, common = TITANS | {"variant": variant}, dict(carry_memory="true", tokens_per_step=64, block_length=16)
     common |= dict(eval_steps=4)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -143,9 +139,7 @@ def test_resuming_with_other_rows_is_refused(options, tmp_path):
 
 
 def test_batches_of_another_size_are_refused(tmp_path):
-    """A batch of another size than the data's rows raises an error: otherwise rows would inherit other documents'
-    memory.
-    """
+    """A batch of another size than the data's rows raises an error."""
     trainer = make_trainer(make_model("lmm"), tmp_path, 2, per_device_train_batch_size=3)
     with pytest.raises(ValueError, match="3 rows in each of 1 processes"):
         trainer.train()
@@ -164,9 +158,7 @@ def test_batches_of_another_size_are_refused(tmp_path):
     ],
 )
 def test_what_cannot_be_combined_is_refused(options, tmp_path, model, changes, message):
-    """Options that shuffle or skip blocks are refused with --carry_memory: otherwise documents would lose their order
-    silently.
-    """
+    """Options that shuffle or skip blocks are refused with --carry_memory."""
     with pytest.raises(ValueError, match=f"--carry_memory cannot be combined with .*{message}"):
         train.main(options(model, carry_memory="true", **changes))
     assert not (tmp_path / "out").exists()
@@ -174,7 +166,7 @@ def test_what_cannot_be_combined_is_refused(options, tmp_path, model, changes, m
 
 @pytest.mark.slow
 def test_two_processes_train_like_one(options, tmp_path, monkeypatch):
-    """Two processes share the rows of one batch: otherwise each would distribute the documents by itself."""
+    """Two processes share the rows of one batch."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     common = dict(carry_memory="true", gradient_accumulation_steps=1, block_length=16, tokens_per_step=None)
@@ -191,7 +183,7 @@ def test_two_processes_train_like_one(options, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("carry", [True, False])
 def test_a_needle_two_blocks_away(options, tmp_path, carry):
-    """A value from an earlier block is learnt only with --carry_memory: otherwise the option would have no effect."""
+    """A value from an earlier block is learnt only with --carry_memory."""
     needles = ["ABCDEFGH"[i] for i in torch.randint(8, (512,), generator=torch.Generator().manual_seed(0))]
     # blocks of 8: the needle, nothing, and the needle again; the last one ends with eos
     documents = [f"={needle}......" + "........" + f"={needle}....." for needle in needles]

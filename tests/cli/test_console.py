@@ -23,7 +23,7 @@ def call(monkeypatch, *arguments) -> None:
 
 
 def test_help_lists_every_command(monkeypatch, capsys):
-    """`titans-hf` alone lists every command: otherwise users would not know which commands exist."""
+    """`titans-hf` alone lists every command."""
     for arguments in ([], ["--help"]):
         call(monkeypatch, *arguments)
         text = capsys.readouterr().out
@@ -31,9 +31,7 @@ def test_help_lists_every_command(monkeypatch, capsys):
 
 
 def test_an_unknown_command_is_refused(monkeypatch, capsys):
-    """An unknown command exits with code 2 and names the known ones: otherwise a typing error would end in a
-    traceback.
-    """
+    """An unknown command exits with code 2 and names the known ones."""
     with pytest.raises(SystemExit) as ended:
         call(monkeypatch, "trian")
     assert ended.value.code == 2
@@ -42,7 +40,7 @@ def test_an_unknown_command_is_refused(monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", console.COMMANDS)
 def test_a_command_gets_its_own_arguments(monkeypatch, name):
-    """Each command receives the arguments after its name: otherwise it would take its own name for an argument."""
+    """Each command receives the arguments after its name."""
     command, received = console.COMMANDS[name], []
     monkeypatch.setattr(import_module(command.module), "main", lambda: received.append(list(sys.argv)))
     call(monkeypatch, name, "x", "--y")
@@ -76,7 +74,7 @@ def test_a_command_gets_its_own_arguments(monkeypatch, name):
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_errors_are_one_line(monkeypatch, capsys, tmp_path, arguments, message):
-    """Bad input to a command ends in one line that names the command: otherwise users would read a traceback."""
+    """Bad input to a command ends in one line that names the command."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         call(monkeypatch, *arguments)
@@ -87,9 +85,7 @@ def test_errors_are_one_line(monkeypatch, capsys, tmp_path, arguments, message):
 
 
 def test_a_missing_package_names_the_extra(monkeypatch, capsys):
-    """A command without its packages names the extra to install: otherwise users would see an ImportError's
-    traceback.
-    """
+    """A command without its packages names the extra to install."""
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     for name in [name for name in sys.modules if name.startswith("titans_hf.cli.eval")]:
         monkeypatch.delitem(sys.modules, name)
@@ -123,9 +119,7 @@ def run(arguments: list, folder: Path, **changes: str) -> str:
 
 @pytest.mark.slow
 def test_the_package_is_imported_beside_a_clone_of_its_name(installed):
-    """The package is imported from the folder above a clone named titans_hf, where notebooks and scripts lie. If it
-    failed, that clone would be imported as a package without contents.
-    """
+    """The package is imported from the folder above a clone named titans_hf, where notebooks and scripts lie."""
     above = installed.parents[1]
     assert (above / "titans_hf" / "src").is_dir()
     code = "import titans_hf, titans_hf.cli; print(titans_hf.TitansConfig.model_type)"
@@ -135,9 +129,7 @@ def test_the_package_is_imported_beside_a_clone_of_its_name(installed):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_an_installed_command_serves(installed, tmp_path):
-    """`titans-hf serve`, as installed and from another folder, answers from a memory that `titans-hf read` has saved.
-    If it failed, the page on serving would end at its first command.
-    """
+    """`titans-hf serve`, as installed and from another folder, answers from a memory that `titans-hf read` has saved."""
     save_byte_model(tmp_path / "model", "mag")
     (tmp_path / "text.txt").write_text("The key is 4711, said the captain. " * 30)
     run([installed / "titans-hf", "read", "model", "text.txt", "--memory", "memory", "--device", "cpu"], tmp_path)
@@ -178,9 +170,7 @@ def test_the_installed_commands_run(installed, tmp_path):
 
 @pytest.mark.slow
 def test_an_installation_has_the_data_of_eval(installed):
-    """An installation has the tasks' YAML files, the paper's figures and the configurations: otherwise an installed
-    `eval` would fail.
-    """
+    """An installation has the tasks' YAML files, the paper's figures and the configurations."""
     code = "import titans_hf; print(titans_hf.__path__[0])"
     package = Path(run([installed / "python", "-c", code], installed).strip())
     source, shipped = ROOT / "src" / "titans_hf", {path.relative_to(package) for path in package.rglob("*")}

@@ -21,7 +21,7 @@ def make_batches(lengths: list[int], block_length: int, num_rows: int) -> tuple[
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(2, 9), st.integers(1, 7))
 def test_batches_hold_the_stream(lengths, block_length, num_rows):
-    """Every token occurs once and in order: otherwise text is lost or repeated, or a row is reset within a document."""
+    """Every token occurs once and in order."""
     stream, batches = make_batches(lengths, block_length, num_rows)
     items = [batches[i] for i in range(len(batches))]
     read = [items[row::num_rows] for row in range(num_rows)]  # every row's items, in order
@@ -42,7 +42,7 @@ def test_batches_hold_the_stream(lengths, block_length, num_rows):
 
 
 def test_batches_are_padded_on_the_right():
-    """Padding is on the right and masked: otherwise it is read, predicted, or taken for the start of a document."""
+    """Padding is on the right and masked."""
     _, batches = make_batches([3, 9], 5, 2)  # blocks of 5 and 5 in one row, of 2 in the other
     first, second = (collate_contiguous([batches[i], batches[i + 1]]) for i in (0, 2))
     assert first["input_ids"].tolist() == [[2, 3, EOS, 102, 103], [109, EOS, 0, 0, 0]]
@@ -66,6 +66,6 @@ def test_batches_are_padded_on_the_right():
 
 @pytest.mark.parametrize("num_blocks,num_rows", [(10, 4), (3, 8), (64, 7)])
 def test_rows_are_of_about_the_same_length(num_blocks, num_rows):
-    """The rows differ by one block at most: otherwise most rows of the last batches would be empty."""
+    """The rows differ by one block at most."""
     _, batches = make_batches([5 * num_blocks], 5, num_rows)
     assert batches.num_steps == -(-num_blocks // num_rows)

@@ -92,9 +92,7 @@ def error_line(module: str, arguments: str, monkeypatch, capsys) -> str:
 
 @covering(1, {"module": COMMANDS, "damage": [cut, overwrite, remove]})
 def test_damaged_weights_are_named(module, damage, folder, monkeypatch, capsys):
-    """The error is a line that names the checkpoint and its file, before any output: otherwise a user sees a traceback
-    of safetensors, which names neither.
-    """
+    """The error is a line that names the checkpoint and its file, before any output."""
     name = "model" if damage is cut else "shards"
     file = sorted((folder / name).glob("*.safetensors"))[-1]
     name_base(folder / "adapter", name)
@@ -105,7 +103,7 @@ def test_damaged_weights_are_named(module, damage, folder, monkeypatch, capsys):
 
 
 def test_damaged_adapters_are_named(folder, monkeypatch, capsys):
-    """The weights of an adapter are checked too: otherwise merging ends in a traceback."""
+    """The weights of an adapter are checked too."""
     name_base(folder / "adapter", "model")
     expected = cut(folder / "adapter" / "adapter_model.safetensors")
     line = error_line("titans_hf.cli.merge", "adapter out", monkeypatch, capsys)
@@ -114,9 +112,7 @@ def test_damaged_adapters_are_named(folder, monkeypatch, capsys):
 
 @covering(1, {"module": [name for name in COMMANDS if "merge" not in name], "content": ['{"model_type": "tit', None]})
 def test_damaged_configurations_are_named(module, content, folder, monkeypatch, capsys):
-    """A configuration that is no JSON, or has a size that is no number, is an error that names the checkpoint:
-    otherwise it is a traceback.
-    """
+    """A configuration that is no JSON, or has a size that is no number, is an error that names the checkpoint."""
     file = folder / "model" / "config.json"
     file.write_text(content or json.dumps(json.loads(file.read_text()) | {"hidden_size": "x"}))
     line = error_line(module, COMMANDS[module].format("model"), monkeypatch, capsys)
@@ -125,9 +121,7 @@ def test_damaged_configurations_are_named(module, content, folder, monkeypatch, 
 
 @pytest.mark.parametrize("module", ["titans_hf.cli.read", "titans_hf.cli.train", "titans_hf.cli.eval"])
 def test_weights_of_another_model_are_refused(module, folder, monkeypatch, capsys):
-    """Weights of other sizes than the configuration's are an error that names the checkpoint: otherwise it is a
-    traceback which names an argument that the command has not.
-    """
+    """Weights of other sizes than the configuration's are an error that names the checkpoint."""
     sizes = dict(vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder / "llama")
     shutil.copy(folder / "llama" / "model.safetensors", folder / "model")
@@ -147,9 +141,7 @@ def test_weights_of_another_model_are_refused(module, folder, monkeypatch, capsy
     ],
 )
 def test_a_classifier_is_no_language_model(module, folder, monkeypatch, capsys):
-    """A checkpoint without a language model's head is an error that names the head: otherwise its answers are those of
-    random weights, after a table of transformers' alone.
-    """
+    """A checkpoint without a language model's head is an error that names the head."""
     classifier = TitansForSequenceClassification.from_pretrained(folder / "model")
     classifier.save_pretrained(folder / "model")
     name_base(folder / "adapter", "model")
@@ -160,7 +152,7 @@ def test_a_classifier_is_no_language_model(module, folder, monkeypatch, capsys):
 
 
 def test_serving_checks_the_checkpoint(folder):
-    """`serve` refuses a damaged checkpoint and passes a whole one on: otherwise it ends in a traceback."""
+    """`serve` refuses a damaged checkpoint and passes a whole one on."""
     served = []
     command = click.Command("serve", callback=lambda **options: served.append(options))
     add_checks(command)
@@ -174,7 +166,7 @@ def test_serving_checks_the_checkpoint(folder):
 
 @pytest.mark.parametrize("content", ["", '{"weight_map": 3}', "[]"])
 def test_damaged_lists_of_files_are_named(folder, content):
-    """An index without its map is damage: otherwise the error of the JSON parser names no file."""
+    """An index without its map is damage."""
     assert find_damage(folder / "shards") is None
     (folder / "shards" / "model.safetensors.index.json").write_text(content)
     assert find_damage(folder / "shards") == "model.safetensors.index.json is cut off or damaged: it has no weight_map"

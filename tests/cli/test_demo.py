@@ -8,9 +8,7 @@ from titans_hf.cli import demo
 
 
 def test_batches_ask_for_what_was_told():
-    """Every label is the value of a key among the facts: otherwise the demo would measure answers that cannot
-    be known.
-    """
+    """Every label is the value of a key among the facts."""
     ids, labels = demo.make_batch(5, filler=7, generator=torch.Generator().manual_seed(0))
     assert ids.shape == (5, 2 * demo.NUM_PAIRS + 7 + 2 * demo.NUM_QUERIES)
     for row, asked in zip(ids.tolist(), labels.tolist(), strict=True):
@@ -22,9 +20,7 @@ def test_batches_ask_for_what_was_told():
 
 
 def test_runs(tmp_path):
-    """The demo runs all its steps and saves its results and plot after two steps of training: otherwise `titans-hf
-    demo` would fail after minutes.
-    """
+    """The demo runs all its steps and saves its results and plot after two steps of training."""
     results = demo.main(["--steps", "2", "--questions", "4", "--output_dir", str(tmp_path)])
     assert list(results) == ["Titans LMM", "Titans LMM, memory off", "Mistral"]
     assert (tmp_path / "recall.png").stat().st_size > 0
@@ -41,9 +37,7 @@ def test_every_id_is_a_word(tmp_path):
 
 @pytest.mark.slow
 def test_recall_is_the_memorys(tmp_path):
-    """A trained model recalls facts beyond its window, and no longer once its memory stops learning: otherwise
-    attention explains the recall.
-    """
+    """A trained model recalls facts beyond its window, and no longer once its memory stops learning."""
     set_seed(1)
     model = AutoModelForCausalLM.from_config(demo.make_configs("mag")["Titans MAG"])
     demo.train("Titans MAG", model, steps=250, seed=1)

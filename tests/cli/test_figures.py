@@ -7,9 +7,7 @@ from titans_hf.cli.shared.figures import labels_in_words, line_styles, mark_fail
 
 
 def test_baselines_look_unlike_titans():
-    """Baselines are dashed and stopped memories dotted, each with a colour and marker of its own: otherwise a plot
-    would not show what is compared.
-    """
+    """Baselines are dashed and stopped memories dotted, each with a colour and marker of its own."""
     styles = line_styles(["tiny-mag", "Titans MAG, not learning", "Mistral", "tiny-llama", "tiny-mac"])
     assert [style["linestyle"] for style in styles.values()] == ["-", ":", "--", "--", "-"]
     assert len({(style["color"], style["marker"]) for style in styles.values()}) == 5
@@ -35,14 +33,12 @@ def test_baselines_look_unlike_titans():
     ],
 )
 def test_labels_are_words(name, label):
-    """A run's name is a label in words, and any other name stays: otherwise a reader would have to know how runs are
-    named, or would not find their own.
-    """
+    """A run's name is a label in words, and any other name stays."""
     assert line_styles([name, "other"])[name]["label"] == label
 
 
 def test_labels_tell_lines_apart():
-    """Names that would have one label keep their own: otherwise the legend would have lost a line."""
+    """Names that would have one label keep their own."""
     assert labels_in_words(["mag-stopped", "mag stopped", "mal"]) == {
         "mag-stopped": "mag-stopped",
         "mag stopped": "mag stopped",
@@ -51,14 +47,12 @@ def test_labels_tell_lines_apart():
 
 
 def test_lines_of_no_variant_are_solid():
-    """Lines of settings have no line style of their own: otherwise the chunk sizes of one memory would look like
-    baselines.
-    """
+    """Lines of settings have no line style of their own."""
     assert all("linestyle" not in style for style in line_styles(["chunk 16", "chunk 64"]).values())
 
 
 def test_the_legend_covers_no_data(tmp_path):
-    """One legend lies beside all panels and names failures too: otherwise it would hide points."""
+    """One legend lies beside all panels and names failures too."""
     figure = Figure(layout="constrained")
     panels = figure.subplots(1, 2)
     for axes in panels:
@@ -71,7 +65,7 @@ def test_the_legend_covers_no_data(tmp_path):
 
 
 def test_names_with_dollars_are_shown(tmp_path):
-    """A label or title that is no formula is drawn as it is: otherwise a run's name would end a plot in an error."""
+    """A label or title that is no formula is drawn as it is."""
     figure = Figure(layout="constrained")
     axes = figure.subplots()
     axes.plot([1, 2], [3, 4], label="run$_{x$")

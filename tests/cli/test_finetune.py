@@ -36,7 +36,7 @@ def adapter(tmp_path):
 
 def test_merging_keeps_what_the_adapter_says(adapter, tmp_path):
     """The merged model has the adapted model's logits, its tokenizer and, whatever Trainer has left in the base's
-    config, its cache: otherwise users would serve another model.
+    config, its cache.
     """
     config = tmp_path / "model" / "config.json"
     config.write_text(config.read_text().replace('"use_cache": true', '"use_cache": false'))
@@ -89,9 +89,7 @@ def test_merging_any_side_of_tied_embeddings(changes, settings, tmp_path):
 
 
 def test_merging_refuses_what_it_would_spoil(adapter, tmp_path):
-    """A model in place of an adapter, and an existing output folder, raise an error: otherwise weights would be
-    overwritten.
-    """
+    """A model in place of an adapter, and an existing output folder, raise an error."""
     with pytest.raises(ValueError, match=r"ADAPTER .*model is not an adapter's folder"):
         merge.main([str(tmp_path / "model"), str(tmp_path / "merged")])
     with pytest.raises(ValueError, match=r"OUTPUT .*model exists"):
@@ -101,9 +99,7 @@ def test_merging_refuses_what_it_would_spoil(adapter, tmp_path):
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_from_a_checkpoint_to_a_chat(tmp_path):
-    """The page's commands run one after another, each from the output of the one before: otherwise a user could not
-    follow it.
-    """
+    """The page's commands run one after another, each from the output of the one before."""
     save_byte_model(tmp_path / "model", "mag")
     (tmp_path / "chats").mkdir()
     (tmp_path / "chats" / "chats.jsonl").write_text(CHAT * 16)

@@ -47,9 +47,7 @@ def run_lm_eval(monkeypatch, folder, command: list[str], main) -> int:
 
 @pytest.mark.slow
 def test_a_prompt_is_read_whole_in_constant_memory(monkeypatch, tmp_path, calls):
-    """`titans-hf lm-eval --model titans` reads every token of a prompt once, 512 per call: otherwise the needle would
-    be cut off, or memory would grow with the prompt.
-    """
+    """`titans-hf lm-eval --model titans` reads every token of a prompt once, 512 per call."""
     command = ["titans-hf", "lm-eval", "run", "--model", "titans"]
     num_tokens = run_lm_eval(monkeypatch, tmp_path, command, console.main)
     assert max(calls) == 512
@@ -59,15 +57,13 @@ def test_a_prompt_is_read_whole_in_constant_memory(monkeypatch, tmp_path, calls)
 
 @pytest.mark.slow
 def test_plain_hf_reads_a_prompt_whole(monkeypatch, tmp_path, calls):
-    """`lm_eval --model hf` reads a Titans' prompt whole: otherwise scores would be of prompts cut to 2,048 tokens,
-    unreported.
-    """
+    """`lm_eval --model hf` reads a Titans' prompt whole."""
     num_tokens = run_lm_eval(monkeypatch, tmp_path, ["lm_eval", "--model", "hf"], cli_evaluate)
     assert calls[0] == num_tokens
 
 
 def test_the_limit_is_no_field_of_the_configuration(tmp_path):
-    """The context has no limit, and config.json contains none: otherwise a saved limit would bind later programs."""
+    """The context has no limit, and config.json contains none."""
     TitansConfig().save_pretrained(tmp_path)
     assert TitansConfig().n_positions > 2**32
     assert "n_positions" not in (tmp_path / "config.json").read_text()

@@ -30,7 +30,7 @@ from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 
 def test_weights_that_were_cut_off_are_named(paths):
-    """A checkpoint whose weights were cut off raises an error that names it: otherwise users would read a traceback."""
+    """A checkpoint whose weights were cut off raises an error that names it."""
     weights = Path(paths.model) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(ValueError, match=f"MODEL {paths.model} has damaged weights"):
@@ -39,9 +39,7 @@ def test_weights_that_were_cut_off_are_named(paths):
 
 @pytest.mark.parametrize("block", [1, 7, read.BLOCK])
 def test_reading_a_folder(block, paths, monkeypatch):
-    """Reading a folder gives the memory of its joined texts, for any block size: otherwise characters or words across
-    block and file borders would be changed.
-    """
+    """Reading a folder gives the memory of its joined texts, for any block size."""
     monkeypatch.setattr(read, "BLOCK", block)
     run_read(paths, paths.texts)
     assert_has_read(paths, whole_text(paths))
@@ -62,9 +60,7 @@ def test_read_and_train_take_the_same_files(paths, capsys):
 
 
 def test_reading_standard_input(paths, monkeypatch):
-    """Reading files and standard input gives the memory of the joined text: otherwise piped text would be read
-    differently.
-    """
+    """Reading files and standard input gives the memory of the joined text."""
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(TEXT.encode())))
     run_read(paths, paths.texts / "a.txt", "-")
     assert_has_read(paths, (paths.texts / "a.txt").read_text() + "\n" + TEXT)
@@ -72,7 +68,7 @@ def test_reading_standard_input(paths, monkeypatch):
 
 def test_a_killed_reading_goes_on(paths):
     """A reading killed with SIGKILL and repeated gives the memory of an uninterrupted one, and loses at most
-    --save_every tokens: otherwise a crash would cost the whole reading.
+    --save_every tokens.
     """
     text = " ".join(str(i) for i in range(900)).encode()
     options = [paths.model, "-", "--memory", str(paths.memory), "--save_every", "100", "--piece", "32"]
@@ -96,9 +92,7 @@ def test_a_killed_reading_goes_on(paths):
 
 
 def test_an_interruption_costs_no_more_than_said(paths, monkeypatch):
-    """At most --save_every tokens lie between two saves, for any --piece: otherwise an interruption would lose more
-    than documented.
-    """
+    """At most --save_every tokens lie between two saves, for any --piece."""
     saved, counted, save, count = [], [], read.Reading.save, read.Reading._count
 
     def save_and_note(self):
@@ -117,9 +111,7 @@ def test_an_interruption_costs_no_more_than_said(paths, monkeypatch):
 
 @pytest.mark.parametrize("reading", [5, {}, {"tokens": "5"}, {"tokens": 5, "sha256": "0", "finished": None}], ids=str)
 def test_a_reading_that_cannot_have_been(reading, paths):
-    """An inconsistent record of the reading in a memory raises ValueError: otherwise a memory made by others would end
-    in a traceback.
-    """
+    """An inconsistent record of the reading in a memory raises ValueError."""
     cache = expected(paths, "by other means")
     cache.about["reading"] = reading
     cache.save_pretrained(paths.memory, paths.net)
@@ -129,7 +121,7 @@ def test_a_reading_that_cannot_have_been(reading, paths):
 
 @pytest.mark.parametrize("block", [1, 7, read.BLOCK])
 def test_special_tokens_in_a_text_are_text(block, paths, monkeypatch):
-    """`</s>` in a file has the ids that training gives it: otherwise text could end a document for the model."""
+    """`</s>` in a file has the ids that training gives it."""
     monkeypatch.setattr(read, "BLOCK", block)
     (paths.texts / "a.txt").write_text(SPECIAL)
     run_read(paths, paths.texts / "a.txt")
@@ -139,9 +131,7 @@ def test_special_tokens_in_a_text_are_text(block, paths, monkeypatch):
 
 @pytest.mark.parametrize("block", [1, 7, read.BLOCK])
 def test_line_ends_are_those_of_training(block, paths, monkeypatch):
-    r"""Line ends \r\n and \r are read as \n, as in training, also across blocks: otherwise a model would read
-    characters it was not trained on.
-    """
+    r"""Line ends \r\n and \r are read as \n, as in training, also across blocks."""
     monkeypatch.setattr(read, "BLOCK", block)
     text = "eins\r\nzwei\r\n\r\ndrei\rvier\r"
     (paths.texts / "a.txt").write_bytes(text.encode())
@@ -152,9 +142,7 @@ def test_line_ends_are_those_of_training(block, paths, monkeypatch):
 
 
 def test_other_texts_are_refused(paths):
-    """Continuing a memory with other texts raises an error: otherwise reading would continue in the middle of an
-    unknown text.
-    """
+    """Continuing a memory with other texts raises an error."""
     a, b = paths.texts / "a.txt", paths.texts / "b.txt"
     run_read(paths, a, b)
     for texts in ([b], [a]):
@@ -167,9 +155,7 @@ def test_other_texts_are_refused(paths):
 
 
 def test_a_folder_whose_name_ends_in_txt_is_no_text(paths):
-    """A folder x.txt is read as a folder: otherwise reading would stop with an error about a file that the user did not
-    name.
-    """
+    """A folder x.txt is read as a folder."""
     expected_text = whole_text(paths)
     (paths.texts / "b1.txt").mkdir()
     run_read(paths, paths.texts)
@@ -183,7 +169,7 @@ def test_a_folder_whose_name_ends_in_txt_is_no_text(paths):
 
 @pytest.mark.parametrize("script", ["read.py", "ask.py", "surprise.py"])
 def test_an_error_is_one_line(script, paths):
-    """A script's error is one line that names the script: otherwise users would read a traceback."""
+    """A script's error is one line that names the script."""
     options = {"read.py": ["missing.txt", "--memory", "m"], "surprise.py": ["missing.txt", "--output", "o"]}
     command = [sys.executable, SCRIPT.with_name(script), paths.model, *options.get(script, ["--memory", "missing"])]
     ended = subprocess.run(command, cwd=paths.texts, input="", capture_output=True, text=True)
@@ -204,9 +190,7 @@ def test_an_error_is_one_line(script, paths):
     ],
 )
 def test_bad_input_to_read(change, message, paths, monkeypatch):
-    """Wrong arguments raise an error that names them before anything is saved: otherwise a user could not tell which to
-    change.
-    """
+    """Wrong arguments raise an error that names them before anything is saved."""
     monkeypatch.chdir(paths.texts)
     Path("empty.txt").touch()
     Path("bad.txt").write_bytes(b"caf\xe9 au lait")
@@ -217,9 +201,7 @@ def test_bad_input_to_read(change, message, paths, monkeypatch):
 
 
 def test_what_has_no_memory_is_refused(paths):
-    """A folder without a checkpoint, or a model without a memory, raises an error at once: otherwise it would fail
-    inside the model, or after reading.
-    """
+    """A folder without a checkpoint, or a model without a memory, raises an error at once."""
     with pytest.raises(ValueError, match="is not a checkpoint"):
         run_read(SimpleNamespace(model=str(paths.texts), memory=paths.memory), paths.texts)
     config = Path(paths.model) / "config.json"

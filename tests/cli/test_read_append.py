@@ -13,9 +13,7 @@ from titans_hf.cli import read
 
 
 def test_more_texts_are_read_on_with(paths):
-    """Adding texts reads only the new ones, and --append any text: otherwise a new text would mean reading everything
-    again.
-    """
+    """Adding texts reads only the new ones, and --append any text."""
     a, b, c = (paths.texts / f"{name}.txt" for name in "abc")
     run_read(paths, a)
     assert run_read(paths, a, b).num_read == 96
@@ -39,7 +37,7 @@ def stop_an_append(paths, monkeypatch, text: Path, **options) -> None:
 
 
 def test_an_append_that_was_stopped_goes_on(paths, monkeypatch):
-    """A stopped and repeated --append reads every text once: otherwise a part of the text would be read twice."""
+    """A stopped and repeated --append reads every text once."""
     a, c = paths.texts / "a.txt", paths.texts / "c.txt"
     run_read(paths, a)
     stop_an_append(paths, monkeypatch, c)
@@ -54,9 +52,7 @@ def test_an_append_that_was_stopped_goes_on(paths, monkeypatch):
 
 @pytest.mark.parametrize("start", [32, 64, read.START])
 def test_a_repeated_append_reads_nothing(start, paths, monkeypatch, capsys):
-    """A complete --append that is repeated reads nothing and says so, from standard input too: otherwise one killed
-    after its last save would read its text twice when it is run again.
-    """
+    """A complete --append that is repeated reads nothing and says so, from standard input too."""
     monkeypatch.setattr(read, "START", start)
     a, c = paths.texts / "a.txt", paths.texts / "c.txt"
     run_read(paths, a)
@@ -76,9 +72,7 @@ def test_a_repeated_append_reads_nothing(start, paths, monkeypatch, capsys):
 
 @pytest.mark.parametrize("start", [32, read.START])
 def test_an_append_of_what_begins_alike(start, paths, monkeypatch):
-    """Texts that begin as the last one, longer or not, are appended as a whole: otherwise a part of them would be
-    missing.
-    """
+    """Texts that begin as the last one, longer or not, are appended as a whole."""
     monkeypatch.setattr(read, "START", start)
     a, longer, other = (paths.texts / f"{name}.txt" for name in ("a", "longer", "other"))
     longer.write_text(a.read_text() + "und mehr")
@@ -91,9 +85,7 @@ def test_an_append_of_what_begins_alike(start, paths, monkeypatch):
 
 
 def test_a_stopped_append_that_abandons_goes_on(paths, monkeypatch):
-    """--append --abandon, stopped and repeated, goes on with its text: otherwise it would abandon its own beginning and
-    read it twice.
-    """
+    """--append --abandon, stopped and repeated, goes on with its text."""
     a, c, other = (paths.texts / f"{name}.txt" for name in ("a", "c", "other"))
     other.write_text(c.read_text()[::-1])
     run_read(paths, a)
@@ -108,9 +100,7 @@ def test_a_stopped_append_that_abandons_goes_on(paths, monkeypatch):
 
 @pytest.mark.parametrize("append", [False, True])
 def test_appending_to_a_reading_that_was_stopped(append, paths, monkeypatch):
-    """Appending to an unfinished reading raises an error unless --abandon is given: otherwise the memory would have
-    half a text without notice.
-    """
+    """Appending to an unfinished reading raises an error unless --abandon is given."""
     a, b, c = (paths.texts / f"{name}.txt" for name in "abc")
     run_read(paths, a)
     texts = [c] if append else [a, c]

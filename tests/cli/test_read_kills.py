@@ -61,7 +61,7 @@ TEXTS = {"first": " ".join(map(str, range(100))), "second": " ".join(map(str, ra
 @pytest.mark.parametrize("append", [False, True])
 def test_thirty_kills(append, run, tmp_path):
     """A reading killed at random moments and repeated gives bit for bit the memory of an uninterrupted one, and no
-    other files: otherwise texts would be lost or read twice.
+    other files.
     """
     start = time.monotonic()
     model = save_byte_model(tmp_path / "model", "mag")

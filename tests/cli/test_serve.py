@@ -62,7 +62,7 @@ def server(checkpoint, tmp_path_factory):
 
 
 def test_a_completion_is_what_generate_says(server, checkpoint, expected):
-    """A served completion equals generate(): otherwise the server would use another model or prompt."""
+    """A served completion equals generate()."""
     with complete(f"{server}/v1/chat/completions", checkpoint, messages=MESSAGES) as response:
         answer = json.load(response)
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": expected}
@@ -70,9 +70,7 @@ def test_a_completion_is_what_generate_says(server, checkpoint, expected):
 
 
 def test_a_streamed_completion_is_what_generate_says(server, checkpoint, expected):
-    """Streamed text arrives in parts that join to the answer of generate(): otherwise a chat would lose or repeat
-    words.
-    """
+    """Streamed text arrives in parts that join to the answer of generate()."""
     with complete(f"{server}/v1/chat/completions", checkpoint, messages=MESSAGES, stream=True) as response:
         lines = [line.decode() for line in response]
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
@@ -82,13 +80,13 @@ def test_a_streamed_completion_is_what_generate_says(server, checkpoint, expecte
 
 
 def test_text_is_continued_without_a_template(server, checkpoint, expected):
-    """The completions endpoint continues plain text: otherwise models without a chat template could not be served."""
+    """The completions endpoint continues plain text."""
     with complete(f"{server}/v1/completions", checkpoint, prompt=PROMPT) as response:
         assert json.load(response)["choices"][0]["text"] == expected
 
 
 def test_openai_client(server, checkpoint, expected):
-    """OpenAI's client gets the answer of generate(): otherwise existing programs could not use the server."""
+    """OpenAI's client gets the answer of generate()."""
     client = pytest.importorskip("openai").OpenAI(base_url=f"{server}/v1", api_key="none")
     answer = client.chat.completions.create(
         model=str(checkpoint), messages=MESSAGES, temperature=0, max_tokens=NUM_TOKENS
@@ -97,18 +95,14 @@ def test_openai_client(server, checkpoint, expected):
 
 
 def test_the_served_model_is_listed(server, checkpoint):
-    """/v1/models lists the served model alone: otherwise a chat interface would offer none, or one that the server
-    refuses.
-    """
+    """/v1/models lists the served model alone."""
     with urllib.request.urlopen(f"{server}/v1/models", timeout=60) as response:
         listed = json.load(response)["data"]
     assert [(model["id"], model["object"]) for model in listed] == [(str(checkpoint), "model")]
 
 
 def test_downloaded_models_are_listed(checkpoint, tmp_path, monkeypatch):
-    """A server without a model lists the downloaded ones, or none: otherwise /v1/models would be an internal error on a
-    new machine.
-    """
+    """A server without a model lists the downloaded ones, or none."""
     monkeypatch.setitem(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "titans", "TitansForCausalLM")
     cached = tmp_path / "hub" / "models--someone--titans"
     shutil.copytree(checkpoint, cached / "snapshots" / ("a" * 40))
@@ -127,9 +121,7 @@ def test_downloaded_models_are_listed(checkpoint, tmp_path, monkeypatch):
     "endpoint,body", [("chat/completions", {"messages": MESSAGES}), ("responses", {"input": PROMPT})]
 )
 def test_a_chat_without_a_template(endpoint, body, checkpoint, tmp_path):
-    """A chat with a model that has no chat template gets error 400 that names it: otherwise an internal error would not
-    tell why.
-    """
+    """A chat with a model that has no chat template gets error 400 that names it."""
     shutil.copytree(checkpoint, tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").unlink()
     with serving(tmp_path / "model", tmp_path) as url:
@@ -147,9 +139,7 @@ def test_a_chat_without_a_template(endpoint, body, checkpoint, tmp_path):
 
 
 def test_chat(server, checkpoint, expected):
-    """The chat interface prints the answer of generate(); the empty line declines to continue after the limit.
-    Otherwise a user would chat with another model or prompt.
-    """
+    """The chat interface prints the answer of generate(); the empty line declines to continue after the limit."""
     flags = [f"max_new_tokens={NUM_TOKENS}", "do_sample=False"]
     chat = subprocess.run(
         [*COMMAND, "chat", str(checkpoint), f"{server}/v1", *flags, "--user", "me"],
@@ -164,7 +154,7 @@ def test_chat(server, checkpoint, expected):
 
 
 def test_a_chat_with_a_missing_model(server):
-    """A chat with a model that the server cannot load ends in one line: otherwise users would read a traceback."""
+    """A chat with a model that the server cannot load ends in one line."""
     chat = subprocess.run(
         [*COMMAND, "chat", "./missing/model", f"{server}/v1"], input="", capture_output=True, text=True, timeout=120
     )
@@ -173,7 +163,7 @@ def test_a_chat_with_a_missing_model(server):
 
 
 def test_continuous_batching_is_refused(checkpoint):
-    """--continuous-batching ends the server at its start with an error: otherwise every request would fail."""
+    """--continuous-batching ends the server at its start with an error."""
     command = [*COMMAND, "serve", str(checkpoint), "--continuous-batching"]
     served = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert served.returncode == 2
@@ -190,9 +180,7 @@ def save_memory(checkpoint, folder) -> None:
 
 
 def test_parallel_requests_start_from_a_memory(checkpoint, tmp_path):
-    """Each of 20 parallel requests, streamed or not, is answered from the saved memory: otherwise one user's text would
-    be in another's answer.
-    """
+    """Each of 20 parallel requests, streamed or not, is answered from the saved memory."""
     memory = tmp_path / "memory"
     save_memory(checkpoint, memory)
     saved = {path.name: path.read_bytes() for path in memory.iterdir()}
@@ -234,9 +222,7 @@ def test_parallel_requests_start_from_a_memory(checkpoint, tmp_path):
     ],
 )
 def test_a_memory_that_cannot_be_served(options, message, checkpoint, tmp_path):
-    """A wrong --memory ends the server at its start with one line: otherwise requests would be answered without the
-    memory.
-    """
+    """A wrong --memory ends the server at its start with one line."""
     save_memory(checkpoint, tmp_path / "memory")
     model = make_model("mac", seed=1, dtype=torch.float32, vocab_size=320, eos_token_id=1, pad_token_id=0)
     model.save_pretrained(tmp_path / "other")

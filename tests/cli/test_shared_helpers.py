@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_a_cell_stays_within_its_row_and_column():
-    """A bar or a line break in a value is escaped: otherwise the rest of the row would be shifted or lost."""
+    """A bar or a line break in a value is escaped."""
     assert markdown_table(["a", "b"], [["x|y", "two\nlines"], [1, 2.5]]).splitlines() == [
         "| a | b |",
         "| --- | --- |",
@@ -31,9 +31,7 @@ def test_a_cell_stays_within_its_row_and_column():
 
 
 def test_files_are_those_of_the_suffixes_in_all_subfolders(tmp_path):
-    """All commands list the same files of a folder: otherwise a text used in training would be left out of
-    evaluation.
-    """
+    """All commands list the same files of a folder."""
     for name in ("b.txt", "sub/a.TXT", "notes.md", "README.md", "c.png", ".hidden.txt", ".git/c.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
@@ -51,9 +49,7 @@ def test_files_are_those_of_the_suffixes_in_all_subfolders(tmp_path):
 
 
 def test_a_name_without_a_network_fails_at_once(monkeypatch):
-    """A name that is no folder fails at once where the Hub cannot be reached. Otherwise a typing error in a folder's
-    name would cost half a minute of repeated requests.
-    """
+    """A name that is no folder fails at once where the Hub cannot be reached."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     start = time.monotonic()
@@ -64,7 +60,7 @@ def test_a_name_without_a_network_fails_at_once(monkeypatch):
 
 
 def test_help_shows_defaults():
-    """Help shows the default of every option that has one, 0 too. Otherwise a user could not know which value holds."""
+    """Help shows the default of every option that has one, 0 too."""
     parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the draws")
     parser.add_argument("--keep", action="store_true", help="keep it")
@@ -75,9 +71,7 @@ def test_help_shows_defaults():
 
 @pytest.mark.parametrize("error", [ValueError("--x 1\nmust be 2"), OSError("--x 1 must be 2")])
 def test_an_error_is_one_line(error, monkeypatch, capsys):
-    """Bad input prints one line and exits with 2: otherwise users would get a traceback, and shells would not
-    notice.
-    """
+    """Bad input prints one line and exits with 2."""
 
     def fail():
         raise error
@@ -93,13 +87,13 @@ def test_an_error_is_one_line(error, monkeypatch, capsys):
 
 
 def test_other_errors_keep_their_traceback(monkeypatch):
-    """An error that is no bad input keeps its traceback: otherwise a user could not report where it occurred."""
+    """An error that is no bad input keeps its traceback."""
     with pytest.raises(ZeroDivisionError):
         run_command(lambda: 1 / 0)
 
 
 def test_no_module_edits_the_import_path():
-    """Modules import each other by installed names: otherwise a command would work from one folder only."""
+    """Modules import each other by installed names."""
     sources = [path for name in ("src", "scripts", "eval", "tests") for path in (ROOT / name).rglob("*.py")]
     assert len(sources) > 100
     edits = re.compile(r"^ *(sys\.path(\.|\[| *\+?=)|from sys import path)", re.MULTILINE)
@@ -107,9 +101,7 @@ def test_no_module_edits_the_import_path():
 
 
 def test_every_command_reports_errors_on_one_line():
-    """Every file that can be run calls run_command: otherwise bad input to it would end in a traceback. The worker of
-    a benchmark is run in another environment.
-    """
+    """Every file that can be run calls run_command. The worker of a benchmark is run in another environment."""
     sources = [path for name in ("src/titans_hf/cli", "scripts", "eval") for path in (ROOT / name).rglob("*.py")]
     commands = [path for path in sources if '__name__ == "__main__"' in path.read_text()]
     assert len(commands) > 20
@@ -118,7 +110,7 @@ def test_every_command_reports_errors_on_one_line():
 
 
 def test_numbers_below_their_minimum_are_refused():
-    """Numbers, each of a list too, and nan are compared with a minimum: otherwise a slip would train nothing."""
+    """Numbers, each of a list too, and nan are compared with a minimum."""
     check_minimums(Namespace(steps=1, lengths=[0, 2], limit=None), steps=1, lengths=0, limit=1)
     for value, message in ((0, "is 0"), (float("nan"), "is nan"), ([3, -1], "is -1")):
         with pytest.raises(ValueError, match=f"^--steps must be at least 1, but {message}$"):
@@ -126,7 +118,7 @@ def test_numbers_below_their_minimum_are_refused():
 
 
 def test_a_folder_to_write_to_is_no_file(tmp_path):
-    """A path that is a file, or lies in one, is refused, and a new one is not: otherwise a run fails at its end."""
+    """A path that is a file, or lies in one, is refused, and a new one is not."""
     (tmp_path / "file").touch()
     for path in ("new", "new/deeper", "."):
         check_folder(tmp_path / path, "--output")
@@ -136,7 +128,7 @@ def test_a_folder_to_write_to_is_no_file(tmp_path):
 
 
 def test_a_text_in_another_encoding_is_named(tmp_path):
-    """A text that is not UTF-8 raises an error with its name: otherwise it could not be found among a thousand."""
+    """A text that is not UTF-8 raises an error with its name."""
     (tmp_path / "bad.txt").write_bytes(b"caf\xe9 au lait")
     with pytest.raises(ValueError, match=r"^--text .*bad\.txt is not UTF-8: "):
         read_text(tmp_path / "bad.txt", "--text")

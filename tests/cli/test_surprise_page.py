@@ -21,9 +21,7 @@ TEXT = '  Es war <einmal> ein König & "sonst"\nniemand: 東京 ist weit. ' * 4
 
 
 def test_a_model_with_gates_per_layer_has_a_page(tmp_path):
-    """The page shows each word's gates, the means over the layers of the memory network: otherwise a model in the
-    paper's form could not be looked at.
-    """
+    """The page shows each word's gates, the means over the layers of the memory network."""
     model = save_byte_model(tmp_path / "model", "mag", **PAPER)
     (tmp_path / "text.txt").write_text("abc " * 20, encoding="utf-8")
     surprise.main([str(tmp_path / "model"), str(tmp_path / "text.txt"), "--output", str(tmp_path / "out")])
@@ -47,9 +45,7 @@ def values_of(page: str) -> dict[str, list[float]]:
 
 
 def test_the_page_shows_the_text_and_each_words_surprise(paths, monkeypatch):
-    """The page has the whole text, each word with the mean of its tokens: otherwise a word would be lost, or have its
-    neighbour's colour.
-    """
+    """The page has the whole text, each word with the mean of its tokens."""
     monkeypatch.setattr(surprise, "PIECE", 50)
     surprise.main([paths.model, paths.text, "--output", str(paths.out)])
     page = (paths.out / "surprise.html").read_text(encoding="utf-8")
@@ -70,14 +66,14 @@ def test_the_page_shows_the_text_and_each_words_surprise(paths, monkeypatch):
 
 
 def test_the_page_needs_nothing_else(paths):
-    """The page refers to no other file or address: otherwise it would be empty for those it is sent to."""
+    """The page refers to no other file or address."""
     surprise.main([paths.model, paths.text, "--output", str(paths.out)])
     page = (paths.out / "surprise.html").read_text(encoding="utf-8")
     assert not re.search(r"https?:|src=|<link|import", page)
 
 
 def test_the_picture_has_a_panel_for_each_quantity(paths):
-    """The picture has a coloured panel for each quantity: otherwise it would be empty, or lack a gate."""
+    """The picture has a coloured panel for each quantity."""
     surprise.main([paths.model, paths.text, "--output", str(paths.out)])
     picture = matplotlib.image.imread(paths.out / "surprise.png")
     assert picture.shape[1] > 1000
@@ -87,9 +83,7 @@ def test_the_picture_has_a_panel_for_each_quantity(paths):
 
 @pytest.mark.parametrize("name", ["a$b_{c.txt", "$\\frac{.txt", "{title}.txt", "<b>&.txt", "two\nlines.txt"])
 def test_names_of_files(name, paths, tmp_path):
-    """File names with formulas, markup or placeholders are shown literally: otherwise the page or picture would fail,
-    or show another name.
-    """
+    """File names with formulas, markup or placeholders are shown literally."""
     (tmp_path / name).write_text(TEXT, encoding="utf-8")
     surprise.main([paths.model, str(tmp_path / name), "--output", str(paths.out)])
     page = (paths.out / "surprise.html").read_text(encoding="utf-8")
@@ -98,9 +92,7 @@ def test_names_of_files(name, paths, tmp_path):
 
 
 def test_ids_are_those_of_training(paths, tmp_path):
-    r"""`</s>` is text and a line's end is \n, as in training: otherwise the surprise shown would be that of another
-    text.
-    """
+    r"""`</s>` is text and a line's end is \n, as in training."""
     (tmp_path / "text.txt").write_bytes(b"one </s> two\r\nthree\r\n")
     surprise.main([paths.model, str(tmp_path / "text.txt"), "--output", str(paths.out)])
     page = (paths.out / "surprise.html").read_text(encoding="utf-8")
@@ -114,9 +106,7 @@ def test_ids_are_those_of_training(paths, tmp_path):
 
 
 def test_the_page_on_a_telephone(paths):
-    """The page fits the screen's width, says in one sentence what is shown, and gives values on a tap: otherwise it
-    would need a large screen and a mouse.
-    """
+    """The page fits the screen's width, says in one sentence what is shown, and gives values on a tap."""
     surprise.main([paths.model, paths.text, "--output", str(paths.out)])
     page = (paths.out / "surprise.html").read_text(encoding="utf-8")
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
@@ -127,9 +117,7 @@ def test_the_page_on_a_telephone(paths):
 
 
 def test_every_layer_has_a_scale_of_its_own(tmp_path):
-    """Each layer's colours use its own range: otherwise a layer of large values would leave the others in one
-    colour.
-    """
+    """Each layer's colours use its own range."""
     ramp = np.linspace(0, 1, 100)
     values = np.broadcast_to(np.stack([ramp, 1000 * ramp + 5]), (len(surprise.QUANTITIES), 2, 100))
     surprise.draw(tmp_path / "surprise.png", "title", values)
@@ -150,9 +138,7 @@ def test_every_layer_has_a_scale_of_its_own(tmp_path):
     ],
 )
 def test_words(text, words):
-    """Words keep their spaces and have the mean of their own tokens: otherwise text would be lost, or values
-    shifted.
-    """
+    """Words keep their spaces and have the mean of their own tokens."""
     spans = [(i, i + 1) for i in range(len(text))]
     found, values = surprise.word_means(text, spans, np.arange(len(text))[None])
     assert found == words
@@ -161,9 +147,7 @@ def test_words(text, words):
 
 
 def test_a_token_of_several_words():
-    """A token of several words makes them one span with its value: otherwise a word without a token would break the
-    page.
-    """
+    """A token of several words makes them one span with its value."""
     found, values = surprise.word_means("in a word so", [(0, 4), (4, 9), (9, 12)], np.array([[1.0, 2.0, 3.0]]))
     assert found == ["in a ", "word ", "so"]
     assert values.tolist() == [[1.0, 2.0, 3.0]]
@@ -180,9 +164,7 @@ def test_a_token_of_several_words():
     ],
 )
 def test_bad_input(change, message, paths, monkeypatch, tmp_path):
-    """A missing, unreadable or too long text raises an error that names it before anything is written: otherwise a user
-    could not tell the cause.
-    """
+    """A missing, unreadable or too long text raises an error that names it before anything is written."""
     monkeypatch.chdir(tmp_path)
     Path("bad.txt").write_bytes(b"caf\xe9 au lait")
     with pytest.raises(ValueError, match=message):

@@ -16,9 +16,7 @@ BOUND = 20  # megabytes; 0 were measured, and 246 where batches were of so many 
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells a process's memory")
 def test_memory_does_not_grow_with_the_text(tmp_path):
-    """40 MB of text are tokenized in as much memory as 10 MB, and once: otherwise a corpus would need a machine of its
-    size, or the minutes of tokenizing at each start.
-    """
+    """40 MB of text are tokenized in as much memory as 10 MB, and once."""
     own = {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
     def tokenize(megabytes: int) -> tuple[dict[str, int], set[Path]]:

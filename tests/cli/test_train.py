@@ -20,9 +20,7 @@ CONFIGS = {"llama": LLAMA, "mistral": LLAMA | {"model_type": "mistral"}, "titans
 
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_training_gives_a_model_that_loads_and_generates(options, tmp_path, texts, model_type):
-    """A trained model loads with the reported losses, generates, and has its files: otherwise a run could not
-    be used.
-    """
+    """A trained model loads with the reported losses, generates, and has its files."""
     metrics = train.main(options(CONFIGS[model_type], eval_data=texts))
 
     folder = tmp_path / "out"
@@ -54,7 +52,7 @@ def test_training_gives_a_model_that_loads_and_generates(options, tmp_path, text
 
 
 def test_fine_tuning_starts_from_the_weights(options, tmp_path):
-    """--model_name_or_path starts from a checkpoint and its tokenizer: otherwise the earlier training would be lost."""
+    """--model_name_or_path starts from a checkpoint and its tokenizer."""
     train.main(options(TITANS, **SHORT))
     start = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     tuned = dict(config=None, tokenizer=None, model_name_or_path=tmp_path / "out", output_dir=tmp_path / "tuned")
@@ -69,9 +67,7 @@ def test_fine_tuning_starts_from_the_weights(options, tmp_path):
 
 
 def test_another_model_is_fine_tuned(options, tmp_path):
-    """--model_name_or_path takes a model and a tokenizer of Transformers, and every weight learns: otherwise a baseline
-    could not be tuned by the same command.
-    """
+    """--model_name_or_path takes a model and a tokenizer of Transformers, and every weight learns."""
     sizes = {name: value for name, value in LLAMA.items() if name != "model_type"}
     model = LlamaForCausalLM(LlamaConfig(**sizes | dict(vocab_size=259, eos_token_id=1, pad_token_id=0)))
     model.save_pretrained(tmp_path / "llama")
@@ -87,7 +83,7 @@ def test_another_model_is_fine_tuned(options, tmp_path):
 
 
 def test_weights_beside_a_configuration_are_mentioned(options, tmp_path):
-    """--config FOLDER warns that the folder's weights are not used: otherwise a user would expect fine-tuning."""
+    """--config FOLDER warns that the folder's weights are not used."""
     train.main(options(TITANS, **SHORT))
     for config in (tmp_path / "out", tmp_path / "out" / "config.json"):
         with pytest.warns(UserWarning, match=rf"starts from scratch, .*--model_name_or_path {tmp_path / 'out'}$"):
@@ -106,9 +102,7 @@ def test_saved_configurations_use_the_cache(options, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="processes find each other where there is a GPU")
 def test_processes_that_know_nothing_of_each_other_are_refused(options, tmp_path):
-    """Processes without a common group raise an error: otherwise each would train alone and overwrite the other's
-    files.
-    """
+    """Processes without a common group raise an error."""
     run = subprocess.run([*LAUNCH, *options(use_cpu=None)], capture_output=True, text=True, timeout=240)
     assert run.returncode and "2 processes were started, but each would train by itself" in run.stderr
     assert not (tmp_path / "out").exists()
@@ -116,7 +110,7 @@ def test_processes_that_know_nothing_of_each_other_are_refused(options, tmp_path
 
 @pytest.mark.slow
 def test_two_processes_train_like_one(options, tmp_path, texts, monkeypatch):
-    """Two processes give the loss of one and report once: otherwise distributed training would be another training."""
+    """Two processes give the loss of one and report once."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     alone = train.main(options(output_dir=tmp_path / "alone", eval_data=texts))

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
 
 @pytest.mark.parametrize("block_length", [2, 7, 32, 10_000])
 def test_packing_loses_no_text(texts, block_length):
-    """Blocks join to all documents with an eos each, in order: otherwise a part of the text would not be learnt."""
+    """Blocks join to all documents with an eos each, in order."""
     tokenizer = load_tokenizer("bytes")
     documents = load_splits(str(texts), "--train_data", "train")["train"]
     blocks, tokens_per_byte = make_blocks(documents, "text", tokenizer, block_length)
@@ -41,9 +41,7 @@ def test_packing_loses_no_text(texts, block_length):
 
 
 def test_only_a_lone_final_eos_is_dropped():
-    """A last block is dropped only if it is an eos alone, which leaves nothing to predict: otherwise text would be
-    lost.
-    """
+    """A last block is dropped only if it is an eos alone, which leaves nothing to predict."""
     documents = Dataset.from_dict({"text": ["abcd"]})
     blocks, _ = make_blocks(documents, "text", load_tokenizer("bytes"), 4)
     assert real_tokens(blocks) == [100, 101, 102, 103]
@@ -51,9 +49,7 @@ def test_only_a_lone_final_eos_is_dropped():
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_bytes_are_those_of_what_is_tokenized(tmp_path, streaming):
-    """Lines that end in a carriage return too have as many bytes as tokens: otherwise their bits per byte would be too
-    few.
-    """
+    """Lines that end in a carriage return too have as many bytes as tokens."""
     ratios = []
     for end in ("\n", "\r\n", "\r"):
         file = tmp_path / f"{len(ratios)}.jsonl"
@@ -66,9 +62,7 @@ def test_bytes_are_those_of_what_is_tokenized(tmp_path, streaming):
 
 
 def test_without_packing_every_document_is_a_block():
-    """Without packing each document is one block, or an error: otherwise a question could be in another block than its
-    fact.
-    """
+    """Without packing each document is one block, or an error."""
     tokenizer = load_tokenizer("bytes")
     documents = Dataset.from_dict({"text": ["abc", "", "d", "efghijk"]})
     blocks, tokens_per_byte = make_blocks(documents, "text", tokenizer, 8, packing=False)
@@ -80,7 +74,7 @@ def test_without_packing_every_document_is_a_block():
 
 
 def test_prompts_are_read_and_completions_learnt(options, tmp_path, monkeypatch):
-    """The loss covers completions alone: otherwise it would mostly be that of given prompts."""
+    """The loss covers completions alone."""
     rows = {"prompt": ["2 + 2 =", "", "7 = "], "completion": [" 4", "yes", "x" * 40]}
     Dataset.from_dict(rows).save_to_disk(tmp_path / "rows")
     tokenizer = load_tokenizer("bytes")
@@ -119,9 +113,7 @@ def block(tokens, prompt_length=0):
 
 
 def test_collate_masks_only_padding():
-    """Padding alone is masked and left out of the loss, and equal rows have no mask: otherwise tokens equal to the
-    padding's id would not be learnt.
-    """
+    """Padding alone is masked and left out of the loss, and equal rows have no mask."""
     batch = collate([block([5, 6, 7]), block([8, 0])])
     assert batch["labels"].tolist() == [[5, 6, 7], [8, 0, -100]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
@@ -137,7 +129,7 @@ def test_processes_tokenize_like_one():
 
 
 def test_byte_tokenizer_is_byt5_without_the_eos(tmp_path):
-    """The saved byte tokenizer has ByT5's ids, without an eos, and decodes exactly: otherwise text would be changed."""
+    """The saved byte tokenizer has ByT5's ids, without an eos, and decodes exactly."""
     load_tokenizer("bytes").save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     text = "Ünïcode 東京 🎉\r\n\t\x00  end "
@@ -150,9 +142,7 @@ def test_byte_tokenizer_is_byt5_without_the_eos(tmp_path):
 
 
 def test_the_byte_tokenizer_is_recognized(tmp_path):
-    """The byte tokenizer, made or loaded, is recognized and encodes as itself; with another token it is not: otherwise
-    the fast path would give wrong ids.
-    """
+    """The byte tokenizer, made or loaded, is recognized and encodes as itself; with another token it is not."""
     byte_tokenizer().save_pretrained(tmp_path)
     assert is_byte_tokenizer(byte_tokenizer()) and is_byte_tokenizer(load_tokenizer(str(tmp_path)))
     other = byte_tokenizer()

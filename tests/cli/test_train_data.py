@@ -39,7 +39,7 @@ def write_rows(path: Path, rows: list[dict]) -> None:
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet"])
 def test_rows_give_their_text_column(tmp_path, name, streaming):
-    """Of a table only the text column is learnt: otherwise a model would learn braces and field names."""
+    """Of a table only the text column is learnt."""
     (tmp_path / "folder").mkdir()
     write_rows(tmp_path / "folder" / name, [{"body": "ab", "id": 1}, {"body": "c", "id": 2}])
     (tmp_path / "folder" / "README.md").write_text("not data")
@@ -48,7 +48,7 @@ def test_rows_give_their_text_column(tmp_path, name, streaming):
 
 
 def test_markdown_files_are_documents(tmp_path):
-    """Markdown files are read as documents, from a folder or alone: otherwise they would be ignored."""
+    """Markdown files are read as documents, from a folder or alone."""
     (tmp_path / "wiki").mkdir()
     (tmp_path / "wiki" / "notes.md").write_text("# Notes\n")
     assert decoded(tmp_path / "wiki") == decoded(tmp_path / "wiki" / "notes.md") == "# Notes\n</s>"
@@ -76,9 +76,7 @@ def test_markdown_files_are_documents(tmp_path):
     },
 )
 def test_errors_name_the_file(tmp_path, name, content, message, good, streaming):
-    """The error for a broken file names it, alone or among others: otherwise it could not be located among a
-    thousand.
-    """
+    """The error for a broken file names it, alone or among others."""
     if good != "none":
         path = tmp_path / f"{'a' if good == 'first' else 'z'}{Path(name).suffix}"
         rows = {".txt": "fine", ".csv": "text\nfine\n"}.get(path.suffix)
@@ -91,7 +89,7 @@ def test_errors_name_the_file(tmp_path, name, content, message, good, streaming)
 
 
 def test_empty_text_names_its_file(tmp_path):
-    """Text files that are all empty raise an error that names one: otherwise a user would search for the cause."""
+    """Text files that are all empty raise an error that names one."""
     (tmp_path / "empty.txt").touch()
     for path in (tmp_path, tmp_path / "empty.txt"):
         with pytest.raises(ValueError, match=r"--train_data .* holds no text: .*empty\.txt is empty"):
@@ -100,14 +98,14 @@ def test_empty_text_names_its_file(tmp_path):
 
 @pytest.mark.parametrize("name,text", [("a.csv", 'id,text\n1,"a, b"\n'), ("a.tsv", "id\ttext\n1\ta, b\n")])
 def test_tables_of_text_files(tmp_path, name, text):
-    """Of comma- and tab-separated files the text column is learnt: otherwise a model would learn ids and commas."""
+    """Of comma- and tab-separated files the text column is learnt."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / name).write_text(text)
     assert decoded(tmp_path / "folder") == decoded(tmp_path / "folder" / name) == "a, b</s>"
 
 
 def test_markdown_beside_text_is_read(tmp_path):
-    """Of a folder of text, Markdown files but a README.md are read: otherwise a part of the data would be left out."""
+    """Of a folder of text, Markdown files but a README.md are read."""
     (tmp_path / "folder").mkdir()
     for name in ("a.txt", "notes.md", "README.md"):
         (tmp_path / "folder" / name).write_text(name)
@@ -115,16 +113,14 @@ def test_markdown_beside_text_is_read(tmp_path):
 
 
 def test_conversations_are_for_another_command(tmp_path):
-    """Data of conversations is refused with the command that trains on them. Otherwise a user would read of columns
-    only.
-    """
+    """Data of conversations is refused with the command that trains on them."""
     write_rows(tmp_path / "chats.jsonl", [{"messages": [{"role": "user", "content": "Who?"}]}])
     with pytest.raises(ValueError, match=r"conversations \(column messages\), .* `trl sft` trains on conversations"):
         decoded(tmp_path / "chats.jsonl")
 
 
 def test_kinds_are_not_mixed(tmp_path):
-    """A folder of several kinds of data raises an error: otherwise a part of it would be ignored."""
+    """A folder of several kinds of data raises an error."""
     (tmp_path / "a.txt").write_text("a")
     write_rows(tmp_path / "b.jsonl", [{"text": "b"}])
     with pytest.raises(ValueError, match=r"several kinds \(json, text\)"):
@@ -132,14 +128,14 @@ def test_kinds_are_not_mixed(tmp_path):
 
 
 def test_a_column_of_numbers_is_refused(tmp_path):
-    """A text column of numbers raises an error that names it: otherwise the tokenizer would fail."""
+    """A text column of numbers raises an error that names it."""
     write_rows(tmp_path / "a.jsonl", [{"text": 5}])
     with pytest.raises(ValueError, match="the column text of the data holds int64, not text"):
         decoded(tmp_path / "a.jsonl")
 
 
 def test_held_out_blocks_are_the_last(texts):
-    """The last blocks are held out and the others kept: otherwise evaluation would use training data."""
+    """The last blocks are held out and the others kept."""
     tokenizer = load_tokenizer("bytes")
     blocks, _ = make_blocks(load_splits(str(texts), "--train_data", "train")["train"], "text", tokenizer, 32)
     arguments = DataArguments(train_data=str(texts), eval_fraction=0.2, block_length=32)
@@ -149,7 +145,7 @@ def test_held_out_blocks_are_the_last(texts):
 
 
 def test_saved_data_set_brings_its_validation_split(tmp_path):
-    """A saved data set's validation split is used for evaluation: otherwise training data would be held out instead."""
+    """A saved data set's validation split is used for evaluation."""
     splits = {"train": Dataset.from_dict({"body": ["aaaa", "bb"]}), "validation": Dataset.from_dict({"body": ["cc"]})}
     DatasetDict(splits).save_to_disk(tmp_path / "saved")
     tokenizer = load_tokenizer("bytes")
@@ -160,9 +156,7 @@ def test_saved_data_set_brings_its_validation_split(tmp_path):
 
 
 def test_a_data_set_of_the_hub_is_streamed(monkeypatch):
-    """A name that is no path is loaded from the Hub with its configuration, and --streaming streams it: otherwise all
-    of it would be downloaded, or another part.
-    """
+    """A name that is no path is loaded from the Hub with its configuration, and --streaming streams it."""
     called = []
 
     def load_dataset(*args, **kwargs):
@@ -181,9 +175,7 @@ def test_a_data_set_of_the_hub_is_streamed(monkeypatch):
 
 
 def test_a_stream_trains_and_holds_out_its_first_documents(options, tmp_path):
-    """A streamed data set is trained on except its first documents, which are evaluated on: otherwise evaluation would
-    use training data.
-    """
+    """A streamed data set is trained on except its first documents, which are evaluated on."""
     write_rows(tmp_path / "rows.jsonl", [{"text": f"{i:03d} " * 20} for i in range(60)])
     arguments = DataArguments(
         train_data=str(tmp_path / "rows.jsonl"), streaming=True, block_length=32, max_eval_blocks=4

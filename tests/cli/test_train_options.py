@@ -19,9 +19,7 @@ pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
     [({"tokens_per_step": 256}, 4), ({"gradient_accumulation_steps": 3, "tokens_per_step": 7}, 3)],
 )
 def test_tokens_per_step(options, tmp_path, capsys, given, accumulated):
-    """Gradient accumulation follows from --tokens_per_step unless given: otherwise steps would be of another size than
-    reported.
-    """
+    """Gradient accumulation follows from --tokens_per_step unless given."""
     train.main(options(max_steps=1, **given))
     arguments = torch.load(tmp_path / "out" / "training_args.bin", weights_only=False)
     assert arguments.gradient_accumulation_steps == accumulated
@@ -30,9 +28,7 @@ def test_tokens_per_step(options, tmp_path, capsys, given, accumulated):
 
 
 def test_paper_defaults(options):
-    """Defaults are the paper's learning rate, weight decay, schedule, optimizer and tokens per step: otherwise a plain
-    command would not train as the paper does.
-    """
+    """Defaults are the paper's learning rate, weight decay, schedule, optimizer and tokens per step."""
     parser = train.HfArgumentParser(train.ARGUMENTS)
     *_, arguments = parser.parse_args_into_dataclasses(options(learning_rate=None))
     assert (arguments.learning_rate, arguments.weight_decay, arguments.lr_scheduler_type) == (4e-4, 0.1, "cosine")
@@ -62,7 +58,7 @@ def test_saving_follows_evaluation(options, given, evaluated, saved, best):
 
 
 def test_overrides_rebuild_the_config(options):
-    """Sizes derived from an overridden field follow it: otherwise head_dim would keep its old value."""
+    """Sizes derived from an overridden field follow it."""
     config = LLAMA | {"hidden_size": 64}
     path = options(config)[1]
     arguments = ModelArguments(config=path, config_overrides="hidden_size=32,tie_word_embeddings=true")
@@ -81,7 +77,7 @@ def test_overrides_rebuild_the_config(options):
     ],
 )
 def test_overrides_of_every_type(tmp_path, overrides, expected):
-    """Overrides can be booleans, null, nested fields and dictionaries: otherwise such a change would need a file."""
+    """Overrides can be booleans, null, nested fields and dictionaries."""
     (tmp_path / "config.json").write_text(json.dumps(TITANS))
     arguments = ModelArguments(config=str(tmp_path / "config.json"), config_overrides=overrides)
     config = load_config(arguments, byte_tokenizer())
@@ -103,7 +99,7 @@ def test_overrides_of_every_type(tmp_path, overrides, expected):
     ],
 )
 def test_wrong_overrides_are_named(tmp_path, overrides, message):
-    """A wrong override raises an error that names it: otherwise a misspelt setting would be ignored."""
+    """A wrong override raises an error that names it."""
     (tmp_path / "config.json").write_text(json.dumps(TITANS))
     arguments = ModelArguments(config=str(tmp_path / "config.json"), config_overrides=overrides)
     with pytest.raises(ValueError, match=message) as error:
@@ -112,12 +108,12 @@ def test_wrong_overrides_are_named(tmp_path, overrides, message):
 
 
 def test_commas_within_values_do_not_split():
-    """Commas within brackets and quotes belong to a value: otherwise lists could not be overridden."""
+    """Commas within brackets and quotes belong to a value."""
     assert split_overrides('a=[1,2],b={"x": "p,q"}, c=3') == ["a=[1,2]", 'b={"x": "p,q"}', "c=3"]
 
 
 def test_shipped_configurations_have_names():
-    """`--config tiny-mag` works from any folder: otherwise an installed command would need a checkout."""
+    """`--config tiny-mag` works from any folder."""
     config = load_config(ModelArguments(config="tiny-mag"), byte_tokenizer())
     assert (config.model_type, config.variant) == ("titans", "mag")
     with pytest.raises(
@@ -147,9 +143,7 @@ def test_shipped_configurations_have_names():
     ],
 )
 def test_bad_inputs_are_named(options, tmp_path, changes, message):
-    """Wrong options raise an error that names them before any file is written: otherwise a run would fail after
-    hours.
-    """
+    """Wrong options raise an error that names them before any file is written."""
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         train.main(options(**changes))
     assert not (tmp_path / "out").exists()
@@ -181,18 +175,14 @@ def test_bad_inputs_are_named(options, tmp_path, changes, message):
     ],
 )
 def test_options_that_contradict_are_refused(options, tmp_path, changes, message):
-    """Contradicting or missing options raise an error that names them before any file is written: otherwise one of them
-    would be ignored.
-    """
+    """Contradicting or missing options raise an error that names them before any file is written."""
     with pytest.raises(ValueError, match=message):
         train.main(options(**changes))
     assert not (tmp_path / "out").exists()
 
 
 def test_a_reporter_that_is_missing_is_named(options, tmp_path, monkeypatch):
-    """--report_to of an unknown or a missing package raises an error that names it before any file is written:
-    otherwise a traceback would follow minutes of preparing the data.
-    """
+    """--report_to of an unknown or a missing package raises an error that names it before any file is written."""
     monkeypatch.setattr("transformers.integrations.integration_utils.is_wandb_available", lambda: False)
     for name, message in (("wandb", "requires wandb to be installed"), ("no-such", "no-such is not supported")):
         with pytest.raises(ValueError, match=f"--report_to {name}: .*{message}"):
@@ -201,7 +191,7 @@ def test_a_reporter_that_is_missing_is_named(options, tmp_path, monkeypatch):
 
 
 def test_folder_without_text_is_named(options, tmp_path):
-    """A folder without text raises an error that names it: otherwise training would fail without a cause."""
+    """A folder without text raises an error that names it."""
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"--train_data .*empty holds no \.txt or \.md or .*files"):
         train.main(options(train_data=tmp_path / "empty"))
@@ -211,7 +201,7 @@ def test_folder_without_text_is_named(options, tmp_path):
 
 
 def test_tokenizer_without_eos_is_named(options, tmp_path):
-    """A tokenizer without eos raises an error: otherwise documents would not be separated."""
+    """A tokenizer without eos raises an error."""
     tokenizer = load_tokenizer("bytes")
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path / "tokenizer")
@@ -220,9 +210,7 @@ def test_tokenizer_without_eos_is_named(options, tmp_path):
 
 
 def test_too_few_steps_are_warned_of(options, capsys):
-    """A warning before training names --tokens_per_step if steps are few: otherwise a small text would train almost
-    nothing.
-    """
+    """A warning before training names --tokens_per_step if steps are few."""
     train.main(options(max_steps=None, eval_strategy="no", save_strategy="no", load_best_model_at_end="false"))
     assert "warning: 6 optimizer steps are too few to learn from. Give a smaller --tokens_per_step" in (
         capsys.readouterr().out

@@ -19,9 +19,7 @@ RESUMED = {"llama": LLAMA | DROPOUT} | {variant: TITANS | DROPOUT | {"variant": 
 
 @pytest.mark.parametrize("config", RESUMED.values(), ids=RESUMED)
 def test_resumed_run_is_bit_identical(options, tmp_path, monkeypatch, config):
-    """A resumed run has the weights and losses of an uninterrupted one: otherwise an interruption would change the
-    result.
-    """
+    """A resumed run has the weights and losses of an uninterrupted one."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     metrics = train.main(options(config, output_dir=whole))
     monkeypatch.setattr(train, "TimeLimit", StopAt)
@@ -40,16 +38,14 @@ def test_resumed_run_is_bit_identical(options, tmp_path, monkeypatch, config):
 
 
 def test_time_limit_stops_evaluates_and_saves(options, tmp_path):
-    """--max_minutes ends a run with an evaluation and a checkpoint: otherwise a limited run would be lost."""
+    """--max_minutes ends a run with an evaluation and a checkpoint."""
     train.main(options(max_minutes=1e-9))
     assert get_last_checkpoint(tmp_path / "out").endswith("checkpoint-1")
     assert [step for step, _ in losses(tmp_path / "out", "eval_loss")] == [1]
 
 
 def test_checkpoints_are_not_trained_over(options, tmp_path):
-    """An output folder with checkpoints raises an error unless resumed, and one with a model too: otherwise a run would
-    overwrite another.
-    """
+    """An output folder with checkpoints raises an error unless resumed, and one with a model too."""
     (tmp_path / "out" / "checkpoint-4").mkdir(parents=True)
     with pytest.raises(ValueError, match="pass --resume_from_checkpoint true"):
         train.main(options())
@@ -72,8 +68,8 @@ def test_checkpoints_are_not_trained_over(options, tmp_path):
     ids=["seed", "block_length", "data", "config"],
 )
 def test_another_run_is_not_resumed(options, tmp_path, config, changes, message):
-    """Resuming with another seed, other data or another model raises an error that names what differs: otherwise a run
-    would be recorded as of what it was not trained on. What a finished run reports is refused as well.
+    """Resuming with another seed, other data or another model raises an error that names what differs. What a finished
+    run reports is refused as well.
     """
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "a.txt").write_text("another text " * 300)
@@ -87,9 +83,7 @@ def test_another_run_is_not_resumed(options, tmp_path, config, changes, message)
 
 
 def test_a_finished_run_says_so(options, tmp_path, capsys):
-    """Repeating a finished run's command trains nothing and reports that: otherwise it would fail, or train over the
-    run.
-    """
+    """Repeating a finished run's command trains nothing and reports that."""
     metrics = train.main(options(**SHORT))
     before = (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns
     capsys.readouterr()
@@ -104,9 +98,7 @@ def test_a_finished_run_says_so(options, tmp_path, capsys):
 
 @pytest.mark.parametrize("damage", ["trainer_state.json", "model.safetensors", "optimizer.pt"])
 def test_a_checkpoint_that_was_cut_off_is_skipped(options, tmp_path, damage):
-    """Resuming skips an incomplete checkpoint with a warning: otherwise a run killed while saving could not be
-    resumed.
-    """
+    """Resuming skips an incomplete checkpoint with a warning."""
     whole = train.main(options(LLAMA))
     last = tmp_path / "out" / "checkpoint-8"
     assert what_is_missing(last) is None

@@ -19,9 +19,7 @@ def checkout(tmp_path):
 
 
 def test_a_checkout_brings_its_own_tests(checkout, tmp_path):
-    """Given a checkout, generation and export tests are its own: otherwise empty ones would replace them,
-    unreported.
-    """
+    """Given a checkout, generation and export tests are its own."""
     conformance.check_checkout(checkout)
     standins = conformance.unpack_tests(tmp_path / "unpacked", checkout)
     for name in conformance.LEFT_OUT:
@@ -31,9 +29,7 @@ def test_a_checkout_brings_its_own_tests(checkout, tmp_path):
 
 
 def test_missing_tests_are_named():
-    """Without a checkout the table names the tests that did not run: otherwise "none fails" would cover tests that
-    never ran.
-    """
+    """Without a checkout the table names the tests that did not run."""
     text = conformance.what_is_missing(["exporters/test_export.py", "generation/test_utils.py", "x.py"])
     assert "Not run" in text and "generation tests (generation/test_utils.py)" in text
     assert "export tests (exporters/test_export.py)" in text and text.endswith("Replaced by stand-ins: x.py.")
@@ -42,9 +38,7 @@ def test_missing_tests_are_named():
 
 @pytest.mark.parametrize("broken", ["missing", "version"])
 def test_another_folder_is_refused(broken, checkout, monkeypatch, capsys):
-    """A folder that is no checkout, or of another version, raises an error: otherwise its tests fail through no fault
-    of the model.
-    """
+    """A folder that is no checkout, or of another version, raises an error."""
     if broken == "missing":
         (checkout / "tests/generation/test_utils.py").unlink()
     else:

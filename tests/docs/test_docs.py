@@ -48,7 +48,7 @@ def each(found: list, long_pages: tuple[str, ...] = ()) -> list:
 
 
 def test_what_the_pages_write_is_ignored():
-    """Git ignores the folders that README's and the docs' commands write: otherwise private text would be committed."""
+    """Git ignores the folders that README's and the docs' commands write."""
     folders = ("my-memory", "look", "data", "to_look_at", "runs", "results", "my_dna", "my_texts", "books")
     paths = [f"{folder}/a.txt" for folder in folders]
     git = ["git", "-C", str(ROOT), "check-ignore", "--no-index", *paths]
@@ -56,15 +56,13 @@ def test_what_the_pages_write_is_ignored():
 
 
 def test_remote_checkpoints_are_shown_with_their_tokenizer():
-    """README loads a tokenizer of the Hub with trust_remote_code too: otherwise AutoTokenizer would wait for an answer
-    to its question.
-    """
+    """README loads a tokenizer of the Hub with trust_remote_code too."""
     assert re.search(r"AutoTokenizer\.from_pretrained\(.*trust_remote_code=True\)", (ROOT / "README.md").read_text())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
-    """Every relative link has a file and a heading as its target: otherwise a reader follows a dead link."""
+    """Every relative link has a file and a heading as its target."""
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if re.match(r"[a-z]+:", target):
             continue
@@ -77,7 +75,7 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", sorted({*PAGES} - HISTORY), ids=lambda page: str(page.relative_to(ROOT)))
 def test_named_files_exist(page):
-    """Every file that a page names is in the project: otherwise a reader looks for a renamed file."""
+    """Every file that a page names is in the project."""
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     names = {Path(path).name for path in tracked}
     text = page.read_text(encoding="utf-8")
@@ -90,7 +88,7 @@ def test_named_files_exist(page):
 
 
 def test_the_glossary_names_what_the_code_names():
-    """Every name in the glossary's last column is in the source: otherwise a reader could not locate the symbol."""
+    """Every name in the glossary's last column is in the source."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## Glossary")[1].split("\n## ")[0]
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
     words = {word for row in text.splitlines() for name in re.findall(r"`([^`]+)`", row) for word in name.split(".")}
@@ -99,7 +97,7 @@ def test_the_glossary_names_what_the_code_names():
 
 
 def test_comments_name_entries_of_the_log():
-    """Every entry of the log that the source names exists. If it failed, the reason for a choice could not be found."""
+    """Every entry of the log that the source names exists."""
     log = (ROOT / "docs" / "dev" / "log.md").read_text(encoding="utf-8")
     named = []
     for path in sorted((ROOT / "src").rglob("*.py")):
@@ -113,16 +111,14 @@ def test_comments_name_entries_of_the_log():
 
 
 def test_blocks_are_of_languages_that_are_run():
-    """Every fenced block is of a language that a test runs, and no command is indented: otherwise it would run in no
-    test.
-    """
+    """Every fenced block is of a language that a test runs, and no command is indented."""
     assert {block.language for block in blocks()} <= {"bash", "python", "bibtex", ""}
     for page in PAGES:  # code that is indented instead of fenced is an equation, never a command
         assert not re.findall(r"^    (?:python|titans-hf|pip|make|torchrun|git) .*$", prose(page), re.MULTILINE)
 
 
 def test_the_citation_is_readable():
-    """CITATION.cff has the fields that GitHub shows: otherwise it would offer no citation."""
+    """CITATION.cff has the fields that GitHub shows."""
     yaml = pytest.importorskip("yaml")
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert {"cff-version", "message", "title", "authors", "version", "license"} <= citation.keys()
@@ -151,9 +147,7 @@ def new_workplace(folder: Path) -> Path:
 
 
 def test_every_command_has_a_treatment(programs, tmp_path):
-    """Each command is run or has a reason not to be, and each treatment has a command: otherwise a documented command
-    would be untested.
-    """
+    """Each command is run or has a reason not to be, and each treatment has a command."""
     called = []
     environment = os.environ | {"DRY_RUN": "1"}
     for number, block in enumerate(BASH):
@@ -226,7 +220,7 @@ def environment(tmp_path):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("block", each(BASH, long_pages=("results.md", "speed.md")))
 def test_commands_run(block, workplace, programs, environment):
-    """A bash block runs unchanged but for tiny options: otherwise it would fail for whoever copies it."""
+    """A bash block runs unchanged but for tiny options."""
     # What the block makes is not there yet: it would be a reader's second run otherwise.
     for trained in re.findall(r"(?:--output_dir|titans-hf merge \S+) (\S+)", block.text):
         shutil.rmtree(workplace / trained, ignore_errors=True)
@@ -239,7 +233,7 @@ def test_commands_run(block, workplace, programs, environment):
 
 @pytest.mark.parametrize("block", each(PYTHON))
 def test_python_runs(block, workplace, environment):
-    """A Python block runs alone and unchanged: otherwise it would fail for whoever copies it."""
+    """A Python block runs alone and unchanged."""
     for text, package in OPTIONAL.items():
         if text in block.text:
             pytest.importorskip(package)

@@ -28,9 +28,7 @@ def run(tmp_path, *arguments):
 
 
 def test_the_peak_of_memory():
-    """`peak_bytes` is the peak during the call alone: otherwise memory freed before it, or the result's, would be
-    reported.
-    """
+    """`peak_bytes` is the peak during the call alone."""
     cpu = torch.device("cpu")
     freed = torch.ones(20_000_000)
     del freed
@@ -45,15 +43,13 @@ def test_the_peak_of_memory():
 
 
 def test_work_that_ends_its_process_is_an_error():
-    """A measurement whose process fails raises RuntimeError: otherwise the benchmark would report a peak of failed
-    work.
-    """
+    """A measurement whose process fails raises RuntimeError."""
     with pytest.raises(RuntimeError, match="ended without an answer"):
         measure.peak_bytes(lambda: 1 / 0, torch.device("cpu"))
 
 
 def test_what_is_wrong_is_not_timed(monkeypatch):
-    """A wrong memory output stops the benchmark before timing: otherwise it would report the speed of wrong results."""
+    """A wrong memory output stops the benchmark before timing."""
     wrong = memory_alone.memorize
     monkeypatch.setattr(memory_alone, "memorize", lambda *args, **kw: wrong(*args, **kw | {"chunk_size": 32}))
     with pytest.raises(AssertionError, match="chunk 64, depth 2: the output is off by"):
@@ -62,16 +58,14 @@ def test_what_is_wrong_is_not_timed(monkeypatch):
 
 @pytest.mark.parametrize("option", ["memory --lengths 1024 -1", "decode --contexts 0", "models --repeats 0"])
 def test_numbers_below_one_are_refused(option, tmp_path):
-    """A number of tokens or rounds below 1 is refused with its name: otherwise it would fail after other rows' work."""
+    """A number of tokens or rounds below 1 is refused with its name."""
     with pytest.raises(ValueError, match=option.split()[1]):
         bench.main([*option.split(), "--output", str(tmp_path)])
     assert not list(tmp_path.iterdir())
 
 
 def test_the_floor_counts_every_product():
-    """`Products.multiply_adds` equals a count by hand for one layer of BATCH x HEADS memories: otherwise the reported
-    lower bound of the time is wrong.
-    """
+    """`Products.multiply_adds` equals a count by hand for one layer of BATCH x HEADS memories."""
     chunk, size = 16, memory_alone.HEAD_DIM
     by_hand = 6 * chunk * size * size + 2 * chunk * chunk * size + chunk**3
     assert (
@@ -81,7 +75,7 @@ def test_the_floor_counts_every_product():
 
 
 def test_models_are_of_equal_size():
-    """Every compared model is within 6 % of the nominal size: otherwise speeds of unequal models would be compared."""
+    """Every compared model is within 6 % of the nominal size."""
     for size, expected in model_shapes.PARAMETERS.items():
         for name in model_shapes.NAMES:
             number = count_parameters(name, model_shapes.fit_config(name, size))
@@ -89,9 +83,7 @@ def test_models_are_of_equal_size():
 
 
 def test_settings_are_of_titans_alone(tmp_path):
-    """--set changes the Titans' configurations and no other, and what it cannot set is an error: otherwise a table of
-    other settings could not be made again, or would silently be of the default.
-    """
+    """--set changes the Titans' configurations and no other, and what it cannot set is an error."""
     pairs = ["memory_momentum=true", "sliding_window=32", "num_attention_heads=2", "num_key_value_heads=2"]
     config = model_shapes.fit_config("mag", "tiny", **model_shapes.settings_of("mag", "tiny", pairs))
     assert config.memory_momentum is True and config.sliding_window == 32
@@ -110,14 +102,14 @@ def test_settings_are_of_titans_alone(tmp_path):
 
 
 def test_tables_show_what_is_missing():
-    """A value that a row lacks is shown as a dash: otherwise it would read as 0 or shift the columns."""
+    """A value that a row lacks is shown as a dash."""
     rows = [{"model": "a", "tokens": 1024, "speed": 1234.5}, {"model": "b", "tokens": 5, "share": 0.12345}]
     assert table_and_plot.table(rows).splitlines()[2:] == ["| a | 1,024 | 1,234 | – |", "| b | 5 | – | 0.123 |"]
 
 
 def test_the_plot_says_what_was_not_run(monkeypatch, tmp_path):
-    """A length without a row stands in the legend as not run, a row without a value as not finished, in words, and
-    the axes name what they show: otherwise a model that was left out could be taken for one that failed.
+    """A length without a row stands in the legend as not run, a row without a value as not finished, in words, and the
+    axes name what they show.
     """
     runs = (("lmm-token", 1024), ("lmm-token", 2048), ("b", 1024))
     rows = [{"model": name, "tokens": n, "speed": n} for name, n in runs]
@@ -137,7 +129,7 @@ def test_the_plot_says_what_was_not_run(monkeypatch, tmp_path):
 
 def test_memory(tmp_path):
     """The memory benchmark reports each length, its time relative to the bare products, and a peak that grows with the
-    length: otherwise docs/results.md would be wrong.
+    length.
     """
     rows = run(tmp_path, "memory", "--lengths", "64", "200", "--chunks", "64")
     assert [row["tokens"] for row in rows] == [64, 200]
@@ -156,9 +148,7 @@ def test_the_other_package_is_compared_with_equal_work():
 
 @pytest.mark.slow
 def test_models(tmp_path):
-    """The model benchmark reports all models and lengths, and the one without memory is smaller: otherwise
-    docs/results.md would be wrong.
-    """
+    """The model benchmark reports all models and lengths, and the one without memory is smaller."""
     rows = run(tmp_path, "models", "--lengths", "64", "128", "--models", "mag", "mamba2", "without memory")
     assert [row["model"] for row in rows] == ["mag"] * 2 + ["mamba2"] * 2 + ["without memory"] * 2
     assert rows[4]["parameters"] < 0.8 * rows[0]["parameters"]
@@ -166,9 +156,7 @@ def test_models(tmp_path):
 
 @pytest.mark.slow
 def test_decoding(tmp_path):
-    """The reported cache of LMM keeps its size as the context grows, and Llama's doubles with it: otherwise
-    docs/results.md would be wrong.
-    """
+    """The reported cache of LMM keeps its size as the context grows, and Llama's doubles with it."""
     rows = run(
         tmp_path, "decode", "--size", "tiny", "--contexts", "256", "512", "--steps", "2", "--models", "lmm", "llama"
     )
@@ -178,9 +166,7 @@ def test_decoding(tmp_path):
 
 @pytest.mark.slow
 def test_a_long_prompt(tmp_path):
-    """The prompt benchmark reports every --every tokens and the end, and a folder without texts raises an error:
-    otherwise docs/results.md would be wrong.
-    """
+    """The prompt benchmark reports every --every tokens and the end, and a folder without texts raises an error."""
     (tmp_path / "a.txt").write_text("x" * 700)
     options = ("--text", str(tmp_path), "--tokens", "2000", "--piece", "256", "--every", "1000")
     rows = run(tmp_path / "out", "prompt", *options)
@@ -190,14 +176,14 @@ def test_a_long_prompt(tmp_path):
 
 
 def test_bytes_of_a_cache():
-    """`num_bytes` counts the keys and values of a DynamicCache: otherwise caches would be compared by wrong sizes."""
+    """`num_bytes` counts the keys and values of a DynamicCache."""
     cache = DynamicCache()
     cache.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), layer_idx=0)
     assert decode.num_bytes(cache) == 2 * 24 * 4
 
 
 def test_full_attention_has_the_keys_of_its_context():
-    """A context that is no multiple of what is read has as many keys: otherwise a row would be of a shorter context."""
+    """A context that is no multiple of what is read has as many keys."""
     model = model_shapes.build(model_shapes.fit_config("llama", "tiny"), torch.device("cpu"), torch.float32)
     cache = decode.Reader(model, decode.NUM_READ_TOKENS + 7).cache
     assert {layer.keys.shape[2] for layer in cache.layers} == {decode.NUM_READ_TOKENS + 7}

@@ -14,9 +14,7 @@ VOCAB = 50
 
 
 def test_the_delta_rule_replaces_what_a_key_had():
-    """Repeated writes under one key approach the last value, and other keys keep theirs: otherwise the memory measured
-    is not one of the delta rule.
-    """
+    """Repeated writes under one key approach the last value, and other keys keep theirs."""
     keys, values = torch.zeros(1, 30, 4), torch.randn(1, 30, 3, generator=torch.Generator().manual_seed(0))
     keys[0, 0, 1] = 1
     keys[0, 1:, 2] = 1
@@ -29,9 +27,7 @@ def test_the_delta_rule_replaces_what_a_key_had():
 
 @pytest.mark.parametrize("method", ["pointer", "linear", "relu-512"])
 def test_nothing_near_is_retrieved(method):
-    """Changing what follows the last `distance` tokens changes no earlier loss: otherwise gains are not of what lies
-    far away, or come from the future.
-    """
+    """Changing what follows the last `distance` tokens changes no earlier loss."""
     generator = torch.Generator().manual_seed(0)
     hidden, logits = torch.randn(1, 12, 8, generator=generator), torch.randn(1, 12, VOCAB, generator=generator)
     following = torch.arange(12)[None]
@@ -53,16 +49,14 @@ def test_nothing_near_is_retrieved(method):
 
 
 def test_features_have_length_1():
-    """Keys have length 1: otherwise a write is not half of the way to its value."""
+    """Keys have length 1."""
     keys = make_features("relu-256", torch.randn(2, 3, 16), torch.zeros(16))
     torch.testing.assert_close(keys, normalize(keys, dim=-1))
     assert keys.shape == (2, 3, 256) and (keys == 0).float().mean() > 0.5
 
 
 def test_repeated_text_is_worth_retrieving():
-    """On a text that repeats itself, every method lowers the loss of a model with random weights: otherwise the
-    measure finds nothing where there is something.
-    """
+    """On a text that repeats itself, every method lowers the loss of a model with random weights."""
     torch.manual_seed(0)
     sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, initializer_range=0.3, tie_word_embeddings=True, **sizes))
@@ -79,9 +73,7 @@ def test_repeated_text_is_worth_retrieving():
     ],
 )
 def test_options_that_cannot_be_are_refused(options, error, tmp_path):
-    """An unknown method, or stretches without a distant token, are refused before any work: otherwise hours later, or
-    the result is nan.
-    """
+    """An unknown method, or stretches without a distant token, are refused before any work."""
     folders = [x for name in ("train_text", "choice_text", "score_text") for x in (f"--{name}", str(tmp_path))]
     with pytest.raises(ValueError, match=error):
         distant_retrieval.main(["model", *folders, "--output", str(tmp_path / "x.json"), *options])

@@ -33,9 +33,7 @@ def command(tsv, *options):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_models_are_of_one_size_and_padding_changes_nothing(name):
-    """All but the CNN have about the parameters asked for, and a shorter sequence is classified in a batch as alone. If
-    it failed, sizes would differ, or scores would depend on what stands in the same batch.
-    """
+    """All but the CNN have about the parameters asked for, and a shorter sequence is classified in a batch as alone."""
     torch.manual_seed(0)
     config = config_of(name, ["a", "b", "c"], SHAPE, {})
     model = build_model(name, config, 61).eval()
@@ -55,7 +53,7 @@ def test_models_are_of_one_size_and_padding_changes_nothing(name):
 
 
 def test_the_cnn_cuts_long_sequences():
-    """Tokens beyond the length are not read: otherwise a longer test sequence would end the command."""
+    """Tokens beyond the length are not read."""
     model = build_model("cnn", config_of("cnn", ["0", "1"], SHAPE, {}), 60).eval()
     ids = torch.randint(2, 6, (1, 80))
     torch.testing.assert_close(model(ids).logits, model(ids[:, :60]).logits)
@@ -65,16 +63,14 @@ def test_the_cnn_cuts_long_sequences():
 
 @pytest.mark.parametrize("variant", ["lmm", "mac"])
 def test_a_stopped_model_is_the_same_but_for_its_memory(variant):
-    """It differs in its steps, 0, alone: otherwise it would be no control."""
+    """A model with memory off differs from the other in the size of its steps alone, which is 0."""
     configs = [config_of(name, ["0", "1"], SHAPE, {}).to_dict() for name in (variant, f"{variant}-stopped")]
     assert configs[0].pop("memory_max_lr") > 0 and configs[1].pop("memory_max_lr") == 0
     assert configs[0] == configs[1]
 
 
 def test_augmentation_draws_either_strand():
-    """Both strands of every sequence come, with the same label, and only where asked for. If it failed, the other
-    strand would have another label, or test sequences would be changed.
-    """
+    """Both strands of every sequence come, with the same label, and only where asked for."""
     texts = ["AACC", "CCGA", "ACAC"]
     data = DataOfRun(
         read_sequences([])._replace(texts=texts, labels=["x", "y", "x"], places=[None] * 3), ["x", "y"], ()
@@ -87,14 +83,14 @@ def test_augmentation_draws_either_strand():
 
 
 def test_accuracy_by_hand():
-    """Two of three are right: otherwise every figure of the tables is another."""
+    """Two of three answers that are right are an accuracy of 2/3."""
     assert accuracy(EvalPrediction(np.array([0, 1, 1]), np.array([0, 1, 0]))) == {"accuracy": 2 / 3}
 
 
 @pytest.mark.slow
 def test_runs_learn_and_go_on(tsv, capsys):
     """Composition is learned to nearly all of the test sequences; all a run depends on is recorded; the same command
-    makes nothing again, one of other settings is refused. If it failed, labels or weights would be mixed up.
+    makes nothing again, one of other settings is refused.
     """
     options = command(tsv, "--models", "lmm", "mamba2", "--epochs", "6", "--learning_rates", "1e-2", "3e-2")
     dna.main(options)
@@ -126,7 +122,7 @@ def test_runs_learn_and_go_on(tsv, capsys):
 
 def test_the_rate_is_chosen_on_the_first_fold(tsv, monkeypatch):
     """The other folds and seeds have the rate that is best in validation on the first fold with the first seed,
-    whatever it scores on the test part. If it failed, the test sequences would choose.
+    whatever it scores on the test part.
     """
     made = []
 
@@ -145,7 +141,7 @@ def test_the_rate_is_chosen_on_the_first_fold(tsv, monkeypatch):
 
 def test_files_to_train_and_to_test_on(tsv, capsys):
     """All test sequences are tested, none is trained on, those that overlap are counted, and a saved model classifies
-    as the trained one. If it failed, a user's figures would be of something else.
+    as the trained one.
     """
     folder = tsv.parent
     test = write_table(folder / "test.tsv", number=20, seed=5)
@@ -183,7 +179,7 @@ def test_files_to_train_and_to_test_on(tsv, capsys):
     ],
 )
 def test_bad_options(tsv, options, message):
-    """An impossible option is named before anything is trained: otherwise hours are lost to a typing error."""
+    """An impossible option is named before anything is trained."""
     with pytest.raises(ValueError) as error:
         dna.main(command(tsv, *options))
     assert re.search(message, " ".join(str(error.value).split()))
@@ -191,7 +187,7 @@ def test_bad_options(tsv, options, message):
 
 
 def test_files_to_train_on_are_not_taken_for_files_to_test_on(tsv, monkeypatch):
-    """The same files divided in another way are other data: otherwise the figure of one would be reported for both."""
+    """The same files divided in another way are other data."""
     monkeypatch.setattr(dna, "finish", lambda run, *args: pytest.fail(run.digest))
     second = write_table(tsv.with_name("second.tsv"), seed=1)
     third = write_table(tsv.with_name("third.tsv"), seed=2)
@@ -204,9 +200,7 @@ def test_files_to_train_on_are_not_taken_for_files_to_test_on(tsv, monkeypatch):
 
 
 def test_what_is_in_the_folder_is_checked_before_training(tsv, monkeypatch):
-    """Runs that were made with other settings, and other files, are named before any training: otherwise the table
-    would fail after all runs.
-    """
+    """Runs that were made with other settings, and other files, are named before any training."""
     monkeypatch.setattr(dna, "finish", lambda *args: pytest.fail("trained"))
     out = tsv.parents[1] / "out"
     append_record({"name": "x"}, out / FILE)
@@ -215,9 +209,7 @@ def test_what_is_in_the_folder_is_checked_before_training(tsv, monkeypatch):
 
 
 def test_data_of_one_class_or_name_are_refused(tsv):
-    """One class, a label in the test files alone, two files of one name: each is named. Otherwise a run
-    would end without a result, or two would write one file.
-    """
+    """One class, a label in the test files alone, two files of one name: each is named."""
     (tsv.parent / "one.tsv").write_text("seq\tlabel\n" + "".join(f"{'ACGT' * i}\tx\n" for i in range(1, 30)))
     with pytest.raises(ValueError, match=r"one\.tsv has one class only: x"):
         dna.main(command(tsv.parent / "one.tsv"))

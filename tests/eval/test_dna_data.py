@@ -16,7 +16,7 @@ from eval.dna.tokenizer import make_tokenizer
 
 def test_a_token_is_a_base(tmp_path):
     """Each base is a token of its own, in either case; what is no base is N; an end follows; a saved tokenizer is the
-    same. If it failed, a checkpoint would read other sequences than it was trained on.
+    same.
     """
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(tmp_path)
@@ -30,15 +30,15 @@ def test_a_token_is_a_base(tmp_path):
 
 
 def test_reverse_complement_by_hand():
-    """The other strand is read backwards; twice gives the first. If it failed, augmentation would be noise."""
+    """The other strand is read backwards; twice gives the first."""
     assert reverse_complement("AACGTN") == "NACGTT"
     text = random_text(np.random.default_rng(0), 50)
     assert reverse_complement(reverse_complement(text)) == text != reverse_complement(text)
 
 
 def test_tables_are_read(tmp_path):
-    """Both names of the column, either separator, small letters, letters of several bases, places: otherwise
-    files of other sources could not be read.
+    """A table is read with both names of the column and either separator, with small letters, letters of several bases,
+    and places.
     """
     (tmp_path / "a.tsv").write_text("seq\tlabel\nacgt\t0\nRACN\t1\n")
     (tmp_path / "b.csv").write_text("region,start,end,label,sequence\nchr1,3,7,x,AAAA\n")
@@ -47,9 +47,7 @@ def test_tables_are_read(tmp_path):
 
 
 def test_fasta_files_are_read(tmp_path):
-    """Lines of a sequence are joined; the label is in the heading or is the file's name; bedtools' places are found.
-    Otherwise sequences would be cut, or trained on with wrong labels.
-    """
+    """Lines of a sequence are joined; the label is in the heading or is the file's name; bedtools' places are found."""
     (tmp_path / "positive.fa").write_text(">chr2:10-18(+)\nACGT\nacgt\n\n>other\nTTTT\n")
     (tmp_path / "mixed.fasta").write_text(">a label=1\nAA\n>b label=0\nCC\n")
     found = read_sequences([tmp_path / "positive.fa", tmp_path / "mixed.fasta"])
@@ -117,7 +115,7 @@ def test_files_that_cannot_be_decoded_are_named(name, content, tmp_path):
     ],
 )
 def test_bad_files_are_named(tmp_path, name, content, message):
-    """File, sequence and base are named: otherwise a protein or a shifted column is trained on."""
+    """File, sequence and base are named."""
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError) as error:
         read_sequences([tmp_path / name])
@@ -133,7 +131,7 @@ def groups_of(texts: list[str], places: list[Place | None] | None = None) -> lis
 
 def test_groups_by_hand():
     """32 bases in common join two sequences, 31 do not; so does the other strand; what joins two joins their groups; N
-    stands for no base in common. If it failed, a test sequence could have been trained on.
+    stands for no base in common.
     """
     generator = np.random.default_rng(0)
     long = random_text(generator, 200)
@@ -152,17 +150,13 @@ def test_groups_by_hand():
 
 
 def test_equal_short_sequences_are_a_group():
-    """Sequences shorter than 32 are joined when they are equal on either strand, N included: otherwise one could be
-    trained and tested on.
-    """
+    """Sequences shorter than 32 are joined when they are equal on either strand, N included."""
     assert groups_of(["AACC", "GGTT", "AACG", "AANC", "GNTT"]) == [0, 0, 1, 2, 2]
     assert groups_of(["A"]) == [0]
 
 
 def test_overlapping_places_by_hand():
-    """Places that have a base in common join, in one region; a long one joins all within it; touching ones do not.
-    Otherwise bases that were trained on would be tested on.
-    """
+    """Places that have a base in common join, in one region; a long one joins all within it; touching ones do not."""
     starts = [(0, 100), (10, 20), (90, 120), (119, 130), (130, 140), (50, 60)]
     places = [Place("chr1", *x) for x in starts] + [Place("chr2", 0, 100), None]
     texts = [random_text(np.random.default_rng(i), 50) for i in range(len(places))]
@@ -186,8 +180,8 @@ def stretches(texts: list[str]) -> set[str]:
 
 
 def test_no_stretch_is_on_both_sides_of_a_split():
-    """By comparing all stretches: training, validation and test part share none; every sequence is tested once; shares
-    of labels are alike. If it failed, the scores would be of sequences learned by heart.
+    """Training, validation and test part share no stretch, by comparing all of them. Every sequence is tested once, and
+    the shares of labels are alike.
     """
     sequences = overlapping_sequences(200)
     folds = make_folds(sequences, 5)
@@ -203,7 +197,7 @@ def test_no_stretch_is_on_both_sides_of_a_split():
 
 
 def test_too_few_groups_are_refused():
-    """A class with fewer groups than folds is an error: otherwise a fold would test on one class alone."""
+    """A class with fewer groups than folds is an error."""
     sequences = overlapping_sequences(40)._replace(labels=["1"] * 3 + ["0"] * 77)
     with pytest.raises(ValueError, match="--folds 5: 5 parts need as many groups of sequences in each class"):
         make_folds(sequences, 5)

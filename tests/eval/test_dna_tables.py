@@ -31,7 +31,7 @@ def folder(tmp_path):
 
 
 def test_the_rate_is_chosen_by_validation_and_folds_are_averaged(folder):
-    """By hand: otherwise the test parts choose, or a spread is of something else."""
+    """The learning rate with the best validation is chosen, and its test scores are averaged over folds."""
     lines = table(DATA, read_results(folder)[DATA]).splitlines()
     assert lines[2] == "| lmm | 1,234 | 3 | 75.0 ± 8.7 | 75.0 | 90.0 ± 0.0 | 0.001 | 2.0 |"
     assert lines[3] == "| cnn | 1,234 | 2 | 70.0 ± 14.1 | 70.0 | 70.0 ± 14.1 | 0.01 | 2.0 |"
@@ -40,7 +40,7 @@ def test_the_rate_is_chosen_by_validation_and_folds_are_averaged(folder):
 
 
 def test_the_paper_stands_beside_its_own_data_only(folder):
-    """A figure the paper does not have is left out, and other data have none: otherwise they would be compared."""
+    """A figure the paper does not have is left out, and other data have none."""
     save(folder, "cnn", 1e-3, 0, 0.5, 0.5, data="mine")
     save(folder, "cnn", 1e-3, 0, 0.5, 0.5, data="human_enhancers_ensembl-test")
     results = read_results(folder)
@@ -50,7 +50,7 @@ def test_the_paper_stands_beside_its_own_data_only(folder):
 
 
 def test_of_equal_rates_the_one_that_went_on_is_chosen(folder):
-    """Where two rates are equal in validation, the one with more folds is the row: otherwise folds would be lost."""
+    """Where two rates are equal in validation, the one with more folds is the row."""
     save(folder, "mag", 1e-3, 0, 0.7, 0.5)
     save(folder, "mag", 1e-2, 0, 0.7, 0.6)
     save(folder, "mag", 1e-2, 1, 0.7, 0.6)
@@ -58,14 +58,16 @@ def test_of_equal_rates_the_one_that_went_on_is_chosen(folder):
 
 
 def test_differences_are_fold_by_fold(folder):
-    """Of the folds that both have: 10 and -10 points. If it failed, easy folds would count for one model alone."""
+    """Differences of 10 and -10 points, of the folds that both models have, are 0 in the mean. Otherwise easy folds
+    would count for one model alone.
+    """
     text = difference_table(read_results(folder)[DATA], "cnn")
     assert text.splitlines()[2:] == ["| lmm | +0.0 ± 14.1 | +0.0 | 2 |"]
 
 
 def test_a_fold_is_the_mean_of_its_seeds(folder):
     """The spread is over folds, each the mean of its seeds, and differences are of equal seed and fold; a seed without
-    all folds has no mean of its own; the first seed chose the rate. Otherwise more seeds would look like more folds.
+    all folds has no mean of its own; the first seed chose the rate.
     """
     save(folder, "cnn", 1e-2, 0, 0.1, test=0.8, seed=1)
     save(folder, "cnn", 1e-2, 1, 0.1, test=0.8, seed=1)
@@ -80,24 +82,20 @@ def test_a_fold_is_the_mean_of_its_seeds(folder):
 
 
 def test_a_row_without_the_first_fold_is_left_out(folder):
-    """Its rate has not been chosen: otherwise rates would be mixed."""
+    """A row without the first fold is left out, because its learning rate has not been chosen."""
     save(folder, "mag", 1e-3, 1, 0.9, 0.9)
     assert list(read_results(folder)[DATA]) == ["lmm", "cnn"]
 
 
 def test_runs_that_were_not_made_alike_are_refused(folder):
-    """Runs with different settings in one table raise an error: otherwise a model that was trained longer would stand
-    in one column with the others.
-    """
+    """Runs with different settings in one table raise an error."""
     save(folder, "mag", 1e-3, 0, 0.9, 0.9, epochs=3)
     with pytest.raises(ValueError, match=r", mag: epochs is 3, elsewhere 2"):
         read_results(folder)
 
 
 def test_the_command_writes_tables_and_plots(folder, capsys):
-    """Table and plot come from the files alone; a file that is no run and an unknown baseline are named. Otherwise
-    a table could not be made again, or would lack rows without a word.
-    """
+    """Table and plot come from the files alone; a file that is no run and an unknown baseline are named."""
     out = ["--output", str(folder)]
     dna_tables.main([str(folder), *out, "--baselines", "cnn"])
     text = (folder / "table.md").read_text()

@@ -22,7 +22,7 @@ def book():
 
 
 def test_questions_have_the_facts_before_them():
-    """Each question has the facts of its story up to it, and no others: otherwise answers would be wrong or missing."""
+    """Each question has the facts of its story up to it, and no others."""
     assert list(babilong.read_questions(QA1)) == [
         (["Mary went to the hall.", "John ran to the garden."], "Where is Mary?", "hall"),
         (
@@ -35,9 +35,7 @@ def test_questions_have_the_facts_before_them():
 
 
 def test_length_zero_is_the_facts_alone(book):
-    """Samples of length 0 are the facts without text of the book: otherwise the baseline without distractors would have
-    some.
-    """
+    """Samples of length 0 are the facts without text of the book."""
     assert [row["input"] for row in babilong.make_samples(QA1, book, 0)] == [
         " ".join(facts) for facts, _, _ in babilong.read_questions(QA1)
     ]
@@ -45,14 +43,14 @@ def test_length_zero_is_the_facts_alone(book):
 
 @pytest.mark.parametrize("length", [150, 1024, 5000, 200_000])
 def test_samples_fill_the_length(book, length):
-    """A sample is as long as requested, within one sentence: otherwise results would be listed at a wrong length."""
+    """A sample is as long as requested, within one sentence."""
     longest = max(map(len, split_sentences(TEXT))) + 1
     for row in babilong.make_samples(QA1, book, length):
         assert length - longest <= len(row["input"].encode()) <= length
 
 
 def test_facts_keep_their_order_and_the_book_its_own(book):
-    """Facts and sentences of the book keep their order: otherwise later facts could contradict the answer."""
+    """Facts and sentences of the book keep their order."""
     for (facts, _, _), row in zip(babilong.read_questions(QA1), babilong.make_samples(QA1, book, 3000), strict=True):
         places = [row["input"].index(fact) for fact in facts]
         assert places == sorted(places)
@@ -63,7 +61,7 @@ def test_facts_keep_their_order_and_the_book_its_own(book):
 
 
 def test_facts_lie_anywhere(book):
-    """Facts occur from the start of a sample to its end: otherwise a short window would suffice for all of them."""
+    """Facts occur from the start of a sample to its end."""
     many = QA1.splitlines()[-2:] * 200
     rows = list(babilong.make_samples("\n".join(many), book, 2000))
     places = [row["input"].index("Sandra") / 2000 for row in rows]
@@ -74,9 +72,7 @@ def test_facts_lie_anywhere(book):
 
 
 def test_questions_with_too_many_facts_are_left_out(book):
-    """Questions whose facts exceed the length are left out, and a length too short for all raises an error: otherwise
-    prompts would exceed the length.
-    """
+    """Questions whose facts exceed the length are left out, and a length too short for all raises an error."""
     assert [row["target"] for row in babilong.make_samples(QA1, book, 50)] == ["hall", "garden"]
     with pytest.raises(ValueError, match="length 10 is too short"):
         babilong.check_facts(QA1, book.count, 10)
@@ -85,9 +81,7 @@ def test_questions_with_too_many_facts_are_left_out(book):
 @needs_shared_data
 @pytest.mark.parametrize("task", CHANCE)
 def test_chance_is_a_guess_among_the_answers(task):
-    """CHANCE is one by the number of distinct answers of the full task: otherwise the tables would show a wrong
-    baseline.
-    """
+    """CHANCE is one by the number of distinct answers of the full task."""
     stories = babilong.read_stories(SHARED, task.removeprefix("babilong_"))
     answers = [answer for _, _, answer in babilong.read_questions(stories)]
     assert len(answers) == 1000

@@ -42,9 +42,7 @@ def official():
 
 @covering(1, {"size": [1, 7, 40, 333], "name": needles.KINDS})
 def test_samples_are_those_of_lm_eval(official, name, size):
-    """Prompts and answers equal lm-eval's for the same seed: otherwise scores could not be compared with published
-    ones.
-    """
+    """Prompts and answers equal lm-eval's for the same seed."""
     module, template = official
     kind = needles.KINDS[name]
     for seed in range(5):
@@ -65,9 +63,7 @@ def test_samples_are_those_of_lm_eval(official, name, size):
 
 
 def test_keys_depths_and_noise_are_those_of_lm_eval(official):
-    """Keys, depths, noise, number and seed equal lm-eval's: otherwise scores could not be compared with
-    published ones.
-    """
+    """Keys, depths, noise, number and seed equal lm-eval's."""
     module, _ = official
     for seed in range(200):
         assert needles.draw_key(random.Random(seed)) == random.Random(seed).choice(module.WORDS)
@@ -79,9 +75,7 @@ def test_keys_depths_and_noise_are_those_of_lm_eval(official):
 
 @pytest.mark.parametrize("name", needles.KINDS)
 def test_prefix_and_length_are_what_lm_eval_writes(official, name):
-    """Fields and the wording of the prefix equal lm-eval's: otherwise scores could not be compared with
-    published ones.
-    """
+    """Fields and the wording of the prefix equal lm-eval's."""
     module, template = official
     kind = needles.KINDS[name]
     (theirs,) = module.generate_samples(
@@ -103,9 +97,7 @@ def test_prefix_and_length_are_what_lm_eval_writes(official, name):
 
 @covering(1, {"length": [1024, 2048, 3001], "name": needles.KINDS})
 def test_samples_are_as_long_as_fits(name, length):
-    """A sample and its answer fill the length up to one unit of the haystack, and contain the value asked for:
-    otherwise results would be listed at a wrong length.
-    """
+    """A sample and its answer fill the length up to one unit of the haystack, and contain the value asked for."""
     unit = len(needles.NOISE) + 1 if needles.KINDS[name].in_noise else 12
     for sample in needles.make_samples(name, TOKENIZER, length, 6, TEXT):
         tokens = len(needles.prompt_of(sample).encode()) + needles.GENERATED_TOKENS
@@ -115,9 +107,7 @@ def test_samples_are_as_long_as_fits(name, length):
 
 
 def test_samples_do_not_depend_on_their_number_and_differ():
-    """The first samples are the same for any number of them, and differ by seed: otherwise --limit would change the
-    task.
-    """
+    """The first samples are the same for any number of them, and differ by seed."""
     few = list(needles.make_samples("niah_single_1", TOKENIZER, 1024, 3))
     assert list(needles.make_samples("niah_single_1", TOKENIZER, 1024, 9))[:3] == few
     assert len({sample["outputs"][0] for sample in few}) == 3
@@ -125,30 +115,26 @@ def test_samples_do_not_depend_on_their_number_and_differ():
 
 
 def test_needles_lie_at_all_depths():
-    """Needles occur from the start of a prompt to its end: otherwise a short window would suffice for all of them."""
+    """Needles occur from the start of a prompt to its end."""
     places = [s["input"].index("One of the") / 4096 for s in needles.make_samples("niah_single_1", TOKENIZER, 4096, 60)]
     assert min(places) < 0.15
     assert max(places) > 0.8
 
 
 def test_too_short_a_length_says_what_it_takes():
-    """A length too short for a needle raises an error with the length needed: otherwise a user would have to
-    guess it.
-    """
+    """A length too short for a needle raises an error with the length needed."""
     with pytest.raises(ValueError, match=r"length 300 is too short for niah_single_1.* takes \d+ tokens"):
         next(needles.make_samples("niah_single_1", TOKENIZER, 300))
 
 
 def test_too_long_a_length_says_what_there_is():
-    """A length beyond the available text raises an error with its number of words: otherwise prompts would be shorter
-    than reported.
-    """
+    """A length beyond the available text raises an error with its number of words."""
     with pytest.raises(ValueError, match="more than the 3 words"):
         next(needles.make_samples("niah_single_2", TOKENIZER, 4096, text="only three words"))
 
 
 def test_sentences_end_after_quotes_and_not_after_titles():
-    """Sentences end after quotation marks and not after titles or initials: otherwise needles would split sentences."""
+    """Sentences end after quotation marks and not after titles or initials."""
     assert needles.split_sentences("Mr. Darcy came. 'Why?' J. Bond saw Dr. No! Yes") == [
         "Mr. Darcy came.",
         "'Why?'",

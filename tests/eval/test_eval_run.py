@@ -67,7 +67,7 @@ def evaluate(data, models, tmp_path):
 
 
 def test_scores_are_those_of_lm_eval_hf(evaluate, data, models):
-    """All scores equal those of lm-eval's "hf" model: otherwise results could not be compared with published ones."""
+    """All scores equal those of lm-eval's "hf" model."""
     found = evaluate("mistral", suite=[*FAST, "niah_single_2"], lengths=1024, limit=2, batch_size=2)
     metadata = {"data": str(data), "tokenizer": str(models / "mistral"), "max_seq_lengths": [1024], "samples": 2}
     manager = TaskManager(include_path=str(EVAL / "tasks"), include_defaults=False, metadata=metadata)
@@ -92,7 +92,7 @@ def test_scores_are_those_of_lm_eval_hf(evaluate, data, models):
 
 @pytest.mark.slow
 def test_the_batch_size_changes_no_score(evaluate, tmp_path):
-    """Scores are independent of the batch size: otherwise padding would change results."""
+    """Scores are independent of the batch size."""
     suite = [*FAST, "wikitext_whole", "babilong_qa1"]
     one, many = (evaluate("mistral", suite=suite, lengths=1024, output=tmp_path / str(n), batch_size=n) for n in (1, 8))
     for key in one:
@@ -104,7 +104,7 @@ def test_the_batch_size_changes_no_score(evaluate, tmp_path):
 
 
 def test_what_is_finished_is_not_run_again(evaluate, capsys, monkeypatch):
-    """Saved results are used again without loading the model: otherwise a repeated command would cost hours."""
+    """Saved results are used again without loading the model."""
     first = evaluate("mistral", suite=["piqa", "boolq"])
     monkeypatch.setattr(run, "load_lm", lambda *args: pytest.fail("nothing was left to run"))
     assert evaluate("mistral", suite=["piqa", "boolq"]) == first
@@ -112,9 +112,7 @@ def test_what_is_finished_is_not_run_again(evaluate, capsys, monkeypatch):
 
 
 def test_results_go_into_the_card(evaluate, models):
-    """Results are added to the model card, whose other content stays: otherwise its account of the training would be
-    lost.
-    """
+    """Results are added to the model card, whose other content stays."""
     path = models / "titans" / "README.md"
     trained = EvalResult("text-generation", "books", "books", "loss", 1.5)
     data = ModelCardData(license="mit", model_name="mine", eval_results=[trained])
@@ -134,7 +132,7 @@ def test_results_go_into_the_card(evaluate, models):
 
 
 def test_other_settings_are_run_anew(evaluate, models, data, capsys):
-    """Another limit, data or weights cause a new evaluation: otherwise outdated results would be reported."""
+    """Another limit, data or weights cause a new evaluation."""
 
     def dates(**options):
         return {key: result["date"] + str(result["seconds"]) for key, result in evaluate("mistral", **options).items()}
@@ -164,7 +162,7 @@ def test_other_settings_are_run_anew(evaluate, models, data, capsys):
 
 
 def test_an_interruption_loses_only_the_task_in_progress(evaluate, monkeypatch, capsys, tmp_path):
-    """After an interruption finished tasks are saved and the rest runs: otherwise hours of evaluation would be lost."""
+    """After an interruption finished tasks are saved and the rest runs."""
     whole = evaluate("mistral", suite=["piqa", "boolq"], output=tmp_path / "whole")
     done = []
 
@@ -189,9 +187,7 @@ def test_an_interruption_loses_only_the_task_in_progress(evaluate, monkeypatch, 
 
 @pytest.mark.slow
 def test_several_models_share_the_tables_and_plots(evaluate, tmp_path):
-    """Tables and plots list all models, the paper's figures and what was left out: otherwise a reader could not compare
-    them.
-    """
+    """Tables and plots list all models, the paper's figures and what was left out."""
     suite = ["piqa", "boolq", "social_iqa", "niah_single_1", "babilong_qa1"]
     evaluate("mistral", "titans", suite=suite, lengths="1024", limit=1)
     table = (tmp_path / "out/table.md").read_text()
@@ -207,9 +203,7 @@ def test_several_models_share_the_tables_and_plots(evaluate, tmp_path):
 
 
 def test_results_of_another_limit_stay_out_of_the_tables(evaluate, capsys):
-    """Results of another --limit are left out of the tables, with a message: otherwise trials would be compared with
-    full runs.
-    """
+    """Results of another --limit are left out of the tables, with a message."""
     evaluate("mistral", suite=["piqa"], limit=1)
     assert evaluate("mistral", suite=["boolq"]).keys() == {("mistral", "boolq", None)}
     assert "1 saved results of other settings are left out" in capsys.readouterr().out
@@ -217,9 +211,7 @@ def test_results_of_another_limit_stay_out_of_the_tables(evaluate, capsys):
 
 
 def test_cut_tokens_are_counted_and_told(evaluate, tmp_path):
-    """Tokens cut off prompts are counted and reported in the table: otherwise a low score would look like bad
-    recall.
-    """
+    """Tokens cut off prompts are counted and reported in the table."""
     # 600 tokens of 1024, of which 128 are generated.
     suite = ["niah_single_1", "lambada_openai"]
     found = evaluate("mistral", suite=suite, lengths=1024, limit=2, max_length=600)
@@ -231,7 +223,7 @@ def test_cut_tokens_are_counted_and_told(evaluate, tmp_path):
 
 def test_plots_mark_the_trained_length(tmp_path, monkeypatch):
     """Points lie at their lengths, and a line at the length that all models were trained on, which is none if they
-    differ: otherwise a plot would not show which lengths are longer than those of training.
+    differ.
     """
     for name, block_length in (("a", 1024), ("b", 1024), ("c", 4096)):
         (tmp_path / name).mkdir()
@@ -252,9 +244,7 @@ def test_plots_mark_the_trained_length(tmp_path, monkeypatch):
 
 
 def test_averages_and_errors():
-    """Averages combine standard errors and are empty if a score is missing, and the paper's nearest size is chosen:
-    otherwise tables would compare unequal things.
-    """
+    """Averages combine standard errors and are empty if a score is missing, and the paper's nearest size is chosen."""
     assert result_tables.mean([(1.0, 3.0), (2.0, 4.0)]) == (1.5, 2.5)
     assert result_tables.mean([(1.0, None), (2.0, 4.0)]) == (1.5, None)
     assert result_tables.mean([(1.0, 1.0), None]) is None
@@ -267,7 +257,7 @@ def test_averages_and_errors():
 
 
 def test_the_papers_averages_are_those_of_its_columns():
-    """The paper's averages follow from its columns: otherwise a figure in paper_tables.json would be wrong."""
+    """The paper's averages follow from its columns."""
     known = {"340000000": {"Titans (MAC)": 47.36, "Transformer++": 42.92}, "760000000": {"Titans (MAG)": 52.50}}
     for size, rows in known.items():
         for name, average in rows.items():
@@ -276,7 +266,7 @@ def test_the_papers_averages_are_those_of_its_columns():
 
 
 def test_bad_input_is_refused_before_any_work(data, models, tmp_path, monkeypatch):
-    """Bad arguments raise an error that names them before a model is loaded: otherwise it would come after hours."""
+    """Bad arguments raise an error that names them before a model is loaded."""
     monkeypatch.setattr(run, "load_lm", lambda *args: pytest.fail("loaded a model"))
     bare, incomplete = tmp_path / "bare", tmp_path / "incomplete"
     MistralForCausalLM.from_pretrained(models / "mistral").save_pretrained(bare)
@@ -304,7 +294,7 @@ def test_bad_input_is_refused_before_any_work(data, models, tmp_path, monkeypatc
 
 
 def test_two_models_of_one_name_are_refused(models, tmp_path):
-    """Two models of one folder name raise an error: otherwise one's results would overwrite the other's."""
+    """Two models of one folder name raise an error."""
     (tmp_path / "mistral").symlink_to(models / "mistral")
     copy = tmp_path / "copies" / "mistral"
     copy.mkdir(parents=True)
@@ -313,9 +303,7 @@ def test_two_models_of_one_name_are_refused(models, tmp_path):
 
 
 def test_hub_names_and_lengths(monkeypatch):
-    """Without --data the plan has lm-eval's own task names and lengths: otherwise evaluation from the Hub would
-    fail.
-    """
+    """Without --data the plan has lm-eval's own task names and lengths."""
     units, skipped = suites.plan(suites.choose(["all"]), None, None)
     assert not skipped
     names = {unit.lm_eval_name for unit in units}

@@ -108,9 +108,7 @@ def scores(task):
 
 @pytest.mark.parametrize("name", HUB)
 def test_requests_and_scores_are_those_of_lm_eval(data, name):
-    """Requests and scores of a local task equal the official task's: otherwise results could not be compared with
-    published ones.
-    """
+    """Requests and scores of a local task equal the official task's."""
     path, rows = HUB[name]
     assert requests(local_task(name, data)) == requests(official_task(path, rows))
     ours = scores(local_task(name, data))
@@ -120,9 +118,7 @@ def test_requests_and_scores_are_those_of_lm_eval(data, name):
 
 @pytest.mark.parametrize("name", ["niah_single_1_local", "niah_single_2_books", "niah_single_3_books"])
 def test_needles_are_asked_and_scored_as_by_lm_eval(data, tokenizer, name):
-    """Requests and scores of needles equal RULER's in lm-eval: otherwise results could not be compared with published
-    ones.
-    """
+    """Requests and scores of needles equal RULER's in lm-eval."""
     ours = local_task(name, data, tokenizer=tokenizer, max_seq_lengths=[4096], samples=6)
     metrics = [{"metric": "4096", "aggregation": ruler.aggregate_metrics, "higher_is_better": True}]
     changes = {"process_results": ruler.process_results, "metric_list": metrics}
@@ -132,9 +128,7 @@ def test_needles_are_asked_and_scored_as_by_lm_eval(data, tokenizer, name):
 
 
 def test_babilong_is_asked_with_its_description_and_examples(data, tokenizer):
-    """Prompts start with BABILong's description and examples and end with the question: otherwise models would answer
-    another task.
-    """
+    """Prompts start with BABILong's description and examples and end with the question."""
     task = local_task("babilong_qa1_books", data, tokenizer=tokenizer, max_seq_lengths=0)
     (_, (prompt, options)), *others = requests(task)
     assert len(others) == 2
@@ -146,9 +140,7 @@ def test_babilong_is_asked_with_its_description_and_examples(data, tokenizer):
 
 
 def test_babilong_shares_its_book_with_the_needles(data, tokenizer):
-    """BABILong fills its lengths with sentences of the books, as the needles do: otherwise long contexts would be of
-    another text.
-    """
+    """BABILong fills its lengths with sentences of the books, as the needles do."""
     task = local_task("babilong_qa2_books", data, tokenizer=tokenizer, max_seq_lengths=1024, samples=2)
     assert len(task.task_docs) == 2
     for doc in task.task_docs:
@@ -157,22 +149,20 @@ def test_babilong_shares_its_book_with_the_needles(data, tokenizer):
 
 
 def test_the_whole_file_can_be_limited_to_its_first_articles(data):
-    """`samples` limits wikitext_whole to the first articles: otherwise a trial would read the whole file."""
+    """`samples` limits wikitext_whole to the first articles."""
     (page,) = local_task("wikitext_whole", data, samples=1).task_docs["page"]
     assert page == WIKITEXT[0]
 
 
 def test_a_task_without_a_folder_says_what_to_pass():
-    """A local task without its folder raises an error that names --metadata: otherwise a user could not tell how to set
-    it.
-    """
+    """A local task without its folder raises an error that names --metadata."""
     manager = TaskManager(include_path=str(EVAL / "tasks"), include_defaults=False)
     with pytest.raises(ValueError, match="name it in --metadata"):
         manager.load(["piqa_local"])
 
 
 def test_a_missing_file_is_named(tmp_path):
-    """A missing data file raises an error that names it: otherwise a user could not tell what to download."""
+    """A missing data file raises an error that names it."""
     with pytest.raises(FileNotFoundError, match=r"holds no lambada/lambada_test.jsonl"):
         local_task("lambada_openai_local", tmp_path)
 
@@ -192,13 +182,13 @@ def test_a_missing_file_is_named(tmp_path):
     }.items(),
 )
 def test_the_shared_data_has_all_documents(name, number):
-    """The data have as many documents as the published sets: otherwise scores would be of a part."""
+    """The data have as many documents as the published sets."""
     assert len(local_task(name, SHARED).task_docs) == number
 
 
 @needs_shared_data
 def test_wikitext_has_its_blank_lines_and_words():
-    """WikiText's pages have the published layout and number of words: otherwise perplexity per word would be wrong."""
+    """WikiText's pages have the published layout and number of words."""
     pages = local_task("wikitext_local", SHARED).task_docs["page"]
     assert pages[0].startswith(" = Robert Boulter = \n \n Robert Boulter is an English film ,")
     assert pages[1].startswith(" = Du Fu = \n \n ")
@@ -207,7 +197,7 @@ def test_wikitext_has_its_blank_lines_and_words():
 
 @needs_shared_data
 def test_hellaswag_begins_the_unfinished_sentence_with_a_capital():
-    """HellaSwag's contexts continue with a capital letter as in lm-eval: otherwise its requests would differ."""
+    """HellaSwag's contexts continue with a capital letter as in lm-eval."""
     queries = local_task("hellaswag_local", SHARED).task_docs["query"]
     assert queries[0] == "Roof shingle removal: A man is sitting on a roof. He"
     assert queries[1].endswith("She bends down and grabs the pole. The lady")

@@ -11,9 +11,7 @@ HOURS = pd.date_range("2020-01-01", periods=1000, freq="h")
 
 
 def test_months_are_of_thirty_days():
-    """12, 4 and 4 months of hours are 8,640, 2,880 and 2,880 rows, of quarter hours four times as many. If it failed,
-    no figure could be compared with published ones.
-    """
+    """12, 4 and 4 months of hours are 8,640, 2,880 and 2,880 rows, of quarter hours four times as many."""
     for freq, per_hour in (("h", 1), ("15min", 4)):
         times = pd.date_range("2016-07-01", periods=17_420 * per_hour, freq=freq).to_numpy()
         ends = [0, 8640 * per_hour, 11520 * per_hour, 14400 * per_hour]
@@ -23,7 +21,7 @@ def test_months_are_of_thirty_days():
 
 def test_windows_by_hand():
     """In 10 rows with forecasts within rows 4 to 9, a look-back of 3 and a horizon of 2 there are 5 windows; a first
-    part needs its own look-back. If it failed, test values would be trained on, or some never tested.
+    part needs its own look-back.
     """
     values = torch.arange(10.0)[:, None]
     windows = [{name: x.flatten().tolist() for name, x in w.items()} for w in Windows(values, range(4, 10), 3, 2)]
@@ -36,9 +34,7 @@ def test_windows_by_hand():
 
 
 def test_uneven_steps_are_found():
-    """The row after a gap is found, and months are even: otherwise a shifted cycle would stay unnoticed, or a warning
-    would come for every series of months.
-    """
+    """The row after a gap is found, and months are even."""
     days = np.arange("2020-01-01", "2020-03-01", dtype="datetime64[D]")
     assert uneven_step(days) is None and uneven_step(np.delete(days, slice(10, 12))) == 11
     assert uneven_step(np.arange("2020-01", "2023-01", dtype="datetime64[M]").astype("datetime64[D]")) is None

@@ -28,9 +28,7 @@ def command(csv, *options):
 
 
 def test_scaling_is_by_the_training_part(csv):
-    """The training part has mean 0 and deviation 1, the others are scaled alike. If it failed, the test part would be
-    known before it is forecast.
-    """
+    """The training part has mean 0 and deviation 1, the others are scaled alike."""
     series = read_series(csv)
     splits = make_splits(series, [0.6, 0.2, 0.2], 8, 2)
     train = series.values[:36]
@@ -43,9 +41,7 @@ def test_scaling_is_by_the_training_part(csv):
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 100])
 def test_errors_by_hand(batch_size):
-    """Repeating the last of 0, 1, 4, 9, 16 misses by 1, 4 and 3, 8 and 5, 12; also in an incomplete last batch. If it
-    failed, scores would depend on the batch size.
-    """
+    """Repeating the last of 0, 1, 4, 9, 16 misses by 1, 4 and 3, 8 and 5, 12; also in an incomplete last batch."""
     values = torch.tensor([0.0, 1, 4, 9, 16])[:, None]
     windows = Windows(values, range(1, 5), 1, 2)
     errors = [1, 4, 3, 8, 5, 12]
@@ -55,17 +51,13 @@ def test_errors_by_hand(batch_size):
 
 
 def test_windows_that_fill_batches_by_hand():
-    """Of 70 windows batches of 32 leave out the last six, those of 64 too, and 128 have none: otherwise figures of code
-    that drops the last batch would be compared with something else.
-    """
+    """Of 70 windows batches of 32 leave out the last six, those of 64 too, and 128 have none."""
     errors = torch.stack([torch.arange(70.0), torch.ones(70)], dim=1)
     assert scores_without_last_batch(errors) == {"32": Scores(31.5, 1.0), "64": Scores(31.5, 1.0)}
 
 
 def test_linear_baselines():
-    """With weights of 1 at the last value, RLinear repeats it; DLinear of a constant is that constant at first. If it
-    failed, the baselines would be others than named.
-    """
+    """With weights of 1 at the last value, RLinear repeats it; DLinear of a constant is that constant at first."""
     past = torch.randn(4, 30, 3)
     model = RLinear(ForecastTask(3, 30, 5))
     with torch.no_grad():
@@ -79,9 +71,7 @@ def test_linear_baselines():
 
 
 def test_dlinear_sees_every_phase():
-    """DLinear with one linear map for both parts is that map: trend and rest sum to the input. If it failed, a part of
-    the input would be lost.
-    """
+    """DLinear with one linear map for both parts is that map: trend and rest sum to the input."""
     past, model = torch.randn(4, 30, 3), DLinear(ForecastTask(3, 30, 5))
     model.rest = model.trend
     with torch.no_grad():
@@ -91,7 +81,7 @@ def test_dlinear_sees_every_phase():
 
 
 def test_the_stopped_model_is_the_same_but_for_its_memory():
-    """`titans-stopped` has the settings of `titans` and steps of 0. If it failed, it would be no control."""
+    """`titans-stopped` has the settings of `titans` and steps of 0."""
     models = [build_model(name, ForecastTask(2, 8, 2), {"patch_length": 4}) for name in ("titans", "titans-stopped")]
     configs = [model.config.to_dict() for model in models]
     assert configs[0].pop("memory_max_lr") > 0 and configs[1].pop("memory_max_lr") == 0
@@ -101,7 +91,7 @@ def test_the_stopped_model_is_the_same_but_for_its_memory():
 @pytest.mark.parametrize("name", BASELINES)
 def test_baselines_have_the_cycle_and_the_loss(name):
     """With a cycle, a baseline forecasts the values less their cycle and adds that of what follows; its loss is the
-    absolute error if asked. If it failed, Titans would be compared with models that were given less.
+    absolute error if asked.
     """
     past, future, position = torch.randn(2, 30, 3), torch.randn(2, 5, 3), torch.tensor([3, 12])
     model = build_model(name, ForecastTask(3, 30, 5, cycle_length=7, loss="mae"), {}).eval()
@@ -115,9 +105,7 @@ def test_baselines_have_the_cycle_and_the_loss(name):
 
 
 def test_titans_have_the_cycle_and_the_loss(csv):
-    """The cycle and the loss of the command are in the Titans' configuration and in the name of the row. If it failed,
-    rows of different trainings would stand under one name.
-    """
+    """The cycle and the loss of the command are in the Titans' configuration and in the name of the row."""
     config = build_model("titans", ForecastTask(3, 32, 5, cycle_length=7, loss="mae"), {}).config
     assert (config.cycle_length, config.num_input_channels, config.loss) == (7, 3, "mae")
     options = ["--models", "titans-stopped", "rlinear", "--horizons", "2", "--cycle_length", "7", "--loss", "mae"]
@@ -127,9 +115,7 @@ def test_titans_have_the_cycle_and_the_loss(csv):
 
 
 def test_a_run_starts_from_the_cycle_of_the_training_part(csv):
-    """With a rate of almost 0, the last value repeated has the errors of the training part's cycle, set by hand. If it
-    failed, the cycle would be learned from 0, or know the test part.
-    """
+    """With a rate of almost 0, the last value repeated has the errors of the training part's cycle, set by hand."""
     options = ["--models", "repeat-last", "--horizons", "2", "--cycle_length", "6", "--learning_rate", "1e-12"]
     forecasting.main(command(csv, *options))
     (record,) = read_records(csv.parent / "out", "forecasting")
@@ -142,9 +128,7 @@ def test_a_run_starts_from_the_cycle_of_the_training_part(csv):
 
 
 def test_runs_go_on_and_are_reported(csv, capsys):
-    """Every model is trained and scored, the same command makes nothing again, and the tables have all rows. If it
-    failed, an interrupted evaluation would start from the beginning.
-    """
+    """Every model is trained and scored, the same command makes nothing again, and the tables have all rows."""
     options = command(csv, "--horizons", "2", "--set", *TINY, "--label", "tiny")
     forecasting.main(options)
     out = csv.parent / "out"
@@ -172,7 +156,7 @@ def test_runs_go_on_and_are_reported(csv, capsys):
 
 
 def test_a_cycle_over_a_gap_is_told(csv, capsys):
-    """A run with a cycle says where rows are missing: otherwise a gap would shift the cycle without a word."""
+    """A run with a cycle says where rows are missing."""
     lines = csv.read_text().splitlines()
     csv.write_text("\n".join(lines[:31] + lines[34:]) + "\n")
     forecasting.main(command(csv, "--models", "repeat-last", "--horizons", "2", "--cycle_length", "6"))
@@ -180,9 +164,7 @@ def test_a_cycle_over_a_gap_is_told(csv, capsys):
 
 
 def test_the_best_weights_are_scored(csv):
-    """With a learning rate that ruins the model, the validation score is that of the best evaluation. If it failed,
-    early stopping would stop without going back.
-    """
+    """With a learning rate that ruins the model, the validation score is that of the best evaluation."""
     options = command(csv, "--models", "rlinear", "--horizons", "2", "--patience", "1", "--learning_rate")
     for rate in (1e-3, 1e3):
         forecasting.main([*options, str(rate), "--output", str(csv.parent / str(rate)), "--max_steps", "40"])
@@ -204,7 +186,7 @@ def save(folder, *records):
 
 def test_means_over_horizons_and_seeds(tmp_path):
     """A mean is over the horizons of each seed that has all, with the deviation over seeds; the paper stands beside its
-    own horizons only. If it failed, a row of fewer horizons would look better.
+    own horizons only.
     """
     records = [record_of("a", horizon, seed, horizon / 100 + seed, 0.5) for horizon in (96, 192) for seed in (0, 1)]
     records += [record_of("b", 96, 0, 0.4, 0.3), record_of("a", 96, 2, 9, 9), record_of("a", 96, 0, 0.1, 0.1, 336)]
@@ -224,9 +206,7 @@ def test_means_over_horizons_and_seeds(tmp_path):
 
 
 def test_the_table_without_the_last_batch(tmp_path):
-    """It has the rows whose runs scored all horizons without the last batch, and is left out where there are none:
-    otherwise older runs could not be reported, or a row would be of other horizons.
-    """
+    """It has the rows whose runs scored all horizons without the last batch, and is left out where there are none."""
     records = [record_of("a", horizon, 0, horizon / 100, 0.5) for horizon in (96, 192)] + [record_of("b", 96, 0, 1, 1)]
     for number, record in enumerate(records):
         record["test_without_last_batch"] = {str(n): {"mse": number + n / 1000} for n in (32, 64, 128, 256, 512)}
@@ -239,8 +219,8 @@ def test_the_table_without_the_last_batch(tmp_path):
 
 
 def test_chosen_rows_are_reported(tmp_path, monkeypatch):
-    """--rows leaves all other rows out, the plot names lines in words and its axes: otherwise a picture of all runs
-    could not be read. A row that no run has, or a folder without runs, is an error.
+    """--rows leaves all other rows out, the plot names lines in words and its axes. A row that no run has, or a folder
+    without runs, is an error.
     """
     example = {"channel": "OT", "before": [0.0, 1.0], "after": [2.0] * 96, "forecast": [1.0] * 96}
     for row in ("lmm-stopped-cycle24", "rlinear", "dlinear"):
@@ -285,9 +265,7 @@ def test_chosen_rows_are_reported(tmp_path, monkeypatch):
     ],
 )
 def test_bad_options(csv, options, message):
-    """An impossible option raises an error that names it, before anything is trained. If it failed, hours could be lost
-    to a typing error.
-    """
+    """An impossible option raises an error that names it, before anything is trained."""
     with pytest.raises(ValueError, match=message.replace(".*", "(.|\n)*")):
         forecasting.main(command(csv, *options))
     assert not (csv.parent / "out").exists()
@@ -308,9 +286,7 @@ def test_bad_options(csv, options, message):
     ],
 )
 def test_bad_files(csv, change, message):
-    """A file that is no series raises an error that names the column and the row. If it failed, gaps would be forecast
-    as numbers.
-    """
+    """A file that is no series raises an error that names the column and the row."""
     change(pd.read_csv(csv)).to_csv(csv, index=False)
     with pytest.raises(ValueError, match=message):
         forecasting.main(command(csv))
@@ -319,9 +295,7 @@ def test_bad_files(csv, change, message):
 
 
 def test_other_data_of_one_name_is_not_taken_for_it(csv):
-    """A finished run of a file that has changed is refused, and one that does not tell its data is kept: otherwise the
-    table would have figures of data that is gone.
-    """
+    """A finished run of a file that has changed is refused, and one that does not tell its data is kept."""
     options = command(csv, "--models", "rlinear")
     forecasting.main(options)
     out = csv.parent / "out"
@@ -349,8 +323,8 @@ def test_other_data_of_one_name_is_not_taken_for_it(csv):
     ],
 )
 def test_runs_that_were_not_made_alike_are_refused(csv, options, message):
-    """Runs of one row with other settings, and of one series with another split, are refused before any training:
-    otherwise a mean would be of different things. Another label or model may have other settings.
+    """Runs of one row with other settings, and of one series with another split, are refused before any training.
+    Another label or model may have other settings.
     """
     forecasting.main(command(csv, "--models", "rlinear"))
     forecasting.main(command(csv, "--models", "dlinear", "--max_steps", "2"))
@@ -361,9 +335,7 @@ def test_runs_that_were_not_made_alike_are_refused(csv, options, message):
 
 
 def test_other_files_are_named_before_any_training(csv):
-    """A line of something else in the folder's file is an error that names it: otherwise the table would fail after all
-    runs.
-    """
+    """A line of something else in the folder's file is an error that names it."""
     append_record({"name": "x"}, csv.parent / "out" / FILE)
     with pytest.raises(ValueError, match=r"runs\.jsonl, line 1, is no run of eval\.forecasting"):
         forecasting.main(command(csv, "--models", "rlinear"))
@@ -373,9 +345,7 @@ def test_other_files_are_named_before_any_training(csv):
 
 
 def test_times_with_a_zone_are_read(csv):
-    """Times with a zone are those in UTC, also where it changes within the file: otherwise exports of most programs
-    could not be read.
-    """
+    """Times with a zone are those in UTC, also where it changes within the file."""
     plain, table = read_series(csv), pd.read_csv(csv)
     for zones in (["Z"] * 60, ["+02:00"] * 60, ["Z"] * 30 + ["-01:00"] * 30):
         shift = [0 if zone == "Z" else int(zone[:3]) for zone in zones]
@@ -387,6 +357,6 @@ def test_times_with_a_zone_are_read(csv):
 
 
 def test_a_run_that_diverges_is_named(csv):
-    """A run without a finite validation loss ends in an error that names it: otherwise in a traceback."""
+    """A run without a finite validation loss ends in an error that names it."""
     with pytest.raises(ValueError, match="waves-8-2-patchtst-seed0: no validation loss was a number: give a lower"):
         forecasting.main(command(csv, "--models", "patchtst", "--learning_rate", "1e30"))

@@ -19,7 +19,7 @@ def model(tmp_path):
 @pytest.mark.long
 def test_a_trial(model, tmp_path, monkeypatch):
     """A process is killed and the text read to its end, every needle is in the text, and the table has the model's
-    answers: otherwise the experiment would prove nothing.
+    answers.
     """
     monkeypatch.setattr(interrupted_reading, "SAMPLE_SECONDS", 0.01)
     options = ["--text", tmp_path / "books", "--output", tmp_path / "out", "--tokens", 60_000, "--save_every", 5_000]
@@ -51,7 +51,7 @@ def test_a_trial(model, tmp_path, monkeypatch):
     ],
 )
 def test_bad_input(options, message, model, tmp_path, monkeypatch):
-    """Bad options raise an error that names them before any reading: otherwise it would come after hours."""
+    """Bad options raise an error that names them before any reading."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
         interrupted_reading.main([model, "--output", "out", *options])

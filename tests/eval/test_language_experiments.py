@@ -41,9 +41,7 @@ def run(texts, name, model="lmm", *options):
 
 
 def test_a_run_and_its_twin_are_compared(texts, capsys):
-    """A run records its settings, curve and losses per stretch, and the table has both runs with their difference:
-    otherwise a finished run cannot be told from another, or is lost.
-    """
+    """A run records its settings, curve and losses per stretch, and the table has both runs with their difference."""
     run(texts, "lmm")
     output = run(texts, "stopped", "lmm", "--set", "memory_max_lr=0")
     record = read_records(output, "language")[1]
@@ -62,7 +60,7 @@ def test_a_run_and_its_twin_are_compared(texts, capsys):
 
 @pytest.mark.parametrize("pair", ["lmm", "lmm:other", "lmm:lmm:lmm"])
 def test_a_pair_that_is_none_is_refused(texts, pair):
-    """What is no NAME:BASELINE of the rows is named in an error: otherwise a table lacks a line without a word."""
+    """What is no NAME:BASELINE of the rows is named in an error."""
     file = str(run(texts, "lmm"))
     with pytest.raises(ValueError, match=f"--pairs must be NAME:BASELINE, all of lmm, but has {pair}"):
         compare_runs.main([file, "--pairs", pair])
@@ -79,14 +77,14 @@ def test_a_finished_run_is_kept(texts):
 
 @pytest.mark.parametrize("name", models.NAMES)
 def test_models_are_of_equal_size(name):
-    """Every model has the parameters asked for, within 5 %: otherwise a larger model wins by its size."""
+    """Every model has the parameters asked for, within 5 %."""
     config = models.fit_config(name, 1_200_000, {"vocab_size": 2048})
     assert abs(models.count_parameters(name, config) / 1_200_000 - 1) < 0.05
 
 
 @pytest.mark.parametrize("name", ["llama-conv", "mistral-conv", *models.POINTER_WINDOWS])
 def test_changed_models_are_causal(name):
-    """A changed token changes no logit before it: otherwise a baseline sees what it has to predict."""
+    """A changed token changes no logit before it."""
     torch.manual_seed(0)
     model = models.build_model(name, models.fit_config(name, PARAMETERS, {"vocab_size": 300})).eval()
     ids = torch.randint(0, 300, (1, 20))
@@ -98,7 +96,7 @@ def test_changed_models_are_causal(name):
 
 @pytest.mark.parametrize("window", [None, 1, 4, 50])
 def test_attention_over_tokens_is_softmax_attention(window):
-    """Blocks of a window give what a mask of all pairs gives: otherwise the gap to full attention is wrong."""
+    """Blocks of a window give what a mask of all pairs gives."""
     torch.manual_seed(0)
     queries, keys, values = torch.randn(3, 2, 23, 8, dtype=torch.float64)
     offset = torch.arange(23)[:, None] - torch.arange(23)
@@ -108,7 +106,7 @@ def test_attention_over_tokens_is_softmax_attention(window):
 
 
 def test_difference_and_share_by_hand(tmp_path):
-    """A difference, and the share of a gap, is of means over texts, not stretches: otherwise a long novel decides."""
+    """A difference, and the share of a gap, is of means over texts, not stretches."""
     for name, losses in (("a", [[1.0], [1.0], [4.0]]), ("b", [[0.5], [0.5], [3.0]]), ("full", [[0.0], [0.0], [0.0]])):
         stretches = [[text, *loss] for text, loss in zip(("x", "x", "y"), losses, strict=True)]
         for seed in (0, 1):
@@ -135,6 +133,6 @@ def test_intervals_are_over_seeds_and_texts(tmp_path):
 
 
 def test_stretches_are_spread_over_a_text():
-    """The first and the last stretch reach the ends of the text: otherwise a part of each novel is never scored."""
+    """The first and the last stretch reach the ends of the text."""
     stretches = token_blocks.cut_stretches([np.arange(100)], length=9, number=3)
     assert stretches[:, 0].tolist() == [0, 45, 90] and stretches[-1, -1] == 99

@@ -29,9 +29,7 @@ def command(folder, *models, **options):
 
 
 def test_bits_by_position(folder):
-    """A loss counts at the position of its token, averaged over all stretches: otherwise the plot would show other
-    positions.
-    """
+    """A loss counts at the position of its token, averaged over all stretches."""
     model = save_byte_model(folder / "model", "mag").eval()
     command(folder, folder / "model")
     found = json.loads((folder / "out" / "loss_by_position.json").read_text())
@@ -49,7 +47,7 @@ def test_bits_by_position(folder):
 
 
 def test_stretches_are_of_the_text(folder):
-    """Stretches are evenly spaced parts of the text without overlap: otherwise some words would count twice."""
+    """Stretches are evenly spaced parts of the text without overlap."""
     texts = [file.read_bytes() for file in sorted((folder / "books").iterdir())]
     ids = loss_by_position.stretches_of(folder / "books", byte_tokenizer(), LENGTH, 3)
     read = [bytes(row - 3 for row in rows) for rows in ids.tolist()]  # ids 0 to 2 are no bytes
@@ -69,14 +67,14 @@ def test_stretches_are_of_the_text(folder):
     ],
 )
 def test_bad_options(folder, options, message):
-    """Options out of range raise an error that names them: otherwise the table would have empty or wrong columns."""
+    """Options out of range raise an error that names them."""
     save_byte_model(folder / "model", "lmm")
     with pytest.raises(ValueError, match=message):
         command(folder, folder / "model", **options)
 
 
 def test_nothing_to_read(folder):
-    """A folder without texts raises an error: otherwise the table would be empty."""
+    """A folder without texts raises an error."""
     save_byte_model(folder / "model", "lmm")
     for file in (folder / "books").iterdir():
         file.unlink()
@@ -85,7 +83,7 @@ def test_nothing_to_read(folder):
 
 
 def test_another_tokenizer(folder):
-    """Models with different tokenizers raise an error: otherwise bits per unlike tokens would be compared."""
+    """Models with different tokenizers raise an error."""
     for name in ("a", "b"):
         save_byte_model(folder / name, "lmm")
     other = byte_tokenizer()

@@ -58,7 +58,7 @@ def split_pairs(tokens: list[int], first_value: int) -> Iterator[tuple[tuple[int
 
 @pytest.mark.parametrize("task", ["recall", "noisy-recall"])
 def test_recall_asks_the_values_of_repeated_keys(task):
-    """A pair-by-pair reading gives the labels: otherwise what cannot be known is asked, or the map changes midway."""
+    """A pair-by-pair reading gives the labels."""
     data, maps = draw(task), set()
     for ids, labels in zip(data.input_ids.tolist(), data.labels.tolist(), strict=True):
         noise = [i for i, token in enumerate(ids) if token >= 16]
@@ -76,7 +76,7 @@ def test_recall_asks_the_values_of_repeated_keys(task):
 
 
 def test_noise_has_its_share_and_its_own_tokens():
-    """A fifth of the tokens are noise, of ids 16 to 31, at other places in every row: otherwise it could be skipped."""
+    """A fifth of the tokens are noise, of ids 16 to 31, at other places in every row."""
     ids = draw("noisy-recall").input_ids
     assert abs(np.mean(ids >= 16) - 0.2) < 0.01 and set(ids[ids >= 16]) == set(range(16, 32))
     assert len({row.tobytes() for row in ids >= 16}) == len(ids)
@@ -85,7 +85,7 @@ def test_noise_has_its_share_and_its_own_tokens():
 
 @pytest.mark.parametrize("task", ["recall", "noisy-recall", "fuzzy-recall"])
 def test_recall_is_trained_on_all_next_tokens(task):
-    """In training every next token is a label, but for padding: otherwise the labels are shifted against the inputs."""
+    """In training every next token is a label, but for padding."""
     data = draw(task, scored=False)
     labelled = data.labels != IGNORED
     assert np.array_equal(data.labels[:, :-1][labelled[:, :-1]], data.input_ids[:, 1:][labelled[:, :-1]])
@@ -94,13 +94,12 @@ def test_recall_is_trained_on_all_next_tokens(task):
 
 
 def test_repeats_by_hand():
-    """All but the first of equal keys are marked: otherwise values that were not read would be asked for."""
+    """All but the first of equal keys are marked."""
     assert repeats(np.array([[3, 1, 3, 3, 1, 0]])).tolist() == [[False, False, True, True, True, False]]
 
 
 def test_motifs_by_hand():
-    """Motifs are the orders of different tokens, and all sizes are drawn equally often: otherwise long keys, of which
-    there are the most, crowd out the short ones that repeat."""
+    """Motifs are the orders of different tokens, and all sizes are drawn equally often."""
     table = motifs(np.arange(5, 8), 2)
     assert table.tolist() == [[5, -1], [6, -1], [7, -1], [5, 6], [5, 7], [6, 5], [6, 7], [7, 5], [7, 6]]
     drawn = draw_motifs(np.random.default_rng(0), table, (100, 100), 1)
@@ -111,7 +110,8 @@ def test_motifs_by_hand():
 @pytest.mark.parametrize("scored", [True, False])
 def test_fuzzy_recall_asks_whole_values_of_repeated_keys(scored):
     """Keys and values have 1 to 3 different tokens, keys 3 when scored; the last pair is asked; the labels are a
-    reading's: otherwise the task is easier than its name, or cannot be solved."""
+    reading's.
+    """
     data, sizes = draw("fuzzy-recall", scored=scored), set()
     for ids, labels in zip(data.input_ids.tolist(), data.labels.tolist(), strict=True):
         row = [*ids, labels[-1]]
@@ -129,7 +129,7 @@ def test_fuzzy_recall_asks_whole_values_of_repeated_keys(scored):
 
 
 def test_selective_copying_asks_the_tokens_in_their_order():
-    """After the marker the labels are what was not blank, in order: otherwise it is another task."""
+    """After the marker the labels are what was not blank, in order."""
     data = draw("selective-copying")
     for ids, labels in zip(data.input_ids.tolist(), data.labels.tolist(), strict=True):
         assert ids[239] == 15 and ids.count(15) == 1 and set(ids[240:]) == {14}
@@ -138,15 +138,14 @@ def test_selective_copying_asks_the_tokens_in_their_order():
 
 
 def test_compression_asks_all_tokens_but_the_last():
-    """The labels are the inputs: otherwise the auto-encoder decodes something else."""
+    """The labels are the inputs."""
     ids, labels = draw("compression")
     assert np.array_equal(ids[:, :-1], labels[:, :-1]) and ids[:, :-1].max() == 14
     assert set(ids[:, -1]) == {15} and set(labels[:, -1]) == {IGNORED}
 
 
 def test_memorization_has_one_map_for_all_sequences():
-    """A key has the same value in training and test and for every seed, and no other key has it: otherwise nothing can
-    be learned by heart."""
+    """A key has the same value in training and test and for every seed, and no other key has it."""
     values = {}
     for seed in (0, 1):
         run = make_run(data="memorization", seed=seed)
@@ -165,7 +164,7 @@ def make_run(**changed) -> Run:
 
 
 def test_splits_differ_and_are_the_same_for_all_models():
-    """No test sequence is trained on, and models differ in nothing but themselves: otherwise a comparison is unfair."""
+    """No test sequence is trained on, and models differ in nothing but themselves."""
     run, other = make_run(), make_run(model="lmm", learning_rate=5e-4, epochs=4)
     (training, held_out), (again, _) = make_data(run, settings_of(run)), make_data(other, settings_of(other))
     assert np.array_equal(training.input_ids, again.input_ids) and len(training.labels) == 12_800
@@ -177,9 +176,7 @@ def test_splits_differ_and_are_the_same_for_all_models():
 
 
 def test_loss_and_accuracy_by_hand():
-    """Only positions with a label count, each as much as another, and none is shifted: otherwise figures could not be
-    compared with the paper's.
-    """
+    """Only positions with a label count, each as much as another, and none is shifted."""
     labels = torch.tensor([[1, IGNORED, 0], [IGNORED, IGNORED, 1]])
     logits = torch.zeros(2, 3, 2)
     logits[0, 0, 1] = logits[0, 1, 0] = logits[1, 2, 0] = np.log(3)
@@ -191,9 +188,7 @@ def test_loss_and_accuracy_by_hand():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_models_are_causal_and_of_the_same_width(name):
-    """Every model has two blocks of width 128 (Mamba2 four of its own), and none sees what is to be predicted:
-    otherwise a model would be compared with a larger one, or copy the answer.
-    """
+    """Every model has two blocks of width 128 (Mamba2 four of its own), and none sees what is to be predicted."""
     config = config_of(name, 16, {})
     assert config.hidden_size == 128 and config.num_hidden_layers == (4 if name == "mamba2" else 2)
     torch.manual_seed(0)
@@ -219,7 +214,7 @@ class FixedOutputs(nn.Module):
 
 
 def test_the_auto_encoder_decodes_the_last_output_alone():
-    """Only the last token's output reaches the decoder: otherwise nothing has to be compressed."""
+    """Only the last token's output reaches the decoder."""
     torch.manual_seed(0)
     ids, outputs = torch.randint(16, (2, 32)), torch.randn(2, 32, 128)
     model = AutoEncoder(config_of("llama", 16, {}), 32)
@@ -236,7 +231,7 @@ def test_the_auto_encoder_decodes_the_last_output_alone():
 
 @pytest.mark.parametrize("task", ["recall", "compression"])
 def test_a_run_is_recorded(tmp_path, task, few_held_out, capsys):
-    """A run records all it depends on and its curve: otherwise its figures cannot be reproduced."""
+    """A run records all it depends on and its curve."""
     run = make_run(data=task, row="lmm stopped", model="lmm", settings={"memory_max_lr": 0}, epochs=4, evaluate_every=2)
     run = Run(**vars(run) | {"task_settings": {"length": 16, "train_sequences": 40}})
     train(run, tmp_path / "new" / FILE, "abc")
@@ -250,9 +245,7 @@ def test_a_run_is_recorded(tmp_path, task, few_held_out, capsys):
 
 
 def test_a_finished_run_is_kept_and_another_is_not_taken_for_it(tmp_path, few_held_out, capsys, monkeypatch):
-    """A finished run is not made again, and a file of other settings, or of other defaults of the model, is an error:
-    otherwise work is lost or mixed.
-    """
+    """A finished run is not made again, and a file of other settings, or of other defaults of the model, is an error."""
     argv = ["--models", "llama", "--tasks", "recall", "--learning_rates", "1e-3", "--output", str(tmp_path), *SMALL]
     run = mad.make_runs(mad.parse_args(argv))[0]
     train(run, tmp_path / FILE, "")
@@ -301,7 +294,7 @@ def test_a_finished_run_is_kept_and_another_is_not_taken_for_it(tmp_path, few_he
     ],
 )
 def test_bad_input_is_refused_before_any_run(tmp_path, options, message):
-    """A wrong option is named before any work: otherwise it shows after hours, or changes nothing."""
+    """A wrong option is named before any work."""
     with pytest.raises(ValueError, match=message):
         mad.main(["--output", str(tmp_path), *options])
     assert not list(tmp_path.iterdir())

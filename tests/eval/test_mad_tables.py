@@ -37,7 +37,7 @@ def save(folder, model, task, rate, seed, curve, **changed):
 
 
 def test_the_rate_is_chosen_by_validation_and_seeds_are_averaged(folder):
-    """By hand: otherwise the test sequences choose, or a spread is of something else."""
+    """The learning rate with the best validation is chosen, and its test scores are averaged over seeds."""
     results = best_results(read_records(folder))
     lines = table(results, ["recall", "compression"]).splitlines()
     assert lines[0] == "| model | parameters | seeds | recall, 2 epochs | compression, 2 epochs |"
@@ -47,37 +47,33 @@ def test_the_rate_is_chosen_by_validation_and_seeds_are_averaged(folder):
 
 
 def test_differences_by_hand(folder):
-    """A difference is in percentage points of the means: otherwise a loss could read as a gain."""
+    """A difference is in percentage points of the means."""
     results = best_results(read_records(folder))
     assert difference_table(results, ["recall", "compression"], "llama").splitlines()[2:] == ["| lmm | -10.0 | – |"]
 
 
 def test_labels_are_rows_of_their_own(folder):
-    """Runs of a model with other settings are another row: otherwise they are averaged."""
+    """Runs of a model with other settings are another row."""
     save(folder, "lmm", "recall", 1e-3, 0, [[2, 0.3, 0.2, 1.0]], row="lmm stopped")
     assert best_results(read_records(folder))["lmm stopped"]["recall"].last.tolist() == [20.0]
 
 
 def test_runs_that_were_not_made_alike_are_refused(folder):
-    """Runs of one task with different settings raise an error: otherwise a model that was trained longer would stand
-    in one column with the others.
-    """
+    """Runs of one task with different settings raise an error."""
     save(folder, "mag", "recall", 1e-3, 0, [[4, 0.3, 0.2, 1.0]], epochs=4)
     with pytest.raises(ValueError, match="recall, mag: epochs is 4, elsewhere 2"):
         check_alike(read_records(folder))
 
 
 def test_rates_with_different_seeds_are_refused(folder):
-    """Rates that were tried with different seeds raise an error: otherwise a lucky seed would choose the rate."""
+    """Rates that were tried with different seeds raise an error."""
     save(folder, "llama", "recall", 1e-3, 1, [[2, 0.3, 0.2, 1.0]])
     with pytest.raises(ValueError, match="llama on recall has other seeds at one learning rate"):
         best_results(read_records(folder))
 
 
 def test_the_command_prints_the_tables_and_draws_the_plot(folder, capsys):
-    """Tables and plot come from the files alone; a file that is no run is named. Otherwise the table could not be made
-    again.
-    """
+    """Tables and plot come from the files alone; a file that is no run is named."""
     mad_tables.main([str(folder), "--plot", str(folder / "plot.png"), "--baselines", "llama"])
     printed = capsys.readouterr().out
     assert "| lmm |" in printed and "| less llama |" in printed and (folder / "plot.png").stat().st_size > 10_000

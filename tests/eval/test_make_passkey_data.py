@@ -26,7 +26,7 @@ def data(tmp_path_factory):
 
 
 def test_every_prompt_asks_for_what_it_hides(data):
-    """Every prompt contains the value of its completion: otherwise there would be nothing to learn."""
+    """Every prompt contains the value of its completion."""
     assert len(data["train"]) == 200
     for row in [*data["train"], *data["validation"]]:
         assert f" is:{row['completion']}" in row["prompt"] and row["prompt"].endswith(PREFIX)
@@ -35,9 +35,7 @@ def test_every_prompt_asks_for_what_it_hides(data):
 
 
 def test_documents_become_those_of_the_task(data):
-    """Lengths increase, and the last documents are those of the task: otherwise a model would learn nothing, or another
-    task.
-    """
+    """Lengths increase, and the last documents are those of the task."""
     lengths = [len(row["prompt"]) for row in data["train"]]
     assert max(lengths[:10]) < 250 and max(lengths[:40]) < 1000 and max(lengths[40:60]) < max(lengths[80:]) < 900
     assert [row["prompt"].startswith("A special magic number") for row in data["train"]] == [False] * 40 + [True] * 160
@@ -53,9 +51,7 @@ def skeleton(prompt):
 
 
 def test_a_document_is_the_task_with_its_answer():
-    """Prompts have the task's wording, fill the length and hide the value at any depth: otherwise another task would be
-    learnt.
-    """
+    """Prompts have the task's wording, fill the length and hide the value at any depth."""
     rng, tokenizer = random.Random(0), byte_tokenizer()
     documents = [
         make_passkey_data.task_document(rng, tokenizer, 1024, itertools.repeat(needles.NOISE)) for _ in range(6)
@@ -74,7 +70,7 @@ def test_a_document_is_the_task_with_its_answer():
 
 
 def test_the_training_script_takes_them(data):
-    """train.py's blocks separate prompt and completion: otherwise the loss would count the prompt too."""
+    """train.py's blocks separate prompt and completion."""
     tokenizer = byte_tokenizer()
     blocks, _ = make_blocks(data["validation"], "text", tokenizer, 901, packing=False)
     row = blocks[0]
@@ -82,7 +78,7 @@ def test_the_training_script_takes_them(data):
 
 
 def test_runs_differ_by_their_seed_alone():
-    """The same seed gives the same documents, another seed others: otherwise runs could not be reproduced."""
+    """The same seed gives the same documents, another seed others."""
     first, again, other = (
         list(make_passkey_data.curriculum(random.Random(seed), byte_tokenizer(), 900, 6)) for seed in (0, 0, 1)
     )
@@ -90,9 +86,7 @@ def test_runs_differ_by_their_seed_alone():
 
 
 def test_bad_input(tmp_path):
-    """An existing output folder and a length too short raise an error before anything is written: otherwise data would
-    be overwritten.
-    """
+    """An existing output folder and a length too short raise an error before anything is written."""
     with pytest.raises(ValueError, match=r"--output .* exists"):
         make_passkey_data.main(["--output", str(tmp_path)])
     with pytest.raises(ValueError, match=r"--length 300: the shortest documents take up to \d+ tokens"):
@@ -101,7 +95,7 @@ def test_bad_input(tmp_path):
 
 
 def test_lines_of_books(tmp_path):
-    """Half of the later documents have lines of books, long ones wrapped: otherwise the haystacks would not vary."""
+    """Half of the later documents have lines of books, long ones wrapped."""
     folder = tmp_path / "books"
     folder.mkdir()
     (folder / "a.txt").write_text("First line.\n\n" + "word " * 100 + "\nLast line.\n")

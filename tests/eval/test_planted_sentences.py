@@ -13,7 +13,7 @@ BOOK = "".join(f"Chapter {i}. It was dark, née light. Nobody came. " for i in r
 
 
 def test_plant():
-    """The sentence follows the end of another one: otherwise it would be within a word, or replace text."""
+    """The sentence follows the end of another one."""
     text, place = planted_sentences.plant(BOOK, 3000, "XYZ. ")
     middle = text[:place] + text[place + 5 :]
     assert len(middle) == 3000 and middle in BOOK
@@ -26,9 +26,7 @@ def test_plant():
 @pytest.mark.parametrize(("elsewhere", "stands_out"), [(0.9, True), (1.1, False)])
 @pytest.mark.parametrize("place", [planted_sentences.NUM_SKIPPED_TOKENS, 1390, 2990])
 def test_stands_out(elsewhere, stands_out, place):
-    """Every stretch beside the sentence counts, and none that overlaps it: otherwise the sentence would stand out too
-    often, or never.
-    """
+    """Every stretch beside the sentence counts, and none that overlaps it."""
     values = np.zeros((2, 3000))
     values[1, 1400:1410], values[1, place : place + 10] = 1.0, elsewhere
     first, last = 1400, 1410
@@ -40,9 +38,7 @@ def test_stands_out(elsewhere, stands_out, place):
 
 
 def test_sentences_are_found_by_their_tokens(tmp_path, monkeypatch):
-    """The sentence's token range is right after characters of several bytes: otherwise neighbouring tokens would be
-    measured.
-    """
+    """The sentence's token range is right after characters of several bytes."""
     save_byte_model(tmp_path / "model", "lmm")
     (tmp_path / "books").mkdir()
     for name in ("a", "b"):
@@ -76,9 +72,7 @@ def test_sentences_are_found_by_their_tokens(tmp_path, monkeypatch):
     ],
 )
 def test_bad_options(tmp_path, options, message):
-    """A length too short and a missing text raise an error that names the option: otherwise it would come after
-    the models were read.
-    """
+    """A length too short and a missing text raise an error that names the option."""
     (tmp_path / "one.txt").write_text(BOOK)
     options = {"text": tmp_path, "output": tmp_path / "out"} | options
     arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]

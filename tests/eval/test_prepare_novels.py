@@ -26,16 +26,14 @@ def clone(tmp_path, monkeypatch):
 
 
 def test_novels_go_where_they_belong(clone, tmp_path):
-    """Every file is written to its split: otherwise a model would be evaluated on its training data."""
+    """Every file is written to its split."""
     prepare_novels.main([str(tmp_path), str(clone), "--output", str(tmp_path / "out")])
     written = {str(file.relative_to(tmp_path / "out")): file.read_text() for file in (tmp_path / "out").glob("*/*.txt")}
     assert written == {"train/a.txt": TEXTS["corpus/a.txt"], "test/b.txt": TEXTS["corpus/b.txt"]}
 
 
 def test_another_text_is_refused(clone, tmp_path):
-    """A changed file raises an error before anything is written: otherwise figures of different texts would be
-    compared.
-    """
+    """A changed file raises an error before anything is written."""
     (clone / "corpus/b.txt").write_text("Somebody was there.")
     with pytest.raises(ValueError, match=r"b\.txt has SHA-256 .* check out the commit"):
         prepare_novels.main([str(clone), "--output", str(tmp_path / "out")])
@@ -43,15 +41,13 @@ def test_another_text_is_refused(clone, tmp_path):
 
 
 def test_a_missing_clone_is_named(clone, tmp_path):
-    """The error for a missing clone names its repository and commit: otherwise a user would have to read the source."""
+    """The error for a missing clone names its repository and commit."""
     with pytest.raises(ValueError, match=r"none of .* https://example\.org/novels .* commit abc"):
         prepare_novels.main([str(tmp_path), "--output", str(tmp_path / "out")])
 
 
 def test_the_list_is_of_the_known_splits():
-    """The splits have 83, 4 and 6 novels, none in two of them: otherwise published figures would not be
-    reproducible.
-    """
+    """The splits have 83, 4 and 6 novels, none in two of them."""
     collections = json.loads((prepare_novels.Path(prepare_novels.__file__).with_name("novels.json")).read_text())
     splits = {}
     for collection in collections:

@@ -60,17 +60,13 @@ def assert_same_scores(actual, expected):
 
 @pytest.mark.parametrize(("batch_size", "share_from"), [(1, 5), (3, 5), (16, 10**6)])
 def test_scores_are_those_of_lm_eval(model, batch_size, share_from):
-    """Log-likelihoods equal lm-eval's HFLM for any batch size and sharing: otherwise results could not be compared with
-    published ones.
-    """
+    """Log-likelihoods equal lm-eval's HFLM for any batch size and sharing."""
     lm = make_lm(TitansLM, model, batch_size=batch_size, piece_length=7, share_from=share_from)
     assert_same_scores(loglikelihoods(lm), loglikelihoods(make_lm(HFLM, model)))
 
 
 def test_greedy_continuations_are_marked(model):
-    """A continuation counts as greedy only if generate() gives all of it: otherwise exact-match accuracy would be
-    wrong.
-    """
+    """A continuation counts as greedy only if generate() gives all of it."""
     prompt = byte_tokenizer().encode(DOCUMENT)
     ids = torch.tensor([prompt])
     continuation = model.generate(ids, max_new_tokens=10, do_sample=False)[0, len(prompt) :].tolist()
@@ -85,9 +81,7 @@ def test_greedy_continuations_are_marked(model):
 
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_texts_are_those_of_lm_eval(model, batch_size):
-    """Generated texts equal lm-eval's HFLM for any batch size: otherwise results could not be compared with published
-    ones.
-    """
+    """Generated texts equal lm-eval's HFLM for any batch size."""
     prompts = [DOCUMENT + "What was it?", DOCUMENT + "When was it?", "Short", DOCUMENT[:40], DOCUMENT + "What was it?"]
     expected = generated(make_lm(HFLM, model), prompts, max_gen_toks=9, until=["e"])
     lm = make_lm(TitansLM, model, batch_size=batch_size, piece_length=7, share_from=5)
@@ -96,9 +90,7 @@ def test_texts_are_those_of_lm_eval(model, batch_size):
 
 
 def test_requests_of_different_kinds_of_generation(model):
-    """Requests with different options in one call have the texts of lm-eval's HFLM, in order: otherwise answers would
-    be cut at another request's length.
-    """
+    """Requests with different options in one call have the texts of lm-eval's HFLM, in order."""
     arguments = [("one", {"max_gen_toks": 2}), ("two", {"max_gen_toks": 4}), ("three", {"max_gen_toks": 2})]
     texts = make_lm(TitansLM, model, batch_size=2).generate_until(requests("generate_until", arguments), True)
     assert texts == make_lm(HFLM, model).generate_until(requests("generate_until", arguments), True)
@@ -116,7 +108,7 @@ def columns_read(model):
 
 
 def test_a_shared_document_is_read_once(model, columns_read):
-    """Questions on one document read it once: otherwise long contexts would cost hours per question."""
+    """Questions on one document read it once."""
     questions = [(DOCUMENT * 4 + question, " yes") for question in ("Who?", "What?", "When?")]
     loglikelihoods(make_lm(TitansLM, model, batch_size=2, share_from=20), questions)
     # All three begin with "Wh". Added are the rest of each question, and its continuation without the last token.
@@ -125,13 +117,13 @@ def test_a_shared_document_is_read_once(model, columns_read):
 
 
 def test_choices_share_their_context(model, columns_read):
-    """Choices of one question read its context once: otherwise multiple choice would cost as many times more."""
+    """Choices of one question read its context once."""
     loglikelihoods(make_lm(TitansLM, model, batch_size=8), [("A question?", f" {choice}") for choice in "abcd"])
     assert sum(columns_read) == len("A question") + 4 * len("? ")
 
 
 def test_rolling_reads_the_whole_document(model):
-    """The rolling log-likelihood is that of one pass over the document: otherwise perplexity would lack context."""
+    """The rolling log-likelihood is that of one pass over the document."""
     text = DOCUMENT * 3
     (score,) = make_lm(TitansLM, model, piece_length=11).loglikelihood_rolling(
         requests("loglikelihood_rolling", [(text,)]), disable_tqdm=True
@@ -145,7 +137,7 @@ def test_rolling_reads_the_whole_document(model):
 
 
 def test_rolling_windows_are_those_of_lm_eval(model):
-    """With max_length, rolling windows equal lm-eval's HFLM: otherwise perplexities could not be compared."""
+    """With max_length, rolling windows equal lm-eval's HFLM."""
     texts = requests("loglikelihood_rolling", [(DOCUMENT * 2,), (DOCUMENT,)])
     expected = make_lm(HFLM, model, max_length=33).loglikelihood_rolling(texts, True)
     for batch_size in (1, 4):
@@ -154,9 +146,7 @@ def test_rolling_windows_are_those_of_lm_eval(model):
 
 
 def test_nothing_is_cut(model):
-    """A change 2,100 tokens back changes the score: otherwise lm-eval would cut prompts to its default of 2,048
-    tokens.
-    """
+    """A change 2,100 tokens back changes the score."""
     start, rest = "The key is 7. ", "x" * 2100
     lm = make_lm(TitansLM, model)
     changed = loglikelihoods(lm, [(start + rest, " 7"), (start.replace("7", "8") + rest, " 7")])
@@ -165,7 +155,7 @@ def test_nothing_is_cut(model):
 
 
 def test_what_would_have_to_be_cut_is_an_error(model):
-    """A prompt beyond max_length raises an error: otherwise it would be cut silently."""
+    """A prompt beyond max_length raises an error."""
     lm = make_lm(TitansLM, model, max_length=20)
     with pytest.raises(ValueError, match="`max_length` 20"):
         loglikelihoods(lm, [(DOCUMENT, "x")])
@@ -174,9 +164,7 @@ def test_what_would_have_to_be_cut_is_an_error(model):
 
 
 def test_bad_arguments():
-    """A model without a memory and a batch size that is no number raise an error that names them: otherwise evaluation
-    would fail later.
-    """
+    """A model without a memory and a batch size that is no number raise an error that names them."""
     llama = LlamaForCausalLM(LlamaConfig(vocab_size=259, hidden_size=8, intermediate_size=8, num_attention_heads=1))
     with pytest.raises(ValueError, match="must be a Titans checkpoint, but is one of 'llama'"):
         make_lm(TitansLM, llama)

@@ -27,9 +27,7 @@ def is_greedy(model, ids, start: int, mask=None) -> bool:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_greedy_equals_recomputing(variant):
-    """Greedy tokens and logits equal recomputing for 30 tokens, across windows and segments: otherwise the cached state
-    differs from the sequence's.
-    """
+    """Greedy tokens and logits equal recomputing for 30 tokens, across windows and segments."""
     model, ids = shared_model(variant), make_ids(2, 11, seed=3)
     expected = greedy_by_recomputing(model, ids, 30)
     assert expected[:, 11:].unique().numel() > 5  # otherwise a constant answer would pass
@@ -43,9 +41,7 @@ def test_greedy_equals_recomputing(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_left_padded_batch(variant):
-    """Every row of a left-padded batch has the tokens it would have alone: otherwise answers would depend on
-    the batch.
-    """
+    """Every row of a left-padded batch has the tokens it would have alone."""
     model, rows = shared_model(variant), [make_ids(n, seed=n) for n in (19, 12, 5, 1)]
     ids, mask = left_pad(rows)
     output = model.generate(ids, attention_mask=mask, max_new_tokens=20, **GREEDY)
@@ -55,9 +51,7 @@ def test_left_padded_batch(variant):
 
 @covering(1, {"variant": VARIANTS, "padded": [False, True]})
 def test_continuing_from_a_cache(variant, padded):
-    """Generating again with the returned cache and the whole transcript gives greedy tokens: otherwise a conversation
-    would differ from its transcript read at once.
-    """
+    """Generating again with the returned cache and the whole transcript gives greedy tokens."""
     model, ids, mask = shared_model(variant), make_ids(2, 13), torch.ones(2, 13, dtype=torch.int64)
     if padded:
         mask[1, :6] = 0
@@ -74,7 +68,7 @@ def test_continuing_from_a_cache(variant, padded):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_memory_learns_while_generating(variant):
-    """Every generated token changes the weights of all memories: otherwise decoding would use a frozen memory."""
+    """Every generated token changes the weights of all memories."""
     model, cache, recorded = shared_model(variant), TitansCache(shared_model(variant).config), []
 
     def record(input_ids, scores):
@@ -90,9 +84,7 @@ def test_the_memory_learns_while_generating(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_beam_search(variant):
-    """Beam search has the same beams and scores with and without a cache: otherwise a beam would use another beam's
-    memory.
-    """
+    """Beam search has the same beams and scores with and without a cache."""
     model, (ids, mask) = shared_model(variant), left_pad([make_ids(9), make_ids(5, seed=1)])
     options = dict(attention_mask=mask, num_beams=3, num_return_sequences=3, max_new_tokens=10, **GREEDY)
     options |= dict(return_dict_in_generate=True, output_scores=True)
@@ -105,9 +97,7 @@ def test_beam_search(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_beam_sampling(variant):
-    """Sampled beams are the same with and without a cache: otherwise a reordered beam would use another beam's
-    memory.
-    """
+    """Sampled beams are the same with and without a cache."""
     model, ids, sampled = shared_model(variant), make_ids(2, 9), []
     for use_cache in (True, False):
         torch.manual_seed(0)
@@ -118,7 +108,7 @@ def test_beam_sampling(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_sampling_in_a_left_padded_batch(variant):
-    """A sampled row of a left-padded batch has the logits it has alone: otherwise samples would depend on the batch."""
+    """A sampled row of a left-padded batch has the logits it has alone."""
     model, rows = shared_model(variant), [make_ids(length, seed=length) for length in (19, 12, 7, 1)]
     ids, mask = left_pad(rows)
     torch.manual_seed(0)
@@ -132,9 +122,7 @@ def test_sampling_in_a_left_padded_batch(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_sampling_several_sequences(variant):
-    """Several samples of a prompt are the same with and without a cache, and differ: otherwise they would share a
-    memory.
-    """
+    """Several samples of a prompt are the same with and without a cache, and differ."""
     model, ids, sampled = shared_model(variant), make_ids(2, 9), []
     for use_cache in (True, False):
         torch.manual_seed(0)
@@ -146,7 +134,7 @@ def test_sampling_several_sequences(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_inputs_embeds(variant):
-    """`inputs_embeds` gives the logits and tokens of the ids: otherwise soft prompts would be read by another model."""
+    """`inputs_embeds` gives the logits and tokens of the ids."""
     model, ids = shared_model(variant), make_ids(2, 17)
     embeds = model.model.embed_tokens(ids).detach()
     with torch.no_grad():
@@ -157,9 +145,7 @@ def test_inputs_embeds(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_to_keep(variant):
-    """`logits_to_keep` returns the chosen positions and leaves the cache's states the same: otherwise a prompt would
-    need logits for every position, or get wrong ones.
-    """
+    """`logits_to_keep` returns the chosen positions and leaves the cache's states the same."""
     model, ids = shared_model(variant), make_ids(2, 17)
     whole, after = read(model, ids)
     for keep, expected in ((0, whole), (1, whole[:, -1:]), (5, whole[:, -5:])):
@@ -173,9 +159,7 @@ def test_logits_to_keep(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_one_prompt_many_answers(variant):
-    """Copies of one prompt's cache give greedy tokens for several continuations: otherwise a prompt would be read for
-    each answer.
-    """
+    """Copies of one prompt's cache give greedy tokens for several continuations."""
     model, prompt = shared_model(variant), make_ids(1, 25)
     _, cache = read(model, prompt[:, :-1])
     for seed in (1, 2):
@@ -186,9 +170,7 @@ def test_one_prompt_many_answers(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_end_of_sequence(variant):
-    """Rows that have ended are padded and leave the others as they are: otherwise an answer would depend on its
-    neighbours' lengths.
-    """
+    """Rows that have ended are padded and leave the others as they are."""
     model, ids = shared_model(variant), make_ids(3, 11)
     free = model.generate(ids, max_new_tokens=20, **GREEDY)
     eos = free[0, 14].item()
@@ -202,9 +184,7 @@ def test_end_of_sequence(variant):
 
 @covering(2, {"variant": VARIANTS, "implementation": ["dynamic", "static"], "padded": [False, True]})
 def test_padding_after_an_end_is_not_read(variant, implementation, padded):
-    """The padding of a row that ends before the others changes neither its memory nor its next turn: otherwise a batch
-    of conversations would differ from each of them alone.
-    """
+    """The padding of a row that ends before the others changes neither its memory nor its next turn."""
     model, lengths = shared_model(variant), [11, 8, 5] if padded else [11] * 3
     ids, mask = left_pad([make_ids(n, seed=n + i) for i, n in enumerate(lengths)])
     given = mask.clone()
@@ -234,9 +214,7 @@ def test_padding_after_an_end_is_not_read(variant, implementation, padded):
     1, {"variant": VARIANTS, "implementation": ["dynamic", "quantized", "offloaded", "offloaded_static", "static"]}
 )
 def test_cache_implementations_change_nothing(variant, implementation):
-    """Supported cache implementations give the same tokens and do what their names say: otherwise offloading or
-    compiling would change the answer, or not take place.
-    """
+    """Supported cache implementations give the same tokens and do what their names say."""
     model, (ids, mask) = shared_model(variant), left_pad([make_ids(19, seed=1), make_ids(6, seed=2)])
     settings = dict(attention_mask=mask, max_new_tokens=20, return_dict_in_generate=True, **GREEDY)
     expected = model.generate(ids, **settings)
@@ -247,9 +225,7 @@ def test_cache_implementations_change_nothing(variant, implementation):
 
 
 def test_what_needs_another_cache_is_refused():
-    """A static cache, generate_batch() and a paged cache raise an error: otherwise they would fail far from the cause,
-    or lose the memory.
-    """
+    """A static cache, generate_batch() and a paged cache raise an error."""
     model, ids = shared_model("mag"), make_ids(1, 5)
     with pytest.raises(ValueError, match=r"past_key_values.*TitansCache.*StaticCache"):
         model.generate(ids, past_key_values=StaticCache(model.config, max_cache_len=20), max_new_tokens=2, **GREEDY)

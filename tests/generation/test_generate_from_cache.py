@@ -16,9 +16,7 @@ GREEDY = dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
 
 @covering(1, {"variant": VARIANTS, "drafts": [dict(prompt_lookup_num_tokens=3), "assistant"]})
 def test_assisted_generation_reads_what_was_read_once(variant, drafts):
-    """Drafting on a used cache raises an error that names start_prompt(), after which tokens are the greedy ones:
-    otherwise the memory would read the earlier tokens twice.
-    """
+    """Drafting on a used cache raises an error that names start_prompt(), after which tokens are the greedy ones."""
     model, ids, prompt = shared_model(variant), make_ids(1, 21), make_ids(1, 7, seed=1)
     drafts = dict(assistant_model=make_model("lmm", seed=5)) if drafts == "assistant" else drafts
     whole = torch.cat([ids, prompt], dim=1)
@@ -34,9 +32,7 @@ def test_assisted_generation_reads_what_was_read_once(variant, drafts):
 
 @pytest.mark.parametrize("length", [0, 7, 15, 21])
 def test_a_prompt_that_lacks_what_was_read_is_refused(length):
-    """A prompt no longer than the columns read raises an error that names start_prompt(): otherwise Transformers would
-    cut it, or read all of it again.
-    """
+    """A prompt no longer than the columns read raises an error that names start_prompt()."""
     model = shared_model("mag")
     cache = read(model, make_ids(2, 21))[1]
     kept = copy.deepcopy(tensors(cache))
@@ -46,9 +42,7 @@ def test_a_prompt_that_lacks_what_was_read_is_refused(length):
 
 
 def test_an_early_exit_is_refused():
-    """`assistant_early_exit` raises an error and leaves the config: otherwise the model would keep one layer
-    for good.
-    """
+    """`assistant_early_exit` raises an error and leaves the config."""
     model = make_model("mag")
     with pytest.raises(ValueError, match="`assistant_early_exit` is not possible"):
         model.generate(make_ids(1, 9), assistant_early_exit=1, **GREEDY)
@@ -58,7 +52,7 @@ def test_an_early_exit_is_refused():
 
 def test_what_would_read_twice_or_not_at_all_is_refused():
     """A cache with `use_cache=False`, embeddings of new tokens with the mask of all, embeddings in pieces, and a cache
-    of fewer rows raise an error that says what to do: otherwise tokens would be read again or be skipped.
+    of fewer rows raise an error that says what to do.
     """
     model, ids = shared_model("mag"), make_ids(2, 29)
     cache = read(model, ids[:, :9])[1]
@@ -81,7 +75,7 @@ def test_what_would_read_twice_or_not_at_all_is_refused():
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_cache_records_only_while_drafts_are_tried(variant):
     """After assisted decoding, and after such a call that fails, the user's cache has a constant size again and takes
-    the next prompt: otherwise it would grow with every token, and start_prompt() would raise an error.
+    the next prompt.
     """
     model, turns = shared_model(variant), [make_ids(1, 6, seed=seed).repeat(1, 3) for seed in (1, 2)]
     cache, plain = TitansCache(model.config), TitansCache(model.config)
@@ -100,9 +94,7 @@ def test_a_cache_records_only_while_drafts_are_tried(variant):
 
 @pytest.mark.parametrize("as_dict", [True, False])
 def test_a_token_that_generate_undoes_is_not_in_the_users_cache(as_dict, monkeypatch):
-    """Where Transformers decodes a token more and undoes it, as on MPS, the user's cache has not read it: otherwise the
-    next turn would read it twice.
-    """
+    """Where Transformers decodes a token more and undoes it, as on MPS, the user's cache has not read it."""
     model, ids = shared_model("mag"), make_ids(1, 21)
     options = dict(GREEDY, max_new_tokens=9, return_dict_in_generate=as_dict)
     options["eos_token_id"] = int(model.generate(ids, **{**GREEDY, "max_new_tokens": 9})[0, 21 + 4])
@@ -117,7 +109,7 @@ def test_a_token_that_generate_undoes_is_not_in_the_users_cache(as_dict, monkeyp
 
 
 def test_a_recording_of_the_user_goes_on():
-    """A cache that records goes on recording after assisted decoding: otherwise crop() would fail later."""
+    """A cache that records goes on recording after assisted decoding."""
     model, prompt = shared_model("mag"), make_ids(1, 6).repeat(1, 3)
     cache = TitansCache(model.config)
     cache.activate_past_recording()
@@ -126,7 +118,7 @@ def test_a_recording_of_the_user_goes_on():
 
 
 def test_a_prompt_that_has_started_cannot_be_cropped():
-    """crop() beyond the beginning of a prompt raises an error: otherwise the count of columns would be negative."""
+    """crop() beyond the beginning of a prompt raises an error."""
     model = shared_model("mag")
     cache = TitansCache(model.config)
     cache.activate_past_recording()
@@ -165,7 +157,7 @@ def test_options_that_would_be_misread_are_refused():
 
 
 def test_attention_maps_of_drafts_are_said_to_be_cut(caplog):
-    """Attention maps of assisted decoding come with a warning: otherwise columns would be missing without a word."""
+    """Attention maps of assisted decoding come with a warning."""
     model = make_model("mag", attention="eager")
     options = dict(output_attentions=True, return_dict_in_generate=True, **GREEDY)
     generation_titans.logger.warning_once.cache_clear()

@@ -14,9 +14,7 @@ GREEDY = dict(do_sample=False, pad_token_id=0)
 
 @covering(1, {"variant": VARIANTS, "size": [1, 2, 3, 5, 7, 8, 12, 13, 31, 40, 100]})
 def test_any_piece_size(variant, size):
-    """Any prefill_chunk_size gives the tokens, logits and cache of one call, in a padded batch too: otherwise long
-    prompts would be answered differently.
-    """
+    """Any prefill_chunk_size gives the tokens, logits and cache of one call, in a padded batch too."""
     model, (ids, mask) = shared_model(variant), left_pad([make_ids(40, seed=1), make_ids(11, seed=2)])
     settings = dict(attention_mask=mask, max_new_tokens=6, return_dict_in_generate=True, output_logits=True, **GREEDY)
     whole = model.generate(ids, **settings)
@@ -28,9 +26,7 @@ def test_any_piece_size(variant, size):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_pieces_go_on_from_a_cache(variant):
-    """Chunked prefill from a used cache gives the tokens and cache of one call: otherwise a second turn could not be
-    read so.
-    """
+    """Chunked prefill from a used cache gives the tokens and cache of one call."""
     model, ids, more = shared_model(variant), make_ids(2, 21), make_ids(2, 33, seed=1)
     settings = dict(max_new_tokens=6, return_dict_in_generate=True, **GREEDY)
     whole = model.generate(torch.cat([ids, more], 1), **settings)
@@ -62,9 +58,7 @@ print(peak_after(4096), peak_after(65536))
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_peak_memory_does_not_grow_with_the_prompt(variant):
-    """Peak memory grows by less than 16 MiB from 4,096 to 65,536 tokens (ids, mask, positions): otherwise long prompts
-    would exhaust it.
-    """
+    """Peak memory grows by less than 16 MiB from 4,096 to 65,536 tokens (ids, mask, positions)."""
     run = subprocess.run(
         [sys.executable, "-c", PEAK, variant], cwd=Path(__file__).parents[1] / "helpers", capture_output=True, text=True
     )

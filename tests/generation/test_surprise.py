@@ -28,9 +28,7 @@ def surprise_of(model, ids, cache=None, **kwargs) -> torch.Tensor:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_surprise_does_not_depend_on_how_a_sequence_is_cut(variant):
-    """The surprise of a token is the same in one call, several, or token by token: otherwise it would belong to another
-    token.
-    """
+    """The surprise of a token is the same in one call, several, or token by token."""
     model, ids = shared_model(variant), make_ids(2, 45)
     whole = surprise_of(model, ids)
     assert whole.shape == (2, len(QUANTITIES), 2, 4, 45)
@@ -42,9 +40,7 @@ def test_surprise_does_not_depend_on_how_a_sequence_is_cut(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_padding_does_not_surprise(variant):
-    """Tokens of padded rows have their own values and padding has 0: otherwise a short row would show its neighbour's
-    surprise.
-    """
+    """Tokens of padded rows have their own values and padding has 0."""
     model, rows = shared_model(variant), [make_ids(31), make_ids(17, seed=1)]
     ids, mask = left_pad(rows)
     cache = TitansCache(model.config)
@@ -57,9 +53,7 @@ def test_padding_does_not_surprise(variant):
 
 
 def test_the_gates_are_those_of_the_layer():
-    """inner_lr, momentum_decay and forget are the layer's theta, eta and alpha: otherwise gates would be mixed up, or
-    be logits.
-    """
+    """inner_lr, momentum_decay and forget are the layer's theta, eta and alpha."""
     model, ids = shared_model("lmm"), make_ids(1, 21)
     found = surprise_of(model, ids)[0]
     layer = model.model.layers[0]
@@ -72,7 +66,7 @@ def test_the_gates_are_those_of_the_layer():
 
 @pytest.mark.parametrize("switch", [dict(memory_momentum=False), dict(memory_forget=False), dict(memory_max_lr=0)])
 def test_gates_that_are_off(switch):
-    """A gate that is off is reported as 0, and no other: otherwise a plot would show a gate that does not exist."""
+    """A gate that is off is reported as 0, and no other."""
     found = dict(zip(QUANTITIES, surprise_of(make_model("mag", **switch), make_ids(1, 9))[0], strict=True))
     off = {"memory_momentum": ["momentum_decay"], "memory_forget": ["forget"], "memory_max_lr": QUANTITIES[1:]}
     for name in QUANTITIES:
@@ -81,9 +75,7 @@ def test_gates_that_are_off(switch):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_it_is_told_on_request_alone(variant):
-    """Surprise is returned only on request, detached, and leaves loss and gradients the same: otherwise every call
-    would keep it, or training would change.
-    """
+    """Surprise is returned only on request, detached, and leaves loss and gradients the same."""
     model, ids = make_model(variant).train(), make_ids(2, 21)
     plain = model(ids, labels=ids)
     assert plain.surprise is None and "surprise" not in plain
@@ -97,9 +89,7 @@ def test_it_is_told_on_request_alone(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_generate_tells_it(variant):
-    """generate() returns each token's surprise once, padded, in chunks or from a cache: otherwise generated tokens
-    would be missing or repeated.
-    """
+    """generate() returns each token's surprise once, padded, in chunks or from a cache."""
     model = shared_model(variant)
     ids, mask = left_pad([make_ids(30), make_ids(17, seed=1)])
     options = dict(GREEDY, attention_mask=mask, return_dict_in_generate=True, output_surprise=True)
@@ -116,9 +106,7 @@ def test_generate_tells_it(variant):
 
 
 def test_threads_that_generate_are_told_apart():
-    """Threads that share a model each get their own tokens' surprise, also beside one that requests none: otherwise a
-    request would get another's.
-    """
+    """Threads that share a model each get their own tokens' surprise, also beside one that requests none."""
     model = shared_model("mag")
     prompts = [1 + make_ids(1, 9 + i, seed=i, vocab_size=49) for i in range(4)]  # without the padding token 0
     options = [GREEDY | dict(return_dict_in_generate=True, output_surprise=i > 0) for i in range(4)]
@@ -141,9 +129,7 @@ def test_threads_that_generate_are_told_apart():
 
 
 def test_a_token_that_generate_undoes_is_not_told(monkeypatch):
-    """Where Transformers decodes a token more and undoes it, as on MPS, its surprise is left out: otherwise it would
-    have a column more than the cache has read.
-    """
+    """Where Transformers decodes a token more and undoes it, as on MPS, its surprise is left out."""
     model, ids = shared_model("mag"), make_ids(1, 21)
     options = dict(GREEDY, return_dict_in_generate=True, output_surprise=True, pad_token_id=0)
     options["eos_token_id"] = int(model.generate(ids, **GREEDY)[0, 21 + 4])
@@ -167,9 +153,7 @@ def test_a_token_that_generate_undoes_is_not_told(monkeypatch):
     ],
 )
 def test_where_it_cannot_be_told(options, message):
-    """Modes without one surprise per token raise an error: otherwise it would belong to tokens other than those
-    generated.
-    """
+    """Modes without one surprise per token raise an error."""
     with pytest.raises(ValueError, match=message):
         shared_model("mag").generate(
             make_ids(1, 9), output_surprise=True, **GREEDY | dict(return_dict_in_generate=True) | options
@@ -177,9 +161,7 @@ def test_where_it_cannot_be_told(options, message):
 
 
 def test_columns_that_are_read_again_are_told_once():
-    """After crop() a call returns the surprise of its own tokens alone: otherwise columns that are read again would be
-    included.
-    """
+    """After crop() a call returns the surprise of its own tokens alone."""
     model, ids = shared_model("mag"), make_ids(2, 30)
     cache = read(model, ids[:, :13])[1]
     cache.activate_past_recording()
@@ -190,9 +172,7 @@ def test_columns_that_are_read_again_are_told_once():
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_surprise_keeps_no_graph(variant):
-    """What is kept for the surprise carries no gradient: otherwise a list of it would keep the activations of all
-    calls.
-    """
+    """What is kept for the surprise carries no gradient."""
     output = make_model(variant)(make_ids(2, 21), output_surprise=True)
     assert output.logits.requires_grad
     for layer in output.surprise:

@@ -30,9 +30,7 @@ def record(**changes) -> dict:
 
 @covering(1, {"field": ["license", "name", "train", "eval", "arguments"], "variant": ["mag", "lmm"]})
 def test_names_that_are_markup(field, variant):
-    """A name is shown literally, on one line: otherwise it could end the card's metadata, a heading or a
-    table's row.
-    """
+    """A name is shown literally, on one line."""
     changes = {
         "train": {"data": {"train": HOSTILE}},
         "eval": {"data": {"eval": HOSTILE}},
@@ -50,16 +48,14 @@ def test_names_that_are_markup(field, variant):
 
 
 def test_escape():
-    """Markup in a text is escaped once, and bars are left to the table: otherwise a name would be shown wrongly."""
+    """Markup in a text is escaped once, and bars are left to the table."""
     assert escape("a_b*c|d") == r"a\_b\*c|d"
     assert escape("cc-by-4.0 (1)") == "cc-by-4.0 (1)"
     assert code("plain") == "`plain`" and code("a `b`") == "`` a `b` ``"
 
 
 def test_code_with_a_hostile_name_is_code():
-    """A name with quotes stays one string of the Python and shell examples: otherwise copying them would run other
-    code.
-    """
+    """A name with quotes stays one string of the Python and shell examples."""
     text = model_card(make_config("mag"), record(name='x" + exit() + "; rm y')).text
     assert 'from_pretrained("x\\" + exit() + \\"; rm y")' in text
     assert "serve 'x\" + exit() + \"; rm y'`" in text

@@ -41,7 +41,7 @@ def pushes(monkeypatch):
 
 
 def test_a_push_uploads_the_files_of_the_dry_run(options, tmp_path, pushes):
-    """The dry run has exactly the pushed files: otherwise a user would publish Trainer's card, or a private file."""
+    """The dry run has exactly the pushed files."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "_notes.txt").write_text("not for others")
     train.main(options(TITANS, push_to_hub="true", **SHORT))
@@ -54,9 +54,7 @@ def test_a_push_uploads_the_files_of_the_dry_run(options, tmp_path, pushes):
 
 
 def test_what_is_pushed_while_training_brings_its_code(options, tmp_path, pushes):
-    """Every push during training has code, configuration and tokenizer: otherwise an unfinished run's weights would not
-    load.
-    """
+    """Every push during training has code, configuration and tokenizer."""
     train.main(options(TITANS, push_to_hub="true", max_steps=4, eval_steps=2, save_steps=2))
     assert len(pushes) > 1
     for push in pushes:
@@ -64,7 +62,7 @@ def test_what_is_pushed_while_training_brings_its_code(options, tmp_path, pushes
 
 
 def test_dry_run(options, tmp_path, texts):
-    """The card has the run's figures, and the folder its code: otherwise it would mislead its readers."""
+    """The card has the run's figures, and the folder its code."""
     folder, dry = tmp_path / "out", tmp_path / "dry"
     changes = dict(push_dry_run=dry, license="cc-by-4.0", eval_data=texts / "c.txt", hub_model_id="someone/small")
     metrics = train.main(options(TITANS, **SHORT, **changes))
@@ -99,9 +97,7 @@ def test_dry_run(options, tmp_path, texts):
 
 @pytest.mark.parametrize("model", [TITANS, LLAMA], ids=lambda model: model["model_type"])
 def test_a_licence_is_not_made_up(options, tmp_path, model):
-    """The card has no licence unless one is given, and a baseline's does not mention Titans: otherwise its terms or
-    model would be wrong.
-    """
+    """The card has no licence unless one is given, and a baseline's does not mention Titans."""
     train.main(options(model, **SHORT))
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert card.data.license is None
@@ -121,9 +117,7 @@ def test_a_licence_is_not_made_up(options, tmp_path, model):
     ],
 )
 def test_bad_options_are_named_before_training(options, tmp_path, monkeypatch, changes, message):
-    """Wrong options of a push raise an error before training: otherwise a token would be published, or a finished run
-    would fail.
-    """
+    """Wrong options of a push raise an error before training."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
         train.main(options(TITANS, **changes))
@@ -132,7 +126,7 @@ def test_bad_options_are_named_before_training(options, tmp_path, monkeypatch, c
 
 @pytest.mark.slow
 def test_the_card_tells_how_to_load_it(options, tmp_path):
-    """The card's code runs unchanged without the package: otherwise those who download the model could not load it."""
+    """The card's code runs unchanged without the package."""
     train.main(options(TITANS, push_dry_run=tmp_path / "dry", hub_model_id="someone/small", **SHORT))
     text = run_clean(
         clean_site(tmp_path),

@@ -45,9 +45,7 @@ def assert_brings_its_code(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", AUTO_CLASSES.values())
 def test_whatever_is_saved_brings_all_the_code(name, tmp_path):
-    """Every saved class or config includes all modules and Auto classes: otherwise it would load as one class only, or
-    not at all.
-    """
+    """Every saved class or config includes all modules and Auto classes."""
     config = make_config("mag")
     saved = config if name == "TitansConfig" else getattr(titans_hf, name)(config)
     saved.save_pretrained(tmp_path)
@@ -55,15 +53,13 @@ def test_whatever_is_saved_brings_all_the_code(name, tmp_path):
 
 
 def test_code_that_travels_needs_nothing_else():
-    """The saved code imports torch, transformers, huggingface_hub and safetensors alone: otherwise loading a checkpoint
-    would need other packages.
-    """
+    """The saved code imports torch, transformers, huggingface_hub and safetensors alone."""
     needed = {package for name in CODE for package in get_imports(PACKAGE / name)}
     assert needed - {"torch", "transformers", "huggingface_hub", "safetensors"} <= sys.stdlib_module_names
 
 
 def test_checkpoints_of_the_trainer_bring_their_code(tmp_path):
-    """Trainer's checkpoints include the code: otherwise a run's results would load only where it ran."""
+    """Trainer's checkpoints include the code."""
     rows = [{"input_ids": row, "labels": row} for row in make_ids(2, 12)]
     args = TrainingArguments(tmp_path, max_steps=1, save_steps=1, report_to="none", use_cpu=True)
     trainer = Trainer(TitansForCausalLM(make_config("lmm")), args, train_dataset=rows)
@@ -74,9 +70,7 @@ def test_checkpoints_of_the_trainer_bring_their_code(tmp_path):
 
 
 def test_a_checkpoint_names_its_own_code(tmp_path):
-    """A saved auto_map names the checkpoint's own files, and keeps other entries: otherwise it would run code of a
-    repository that may change or vanish.
-    """
+    """A saved auto_map names the checkpoint's own files, and keeps other entries."""
     config = make_config("mag")
     config.auto_map = {
         "AutoModel": "someone/theirs--modeling_titans.TitansModel",
@@ -91,7 +85,7 @@ def test_a_checkpoint_names_its_own_code(tmp_path):
 
 
 def test_a_merged_adapter_brings_its_code(tmp_path):
-    """A merged adapter saves the code: otherwise a fine-tuned model would not load where its base model does."""
+    """A merged adapter saves the code."""
     peft = pytest.importorskip("peft")
     tuned = peft.get_peft_model(make_model("mag"), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
     tuned.merge_and_unload().save_pretrained(tmp_path)
@@ -100,9 +94,7 @@ def test_a_merged_adapter_brings_its_code(tmp_path):
 
 @pytest.mark.parametrize("trust", [None, True])
 def test_the_package_goes_before_the_code_of_a_checkpoint(trust, tmp_path, monkeypatch):
-    """The installed package is used instead of the checkpoint's code: otherwise users would be asked to trust another
-    version of it.
-    """
+    """The installed package is used instead of the checkpoint's code."""
     monkeypatch.setattr("transformers.models.auto.auto_factory.get_class_from_dynamic_module", None)
     monkeypatch.setattr("transformers.models.auto.configuration_auto.get_class_from_dynamic_module", None)
     monkeypatch.setattr("builtins.input", None)
@@ -156,9 +148,7 @@ def results(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("check", remote_worker.CHECKS, ids=lambda check: check.__name__)
 def test_without_the_package(check, results):
-    """Without titans_hf a checkpoint passes each check of `remote_worker`: otherwise it would be of use only to those
-    who installed it.
-    """
+    """Without titans_hf a checkpoint passes each check of `remote_worker`."""
     if check is remote_worker.lm_eval:
         pytest.importorskip("lm_eval")
     assert not results[check.__name__], results[check.__name__]

@@ -39,9 +39,7 @@ from titans_hf.token_grid import TokenGrid
     },
 )
 def test_dual_form_equals_reference(depth, error_clip, num_seen, length):
-    """The dual form equals the token loop, with every gradient, at every phase of the chunk: otherwise training
-    computes another memory than the paper's equations.
-    """
+    """The dual form equals the token loop, with every gradient, at every phase of the chunk."""
     torch.manual_seed(length)
     state, inputs = make_state(depth, num_seen), make_inputs(length)
     if error_clip is None:  # the paper's loss diverges within 13 tokens at these rates, in the reference too
@@ -60,9 +58,7 @@ def test_dual_form_equals_reference(depth, error_clip, num_seen, length):
     },
 )
 def test_delta_rule_equals_reference(depth, momentum, num_seen, length):
-    """The triangular system gives the token loop's deltas, with every gradient: otherwise the memory depends on where
-    calls divide a chunk.
-    """
+    """The triangular system gives the token loop's deltas, with every gradient."""
     torch.manual_seed(length)
     state, inputs = make_state(depth, num_seen), make_inputs(length, momentum)
     factor = 0.5 + torch.rand(B, H, length, 1, dtype=torch.float64)
@@ -81,9 +77,7 @@ def test_delta_rule_equals_reference(depth, momentum, num_seen, length):
     },
 )
 def test_a_memory_without_momentum_equals_reference(depth, rule, num_seen, length):
-    """Without a momentum, results and gradients are those of the token loop, and of a momentum whose gate is 0:
-    otherwise leaving it away would change the memory.
-    """
+    """Without a momentum, results and gradients are those of the token loop, and of a momentum whose gate is 0."""
     torch.manual_seed(length)
     full, inputs = make_state(depth, num_seen), make_inputs(length, momentum=False)
     factor = 0.5 + torch.rand(B, H, length, 1, dtype=torch.float64)
@@ -102,9 +96,7 @@ def test_a_memory_without_momentum_equals_reference(depth, rule, num_seen, lengt
 
 
 def test_a_full_step_of_the_delta_rule_stores_the_value():
-    """With a step of 1/2 the memory returns a token's value for its key at once: otherwise equal keys of a chunk
-    overshoot.
-    """
+    """With a step of 1/2 the memory returns a token's value for its key at once."""
     torch.manual_seed(0)
     state, inputs = make_state(1, [0, 0, 0]), make_inputs(CHUNK, momentum=False, forget=False)
     state = replace(state, momentum=tuple(map(torch.zeros_like, state.momentum)))
@@ -116,7 +108,7 @@ def test_a_full_step_of_the_delta_rule_stores_the_value():
 
 
 def test_forgetting_leads_back_to_the_initial_weights():
-    """Full forgetting gives the decay target: otherwise a deep memory decays to 0, where it has no gradient."""
+    """Full forgetting gives the decay target. A deep memory of zeros has no gradient."""
     state, inputs, decay_target = make_state(2, [0, 0, 0]), make_inputs(13), make_decay_target(2)
     all_at_once = torch.full_like(inputs.log_retain, -torch.inf)
     inputs = inputs._replace(inner_lr=torch.zeros_like(inputs.inner_lr), log_retain=all_at_once)
@@ -131,9 +123,7 @@ def test_forgetting_leads_back_to_the_initial_weights():
 @pytest.mark.parametrize("momentum,forget", [(False, True), (True, False), (False, False)])
 @pytest.mark.parametrize("length", [1, 13])
 def test_momentum_and_forgetting_off(momentum, forget, length):
-    """Without momentum or forgetting the dual form equals the token loop: otherwise log(0) or a decay of 1 gives wrong
-    values.
-    """
+    """Without momentum or forgetting the dual form equals the token loop."""
     torch.manual_seed(0)
     state, inputs = make_state(2, [5, 0, 3]), make_inputs(length, momentum, forget)
     assert_equals_reference(inputs, state, UpdateRule(1.0))
@@ -142,9 +132,7 @@ def test_momentum_and_forgetting_off(momentum, forget, length):
 @pytest.mark.parametrize("delta_rule,network", [(False, "mlp"), (True, "mlp"), (False, "residual")])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_reading_a_constant_memory_equals_steps_of_zero(depth, delta_rule, network):
-    """Reading without an update gives output, surprise and state of an update whose steps are 0: otherwise a stopped
-    memory differs from one that has nothing to learn.
-    """
+    """Reading without an update gives output, surprise and state of an update whose steps are 0."""
     torch.manual_seed(5)
     state, inputs = make_state(depth, [0, 0, 0]), make_inputs(9, momentum=False, forget=False)
     state = replace(state, anchor=state.weights)
@@ -159,7 +147,7 @@ def test_reading_a_constant_memory_equals_steps_of_zero(depth, delta_rule, netwo
 
 
 def test_both_clips_are_reached_and_left():
-    """The inputs above lie on both sides of each clip: otherwise those tests would not compare clipped updates."""
+    """The inputs above lie on both sides of each clip."""
     torch.manual_seed(13)
     state, (_, keys, values, *_) = make_state(3, [0, 0, 0]), make_inputs(64)
     limit = values.norm(dim=-1)
@@ -175,9 +163,7 @@ def test_both_clips_are_reached_and_left():
 
 @covering(1, {"split": [1, 3, 4, 5, 8, 12], "network": ["mlp", "residual"]})
 def test_state_carries_on(split, network):
-    """Two calls equal one, wherever the first ends in a chunk, and so do single tokens: otherwise results depend on the
-    calls.
-    """
+    """Two calls equal one, wherever the first ends in a chunk, and so do single tokens."""
     torch.manual_seed(1)
     state, inputs = make_state(2, [5, 0, 3]), make_inputs(13)
     inputs = per_layer(inputs, 2) if network == "residual" else inputs
@@ -195,9 +181,7 @@ def test_state_carries_on(split, network):
 
 
 def test_gradient_at_zero_error_is_finite():
-    """Where the memory's error is 0, and |e| has no gradient, results and gradients are finite: otherwise training ends
-    in nan.
-    """
+    """Where the memory's error is 0, and |e| has no gradient, results and gradients are finite."""
     state = make_state(2, [0, 0, 0])
     state = MemoryState(
         (state.weights[0], torch.zeros_like(state.weights[1])), state.momentum, state.anchor, state.num_seen
@@ -210,7 +194,7 @@ def test_gradient_at_zero_error_is_finite():
 
 
 def test_bfloat16_inputs_keep_a_float32_state():
-    """Inputs in bfloat16 give a retrieval and a state in float32: otherwise small updates would be lost to rounding."""
+    """Inputs in bfloat16 give a retrieval and a state in float32."""
     state = make_state(2, [0, 2, 3]).map(lambda x: x.float() if x.is_floating_point() else x)
     inputs = make_inputs(9).map(torch.Tensor.float)
     in_bfloat16 = {name: getattr(inputs, name).bfloat16() for name in ("queries", "keys", "values")}
@@ -233,9 +217,7 @@ def test_bfloat16_inputs_keep_a_float32_state():
     },
 )
 def test_nothing_blows_up(inputs, depth, gates, dtype):
-    """After 20,000 tokens at the gates' extremes without forgetting, the state is finite and within the clips' bound:
-    otherwise long texts end in nan.
-    """
+    """After 20,000 tokens at the gates' extremes without forgetting, the state is finite and within the clips' bound."""
     length, chunk, max_lr = 20_000, 64, 0.2
     torch.manual_seed(0)
     keys = torch.nn.functional.normalize(torch.randn(1, 1, length, D), dim=-1)
@@ -260,9 +242,7 @@ def test_nothing_blows_up(inputs, depth, gates, dtype):
 
 
 def test_training_keeps_the_states_that_some_chunks_start_with():
-    """Besides its inputs, training stores the state of every CHECKPOINT_INTERVAL-th chunk alone: otherwise memory would
-    grow with every token's update.
-    """
+    """Besides its inputs, training stores the state of every CHECKPOINT_INTERVAL-th chunk alone."""
     state, inputs = make_state(2, [0, 0, 0]), make_inputs(10 * CHUNK).map(torch.Tensor.requires_grad_)
     kept = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.data_ptr(), x), lambda x: x):
@@ -273,9 +253,7 @@ def test_training_keeps_the_states_that_some_chunks_start_with():
 
 
 def test_a_momentum_without_its_gate_is_refused():
-    """A state with a momentum and inputs without its gate raise ValueError, and the other way round: otherwise a memory
-    would lose its momentum silently.
-    """
+    """A state with a momentum and inputs without its gate raise ValueError, and the other way round."""
     inputs, state = make_inputs(5), make_state(1, [0, 0, 0])
     without_gate, without = without_momentum(inputs, state)
     for given, before in ((without_gate, state), (inputs, without)):
@@ -285,9 +263,7 @@ def test_a_momentum_without_its_gate_is_refused():
 
 @pytest.mark.parametrize("length", [1, 5])
 def test_a_mask_of_slots_is_refused(length):
-    """`filled` of the inputs, which belongs to a grid, raises ValueError: otherwise a single token that it excludes
-    would be learned.
-    """
+    """`filled` of the inputs, which belongs to a grid, raises ValueError."""
     inputs = make_inputs(length)
     inputs = inputs._replace(filled=torch.zeros_like(inputs.inner_lr, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"`inputs\.filled` must be None"):
@@ -296,9 +272,7 @@ def test_a_mask_of_slots_is_refused(length):
 
 @pytest.mark.parametrize("depth,rule", [(1, UpdateRule(1.0)), (2, UpdateRule(1.0, delta_rule=True))])
 def test_a_state_without_the_anchor_that_the_rule_needs_is_refused(depth, rule):
-    """A state whose gradients have no weights to be taken at raises ValueError: otherwise another rule would update it
-    silently.
-    """
+    """A state whose gradients have no weights to be taken at raises ValueError."""
     inputs, state = make_inputs(5), replace(make_state(depth, [0, 0, 0]), anchor=())
     with pytest.raises(ValueError, match="`state` must have an anchor"):
         memorize(inputs, state, rule, chunk_size=CHUNK)

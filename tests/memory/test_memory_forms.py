@@ -33,9 +33,7 @@ from titans_hf.memory_state import tensors_of
     },
 )
 def test_the_residual_network_equals_reference(depth, gates, error_clip, num_seen, length):
-    """M(x) = x + LN(MLP(x)) and its update equal the token loop with every gradient: otherwise the form of the paper's
-    second version would be another network.
-    """
+    """M(x) = x + LN(MLP(x)) and its update equal the token loop with every gradient."""
     torch.manual_seed(length)
     state, inputs = make_state(depth, num_seen), make_inputs(length)
     inputs = per_layer(inputs, depth) if gates == "layer" else inputs
@@ -48,9 +46,7 @@ def test_the_residual_network_equals_reference(depth, gates, error_clip, num_see
     2, {"depth": [1, 2, 3], "delta_rule": [False, True], "num_seen": [[0, 0, 0], [5, 0, 3]], "length": [1, 3, 13, 22]}
 )
 def test_gates_per_layer_equal_reference(depth, delta_rule, num_seen, length):
-    """An MLP whose layers have gates of their own equals the token loop with every gradient: otherwise a layer would be
-    updated by the gates of another.
-    """
+    """An MLP whose layers have gates of their own equals the token loop with every gradient."""
     torch.manual_seed(length)
     state, inputs = make_state(depth, num_seen), per_layer(make_inputs(length), depth)
     for decay_target in ((), make_decay_target(depth)):
@@ -58,7 +54,7 @@ def test_gates_per_layer_equal_reference(depth, delta_rule, num_seen, length):
 
 
 def test_gates_per_layer_that_are_equal_are_those_of_the_head():
-    """Equal gates in every layer give what gates per head give: otherwise both forms could not be compared."""
+    """Equal gates in every layer give what gates per head give."""
     torch.manual_seed(0)
     state, inputs = make_state(3, [5, 0, 3]), make_inputs(13)
     layers = inputs._replace(**{gate: getattr(inputs, gate)[..., None].expand(B, H, 13, 3) for gate in GATES})
@@ -68,7 +64,7 @@ def test_gates_per_layer_that_are_equal_are_those_of_the_head():
 
 def test_training_by_autograd_keeps_the_states_that_some_chunks_start_with():
     """Where autograd makes the backward, training stores the inputs twice and the state of every CHECKPOINT_INTERVAL-th
-    chunk: otherwise memory would grow with every chunk.
+    chunk.
     """
     state, inputs = make_state(2, [0, 0, 0]), make_inputs(10 * CHUNK).map(torch.Tensor.requires_grad_)
     kept = {}
@@ -80,9 +76,7 @@ def test_training_by_autograd_keeps_the_states_that_some_chunks_start_with():
 
 @pytest.mark.parametrize("compute", [memorize, memorize_reference])
 def test_rules_that_cannot_be(compute):
-    """The delta rule with another network than an MLP, and an unknown network, are refused: otherwise something would
-    be computed that no equation says.
-    """
+    """The delta rule with another network than an MLP, and an unknown network, are refused."""
     state, inputs = make_state(1, [0, 0, 0]), make_inputs(3)
     for rule, message in (
         (UpdateRule(None, True, "residual"), "`delta_rule` must be False with the network 'residual'"),

@@ -35,9 +35,7 @@ def assert_same_state(actual, expected) -> None:
 
 
 def test_it_is_the_layer_of_the_model():
-    """The layer alone equals that of a model without persistent tokens: otherwise users of the layer would get another
-    memory.
-    """
+    """The layer alone equals that of a model without persistent tokens."""
     model, ids = make_model("lmm", num_persistent_tokens=0), make_ids(2, T)
     layer = model.model.layers[0]
     with torch.no_grad():
@@ -52,7 +50,7 @@ def test_it_is_the_layer_of_the_model():
 
 
 def test_a_sequence_may_be_cut_anywhere(memory, hidden_states):
-    """Outputs and state are independent of how a sequence is split into calls: otherwise a state would lose tokens."""
+    """Outputs and state are independent of how a sequence is split into calls."""
     with torch.no_grad():
         expected, last = memory(hidden_states)
         assert expected.std() > 0.01
@@ -64,9 +62,7 @@ def test_a_sequence_may_be_cut_anywhere(memory, hidden_states):
 
 
 def test_gradients_do_not_depend_on_the_cut(memory, hidden_states):
-    """Gradients through the state equal those of one call: otherwise the memory would be trained to keep nothing
-    between calls.
-    """
+    """Gradients through the state equal those of one call."""
     found = []
     for sizes in ([T], [9, 14], [4, 19]):
         memory.zero_grad()
@@ -79,7 +75,7 @@ def test_gradients_do_not_depend_on_the_cut(memory, hidden_states):
 
 
 def test_a_state_can_be_continued_in_several_ways(memory, hidden_states):
-    """A call leaves its input state unchanged: otherwise several continuations of one state would affect each other."""
+    """A call leaves its input state unchanged."""
     with torch.no_grad():
         _, state = memory(hidden_states[:, :9])
         first, _ = memory(hidden_states[:, 9:], state)
@@ -89,9 +85,7 @@ def test_a_state_can_be_continued_in_several_ways(memory, hidden_states):
 
 
 def test_a_new_layer_is_initialised():
-    """A new layer has documented values, outputs nearly 0 at first, and learns: otherwise it would start from
-    uninitialised memory.
-    """
+    """A new layer has documented values, outputs nearly 0 at first, and learns."""
     torch.manual_seed(0)
     layer = NeuralMemory(make_config("lmm", memory_conv_noise=0.0))
     *hidden, last = layer.initial_weights.parameters()
@@ -103,7 +97,7 @@ def test_a_new_layer_is_initialised():
 
 
 def test_a_half_precision_layer_has_a_state_in_float32(hidden_states):
-    """Outputs have the layer's dtype and the state is float32: otherwise small updates would be lost to rounding."""
+    """Outputs have the layer's dtype and the state is float32."""
     output, state = NeuralMemory(make_config("lmm")).bfloat16()(hidden_states.bfloat16())
     assert output.dtype == torch.bfloat16
     assert {x.dtype for x in state.memory.weights} == {torch.float32}

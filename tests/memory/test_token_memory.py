@@ -27,9 +27,7 @@ def repeated_text(vocab_size: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_untrained_model_predicts_what_it_has_read_before(variant):
-    """What followed a token before has a lower loss from the second time on, in a model that was never trained:
-    otherwise the memory writes under other keys than it reads with, or retrieves other tokens than it was given.
-    """
+    """What followed a token before has a lower loss from the second time on, in a model that was never trained."""
     torch.manual_seed(0)
     changes = dict(hidden_size=64, vocab_size=100, initializer_range=0.1, token_memory_features=512)
     model = TitansForCausalLM(make_config(variant, **CHANGES | changes)).eval()
@@ -43,7 +41,7 @@ def test_an_untrained_model_predicts_what_it_has_read_before(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients_equal_those_of_the_equations(variant):
     """The gradient of every parameter, embeddings and hidden states before it included, equals autograd's through the
-    token loop: otherwise the memory would be trained for something else than it computes.
+    token loop.
     """
     model, ids = make_model(variant, num_hidden_layers=1, **CHANGES), make_ids(26)
     weights = torch.randn(26, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -66,7 +64,7 @@ def test_stopped_it_adds_nothing(variant):
 
 
 def test_directions_are_saved(tmp_path):
-    """A loaded model has the random directions of the saved one: otherwise its memories could not be read."""
+    """A loaded model has the random directions of the saved one."""
     model, ids = make_model("mag", **CHANGES), make_ids(1, 30)
     model.save_pretrained(tmp_path)
     assert_same(full_logits(load_aligned(tmp_path), ids), full_logits(model, ids), 0)

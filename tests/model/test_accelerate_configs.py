@@ -52,7 +52,7 @@ def wait(processes: list[subprocess.Popen], folder: Path) -> None:
 @pytest.mark.timeout(900)
 def test_two_processes_train_like_one(start, tmp_path):
     """Training by DDP on two machines of one process each, and by FSDP2 on two processes, saves the weights of one
-    process. Otherwise a launched run trains another model, or saves a part of its weights.
+    process.
     """
     wait([start(["titans_hf", "train"], "alone", 4)], tmp_path)
     with socket.socket() as probe:

@@ -33,9 +33,7 @@ def register():
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_masks_are_of_the_registered_form(variant, form, register):
-    """An implementation gets masks in the form that it is registered with: otherwise tokens would attend to later
-    ones.
-    """
+    """An implementation gets masks in the form that it is registered with."""
     name, ids = register("registered", *FORMS[form]), make_ids(2, 40)
     model = make_model(variant, attention=name)
     tolerance = 1e-4 if form == "added" else 1e-10  # that softmax is in float32
@@ -45,9 +43,7 @@ def test_masks_are_of_the_registered_form(variant, form, register):
 
 @pytest.mark.parametrize("mask", [None, flash_attention_mask])
 def test_an_implementation_without_masks_is_refused(mask, register):
-    """An implementation that is registered without a form of masks raises an error: otherwise windows would have no
-    bounds.
-    """
+    """An implementation that is registered without a form of masks raises an error."""
     model = make_model("mag", attention=register("registered", eager_attention_forward, mask))
     with pytest.raises(ValueError, match="must be registered with `eager_mask` or `sdpa_mask`"):
         model(make_ids(1, 9))

@@ -36,9 +36,7 @@ def refuse(model, name: str, cache: TitansCache | None = None, **arguments) -> N
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_refused_calls_leave_the_cache_alone(variant):
-    """After refused calls a cache gives the same logits as without them: otherwise one bad call spoils a
-    conversation.
-    """
+    """After refused calls a cache gives the same logits as without them."""
     model, ids = shared_model(variant), make_ids(2, 15)
     cache = read(model, ids[:, :9])[1]
     for arguments in (
@@ -60,7 +58,7 @@ def test_a_call_that_fails_behind_the_model_is_undone():
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_tokens(variant):
-    """Inputs of length 0 raise an error that names the argument: otherwise a layer's own error is shown, or none."""
+    """Inputs of length 0 raise an error that names the argument."""
     model = shared_model(variant)
     refuse(model, "input_ids", input_ids=IDS[:, :0])
     refuse(model, "inputs_embeds", inputs_embeds=torch.zeros(2, 0, 32, dtype=torch.float64))
@@ -68,7 +66,7 @@ def test_no_tokens(variant):
 
 @covering(1, {"variant": VARIANTS, "bad": [-1, -100, 50, 1000]})
 def test_ids_without_an_embedding(variant, bad):
-    """Ids below 0 or beyond the vocabulary raise an error: otherwise it is an index error that names no argument."""
+    """Ids below 0 or beyond the vocabulary raise an error."""
     ids = IDS.clone()
     ids[1, 4] = bad
     refuse(shared_model(variant), "input_ids", input_ids=ids)
@@ -83,13 +81,13 @@ def test_ids_without_an_embedding(variant, bad):
     },
 )
 def test_masks_of_the_wrong_shape(variant, shape):
-    """Masks other than (2, 6) or (2, 9 + 6) raise an error: otherwise padding is applied to the wrong tokens."""
+    """Masks other than (2, 6) or (2, 9 + 6) raise an error."""
     refuse(shared_model(variant), "attention_mask", input_ids=IDS, attention_mask=torch.ones(shape))
 
 
 @pytest.mark.parametrize("value", [float("-inf"), float("nan"), 0.5, -1.0, 2, -1])
 def test_masks_of_other_values(value):
-    """A mask has 1 at tokens and 0 at padding: otherwise an additive mask would exchange tokens and padding."""
+    """A mask has 1 at tokens and 0 at padding. An additive mask would exchange tokens and padding."""
     for at in (0, 5):
         mask = torch.ones(2, 6, dtype=torch.tensor(value).dtype)
         mask[1, at] = value
@@ -120,9 +118,7 @@ def test_inputs_of_other_shapes_and_dtypes(variant):
 
 @pytest.mark.parametrize("pad_token_id", [-1, 50, 1000])
 def test_a_padding_token_without_an_embedding(pad_token_id):
-    """A `pad_token_id` outside the vocabulary raises an error: otherwise PyTorch's assertion does not name it, or -1
-    zeroes the last embedding.
-    """
+    """A `pad_token_id` outside the vocabulary raises an error."""
     with pytest.raises(ValueError, match="`pad_token_id` must be None or from 0 to 49"):
         make_model("lmm", pad_token_id=pad_token_id)
     make_model("lmm", pad_token_id=49)
@@ -130,7 +126,7 @@ def test_a_padding_token_without_an_embedding(pad_token_id):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_both_or_neither_input(variant):
-    """Exactly one of `input_ids` and `inputs_embeds` is required: otherwise one of them would be ignored silently."""
+    """Exactly one of `input_ids` and `inputs_embeds` is required."""
     model = shared_model(variant)
     embeds = model.model.embed_tokens(IDS)
     for arguments in (dict(input_ids=IDS, inputs_embeds=embeds), {}):
@@ -154,25 +150,21 @@ def test_both_or_neither_input(variant):
     },
 )
 def test_documents_that_make_no_sense(variant, argument, value):
-    """Inconsistent `position_ids`, `seq_idx` and `cu_seq_lens_q` raise an error: otherwise documents packed into one
-    row would read each other's memory.
-    """
+    """Inconsistent `position_ids`, `seq_idx` and `cu_seq_lens_q` raise an error."""
     refuse(shared_model(variant), argument, input_ids=IDS, **{argument: torch.tensor(value)})
 
 
 @pytest.mark.parametrize("value", [[], [[0, 6]], [0, 3], [1, 6], [0, 4, 3, 6], [0, 3, 7]], ids=str)
 def test_cumulative_lengths_that_make_no_sense(value):
-    """`cu_seq_lens_q` must rise from 0 to the length of the row: otherwise documents would be separated at wrong
-    tokens.
-    """
+    """`cu_seq_lens_q` must rise from 0 to the length of the row."""
     refuse_row = dict(input_ids=IDS[:1], cu_seq_lens_q=torch.tensor(value, dtype=torch.int32))
     with pytest.raises(ValueError, match="cu_seq_lens_q"):
         shared_model("mag")(**refuse_row)
 
 
 def test_cache_of_a_checkpoints_own_code():
-    """A TitansCache of the package is told from one of the code that a checkpoint brought, and what to do is said:
-    otherwise the error would say that it must be a TitansCache but is a TitansCache.
+    """A TitansCache of the package is told from one of the code that a checkpoint brought, and what to do is said. Both
+    classes have the same name.
     """
     other = type("TitansCache", (DynamicCache,), {"__module__": "transformers_modules.x"})()
     with pytest.raises(ValueError, match=r"one of transformers_modules\.x: `model\.cache_class` is the class"):
@@ -185,16 +177,14 @@ def test_cache_of_a_checkpoints_own_code():
 
 @covering(1, {"variant": VARIANTS, "batch_size": [1, 3]})
 def test_cache_of_another_batch_size(variant, batch_size):
-    """A cache of another batch size raises an error: otherwise rows would be broadcast against other rows' memories."""
+    """A cache of another batch size raises an error."""
     refuse(shared_model(variant), "past_key_values", input_ids=make_ids(batch_size, 4))
     refuse(shared_model(variant), "past_key_values", input_ids=make_ids(batch_size, 1))
 
 
 @pytest.mark.parametrize("variant,other", list(itertools.combinations(VARIANTS, 2)))
 def test_cache_of_another_variant(variant, other):
-    """A cache of another variant, read or reset, raises an error: otherwise its states would be used as this
-    variant's.
-    """
+    """A cache of another variant, read or reset, raises an error."""
     cache = read(make_model(other), make_ids(2, 9))[1]
     refuse(shared_model(variant), "past_key_values", cache, input_ids=IDS, past_key_values=cache)
     cache.reset()
@@ -224,9 +214,7 @@ OTHER_SIZES = [
 
 @covering(1, {"variant,name": OTHER_SIZES, "swap": [False, True]})
 def test_cache_of_a_model_of_other_sizes(variant, name, swap):
-    """A cache of a model that differs in one size raises an error: otherwise its tensors would be used as those of this
-    model.
-    """
+    """A cache of a model that differs in one size raises an error."""
     changes = {name: SIZES_THAT_SHOW[name]}
     if name == "num_attention_heads":
         changes |= dict(head_dim=4, num_key_value_heads=4)
@@ -240,9 +228,7 @@ def test_cache_of_a_model_of_other_sizes(variant, name, swap):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_cache_of_another_kind(variant):
-    """A cache of another class raises an error that names `past_key_values`: otherwise the memory would be lost
-    silently.
-    """
+    """A cache of another class raises an error that names `past_key_values`."""
     model = shared_model(variant)
     cache = DynamicCache()
     refuse(model, "past_key_values", cache, input_ids=IDS, past_key_values=cache)

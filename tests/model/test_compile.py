@@ -51,9 +51,7 @@ def read_rows_out_of_step(variant, compileable=False):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_decoding_step_is_one_graph_compiled_once(variant):
-    """A compiled step is one graph, compiled at most twice, with the same logits: otherwise decoding would be
-    recompiled as the context grows.
-    """
+    """A compiled step is one graph, compiled at most twice, with the same logits."""
     model, cache = read_rows_out_of_step(variant)
     later = make_ids(2, 30, seed=3)
     with torch.no_grad():
@@ -76,9 +74,7 @@ def generate_compiled(model, ids, dynamic, **settings):
 
 @covering(1, {"variant": VARIANTS, "dynamic": [None, False]})
 def test_generate_compiles_the_step(variant, dynamic):
-    """`cache_implementation="static"` compiles one step for all lengths and prompts, with the same tokens: otherwise it
-    compiles nothing, or at every token.
-    """
+    """`cache_implementation="static"` compiles one step for all lengths and prompts, with the same tokens."""
     model = make_model(variant)
     assert model._can_compile_fullgraph  # else Transformers' own tests of compiled steps are skipped
     for lengths in ((19, 6), (19,)):  # one row: a dimension of size 1 may have any stride
@@ -92,9 +88,7 @@ def test_generate_compiles_the_step(variant, dynamic):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_outputs_of_a_compiled_step(variant):
-    """A compiled step returns the plain logits, hidden states and attention maps, from embeddings too: otherwise
-    `generate()` would have to be slow to be looked into.
-    """
+    """A compiled step returns the plain logits, hidden states and attention maps, from embeddings too."""
     model = make_model(variant, attention="eager")
     settings = dict(max_new_tokens=5, do_sample=False, pad_token_id=0, return_dict_in_generate=True)
     settings |= dict(output_logits=True, output_hidden_states=True, output_attentions=variant != "lmm")
@@ -109,7 +103,7 @@ def test_outputs_of_a_compiled_step(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_compileable_cache_is_like_any_other(variant, tmp_path):
     """A compileable cache counts its columns in a branch, after a crop, a reset and from a file as others do, with any
-    mask: otherwise generation would go on at the wrong token.
+    mask.
     """
     model, ids = shared_model(variant), make_ids(2, 30)
     mask = torch.ones(2, 30, dtype=torch.long)
@@ -136,9 +130,7 @@ def test_a_compileable_cache_is_like_any_other(variant, tmp_path):
 
 @covering(1, {"variant": VARIANTS, "compileable": [False, True]})
 def test_a_step_with_a_growing_mask(variant, compileable):
-    """A compiled step with the mask of all columns gives the plain logits: otherwise it would be wrong at padding, or
-    recompile for every length.
-    """
+    """A compiled step with the mask of all columns gives the plain logits."""
     model, ids = shared_model(variant), make_ids(3, 40)
     mask = torch.rand(3, 40, generator=torch.Generator().manual_seed(0)) < 0.7
     mask[:, 9] = True
@@ -161,9 +153,7 @@ def test_a_step_with_a_growing_mask(variant, compileable):
 )
 @pytest.mark.parametrize("variant,changes", [*((variant, {}) for variant in VARIANTS), ("mag", PAPER)])
 def test_training_forward(variant, changes, padded):
-    """Loss and gradients of the compiled model equal the plain ones, padded or not: otherwise a compiled Trainer would
-    train another model.
-    """
+    """Loss and gradients of the compiled model equal the plain ones, padded or not."""
     model, plain = (make_model(variant, num_hidden_layers=1, **changes).train() for _ in range(2))
     ids, mask = left_pad([make_ids(18, seed=1), make_ids(11, seed=2)])
     labels = ids.masked_fill(mask == 0, -100)
@@ -180,9 +170,7 @@ def test_training_forward(variant, changes, padded):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_compiled_piece_goes_on_from_the_cache(variant):
-    """A compiled call of several tokens gives the plain logits from any cache: otherwise chunked prefill could not be
-    compiled.
-    """
+    """A compiled call of several tokens gives the plain logits from any cache."""
     model, cache = read_rows_out_of_step(variant)
     later = make_ids(2, 22, seed=3)
     with torch.no_grad():
@@ -193,7 +181,7 @@ def test_a_compiled_piece_goes_on_from_the_cache(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_packed_documents_are_refused_when_compiled(variant):
-    """Packed documents raise an error when compiled: otherwise they would read each other's memory."""
+    """Packed documents raise an error when compiled."""
     model, ids = shared_model(variant), make_ids(1, 12)
     forward = torch.compile(model.forward, fullgraph=True, backend="eager")
     with torch.no_grad():
@@ -213,9 +201,7 @@ def losses_and_gradients(model, lengths):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_compiled_memory_compiles_no_length(variant, monkeypatch):
-    """compile_memory() keeps loss and gradients, and a new length adds no graph: otherwise every new length would wait
-    for the compiler.
-    """
+    """compile_memory() keeps loss and gradients, and a new length adds no graph."""
     model, lengths = make_model(variant), (21, 33)
     plain = losses_and_gradients(model, lengths)
     monkeypatch.setattr(memory_ops, "_compiled", None)
@@ -231,9 +217,7 @@ def test_a_compiled_memory_compiles_no_length(variant, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_export(variant):
-    """The exported program gives the same logits, padded or not: otherwise the forward pass could not be deployed by
-    torch.export.
-    """
+    """The exported program gives the same logits, padded or not."""
     model, (ids, mask) = shared_model(variant), left_pad([make_ids(18, seed=1), make_ids(11, seed=2)])
     with torch.no_grad():
         for arguments in (dict(input_ids=ids), dict(input_ids=ids, attention_mask=mask)):
@@ -247,8 +231,7 @@ def test_export(variant):
 @covering(1, {"variant": VARIANTS, "dynamic": [False, True]})
 def test_export_of_the_decoding_step(variant, dynamic):
     """Transformers' exporter captures a step with its cache, for one batch size or any, and the program continues from
-    its own cache with the same logits and states: otherwise a model could be exported only without its memory, or for
-    one token.
+    its own cache with the same logits and states.
     """
     model, cache = read_rows_out_of_step(variant, compileable=True)
     first, *later = make_ids(2, 4, seed=3).split(1, dim=1)

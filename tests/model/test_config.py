@@ -68,9 +68,7 @@ DEFAULTS = dict(
 
 
 def test_fields_and_defaults_are_frozen():
-    """The fields and their defaults are those listed here: otherwise a new default or name would change existing
-    checkpoints.
-    """
+    """The fields and their defaults are those listed here. A new default or name would change existing checkpoints."""
     declared = inspect.get_annotations(TitansConfig)
     assert list(declared) == list(DEFAULTS)
     found = {field.name: field.default for field in fields(TitansConfig) if field.name in declared}
@@ -91,9 +89,7 @@ def test_a_changed_default_keeps_the_rest_of_a_field():
 
 
 def test_derived_defaults():
-    """Sizes left out are derived as documented, and given ones are kept: otherwise a short config would describe
-    another model.
-    """
+    """Sizes left out are derived as documented, and given ones are kept."""
     config = TitansConfig(hidden_size=48, num_attention_heads=6)
     assert (config.num_key_value_heads, config.head_dim, config.memory_num_heads) == (6, 8, 6)
     assert (config.memory_head_dim, config.rotary_dim) == (8, 4)
@@ -258,25 +254,21 @@ def test_a_bad_value_is_refused_by_name(name):
     ids=str,
 )
 def test_sizes_that_do_not_fit_are_refused_by_name(changes):
-    """Two sizes that contradict each other raise an error that names both: otherwise a user would see a shape error of
-    some layer.
-    """
+    """Two sizes that contradict each other raise an error that names both."""
     with pytest.raises((ValueError, StrictDataclassError)) as error:
         make_config(**{"variant": "mag", **changes})
     assert all(name in str(error.value) for name in list(changes)[-2:])
 
 
 def test_segment_length_matters_in_mac_only():
-    """Variants without segments accept any segment_length: otherwise settings that they never use would be refused."""
+    """Variants without segments accept any segment_length."""
     for variant in ("mag", "mal", "lmm"):
         assert make_config(variant, segment_length=10).segment_length == 10
 
 
 @pytest.mark.parametrize("changes", [dict(hidden_size=30, num_attention_heads=4), dict(head_dim=7)], ids=str)
 def test_head_sizes_that_do_not_fit(changes):
-    """A hidden size not divisible by the heads, or an odd rotary size, raises an error: otherwise heads would be
-    truncated silently.
-    """
+    """A hidden size not divisible by the heads, or an odd rotary size, raises an error."""
     with pytest.raises((ValueError, StrictDataclassError), match=r"hidden_size|head_dim"):
         make_config("mag", **{**changes, "num_key_value_heads": None})
 
@@ -298,9 +290,7 @@ def test_head_sizes_that_do_not_fit(changes):
     },
 )
 def test_round_trip_through_json(variant, changes, tmp_path):
-    """A saved config loads with the same values, None included: otherwise a saved model would load with other
-    settings.
-    """
+    """A saved config loads with the same values, None included."""
     config = make_config(variant, **changes)
     config.save_pretrained(tmp_path)
     loaded = AutoConfig.from_pretrained(tmp_path)
@@ -314,7 +304,7 @@ def test_round_trip_through_json(variant, changes, tmp_path):
 @pytest.mark.parametrize("variant", ["mag", "lmm"])
 def test_other_spellings_of_rope_parameters(variant):
     """`partial_rotary_factor`, `rope_theta` and `rope_scaling`, as other models' configs have them, are honoured or
-    refused: otherwise a model would silently have other positions than its user set.
+    refused.
     """
     config = make_config(variant, partial_rotary_factor=1.0, rope_theta=5.0)
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 5.0, "partial_rotary_factor": 1.0}
@@ -331,9 +321,7 @@ def test_other_spellings_of_rope_parameters(variant):
     ("hidden_size", 0), ("sliding_window", 0), ("memory_num_heads", 5), ("token_memory_features", -1),
 ])  # fmt: skip
 def test_a_value_that_is_set_later_is_refused_too(name, value, tmp_path):
-    """A model refuses a wrong value by its name, set on a config or given to `from_pretrained`: otherwise only the
-    constructor would, and a negative step would train the memory away from what it reads.
-    """
+    """A model refuses a wrong value by its name, set on a config or given to `from_pretrained`."""
     shared_model("mac", segment_length=16, memory_chunk_size=8).save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
     setattr(config, name, value)
@@ -346,7 +334,7 @@ def test_a_value_that_is_set_later_is_refused_too(name, value, tmp_path):
 
 
 def test_configs_do_not_share_rope_parameters():
-    """Each config has its own copy of rope_parameters: otherwise changing one config would change another."""
+    """Each config has its own copy of rope_parameters."""
     given = {"rope_theta": 7.0}
     first, second = make_config("mag", rope_parameters=given), make_config("mag", rope_parameters=given)
     first.rope_parameters["rope_theta"] = 1.0
@@ -355,9 +343,7 @@ def test_configs_do_not_share_rope_parameters():
 
 
 def test_the_memory_alone_has_no_attention():
-    """LMM accepts attention sizes that the other variants refuse: otherwise sizes that its memory can have would be
-    impossible.
-    """
+    """LMM accepts attention sizes that the other variants refuse."""
     for sizes in (dict(hidden_size=30, num_attention_heads=10), dict(hidden_size=8, num_attention_heads=16)):
         sizes |= dict(memory_num_heads=2, num_key_value_heads=None)
         model = make_model("lmm", **sizes)

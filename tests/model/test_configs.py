@@ -35,7 +35,7 @@ def promised(name: str) -> float:
 
 
 def test_every_variant_has_every_size():
-    """The files are all variants in all sizes, and the baselines: otherwise a comparison would lack a model."""
+    """The files are all variants in all sizes, and the baselines."""
     tiny = {f"tiny-{variant}{vocabulary}" for variant in VARIANTS for vocabulary in ("", "-32k")}
     large = {f"{size}-{variant}" for size in ("170m", "340m", "400m", "760m") for variant in VARIANTS}
     passkey = {"passkey-lmm", "passkey-mistral"}
@@ -45,8 +45,8 @@ def test_every_variant_has_every_size():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_size_is_the_one_in_the_name(name):
-    """The number of parameters is within 5 % of the name's: otherwise models of unequal size would be compared.
-    Embeddings of 32,000 tokens do not count in the tiny models.
+    """The number of parameters is within 5 % of the name's. Embeddings of 32,000 tokens do not count in the tiny
+    models.
     """
     config = load(name)
     with torch.device("meta"):
@@ -60,9 +60,7 @@ def test_size_is_the_one_in_the_name(name):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("paper")])
 def test_every_variant_of_the_papers_sizes(name):
-    """With the overrides that docs/train.md gives, every variant is within 5 % of the file's size: otherwise the
-    paper's table could not be repeated.
-    """
+    """With the overrides that docs/train.md gives, every variant is within 5 % of the file's size."""
     (row,) = [x for x in (ROOT / "docs" / "train.md").read_text().splitlines() if x.startswith(f"| `{name}.json`")]
     found = dict(re.findall(r"variant=(\w+),intermediate_size=(\d+)", row))
     assert found.keys() == {"mac", "lmm"}
@@ -75,9 +73,7 @@ def test_every_variant_of_the_papers_sizes(name):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("paper")])
 def test_the_papers_files_are_in_its_form(name):
-    """The files have the paper's form in every field, and its chunk, segment and window: otherwise a model would be
-    trained as the paper's that is not.
-    """
+    """The files have the paper's form in every field, and its chunk, segment and window."""
     config = load(name)
     form = {field: getattr(config, field) for field in PAPER if field != "rope_parameters"}
     assert form | {"rope_parameters": read(name)["rope_parameters"]} == PAPER
@@ -87,9 +83,7 @@ def test_the_papers_files_are_in_its_form(name):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.split("-")[1] in VARIANTS or name.startswith("paper")])
 def test_titans_files_are_minimal(name):
-    """A Titans file sets only fields that differ from their defaults: otherwise a changed default would not
-    reach it.
-    """
+    """A Titans file sets only fields that differ from their defaults."""
     settings, config = read(name), load(name)
     own = {field.name: field.default for field in fields(TitansConfig)}
     own |= {
@@ -106,8 +100,8 @@ def test_titans_files_are_minimal(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_vocabulary_is_bytes_or_mistral(name):
-    """Tiny models use the byte tokenizer's ids and the others Mistral's: otherwise training would use the wrong special
-    tokens. Embeddings are tied where they are many, or where a token memory needs it.
+    """Tiny models use the byte tokenizer's ids and the others Mistral's. Embeddings are tied where they are many, or
+    where a token memory needs it.
     """
     config, is_bytes = load(name), name in TINY and not name.endswith("-32k")
     ids = (config.vocab_size, config.pad_token_id, config.bos_token_id, config.eos_token_id)
@@ -117,9 +111,7 @@ def test_vocabulary_is_bytes_or_mistral(name):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_tiny_vocabularies_share_one_body(variant):
-    """Tiny models of both vocabularies differ in the vocabulary's fields alone: otherwise their results could not be
-    compared.
-    """
+    """Tiny models of both vocabularies differ in the vocabulary's fields alone."""
     byte, large = (
         {key: value for key, value in read(name).items() if key not in VOCABULARY}
         for name in (f"tiny-{variant}", f"tiny-{variant}-32k")
@@ -129,7 +121,7 @@ def test_tiny_vocabularies_share_one_body(variant):
 
 @pytest.mark.parametrize("name", TINY)
 def test_tiny_models_run_past_their_window(name):
-    """Tiny models give finite logits for 150 tokens: otherwise a configuration would fail only during training."""
+    """Tiny models give finite logits for 150 tokens."""
     torch.manual_seed(0)
     config = load(name)
     model = AutoModelForCausalLM.from_config(config).eval()

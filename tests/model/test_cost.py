@@ -38,9 +38,7 @@ WAITS = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "maske
 
 
 def test_the_watch_sees():
-    """`watch` reports sizes of results and operations that wait for the device: otherwise the tests below could not
-    fail.
-    """
+    """`watch` reports sizes of results and operations that wait for the device."""
     x = torch.rand(7)
     assert watch(lambda: x[:, None] * x).largest == 49
     assert watch(lambda: x.sum().item()).operations & WAITS
@@ -54,9 +52,7 @@ def test_the_watch_sees():
     + [pytest.param(variant, "eager", marks=pytest.mark.slow) for variant in ("mac", "mag", "mal")],
 )
 def test_no_tensor_grows_with_the_square_of_the_sequence(variant, attention):
-    """The largest tensor of a forward or backward pass grows linearly with the sequence: otherwise long texts would
-    exhaust the device's memory.
-    """
+    """The largest tensor of a forward or backward pass grows linearly with the sequence."""
     sizes = dict(num_hidden_layers=1, memory_chunk_size=128, segment_length=128)  # few operations to watch
     model = make_model(variant, dtype=torch.float32, attention=attention, **sizes)
     largest = {}
@@ -77,9 +73,7 @@ def test_no_tensor_grows_with_the_square_of_the_sequence(variant, attention):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_tensor_grows_with_what_was_read(variant):
-    """A decoding step runs the same operations on tensors of the same size after 200 and 900 tokens: otherwise it would
-    slow down as the context grows.
-    """
+    """A decoding step runs the same operations on tensors of the same size after 200 and 900 tokens."""
     model, steps = make_model(variant, dtype=torch.float32), []
     for length in (200, 900):
         cache = read(model, make_ids(1, length))[1]
@@ -90,8 +84,8 @@ def test_no_tensor_grows_with_what_was_read(variant):
 
 @covering(1, {"variant": VARIANTS, "attention": ["sdpa", "eager"]})
 def test_a_decoding_step_does_not_wait(variant, attention):
-    """No operation of a decoding step needs its result on the host, at any place of the chunk and segment: otherwise
-    every token would cost a round trip to the device.
+    """No operation of a decoding step needs its result on the host, at any place of the chunk and segment. A wait would
+    cost a round trip to the device for every token.
     """
     model, ids = make_model(variant, attention=attention), make_ids(2, 13)
     mask = torch.ones(2, 13)
@@ -115,7 +109,7 @@ def test_a_decoding_step_does_not_wait(variant, attention):
 
 @covering(1, {"variant": VARIANTS, "attention": ["sdpa", "eager"]})
 def test_decoding_runs_without_data(variant, attention):
-    """Decoding runs on the meta device, where tensors have no values: otherwise some branch would depend on values."""
+    """Decoding runs on the meta device, where tensors have no values."""
     model = make_model(variant, attention=attention).to("meta")
     cache = TitansCache(model.config)
     for _ in range(3):
@@ -128,8 +122,6 @@ def test_decoding_runs_without_data(variant, attention):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_call_leaves_the_graph_alone_without_gradients(variant):
-    """Without gradients no state requires one: otherwise generation would keep the graph of every token, and memory
-    would grow.
-    """
+    """Without gradients no state requires one."""
     cache = read(shared_model(variant), make_ids(1, 9), [8, 1])[1]
     assert not any(x.requires_grad for layer in cache.layers for x in layer.state.tensors())

@@ -47,9 +47,7 @@ def test_two_ranks_equal_one_process(check, tmp_path):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_automatic_placement_with_offloading(variant, tmp_path):
-    """A model of which two layers are offloaded gives the same logits and tokens: otherwise a layer was split, or its
-    parameters were missing in a call.
-    """
+    """A model of which two layers are offloaded gives the same logits and tokens."""
     model = make_model(variant, num_hidden_layers=3)
     model.save_pretrained(tmp_path)
     (ids, mask), whole = left_pad([make_ids(40), make_ids(23, seed=1)]), make_ids(2, 40)
@@ -71,9 +69,7 @@ def test_automatic_placement_with_offloading(variant, tmp_path):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_cache_stays_with_its_layer(variant):
-    """Each layer's states stay on its device ("meta" as the second): otherwise states would be moved at every call, or
-    mixed across devices.
-    """
+    """Each layer's states stay on its device ("meta" as the second)."""
     model = make_model(variant)
     places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "meta", "model.norm": "meta"}
     skip = model._skip_keys_device_placement

@@ -85,9 +85,7 @@ def _parameters_of(step):
 
 
 def test_replays_train_as_trainer_does(tmp_path, replays):
-    """Weights and loss are those of Trainer, with a last batch of another size: otherwise figures from a GPU are of
-    another training.
-    """
+    """Weights and loss are those of Trainer, with a last batch of another size."""
     (expected, loss), (found, replayed_loss) = (fit(x, tmp_path) for x in (Trainer, GraphTrainer))
     assert len(replays) == 6
     assert loss == pytest.approx(replayed_loss, rel=1e-6)
@@ -97,7 +95,7 @@ def test_replays_train_as_trainer_does(tmp_path, replays):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_recorded_step_follows_its_inputs():
-    """A replay computes from what is in the tensors now: otherwise every batch would be the first."""
+    """A replay computes from what is in the tensors now."""
     x = torch.ones(2, device="cuda")
     replay = graph_trainer.record_step(lambda: 3 * x)
     x.fill_(2)

@@ -65,7 +65,7 @@ def padded_batch(side: str) -> PaddedBatch:
 
 @covering(1, {"variant": VARIANTS, "auto_class": HEADS})
 def test_auto_classes(variant, auto_class):
-    """The Auto classes load each head on a TitansModel: otherwise users would have to know its class."""
+    """The Auto classes load each head on a TitansModel."""
     model = make_head(auto_class, variant)
     assert type(model) is HEADS[auto_class]
     assert model.base_model is model.model and type(model.model).__name__ == "TitansModel"
@@ -75,9 +75,7 @@ def test_auto_classes(variant, auto_class):
     2, {"variant": VARIANTS, "auto_class": HEADS, "side,masked": [("left", True), ("right", True), ("right", False)]}
 )
 def test_padding(variant, auto_class, side, masked):
-    """A row's logits are those it has alone, with padding on either side: otherwise a text's class would depend on its
-    batch.
-    """
+    """A row's logits are those it has alone, with padding on either side."""
     model, (rows, ids, mask) = make_head(auto_class, variant), padded_batch(side)
     with torch.no_grad():
         batch = answers(model(ids, attention_mask=mask if masked else None))
@@ -88,9 +86,7 @@ def test_padding(variant, auto_class, side, masked):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_text_is_judged_by_its_last_token(variant):
-    """The class is scored from the last token's hidden state, which depends on every token: otherwise a part of the
-    text would not count.
-    """
+    """The class is scored from the last token's hidden state, which depends on every token."""
     model, ids = make_head(AutoModelForSequenceClassification, variant), 1 + make_ids(1, 41, vocab_size=49)
     embeds = model.model.embed_tokens(ids).detach().requires_grad_()
     model(inputs_embeds=embeds).logits.square().sum().backward()
@@ -102,9 +98,7 @@ def test_a_text_is_judged_by_its_last_token(variant):
 
 @covering(1, {"variant": VARIANTS, "auto_class": HEADS})
 def test_loss_and_gradients(variant, auto_class):
-    """The loss is the cross entropy of the head's logits, and every parameter has a gradient: otherwise a part of the
-    model would stay untrained.
-    """
+    """The loss is the cross entropy of the head's logits, and every parameter has a gradient."""
     model, (_, ids, mask) = make_head(auto_class, variant), padded_batch("right")
     labels = make_ids(*ids.shape, seed=9, vocab_size=3)
     if auto_class is AutoModelForSequenceClassification:
@@ -126,9 +120,7 @@ def test_loss_and_gradients(variant, auto_class):
 
 @covering(1, {"variant": VARIANTS, "auto_class": HEADS})
 def test_from_a_causal_checkpoint_and_back(variant, auto_class, tmp_path):
-    """A head on a causal checkpoint keeps the body and initialises only new parameters, and back: otherwise training
-    would start from garbage.
-    """
+    """A head on a causal checkpoint keeps the body and initialises only new parameters, and back."""
     source = make_model(variant, dtype=torch.float32)
     source.save_pretrained(tmp_path / "causal")
     model, info = auto_class.from_pretrained(tmp_path / "causal", num_labels=3, output_loading_info=True)
@@ -152,9 +144,7 @@ def test_from_a_causal_checkpoint_and_back(variant, auto_class, tmp_path):
 
 @pytest.mark.parametrize("auto_class", HEADS)
 def test_code_that_travels_with_a_checkpoint(auto_class, tmp_path, monkeypatch):
-    """A head saved with its code loads without importing titans_hf and gives the same output: otherwise it could not be
-    shared on the Hub.
-    """
+    """A head saved with its code loads without importing titans_hf and gives the same output."""
     monkeypatch.setattr(TitansConfig, "_auto_class", "AutoConfig")
     monkeypatch.setattr(HEADS[auto_class], "_auto_class", auto_class.__name__)
     model, ids = make_head(auto_class, "mac").float(), make_ids(1, 41)
@@ -176,7 +166,7 @@ with torch.no_grad():
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_hidden_states_and_attentions_of_a_head(variant):
-    """A head returns the hidden states and attention weights of its body: otherwise they could not be inspected."""
+    """A head returns the hidden states and attention weights of its body."""
     model, ids = make_head(AutoModelForTokenClassification, variant), make_ids(2, 30)
     model.set_attn_implementation("eager")
     with torch.no_grad():
@@ -194,7 +184,7 @@ def test_hidden_states_and_attentions_of_a_head(variant):
 @covering(2, {"variant": VARIANTS, "tied": [False, True], "size": [40, 61]})
 def test_resize_token_embeddings(variant, tied, size, tmp_path):
     """Resizing the vocabulary keeps the kept tokens' logits, tied embeddings and an earlier cache, and new tokens can
-    be learnt: otherwise adding tokens would change the model.
+    be learnt.
     """
     model, ids = make_model(variant, tie_word_embeddings=tied), make_ids(2, 40, vocab_size=40)
     expected, kept = full_logits(model, ids), min(size, 50)
@@ -220,9 +210,7 @@ def test_resize_token_embeddings(variant, tied, size, tmp_path):
 
 @covering(1, {"variant": VARIANTS, "padded": [False, True]})
 def test_generating_from_embeddings(variant, padded):
-    """A prompt given as embeddings has the tokens of the same ids, padded or not: otherwise soft prompts would be
-    answered differently.
-    """
+    """A prompt given as embeddings has the tokens of the same ids, padded or not."""
     model = make_model(variant)
     ids, mask = left_pad([make_ids(29), make_ids(18, seed=1)]) if padded else (make_ids(2, 29), None)
     options = dict(attention_mask=mask, max_new_tokens=20, do_sample=False, pad_token_id=0)
@@ -234,9 +222,7 @@ def test_generating_from_embeddings(variant, padded):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_recorded_while_generating(variant):
-    """Hidden states and attention weights returned by generate() are those of one forward pass: otherwise they would
-    belong to another step.
-    """
+    """Hidden states and attention weights returned by generate() are those of one forward pass."""
     model, ids = make_model(variant, attention="eager"), make_ids(2, 19)
     options = dict(output_hidden_states=True, output_attentions=variant != "lmm", return_dict_in_generate=True)
     output = model.generate(ids, max_new_tokens=15, do_sample=False, pad_token_id=0, **options)
@@ -255,7 +241,7 @@ def test_recorded_while_generating(variant):
 @pytest.mark.parametrize("pad_token_id", [0, None])
 def test_texts_end_where_their_masks_end_without_known_padding(pad_token_id):
     """Embeddings, and ids of a model without `pad_token_id`, are classified by the last token of their mask; several
-    texts of such ids without one are refused. Otherwise the class would be that of padding.
+    texts of such ids without one are refused.
     """
     model, ids = make_head(AutoModelForSequenceClassification, "mag"), 1 + make_ids(2, 9, vocab_size=49)
     mask = torch.ones_like(ids)
@@ -274,9 +260,7 @@ def test_texts_end_where_their_masks_end_without_known_padding(pad_token_id):
 
 @pytest.mark.parametrize("positional", [True, False])
 def test_a_text_ends_where_its_mask_ends(positional):
-    """A text is classified by the last token of its mask, whatever the ids of padding: otherwise the output at padding,
-    which is undefined, would be taken for its class.
-    """
+    """A text is classified by the last token of its mask, whatever the ids of padding."""
     model, ids = make_head(AutoModelForSequenceClassification, "mag"), 1 + make_ids(2, 9, vocab_size=49)
     mask = torch.ones_like(ids)
     mask[1, 7:] = 0
@@ -293,9 +277,7 @@ def test_a_text_ends_where_its_mask_ends(positional):
 
 @pytest.mark.parametrize("auto_class", HEADS)
 def test_a_head_that_fails_leaves_the_cache(auto_class):
-    """A cache is as it was after a call whose labels do not fit: otherwise the same call again would read its tokens
-    twice.
-    """
+    """A cache is as it was after a call whose labels do not fit."""
     model, ids = make_head(auto_class, "mag"), 1 + make_ids(2, 9, vocab_size=49)
     bad = torch.full((2,), 99)
     labels = dict(start_positions=bad.double(), end_positions=bad.double())
@@ -311,9 +293,7 @@ def test_a_head_that_fails_leaves_the_cache(auto_class):
 
 @pytest.mark.parametrize("auto_class", HEADS)
 def test_accumulated_gradients_of_a_head(auto_class, tmp_path):
-    """A head trains the same in one batch of four and in four of one: otherwise its learning rate would grow with the
-    accumulation.
-    """
+    """A head trains the same in one batch of four and in four of one."""
     config = make_config("mag", num_labels=3, pad_token_id=0)
     rows = [{"input_ids": ids} for ids in 1 + make_ids(4, 9, vocab_size=49)]
     for i, row in enumerate(rows):

@@ -23,34 +23,28 @@ def config(request):
 
 
 def test_construction(config):
-    """A constructed model has the documented initial values: otherwise training would start from another point."""
+    """A constructed model has the documented initial values."""
     check_initial_values(TitansForCausalLM(config))
 
 
 def test_filters_without_noise():
-    """With memory_conv_noise = 0 the filters are pure delays: otherwise they would mix tokens from the start."""
+    """With memory_conv_noise = 0 the filters are pure delays."""
     check_initial_values(TitansForCausalLM(make_config("mag", **SIZES | dict(memory_conv_noise=0))))
 
 
 def test_the_papers_recurrence_starts_from_a_network_with_a_gradient():
-    """With forgetting towards 0, or a norm behind it, the last layer is drawn too: otherwise hidden layers would have
-    no gradient at the start, or too large a one.
-    """
+    """With forgetting towards 0, or a norm behind it, the last layer is drawn too."""
     for form in (dict(memory_recurrence="paper"), dict(memory_network="residual"), dict(memory_gates="layer"), PAPER):
         check_initial_values(TitansForCausalLM(make_config("mag", **SIZES | dict(memory_update_rule="chunk") | form)))
 
 
 def test_from_config(config):
-    """AutoModelForCausalLM.from_config() gives the documented initial values: otherwise training scripts would start
-    from other ones.
-    """
+    """AutoModelForCausalLM.from_config() gives the documented initial values."""
     check_initial_values(AutoModelForCausalLM.from_config(config))
 
 
 def test_after_the_meta_device(config):
-    """A model made on the meta device has the documented values after init_weights(): otherwise it would keep
-    uninitialised memory.
-    """
+    """A model made on the meta device has the documented values after init_weights()."""
     with torch.device("meta"):
         model = TitansForCausalLM(config)
     model.to_empty(device="cpu")
@@ -62,7 +56,7 @@ def test_after_the_meta_device(config):
 
 
 def test_initialising_again(config):
-    """init_weights() sets every parameter again: otherwise some would keep the values of training."""
+    """init_weights() sets every parameter again."""
     model = TitansForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -78,7 +72,7 @@ def test_initialising_again(config):
 @pytest.mark.parametrize("missing", [r"token_memory\.", r"token_memory.*directions", r"token_memory.*scale"])
 def test_the_token_memory(missing, tmp_path):
     """A token memory has the documented values when it is constructed, after the meta device, and where a checkpoint
-    lacks a part of it: otherwise its features would be those of uninitialised memory.
+    lacks a part of it.
     """
     torch.manual_seed(0)
     config = make_config("lmm", **SIZES, token_memory_features=96, tie_word_embeddings=True)
@@ -137,9 +131,7 @@ KINDS = {
 
 @covering(1, {"variant": VARIANTS, "kind": KINDS})
 def test_checkpoint_with_missing_keys(variant, kind, tmp_path):
-    """Parameters missing from a checkpoint are initialised and the loaded ones kept: otherwise some would be garbage,
-    or overwritten.
-    """
+    """Parameters missing from a checkpoint are initialised and the loaded ones kept."""
     torch.manual_seed(0)
     source = TitansForCausalLM(make_config(variant, **SIZES))
     with torch.no_grad():
@@ -158,9 +150,7 @@ def test_checkpoint_with_missing_keys(variant, kind, tmp_path):
 
 
 def test_empty_checkpoint(config, tmp_path):
-    """A checkpoint with the output layer alone loads with all others initialised: otherwise the model would start from
-    garbage.
-    """
+    """A checkpoint with the output layer alone loads with all others initialised."""
     TitansForCausalLM(config).save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     save_file({"lm_head.weight": load_file(file)["lm_head.weight"]}, file, metadata={"format": "pt"})
@@ -168,16 +158,14 @@ def test_empty_checkpoint(config, tmp_path):
 
 
 def test_switches_own_their_parameters():
-    """Parts that are turned off have no parameters: otherwise a model would save and count untrained ones."""
+    """Parts that are turned off have no parameters."""
     off = dict(memory_momentum=False, memory_forget=False, memory_conv_kernel=1, num_persistent_tokens=0)
     names = [name for name, x in TitansForCausalLM(make_config("mag", **off)).named_parameters() if x.numel()]
     assert not any(re.search(r"memory\.(momentum|forget|[qkv]_conv)|persistent", name) for name in names)
 
 
 def test_a_new_model_predicts_at_chance(config):
-    """A new model's loss is that of a uniform guess: otherwise its initial scale is wrong and training starts
-    slowly.
-    """
+    """A new model's loss is that of a uniform guess."""
     model, ids = TitansForCausalLM(config), torch.randint(50, (4, 40))
     with torch.no_grad():
         loss = model(ids, labels=ids).loss
@@ -185,8 +173,8 @@ def test_a_new_model_predicts_at_chance(config):
 
 
 def test_no_gradient_of_a_new_model_outgrows_the_others(config):
-    """No parameter's first gradient exceeds 30 times the output layer's: otherwise it would dominate the first steps
-    and Adam's averages. Vectors of length 0 are the risk: normalising divides by their length.
+    """No parameter's first gradient exceeds 30 times the output layer's. Vectors of length 0 are the risk: normalising
+    divides by their length.
     """
     model, ids = TitansForCausalLM(config), torch.randint(50, (4, 40))
     model(ids, labels=ids).loss.backward()

@@ -46,9 +46,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_split_in_two(variant):
-    """Logits and state of every split into two calls equal those of one call: otherwise answers would depend on how a
-    text is split.
-    """
+    """Logits and state of every split into two calls equal those of one call."""
     model, ids = shared_model(variant), make_ids(2, 40)
     whole, after = read(model, ids)
     assert_same(whole, full_logits(model, ids))
@@ -60,9 +58,7 @@ def test_every_split_in_two(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_token_by_token(variant):
-    """Reading token by token gives the logits and state of one call over several windows, segments and chunks:
-    otherwise decoding differs from training.
-    """
+    """Reading token by token gives the logits and state of one call over several windows, segments and chunks."""
     model, ids = shared_model(variant), make_ids(2, 67)
     whole, after = read(model, ids)
     logits, cache = read(model, ids, [1] * 67)
@@ -74,9 +70,7 @@ def test_token_by_token(variant):
 @hypothesis.given(data=st.data())
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_ragged_pieces(variant, data):
-    """Calls of random lengths give the logits of one call: otherwise some order of short and long calls loses or
-    repeats tokens.
-    """
+    """Calls of random lengths give the logits of one call."""
     pieces = data.draw(st.lists(st.integers(1, 30), min_size=2, max_size=9))
     hypothesis.assume(sum(pieces) <= 120)
     length = max(sum(pieces), 61)
@@ -87,9 +81,7 @@ def test_ragged_pieces(variant, data):
 
 @pytest.mark.parametrize("variant,changes", each_variant(CHANGES))
 def test_settings_keep_one_model(variant, changes):
-    """In every setting, single tokens and calls off all boundaries give the logits and state of one call: otherwise
-    that setting decodes another model.
-    """
+    """In every setting, single tokens and calls off all boundaries give the logits and state of one call."""
     model, ids = make_model(variant, **{"num_hidden_layers": 1, **changes}), make_ids(2, 35)
     whole, after = read(model, ids)
     logits, cache = read(model, ids, [1] * 9 + [17, 1, 2, 6])
@@ -99,7 +91,7 @@ def test_settings_keep_one_model(variant, changes):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_eager_and_sdpa_agree(variant):
-    """Eager and SDPA attention give the same logits: otherwise the choice of the kernel would change the model."""
+    """Eager and SDPA attention give the same logits."""
     ids = make_ids(2, 40)
     eager = make_model(variant, attention="eager")
     assert eager.config._attn_implementation == "eager" and shared_model(variant).config._attn_implementation == "sdpa"
@@ -109,9 +101,7 @@ def test_eager_and_sdpa_agree(variant):
 
 @covering(1, {"variant": VARIANTS, "pieces": [[40], [1] * 40]})
 def test_float32_is_close(variant, pieces):
-    """Logits in float32 are within 1e-4 of float64: otherwise the order of operations loses more precision than float32
-    requires.
-    """
+    """Logits in float32 are within 1e-4 of float64."""
     model, ids = make_model(variant, dtype=torch.float32), make_ids(2, 40)
     logits, _ = read(model, ids, pieces)
     assert logits.dtype == torch.float32
@@ -120,9 +110,7 @@ def test_float32_is_close(variant, pieces):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_logit_depends_on_a_later_token(variant):
-    """Changing a token changes the logits from it on, and no earlier one: otherwise training would use tokens it has to
-    predict.
-    """
+    """Changing a token changes the logits from it on, and no earlier one."""
     model, ids = shared_model(variant), make_ids(1, 40)
     whole = full_logits(model, ids)
     for changed in (0, 1, 3, 4, 7, 8, 9, 12, 15, 16, 23, 31, 38, 39):
@@ -135,9 +123,7 @@ def test_no_logit_depends_on_a_later_token(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_gradient_comes_from_a_later_token(variant):
-    """The gradient of a logit is 0 for every later token and not for earlier ones: otherwise training would use tokens
-    it has to predict.
-    """
+    """The gradient of a logit is 0 for every later token and not for earlier ones."""
     model = shared_model(variant)
     embeds = model.model.embed_tokens(make_ids(1, 21)).detach().requires_grad_()
     logits = model(inputs_embeds=embeds).logits[0]
@@ -150,9 +136,7 @@ def test_no_gradient_comes_from_a_later_token(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_parameter_and_setting_matters(variant):
-    """Every parameter and setting changes the logits: otherwise the tests would compare models in which a path is
-    unused.
-    """
+    """Every parameter and setting changes the logits."""
     model, ids = make_model(variant), make_ids(1, 24)
     base = full_logits(model, ids)
     for name, parameter in model.named_parameters():
@@ -176,7 +160,7 @@ def test_every_parameter_and_setting_matters(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_reading_twice_is_deterministic(variant):
-    """A call gives the same logits after other calls: otherwise the model would keep state outside the cache."""
+    """A call gives the same logits after other calls."""
     model, ids = make_model(variant), make_ids(2, 30)
     first = full_logits(model, ids)
     read(model, make_ids(3, 17, seed=5))
@@ -186,9 +170,7 @@ def test_reading_twice_is_deterministic(variant):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_long_sequence_in_pieces(variant):
-    """Calls over 3,000 tokens, and 800 single tokens, give the logits of one call: otherwise errors would grow with the
-    length.
-    """
+    """Calls over 3,000 tokens, and 800 single tokens, give the logits of one call."""
     model, ids = shared_model(variant), make_ids(1, 3000)
     whole = full_logits(model, ids)
     assert_same(read(model, ids, [999, 1, 1000, 7, 993])[0], whole)

@@ -31,9 +31,7 @@ def ways_to_say(rows: list[torch.Tensor]) -> dict[str, dict]:
 
 @covering(1, {"variant": VARIANTS, "way": ["positions", "cumulative lengths", "indices"]})
 def test_documents_are_what_they_are_alone(variant, way):
-    """Each packed document has the logits it has alone: otherwise it would read the memory, window or convolution of
-    the one before.
-    """
+    """Each packed document has the logits it has alone."""
     model, rows = shared_model(variant), documents()
     logits = full_logits(model, torch.cat(rows)[None], **ways_to_say(rows)[way])[0]
     for row, ours in zip(rows, logits.split([len(row) for row in rows]), strict=True):
@@ -42,9 +40,7 @@ def test_documents_are_what_they_are_alone(variant, way):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_collator_of_transformers(variant):
-    """Batches of DataCollatorWithFlattening give each document's own logits: otherwise Trainer and TRL would train
-    another model without padding.
-    """
+    """Batches of DataCollatorWithFlattening give each document's own logits."""
     model, rows = shared_model(variant), documents()
     collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     batch = collator([{"input_ids": row.tolist()} for row in rows])
@@ -56,9 +52,7 @@ def test_the_collator_of_transformers(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_rows_of_different_documents_and_padding(variant):
-    """Document boundaries and padding apply to their own row alone: otherwise a row would depend on its neighbours in
-    the batch.
-    """
+    """Document boundaries and padding apply to their own row alone."""
     model = shared_model(variant)
     parts = [documents((9, 12)), documents((3, 1, 20))]  # 21 and 24 tokens, in 28 columns
     ids, positions, mask = (torch.zeros(2, 28, dtype=torch.long) for _ in range(3))
@@ -75,9 +69,7 @@ def test_rows_of_different_documents_and_padding(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_reading_on_after_packed_documents(variant):
-    """A packed call continues the cache's document and leaves it with each row's last one: otherwise reading on would
-    follow the wrong document.
-    """
+    """A packed call continues the cache's document and leaves it with each row's last one."""
     model, (first, second, third, more) = shared_model(variant), documents((13, 18, 11, 9))
     cache = read(model, first[None])[1]
     with torch.no_grad():
@@ -92,9 +84,7 @@ def test_reading_on_after_packed_documents(variant):
 
 @covering(1, {"variant": VARIANTS, "checkpointing": [False, True]})
 def test_gradients(variant, checkpointing):
-    """Gradients of packed documents equal the sum of each document's: otherwise packed training would optimise another
-    loss.
-    """
+    """Gradients of packed documents equal the sum of each document's."""
     packed, alone = make_model(variant), make_model(variant)
     rows = documents()
     ids = torch.cat(rows)[None]
@@ -110,9 +100,7 @@ def test_gradients(variant, checkpointing):
 
 
 def test_attention_weights_stay_within_documents():
-    """Recorded attention weights of packed documents equal each document's own: otherwise their columns would not be
-    those documented.
-    """
+    """Recorded attention weights of packed documents equal each document's own."""
     for variant in ("mac", "mag", "mal"):
         model, rows = shared_model(variant, attention="eager"), documents()
         with torch.no_grad():

@@ -19,9 +19,7 @@ def continue_alone(model, parts: list[torch.Tensor]) -> torch.Tensor:
 
 @covering(1, {"variant": VARIANTS, "lengths": [(31, 24, 13, 1), (9, 8, 7, 4), (40, 1)]})
 def test_left_padding(variant, lengths):
-    """Left-padded rows have the logits they have alone, with any padding token: otherwise an answer would depend on its
-    batch.
-    """
+    """Left-padded rows have the logits they have alone, with any padding token."""
     model, rows = shared_model(variant), rows_of(*lengths)
     for fill in (0, 49):
         ids, mask = left_pad(rows, fill)
@@ -31,9 +29,7 @@ def test_left_padding(variant, lengths):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_pad_length_up_to_two_segments(variant):
-    """Every number of padding tokens from 0 to 16 gives the logits without: otherwise padding would shift chunks and
-    segments.
-    """
+    """Every number of padding tokens from 0 to 16 gives the logits without."""
     model, row = shared_model(variant), make_ids(23, seed=5)
     rows = [row[:length] for length in range(7, 24)]  # padding from 0 to 16
     ids, mask = left_pad(rows)
@@ -44,9 +40,7 @@ def test_every_pad_length_up_to_two_segments(variant):
 
 @covering(1, {"variant": VARIANTS, "masked": [True, False]})
 def test_right_padding(variant, masked):
-    """Padding on the right, masked or not, leaves earlier logits unchanged: otherwise evaluation harnesses, which pass
-    no mask, would score other ones.
-    """
+    """Padding on the right, masked or not, leaves earlier logits unchanged."""
     model, rows = shared_model(variant), rows_of(31, 24, 13, 1)
     ids, mask = (x.flip(1) for x in left_pad([row.flip(0) for row in rows], fill=7))
     for row, logits in zip(rows, full_logits(model, ids, mask if masked else None), strict=True):
@@ -55,9 +49,7 @@ def test_right_padding(variant, masked):
 
 @covering(1, {"variant": VARIANTS, "dtype": [torch.int64, torch.bool, torch.float32]})
 def test_padding_anywhere(variant, dtype):
-    """Masked tokens within a row leave the others' logits unchanged, for a mask of any dtype: otherwise later tokens
-    would be shifted.
-    """
+    """Masked tokens within a row leave the others' logits unchanged, for a mask of any dtype."""
     model, ids = shared_model(variant), make_ids(3, 33)
     mask = torch.rand(3, 33, generator=torch.Generator().manual_seed(0)) < 0.6
     logits = full_logits(model, ids, mask.to(dtype))
@@ -68,9 +60,7 @@ def test_padding_anywhere(variant, dtype):
 @pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_rows_out_of_step(variant, attention):
-    """Rows at different phases of chunk, segment and window have their own logits in later calls: otherwise rows of a
-    batch would affect each other.
-    """
+    """Rows at different phases of chunk, segment and window have their own logits in later calls."""
     model, rows = make_model(variant, attention=attention), rows_of(18, 12, 5, 1)
     ids, mask = left_pad(rows)
     later = make_ids(4, 22, seed=9)
@@ -88,9 +78,7 @@ def test_rows_out_of_step(variant, attention):
 
 @covering(1, {"variant": VARIANTS, "whole_mask": [True, False]})
 def test_padded_second_turn(variant, whole_mask):
-    """A padded second turn has the logits of the rows alone, with the mask of both turns or of the new one: otherwise
-    padding would enter the conversation.
-    """
+    """A padded second turn has the logits of the rows alone, with the mask of both turns or of the new one."""
     model, first, second = shared_model(variant), rows_of(17, 6, 11), rows_of(3, 21, 10)
     (ids_1, mask_1), (ids_2, mask_2) = left_pad(first), left_pad(second, fill=3)
     third = make_ids(3, 13, seed=2)
@@ -108,7 +96,7 @@ def test_padded_second_turn(variant, whole_mask):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_rows_that_are_all_padding(variant):
-    """A row without tokens in some calls keeps its state and logits: otherwise it would fail, or read padding."""
+    """A row without tokens in some calls keeps its state and logits."""
     model, rows = shared_model(variant), make_ids(2, 20)
     mask = torch.ones(2, 20, dtype=torch.int64)
     mask[1, 3:11] = 0
@@ -126,7 +114,7 @@ def test_rows_that_are_all_padding(variant):
 
 @covering(1, {"variant": VARIANTS, "first": [1, 6]})
 def test_a_call_of_padding_alone(variant, first):
-    """A call of padding alone leaves later logits unchanged: otherwise it would fail, or enter the memory."""
+    """A call of padding alone leaves later logits unchanged."""
     model, ids = shared_model(variant), make_ids(2, 20)
     cache = TitansCache(model.config)
     with torch.no_grad():
@@ -144,9 +132,7 @@ def test_a_call_of_padding_alone(variant, first):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_mask_of_ones_is_no_mask(variant):
-    """A mask of ones gives bit-identical logits to none: otherwise generate(), which always passes one, would lose
-    precision.
-    """
+    """A mask of ones gives bit-identical logits to none."""
     model, ids = shared_model(variant), make_ids(2, 30)
     cache = TitansCache(model.config)
     with torch.no_grad():
@@ -157,9 +143,7 @@ def test_mask_of_ones_is_no_mask(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_generate_without_a_cache_reads_padding_on_the_right(variant):
-    """Without a cache generate() continues right-padded rows as alone: otherwise their positions would be refused, or
-    taken for new documents.
-    """
+    """Without a cache generate() continues right-padded rows as alone."""
     model = shared_model(variant)
     ids, options = make_ids(2, 9), dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
     mask = torch.ones(2, 9, dtype=torch.long)
@@ -172,9 +156,7 @@ def test_generate_without_a_cache_reads_padding_on_the_right(variant):
 
 
 def test_a_prompt_that_ends_in_padding_is_told(caplog):
-    """generate() warns of a row whose last column is padding, and of no other: otherwise its next token would be chosen
-    by an undefined output without a word.
-    """
+    """generate() warns of a row whose last column is padding, and of no other."""
     model, ids, options = shared_model("mag"), 1 + make_ids(2, 9, vocab_size=49), dict(max_new_tokens=2, pad_token_id=0)
     for ends, rows, told in ((9, 2, False), (0, 2, False), (5, 1, True), (5, 2, True)):
         generation_titans.logger.warning_once.cache_clear()

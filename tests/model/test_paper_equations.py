@@ -46,9 +46,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("variant,changes", each_variant(CHANGES))
 def test_logits_equal_the_naive_model(variant, changes):
-    """Logits equal the naive model's in every setting: otherwise the model computes other equations than those of
-    docs/architecture.md.
-    """
+    """Logits equal the naive model's in every setting."""
     model, ids = make_model(variant, **(changes and {"num_hidden_layers": 1, **changes})), make_ids(LENGTH)
     assert_same(full_logits(model, ids[None])[0], naive_forward(model, ids)[0])
 
@@ -62,16 +60,14 @@ def test_logits_equal_the_naive_model(variant, changes):
     ],
 )
 def test_the_papers_form_equals_the_paper(variant, changes):
-    """With the paper's form in every field, logits equal those of the paper's equations: otherwise something of ours is
-    left that cannot be turned off.
-    """
+    """With the paper's form in every field, logits equal those of the paper's equations."""
     model, ids = make_model(variant, **{**PAPER, "num_hidden_layers": 1, **changes}), make_ids(LENGTH)
     assert_same(full_logits(model, ids[None])[0], paper_forward(model, ids))
 
 
 @pytest.mark.parametrize("variant", ["mac", "mag", "mal"])
 def test_recorded_attention_equals_the_naive_model(variant):
-    """Recorded weights equal the naive model's: otherwise they are in other columns than documented."""
+    """Recorded weights equal the naive model's."""
     model, ids = make_model(variant, attention="eager"), make_ids(LENGTH)
     config = model.config
     with torch.no_grad():
@@ -92,8 +88,8 @@ def test_recorded_attention_equals_the_naive_model(variant):
 @pytest.mark.parametrize("rotated", [0.5, 1.0])
 @pytest.mark.parametrize("variant", ["mac", "mag", "mal"])
 def test_a_query_tells_persistent_tokens_apart(variant, rotated):
-    """The persistent tokens of a layer get different weights, with whole heads rotated too: otherwise their keys are 0,
-    and the model has a single persistent token of which every text reads the same.
+    """The persistent tokens of a layer get different weights, with whole heads rotated too. With keys of 0 all of them
+    would be the same token.
     """
     changes = dict(rope_parameters={"partial_rotary_factor": rotated})
     model = make_model(variant, attention="eager", **changes)
@@ -105,7 +101,7 @@ def test_a_query_tells_persistent_tokens_apart(variant, rotated):
 
 
 def test_lmm_has_no_attention_to_record():
-    """LMM returns no attention weights: otherwise they would be of a layer that does not exist."""
+    """LMM returns no attention weights."""
     with torch.no_grad():
         assert not any(
             x is not None for x in shared_model("lmm")(make_ids(1, 5), output_attentions=True).attentions or ()

@@ -26,7 +26,7 @@ def paper_model(variant: str, **changes) -> TitansForCausalLM:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_generated_tokens_are_greedy(variant):
-    """Generated tokens are the likeliest of the whole text in one call: otherwise decoding would be another model."""
+    """Generated tokens are the likeliest of the whole text in one call."""
     model, ids = paper_model(variant), make_ids(2, 17)
     answer = model.generate(ids, max_new_tokens=20, do_sample=False)
     assert torch.equal(full_logits(model, answer)[:, 16:-1].argmax(-1), answer[:, 17:])
@@ -34,9 +34,7 @@ def test_generated_tokens_are_greedy(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_padded_and_packed_rows_are_what_they_are_alone(variant):
-    """Rows have the logits that they have alone, in a padded batch and in a packed row, and the same gradients:
-    otherwise a text would change the memory of its neighbour.
-    """
+    """Rows have the logits that they have alone, in a padded batch and in a packed row, and the same gradients."""
     model, rows = paper_model(variant), [make_ids(31), make_ids(17, seed=1), make_ids(6, seed=2)]
     alone = [full_logits(model, row[None])[0] for row in rows]
     ids, mask = left_pad(rows)
@@ -53,7 +51,7 @@ def test_padded_and_packed_rows_are_what_they_are_alone(variant):
 
 
 def test_a_saved_model_is_the_same(tmp_path):
-    """A saved model loads with the same logits: otherwise a field of the form would be lost."""
+    """A saved model loads with the same logits."""
     model, ids = paper_model("mac"), make_ids(2, 21)
     model.save_pretrained(tmp_path)
     assert torch.equal(full_logits(load_aligned(tmp_path), ids), full_logits(model, ids))
@@ -61,9 +59,7 @@ def test_a_saved_model_is_the_same(tmp_path):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_new_model_learns_without_nan(variant):
-    """A new model starts as documented, and 30 steps in float32 reduce the loss on repeated text: otherwise the paper's
-    form as initialised could not be trained.
-    """
+    """A new model starts as documented, and 30 steps in float32 reduce the loss on repeated text."""
     torch.manual_seed(0)
     changes = dict(PAPER, memory_expansion=4, num_persistent_tokens=8)
     model = TitansForCausalLM(make_config(variant, **changes, initializer_range=STD))
@@ -82,9 +78,7 @@ def test_a_new_model_learns_without_nan(variant):
 
 
 def test_gates_per_layer_are_returned_as_their_mean():
-    """The gates of a token are the means over the layers of the memory network, (B, H, T): otherwise what reads them
-    would fail, or show one layer's.
-    """
+    """The gates of a token are the means over the layers of the memory network, (B, H, T)."""
     model, ids = paper_model("lmm"), make_ids(1, 21)
     with torch.no_grad():
         surprise = model(ids, output_surprise=True).surprise[0]

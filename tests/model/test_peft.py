@@ -49,9 +49,7 @@ def trained(model) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("variant,target", EACH)
 def test_gradients_of_an_adapter_under_checkpointing(variant, target):
-    """Adapters have the same gradients with and without activation checkpointing: otherwise they would not be trained
-    with it.
-    """
+    """Adapters have the same gradients with and without activation checkpointing."""
     ids, mask = left_pad([make_ids(29), make_ids(18, seed=1)])
     found = []
     for checkpointing in CHECKPOINTING:
@@ -70,9 +68,7 @@ def test_gradients_of_an_adapter_under_checkpointing(variant, target):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_checkpointing_enabled_before_the_adapter(variant):
-    """Enabling checkpointing before PEFT, as Trainer and TRL do, keeps the gradients: otherwise such a run would train
-    nothing.
-    """
+    """Enabling checkpointing before PEFT, as Trainer and TRL do, keeps the gradients."""
     ids, found = make_ids(2, 29), []
     for checkpointing in (None, {"use_reentrant": True}):
         base = make_model(variant)
@@ -86,9 +82,7 @@ def test_checkpointing_enabled_before_the_adapter(variant):
 
 @pytest.mark.parametrize("variant,target", EACH)
 def test_adapters_save_load_and_merge(variant, target, tmp_path):
-    """An adapter has the same logits after loading and merging: otherwise a user would serve another model than was
-    trained.
-    """
+    """An adapter has the same logits after loading and merging."""
     ids = make_ids(2, 29)
     base = make_model(variant)
     plain = full_logits(base, ids)
@@ -116,9 +110,7 @@ def test_adapters_save_load_and_merge(variant, target, tmp_path):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_adapted_model_learns_while_it_generates(variant):
-    """An adapted model generates as the merged one, and its memory learns: otherwise generate() would ignore the
-    adapter, or the memory.
-    """
+    """An adapted model generates as the merged one, and its memory learns."""
     ids, mask = left_pad([make_ids(21), make_ids(13, seed=1)])
     options = dict(attention_mask=mask, max_new_tokens=15, do_sample=False, return_dict_in_generate=True)
     model = adapt(variant, "both")
@@ -139,9 +131,7 @@ def test_an_adapted_model_learns_while_it_generates(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_adapter_without_targets_adapts_attention_and_memory(variant):
-    """`LoraConfig()` without targets adapts the projections of attention and memory: otherwise tools that set none
-    would stop with an error.
-    """
+    """`LoraConfig()` without targets adapts the projections of attention and memory."""
     model = peft.get_peft_model(make_model(variant), peft.LoraConfig(r=3, task_type="CAUSAL_LM"))
     first = model.base_model.model.model.layers[0].mixer
     adapted = {name for name, module in first.named_modules() if isinstance(module, peft.tuners.lora.Linear)}
@@ -155,7 +145,7 @@ def test_an_adapter_without_targets_adapts_attention_and_memory(variant):
 
 def test_a_memory_of_an_adapted_model_is_saved_and_loaded(tmp_path):
     """A memory is saved and loaded with PEFT's own class around the model, and is not one of the model without the
-    adapter: otherwise a user of adapters could keep no memory, or read on with other weights.
+    adapter.
     """
     model = adapt("mac", "both")
     cache = TitansCache(model.config)
@@ -168,9 +158,7 @@ def test_a_memory_of_an_adapted_model_is_saved_and_loaded(tmp_path):
 
 
 def test_a_memory_is_of_the_adapter_that_was_active(tmp_path):
-    """With another adapter active, or none, or another scale, a memory is refused, and with its own it loads: otherwise
-    a model would read on with a memory of other weights.
-    """
+    """With another adapter active, or none, or another scale, a memory is refused, and with its own it loads."""
     model = adapt("mag", "both")
     model.add_adapter("other", model.peft_config["default"])
     cache = TitansCache(model.config)

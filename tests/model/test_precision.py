@@ -37,9 +37,7 @@ def to_half(model, dtype, way: str, folder) -> torch.nn.Module:
 
 @covering(2, {"variant": VARIANTS, "dtype": HALVES, "way": ["to", "half", "from_pretrained"]})
 def test_inference(variant, dtype, way, tmp_path):
-    """Logits in half precision are near float32's and the memory is float32, however the model is converted: otherwise
-    long texts overflow or lose updates.
-    """
+    """Logits in half precision are near float32's and the memory is float32, however the model is converted."""
     model, ids = make_model(variant, dtype=torch.float32), make_ids(2, LENGTH)
     expected = full_logits(model, ids)
     model = to_half(model, dtype, way, tmp_path)
@@ -55,9 +53,7 @@ def test_inference(variant, dtype, way, tmp_path):
 
 @covering(1, {"variant": VARIANTS, "dtype": HALVES})
 def test_generation(variant, dtype):
-    """Logits of generate() in half precision, with padding, are near float32's: otherwise answers would degrade as they
-    get longer.
-    """
+    """Logits of generate() in half precision, with padding, are near float32's."""
     model = make_model(variant, dtype=torch.float32)
     ids, mask = left_pad([make_ids(31), make_ids(18, seed=1)])
     half = make_model(variant, dtype=torch.float32).to(dtype)
@@ -77,9 +73,7 @@ def test_generation(variant, dtype):
     },
 )
 def test_cache_of_another_precision(variant, first, then, attention):
-    """A cache can be read on with in another precision, near float32's logits: otherwise changing it would end a
-    conversation.
-    """
+    """A cache can be read on with in another precision, near float32's logits."""
     model, ids = make_model(variant, dtype=torch.float32, attention=attention), make_ids(2, LENGTH)
     expected = full_logits(model, ids)
     _, cache = read(model.to(first), ids[:, :31])
@@ -91,9 +85,7 @@ def test_cache_of_another_precision(variant, first, then, attention):
 
 @covering(1, {"variant": VARIANTS, "dtype": HALVES})
 def test_tokens_that_say_nothing(variant, dtype):
-    """Tokens whose key, query or value underflows to 0 give finite logits: otherwise one such token would make all
-    later ones nan.
-    """
+    """Tokens whose key, query or value underflows to 0 give finite logits."""
     model, ids = make_model(variant, dtype=torch.float32).to(dtype), make_ids(2, LENGTH)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -106,9 +98,7 @@ def test_tokens_that_say_nothing(variant, dtype):
 
 @covering(1, {"variant": VARIANTS, "dtype": HALVES})
 def test_a_memory_that_says_too_much(variant, dtype):
-    """Memory weights whose squares exceed float16's range give logits near float32's: otherwise the model would return
-    nan.
-    """
+    """Memory weights whose squares exceed float16's range give logits near float32's."""
     model, ids = make_model(variant, dtype=torch.float32), make_ids(2, LENGTH)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -123,9 +113,7 @@ def test_a_memory_that_says_too_much(variant, dtype):
 
 @covering(1, {"variant": VARIANTS, "dtype": HALVES})
 def test_autocast_training(variant, dtype):
-    """Under autocast loss and gradients are near float32's, gradients float32, and the memory float32 over all calls:
-    otherwise mixed precision would train another model.
-    """
+    """Under autocast loss and gradients are near float32's, gradients float32, and the memory float32 over all calls."""
     model, ids = make_model(variant, dtype=torch.float32).train(), make_ids(2, LENGTH)
     found = []
     for enabled in (False, True):
@@ -148,9 +136,7 @@ def test_autocast_training(variant, dtype):
 
 @covering(1, {"variant": VARIANTS, "dtype": HALVES})
 def test_a_cache_crosses_autocast(variant, dtype):
-    """A cache made under autocast can be read on with outside of it, and the other way round: otherwise evaluation
-    after training would fail.
-    """
+    """A cache made under autocast can be read on with outside of it, and the other way round."""
     model, ids = make_model(variant, dtype=torch.float32), make_ids(2, LENGTH)
     expected = full_logits(model, ids)
     for inside_first in (False, True):

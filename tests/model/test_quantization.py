@@ -28,9 +28,7 @@ class Replacement(nn.Module):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_linear_layer_can_be_replaced(variant):
-    """A model keeps its logits if linear layers take their input alone, and no gate is one: otherwise quantisers'
-    layers would fail in it, or round the gates.
-    """
+    """A model keeps its logits if linear layers take their input alone, and no gate is one."""
     model, ids = make_model(variant), make_ids(2, 21)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     assert len(linears) > 10
@@ -82,7 +80,7 @@ def model_of_float32(variant: str) -> nn.Module:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_weights_of_8_bits(variant, quantise):
     """With weights of 8 bits the logits are within 5 % of the plain ones, call by call too, the memory's state is
-    float32, and `generate()` continues: otherwise a quantised Titans would be another model, or lose what it read.
+    float32, and `generate()` continues.
     """
     model, ids = model_of_float32(variant), make_ids(2, 60)
     quantised, expected = quantise(model), full_logits(model, ids)
@@ -98,9 +96,7 @@ def test_weights_of_8_bits(variant, quantise):
 
 
 def test_what_is_converted(quantise):
-    """Projections are converted, gates and the output layer are not: otherwise the weights would stay large, or the
-    memory's updates be rounded.
-    """
+    """Projections are converted, gates and the output layer are not."""
     modules = dict(quantise(model_of_float32("mag")).named_modules())
     for name in ("q_proj", "k_proj", "v_proj", "gate_proj"):
         assert type(modules[f"model.layers.1.mixer.memory.{name}"].weight) is not nn.Parameter
@@ -123,9 +119,7 @@ def test_an_untrained_model_in_float8(variant, tmp_path):
 
 
 def test_a_quantised_checkpoint_is_loaded_as_it_was_saved(quantise, tmp_path):
-    """A saved model with weights of 8 bits loads with the same logits: otherwise it would have to be quantised at each
-    start.
-    """
+    """A saved model with weights of 8 bits loads with the same logits."""
     quantised, ids = quantise(model_of_float32("mag")), make_ids(2, 30)
     if not quantised.hf_quantizer.is_serializable():
         pytest.skip("Transformers does not save models of this quantiser")
@@ -135,9 +129,7 @@ def test_a_quantised_checkpoint_is_loaded_as_it_was_saved(quantise, tmp_path):
 
 
 def test_memory_of_a_quantised_model(quantise, tmp_path):
-    """A memory of a quantised model is saved and loaded for it, and not for the plain one: otherwise it could not be
-    kept, or would answer for other weights.
-    """
+    """A memory of a quantised model is saved and loaded for it, and not for the plain one."""
     model, ids = model_of_float32("mag"), make_ids(2, 30)
     quantised = quantise(model)
     read(quantised, ids)[1].save_pretrained(tmp_path / "memory", quantised)
@@ -147,9 +139,7 @@ def test_memory_of_a_quantised_model(quantise, tmp_path):
 
 
 def test_fingerprint_of_tensors_put_together():
-    """The fingerprint of a tensor that consists of others, as quantisers make them, depends on each of these: otherwise
-    memories of such a model could not be saved, or be loaded for other weights.
-    """
+    """The fingerprint of a tensor that consists of others, as quantisers make them, depends on each of these."""
     model, hashes = make_model("lmm"), []
     weight = model.model.layers[0].mlp.up_proj.weight.detach()
     for scale in (weight, weight.clone(), weight + 1e-6):

@@ -11,9 +11,7 @@ from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 
 def test_rows_are_compared_with_float32(tmp_path, monkeypatch):
-    """The first row is the model's own loss without divergence, and bfloat16 diverges: otherwise the table would
-    compare with something else.
-    """
+    """The first row is the model's own loss without divergence, and bfloat16 diverges."""
     settings = [*quantized_weights.settings([])]
     monkeypatch.setattr(quantized_weights, "settings", lambda bits: settings[:2])  # they need no quantiser
     model = save_byte_model(tmp_path / "model", "mag")
@@ -29,7 +27,7 @@ def test_rows_are_compared_with_float32(tmp_path, monkeypatch):
 
 
 def test_divergence_of_the_last_eighth():
-    """The last column averages the last eighth of the tokens alone: otherwise it would not show whether errors grow."""
+    """The last column averages the last eighth of the tokens alone."""
     reference = torch.full((1, 16, 2), 0.5).log()
     found = reference.clone()
     found[:, -2:] = torch.tensor([0.25, 0.75]).log()

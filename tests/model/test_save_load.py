@@ -24,9 +24,7 @@ def stored_names(folder) -> set[str]:
 
 @covering(1, {"variant": VARIANTS, "tied": [False, True]})
 def test_round_trip(variant, tied, tmp_path):
-    """A saved model loads with the same class, bits and tied embeddings, stored once: otherwise it would be another
-    model.
-    """
+    """A saved model loads with the same class, bits and tied embeddings, stored once."""
     model, ids = make_model(variant, tie_word_embeddings=tied), make_ids(2, 30)
     expected = full_logits(model, ids)
     model.save_pretrained(tmp_path)
@@ -45,7 +43,7 @@ def test_round_trip(variant, tied, tmp_path):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_base_model_loads_from_the_same_file(variant, tmp_path):
-    """AutoModel loads the body of a causal checkpoint with its weights: otherwise they would be newly initialised."""
+    """AutoModel loads the body of a causal checkpoint with its weights."""
     model, ids = make_model(variant), make_ids(2, 30)
     model.save_pretrained(tmp_path)
     base, info = AutoModel.from_pretrained(tmp_path, dtype=torch.float64, output_loading_info=True)
@@ -56,7 +54,7 @@ def test_base_model_loads_from_the_same_file(variant, tmp_path):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_from_config(variant):
-    """The Auto classes make Titans models from a config: otherwise scripts that use them could not."""
+    """The Auto classes make Titans models from a config."""
     config = make_config(variant)
     assert type(AutoModelForCausalLM.from_config(config)) is TitansForCausalLM
     assert type(AutoModel.from_config(config)) is TitansModel
@@ -65,7 +63,7 @@ def test_from_config(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_dtype_of_the_checkpoint_is_kept(variant, tmp_path):
-    """`dtype="auto"` loads float64 as float64, and a given dtype is used: otherwise weights would be rounded."""
+    """`dtype="auto"` loads float64 as float64, and a given dtype is used."""
     make_model(variant).save_pretrained(tmp_path)
     assert AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype == torch.float64
     assert AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).dtype == torch.bfloat16
@@ -73,9 +71,7 @@ def test_dtype_of_the_checkpoint_is_kept(variant, tmp_path):
 
 @covering(1, {"variant": VARIANTS, "pieces": [[30], [1] * 30]})
 def test_bfloat16(variant, pieces, tmp_path):
-    """In bfloat16 logits are finite and near float32's, and the memory is float32: otherwise half precision would
-    overflow or drift.
-    """
+    """In bfloat16 logits are finite and near float32's, and the memory is float32."""
     make_model(variant, dtype=torch.float32).save_pretrained(tmp_path)
     ids, logits = make_ids(2, 30), {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -93,7 +89,7 @@ def test_bfloat16(variant, pieces, tmp_path):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_shards(variant, tmp_path):
-    """A checkpoint in several files loads with all weights: otherwise large models would lose tensors."""
+    """A checkpoint in several files loads with all weights."""
     model, ids = make_model(variant), make_ids(1, 20)
     model.save_pretrained(tmp_path, max_shard_size="50KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2

@@ -90,9 +90,7 @@ WAYS = {
 
 @covering(1, {"variant": VARIANTS, "way": WAYS})
 def test_conversations_are_learnt_alike(variant, way, tmp_path, tokenizer, chats):
-    """Padded, padding-free and packed training give the parameters of one conversation at a time: otherwise padding
-    would be learnt, or conversations would share a memory.
-    """
+    """Padded, padding-free and packed training give the parameters of one conversation at a time."""
     trainer = fine_tune(variant, tmp_path, tokenizer, chats, **WAYS[way])
     rows = next(iter(trainer.get_train_dataloader()))["input_ids"]
     assert rows.shape[0] == (6 if way == "padded" else 1)
@@ -106,9 +104,7 @@ def test_conversations_are_learnt_alike(variant, way, tmp_path, tokenizer, chats
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_adapter_learns_packed_conversations(variant, tmp_path, tokenizer, chats):
-    """LoRA with TRL's defaults trains all adapters, the same with and without checkpointing: otherwise it would train
-    nothing.
-    """
+    """LoRA with TRL's defaults trains all adapters, the same with and without checkpointing."""
     peft = pytest.importorskip("peft", reason="adapters need peft: pip install titans-hf[finetune]")
     found = []
     for checkpointing in (True, False):

@@ -35,7 +35,7 @@ def distance(actual: dict, expected: dict, start: dict) -> float:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_accumulated_gradients_are_those_of_one_batch(variant, tmp_path):
-    """Accumulated batches train like one: otherwise a token would weigh more in a short sequence than in a long one."""
+    """Accumulated batches train like one."""
     losses, runs = [], []
     for size in (4, 1):
         options = dict(per_device_train_batch_size=size, gradient_accumulation_steps=4 // size)
@@ -48,9 +48,7 @@ def test_accumulated_gradients_are_those_of_one_batch(variant, tmp_path):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_mixed_precision(variant, tmp_path):
-    """With bf16 losses are near float32's and parameters stay float32: otherwise small steps would be lost to
-    rounding.
-    """
+    """With bf16 losses are near float32's and parameters stay float32."""
     runs, seen = [], set()
     for bf16 in (False, True):
         model = redraw(make_model(variant, dtype=torch.float32), scale=0.1)
@@ -66,9 +64,7 @@ def test_mixed_precision(variant, tmp_path):
 
 
 def test_smoothed_labels_are_those_of_the_next_token(tmp_path):
-    """`label_smoothing_factor` smooths the labels of the next token: otherwise Trainer would train the model to repeat
-    each token.
-    """
+    """`label_smoothing_factor` smooths the labels of the next token."""
     rows, losses = [{"input_ids": ids, "labels": ids} for ids in make_ids(4, 20)], []
     for factor in (0.0, 1e-9):
         options = dict(label_smoothing_factor=factor, use_cpu=True, report_to="none")
@@ -80,9 +76,7 @@ def test_smoothed_labels_are_those_of_the_next_token(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_compiled_training(variant, tmp_path):
-    """`torch_compile` trains the same parameters (with the eager backend): otherwise it would fail on a batch, or train
-    another model.
-    """
+    """`torch_compile` trains the same parameters (with the eager backend)."""
     runs = []
     for compiled in (False, True):
         options = dict(torch_compile=compiled, torch_compile_backend="eager" if compiled else None)

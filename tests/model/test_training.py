@@ -26,9 +26,7 @@ from titans_hf import TitansCache, TitansForCausalLM
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_loss_is_cross_entropy_of_the_next_token(variant):
-    """The loss is the mean cross entropy of next tokens, without ignored labels: otherwise it would be shifted, or
-    divided by a wrong number.
-    """
+    """The loss is the mean cross entropy of next tokens, without ignored labels."""
     model, ids = shared_model(variant), make_ids(3, 20)
     labels = ids.clone()
     labels[0, :9] = labels[2, 5] = -100
@@ -59,9 +57,7 @@ def test_every_parameter_has_a_gradient_with_memory_off(variant, changes):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_parameter_learns(variant):
-    """Every parameter has a finite gradient, nearly everywhere nonzero: otherwise a part of the model would stay
-    untrained.
-    """
+    """Every parameter has a finite gradient, nearly everywhere nonzero."""
     model, ids = make_model(variant), make_ids(2, 40)
     model.train()
     model(ids, labels=ids).loss.backward()
@@ -76,9 +72,7 @@ def test_every_parameter_learns(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_linear_memory_with_the_delta_rule_has_no_clip(variant):
-    """`memory_error_clip` changes neither loss nor gradients of the default's memory: otherwise a model starts on the
-    kink of the clip, where rounding decides on the gradients.
-    """
+    """`memory_error_clip` changes neither loss nor gradients of the default's memory."""
     found = []
     for clip in (1.0, 0.3):
         model = make_model(variant, memory_depth=1, memory_error_clip=clip)
@@ -91,9 +85,7 @@ def test_a_linear_memory_with_the_delta_rule_has_no_clip(variant):
 
 @pytest.mark.parametrize("variant,changes", [*((variant, {}) for variant in VARIANTS), ("mac", PAPER)])
 def test_gradients_are_those_of_finite_differences(variant, changes):
-    """Gradients equal finite differences, through the memory's updates: otherwise the memory would not be trained to
-    learn.
-    """
+    """Gradients equal finite differences, through the memory's updates."""
     model, ids = make_model(variant, num_hidden_layers=1, **changes), make_ids(1, 13)
     direction = torch.randn(13, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     (model(ids).logits[0] * direction).sum().backward()
@@ -119,9 +111,7 @@ def test_gradients_are_those_of_finite_differences(variant, changes):
     },
 )
 def test_gradient_checkpointing_changes_nothing(variant, reentrant, padded, changes):
-    """Activation checkpointing keeps logits and gradients, padded or not: otherwise saving memory would change the
-    training.
-    """
+    """Activation checkpointing keeps logits and gradients, padded or not."""
     rows = [make_ids(20), make_ids(13, seed=1)]
     ids, mask = left_pad(rows) if padded else (make_ids(2, 20), None)
     found = []
@@ -140,9 +130,7 @@ def test_gradient_checkpointing_changes_nothing(variant, reentrant, padded, chan
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradient_checkpointing_with_a_cache(variant):
-    """With activation checkpointing a cache is used, or refused by name: otherwise every block of a document would be
-    read as the first.
-    """
+    """With activation checkpointing a cache is used, or refused by name."""
     model, ids = make_model(variant), make_ids(2, 24)
     expected = full_logits(model, ids)[:, 11:]
     cache = read(model, ids[:, :11])[1]
@@ -160,9 +148,7 @@ def test_gradient_checkpointing_with_a_cache(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_cache_made_without_gradients_is_trained_on(variant):
-    """A cache made without gradients gives the gradients of a detached one: otherwise training after a long context
-    would differ.
-    """
+    """A cache made without gradients gives the gradients of a detached one."""
     ids, found = make_ids(2, 33), []
     for grad in (False, True):
         model = make_model(variant)
@@ -179,9 +165,7 @@ def test_a_cache_made_without_gradients_is_trained_on(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients_cross_calls_until_detached(variant):
-    """Gradients pass through a cache as in one call, and detach() stops them: otherwise truncated backpropagation would
-    cut elsewhere.
-    """
+    """Gradients pass through a cache as in one call, and detach() stops them."""
     model, ids = make_model(variant), make_ids(2, 23)
     model.train()
     loss = model(ids).logits.square().mean(-1).sum()
@@ -209,9 +193,7 @@ def test_gradients_cross_calls_until_detached(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_hidden_states(variant):
-    """`output_hidden_states` returns the tensors between the layers, the last one normalised: otherwise they could not
-    be interpreted.
-    """
+    """`output_hidden_states` returns the tensors between the layers, the last one normalised."""
     model, ids, seen = make_model(variant), make_ids(2, 13), []
     for layer in model.model.layers:
         layer.register_forward_hook(lambda module, args, output: seen.extend([args[0], output]))
@@ -229,9 +211,7 @@ def test_hidden_states(variant):
 
 @pytest.mark.parametrize("variant", ["mac", "mag", "mal"])
 def test_attentions_over_pieces(variant):
-    """Recorded attention weights are the same in one call, several and padded rows: otherwise they could not be
-    compared.
-    """
+    """Recorded attention weights are the same in one call, several and padded rows."""
     model, rows = make_model(variant, attention="eager"), [make_ids(21), make_ids(13, seed=1)]
     ids, mask = left_pad(rows)
     cache = TitansCache(model.config)
@@ -251,9 +231,7 @@ def test_attentions_over_pieces(variant):
 
 @pytest.mark.parametrize("variant", ["mac", "mag", "mal"])
 def test_outputs_have_a_gradient_with_respect_to_attentions(variant):
-    """Recorded attention weights are part of the graph: queries' whole gradient passes through them. Otherwise
-    attribution methods would get no gradient.
-    """
+    """Recorded attention weights are part of the graph: queries' whole gradient passes through them."""
     model, ids = make_model(variant, attention="eager", segment_length=12), make_ids(2, 10)
     output = model(ids, output_attentions=True)
     attention, chosen = output.attentions[-1], output.logits[0, 7, 3]
@@ -267,7 +245,7 @@ def test_outputs_have_a_gradient_with_respect_to_attentions(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_few_steps_reduce_the_loss(variant):
-    """Fifteen steps from initialisation halve the loss: otherwise a new model would not train."""
+    """Fifteen steps from initialisation halve the loss."""
     torch.manual_seed(0)
     model = TitansForCausalLM(make_config(variant, num_hidden_layers=1, memory_chunk_size=8)).train()
     optimizer, ids = torch.optim.AdamW(model.parameters(), lr=2e-2), make_ids(4, 24)

@@ -21,9 +21,7 @@ from titans_hf import TitansForTimeSeriesPrediction, TitansTimeSeriesConfig
 
 @covering(2, {"variant": VARIANTS, "rule": ["chunk", "delta"], "sizes": [[20, 40], [20, *[4] * 10], [28, 4, 20, 8]]})
 def test_a_stream_in_pieces_is_the_series(variant, rule, sizes):
-    """After each piece the forecast and the state are those of the series read at once so far. If it failed, a stream
-    would have to be read from its beginning for every forecast.
-    """
+    """After each piece the forecast and the state are those of the series read at once so far."""
     model, values = make_model(variant, memory_update_rule=rule), make_values()
     outputs = read(model, values, sizes)
     for end, output in zip(torch.tensor(sizes).cumsum(0).tolist(), outputs, strict=True):
@@ -47,7 +45,7 @@ def test_the_head_gets_the_amplitudes_of_patches():
 
 
 def test_a_state_is_never_changed():
-    """A state continued twice gives what it gives once. If it failed, a forecast would change the next one."""
+    """A state continued twice gives what it gives once."""
     model, values = make_model(), make_values()
     state = read(model, values[:, :20], [20])[0].state
     first, second = (model(past_values=values[:, 20:40], state=state, use_cache=True) for _ in range(2))
@@ -55,7 +53,7 @@ def test_a_state_is_never_changed():
 
 
 def test_the_state_does_not_grow():
-    """After 10 and 200 patches the state takes as many bytes. If it failed, an endless stream would fill the memory."""
+    """After 10 and 200 patches the state takes as many bytes."""
     states = [read(make_model(), make_values(length=n), [n])[0].state for n in (40, 800)]
     assert states[0].memory.num_bytes == states[1].memory.num_bytes
     for name in ("values", "hidden_states"):
@@ -64,9 +62,7 @@ def test_the_state_does_not_grow():
 
 
 def test_normalised_patches():
-    """Patches are normalised by the 20 values that end with them, the first five by their own 20, one after another.
-    If it failed, the model would see other numbers than documented.
-    """
+    """Patches are normalised by the 20 values that end with them, the first five by their own 20, one after another."""
     model, values = make_model(), make_values(1, 36, 1)[..., 0]
     patches, loc, scale = model._normalize(values, at_start=True)
     for number, patch in enumerate(patches[0]):
@@ -107,9 +103,7 @@ def test_a_constant_series_stays_constant(value):
 
 
 def test_forecasts_are_in_the_units_of_the_values():
-    """The forecast of 5 x + 70 is 5 times that of x, plus 70. If it failed, degrees Fahrenheit would be forecast
-    otherwise than degrees Celsius.
-    """
+    """The forecast of 5 x + 70 is 5 times that of x, plus 70."""
     model, values = make_model(), 100 * make_values()
     with torch.no_grad():
         forecast, changed = (model(past_values=x).prediction_outputs for x in (values, 5 * values + 70))
@@ -117,7 +111,7 @@ def test_forecasts_are_in_the_units_of_the_values():
 
 
 def test_channels_are_independent():
-    """A channel's forecast depends on that channel alone. If it failed, adding a sensor would change all forecasts."""
+    """A channel's forecast depends on that channel alone."""
     model, values = make_model(), make_values()
     with torch.no_grad():
         together = model(past_values=values).prediction_outputs
@@ -127,9 +121,7 @@ def test_channels_are_independent():
 
 @pytest.mark.parametrize("max_lr,reaches", [(0.5, True), (0, False)])
 def test_old_values_reach_the_forecast_through_the_memory_alone(max_lr, reaches):
-    """A patch long before the context changes the forecast if the memory learns, and does not if it is stopped. If it
-    failed, either the memory would hold nothing, or a stopped one would be no control.
-    """
+    """A patch long before the context changes the forecast if the memory learns, and does not if it is stopped."""
     model = make_model(memory_max_lr=max_lr, num_hidden_layers=1)
     values = make_values().requires_grad_()
     model(past_values=values).prediction_outputs.sum().backward()
@@ -137,9 +129,7 @@ def test_old_values_reach_the_forecast_through_the_memory_alone(max_lr, reaches)
 
 
 def test_surprise_and_hidden_states_of_patches():
-    """On request a call returns the surprise of each new patch of each channel, and the hidden states. If it failed,
-    unusual measurements could not be found.
-    """
+    """On request a call returns the surprise of each new patch of each channel, and the hidden states."""
     model, values = make_model(), make_values()
     state = read(model, values[:, :20], [20])[0].state
     with torch.no_grad():
@@ -153,7 +143,7 @@ def test_surprise_and_hidden_states_of_patches():
 
 def test_generate_reads_its_own_forecast():
     """A forecast longer than the model's own continues as if its values had been measured; the state is that of the
-    measured ones. If it failed, long forecasts would be of another series.
+    measured ones.
     """
     model, values = make_model(), make_values()
     result = model.generate(values, prediction_length=27)
@@ -174,9 +164,7 @@ def test_generate_reads_its_own_forecast():
 
 @covering(1, {"variant": VARIANTS, "loss,function": [("mse", torch.square), ("mae", torch.abs)]})
 def test_loss_and_gradients(variant, loss, function):
-    """The loss is the mean over all values, and every parameter has a gradient. If it failed, a part of the model would
-    stay untrained.
-    """
+    """The loss is the mean over all values, and every parameter has a gradient."""
     model, values = make_model(variant, loss=loss), make_values(length=50)
     output = model(past_values=values[:, :40], future_values=values[:, 40:])
     assert_same(output.loss, function(output.prediction_outputs - values[:, 40:]).mean())
@@ -187,7 +175,7 @@ def test_loss_and_gradients(variant, loss, function):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_round_trip(variant, tmp_path):
-    """A saved model loads by its Auto class with the same forecasts. If it failed, a training would be lost."""
+    """A saved model loads by its Auto class with the same forecasts."""
     model, values = make_model(variant), make_values()
     model.save_pretrained(tmp_path)
     loaded, info = AutoModelForTimeSeriesPrediction.from_pretrained(
@@ -202,9 +190,7 @@ def test_round_trip(variant, tmp_path):
 
 
 def test_a_new_model_is_initialised():
-    """The embedding and the head are drawn like all projections, and their biases are 0. If it failed, what a seed
-    gives would depend on the memory's earlier contents.
-    """
+    """The embedding and the head are drawn like all projections, and their biases are 0."""
     config = TitansTimeSeriesConfig(hidden_size=64)
     model = AutoModelForTimeSeriesPrediction.from_config(config)
     for layer in (model.model.get_input_embeddings(), model.head):
@@ -212,9 +198,7 @@ def test_a_new_model_is_initialised():
 
 
 def test_bfloat16():
-    """In bfloat16 the forecast keeps the values' dtype and is near float32's. If it failed, half precision would round
-    the level of a series.
-    """
+    """In bfloat16 the forecast keeps the values' dtype and is near float32's."""
     model, values = make_model(dtype=torch.float32), 1000 + make_values(dtype=torch.float32)
     with torch.no_grad():
         exact = model(past_values=values)
@@ -225,9 +209,7 @@ def test_bfloat16():
 
 
 def test_trainer(tmp_path):
-    """Trainer lowers the loss, evaluates it, saves and returns all forecasts. If it failed, the model would need a
-    training loop of its own.
-    """
+    """Trainer lowers the loss, evaluates it, saves and returns all forecasts."""
     rows = [{"past_values": x[:40], "future_values": x[40:]} for x in make_values(64, 50, dtype=torch.float32)]
     arguments = TrainingArguments(
         tmp_path,
@@ -252,9 +234,7 @@ def test_trainer(tmp_path):
 
 
 def test_values_in_half_precision():
-    """Values in float16 of any size give a finite forecast and loss, those of the same values in float32. If it failed,
-    a variance above 65,504 would be infinite.
-    """
+    """Values in float16 of any size give a finite forecast and loss, those of the same values in float32."""
     model, values = make_model(dtype=torch.float16), (1000 + 400 * make_values(dtype=torch.float32)).half()
     with torch.no_grad():
         half, single = (model(past_values=x[:, :40], future_values=x[:, 40:50]) for x in (values, values.float()))
@@ -263,9 +243,7 @@ def test_values_in_half_precision():
 
 
 def test_an_adapter_without_targets():
-    """`LoraConfig()` without targets adapts the memory's projections, as of language models. If it failed, it would
-    stop with an error.
-    """
+    """`LoraConfig()` without targets adapts the memory's projections, as of language models."""
     model = peft.get_peft_model(make_model(), peft.LoraConfig(r=2))
     adapted = {name.split(".")[-1] for name, x in model.named_modules() if isinstance(x, peft.tuners.lora.Linear)}
     assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -273,9 +251,7 @@ def test_an_adapter_without_targets():
 
 
 def test_a_checkpoint_brings_its_code(tmp_path):
-    """A saved model or config includes all modules, and names the classes of time series. If it failed, it would load
-    only where this package is installed.
-    """
+    """A saved model or config includes all modules, and names the classes of time series."""
     package = Path(titans_hf.__file__).parent
     code = {file.name for file in package.glob("*.py")} - {"__init__.py", "__main__.py", "memory_reference.py"}
     for number, saved in enumerate((make_model(), make_model().config)):
@@ -287,7 +263,7 @@ def test_a_checkpoint_brings_its_code(tmp_path):
 
 @pytest.mark.slow
 def test_code_that_travels_with_a_checkpoint(tmp_path):
-    """A checkpoint loads and forecasts by its own code, without this package. If it failed, it could not be shared."""
+    """A checkpoint loads and forecasts by its own code, without this package."""
     model, values = make_model(dtype=torch.float32), make_values(dtype=torch.float32)
     model.save_pretrained(tmp_path / "model")
     torch.save(values, tmp_path / "values")
@@ -317,17 +293,13 @@ model.save_pretrained("again")
     ],
 )
 def test_past_values_that_do_not_fit(shape, message):
-    """Values that are no patches of series raise an error that names their shape. If it failed, a forecast would be
-    made from a part of them.
-    """
+    """Values that are no patches of series raise an error that names their shape."""
     with pytest.raises(ValueError, match=message):
         make_model()(past_values=torch.zeros(shape, dtype=torch.float64))
 
 
 def test_other_arguments_that_do_not_fit():
-    """A future of another length, a state of other series and a length of 0 raise errors that name the argument. If it
-    failed, they would be broadcast.
-    """
+    """A future of another length, a state of other series and a length of 0 raise errors that name the argument."""
     model, values = make_model(), make_values()
     with pytest.raises(ValueError, match=r"`future_values` must be \(2, 10, 3\), but is \(2, 1, 3\)"):
         model(past_values=values, future_values=values[:, :1])
@@ -359,9 +331,7 @@ def test_other_arguments_that_do_not_fit():
 
 @pytest.mark.parametrize("name,value", [("context_length", 40), ("patch_length", 5), ("hidden_size", 32)])
 def test_states_of_other_models_are_refused(name, value):
-    """A state of a model of other sizes raises an error that names the size. If it failed, a forecast would be made
-    from patches of another length.
-    """
+    """A state of a model of other sizes raises an error that names the size."""
     model, values = make_model(), make_values()
     other = read(make_model(**{name: value}), values, [60])[0].state
     expected = f"`state` must be of a model with `{name}` {getattr(model.config, name)}, not {value}"
@@ -370,9 +340,7 @@ def test_states_of_other_models_are_refused(name, value):
 
 
 def test_states_of_other_series_are_refused():
-    """A state of as many rows but another number of series raises an error. If it failed, the
-    channels of one series would continue those of another.
-    """
+    """A state of as many rows but another number of series raises an error."""
     model, values = make_model(), make_values(series=2, channels=3)
     state = read(model, values, [60])[0].state
     with pytest.raises(ValueError, match="must be of 3 series of 2 channels as `past_values`, but is of 2 series of 3"):
@@ -381,9 +349,7 @@ def test_states_of_other_series_are_refused():
 
 @pytest.mark.parametrize("name,value", [("patch_length", 7), ("prediction_length", 0), ("memory_depth", 0)])
 def test_a_field_that_is_set_later_is_refused_too(name, value):
-    """A model refuses an impossible field that was set after its configuration was made. If it failed, the first call
-    would end in an error of PyTorch's, or a forecast would be empty.
-    """
+    """A model refuses an impossible field that was set after its configuration was made."""
     config = make_model().config
     setattr(config, name, value)
     with pytest.raises(ValueError, match=f"`{name}`"):
@@ -401,6 +367,6 @@ def test_a_field_that_is_set_later_is_refused_too(name, value):
     ],
 )
 def test_configurations_that_are_not_possible(changes, message):
-    """An impossible field raises an error that names it. If it failed, the model would fail later, or be another."""
+    """An impossible field raises an error that names it."""
     with pytest.raises((ValueError, StrictDataclassError), match=message):
         TitansTimeSeriesConfig(**SIZES | changes)

@@ -20,9 +20,7 @@ def repeat_cycle(model, length: int):
 
 
 def test_the_cycle_is_subtracted_and_added():
-    """The forecast is that of a model without cycle, of the values less their cycle, plus the cycle of what follows. If
-    it failed, the cycle would be out of phase.
-    """
+    """The forecast is that of a model without cycle, of the values less their cycle, plus the cycle of what follows."""
     model, values = make_model(**CYCLE), make_values(length=40)
     plain = make_model()
     plain.load_state_dict({name: x for name, x in model.state_dict().items() if name != "cycle.weight"})
@@ -37,7 +35,7 @@ def test_the_cycle_is_subtracted_and_added():
 @covering(1, {"variant": VARIANTS, "sizes": [[20, 40], [20, *[4] * 10], [28, 4, 20, 8]]})
 def test_a_stream_keeps_its_place_in_the_cycle(variant, sizes):
     """After each piece the forecast and the state are those of the series read at once so far, with the position given
-    for the first piece only. If it failed, a stream would lose the time of day.
+    for the first piece only.
     """
     model, values = make_model(variant, **CYCLE), make_values()
     outputs = read(model, values, sizes, cycle_position=POSITION)
@@ -50,9 +48,7 @@ def test_a_stream_keeps_its_place_in_the_cycle(variant, sizes):
 
 
 def test_generate_goes_on_in_the_cycle():
-    """A forecast of 27 values is that of a model without cycle, of the values less their cycle, plus the cycle. If it
-    failed, the cycle would start anew with every forecast that is read.
-    """
+    """A forecast of 27 values is that of a model without cycle, of the values less their cycle, plus the cycle."""
     model, values = make_model(**CYCLE), make_values(length=40)
     plain = make_model()
     plain.load_state_dict({name: x for name, x in model.state_dict().items() if name != "cycle.weight"})
@@ -65,7 +61,7 @@ def test_generate_goes_on_in_the_cycle():
 
 def test_a_cycle_is_learned():
     """A new model has a cycle of 0 and starts at position 0; each place of each channel that a call covers has a
-    gradient. If it failed, the cycle would never be learned, or be random before.
+    gradient.
     """
     model, values = TitansForTimeSeriesPrediction(TitansTimeSeriesConfig(**CYCLE)), make_values(length=192)
     assert not model.cycle.weight.any()
@@ -79,9 +75,7 @@ def test_a_cycle_is_learned():
 
 
 def test_the_cycle_of_values():
-    """Fitted to 1, 2, 6, 3, 4, 8 and a rest, a cycle of 3 is -2, -1, 3; values of another shape raise an error. If it
-    failed, training would start from another cycle than that of the data.
-    """
+    """Fitted to 1, 2, 6, 3, 4, 8 and a rest, a cycle of 3 is -2, -1, 3; values of another shape raise an error."""
     cycle = make_model(cycle_length=3, num_input_channels=1).cycle
     cycle.fit(torch.tensor([1.0, 2, 6, 3, 4, 8, 100])[:, None])
     assert cycle.weight[:, 0].tolist() == [-2, -1, 3]
@@ -91,7 +85,7 @@ def test_the_cycle_of_values():
 
 
 def test_round_trip_with_a_cycle(tmp_path):
-    """A saved model has its cycle again. If it failed, its forecasts would be those of another one."""
+    """A saved model has its cycle again."""
     model, values = make_model(**CYCLE), make_values()
     model.save_pretrained(tmp_path)
     loaded = AutoModelForTimeSeriesPrediction.from_pretrained(tmp_path, dtype=torch.float64)
@@ -109,17 +103,13 @@ def test_round_trip_with_a_cycle(tmp_path):
     ],
 )
 def test_positions_and_channels_that_do_not_fit(position, channels, message):
-    """Positions of another shape or dtype and other channels than the cycle's raise errors that name them. If it
-    failed, they would be broadcast.
-    """
+    """Positions of another shape or dtype and other channels than the cycle's raise errors that name them."""
     with pytest.raises(ValueError, match=message):
         make_model(**CYCLE)(past_values=make_values(channels=channels), cycle_position=position)
 
 
 def test_other_errors_of_the_cycle():
-    """A position after a state, and fields out of range raise errors that name them. If it failed, a wrong position
-    would be ignored.
-    """
+    """A position after a state, and fields out of range raise errors that name them."""
     model, values = make_model(**CYCLE), make_values()
     state = read(model, values, [60])[0].state
     with pytest.raises(ValueError, match="`cycle_position` must be None after a `state`"):
