@@ -129,7 +129,7 @@ def test_the_package_is_imported_beside_a_clone_of_its_name(installed):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_an_installed_command_serves(installed, tmp_path):
-    """`titans-hf serve`, as installed and from another folder, answers from a memory that `titans-hf read` has saved."""
+    """`titans-hf serve`, as installed and from another folder, answers from a memory that `titans-hf read` saved."""
     save_byte_model(tmp_path / "model", "mag")
     (tmp_path / "text.txt").write_text("The key is 4711, said the captain. " * 30)
     run([installed / "titans-hf", "read", "model", "text.txt", "--memory", "memory", "--device", "cpu"], tmp_path)

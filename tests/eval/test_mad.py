@@ -245,7 +245,7 @@ def test_a_run_is_recorded(tmp_path, task, few_held_out, capsys):
 
 
 def test_a_finished_run_is_kept_and_another_is_not_taken_for_it(tmp_path, few_held_out, capsys, monkeypatch):
-    """A finished run is not made again, and a file of other settings, or of other defaults of the model, is an error."""
+    """A finished run is not made again. A file of other settings, or of other defaults of the model, is an error."""
     argv = ["--models", "llama", "--tasks", "recall", "--learning_rates", "1e-3", "--output", str(tmp_path), *SMALL]
     run = mad.make_runs(mad.parse_args(argv))[0]
     train(run, tmp_path / FILE, "")

@@ -217,7 +217,7 @@ def test_bfloat16_inputs_keep_a_float32_state():
     },
 )
 def test_nothing_blows_up(inputs, depth, gates, dtype):
-    """After 20,000 tokens at the gates' extremes without forgetting, the state is finite and within the clips' bound."""
+    """After 20,000 tokens at the gates' extremes without forgetting, the state is finite and within the bound."""
     length, chunk, max_lr = 20_000, 64, 0.2
     torch.manual_seed(0)
     keys = torch.nn.functional.normalize(torch.randn(1, 1, length, D), dim=-1)

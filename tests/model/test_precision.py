@@ -113,7 +113,7 @@ def test_a_memory_that_says_too_much(variant, dtype):
 
 @covering(1, {"variant": VARIANTS, "dtype": HALVES})
 def test_autocast_training(variant, dtype):
-    """Under autocast loss and gradients are near float32's, gradients float32, and the memory float32 over all calls."""
+    """Under autocast loss and gradients are near float32's. Gradients and memory are float32 over all calls."""
     model, ids = make_model(variant, dtype=torch.float32).train(), make_ids(2, LENGTH)
     found = []
     for enabled in (False, True):
