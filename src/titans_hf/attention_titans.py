@@ -3,8 +3,9 @@
 The cost is linear in the sequence length: queries are processed in blocks of one window (or segment), and no score or
 mask larger than a block is formed. Rotary positions are relative to the block, so none exceeds two windows at any
 context length. Persistent keys are outside of the window. With `persistent_distance` they are rotated to that distance
-behind every query, and compared with the query before its rotation. Without it they have no position: they are compared
-with the entries of a query that are not rotated or, where all are, with the query before its rotation.
+behind every query, and compared with the query before its rotation. Without it, persistent keys carry no rotary
+position: with partial rotation they are compared with the unrotated part of the query; with full rotation, with the
+query before rotation.
 Eager attention, whose weights are recorded, and the masks for the other values of `attn_implementation` come first.
 docs/dev/log.md: "Rotary positions relative to the block", "Persistent keys where a whole head is rotated"
 
@@ -52,8 +53,8 @@ def _undo(arrange: Callable[[Tensor], Tensor], arranged: Tensor, shape: torch.Si
 
 
 def mask_for(name: str, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a mask, True where a query attends, in the form registered for an attention implementation: as it is, or
-    added to the scores.
+    """Converts a mask, True where a query attends, to the form that an attention implementation is registered with: a
+    boolean mask, or one that is added to the scores.
 
     Raises ValueError for an implementation that is registered without either form.
     """
@@ -69,7 +70,7 @@ def mask_for(name: str, mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class AttentionOutput(NamedTuple):
-    """hidden_states (B, T, hidden); the attention weights, or None where they are not recorded; the cache after."""
+    """hidden_states (B, T, hidden); the attention weights, None if they are not recorded; the cache after the call."""
 
     hidden_states: Tensor
     weights: Tensor | None
@@ -145,8 +146,8 @@ class TitansAttention(nn.Module):
         return self.config.num_persistent_tokens > 0 and (has_distance or rotates_all)
 
     def rotate_queries(self, queries: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotates queries (B, T, h, D) for `attend`; where those without rotation are needed, they follow: (B, T, h,
-        2 D).
+        """Rotates queries (B, T, h, D) for `attend`. If unrotated queries are needed too, they follow the rotated ones:
+        (B, T, h, 2 D).
         """
         rotated = rotate(queries, cos, sin)
         return torch.cat([rotated, queries], dim=-1) if self.keeps_plain_queries else rotated
@@ -175,13 +176,13 @@ class TitansAttention(nn.Module):
         first, where mask (B or 1, T, K) is True: (B, T, h * D), and the weights (B, h, T, K) as `arrange` returns them,
         or None where they are not recorded.
         """
-        if self.keeps_plain_queries:  # persistent keys meet the second half of a query, the others the first
+        if self.keeps_plain_queries:  # persistent keys are compared with a query's second half, others with its first
             persistent, rest = keys.tensor_split([self.config.num_persistent_tokens], dim=1)
             size = self.head_dim
             keys = torch.cat([nn.functional.pad(persistent, (size, 0)), nn.functional.pad(rest, (0, size))], dim=1)
         name = self.config._attn_implementation
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
-        arranges = attention is eager_attention_forward  # no other one's weights are in the places that a map has
+        arranges = attention is eager_attention_forward  # only it returns weights in the order of the attention map
         output, weights = attention(
             self,
             *(x.transpose(1, 2) for x in (queries, keys, values)),
@@ -209,7 +210,8 @@ class WindowAttention(TitansAttention):
         """
         num_persistent = self.config.num_persistent_tokens
         queries, new = self.project_queries(hidden_states), self.project_keys_and_values(hidden_states)
-        kv_cache = kv_cache.map(lambda old, x: old.to(x.dtype), new)  # it may be of a call in another precision
+        # The cache may have been written in another dtype.
+        kv_cache = kv_cache.map(lambda old, x: old.to(x.dtype), new)
         persistent = kv_cache.map(lambda x: x[:, :num_persistent])
         extended = kv_cache.map(lambda old, x: grid.prepend(old[:, num_persistent:], x), new)
         oldest = grid.row_starts - num_seen  # slot of the row's first token: those before it are empty
@@ -223,7 +225,7 @@ class WindowAttention(TitansAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Computes attention in blocks of W queries, on the batch dimension; extended (B, W - 1 + T, h, D).
 
-        The first block is computed apart: only there can slots before the first token be within the window.
+        The first block is computed apart, because only its window can reach back to slots before the first token.
         """
         window, length = self.config.sliding_window, queries.shape[1]
         num_previous, block = window - 1, min(window, length)
@@ -360,7 +362,7 @@ class SegmentAttention(TitansAttention):
         """Returns `cached` (B, P + 2 L, h, D) with the keys (or values) of h and of S, (B, T, h, D) each, at their
         slots.
         """
-        cached = cached.to(own.dtype)  # it may be of a call in another precision
+        cached = cached.to(own.dtype)  # the cache may have been written in another dtype
         if slots is not None:
             index = torch.cat([slots, slots + self.config.segment_length], dim=1) + self.config.num_persistent_tokens
             new = torch.cat([recalled, own], dim=1)

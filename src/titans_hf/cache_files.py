@@ -31,10 +31,10 @@ LOCK = ".memory.lock"
 TENSOR_FILE = re.compile(r"memory-[0-9a-f]{16}\.safetensors")
 TEMPORARY_FOLDER = re.compile(r"memory-[0-9a-f]{32}\.tmp")
 MAX_COUNT = 2**63 - 1  # largest int64
-# Keys of memory.json, besides those of its format, and their types.
+# The keys of memory.json and their types, besides the keys of the format itself.
 DESCRIPTION_TYPES = {"model": dict, "tokens_seen": list, "about": dict, "file": str, "bytes": int, "sha256": str}
 
-# Of PEFT's layers: which of the adapters that a model has are applied, and by which factor.
+# Attributes of PEFT's layers that say which of a model's adapters are applied, and by which factor.
 ADAPTER_ATTRIBUTES = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 
 
@@ -52,8 +52,8 @@ class SavedMemory(NamedTuple):
 
 
 def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
-    """Returns what the states of a model depend on: the config's fields, the parameters' dtypes, and a hash of the
-    base model's weights, all of which are read, and of how PEFT's adapters are applied.
+    """Returns everything that the states of a model depend on: the config's fields, the parameters' dtypes, and a hash
+    of the base model's weights and of how PEFT's adapters are applied. All weights are read.
 
     Raises ValueError for a model whose weights are sharded or offloaded.
     """
@@ -78,7 +78,7 @@ def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _parts(name: str, x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yields a tensor with its name; of one that a quantiser has put together, the tensors that it consists of."""
+    """Yields a tensor and its name; a quantised tensor is split into its parts."""
     if not hasattr(x, "__tensor_flatten__"):
         yield name, x
         return
@@ -182,8 +182,8 @@ def check_model(folder: str | os.PathLike, description: dict[str, Any], expected
 
 
 def check_tensors(tensors: dict[str, Tensor], model: PreTrainedModel) -> None:
-    """Raises ValueError, naming the tensor, unless a cache of `model` can have these tensors: those of every layer,
-    with the config's shapes and dtypes, the same number of rows, finite values, and counts of at least 0.
+    """Raises ValueError, naming the tensor, unless a cache of `model` can have these tensors: every layer is complete,
+    shapes and dtypes fit the config, all layers have the same rows, values are finite, and counts are at least 0.
     """
     layers = [_expected_tensors(model, i) for i in range(model.config.num_layers_with_state)]
     present = {part for layer in layers for part, group in layer.items() if group.keys() & tensors.keys()}

@@ -98,7 +98,7 @@ class LayerState:
 
 @dataclass
 class RecordedColumns:
-    """Columns that a crop may remove: the state before them, and what the layer needs to read them again.
+    """What is kept to undo recent columns: the layer's state before them, and their inputs.
 
     state: None before the first token. inputs: (B, T, input size), of the mixer. mask, document_starts: (B, T) bool, as
     in `Columns`. restart: (B,) bool, True in rows that were reset before the first column; None if none was.
@@ -157,8 +157,8 @@ class TitansCacheLayer(CacheLayerMixin):
     num_columns: number of columns read; in a compileable layer a 0-d tensor, because a compiled step is compiled again
     for every other number.
     recorded: with `record_past`, the columns read since the last `crop`.
-    to_reread: after `crop(-k)`, the recorded columns that are left. `state` is then the state before them, and the next
-    call reads them again before its own tokens.
+    to_reread: after `crop(-k)`, the recorded columns that were not removed. `state` is then the state before them, and
+    the next call reads them again before its own tokens.
     restart: (B,) bool, True in rows that have been reset: their state is zeros, and their next column starts a new
     document, from the learned initial state.
     """

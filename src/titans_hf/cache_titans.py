@@ -25,12 +25,12 @@ class TitansCache(Cache):
     convolution inputs.
 
     `generate()` and `model(..., use_cache=True)` create one; pass it back as `past_key_values` to continue. Its size
-    depends on the model and the batch size, not on the number of tokens read. It belongs to the weights that the model
-    had: a call checks the config alone, `from_pretrained` the weights too.
+    depends on the model and the batch size, not on the number of tokens read. A cache is valid only for the weights it
+    was made with: forward() checks only the config, `from_pretrained` the weights too.
 
     ```python
     cache = TitansCache(model.config)
-    with torch.no_grad():  # else the cache keeps the graph of all that it has read, for training
+    with torch.no_grad():  # else the cache keeps the autograd graph of everything it has read
         model(first_part, past_key_values=cache)
         model(second_part, past_key_values=cache)  # as if both parts had been one sequence
     ```
@@ -49,7 +49,7 @@ class TitansCache(Cache):
         super().__init__(
             layers=[TitansCacheLayer(compileable, offloading) for _ in range(config.num_layers_with_state)]
         )
-        self.offloading = offloading  # by the layers: the base class does it in update(), which is never called
+        self.offloading = offloading  # done by the layers, because the base class's update() is never called
         self.made_for = _shaping_fields(config)
         self.about: dict[str, Any] = {}
         self.is_guarded = False  # by `undone_on_error`
@@ -57,7 +57,7 @@ class TitansCache(Cache):
     @property
     def batch_size(self) -> int:
         """Number of rows; -1 before the first token."""
-        return self.layers[0].batch_size  # the base class hashes those of all layers, which may be symbolic
+        return self.layers[0].batch_size  # the base class hashes the sizes of all layers, which may be symbolic
 
     @property
     def num_bytes(self) -> int:
@@ -108,8 +108,8 @@ class TitansCache(Cache):
             layer.set_num_columns(0)
 
     def stop_past_recording(self) -> None:
-        """Ends what `activate_past_recording()` began, so that the cache has a constant size again; what was read
-        stays.
+        """Ends the recording that `activate_past_recording()` began, so that the cache has a constant size again. The
+        memory keeps everything that was read.
 
         Raises RuntimeError between a crop() and the next token.
         """
@@ -126,7 +126,7 @@ class TitansCache(Cache):
         """Merges the memory of another cache of the same model into this one: (1 - weight) ours + weight theirs. An
         episodic token memory keeps the newest entries of both, as many of each as the weights say.
 
-        Key-value cache, convolution inputs and number of columns remain those of this cache. For the mean of n
+        Key-value cache, convolution inputs and number of columns stay as they are in this cache. For the mean of n
         memories, merge with weights 1/2, 1/3, ..., 1/n. `other` has as many rows as this cache, or one, which is merged
         into all.
 
@@ -223,8 +223,8 @@ class TitansCache(Cache):
 
 
 def undone_on_error(cache: TitansCache | None) -> AbstractContextManager:
-    """Returns a context that leaves the cache as it was if the block raises, even between two layers; a compiled call
-    cannot undo, and one without a cache has nothing to.
+    """Returns a context that leaves the cache as it was if the block raises, even between two layers. Without a cache,
+    and in a compiled call, it does nothing.
     """
     compiling = torch.compiler.is_compiling()
     return _undone_on_error(cache) if isinstance(cache, TitansCache) and not compiling else nullcontext()

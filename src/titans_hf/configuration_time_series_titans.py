@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # never executed: makes save_pretrained copy every sibling mo
 class TitansTimeSeriesConfig(TitansConfig):
     r"""
     Configures a `TitansForTimeSeriesPrediction`. A token is a patch: `patch_length` successive values of one channel.
-    The fields of `TitansConfig` have other defaults, for small data; lengths in tokens count patches. The others:
+    The fields of `TitansConfig` have other defaults, for small data; lengths in tokens count patches. Further fields:
 
     Args:
         context_length (`int`, defaults to 96):
@@ -28,9 +28,10 @@ class TitansTimeSeriesConfig(TitansConfig):
         head_dropout (`float`, defaults to 0.0): Dropout before the linear head.
         cycle_length (`int`, defaults to 0):
             Number of values of a cycle that is learned for each channel, 24 for the days of hourly values; 0 for none.
-            It is subtracted from what is read and added to the forecast, in the units of the values. Before training,
+            It is subtracted from the input and added to the forecast, in the units of the values. Before training,
             `model.cycle.fit(training values)` sets it to their means; from 0, it is learned too slowly.
-        num_input_channels (`int`, defaults to 1): Number of channels, where there is a cycle; otherwise any is read.
+        num_input_channels (`int`, defaults to 1):
+            Number of channels of the cycle. No effect without a cycle: any number of channels is then read.
 
     Raises `ValueError` or huggingface_hub's `StrictDataclassError`, naming the field, for a value that is not possible.
     """

@@ -87,7 +87,7 @@ def by_form(*, titans: Any, delta: Any, paper: Any) -> Callable[["TitansConfig"]
 @strict
 class TitansConfig(PreTrainedConfig):
     r"""
-    Configures a Titans model. Names that Transformers uses have the same meaning here; the others:
+    Configures a Titans model. Names that Transformers uses have the same meaning here. Further fields:
 
     Args:
         variant (`str`, defaults to `"mag"`):
@@ -97,7 +97,7 @@ class TitansConfig(PreTrainedConfig):
             Size of an attention head; `hidden_size // num_attention_heads` by default. A head of the memory has
             `hidden_size // memory_num_heads`.
         sliding_window (`int`, defaults to 512):
-            Number of tokens that a token attends to, itself included, in MAG and MAL.
+            Number of tokens that a token attends to, itself included. Only MAG and MAL have a window.
         rope_parameters (`dict`, *optional*):
             `rope_theta` (10000), `partial_rotary_factor` (0.5) and `rope_type`, one of those that change frequencies
             alone: `"default"`, `"linear"`, `"llama3"`, `"yarn"`. Positions restart in every window and segment, so none
@@ -122,15 +122,16 @@ class TitansConfig(PreTrainedConfig):
         memory_depth (`int`, *optional*):
             Number of layers of the memory network (L_M); 1 is a linear memory. 2, with `"delta"` 1.
         memory_expansion (`int`, *optional*):
-            Size of the memory network's hidden layers, in units of its head size. 2, with `"paper"` 4.
+            Size of the memory network's hidden layers, in units of its head size; no effect with `memory_depth=1`. 2,
+            with `"paper"` 4.
         memory_network (`str`, *optional*):
             Form of the memory network M: `"mlp"` linear layers with SiLU between them (the paper's first version),
-            `"residual"` M(x) = x + LN(W_L gelu(... gelu(W_1 x))) (its second version). The latter's backward is slower,
-            and it fits `memory_update_rule="chunk"` only. `"mlp"`, with `"paper"` `"residual"`.
+            `"residual"` M(x) = x + LN(W_L gelu(... gelu(W_1 x))) (its second version). `"residual"` has a slower
+            backward and needs `memory_update_rule="chunk"`. `"mlp"`, with `"paper"` `"residual"`.
         memory_gates (`str`, *optional*):
-            What has theta, eta and alpha of its own at each token: `"head"` each memory, `"layer"` each layer of each
-            memory's network, as in the paper's second version. The latter's backward is slower. `"head"`, with
-            `"paper"` `"layer"`.
+            Granularity of the gates at each token: one theta, eta and alpha per head (`"head"`), or per layer of each
+            head's network (`"layer"`), as in the paper's second version. `"layer"` has a slower backward. `"head"`,
+            with `"paper"` `"layer"`.
         memory_num_heads (`int`, *optional*): Independent memories per layer; `num_attention_heads` by default.
         memory_chunk_size (`int`, *optional*):
             Number of tokens whose gradients are taken at the same weights (paper section 3.2). 64, with `"paper"` 16.
@@ -164,9 +165,9 @@ class TitansConfig(PreTrainedConfig):
             norm 1. In our experiments, recall tasks are learned fastest with 0, and language with 1. 0.7, with
             `"paper"` 1.
         memory_output_norm (`str`, *optional*):
-            Normalisation of what a head retrieves (section 4.4): `"rms"` always, `"clip"` where it is longer than 1,
-            as no value is, so that a memory that has stored little for a query returns little. With
-            `memory_recurrence="paper"`, values may be longer. `"clip"`, with `"paper"` `"rms"`.
+            Normalisation of a head's output (section 4.4). `"rms"` always normalises. `"clip"` clips to length 1
+            (values have length 1), so that small retrievals stay small. With `memory_recurrence="paper"`, values may
+            be longer. `"clip"`, with `"paper"` `"rms"`.
         memory_residual (`bool`, *optional*):
             Add the memory's output m as it is: with attention's output y, MAG, MAL and MAC are
             `y * sigmoid(norm(m)) + m` instead of eq. 28, 31 and 25, and attention reads `norm(x + m)` in MAL instead of

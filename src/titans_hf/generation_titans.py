@@ -23,8 +23,8 @@ SEQUENTIAL_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 class FinishedRows(StoppingCriteriaList):
     """The stopping criteria of a `generate()` call, which keep the rows that have ended while others go on.
 
-    rows: (B,) bool, True in rows to which Transformers appends padding from now on; None where it appends none.
-    without_mask: True if the call has no mask, which stands for ones.
+    rows: (B,) bool, True in rows to which Transformers appends padding from now on; None if it never does.
+    without_mask: True if no attention_mask was given (all ones).
     """
 
     def __init__(self, criteria: StoppingCriteriaList, input_ids: Tensor, without_mask: bool):
@@ -55,7 +55,7 @@ class TitansGenerationMixin(GenerationMixin):
 
     def start_from(self, cache: TitansCache | None) -> None:
         """Sets the memory from which every row of a `generate()` call without `past_key_values` starts; None for the
-        learned initial memory. No call changes it, so threads can share it; a prompt has only the new tokens.
+        learned initial memory. No call changes it, so threads can share it. A prompt then contains the new tokens only.
 
         Args:
             cache: a cache of this model with one row.
@@ -103,7 +103,8 @@ class TitansGenerationMixin(GenerationMixin):
         if given is not None:
             if isinstance(given, TitansCache):
                 _check_prompt(generation_config, model_kwargs, generation_mode)
-                given._is_user_defined = True  # it is the user's after the call: what is read too much is undone
+                # generate() then undoes a token that it read beyond the result, because the caller keeps the cache.
+                given._is_user_defined = True
             return
         if self._starting_cache is not None:
             num_rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
@@ -136,7 +137,7 @@ class TitansGenerationMixin(GenerationMixin):
 
     def _assisted_decoding(self, *args, **kwargs):
         """Decodes with drafts. The cache records only while this runs, so that rejected ones can be removed."""
-        cache = kwargs.get("past_key_values")  # a TitansCache, or none, which Transformers refuses
+        cache = kwargs.get("past_key_values")  # a TitansCache; Transformers refuses a call without one
         new = [] if cache is None else [layer for layer in cache.layers if not layer.record_past]
         try:
             return super()._assisted_decoding(*args, **kwargs)
@@ -151,7 +152,7 @@ class TitansGenerationMixin(GenerationMixin):
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs: dict, *args, **kwargs) -> dict:
         """Adds the next token's column to the mask: 0 in rows that have ended."""
         finished = model_kwargs.get("finished_rows")
-        if finished is not None and finished.without_mask:  # what it has made is of one column
+        if finished is not None and finished.without_mask:  # the mask made here has only one column
             model_kwargs["attention_mask"] = None
         model_kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
         if finished is not None and model_kwargs.get("past_key_values") is not None:
@@ -200,8 +201,8 @@ def _check_options(generation_config, generation_mode: GenerationMode) -> None:
 
 
 def _check_inputs(generation_config, model_kwargs: dict, given: TitansCache | None) -> None:
-    """Raises ValueError for inputs of `generate()` that would be read in another way than in one call of the model, and
-    warns of prompts that end in padding.
+    """Raises ValueError for inputs for which generate() would give other results than forward(), and warns of prompts
+    that end in padding.
     """
     for name in ("seq_idx", "cu_seq_lens_q"):
         if model_kwargs.get(name) is not None:
@@ -217,8 +218,8 @@ def _check_inputs(generation_config, model_kwargs: dict, given: TitansCache | No
             )
         if isinstance(positions, Tensor) and _has_several_documents(positions, mask):
             raise ValueError(
-                "`prefill_chunk_size` must be None with several documents (`position_ids` that restart at 0): one that "
-                "starts where a piece does would continue the one before it."
+                "`prefill_chunk_size` must be None with several documents (`position_ids` that restart at 0): a "
+                "document that begins at a piece's first token would not be recognised as new."
             )
     is_new = given is None and not generation_config.is_assistant
     if is_new and isinstance(mask, Tensor) and mask.dim() == 2 and not (mask[:, -1:] != 0).logical_or(mask == 0).all():
@@ -238,11 +239,12 @@ def _has_several_documents(positions: Tensor, mask: Tensor | None) -> bool:
 
 def _check_prompt(generation_config, model_kwargs: dict, generation_mode: GenerationMode) -> None:
     """Raises ValueError if part of the prompt would be read twice or not at all: Transformers assumes that a prompt
-    contains all ids, or embeddings, since the cache was created; a longer mask may stand for ids, but not embeddings.
+    contains all ids, or embeddings, since the cache was created. With ids, the mask may cover columns that the cache
+    has read; with embeddings it may not.
     """
     if generation_config.use_cache is False:
         raise ValueError(
-            "`use_cache` must be True with `past_key_values`, but is False: all would be read at every step."
+            "`use_cache` must be True with `past_key_values`, but is False: each step would read the prompt again."
         )
     num_read, mask = model_kwargs["past_key_values"].get_seq_length(), model_kwargs.get("attention_mask")
     num_columns = generation_config._mask_length if mask is None else mask.shape[1]

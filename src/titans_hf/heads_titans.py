@@ -68,16 +68,16 @@ class TitansForSequenceClassification(GenericForSequenceClassification, TitansHe
         """Computes the logits (B, labels) of the last token of each row, and, with labels (B,) or (B, labels), the loss
         that fits the config's `problem_type`; other arguments are those of `TitansModel.forward`.
 
-        The last token is the last one of the mask that is not `pad_token_id`: where padding has other ids, or is of
-        embeddings, Transformers would classify its undefined output.
+        The last token is the last column whose mask is 1 and whose id is not `pad_token_id`. Transformers' own head
+        looks at ids alone: it would classify the undefined output at padding with other ids or of embeddings.
 
         Raises ValueError for several rows of ids without a mask and without `pad_token_id`.
         """
         several = input_ids is not None and len(input_ids) > 1
         if several and attention_mask is None and self.config.pad_token_id is None:
             raise ValueError(
-                "`attention_mask` must be given for several texts without `pad_token_id` in the config: else "
-                "the ends of the texts are unknown."
+                "`attention_mask` must be given for several texts if the config has no `pad_token_id`: the ends of the "
+                "texts are unknown."
             )
         with undone_on_error(past_key_values):
             outputs = self.model(

@@ -115,7 +115,7 @@ def token_deltas_backward(
         gradient_to_weights=pad(grad_products, (0, 0, 0, 1))[..., 1:, :],
         weights_decay=pad(offset.factor, (0, 1))[..., 1:],
         momentum_to_weights=grad_f,
-        gradient_to_momentum=None,  # no delta depends on the momentum at the chunk's end
+        gradient_to_momentum=None,  # the deltas do not depend on the momentum at the chunk's end
         momentum_decay=None,
     )
     grad_layer = ChunkLayer(offset.weights, grad_momentum, grad_h, None, grad_target)
@@ -219,7 +219,7 @@ def chunk_intermediates(
 
 
 def _gates_of_layers(inputs: MemoryInputs, depth: int) -> tuple[tuple[GateProducts, ...], GateIntermediates]:
-    """Computes the gate products of each layer of the memory network; the intermediates are those of all layers."""
+    """Computes the gate products of each layer of the memory network, and the intermediate results of all layers."""
     gates, filled = (inputs.inner_lr, inputs.log_momentum_decay, inputs.log_retain), inputs.filled
     if not inputs.has_gates_per_layer:
         products, intermediates = gate_products(*gates, filled)
@@ -363,7 +363,8 @@ def _layer_backward(
 ) -> _LayerGradients:
     """Computes the backward of `read_layer` and `end_of_chunk` for layer i with respect to x, the layer and the gates.
 
-    The gradients are those of the output (N, C, d_out) and of weights and momentum at the end (N, d_in, d_out).
+    Given are the gradients with respect to the output (N, C, d_out), and to weights and momentum at the end (N, d_in,
+    d_out).
     """
     layer, gates = chunk.layers[i], chunk.gates[i]
     inputs, deltas = layer.inputs, layer.deltas
@@ -398,7 +399,7 @@ def _layer_backward(
     grad_inputs = grad_inputs.baddbmm_(grad_scores.mT, x).neg_()
     grad_deltas = grad_deltas.baddbmm_(scores.mT, grad).neg_()
     grad_x.baddbmm_(grad_scores, inputs, alpha=-1)
-    # 6. The decay target: W is the weights less M_0, and x M_0 is added to what is read
+    # 6. The decay target: W is the weights less M_0, and x M_0 is added to the output
     grad_target = None
     if layer.decay_target is not None:
         grad_x.baddbmm_(grad, layer.decay_target.mT)

@@ -5,7 +5,7 @@ second version; one weight matrix per layer, multiplied from the right: x @ W. L
 
 This file contains the layers' shapes, the read, the gradient of the loss as rank-one factors per layer, and the
 backward of both, for "residual" left to autograd. The update of the weights (`memory_chunk.py`) uses those factors;
-with the delta rule, the last layer's are those of `memory_delta_rule.py`.
+with the delta rule, the last layer's factors are computed in `memory_chunk.py`.
 
 Shapes: ... batch and heads, T tokens, D head size, F hidden size; layer l maps d_in to d_out.
 """
@@ -96,8 +96,8 @@ class UpdateRule(NamedTuple):
             raise ValueError(f"`delta_rule` must be False with the network {self.network!r}, but is True.")
 
     def needs_anchor(self, depth: int) -> bool:
-        """True if any gradient is taken at the weights of the chunk's start: with the delta rule, all but those of the
-        last layer are.
+        """True if any gradient is taken at the weights of the chunk's start. With the delta rule, the gradients of all
+        layers but the last are.
         """
         return depth > 1 or not self.delta_rule
 

@@ -40,7 +40,7 @@ class ScanOptions(NamedTuple):
 
     chunk_starts: (number of chunks, N) bool, True where a non-empty chunk starts in this call; None for everywhere. A
     chunk that started in an earlier call keeps its anchor. Unused where the state has none.
-    compiled: the functions for full chunks; None for those of `memory_chunk` as they are.
+    compiled: the functions for full chunks; None for the functions of `memory_chunk` as they are.
     """
 
     chunk_size: int
@@ -169,7 +169,7 @@ def _recompute(
 def _split(x: Tensor, chunk_size: int) -> list[Tensor]:
     """Splits (N, T, ...) into chunks (N, C, ...), the last of which may be shorter.
 
-    Contiguous, so that the strides do not depend on T: otherwise every length would be compiled anew.
+    The chunks are contiguous, so that their strides do not depend on T: a compiled function then fits every length.
     """
     # Not by indexing: the backward of an index is a tensor of the full size for every chunk.
     # docs/dev/log.md: "MAC's training was quadratic in length, by indexing"
@@ -189,7 +189,7 @@ def _join_inputs(chunks: Sequence[MemoryInputs]) -> MemoryInputs:
 def _where_chunk_starts(
     options: ScanOptions, chunk: int, new: Sequence[Tensor], old: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Selects `new` in the rows where the chunk starts, `old` in the others."""
+    """Selects `new` in the rows where the chunk starts, and `old` in the other rows."""
     if options.chunk_starts is None:
         return tuple(new)
     return tuple(map(partial(where_rows, options.chunk_starts[chunk]), new, old))

@@ -63,7 +63,7 @@ def memorize_reference(
     chunk_size: int,
     decay_target: tuple[Tensor, ...] = (),
 ) -> MemorizeOutput:
-    """Updates and reads the memory token by token; arguments and results are those of `memory_ops.memorize`, for inputs
+    """Updates and reads the memory token by token; arguments and results are as in `memory_ops.memorize`, for inputs
     without empty slots.
 
     With a `decay_target` M_0, eq. 13 is stated for the weights less M_0.
@@ -107,5 +107,5 @@ def _norm(gradients: list[Tensor]) -> Tensor:
 
 
 def _per_layer(depth: int, *gates: Tensor) -> list[Tensor]:
-    """Expands gates (B, H, T) of all layers to those of each: (B, H, T, layers)."""
+    """Expands gates (B, H, T) that all layers share to gates of each layer: (B, H, T, layers)."""
     return [x[..., None].expand(*x.shape, depth) if x.dim() == 3 else x for x in gates]

@@ -1,4 +1,4 @@
-"""The state of a neural memory, the inputs that update it, and what an update returns.
+"""The state of a neural memory, the inputs of its update, and the result of an update.
 
 States and inputs are trees of tensors: dataclasses and tuples of tensors, of None and of further trees. `map_tensors`,
 `named_tensors` and `with_tensors` walk any of them.
@@ -117,7 +117,7 @@ class MemoryInputs(NamedTuple):
 
 
 class MemorizeOutput(NamedTuple):
-    """What an update of the memory returns: retrieved (B, H, T, D) in the state's dtype; surprise (B, H, T), the norm
+    """The result of an update of the memory: retrieved (B, H, T, D) in the state's dtype; surprise (B, H, T), the norm
     of each token's gradient, which carries no gradient itself; and the state after the last token.
     """
 
@@ -127,5 +127,5 @@ class MemorizeOutput(NamedTuple):
 
 
 def where_rows(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """Selects `new` in the batch rows where `rows` (B,) is True, `old` in the others; new and old (B, ...)."""
+    """Selects `new` in the batch rows where `rows` (B,) is True, and `old` in the other rows; new and old (B, ...)."""
     return torch.where(rows.view(-1, *[1] * (new.dim() - 1)), new, old)

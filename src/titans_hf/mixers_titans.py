@@ -55,7 +55,7 @@ class SequenceMixer(nn.Module):
         cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
 
         def read_again(record: RecordedColumns, before: LayerState | None) -> LayerState:
-            # `forward` runs no hooks, so that attention and surprise of reread columns are not recorded again.
+            # `forward` runs no hooks: attention and surprise of columns read again are not recorded twice.
             return self.forward(record.inputs, before, layout.reread_grid).state
 
         state = None if cache is None else cache.state_before_call(read_again)
@@ -79,7 +79,7 @@ class SequenceMixer(nn.Module):
         return MixerOutput(grid.gather(output.hidden_states), weights, after, surprise)
 
     def _state_of_rows(self, state: LayerState | None, dtype: torch.dtype, grid: TokenGrid) -> LayerState:
-        """Returns the state from which each row of the grid continues, given those of the B batch rows."""
+        """Returns the state from which each row of the grid continues, given the states of the B batch rows."""
         if state is not None and grid.source_rows is None:
             return state
         # Computed within forward, where the parameters of a sharded or offloaded model are complete.
@@ -106,7 +106,7 @@ class TitansMixer(SequenceMixer):
         persistent = torch.empty(config.num_persistent_tokens, config.hidden_size)
         if len(persistent):
             self.persistent = nn.Parameter(persistent)
-        else:  # no parameter: without entries it would have no gradient in LMM, for which DDP waits
+        else:  # an empty parameter gets no gradient, and DDP would wait for it; so it is a buffer
             self.register_buffer("persistent", persistent, persistent=False)
         self.memory = NeuralMemory(config, layer_idx) if layer_idx in config.layers_with_memory else None
 
@@ -302,7 +302,7 @@ class MACMixer(TitansMixer):
             output = add_memory(attended, m, self.memory_norm)
         else:
             output = multiply_by_memory(y, m, self.attention_norm, self.memory_norm)  # o_t = y_t (x) M*_t(y_t): eq. 25
-        # With one segment, the recorded tensor itself: the output has a gradient with respect to it.
+        # With one segment, the very tensor that attention used, so that it has a gradient.
         single = attentions[0] is None or len(attentions) == 1
         return MixerOutput(output, attentions[0] if single else torch.cat(attentions, dim=2), state, updates)
 

@@ -40,7 +40,7 @@ def register_lora_targets(model_type: str) -> None:
 
 
 register_lora_targets(TitansConfig.model_type)
-# By this name Trainer knows a language model, whose labels `label_smoothing_factor` has to shift.
+# Trainer shifts labels for label smoothing only if the class name is in this table.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(TitansConfig.model_type, "TitansForCausalLM")
 
 
@@ -91,7 +91,7 @@ class TitansPreTrainedModel(PreTrainedModel):
 
     config: TitansConfig
     config_class = TitansConfig
-    cache_class = TitansCache  # of the same code as the model, which a checkpoint may have brought
+    cache_class = TitansCache  # of the same code as the model: a checkpoint may have brought its own
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["TitansDecoderLayer"]
@@ -153,7 +153,7 @@ class TitansModel(TitansPreTrainedModel):
         self.token_memory = self.episodic_memory = None
         if config.token_memory_features:
             self.token_memory = TitansTokenMemoryLayer(config, config.num_hidden_layers)
-            # Of this model alone: accelerate refuses a list with the name of a class that a model does not have.
+            # Set on the instance, because accelerate fails for a class name that the model does not contain.
             self._no_split_modules = [*self._no_split_modules, "TitansTokenMemoryLayer"]
         if config.token_memory_entries:
             self.episodic_memory = EpisodicMemory(config, config.num_hidden_layers)
@@ -190,8 +190,8 @@ class TitansModel(TitansPreTrainedModel):
                 removed: it neither counts as a token nor changes a state, and the output at padding is undefined.
             position_ids (B, T) or (1, T): needed only to mark packed documents, since positions restart in every window
                 and segment. A new document starts where they restart at 0 within a row.
-            past_key_values: the cache that the first token continues; updated to the last document of each row. Not
-                checked: that the model had the same weights when the cache was created (memory files are checked).
+            past_key_values: the cache that the first token continues; updated to the last document of each row. It must
+                have been made with the model's present weights: memory files are checked for that, calls are not.
             cu_seq_lens_q (N + 1,) int: cumulative lengths of the documents packed in a single row, from 0 to T.
             seq_idx (B, T) or (1, T) int: document of each token, which is independent of the documents before it.
             defer_episodic_memory: leave the episodic token memory to the caller, for which `mlp_inputs` and `layout`
@@ -201,8 +201,7 @@ class TitansModel(TitansPreTrainedModel):
         `output_surprise=True` surprise, one `LayerSurprise` per layer; with
         `attn_implementation="eager"` attentions: one (B, heads, T, P + W) per layer, its columns the persistent tokens
         and the window up to the token, oldest first; in MAC (B, heads, T, P + 2 L): persistent tokens, recalled tokens
-        and segment slots. A map put together from several windows or segments is no part of the graph of the output:
-        its `grad` stays None.
+        and segment slots. Attention maps assembled from several windows or segments carry no gradient.
 
         Raises ValueError for an empty sequence or batch, ids out of range, or a mask, positions or cache that misfit.
         """
@@ -274,7 +273,7 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
         seq_idx: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> TitansCausalLMOutput:
-        """Computes logits and, with labels, the loss; arguments beyond those of `TitansModel.forward`:
+        """Computes logits and, with labels, the loss; further arguments than in `TitansModel.forward`:
 
             labels (B, T) int64: usually `input_ids`; shifted inside, -100 is ignored. The loss is their mean cross
                 entropy, or their sum divided by `num_items_in_batch` where given.

@@ -22,7 +22,7 @@ from .surprise_titans import TokenUpdates
 from .token_grid import TokenGrid
 
 # Added to squared norms that may be 0: a new memory outputs 0, and the key of a sequence's first token is 0 in a new
-# model. With an epsilon as small as usual, the gradients of those tokens would exceed all others.
+# model. With an epsilon as small as usual, the gradients of these tokens would exceed all other gradients.
 # docs/dev/log.md: "An epsilon of 1e-12 under a length that may be 0"
 EPSILON = 1e-4
 # Factor of the initial weights of the output projections of memory and attention: untrained, their output is noise.
@@ -187,8 +187,8 @@ class NeuralMemory(nn.Module):
     ```
 
     Args:
-        config: `hidden_size` and the fields whose names begin with `memory_`; of the variant "lmm", so that none of
-            attention's, which have no effect here, is checked.
+        config: `hidden_size` and the fields whose names begin with `memory_`; use variant="lmm", for which
+            attention fields are not validated.
         layer_idx: index of the decoder layer; None outside of a model.
     """
 
@@ -246,7 +246,7 @@ class NeuralMemory(nn.Module):
     def forward(self, hidden_states: Tensor, state: LayerState | None = None) -> tuple[Tensor, LayerState]:
         """Updates the memory with tokens and reads it for each of them (eq. 10-16).
 
-        hidden_states (B, T, hidden), T at least 1; state: what the call before returned, None before the first token.
+        hidden_states (B, T, hidden), T at least 1; state: returned by the call before, None before the first token.
         Returns the output (B, T, hidden) and the state after the last token, in float32 at least. `state` stays as it
         is: it can be continued in several ways. `state.map(Tensor.detach)` cuts the graph of a training step.
         """
@@ -279,7 +279,7 @@ class NeuralMemory(nn.Module):
         grid: TokenGrid,
         decay_target: tuple[Tensor, ...],
     ) -> MemoryOutput:
-        """Updates the memory like `forward`, and returns what the queries retrieve without the output projection."""
+        """Updates the memory like `forward`; its output is what the queries retrieve, without the output projection."""
         projected, conv_state = self._project_inputs(hidden_states, conv_state, grid)
         dtype = state.weights[0].dtype
         with maybe_autocast(hidden_states.device.type, enabled=False):
@@ -335,7 +335,7 @@ class NeuralMemory(nn.Module):
         inner_lr = self.config.memory_max_lr * torch.sigmoid(logits)  # theta_t: eq. 10
         if self.momentum is None:
             log_momentum_decay = None
-        elif self.config.memory_max_lr == 0:  # earlier momentum must stop as well
+        elif self.config.memory_max_lr == 0:  # memory off: momentum from earlier tokens must not be applied either
             eta = torch.full_like(inner_lr, -torch.inf)  # eta_t = 0
             log_momentum_decay = eta + zero_of(self._logits(self.momentum, hidden_states, dtype))
         else:
@@ -347,7 +347,7 @@ class NeuralMemory(nn.Module):
                 log_momentum_decay = log_momentum_decay + math.log(LARGEST_ETA_OF_DELTA_RULE)
                 one_minus_eta = 1 - LARGEST_ETA_OF_DELTA_RULE * (1 - one_minus_eta)
             if self.stable:
-                # Times 1 - eta_t: a gradient's steps sum to theta_t whatever eta is: |S| <= max theta |gradient|.
+                # Times 1 - eta_t: then a gradient's steps sum to theta_t whatever eta is, |S| <= max theta |gradient|.
                 # docs/dev/log.md: "The inner loop blows up with the error clip alone"
                 inner_lr = inner_lr * one_minus_eta
         if not self.forgets:

@@ -23,10 +23,11 @@ class TokenUpdates(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerSurprise:
-    """The surprise and the gates of each token (B, H, T) in the memory of one layer, persistent tokens excluded.
+    """The update that each token causes in the memory of one layer: the surprise and the gates theta, eta and alpha,
+    (B, H, T) each, persistent tokens excluded.
 
-    The properties are computed when they are read; they carry no gradient and are 0 at padding. A gate that each layer
-    of the memory network has is the mean over those layers. In a layer without a memory, H is 0.
+    The properties are computed when they are read; they carry no gradient and are 0 at padding. With
+    `memory_gates="layer"`, a gate is the mean over the layers of the network. In a layer without a memory, H is 0.
 
     parts: for each call, the updates (in MAC one per segment, in order) and the grid that its tokens are on.
     """

@@ -53,7 +53,7 @@ class TitansForTimeSeriesPredictionOutput(ModelOutput):
     loss: a scalar, where there are `future_values`. prediction_outputs (B, prediction_length, C): the forecast, in the
     units of `past_values`. loc, scale (B, 1, C): mean and standard deviation of the last `context_length` values, less
     their cycle. state: after the last value, with `use_cache=True`. hidden_states, attentions, surprise: on request,
-    those of `TitansModel` for the new patches, B * C rows.
+    as `TitansModel` returns them for the new patches, B * C rows.
     """
 
     loss: Tensor | None = None
@@ -88,9 +88,9 @@ class NormalizedPatches(NamedTuple):
 
 
 class LearnedCycle(nn.Module):
-    """A value for each place of a cycle and each channel, 0 before `fit`: what repeats itself in all training data.
+    """A value for each place of a cycle and each channel: what repeats in all training data; 0 before `fit`.
 
-    Residual cycle forecasting (Lin et al. 2024, arXiv 2409.18479): a model forecasts what is left without it.
+    Residual cycle forecasting (Lin et al. 2024, arXiv 2409.18479): the model forecasts the series less its cycle.
     """
 
     def __init__(self, cycle_length: int, num_channels: int):
@@ -122,12 +122,12 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
     the amplitudes of patches away -> linear head on the last patches.
 
     Reversible instance normalisation: a patch is normalised by the mean and standard deviation of the `context_length`
-    values that end with it, the patches of the first `context_length` values by those of them all, and the forecast has
-    the mean and deviation of the last ones. All of that depends on earlier values only, so that a series read in pieces
-    gives the forecasts of the whole:
+    values that end with it. The patches of the first `context_length` values share the mean and deviation of all these
+    values. The forecast is scaled by the mean and deviation of the last `context_length` values. Nothing depends on
+    later values, so that a series read in pieces gives the forecasts of the whole series:
 
     ```python
-    with torch.no_grad():  # else the state keeps the graph of all that was read, for training
+    with torch.no_grad():  # else the state keeps the autograd graph of everything that was read
         output = model(past_values=first, use_cache=True)  # first (B, T, C), T at least context_length
         output = model(past_values=second, state=output.state, use_cache=True)  # as if both had been one series
     ```
@@ -169,9 +169,9 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
 
         Args:
             past_values (B, T, C): new values of C channels, finite, used in float32 at least; T a multiple of
-                `patch_length`, at the beginning of a series at least `context_length`.
+                `patch_length`, and at least `context_length` at the beginning of a series.
             future_values (B, prediction_length, C): what follows; gives the loss.
-            state: what the call before returned, None at the beginning of a series; left as it is.
+            state: returned by the call before; None at the beginning of a series. It is not changed.
             cycle_position (B,) int64: place of the first value in the cycle, 0 by default; the state has that of later
                 values. Without a cycle it has no meaning.
             use_cache: return the state after the last value.
@@ -271,7 +271,7 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
 
     def _normalize(self, values: Tensor, at_start: bool) -> NormalizedPatches:
         """Cuts values (rows, T) into patches, each normalised by the context_length values that end with it. The first
-        context_length values give patches `at_start` only; otherwise these have been read before.
+        context_length values give patches only `at_start`; later, these patches have been read before.
 
         The deviation is that of the values divided by the largest of their context, plus a rounding error, so that a
         constant series can be normalised: forecasts do not depend on the unit, and no square overflows.

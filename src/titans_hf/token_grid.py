@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class Columns(NamedTuple):
-    """What the columns of a call contain, (B, T) bool each.
+    """Padding and document starts among the columns of a call, (B, T) bool each.
 
     mask: True at tokens, False at padding; None if there is no padding.
     document_starts: True where a document starts, whatever the row has read before; None if none starts.
@@ -37,12 +37,13 @@ class TokenGrid:
     """The slots of the tokens of a call (B, T).
 
     num_slots: G.
-    row_starts, row_ends: (R,) int64, each row's first slot with a token and one past its last; those between have one.
+    row_starts, row_ends: (R,) int64, each row's first slot with a token, and one past its last. All slots between them
+    have a token.
     token_slots: (B, T) int64, the slot of every token among all R * G, R * G for padding; None where token t of batch
     row b is at slot t of row b.
     source_rows: (R,) int64, the batch row whose state a row continues, -1 for a new document; None where each row
     continues its own.
-    last_rows: (B,) int64, the row of each batch row's last document; None likewise.
+    last_rows: (B,) int64, the row of each batch row's last document; None if every batch row has one document.
     is_padding: (B,) bool, in a call of one column, True in rows where it is padding; None without padding.
     """
 
@@ -165,14 +166,14 @@ class TokenGrid:
     def last_entries(self, extended: Tensor, length: int) -> Tensor:
         """Returns the last `length` entries up to each row's last token of what `prepend` returned."""
         if self.token_slots is None:
-            # A view would keep all of `extended` alive, and one row's strides would compile the decoding step again.
+            # A view would keep all of `extended` alive, and its strides would trigger a recompilation.
             return extended[:, extended.shape[1] - length :].clone(memory_format=torch.contiguous_format)
         index = self.row_ends[:, None] + torch.arange(length, device=self.row_ends.device)
         return extended.gather(1, _index_like(index, extended))
 
 
 def _num_seen_of_rows(num_seen: Tensor, source_rows: Tensor) -> Tensor:
-    """Computes the tokens read by the rows of slots (R,) from those of batch rows (B,): 0 for a new document."""
+    """Computes the tokens read by the rows of slots (R,) from the counts of batch rows (B,): 0 for a new document."""
     return torch.where(source_rows < 0, 0, num_seen[source_rows])
 
 

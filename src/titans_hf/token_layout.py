@@ -25,7 +25,7 @@ def check_config(config: TitansConfig) -> None:
     embeddings the LM head does not know.
     """
     config.validate_architecture()
-    if config.memory_max_lr > config.max_stable_lr:  # as that of a saved model whose rule or chunk has been changed
+    if config.memory_max_lr > config.max_stable_lr:  # for example in a saved model whose rule or chunk was changed
         logger.warning_once(
             f"`memory_max_lr` ({config.memory_max_lr:g}) is above {config.max_stable_lr:g}, its limit and default with "
             f"memory_update_rule={config.memory_update_rule!r}, memory_depth={config.memory_depth} and chunks of "
@@ -95,8 +95,8 @@ class DocumentArguments(NamedTuple):
 class TokenLayout(NamedTuple):
     """The layout that all layers share.
 
-    columns: of the new tokens. grid: their slots. reread_grid: the slots of the columns that a cropped cache has to
-    read again first; None without any.
+    columns: padding and document starts of the new tokens. grid: the slots of the new tokens. reread_grid: the slots of
+    the columns that a cropped cache has to read again first; None if there are none.
     """
 
     columns: Columns
@@ -112,7 +112,7 @@ class TokenLayout(NamedTuple):
         documents: DocumentArguments,
         cache: TitansCache | None,
     ) -> "TokenLayout":
-        """Returns the layout of new tokens (B, T, hidden) after those of `cache` (None: there are none).
+        """Returns the layout of new tokens (B, T, hidden) after the tokens of `cache`, if there is one.
 
         Raises ValueError, naming the argument, for shapes that do not fit and for positions that decrease to another
         value than 0.
@@ -139,7 +139,8 @@ def _columns(
     """Returns the `Columns` of T new tokens."""
     mask = _new_columns_of_mask(attention_mask, shape, 0 if cache is None else cache.get_seq_length())
     _check_documents(shape, documents)
-    starts = _document_starts(shape, mask, documents) if shape[1] > 1 else None  # the first token continues the cache
+    # The first token of a row always continues the cache.
+    starts = _document_starts(shape, mask, documents) if shape[1] > 1 else None
     restart = None if cache is None else cache.rows_to_restart()
     if restart is not None:
         device = restart.device if starts is None else starts.device
@@ -165,7 +166,8 @@ def _new_columns_of_mask(
     if torch.compiler.is_compiling():
         return attention_mask[:, -num_tokens:] != 0
     mask = attention_mask != 0
-    if attention_mask.is_floating_point() and not attention_mask.any():  # additive, it masks nothing; else, everything
+    # An all-zero float mask is ambiguous: additive it masks nothing, as 0/1 it masks everything.
+    if attention_mask.is_floating_point() and not attention_mask.any():
         raise ValueError("`attention_mask` must be 1 at tokens and 0 at padding, not additive, but is 0.0 everywhere.")
     if (others := attention_mask != mask).any():
         other = attention_mask[others][0]

@@ -5,7 +5,7 @@ states h_t and the embeddings e_t of the tokens, both normalised to length 1:
 
     k_t = phi(h_{t-1}),  q_t = phi(h_t),  v_t = e_t,    phi(h) = f / |f|,  f = max(0, h Omega - 1.5)
     M_t = (1 - alpha_t) M_{t-1} - theta_t grad |M_{t-1}(k_t) - v_t|^2,  M_0 = 0    (eq. 10-13 without momentum)
-    output_t = scale o 2 sigmoid(w h_t + b) M_t(q_t)                               (added to what the LM head reads)
+    output_t = scale o 2 sigmoid(w h_t + b) M_t(q_t)                               (added to the LM head's input)
 
 The directions Omega (D, F) are random and not trained. A write overwrites what is stored in its key's direction: with
 many sparse features the keys of a long text have few directions in common. The LM head's weights are the embeddings, so
@@ -100,7 +100,7 @@ class TokenMemory(SequenceMixer):
 
 
 class TitansTokenMemoryLayer(GradientCheckpointingLayer):
-    """Adds what the token memory retrieves to the final hidden states."""
+    """Adds the output of the token memory to the final hidden states."""
 
     def __init__(self, config: TitansConfig, layer_idx: int):
         super().__init__()
