@@ -13,7 +13,7 @@ Weights are converted layer by layer: a checkpoint of any size needs the memory 
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -105,6 +105,7 @@ def convert_checkpoint(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     gguf_file: str | None = None,
+    check: Callable[[TitansConfig], None] | None = None,
     **fields: Any,
 ) -> TitansForCausalLM:
     """Writes a converted checkpoint to a folder: configuration, code and weights, shard by shard.
@@ -113,6 +114,7 @@ def convert_checkpoint(
         path: the folder of a checkpoint, or its name on the Hub.
         dtype: of the written weights; by default that of the checkpoint.
         gguf_file: the checkpoint's file if it is a GGUF, whose weights are written as numbers that are not quantised.
+        check: called with the configuration before anything is written.
         window, sinks, memory, memory_layers, first_token, fields: as in `convert`.
 
     Returns the model on the meta device, without weights. Raises ValueError as `convert` does.
@@ -120,7 +122,10 @@ def convert_checkpoint(
     config, weights = open_model(path, gguf_file)
     titans = titans_config(config, window, sinks, memory, memory_layers, **fields)
     dtype = _dtype_of(weights) if dtype is None else dtype
+    if check is not None:
+        check(titans)
     skeleton = make_skeleton(titans, dtype)
+    original_names(skeleton, weights)  # raises before anything is written
     output = Path(output)
     output.mkdir(parents=True, exist_ok=True)
     skeleton.config.architectures, skeleton.config.dtype = [TitansForCausalLM.__name__], dtype
@@ -287,7 +292,7 @@ def convert_parts(
 
     Raises ValueError for missing, unknown or misshapen weights.
     """
-    names = _original_names(model, weights)
+    names = original_names(model, weights)
     state, dtype = None, model.dtype
     base = model.model
     parts = {"model.embed_tokens": base.embed_tokens, "model.norm": base.norm, "lm_head": model.lm_head}
@@ -314,7 +319,7 @@ def _is_tied(config: TitansConfig, name: str) -> bool:
     return config.tie_word_embeddings and name == "lm_head.weight"
 
 
-def _original_names(model: TitansForCausalLM, weights: Mapping[str, Tensor]) -> dict[str, str]:
+def original_names(model: TitansForCausalLM, weights: Mapping[str, Tensor]) -> dict[str, str]:
     """Returns the original's name of every weight that has one. Raises ValueError for missing or unknown weights."""
     names = {}
     for name in model.state_dict():

@@ -1,14 +1,18 @@
 """Converted models: their logits are those of the Llama, Mistral, Qwen2 or Qwen3 that they were made of, in float64."""
 
 import copy
+import os
+from pathlib import Path
 
 import pytest
 import torch
 from common import assert_same, full_logits, left_pad, make_ids, read
+from huggingface_hub import ModelCard
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -22,6 +26,9 @@ from transformers import (
 )
 
 from titans_hf import TitansCache, TitansForCausalLM, convert
+from titans_hf.cli.convert import main, original_bytes
+from titans_hf.cli.read import load_model
+from titans_hf.cli.training.tokenizer import byte_tokenizer
 from titans_hf.convert_titans import convert_checkpoint
 
 WINDOW = 12
@@ -332,3 +339,82 @@ def test_an_episodic_memory_starts_nearly_closed(name):
     mixed = full_logits(model, ids).log_softmax(-1)
     assert (mixed - plain).min() > -0.01 and (mixed - plain).abs().max() > 1e-6
     assert_same(read(model, ids, [1, 17, 22])[0].log_softmax(-1), mixed)
+
+
+def save_original(folder, **changes) -> LlamaForCausalLM:
+    """Saves a Llama that reads bytes, its tokenizer and a card; returns the model."""
+    torch.manual_seed(0)
+    sizes = SIZES | dict(vocab_size=259, eos_token_id=1, bos_token_id=None, pad_token_id=0) | changes
+    model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    model.save_pretrained(folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n\n# Original\n")
+    return model
+
+
+def test_the_command_converts_a_folder(tmp_path, monkeypatch, capsys):
+    """`titans-hf convert` in any folder writes a checkpoint with tokenizer, chat template and card that other commands
+    load, and prints bytes and speed.
+    """
+    original = save_original(tmp_path / "original")
+    monkeypatch.chdir(tmp_path)
+    main(["original", "--output", "titans", "--window", "16", "--memory_layers", "1"])
+    printed = capsys.readouterr().out
+    model, tokenizer = load_model("titans", "cpu")
+    assert model.config.token_memory_entries == 2000 and model.config.memory_layers == [1]
+    chat = [{"role": "user", "content": "Who?"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "Who?"
+    card = ModelCard.load("titans/README.md")
+    assert card.data.license == "apache-2.0" and "with the weights of original" in card.text
+    num_bytes = read(model, make_ids(1, 9))[1].num_bytes
+    assert f"| {num_bytes / 1e6:,.1f} MB" in printed
+    cache = DynamicCache()
+    original(make_ids(1, 100), past_key_values=cache)
+    num_bytes = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+    assert original_bytes(model.config, 100, 4) == num_bytes
+    assert "tokens/s" in printed
+
+
+@pytest.mark.parametrize("arguments,message", [
+    (["original", "--output", "original"], "--output original exists: give the name of a new folder"),
+    (["original", "--output", "new", "--window", "65"], "`window` must be from 1 to 64"),
+    (["small", "--output", "new"], "the tokenizer has 259 tokens, but the model's vocabulary 50: it is not the"),
+    (["nothing", "--output", "new"], "MODEL nothing has no tokenizer: no such folder, nor to be had from the Hub"),
+])  # fmt: skip
+def test_bad_input_of_the_command(arguments, message, tmp_path, monkeypatch):
+    """Bad input ends in a ValueError before anything is written."""
+    save_original(tmp_path / "original")
+    save_original(tmp_path / "small", vocab_size=50)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        main([*arguments, "--no-speed", *(["--window", "16"] if "--window" not in arguments else [])])
+    assert not (tmp_path / "new").exists()
+
+
+def test_zero_sinks_are_noted(tmp_path, capsys):
+    """Without sinks the command says what it costs."""
+    save_original(tmp_path / "original")
+    options = ["--output", f"{tmp_path / 'new'}", "--window", "16", "--memory", "none", "--no-speed"]
+    main([f"{tmp_path / 'original'}", "--sinks", "0", *options])
+    assert "cost .6 nats" in capsys.readouterr().out
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif("TITANS_HF_SMOLLM2" not in os.environ, reason="TITANS_HF_SMOLLM2 names no GGUF file")
+def test_a_real_model(tmp_path):
+    """SmolLM2-135M-Instruct, a GGUF file: within the window its logits and answers are the original's."""
+    file = Path(os.environ["TITANS_HF_SMOLLM2"])
+    options = ["--gguf_file", file.name, "--window", "64", "--sinks", "0", "--memory", "none", "--dtype", "float32"]
+    main([f"{file.parent}", "--output", f"{tmp_path / 'titans'}", *options, "--no-speed"])
+    model, tokenizer = load_model(f"{tmp_path / 'titans'}", "cpu")
+    original = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name).eval()
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    with torch.no_grad():
+        assert_same(model(**ids).logits, original(**ids).logits, 1e-3)
+    length = dict(max_new_tokens=12, do_sample=False)
+    answer = model.generate(**ids, **length)
+    assert (answer == original.generate(**ids, **length)).all() and "Paris" in tokenizer.decode(answer[0])

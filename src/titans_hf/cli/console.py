@@ -21,6 +21,7 @@ class Command(NamedTuple):
 TRANSFORMERS_CLI = "titans_hf.cli.serve"
 COMMANDS = {
     "train": Command("titans_hf.cli.train", "train or fine-tune a causal language model", "train"),
+    "convert": Command("titans_hf.cli.convert", "make a Titans of a pretrained Llama, Mistral or Qwen"),
     "merge": Command("titans_hf.cli.merge", "merge a LoRA adapter into its model", "finetune"),
     "read": Command("titans_hf.cli.read", "read texts into a memory and save it", "train"),
     "ask": Command("titans_hf.cli.ask", "answer prompts from a saved memory", "train"),
