@@ -76,7 +76,7 @@ class UpdateRule(NamedTuple):
     """The form of the memory network, and how the gradients that update it are computed.
 
     error_clip: kappa of `gradient_factors`; None for the paper's plain loss.
-    delta_rule: take the last layer's error at the weights before each token (`memory_delta_rule`), not at the chunk's
+    delta_rule: take the last layer's error at the weights before each token (`memory_chunk`), not at the chunk's
     start; with an MLP only.
     network: "mlp", or "residual" with the delta rule off.
     hidden_step: with the delta rule, the hidden layers' steps are theta times this, because a chunk's gradients of
