@@ -1,6 +1,8 @@
 """Finished runs, a line of a JSON Lines file each: a repeated command goes on with the runs that are missing."""
 
 import json
+import shutil
+import subprocess
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -68,3 +70,11 @@ def find_finished(records: list[Record], run: Any, config: PreTrainedConfig | No
                 "give another --output"
             )
     return record
+
+
+def describe_commit() -> str:
+    """Names the commit of the code, with "+" where files differ from it; empty outside a git checkout."""
+    if shutil.which("git") is None:
+        return ""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

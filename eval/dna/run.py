@@ -8,9 +8,8 @@ other seeds, at the one that was best in validation there. A finished run is kep
 the next one.
 """
 
-import argparse
 import hashlib
-import re
+from argparse import Namespace
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
@@ -19,62 +18,48 @@ from typing import Any
 import numpy as np
 from transformers.utils.logging import disable_progress_bar
 
-from eval.common.compared_models import VARIANTS, parse_settings
-from eval.common.records import FILE, find_finished, read_records
+from eval.common.compared_models import VARIANTS
+from eval.common.harness import check_options, make_parser
+from eval.common.records import find_finished, read_records
+from eval.common.tables import check_alike, write_report
 from eval.dna.folds import Fold, group_sequences, hold_out, make_folds
 from eval.dna.models import NAMES, STOPPED, build_model, config_of
 from eval.dna.sequences import Sequences, read_sequences
 from eval.dna.sequences import name_of as file_name
-from eval.dna.tables import check_alike, write_report
+from eval.dna.tables import ALIKE, make_report
 from eval.dna.training import DataOfRun, Run, make_run
-from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
-from titans_hf.cli.shared.command_line import HelpFormatter, run_command
+from titans_hf.cli.shared.command_line import run_command
 
 SHAPE = ("parameters", "hidden_size", "num_hidden_layers")
-TRAINING = ("batch_size", "epochs", "evaluations")
+TRAINING = ("epochs", "evaluations")
 DEFAULT_MODELS = ("lmm", "lmm" + STOPPED, "mag", "mag" + STOPPED, "llama", "mamba2", "cnn")
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
+def parse_args(argv: list[str] | None) -> Namespace:
     """Parses the command line, without checking what the values mean."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser = make_parser(__doc__, NAMES, DEFAULT_MODELS, batch_size=16)
     parser.add_argument("data", nargs="*", type=Path, metavar="DATA", help="files, each cross-validated in itself")
     parser.add_argument("--folds", type=int, default=5)
     parser.add_argument("--train", nargs="+", type=Path, default=[], metavar="FILE", help="instead of DATA")
     parser.add_argument("--test", nargs="+", type=Path, default=[], metavar="FILE")
-    parser.add_argument(
-        "--models", nargs="+", choices=NAMES, default=DEFAULT_MODELS, metavar="MODEL", help=", ".join(NAMES)
-    )
     parser.add_argument("--parameters", type=int, default=30_000, help="about, of every model but the CNN")
     parser.add_argument("--hidden_size", type=int, default=32)
     parser.add_argument("--num_hidden_layers", type=int, default=2, help="but for Mamba2, which has more")
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="fields of the Titans' config")
-    parser.add_argument("--label", default="", help="name of the Titans with these settings in files and tables")
     parser.add_argument("--learning_rates", nargs="+", type=float, default=[1e-3, 3e-3])
-    parser.add_argument("--batch_size", type=int, default=16)
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--evaluations", type=int, default=10, help="evaluations on the validation part")
     parser.add_argument("--reverse_complement", action="store_true", help="train on either strand, drawn each time")
-    parser.add_argument(
-        "--seeds", nargs="+", type=int, default=[0], help="of weights and batches; the folds are always the same"
-    )
     parser.add_argument("--save_models", action="store_true", help="save each model but the CNN, with its tokenizer")
-    parser.add_argument("--output", type=Path, required=True, help="folder of runs.jsonl, table and plots")
     return parser.parse_args(argv)
 
 
-def check_args(args: argparse.Namespace) -> dict[str, Any]:
+def check_args(args: Namespace) -> dict[str, Any]:
     """Returns the settings of Titans; raises ValueError for options that cannot be."""
     if bool(args.data) == bool(args.train) or bool(args.train) != bool(args.test):
         raise ValueError("give either DATA files, or --train and --test files")
-    check_minimums(args, **dict.fromkeys((*SHAPE, *TRAINING), 1), folds=2, seeds=0)
-    check_folder(args.output, "--output")
     if not min(args.learning_rates) > 0:
         raise ValueError(f"--learning_rates must be above 0, but has {min(args.learning_rates)}")
-    settings = parse_settings(args.set)
-    if not re.fullmatch(r"[\w.-]*", args.label) or (settings and not args.label):
-        raise ValueError(f"--label {args.label!r}: --set needs a name of its own, of letters, digits, '.', '_' and '-'")
-    return settings
+    return check_options(args, **dict.fromkeys((*SHAPE, *TRAINING), 1), folds=2)
 
 
 def name_of(path: Path) -> str:
@@ -95,7 +80,7 @@ def classes_of(path: Path, sequences: Sequences) -> list[str]:
     return classes
 
 
-def read_folds(args: argparse.Namespace) -> dict[tuple[str, str], list[DataOfRun]]:
+def read_folds(args: Namespace) -> dict[tuple[str, str], list[DataOfRun]]:
     """Reads and splits the files; returns the folds of each by its name and digest, one for files to train and test on.
 
     Raises ValueError for two files of one name, and as `read_sequences`, `make_folds` and `read_train_and_test` do.
@@ -116,7 +101,7 @@ def read_folds(args: argparse.Namespace) -> dict[tuple[str, str], list[DataOfRun
     return found
 
 
-def read_train_and_test(args: argparse.Namespace) -> DataOfRun:
+def read_train_and_test(args: Namespace) -> DataOfRun:
     """Reads --train and --test files, and holds out a tenth of the training sequences for validation.
 
     Raises ValueError for a label in the test files alone.
@@ -143,7 +128,7 @@ def describe(data: DataOfRun) -> str:
     return f"{len(data.sequences.texts)} sequences of {len(data.classes)} classes; in the first fold {parts}"
 
 
-def finish(run: Run, data: DataOfRun, args: argparse.Namespace) -> dict[str, Any]:
+def finish(run: Run, data: DataOfRun, args: Namespace) -> dict[str, Any]:
     """Makes a run, unless it is finished, and returns its record."""
     config = config_of(run.model, data.classes, run.shape, run.settings)
     record = find_finished(read_records(args.output, "dna"), run, config)
@@ -151,19 +136,19 @@ def finish(run: Run, data: DataOfRun, args: argparse.Namespace) -> dict[str, Any
         raise ValueError(f"{run.name} is finished without its model: --save_models needs another --output")
     if record:
         return record
-    record = make_run(run, data, args.output / FILE, args.save_models)
+    record = make_run(run, data, args.output, args.save_models)
     print(f"{run.name}: test accuracy {record['test']:.3f}, {record['minutes']} min", flush=True)
     return record
 
 
 def make_runs(
-    args: argparse.Namespace, settings: dict[str, Any], data: dict[tuple[str, str], list[DataOfRun]]
+    args: Namespace, settings: dict[str, Any], data: dict[tuple[str, str], list[DataOfRun]]
 ) -> list[tuple[Run, list[DataOfRun]]]:
     """Makes each model's run on the first fold at the first rate with the first seed, and all folds of its data.
 
     Raises ValueError for a model that cannot be built.
     """
-    shared = {name: getattr(args, name) for name in (*TRAINING, "reverse_complement")}
+    shared = {name: getattr(args, name) for name in (*TRAINING, "batch_size", "reverse_complement")}
     shared |= {"shape": {name: getattr(args, name) for name in SHAPE}, "folds": args.folds if args.data else 0}
     shared["seed"] = args.seeds[0]
     runs = []
@@ -172,7 +157,9 @@ def make_runs(
             titans = model.removesuffix(STOPPED) in VARIANTS
             row = f"{model}-{args.label}" if titans and args.label else model
             own = {"row": row, "model": model, "settings": settings if titans else {}}
-            runs.append((Run(name, digest, fold=0, learning_rate=args.learning_rates[0], **own, **shared), folds))
+            runs.append(
+                (Run(data=name, digest=digest, fold=0, learning_rate=args.learning_rates[0], **own, **shared), folds)
+            )
             length = max(map(len, folds[0].sequences.texts)) + 1
             build_model(model, config_of(model, folds[0].classes, shared["shape"], own["settings"]), length)
     return runs
@@ -182,7 +169,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     settings = check_args(args)
     runs = make_runs(args, settings, read_folds(args))
-    check_alike([*(x["run"] for x in read_records(args.output, "dna")), *(asdict(first) for first, _ in runs)])
+    check_alike([*(x["run"] for x in read_records(args.output, "dna")), *(asdict(first) for first, _ in runs)], ALIKE)
     disable_progress_bar()  # of writing checkpoints; Trainer has its own
     best = []
     for first, folds in runs:
@@ -192,7 +179,7 @@ def main(argv: list[str] | None = None) -> None:
     for seed, fold in others:
         for run, folds in best:
             finish(replace(run, seed=seed, fold=fold), folds[fold], args)
-    write_report(args.output, args.output)
+    write_report(make_report(read_records(args.output, "dna"), [], args.output), args.output)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,7 @@ A CSV file has a time column and a column per channel. A finished run is kept: t
 next one.
 """
 
-import argparse
-import re
+from argparse import Namespace
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -16,22 +15,22 @@ from pathlib import Path
 from torch.utils.data import DataLoader
 from transformers.utils.logging import disable_progress_bar
 
-from eval.common.compared_models import parse_settings
-from eval.common.records import FILE, find_finished, read_records
+from eval.common.harness import check_options, make_parser
+from eval.common.records import find_finished, read_records
+from eval.common.tables import check_alike, write_report
 from eval.forecasting.data import Series, make_splits, read_series, uneven_step
-from eval.forecasting.models import BASELINES, NAMES, forecasts
-from eval.forecasting.tables import check_alike, write_report
+from eval.forecasting.models import BASELINES, NAMES, build_model, config_of, forecasts
+from eval.forecasting.tables import ALIKE, make_report
 from eval.forecasting.training import INPUTS, Run, make_run
-from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
-from titans_hf.cli.shared.command_line import HelpFormatter, run_command
+from titans_hf.cli.shared.command_line import run_command
 from titans_hf.time_series_titans import LOSSES
 
-SHARED = ("learning_rate", "split", "cycle_length", "loss")
-POSITIVE = ("look_back", "batch_size", "max_steps", "eval_steps", "patience")
+POSITIVE = ("look_back", "max_steps", "eval_steps", "patience")
+SHARED = (*POSITIVE, "batch_size", "learning_rate", "split", "cycle_length", "loss")
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+def parse_args(argv: list[str] | None) -> Namespace:
+    parser = make_parser(__doc__, NAMES, NAMES, batch_size=32)
     parser.add_argument("data", nargs="+", type=Path, metavar="DATA.csv")
     parser.add_argument("--time_column", help="name of the column of dates; default: the first")
     parser.add_argument("--date_format", help="of the dates, as %%d/%%m/%%Y; found out where it can only be one")
@@ -44,55 +43,37 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--look_back", type=int, default=96, help="values that a forecast is made from")
     parser.add_argument("--horizons", nargs="+", type=int, default=[96, 192, 336, 720], help="values to forecast")
-    parser.add_argument(
-        "--models", nargs="+", choices=NAMES, default=list(NAMES), metavar="MODEL", help=", ".join(NAMES)
-    )
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="fields of the Titans' config")
-    parser.add_argument("--label", default="titans", help="name of the Titans with these settings in files and tables")
     parser.add_argument("--cycle_length", type=int, default=0, help="values of a cycle that each model learns; 0: none")
     parser.add_argument("--loss", choices=LOSSES, default="mse", help="squared or absolute error, of all models")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--learning_rate", type=float, default=3e-3)
-    parser.add_argument("--batch_size", type=int, default=32, help="windows, each with all channels")
     parser.add_argument("--max_steps", type=int, default=1000)
     parser.add_argument("--eval_steps", type=int, default=100, help="steps between two evaluations")
     parser.add_argument("--patience", type=int, default=3, help="evaluations without a lower validation loss")
-    parser.add_argument("--output", type=Path, required=True, help="folder of runs.jsonl, tables and plots")
     return parser.parse_args(argv)
 
 
-def name_changes(args: argparse.Namespace) -> str:
+def name_changes(args: Namespace) -> str:
     """Names the cycle and the loss that all models of the command have, where they are not the published ones."""
     cycle = f"-cycle{args.cycle_length}" if args.cycle_length else ""
     return cycle + (f"-{args.loss}" if args.loss != "mse" else "")
 
 
-def make_runs(args: argparse.Namespace, series: dict[str, Series]) -> list[Run]:
+def make_runs(args: Namespace, series: dict[str, Series]) -> list[Run]:
     """Makes the runs of the command, each checked; raises ValueError for what a run cannot be made with."""
-    check_minimums(args, **dict.fromkeys(POSITIVE, 1), horizons=1, cycle_length=0, seeds=0)
-    check_folder(args.output, "--output")
-    settings = parse_settings(args.set)
-    if not re.fullmatch(r"[\w.-]+", args.label) or (settings and args.label == "titans"):
-        raise ValueError(f"--label {args.label!r}: --set needs a name of its own, of letters, digits, '.', '_' and '-'")
-    shared = {name: getattr(args, name) for name in SHARED + POSITIVE}
+    settings = check_options(args, **dict.fromkeys(POSITIVE, 1), horizons=1, cycle_length=0)
     if args.label in BASELINES:
         raise ValueError(f"--label {args.label} is the name of another model: give one of its own")
-    runs = []
+    shared, runs = {name: getattr(args, name) for name in SHARED}, []
     for data, horizon, model, seed in product(series, args.horizons, args.models, args.seeds):
-        titans = model.startswith("titans")
-        row = model.replace("titans", args.label) + name_changes(args)
-        own = {
-            "data": data,
-            "digest": series[data].digest,
-            "row": row,
-            "model": model,
-            "settings": settings if titans else {},
-        }
-        runs.append(Run(**own, horizon=horizon, seed=seed, **shared))
+        row = model.replace("titans", args.label or "titans") + name_changes(args)
+        own = {"data": data, "digest": series[data].digest, "row": row, "model": model, "horizon": horizon}
+        own["settings"] = settings if model.startswith("titans") else {}
+        runs.append(Run(**own, seed=seed, **shared))
     for run in {(run.data, run.horizon, run.model): run for run in runs}.values():
-        splits = make_splits(series[run.data], run.split, run.look_back, run.horizon)
-        window = next(iter(DataLoader(splits.train)))
-        forecasts(run.build_model(len(series[run.data].names)), *(window[name] for name in INPUTS))
+        of_run = series[run.data]
+        window = next(iter(DataLoader(make_splits(of_run, run.split, run.look_back, run.horizon).train)))
+        model = build_model(run.model, run.task(len(of_run.names)), run.settings)
+        forecasts(model, *(window[name] for name in INPUTS))
     return runs
 
 
@@ -101,21 +82,21 @@ def main(argv: list[str] | None = None) -> None:
     series = {path.stem: read_series(path, args.time_column, args.date_format) for path in args.data}
     if len(series) < len(args.data):
         raise ValueError(f"two DATA.csv have the same name: {', '.join(map(str, args.data))}")
-    runs = make_runs(args, series)
+    runs, records, left = make_runs(args, series), read_records(args.output, "forecasting"), []
     for name, one in series.items():
         if args.cycle_length and (row := uneven_step(one.times)) is not None:
             print(f"{name}: row {row} is not at the usual step: --cycle_length counts rows, not time", flush=True)
-    channels = {name: len(one.names) for name, one in series.items()}
-    records = read_records(args.output, "forecasting")
-    left = [run for run in runs if not find_finished(records, run, run.config(channels[run.data]))]
-    check_alike([*records, *({"run": asdict(run)} for run in left)])
+    for run in runs:
+        config = config_of(run.model, run.task(len(series[run.data].names)), run.settings)
+        left += [] if find_finished(records, run, config) else [run]
+    check_alike([*(record["run"] for record in records), *map(asdict, left)], ALIKE)
     disable_progress_bar()  # of writing checkpoints; Trainer has its own
     print(f"{len(runs)} runs, {len(runs) - len(left)} of them finished", flush=True)
     for number, run in enumerate(left, 1):
-        record = make_run(run, series[run.data], args.output / FILE)
+        record = make_run(run, series[run.data], args.output)
         valid, test = (f"{part} MSE {record[part]['mse']:.3f}" for part in ("valid", "test"))
         print(f"{number}/{len(left)} {run.name}: {valid}, {test}, {record['minutes']} min", flush=True)
-    write_report(args.output, args.output)
+    write_report(make_report(read_records(args.output, "forecasting"), [], args.output), args.output)
 
 
 if __name__ == "__main__":

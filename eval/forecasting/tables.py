@@ -3,25 +3,26 @@
 python -m eval.forecasting.tables runs/forecasting --rows lmm lmm-stopped rlinear --output runs/tables
 """
 
-import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from statistics import mean, stdev
-from typing import Any, NamedTuple
+from statistics import mean
+from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from eval.common.records import read_lines, read_records
-from eval.common.tables import read_paper
+from eval.common.records import Record, read_lines
+from eval.common.tables import Report, extremes, read_paper, report_command, with_spread
 from eval.forecasting.training import EXAMPLES
-from titans_hf.cli.shared.command_line import HelpFormatter, run_command
-from titans_hf.cli.shared.figures import line_styles, save_figure
+from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.shared.figures import line_styles
 from titans_hf.cli.shared.markdown_tables import markdown_table
 
 PAPER = read_paper("forecasting")
 METRICS = ("mse", "mae")
-OF_DATA = ("digest", "split")  # the same in all runs of a series
-OF_ROW = ("settings", "learning_rate", "batch_size", "max_steps", "eval_steps", "patience")  # of a row and look-back
+ALIKE = {
+    ("data",): ("digest", "split"),
+    ("data", "look_back", "row"): ("settings", "learning_rate", "batch_size", "max_steps", "eval_steps", "patience"),
+}
 WITHOUT_LAST = "test_without_last_batch"  # the field of a record
 NOTES = (
     "- Mean squared / mean absolute error of values scaled by the training part, over all windows of the test part.",
@@ -43,13 +44,13 @@ class Key(NamedTuple):
 class Results:
     """The records of a folder with one look-back, by data, row, horizon and seed."""
 
-    def __init__(self, records: list[dict[str, Any]]):
+    def __init__(self, records: list[Record]):
         self.records = {Key(*(record["run"][name] for name in Key._fields)): record for record in records}
         self.data, self.rows, self.horizons, self.seeds = (
             sorted(set(values)) for values in zip(*self.records, strict=True)
         )
 
-    def runs_of_seeds(self, data: str, row: str, horizons: list[int]) -> list[list[dict[str, Any]]]:
+    def runs_of_seeds(self, data: str, row: str, horizons: list[int]) -> list[list[Record]]:
         """Returns the records of each seed that has all `horizons`."""
         keys = [[Key(data, row, horizon, seed) for horizon in horizons] for seed in self.seeds]
         return [[self.records[key] for key in of_seed] for of_seed in keys if self.records.keys() >= set(of_seed)]
@@ -64,40 +65,8 @@ class Results:
         return " / ".join(map(with_spread, values)) if values[0] else "–"
 
 
-def with_spread(values: list[float]) -> str:
-    """Formats a mean, with the standard deviation of several values."""
-    return f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
-
-
-def check_alike(records: Iterable[dict[str, Any]]) -> None:
-    """Raises ValueError, naming the setting, for runs of one row, or of one series, that were not made alike."""
-    first: dict[tuple, dict[str, Any]] = {}
-    for run in (record["run"] for record in records):
-        for names, shared in ((("data",), OF_DATA), (("data", "look_back", "row"), OF_ROW)):
-            other = first.setdefault((names, *(run[name] for name in names)), run)
-            for name in shared:
-                if run.get(name) != other.get(name) and None not in (run.get(name), other.get(name)):
-                    raise ValueError(
-                        f"{run['data']}, {run['row']}: {name} is {run[name]} and elsewhere {other[name]}: give another "
-                        "--label or --output"
-                    )
-
-
-def read_results(path: Path, rows: Sequence[str] = ()) -> dict[int, Results]:
-    """Reads the records of a file or folder by look-back, only `rows` if there are any.
-
-    Raises ValueError for a file without runs or with other lines, for a row that none of them has, and as
-    `check_alike` does.
-    """
-    records = read_records(path, "forecasting")
-    check_alike(records)
-    if not records:
-        raise ValueError(f"RUNS {path} has no runs of eval.forecasting.run")
-    known = sorted({record["run"]["row"] for record in records})
-    for row in rows:
-        if row not in known:
-            raise ValueError(f"--rows must be of {', '.join(known)}, but has {row}")
-    records = [record for record in records if not rows or record["run"]["row"] in rows]
+def by_look_back(records: list[Record]) -> dict[int, Results]:
+    """Groups the records by look-back."""
     look_backs = sorted({record["run"]["look_back"] for record in records})
     return {n: Results([record for record in records if record["run"]["look_back"] == n]) for n in look_backs}
 
@@ -111,8 +80,7 @@ def table(results: Results, data: str, look_back: int) -> str:
         found = [x for key, x in results.records.items() if (key.data, key.row) == (data, row)]
         if not found:
             continue
-        sizes = sorted({x["parameters"] for x in found})
-        parameters = f"{sizes[0]:,}" + (f" to {sizes[-1]:,}" if len(sizes) > 1 else "")
+        parameters = extremes(x["parameters"] for x in found)
         means = [results.cell(data, row, results.horizons)] if several else []
         cells = [results.cell(data, row, [horizon]) for horizon in results.horizons]
         rows.append([row, parameters, len({x["run"]["seed"] for x in found}), *means, *cells])
@@ -138,7 +106,7 @@ def last_batch_table(results: Results, data: str) -> str:
     return f"{title}\n\n{markdown_table(heading, rows)}" if rows else ""
 
 
-def cell_without_last_batch(runs: list[list[dict[str, Any]]], size: str) -> str:
+def cell_without_last_batch(runs: list[list[Record]], size: str) -> str:
     """Formats the mean squared error of each seed's runs over the windows that fill batches of `size`; a dash where one
     of them has fewer windows.
     """
@@ -150,13 +118,13 @@ def numbers(values: Iterable[int]) -> str:
     return ", ".join(map(str, values))
 
 
-def read_examples(runs: Path) -> dict[str, dict[str, Any]]:
+def read_examples(runs: Path) -> dict[str, Record]:
     """Reads the example forecasts beside a file of runs, by the run's name; none where there is no such file."""
     file = (runs.parent if runs.suffix == ".jsonl" else runs) / EXAMPLES
     return {example["name"]: example for example in read_lines(file)} if file.exists() else {}
 
 
-def plot(results: Results, examples: dict[str, dict[str, Any]], data: str, path: Path) -> None:
+def plot(results: Results, examples: dict[str, Record], data: str) -> Figure:
     """Plots forecasts of the first seed against what was measured, a panel per horizon."""
     figure = Figure(figsize=(9, 2.6 * len(results.horizons)), layout="constrained")
     panels = figure.subplots(len(results.horizons), 1, squeeze=False)[:, 0]
@@ -174,30 +142,22 @@ def plot(results: Results, examples: dict[str, dict[str, Any]], data: str, path:
             absent = ", ".join(style["label"] for row, style in styles.items() if row not in shown)
             axes.set(title=title + (f" (without {absent})" if absent else ""))
             axes.set(xlabel="rows after the last one read", ylabel="standardized value")
-    save_figure(figure, path)
+    return figure
 
 
-def write_report(runs: Path, output: Path, rows: Sequence[str] = ()) -> None:
-    """Writes to `output` table.md and a plot per series and look-back from the runs of a file or folder."""
-    parts, found = ["# Forecasts", "\n".join(NOTES)], read_results(runs, rows)
-    examples = read_examples(runs)
-    output.mkdir(parents=True, exist_ok=True)
-    for look_back, results in found.items():
+def make_report(records: list[Record], baselines: list[str], path: Path) -> Report:
+    """Makes the tables, and a plot per series and look-back where there are examples beside the runs."""
+    tables, figures, examples = ["# Forecasts", "\n".join(NOTES)], {}, read_examples(path)
+    for look_back, results in by_look_back(records).items():
         for data in results.data:
-            parts += filter(None, (table(results, data, look_back), last_batch_table(results, data)))
+            tables += filter(None, (table(results, data, look_back), last_batch_table(results, data)))
             if any(record["name"] in examples for key, record in results.records.items() if key.data == data):
-                plot(results, examples, data, output / f"{data}-{look_back}.png")
-    (output / "table.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    print(f"wrote {output / 'table.md'}")
+                figures[f"{data}-{look_back}"] = plot(results, examples, data)
+    return tables, figures
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    parser.add_argument("runs", metavar="RUNS", type=Path, help="a JSON Lines file of runs, or its folder")
-    parser.add_argument("--rows", nargs="+", default=[], help="the rows that are shown; all")
-    parser.add_argument("--output", type=Path, required=True, help="the folder for table.md and the plots")
-    args = parser.parse_args(argv)
-    write_report(args.runs, args.output, args.rows)
+    report_command(__doc__, "forecasting", ALIKE, make_report, argv)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from eval.common.git_commit import describe_commit
-from eval.common.records import append_record
+from eval.common.records import append_record, describe_commit
 from eval.language.token_blocks import cut_blocks, cut_stretches, make_tokenizer, read_documents
 from eval.language.train_and_score import edges_to
 from eval.language.training_loop import random_batches

@@ -17,8 +17,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, set_seed
 
 from eval.common.compared_models import NAMES, build_model, fit_config, parse_settings, scale_outputs
-from eval.common.git_commit import describe_commit
-from eval.common.records import append_record, read_records
+from eval.common.records import append_record, describe_commit, read_records
 from eval.language.token_blocks import cut_blocks, cut_stretches, make_tokenizer, read_documents
 from eval.language.training_loop import TrainingOptions, train
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command

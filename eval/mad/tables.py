@@ -1,31 +1,34 @@
-"""Makes the table and the plot of runs of eval.mad.run, with the figures of the paper (table 10 of its version 2).
+"""Makes the tables and the plot of runs of eval.mad.run, with the figures of the paper (table 10 of its version 2).
 
-    python -m eval.mad.tables results/mad --plot results/mad/curves.png --baselines llama gated-deltanet
+    python -m eval.mad.tables eval/results/mad.jsonl --baselines llama gated-deltanet
 
 A figure is the accuracy on the test sequences after the last epoch, in percent, at the learning rate that is best on
 the validation sequences, and over several seeds the mean and the standard deviation.
 """
 
-import argparse
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
-from eval.common.records import read_records
-from eval.common.tables import read_paper
+from eval.common.records import Record
+from eval.common.tables import (
+    Report,
+    difference_table,
+    extremes,
+    plot_curves,
+    read_paper,
+    report_command,
+    with_spread,
+)
 from eval.mad.models import NAMES
 from eval.mad.tasks import TASKS
-from titans_hf.cli.shared.command_line import HelpFormatter, run_command
-from titans_hf.cli.shared.figures import line_styles, plot_with_spread, save_figure
+from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.shared.markdown_tables import markdown_table
 
-PAPER = read_paper("mad")
 EPOCH, VALIDATION, TEST = range(3)
-SETUP = ("epochs", "batch_size", "weight_decay", "bf16", "task_settings")  # the same in all runs of a task
+ALIKE = {("data",): ("epochs", "batch_size", "weight_decay", "bf16", "task_settings")}
 
 
 class Result(NamedTuple):
@@ -36,31 +39,20 @@ class Result(NamedTuple):
     parameters: int
 
     @property
-    def last(self) -> np.ndarray:
+    def last(self) -> list[float]:
         """Accuracy of every seed on the test sequences after the last epoch, in percent."""
-        return 100 * self.curves[:, -1, TEST]
+        return (100 * self.curves[:, -1, TEST]).tolist()
 
     def cell(self) -> str:
         """Formats mean, spread over several seeds, and learning rate."""
-        spread = f" ± {self.last.std(ddof=1):.1f}" if len(self.last) > 1 else ""
-        return f"{self.last.mean():.1f}{spread} ({self.learning_rate:g})"
+        return f"{with_spread(self.last, '.1f')} ({self.learning_rate:g})"
 
 
 Results = dict[str, dict[str, Result]]
 
 
-def check_alike(records: Iterable[dict[str, Any]]) -> None:
-    """Raises ValueError, naming the setting, for runs of one task that were not made alike."""
-    first: dict[str, dict[str, Any]] = {}
-    for run in (record["run"] for record in records):
-        other = first.setdefault(run["data"], run)
-        for name in SETUP:
-            if run[name] != other[name]:
-                raise ValueError(f"{run['data']}, {run['row']}: {name} is {run[name]}, elsewhere {other[name]}")
-
-
-def best_results(records: Iterable[dict[str, Any]]) -> Results:
-    """Groups results by model and task, in the order of the models; the rate is best on validation at the end.
+def best_results(records: Iterable[Record]) -> Results:
+    """Groups results by row and task, in the order of the models; the rate is best on validation at the end.
 
     Raises ValueError for rates that were tried with different seeds.
     """
@@ -81,83 +73,43 @@ def best_results(records: Iterable[dict[str, Any]]) -> Results:
     return dict(sorted(results.items(), key=lambda item: (NAMES.index(item[0].split()[0]), item[0])))
 
 
-def extremes(numbers: Iterable[int]) -> str:
-    """Formats the least and the greatest of some numbers, once if they are equal."""
-    return " to ".join(f"{x:,}" for x in sorted({min(numbers), max(numbers)}))
-
-
 def table(results: Results, tasks: list[str]) -> str:
     """Formats the accuracies, and the paper's below them."""
     some = {task: next(row[task] for row in results.values() if task in row) for task in tasks}
-    heading = [
-        "model",
-        "parameters",
-        "seeds",
-        *(f"{task}, {some[task].curves[0, -1, EPOCH]:.0f} epochs" for task in tasks),
-    ]
+    columns = (f"{task}, {some[task].curves[0, -1, EPOCH]:.0f} epochs" for task in tasks)
     rows = []
     for name, row in results.items():
-        sizes, seeds = (extremes(x) for x in zip(*((r.parameters, len(r.curves)) for r in row.values()), strict=True))
+        sizes, seeds = extremes(r.parameters for r in row.values()), extremes(len(r.curves) for r in row.values())
         rows.append([name, sizes, seeds, *(row[task].cell() if task in row else "–" for task in tasks)])
-    for name, figures in PAPER["rows"].items():
-        paper = dict(zip(PAPER["tasks"], figures, strict=True))
-        rows.append([f"the paper's {name}", "–", "–", *(paper.get(task, "–") for task in tasks)])
-    return markdown_table(heading, rows)
+    paper = read_paper("mad")
+    for name, figures in paper["rows"].items():
+        of_task = dict(zip(paper["tasks"], figures, strict=True))
+        rows.append([f"the paper's {name}", "–", "–", *(of_task.get(task, "–") for task in tasks)])
+    return markdown_table(["model", "parameters", "seeds", *columns], rows)
 
 
-def difference_table(results: Results, tasks: list[str], baseline: str) -> str:
+def differences(results: Results, tasks: list[str], baseline: str) -> str:
     """Formats every row's means less the baseline's, in percentage points."""
-    base = results[baseline]
-    rows = []
-    for name, row in results.items():
-        if name != baseline:
-            both = [(row[task], base[task]) if task in row and task in base else None for task in tasks]
-            rows.append([name, *(f"{x[0].last.mean() - x[1].last.mean():+.1f}" if x else "–" for x in both)])
-    return markdown_table([f"less {baseline}", *tasks], rows)
+
+    def cells(row: dict[str, Result], base: dict[str, Result]) -> list[str]:
+        both = [(row[task], base[task]) if task in row and task in base else None for task in tasks]
+        return [f"{np.mean(x[0].last) - np.mean(x[1].last):+.1f}" if x else "–" for x in both]
+
+    return difference_table(baseline, tasks, results, cells)
 
 
-def plot(results: Results, tasks: list[str], path: Path) -> None:
-    """Draws accuracy by epoch, a panel per task: the mean over seeds, and a band from the least to the greatest."""
-    columns = min(3, len(tasks))
-    rows = -(-len(tasks) // columns)
-    figure = Figure(figsize=(4 * columns + 2, 3 * rows), layout="constrained")
-    figure.suptitle("Accuracy on the six tasks of MAD while training")
-    panels = figure.subplots(rows, columns, squeeze=False).ravel()
-    styles = line_styles(results)
-    for axes, task in zip(panels, tasks, strict=False):
-        for name, row in results.items():
-            if task in row:
-                curves = row[task].curves
-                epochs, accuracies = curves[0, :, EPOCH], 100 * curves[..., TEST]
-                style = styles[name] | {"markevery": max(1, len(epochs) // 8), "markersize": 4}
-                plot_with_spread(axes, epochs, accuracies, style)
-        axes.set(title=task, xlabel="epoch", ylim=(0, 102))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    for axes in panels[::columns]:
-        axes.set_ylabel("test accuracy (%)")
-    for axes in panels[len(tasks) :]:
-        axes.remove()
-    save_figure(figure, path)
+def make_report(records: list[Record], baselines: list[str], path: Path) -> Report:
+    """Makes the tables, and a plot of accuracy by epoch with a panel per task."""
+    results = best_results(records)
+    tasks = [task for task in TASKS if any(task in row for row in results.values())]
+    panels = {task: {name: row[task].curves for name, row in results.items() if task in row} for task in tasks}
+    panels = {task: {name: x[..., [EPOCH, TEST]] for name, x in rows.items()} for task, rows in panels.items()}
+    tables = [table(results, tasks), *(differences(results, tasks, baseline) for baseline in baselines)]
+    return tables, {"mad": plot_curves(panels, "test accuracy (%)")}
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    parser.add_argument("runs", type=Path, help="a JSON Lines file of runs, or its folder")
-    parser.add_argument("--plot", type=Path, help="an image file of accuracy by epoch")
-    parser.add_argument("--baselines", nargs="*", default=[], help="rows that the others are compared with")
-    args = parser.parse_args(argv)
-    records = read_records(args.runs, "mad")
-    if not records:
-        raise ValueError(f"RUNS {args.runs} has no runs of eval.mad.run")
-    check_alike(records)
-    results = best_results(records)
-    for baseline in args.baselines:
-        if baseline not in results:
-            raise ValueError(f"--baselines must be of {', '.join(results)}, but has {baseline}")
-    tasks = [task for task in TASKS if any(task in row for row in results.values())]
-    print(*[table(results, tasks), *(difference_table(results, tasks, x) for x in args.baselines)], sep="\n\n")
-    if args.plot:
-        plot(results, tasks, args.plot)
+    report_command(__doc__, "mad", ALIKE, make_report, argv)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-IGNORED = -100
+from eval.common.harness import IGNORED
 
 
 class Sequences(NamedTuple):

@@ -9,12 +9,13 @@ import torch
 from dna_files import write_table
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, EvalPrediction
 
+from eval.common.harness import accuracy
 from eval.common.records import FILE, append_record, read_records
 from eval.dna import run as dna
 from eval.dna.models import NAMES, build_model, config_of
 from eval.dna.sequences import read_sequences, reverse_complement
 from eval.dna.tokenizer import make_tokenizer
-from eval.dna.training import DataOfRun, Examples, accuracy, collate
+from eval.dna.training import DataOfRun, Examples, collate
 
 SHAPE = {"parameters": 30_000, "hidden_size": 32, "num_hidden_layers": 2}
 TINY = ["--parameters", "3000", "--hidden_size", "16", "--num_hidden_layers", "1", "--folds", "2", "--evaluations", "2"]
@@ -131,7 +132,8 @@ def test_the_rate_is_chosen_on_the_first_fold(tsv, monkeypatch):
         return {"valid": -abs(run.learning_rate - 0.02), "test": run.learning_rate, "minutes": 0}
 
     monkeypatch.setattr(dna, "make_run", make)
-    monkeypatch.setattr(dna, "write_report", lambda *folders: None)
+    monkeypatch.setattr(dna, "write_report", lambda report, output: None)
+    monkeypatch.setattr(dna, "make_report", lambda *args: None)
     dna.main(command(tsv, "--models", "lmm", "--folds", "2", "--learning_rates", "0.01", "0.02", "0.03"))
     assert made == [(0, 0, 0.01), (0, 0, 0.02), (0, 0, 0.03), (0, 1, 0.02)]
     made.clear()

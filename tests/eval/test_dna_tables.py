@@ -3,10 +3,15 @@
 import pytest
 
 from eval.common.records import append_record
+from eval.common.tables import choose_records
 from eval.dna import tables as dna_tables
-from eval.dna.tables import difference_table, read_results, table
+from eval.dna.tables import ALIKE, differences, group_by_row, table
 
 DATA = "human_nontata_promoters-test"
+
+
+def read_results(folder):
+    return group_by_row(choose_records(folder, "dna", ALIKE))
 
 
 def save(folder, model, rate, fold, valid, test, data=DATA, seed=0, **changed):
@@ -61,7 +66,7 @@ def test_differences_are_fold_by_fold(folder):
     """Differences of 10 and -10 points, of the folds that both models have, are 0 in the mean. Otherwise easy folds
     would count for one model alone.
     """
-    text = difference_table(read_results(folder)[DATA], "cnn")
+    text = differences(read_results(folder)[DATA], "cnn")
     assert text.splitlines()[2:] == ["| lmm | +0.0 ± 14.1 | +0.0 | 2 |"]
 
 
@@ -78,7 +83,7 @@ def test_a_fold_is_the_mean_of_its_seeds(folder):
     assert lines[2].startswith("| lmm | 1,234 | 3 | 78.3 ± 7.6 | 75.0 |")  # folds .8, .7, .85
     assert lines[3].startswith("| cnn | 1,234 | 2 | 75.0 ± 7.1 | 70.0, 80.0 |")  # folds .7, .8
     # lmm less cnn: .1 and .1 in the first fold, -.1 in the second
-    assert difference_table(rows, "cnn").splitlines()[2:] == ["| lmm | +0.0 ± 14.1 | +0.0 | 2 |"]
+    assert differences(rows, "cnn").splitlines()[2:] == ["| lmm | +0.0 ± 14.1 | +0.0 | 2 |"]
 
 
 def test_a_row_without_the_first_fold_is_left_out(folder):

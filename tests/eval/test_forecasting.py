@@ -6,7 +6,9 @@ import pytest
 import torch
 from series_files import write_series
 
+from eval.common import tables
 from eval.common.records import FILE, append_record, read_lines, read_records
+from eval.common.tables import choose_records, write_report
 from eval.forecasting import run as forecasting
 from eval.forecasting import tables as forecast_tables
 from eval.forecasting.data import Windows, make_splits, read_series
@@ -184,6 +186,10 @@ def save(folder, *records):
         append_record(record, folder / FILE)
 
 
+def results_of(folder):
+    return forecast_tables.by_look_back(choose_records(folder, "forecasting", forecast_tables.ALIKE))
+
+
 def test_means_over_horizons_and_seeds(tmp_path):
     """A mean is over the horizons of each seed that has all, with the deviation over seeds; the paper stands beside its
     own horizons only.
@@ -191,16 +197,17 @@ def test_means_over_horizons_and_seeds(tmp_path):
     records = [record_of("a", horizon, seed, horizon / 100 + seed, 0.5) for horizon in (96, 192) for seed in (0, 1)]
     records += [record_of("b", 96, 0, 0.4, 0.3), record_of("a", 96, 2, 9, 9), record_of("a", 96, 0, 0.1, 0.1, 336)]
     save(tmp_path, *records)
-    results = forecast_tables.read_results(tmp_path)
+    results = results_of(tmp_path)
     assert list(results) == [96, 336]
     assert results[96].cell("ETTh1", "a", [96, 192]) == "1.940 ± 0.707 / 0.500 ± 0.000"
     assert results[96].cell("ETTh1", "b", [96, 192]) == "–"
     assert results[96].cell("ETTh1", "b", [96]) == "0.400 / 0.300"
-    forecast_tables.write_report(tmp_path, tmp_path)
+    records = choose_records(tmp_path, "forecasting", forecast_tables.ALIKE)
+    write_report(forecast_tables.make_report(records, [], tmp_path), tmp_path)
     assert "paper" not in (tmp_path / "table.md").read_text().split("## ")[1]
     for horizon in (336, 720):
         save(tmp_path, record_of("a", horizon, 0, 0.4, 0.3))
-    table = forecast_tables.table(forecast_tables.read_results(tmp_path)[96], "ETTh1", 96)
+    table = forecast_tables.table(results_of(tmp_path)[96], "ETTh1", 96)
     assert "| paper: neural memory |  |  | 0.420 / 0.421 | – | – | – | – |" in table
     assert "| a | 960 to 7,200 | 3 |" in table
 
@@ -211,11 +218,11 @@ def test_the_table_without_the_last_batch(tmp_path):
     for number, record in enumerate(records):
         record["test_without_last_batch"] = {str(n): {"mse": number + n / 1000} for n in (32, 64, 128, 256, 512)}
         save(tmp_path, record)
-    results = forecast_tables.read_results(tmp_path)[96]
+    results = results_of(tmp_path)[96]
     table = forecast_tables.last_batch_table(results, "ETTh1").splitlines()
     assert table[4:] == ["| a | 1 | 1.440 | 0.532 | 0.564 | 0.628 | 0.756 | 1.012 |"]
     save(tmp_path, record_of("a", 192, 0, 1, 1))
-    assert forecast_tables.last_batch_table(forecast_tables.read_results(tmp_path)[96], "ETTh1") == ""
+    assert forecast_tables.last_batch_table(results_of(tmp_path)[96], "ETTh1") == ""
 
 
 def test_chosen_rows_are_reported(tmp_path, monkeypatch):
@@ -227,7 +234,7 @@ def test_chosen_rows_are_reported(tmp_path, monkeypatch):
         save(tmp_path, record := record_of(row, 96, 0, 0.4, 0.3))
         append_record({"name": record["name"]} | example, tmp_path / "examples.jsonl")
     figures = []
-    monkeypatch.setattr(forecast_tables, "save_figure", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(tables, "save_figure", lambda figure, path: figures.append(figure))
     options = ["--rows", "lmm-stopped-cycle24", "rlinear", "--output", str(tmp_path / "out")]
     forecast_tables.main([str(tmp_path), *options])
     assert "dlinear" not in (tmp_path / "out" / "table.md").read_text()
@@ -314,11 +321,11 @@ def test_other_data_of_one_name_is_not_taken_for_it(csv):
 @pytest.mark.parametrize(
     "options,message",
     [
-        (["--models", "rlinear", "--seeds", "1", "--max_steps", "2"], "waves, rlinear: max_steps is 2 and elsewhere 4"),
+        (["--models", "rlinear", "--seeds", "1", "--max_steps", "2"], "waves, rlinear: max_steps is 2, elsewhere 4"),
         (["--models", "rlinear", "--seeds", "1", "--learning_rate", "1e-4"], "waves, rlinear: learning_rate is 0.0001"),
         (
             ["--models", "dlinear", "--seeds", "1", "--split", "0.5", "0.2", "0.3"],
-            "waves, dlinear: split is .* and elsewhere",
+            "waves, dlinear: split is .*, elsewhere",
         ),
     ],
 )
@@ -340,7 +347,7 @@ def test_other_files_are_named_before_any_training(csv):
     with pytest.raises(ValueError, match=r"runs\.jsonl, line 1, is no run of eval\.forecasting"):
         forecasting.main(command(csv, "--models", "rlinear"))
     with pytest.raises(ValueError, match=r"runs\.jsonl, line 1, is no run of eval\.forecasting"):
-        forecast_tables.read_results(csv.parent / "out")
+        forecast_tables.main([str(csv.parent / "out")])
     assert len(list((csv.parent / "out").iterdir())) == 1
 
 

@@ -9,12 +9,13 @@ from torch import nn
 from transformers import EvalPrediction
 from transformers.modeling_outputs import BaseModelOutput
 
+from eval.common.harness import IGNORED, accuracy
 from eval.common.records import FILE, append_record, read_records
 from eval.mad import run as mad
 from eval.mad import training as mad_run
 from eval.mad.models import NAMES, AutoEncoder, build, config_of
-from eval.mad.tasks import IGNORED, TASKS, Sequences, Settings, draw_motifs, motifs, repeats
-from eval.mad.training import Run, accuracy, labelled_loss, make_data, settings_of, train
+from eval.mad.tasks import TASKS, Sequences, Settings, draw_motifs, motifs, repeats
+from eval.mad.training import Run, labelled_loss, make_data, settings_of, train
 
 SMALL = ["--task_set", "length=16", "train_sequences=40", "--batch_size", "20", "--epochs", "2"]
 
@@ -234,7 +235,7 @@ def test_a_run_is_recorded(tmp_path, task, few_held_out, capsys):
     """A run records all it depends on and its curve."""
     run = make_run(data=task, row="lmm stopped", model="lmm", settings={"memory_max_lr": 0}, epochs=4, evaluate_every=2)
     run = Run(**vars(run) | {"task_settings": {"length": 16, "train_sequences": 40}})
-    train(run, tmp_path / "new" / FILE, "abc")
+    train(run, tmp_path / "new", "abc")
     (record,) = read_records(tmp_path / "new", "mad")
     assert Run(**record["run"]) == run and record["commit"] == "abc" and record["config"]["memory_max_lr"] == 0
     assert record["name"] == run.name and record["config"]["vocab_size"] == 16
@@ -248,7 +249,7 @@ def test_a_finished_run_is_kept_and_another_is_not_taken_for_it(tmp_path, few_he
     """A finished run is not made again. A file of other settings, or of other defaults of the model, is an error."""
     argv = ["--models", "llama", "--tasks", "recall", "--learning_rates", "1e-3", "--output", str(tmp_path), *SMALL]
     run = mad.make_runs(mad.parse_args(argv))[0]
-    train(run, tmp_path / FILE, "")
+    train(run, tmp_path, "")
     monkeypatch.setattr(mad, "train_all", lambda *args: pytest.fail("a finished run is made again"))
     mad.main(argv)
     assert "1 runs, 1 of them finished" in capsys.readouterr().out
@@ -274,7 +275,7 @@ def test_a_finished_run_is_kept_and_another_is_not_taken_for_it(tmp_path, few_he
             "--graph needs a CUDA device",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
         ),
-        (["--set", "memory_max_lr=0"], "--set needs a --label"),
+        (["--set", "memory_max_lr=0"], "--label '': --set needs a name of its own"),
         (["--models", "llama", "--set", "memory_depth=1", "--label", "x"], "llama has no such field"),
         (["--models", "lmm", "--set", "memory_head_dim=64", "--label", "x"], "lmm has no such field"),
         (["--models", "lmm", "--set", "memory_depth=0", "--label", "x"], "memory_depth"),

@@ -4,8 +4,9 @@ import pytest
 
 from eval.common.records import append_record
 from eval.common.records import read_records as read
+from eval.common.tables import check_alike
 from eval.mad import tables as mad_tables
-from eval.mad.tables import best_results, check_alike, difference_table, table
+from eval.mad.tables import ALIKE, best_results, differences, table
 
 
 def read_records(folder):
@@ -49,20 +50,20 @@ def test_the_rate_is_chosen_by_validation_and_seeds_are_averaged(folder):
 def test_differences_by_hand(folder):
     """A difference is in percentage points of the means."""
     results = best_results(read_records(folder))
-    assert difference_table(results, ["recall", "compression"], "llama").splitlines()[2:] == ["| lmm | -10.0 | – |"]
+    assert differences(results, ["recall", "compression"], "llama").splitlines()[2:] == ["| lmm | -10.0 | – |"]
 
 
 def test_labels_are_rows_of_their_own(folder):
     """Runs of a model with other settings are another row."""
     save(folder, "lmm", "recall", 1e-3, 0, [[2, 0.3, 0.2, 1.0]], row="lmm stopped")
-    assert best_results(read_records(folder))["lmm stopped"]["recall"].last.tolist() == [20.0]
+    assert best_results(read_records(folder))["lmm stopped"]["recall"].last == [20.0]
 
 
 def test_runs_that_were_not_made_alike_are_refused(folder):
     """Runs of one task with different settings raise an error."""
     save(folder, "mag", "recall", 1e-3, 0, [[4, 0.3, 0.2, 1.0]], epochs=4)
     with pytest.raises(ValueError, match="recall, mag: epochs is 4, elsewhere 2"):
-        check_alike(read_records(folder))
+        check_alike((record["run"] for record in read_records(folder)), ALIKE)
 
 
 def test_rates_with_different_seeds_are_refused(folder):
@@ -74,10 +75,10 @@ def test_rates_with_different_seeds_are_refused(folder):
 
 def test_the_command_prints_the_tables_and_draws_the_plot(folder, capsys):
     """Tables and plot come from the files alone; a file that is no run is named."""
-    mad_tables.main([str(folder), "--plot", str(folder / "plot.png"), "--baselines", "llama"])
+    mad_tables.main([str(folder), "--output", str(folder / "out"), "--baselines", "llama"])
     printed = capsys.readouterr().out
-    assert "| lmm |" in printed and "| less llama |" in printed and (folder / "plot.png").stat().st_size > 10_000
-    with pytest.raises(ValueError, match="--baselines must be of lmm, llama, but has mamba2"):
+    assert "| lmm |" in printed and "| less llama |" in printed and (folder / "out" / "mad.png").stat().st_size > 10_000
+    with pytest.raises(ValueError, match="--baselines must be of llama, lmm, but has mamba2"):
         mad_tables.main([str(folder), "--baselines", "mamba2"])
     append_record({"name": "x"}, folder / "runs.jsonl")
     with pytest.raises(ValueError, match=r"runs.jsonl, line 11, is no run of eval.mad"):

@@ -1,4 +1,4 @@
-"""eval/common/graph_trainer.py: training with replays is training."""
+"""eval.common.cuda_graphs.py: training with replays is training."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainingArguments
 
-from eval.common import graph_trainer
-from eval.common.graph_trainer import GraphTrainer
+from eval.common import cuda_graphs
+from eval.common.cuda_graphs import GraphTrainer
 
 
 class Rows(torch.utils.data.Dataset):
@@ -74,7 +74,7 @@ def replays(monkeypatch):
 
         return replay
 
-    monkeypatch.setattr(graph_trainer, "record_step", record_step)
+    monkeypatch.setattr(cuda_graphs, "record_step", record_step)
     return calls
 
 
@@ -97,6 +97,6 @@ def test_replays_train_as_trainer_does(tmp_path, replays):
 def test_a_recorded_step_follows_its_inputs():
     """A replay computes from what is in the tensors now."""
     x = torch.ones(2, device="cuda")
-    replay = graph_trainer.record_step(lambda: 3 * x)
+    replay = cuda_graphs.record_step(lambda: 3 * x)
     x.fill_(2)
     assert replay().tolist() == [6, 6]

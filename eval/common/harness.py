@@ -1,0 +1,164 @@
+"""The harness of the benchmarks that train small models: their options, a run, its training by Trainer, its record."""
+
+import re
+import sys
+import tempfile
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import (
+    EvalPrediction,
+    PreTrainedConfig,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+
+from eval.common.compared_models import parse_settings
+from eval.common.records import FILE, Record, append_record, describe_commit
+from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
+from titans_hf.cli.shared.command_line import HelpFormatter
+
+IGNORED = -100  # a label that does not count
+DECIMALS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """All that a run depends on; each benchmark adds fields and a `name`. `row` names the model with its `settings`,
+    which replace fields of its configuration.
+    """
+
+    data: str
+    row: str
+    model: str
+    settings: dict[str, Any]
+    seed: int
+    learning_rate: float
+    batch_size: int
+
+
+def make_parser(doc: str, models: Sequence[str], default_models: Sequence[str], batch_size: int) -> ArgumentParser:
+    """Makes a parser of the options that all benchmarks have."""
+    parser = ArgumentParser(description=doc, formatter_class=HelpFormatter)
+    parser.add_argument(
+        "--models", nargs="+", choices=models, default=list(default_models), metavar="MODEL", help=", ".join(models)
+    )
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="fields of the models' config")
+    parser.add_argument("--label", default="", help="name of the models with these settings in files and tables")
+    parser.add_argument("--batch_size", type=int, default=batch_size)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of weights and batches")
+    parser.add_argument("--output", type=Path, required=True, help=f"folder of {FILE}, tables and plots")
+    return parser
+
+
+def check_options(args: Namespace, **minimums: float) -> dict[str, Any]:
+    """Returns the settings of `--set`; raises ValueError for an option that has no such value."""
+    check_minimums(args, batch_size=1, seeds=0, **minimums)
+    check_folder(args.output, "--output")
+    settings = parse_settings(args.set)
+    if not re.fullmatch(r"[\w.-]*", args.label) or (settings and not args.label):
+        raise ValueError(f"--label {args.label!r}: --set needs a name of its own, of letters, digits, '.', '_' and '-'")
+    return settings
+
+
+class ProgressPrinter(TrainerCallback):
+    """Keeps a row of the evaluations' epoch and `columns`, and prints the last column, which comes last."""
+
+    def __init__(self, name: str, epochs: int, columns: Sequence[str]):
+        self.name, self.epochs, self.columns = name, epochs, columns
+        self.latest, self.curve, self.start = {"loss": float("nan")}, [], time.time()
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.latest |= logs
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        self.latest |= metrics
+        last = next(name for name in reversed(self.columns) if name != "loss")
+        if last in metrics:
+            row = [state.epoch, *(self.latest[name] for name in self.columns)]
+            self.curve.append([round(float(x), DECIMALS) for x in row])
+            seconds = time.time() - self.start
+            accuracy = f"accuracy {metrics[last]:.3f} ({seconds:.0f} s)"
+            print(f"{self.name}: epoch {state.epoch:.3g}/{self.epochs} {accuracy}", flush=True)
+
+
+def accuracy(prediction: EvalPrediction) -> dict[str, float]:
+    """Computes the share of labels that are predicted, of those that count."""
+    counted = prediction.label_ids != IGNORED
+    return {"accuracy": float(np.mean(prediction.predictions[counted] == prediction.label_ids[counted]))}
+
+
+def fit(
+    run: Run, model: nn.Module, every: int, options: dict[str, Any], trainer: type[Trainer] = Trainer, **parts: Any
+) -> Trainer:
+    """Trains with an evaluation `every` so many steps, and leaves the model with its best weights.
+
+    `options` replace TrainingArguments, `parts` are of the Trainer.
+    """
+    shared = dict(
+        per_device_train_batch_size=run.batch_size,
+        per_device_eval_batch_size=4 * run.batch_size,
+        learning_rate=run.learning_rate,
+        lr_scheduler_type="cosine",
+        max_grad_norm=1.0,
+        eval_strategy="steps",
+        eval_steps=every,
+        logging_steps=every,
+        logging_nan_inf_filter=False,
+        save_strategy="steps",
+        save_steps=every,
+        save_total_limit=1,
+        load_best_model_at_end=True,
+        remove_unused_columns=False,
+        label_names=["labels"],
+        use_cpu=not torch.cuda.is_available(),
+        seed=run.seed,
+        report_to=[],
+        disable_tqdm=not sys.stderr.isatty(),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        made = trainer(model, TrainingArguments(folder, **shared | options), **parts)
+        made.remove_callback(PrinterCallback)
+        made.train()
+    return made
+
+
+def best_step(trainer: Trainer) -> int | None:
+    """Returns the step of the best weights; None where no evaluation was a number."""
+    checkpoint = trainer.state.best_model_checkpoint
+    return None if checkpoint is None else int(checkpoint.rpartition("-")[2])
+
+
+def record_run(
+    benchmark: str,
+    run: Run,
+    config: PreTrainedConfig | None,
+    make: Callable[[], dict[str, Any]],
+    output: Path,
+    commit: str | None = None,
+) -> Record:
+    """Calls `make`, which trains and returns the results, and adds the record to FILE in the folder `output`.
+
+    Nothing is written before the run has finished.
+    """
+    start = time.time()
+    set_seed(run.seed)
+    record = {"benchmark": benchmark, "name": run.name, "run": asdict(run)}
+    record |= {"config": None if config is None else config.to_diff_dict(), **make()}
+    record |= {
+        "commit": describe_commit() if commit is None else commit,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "minutes": round((time.time() - start) / 60, 2),
+    }
+    append_record(record, output / FILE)
+    return record
