@@ -17,6 +17,7 @@ from .cache_titans import TitansCache
 from .configuration_time_series_titans import TitansTimeSeriesConfig
 from .configuration_titans import TitansConfig
 from .convert_titans import convert
+from .episodic_fit import fit_episodic_memory
 from .heads_titans import (
     TitansForQuestionAnswering,
     TitansForSequenceClassification,
@@ -57,6 +58,7 @@ __all__ = [
     "TitansTimeSeriesConfig",
     "UpdateRule",
     "convert",
+    "fit_episodic_memory",
     "memorize",
     "memorize_reference",
 ]

@@ -11,7 +11,8 @@ With y_t the input of the last layer's feed-forward network, x_t the tokens, p_t
 
 Entries are in a ring: i runs over the newest N of those written up to x_t. Only surprising tokens are written: the
 model knows the others already. The center c, the projection W, the sharpness beta and the read gate (w, b) are
-parameters; f_t are the features of `read_gate`. Z_t is the sum of exp(logits) of the model, so that a model that has
+parameters; f_t are four features: the log of the sum of exp(beta k_t k_i); m_t of the best entry's token; the entropy
+of p_t in nats; the log of the number of entries. Z_t is the sum of exp(logits) of the model, so that a model that has
 written nothing has exactly its own logits. The memory belongs to the language model: a `TitansModel` alone has no p_t,
 and what it reads leaves no entries. Nor does a token that is given as an embedding, because it has no number.
 
@@ -38,7 +39,7 @@ from .token_layout import TokenLayout
 
 BLOCK = 64  # columns that are read at once: they bound the memory needed
 IN_CACHE, NONE = -1, -2  # instead of a column: the last token of the cache, no token
-UNITS = (10, 1, 4, 5)  # of the features of `read_gate`, which are then of the order of 1
+UNITS = (10, 1, 4, 5)  # by which the features are divided: they are then of the order of 1
 INITIAL_SHARPNESS = 12.0
 INITIAL_GATE = -5.0  # a new memory has at most a share of sigmoid(-5) = .007
 
@@ -86,7 +87,8 @@ class EpisodicMemory(nn.Module):
         """Computes k (B, T, K), in float32 at least, from y (B, T, hidden)."""
         dtype = torch.promote_types(mlp_inputs.dtype, torch.float32)
         centred = mlp_inputs.to(dtype) - self.center.to(dtype)
-        return normalize(centred @ self.projection.to(dtype), dim=-1)  # (B, T, D) @ (D, K)
+        with maybe_autocast(mlp_inputs.device.type, enabled=False):
+            return normalize(centred @ self.projection.to(dtype), dim=-1)  # (B, T, D) @ (D, K)
 
     def forward(
         self,
@@ -105,10 +107,28 @@ class EpisodicMemory(nn.Module):
             logits_of: returns the model's logits (B, end - begin, V) of the columns from begin to end. None if there is
                 no LM head: nothing is written then, and None is returned.
         """
-        with maybe_autocast(mlp_inputs.device.type, enabled=False):
-            return self._forward(mlp_inputs, tokens, logits_of, num_kept, layout, past_key_values)
+        found = self.comparisons(mlp_inputs, tokens, logits_of, num_kept, layout, past_key_values)
+        if logits_of is None:
+            return None
+        return torch.cat([self._mix(logits, comparison) for logits, comparison in found], dim=1)
 
-    def _forward(self, mlp_inputs, tokens, logits_of, num_kept, layout, past_key_values):
+    def comparisons(
+        self,
+        mlp_inputs: Tensor,
+        tokens: Tensor | None,
+        logits_of: Callable[[int, int], Tensor] | None,
+        num_kept: int,
+        layout: TokenLayout,
+        past_key_values: TitansCache | None = None,
+    ) -> Iterator[tuple[Tensor, "Comparison"]]:
+        """Updates its part of the cache, and returns blocks of the model's logits (B, Q, V) with what the memory finds
+        at their columns; arguments as in `forward`.
+        """
+        keys, history = self._read(mlp_inputs, tokens, logits_of, layout, past_key_values)
+        return self._compare_blocks(keys, history, logits_of, keys.shape[1] - num_kept)
+
+    def _read(self, mlp_inputs, tokens, logits_of, layout, past_key_values) -> tuple[Tensor, "History"]:
+        """Returns the keys (B, T, K) of a call and its entries, and updates the cache."""
         shape, columns = mlp_inputs.shape[:2], layout.columns
         cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         state = None if cache is None else cache.state_before_call(self._read_again)
@@ -128,9 +148,7 @@ class EpisodicMemory(nn.Module):
         history, after = self._write(inputs, before, places)
         if cache is not None:
             cache.finish_call(state, after, inputs, columns)
-        if logits_of is None:
-            return None
-        return torch.cat(list(self._mixed(keys, history, logits_of, shape[1] - num_kept)), dim=1)
+        return keys, history
 
     def _read_again(self, record: RecordedColumns, state: LayerState | None) -> LayerState:
         """Returns the state after recorded columns, from `state`, None before the first token."""
@@ -201,18 +219,19 @@ class EpisodicMemory(nn.Module):
         last_key = _take(state.conv_state, keys, places.latest)
         return history, LayerState(MemoryState((), (), (), num_seen), last_key, entries=entries)
 
-    def _mixed(self, queries: Tensor, history: "History", logits_of: Callable, first: int) -> Iterator[Tensor]:
-        """Yields the mixed logits (B, Q, V) of blocks of columns from `first` on; queries (B, T, K)."""
+    def _compare_blocks(
+        self, queries: Tensor, history: "History", logits_of: Callable, first: int
+    ) -> Iterator[tuple[Tensor, "Comparison"]]:
+        """Yields logits (B, Q, V) and comparisons of blocks of columns from `first` on; queries (B, T, K)."""
         for begin, end in blocks(first, queries.shape[1]):
             logits = logits_of(begin, end)
-            precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            yield self._mix(queries[:, begin:end], history.entries(begin, end), precise).to(logits.dtype)
+            yield logits, self._compare(queries[:, begin:end], history.entries(begin, end), logits)
 
-    def _mix(self, queries: Tensor, entries: "VisibleEntries", logits: Tensor) -> Tensor:
-        """Computes log((1 - l) p + l m) + log Z (B, Q, V) from the model's logits; queries (B, Q, K)."""
-        dtype = queries.dtype
-        any_visible = entries.visible.any(-1)
-        similarity = queries @ entries.keys.to(dtype).mT  # (B, Q, K) @ (B, K, E)
+    def _compare(self, queries: Tensor, entries: "VisibleEntries", logits: Tensor) -> "Comparison":
+        """Compares queries (B, Q, K) with the entries; logits (B, Q, V), of the model."""
+        dtype, any_visible = queries.dtype, entries.visible.any(-1)
+        with maybe_autocast(queries.device.type, enabled=False):
+            similarity = queries @ entries.keys.to(dtype).mT  # (B, Q, K) @ (B, K, E)
         scores = self.log_sharpness.to(dtype).exp() * similarity
         scores = scores.masked_fill(~entries.visible & any_visible[..., None], -torch.inf)  # finite where none is
         weights = scores.softmax(-1)  # a: (B, Q, E)
@@ -220,30 +239,24 @@ class EpisodicMemory(nn.Module):
         # m of each entry's token, summed over a vocabulary: an entry has its token's whole share.
         shares = torch.zeros_like(logits, dtype=dtype).scatter_add(-1, tokens, weights)
         shares = shares.gather(-1, tokens).clamp(min=torch.finfo(dtype).tiny)
-        log_z = logits.logsumexp(-1, keepdim=True)
-        log_p = logits.gather(-1, tokens) - log_z
-        entropy = (log_z - (logits.softmax(-1) * logits).sum(-1, keepdim=True))[..., 0]
-        gate = self.read_gate(scores, shares, entropy, entries.visible.sum(-1))
-        gate = torch.where(any_visible, gate, -torch.inf)[..., None]  # logit of l
+        log_p = logits.to(dtype).log_softmax(-1)
+        largest = shares.gather(-1, scores.argmax(-1, keepdim=True))[..., 0]
+        number = entries.visible.sum(-1).clamp(min=1).to(dtype)
+        features = (scores.logsumexp(-1), largest, -(log_p.exp() * log_p).sum(-1), number.log())
+        features = torch.stack([x / unit for x, unit in zip(features, UNITS, strict=True)], dim=-1)
+        return Comparison(features, any_visible, tokens, weights, shares, log_p)
+
+    def _mix(self, logits: Tensor, found: "Comparison") -> Tensor:
+        """Computes log((1 - l) p + l m) + log Z (B, Q, V) from the model's logits."""
+        dtype = found.weights.dtype
+        gate = (found.features * self.gate_weight.to(dtype)).sum(-1) + self.gate_bias.to(dtype)
+        gate = torch.where(found.any_visible, gate, -torch.inf)[..., None]  # logit of l
         # log((1 - l) p + l m) = log p + log(1 - l) + log(1 + e^r),  r = log(l / (1 - l)) + log m - log p
-        ratio = gate + shares.log() - log_p
+        ratio = gate + found.shares.log() - found.log_p.gather(-1, found.tokens)
         rise = torch.logaddexp(ratio, torch.zeros_like(ratio))
         # Entries with the same token add up to its rise; their parts add up to 1, so they need no gradient.
-        parts = (weights / shares).detach()
-        return (logits + logsigmoid(-gate)).scatter_add(-1, tokens, (parts * rise).to(logits.dtype))
-
-    def read_gate(self, scores: Tensor, shares: Tensor, entropy: Tensor, number: Tensor) -> Tensor:
-        """Computes the logit of l (B, Q) from four features: the log of the sum of the scores' exponentials; m of the
-        best entry's token; the entropy of p in nats; the log of the number of visible entries.
-
-        scores (B, Q, E): beta k_t k_i, -inf for entries that are not visible. shares (B, Q, E): m of the entries'
-        tokens. entropy, number (B, Q).
-        """
-        best = scores.argmax(-1, keepdim=True)
-        mass = shares.gather(-1, best)[..., 0]
-        features = (scores.logsumexp(-1), mass, entropy, number.clamp(min=1).to(scores.dtype).log())
-        features = torch.stack([x / unit for x, unit in zip(features, UNITS, strict=True)], dim=-1)
-        return features @ self.gate_weight.to(scores.dtype) + self.gate_bias.to(scores.dtype)
+        parts = (found.weights / found.shares).detach()
+        return (logits.to(dtype) + logsigmoid(-gate)).scatter_add(-1, found.tokens, parts * rise).to(logits.dtype)
 
 
 class Places(NamedTuple):
@@ -322,6 +335,20 @@ class History(NamedTuple):
 
     def _keys_at(self, index: Tensor) -> Tensor:
         return self.keys.gather(1, index[..., None].expand(-1, -1, self.keys.shape[-1]))
+
+
+class Comparison(NamedTuple):
+    """What the memory finds at Q columns: the features f of the read gate (B, Q, 4); any_visible (B, Q) bool, whether
+    there is an entry; tokens, weights, shares (B, Q, E): of every entry its token, a, and m of its token; log_p
+    (B, Q, V), of the model.
+    """
+
+    features: Tensor
+    any_visible: Tensor
+    tokens: Tensor
+    weights: Tensor
+    shares: Tensor
+    log_p: Tensor
 
 
 class VisibleEntries(NamedTuple):

@@ -263,6 +263,20 @@ def test_bfloat16():
     assert (whole - logits).abs().max() > 0.1
 
 
+def test_autocast():
+    """Under autocast, keys and the mixture stay in float32, and the LM head runs as it does without the memory, whether
+    all logits are kept or the last.
+    """
+    model, ids = make_model("mag", dtype=torch.float32, **CHANGES), make_ids(1, 90)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        every = model(ids, use_cache=True)
+        last = model(ids, use_cache=True, logits_to_keep=1)
+    assert_same(last.logits, every.logits[:, -1:], 1e-2)
+    assert ring_of(every.past_key_values).keys.dtype == torch.float32
+    assert torch.equal(ring_of(every.past_key_values).tokens, ring_of(last.past_key_values).tokens)
+    assert_same(ring_of(every.past_key_values).keys.norm(dim=-1), torch.ones(1, 7), 1e-5)
+
+
 def test_a_repeated_text_is_remembered():
     """With its gate opened, an untrained model predicts names that it has read before far better than at first."""
     torch.manual_seed(0)
