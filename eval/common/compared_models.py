@@ -16,6 +16,7 @@ from titans_hf.neural_memory import OUTPUT_SCALE
 
 WINDOW = 64  # tokens that attention sees in Mistral, MAG and MAL, and of a segment in MAC
 VARIANTS = ("lmm", "mag", "mac", "mal")
+FORM = "delta"  # of the memory in all published runs, unless their settings name another: `memory_form=titans`
 # MAG with attention over all tokens, or over a window, in its token memory's place
 POINTER_WINDOWS = {"mag-pointer": None, "mag-pointer-64": WINDOW}
 NAMES = (*VARIANTS, *POINTER_WINDOWS, "llama", "mistral", "llama-conv", "mistral-conv", "gated-deltanet", "mamba2")
@@ -40,7 +41,9 @@ def make_config(name: str, free: int, settings: dict[str, Any]) -> PreTrainedCon
     shape = {"num_attention_heads": NUM_HEADS, "num_key_value_heads": NUM_HEADS, "intermediate_size": free} | shape
     if name in (*VARIANTS, *POINTER_WINDOWS):
         return TitansConfig(
-            **{"variant": name.partition("-")[0], "sliding_window": WINDOW, "segment_length": WINDOW} | shape
+            **{"variant": name.partition("-")[0], "sliding_window": WINDOW, "segment_length": WINDOW}
+            | {"memory_form": FORM}
+            | shape
         )
     shape["max_position_embeddings"] = 1 << 17
     if name.startswith("mistral"):

@@ -50,6 +50,8 @@ class TitansTimeSeriesConfig(TitansConfig):
     head_dropout: int | float = setting(0.0, at_least=0, at_most=1)
     cycle_length: int = setting(0, at_least=0)  # docs/dev/log.md: "A learned daily cycle"
     num_input_channels: int = setting(1, at_least=1)
+    # docs/dev/log.md: "The default is the paper's memory": all figures of series are of this form
+    memory_form: Literal["titans", "delta", "paper"] = "delta"
     vocab_size: int = 1  # of a table that the embedding of patches replaces
     hidden_size: int = 64
     intermediate_size: int = 128

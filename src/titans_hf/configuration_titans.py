@@ -114,7 +114,7 @@ class TitansConfig(PreTrainedConfig):
         memory_layers (`list[int]`, *optional*):
             The layers of MAG and MAL that have a memory, from 0 on; all by default. The others are sliding-window
             attention with persistent tokens.
-        memory_form (`str`, defaults to `"delta"`):
+        memory_form (`str`, defaults to `"titans"`):
             Sets the fields below that have no default here, unless they are given: `"titans"` a memory of two layers
             with momentum by the paper's chunk rule, with stabilisers; `"delta"` a linear memory without momentum by the
             delta rule, which is faster, with the same stabilisers; `"paper"` the paper's second version as it stands.
@@ -122,8 +122,8 @@ class TitansConfig(PreTrainedConfig):
         memory_depth (`int`, *optional*):
             Number of layers of the memory network (L_M); 1 is a linear memory. 2, with `"delta"` 1.
         memory_expansion (`int`, *optional*):
-            Size of the memory network's hidden layers, in units of its head size; no effect with `memory_depth=1`. 2,
-            with `"paper"` 4.
+            Size of the memory network's hidden layers, in units of its head size; no effect with `memory_depth=1`. 1,
+            with `"delta"` 2, with `"paper"` 4.
         memory_network (`str`, *optional*):
             Form of the memory network M: `"mlp"` linear layers with SiLU between them (the paper's first version),
             `"residual"` M(x) = x + LN(W_L gelu(... gelu(W_1 x))) (its second version). `"residual"` has a slower
@@ -232,12 +232,12 @@ class TitansConfig(PreTrainedConfig):
     qk_norm: bool = setting(False, variants=WITH_ATTENTION)
     memory_layers: list[int] | None = setting(None, variants=("mag", "mal"), state="shape")
     # docs/dev/log.md: "The default is the paper's memory"
-    memory_form: Literal["titans", "delta", "paper"] = setting("delta", state="none")
+    memory_form: Literal["titans", "delta", "paper"] = setting("titans", state="none")
     memory_depth: int | None = setting(
         None, at_least=1, derived=by_form(titans=2, delta=1, paper=2), state="shape", card="depth of the memory"
     )
     memory_expansion: int | None = setting(
-        None, at_least=1, derived=by_form(titans=2, delta=2, paper=4), state="shape", card="expansion of the memory"
+        None, at_least=1, derived=by_form(titans=1, delta=2, paper=4), state="shape", card="expansion of the memory"
     )
     memory_network: Literal["mlp", "residual"] | None = setting(
         None, derived=by_form(titans="mlp", delta="mlp", paper="residual"), state="shape"

@@ -13,7 +13,7 @@ from titans_hf import TitansCache
 
 NUM_PROGRAMS, NUM_OPERATIONS, MAX_ROWS = 12, 14, 4
 NUM_SLOW = 3  # of the programs are run with the slow tests, the others with the long ones
-CHANGES = {"": {}, "+default memory": FORMS["gated delta rule"]}
+CHANGES = {"": {}, "+delta": FORMS["delta"]}
 CHANGES |= {f"+{name}": FORMS[name] for name in ("token memory", "episodic memory")}
 CHANGES |= {"+memory in one layer": dict(memory_layers=[1]), "+no memory": dict(memory_layers=[])}
 PROGRAMS = [

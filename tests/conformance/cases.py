@@ -113,7 +113,6 @@ class TitansTests(CommonTests):
             sliding_window=5,
             segment_length=4,
             memory_chunk_size=2,
-            memory_momentum=True,  # not the default: the state has all of its parts
             num_persistent_tokens=2,
         )
 

@@ -20,8 +20,7 @@ SIZES = dict(
     sliding_window=12,
     segment_length=8,
     memory_chunk_size=4,
-    memory_depth=2,
-    memory_momentum=True,  # not the default: the state has all of its parts
+    memory_expansion=2,  # not the default: the layers of a memory have several shapes
     num_persistent_tokens=3,
     bos_token_id=None,
     eos_token_id=None,
@@ -40,15 +39,16 @@ PAPER = dict(
 )
 # The forms of the memory and of its place in the model.
 FORMS = {
-    "chunk rule": dict(memory_update_rule="chunk"),
-    "paper's form": dict(memory_update_rule="chunk", memory_output_norm="rms", memory_residual=False),
-    "paper's recurrence": dict(memory_recurrence="paper", memory_update_rule="chunk"),
-    "paper's recurrence with the delta rule": dict(memory_recurrence="paper"),
-    "residual network": dict(memory_network="residual", memory_update_rule="chunk"),
-    "residual network of one layer": dict(memory_network="residual", memory_update_rule="chunk", memory_depth=1),
+    "delta": dict(memory_form="delta"),
+    "delta rule": dict(memory_update_rule="delta", memory_momentum=True),
+    "paper's form": dict(memory_output_norm="rms", memory_residual=False),
+    "paper's recurrence": dict(memory_recurrence="paper"),
+    "paper's recurrence with the delta rule": dict(memory_recurrence="paper", memory_update_rule="delta"),
+    "residual network": dict(memory_network="residual"),
+    "residual network of one layer": dict(memory_network="residual", memory_depth=1),
     "gates per layer": dict(memory_gates="layer", memory_depth=3),
+    "gates per layer with the delta rule": dict(memory_gates="layer", memory_depth=3, memory_update_rule="delta"),
     "paper": PAPER,
-    "gated delta rule": dict(memory_depth=1, memory_momentum=False),
     "normalised output": dict(memory_output_norm="rms"),
     "gated output": dict(memory_residual=False),
     "token memory": dict(token_memory_features=24, tie_word_embeddings=True),

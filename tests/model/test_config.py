@@ -32,7 +32,7 @@ DEFAULTS = dict(
     attention_bias=False,
     qk_norm=False,
     memory_layers=None,
-    memory_form="delta",
+    memory_form="titans",
     memory_depth=None,
     memory_expansion=None,
     memory_network=None,
@@ -174,7 +174,7 @@ def test_updates_that_can_overshoot_warn(tmp_path):
     not.
     """
     logger.warning_once.cache_clear()  # of what earlier tests have been warned of
-    make_model("lmm", memory_momentum=None).save_pretrained(tmp_path)
+    make_model("lmm", memory_form="delta").save_pretrained(tmp_path)
     with CaptureLogger(logger) as quiet:
         TitansForCausalLM.from_pretrained(tmp_path)
         make_model("lmm", memory_update_rule="chunk")

@@ -72,10 +72,10 @@ def test_every_parameter_learns(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_linear_memory_with_the_delta_rule_has_no_clip(variant):
-    """`memory_error_clip` changes neither loss nor gradients of the default's memory."""
+    """`memory_error_clip` changes neither loss nor gradients of a linear memory with the delta rule."""
     found = []
     for clip in (1.0, 0.3):
-        model = make_model(variant, memory_depth=1, memory_error_clip=clip)
+        model = make_model(variant, memory_form="delta", memory_error_clip=clip)
         ids = make_ids(2, 21)
         model(ids, labels=ids).loss.backward()
         found.append(gradients(model))

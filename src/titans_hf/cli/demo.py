@@ -74,7 +74,7 @@ def make_configs(variant: str) -> dict[str, PreTrainedConfig]:
     common = dict(vocab_size=VOCAB_SIZE, hidden_size=64, num_hidden_layers=2, num_attention_heads=2)
     common |= dict(num_key_value_heads=2, pad_token_id=None, bos_token_id=None, eos_token_id=None)
     common |= dict(sliding_window=WINDOW)
-    spans = dict(segment_length=WINDOW, memory_chunk_size=WINDOW)
+    spans = dict(segment_length=WINDOW, memory_chunk_size=WINDOW) if variant == "mac" else {}
     return {
         f"Titans {variant.upper()}": titans_hf.TitansConfig(**common, **spans, variant=variant, intermediate_size=128),
         "Mistral": MistralConfig(**common, intermediate_size=264),
