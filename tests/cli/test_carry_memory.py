@@ -106,7 +106,7 @@ def test_evaluation_reads_whole_documents(variant, tmp_path):
     assert trainer.caches[True] is carried and carried.get_seq_length() == 0
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["mac", "mag"])
 def test_resumed_run_is_bit_identical(options, tmp_path, monkeypatch, variant):
     """A run resumed within a document equals an uninterrupted one."""
     config, common = TITANS | {"variant": variant}, dict(carry_memory="true", tokens_per_step=64, block_length=16)

@@ -199,7 +199,7 @@ def losses_and_gradients(model, lengths):
     return results
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["mac", "mag"])
 def test_a_compiled_memory_compiles_no_length(variant, monkeypatch):
     """compile_memory() keeps loss and gradients, and a new length adds no graph."""
     model, lengths = make_model(variant), (21, 33)

@@ -63,7 +63,7 @@ def test_huge_embeddings_stay_finite(variant, rule, depth, kind, dtype):
 @covering(
     2,
     {
-        "variant": VARIANTS,
+        "variant": ["mag"],  # the memory alone could diverge, and all variants share it
         "rule,depth": [("delta", 1), ("delta", 3), ("chunk", 1), ("chunk", 3)],
         "kind": ["alternating", "bursts"],
         "dtype": [torch.float32, torch.bfloat16],

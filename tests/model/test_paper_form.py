@@ -57,7 +57,7 @@ def test_a_saved_model_is_the_same(tmp_path):
     assert torch.equal(full_logits(load_aligned(tmp_path), ids), full_logits(model, ids))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["mac", "mag"])
 def test_a_new_model_learns_without_nan(variant):
     """A new model starts as documented, and 30 steps in float32 reduce the loss on repeated text."""
     torch.manual_seed(0)

@@ -102,7 +102,7 @@ def test_conversations_are_learnt_alike(variant, way, tmp_path, tokenizer, chats
         assert (parameter - other).abs().max().item() < 1e-3 * moved, name  # TRL's loss is in float32
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["mac", "mag"])
 def test_an_adapter_learns_packed_conversations(variant, tmp_path, tokenizer, chats):
     """LoRA with TRL's defaults trains all adapters, the same with and without checkpointing."""
     peft = pytest.importorskip("peft", reason="adapters need peft: pip install titans-hf[finetune]")
