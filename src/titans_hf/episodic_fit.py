@@ -25,19 +25,17 @@ START = -3.0  # of the gate's bias: a share of .05, which is near the best const
 
 
 class FitResult(NamedTuple):
-    """num_tokens: tokens read for the gate. loss_before, loss_after: their mean loss in nats without the memory, and
-    with it. gain_by_thousand: the gain of tokens 0 to 999 of the texts, 1,000 to 1,999, and so on.
+    """For each document, the losses in nats of all its tokens but the first, (T - 1,): without the memory, and with the
+    fitted memory.
     """
 
-    num_tokens: int
-    loss_before: float
-    loss_after: float
-    gain_by_thousand: list[float]
+    before: list[Tensor]
+    after: list[Tensor]
 
 
 class _Evidence(NamedTuple):
     """Of T columns, in float64 on the CPU: features (T, 4) of the gate; has_entries (T,) bool; log p and log m (T,) of
-    the next token; its weight (T,); position (T,) of the column in its document.
+    the next token; its weight (T,).
     """
 
     features: Tensor
@@ -45,7 +43,6 @@ class _Evidence(NamedTuple):
     log_p: Tensor
     log_m: Tensor
     weight: Tensor
-    position: Tensor
 
 
 @torch.no_grad()
@@ -79,7 +76,7 @@ def fit_episodic_memory(
         _fit_gate(model.model.episodic_memory, evidence)
     finally:
         model.train(was_training)
-    return _result(model.model.episodic_memory, evidence)
+    return _result(model.model.episodic_memory, evidence, [len(x) for x in documents])
 
 
 def _check(model, documents, weights) -> None:
@@ -154,7 +151,7 @@ def _evidence_of(model, piece, outputs, cache, next_tokens, weight, position: in
         log_m = torch.where(block.tokens == target, block.weights, 0).sum(-1).log()[0]
         features, log_p, log_m = (x.cpu().double() for x in (block.features[0], log_p, log_m))
         weight_of_next = weight[(columns + 1) % len(weight)].double()
-        parts.append(_Evidence(features, block.any_visible[0].cpu(), log_p, log_m, weight_of_next, columns))
+        parts.append(_Evidence(features, block.any_visible[0].cpu(), log_p, log_m, weight_of_next))
         position += len(columns)
     return parts
 
@@ -194,11 +191,9 @@ def _fit_gate(memory: EpisodicMemory, evidence: _Evidence) -> None:
         memory.gate_bias.fill_(coefficients.detach()[-1] - (raw * mean).sum())
 
 
-def _result(memory: EpisodicMemory, evidence: _Evidence) -> FitResult:
-    """Measures the gain on the texts of the fit themselves."""
+def _result(memory: EpisodicMemory, evidence: _Evidence, lengths: list[int]) -> FitResult:
+    """Computes the losses of documents of `lengths` ids."""
     gate = evidence.features @ memory.gate_weight.cpu().double() + memory.gate_bias.cpu().double()
     after = torch.where(evidence.has_entries, _losses(gate, evidence), -evidence.log_p)
-    gains = -evidence.log_p - after
-    thousands = evidence.position // 1000
-    by_thousand = [gains[thousands == i].mean().item() for i in range(int(thousands.max()) + 1)]
-    return FitResult(len(gains), -evidence.log_p.mean().item(), after.mean().item(), by_thousand)
+    sizes = [length - 1 for length in lengths]
+    return FitResult(list((-evidence.log_p).split(sizes)), list(after.split(sizes)))

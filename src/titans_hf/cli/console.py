@@ -22,6 +22,7 @@ TRANSFORMERS_CLI = "titans_hf.cli.serve"
 COMMANDS = {
     "train": Command("titans_hf.cli.train", "train or fine-tune a causal language model", "train"),
     "convert": Command("titans_hf.cli.convert", "make a Titans of a pretrained Llama, Mistral or Qwen"),
+    "fit-memory": Command("titans_hf.cli.fit_memory", "fit the memory behind the last layer to texts"),
     "merge": Command("titans_hf.cli.merge", "merge a LoRA adapter into its model", "finetune"),
     "read": Command("titans_hf.cli.read", "read texts into a memory and save it", "train"),
     "ask": Command("titans_hf.cli.ask", "answer prompts from a saved memory", "train"),
@@ -36,7 +37,7 @@ COMMANDS = {
 
 def usage() -> str:
     """Returns the help of `titans-hf`."""
-    rows = "\n".join(f"  {name:<10}{command.summary}" for name, command in COMMANDS.items())
+    rows = "\n".join(f"  {name:<12}{command.summary}" for name, command in COMMANDS.items())
     return (
         f"usage: titans-hf COMMAND [options]\n\ncommands:\n{rows}\n\n"
         "titans-hf COMMAND --help shows the options of a command, titans-hf --version the version.\n"
