@@ -9,7 +9,7 @@ from pathlib import Path
 
 import documentation
 import pytest
-from byte_model import save_byte_model
+from byte_model import save_byte_model, save_llama
 from dna_files import write_fasta, write_table
 from documentation import PAGES, ROOT, TREATMENTS, anchors, blocks, prose, run_bash, treatment
 from eval_common import BOOK, make_data
@@ -187,6 +187,7 @@ def stage(tmp_path_factory):
     )
     for variant in VARIANTS:
         save_byte_model(folder / "runs" / f"tiny-{variant}", variant)
+    save_llama(folder / "HuggingFaceTB" / "SmolLM2-135M-Instruct", max_position_embeddings=8192)
     for name in ("mistral", "llama"):
         config = AutoConfig.from_pretrained(ROOT / "src" / "titans_hf" / "cli" / "configs" / f"tiny-{name}.json")
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / "runs" / f"tiny-{name}")

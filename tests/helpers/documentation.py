@@ -80,6 +80,7 @@ TREATMENTS = [
     Treatment(r"titans-hf train .*|torchrun .* titans-hf train .*", "--max_steps 2 --use_cpu true"),
     Treatment(r"trl sft .*", "--max_steps 2 --report_to none"),
     Treatment(r"titans-hf merge .*"),
+    Treatment(r"titans-hf convert .*", "--no-speed"),
     Treatment(r"accelerate launch .*", not_run="it needs the machines: tests/model/test_accelerate_configs.py"),
     Treatment(r"titans-hf eval (?!.*--data ).*", not_run=NETWORK),
     Treatment(r"titans-hf eval .* --suite lm commonsense .*", "--limit 1 --max_length 2048"),

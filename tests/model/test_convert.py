@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from byte_model import save_llama
 from common import assert_same, full_logits, left_pad, make_ids, read
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import StrictDataclassError
@@ -28,7 +29,6 @@ from transformers import (
 from titans_hf import TitansCache, TitansForCausalLM, convert
 from titans_hf.cli.convert import main, original_bytes
 from titans_hf.cli.read import load_model
-from titans_hf.cli.training.tokenizer import byte_tokenizer
 from titans_hf.convert_titans import convert_checkpoint
 
 WINDOW = 12
@@ -341,24 +341,11 @@ def test_an_episodic_memory_starts_nearly_closed(name):
     assert_same(read(model, ids, [1, 17, 22])[0].log_softmax(-1), mixed)
 
 
-def save_original(folder, **changes) -> LlamaForCausalLM:
-    """Saves a Llama that reads bytes, its tokenizer and a card; returns the model."""
-    torch.manual_seed(0)
-    sizes = SIZES | dict(vocab_size=259, eos_token_id=1, bos_token_id=None, pad_token_id=0) | changes
-    model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
-    model.save_pretrained(folder)
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    tokenizer.save_pretrained(folder)
-    (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n\n# Original\n")
-    return model
-
-
 def test_the_command_converts_a_folder(tmp_path, monkeypatch, capsys):
     """`titans-hf convert` in any folder writes a checkpoint with tokenizer, chat template and card that other commands
     load, and prints bytes and speed.
     """
-    original = save_original(tmp_path / "original")
+    original = save_llama(tmp_path / "original")
     monkeypatch.chdir(tmp_path)
     main(["original", "--output", "titans", "--window", "16", "--memory_layers", "1"])
     printed = capsys.readouterr().out
@@ -385,8 +372,8 @@ def test_the_command_converts_a_folder(tmp_path, monkeypatch, capsys):
 ])  # fmt: skip
 def test_bad_input_of_the_command(arguments, message, tmp_path, monkeypatch):
     """Bad input ends in a ValueError before anything is written."""
-    save_original(tmp_path / "original")
-    save_original(tmp_path / "small", vocab_size=50)
+    save_llama(tmp_path / "original")
+    save_llama(tmp_path / "small", vocab_size=50)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
         main([*arguments, "--no-speed", *(["--window", "16"] if "--window" not in arguments else [])])
@@ -395,7 +382,7 @@ def test_bad_input_of_the_command(arguments, message, tmp_path, monkeypatch):
 
 def test_zero_sinks_are_noted(tmp_path, capsys):
     """Without sinks the command says what it costs."""
-    save_original(tmp_path / "original")
+    save_llama(tmp_path / "original")
     options = ["--output", f"{tmp_path / 'new'}", "--window", "16", "--memory", "none", "--no-speed"]
     main([f"{tmp_path / 'original'}", "--sinks", "0", *options])
     assert "cost .6 nats" in capsys.readouterr().out
