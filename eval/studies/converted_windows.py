@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
-from eval.common.git_commit import describe_commit
+from eval.common.records import describe_commit
 from titans_hf import TitansCache, convert
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.text_files import find_files
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--files", type=int, default=3, help="number of files, in the order of their names")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of each file")
     parser.add_argument("--window", type=int, nargs="*", default=[512], help="windows of the converted model")
-    parser.add_argument("--sinks", type=int, nargs="*", default=[1], choices=[0, 1], help="with and without a sink")
+    parser.add_argument("--sinks", type=int, nargs="*", default=[256], help="distances of the sink; 0 for no sink")
     parser.add_argument("--full", action=argparse.BooleanOptionalAction, default=True, help="full attention too")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the weights")
     parser.add_argument("--output", type=Path, required=True, help="a file of JSON lines, to which lines are added")
@@ -61,9 +61,11 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model, **options)
     forms = {"full attention": original} if args.full else {}
     forms |= {
-        f"window {window}, sinks {sinks}": convert(original, window=window, sinks=sinks, memory=None)
+        f"window {window}, sink at {distance}" if distance else f"window {window}, no sink": convert(
+            original, window=window, sinks=int(distance > 0), memory=None, persistent_distance=distance
+        )
         for window in args.window
-        for sinks in args.sinks
+        for distance in args.sinks
     }
     args.output.parent.mkdir(parents=True, exist_ok=True)
     for file in find_files(args.text, "--text")[: args.files]:

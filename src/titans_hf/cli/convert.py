@@ -9,6 +9,7 @@ speed on this machine.
 """
 
 import argparse
+import re
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -136,10 +137,10 @@ def write_card(output: Path, original: str, licence: str | None, config: TitansC
         layers=f" Layers {layers} have a memory, which is without effect before it is trained." if layers else "",
         licence=licence or f"those of {original}, not stated there",
     )
-    is_name = not Path(original).exists()
+    on_the_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", original) and not Path(original).exists()
     data = ModelCardData(
         license=licence,
-        base_model=original if is_name else None,
+        base_model=original if on_the_hub else None,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["titans"],
