@@ -81,6 +81,7 @@ TREATMENTS = [
     Treatment(r"trl sft .*", "--max_steps 2 --report_to none"),
     Treatment(r"titans-hf merge .*"),
     Treatment(r"titans-hf convert .*", "--no-speed"),
+    Treatment(r"titans-hf fit-memory .*", "--tokens 600 --length 300 --recalls 2"),
     Treatment(r"accelerate launch .*", not_run="it needs the machines: tests/model/test_accelerate_configs.py"),
     Treatment(r"titans-hf eval (?!.*--data ).*", not_run=NETWORK),
     Treatment(r"titans-hf eval .* --suite lm commonsense .*", "--limit 1 --max_length 2048"),

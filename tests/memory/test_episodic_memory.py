@@ -18,6 +18,7 @@ from common import (
 )
 from huggingface_hub.errors import StrictDataclassError
 from naive_model import episodic_memory, naive_forward
+from torch._dynamo.testing import CompileCounter
 from torch.nn.functional import cross_entropy
 
 from titans_hf import (
@@ -275,6 +276,23 @@ def test_autocast():
     assert ring_of(every.past_key_values).keys.dtype == torch.float32
     assert torch.equal(ring_of(every.past_key_values).tokens, ring_of(last.past_key_values).tokens)
     assert_same(ring_of(every.past_key_values).keys.norm(dim=-1), torch.ones(1, 7), 1e-5)
+
+
+def test_a_compiled_step_is_one_graph():
+    """A decoding step with the memory is one graph, compiled once for any number of tokens read, and gives the logits
+    of the whole call; so does a compiled call of many tokens.
+    """
+    model, ids = shared_model("mag", **CHANGES), make_ids(2, 20)
+    cache, counter, whole = TitansCache(model.config, compileable=True), CompileCounter(), full_logits(model, ids)
+    torch._dynamo.reset()
+    step = torch.compile(model.forward, fullgraph=True, backend=counter)
+    with torch.no_grad():
+        model(ids[:, :10], past_key_values=cache)
+        for at in range(10, 20):
+            assert_same(step(input_ids=ids[:, at : at + 1], past_key_values=cache).logits, whole[:, at : at + 1])
+        assert counter.frame_count == 1
+        assert_same(step(input_ids=ids, use_cache=False).logits, whole)
+    torch._dynamo.reset()
 
 
 def test_a_repeated_text_is_remembered():
