@@ -1,0 +1,323 @@
+"""Compares memories behind the last layer of a pretrained model that sees a window: the gain in nats per token.
+
+    titans-hf convert MODEL --output runs/windowed --window 256 --memory none
+    python -m eval.studies.read_pretrained runs/windowed --books data/books --output runs/arrays
+    python -m eval.studies.memory_on_pretrained runs/arrays --memory ring --entries 2000 --threshold 3 \
+        --output eval/results/memory_on_pretrained.jsonl
+
+No weight of the model is trained. A memory is fitted to the novels of the train set and scored on valid and test:
+
+    loss = -log((1 - l) p + l m),  l = sigmoid(w f + b),  m the memory's distribution of the next token
+
+The features f of the gate are the log of the sum of the memory's scores, the largest share of a token, the entropy of
+the model, and the log of the number of tokens that the memory may have stored. The memories:
+
+    ring    entries (key, token) of surprising tokens, the newest N; m is a softmax of beta cos(key of y, entry's key)
+    cache   the neural cache of Grave et al. (2017): every token, keys of all numbers of y, a constant l
+    counts  what has followed the same n - 1 tokens in the text so far, a constant l
+    deep    the paper's memory (eq. 12-15): an MLP, in chunks of 64, keys made of y, values random codes of the tokens;
+            m is a softmax of beta (code . retrieved) over the tokens written so far; keys, initial weights, steps,
+            momentum and forgetting are trained on the train set
+"""
+
+import argparse
+import json
+import math
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid, normalize, pad
+
+from eval.common.records import describe_commit
+from titans_hf.cli.shared.command_line import run_command
+from titans_hf.memory_network import UpdateRule, layer_shapes
+from titans_hf.memory_ops import memorize
+from titans_hf.memory_state import MemoryInputs, MemoryState
+
+RANGES = [(0, 10**9), (0, 1024), (1024, 2048), (2048, 4096), (4096, 8192), (8192, 10240)]
+BLOCK, CHUNK = 512, 64  # positions scored at once, chunk of `memorize`
+RATES = (0.01, 0.02, 0.04, 0.07, 0.1, 0.14)  # the constants l that are tried
+
+
+def load_set(folder: Path, name: str) -> list[dict]:
+    """Returns the texts of a set without their last token, whose next one is not known."""
+    arrays = torch.load(folder / f"{name}.pt", mmap=True)
+    texts = []
+    for i in range(len(arrays["ids"])):
+        text = {key: arrays[key][i, :-1].float() for key in ("y", "loss", "ent")}
+        texts.append(text | {"ids": arrays["ids"][i].long(), "next": arrays["ids"][i, 1:].long()})
+    return texts
+
+
+def principal_directions(texts: list[dict]) -> tuple[Tensor, Tensor]:
+    """Returns the mean of y and all principal directions (D, D), each divided by the fourth root of its variance, the
+    last one with the largest variance.
+    """
+    y = torch.cat([text["y"][::2] for text in texts])
+    centred = y - y.mean(0)
+    variances, directions = torch.linalg.eigh(centred.T @ centred / len(y))
+    return y.mean(0), directions * variances.clamp(min=1e-6) ** -0.25
+
+
+class Ring(nn.Module):
+    """The newest N entries of tokens whose loss was at least the threshold."""
+
+    def __init__(self, args: argparse.Namespace, mean: Tensor, directions: Tensor):
+        super().__init__()
+        self.entries, self.threshold, self.beta = args.entries, args.threshold, 12.0
+        self.mean, self.projection = mean, directions[:, -args.key_size :]
+        self.num_bytes = args.entries * (2 * args.key_size + 4)  # keys in 16 bits, tokens in 32
+
+    def prepare(self, text: dict) -> tuple[Tensor, Tensor]:
+        """Returns the keys of all positions and the positions whose next token is written."""
+        keys = normalize((text["y"] - self.mean) @ self.projection, dim=-1)
+        return keys, (text["loss"] >= self.threshold).nonzero()[:, 0]
+
+    def score(self, text: dict, prepared, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns m of the next token (Q,), features (Q, 4), and whether there are entries (Q,), at positions (Q,)."""
+        keys, written = prepared
+        newest = torch.searchsorted(written, at)  # the entry of a position is known at the next one
+        oldest = (newest - self.entries).clamp(min=0)
+        first, last = int(oldest[0]), max(int(newest[-1]), int(oldest[0]) + 1)
+        places, index = written[first:last], torch.arange(first, last)
+        scores = self.beta * keys[at] @ keys[places].T  # (Q, K) @ (K, N)
+        visible = (index >= oldest[:, None]) & (index < newest[:, None])
+        scores = scores.masked_fill(~visible[:, : len(places)], -1e4)
+        tokens, has_entries = text["next"][places], newest > oldest
+        log_sum, best = scores.logsumexp(1), tokens[scores.argmax(1)]
+        shares = (scores - log_sum[:, None]).exp()
+        of_next, of_best = (torch.where(tokens == x[:, None], shares, 0).sum(1) for x in (text["next"][at], best))
+        count = (newest - oldest).clamp(min=1).float().log()
+        features = torch.stack([log_sum / 10, of_best, text["ent"][at] / 4, count / 5], dim=1)
+        return of_next * has_entries, features * has_entries[:, None], has_entries
+
+
+class Deep(nn.Module):
+    """The memory of the paper: M(k) is an MLP, or with depth 1 a matrix, whose weights are the state."""
+
+    def __init__(self, args: argparse.Namespace, mean: Tensor, directions: Tensor):
+        super().__init__()
+        size, shapes = args.key_size, layer_shapes(args.key_size, args.depth, args.expansion)
+        self.threshold, self.momentum = args.threshold, args.momentum
+        self.rule = UpdateRule(error_clip=None, delta_rule=args.depth == 1)
+        self.mean, projection = mean, directions[:, -size:]
+        self.projection = nn.Parameter(projection / (projection.norm() / size**0.5))
+        self.initial = nn.ParameterList([nn.Parameter(torch.randn(1, *x)) for x in shapes])
+        nn.init.zeros_(self.initial[-1])
+        # |h|^2 of the last layer's inputs: a step of 1 / |h|^2 is what one of 1 is for a key of length 1
+        hidden = nn.functional.silu(torch.randn(100_000)).square().mean().item() * shapes[0][1]
+        self.step = 0.5 / (hidden if args.depth > 1 else 1)
+        self.gates = nn.Linear(size + 2, 3)  # theta, eta, alpha
+        nn.init.zeros_(self.gates.weight)
+        self.gates.bias.data = torch.tensor([-2.0 if args.depth > 1 else 0.0, 2.0, -7.0])
+        self.log_beta = nn.Parameter(torch.tensor(40.0 if args.depth > 1 else 20.0).log())
+        self.read_gate = nn.Linear(4, 1)
+        generator = torch.Generator().manual_seed(0)
+        self.codes = normalize(torch.randn(1 << 18, size, generator=generator), dim=-1)  # of any token
+        self.num_bytes = 4 * sum(x.numel() for x in self.initial) * (1 + args.momentum)
+
+    def prepare(self, text: dict) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns what is retrieved at each position (T, size); each written token, and where it was written first."""
+        keys = normalize((text["y"] - self.mean) @ self.projection, dim=-1)
+        of_token = [pad(text[name][:-1], (1, 0)) for name in ("loss", "ent")]  # of the token at its own position
+        gate_inputs = [pad(keys[:-1], (0, 0, 1, 0)), *(x[:, None] / 4 - 1 for x in of_token)]
+        theta, eta, alpha = self.gates(torch.cat(gate_inputs, dim=-1)).unbind(-1)
+        is_written = (of_token[0] >= self.threshold) & (torch.arange(len(keys)) > 0)
+        theta = self.step * theta.sigmoid() * is_written
+        if self.momentum:
+            theta = theta * eta.neg().sigmoid()  # the steps of a token sum to theta
+        state = MemoryState.initial(
+            list(self.initial), 1, torch.float32, self.rule.needs_anchor(len(self.initial)), self.momentum
+        )
+        inputs = MemoryInputs(
+            queries=keys[None, None], keys=pad(keys[:-1], (0, 0, 1, 0))[None, None],
+            values=self.codes[text["ids"][: len(keys)]][None, None], inner_lr=theta[None, None],
+            log_momentum_decay=logsigmoid(eta)[None, None] if self.momentum else None,
+            log_retain=(logsigmoid(-alpha) * is_written)[None, None],
+        )  # fmt: skip
+        retrieved = memorize(inputs, state, self.rule, chunk_size=CHUNK).retrieved[0, 0]
+        written = (text["loss"] >= self.threshold).nonzero()[:, 0]
+        tokens, inverse = text["next"][written].unique(return_inverse=True)
+        first = torch.full(tokens.shape, len(keys)).scatter_reduce(0, inverse, written, "amin")
+        return retrieved, tokens, first
+
+    def score(self, text: dict, prepared, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As of `Ring.score`; all tokens written before a position are compared."""
+        retrieved, tokens, first = prepared
+        scores = self.log_beta.exp() * retrieved[at] @ self.codes[tokens].T  # (Q, size) @ (size, words)
+        scores = scores.masked_fill(first >= at[:, None], -1e4)
+        log_sum, has_entries = scores.logsumexp(1), at > first.min()
+        shares = (scores - log_sum[:, None]).exp()
+        of_next = torch.where(tokens == text["next"][at][:, None], shares, 0).sum(1)
+        count = (at + 1).float().log()
+        features = torch.stack([log_sum / 10, shares.amax(1), text["ent"][at] / 4, count / 5], dim=1)
+        return of_next * has_entries, features * has_entries[:, None], has_entries
+
+    def fit(self, texts: list[dict], steps: int) -> None:
+        """Trains keys, initial weights and gates on two texts a step, 512 positions of each."""
+        weight, bias = fit_gate(evidence(self, texts[:5], 16))
+        self.read_gate.weight.data, self.read_gate.bias.data = weight[None], bias[None]
+        slow = [self.projection, *self.initial]
+        fast = [*self.gates.parameters(), *self.read_gate.parameters(), self.log_beta]
+        optimizer = torch.optim.Adam([{"params": slow, "lr": 1e-3}, {"params": fast, "lr": 1e-2}], betas=(0.9, 0.98))
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda i: min(1, (i + 1) / 5) * (0.5 + 0.5 * math.cos(math.pi * i / steps))
+        )
+        order = [i for _ in range(steps) for i in torch.randperm(len(texts)).tolist()]
+        for step in range(steps):
+            loss = 0
+            for i in order[2 * step : 2 * step + 2]:
+                at = torch.randperm(len(texts[i]["loss"]))[:512].sort()[0]
+                m, features, has_entries = self.score(texts[i], self.prepare(texts[i]), at)
+                gate = self.read_gate(features)[:, 0]
+                loss = loss + (mixed_loss(texts[i]["loss"][at], m, gate, has_entries) - texts[i]["loss"][at]).mean() / 2
+            optimizer.zero_grad()
+            loss.backward()
+            if nn.utils.clip_grad_norm_(self.parameters(), 1.0).isfinite():
+                optimizer.step()
+            schedule.step()
+            print(f"step {step + 1}: gain {-loss.item():.4f}", flush=True)
+
+
+def mixed_loss(loss: Tensor, m: Tensor, gate: Tensor, has_entries: Tensor) -> Tensor:
+    """Computes -log((1 - l) p + l m) for the gate's logits; l is 0 without entries."""
+    gate = torch.where(has_entries, gate, -1e4)
+    return -torch.logaddexp(logsigmoid(-gate) - loss, logsigmoid(gate) + m.clamp(min=1e-12).log())
+
+
+@torch.no_grad()
+def evidence(memory, texts: list[dict], stride: int, offset: int = 0) -> list[tuple[Tensor, ...]]:
+    """Scores every `stride`-th position of each text: positions, loss of the model, m, features, has_entries."""
+    result = []
+    for text in texts:
+        prepared, positions = memory.prepare(text), torch.arange(offset, len(text["loss"]), stride)
+        parts = zip(*(memory.score(text, prepared, at) for at in positions.split(BLOCK)), strict=True)
+        result.append((positions, text["loss"][positions], *map(torch.cat, parts)))
+    return result
+
+
+@torch.enable_grad()
+def fit_gate(found: list[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor]:
+    """Returns w and b of the gate that minimise the loss of the next tokens."""
+    _, loss, m, features, has_entries = map(torch.cat, zip(*found, strict=True))
+    mean, deviation = features.mean(0), features.std(0) + 1e-6
+    weight, bias = torch.zeros(4, requires_grad=True), torch.tensor(-3.0, requires_grad=True)
+    optimizer = torch.optim.Adam([weight, bias])
+    for i in range(400):
+        optimizer.param_groups[0]["lr"] = 0.02 * (1 - i / 400)
+        gate = (features - mean) / deviation @ weight + bias
+        optimizer.zero_grad()
+        mixed_loss(loss, m, gate, has_entries).mean().backward()
+        optimizer.step()
+    weight, bias = weight.detach() / deviation, bias.detach()
+    return weight, bias - (weight * mean).sum()
+
+
+def table(found: list[tuple[Tensor, ...]], gains: list[Tensor]) -> dict:
+    """Returns the mean gain by range of positions, of each text, and a 95 % bootstrap interval over texts."""
+    result = {}
+    for low, high in RANGES:
+        parts = [g[(x[0] >= low) & (x[0] < high)] for x, g in zip(found, gains, strict=True)]
+        if all(len(x) for x in parts):
+            key = "all" if low == 0 and high > 1024 else f"{low}-{high}"
+            result[key] = round(torch.stack([x.mean() for x in parts]).mean().item(), 4)
+    by_text = torch.stack([g.mean() for g in gains])
+    samples = torch.randint(len(gains), (4000, len(gains)), generator=torch.Generator().manual_seed(0))
+    interval = by_text[samples].mean(1).quantile(torch.tensor([0.025, 0.975]))
+    return result | {
+        "interval": [round(x, 4) for x in interval.tolist()],
+        "by_text": [round(x, 4) for x in by_text.tolist()],
+    }
+
+
+def gains_of_gate(found: list[tuple[Tensor, ...]], gate: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """Returns the gain at each position of each text."""
+    return [loss - mixed_loss(loss, m, f @ gate[0] + gate[1], has) for _, loss, m, f, has in found]
+
+
+def gains_of_rate(found: list[tuple[Tensor, ...]], rate: float) -> list[Tensor]:
+    """Returns the gains with the constant l = rate where there are entries."""
+    gate = torch.tensor(math.log(rate / (1 - rate)))
+    return [loss - mixed_loss(loss, m, gate, has) for _, loss, m, *_, has in found]
+
+
+def count_evidence(texts: list[dict], order: int, stride: int) -> list[tuple[Tensor, ...]]:
+    """Returns as `evidence` what the counts of the text so far say of the next token."""
+    result = []
+    for text in texts:
+        counts, shares, ids = defaultdict(Counter), [], text["ids"].tolist()
+        for t, token in enumerate(ids[1:]):
+            seen = counts[tuple(ids[max(0, t - order + 2) : t + 1]) if order > 1 else ()]
+            shares.append(seen[token] / seen.total() if seen else math.nan)
+            seen[token] += 1
+        at, m = torch.arange(0, len(shares), stride), torch.tensor(shares)
+        result.append((at, text["loss"][at], m.nan_to_num()[at], None, ~m.isnan()[at]))
+    return result
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Fits a memory with every seed, and writes a line for valid and one for test."""
+    sets = {name: load_set(args.arrays, name) for name in ("train", "valid", "test")}
+    strides = {"valid": 4, "test": args.stride}
+    names = ("threshold", "entries", "key_size", "depth", "expansion", "momentum", "steps")
+    settings, used = {}, {"ring": names[:3], "cache": names[1:2], "counts": ("order",), "deep": (names[0], *names[2:])}
+    mean, directions = principal_directions(sets["train"])
+    for seed in args.seeds:
+        torch.manual_seed(seed)
+        if args.memory == "deep":
+            memory = Deep(args, mean, directions)
+            memory.fit(sets["train"], args.steps)
+        elif seed == args.seeds[0]:  # the seed is that of the positions that the gate is fitted to
+            if args.memory == "cache":  # all numbers of y, nothing learned, every token
+                args.threshold, args.key_size, directions = -math.inf, len(mean), torch.eye(len(mean))
+            memory = None if args.memory == "counts" else Ring(args, mean, directions)
+        if args.memory == "deep" or seed == args.seeds[0]:
+            found = {
+                name: evidence(memory, sets[name], n) if memory else count_evidence(sets[name], args.order, n)
+                for name, n in strides.items()
+            }
+        if args.memory in ("ring", "deep"):
+            gate = fit_gate(evidence(memory, sets["train"], 8 if args.memory == "ring" else 16, 2 * seed))
+            settings["gate"] = [round(x, 3) for x in [*gate[0].tolist(), gate[1].item()]]
+            gains = {name: gains_of_gate(x, gate) for name, x in found.items()}
+        else:
+            by_rate = {rate: table(found["valid"], gains_of_rate(found["valid"], rate))["all"] for rate in RATES}
+            settings["rate"] = max(by_rate, key=by_rate.get)
+            gains = {name: gains_of_rate(x, settings["rate"]) for name, x in found.items()}
+        settings |= {name: getattr(args, name) for name in used[args.memory]}
+        if memory is not None:
+            settings["bytes"] = memory.num_bytes
+        for name, x in found.items():
+            config = {"memory": args.memory, "window": args.window, "sinks": 1} | settings
+            line = {"table": "token-memory-on-smollm2", "config": config, "data": name, "seed": seed}
+            line |= {"result": table(x, gains[name]), "stride": strides[name], "commit": describe_commit()}
+            print(json.dumps(line), flush=True)
+            with args.output.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(line) + "\n")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("arrays", type=Path, help="the folder that eval.studies.read_pretrained has made")
+    parser.add_argument("--memory", choices=["ring", "cache", "counts", "deep"], required=True)
+    parser.add_argument("--window", type=int, default=256, help="the window of the model that has read, for the record")
+    parser.add_argument("--threshold", type=float, default=3.0, help="nats from which on a token is written")
+    parser.add_argument("--entries", type=int, default=2000, help="of the ring and of the neural cache")
+    parser.add_argument("--key_size", type=int, default=64)
+    parser.add_argument("--order", type=int, default=2, help="n of the counts of n-grams")
+    parser.add_argument("--depth", type=int, default=2, help="layers of the deep memory")
+    parser.add_argument("--expansion", type=int, default=1, help="of its hidden layers")
+    parser.add_argument("--momentum", action="store_true", help="of its update")
+    parser.add_argument("--steps", type=int, default=30, help="of its training")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0])
+    parser.add_argument("--stride", type=int, default=2, help="every how many tokens of a test novel are scored")
+    parser.add_argument("--output", type=Path, required=True, help="a file of JSON lines, to which lines are added")
+    args = parser.parse_args(argv)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    measure(args)
+
+
+if __name__ == "__main__":
+    run_command(main)
