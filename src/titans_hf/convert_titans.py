@@ -4,7 +4,7 @@ A layer of the result is sliding-window attention with persistent tokens (and, i
 as 0). For a text of at most `window` tokens and without sinks its logits are the original's; for a longer one they are
 those of the original with the window as its mask.
 
-Sinks: a pretrained model needs its first position. A window that has left it behind costs .6 nats. The first position
+Sinks: a pretrained model needs its first position. A window that has left it behind costs about half a nat. The first position
 attends to itself alone, so that its inputs of every layer are the same for every text. They become the persistent token
 (paper section 3.3) of every layer, at a constant distance behind every query.
 
@@ -163,6 +163,9 @@ class StoredWeights(Mapping):
     def __getitem__(self, name: str) -> Tensor:
         with safe_open(self.files[name], "pt") as file:
             return file.get_tensor(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.files  # the base class would read the weight
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.files)

@@ -28,7 +28,7 @@ from titans_hf.convert_titans import convert_checkpoint
 CONTEXTS = (8192, 32768, 131072)
 NUM_READ, NUM_GENERATED = 256, 16  # tokens by which the speed is measured
 UNLIMITED = int(1e30)  # the length that transformers gives a tokenizer without a limit
-NO_SINKS = "note: without a sink, tokens beyond the window cost .6 nats and more; --sinks 1 keeps the first position"
+NO_SINKS = "note: without a sink, tokens beyond the window cost about half a nat; --sinks 1 keeps the first position"
 CARD = """# {name}
 
 A Titans ([Learning to Memorize at Test Time](https://arxiv.org/abs/2501.00663)) with the weights of {original}. It
