@@ -5,7 +5,7 @@ from functools import wraps
 
 import torch
 from torch import Tensor
-from transformers.generation import GenerationMixin, StoppingCriteriaList
+from transformers.generation import EosTokenCriteria, GenerationMixin, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
@@ -24,16 +24,22 @@ class FinishedRows(StoppingCriteriaList):
     """The stopping criteria of a `generate()` call, which keep the rows that have ended while others go on.
 
     rows: (B,) bool, True in rows to which Transformers appends padding from now on; None if it never does.
+    reads_no_padding: True once the prompt is read, if no row gets padding: a step then needs no mask.
     without_mask: True if no attention_mask was given (all ones).
     """
 
-    def __init__(self, criteria: StoppingCriteriaList, input_ids: Tensor, without_mask: bool):
+    def __init__(self, criteria: StoppingCriteriaList, input_ids: Tensor, without_mask: bool, fixed_length: bool):
+        """`fixed_length`: the end of a text cannot come before the last token."""
         super().__init__(criteria)
         self.without_mask = without_mask
         pads = len(input_ids) > 1 and any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        if fixed_length:  # as the exporter of Transformers asks for: a mask would be one more input of the step
+            pads = pads and any(type(criterion) not in (EosTokenCriteria, MaxLengthCriteria) for criterion in criteria)
         self.rows = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device) if pads else None
+        self.reads_no_padding = False
 
     def __call__(self, input_ids: Tensor, scores: Tensor | None, **kwargs) -> Tensor:
+        self.reads_no_padding = self.rows is None  # from the first generated token on
         ended = super().__call__(input_ids, scores, **kwargs)
         self.rows = None if self.rows is None else self.rows | ended
         return ended
@@ -130,7 +136,9 @@ class TitansGenerationMixin(GenerationMixin):
 
     def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
         """Samples, or decodes greedily; the padding that follows the end of a row is not read."""
-        finished = FinishedRows(stopping_criteria, input_ids, kwargs.get("attention_mask") is None)
+        least, most = generation_config.min_new_tokens, generation_config.max_new_tokens
+        fixed_length = None not in (least, most) and least >= most
+        finished = FinishedRows(stopping_criteria, input_ids, kwargs.get("attention_mask") is None, fixed_length)
         return super()._sample(
             input_ids, logits_processor, finished, generation_config, finished_rows=finished, **kwargs
         )
@@ -147,7 +155,10 @@ class TitansGenerationMixin(GenerationMixin):
 
     @wraps(GenerationMixin.prepare_inputs_for_generation)  # Transformers reads the arguments' names
     def prepare_inputs_for_generation(self, *args, finished_rows: FinishedRows | None = None, **kwargs) -> dict:
-        return super().prepare_inputs_for_generation(*args, **kwargs)
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        if finished_rows is not None and finished_rows.reads_no_padding and inputs.get("past_key_values") is not None:
+            inputs.pop("attention_mask", None)
+        return inputs
 
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs: dict, *args, **kwargs) -> dict:
         """Adds the next token's column to the mask: 0 in rows that have ended."""

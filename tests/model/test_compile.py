@@ -20,8 +20,9 @@ from common import (
 )
 from covering import covering
 from torch._dynamo.testing import CompileCounter
-from transformers import CompileConfig
+from transformers import CompileConfig, GenerationConfig
 from transformers.exporters import DynamoConfig, DynamoExporter
+from transformers.exporters.utils import decompose_prefill_decode
 
 from titans_hf import TitansCache, memory_ops
 
@@ -226,6 +227,25 @@ def test_export(variant):
             expected = full_logits(model, ids, arguments.get("attention_mask"))
             kept = mask.bool() if "attention_mask" in arguments else torch.ones_like(mask).bool()
             assert_same(exported[kept], expected[kept])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_captured_step_of_several_tokens(variant):
+    """A step of two tokens that Transformers' exporter captures, with a static cache after a padded prompt, is what the
+    model reads in two calls. If it failed, the exporter could not capture a step of any number of tokens.
+    """
+    model, (ids, mask) = make_model(variant, eos_token_id=1), left_pad([make_ids(18, seed=1), make_ids(11, seed=2)])
+    options = GenerationConfig(cache_implementation="static", max_cache_len=40, pad_token_id=0, eos_token_id=1)
+    inputs = dict(input_ids=ids, attention_mask=mask)
+    captured = decompose_prefill_decode(model, inputs, generation_config=options, multi_token_decode=True)
+    _, step = captured["decode"]
+    with torch.no_grad():
+        together = model(**step).logits
+        cache = TitansCache(model.config)
+        model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+        apart = [model(input_ids=token, past_key_values=cache).logits for token in step["input_ids"].split(1, dim=1)]
+    assert together.shape[1] == 2
+    assert_same(together, torch.cat(apart, dim=1))
 
 
 @covering(1, {"variant": VARIANTS, "dynamic": [False, True]})
