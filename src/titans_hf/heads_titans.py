@@ -11,7 +11,7 @@ from transformers.modeling_layers import (
     GenericForSequenceClassification,
     GenericForTokenClassification,
 )
-from transformers.modeling_outputs import SequenceClassifierOutputWithPast
+from transformers.modeling_outputs import QuestionAnsweringModelOutput, SequenceClassifierOutputWithPast
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
@@ -116,7 +116,41 @@ class TitansForTokenClassification(GenericForTokenClassification, TitansHead):
 class TitansForQuestionAnswering(GenericForQuestionAnswering, TitansHead):
     """Predicts the first and the last token of an answer."""
 
-    forward = leaving_cache_on_error(GenericForQuestionAnswering.forward)
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: TitansCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> QuestionAnsweringModelOutput:
+        """Computes start_logits and end_logits (B, T), and with start_positions and end_positions (B,) the loss; other
+        arguments are those of `TitansModel.forward`.
+
+        The logits of padding are the least number of their dtype: the loss of a row is the same however far the row is
+        padded, and no answer lies in padding.
+        """
+        with undone_on_error(past_key_values):
+            outputs = self.model(
+                input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                inputs_embeds=inputs_embeds,
+                **kwargs,
+            )
+            logits, loss = self.qa_outputs(outputs.last_hidden_state), None  # (B, T, 2)
+            if attention_mask is not None:
+                padding = attention_mask[:, attention_mask.shape[1] - logits.shape[1] :].to(logits.device) == 0
+                logits = logits.masked_fill(padding[..., None], torch.finfo(logits.dtype).min)
+            start_logits, end_logits = logits.unbind(-1)
+            if start_positions is not None and end_positions is not None:
+                loss = self.loss_function(start_logits, end_logits, start_positions, end_positions, **kwargs)
+        return QuestionAnsweringModelOutput(loss, start_logits, end_logits, outputs.hidden_states, outputs.attentions)
 
 
 TitansForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")

@@ -17,7 +17,7 @@ from .configuration_titans import TitansConfig
 from .episodic_memory import EpisodicMemory
 from .generation_titans import TitansGenerationMixin
 from .memory_ops import compile_chunks
-from .mixers_titans import TitansMixer, make_mixer
+from .mixers_titans import SequenceMixer, TitansMixer, make_mixer
 from .neural_memory import OUTPUT_SCALE, ChannelConv, InitialWeights, OutputProjection, TokenGate
 from .surprise_titans import SurpriseCollector, TitansCausalLMOutput, TitansModelOutput
 from .token_layout import DocumentArguments, TokenLayout, check_cache, check_config, check_inputs
@@ -102,7 +102,7 @@ class TitansPreTrainedModel(PreTrainedModel):
     _can_record_outputs = {
         "hidden_states": TitansDecoderLayer,
         "attentions": OutputRecorder(TitansMixer, index=1),
-        "surprise": OutputRecorder(TitansMixer, index=3),
+        "surprise": OutputRecorder(SequenceMixer, index=3),
     }
 
     def compile_memory(self, **options) -> None:
@@ -198,7 +198,7 @@ class TitansModel(TitansPreTrainedModel):
                 are returned. Otherwise what is read leaves no entries in it: there is no LM head.
 
         Returns last_hidden_state (B, T, hidden), past_key_values; on request hidden_states; with
-        `output_surprise=True` surprise, one `LayerSurprise` per layer; with
+        `output_surprise=True` surprise, one `LayerSurprise` per layer, then that of the token memory, if any; with
         `attn_implementation="eager"` attentions: one (B, heads, T, P + W) per layer, its columns the persistent tokens
         and the window up to the token, oldest first; in MAC (B, heads, T, P + 2 L): persistent tokens, recalled tokens
         and segment slots. Attention maps assembled from several windows or segments carry no gradient.

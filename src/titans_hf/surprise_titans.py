@@ -23,8 +23,8 @@ class TokenUpdates(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerSurprise:
-    """The update that each token causes in the memory of one layer: the surprise and the gates theta, eta and alpha,
-    (B, H, T) each, persistent tokens excluded.
+    """The update that each token causes in one memory: the surprise and the gates theta, eta and alpha, (B, H, T)
+    each, persistent tokens excluded.
 
     The properties are computed when they are read; they carry no gradient and are 0 at padding. With
     `memory_gates="layer"`, a gate is the mean over the layers of the network. In a layer without a memory, H is 0.
@@ -111,7 +111,7 @@ class TitansModelOutput(BaseModelOutputWithPast):
 
 @dataclass
 class TitansCausalLMOutput(CausalLMOutputWithPast):
-    """surprise: one `LayerSurprise` per layer."""
+    """surprise: one `LayerSurprise` per layer, then that of the token memory, if any."""
 
     surprise: tuple[LayerSurprise, ...] | None = None
 

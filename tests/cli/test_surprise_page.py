@@ -120,7 +120,7 @@ def test_every_layer_has_a_scale_of_its_own(tmp_path):
     """Each layer's colours use its own range."""
     ramp = np.linspace(0, 1, 100)
     values = np.broadcast_to(np.stack([ramp, 1000 * ramp + 5]), (len(surprise.QUANTITIES), 2, 100))
-    surprise.draw(tmp_path / "surprise.png", "title", values)
+    surprise.draw(tmp_path / "surprise.png", "title", values, len(values[0]))
     picture = matplotlib.image.imread(tmp_path / "surprise.png")[..., :3]
     coloured = (picture[:, :1000].std(-1) > 0.05).mean(1) > 0.5
     top, bottom = np.flatnonzero(coloured)[0], np.flatnonzero(np.diff(coloured.astype(int)) == -1)[0]

@@ -96,6 +96,25 @@ def test_a_text_is_judged_by_its_last_token(variant):
         assert_same(model(ids).logits, last @ model.score.weight.T)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_loss_of_an_answer_does_not_depend_on_padding(side):
+    """The loss of an answer is that of its row alone, however far the row is padded, and no answer lies in padding. If
+    it failed, the loss would depend on the longest row of a batch.
+    """
+    model, row = make_head(AutoModelForQuestionAnswering, "mag"), 1 + make_ids(1, 12, vocab_size=49)
+    positions = torch.tensor([2]), torch.tensor([5])
+    with torch.no_grad():
+        alone = model(row, start_positions=positions[0], end_positions=positions[1]).loss
+        for width in (4, 40):
+            padding = torch.zeros(1, width, dtype=torch.int64)
+            parts = [padding, row] if side == "left" else [row, padding]
+            ids, mask = torch.cat(parts, dim=1), torch.cat([(x > 0).long() for x in parts], dim=1)
+            start, end = (x + (width if side == "left" else 0) for x in positions)
+            output = model(ids, attention_mask=mask, start_positions=start, end_positions=end)
+            assert_same(output.loss, alone)
+            assert mask[0, output.start_logits.argmax()] and mask[0, output.end_logits.argmax()]
+
+
 @covering(1, {"variant": VARIANTS, "auto_class": HEADS})
 def test_loss_and_gradients(variant, auto_class):
     """The loss is the cross entropy of the head's logits, and every parameter has a gradient."""

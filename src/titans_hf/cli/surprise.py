@@ -29,6 +29,7 @@ from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.text_ids import encode, normalize_newlines
 
 PIECE = 2048  # tokens read at once
+TOKEN_MEMORY = "token memory"
 QUANTITIES = {
     "gradient_norm": "gradient norm (surprise)",
     "inner_lr": "learning rate θ",
@@ -129,11 +130,14 @@ def word_means(text: str, spans: list[tuple[int, int]], values: np.ndarray) -> t
     return words, np.stack([values[:, word == i].mean(1) for i in used], axis=1)
 
 
-def write_page(path: Path, title: str, words: list[str], values: np.ndarray) -> None:
-    """Writes the page of a text; values (quantities, layers, words)."""
+def write_page(path: Path, title: str, words: list[str], values: np.ndarray, num_layers: int) -> None:
+    """Writes the page of a text; values (quantities, layers, words), after `num_layers` those of the token memory."""
     rows_by_name, explanations = {}, {}
     for quantity, layers in zip(QUANTITIES, values, strict=True):
-        rows = {"mean of the layers": layers.mean(0)} | {f"layer {i}": layer for i, layer in enumerate(layers, 1)}
+        rows = {"mean of the layers": layers[:num_layers].mean(0)}
+        rows |= {f"layer {i}": layer for i, layer in enumerate(layers[:num_layers], 1)}
+        if len(layers) > num_layers:
+            rows[TOKEN_MEMORY] = layers[num_layers]
         for layer_name, row in rows.items():
             name = f"{QUANTITIES[quantity]}, {layer_name}"
             rows_by_name[name] = [float(f"{x:.4g}") for x in row]
@@ -147,14 +151,14 @@ def write_page(path: Path, title: str, words: list[str], values: np.ndarray) -> 
     path.write_text(page, encoding="utf-8")
 
 
-def draw(path: Path, title: str, values: np.ndarray) -> None:
-    """Plots values (quantities, layers, tokens). Every layer has its own colour scale, so that a layer with large
-    values does not make the others look constant.
+def draw(path: Path, title: str, values: np.ndarray, num_layers: int) -> None:
+    """Plots values (quantities, layers, tokens), after `num_layers` those of the token memory. Every layer has its own
+    colour scale, so that a layer with large values does not make the others look constant.
     """
-    num_layers, num_tokens = values.shape[1:]
+    num_rows, num_tokens = values.shape[1:]
     low, high = np.quantile(values, (0.01, 0.99), axis=-1, keepdims=True)
     shares = ((values - low) / np.maximum(high - low, 1e-12)).clip(0, 1)
-    figure = Figure(figsize=(12, 1.2 + 4 * (0.5 + 0.22 * num_layers)), layout="constrained")
+    figure = Figure(figsize=(12, 1.2 + 4 * (0.5 + 0.22 * num_rows)), layout="constrained")
     panels = figure.subplots(len(QUANTITIES), 1, sharex=True)
     for axes, (quantity, name), rows in zip(panels, QUANTITIES.items(), shares, strict=True):
         image = axes.imshow(
@@ -164,9 +168,10 @@ def draw(path: Path, title: str, values: np.ndarray) -> None:
             cmap="magma" if quantity == "gradient_norm" else "viridis",
             vmin=0,
             vmax=1,
-            extent=(0, num_tokens, num_layers + 0.5, 0.5),
+            extent=(0, num_tokens, num_rows + 0.5, 0.5),
         )
-        axes.set_yticks(range(1, num_layers + 1))
+        names = [*range(1, num_layers + 1), *[TOKEN_MEMORY] * (num_rows - num_layers)]
+        axes.set_yticks(range(1, num_rows + 1), names)
         axes.set_ylabel("layer")
         axes.set_title(name, loc="left", fontsize=10)
         bar = figure.colorbar(image, ax=axes, pad=0.01, ticks=[0, 1])
@@ -217,8 +222,9 @@ def main(argv: list[str] | None = None) -> None:
     title = " ".join(f"{Path(args.model).name}: {Path(args.text).name}".split())
     args.output.mkdir(parents=True, exist_ok=True)
     words, means = word_means(text, spans, values.reshape(-1, len(ids)))
-    write_page(args.output / "surprise.html", title, words, means.reshape(*values.shape[:2], -1))
-    draw(args.output / "surprise.png", title, values)
+    num_layers = model.config.num_hidden_layers
+    write_page(args.output / "surprise.html", title, words, means.reshape(*values.shape[:2], -1), num_layers)
+    draw(args.output / "surprise.png", title, values, num_layers)
     print(f"{args.output / 'surprise.html'}\n{args.output / 'surprise.png'}")
 
 
