@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GgufConfig, PreTrainedModel
 
 from eval.common.records import describe_commit
 from titans_hf import TitansCache, convert
@@ -55,8 +55,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the weights")
     parser.add_argument("--output", type=Path, required=True, help="a file of JSON lines, to which lines are added")
     args = parser.parse_args(argv)
-    dtype, options = getattr(torch, args.dtype), {"gguf_file": args.gguf_file} if args.gguf_file else {}
-    original = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, **options).eval()
+    dtype, options, whole = getattr(torch, args.dtype), {}, {}
+    if args.gguf_file:
+        options, whole = {"gguf_file": args.gguf_file}, {"quantization_config": GgufConfig(dequantize=True)}
+    original = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, **options, **whole).eval()
     original.config.quantization_config = None  # the weights of a GGUF are numbers of `dtype` now
     tokenizer = AutoTokenizer.from_pretrained(args.model, **options)
     forms = {"full attention": original} if args.full else {}

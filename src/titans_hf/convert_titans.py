@@ -22,7 +22,14 @@ from huggingface_hub import snapshot_download, split_torch_state_dict_into_shard
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GgufConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from .configuration_titans import ROPE_TYPES, TitansConfig
 from .generation_titans import CACHES
@@ -190,7 +197,8 @@ def open_model(
     if (folder / "adapter_config.json").is_file():
         raise ValueError(f"{model} is an adapter: merge it first (titans-hf merge)")
     if gguf_file is not None:
-        original = AutoModelForCausalLM.from_pretrained(model, gguf_file=gguf_file)
+        whole = GgufConfig(dequantize=True)
+        original = AutoModelForCausalLM.from_pretrained(model, gguf_file=gguf_file, quantization_config=whole)
         original.config.quantization_config = None  # its weights are numbers of float32 now
         check_family(original.config)
         return original.config, original.state_dict()
