@@ -177,6 +177,13 @@ class TitansConfig(PreTrainedConfig):
             Largest error |M(k) - v| without clipping, in units of |v|; `None` for the paper's plain squared error. With
             the delta rule, the last layer's errors are never clipped: it has no effect on a memory of one layer.
             `"form"` is 1, with `memory_form="paper"` `None`.
+        memory_kernel (`str`, defaults to `"auto"`):
+            What computes the memory's update with several tokens: `"fla"` the kernel `chunk_comba` of
+            flash-linear-attention (`pip install titans-hf[gpu]`), `"torch"` PyTorch, `"auto"` the kernel where it can,
+            PyTorch elsewhere. The kernel needs a CUDA GPU, a memory of one layer with the delta rule and without
+            momentum (`memory_form="delta"`), heads of at most 256, and a model that is not in float64. `"fla"` raises
+            an error where one of them is missing. Single tokens, calls with `output_surprise` and, with `"auto"`,
+            compiled models are computed by PyTorch, and so is a token memory of more than 256 features.
         token_memory_features (`int`, defaults to 0):
             Number of sparse features of the keys of the token memory, which learns at test time which token follows
             which final hidden state, and adds what it retrieves before the LM head; 0 for none. An extension beyond the
@@ -282,6 +289,7 @@ class TitansConfig(PreTrainedConfig):
     memory_error_clip: int | float | Literal["form"] | None = setting(
         "form", above=0, derived=by_form(titans=1.0, delta=1.0, paper=None)
     )
+    memory_kernel: Literal["auto", "torch", "fla"] = setting("auto", state="none")
     # docs/dev/log.md: "A memory of which token follows"
     token_memory_features: int = setting(0, at_least=0, state="shape")
     token_memory_form: Literal["delta", "episodic"] = setting("delta", state="shape")

@@ -118,11 +118,12 @@ class MemoryInputs(NamedTuple):
 
 class MemorizeOutput(NamedTuple):
     """The result of an update of the memory: retrieved (B, H, T, D) in the state's dtype; surprise (B, H, T), the norm
-    of each token's gradient, which carries no gradient itself; and the state after the last token.
+    of each token's gradient, which carries no gradient itself, None from a kernel (`memory_kernel`); and the state
+    after the last token.
     """
 
     retrieved: Tensor
-    surprise: Tensor
+    surprise: Tensor | None
     state: MemoryState
 
 

@@ -1,5 +1,7 @@
 """Titans for Transformers: the four variants of section 4 of "Titans: Learning to Memorize at Test Time"."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
@@ -211,6 +213,8 @@ class TitansModel(TitansPreTrainedModel):
         past_key_values = self._make_or_check_cache(past_key_values, use_cache, len(inputs_embeds))
         documents = DocumentArguments(position_ids, cu_seq_lens_q, seq_idx)
         layout = TokenLayout.of_call(self.config, inputs_embeds, attention_mask, documents, past_key_values)
+        if kwargs.get("output_surprise", getattr(self.config, "output_surprise", False)):  # as `capture_outputs` does
+            layout = layout._replace(grid=replace(layout.grid, needs_surprise=True))
         hidden_states, mlp_inputs = inputs_embeds, None
         with undone_on_error(past_key_values):
             *layers, last = self.layers

@@ -15,6 +15,7 @@ from transformers.utils.generic import maybe_autocast
 from .cache_layer import LayerState
 from .configuration_titans import TitansConfig
 from .memory_gates import Gates, zero_of
+from .memory_kernel import choose_kernel, memorize_by_kernel
 from .memory_network import UpdateRule, clip_scale, layer_shapes, read
 from .memory_ops import memorize, read_constant_memory
 from .memory_state import MemorizeOutput, MemoryInputs, MemoryState
@@ -167,10 +168,18 @@ def memorize_on_grid(
     rule: UpdateRule,
     grid: TokenGrid,
     decay_target: tuple[Tensor, ...] = (),
+    kernel: str = "auto",
 ) -> MemorizeOutput:
-    """Updates and reads a memory with tokens on the slots of a grid; with `memory_max_lr` 0, reads it only."""
+    """Updates and reads a memory with tokens on the slots of a grid; with `memory_max_lr` 0, reads it only.
+
+    kernel: what computes an update with several tokens whose surprise is not needed (`memory_kernel.choose_kernel`).
+    """
     if config.memory_max_lr == 0:
         return read_constant_memory(inputs, state, rule, grid)
+    if not (grid.is_single_token or grid.needs_surprise):
+        chunk_comba = choose_kernel(kernel, inputs, state, rule)
+        if chunk_comba is not None:
+            return memorize_by_kernel(chunk_comba, inputs, state, grid, decay_target)
     return memorize(inputs, state, rule, chunk_size=config.memory_chunk_size, decay_target=decay_target, grid=grid)
 
 
@@ -285,7 +294,9 @@ class NeuralMemory(nn.Module):
         with maybe_autocast(hidden_states.device.type, enabled=False):
             gates = self._gates(hidden_states, dtype)
             inputs = MemoryInputs(*self._normalize(projected.to(dtype)), *gates)
-            retrieved, surprise, state = memorize_on_grid(self.config, inputs, state, self.rule, grid, decay_target)
+            retrieved, surprise, state = memorize_on_grid(
+                self.config, inputs, state, self.rule, grid, decay_target, self.config.memory_kernel
+            )
         return MemoryOutput(retrieved, state, conv_state, TokenUpdates(surprise, gates))
 
     def _normalize(self, projected: Tensor) -> Tensor:

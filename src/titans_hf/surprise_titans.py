@@ -14,10 +14,10 @@ from .token_grid import TokenGrid
 
 class TokenUpdates(NamedTuple):
     """Surprise and gates of the memory's updates with the tokens on the slots of a grid: (R, H, G) each, or gates
-    (R, H, G, layers) with `memory_gates="layer"`.
+    (R, H, G, layers) with `memory_gates="layer"`. The surprise may be None if the grid does not ask for it.
     """
 
-    surprise: Tensor
+    surprise: Tensor | None
     gates: Gates
 
 

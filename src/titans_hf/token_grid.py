@@ -45,6 +45,7 @@ class TokenGrid:
     continues its own.
     last_rows: (B,) int64, the row of each batch row's last document; None if every batch row has one document.
     is_padding: (B,) bool, in a call of one column, True in rows where it is padding; None without padding.
+    needs_surprise: True if the call returns the surprise of its tokens, which a kernel does not compute.
     """
 
     num_slots: int
@@ -54,6 +55,7 @@ class TokenGrid:
     source_rows: Tensor | None = None
     last_rows: Tensor | None = None
     is_padding: Tensor | None = None
+    needs_surprise: bool = False
 
     @classmethod
     def identity(cls, batch_size: int, num_tokens: int, device: torch.device) -> "TokenGrid":
@@ -105,7 +107,7 @@ class TokenGrid:
         for first in range(0, self.num_slots, length):
             size = min(length, self.num_slots - first)
             row_starts, row_ends = ((x - first).clamp(0, size) for x in (self.row_starts, self.row_ends))
-            yield TokenGrid(size, row_starts, row_ends, self.token_slots)
+            yield TokenGrid(size, row_starts, row_ends, self.token_slots, needs_surprise=self.needs_surprise)
 
     def num_seen_after(self, num_seen: Tensor) -> Tensor:
         """Computes how many tokens of its last document each batch row (B,) has read after the call; `num_seen` (B,):

@@ -83,7 +83,11 @@ class TokenMemory(SequenceMixer):
             gates = self._gates(hidden_states, dtype)
             memory_inputs = MemoryInputs(phi[:, :, 1:], phi[:, :, :-1], values, *gates)
             # M_t(q_t) (R, 1, G, D)
-            retrieved, surprise, memory = memorize_on_grid(self.config, memory_inputs, state.memory, RULE, grid)
+            # "fla" is for the memory of the layers: more features than the kernel takes are no error.
+            kernel = "torch" if self.config.memory_kernel == "torch" else "auto"
+            retrieved, surprise, memory = memorize_on_grid(
+                self.config, memory_inputs, state.memory, RULE, grid, kernel=kernel
+            )
             strength = 2 * torch.sigmoid(self.output_gate(hidden_states).to(dtype))
             output = self.scale.to(dtype) * strength * retrieved[:, 0]
         updates = [TokenUpdates(surprise, gates)]

@@ -1,5 +1,7 @@
 """The listings of the two rules against `memorize` and the autograd token loop, in float64."""
 
+from functools import partial
+
 import pytest
 import torch
 from memorize_runs import (
@@ -16,22 +18,23 @@ from memorize_runs import (
     without_momentum,
 )
 
+from titans_hf.memory_kernel import memorize_by_kernel
 from titans_hf.memory_listing import torch_chunk_comba, torch_chunk_titans
 from titans_hf.memory_network import UpdateRule
 from titans_hf.memory_ops import memorize
 from titans_hf.memory_reference import memorize_reference
 from titans_hf.memory_state import MemorizeOutput, MemoryInputs, MemoryState
+from titans_hf.token_grid import TokenGrid
 
 
 def comba(inputs: MemoryInputs, state: MemoryState, rule: UpdateRule, *, chunk_size: int, decay_target):
-    """Computes `memorize` of one layer by the listing of the delta form."""
-    (weights,), (target,) = state.weights, decay_target
-    q, k, v, theta, g = (getattr(inputs, name) for name in ("queries", "keys", "values", "inner_lr", "log_retain"))
-    beta = 2 * theta / k.square().sum(-1).clamp(min=1.0)
-    by_token = (x.transpose(1, 2) for x in (q, k, v - k @ target, k, g, beta))
-    retrieved, state_after = torch_chunk_comba(*by_token, 1.0, weights - target, True, chunk_size)
-    after = MemoryState((target + state_after,), (), (), state.num_seen + q.shape[2])
-    return MemorizeOutput(retrieved.transpose(1, 2) + q @ target, None, after)
+    """Computes `memorize` of one layer by the listing of the delta form in the place of fla's kernel, on the grid that
+    the model has for tokens that start within a chunk.
+    """
+    grid = TokenGrid.build(state.num_seen, inputs.keys.shape[2], chunk_size)
+    slots = inputs.map(lambda x: grid.scatter(x.transpose(1, 2)).transpose(1, 2))
+    output = memorize_by_kernel(partial(torch_chunk_comba, chunk_size=chunk_size), slots, state, grid, decay_target)
+    return output._replace(retrieved=grid.gather(output.retrieved.transpose(1, 2)).transpose(1, 2))
 
 
 def titans(inputs: MemoryInputs, state: MemoryState, rule: UpdateRule, *, chunk_size: int, decay_target):
@@ -48,25 +51,27 @@ def titans(inputs: MemoryInputs, state: MemoryState, rule: UpdateRule, *, chunk_
 def results(fn, *arguments):
     """Returns what a listing computes: outputs and final state, and the gradients of all inputs and states."""
     outputs, gradients = run(fn, *arguments)
-    depth = len(arguments[1].weights)
-    return outputs[: 1 + depth + len(arguments[1].momentum)], gradients
+    num_states = len(arguments[1].weights) + len(arguments[1].momentum)
+    return [*outputs[: 1 + num_states], outputs[-1]], gradients  # the last is the number of tokens
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 13, 22])
 @pytest.mark.parametrize("num_seen", [[0, 0, 0], [5, 0, 3]], ids=["start", "out-of-step"])
-@pytest.mark.parametrize("momentum,forget", [(False, True), (False, False)])
-def test_the_delta_form(momentum, forget, num_seen, length):
-    """The listing gives the outputs, final state and gradients of both other forms, for keys on both sides of length 1.
-    It does not depend on where the chunks start.
+@pytest.mark.parametrize("forget", [True, False])
+def test_the_delta_form(forget, num_seen, length):
+    """By the arguments that fla's kernel gets, the listing gives the outputs, final state and gradients of both other
+    forms, for keys on both sides of length 1 and with and without a decay target. It does not depend on where the
+    chunks start.
     """
     torch.manual_seed(length)
-    inputs = make_inputs(length, momentum, forget)
+    inputs = make_inputs(length, forget=forget)
     inputs = inputs._replace(keys=inputs.keys * (0.5 + torch.rand(B, H, length, 1, dtype=torch.float64)))
     inputs, state = without_momentum(inputs, make_state(1, num_seen))
-    arguments = (inputs, state, UpdateRule(1.0, delta_rule=True), make_decay_target(1))
-    listing = results(comba, *arguments)
-    assert_same(listing, results(memorize, *arguments))
-    assert_same(listing, results(memorize_reference, *arguments))
+    for decay_target in (make_decay_target(1), ()):
+        arguments = (inputs, state, UpdateRule(1.0, delta_rule=True), decay_target)
+        listing = results(comba, *arguments)
+        assert_same(listing, results(memorize, *arguments))
+        assert_same(listing, results(memorize_reference, *arguments))
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 13, 22])

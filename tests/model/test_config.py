@@ -49,6 +49,7 @@ DEFAULTS = dict(
     memory_output_norm=None,
     memory_residual=None,
     memory_error_clip="form",
+    memory_kernel="auto",
     token_memory_features=0,
     token_memory_form="delta",
     token_memory_entries=0,

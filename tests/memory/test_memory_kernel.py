@@ -1,0 +1,225 @@
+"""The memory's update by fla's kernel: when it is chosen, whole models with a stand-in, and the kernel as published."""
+
+import importlib.util
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from common import (
+    VARIANTS,
+    assert_same,
+    assert_same_cache,
+    assert_same_gradients,
+    full_logits,
+    gradients,
+    left_pad,
+    make_ids,
+    make_model,
+    read,
+)
+from memorize_runs import B, H, make_inputs, make_state, without_momentum
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from titans_hf import MemoryInputs, MemoryState, NeuralMemory, TitansConfig, UpdateRule, memory_kernel
+from titans_hf.memory_kernel import SMALLEST_LOG_RETAIN, choose_kernel, memorize_by_kernel
+from titans_hf.memory_listing import torch_chunk_comba
+from titans_hf.token_grid import TokenGrid
+
+DELTA = UpdateRule(None, delta_rule=True)
+WORKER = Path(__file__).parents[1] / "helpers" / "triton_worker.py"
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """The listing as the kernel of every linear memory, on the CPU in float64; `sizes` has the queries' shapes."""
+    sizes = []
+
+    def chunk_comba(q, k, v, p, g, beta, scale, initial_state, output_final_state):
+        assert (g >= SMALLEST_LOG_RETAIN).all() and g.shape == beta.shape == q.shape[:3] and initial_state.dim() == 4
+        sizes.append(tuple(q.shape))
+        return torch_chunk_comba(q, k, v, p, g, beta, scale, initial_state, output_final_state)
+
+    misfits = memory_kernel._misfits
+    own = ("device", "torch.float32")  # what keeps the kernel from the CPU and from float64
+    monkeypatch.setattr(
+        memory_kernel, "_misfits", lambda *args: [x for x in misfits(*args) if not any(name in x for name in own)]
+    )
+    monkeypatch.setattr(memory_kernel, "_import_chunk_comba", lambda: (chunk_comba, None))
+    return SimpleNamespace(sizes=sizes)
+
+
+FORMS = {
+    "delta": dict(),
+    "nothing forgotten": dict(memory_forget=False),
+    "paper's recurrence": dict(memory_recurrence="paper"),
+    "gates per layer": dict(memory_gates="layer"),
+    "token memory": dict(token_memory_features=24, tie_word_embeddings=True),
+}
+CASES = [(variant, "delta") for variant in VARIANTS] + list(zip(VARIANTS, list(FORMS)[1:], strict=True))
+
+
+def with_kernel(model, kernel: str):
+    model.config.memory_kernel = kernel
+    return model
+
+
+@pytest.mark.parametrize("variant,form", CASES)
+def test_padded_rows_and_gradients(variant, form, stand_in):
+    """With the kernel, a model has the loss, logits and gradients that it has in PyTorch, with padding in a row."""
+    model = make_model(variant, memory_form="delta", **FORMS[form])
+    ids, mask = left_pad([make_ids(31), make_ids(17, seed=1)])
+    found = {}
+    for kernel in ("torch", "fla"):
+        model.zero_grad()
+        output = with_kernel(model, kernel)(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
+        output.loss.backward()
+        found[kernel] = (output.logits[mask == 1], gradients(model))
+        assert bool(stand_in.sizes) == (kernel == "fla")
+    assert_same(found["fla"][0], found["torch"][0])
+    assert_same_gradients(found["fla"][1], found["torch"][1])
+
+
+@pytest.mark.parametrize("variant,form", CASES)
+def test_packed_documents_and_calls_within_a_chunk(variant, form, stand_in):
+    """With the kernel, packed documents, calls that start within a chunk and `generate` are those of PyTorch."""
+    model, ids = make_model(variant, memory_form="delta", **FORMS[form]), make_ids(2, 45)
+    positions = torch.cat([torch.arange(14), torch.arange(31)])[None]
+    found = []
+    for kernel in ("torch", "fla"):
+        packed = full_logits(with_kernel(model, kernel), ids[:1], position_ids=positions)
+        logits, cache = read(model, ids, [13, 1, 2, 29])
+        generated = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
+        found.append((packed, logits, cache, generated))
+    (packed, logits, cache, generated), expected = found[1], found[0]
+    assert_same((packed, logits), expected[:2])
+    assert_same_cache(cache, expected[2])
+    assert torch.equal(generated, expected[3])
+    assert all(size[1] > 1 for size in stand_in.sizes)  # single tokens are PyTorch's
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_surprise_is_computed_by_pytorch(variant, stand_in):
+    """A call with `output_surprise`, or a config that asks for it, takes no kernel, and has PyTorch's surprise."""
+    model, ids = make_model(variant, memory_form="delta", num_persistent_tokens=0), make_ids(2, 21)
+    expected = with_kernel(model, "torch")(ids, output_surprise=True).surprise
+    with_kernel(model, "auto")
+    by_call = model(ids, output_surprise=True).surprise
+    model.model.config.output_surprise = True
+    by_config = model.model(ids).surprise
+    assert not stand_in.sizes
+    for ours in (by_call, by_config):
+        assert all(torch.equal(x.gradient_norm, y.gradient_norm) for x, y in zip(ours, expected, strict=True))
+
+
+def test_the_memory_as_a_layer(stand_in):
+    """The layer for other networks takes the kernel too."""
+    config = TitansConfig(variant="lmm", hidden_size=16, memory_num_heads=2, memory_form="delta")
+    memory, x = NeuralMemory(config).double(), torch.randn(2, 9, 16, dtype=torch.float64)
+    ours, _ = memory(x)
+    assert stand_in.sizes == [(2, 9, 2, 8)]
+    config.memory_kernel = "torch"
+    assert_same(ours, memory(x)[0])
+
+
+def test_forgetting_everything():
+    """A gate of 0, whose logarithm is -inf, reaches the kernel as a finite number, and all is forgotten."""
+    inputs, state = without_momentum(make_inputs(5), make_state(1, [0, 0, 0]))
+    inputs = inputs._replace(log_retain=torch.full_like(inputs.log_retain, -torch.inf))
+    seen = []
+
+    def kernel(q, k, v, p, g, beta, **rest):
+        seen.append(g)
+        return torch_chunk_comba(q, k, v, p, g, beta, **rest)
+
+    grid = TokenGrid.identity(B, 5, torch.device("cpu"))
+    output = memorize_by_kernel(kernel, inputs, state, grid)
+    assert seen[0].isfinite().all()
+    last = torch.einsum("bhk,bhv->bhkv", inputs.keys[:, :, -1], inputs.values[:, :, -1])
+    expected = 2 * inputs.inner_lr[:, :, -1, None, None] * last
+    before = memorize_by_kernel(kernel, inputs.map(lambda x: x[:, :, :4]), state, TokenGrid.identity(B, 4, "cpu"))
+    error = inputs.keys[:, :, -1, None] @ before.state.weights[0]
+    expected = expected - 2 * inputs.inner_lr[:, :, -1, None, None] * (inputs.keys[:, :, -1, :, None] @ error)
+    assert_same(output.state.weights[0], expected)
+
+
+def update(device="cuda", dtype=torch.float32, depth=1, momentum=False, size=8, rule=DELTA):
+    """Returns the arguments of `choose_kernel` for tensors without values: a GPU is not needed."""
+    with FakeTensorMode():
+        shapes = (B, H, 5, size), (B, H, size, size), (B, H, 5)
+        keys, weights, gate = (torch.empty(*shape, device=device, dtype=dtype) for shape in shapes)
+    layers = (weights,) * depth
+    inputs = MemoryInputs(keys, keys, keys, gate, gate if momentum else None, gate)
+    return inputs, MemoryState(layers, layers if momentum else (), ()), rule
+
+
+MISFITS = {
+    "the device 'cpu', not 'cuda'": dict(device="cpu"),
+    "in torch.float64, not torch.float32": dict(dtype=torch.float64),
+    "2 layers, not 1": dict(depth=2),
+    "has momentum": dict(momentum=True),
+    "the update rule is 'chunk', not 'delta'": dict(rule=UpdateRule(1.0)),
+    "257 entries, more than 256": dict(size=257),
+}
+
+
+@pytest.mark.parametrize("reason", MISFITS)
+def test_what_does_not_fit(reason, monkeypatch, caplog):
+    """ "fla" raises an error with all that does not fit; "auto" takes PyTorch and logs it; fla is not even imported."""
+    monkeypatch.setattr(memory_kernel, "_import_chunk_comba", lambda: pytest.fail("imported"))
+    monkeypatch.setattr(memory_kernel.logger, "propagate", True)
+    memory_kernel.logger.info_once.__func__.cache_clear()
+    with pytest.raises(ValueError, match=f"`memory_kernel` must be 'auto' or 'torch' here, but is 'fla': .*{reason}"):
+        choose_kernel("fla", *update(**MISFITS[reason]))
+    with caplog.at_level(logging.INFO, memory_kernel.logger.name):
+        assert choose_kernel("auto", *update(**MISFITS[reason])) is None
+        assert choose_kernel("auto", *update(**MISFITS[reason])) is None
+    assert len(caplog.records) == 1 and reason in caplog.text
+    assert choose_kernel("torch", *update(**MISFITS[reason])) is None
+
+
+def test_several_things_do_not_fit():
+    """The error for a default model on a CPU names the device, the layers, the momentum and the rule."""
+    with pytest.raises(ValueError, match=r"'cpu'.*2 layers.*momentum.*'chunk'"):
+        choose_kernel("fla", *update(device="cpu", depth=2, momentum=True, rule=UpdateRule(1.0)))
+
+
+def test_the_kernel_is_chosen_where_fla_is_installed(monkeypatch):
+    """On a GPU "auto" and "fla" take the kernel, "torch" does not; without fla, "fla" says how to install it."""
+    kernel = object()
+    monkeypatch.setattr(memory_kernel, "_import_chunk_comba", lambda: (kernel, None))
+    chosen = {name: choose_kernel(name, *update()) for name in ("auto", "fla", "torch")}
+    assert chosen == {"auto": kernel, "fla": kernel, "torch": None}
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "fla.ops.comba", None)  # what makes its import fail
+    memory_kernel._import_chunk_comba.cache_clear()
+    assert choose_kernel("auto", *update()) is None
+    with pytest.raises(ValueError, match=r"fla cannot be imported.*titans-hf\[gpu\]"):
+        choose_kernel("fla", *update())
+    memory_kernel._import_chunk_comba.cache_clear()
+
+
+def test_the_token_memory_of_many_features(monkeypatch):
+    """With "fla", a token memory that does not fit is computed by PyTorch: the field is for the layers' memory."""
+    model = make_model("lmm", memory_form="delta", memory_kernel="fla", **FORMS["token memory"])
+    asked = []
+    monkeypatch.setattr(
+        "titans_hf.neural_memory.choose_kernel", lambda requested, inputs, *_: asked.append((requested, inputs))
+    )
+    full_logits(model, make_ids(2, 9))
+    assert {(requested, inputs.keys.shape[-1]) for requested, inputs in asked} == {("fla", 8), ("auto", 24)}
+
+
+def test_the_published_kernel():
+    """In Triton's interpreter, fla's kernel has the outputs, state and gradients of `memorize` in float64."""
+    missing = [name for name in ("fla", "triton", "einops") if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed: pip install titans-hf[gpu]")
+    done = subprocess.run([sys.executable, WORKER], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    errors = json.loads(done.stdout.splitlines()[-1])
+    assert len(errors) == 10 and max(errors.values()) < 1e-5, errors
