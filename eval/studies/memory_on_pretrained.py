@@ -268,7 +268,8 @@ def measure(args: argparse.Namespace) -> None:
         torch.manual_seed(seed)
         if args.memory == "deep":
             memory = Deep(args, mean, directions)
-            memory.fit(sets["train"], args.steps)
+            if args.steps:
+                memory.fit(sets["train"], args.steps)
         elif seed == args.seeds[0]:  # the seed is that of the positions that the gate is fitted to
             if args.memory == "cache":  # all numbers of y, nothing learned, every token
                 args.threshold, args.key_size, directions = -math.inf, len(mean), torch.eye(len(mean))
@@ -310,7 +311,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--depth", type=int, default=2, help="layers of the deep memory")
     parser.add_argument("--expansion", type=int, default=1, help="of its hidden layers")
     parser.add_argument("--momentum", action="store_true", help="of its update")
-    parser.add_argument("--steps", type=int, default=30, help="of its training")
+    parser.add_argument("--steps", type=int, default=30, help="of its training; with 0, the read gate alone is fitted")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
     parser.add_argument("--stride", type=int, default=2, help="every how many tokens of a test novel are scored")
     parser.add_argument("--output", type=Path, required=True, help="a file of JSON lines, to which lines are added")
