@@ -16,6 +16,7 @@ from eval_common import BOOK, make_data
 from series_files import write_series
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from titans_hf.cli import demo
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 BASH, PYTHON = blocks("bash"), blocks("python")
@@ -193,6 +194,9 @@ def stage(tmp_path_factory):
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / "runs" / f"tiny-{name}")
         byte_tokenizer().save_pretrained(folder / "runs" / f"tiny-{name}")
     save_byte_model(folder / "runs" / "passkey-lmm", "lmm")
+    demo_model = folder / "runs" / "demo" / "titans-lmm"
+    AutoModelForCausalLM.from_config(demo.make_configs("lmm")["Titans LMM"]).save_pretrained(demo_model)
+    demo.make_tokenizer().save_pretrained(demo_model)
     for name in ("runs/tiny-mag-chat", "you/your-model"):
         save_byte_model(folder / name, "mag")
     template = ROOT / "src" / "titans_hf" / "cli" / "configs" / "chat_template.jinja"
