@@ -4,13 +4,16 @@ BIN := .venv/bin
 # One thread a process: pytest runs one process per core.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test slow long conformance lint format clean
+.PHONY: demo test test-gpu slow long conformance lint format clean
 
 demo: .venv/demo.stamp
 	OMP_NUM_THREADS=$$(nproc) $(BIN)/python scripts/demo.py
 
 test: .venv/dev.stamp
 	$(BIN)/pytest -n auto
+
+test-gpu: .venv/dev.stamp .venv/gpu.stamp
+	$(BIN)/pytest -m gpu -rs -s
 
 slow: .venv/dev.stamp
 	$(BIN)/pytest -n auto -m slow

@@ -63,7 +63,7 @@ TREATMENTS = [
     Treatment(r"git clone .*", not_run=NETWORK),
     Treatment(r"pip install .*", not_run=NETWORK),
     Treatment(r"hf upload .*", not_run=NETWORK),
-    Treatment(r"make (demo|test|conformance.*)", not_run="it makes an environment from the package index"),
+    Treatment(r"make (demo|test|test-gpu|conformance.*)", not_run="it makes an environment from the package index"),
     Treatment(r"python -m pytest .*", not_run="it is a test itself"),
     Treatment(r"titans-hf serve .*", "--device cpu"),
     Treatment(r"titans-hf chat .*"),
@@ -73,6 +73,7 @@ TREATMENTS = [
     Treatment(
         r"python -m scripts.bench \w+ .*--compile.*", not_run="compiling takes minutes: tests/model/test_compile.py"
     ),
+    Treatment(r"python -m scripts.bench \w+ .*--device cuda.*", not_run="it needs a GPU"),
     Treatment(r"python -m scripts.bench memory .*", "--lengths 32 --chunks 16 --repeats 1"),
     Treatment(r"python -m scripts.bench models .*", "--lengths 32 --depths 1 --size tiny --repeats 1"),
     Treatment(r"python -m scripts.bench decode .*", "--contexts 32 --steps 2 --size tiny --repeats 1"),

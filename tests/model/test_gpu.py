@@ -1,0 +1,101 @@
+"""On a GPU, with fla's kernel: a training step, generation and memory files against PyTorch. `make test-gpu`"""
+
+import importlib.util
+
+import pytest
+import torch
+from common import VARIANTS, gradients, left_pad, make_ids, make_model, redraw, tensors
+
+from titans_hf import TitansCache
+
+DEVICE = "cuda"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
+    pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="fla is not installed: make test-gpu"),
+]
+# Largest error of a kernel that adds to that of PyTorch in the same dtype, as a share of the result's norm. Estimates:
+# none of these tests has run on a GPU. In float32 the kernel may multiply in TF32, numbers of 10 bits.
+ALLOWED = {torch.float32: 1e-2, torch.bfloat16: 5e-2}
+
+
+def make(variant: str, dtype: torch.dtype, **changes):
+    """Makes the linear memory's model, whose weights are the same in every dtype, with heads as large as common.
+
+    At this width, MAC of larger random weights makes rounding errors grow a thousandfold.
+    """
+    sizes = dict(hidden_size=128, memory_num_heads=2, segment_length=64, memory_chunk_size=64, sliding_window=64)
+    model = make_model(variant, memory_form="delta", **{**sizes, **changes})
+    return redraw(model, scale=0.05).to(DEVICE, dtype)
+
+
+def texts() -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns ids and mask of two rows, longer and shorter than two chunks."""
+    ids, mask = left_pad([make_ids(150), make_ids(101, seed=1)])
+    return ids.to(DEVICE), mask.to(DEVICE)
+
+
+def joined(values) -> torch.Tensor:
+    return torch.cat([x.detach().double().flatten().cpu() for x in values])
+
+
+def assert_as_good_as_pytorch(kernel, pytorch, exact, dtype: torch.dtype) -> None:
+    """Asserts that the kernel is hardly farther from the results in float64 than PyTorch in the same dtype."""
+    exact = joined(exact)
+    errors = [((joined(x) - exact).norm() / exact.norm()).item() for x in (kernel, pytorch)]
+    print(f"{dtype}: kernel {errors[0]:.1e}, PyTorch {errors[1]:.1e}")
+    assert errors[0] < 2 * errors[1] + ALLOWED[dtype]
+
+
+@pytest.mark.parametrize("dtype", ALLOWED)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_training_step(variant, dtype):
+    """The loss and all gradients are those of the model in float64, with padding."""
+    ids, mask = texts()
+
+    def step(kernel: str, dtype: torch.dtype) -> tuple:
+        model = make(variant, dtype, memory_kernel=kernel)
+        loss = model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
+        loss.backward()
+        return [loss], [x for x in gradients(model).values() if x is not None]
+
+    runs = [step("fla", dtype), step("torch", dtype), step("torch", torch.float64)]
+    for results in zip(*runs, strict=True):
+        assert_as_good_as_pytorch(*results, dtype)
+
+
+@pytest.mark.parametrize("dtype", ALLOWED)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_generation_and_memory_files(variant, dtype, tmp_path):
+    """A prompt in two calls, decoding, and the memory saved and loaded give the logits of the model in float64."""
+    ids, mask = texts()
+
+    @torch.no_grad()
+    def logits(kernel: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        model = make(variant, dtype, memory_kernel=kernel)
+        cache = model(ids[:, :70], attention_mask=mask[:, :70], use_cache=True).past_key_values
+        prefill = model(ids[:, 70:140], attention_mask=mask[:, 70:140], past_key_values=cache).logits
+        folder = tmp_path / f"{kernel}-{dtype}"
+        cache.save_pretrained(folder, model)
+        loaded = TitansCache.from_pretrained(folder, model)
+        assert all(torch.equal(a, b) for a, b in zip(tensors(cache), tensors(loaded), strict=True))
+        steps = [model(column, past_key_values=loaded).logits for column in ids[:, 140:].split(1, dim=1)]
+        return [torch.cat([prefill, *steps], dim=1)[mask[:, 70:] == 1]]
+
+    runs = [logits("fla", dtype), logits("torch", dtype), logits("torch", torch.float64)]
+    assert_as_good_as_pytorch(*runs, dtype)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_generate(variant):
+    """generate() has the kernel in its prefill, and decides the first token by the logits of the model in float64."""
+    ids, mask = texts()
+    options = dict(max_new_tokens=8, do_sample=False, pad_token_id=0, output_logits=True, return_dict_in_generate=True)
+
+    def first_logits(kernel: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        result = make(variant, dtype, memory_kernel=kernel).generate(ids, attention_mask=mask, **options)
+        assert result.sequences.shape == (2, 158)
+        return result.logits[:1]
+
+    runs = [first_logits(*x) for x in (("fla", torch.float32), ("torch", torch.float32), ("torch", torch.float64))]
+    assert_as_good_as_pytorch(*runs, torch.float32)
