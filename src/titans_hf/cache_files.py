@@ -230,6 +230,7 @@ def _expected_tensors(model: PreTrainedModel, index: int) -> dict[str, dict[str,
         columns = {"mask": _TensorSpec(torch.bool, size), "document_starts": _TensorSpec(torch.bool, size)}
         parts |= {record: {"inputs": inputs, **columns}, f"{record}.state": state}
         parts[f"{record}.restart"] = parts["restart"]
+        parts[f"{record}.learned"] = {"": _TensorSpec(torch.bool, size)}
     return {
         part: {f"{index}.{part}.{name}".removesuffix("."): x for name, x in group.items()}
         for part, group in parts.items()

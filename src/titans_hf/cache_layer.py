@@ -4,6 +4,7 @@ and offloading.
 States are never changed in place, but are not frozen either: Transformers' exporters set the fields of a copy.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -101,7 +102,8 @@ class RecordedColumns:
     """What is kept to undo recent columns: the layer's state before them, and their inputs.
 
     state: None before the first token. inputs: (B, T, input size), of the mixer. mask, document_starts: (B, T) bool, as
-    in `Columns`. restart: (B,) bool, True in rows that were reset before the first column; None if none was.
+    in `Columns`. restart: (B,) bool, True in rows that were reset before the first column; None if none was. learned:
+    (B, T) bool, False at columns that were read while learning was off, the same in every row; None if none was.
     """
 
     state: LayerState | None
@@ -109,6 +111,7 @@ class RecordedColumns:
     mask: Tensor
     document_starts: Tensor
     restart: Tensor | None = None
+    learned: Tensor | None = None
 
     @property
     def num_columns(self) -> int:
@@ -117,8 +120,8 @@ class RecordedColumns:
 
     @property
     def columns(self) -> Columns:
-        """Mask and document starts of the columns."""
-        return Columns(self.mask, self.document_starts)
+        """Mask and document starts of the columns, and whether all of them were learned."""
+        return Columns(self.mask, self.document_starts, self.learned is None)
 
     def append(self, inputs: Tensor, columns: Columns) -> "RecordedColumns":
         """Returns the record with the columns of one more call."""
@@ -126,11 +129,16 @@ class RecordedColumns:
         mask, starts = columns.mask, columns.document_starts
         mask = torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask
         starts = torch.zeros(shape, dtype=torch.bool, device=device) if starts is None else starts
+        learned = self.learned
+        if learned is not None or not columns.learns:
+            before = torch.ones_like(self.mask) if learned is None else learned
+            learned = torch.cat([before, torch.full_like(starts, columns.learns)], dim=1)
         return replace(
             self,
             inputs=torch.cat([self.inputs, inputs], dim=1),
             mask=torch.cat([self.mask, mask], dim=1),
             document_starts=torch.cat([self.document_starts, starts], dim=1),
+            learned=learned,
         )
 
     @classmethod
@@ -141,12 +149,21 @@ class RecordedColumns:
 
     def first(self, num_columns: int) -> "RecordedColumns":
         """Returns the record of the first `num_columns` columns."""
-        return replace(
-            self,
-            inputs=self.inputs[:, :num_columns],
-            mask=self.mask[:, :num_columns],
-            document_starts=self.document_starts[:, :num_columns],
-        )
+        return self._part(0, num_columns)
+
+    def runs(self) -> "list[RecordedColumns]":
+        """Splits the record where learning was turned on or off; `columns.learns` says it of a run."""
+        if self.learned is None:
+            return [self]
+        learned = self.learned[0].tolist()
+        at = [0, *(i for i in range(1, len(learned)) if learned[i] != learned[i - 1]), len(learned)]
+        runs = [self._part(*bounds) for bounds in itertools.pairwise(at)]
+        return [replace(x, learned=None) if learned[begin] else x for x, begin in zip(runs, at, strict=False)]
+
+    def _part(self, begin: int, end: int) -> "RecordedColumns":
+        """Returns the record of the columns from begin to end."""
+        names = ("inputs", "mask", "document_starts", "learned")
+        return replace(self, **{name: x[:, begin:end] for name in names if (x := getattr(self, name)) is not None})
 
 
 class TitansCacheLayer(CacheLayerMixin):
@@ -252,7 +269,8 @@ class TitansCacheLayer(CacheLayerMixin):
 
         self.state, self.restart = state("state"), named.get("restart")
         for part in ("recorded", "to_reread"):
-            columns = [named.get(f"{part}.{name}") for name in ("inputs", "mask", "document_starts", "restart")]
+            names = ("inputs", "mask", "document_starts", "restart", "learned")
+            columns = [named.get(f"{part}.{name}") for name in names]
             setattr(self, part, None if columns[0] is None else RecordedColumns(state(f"{part}.state"), *columns))
         self.record_past, self.is_initialized = record_past, num_columns > 0
         self.set_num_columns(num_columns)

@@ -51,6 +51,7 @@ class TitansCache(Cache):
         )
         self.offloading = offloading  # done by the layers, because the base class's update() is never called
         self.made_for = _shaping_fields(config)
+        self.num_decoder_layers, self.layers_with_memory = config.num_hidden_layers, tuple(config.layers_with_memory)
         self.about: dict[str, Any] = {}
         self.is_guarded = False  # by `undone_on_error`
 
@@ -65,12 +66,41 @@ class TitansCache(Cache):
         tensors = {id(x): x for layer in self.layers for x in layer.tensors()}
         return sum(x.numel() * x.element_size() for x in tensors.values())
 
+    @property
     def num_tokens_seen(self) -> Tensor | None:
-        """Returns the number of tokens that each row has read of its current document, (B,) int64, padding excluded;
-        None before the first. Columns that a crop has left are counted when they have been read again.
+        """Number of tokens that each row has read of its current document, (B,) int64, padding excluded; None before
+        the first. Columns that a crop has left are counted when they have been read again.
         """
         state = self.layers[0].state
         return None if state is None else state.memory.num_seen
+
+    def memory_weights(self, layer: int) -> tuple[Tensor, ...]:
+        """Returns the weights of the memory in a layer: (B, H, d_in, d_out) for each layer of the memory's network.
+
+        Empty before the first token, in a layer without a memory, and for an episodic token memory, which has entries.
+        Reading on replaces the tensors and leaves those that were returned as they are. Columns that a crop has left
+        count when they have been read again; a row that has been reset has zeros until its next token.
+
+        Args:
+            layer: index of the decoder layer; `num_hidden_layers` for the token memory.
+
+        Raises ValueError for a layer that the cache does not have.
+        """
+        if not 0 <= layer < len(self.layers):
+            raise ValueError(f"`layer` must be from 0 to {len(self.layers) - 1}, but is {layer}.")
+        state = self.layers[layer].state
+        return () if state is None else state.memory.weights
+
+    def __repr__(self) -> str:
+        if self.batch_size == -1:
+            read = "nothing read yet"
+        else:
+            counts = [0] * self.batch_size if self.num_tokens_seen is None else self.num_tokens_seen.tolist()
+            shown = ", ".join(f"{n:,}" for n in counts[:8]) + (", ..." if len(counts) > 8 else "")
+            read = f"tokens read by {len(counts)} row{'s'[: len(counts) > 1]}: {shown}; {self.num_bytes:,} bytes"
+        memories = ", ".join(map(str, self.layers_with_memory)) or "none"
+        token_memory = "; token memory" if len(self.layers) > self.num_decoder_layers else ""
+        return f"TitansCache: {read}\n{self.num_decoder_layers} layers, with a memory: {memories}{token_memory}"
 
     def columns_to_reread(self) -> RecordedColumns | None:
         """Returns the columns that a crop has left, which the next call reads again before its own; None if there are
@@ -171,7 +201,7 @@ class TitansCache(Cache):
         self.check_fits(model.config, self.batch_size)
         layers = [layer.named_tensors() for layer in self.layers]
         tensors = {f"{i}.{path}": x for i, layer in enumerate(layers) for path, x in layer.items()}
-        num_seen = self.num_tokens_seen()
+        num_seen = self.num_tokens_seen
         tokens_seen = [] if num_seen is None else num_seen.tolist()
         description = {"model": fingerprint(model), "tokens_seen": tokens_seen, "about": self.about}
         check_tensors(tensors, model)

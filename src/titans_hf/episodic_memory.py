@@ -143,7 +143,7 @@ class EpisodicMemory(nn.Module):
             first = (tokens[..., None] != before.entries.expected[:, None]).all(-1)  # after the cache's last token
             surprising = torch.where(places.previous == IN_CACHE, first, found.surprising)
             # In float32, which holds all numbers of tokens exactly: inputs that a crop reads again are one tensor.
-            stored = torch.where(surprising, tokens, -1)[..., None]
+            stored = torch.where(surprising & columns.learns, tokens, -1)[..., None]
             inputs = torch.cat([keys, stored.to(keys.dtype), found.expected.to(keys.dtype)], dim=-1)
         history, after = self._write(inputs, before, places)
         if cache is not None:
@@ -276,7 +276,7 @@ class Places(NamedTuple):
     def of(cls, columns: Columns, shape: tuple[int, int], device: torch.device) -> "Places":
         """Returns the places of the tokens of a call with `columns`."""
         at = torch.arange(shape[1], device=device).expand(shape)
-        mask, starts = (None if x is None else x.to(device) for x in columns)
+        mask, starts = (None if x is None else x.to(device) for x in (columns.mask, columns.document_starts))
         is_token = at >= 0 if mask is None else mask
         begin = torch.full_like(at, -1) if starts is None else torch.where(starts, at, -1).cummax(1).values
         last = torch.where(is_token, at, -1).cummax(1).values

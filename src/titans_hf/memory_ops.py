@@ -284,14 +284,20 @@ def _check_inputs(inputs: MemoryInputs, state: MemoryState) -> None:
         )
 
 
-def read_constant_memory(inputs: MemoryInputs, state: MemoryState, rule: UpdateRule, grid: TokenGrid) -> MemorizeOutput:
-    """Computes `memorize` for step sizes of 0 and no forgetting: reads without an update."""
+def read_constant_memory(
+    inputs: MemoryInputs, state: MemoryState, rule: UpdateRule, chunk_size: int, grid: TokenGrid
+) -> MemorizeOutput:
+    """Reads each token's query without an update: weights and momentum stay as they are, and the tokens are counted.
+    The surprise is that of the weights as they are.
+    """
     inputs = inputs.map(lambda x: x.to(state.weights[0].dtype))
-    anchor = state.weights if rule.needs_anchor(len(state.weights)) else ()
+    anchor, num_tokens = (), grid.row_ends - grid.row_starts
+    if needs_anchor := rule.needs_anchor(len(state.weights)):
+        starts_chunk = -state.num_seen % chunk_size < num_tokens  # a chunk that began before keeps its anchor
+        anchor = tuple(map(partial(where_rows, starts_chunk), state.weights, state.anchor))
     with torch.no_grad():
-        surprise = token_surprise(_factors_at(inputs, anchor, state.weights, rule))
-    num_seen = state.num_seen + grid.row_ends - grid.row_starts
-    after = MemoryState(state.weights, tuple(map(torch.zeros_like, state.momentum)), anchor, num_seen)
+        surprise = token_surprise(_factors_at(inputs, state.weights if needs_anchor else (), state.weights, rule))
+    after = replace(state, anchor=anchor, num_seen=state.num_seen + num_tokens)
     retrieved = read(state.weights, inputs.queries, rule.network)
     # DistributedDataParallel waits for a gradient of every parameter, those of the gates too.
     for gate in (inputs.inner_lr, inputs.log_momentum_decay, inputs.log_retain):

@@ -56,7 +56,9 @@ class SequenceMixer(nn.Module):
 
         def read_again(record: RecordedColumns, before: LayerState | None) -> LayerState:
             # `forward` runs no hooks: attention and surprise of columns read again are not recorded twice.
-            return self.forward(record.inputs, before, layout.reread_grid).state
+            for run, grid in zip(record.runs(), layout.reread_grids, strict=True):
+                before = self.forward(run.inputs, before, grid).state
+            return before
 
         state = None if cache is None else cache.state_before_call(read_again)
         mixed = self(inputs, state, layout.grid)
@@ -276,7 +278,7 @@ class MACMixer(TitansMixer):
         else:
             segment_slots = torch.arange(grid.num_slots, device=hidden_states.device)[None] % length
         queries, projected = self.recall.queries(hidden_states), self.attention.project(hidden_states, segment_slots)
-        decay_target = self.memory.decay_target(state.memory)
+        decay_target = self.memory.decay_target(state.memory, grid)
         segments = zip(
             hidden_states.split(length, dim=1),
             queries.split(length, dim=1),

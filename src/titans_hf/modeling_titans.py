@@ -100,6 +100,7 @@ class TitansPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
     _supports_attention_backend = True
+    _memory_learning = True
     _can_compile_fullgraph = True  # with a compileable cache also without a recompilation (tests/model/test_compile.py)
     _can_record_outputs = {
         "hidden_states": TitansDecoderLayer,
@@ -116,6 +117,28 @@ class TitansPreTrainedModel(PreTrainedModel):
         chunks is unrolled. `options` are those of torch.compile.
         """
         compile_chunks(**options)
+
+    @property
+    def memory_learning(self) -> bool:
+        """True if calls update the memory, as `set_memory_learning` has set it."""
+        return self.base_model._memory_learning
+
+    def set_memory_learning(self, learning: bool) -> None:
+        """Turns learning at test time off or on again, for all calls that begin later.
+
+        While it is off, every memory is read with its weights as they are: nothing is written or forgotten, its weights
+        and momentum stay equal to the bit, and the token memory, of either form, writes nothing. Attention's window,
+        the inputs of the convolutions and the count of tokens go on as ever. What precedes the first token of a
+        document, its initial memory after the persistent tokens, is the same with learning on or off.
+
+        The switch belongs to this object, which `save_pretrained` does not save. A call reads it once, when it begins;
+        `generate()` makes a call for each token. Threads that share the model share the switch.
+
+        Raises ValueError for a value that is not a bool.
+        """
+        if not isinstance(learning, bool):
+            raise ValueError(f"`learning` must be True or False, but is {learning!r}.")
+        self.base_model._memory_learning = learning
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -212,7 +235,9 @@ class TitansModel(TitansPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
         past_key_values = self._make_or_check_cache(past_key_values, use_cache, len(inputs_embeds))
         documents = DocumentArguments(position_ids, cu_seq_lens_q, seq_idx)
-        layout = TokenLayout.of_call(self.config, inputs_embeds, attention_mask, documents, past_key_values)
+        layout = TokenLayout.of_call(
+            self.config, inputs_embeds, attention_mask, documents, past_key_values, self.memory_learning
+        )
         if kwargs.get("output_surprise", getattr(self.config, "output_surprise", False)):  # as `capture_outputs` does
             layout = layout._replace(grid=replace(layout.grid, needs_surprise=True))
         hidden_states, mlp_inputs = inputs_embeds, None

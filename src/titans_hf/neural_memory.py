@@ -161,6 +161,11 @@ class MemoryOutput(NamedTuple):
     updates: TokenUpdates
 
 
+def is_updated(config: TitansConfig, grid: TokenGrid) -> bool:
+    """True if tokens on the slots of a grid update a memory: not with `memory_max_lr` 0, nor while learning is off."""
+    return grid.learns and config.memory_max_lr > 0
+
+
 def memorize_on_grid(
     config: TitansConfig,
     inputs: MemoryInputs,
@@ -170,12 +175,12 @@ def memorize_on_grid(
     decay_target: tuple[Tensor, ...] = (),
     kernel: str = "auto",
 ) -> MemorizeOutput:
-    """Updates and reads a memory with tokens on the slots of a grid; with `memory_max_lr` 0, reads it only.
+    """Updates and reads a memory with tokens on the slots of a grid; reads it only if `is_updated` is False.
 
     kernel: what computes an update with several tokens whose surprise is not needed (`memory_kernel.choose_kernel`).
     """
-    if config.memory_max_lr == 0:
-        return read_constant_memory(inputs, state, rule, grid)
+    if not is_updated(config, grid):
+        return read_constant_memory(inputs, state, rule, config.memory_chunk_size, grid)
     if not (grid.is_single_token or grid.needs_surprise):
         chunk_comba = choose_kernel(kernel, inputs, state, rule)
         if chunk_comba is not None:
@@ -270,15 +275,16 @@ class NeuralMemory(nn.Module):
         self, hidden_states: Tensor, state: MemoryState, conv_state: Tensor, grid: TokenGrid
     ) -> MemoryOutput:
         """Updates the memory with hidden_states (R, G, hidden) on the slots of `grid` and reads it for each of them."""
-        update = self.update(hidden_states, state, conv_state, grid, self.decay_target(state))
+        update = self.update(hidden_states, state, conv_state, grid, self.decay_target(state, grid))
         return update._replace(output=self.project_output(hidden_states, update.output))
 
-    def decay_target(self, state: MemoryState) -> tuple[Tensor, ...]:
+    def decay_target(self, state: MemoryState, grid: TokenGrid) -> tuple[Tensor, ...]:
         """Returns M_0, the weights (H, d_in, d_out) that forgetting decays to, in the state's dtype; empty for 0 (eq.
         13 as stated) and if nothing is forgotten. With 0, a network of several layers would lose its gradient.
         """
         # docs/dev/log.md: "Forgetting towards 0 kills a deep memory beyond the trained length"
-        return tuple(self.initial_weights(state.weights[0].dtype)) if self.forgets and self.stable else ()
+        forgets = self.forget is not None and is_updated(self.config, grid)
+        return tuple(self.initial_weights(state.weights[0].dtype)) if forgets and self.stable else ()
 
     def update(
         self,
@@ -292,7 +298,7 @@ class NeuralMemory(nn.Module):
         projected, conv_state = self._project_inputs(hidden_states, conv_state, grid)
         dtype = state.weights[0].dtype
         with maybe_autocast(hidden_states.device.type, enabled=False):
-            gates = self._gates(hidden_states, dtype)
+            gates = self._gates(hidden_states, dtype, is_updated(self.config, grid))
             inputs = MemoryInputs(*self._normalize(projected.to(dtype)), *gates)
             retrieved, surprise, state = memorize_on_grid(
                 self.config, inputs, state, self.rule, grid, decay_target, self.config.memory_kernel
@@ -333,20 +339,15 @@ class NeuralMemory(nn.Module):
         heads = silu(projected).unflatten(-1, (3, -1, self.head_dim))
         return heads.permute(2, 0, 3, 1, 4), conv_state
 
-    @property
-    def forgets(self) -> bool:
-        """True if weights decay: with a forget gate and a step size above 0."""
-        return self.forget is not None and self.config.memory_max_lr > 0
-
-    def _gates(self, hidden_states: Tensor, dtype: torch.dtype) -> Gates:
+    def _gates(self, hidden_states: Tensor, dtype: torch.dtype, updates: bool) -> Gates:
         """Computes the data-dependent gates (paper section 3.1) of eq. 10 and 13: (B, H, T), or (B, H, T, layers) with
-        gates of their own for each layer of the memory network.
+        gates of their own for each layer of the memory network. All are 0 unless the memory is updated.
         """
         logits = self._logits(self.inner_lr, hidden_states, dtype)
-        inner_lr = self.config.memory_max_lr * torch.sigmoid(logits)  # theta_t: eq. 10
+        inner_lr = (self.config.memory_max_lr if updates else 0.0) * torch.sigmoid(logits)  # theta_t: eq. 10
         if self.momentum is None:
             log_momentum_decay = None
-        elif self.config.memory_max_lr == 0:  # memory off: momentum from earlier tokens must not be applied either
+        elif not updates:
             eta = torch.full_like(inner_lr, -torch.inf)  # eta_t = 0
             log_momentum_decay = eta + zero_of(self._logits(self.momentum, hidden_states, dtype))
         else:
@@ -361,7 +362,7 @@ class NeuralMemory(nn.Module):
                 # Times 1 - eta_t: then a gradient's steps sum to theta_t whatever eta is, |S| <= max theta |gradient|.
                 # docs/dev/log.md: "The inner loop blows up with the error clip alone"
                 inner_lr = inner_lr * one_minus_eta
-        if not self.forgets:
+        if self.forget is None or not updates:
             log_retain = torch.zeros_like(inner_lr)  # alpha_t = 0
             if self.forget is not None:
                 log_retain = log_retain + zero_of(self._logits(self.forget, hidden_states, dtype))

@@ -19,14 +19,21 @@ from torch import Tensor
 
 
 class Columns(NamedTuple):
-    """Padding and document starts among the columns of a call, (B, T) bool each.
+    """Padding and document starts among the columns of a call, (B, T) bool each, and whether the memory learns them.
 
     mask: True at tokens, False at padding; None if there is no padding.
     document_starts: True where a document starts, whatever the row has read before; None if none starts.
+    learns: False if the memory is read at these columns, but not updated (`set_memory_learning`).
     """
 
     mask: Tensor | None = None
     document_starts: Tensor | None = None
+    learns: bool = True
+
+    @property
+    def are_tokens(self) -> bool:
+        """True if every column is a token of the document before."""
+        return self.mask is None and self.document_starts is None
 
 
 ALL_TOKENS = Columns()
@@ -46,6 +53,7 @@ class TokenGrid:
     last_rows: (B,) int64, the row of each batch row's last document; None if every batch row has one document.
     is_padding: (B,) bool, in a call of one column, True in rows where it is padding; None without padding.
     needs_surprise: True if the call returns the surprise of its tokens, which a kernel does not compute.
+    learns: False if the memory is read with these tokens, but not updated.
     """
 
     num_slots: int
@@ -56,12 +64,13 @@ class TokenGrid:
     last_rows: Tensor | None = None
     is_padding: Tensor | None = None
     needs_surprise: bool = False
+    learns: bool = True
 
     @classmethod
-    def identity(cls, batch_size: int, num_tokens: int, device: torch.device) -> "TokenGrid":
+    def identity(cls, batch_size: int, num_tokens: int, device: torch.device, learns: bool = True) -> "TokenGrid":
         """Returns the grid with token t at slot t in every row: the start of a sequence, or a single token."""
         row_starts = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        return cls(num_tokens, row_starts, row_starts + num_tokens)
+        return cls(num_tokens, row_starts, row_starts + num_tokens, learns=learns)
 
     @classmethod
     def build(cls, num_seen: Tensor, num_tokens: int, grid_size: int, columns: Columns = ALL_TOKENS) -> "TokenGrid":
@@ -69,11 +78,11 @@ class TokenGrid:
         shape, device = (len(num_seen), num_tokens), num_seen.device
         # 1. Calls that need no grid: a single token per row, and tokens that start at a chunk boundary in every row.
         if num_tokens == 1 and columns.document_starts is None:
-            grid = cls.identity(*shape, device)
+            grid = cls.identity(*shape, device, columns.learns)
             return grid if columns.mask is None else replace(grid, is_padding=~columns.mask[:, 0])
         compiling = torch.compiler.is_compiling()  # then no size may depend on data
-        if columns == ALL_TOKENS and not compiling and not (num_seen % grid_size).any():
-            return cls.identity(*shape, device)
+        if columns.are_tokens and not compiling and not (num_seen % grid_size).any():
+            return cls.identity(*shape, device, columns.learns)
         # 2. One row of slots per document: documents are counted over all columns, batch row after batch row.
         row, source_rows, last_rows = torch.arange(shape[0], device=device)[:, None].expand(shape), None, None
         if columns.document_starts is not None:
@@ -95,7 +104,7 @@ class TokenGrid:
         index_in_row = mask.flatten().cumsum(0).view(shape) - 1 - (count.cumsum(0) - count)[row]
         token_slots = row * num_slots + row_starts[row] + index_in_row
         token_slots = token_slots.masked_fill(~mask, len(row_starts) * num_slots)
-        return cls(num_slots, row_starts, row_ends, token_slots, source_rows, last_rows)
+        return cls(num_slots, row_starts, row_ends, token_slots, source_rows, last_rows, learns=columns.learns)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "TokenGrid":
         """Copies the grid to a device. Accelerate calls it where layers are on several devices."""
@@ -107,7 +116,8 @@ class TokenGrid:
         for first in range(0, self.num_slots, length):
             size = min(length, self.num_slots - first)
             row_starts, row_ends = ((x - first).clamp(0, size) for x in (self.row_starts, self.row_ends))
-            yield TokenGrid(size, row_starts, row_ends, self.token_slots, needs_surprise=self.needs_surprise)
+            options = {"needs_surprise": self.needs_surprise, "learns": self.learns}
+            yield TokenGrid(size, row_starts, row_ends, self.token_slots, **options)
 
     def num_seen_after(self, num_seen: Tensor) -> Tensor:
         """Computes how many tokens of its last document each batch row (B,) has read after the call; `num_seen` (B,):

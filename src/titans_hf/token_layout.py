@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from .cache_titans import TitansCache, check_cache_class
 from .configuration_titans import TitansConfig
-from .token_grid import ALL_TOKENS, Columns, TokenGrid
+from .token_grid import Columns, TokenGrid
 
 logger = logging.get_logger(__name__)
 
@@ -95,13 +95,13 @@ class DocumentArguments(NamedTuple):
 class TokenLayout(NamedTuple):
     """The layout that all layers share.
 
-    columns: padding and document starts of the new tokens. grid: the slots of the new tokens. reread_grid: the slots of
-    the columns that a cropped cache has to read again first; None if there are none.
+    columns: padding and document starts of the new tokens. grid: the slots of the new tokens. reread_grids: the slots
+    of the columns that a cropped cache has to read again first, a grid for each of `RecordedColumns.runs`.
     """
 
     columns: Columns
     grid: TokenGrid
-    reread_grid: TokenGrid | None
+    reread_grids: tuple[TokenGrid, ...] = ()
 
     @classmethod
     def of_call(
@@ -111,26 +111,29 @@ class TokenLayout(NamedTuple):
         attention_mask: Tensor | None,
         documents: DocumentArguments,
         cache: TitansCache | None,
+        learns: bool = True,
     ) -> "TokenLayout":
-        """Returns the layout of new tokens (B, T, hidden) after the tokens of `cache`, if there is one.
+        """Returns the layout of new tokens (B, T, hidden) after the tokens of `cache`, if there is one; `learns`:
+        whether the memory is updated with them.
 
         Raises ValueError, naming the argument, for shapes that do not fit and for positions that decrease to another
         value than 0.
         """
         (batch_size, num_tokens), device = inputs_embeds.shape[:2], inputs_embeds.device
-        columns = _columns((batch_size, num_tokens), attention_mask, documents, cache)
-        num_seen = None if cache is None else cache.num_tokens_seen()
+        columns = _columns((batch_size, num_tokens), attention_mask, documents, cache)._replace(learns=learns)
+        num_seen = None if cache is None else cache.num_tokens_seen
         to_reread = None if cache is None else cache.columns_to_reread()
-        if num_seen is None and to_reread is None and columns == ALL_TOKENS:
-            return cls(columns, TokenGrid.identity(batch_size, num_tokens, device), None)
+        if num_seen is None and to_reread is None and columns.are_tokens:
+            return cls(columns, TokenGrid.identity(batch_size, num_tokens, device, learns))
         if num_seen is None:
             num_seen = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        num_seen, reread_grid = num_seen.to(device), None
-        if to_reread is not None:
-            again = Columns(to_reread.mask.to(device), to_reread.document_starts.to(device))
-            reread_grid = TokenGrid.build(num_seen, to_reread.num_columns, config.grid_size, again)
-            num_seen = reread_grid.num_seen_after(num_seen)
-        return cls(columns, TokenGrid.build(num_seen, num_tokens, config.grid_size, columns), reread_grid)
+        num_seen, reread_grids = num_seen.to(device), []
+        for run in [] if to_reread is None else to_reread.runs():
+            again = run.columns
+            again = again._replace(mask=again.mask.to(device), document_starts=again.document_starts.to(device))
+            reread_grids.append(TokenGrid.build(num_seen, run.num_columns, config.grid_size, again))
+            num_seen = reread_grids[-1].num_seen_after(num_seen)
+        return cls(columns, TokenGrid.build(num_seen, num_tokens, config.grid_size, columns), tuple(reread_grids))
 
 
 def _columns(

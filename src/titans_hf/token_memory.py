@@ -24,11 +24,11 @@ from transformers.utils.generic import maybe_autocast
 from .cache_layer import LayerState
 from .cache_titans import TitansCache
 from .configuration_titans import TitansConfig
-from .memory_gates import Gates
+from .memory_gates import Gates, zero_of
 from .memory_network import UpdateRule
 from .memory_state import MemoryInputs, MemoryState
 from .mixers_titans import MixerOutput, SequenceMixer
-from .neural_memory import TokenGate, l2_normalize, memorize_on_grid
+from .neural_memory import TokenGate, is_updated, l2_normalize, memorize_on_grid
 from .surprise_titans import TokenUpdates
 from .token_layout import TokenLayout
 
@@ -80,7 +80,7 @@ class TokenMemory(SequenceMixer):
             dtype = state.memory.weights[0].dtype
             phi = self.features(extended.to(dtype))[:, None]  # (R, 1, 1 + G, F), from the token before the first on
             values = l2_normalize(embeddings.to(dtype))[:, None]
-            gates = self._gates(hidden_states, dtype)
+            gates = self._gates(hidden_states, dtype, is_updated(self.config, grid))
             memory_inputs = MemoryInputs(phi[:, :, 1:], phi[:, :, :-1], values, *gates)
             # M_t(q_t) (R, 1, G, D)
             # "fla" is for the memory of the layers: more features than the kernel takes are no error.
@@ -93,13 +93,13 @@ class TokenMemory(SequenceMixer):
         updates = [TokenUpdates(surprise, gates)]
         return MixerOutput(output.to(hidden_states.dtype), None, LayerState(memory, conv_state), updates)
 
-    def _gates(self, hidden_states: Tensor, dtype: torch.dtype) -> Gates:
-        """Computes theta and log(1 - alpha), (R, 1, G) each."""
-        inner_lr = MAX_LR * torch.sigmoid(self.inner_lr(hidden_states).to(dtype)).mT
-        if self.forget is None:
-            log_retain = torch.zeros_like(inner_lr)
-        else:
-            log_retain = logsigmoid(-self.forget(hidden_states).to(dtype)).mT
+    def _gates(self, hidden_states: Tensor, dtype: torch.dtype, updates: bool) -> Gates:
+        """Computes theta and log(1 - alpha), (R, 1, G) each; both are 0 unless the memory is updated."""
+        inner_lr = (MAX_LR if updates else 0.0) * torch.sigmoid(self.inner_lr(hidden_states).to(dtype)).mT
+        log_retain = torch.zeros_like(inner_lr)
+        if self.forget is not None:
+            logits = self.forget(hidden_states).to(dtype).mT
+            log_retain = logsigmoid(-logits) if updates else log_retain + zero_of(logits)
         return Gates(inner_lr, None, log_retain)
 
 

@@ -10,6 +10,7 @@ from common import (
     assert_same,
     assert_same_cache,
     full_logits,
+    left_pad,
     make_ids,
     make_model,
     read,
@@ -264,3 +265,40 @@ def test_a_call_that_fails_leaves_the_cache(variant, recording, where):
     after = {name: x for layer in cache.layers for name, x in layer.named_tensors().items()}
     assert all(after[name] is x for name, x in before.items()) and after.keys() == before.keys()
     assert_same(read(model, ids[:, 13:], cache=cache)[0], full_logits(model, ids)[:, 13:])
+
+
+def test_weights_of_the_memory():
+    """`memory_weights` gives what the memory holds, per layer; reading on leaves the returned tensors as they are."""
+    model = make_model(
+        "mag", memory_layers=[1], num_hidden_layers=2, token_memory_features=24, tie_word_embeddings=True
+    )
+    cache = TitansCache(model.config)
+    assert cache.memory_weights(1) == ()
+    read(model, make_ids(2, 9), None, cache)
+    weights = cache.memory_weights(1)
+    assert cache.memory_weights(0) == () and cache.memory_weights(2)[0].shape == (2, 1, 24, 32)
+    assert [x.shape[:2] for x in weights] == [(2, 4)] * model.config.memory_depth
+    kept = [x.clone() for x in weights]
+    read(model, make_ids(2, 1), None, cache)
+    assert all(map(torch.equal, weights, kept)) and not torch.equal(cache.memory_weights(1)[0], kept[0])
+    with pytest.raises(ValueError, match="`layer` must be from 0 to 2, but is 3"):
+        cache.memory_weights(3)
+
+
+def test_a_cache_is_printed():
+    """`print(cache)` says tokens per row, bytes, and which layers have a memory."""
+    model = make_model(
+        "mag", memory_layers=[1], num_hidden_layers=2, token_memory_features=24, tie_word_embeddings=True
+    )
+    cache = TitansCache(model.config)
+    layers = "2 layers, with a memory: 1; token memory"
+    assert str(cache) == f"TitansCache: nothing read yet\n{layers}"
+    ids, mask = left_pad([make_ids(19), make_ids(11)])
+    model(ids, attention_mask=mask, past_key_values=cache)
+    size = sum(x.nbytes for x in tensors(cache))
+    assert str(cache) == f"TitansCache: tokens read by 2 rows: 19, 11; {size:,} bytes\n{layers}"
+    cache = TitansCache(model.config)
+    cache.activate_past_recording()
+    read(model, make_ids(9, 3), None, cache)
+    cache.crop(-1)  # back to the columns before the first token
+    assert "9 rows: 0, 0, 0, 0, 0, 0, 0, 0, ...;" in str(cache)

@@ -101,7 +101,7 @@ class Program:
             tokens = [column for column in row if column is not None]
             starts = [i for i, (_, start) in enumerate(tokens) if start]
             counts.append(len(tokens) - (starts[-1] if starts else 0))
-        assert self.cache.num_tokens_seen().tolist() == counts
+        assert self.cache.num_tokens_seen.tolist() == counts
 
     def reset(self) -> None:
         if self.recording:

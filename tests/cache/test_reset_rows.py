@@ -40,7 +40,7 @@ def test_nothing_of_it_stays_in_the_cache(variant):
     """A reset row has zero tensors and count 0, and the others theirs."""
     model, ids = shared_model(variant), make_ids(2, 21)
     cache, before = reset_cache(model, ids), read(model, ids)[1]
-    assert cache.num_tokens_seen().tolist() == [0, 21]
+    assert cache.num_tokens_seen.tolist() == [0, 21]
     for x, y in zip(tensors(cache), tensors(before), strict=True):
         assert not x[0].any() and torch.equal(x[1], y[1])
 
@@ -60,7 +60,7 @@ def test_a_file_keeps_the_reset(variant, recorded, tmp_path):
         cache.save_pretrained(tmp_path, model)
         cache = TitansCache.from_pretrained(tmp_path, model)
         cache.crop(-4)
-    assert cache.num_tokens_seen().tolist() == [0, 21]
+    assert cache.num_tokens_seen.tolist() == [0, 21]
     logits = read(model, more, cache=cache)[0]
     assert_same(logits[:1], full_logits(model, more[:1]))
     assert_same(logits[1:], full_logits(model, torch.cat([ids[1:], more[1:]], dim=1))[:, 21:])

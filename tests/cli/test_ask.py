@@ -49,7 +49,7 @@ def test_what_is_kept_is_learnt(paths, capsys):
     text = whole_text(paths)
     for prompt in ("Der König", "Zwölf"):
         text += prompt + continuation(paths, whole_text(paths) + prompt)
-    assert load(paths).num_tokens_seen().item() == len(ids_of(text)[0])
+    assert load(paths).num_tokens_seen.item() == len(ids_of(text)[0])
     run_ask(paths, "X")
     assert capsys.readouterr().out.endswith("X" + continuation(paths, text + "X") + "\n")
     run_read(paths, paths.texts)  # and is known to have read its texts

@@ -20,7 +20,7 @@ def test_more_texts_are_read_on_with(paths):
     run_read(paths, a, b, c)
     assert_has_read(paths, whole_text(paths))
     run_read(paths, a, append=True)
-    assert load(paths).num_tokens_seen().item() == len(whole_text(paths).encode()) + len(a.read_bytes())
+    assert load(paths).num_tokens_seen.item() == len(whole_text(paths).encode()) + len(a.read_bytes())
     run_read(paths, a)  # what was appended is known as well
 
 

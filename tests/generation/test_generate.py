@@ -198,7 +198,7 @@ def test_padding_after_an_end_is_not_read(variant, implementation, padded):
     assert min(answers) < max(answers) == 20
     # The last token of the longest answer has not been read.
     read_by_rows = [n + min(length, 19) for n, length in zip(lengths, answers, strict=True)]
-    assert first.past_key_values.num_tokens_seen().tolist() == read_by_rows
+    assert first.past_key_values.num_tokens_seen.tolist() == read_by_rows
     mask = torch.cat([mask, torch.stack([(torch.arange(20) < length).long() for length in answers])], 1)
     transcript = torch.cat([first.sequences, make_ids(3, 12, seed=5)], 1)
     mask = torch.cat([mask, torch.ones(3, 12, dtype=torch.int64)], 1)

@@ -69,7 +69,7 @@ def test_what_would_read_twice_or_not_at_all_is_refused():
     one = read(model, ids[:1, :9])[1]
     with pytest.raises(ValueError, match=r"batch size is 1, not 2; `batch_repeat_interleave\(2\)` gives"):
         model(ids[:, 9:], past_key_values=one)
-    assert cache.num_tokens_seen().tolist() == [9, 9]
+    assert cache.num_tokens_seen.tolist() == [9, 9]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

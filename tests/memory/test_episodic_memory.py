@@ -173,7 +173,7 @@ def test_what_the_base_model_reads_leaves_no_entries():
     with torch.no_grad():
         model.model(ids[:, 20:30], past_key_values=cache)
     assert torch.equal(ring_of(cache).tokens, before.tokens) and torch.equal(ring_of(cache).keys, before.keys)
-    assert cache.num_tokens_seen().tolist() == cache.layers[-1].state.memory.num_seen.tolist() == [30, 30]
+    assert cache.num_tokens_seen.tolist() == cache.layers[-1].state.memory.num_seen.tolist() == [30, 30]
     read(model, ids[:, 30:31], None, cache)
     assert torch.equal(ring_of(cache).tokens, before.tokens)
     read(model, ids[:, 31:], None, cache)
@@ -245,7 +245,7 @@ def test_bfloat16():
     def run(sizes):
         cache, outputs, begin = TitansCache(config), [], 0
         for size in sizes:
-            layout = TokenLayout(ALL_TOKENS, TokenGrid.identity(2, size, inputs.device), None)
+            layout = TokenLayout(ALL_TOKENS, TokenGrid.identity(2, size, inputs.device))
             part, piece = logits[:, begin : begin + size], slice(begin, begin + size)
             of = lambda a, b, part=part: part[:, a:b]  # noqa: E731
             outputs.append(memory(inputs[:, piece], tokens[:, piece], of, size, layout, past_key_values=cache))

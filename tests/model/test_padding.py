@@ -73,7 +73,7 @@ def test_rows_out_of_step(variant, attention):
                 grown = torch.cat([grown, torch.ones_like(piece)], 1)
                 parts.append(model(input_ids=piece, attention_mask=grown, past_key_values=cache).logits)
         assert_same(torch.cat(parts, 1), alone)
-        assert cache.num_tokens_seen().tolist() == [len(row) + 22 for row in rows]
+        assert cache.num_tokens_seen.tolist() == [len(row) + 22 for row in rows]
 
 
 @covering(1, {"variant": VARIANTS, "whole_mask": [True, False]})

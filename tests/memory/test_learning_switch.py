@@ -1,0 +1,209 @@
+"""`model.set_memory_learning`: reading without learning, in every variant and form, and turning it on again."""
+
+import copy
+
+import pytest
+import torch
+from common import (
+    VARIANTS,
+    assert_same,
+    assert_same_cache,
+    full_logits,
+    gradients,
+    left_pad,
+    make_ids,
+    make_model,
+    read,
+)
+
+from titans_hf import TitansCache
+
+TOKEN_MEMORY = dict(token_memory_features=24, tie_word_embeddings=True)
+EPISODIC = dict(token_memory_form="episodic", token_memory_entries=7, token_memory_key_size=6, token_memory_threshold=2)
+# In MAC with segments of a chunk, the anchor is also the copy of the weights at the segment's start.
+CASES = [
+    ("mac", dict(memory_chunk_size=8)),
+    ("mag", dict(memory_form="delta", **TOKEN_MEMORY)),
+    ("mal", dict(memory_depth=2, memory_update_rule="delta", memory_momentum=True)),
+    ("lmm", dict(memory_recurrence="paper", memory_gates="layer", memory_network="residual", memory_momentum=True)),
+    ("mag", EPISODIC),
+]
+
+
+def read_switching(model, ids, sizes, learning, cache=None) -> tuple[torch.Tensor, TitansCache]:
+    """Reads `ids` in calls of the given sizes, each with learning on or off."""
+    cache, logits, begin = TitansCache(model.config) if cache is None else cache, [], 0
+    for size, on in zip(sizes, learning, strict=True):
+        model.set_memory_learning(on)
+        logits.append(read(model, ids[:, begin : begin + size], None, cache)[0])
+        begin += size
+    model.set_memory_learning(True)
+    return torch.cat(logits, 1), cache
+
+
+def memory_tensors(cache):
+    """Returns all weights, momenta and entries of a cache."""
+    states = [layer.state for layer in cache.layers]
+    entries = [x for state in states if state.entries for x in (state.entries.keys, state.entries.tokens)]
+    return [x for state in states for x in (*state.memory.weights, *state.memory.momentum)] + entries
+
+
+@pytest.mark.parametrize(("variant", "changes"), CASES)
+def test_reading_without_learning(variant, changes):
+    """While learning is off, weights, momentum and entries stay equal to the bit, the tokens are counted, the output
+    depends on them, and calls of any size give the logits and the state of one call. Learning then goes on.
+    """
+    model, ids = make_model(variant, **changes), make_ids(2, 41)
+    _, cache = read(model, ids[:, :13])  # not a multiple of a chunk
+    before, branch = memory_tensors(cache), copy.copy(cache)
+    whole, _ = read_switching(model, ids[:, 13:], [23, 5], [False, True], cache)
+    pieces, after = read_switching(model, ids[:, 13:36], [1, 1, 9, 8, 3, 1], [False] * 6, branch)
+    assert all(map(torch.equal, memory_tensors(after), before)) and after.num_tokens_seen.tolist() == [36, 36]
+    end, after = read_switching(model, ids[:, 36:], [1, 4], [True, True], after)
+    assert_same(torch.cat([pieces, end], 1), whole)
+    assert_same_cache(after, cache)
+    learned = read(model, ids)[0][:, 13:]
+    assert (learned - whole).abs().max() > 1e-4  # the switch matters
+    assert not all(map(torch.equal, memory_tensors(after), before))
+
+
+@pytest.mark.parametrize(("variant", "changes"), CASES[:4])
+def test_it_is_a_memory_without_steps(variant, changes):
+    """Without persistent tokens, a sequence read with learning off has the logits and gradients of `memory_max_lr=0`;
+    those of the gates are 0, not None.
+    """
+    model = make_model(variant, num_persistent_tokens=0, **changes)
+    zero = make_model(variant, num_persistent_tokens=0, **changes, memory_max_lr=0)
+    zero.load_state_dict(model.state_dict())
+    model.set_memory_learning(False)
+    ids, found = make_ids(2, 21), []
+    for x in (model, zero):
+        output = x(ids, labels=ids, use_cache=False)
+        output.loss.backward()
+        found.append((output.logits, gradients(x)))
+    assert_same(found[0][0], found[1][0], 0)
+    assert None not in found[0][1].values()
+    for name, gradient in found[0][1].items():
+        assert_same(gradient, found[1][1][name], 1e-12)
+
+
+@pytest.mark.parametrize(("variant", "changes"), [CASES[0], CASES[1], CASES[4]])
+def test_padding_and_documents(variant, changes):
+    """A padded row and a packed document are read with learning off as each is alone; the document starts from the
+    model's initial memory.
+    """
+    model = make_model(variant, **changes)
+    model.set_memory_learning(False)
+    rows = [make_ids(19), make_ids(11, seed=1)]
+    alone = [full_logits(model, row[None])[0] for row in rows]
+    ids, mask = left_pad(rows)
+    padded = full_logits(model, ids, mask)
+    packed = full_logits(
+        model, torch.cat(rows)[None], position_ids=torch.cat([torch.arange(len(row)) for row in rows])[None]
+    )
+    assert_same(padded[0], alone[0])
+    assert_same(padded[1, 8:], alone[1])
+    assert_same(packed[0], torch.cat(alone))
+
+
+@pytest.mark.parametrize(("variant", "changes"), CASES)
+def test_columns_are_read_again_as_they_were_read(variant, changes, tmp_path):
+    """A crop to any column, also through a file, gives the state of reading up to there with the same switches."""
+    model, ids = make_model(variant, **changes), make_ids(2, 30)
+    sizes, learning = [6, 5, 1, 7], [True, False, False, True]
+    for kept in (4, 11, 15):
+        cache = read(model, ids[:, :5])[1]
+        cache.activate_past_recording()
+        read_switching(model, ids[:, 5:24], sizes, learning, cache)
+        cache.crop(kept - 19)
+        cache.save_pretrained(tmp_path, model)
+        cache = TitansCache.from_pretrained(tmp_path, model)
+        model.set_memory_learning(False)  # the record says how its columns are read again
+        logits, _ = read(model, ids[:, 24:], None, cache)
+        model.set_memory_learning(True)
+        ends = [min(max(kept - sum(sizes[:i]), 0), size) for i, size in enumerate(sizes)]
+        calls = [(n, on) for n, on in zip(ends, learning, strict=True) if n]
+        expected = read(model, ids[:, :5])[1]
+        read_switching(model, ids[:, 5 : 5 + kept], *zip(*calls, strict=True), expected)
+        model.set_memory_learning(False)
+        assert_same(logits, read(model, ids[:, 24:], None, expected)[0])
+        assert_same_cache(cache, expected)
+        model.set_memory_learning(True)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_generate(variant):
+    """`generate()` reads prompt and generated tokens with learning off, as calls of the model do."""
+    model, ids = make_model(variant), make_ids(2, 13)
+    _, cache = read(model, ids)
+    before = memory_tensors(cache)
+    cache.start_prompt()
+    model.set_memory_learning(False)
+    prompt = make_ids(2, 5, seed=1)
+    out = model.generate(prompt, past_key_values=cache, max_new_tokens=12, do_sample=False)
+    assert cache.num_tokens_seen.tolist() == [29, 29] and all(map(torch.equal, memory_tensors(cache), before))
+    again = read(model, out[:, :-1], None, read_learning(model, ids))[0]
+    assert torch.equal(again[:, 4:].argmax(-1), out[:, 5:])
+
+
+def read_learning(model, ids) -> TitansCache:
+    """Reads `ids` with learning on, then turns it off."""
+    model.set_memory_learning(True)
+    cache = read(model, ids)[1]
+    model.set_memory_learning(False)
+    return cache
+
+
+def test_surprise_while_learning_is_off():
+    """theta, eta and alpha are 0, and the surprise is that of the memory as it is, in calls of any size."""
+    for changes in (dict(memory_momentum=True), TOKEN_MEMORY):
+        model, ids = make_model("mag", **changes), make_ids(1, 20)
+        model.set_memory_learning(False)
+        whole = model(ids, output_surprise=True).surprise
+        cache = TitansCache(model.config)
+        parts = [model(x, past_key_values=cache, output_surprise=True).surprise for x in ids.split([3, 1, 16], 1)]
+        for layer, all_tokens in enumerate(whole):
+            assert not all_tokens.inner_lr.any() and not all_tokens.momentum_decay.any()
+            assert not all_tokens.forget.any() and all_tokens.gradient_norm.max() > 0
+            assert_same(torch.cat([x[layer].gradient_norm for x in parts], -1), all_tokens.gradient_norm)
+
+
+def test_gradient_checkpointing_keeps_the_switch_of_the_call():
+    """Turning learning on before the backward leaves the gradients as they are."""
+    model, ids = make_model("mag"), make_ids(2, 21)
+    found = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.train().gradient_checkpointing_enable()
+        model.zero_grad()
+        model.set_memory_learning(False)
+        loss = model(ids, labels=ids, use_cache=False).loss
+        model.set_memory_learning(True)
+        loss.backward()
+        found.append(gradients(model))
+    for name, gradient in found[0].items():
+        assert_same(found[1][name], gradient, 1e-12)
+
+
+def test_a_compiled_model_follows_the_switch():
+    """A compiled step is compiled again for the other setting."""
+    model, ids = make_model("mag", num_hidden_layers=1), make_ids(1, 9)
+    compiled = torch.compile(model, backend="eager")
+    for learning in (True, False, True):
+        model.set_memory_learning(learning)
+        assert_same(compiled(ids, use_cache=False).logits.detach(), full_logits(model, ids))
+
+
+def test_the_switch_is_of_the_object(tmp_path):
+    """The switch can be read, is shared by a model and its parts, refuses other values, and is not saved."""
+    model = make_model("lmm")
+    model.set_memory_learning(False)
+    assert model.memory_learning is False and model.model.memory_learning is False
+    assert copy.deepcopy(model).memory_learning is False and make_model("lmm").memory_learning is True
+    with pytest.raises(ValueError, match=r"`learning` must be True or False, but is 'off'\."):
+        model.set_memory_learning("off")
+    with pytest.raises(AttributeError):
+        model.memory_learning = True
+    model.save_pretrained(tmp_path)
+    assert "learning" not in (tmp_path / "config.json").read_text()
+    assert type(model).from_pretrained(tmp_path).memory_learning is True
