@@ -18,7 +18,7 @@ from .memory_network import UpdateRule
 from .memory_state import MemorizeOutput, MemoryInputs, MemoryState
 from .token_grid import TokenGrid
 
-logger = logging.get_logger(__name__)
+logger = logging.get_logger(f"transformers.{__name__}")  # `transformers.logging.set_verbosity_info()` shows its lines
 
 LARGEST_KEY = 256  # of fla's chunk kernels
 SMALLEST_LOG_RETAIN = -30.0  # fla returns nan for -inf; exp(-30) is 1e-13
