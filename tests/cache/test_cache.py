@@ -88,18 +88,6 @@ def test_nothing_is_learned_at_rate_zero(variant, forget):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_learning_can_be_stopped_later(variant):
-    """Setting memory_max_lr to 0 after reading keeps the weights as they are."""
-    model, cache = make_model(variant), TitansCache(shared_model(variant).config)
-    read(model, make_ids(2, 13), None, cache)
-    before = [layer.state.memory.weights for layer in cache.layers]
-    model.config.memory_max_lr = 0.0
-    read(model, make_ids(2, 9, seed=2), [4, 1, 4], cache)
-    for layer, weights in zip(cache.layers, before, strict=True):
-        assert all(map(torch.equal, layer.state.memory.weights, weights))
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_batch_operations(variant):
     """Reordering, selecting and repeating rows of a cache gives the logits of rows read in that order."""
     model, ids, more = shared_model(variant), make_ids(3, 21), make_ids(5, 8, seed=1)
