@@ -140,7 +140,7 @@ def new_workplace(folder: Path) -> Path:
     """Makes `folder` look like a checkout to a block: the code is linked, and what a block writes stays outside this
     one.
     """
-    for name in ("docs", "runs", "titans_hf"):
+    for name in ("docs", "runs", "titans"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     for name in ("src", "scripts", "eval", "tests"):
         (folder / name).symlink_to(ROOT / name)
