@@ -4,7 +4,10 @@ BIN := .venv/bin
 # One thread a process: pytest runs one process per core.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-gpu slow long conformance lint format clean
+# The oldest Transformers that pyproject.toml allows.
+OLDEST := $(shell sed -n 's/.*"transformers>=\([0-9.]*\)".*/\1/p' pyproject.toml)
+
+.PHONY: demo test test-gpu test-oldest slow long conformance lint format clean
 
 demo: .venv/demo.stamp
 	OMP_NUM_THREADS=$$(nproc) $(BIN)/python scripts/demo.py
@@ -14,6 +17,11 @@ test: .venv/dev.stamp
 
 test-gpu: .venv/dev.stamp .venv/gpu.stamp
 	$(BIN)/pytest -m gpu -rs -s
+
+# The oldest Transformers in an environment of its own, which takes all other packages from .venv.
+test-oldest: build/oldest.stamp
+	build/oldest/bin/python -c 'import transformers; assert transformers.__version__.startswith("$(OLDEST)")'
+	build/oldest/bin/python -m pytest tests/model/test_model.py tests/cache/test_cache.py
 
 slow: .venv/dev.stamp
 	$(BIN)/pytest -n auto -m slow
@@ -37,6 +45,13 @@ format: .venv/dev.stamp
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[$*]"
+	touch $@
+
+build/oldest.stamp: .venv/dev.stamp
+	$(BIN)/python -m venv --clear --without-pip build/oldest
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		"$$(build/oldest/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/everything_else.pth"
+	$(BIN)/pip --python build/oldest/bin/python install --quiet transformers==$(OLDEST)
 	touch $@
 
 clean:

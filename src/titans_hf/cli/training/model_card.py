@@ -110,7 +110,7 @@ def loading(config: PreTrainedConfig, name: str) -> str:
     alone = LOADING.format(imports="", name=quoted, arguments=", trust_remote_code=True")
     return (
         f"With the package `titans_hf`:\n\n{package}\n"
-        f"Without it, by the code in this repository (transformers 5.23 or newer):\n\n{alone}\n"
+        f"Without it, by the code in this repository (transformers 5.21 or newer):\n\n{alone}\n"
         f"As a server with OpenAI's API: {code(f'python -m titans_hf serve {shlex.quote(name)}')}."
     )
 
