@@ -44,7 +44,7 @@ def test_a_trial(model, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "options,message",
     [
-        (["--text", "model"], "--text model holds no .txt files"),
+        (["--text", "model"], "--text model holds no .txt or .md files"),
         (["--text", "books", "--depths", "1"], r"--depths \[1.0\] must be from 0 to below 1"),
         (["--text", "books", "--kills", "0.2", "-1"], r"--kills \[0.2, -1.0\] must be from 0 to below 1"),
         (["--text", "books", "--output", "books"], "--output books exists"),

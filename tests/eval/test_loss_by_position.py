@@ -78,7 +78,7 @@ def test_nothing_to_read(folder):
     save_byte_model(folder / "model", "lmm")
     for file in (folder / "books").iterdir():
         file.unlink()
-    with pytest.raises(ValueError, match=r"holds no \.txt files"):
+    with pytest.raises(ValueError, match=r"holds no \.txt or \.md files"):
         command(folder, folder / "model")
 
 

@@ -73,6 +73,8 @@ ATTENTION_FORMS = {
     "no memory": dict(memory_layers=[]),
     "memory in one layer": dict(memory_layers=[1], num_hidden_layers=2),
 }
+# Files of the package that travel with no checkpoint: the references, and those that make a model.
+STAY = {"__init__.py", "__main__.py", "memory_listing.py", "memory_reference.py", "convert_titans.py", "episodic_fit.py"}
 
 
 def make_config(variant: str, **changes) -> TitansConfig:

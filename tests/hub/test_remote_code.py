@@ -9,7 +9,7 @@ import remote_worker
 import torch
 import transformers
 from clean_environment import clean_site, run_clean
-from common import VARIANTS, make_config, make_ids, make_model, redraw
+from common import STAY, VARIANTS, make_config, make_ids, make_model, redraw
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.dynamic_module_utils import get_imports
 
@@ -19,9 +19,7 @@ from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 PACKAGE = Path(titans_hf.__file__).parent
 TIME_SERIES = {file.name for file in PACKAGE.glob("*time_series*.py")}  # tests/time_series/test_time_series.py
-STAYS = {"__init__.py", "__main__.py", "memory_listing.py", "memory_reference.py"} | TIME_SERIES
-STAYS |= {"convert_titans.py", "episodic_fit.py"}  # they make a model, which then needs neither
-CODE = {file.name for file in PACKAGE.glob("*.py")} - STAYS
+CODE = {file.name for file in PACKAGE.glob("*.py")} - STAY - TIME_SERIES
 AUTO_CLASSES = {
     "AutoConfig": "TitansConfig",
     "AutoModel": "TitansModel",
