@@ -11,7 +11,7 @@ import documentation
 import pytest
 from byte_model import save_byte_model, save_llama
 from dna_files import write_fasta, write_table
-from documentation import PAGES, ROOT, TREATMENTS, anchors, blocks, prose, run_bash, treatment
+from documentation import PAGES, ROOT, TREATMENTS, anchors, blocks, notebooks, prose, run_bash, treatment
 from eval_common import BOOK, make_data
 from series_files import write_series
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from titans_hf.cli import demo
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 
-BASH, PYTHON = blocks("bash"), blocks("python")
+BASH, PYTHON = blocks("bash"), [*blocks("python"), *notebooks()]
 VARIANTS = ("mac", "mag", "mal", "lmm")
 # What the commands write or is transformers' own, and so is no file of the project.
 WRITTEN = {
@@ -188,7 +188,7 @@ def stage(tmp_path_factory):
     )
     for variant in VARIANTS:
         save_byte_model(folder / "runs" / f"tiny-{variant}", variant)
-    save_llama(folder / "HuggingFaceTB" / "SmolLM2-135M-Instruct", max_position_embeddings=8192)
+    save_llama(folder / "HuggingFaceTB" / "SmolLM2-135M-Instruct", max_position_embeddings=8192, hidden_size=64)
     for name in ("mistral", "llama"):
         config = AutoConfig.from_pretrained(ROOT / "src" / "titans_hf" / "cli" / "configs" / f"tiny-{name}.json")
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / "runs" / f"tiny-{name}")
@@ -238,7 +238,7 @@ def test_commands_run(block, workplace, programs, environment):
 
 @pytest.mark.parametrize("block", each(PYTHON))
 def test_python_runs(block, workplace, environment):
-    """A Python block runs alone and unchanged."""
+    """A Python block, and the code of a notebook, runs alone and unchanged."""
     for text, package in OPTIONAL.items():
         if text in block.text:
             pytest.importorskip(package)

@@ -1,5 +1,6 @@
 """Pages of the documentation, their fenced blocks, and how tests run the commands in them."""
 
+import json
 import os
 import re
 import signal
@@ -36,6 +37,16 @@ def blocks(*languages: str) -> list[Block]:
         for match in FENCE.finditer(text)
         if not languages or match[1] in languages
     ]
+
+
+def notebooks() -> list[Block]:
+    """Returns the code of each notebook in examples/, all cells in one block."""
+    found = []
+    for page in sorted((ROOT / "examples").glob("*.ipynb")):
+        cells = json.loads(page.read_text(encoding="utf-8"))["cells"]
+        code = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+        found.append(Block(page, 1, "python", code))
+    return found
 
 
 def prose(page: Path) -> str:
