@@ -135,7 +135,7 @@ def test_reading_a_constant_memory_equals_steps_of_zero(depth, delta_rule, netwo
     """Reading without an update gives output, surprise and state of an update whose steps are 0."""
     torch.manual_seed(5)
     state, inputs = make_state(depth, [0, 0, 0]), make_inputs(9, momentum=False, forget=False)
-    state = replace(state, anchor=state.weights)
+    state = replace(state, momentum=tuple(map(torch.zeros_like, state.weights)), anchor=state.weights)
     inputs = scale_steps(inputs, 0)
     rule, grid = UpdateRule(1.0, delta_rule, network), TokenGrid.build(state.num_seen, 9, 9)
     constant = read_constant_memory(inputs, state, rule, 9, grid)
