@@ -189,7 +189,7 @@ def test_a_needle_two_blocks_away(options, tmp_path, carry):
     documents = [f"={needle}......" + "........" + f"={needle}....." for needle in needles]
     Dataset.from_dict({"text": documents}).save_to_disk(tmp_path / "documents")
     config = TITANS | dict(num_hidden_layers=1, variant="mac", segment_length=8, memory_chunk_size=4)
-    config |= dict(initializer_range=0.1, memory_conv_noise=0)
+    config |= dict(initializer_range=0.1, memory_conv_noise=0, memory_form="delta")
     common = dict(train_data=tmp_path / "documents", eval_data=tmp_path / "documents", block_length=8)
     common |= dict(per_device_train_batch_size=32, per_device_eval_batch_size=32, tokens_per_step=None)
     common |= dict(gradient_accumulation_steps=1, learning_rate=1e-2, max_steps=400, eval_steps=400, save_steps=400)

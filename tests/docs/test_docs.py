@@ -16,6 +16,7 @@ from eval_common import BOOK, make_data
 from series_files import write_series
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from titans_hf import convert
 from titans_hf.cli import demo
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 
@@ -188,7 +189,10 @@ def stage(tmp_path_factory):
     )
     for variant in VARIANTS:
         save_byte_model(folder / "runs" / f"tiny-{variant}", variant)
-    save_llama(folder / "HuggingFaceTB" / "SmolLM2-135M-Instruct", max_position_embeddings=8192, hidden_size=64)
+    sizes = dict(max_position_embeddings=8192, hidden_size=64)
+    original = save_llama(folder / "HuggingFaceTB" / "SmolLM2-135M-Instruct", **sizes)
+    convert(original, window=1024).save_pretrained(folder / "runs" / "smollm2")
+    byte_tokenizer().save_pretrained(folder / "runs" / "smollm2")
     for name in ("mistral", "llama"):
         config = AutoConfig.from_pretrained(ROOT / "src" / "titans_hf" / "cli" / "configs" / f"tiny-{name}.json")
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / "runs" / f"tiny-{name}")
@@ -227,7 +231,7 @@ def environment(tmp_path):
 def test_commands_run(block, workplace, programs, environment):
     """A bash block runs unchanged but for tiny options."""
     # What the block makes is not there yet: it would be a reader's second run otherwise.
-    for trained in re.findall(r"(?:--output_dir|titans-hf merge \S+) (\S+)", block.text):
+    for trained in re.findall(r"(?:--output_dir|titans-hf merge \S+|titans-hf convert \S+ --output) (\S+)", block.text):
         shutil.rmtree(workplace / trained, ignore_errors=True)
     ran, commands = run_bash(block, workplace, programs, environment, timeout=850)
     assert ran.returncode == 0, f"{commands[-1]}\n{ran.stdout[-2000:]}\n{ran.stderr[-4000:]}"

@@ -171,8 +171,9 @@ def test_a_long_prompt(tmp_path):
     options = ("--text", str(tmp_path), "--tokens", "2000", "--piece", "256", "--every", "1000")
     rows = run(tmp_path / "out", "prompt", *options)
     assert [row["tokens"] for row in rows] == [1024, 2000]
+    (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="holds no"):
-        run(tmp_path, "prompt", "--text", str(tmp_path / "out"))
+        run(tmp_path, "prompt", "--text", str(tmp_path / "empty"))
 
 
 def test_bytes_of_a_cache():

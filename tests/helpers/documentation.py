@@ -89,7 +89,7 @@ TREATMENTS = [
     Treatment(r"python -m scripts.bench models .*", "--lengths 32 --depths 1 --size tiny --repeats 1"),
     Treatment(r"python -m scripts.bench decode .*", "--contexts 32 --steps 2 --size tiny --repeats 1"),
     Treatment(r"python -m scripts.bench prompt .*", "--tokens 256 --piece 64 --every 128"),
-    Treatment(r"titans-hf train .*|torchrun .* titans-hf train .*", "--max_steps 2 --use_cpu true"),
+    Treatment(r"titans-hf train .*|torchrun .* -m titans_hf train .*", "--max_steps 2 --use_cpu true"),
     Treatment(r"trl sft .*", "--max_steps 2 --report_to none"),
     Treatment(r"titans-hf merge .*"),
     Treatment(r"titans-hf convert .*", "--no-speed"),
@@ -130,7 +130,6 @@ TREATMENTS = [
     Treatment(r"python -m eval.studies.planted_sentences .*", "--length 3000"),
     Treatment(r"python -m eval.studies.merged_memories .*", "--numbers 2 --fillers 16"),
     Treatment(r"python -m eval.studies.converted_windows .*", "--files 1 --tokens 64 --window 16"),
-    Treatment(r"python -m eval.studies.compare_training_runs .*"),
     Treatment(r"python -m eval.language.train_and_score .* --graph .*", not_run="a CUDA graph needs a GPU"),
     Treatment(
         r"python -m eval.language.counted .*",
