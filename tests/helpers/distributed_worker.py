@@ -117,6 +117,19 @@ def ddp_without_persistent_tokens(rank, variant, folder):
     check_data_parallel_step(model, reference, rank)
 
 
+def ddp_memory_off(rank, variant, folder):
+    """Compares DDP with a memory that never learns, plain and with gradient checkpointing: every parameter has a
+    gradient, so that DDP need not look for unused parameters.
+    """
+    for checkpointing in (False, True):
+        reference = make_model(variant, memory_max_lr=0).train()
+        model = make_model(variant, memory_max_lr=0).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model = torch.nn.parallel.DistributedDataParallel(model)
+        check_data_parallel_step(model, reference, rank)
+
+
 def fsdp(rank, variant, folder):
     """Compares a model that Transformers shards while loading: trained, generating and saved."""
     tied = variant in ("mac", "mal")

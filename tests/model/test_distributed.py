@@ -16,6 +16,7 @@ from titans_hf import TitansCache
 CHECKS = {
     "ddp": "a parameter has no gradient, or a wrong one, on several devices",
     "ddp_without_persistent_tokens": "a setting leaves a parameter that nothing uses, at which DDP stops",
+    "ddp_memory_off": "a gate of a memory that never learns has no gradient, at which DDP stops",
     "fsdp": "parameters are looked at outside of the layer that gathers them, or a sharded model is saved in parts",
     "fsdp_checkpointed": "the second forward pass of a layer finds its parameters sharded",
     "fsdp_over_calls": "a state that is carried over keeps parameters that are gathered no more",
