@@ -1,8 +1,6 @@
 """The harness of the benchmarks that train small models: their options, a run, its training by Trainer, its record."""
 
 import re
-import sys
-import tempfile
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
@@ -12,14 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from transformers import (
     EvalPrediction,
     PreTrainedConfig,
-    PrinterCallback,
-    Trainer,
     TrainerCallback,
-    TrainingArguments,
     set_seed,
 )
 
@@ -96,47 +90,6 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
     """Computes the share of labels that are predicted, of those that count."""
     counted = prediction.label_ids != IGNORED
     return {"accuracy": float(np.mean(prediction.predictions[counted] == prediction.label_ids[counted]))}
-
-
-def fit(
-    run: Run, model: nn.Module, every: int, options: dict[str, Any], trainer: type[Trainer] = Trainer, **parts: Any
-) -> Trainer:
-    """Trains with an evaluation `every` so many steps, and leaves the model with its best weights.
-
-    `options` replace TrainingArguments, `parts` are of the Trainer.
-    """
-    shared = dict(
-        per_device_train_batch_size=run.batch_size,
-        per_device_eval_batch_size=4 * run.batch_size,
-        learning_rate=run.learning_rate,
-        lr_scheduler_type="cosine",
-        max_grad_norm=1.0,
-        eval_strategy="steps",
-        eval_steps=every,
-        logging_steps=every,
-        logging_nan_inf_filter=False,
-        save_strategy="steps",
-        save_steps=every,
-        save_total_limit=1,
-        load_best_model_at_end=True,
-        remove_unused_columns=False,
-        label_names=["labels"],
-        use_cpu=not torch.cuda.is_available(),
-        seed=run.seed,
-        report_to=[],
-        disable_tqdm=not sys.stderr.isatty(),
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        made = trainer(model, TrainingArguments(folder, **shared | options), **parts)
-        made.remove_callback(PrinterCallback)
-        made.train()
-    return made
-
-
-def best_step(trainer: Trainer) -> int | None:
-    """Returns the step of the best weights; None where no evaluation was a number."""
-    checkpoint = trainer.state.best_model_checkpoint
-    return None if checkpoint is None else int(checkpoint.rpartition("-")[2])
 
 
 def record_run(

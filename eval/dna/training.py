@@ -12,12 +12,13 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from eval.common import harness
-from eval.common.harness import DECIMALS, ProgressPrinter, accuracy, best_step, fit, record_run
+from eval.common.harness import DECIMALS, ProgressPrinter, accuracy, record_run
 from eval.common.records import Record
 from eval.dna.folds import Fold
 from eval.dna.models import build_model, config_of
 from eval.dna.sequences import Sequences, reverse_complement
 from eval.dna.tokenizer import make_tokenizer
+from titans_hf.cli.shared.fitting import best_step, fit
 
 COLUMNS = ("loss", "eval_loss", "eval_accuracy")  # of a curve, after the epoch
 

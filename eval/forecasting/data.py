@@ -1,169 +1,21 @@
-"""Tables of measurements over time: reading a CSV file, its split in time, scaling, and windows to forecast."""
+"""The parts of a time series: to train, to validate and to test on."""
 
-import hashlib
-import json
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import pandas as pd
-import torch
 
-SEPARATORS = (",", ";", "\t")
-UNITS = {"s": 1e11, "ms": 1e14, "us": 1e17}  # of numbers below these; 1e11 seconds are 3,000 years, milliseconds three
+from titans_hf.cli.shared.time_series import Scaling, Series, Windows
+
 DAYS_OF_A_MONTH = 30  # as in the benchmark: 12, 4 and 4 months are 8,640, 2,880 and 2,880 hours
 
 
-class Series(NamedTuple):
-    """times (T,) datetime64; values (T, C) float64; names of the C channels."""
-
-    times: np.ndarray
-    values: np.ndarray
-    names: list[str]
-
-    @property
-    def digest(self) -> str:
-        """Hashes the whole; 12 hexadecimal digits."""
-        times = self.times.astype("datetime64[ns]").tobytes()
-        return hashlib.sha256(times + self.values.tobytes() + json.dumps(self.names).encode()).hexdigest()[:12]
-
-
 class Splits(NamedTuple):
-    """The windows of each part, and the mean and standard deviation (C,) of the training part, which scaled them."""
+    """The windows of each part, and the scaling of the training part, by which all are scaled."""
 
-    train: "Windows"
-    valid: "Windows"
-    test: "Windows"
-    mean: np.ndarray
-    std: np.ndarray
-
-
-class Windows(torch.utils.data.Dataset):
-    """Every window of `look_back` and `horizon` values whose forecast lies within `rows`, in steps of one.
-
-    values (T, C) float32: of all parts; the look-back of a window may lie before the first of `rows`.
-    """
-
-    def __init__(self, values: torch.Tensor, rows: range, look_back: int, horizon: int):
-        self.values, self.rows, self.look_back, self.horizon = values, rows, look_back, horizon
-        self.first_forecast = max(rows.start, look_back)
-        self.number = rows.stop - horizon - self.first_forecast + 1
-
-    def __len__(self) -> int:
-        return max(0, self.number)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Returns past_values (look_back, C), future_values (horizon, C) and cycle_position, the row of the first value
-        as a scalar: of values at equal steps, it gives the place in a cycle of any length.
-        """
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        now = self.first_forecast + index
-        return {
-            "past_values": self.values[now - self.look_back : now],
-            "future_values": self.values[now : now + self.horizon],
-            "cycle_position": torch.tensor(now - self.look_back),
-        }
-
-
-def read_series(path: Path, time_column: str | None = None, date_format: str | None = None) -> Series:
-    """Reads a CSV file: a time column, the first unless named, and one column per channel. Its separator is the one of
-    comma, semicolon and tab that the header has most of; with another than a comma, a comma may stand for the point.
-
-    Raises ValueError for a file that is no CSV file, and, naming the column, for times that are no dates or do not
-    increase, for dates whose day and month cannot be told apart, and for values that are not finite numbers.
-    """
-    if not path.is_file():
-        raise ValueError(f"{path} is no file")
-    try:
-        with path.open(encoding="utf-8-sig") as stream:
-            header = stream.readline()
-        separator = max(SEPARATORS, key=header.count)
-        table = pd.read_csv(path, sep=separator, encoding="utf-8-sig")
-    except ValueError as error:
-        raise ValueError(f"{path} is no CSV file in UTF-8 with a header: {error}") from error
-    name = table.columns[0] if time_column is None else time_column
-    if name not in table:
-        raise ValueError(f"--time_column {name}: {path} has the columns {', '.join(table.columns)}")
-    try:
-        times = read_times(table.pop(name), date_format)
-    except AmbiguousDates as error:
-        raise ValueError(f"{path}: the column {name} {error}") from error
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path}: the column {name} holds no dates ({error}); --time_column names another") from error
-    if len(times) < 2 or not (np.diff(times) > np.timedelta64(0)).all():
-        raise ValueError(f"{path}: the dates of the column {name} must increase from row to row")
-    for channel in table:
-        given = table[channel]
-        if separator != "," and not pd.api.types.is_numeric_dtype(given):
-            given = given.str.replace(",", ".")
-        numbers = pd.to_numeric(given, errors="coerce").astype(np.float64)
-        if not np.isfinite(numbers).all():
-            row = int(np.flatnonzero(~np.isfinite(numbers))[0])
-            raise ValueError(
-                f"{path}: the column {channel} has {given[row]} in row {row + 1}, no number: leave such rows "
-                "out, or fill them in, for example by pandas.DataFrame.interpolate"
-            )
-        table[channel] = numbers
-    if not len(table.columns):
-        raise ValueError(f"{path} has no column but {name}")
-    return Series(times, table.to_numpy(np.float64), list(table.columns))
-
-
-class AmbiguousDates(ValueError):
-    """Dates that make sense with the day first and with the month first."""
-
-
-def read_times(column: pd.Series, date_format: str | None) -> np.ndarray:
-    """Returns the times (T,) datetime64 of a column, in UTC: of dates in the format, or as pandas reads them, or of
-    numbers: 20240131, 2024, or the time since 1970, in seconds or thousandths, millionths or billionths by their size.
-
-    Of dates as 01/02/2020, the order of day and month is the one that gives increasing dates.
-
-    Raises AmbiguousDates where both orders give increasing dates, and ValueError for a column of something else.
-    """
-    if date_format is not None:
-        return _naive(pd.to_datetime(column, format=date_format, utc=True))
-    if pd.api.types.is_numeric_dtype(column):
-        largest = column.abs().max()
-        digits = (column.astype("int64") if (column % 1 == 0).all() else column).astype(str)
-        for form, length in (("%Y%m%d", 8), ("%Y", 4)):
-            dates = pd.to_datetime(digits.where(digits.str.len() == length), format=form, errors="coerce", utc=True)
-            if dates.notna().all():
-                return _naive(dates)
-        unit = next((unit for unit, most in UNITS.items() if largest < most), "ns")
-        return _naive(pd.to_datetime(column, unit=unit, utc=True))
-    parts = column.astype(str).str.extract(r"^\s*(\d{1,2})[./-](\d{1,2})[./-](\d{4})(.*)$")
-    if parts.isna().any(axis=None):
-        return _naive(pd.to_datetime(column, utc=True))
-    first, second, year, rest = (parts[i] for i in range(4))
-    found = {}
-    for form, day, month in (("%d/%m/%Y", first, second), ("%m/%d/%Y", second, first)):
-        if month.astype(int).max() > 12:
-            continue
-        text = year + "-" + month.str.zfill(2) + "-" + day.str.zfill(2) + rest
-        times = pd.to_datetime(text, errors="coerce", utc=True)
-        if times.notna().all() and times.is_monotonic_increasing:
-            found[form] = _naive(times)
-    if len(found) > 1 and not (found["%d/%m/%Y"] == found["%m/%d/%Y"]).all():
-        raise AmbiguousDates(
-            f"has dates such as {column.iloc[0]}, which increase with the day first and with the month first: "
-            "give --date_format, %d/%m/%Y or %m/%d/%Y"
-        )
-    return next(iter(found.values())) if found else _naive(pd.to_datetime(column, utc=True))
-
-
-def _naive(times: pd.Series) -> np.ndarray:
-    return times.dt.tz_localize(None).to_numpy()
-
-
-def uneven_step(times: np.ndarray) -> int | None:
-    """Returns the first row whose time since the row before is less than half the usual one (the median) or more than
-    one and a half times that, counted from 1; None if there is none. A cycle of rows is then none of time.
-    """
-    shares = np.diff(times) / np.median(np.diff(times))
-    uneven = np.flatnonzero((shares < 0.5) | (shares > 1.5))
-    return int(uneven[0]) + 2 if len(uneven) else None
+    train: Windows
+    valid: Windows
+    test: Windows
+    scaling: Scaling
 
 
 def rows_of_parts(times: np.ndarray, parts: list[float]) -> list[range]:
@@ -198,10 +50,10 @@ def make_splits(series: Series, parts: list[float], look_back: int, horizon: int
     """
     rows = rows_of_parts(series.times, parts)
     train = series.values[: rows[0].stop]
-    mean, std = train.mean(0), train.std(0)
     if (constant := train.max(0) == train.min(0)).any():
         raise ValueError(f"the channel {series.names[int(np.argmax(constant))]} is constant in the training part")
-    values = torch.from_numpy(((series.values - mean) / std).astype(np.float32))
+    scaling = Scaling.of(train)
+    values = scaling.scale(series.values)
     windows = [Windows(values, part, look_back, horizon) for part in rows]
     for name, part, these in zip(("training", "validation", "test"), rows, windows, strict=True):
         if not len(these):
@@ -209,4 +61,4 @@ def make_splits(series: Series, parts: list[float], look_back: int, horizon: int
                 f"the {name} part of {len(part)} rows has no window of {look_back} and {horizon} rows: "
                 "give shorter --look_back or --horizons, or a larger part by --split"
             )
-    return Splits(*windows, mean, std)
+    return Splits(*windows, scaling)

@@ -18,11 +18,12 @@ from transformers.utils.logging import disable_progress_bar
 from eval.common.harness import check_options, make_parser
 from eval.common.records import find_finished, read_records
 from eval.common.tables import check_alike, write_report
-from eval.forecasting.data import Series, make_splits, read_series, uneven_step
+from eval.forecasting.data import make_splits
 from eval.forecasting.models import BASELINES, NAMES, build_model, config_of, forecasts
 from eval.forecasting.tables import ALIKE, make_report
 from eval.forecasting.training import INPUTS, Run, make_run
 from titans_hf.cli.shared.command_line import run_command
+from titans_hf.cli.shared.time_series import Series, read_series, uneven_step
 from titans_hf.time_series_titans import LOSSES
 
 POSITIVE = ("look_back", "max_steps", "eval_steps", "patience")

@@ -9,10 +9,12 @@ from torch import nn
 from transformers import EarlyStoppingCallback
 
 from eval.common import harness
-from eval.common.harness import best_step, fit, record_run
+from eval.common.harness import record_run
 from eval.common.records import Record, append_record
-from eval.forecasting.data import Series, Windows, make_splits
+from eval.forecasting.data import make_splits
 from eval.forecasting.models import ForecastTask, build_model, config_of, count_parameters, forecasts
+from titans_hf.cli.shared.fitting import best_step, fit
+from titans_hf.cli.shared.time_series import Series, Windows
 
 DECIMALS = 5
 LAST_BATCHES = (32, 64, 128, 256, 512)  # sizes of batches, of which published code may drop the last one

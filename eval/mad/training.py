@@ -13,9 +13,10 @@ from transformers import PreTrainedConfig, Trainer
 
 from eval.common import harness
 from eval.common.cuda_graphs import GraphTrainer
-from eval.common.harness import IGNORED, ProgressPrinter, accuracy, fit, record_run
+from eval.common.harness import IGNORED, ProgressPrinter, accuracy, record_run
 from eval.mad.models import build, config_of
 from eval.mad.tasks import TASKS, Sequences, Settings
+from titans_hf.cli.shared.fitting import fit
 
 HELD_OUT = 1_280
 LAST_RATE = 1e-6

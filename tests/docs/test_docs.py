@@ -24,6 +24,8 @@ BASH, PYTHON = blocks("bash"), [*blocks("python"), *notebooks()]
 VARIANTS = ("mac", "mag", "mal", "lmm")
 # What the commands write or is transformers' own, and so is no file of the project.
 WRITTEN = {
+    "forecast.png",
+    "series.json",
     "run.json",
     "trainer_state.json",
     "loss.png",
@@ -171,6 +173,7 @@ def stage(tmp_path_factory):
     (data / "ett").mkdir()
     for name in ("ETTh1", "ETTh2"):
         write_series(data / "ett" / f"{name}.csv", rows=1000)
+    write_series(folder / "my_series.csv", rows=1000)
     for name in ("human_nontata_promoters", "human_enhancers_cohn"):
         (data / "dna" / name).mkdir(parents=True)
         write_table(data / "dna" / name / "test.tsv", length=80)

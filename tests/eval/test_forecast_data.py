@@ -1,11 +1,12 @@
-"""eval/forecast_data.py: months, windows and steps by hand."""
+"""Reading of series, and their parts: months, windows and steps by hand."""
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 
-from eval.forecasting.data import Windows, make_splits, read_series, read_times, rows_of_parts, uneven_step
+from eval.forecasting.data import make_splits, rows_of_parts
+from titans_hf.cli.shared.time_series import Windows, read_series, read_times, uneven_step
 
 HOURS = pd.date_range("2020-01-01", periods=1000, freq="h")
 

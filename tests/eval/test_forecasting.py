@@ -11,9 +11,10 @@ from eval.common.records import FILE, append_record, read_lines, read_records
 from eval.common.tables import choose_records, write_report
 from eval.forecasting import run as forecasting
 from eval.forecasting import tables as forecast_tables
-from eval.forecasting.data import Windows, make_splits, read_series
+from eval.forecasting.data import make_splits
 from eval.forecasting.models import BASELINES, DLinear, ForecastTask, RepeatLast, RLinear, build_model
 from eval.forecasting.training import Scores, mean_scores, scores_without_last_batch, window_errors
+from titans_hf.cli.shared.time_series import Windows, read_series
 
 TINY = ["patch_length=4", "hidden_size=8", "num_attention_heads=2", "intermediate_size=8", "num_hidden_layers=1"]
 
@@ -34,8 +35,8 @@ def test_scaling_is_by_the_training_part(csv):
     series = read_series(csv)
     splits = make_splits(series, [0.6, 0.2, 0.2], 8, 2)
     train = series.values[:36]
-    np.testing.assert_allclose(splits.mean, train.mean(0), atol=1e-6)
-    np.testing.assert_allclose(splits.std, train.std(0), atol=1e-6)
+    np.testing.assert_allclose(splits.scaling.mean, train.mean(0), atol=1e-6)
+    np.testing.assert_allclose(splits.scaling.std, train.std(0), atol=1e-6)
     expected = (series.values[58:] - train.mean(0)) / train.std(0)
     np.testing.assert_allclose(splits.test[len(splits.test) - 1]["future_values"], expected, atol=1e-5)
     assert [len(part) for part in splits[:3]] == [36 - 8 - 2 + 1, 12 - 2 + 1, 12 - 2 + 1]

@@ -110,6 +110,8 @@ TREATMENTS = [
     Treatment(r"python -m eval.mad.tables .*"),
     Treatment(r"titans-hf (read|surprise) .*"),
     Treatment(r"titans-hf ask .*", "--max_new_tokens 4"),
+    Treatment(r"titans-hf forecast (?!.*--model ).*", "--max_steps 2 --eval_steps 1"),
+    Treatment(r"titans-hf forecast .*"),
     Treatment(
         r"python -m eval.forecasting.run .*",
         "--split 0.6 0.2 0.2 --look_back 48 --horizons 8 --models titans --seeds 0 --max_steps 2 --eval_steps 1",

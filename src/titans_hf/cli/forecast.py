@@ -1,0 +1,349 @@
+"""Trains a Titans on the time series of a CSV file, or loads it, and writes the values that follow.
+
+    titans-hf forecast load.csv --horizon 96 --output runs/load
+    titans-hf forecast load-of-today.csv --model runs/load --output runs/load-of-today
+
+The file has a column of dates and one for each channel. The values are written to forecast.csv, in the units of the
+file, and drawn in forecast.png. The last rows of a file that a model is trained on choose its weights (--validation).
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from huggingface_hub import ModelCard, ModelCardData
+from matplotlib.figure import Figure
+from transformers import EarlyStoppingCallback, TrainerCallback, set_seed
+from transformers.utils.logging import disable_progress_bar
+
+from titans_hf import TitansForTimeSeriesPrediction, TitansTimeSeriesConfig
+from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
+from titans_hf.cli.shared.checkpoints import load_config, loading_weights
+from titans_hf.cli.shared.command_line import HelpFormatter, run_command
+from titans_hf.cli.shared.finished_runs import write_record
+from titans_hf.cli.shared.fitting import best_step, fit
+from titans_hf.cli.shared.markdown_tables import markdown_table
+from titans_hf.cli.shared.time_series import (
+    Scaling,
+    Series,
+    Windows,
+    frequency_of,
+    read_series,
+    steps_between,
+    times_after,
+    uneven_step,
+)
+from titans_hf.time_series_titans import LOSSES
+
+TABLE, PICTURE = "forecast.csv", "forecast.png"
+FACTS = "series.json"  # beside a model: what it was trained on
+TRAINING = {
+    "look_back": 96,
+    "cycle_length": 0,
+    "loss": "mse",
+    "validation": 0.2,
+    "learning_rate": 3e-3,
+    "batch_size": 32,
+    "max_steps": 1000,
+    "eval_steps": 100,
+    "patience": 3,
+    "seed": 0,
+}
+MOST_PANELS = 8  # channels that are drawn
+CARD = """# {name}
+
+A model that forecasts the series of `{data}`: a Titans
+([Learning to Memorize at Test Time](https://arxiv.org/abs/2501.00663)), {parameters:,} parameters. It reads {look_back}
+rows, whose step is `{frequency}` as pandas names it, and forecasts {horizon}. For another file with the same columns:
+
+    titans-hf forecast NEW.csv --model {name} --output FOLDER
+
+## Errors
+
+The mean absolute error over all windows of the last {validation:g} of the rows, in the units of the file. These rows
+chose the weights, so that the error of new rows may be larger.
+
+{table}
+
+## Training
+
+Rows: {trained:,} to train on, {held_out:,} to choose the weights, until {last}. Best step: {best_step}.
+Options: {options}.
+
+The model knows nothing of holidays, weather or anything else that is no column of the file. It gives no interval around
+its forecast.
+"""
+
+
+class ProgressPrinter(TrainerCallback):
+    """Prints the losses of each evaluation."""
+
+    def __init__(self):
+        self.loss = float("nan")
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.loss = logs.get("loss", self.loss)
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        losses = f"loss {self.loss:.4f}, validation {metrics['eval_loss']:.4f}"
+        print(f"step {state.global_step} of at most {state.max_steps}: {losses}", flush=True)
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parses the command line, without checking what the values mean."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("data", type=Path, metavar="DATA.csv", help="a column of dates, and one for each channel")
+    parser.add_argument("--output", type=Path, required=True, help="folder of forecast.csv, the picture and the model")
+    parser.add_argument("--horizon", type=int, help="rows to forecast; with --model by default as many as in training")
+    parser.add_argument("--model", type=Path, help="folder of a model of this command: nothing is trained")
+    parser.add_argument("--time_column", help="name of the column of dates; default: the first")
+    parser.add_argument("--date_format", help="of the dates, as %%d/%%m/%%Y; found out where it can only be one")
+    training = parser.add_argument_group("training (not with --model)")
+    own = {name: {"type": type(value), "default": value} for name, value in TRAINING.items()}
+    training.add_argument("--look_back", **own["look_back"], help="rows that a forecast is made from, a multiple of 8")
+    training.add_argument("--cycle_length", **own["cycle_length"], help="rows of a cycle, as 24 for hours; 0: none")
+    training.add_argument("--loss", **own["loss"], choices=LOSSES, help="squared or absolute error")
+    training.add_argument("--validation", **own["validation"], help="share of the rows, the last, to choose weights by")
+    training.add_argument("--learning_rate", **own["learning_rate"])
+    training.add_argument("--batch_size", **own["batch_size"])
+    training.add_argument("--max_steps", **own["max_steps"])
+    training.add_argument("--eval_steps", **own["eval_steps"], help="steps between two evaluations")
+    training.add_argument("--patience", **own["patience"], help="evaluations without a lower validation loss")
+    training.add_argument("--seed", **own["seed"])
+    return parser.parse_args(argv)
+
+
+def check_args(args: argparse.Namespace) -> None:
+    """Raises ValueError for options that cannot be, or that have no effect."""
+    check_minimums(args, horizon=1, cycle_length=0, seed=0)
+    check_minimums(args, **dict.fromkeys(("look_back", "batch_size", "max_steps", "eval_steps", "patience"), 1))
+    check_folder(args.output, "--output")
+    if args.data.resolve() == (args.output / TABLE).resolve():
+        raise ValueError(f"--output {args.output}: DATA {args.data} lies there, and would be written over")
+    if args.model is not None:
+        given = [name for name, default in TRAINING.items() if getattr(args, name) != default]
+        if given:
+            raise ValueError(f"--{given[0]} is of training, but --model {args.model} is trained: leave one of them out")
+        return
+    if args.horizon is None:
+        raise ValueError("--horizon is missing: the number of rows to forecast")
+    if not args.learning_rate > 0:
+        raise ValueError(f"--learning_rate must be above 0, but is {args.learning_rate}")
+    if not 0 < args.validation < 1:
+        raise ValueError(f"--validation must be a share between 0 and 1, but is {args.validation}")
+    patch = TitansTimeSeriesConfig.patch_length
+    if args.look_back % patch:
+        raise ValueError(f"--look_back must be a multiple of {patch}, but is {args.look_back}")
+    if (args.output / FACTS).exists() or (args.output / "config.json").exists():
+        raise ValueError(f"--output {args.output} has a model: load it by --model {args.output}, or give a new folder")
+
+
+def make_windows(args: argparse.Namespace, series: Series) -> tuple[Windows, Windows, Scaling]:
+    """Cuts the windows to train on and to validate on, and returns the scaling of the former.
+
+    Raises ValueError for a part that has no window.
+    """
+    number = round(len(series.values) * (1 - args.validation))
+    scaling = Scaling.of(series.values[: max(1, number)])
+    values = scaling.scale(series.values)
+    parts = {"training": range(number), "validation": range(number, len(values))}
+    windows = [Windows(values, rows, args.look_back, args.horizon) for rows in parts.values()]
+    for (name, rows), these in zip(parts.items(), windows, strict=True):
+        if not len(these):
+            raise ValueError(
+                f"DATA {args.data} has {len(values)} rows, {len(rows)} of them for {name}, in which there is no window "
+                f"of {args.look_back} and {args.horizon}: give a smaller --look_back or --horizon, or more rows"
+            )
+    return *windows, scaling
+
+
+@torch.inference_mode()
+def absolute_errors(
+    model: TitansForTimeSeriesPrediction, windows: Windows, scaling: Scaling
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the mean absolute error (C,) of each channel, of the model and of the last value repeated, in the units
+    of the series.
+    """
+    model.eval()
+    sums = torch.zeros(2, windows.values.shape[1], dtype=torch.float64)
+    for batch in torch.utils.data.DataLoader(windows, 128):
+        past, position = (batch[name].to(model.device) for name in ("past_values", "cycle_position"))
+        forecast = model(past, cycle_position=position).prediction_outputs.cpu()
+        for row, guess in enumerate((forecast, batch["past_values"][:, -1:])):
+            sums[row] += (guess - batch["future_values"]).abs().double().sum((0, 1))
+    model_error, last_error = (sums / (len(windows) * windows.horizon)).numpy() * scaling.std
+    return model_error, last_error
+
+
+def train(args: argparse.Namespace, series: Series) -> tuple[TitansForTimeSeriesPrediction, dict[str, Any]]:
+    """Trains a model, saves it with its facts and its card, and returns it with the facts.
+
+    Raises ValueError for a file with too few rows, and where no validation loss was a number.
+    """
+    training, validation, scaling = make_windows(args, series)
+    set_seed(args.seed)
+    config = TitansTimeSeriesConfig(
+        context_length=args.look_back,
+        prediction_length=args.horizon,
+        loss=args.loss,
+        cycle_length=args.cycle_length,
+        num_input_channels=len(series.names),
+    )
+    model = TitansForTimeSeriesPrediction(config)
+    if model.cycle is not None:
+        trained = training.values[: training.rows.stop]
+        if len(trained) < args.cycle_length:
+            raise ValueError(f"--cycle_length {args.cycle_length} is more than the {len(trained)} rows to train on")
+        model.cycle.fit(trained)
+    options = {"max_steps": args.max_steps, "weight_decay": 0.0, "metric_for_best_model": "eval_loss"}
+    options |= {"prediction_loss_only": True, "label_names": ["future_values"]}
+    callbacks = [EarlyStoppingCallback(args.patience), ProgressPrinter()]
+    parts = {"train_dataset": training, "eval_dataset": validation, "callbacks": callbacks}
+    trainer = fit(args, model, min(args.eval_steps, args.max_steps), options, **parts)
+    if best_step(trainer) is None:
+        raise ValueError(f"no validation loss was a number: --learning_rate {args.learning_rate} is too large")
+    errors, of_last = absolute_errors(model, validation, scaling)
+    facts = {
+        "data": args.data.name,
+        "columns": series.names,
+        "mean": scaling.mean.tolist(),
+        "std": scaling.std.tolist(),
+        "frequency": frequency_of(series.times),
+        "first_time": str(pd.Timestamp(series.times[0])),
+        "last_time": str(pd.Timestamp(series.times[-1])),
+        "rows": [len(training.rows), len(validation.rows)],
+        "best_step": best_step(trainer),
+        "absolute_error": errors.tolist(),
+        "absolute_error_of_the_last_value": of_last.tolist(),
+        "options": {name: getattr(args, name) for name in ("horizon", *TRAINING)},
+    }
+    model.save_pretrained(args.output)
+    write_record(facts, args.output / FACTS)
+    make_card(args.output, model, facts).save(args.output / "README.md")
+    print(error_table(facts), flush=True)
+    worse = [name for name, own, last in zip(series.names, errors, of_last, strict=True) if own > last]
+    if worse:
+        print(f"the model is worse than the last value repeated for: {', '.join(worse)}", flush=True)
+    return model, facts
+
+
+def error_table(facts: dict[str, Any]) -> str:
+    """Makes the table of the errors on the validation part, in the units of the series."""
+    columns = (facts["absolute_error"], facts["absolute_error_of_the_last_value"])
+    rows = [(name, *(f"{x:.4g}" for x in row)) for name, *row in zip(facts["columns"], *columns, strict=True)]
+    return markdown_table(["column", "mean absolute error", "of the last value repeated"], rows)
+
+
+def make_card(output: Path, model: TitansForTimeSeriesPrediction, facts: dict[str, Any]) -> ModelCard:
+    """Makes the card of a trained model, from its facts."""
+    options = facts["options"]
+    metadata = ModelCardData(
+        library_name="transformers", pipeline_tag="time-series-forecasting", tags=[model.config.model_type]
+    )
+    text = CARD.format(
+        name=output.name,
+        data=facts["data"],
+        parameters=model.num_parameters(),
+        frequency=facts["frequency"],
+        look_back=options["look_back"],
+        horizon=options["horizon"],
+        validation=options["validation"],
+        table=error_table(facts),
+        trained=facts["rows"][0],
+        held_out=facts["rows"][1],
+        last=facts["last_time"],
+        best_step=facts["best_step"],
+        options=", ".join(f"`--{name} {value}`" for name, value in options.items()),
+    )
+    return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{text}")
+
+
+def load(folder: Path) -> tuple[TitansForTimeSeriesPrediction, dict[str, Any]]:
+    """Loads a model of this command with its facts; raises ValueError for another folder."""
+    config = load_config(folder, "--model")
+    if not isinstance(config, TitansTimeSeriesConfig) or not (folder / FACTS).is_file():
+        raise ValueError(f"--model {folder} is no model of titans-hf forecast: it has no {FACTS}")
+    with loading_weights(folder, "--model"):
+        model = TitansForTimeSeriesPrediction.from_pretrained(folder)
+    return model.eval(), json.loads((folder / FACTS).read_text(encoding="utf-8"))
+
+
+def select_columns(series: Series, facts: dict[str, Any], args: argparse.Namespace) -> Series:
+    """Returns the columns of the model, in its order; raises ValueError for a missing one, for too few rows and for
+    rows of another step.
+    """
+    if missing := [name for name in facts["columns"] if name not in series.names]:
+        raise ValueError(f"DATA {args.data} has no column {missing[0]}, on which --model {args.model} was trained")
+    look_back, step = facts["options"]["look_back"], frequency_of(series.times)
+    if len(series.values) < look_back:
+        raise ValueError(f"DATA {args.data} has {len(series.values)} rows: --model {args.model} reads {look_back}")
+    if step != facts["frequency"]:
+        raise ValueError(
+            f"DATA {args.data} has a row each {step} (as pandas names it), but --model {args.model} was trained on a "
+            f"row each {facts['frequency']}"
+        )
+    columns = [series.names.index(name) for name in facts["columns"]]
+    return series._replace(values=series.values[:, columns], names=facts["columns"])
+
+
+def forecast(
+    model: TitansForTimeSeriesPrediction, facts: dict[str, Any], series: Series, horizon: int | None
+) -> pd.DataFrame:
+    """Returns the rows that follow the series, in its units; the index has their times.
+
+    They are made from the last rows, as many as in training. Raises ValueError for a horizon that the model cannot
+    reach.
+    """
+    scaling = Scaling(np.array(facts["mean"]), np.array(facts["std"]))
+    look_back, step = model.config.context_length, frequency_of(series.times)
+    past = scaling.scale(series.values[-look_back:])[None].to(model.device)
+    place = steps_between(np.datetime64(facts["first_time"]), series.times[-look_back], facts["frequency"])
+    try:
+        future = model.generate(past, horizon, cycle_position=torch.tensor([place], device=model.device)).sequences
+    except ValueError as error:
+        raise ValueError(f"--horizon {horizon}: {error}") from error
+    values = scaling.unscale(future[0].cpu())
+    return pd.DataFrame(values, index=times_after(series.times[-1], step, len(values)), columns=series.names)
+
+
+def draw(future: pd.DataFrame, series: Series, path: Path) -> None:
+    """Draws the end of the series and what is forecast, a panel for each channel."""
+    names = series.names[:MOST_PANELS]
+    shown = min(len(series.times), max(2 * len(future), 96))
+    figure = Figure(figsize=(9, 1 + 2.2 * len(names)), layout="constrained")
+    panels = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
+    for number, (axes, name) in enumerate(zip(panels, names, strict=True)):
+        axes.plot(series.times[-shown:], series.values[-shown:, number], color="gray", label="measured")
+        axes.plot(future.index, future[name], color="tab:red", label="forecast")
+        axes.set_title(name, loc="left", parse_math=False)
+    panels[0].legend(loc="upper left", frameon=False)
+    panels[-1].tick_params(axis="x", rotation=30)
+    figure.savefig(path, dpi=120)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    check_args(args)
+    disable_progress_bar()  # of loading and writing weights; Trainer has its own
+    series = read_series(args.data, args.time_column, args.date_format)
+    if args.model is None:
+        model, facts = train(args, series)
+    else:
+        model, facts = load(args.model)
+        series = select_columns(series, facts, args)
+    if (row := uneven_step(series.times)) is not None:
+        print(f"DATA {args.data}: row {row} is not at the usual step: rows are taken as if none were missing")
+    future = forecast(model, facts, series, args.horizon)
+    args.output.mkdir(parents=True, exist_ok=True)
+    table, picture = args.output / TABLE, args.output / PICTURE
+    future.to_csv(table, index_label=series.time_name, float_format="%.15g")
+    draw(future, series, picture)
+    print(f"{len(future)} rows from {future.index[0]} to {future.index[-1]}\n{table}\n{picture}")
+
+
+if __name__ == "__main__":
+    run_command(main)

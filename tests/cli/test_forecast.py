@@ -1,0 +1,122 @@
+"""`titans-hf forecast`: a model is trained, saved and loaded again; its rows are in the file's units and times."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from series_files import write_series
+
+from titans_hf import TitansForTimeSeriesPrediction
+from titans_hf.cli.forecast import main
+from titans_hf.cli.shared.time_series import Scaling, frequency_of, read_series, steps_between, times_after
+
+STEPS = ["--max_steps", "2", "--eval_steps", "1", "--look_back", "16", "--batch_size", "8"]
+
+
+def call(data, output, *options) -> pd.DataFrame:
+    main([str(data), "--output", str(output), *map(str, options)])
+    return pd.read_csv(output / "forecast.csv", index_col=0, parse_dates=True)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A file of hourly values at a level that float32 does not resolve, and the folder of a model of it."""
+    folder = tmp_path_factory.mktemp("forecast")
+    data = write_series(folder / "waves.csv", rows=100)
+    table = pd.read_csv(data)
+    table["c1"] = 1e8 + 1e-2 * table["c1"]
+    table.to_csv(data, index=False)
+    future = call(data, folder / "model", "--horizon", 10, "--cycle_length", 24, *STEPS)
+    return data, folder / "model", future
+
+
+def test_rows_follow_in_the_units_of_the_file(trained):
+    """The rows begin an hour after the last one and have the names and the level of their columns."""
+    _, output, future = trained
+    assert future.index.name == "date" and list(future) == ["c0", "c1"]
+    assert (future.index == pd.date_range("2020-01-05 04:00", periods=10, freq="h")).all()
+    assert future["c1"].between(1e8 - 0.1, 1e8 + 0.1).all() and future["c1"].nunique() == 10
+    assert future["c0"].between(-3, 3).all()
+    assert {"README.md", "series.json", "forecast.png", "model.safetensors"} <= {x.name for x in output.iterdir()}
+
+
+def test_rows_are_the_forecast_of_the_last_rows(trained):
+    """The rows are what the saved model forecasts from the last `look_back` rows, scaled by its training part."""
+    data, output, future = trained
+    model, series = TitansForTimeSeriesPrediction.from_pretrained(output), read_series(data)
+    scaling = Scaling.of(series.values[:80])
+    past = scaling.scale(series.values[-16:])[None]
+    expected = model.generate(past, cycle_position=torch.tensor([84 % 24])).sequences[0]
+    np.testing.assert_allclose(future, scaling.unscale(expected), rtol=1e-10, atol=1e-6)
+
+
+def test_a_saved_model_goes_on(trained, tmp_path):
+    """The saved model gives the same rows again, and more, also from the end of the file and with exchanged columns."""
+    data, output, future = trained
+    again = call(data, tmp_path / "again", "--model", output)
+    pd.testing.assert_frame_equal(again, future)
+    table = pd.read_csv(data)
+    table[["date", "c1", "c0"]].iloc[-30:].to_csv(tmp_path / "end.csv", index=False)
+    longer = call(tmp_path / "end.csv", tmp_path / "longer", "--model", output, "--horizon", 25)
+    pd.testing.assert_frame_equal(longer.iloc[:8], future.iloc[:8])
+    assert len(longer) == 25 and not (tmp_path / "longer" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("first", "frequency", "expected"),
+    [
+        ("2020-01-31", "ME", ["2021-01-31", "2021-02-28"]),
+        ("2020-01-01", "MS", ["2021-01-01", "2021-02-01"]),
+        ("2020-01-01", "B", ["2020-01-17", "2020-01-20"]),
+        ("2020-01-01", "15min", ["2020-01-01 03:00", "2020-01-01 03:15"]),
+    ],
+)
+def test_times_follow_the_calendar(first, frequency, expected):
+    """The times after 12 rows are those of the calendar; a row that is left out does not change an equal step."""
+    times = pd.date_range(first, periods=12, freq=frequency)
+    found = frequency_of(times.to_numpy())
+    assert list(times_after(times[-1], found, 2)) == list(pd.to_datetime(expected))
+    assert steps_between(times[0], times[-1], found) == 11 and steps_between(times[-1], times[0], found) == -11
+    if frequency == "15min":
+        assert frequency_of(times.delete(5).to_numpy()) == "15min"
+
+
+def bad_data(folder, number=100, freq="h"):
+    pd.DataFrame({"date": pd.date_range("2020", periods=number, freq=freq), "c0": 0.5, "c1": 1.0}).to_csv(
+        folder / "bad.csv", index=False
+    )
+    return folder / "bad.csv"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "--horizon is missing"),
+        (["--horizon", 0], "--horizon must be at least 1, but is 0"),
+        (["--horizon", 8, "--look_back", 12], "--look_back must be a multiple of 8, but is 12"),
+        (["--horizon", 90, "--look_back", 16], r"80 of them for training.* a smaller --look_back or --horizon"),
+        (["--horizon", 8, "--validation", 1], "--validation must be a share between 0 and 1, but is 1.0"),
+        (["--horizon", 8, "--look_back", 16, "--cycle_length", 99], "--cycle_length 99 is more than the 80 rows"),
+        (["--model", "MODEL", "--max_steps", 3], "--max_steps is of training, but --model"),
+        (["--model", "no-model"], "--model no-model is not a checkpoint"),
+    ],
+)
+def test_options_that_cannot_be(options, message, trained, tmp_path):
+    """Options that cannot be, or that would have no effect, are refused by name before anything is written."""
+    options = [trained[1] if option == "MODEL" else option for option in options]
+    with pytest.raises(ValueError, match=message):
+        call(bad_data(tmp_path), tmp_path / "out", *options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_of_another_kind(trained, tmp_path):
+    """A saved model refuses a file of other columns, of another step and of too few rows, and its folder a training."""
+    _, model, _ = trained
+    for message, (number, freq) in {"a row each D": (100, "D"), "9 rows: --model .* reads 16": (9, "h")}.items():
+        with pytest.raises(ValueError, match=message):
+            call(bad_data(tmp_path, number, freq), tmp_path / "out", "--model", model)
+    pd.read_csv(bad_data(tmp_path)).rename(columns={"c1": "x"}).to_csv(tmp_path / "x.csv", index=False)
+    with pytest.raises(ValueError, match="has no column c1, on which --model"):
+        call(tmp_path / "x.csv", tmp_path / "out", "--model", model)
+    with pytest.raises(ValueError, match="has a model: load it by --model"):
+        call(bad_data(tmp_path), model, "--horizon", 8, *STEPS)
