@@ -55,8 +55,9 @@ class Examples(Dataset):
     """
 
     def __init__(self, data: DataOfRun, rows: np.ndarray, augment: bool = False):
-        self.texts, labels, _ = data.sequences.select(rows)
-        self.labels = [data.classes.index(label) for label in labels]
+        selected = data.sequences.select(rows)
+        self.texts = selected.texts
+        self.labels = [data.classes.index(label) for label in selected.labels]
         self.augment = augment
 
     def __len__(self) -> int:

@@ -4,13 +4,15 @@ import random
 import re
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
-from dna_files import write_table
+from dna_files import save_dna_model, write_table
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, EvalPrediction
 
 from eval.common.harness import accuracy
 from eval.common.records import FILE, append_record, read_records
+from eval.dna import predict
 from eval.dna import run as dna
 from eval.dna.models import NAMES, build_model, config_of
 from eval.dna.sequences import read_sequences, reverse_complement
@@ -74,7 +76,7 @@ def test_augmentation_draws_either_strand():
     """Both strands of every sequence come, with the same label, and only where asked for."""
     texts = ["AACC", "CCGA", "ACAC"]
     data = DataOfRun(
-        read_sequences([])._replace(texts=texts, labels=["x", "y", "x"], places=[None] * 3), ["x", "y"], ()
+        read_sequences([])._replace(texts=texts, labels=["x", "y", "x"], places=[None] * 3, names=texts), ["x", "y"], ()
     )
     random.seed(0)
     drawn = [Examples(data, [2, 1], augment=True)[i] for i in (0, 1) for _ in range(40)]
@@ -161,6 +163,27 @@ def test_files_to_train_and_to_test_on(tsv, capsys):
     batch = tokenizer(found.texts, padding=True, return_tensors="pt")
     predicted = [model.config.id2label[i] for i in model(**batch).logits.argmax(-1).tolist()]
     assert abs(np.mean([a == b for a, b in zip(predicted, found.labels, strict=True)]) - record["test"]) < 1e-3
+
+
+def test_new_sequences_are_classified(tmp_path, capsys):
+    """A saved model gives each sequence of FASTA files and of tables without labels its name, its likeliest label and
+    the probabilities that the model has for it alone.
+    """
+    saved, new = tmp_path / "saved", tmp_path / "new.fa"
+    model, tokenizer = save_dna_model(saved)
+    new.write_bytes("\ufeff>one chr1:1-9\nACGTAACC\naa\n>two label=x\nCCCCGGGNCC\n>\nA\n".encode())
+    (tmp_path / "new.csv").write_text("seq,id\nACGTT,four\n")
+    predict.main([str(saved), str(new), str(tmp_path / "new.csv"), "--output", str(tmp_path / "tables" / "new.csv")])
+    table = pd.read_csv(tmp_path / "tables" / "new.csv", index_col="name")
+    assert table.index.tolist() == ["one", "two", "3", "four"]
+    for text, (label, *shares) in zip(["ACGTAACCAA", "CCCCGGGNCC", "A", "ACGTT"], table.to_numpy(), strict=True):
+        expected = model(**tokenizer(text, return_tensors="pt")).logits[0].softmax(-1).tolist()
+        assert shares == pytest.approx(expected, abs=1e-5)
+        assert label == ["a", "b"][int(np.argmax(expected))]
+    assert "new.csv: " in capsys.readouterr().out
+    model.model.save_pretrained(tmp_path / "headless")
+    with pytest.raises(ValueError, match=r"MODEL .*headless does not classify"):
+        predict.main([str(tmp_path / "headless"), str(new), "--output", str(tmp_path / "x.csv")])
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_tables_are_read(tmp_path):
     (tmp_path / "a.tsv").write_text("seq\tlabel\nacgt\t0\nRACN\t1\n")
     (tmp_path / "b.csv").write_text("region,start,end,label,sequence\nchr1,3,7,x,AAAA\n")
     found = read_sequences([tmp_path / "a.tsv", tmp_path / "b.csv"])
-    assert found == (["ACGT", "NACN", "AAAA"], ["0", "1", "x"], [None, None, Place("chr1", 3, 7)])
+    assert found == (["ACGT", "NACN", "AAAA"], ["0", "1", "x"], [None, None, Place("chr1", 3, 7)], ["1", "2", "1"])
 
 
 def test_fasta_files_are_read(tmp_path):
@@ -128,7 +128,7 @@ def test_bad_files_are_named(tmp_path, name, content, message):
 
 def groups_of(texts: list[str], places: list[Place | None] | None = None) -> list[int]:
     labels = ["0"] * len(texts)
-    return group_sequences(Sequences(texts, labels, places or [None] * len(texts))).tolist()
+    return group_sequences(Sequences(texts, labels, places or [None] * len(texts), texts)).tolist()
 
 
 def test_groups_by_hand():
@@ -173,7 +173,8 @@ def overlapping_sequences(number: int) -> Sequences:
         long = random_text(generator, 120)
         texts += [long[:60], reverse_complement(long[20:80]), long[40:100], long[60:]]
     order = generator.permutation(len(texts)).tolist()
-    return Sequences([texts[i] for i in order], [str(i % 2) for i in range(len(texts))], [None] * len(texts))
+    texts = [texts[i] for i in order]
+    return Sequences(texts, [str(i % 2) for i in range(len(texts))], [None] * len(texts), texts)
 
 
 def stretches(texts: list[str]) -> set[str]:

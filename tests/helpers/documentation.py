@@ -122,6 +122,7 @@ TREATMENTS = [
         "--models mag-stopped cnn --parameters 3000 --hidden_size 16 --num_hidden_layers 1 --folds 2 --epochs 1 "
         "--learning_rates 1e-2",
     ),
+    Treatment(r"python -m eval.dna.predict .*"),
     Treatment(r"python -m eval.dna.tables .*", "--baselines cnn"),
     Treatment(r"titans-hf lm-eval .* lambada_openai", not_run=NETWORK),
     Treatment(r"(titans-hf lm-eval|lm_eval) .*", "--limit 1 --device cpu"),
