@@ -16,6 +16,7 @@ from eval_common import BOOK, make_data
 from series_files import write_series
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from scripts import api_page
 from titans_hf import convert
 from titans_hf.cli import demo
 from titans_hf.cli.training.tokenizer import byte_tokenizer
@@ -112,6 +113,11 @@ def test_comments_name_entries_of_the_log():
                 named += [(path.name, heading) for heading in headings]
     assert len(named) > 20
     assert [(file, heading) for file, heading in named if f"\n### {heading}" not in log] == []
+
+
+def test_the_api_page_is_of_these_docstrings():
+    """docs/api.md is what `python -m scripts.api_page` prints."""
+    assert (ROOT / "docs" / "api.md").read_text(encoding="utf-8") == api_page.page(), "run it again"
 
 
 def test_blocks_are_of_languages_that_are_run():
