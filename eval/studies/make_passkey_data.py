@@ -37,6 +37,7 @@ from titans_hf.cli.evaluation.needles import (
 from titans_hf.cli.shared.argument_checks import check_minimums
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.text_files import find_files, read_text
+from titans_hf.cli.shared.text_ids import encode
 from titans_hf.cli.training.tokenizer import load_tokenizer
 
 PASSKEY = KINDS["niah_single_1"]
@@ -142,10 +143,17 @@ def read_lines(folder: Path | None) -> list[str]:
     return [part for line in lines for part in textwrap.wrap(line, MAX_LINE_CHARACTERS)]
 
 
-def table(documents: Iterable[Document]) -> Dataset:
-    """Makes a data set with the columns "prompt" and "completion"."""
-    prompts, completions = zip(*documents, strict=True)
-    return Dataset.from_dict({"prompt": prompts, "completion": completions})
+def table(documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """Makes a data set of prompts and completions, with the tokens and the labels that titans-hf train takes: the
+    completion and its eos alone are learnt.
+    """
+    rows = []
+    for prompt, completion in documents:
+        asked, answer = (list(encode(tokenizer, text)["input_ids"]) for text in (prompt, completion))
+        answer.append(tokenizer.eos_token_id)
+        tokens = {"input_ids": asked + answer, "labels": [-100] * len(asked) + answer}
+        rows.append({"prompt": prompt, "completion": completion, **tokens})
+    return Dataset.from_list(rows)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -161,9 +169,10 @@ def main(argv: list[str] | None = None) -> None:
     if args.output.exists():
         raise ValueError(f"--output {args.output} exists")
     rng, tokenizer = random.Random(args.seed), load_tokenizer(args.tokenizer)
-    train = table(curriculum(rng, tokenizer, args.length, args.number, read_lines(args.text)))
+    train = table(curriculum(rng, tokenizer, args.length, args.number, read_lines(args.text)), tokenizer)
     of_the_task = itertools.repeat(NOISE)
-    validation = table(task_document(rng, tokenizer, args.length, of_the_task) for _ in range(NUM_VALIDATION_DOCUMENTS))
+    asked = (task_document(rng, tokenizer, args.length, of_the_task) for _ in range(NUM_VALIDATION_DOCUMENTS))
+    validation = table(asked, tokenizer)
     DatasetDict(train=train, validation=validation).save_to_disk(args.output)
 
 

@@ -25,7 +25,7 @@ from tiny_run import LLAMA, SCRIPT
 
 from titans_hf.cache_files import read_description
 from titans_hf.cli import read
-from titans_hf.cli.training.data import choose_files, describe_source, load_splits
+from titans_hf.cli.training.data import load_splits
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 
@@ -52,11 +52,12 @@ def test_read_and_train_take_the_same_files(paths, capsys):
     (paths.texts / "notes.md").write_text("notes")
     for name in ("README.md", "cover.png"):
         (paths.texts / name).write_text("not a text")
-    _, taken = choose_files(paths.texts, "--train_data")
-    assert read.list_texts([str(paths.texts)]) == taken and paths.texts / "notes.md" in taken
-    said = describe_source(str(paths.texts), "--train_data")
-    assert said.endswith("(.md, .txt); left out: README.md, cover.png")
-    assert capsys.readouterr().err == f"{said}\n"
+    taken = read.list_texts([str(paths.texts)])
+    said = capsys.readouterr().err
+    assert said.endswith("(.md, .txt); left out: README.md, cover.png\n")
+    documents = load_splits(str(paths.texts), "--train_data", "train")["train"]["text"]
+    assert [path.read_text() for path in taken] == documents[:] and paths.texts / "notes.md" in taken
+    assert capsys.readouterr().out == said
 
 
 def test_reading_standard_input(paths, monkeypatch):

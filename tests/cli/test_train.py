@@ -10,8 +10,8 @@ from tiny_run import LAUNCH, LLAMA, SHORT, TITANS, losses
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, pipeline
 
 from titans_hf.cli import train
+from titans_hf.cli.training.arguments import DataArguments
 from titans_hf.cli.training.data import load_splits, make_blocks
-from titans_hf.cli.training.model import unused_weights
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
@@ -30,7 +30,9 @@ def test_training_gives_a_model_that_loads_and_generates(options, tmp_path, text
     assert (model.config.bos_token_id, model.config.eos_token_id, model.config.pad_token_id) == (None, 1, 0)
 
     blocks, tokens_per_byte = make_blocks(
-        load_splits(str(texts), "--eval_data", "validation")["validation"], "text", tokenizer, 32
+        load_splits(str(texts), "--eval_data", "validation")["validation"],
+        DataArguments(train_data="", block_length=32),
+        tokenizer,
     )
     with torch.no_grad():
         ids = [block["input_ids"][None] for block in blocks]
@@ -82,17 +84,8 @@ def test_another_model_is_fine_tuned(options, tmp_path):
     assert losses(tmp_path / "out", "loss")[-1][1] < losses(tmp_path / "out", "loss")[0][1] - 0.1
 
 
-def test_weights_beside_a_configuration_are_mentioned(options, tmp_path):
-    """--config FOLDER warns that the folder's weights are not used."""
-    train.main(options(TITANS, **SHORT))
-    for config in (tmp_path / "out", tmp_path / "out" / "config.json"):
-        with pytest.warns(UserWarning, match=rf"starts from scratch, .*--model_name_or_path {tmp_path / 'out'}$"):
-            train.main(options(TITANS, **SHORT, config=config, output_dir=tmp_path / config.name / "new"))
-    assert unused_weights(str(tmp_path / "titans.json")) is None
-
-
 def test_saved_configurations_use_the_cache(options, tmp_path):
-    """Every saved configuration has use_cache true: with Trainer's false a plain call would return no memory."""
+    """Every saved configuration has use_cache true, so that a plain call returns the memory."""
     train.main(options(TITANS, **SHORT))
     for folder in (tmp_path / "out", tmp_path / "out" / "checkpoint-2"):
         assert json.loads((folder / "config.json").read_text())["use_cache"] is True

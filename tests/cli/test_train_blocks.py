@@ -1,7 +1,7 @@
 """Blocks of training: tokenizing documents, packing them, and collating the blocks."""
 
 import json
-from itertools import combinations
+import math
 
 import pytest
 import torch
@@ -25,12 +25,16 @@ from titans_hf.cli.training.tokenizer import byte_tokenizer, is_byte_tokenizer, 
 pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
 
 
+def arguments(block_length: int) -> DataArguments:
+    return DataArguments(train_data="", block_length=block_length)
+
+
 @pytest.mark.parametrize("block_length", [2, 7, 32, 10_000])
 def test_packing_loses_no_text(texts, block_length):
     """Blocks join to all documents with an eos each, in order."""
     tokenizer = load_tokenizer("bytes")
     documents = load_splits(str(texts), "--train_data", "train")["train"]
-    blocks, tokens_per_byte = make_blocks(documents, "text", tokenizer, block_length)
+    blocks, tokens_per_byte = make_blocks(documents, arguments(block_length), tokenizer)
 
     encoded = [path.read_bytes() for path in sorted(texts.rglob("*.txt"))]
     stream = [token for text in encoded for token in [*(byte + 3 for byte in text), tokenizer.eos_token_id]]
@@ -43,7 +47,7 @@ def test_packing_loses_no_text(texts, block_length):
 def test_only_a_lone_final_eos_is_dropped():
     """A last block is dropped only if it is an eos alone, which leaves nothing to predict."""
     documents = Dataset.from_dict({"text": ["abcd"]})
-    blocks, _ = make_blocks(documents, "text", load_tokenizer("bytes"), 4)
+    blocks, _ = make_blocks(documents, arguments(4), load_tokenizer("bytes"))
     assert real_tokens(blocks) == [100, 101, 102, 103]
 
 
@@ -54,44 +58,24 @@ def test_bytes_are_those_of_what_is_tokenized(tmp_path, streaming):
     for end in ("\n", "\r\n", "\r"):
         file = tmp_path / f"{len(ratios)}.jsonl"
         file.write_text("".join(json.dumps({"text": f"line {i}{end}" * 9}) + "\n" for i in range(40)))
-        arguments = DataArguments(
+        given = DataArguments(
             train_data=str(file), eval_data=str(file), block_length=32, streaming=streaming, max_eval_blocks=8
         )
-        ratios.append(load_blocks(arguments, byte_tokenizer()).tokens_per_byte)
+        ratios.append(load_blocks(given, byte_tokenizer()).tokens_per_byte)
     assert ratios[0] == ratios[1] == ratios[2]
 
 
-def test_without_packing_every_document_is_a_block():
-    """Without packing each document is one block, or an error."""
-    tokenizer = load_tokenizer("bytes")
-    documents = Dataset.from_dict({"text": ["abc", "", "d", "efghijk"]})
-    blocks, tokens_per_byte = make_blocks(documents, "text", tokenizer, 8, packing=False)
-    assert [tokenizer.decode(block) for block in blocks["input_ids"]] == ["abc</s>", "d</s>", "efghijk</s>"]
-    assert count_tokens(blocks) == 14 and count_tokens(blocks.select([2, 0])) == 12
-    assert tokens_per_byte == 14 / 11
-    with pytest.raises(ValueError, match="a document has 8 tokens with its eos, more than --block_length 7"):
-        make_blocks(documents, "text", tokenizer, 7, packing=False)
-
-
-def test_prompts_are_read_and_completions_learnt(options, tmp_path, monkeypatch):
-    """The loss covers completions alone."""
-    rows = {"prompt": ["2 + 2 =", "", "7 = "], "completion": [" 4", "yes", "x" * 40]}
+def test_rows_that_are_blocks_are_learnt_where_their_labels_say(options, tmp_path, monkeypatch):
+    """Rows of input_ids and labels are blocks as they are: padded, in their order, and learnt where labels are."""
+    rows = {"input_ids": [[5, 6, 7, 1], [8, 1], [9, 9, 1]], "labels": [[-100, -100, 7, 1], [8, 1], [-100, 9, 1]]}
     Dataset.from_dict(rows).save_to_disk(tmp_path / "rows")
-    tokenizer = load_tokenizer("bytes")
-    blocks, tokens_per_byte = make_blocks(Dataset.from_dict(rows), "text", tokenizer, 64, packing=False)
-    batch = collate([blocks[i] for i in range(2)])
-    assert tokenizer.decode(batch["input_ids"][0]) == "2 + 2 = 4</s>"
-    learnt = [tokenizer.decode(labels[labels != -100]) for labels in batch["labels"]]
-    assert learnt == [" 4</s>", "yes</s>"] and tokens_per_byte == 48 / 45  # of completions, an eos each
-    common = dict(train_data=tmp_path / "rows", eval_data=tmp_path / "rows", block_length=64, max_steps=4)
-    with pytest.raises(ValueError, match="only prompt, completion: these need --packing false"):
-        train.main(options(**common))
+    common = dict(train_data=tmp_path / "rows", eval_data=tmp_path / "rows", max_steps=2, tokens_per_step=64)
     seen = []
     monkeypatch.setattr(train, "collate", lambda blocks: seen.append(collate(blocks)) or seen[-1])
-    train.main(options(packing="false", **common))
-    completions = (3, 4, 41)  # tokens
-    sums = {sum(some) for number in (1, 2, 3) for some in combinations(completions, number)}
-    assert {(x["labels"] != -100).sum().item() for x in seen} <= sums
+    metrics = train.main(options(train_sampling_strategy="sequential", **common))
+    assert seen[0]["labels"].tolist() == [[-100, -100, 7, 1], [8, 1, -100, -100]]
+    assert seen[0]["input_ids"][0].tolist() == [5, 6, 7, 1] and seen[0]["attention_mask"][1].tolist() == [1, 1, 0, 0]
+    assert math.isfinite(metrics["eval_loss"]) and "eval_bits_per_byte" not in metrics
 
 
 def test_tokens_are_cached(texts, tmp_path):
@@ -99,7 +83,7 @@ def test_tokens_are_cached(texts, tmp_path):
 
     def start() -> tuple[list[int], dict]:
         documents = load_splits(str(texts), "--train_data", "train")["train"]
-        blocks, _ = make_blocks(documents, "text", load_tokenizer("bytes"), 32)
+        blocks, _ = make_blocks(documents, arguments(32), load_tokenizer("bytes"))
         written = {path: path.stat() for path in (tmp_path / "cache").rglob("*.arrow")}
         return real_tokens(blocks), {path: (stat.st_ino, stat.st_mtime_ns) for path, stat in written.items()}
 
@@ -108,8 +92,8 @@ def test_tokens_are_cached(texts, tmp_path):
     assert start() == first
 
 
-def block(tokens, prompt_length=0):
-    return {"input_ids": torch.tensor(tokens), "prompt_length": torch.tensor(prompt_length)}
+def block(tokens):
+    return {"input_ids": torch.tensor(tokens)}
 
 
 def test_collate_masks_only_padding():
@@ -124,7 +108,7 @@ def test_processes_tokenize_like_one():
     """Two processes give the tokens of one, in order."""
     documents = Dataset.from_dict({"text": [f"document {i} " * (i % 7) for i in range(50)]})
     tokenizer = load_tokenizer("bytes")
-    alone, together = (tokenize(documents, ["text"], tokenizer, number) for number in (1, 2))
+    alone, together = (tokenize(documents, "text", tokenizer, number) for number in (1, 2))
     assert together["input_ids"][:] == alone["input_ids"][:]
 
 

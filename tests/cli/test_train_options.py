@@ -72,7 +72,6 @@ def test_overrides_rebuild_the_config(options):
         ("memory_momentum=False", {"memory_momentum": False}),
         ("memory_momentum=false, hidden_size=48", {"memory_momentum": False, "hidden_size": 48}),
         ("eos_token_id=null,variant=lmm", {"variant": "lmm"}),
-        ("rope_parameters.rope_theta=5e5", {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}),
         ('rope_parameters={"rope_theta": 7.0, "rope_type": "default"}', {"rope_parameters": {"rope_theta": 7.0}}),
     ],
 )
@@ -93,9 +92,8 @@ def test_overrides_of_every_type(tmp_path, overrides, expected):
     ("overrides", "message"),
     [
         ("memory_momentum=maybe", "(?s)--config_overrides memory_momentum=maybe: .*bool"),
-        ("rope_parameters.rope_thetta=1", "there is no rope_parameters.rope_thetta, only .*rope_theta"),
-        ("hidden_size.x=1", "there is no hidden_size.x"),
-        ("hidden_size", "hidden_size has no value"),
+        ("memory_momentums=1", "titans has no memory_momentums"),
+        ("hidden_size", "(?s)--config_overrides hidden_size: .*int"),
     ],
 )
 def test_wrong_overrides_are_named(tmp_path, overrides, message):
@@ -116,10 +114,6 @@ def test_shipped_configurations_have_names():
     """`--config tiny-mag` works from any folder."""
     config = load_config(ModelArguments(config="tiny-mag"), byte_tokenizer())
     assert (config.model_type, config.variant) == ("titans", "mag")
-    with pytest.raises(
-        FileNotFoundError, match=r"--config tiny-mug: no such file or folder, .* 170m-lmm, .*, tiny-mag, "
-    ):
-        load_config(ModelArguments(config="tiny-mug"), byte_tokenizer())
 
 
 @pytest.mark.parametrize(
@@ -128,18 +122,18 @@ def test_shipped_configurations_have_names():
         ({"train_data": "/no/such/folder"}, "/no/such/folder is neither a file, nor a folder, nor a data set"),
         ({"eval_data": "/no/such/file.txt"}, "/no/such/file.txt is neither"),
         ({"train_data": "no-such/data"}, "no-such/data is neither"),
-        ({"config": "/no/such/config.json"}, "/no/such/config.json: no such file"),
+        ({"config": "/no/such/config.json"}, "/no/such/config.json is not a checkpoint: no such folder"),
         ({"block_length": 1}, "--block_length must be at least 2, but is 1"),
         ({"block_length": 4096, "tokens_per_step": 8192}, "give --eval_data"),
         ({"tokens_per_step": 100}, "try --tokens_per_step 128"),
-        ({"text_column": "body"}, "no --text_column body, nor a prompt and a completion, only text"),
+        ({"text_column": "body"}, "no --text_column body, only text"),
         (
             {"config_overrides": "vocab_size=100"},
             "has 259 tokens, more than the vocab_size 100: give --config_overrides vocab_size=259",
         ),
         ({"config_overrides": "hiden_size=64"}, "llama has no hiden_size"),
         ({"resume_from_checkpoint": "true"}, "no complete checkpoint in"),
-        ({"resume_from_checkpoint": "/no/such/checkpoint"}, "no checkpoint in /no/such/checkpoint"),
+        ({"resume_from_checkpoint": "/no/such/checkpoint"}, "/no/such/checkpoint is incomplete: it holds no readable"),
     ],
 )
 def test_bad_inputs_are_named(options, tmp_path, changes, message):
@@ -155,17 +149,10 @@ def test_bad_inputs_are_named(options, tmp_path, changes, message):
         ({"config": None}, "give either --config, .*, or --model_name_or_path"),
         ({"model_name_or_path": "x"}, "give either --config, .*, or --model_name_or_path"),
         ({"tokenizer": None}, "--config needs a --tokenizer"),
-        ({"preprocessing_num_workers": 0}, "--preprocessing_num_workers must be at least 1, but is 0"),
-        ({"tokens_per_step": -128}, "--tokens_per_step must be at least 1, but is -128"),
+        ({"tokens_per_step": -128}, "--tokens_per_step -128 is not a multiple of the 64 tokens"),
         ({"gradient_accumulation_steps": 0}, "--gradient_accumulation_steps must be at least 1, but is 0"),
         ({"gradient_accumulation_steps": -2}, "--gradient_accumulation_steps must be at least 1, but is -2"),
-        ({"num_train_epochs": -1, "max_steps": None}, "--num_train_epochs must be above 0, but is -1.0"),
-        ({"max_minutes": -3}, "--max_minutes must be at least 0, but is -3.0"),
         ({"max_eval_blocks": -3}, "--max_eval_blocks must be at least 1, but is -3"),
-        ({"eval_fraction": "nan"}, "--eval_fraction must be between 0 and 1, but is nan"),
-        ({"eval_fraction": -1}, "--eval_fraction must be between 0 and 1, but is -1.0"),
-        ({"learning_rate": -1}, "--learning_rate must be at least 0, but is -1.0"),
-        ({"output_dir": __file__ + "/out"}, "--output_dir .*test_train_options.py is a file"),
         ({"tokenizer": "no-such-tokenizer"}, "--tokenizer no-such-tokenizer has no tokenizer: no such folder"),
         (
             {"config": None, "tokenizer": None, "model_name_or_path": "no-such-model"},
@@ -178,15 +165,6 @@ def test_options_that_contradict_are_refused(options, tmp_path, changes, message
     """Contradicting or missing options raise an error that names them before any file is written."""
     with pytest.raises(ValueError, match=message):
         train.main(options(**changes))
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_reporter_that_is_missing_is_named(options, tmp_path, monkeypatch):
-    """--report_to of an unknown or a missing package raises an error that names it before any file is written."""
-    monkeypatch.setattr("transformers.integrations.integration_utils.is_wandb_available", lambda: False)
-    for name, message in (("wandb", "requires wandb to be installed"), ("no-such", "no-such is not supported")):
-        with pytest.raises(ValueError, match=f"--report_to {name}: .*{message}"):
-            train.main(options(report_to=name))
     assert not (tmp_path / "out").exists()
 
 
@@ -212,6 +190,4 @@ def test_tokenizer_without_eos_is_named(options, tmp_path):
 def test_too_few_steps_are_warned_of(options, capsys):
     """A warning before training names --tokens_per_step if steps are few."""
     train.main(options(max_steps=None, eval_strategy="no", save_strategy="no", load_best_model_at_end="false"))
-    assert "warning: 6 optimizer steps are too few to learn from. Give a smaller --tokens_per_step" in (
-        capsys.readouterr().out
-    )
+    assert "tokens, too few to learn from: give a smaller --tokens_per_step" in capsys.readouterr().out

@@ -7,7 +7,6 @@ import re
 import pytest
 from datasets import load_from_disk
 
-from titans_hf.cli.training.data import make_blocks
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 pytest.importorskip("wonderwords", reason="the words of needles are not installed")
@@ -69,12 +68,12 @@ def test_a_document_is_the_task_with_its_answer():
         make_passkey_data.task_document(rng, tokenizer, 100, make_passkey_data.noise(rng))
 
 
-def test_the_training_script_takes_them(data):
-    """train.py's blocks separate prompt and completion."""
-    tokenizer = byte_tokenizer()
-    blocks, _ = make_blocks(data["validation"], "text", tokenizer, 901, packing=False)
-    row = blocks[0]
-    assert tokenizer.decode(row["input_ids"][row["prompt_length"] :]) == data["validation"]["completion"][0] + "</s>"
+def test_the_completions_are_learnt(data):
+    """The tokens are of prompt, completion and eos; the labels leave the prompt out."""
+    tokenizer, row = byte_tokenizer(), data["validation"][0]
+    assert tokenizer.decode(row["input_ids"]) == row["prompt"] + row["completion"] + "</s>"
+    assert tokenizer.decode([label for label in row["labels"] if label >= 0]) == row["completion"] + "</s>"
+    assert all(label in (-100, token) for label, token in zip(row["labels"], row["input_ids"], strict=True))
 
 
 def test_runs_differ_by_their_seed_alone():

@@ -1,4 +1,4 @@
-"""Runs the second example of a model card, which loads its checkpoint where titans_hf is not installed."""
+"""Runs the Python example of a model card, which loads its checkpoint where titans_hf is not installed."""
 
 import re
 import sys
@@ -8,7 +8,7 @@ import torch
 
 folder, name = sys.argv[1:]
 torch.set_num_threads(1)
-_, alone = re.findall(r"```python\n(.*?)```", Path(folder, "README.md").read_text(), re.DOTALL)
+(alone,) = re.findall(r"```python\n(.*?)```", Path(folder, "README.md").read_text(), re.DOTALL)
 assert "trust_remote_code=True" in alone
 exec(alone.replace(f'"{name}"', repr(folder)))
 assert "titans_hf" not in sys.modules

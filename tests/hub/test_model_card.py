@@ -1,4 +1,4 @@
-"""scripts/training/model_card.py: with any name and licence, the Hub can parse and show the card."""
+"""cli/training/model_card.py: with any name and licence, the Hub can parse and show the card."""
 
 import re
 
@@ -6,7 +6,7 @@ from common import make_config
 from covering import covering
 from huggingface_hub import ModelCard
 
-from titans_hf.cli.training.model_card import code, escape, model_card
+from titans_hf.cli.training.model_card import escape, model_card
 
 HOSTILE = "a\n---\nb: *c* | [d](e) <f> `g` $h$ _{i\r\n# j"
 SHOWN = "a --- b: *c* | [d](e) <f> `g` $h$ _{i # j"
@@ -17,6 +17,7 @@ def record(**changes) -> dict:
     return {
         "name": "small",
         "license": "mit",
+        "base_model": None,
         "data": data | changes.pop("data", {}),
         "metrics": {"eval_loss": 1.5},
         "parameters": 10,
@@ -51,11 +52,10 @@ def test_escape():
     """Markup in a text is escaped once, and bars are left to the table."""
     assert escape("a_b*c|d") == r"a\_b\*c|d"
     assert escape("cc-by-4.0 (1)") == "cc-by-4.0 (1)"
-    assert code("plain") == "`plain`" and code("a `b`") == "`` a `b` ``"
 
 
 def test_code_with_a_hostile_name_is_code():
     """A name with quotes stays one string of the Python and shell examples."""
     text = model_card(make_config("mag"), record(name='x" + exit() + "; rm y')).text
-    assert 'from_pretrained("x\\" + exit() + \\"; rm y")' in text
-    assert "serve 'x\" + exit() + \"; rm y'`" in text
+    assert 'from_pretrained("x\\" + exit() + \\"; rm y", trust' in text
+    assert "serve 'x\" + exit() + \"; rm y'\n" in text

@@ -1,4 +1,4 @@
-"""What titans-hf train publishes: the card, the files of a push, and the dry run that shows them."""
+"""What titans-hf train publishes: the card, and the files of a push."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,6 @@ from test_remote_code import CODE, assert_brings_its_code
 from tiny_run import LLAMA, TITANS
 
 from titans_hf.cli import train
-from titans_hf.cli.training import run_folder
 
 pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
 SHORT = dict(max_steps=2, eval_steps=2, save_steps=2)
@@ -40,15 +39,14 @@ def pushes(monkeypatch):
     return uploads
 
 
-def test_a_push_uploads_the_files_of_the_dry_run(options, tmp_path, pushes):
-    """The dry run has exactly the pushed files."""
+def test_a_push_uploads_the_run_without_its_checkpoints(options, tmp_path, pushes):
+    """The last push has the files of the run's folder but checkpoints and names with an underscore first."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "_notes.txt").write_text("not for others")
     train.main(options(TITANS, push_to_hub="true", **SHORT))
     assert list((tmp_path / "out").glob("checkpoint-*"))
-    run_folder.write_dry_run(str(tmp_path / "out"), str(tmp_path / "dry"))
-    assert files(tmp_path / "dry") == pushes[-1]
-    assert not {"_notes.txt", *(name for name in pushes[-1] if "checkpoint" in name)} & pushes[-1].keys()
+    published = {name: data for name, data in files(tmp_path / "out").items() if not name.startswith(("check", "_"))}
+    assert published == pushes[-1]
     assert ModelCard(pushes[-1]["README.md"].decode()).data.model_name == "out"
     assert "someone/out" in pushes[-1]["README.md"].decode()
 
@@ -61,14 +59,13 @@ def test_what_is_pushed_while_training_brings_its_code(options, tmp_path, pushes
         assert push.keys() >= CODE | {"config.json", "model.safetensors", "tokenizer.json"}
 
 
-def test_dry_run(options, tmp_path, texts):
+def test_the_folder_of_a_run(options, tmp_path, texts):
     """The card has the run's figures, and the folder its code."""
-    folder, dry = tmp_path / "out", tmp_path / "dry"
-    changes = dict(push_dry_run=dry, license="cc-by-4.0", eval_data=texts / "c.txt", hub_model_id="someone/small")
+    folder = tmp_path / "out"
+    changes = dict(license="cc-by-4.0", eval_data=texts / "c.txt", hub_model_id="someone/small")
     metrics = train.main(options(TITANS, **SHORT, **changes))
-    assert files(dry).keys() == {name for name in files(folder) if not name.startswith("checkpoint-")}
-    assert_brings_its_code(dry)
-    card = ModelCard.load(dry / "README.md")
+    assert_brings_its_code(folder)
+    card = ModelCard.load(folder / "README.md")
     assert (card.data.license, card.data.library_name, card.data.model_name) == ("cc-by-4.0", "transformers", "small")
     assert card.data.tags == ["titans", "mag"] and card.data.pipeline_tag == "text-generation"
     found = {result.metric_type: result.metric_value for result in card.data.eval_results}
@@ -76,7 +73,7 @@ def test_dry_run(options, tmp_path, texts):
     assert {(result.dataset_name, result.dataset_split) for result in card.data.eval_results} == {
         ("c.txt", "validation")
     }
-    record = json.loads((dry / "run.json").read_text())
+    record = json.loads((folder / "run.json").read_text())
     for text in (
         f"| parameters | {record['parameters']:,} |",
         "| width | 32 |",
@@ -107,31 +104,21 @@ def test_a_licence_is_not_made_up(options, tmp_path, model):
     assert card.data.eval_results[0].dataset_name == "texts (held out)"
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hub_token": "hf_secret"}, "--hub_token.*HF_TOKEN"),
-        ({"push_to_hub": "true", "push_dry_run": "dry"}, "--push_dry_run .*--push_to_hub"),
-        ({"push_dry_run": "texts"}, "--push_dry_run texts exists"),
-        ({"push_dry_run": "texts/a.txt"}, "--push_dry_run texts/a.txt exists"),
-    ],
-)
-def test_bad_options_are_named_before_training(options, tmp_path, monkeypatch, changes, message):
-    """Wrong options of a push raise an error before training."""
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=message):
-        train.main(options(TITANS, **changes))
-    assert not (tmp_path / "out").exists() or not files(tmp_path / "out")
+def test_a_token_is_not_published(options, tmp_path):
+    """--hub_token, which would be written into what is pushed, raises an error before training."""
+    with pytest.raises(ValueError, match=r"--hub_token.*HF_TOKEN"):
+        train.main(options(TITANS, hub_token="hf_secret"))
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
 def test_the_card_tells_how_to_load_it(options, tmp_path):
     """The card's code runs unchanged without the package."""
-    train.main(options(TITANS, push_dry_run=tmp_path / "dry", hub_model_id="someone/small", **SHORT))
+    train.main(options(TITANS, hub_model_id="someone/small", **SHORT))
     text = run_clean(
         clean_site(tmp_path),
         Path(__file__).parents[1] / "helpers" / "card_worker.py",
-        tmp_path / "dry",
+        tmp_path / "out",
         "someone/small",
     )
     assert text.startswith("It was a dark night, and")

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.serialization import safe_globals
 from transformers import PreTrainedConfig, TrainingArguments
 
@@ -12,7 +11,6 @@ from titans_hf import TitansCache
 from titans_hf.cache_layer import KeyValueCache, LayerState
 from titans_hf.cache_titans import TitansCacheLayer
 from titans_hf.cli.training.arguments import DataArguments
-from titans_hf.cli.training.contiguous_batches import IGNORED, ContiguousBatches
 from titans_hf.cli.training.run_folder import CardTrainer
 from titans_hf.memory_state import MemoryState
 
@@ -25,21 +23,19 @@ def check_carry_memory(config: PreTrainedConfig, args: TrainingArguments, data: 
             args.activation_checkpointing
         ),
         f"--train_sampling_strategy {args.train_sampling_strategy}: the blocks of a document follow each other": (
-            args.train_sampling_strategy not in (None, "sequential")
+            args.train_sampling_strategy != "sequential"
         ),
         "--auto_find_batch_size: the rows of a batch are fixed": args.auto_find_batch_size,
         "several GPUs in one process: use accelerate launch": args.n_gpu > 1,
-        "--packing false: no document is longer than a block": not data.packing,
         "--streaming: the blocks are ordered by their number": data.streaming,
         "--max_eval_blocks: blocks are evaluated one after the other": data.max_eval_blocks is not None,
     }
-    for reason, holds in refused.items():
-        if holds:
-            raise ValueError(f"--carry_memory cannot be combined with {reason}")
+    for reason in [reason for reason, holds in refused.items() if holds]:
+        raise ValueError(f"--carry_memory cannot be combined with {reason}")
 
 
 class CarriedMemoryTrainer(CardTrainer):
-    """A Trainer over `ContiguousBatches` (training and evaluation), in their order.
+    """A Trainer over `contiguous_batches.ContiguousBatches` (training and evaluation), in their order.
 
     The cache passes from batch to batch, detached, so that gradients stay within a batch; a row is reset where a
     document starts. Gradient accumulation passes it from micro-batch to micro-batch. Evaluation has a cache of its own.
@@ -50,35 +46,19 @@ class CarriedMemoryTrainer(CardTrainer):
         super().__init__(*args, **kwargs)
         self.caches: dict[bool, TitansCache] = {}  # {True: of training, False: of evaluation}
 
-    def compute_loss(
-        self, model: torch.nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch=None
-    ) -> Any:
-        cache = self._cache(inputs.pop("row_starts"), self.train_dataset, training=True)
-        inputs = {**inputs, "past_key_values": cache}
-        result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args, **kwargs) -> Any:
+        cache = self._cache(inputs.pop("row_starts"), training=True)
+        result = super().compute_loss(model, {**inputs, "past_key_values": cache}, *args, **kwargs)
         cache.detach()
         return result
 
-    def prediction_step(
-        self, model: torch.nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
-    ) -> tuple[None, torch.Tensor, torch.Tensor]:
-        """Returns summed loss and number of predicted tokens of every row, as `train.perplexity` takes them."""
+    def prediction_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args, **kwargs) -> Any:
         inputs = self._prepare_inputs(inputs)
-        targets = inputs.pop("shift_labels")
-        del inputs["labels"]
-        cache = self._cache(inputs.pop("row_starts"), self.eval_dataset, training=False)
-        with torch.no_grad(), self.compute_loss_context_manager():
-            logits = model(**inputs, past_key_values=cache).logits
-        losses = F.cross_entropy(logits.mT.float(), targets, reduction="none", ignore_index=IGNORED)
-        return None, losses.sum(1), (targets != IGNORED).sum(1)
+        cache = self._cache(inputs.pop("row_starts"), training=False)
+        return super().prediction_step(model, {**inputs, "past_key_values": cache}, *args, **kwargs)
 
-    def _cache(self, row_starts: torch.Tensor, data: ContiguousBatches, training: bool) -> TitansCache:
+    def _cache(self, row_starts: torch.Tensor, training: bool) -> TitansCache:
         """Returns the cache of the batch before, with the rows reset that start a document."""
-        if len(row_starts) * self.args.world_size != data.num_rows:
-            raise ValueError(
-                f"the batch has {len(row_starts)} rows in each of {self.args.world_size} processes, but the data was "
-                f"arranged for {data.num_rows} rows in all: resume with the batch size of the checkpoint"
-            )
         if row_starts.all():
             self.caches[training] = TitansCache(self.model.config)
         else:
@@ -91,20 +71,11 @@ class CarriedMemoryTrainer(CardTrainer):
     def _save_rng_state(self, output_dir: str) -> None:
         """Saves the cache with the other state of each process."""
         super()._save_rng_state(output_dir)
-        saved = {"num_rows": self.train_dataset.num_rows, "cache": self.caches[True]}
-        torch.save(saved, self._carried_path(output_dir))
+        torch.save(self.caches[True], self._carried_path(output_dir))
 
     def train(self, resume_from_checkpoint: str | None = None, **kwargs) -> Any:
         if resume_from_checkpoint is not None:
             path = self._carried_path(resume_from_checkpoint)
-            if not path.exists():
-                raise FileNotFoundError(f"{path}: the checkpoint was not made with --carry_memory and these processes")
             with safe_globals([TitansCache, TitansCacheLayer, LayerState, KeyValueCache, MemoryState]):
-                saved = torch.load(path, map_location=self.args.device, weights_only=True)
-            if saved["num_rows"] != self.train_dataset.num_rows:
-                raise ValueError(
-                    f"the checkpoint carries {saved['num_rows']} rows, but a batch has {self.train_dataset.num_rows} "
-                    "(--per_device_train_batch_size times processes): they have to be the same to resume"
-                )
-            self.caches[True] = saved["cache"]
+                self.caches[True] = torch.load(path, map_location=self.args.device, weights_only=True)
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)

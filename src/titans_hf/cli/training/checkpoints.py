@@ -1,9 +1,8 @@
-"""The checkpoints of a run: which one to go on from, what a run must share with it, and whether the run is finished."""
+"""The checkpoints of a run: the checkpoint to go on from, and what a run must share with it."""
 
 import json
 import re
 import warnings
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -16,39 +15,34 @@ from titans_hf.cli.shared.checkpoints import find_damage
 
 RECORD = "run.json"  # what a run writes once it has ended
 PATTERN = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "pytorch_model_fsdp*", "*.distcp")
-
-
+WEIGHTS = ("*.safetensors", "*.bin")
 # Fields of a configuration that are no property of what is trained.
 NOT_COMPARED = ("transformers_version", "auto_map", "use_cache", "dtype", "architectures", "_name_or_path")
 
 
 class RunFacts(TrainerCallback, ExportableState):
-    """Keeps in every checkpoint the facts of its run that one that goes on from it must share."""
+    """Keeps in every checkpoint the facts of its run that a run that goes on from it must share: `facts`, and the
+    fields of the configuration.
+    """
 
-    def __init__(self, facts: dict[str, Any]):
-        self.facts = facts
+    def __init__(self, config: PreTrainedConfig, **facts: Any):
+        fields = json.loads(json.dumps(config.to_dict(), default=str))
+        self.facts = facts | {name: value for name, value in fields.items() if name not in NOT_COMPARED}
 
     def state(self) -> dict[str, Any]:
         return {"args": {"facts": self.facts}, "attributes": {}}
 
-
-def config_facts(config: PreTrainedConfig) -> dict[str, Any]:
-    """Returns the fields of a configuration that a run must share with the checkpoint that it goes on from."""
-    fields = json.loads(json.dumps(config.to_dict(), default=str))
-    return {name: value for name, value in fields.items() if name not in NOT_COMPARED}
-
-
-def check_facts(checkpoint: str, facts: dict[str, Any]) -> None:
-    """Raises ValueError, naming the first fact that differs, for a checkpoint of a run with other facts."""
-    state = json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text())
-    then = state.get("stateful_callbacks", {}).get(RunFacts.__name__, {"args": {"facts": {}}})["args"]["facts"]
-    for name in [name for name in facts if name in then]:
-        if then[name] != facts[name]:
+    def check(self, checkpoint: str, planned_steps: int) -> None:
+        """Raises ValueError for a checkpoint of a run with other facts, whose first is named, or of a finished run."""
+        state = json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text())
+        then = state.get("stateful_callbacks", {}).get(RunFacts.__name__, {"args": {"facts": {}}})["args"]["facts"]
+        for name in [name for name in self.facts if name in then and then[name] != self.facts[name]]:
             raise ValueError(
-                f"--resume_from_checkpoint: {checkpoint} is of a run with {name} {then[name]}, not {facts[name]}: give "
-                "the same again, or another --output_dir and the checkpoint as --model_name_or_path"
+                f"--resume_from_checkpoint: {checkpoint} is of a run with {name} {then[name]}, not {self.facts[name]}: "
+                "give the same again, or another --output_dir and the checkpoint as --model_name_or_path"
             )
+        if state["global_step"] >= planned_steps:  # Trainer would make one step more
+            raise ValueError(f"{checkpoint} has made all {planned_steps} steps: give more, or another --output_dir")
 
 
 def find_checkpoint(args: TrainingArguments) -> str | None:
@@ -60,20 +54,17 @@ def find_checkpoint(args: TrainingArguments) -> str | None:
     """
     folder, wanted = Path(args.output_dir), args.resume_from_checkpoint or "false"
     steps = {int(match[1]): path for path in folder.glob("*") if (match := PATTERN.fullmatch(path.name))}
-    checkpoints = [path for _, path in sorted(steps.items(), reverse=True)]
     if wanted.lower() == "false":
-        if checkpoints:
+        if steps:
             raise ValueError(f"{folder} holds checkpoints: pass --resume_from_checkpoint true or another --output_dir")
         if saved := sorted(file.name for pattern in (RECORD, *WEIGHTS) for file in folder.glob(pattern)):
             raise ValueError(f"{folder} holds a trained model ({saved[0]}): give another --output_dir")
         return None
     if wanted.lower() != "true":
-        if not Path(wanted).is_dir():
-            raise FileNotFoundError(f"--resume_from_checkpoint {wanted}: no checkpoint in {wanted}")
         if reason := what_is_missing(Path(wanted)):
             raise ValueError(f"--resume_from_checkpoint {wanted} is incomplete: {reason}")
         return wanted
-    for checkpoint in checkpoints:
+    for _, checkpoint in sorted(steps.items(), reverse=True):
         if not (reason := what_is_missing(checkpoint)):
             return str(checkpoint)
         warnings.warn(f"{checkpoint} is incomplete and skipped: {reason}", stacklevel=2)
@@ -86,20 +77,4 @@ def what_is_missing(checkpoint: Path) -> str | None:
         json.loads((checkpoint / TRAINER_STATE_NAME).read_text())
     except (OSError, ValueError):
         return f"it holds no readable {TRAINER_STATE_NAME}, which is written last"
-    if not any(file for pattern in WEIGHTS for file in checkpoint.glob(pattern)):
-        return "it holds no weights"
-    if damage := find_damage(checkpoint):
-        return damage
-    for file in sorted(path for pattern in ("*.pt", "*.pth", "*.bin") for path in checkpoint.glob(pattern)):
-        if not zipfile.is_zipfile(file):
-            return f"{file.name} is cut off"
-    return None
-
-
-def read_record(folder: str) -> dict[str, Any] | None:
-    """Reads run.json, which a run writes at its end; None where there is none."""
-    try:
-        record = json.loads((Path(folder) / RECORD).read_text())
-    except (OSError, ValueError):
-        return None
-    return record if {"command", "steps", "planned_steps", "metrics"} <= record.keys() else None
+    return find_damage(checkpoint)

@@ -9,11 +9,13 @@ import torch
 from datasets import Dataset
 from torch.nn.functional import pad
 
+from titans_hf.cli.training.data import PackedBlocks
+
 IGNORED = -100
 
 
 class ContiguousBatches(torch.utils.data.Dataset):
-    """The blocks of `blocks.pack_arrays`, in the order in which batches of `num_rows` rows take them.
+    """The blocks of packed text, in the order in which batches of `num_rows` rows take them.
 
     Items are dictionaries:
         input_ids (T,): a block; empty after the end of a row's stretch.
@@ -22,7 +24,7 @@ class ContiguousBatches(torch.utils.data.Dataset):
         row_starts (): bool, True where the row's memory is reset before the block's first token.
     """
 
-    def __init__(self, blocks: Dataset, num_rows: int, eos_token_id: int):
+    def __init__(self, blocks: PackedBlocks | Dataset, num_rows: int, eos_token_id: int):
         self.blocks = blocks
         self.num_rows = num_rows
         self.eos_token_id = eos_token_id  # the last token of every document, and of documents only
@@ -38,38 +40,29 @@ class ContiguousBatches(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         step, row = divmod(index, self.num_rows)
-        block = self.bounds[row] + step
-        if block >= self.bounds[row + 1]:
-            no_tokens = torch.empty(0, dtype=torch.int64)
-            return self._item(no_tokens, no_tokens, torch.tensor(step == 0))
-        ids = self._tokens(block)
-        row_starts = torch.tensor(step == 0 or self._tokens(block - 1)[-1].item() == self.eos_token_id)
-        return self._item(ids, torch.cat([ids, self._tokens(block + 1)[:1]])[1:], row_starts)
+        block, end = self.bounds[row] + step, self.bounds[row + 1]
+        ids = self._tokens(block, end)
+        labels = torch.cat([ids, self._tokens(block + 1, len(self.blocks))[:1]])[1:]
+        labels = pad(labels, (0, len(ids) - len(labels)), value=IGNORED)
+        ends, places = ids == self.eos_token_id, torch.arange(len(ids))
+        document_starts = pad(ends, (1, 0), value=False)[:-1] * places  # (T,): the place of a first token, else 0
+        starts = step == 0 or (len(ids) > 0 and self._tokens(block - 1, end)[-1].item() == self.eos_token_id)
+        return {
+            "input_ids": ids,
+            "position_ids": places - document_starts.cummax(0).values,
+            "shift_labels": labels.masked_fill(ends, IGNORED),
+            "row_starts": torch.tensor(starts),
+        }
 
-    def _tokens(self, block: int) -> torch.Tensor:
-        return self.blocks[block]["input_ids"] if block < len(self.blocks) else torch.empty(0, dtype=torch.int64)
-
-    def _item(self, ids: torch.Tensor, following: torch.Tensor, row_starts: torch.Tensor) -> dict[str, torch.Tensor]:
-        labels = torch.full_like(ids, IGNORED)
-        labels[: len(following)] = following
-        labels[ids == self.eos_token_id] = IGNORED
-        positions = torch.arange(len(ids))
-        starts = torch.where(ids == self.eos_token_id, positions + 1, 0).roll(1)
-        if len(ids):
-            starts[0] = 0
-            positions = positions - starts.cummax(0).values
-        return {"input_ids": ids, "position_ids": positions, "shift_labels": labels, "row_starts": row_starts}
+    def _tokens(self, block: int, end: int) -> torch.Tensor:
+        return self.blocks[block]["input_ids"] if block < end else torch.empty(0, dtype=torch.int64)
 
 
 def collate_contiguous(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Pads on the right. The loss uses `shift_labels`; `labels` are there because models and Trainer look for them."""
     lengths = torch.tensor([len(item["input_ids"]) for item in items])
     length = max(1, int(lengths.max()))  # the stretches of all rows of a process may have ended
-    padding = {
-        "input_ids": 0,
-        "position_ids": length,
-        "shift_labels": IGNORED,
-    }  # a position above 0: 0 would mark a new document
+    padding = {"input_ids": 0, "position_ids": length, "shift_labels": IGNORED}  # position 0 would start a document
     batch = {
         name: torch.stack([pad(item[name], (0, length - len(item[name])), value=value) for item in items])
         for name, value in padding.items()

@@ -18,7 +18,7 @@ METRICS = {
 }
 LOADING = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
-{imports}
+
 model = AutoModelForCausalLM.from_pretrained({name}{arguments})
 tokenizer = AutoTokenizer.from_pretrained({name}{arguments})
 prompt = tokenizer("It was a dark night, and", return_tensors="pt")
@@ -32,36 +32,60 @@ State and time per token are constant at any context length. A cache holds what 
 
 def model_card(config: PreTrainedConfig, record: dict) -> ModelCard:
     """Makes the card of a run; `record` is what `run_folder.save_results` writes to run.json."""
-    variant = [config.variant] if config.model_type == "titans" else []
-    record = one_line(record)
-    data = record["data"]
+    titans, record = config.model_type == "titans", one_line(record)
+    data, metrics = record["data"], {key: value for key, value in record["metrics"].items() if key in METRICS}
+    evaluated_on = f"{data['eval']} (held out)" if data["held_out"] else data["eval"]
     results = [
         EvalResult(
             task_type="text-generation",
             task_name="Language modelling",
             dataset_type=data["eval"],
-            dataset_name=evaluated_on(data),
+            dataset_name=evaluated_on,
             dataset_split="validation",
-            metric_type=kind,
-            metric_name=name,
-            metric_value=record["metrics"][key],
+            metric_type=METRICS[key][0],
+            metric_name=METRICS[key][1],
+            metric_value=value,
         )
-        for key, (kind, name) in METRICS.items()
-        if key in record["metrics"]
+        for key, value in metrics.items()
     ]
     metadata = ModelCardData(
         license=record["license"],
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=[config.model_type, *variant],
+        tags=[config.model_type, config.variant] if titans else [config.model_type],
         datasets=data["hub"] or None,
         model_name=record["name"].split("/")[-1],
         eval_results=results,
     )
-    parts = [f"# {escape(record['name'])}", introduction(config), "## Load", loading(config, record["name"])]
-    parts += ["## Sizes", sizes(config, record), "## Training", training(record)]
-    parts += ["## Evaluation", evaluation(record), "## Licence", licence(config, record)]
-    return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
+    kind = TITANS.format(variant=config.variant.upper()) if titans else f"A language model of type {config.model_type}."
+    weights = escape(record["license"]) if record["license"] else "not stated by whoever trained them"
+    text = f"""# {escape(record["name"])}
+
+{kind}
+
+## Load
+
+{loading(titans, record["name"])}
+
+## Sizes
+
+{sizes(config, record)}
+
+## Training
+
+{training(record)}
+
+## Evaluation
+
+On {escape(evaluated_on)}, {data["eval_tokens"]:,} tokens, by the training script:
+
+{table([(METRICS[key][1], f"{value:.4f}") for key, value in metrics.items()])}
+
+## Licence
+
+Weights: {weights}.{" Code (`*.py`): Apache-2.0." * titans}
+"""
+    return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{text}")
 
 
 def one_line(value: Any) -> Any:
@@ -78,41 +102,23 @@ def escape(text: str) -> str:
     return re.sub(r"([\\`*_{}\[\]<>#~$&])", r"\\\1", text)
 
 
-def code(text: str) -> str:
-    """Makes a code span of the text."""
-    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"{fence}{text}{fence}" if fence == "`" else f"{fence} {text} {fence}"
-
-
-def evaluated_on(data: dict) -> str:
-    """Names the text of the evaluation, and whether it was held out from training."""
-    return f"{data['eval']} (held out)" if data["held_out"] else data["eval"]
-
-
 def table(rows: list[tuple]) -> str:
     """Makes a table of names and values, without a heading."""
     return markdown_table(["", ""], [(name, f"{x:,}" if type(x) is int else x) for name, x in rows])
 
 
-def introduction(config: PreTrainedConfig) -> str:
-    """Names the kind of model."""
-    if config.model_type == "titans":
-        return TITANS.format(variant=config.variant.upper())
-    return f"A language model of type {config.model_type}."
+def loading(titans: bool, name: str) -> str:
+    """Makes the code that loads the model; of Titans by the code beside the weights, or as a server."""
+    code = LOADING.format(name=json.dumps(name, ensure_ascii=False), arguments=", trust_remote_code=True" * titans)
+    if not titans:
+        return code
+    return f"""{code}
+The code needs transformers 5.21 or newer. With the package, `import titans_hf` takes the place of
+`trust_remote_code=True`. A server with OpenAI's API:
 
-
-def loading(config: PreTrainedConfig, name: str) -> str:
-    """Makes the code that loads the model, of Titans with the package, without it, and as a server."""
-    quoted = json.dumps(name, ensure_ascii=False)
-    if config.model_type != "titans":
-        return LOADING.format(imports="", name=quoted, arguments="")
-    package = LOADING.format(imports="import titans_hf  # registers the model\n", name=quoted, arguments="")
-    alone = LOADING.format(imports="", name=quoted, arguments=", trust_remote_code=True")
-    return (
-        f"With the package `titans_hf`:\n\n{package}\n"
-        f"Without it, by the code in this repository (transformers 5.21 or newer):\n\n{alone}\n"
-        f"As a server with OpenAI's API: {code(f'python -m titans_hf serve {shlex.quote(name)}')}."
-    )
+```bash
+python -m titans_hf serve {shlex.quote(name)}
+```"""
 
 
 def sizes(config: PreTrainedConfig, record: dict) -> str:
@@ -125,31 +131,12 @@ def sizes(config: PreTrainedConfig, record: dict) -> str:
 
 def training(record: dict) -> str:
     """Describes what the model was trained on, for how long, with which arguments and versions."""
-    data, source = record["data"], escape(record["data"]["train"])
-    start = f"From {escape(record['base_model'])}" if record.get("base_model") else "From scratch"
-    text = (
-        f"{start} on {source} ({data['train_tokens']:,} tokens), {record['tokens_seen']:,} tokens in "
-        f"{record['steps']:,} steps. Nothing else was done to it: no instructions, no preferences, no filter."
-    )
-    if record["best_step"]:
-        text += f" The weights are those of step {record['best_step']:,}, the best in evaluation."
+    data, start = record["data"], f"From {escape(record['base_model'])}" if record["base_model"] else "From scratch"
+    best = f" The weights are of step {record['best_step']:,}, the best in evaluation." if record["best_step"] else ""
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    arguments = table([(code(name), escape(f"{value}")) for name, value in record["arguments"].items()])
-    return f"{text}\n\n{arguments}\n\nMade with {versions}."
-
-
-def evaluation(record: dict) -> str:
-    """Makes the table of the losses on the evaluation text."""
-    data, metrics = record["data"], record["metrics"]
-    figures = table([(name, f"{metrics[key]:.4f}") for key, (_, name) in METRICS.items() if key in metrics])
-    return f"On {escape(evaluated_on(data))}, {data['eval_tokens']:,} tokens, by the training script:\n\n{figures}"
-
-
-def licence(config: PreTrainedConfig, record: dict) -> str:
-    """Names the licence of the weights and, of Titans, that of the code beside them."""
-    stated = (
-        f"Weights: {escape(record['license'])}."
-        if record["license"]
-        else "Weights: not stated by whoever trained them."
+    return (
+        f"{start} on {escape(data['train'])} ({data['train_tokens']:,} tokens), {record['tokens_seen']:,} tokens in "
+        f"{record['steps']:,} steps. Nothing else was done to it: no instructions, no preferences, no filter.{best}\n\n"
+        f"{table([(f'`{name}`', escape(str(value))) for name, value in record['arguments'].items()])}\n\n"
+        f"Made with {versions}."
     )
-    return stated + " Code (`*.py`): Apache-2.0." * (config.model_type == "titans")
