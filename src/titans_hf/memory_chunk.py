@@ -187,12 +187,15 @@ class ChunkFunctions(NamedTuple):
 
 
 def chunk_forward(
-    inputs: MemoryInputs, state: MemoryState, decay_target: Sequence[Tensor], rule: UpdateRule
+    inputs: MemoryInputs, state: MemoryState, decay_target: Sequence[Tensor], rule: UpdateRule, needs_surprise: bool
 ) -> MemorizeOutput:
-    """Computes what the queries of a chunk retrieve, the tokens' surprise, and the state at the chunk's end."""
+    """Computes what the queries of a chunk retrieve, the tokens' surprise if it is needed, and the state at the chunk's
+    end.
+    """
     chunk = chunk_intermediates(inputs, state, decay_target, rule)
     retrieved = apply_layers(inputs.queries, _reads_of_layers(chunk), rule.network)
-    return MemorizeOutput(retrieved, token_surprise(chunk.factors), end_of_chunk(chunk))
+    surprise = token_surprise(chunk.factors) if needs_surprise else None
+    return MemorizeOutput(retrieved, surprise, end_of_chunk(chunk))
 
 
 def chunk_intermediates(

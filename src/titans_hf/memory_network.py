@@ -140,8 +140,9 @@ class GradientFactors(NamedTuple):
 
     inputs: list[Tensor]  # h (..., T, d_in)
     deltas: list[Tensor]  # (..., T, d_out), clipped
-    gradient_norms: list[Tensor]  # (..., T, 1), of the layers' gradients before clipping
-    gradient_scales: list[Tensor]  # (..., T, 1), the factors that clip them; empty without a clip
+    # (..., T, 1), the factors that clip the layers' gradients; none for the last layer with the delta rule, and none
+    # without a clip
+    gradient_scales: list[Tensor]
     intermediates: FactorsIntermediates | None  # None in a residual network, and without an anchor
     hidden_step: float = 1.0  # by which the deltas of the hidden layers are multiplied
 
@@ -176,7 +177,7 @@ def gradient_factors(keys: Tensor, values: Tensor, weights: Sequence[Tensor], ru
     intermediates = FactorsIntermediates(
         pre_activations, sigmoids, slopes, grad_activations, unclipped, error, error_scale
     )
-    return _clip_factors(inputs, unclipped, limit, intermediates)
+    return _clip_factors(inputs, unclipped, limit, intermediates, rule.delta_rule)
 
 
 def _residual_gradient_factors(
@@ -199,7 +200,7 @@ def _residual_gradient_factors(
     deltas = [centred * inverse]
     for weight, slope in zip(weights[:0:-1], slopes[::-1], strict=True):
         deltas.insert(0, (deltas[0] @ weight.mT) * slope)
-    return _clip_factors(inputs, deltas, limit, None)
+    return _clip_factors(inputs, deltas, limit, None, last_is_replaced=False)
 
 
 def _gelu_slope(z: Tensor) -> Tensor:
@@ -208,20 +209,27 @@ def _gelu_slope(z: Tensor) -> Tensor:
 
 
 def _clip_factors(
-    inputs: list[Tensor], unclipped: list[Tensor], limit: Tensor | None, intermediates: FactorsIntermediates | None
+    inputs: list[Tensor],
+    unclipped: list[Tensor],
+    limit: Tensor | None,
+    intermediates: FactorsIntermediates | None,
+    last_is_replaced: bool,
 ) -> GradientFactors:
-    """Clips the gradient of each layer at 4 `limit` (..., T, 1); None for no limit."""
-    norms = [gradient_norm(x, d) for x, d in zip(inputs, unclipped, strict=True)]
+    """Clips the gradient of each layer at 4 `limit` (..., T, 1); None for no limit. The last layer's is left as it is
+    where the delta rule will replace it.
+    """
     if limit is None:
-        return GradientFactors(inputs, unclipped, norms, [], intermediates)
+        return GradientFactors(inputs, unclipped, [], intermediates)
+    clipped = len(inputs) - last_is_replaced
+    norms = [gradient_norm(x, d) for x, d in zip(inputs[:clipped], unclipped, strict=False)]
     scales = [clip_scale(norm, 4 * limit) for norm in norms]
-    deltas = [d * c for d, c in zip(unclipped, scales, strict=True)]
-    return GradientFactors(inputs, deltas, norms, scales, intermediates)
+    deltas = [d * c for d, c in zip(unclipped, scales, strict=False)] + unclipped[clipped:]
+    return GradientFactors(inputs, deltas, scales, intermediates)
 
 
 def single_layer_factors(keys: Tensor, deltas: Tensor) -> GradientFactors:
     """Returns the gradient factors of a memory of one layer with the deltas of the delta rule (..., T, d_out)."""
-    return GradientFactors([keys], [deltas], [gradient_norm(keys, deltas)], [], None)
+    return GradientFactors([keys], [deltas], [], None)
 
 
 def with_last_deltas(factors: GradientFactors, deltas: Tensor, hidden_step: float) -> GradientFactors:
@@ -229,11 +237,7 @@ def with_last_deltas(factors: GradientFactors, deltas: Tensor, hidden_step: floa
     by `hidden_step`.
     """
     hidden = [hidden_step * x for x in factors.deltas[:-1]]
-    norms = [*factors.gradient_norms[:-1], gradient_norm(factors.inputs[-1], deltas)]
-    scales = [*factors.gradient_scales[:-1], torch.ones_like(norms[-1])] if factors.gradient_scales else []
-    return factors._replace(
-        deltas=[*hidden, deltas], gradient_norms=norms, gradient_scales=scales, hidden_step=hidden_step
-    )
+    return factors._replace(deltas=[*hidden, deltas], hidden_step=hidden_step)
 
 
 def gradient_norm(inputs: Tensor, delta: Tensor) -> Tensor:
@@ -242,10 +246,10 @@ def gradient_norm(inputs: Tensor, delta: Tensor) -> Tensor:
 
 
 def token_surprise(factors: GradientFactors) -> Tensor:
-    """Computes the norm of each token's clipped gradient over all layers: (..., T)."""
-    norms = torch.cat(factors.gradient_norms, dim=-1)
-    if factors.gradient_scales:
-        norms = norms * torch.cat(factors.gradient_scales, dim=-1)
+    """Computes the norm of each token's clipped gradient over all layers, before `hidden_step`: (..., T)."""
+    norms = torch.cat([gradient_norm(h, d) for h, d in zip(factors.inputs, factors.deltas, strict=True)], dim=-1)
+    if factors.hidden_step != 1:
+        norms = torch.cat([norms[..., :-1] / factors.hidden_step, norms[..., -1:]], dim=-1)
     return norms.norm(dim=-1)
 
 

@@ -40,12 +40,14 @@ class ScanOptions(NamedTuple):
 
     chunk_starts: (number of chunks, N) bool, True where a non-empty chunk starts in this call; None for everywhere. A
     chunk that started in an earlier call keeps its anchor. Unused where the state has none.
+    needs_surprise: compute the tokens' surprise, None without.
     compiled: the functions for full chunks; None for the functions of `memory_chunk` as they are.
     """
 
     chunk_size: int
     rule: UpdateRule
     chunk_starts: Tensor | None
+    needs_surprise: bool
     compiled: ChunkFunctions | None
 
     def functions(self, inputs: MemoryInputs) -> ChunkFunctions:
@@ -76,11 +78,16 @@ def scan_chunks(
         if checkpoints is not None and chunk % CHECKPOINT_INTERVAL == 0:
             checkpoints.append(state)
         forward = options.functions(inputs).forward
-        output = forward(inputs, state, arguments.decay_target, options.rule)
+        output = forward(inputs, state, arguments.decay_target, options.rule, options.needs_surprise)
         retrieved.append(output.retrieved)
         surprise.append(output.surprise)
         state = output.state
-    return MemorizeOutput(torch.cat(retrieved, dim=1), torch.cat(surprise, dim=1), state)
+    return MemorizeOutput(torch.cat(retrieved, dim=1), _join_surprise(surprise), state)
+
+
+def _join_surprise(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Concatenates the surprise of consecutive tokens (N, T), None if it was not computed."""
+    return None if parts[0] is None else torch.cat(parts, dim=1)
 
 
 def scan_chunks_differentiable(options: ScanOptions, arguments: ScanArguments) -> MemorizeOutput:
@@ -108,8 +115,8 @@ def scan_chunks_by_autograd(options: ScanOptions, arguments: ScanArguments) -> M
         part, group = options._replace(chunk_starts=chunk_starts), ScanArguments(inputs, state, arguments.decay_target)
         outputs.append(checkpoint(scan_chunks, part, group, use_reentrant=False, preserve_rng_state=False))
         state = outputs[-1].state
-    retrieved, surprise = (torch.cat([getattr(x, name) for x in outputs], dim=1) for name in ("retrieved", "surprise"))
-    return MemorizeOutput(retrieved, surprise, state)
+    retrieved = torch.cat([x.retrieved for x in outputs], dim=1)
+    return MemorizeOutput(retrieved, _join_surprise([x.surprise for x in outputs]), state)
 
 
 class _ChunkScan(torch.autograd.Function):
@@ -117,7 +124,8 @@ class _ChunkScan(torch.autograd.Function):
     def forward(ctx, options: ScanOptions, form: ScanArguments, *tensors: Tensor) -> tuple[Tensor, ...]:
         given, checkpoints = with_tensors(form, tensors), []
         output = scan_chunks(options, map_tensors(Tensor.detach, given), checkpoints)
-        ctx.mark_non_differentiable(output.surprise)
+        if output.surprise is not None:
+            ctx.mark_non_differentiable(output.surprise)
         saved = (given.inputs, checkpoints, given.decay_target)
         ctx.options, ctx.form = options, _form(saved)
         ctx.save_for_backward(*tensors_of(saved))
@@ -247,7 +255,8 @@ def memorize(
         chunk_size: number of tokens whose gradients are taken at the same weights.
         decay_target: weights (H, d_in, d_out) of each layer that forgetting decays to; empty for 0, as in eq. 13.
         grid: where given, the tokens are already on its slots (T = grid.num_slots), of a grid for a multiple of
-            `chunk_size`. What is returned is undefined at empty slots.
+            `chunk_size`. What is returned is undefined at empty slots. The surprise is None unless
+            `grid.needs_surprise`; without a grid, it is computed.
 
     Raises ValueError for a rule that cannot be, for `inputs.filled`, which the grid has, and for a state without the
     anchor that the rule needs, or with a momentum where the inputs have no `log_momentum_decay` and the other way
@@ -266,7 +275,7 @@ def memorize(
         return _memorize_token(inputs, state, decay_target, chunk_size, rule)
     if grid is not None:
         return _memorize_grid(inputs, state, decay_target, grid, chunk_size, rule)
-    grid = TokenGrid.build(state.num_seen, num_tokens, chunk_size)
+    grid = replace(TokenGrid.build(state.num_seen, num_tokens, chunk_size), needs_surprise=True)
     slots = inputs.map(lambda x: grid.scatter(x.transpose(1, 2)).transpose(1, 2))
     output = _memorize_grid(slots, state, decay_target, grid, chunk_size, rule)
     retrieved, surprise = (grid.gather(x.transpose(1, 2)).transpose(1, 2) for x in (output.retrieved, output.surprise))
@@ -386,11 +395,12 @@ def _memorize_grid(
     )
     by_hand = rule.network == "mlp" and not slots.has_gates_per_layer  # the backward
     compiling = torch.compiler.is_compiling()  # then the compiler makes the backward
-    options = ScanOptions(chunk_size, rule, chunk_starts, _compiled if by_hand and not compiling else None)
+    compiled = _compiled if by_hand and not compiling else None
+    options = ScanOptions(chunk_size, rule, chunk_starts, grid.needs_surprise, compiled)
     scan = scan_chunks
     if not compiling and torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of(arguments)):
         scan = scan_chunks_differentiable if by_hand else scan_chunks_by_autograd
     output = scan(options, arguments)
     retrieved, surprise, after = map_tensors(lambda x: x.unflatten(0, rows_and_heads), output)
     after = replace(after, num_seen=state.num_seen + grid.row_ends - grid.row_starts)
-    return MemorizeOutput(retrieved, surprise.detach(), after)
+    return MemorizeOutput(retrieved, None if surprise is None else surprise.detach(), after)

@@ -118,7 +118,7 @@ class MemoryInputs(NamedTuple):
 
 class MemorizeOutput(NamedTuple):
     """The result of an update of the memory: retrieved (B, H, T, D) in the state's dtype; surprise (B, H, T), the norm
-    of each token's gradient, which carries no gradient itself, None from a kernel (`memory_kernel`); and the state
+    of each token's gradient, which carries no gradient itself, None where a call does not need it; and the state
     after the last token.
     """
 

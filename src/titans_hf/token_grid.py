@@ -52,7 +52,7 @@ class TokenGrid:
     continues its own.
     last_rows: (B,) int64, the row of each batch row's last document; None if every batch row has one document.
     is_padding: (B,) bool, in a call of one column, True in rows where it is padding; None without padding.
-    needs_surprise: True if the call returns the surprise of its tokens, which a kernel does not compute.
+    needs_surprise: True if the call returns the surprise of its tokens.
     learns: False if the memory is read with these tokens, but not updated.
     """
 

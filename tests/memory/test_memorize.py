@@ -138,6 +138,7 @@ def test_reading_a_constant_memory_equals_steps_of_zero(depth, delta_rule, netwo
     state = replace(state, momentum=tuple(map(torch.zeros_like, state.weights)), anchor=state.weights)
     inputs = scale_steps(inputs, 0)
     rule, grid = UpdateRule(1.0, delta_rule, network), TokenGrid.build(state.num_seen, 9, 9)
+    grid = replace(grid, needs_surprise=True)
     constant = read_constant_memory(inputs, state, rule, 9, grid)
     updated = memorize(inputs, state, rule, chunk_size=9, grid=grid)
     torch.testing.assert_close(constant.retrieved, updated.retrieved, rtol=0, atol=TOLERANCE)
