@@ -12,7 +12,7 @@ from clean_environment import as_installed, install
 from served import NUM_TOKENS, complete, serving
 from tiny_run import TITANS
 
-from titans_hf.cli import console
+import titans_hf_console as console
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,6 +28,16 @@ def test_help_lists_every_command(monkeypatch, capsys):
         call(monkeypatch, *arguments)
         text = capsys.readouterr().out
         assert all(f"\n  {name} " in text for name in console.COMMANDS)
+
+
+def test_help_imports_no_model():
+    """The list of commands is printed without torch, Transformers or the package."""
+    code = (
+        "import sys; sys.argv = ['titans-hf', '--help']\n"
+        "from titans_hf_console import main; main()\n"
+        "assert not {'torch', 'transformers', 'titans_hf'} & sys.modules.keys()"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).returncode == 0
 
 
 def test_an_unknown_command_is_refused(monkeypatch, capsys):

@@ -11,8 +11,8 @@ pytest.importorskip("wonderwords")
 from eval_common import EVAL
 from lm_eval.__main__ import cli_evaluate
 
+import titans_hf_console as console
 from titans_hf import TitansConfig, TitansModel
-from titans_hf.cli import console
 
 LENGTH, NUM_NEW = 4096, 128  # a needle's length includes the tokens to be generated
 

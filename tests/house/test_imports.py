@@ -1,4 +1,4 @@
-"""Imports go down only: scripts, benchmarks (eval), commands (titans_hf.cli), the model (titans_hf)."""
+"""Imports go down only: scripts, benchmarks (eval), the console, commands (titans_hf.cli), the model (titans_hf)."""
 
 import ast
 from pathlib import Path
@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LAYERS = {"titans_hf": "src/titans_hf/*.py", "titans_hf.cli": "src/titans_hf/cli", "eval": "eval", "scripts": "scripts"}
+LAYERS = {
+    "titans_hf": "src/titans_hf/*.py",
+    "titans_hf.cli": "src/titans_hf/cli",
+    "titans_hf_console": "src/*.py",
+    "eval": "eval",
+    "scripts": "scripts",
+}
 
 
 def files_of(pattern: str) -> list[Path]:

@@ -1,4 +1,8 @@
-"""The command `titans-hf`: its subcommands are the scripts of this package."""
+"""The command `titans-hf`: its subcommands are the scripts of the package `titans_hf`.
+
+This module lies beside the package, because importing anything of the package imports torch and transformers first. This
+takes seconds, which `titans-hf --help` does not need.
+"""
 
 import sys
 from collections.abc import Callable
@@ -6,8 +10,6 @@ from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from typing import NamedTuple
-
-from titans_hf.cli.shared.command_line import run_command
 
 
 class Command(NamedTuple):
@@ -54,14 +56,10 @@ def main() -> None:
     elif name == "--version":
         print(f"titans-hf {version('titans-hf')}")
     elif name in COMMANDS:
-        run_command(partial(_run, name))
+        import_module("titans_hf.cli.shared.command_line").run_command(partial(_run, name))
     else:
-        sys.argv[0] = "titans-hf"
-        run_command(partial(_refuse, name))
-
-
-def _refuse(name: str) -> None:
-    raise ValueError(f"there is no command {name}, only {', '.join(COMMANDS)}")
+        print(f"titans-hf: error: there is no command {name}, only {', '.join(COMMANDS)}", file=sys.stderr)
+        raise SystemExit(2)
 
 
 def _run(name: str) -> None:
