@@ -1,7 +1,7 @@
 """The command `titans-hf`: its subcommands are the scripts of the package `titans_hf`.
 
-This module lies beside the package, because importing anything of the package imports torch and transformers first. This
-takes seconds, which `titans-hf --help` does not need.
+This module lies beside the package, because importing anything of the package imports torch and transformers first.
+That takes seconds, which `titans-hf --help` does not need.
 """
 
 import sys
