@@ -89,6 +89,8 @@ def test_thirty_kills(append, run, tmp_path):
         folder, again = tmp_path / f"{num_rounds}", prepare(f"{num_rounds}")
         while not run(again, chance.uniform(0.05, 0.6) * duration if num_kills < NUM_KILLS else None):
             num_kills += 1
+            if num_seen(folder) in places:  # nothing was saved: the machine is busier than at the measurement
+                duration *= 1.2
             places.add(num_seen(folder))
             assert time.monotonic() < start + MAX_SECONDS, f"{num_kills} kills"
         caches = [TitansCache.from_pretrained(x, model) for x in (folder, tmp_path / "whole")]
