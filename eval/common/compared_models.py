@@ -1,8 +1,6 @@
 """Models of equal size to be trained and compared: Titans, and attention and linear recurrences of transformers."""
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -20,59 +18,66 @@ FORM = "delta"  # of the memory in all published runs, unless their settings nam
 # MAG with attention over all tokens, or over a window, in its token memory's place
 POINTER_WINDOWS = {"mag-pointer": None, "mag-pointer-64": WINDOW}
 NAMES = (*VARIANTS, *POINTER_WINDOWS, "llama", "mistral", "llama-conv", "mistral-conv", "gated-deltanet", "mamba2")
-HIDDEN_SIZE, NUM_LAYERS, NUM_HEADS, CONV_KERNEL = 128, 4, 4, 4
+CONV_KERNEL = 4
+HYBRID = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+LAYER_TYPES = {"gated-deltanet": ["linear_attention"], "qwen3-next": HYBRID, "olmo-hybrid": HYBRID}  # over and over
 
 
-def make_config(name: str, free: int, settings: dict[str, Any]) -> PreTrainedConfig:
+class Sizes(NamedTuple):
+    """What the compared models share unless their settings say otherwise: fields of every configuration, fields of
+    some, and the longest text of those that have one.
+    """
+
+    shape: dict[str, Any]
+    titans: dict[str, Any] = {}
+    mamba2: dict[str, Any] = {}
+    max_positions: int = 1 << 17
+
+
+SHAPE = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "pad_token_id": 0, "bos_token_id": None}
+SHAPE |= {"eos_token_id": None, "tie_word_embeddings": True, "initializer_range": 0.05}
+TRAINED = Sizes(SHAPE, {"memory_form": FORM}, {"chunk_size": 64})
+
+
+def make_config(name: str, free: int, settings: dict[str, Any], sizes: Sizes = TRAINED) -> PreTrainedConfig:
     """Makes a config; `free` is the size of the MLPs, in Mamba2, which has none, the number of layers."""
-    shape = {
-        "hidden_size": HIDDEN_SIZE,
-        "num_hidden_layers": NUM_LAYERS,
-        "pad_token_id": 0,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "tie_word_embeddings": True,
-        "initializer_range": 0.05,
-    } | settings
+    heads = sizes.shape["num_attention_heads"]
+    head_dim = sizes.shape["hidden_size"] // heads
     if name == "mamba2":
-        head_dim = 2 * HIDDEN_SIZE // (2 * NUM_HEADS)
-        parts = {"num_heads": 2 * NUM_HEADS, "head_dim": head_dim, "n_groups": 1, "state_size": 64, "chunk_size": 64}
-        return transformers.Mamba2Config(**parts | shape | {"num_hidden_layers": free})
-    shape = {"num_attention_heads": NUM_HEADS, "num_key_value_heads": NUM_HEADS, "intermediate_size": free} | shape
-    if name in (*VARIANTS, *POINTER_WINDOWS):
-        return TitansConfig(
-            **{"variant": name.partition("-")[0], "sliding_window": WINDOW, "segment_length": WINDOW}
-            | {"memory_form": FORM}
-            | shape
-        )
-    shape["max_position_embeddings"] = 1 << 17
+        parts = {"num_heads": 2 * heads, "head_dim": head_dim, "n_groups": 1, "state_size": 64} | sizes.mamba2
+        shape = {field: value for field, value in sizes.shape.items() if field != "num_attention_heads"}
+        return transformers.Mamba2Config(**parts | shape | settings | {"num_hidden_layers": free})
+    shape = sizes.shape | {"num_key_value_heads": heads, "intermediate_size": free} | settings
+    if name.partition("-")[0] in VARIANTS:
+        windows = {"sliding_window": WINDOW, "segment_length": WINDOW}
+        return TitansConfig(**{"variant": name.partition("-")[0]} | windows | sizes.titans | shape)
+    shape["max_position_embeddings"] = sizes.max_positions
     if name.startswith("mistral"):
         return transformers.MistralConfig(**shape, sliding_window=WINDOW)
     if name.startswith("llama"):
         return transformers.LlamaConfig(**shape)
-    head_dim = HIDDEN_SIZE // NUM_HEADS
-    shape = {f"linear_num_{part}_heads": NUM_HEADS for part in ("key", "value")} | shape
+    shape = {f"linear_num_{part}_heads": heads for part in ("key", "value")} | shape
     shape = {f"linear_{part}_head_dim": head_dim for part in ("key", "value")} | shape
-    layers = ["linear_attention"] * shape["num_hidden_layers"]
-    return transformers.Qwen3NextConfig(**shape, head_dim=head_dim, num_experts=0, layer_types=layers)
+    types = LAYER_TYPES[name]
+    shape["layer_types"] = (types * shape["num_hidden_layers"])[: shape["num_hidden_layers"]]
+    if name == "olmo-hybrid":
+        return transformers.OlmoHybridConfig(**shape)
+    return transformers.Qwen3NextConfig(**shape, head_dim=head_dim, num_experts=0)
 
 
-def fit_config(name: str, num_parameters: int, settings: dict[str, Any]) -> PreTrainedConfig:
-    """Makes a config with about `num_parameters`, unless the settings fix the size of the MLPs."""
+def fit_config(name: str, num_parameters: int, settings: dict[str, Any], sizes: Sizes = TRAINED) -> PreTrainedConfig:
+    """Makes a config with about `num_parameters`, unless the settings fix the size of the MLPs.
+
+    The parameters are linear in the size of the MLPs, here a multiple of 8; of Mamba2, which has none, in the number of
+    layers.
+    """
     free = "num_hidden_layers" if name == "mamba2" else "intermediate_size"
     if free in settings:
-        return make_config(name, settings[free], settings)
-    return fit_size(name, partial(make_config, name, settings=settings), num_parameters)
-
-
-def fit_size(name: str, make: Callable[[int], PreTrainedConfig], num_parameters: int) -> PreTrainedConfig:
-    """Makes a config with about `num_parameters`, which are linear in what `make` takes: the size of the MLPs, here a
-    multiple of 8; of Mamba2, which has none, the number of layers.
-    """
+        return make_config(name, settings[free], settings, sizes)
     first, second, step = (1, 2, 1) if name == "mamba2" else (64, 128, 8)
-    counts = [count_parameters(name, make(free)) for free in (first, second)]
+    counts = [count_parameters(name, make_config(name, size, settings, sizes)) for size in (first, second)]
     exact = first + (num_parameters - counts[0]) * (second - first) / (counts[1] - counts[0])
-    return make(max(step, step * round(exact / step)))
+    return make_config(name, max(step, step * round(exact / step)), settings, sizes)
 
 
 def count_parameters(name: str, config: PreTrainedConfig) -> int:

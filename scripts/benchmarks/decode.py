@@ -29,7 +29,7 @@ TOKENS_PER_CALL = 4096
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--size", choices=model_shapes.SHAPES, default="30m")
+    parser.add_argument("--size", choices=model_shapes.SIZES, default="30m")
     parser.add_argument("--models", nargs="+", choices=model_shapes.NAMES, default=list(model_shapes.NAMES))
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1024, 4096, 16384, 65536])
     parser.add_argument("--steps", type=int, default=20)

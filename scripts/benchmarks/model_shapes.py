@@ -1,6 +1,6 @@
 """The shapes of the models that the benchmarks time: Titans, and models of transformers, of one of two equal sizes.
 
-Their other settings are those of their classes; of models to be trained they are in shared/compared_models.py.
+`eval.common.compared_models` makes them; their other settings are those of their classes.
 """
 
 from argparse import ArgumentParser
@@ -8,27 +8,24 @@ from functools import partial
 from typing import Any
 
 import torch
-import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from eval.common.compared_models import check_fields, fit_size, parse_settings
-from titans_hf import TitansConfig
+from eval.common import compared_models
+from eval.common.compared_models import Sizes, check_fields, parse_settings
 
 from .measure import check_close
 
-WINDOW = 64
 VARIANTS = ("mac", "mag", "mal", "lmm")
 TOKEN_MEMORY = "-token"  # ends the name of a variant with a token memory
 NUM_FEATURES = 512
 TITANS = (*VARIANTS, *(variant + TOKEN_MEMORY for variant in VARIANTS))
 NAMES = (*TITANS, "llama", "mistral", "mamba2", "qwen3-next", "olmo-hybrid")
-SHAPES = {
-    "tiny": {"hidden_size": 128, "num_hidden_layers": 4, "vocab_size": 259},
-    "30m": {"hidden_size": 384, "num_hidden_layers": 8, "vocab_size": 32_000},
-}
-HEADS = {"tiny": 4, "30m": 6}
+SHAPE = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1, "tie_word_embeddings": True}
+TINY = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 259}
+LARGER = {"hidden_size": 384, "num_hidden_layers": 8, "num_attention_heads": 6, "vocab_size": 32_000}
+SIZES = {name: Sizes(SHAPE | of_size, max_positions=1 << 20) for name, of_size in (("tiny", TINY), ("30m", LARGER))}
 PARAMETERS = {"tiny": 1_030_000, "30m": 30_000_000}
 NUM_CHECKED_TOKENS = 200  # tokens
 FIXED = ("variant", "token_memory_features", "intermediate_size")  # by a model's name, or so that sizes are equal
@@ -47,7 +44,7 @@ def settings_of(name: str, size: str, pairs: list[str], fixed: tuple[str, ...] =
     Raises ValueError, whatever the model's name, for what is no field of their configuration, for one of `fixed`, and
     for a value that it cannot have.
     """
-    settings, make = parse_settings(pairs), partial(make_config, VARIANTS[0], size, SHAPES[size]["hidden_size"])
+    settings, make = parse_settings(pairs), partial(make_config, VARIANTS[0], size, free=64)
     check_fields("TitansConfig", make(), settings)
     for field in fixed:
         if field in settings:
@@ -59,36 +56,22 @@ def settings_of(name: str, size: str, pairs: list[str], fixed: tuple[str, ...] =
     return settings if name in TITANS else {}
 
 
+def _named(name: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Returns the name and the settings of a model for `compared_models`: its token memory is a setting."""
+    features = {"token_memory_features": NUM_FEATURES if name.endswith(TOKEN_MEMORY) else 0} if name in TITANS else {}
+    return name.removesuffix(TOKEN_MEMORY), features | settings
+
+
 def make_config(name: str, size: str, free: int, **settings) -> PreTrainedConfig:
     """Makes a configuration; `free` is the size of the MLPs, or the number of layers of Mamba2, which has no MLPs."""
-    shape, heads = SHAPES[size], HEADS[size]
-    head_dim = shape["hidden_size"] // heads
-    shape = shape | {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1, "tie_word_embeddings": True} | settings
-    if name == "mamba2":
-        shape |= {"num_hidden_layers": free, "num_heads": 2 * heads, "head_dim": head_dim, "n_groups": 1}
-        return transformers.Mamba2Config(**shape, state_size=64)
-    shape |= {"num_attention_heads": heads, "num_key_value_heads": heads, "intermediate_size": free}
-    if name in TITANS:
-        shape["token_memory_features"] = NUM_FEATURES if name.endswith(TOKEN_MEMORY) else 0
-        shape["variant"] = name.removesuffix(TOKEN_MEMORY)
-        return TitansConfig(**{"sliding_window": WINDOW, "segment_length": WINDOW} | shape | settings)
-    if name == "mistral":
-        return transformers.MistralConfig(**shape, sliding_window=WINDOW)
-    shape["max_position_embeddings"] = 1 << 20
-    if name == "llama":
-        return transformers.LlamaConfig(**shape)
-    every_fourth = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
-    shape["layer_types"] = every_fourth * (shape["num_hidden_layers"] // 4)
-    shape |= {f"linear_num_{part}_heads": heads for part in ("key", "value")}
-    shape |= {f"linear_{part}_head_dim": head_dim for part in ("key", "value")}
-    if name == "olmo-hybrid":
-        return transformers.OlmoHybridConfig(**shape)
-    return transformers.Qwen3NextConfig(**shape, head_dim=head_dim, num_experts=0)
+    name, settings = _named(name, settings)
+    return compared_models.make_config(name, free, settings, SIZES[size])
 
 
 def fit_config(name: str, size: str, **settings) -> PreTrainedConfig:
     """Makes a configuration with about `PARAMETERS[size]` parameters."""
-    return fit_size(name, partial(make_config, name, size, **settings), PARAMETERS[size])
+    name, settings = _named(name, settings)
+    return compared_models.fit_config(name, PARAMETERS[size], settings, SIZES[size])
 
 
 def build(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:

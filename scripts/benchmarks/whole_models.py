@@ -27,7 +27,7 @@ WITHOUT_MEMORY = "without memory"  # Mistral with the MLP of MAG, MAC and MAL
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--size", choices=model_shapes.SHAPES, default="tiny")
+    parser.add_argument("--size", choices=model_shapes.SIZES, default="tiny")
     parser.add_argument(
         "--models",
         nargs="+",
