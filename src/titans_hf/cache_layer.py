@@ -224,11 +224,10 @@ class TitansCacheLayer(CacheLayerMixin):
         if self.offloading:
             self.offload()
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise NotImplementedError("A Titans layer creates its state itself, from learned weights, at the first token.")
-
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("A TitansCache stores layer states, not keys and values: use it with a Titans model.")
+
+    lazy_initialization = update
 
     def set_num_columns(self, number: int) -> None:
         """Sets the number of columns read; a tensor where the layer is compileable."""
@@ -282,16 +281,11 @@ class TitansCacheLayer(CacheLayerMixin):
 
     def reset(self, rows: Tensor | None = None) -> None:
         """Resets the layer, or the rows where `rows` (B,) bool is True: their next token starts from the learned
-        initial memory. Raises RuntimeError for some rows of a layer that records.
-        """
+        initial memory."""
         if rows is None:
             self.state, self.recorded, self.to_reread, self.restart = (None,) * 4
             self.is_initialized = False
             self.set_num_columns(0)
-        elif self.record_past:
-            raise RuntimeError(
-                "reset(rows) cannot be undone by crop(): reset all rows, or call stop_past_recording() first."
-            )
         elif self.state is not None:
             rows = rows.to(self.state.conv_state.device)
             self.state = self.state.map(lambda x: where_rows(rows, torch.zeros_like(x), x))

@@ -82,12 +82,8 @@ class TitansCache(Cache):
         count when they have been read again; a row that has been reset has zeros until its next token.
 
         Args:
-            layer: index of the decoder layer; `num_hidden_layers` for the token memory.
-
-        Raises ValueError for a layer that the cache does not have.
+            layer: index of the decoder layer; `num_hidden_layers`, or -1, for the token memory.
         """
-        if not 0 <= layer < len(self.layers):
-            raise ValueError(f"`layer` must be from 0 to {len(self.layers) - 1}, but is {layer}.")
         state = self.layers[layer].state
         return () if state is None else state.memory.weights
 
@@ -123,6 +119,7 @@ class TitansCache(Cache):
                 raise ValueError(f"`rows` must have one entry per row ({self.batch_size}), but has {len(rows)}.")
             if not rows.any():
                 return
+            self._check_not_recording("reset(rows)")
         for layer in self.layers:
             layer.reset(rows)
 
@@ -132,10 +129,13 @@ class TitansCache(Cache):
         Otherwise `generate()` needs all ids since the cache was created, or a mask for them. Raises RuntimeError for a
         cache that records.
         """
-        if any(layer.record_past for layer in self.layers):
-            raise RuntimeError("start_prompt() cannot be undone by crop(): call stop_past_recording() first.")
+        self._check_not_recording("start_prompt()")
         for layer in self.layers:
             layer.set_num_columns(0)
+
+    def _check_not_recording(self, call: str) -> None:
+        if any(layer.record_past for layer in self.layers):
+            raise RuntimeError(f"{call} cannot be undone by crop(): call stop_past_recording() first.")
 
     def stop_past_recording(self) -> None:
         """Ends the recording that `activate_past_recording()` began, so that the cache has a constant size again. The
@@ -173,14 +173,12 @@ class TitansCache(Cache):
                 "has read nothing since rows were reset": cache.rows_to_restart() is not None,
                 "has columns to read again": cache.columns_to_reread() is not None,
             }
-            for reason, holds in reasons.items():
-                if holds:
-                    raise ValueError(f"A cache must have read something to be merged, but {name} {reason}.")
+            for reason in [reason for reason, holds in reasons.items() if holds]:
+                raise ValueError(f"A cache must have read something to be merged, but {name} {reason}.")
         _check_equal("`other` must be a cache of the same model, but", other.made_for, self.made_for)
         if not any(layer.state.memory.weights or layer.state.entries for layer in self.layers):
             raise ValueError("A cache must have a memory to be merged, but no layer of its model has one.")
-        if any(layer.record_past for layer in self.layers):
-            raise RuntimeError("merge() cannot be undone by crop(): call stop_past_recording() first.")
+        self._check_not_recording("merge()")
         for ours, theirs in zip(self.layers, other.layers, strict=True):
             ours.state = ours.state.merged(theirs.state, weight)
 
@@ -281,14 +279,11 @@ def check_cache_class(name: str, cache: TitansCache) -> None:
     """Raises ValueError, naming the argument, for a cache of another class, or of the same name and other code: a
     checkpoint may have brought its own.
     """
-    if isinstance(cache, TitansCache):
-        return
-    if type(cache).__name__ == TitansCache.__name__:
+    if not isinstance(cache, TitansCache):
         raise ValueError(
-            f"`{name}` must be a TitansCache of {TitansCache.__module__}, the model's own code, but is one of "
-            f"{type(cache).__module__}: `model.cache_class` is the class that fits."
+            f"`{name}` must be a TitansCache of {TitansCache.__module__}, the model's own code, but is a "
+            f"{type(cache).__name__} of {type(cache).__module__}: `model.cache_class` is the class that fits."
         )
-    raise ValueError(f"`{name}` must be a TitansCache, but is a {type(cache).__name__}: no other kind holds a memory.")
 
 
 def _check_equal(problem: str, fields: dict, expected: dict) -> None:

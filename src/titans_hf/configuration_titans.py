@@ -476,11 +476,8 @@ class TitansConfig(PreTrainedConfig):
                 f"`memory_layers` must be None with variant={self.variant!r}, whose every layer needs its memory, but "
                 f"is {layers}."
             )
-        if layers and self.hidden_size % self.memory_num_heads:
-            raise ValueError(
-                f"`hidden_size` ({self.hidden_size}) must be a multiple of `memory_num_heads` "
-                f"({self.memory_num_heads}), which is `num_attention_heads` unless it is given."
-            )
+        if layers:
+            check_multiple("hidden_size", self.hidden_size, "memory_num_heads", self.memory_num_heads)
         if self.variant == "lmm":
             return
         check_multiple("num_attention_heads", self.num_attention_heads, "num_key_value_heads", self.num_key_value_heads)
@@ -490,10 +487,9 @@ class TitansConfig(PreTrainedConfig):
 
     def _check_rope_parameters(self) -> None:
         for name in ("rope_theta", "partial_rotary_factor", *ROPE_TYPES[self.rope_parameters["rope_type"]]):
-            if not isinstance(value := self.rope_parameters.get(name), int | float):
-                raise ValueError(f"`rope_parameters['{name}']` must be a number, but is {value!r}.")
-            if name != "partial_rotary_factor" and not value > 0:
-                raise ValueError(f"`rope_parameters['{name}']` must be above 0, but is {value}.")
+            value = self.rope_parameters.get(name)
+            if not isinstance(value, int | float) or not (value > 0 or name == "partial_rotary_factor"):
+                raise ValueError(f"`rope_parameters['{name}']` must be a number above 0, but is {value!r}.")
         if not 0 <= self.rope_parameters["partial_rotary_factor"] <= 1 or self.rotary_dim % 2:
             raise ValueError(
                 "`rope_parameters['partial_rotary_factor']` must be between 0 and 1 and make an even share of "

@@ -31,7 +31,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from .configuration_titans import ROPE_TYPES, TitansConfig
+from .configuration_titans import TitansConfig
 from .generation_titans import CACHES
 from .modeling_titans import TitansDecoderLayer, TitansForCausalLM
 
@@ -186,16 +186,12 @@ def open_model(
 ) -> tuple[PreTrainedConfig, Mapping[str, Tensor]]:
     """Returns the configuration and the weights of a model. Those of safetensors files are read when they are used.
 
-    Raises ValueError for an adapter, for quantised weights, and for a family that is not known.
+    Raises ValueError for quantised weights, and for a family that is not known.
     """
     if isinstance(model, nn.Module):
-        if hasattr(model, "peft_config"):
-            raise ValueError("`model` must not be an adapter of PEFT: merge it first (model.merge_and_unload()).")
         check_family(model.config)
         return model.config, model.state_dict()
     folder = Path(model)
-    if (folder / "adapter_config.json").is_file():
-        raise ValueError(f"{model} is an adapter: merge it first (titans-hf merge)")
     if gguf_file is not None:
         whole = GgufConfig(dequantize=True)
         original = AutoModelForCausalLM.from_pretrained(model, gguf_file=gguf_file, quantization_config=whole)
@@ -223,16 +219,8 @@ def check_family(config: PreTrainedConfig) -> None:
         raise ValueError(
             f"quantised weights ({method}) cannot be converted: give the checkpoint that they were made of"
         )
-    if getattr(config, "mlp_bias", False):
-        raise ValueError("`mlp_bias` must be False: a Titans has no biases in its MLP")
-    rope = config.rope_parameters
-    if any(isinstance(value, dict) for value in rope.values()):
+    if any(isinstance(value, dict) for value in config.rope_parameters.values()):
         raise ValueError("rotary types that differ between layers cannot be converted")
-    if (rope_type := rope.get("rope_type", "default")) not in ROPE_TYPES:
-        raise ValueError(
-            f"the rotary type {rope_type!r} cannot be converted, whose frequencies depend on the length of the text; "
-            f"only {', '.join(ROPE_TYPES)}"
-        )
 
 
 def titans_config(

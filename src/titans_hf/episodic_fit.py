@@ -64,8 +64,8 @@ def fit_episodic_memory(
         key_tokens: how many tokens, from the starts of all documents, the keys are fitted to.
         progress: show bars on standard error.
 
-    Raises ValueError for a model without the memory, for keys larger than the hidden states, for weights that do not
-    fit, and for documents of less than two tokens.
+    Raises ValueError for a model without the memory, for weights that do not fit, and for documents of
+    less than two tokens.
     """
     _check(model, documents, weights)
     was_training = model.training
@@ -83,11 +83,6 @@ def _check(model, documents, weights) -> None:
     memory = getattr(getattr(model, "model", None), "episodic_memory", None)
     if memory is None:
         raise ValueError("`model` must have an episodic token memory: `token_memory_entries` of its config is 0.")
-    if memory.config.token_memory_key_size > memory.config.hidden_size:
-        raise ValueError(
-            f"`token_memory_key_size` must be at most `hidden_size` ({memory.config.hidden_size}) to be fitted, but is "
-            f"{memory.config.token_memory_key_size}."
-        )
     if not len(documents) or any(x.dim() != 1 or len(x) < 2 for x in documents):
         raise ValueError("`documents` must be tensors (T,) of at least two ids.")
     if weights is not None and [len(x) for x in weights] != [len(x) for x in documents]:

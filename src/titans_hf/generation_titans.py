@@ -102,8 +102,7 @@ class TitansGenerationMixin(GenerationMixin):
         step where Transformers does: on accelerators, or as `compile_config` sets.
         """
         given = model_kwargs.get("past_key_values")
-        _check_options(generation_config, generation_mode)
-        _check_inputs(generation_config, model_kwargs, given)
+        _check_inputs(generation_config, generation_mode, model_kwargs)
         if model_kwargs.get("output_surprise"):
             _check_surprise(generation_config, generation_mode)
         if given is not None:
@@ -196,43 +195,36 @@ class TitansGenerationMixin(GenerationMixin):
         return attention_mask[:, -num_tokens:]
 
 
-def _check_options(generation_config, generation_mode: GenerationMode) -> None:
-    """Raises ValueError for early exits, and warns of attention maps that are cut."""
-    if generation_config.assistant_early_exit is not None:
-        raise ValueError(
-            "`assistant_early_exit` is not possible: while it drafts, Transformers changes the number of layers in "
-            "the model's config, which other calls may be using. Use `prompt_lookup_num_tokens` or `assistant_model`."
-        )
+def _check_inputs(generation_config, generation_mode: GenerationMode, model_kwargs: dict) -> None:
+    """Raises ValueError for options and inputs for which generate() would give other results than forward(); warns of
+    attention maps that are cut and of prompts that end in padding.
+    """
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    in_pieces = generation_config.prefill_chunk_size is not None
+    several = in_pieces and isinstance(positions, Tensor) and _has_several_documents(positions, mask)
+    documents = next((name for name in ("seq_idx", "cu_seq_lens_q") if model_kwargs.get(name) is not None), None)
+    refused = {
+        "`assistant_early_exit` is not possible: while it drafts, Transformers changes the number of layers in the "
+        "model's config, which other calls may be using. Use `prompt_lookup_num_tokens` or `assistant_model`.": (
+            generation_config.assistant_early_exit is not None
+        ),
+        f"`{documents}` must be None in generate(), which adds tokens to the last document: mark documents by "
+        "`position_ids` that restart at 0.": documents is not None,
+        "`prefill_chunk_size` must be None with `inputs_embeds`: Transformers cuts `input_ids` only.": (
+            in_pieces and model_kwargs.get("inputs_embeds") is not None
+        ),
+        "`prefill_chunk_size` must be None with several documents (`position_ids` that restart at 0): a document that "
+        "begins at a piece's first token would not be recognised as new.": several,
+    }
+    for reason in [reason for reason, holds in refused.items() if holds]:
+        raise ValueError(reason)
     recorded = generation_config.output_attentions and generation_config.return_dict_in_generate
     if recorded and generation_mode == GenerationMode.ASSISTED_GENERATION:
         logger.warning_once(
             "The attention maps of assisted generation lack columns of the newest tokens while the sequence is shorter "
             "than a map is wide: Transformers cuts them as if they had a column for each token since the first."
         )
-
-
-def _check_inputs(generation_config, model_kwargs: dict, given: TitansCache | None) -> None:
-    """Raises ValueError for inputs for which generate() would give other results than forward(), and warns of prompts
-    that end in padding.
-    """
-    for name in ("seq_idx", "cu_seq_lens_q"):
-        if model_kwargs.get(name) is not None:
-            raise ValueError(
-                f"`{name}` must be None in generate(), which adds tokens to the last document: mark documents by "
-                "`position_ids` that restart at 0."
-            )
-    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    if generation_config.prefill_chunk_size is not None:
-        if model_kwargs.get("inputs_embeds") is not None:
-            raise ValueError(
-                "`prefill_chunk_size` must be None with `inputs_embeds`: Transformers cuts `input_ids` only."
-            )
-        if isinstance(positions, Tensor) and _has_several_documents(positions, mask):
-            raise ValueError(
-                "`prefill_chunk_size` must be None with several documents (`position_ids` that restart at 0): a "
-                "document that begins at a piece's first token would not be recognised as new."
-            )
-    is_new = given is None and not generation_config.is_assistant
+    is_new = model_kwargs.get("past_key_values") is None and not generation_config.is_assistant
     if is_new and isinstance(mask, Tensor) and mask.dim() == 2 and not (mask[:, -1:] != 0).logical_or(mask == 0).all():
         logger.warning_once(
             "A prompt ends in padding (`attention_mask` is 0 in its last column; without one, its last id is "
@@ -253,29 +245,31 @@ def _check_prompt(generation_config, model_kwargs: dict, generation_mode: Genera
     contains all ids, or embeddings, since the cache was created. With ids, the mask may cover columns that the cache
     has read; with embeddings it may not.
     """
-    if generation_config.use_cache is False:
-        raise ValueError(
-            "`use_cache` must be True with `past_key_values`, but is False: each step would read the prompt again."
-        )
     num_read, mask = model_kwargs["past_key_values"].get_seq_length(), model_kwargs.get("attention_mask")
-    num_columns = generation_config._mask_length if mask is None else mask.shape[1]
+    num_columns, embeds = (
+        generation_config._mask_length if mask is None else mask.shape[1],
+        model_kwargs.get("inputs_embeds"),
+    )
     advice = "call `past_key_values.start_prompt()` and give only the tokens to read next."
-    if num_read and generation_mode == GenerationMode.ASSISTED_GENERATION:
-        raise ValueError(
-            "Assisted generation (`assistant_model`, `prompt_lookup_num_tokens`) with a `past_key_values` that has "
-            f"read {num_read} columns would read them again: {advice}"
-        )
-    embeds = model_kwargs.get("inputs_embeds")
-    if num_read and embeds is not None and embeds.shape[1] != num_columns:
-        raise ValueError(
-            f"`inputs_embeds` has {embeds.shape[1]} columns and `attention_mask` {num_columns}: both must have "
-            f"all, the {num_read} that `past_key_values` has read too; or {advice}"
-        )
-    if 0 < num_columns <= num_read and not generation_config.is_assistant:
-        raise ValueError(
-            f"The prompt has {num_columns} columns, with those of its mask, but `past_key_values` has read {num_read} "
-            f"already, which come first in a prompt: {advice}"
-        )
+    refused = {
+        "`use_cache` must be True with `past_key_values`, but is False: each step would read the prompt again.": (
+            generation_config.use_cache is False
+        ),
+        "Assisted generation (`assistant_model`, `prompt_lookup_num_tokens`) with a `past_key_values` that has read "
+        f"{num_read} columns would read them again: {advice}": (
+            num_read and generation_mode == GenerationMode.ASSISTED_GENERATION
+        ),
+        f"`inputs_embeds` must have all {num_columns} columns of `attention_mask`, the {num_read} that "
+        f"`past_key_values` has read too; or {advice}": (
+            num_read and embeds is not None and embeds.shape[1] != num_columns
+        ),
+        f"The prompt has {num_columns} columns, with those of its mask, but `past_key_values` has read {num_read} "
+        f"already, which come first in a prompt: {advice}": (
+            0 < num_columns <= num_read and not generation_config.is_assistant
+        ),
+    }
+    for reason in [reason for reason, holds in refused.items() if holds]:
+        raise ValueError(reason)
 
 
 def _check_surprise(generation_config, generation_mode: GenerationMode) -> None:
@@ -286,6 +280,5 @@ def _check_surprise(generation_config, generation_mode: GenerationMode) -> None:
         "with `use_cache=False`, which reads tokens again": generation_config.use_cache is False,
         "without `return_dict_in_generate=True`, which returns it": not generation_config.return_dict_in_generate,
     }
-    for reason, holds in refused.items():
-        if holds:
-            raise ValueError(f"`output_surprise` is not possible {reason}.")
+    for reason in [reason for reason, holds in refused.items() if holds]:
+        raise ValueError(f"`output_surprise` is not possible {reason}.")

@@ -230,7 +230,7 @@ class TitansModel(TitansPreTrainedModel):
 
         Raises ValueError for an empty sequence or batch, ids out of range, or a mask, positions or cache that misfit.
         """
-        check_inputs(input_ids, inputs_embeds, self.config)
+        check_inputs(input_ids, inputs_embeds)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         past_key_values = self._make_or_check_cache(past_key_values, use_cache, len(inputs_embeds))

@@ -33,17 +33,13 @@ class TimeSeriesState:
 
     def check_fits(self, config: TitansTimeSeriesConfig, num_series: int, num_channels: int) -> None:
         """Raises ValueError for the state of a model of other sizes, or of another number of series or channels."""
-        rows, series = len(self.values), len(self.cycle_position)
-        if (rows, series) != (num_series * num_channels, num_series):
-            raise ValueError(
-                f"`state` must be of {num_series} series of {num_channels} channels as `past_values`, but is of "
-                f"{series} series of {rows // series}."
-            )
-        given = {"context_length": self.values.shape[1], "hidden_size": self.hidden_states.shape[2]}
-        given["patch_length"] = given["context_length"] // self.hidden_states.shape[1]
-        for name, value in given.items():
-            if value != (expected := getattr(config, name)):
-                raise ValueError(f"`state` must be of a model with `{name}` {expected}, not {value}.")
+        series, length = len(self.cycle_position), self.values.shape[1]
+        given = {"series": series, "channels": len(self.values) // series, "context_length": length}
+        given |= {"hidden_size": self.hidden_states.shape[2], "patch_length": length // self.hidden_states.shape[1]}
+        expected = {"series": num_series, "channels": num_channels}
+        expected |= {name: getattr(config, name) for name in given.keys() - expected.keys()}
+        for name in [name for name in given if given[name] != expected[name]]:
+            raise ValueError(f"`state` must have `{name}` {expected[name]}, but has {given[name]}.")
 
 
 @dataclass

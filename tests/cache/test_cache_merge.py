@@ -66,7 +66,7 @@ def test_what_cannot_be_merged():
             "its memory_update_rule is delta, not chunk",
         ),
         (TitansCache(model.config), "`other` has read nothing"),
-        (None, "`other` must be a TitansCache, but is a NoneType"),
+        (None, "`other` must be a TitansCache of .*, but is a NoneType"),
     ):
         with pytest.raises(ValueError, match=message):
             cache.merge(other)

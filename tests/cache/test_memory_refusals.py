@@ -72,17 +72,20 @@ def half_a_description(folder):
 @pytest.mark.parametrize(
     "damage,message",
     [
-        (cut, r"is damaged: it has \d+ bytes, not the \d+ that were saved"),
-        (alter, "was altered: its sha256"),
+        (cut, "is damaged or was altered: its sha256"),
+        (alter, "is damaged or was altered: its sha256"),
         (remove, "names the file 'memory-.*', which is not there"),
-        (half_a_description, "memory.json is damaged: it has no format"),
-        (lambda folder: describe(folder, format_version=2), "has version 2 of its format, but .* up to 1: update it"),
+        (half_a_description, "memory.json is damaged: JSONDecodeError"),
+        (
+            lambda folder: describe(folder, format_version=2),
+            "has the format 'titans-memory', version 2, not 'titans-memory', version 1",
+        ),
         (lambda folder: describe(folder, format="other"), "has the format 'other', version 1, not 'titans-memory'"),
         (lambda folder: describe(folder, format_version=None), "has the format 'titans-memory', version None"),
         (lambda folder: describe(folder, file="../memory.json"), "names the file '../memory.json'"),
         (
             lambda folder: (folder / "memory.json").write_text('{"format": "titans-memory", "format_version": 1}'),
-            "lacks",
+            "is damaged: KeyError",
         ),
     ],
 )

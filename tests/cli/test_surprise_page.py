@@ -156,7 +156,7 @@ def test_a_token_of_several_words():
 @pytest.mark.parametrize(
     "change,message",
     [
-        (["missing.txt"], "TEXT missing.txt is not a file"),
+        (["missing.txt"], "No such file or directory: .missing.txt"),
         (["bad.txt"], "TEXT bad.txt is not UTF-8"),
         (["text.txt", "--max_tokens=-1"], "--max_tokens must be at least 1, but is -1"),
         (["text.txt", "--output=bad.txt/page"], "--output bad.txt/page cannot be a folder: bad.txt is a file"),

@@ -82,5 +82,3 @@ def test_bad_arguments():
         fit_episodic_memory(model, [make_ids(1)])
     with pytest.raises(ValueError, match="`weights` must have one number"):
         fit_episodic_memory(model, [make_ids(9)], [torch.ones(8)])
-    with pytest.raises(ValueError, match="`token_memory_key_size` must be at most `hidden_size`"):
-        fit_episodic_memory(make_model("mag", **CHANGES | dict(token_memory_key_size=33)), [make_ids(9)])

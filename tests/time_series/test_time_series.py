@@ -304,7 +304,7 @@ def test_other_arguments_that_do_not_fit():
     with pytest.raises(ValueError, match=r"`future_values` must be \(2, 10, 3\), but is \(2, 1, 3\)"):
         model(past_values=values, future_values=values[:, :1])
     state = read(model, values, [60])[0].state
-    with pytest.raises(ValueError, match="`state` must be of 1 series of 3 channels"):
+    with pytest.raises(ValueError, match="`state` must have `series` 1, but has 2"):
         model(past_values=values[:1], state=state)
     with pytest.raises(ValueError, match=r"`past_values` must be .* at least 4, but is"):
         model(past_values=values[:, :2], state=state)
@@ -334,7 +334,7 @@ def test_states_of_other_models_are_refused(name, value):
     """A state of a model of other sizes raises an error that names the size."""
     model, values = make_model(), make_values()
     other = read(make_model(**{name: value}), values, [60])[0].state
-    expected = f"`state` must be of a model with `{name}` {getattr(model.config, name)}, not {value}"
+    expected = f"`state` must have `{name}` {getattr(model.config, name)}, but has {value}"
     with pytest.raises(ValueError, match=expected):
         model(past_values=values, state=other)
 
@@ -343,7 +343,7 @@ def test_states_of_other_series_are_refused():
     """A state of as many rows but another number of series raises an error."""
     model, values = make_model(), make_values(series=2, channels=3)
     state = read(model, values, [60])[0].state
-    with pytest.raises(ValueError, match="must be of 3 series of 2 channels as `past_values`, but is of 2 series of 3"):
+    with pytest.raises(ValueError, match="`state` must have `series` 3, but has 2"):
         model(past_values=make_values(series=3, channels=2), state=state)
 
 

@@ -60,8 +60,6 @@ def open_tokenizer(path: str, gguf_file: str | None) -> PreTrainedTokenizerBase:
         return load_tokenizer(path, "MODEL")
     if find_spec("gguf") is None:
         raise ValueError("--gguf_file needs the package gguf: pip install 'titans-hf[gguf]'")
-    if Path(path).is_dir() and not (Path(path) / gguf_file).is_file():
-        raise ValueError(f"--gguf_file {gguf_file} is not a file of MODEL {path}")
     return AutoTokenizer.from_pretrained(path, gguf_file=gguf_file)
 
 

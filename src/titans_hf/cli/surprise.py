@@ -209,8 +209,6 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     check_minimums(args, max_tokens=1)
     check_folder(args.output, "--output")
-    if args.text != "-" and not Path(args.text).is_file():
-        raise ValueError(f"TEXT {args.text} is not a file")
     text = read_text(args.text)
     model, tokenizer = load_model(args.model, args.device)
     if not model.config.layers_with_memory:
