@@ -76,7 +76,7 @@ def test_a_command_gets_its_own_arguments(monkeypatch, name):
             f"--memory {__file__} cannot be a folder",
         ),
         (["ask", "no-model", "--memory", "m", "--prompt", ""], "--prompt is empty"),
-        (["surprise", "no-model", "no-text", "--output", "out"], "No such file or directory: .no-text"),
+        (["surprise", "no-model", "no-text", "--output", "out"], "No such file or directory: 'no-text'"),
         (["eval", "no-model", "--suite", "no-suite", "--output", "out"], "no such suite or task"),
         (["serve", "model", "--continuous-batching"], "--continuous-batching"),
         (["chat", "model", "http://127.0.0.1:9/v1"], "the server does not answer: "),

@@ -167,6 +167,6 @@ def test_bad_input(change, message, paths, monkeypatch, tmp_path):
     """A missing, unreadable or too long text raises an error that names it before anything is written."""
     monkeypatch.chdir(tmp_path)
     Path("bad.txt").write_bytes(b"caf\xe9 au lait")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
         surprise.main([paths.model, "--output", str(paths.out), *change])
     assert not paths.out.exists()
