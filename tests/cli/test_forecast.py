@@ -20,10 +20,12 @@ def call(data, output, *options) -> pd.DataFrame:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A file of hourly values at a level that float32 does not resolve, and the folder of a model of it."""
+    """A file of hourly values, one of them left out, at a level that float32 does not resolve, the folder of a model of
+    it, and what was forecast.
+    """
     folder = tmp_path_factory.mktemp("forecast")
-    data = write_series(folder / "waves.csv", rows=100)
-    table = pd.read_csv(data)
+    data = write_series(folder / "waves.csv", rows=101)
+    table = pd.read_csv(data).drop(index=40)
     table["c1"] = 1e8 + 1e-2 * table["c1"]
     table.to_csv(data, index=False)
     future = call(data, folder / "model", "--horizon", 10, "--cycle_length", 24, *STEPS)
@@ -34,7 +36,7 @@ def test_rows_follow_in_the_units_of_the_file(trained):
     """The rows begin an hour after the last one and have the names and the level of their columns."""
     _, output, future = trained
     assert future.index.name == "date" and list(future) == ["c0", "c1"]
-    assert (future.index == pd.date_range("2020-01-05 04:00", periods=10, freq="h")).all()
+    assert (future.index == pd.date_range("2020-01-05 05:00", periods=10, freq="h")).all()
     assert future["c1"].between(1e8 - 0.1, 1e8 + 0.1).all() and future["c1"].nunique() == 10
     assert future["c0"].between(-3, 3).all()
     assert {"README.md", "series.json", "forecast.png", "model.safetensors"} <= {x.name for x in output.iterdir()}

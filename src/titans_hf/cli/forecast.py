@@ -213,7 +213,6 @@ def train(args: argparse.Namespace, series: Series) -> tuple[TitansForTimeSeries
         "mean": scaling.mean.tolist(),
         "std": scaling.std.tolist(),
         "frequency": frequency_of(series.times),
-        "first_time": str(pd.Timestamp(series.times[0])),
         "last_time": str(pd.Timestamp(series.times[-1])),
         "rows": [len(training.rows), len(validation.rows)],
         "best_step": best_step(trainer),
@@ -301,9 +300,11 @@ def forecast(
     scaling = Scaling(np.array(facts["mean"]), np.array(facts["std"]))
     look_back, step = model.config.context_length, frequency_of(series.times)
     past = scaling.scale(series.values[-look_back:])[None].to(model.device)
-    place = steps_between(np.datetime64(facts["first_time"]), series.times[-look_back], facts["frequency"])
+    # The cycle counts rows. Where rows are missing, it fits the end of what was trained on.
+    last = sum(facts["rows"]) - 1 + steps_between(np.datetime64(facts["last_time"]), series.times[-1], step)
+    position = torch.tensor([last - look_back + 1], device=model.device)
     try:
-        future = model.generate(past, horizon, cycle_position=torch.tensor([place], device=model.device)).sequences
+        future = model.generate(past, horizon, cycle_position=position).sequences
     except ValueError as error:
         raise ValueError(f"--horizon {horizon}: {error}") from error
     values = scaling.unscale(future[0].cpu())
