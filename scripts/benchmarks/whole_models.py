@@ -35,16 +35,18 @@ def add_arguments(parser: ArgumentParser) -> None:
         default=[*model_shapes.NAMES, WITHOUT_MEMORY],
     )
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 8192, 32768])
-    parser.add_argument("--depths", type=int, nargs="+", default=[1], help="layers of the memory network")
+    parser.add_argument(
+        "--depths", type=int, nargs="+", help="layers of the memory network; that of its form if left out"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     model_shapes.add_settings(parser)
 
 
 class NamedConfig(NamedTuple):
-    """A model by its name, the depth of its memory (0 without one) and its configuration."""
+    """A model by its name, the depth of its memory (0 without one, None for its form's) and its configuration."""
 
     name: str
-    depth: int
+    depth: int | None
     config: PreTrainedConfig
 
 
@@ -55,7 +57,7 @@ def run(args: Namespace) -> Iterator[dict]:
         model_shapes.check(model)
         for length in args.lengths:
             read, train = make_passes(model, length)
-            row = {"model": f"{name}, depth {depth}" if len(args.depths) > 1 else name, "tokens": length}
+            row = {"model": f"{name}, depth {depth}" if len(args.depths or ()) > 1 else name, "tokens": length}
             row["parameters"] = model.num_parameters()
             for what, passes in (("read", read), ("train", train)):
                 passes()
@@ -72,7 +74,8 @@ def _configs(args: Namespace) -> Iterator[NamedConfig]:
             yield NamedConfig(name, 0, config)
         else:
             titans = name in model_shapes.TITANS
-            for depth in args.depths if titans else args.depths[:1]:
+            depths = args.depths or [None]
+            for depth in depths if titans else depths[:1]:
                 more = {"memory_depth": depth} if titans else {}
                 more |= model_shapes.settings_of(name, args.size, args.set, FIXED)
                 yield NamedConfig(name, depth, model_shapes.fit_config(name, args.size, **more))

@@ -84,6 +84,11 @@ def by_form(*, titans: Any, delta: Any, paper: Any) -> Callable[["TitansConfig"]
     return lambda config: {"titans": titans, "delta": delta, "paper": paper}[config.memory_form]
 
 
+def _update_rule(config: "TitansConfig") -> str:
+    """Returns the default of `memory_update_rule`: the delta rule, which a residual network does not have."""
+    return "chunk" if config.memory_form == "paper" or config.memory_network == "residual" else "delta"
+
+
 @strict
 class TitansConfig(PreTrainedConfig):
     r"""
@@ -116,8 +121,9 @@ class TitansConfig(PreTrainedConfig):
             attention with persistent tokens.
         memory_form (`str`, defaults to `"titans"`):
             Sets the fields below that have no default here, unless they are given: `"titans"` a memory of two layers
-            with momentum by the paper's chunk rule, with stabilisers; `"delta"` a linear memory without momentum by the
-            delta rule, which is faster, with the same stabilisers; `"paper"` the paper's second version as it stands.
+            with momentum, the last layer by the delta rule, with stabilisers; `"delta"` a linear memory without
+            momentum by the delta rule, which is faster, with the same stabilisers; `"paper"` the paper's second version
+            as it stands.
             The docstring of each field says what it is in all three forms.
         memory_depth (`int`, *optional*):
             Number of layers of the memory network (L_M); 1 is a linear memory. 2, with `"delta"` 1.
@@ -143,8 +149,9 @@ class TitansConfig(PreTrainedConfig):
             larger one warns. With the delta rule, hidden layers take steps of theta / (2 b).
         memory_update_rule (`str`, *optional*):
             Weights at which the error of the memory network's last layer is taken: `"chunk"` those of the chunk's
-            start, as in the paper (eq. 16); `"delta"` those before each token, exactly (the delta rule), so that a
-            single write can replace what the memory returns for a key. `"chunk"`, with `"delta"` `"delta"`.
+            start, as in the paper's algorithm in chunks (eq. 16); `"delta"` those before each token, as in eq. 10,
+            exactly (the delta rule), so that a single write can replace what the memory returns for a key. `"delta"`,
+            with `"paper"` and with `memory_network="residual"` `"chunk"`.
         memory_recurrence (`str`, *optional*):
             Form of the update (eq. 10-14): `"paper"` as stated. With `"stable"`, forgetting leads back to the learned
             initial weights instead of 0, where a network of several layers has no gradient; theta is multiplied by
@@ -152,9 +159,9 @@ class TitansConfig(PreTrainedConfig):
             largest step that does not diverge decreases with their square; and the network starts as 0. `"stable"`,
             with `"paper"` `"paper"`.
         memory_momentum (`bool`, *optional*):
-            Momentum of the update (eta, eq. 10). By default with `memory_update_rule="chunk"` only: with the delta rule
-            it gains at most 0.01 nats on text, and eta is at most 1/3, because with a larger one the memory can grow
-            exponentially where a key comes in bursts.
+            Momentum of the update (eta, eq. 10). With the delta rule, eta is at most 1/3, because with a larger one the
+            memory can grow exponentially where a key comes in bursts. `True`, with `memory_form="delta"` and the delta
+            rule `False`: there it gains at most 0.01 nats on text.
         memory_forget (`bool`, defaults to `True`):
             Weight decay of the memory (alpha, eq. 13), to the weights that `memory_recurrence` sets.
         memory_conv_kernel (`int`, defaults to 4):
@@ -259,9 +266,11 @@ class TitansConfig(PreTrainedConfig):
     memory_chunk_size: int | None = setting(
         None, at_least=1, derived=by_form(titans=64, delta=64, paper=16), state="shape", card="chunk of the memory"
     )
-    # docs/dev/log.md: "Errors at the chunk's start against errors token by token"
+    # docs/dev/log.md: "Two layers, the last one by the delta rule", "Errors at the chunk's start"
     memory_update_rule: Literal["chunk", "delta"] | None = setting(
-        None, derived=by_form(titans="chunk", delta="delta", paper="chunk"), state="shape"
+        None,
+        derived=_update_rule,
+        state="shape",
     )
     # docs/dev/log.md: "Which steps are safe at which depth", "A step of 0.2 breaks training"
     memory_max_lr: int | float | None = setting(None, at_least=0, derived=lambda config: config.max_stable_lr)
@@ -271,7 +280,9 @@ class TitansConfig(PreTrainedConfig):
     )
     # docs/dev/log.md: "Momentum with the delta rule"
     memory_momentum: bool | None = setting(
-        None, derived=lambda config: config.memory_update_rule == "chunk", state="shape"
+        None,
+        derived=lambda config: config.memory_form != "delta" or config.memory_update_rule == "chunk",
+        state="shape",
     )
     memory_forget: bool = setting(True)
     memory_conv_kernel: int = setting(4, at_least=1, state="shape")

@@ -1,8 +1,8 @@
 """The two rules of the memory in chunks, a page of plain PyTorch each, whose backward is autograd's.
 
 `torch_chunk_comba` is the delta form: one linear layer, the delta rule, forgetting to the initial weights.
-`torch_chunk_titans` is the deep form: an MLP of any depth, the gradients of a chunk at the weights of its start,
-momentum, clipping, forgetting to the initial weights.
+`torch_chunk_titans` is the deep form: an MLP of any depth, the gradients of a chunk at the weights of its start, the
+last layer's by the delta rule, momentum, clipping, forgetting to the initial weights.
 
 `memory_ops.memorize` computes the same faster or with less memory; it also knows padding, documents and rows that start
 within a chunk. Equation numbers are the paper's (arXiv 2501.00663).
@@ -94,6 +94,7 @@ def torch_chunk_titans(
     weights: list[Tensor],
     momentum: list[Tensor],
     error_clip: float | None = None,
+    hidden_step: float | None = None,
     chunk_size: int = 64,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Computes a memory M(x) = W_L silu(... silu(W_1 x)) with the gradients of a chunk at the weights of its start.
@@ -110,6 +111,8 @@ def torch_chunk_titans(
         weights, momentum: M and S before the first token, which starts a chunk: (B, H, d_in, d_out) of each layer.
         error_clip: kappa; None for no clip. The error M(k) - v is clipped at kappa |v|, a layer's gradient at
             4 kappa |v|.
+        hidden_step: with the delta rule, what the hidden layers' steps are multiplied by. The last layer's error is
+            taken at M_{t-1} (eq. 10) and is not clipped. None for the chunk's start in all layers.
 
     Returns o (B, T, H, D), and weights and momentum after the last token.
     """
@@ -138,7 +141,18 @@ def torch_chunk_titans(
         steps = (retain @ decay) * theta_c[..., None, :]  # G: of u_i in M_t, (C, C) @ (C, C) (eq. 13 and 14, unrolled)
         from_momentum = retain @ m  # f: of S_0 in M_t, (C, C) @ (C, 1)
 
-        # 4. o_t = M_t(q_t) (eq. 15), layer by layer:
+        # 4. The delta rule: the last layer's errors at the weights before each token contain what the tokens before it
+        #    wrote in this chunk, so its deltas solve a triangular system. Row i of a factor is that after token i - 1.
+        if hidden_step is not None:
+            x, w, s, m_0 = h[-1], weights[-1], momentum[-1], initial_weights[-1]
+            beta_before, f_before = F.pad(beta, (0, 0, 1, -1), value=1.0), F.pad(from_momentum, (0, 0, 1, -1))
+            error = beta_before * (x @ (w - m_0)) + f_before * (x @ s) + x @ m_0 - v_c  # (C, d_in) @ (d_in, D)
+            scale = 2 / x.square().sum(-1, keepdim=True).clamp(min=1.0)
+            system = scale * F.pad(steps, (0, 0, 1, -1)) * (x @ x.mT)  # strictly lower triangular
+            solved = torch.linalg.solve_triangular(system, scale * error, upper=False, unitriangular=True)
+            delta = [*(hidden_step * d for d in delta[:-1]), solved]
+
+        # 5. o_t = M_t(q_t) (eq. 15), layer by layer:
         #    x M_t = beta_t x (W - M_0) + f_t x S + x M_0 - sum_{i<=t} G_ti (x . h_i) delta_i
         x = q_c
         for layer, (w, s, m_0) in enumerate(zip(weights, momentum, initial_weights, strict=True)):
@@ -148,7 +162,7 @@ def torch_chunk_titans(
             x = start - scores @ delta[layer]  # (C, C) @ (C, d_out)
         outputs.append(x)
 
-        # 5. M and S at the chunk's end, where the last rows of the factors apply (eq. 13, 14)
+        # 6. M and S at the chunk's end, where the last rows of the factors apply (eq. 13, 14)
         to_weights, to_momentum = steps[..., -1, :, None], decay[..., -1, :, None] * theta_c[..., None]  # (C, 1)
         end, m_end, f_end = beta[..., -1:, :], m[..., -1:, :], from_momentum[..., -1:, :]
         new = [

@@ -41,9 +41,11 @@ def titans(inputs: MemoryInputs, state: MemoryState, rule: UpdateRule, *, chunk_
     """Computes `memorize` of a deep memory by the listing of the deep form."""
     by_token = [x.transpose(1, 2) for x in inputs if x is not None]
     target = decay_target or [torch.zeros_like(w) for w in state.weights]
-    output = torch_chunk_titans(*by_token, target, state.weights, state.momentum, rule.error_clip, chunk_size)
+    hidden_step = rule.hidden_step if rule.delta_rule else None
+    rest = (state.weights, state.momentum, rule.error_clip, hidden_step, chunk_size)
+    output = torch_chunk_titans(*by_token, target, *rest)
     retrieved, weights, momentum = output
-    anchor = tuple(torch.zeros_like(w) for w in weights)
+    anchor = tuple(torch.zeros_like(w) for w in weights if rule.needs_anchor(len(weights)))
     after = MemoryState(tuple(weights), tuple(momentum), anchor, state.num_seen + inputs.keys.shape[2])
     return MemorizeOutput(retrieved.transpose(1, 2), None, after)
 
@@ -78,12 +80,17 @@ def test_the_delta_form(forget, num_seen, length):
 @pytest.mark.parametrize("num_seen", [[0, 0, 0], [4, 0, 8]], ids=["start", "later chunks"])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_the_deep_form(depth, num_seen, length):
-    """The listing gives the outputs, final state and gradients of both other forms, with and without a clip."""
+    """The listing gives the outputs, final state and gradients of both other forms, with and without the delta rule and
+    a clip, for keys on both sides of length 1.
+    """
     torch.manual_seed(length)
     state, inputs = make_state(depth, num_seen), scale_steps(make_inputs(length), 0.1)
-    for error_clip, decay_target in ((1.0, ()), (1.0, make_decay_target(depth)), (None, ())):
-        inputs = inputs if error_clip else scale_steps(inputs, 0.05)
-        arguments = (inputs, state, UpdateRule(error_clip), decay_target)
+    inputs = inputs._replace(keys=inputs.keys * (0.5 + torch.rand(B, H, length, 1, dtype=torch.float64)))
+    target, delta_rule = make_decay_target(depth), UpdateRule(1.0, delta_rule=True, hidden_step=0.3)
+    rules = [(delta_rule, target), (UpdateRule(1.0), ()), (UpdateRule(1.0), target), (UpdateRule(None), ())]
+    for rule, decay_target in rules:
+        inputs = inputs if rule.error_clip else scale_steps(inputs, 0.05)
+        arguments = (inputs, state, rule, decay_target)
         listing = results(titans, *arguments)
         assert_same(listing, results(memorize, *arguments))
         assert_same(listing, results(memorize_reference, *arguments))

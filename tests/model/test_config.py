@@ -105,23 +105,24 @@ def test_derived_defaults():
 
 
 def test_the_largest_step_and_momentum_follow_rule_depth_and_chunk():
-    """Left out, the largest step is the rule's, and momentum is on with the chunk rule, whatever set the rule."""
+    """Left out, the largest step is the rule's, and momentum is off only in the form "delta" with its own rule."""
     assert TitansConfig(memory_form="delta", memory_chunk_size=8).memory_max_lr == 1 / 2
     for depth, step in ((1, 1 / 8), (2, 1 / 8), (3, 1 / 12), (4, 1 / 16)):
         assert TitansConfig(memory_update_rule="chunk", memory_depth=depth, memory_chunk_size=8).memory_max_lr == step
     assert TitansConfig(memory_chunk_size=8, memory_max_lr=0).memory_max_lr == 0
     for form in ("titans", "delta", "paper"):
         assert TitansConfig(memory_form=form, memory_update_rule="chunk").memory_momentum is True
-    assert TitansConfig(memory_form="titans", memory_update_rule="delta").memory_momentum is False
+    assert TitansConfig(memory_form="delta", memory_depth=2).memory_momentum is False
+    assert TitansConfig(memory_network="residual").memory_update_rule == "chunk"  # it has no delta rule
 
 
 def test_a_form_sets_the_fields_that_are_not_given(tmp_path):
     """`memory_form` sets the fields that belong together, a field that is given wins, None among them, and config.json
     holds what came out: a saved config does not depend on the forms.
     """
-    titans = dict(memory_depth=2, memory_update_rule="chunk", memory_momentum=True, memory_recurrence="stable")
+    titans = dict(memory_depth=2, memory_update_rule="delta", memory_momentum=True, memory_recurrence="stable")
     forms = {
-        "titans": titans,
+        "titans": titans | dict(memory_max_lr=0.5),
         "delta": dict(memory_depth=1, memory_update_rule="delta", memory_momentum=False, memory_max_lr=0.5),
         "paper": PAPER | dict(memory_depth=2, memory_expansion=4, memory_momentum=True, memory_chunk_size=16),
     }
