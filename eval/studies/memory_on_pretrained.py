@@ -1,23 +1,22 @@
 """Compares memories behind the last layer of a pretrained model that sees a window: the gain in nats per token.
 
     titans-hf convert MODEL --output runs/windowed --window 256 --memory none
-    python -m eval.studies.read_pretrained runs/windowed --books data/books --output runs/arrays
-    python -m eval.studies.memory_on_pretrained runs/arrays --memory ring --entries 2000 --threshold 3 \
+    python -m eval.studies.read_pretrained runs/windowed --data data --output runs/arrays
+    python -m eval.studies.memory_on_pretrained runs/windowed runs/arrays --memory episodic --entries 3500 \
         --output eval/results/memory_on_pretrained.jsonl
 
-No weight of the model is trained. A memory is fitted to the novels of the train set and scored on valid and test:
+No weight of the model is trained. A memory is fitted to the novels of the train set and scored on the others:
 
     loss = -log((1 - l) p + l m),  l = sigmoid(w f + b),  m the memory's distribution of the next token
 
-The features f of the gate are the log of the sum of the memory's scores, the largest share of a token, the entropy of
-the model, and the log of the number of tokens that the memory may have stored. The memories:
-
-    ring    entries (key, token) of surprising tokens, the newest N; m is a softmax of beta cos(key of y, entry's key)
-    cache   the neural cache of Grave et al. (2017): every token, keys of all numbers of y, a constant l
-    counts  what has followed the same n - 1 tokens in the text so far, a constant l
-    deep    the paper's memory (eq. 12-15): an MLP, in chunks of 64, keys made of y, values random codes of the tokens;
-            m is a softmax of beta (code . retrieved) over the tokens written so far; keys, initial weights, steps,
-            momentum and forgetting are trained on the train set
+    episodic  the package's: entries of surprising tokens, fitted by `titans_hf.episodic_fit`
+    cache     the neural cache of Grave et al. (2017): every token, keys of all numbers of y, a constant l
+    counts    what has followed the same n - 1 tokens in the text so far, a constant l
+    deep      the paper's memory (eq. 12-15): an MLP, in chunks of 64, keys made of y, values random codes of tokens;
+              m is a softmax of beta (code . retrieved) + kappa log p over the tokens written so far; keys, initial
+              weights, steps, momentum, forgetting and kappa are trained on the train set. Its gate sees the log of the
+              sum of the scores, the largest share, the entropy of the model, and the log of the position
+    window    no memory: what the model gains that has read --wider, arrays of a larger window
 """
 
 import argparse
@@ -29,15 +28,29 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, normalize, pad
+from transformers import AutoConfig
 
 from eval.common.records import describe_commit
+from titans_hf import TitansForCausalLM
 from titans_hf.cli.shared.command_line import run_command
+from titans_hf.episodic_fit import PIECE, Piece, collect, evaluate, fit_keys, fit_read_out
+from titans_hf.episodic_memory import EpisodicMemory
 from titans_hf.memory_network import UpdateRule, layer_shapes
 from titans_hf.memory_ops import memorize
 from titans_hf.memory_state import MemoryInputs, MemoryState
 
-RANGES = [(0, 10**9), (0, 1024), (1024, 2048), (2048, 4096), (4096, 8192), (8192, 10240)]
+RANGES = [
+    (0, 10**9),
+    (0, 1024),
+    (1024, 2048),
+    (2048, 4096),
+    (4096, 8192),
+    (8192, 16384),
+    (16384, 32768),
+    (32768, 65536),
+]
 BLOCK, CHUNK = 512, 64  # positions scored at once, chunk of `memorize`
+KEY_TOKENS, FITTED = 15_000, 8_000  # of the train set: read for the keys, positions that the read-out is fitted to
 RATES = (0.01, 0.02, 0.04, 0.07, 0.1, 0.14)  # the constants l that are tried
 
 
@@ -46,7 +59,7 @@ def load_set(folder: Path, name: str) -> list[dict]:
     arrays = torch.load(folder / f"{name}.pt", mmap=True)
     texts = []
     for i in range(len(arrays["ids"])):
-        text = {key: arrays[key][i, :-1].float() for key in ("y", "loss", "ent")}
+        text = {key: arrays[key][i, :-1].float() for key in ("y", "h", "loss", "ent")}
         texts.append(text | {"ids": arrays["ids"][i].long(), "next": arrays["ids"][i, 1:].long()})
     return texts
 
@@ -61,44 +74,78 @@ def principal_directions(texts: list[dict]) -> tuple[Tensor, Tensor]:
     return y.mean(0), directions * variances.clamp(min=1e-6) ** -0.25
 
 
-class Ring(nn.Module):
-    """The newest N entries of tokens whose loss was at least the threshold."""
+class Episodic:
+    """The package's episodic memory, with texts that have been read already."""
 
-    def __init__(self, args: argparse.Namespace, mean: Tensor, directions: Tensor):
-        super().__init__()
-        self.entries, self.threshold, self.beta = args.entries, args.threshold, 12.0
-        self.mean, self.projection = mean, directions[:, -args.key_size :]
-        self.num_bytes = args.entries * (2 * args.key_size + 4)  # keys in 16 bits, tokens in 32
+    def __init__(self, args: argparse.Namespace, head: nn.Linear):
+        config = AutoConfig.from_pretrained(args.model)
+        for name in ("entries", "threshold", "key_size"):
+            setattr(config, f"token_memory_{name}", getattr(args, name))
+        config.token_memory_form = "episodic"
+        self.memory, self.head = EpisodicMemory(config, config.num_hidden_layers).requires_grad_(False), head
+        state = self.memory.initial_state(1, torch.bfloat16).entries.entries
+        self.num_bytes = sum(x.numel() * x.element_size() for x in vars(state).values())
 
-    def prepare(self, text: dict) -> tuple[Tensor, Tensor]:
-        """Returns the keys of all positions and the positions whose next token is written."""
-        keys = normalize((text["y"] - self.mean) @ self.projection, dim=-1)
-        return keys, (text["loss"] >= self.threshold).nonzero()[:, 0]
+    def pieces(self, text: dict, length: int):
+        """Yields what a model of bfloat16 has found in a text."""
+        for begin in range(0, length, PIECE):
+            part = slice(begin, min(begin + PIECE, length))
+            yield Piece(text["ids"][None, part], *(text[name][None, part].bfloat16() for name in ("y", "h")))
 
-    def score(self, text: dict, prepared, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns m of the next token (Q,), features (Q, 4), and whether there are entries (Q,), at positions (Q,)."""
-        keys, written = prepared
-        newest = torch.searchsorted(written, at)  # the entry of a position is known at the next one
-        oldest = (newest - self.entries).clamp(min=0)
-        first, last = int(oldest[0]), max(int(newest[-1]), int(oldest[0]) + 1)
-        places, index = written[first:last], torch.arange(first, last)
-        scores = self.beta * keys[at] @ keys[places].T  # (Q, K) @ (K, N)
-        visible = (index >= oldest[:, None]) & (index < newest[:, None])
-        scores = scores.masked_fill(~visible[:, : len(places)], -1e4)
-        tokens, has_entries = text["next"][places], newest > oldest
-        log_sum, best = scores.logsumexp(1), tokens[scores.argmax(1)]
-        shares = (scores - log_sum[:, None]).exp()
-        of_next, of_best = (torch.where(tokens == x[:, None], shares, 0).sum(1) for x in (text["next"][at], best))
-        count = (newest - oldest).clamp(min=1).float().log()
-        features = torch.stack([log_sum / 10, of_best, text["ent"][at] / 4, count / 5], dim=1)
-        return of_next * has_entries, features * has_entries[:, None], has_entries
+    def evidence(self, text: dict, stride: int, offset: int = 0):
+        """Returns what every `stride`-th position finds."""
+        weight = torch.ones(len(text["ids"]))
+        pieces = self.pieces(text, len(text["loss"]))
+        return collect(self.memory, lambda h: self.head(h.float()), pieces, text["ids"], weight, stride, offset)
+
+    def read(self, texts: list[dict], num_seeds: int) -> None:
+        """Fits the keys, and collects what the read-out is fitted to with each seed: every n-th block of 64 tokens."""
+        share = math.ceil(KEY_TOKENS / len(texts))
+        fit_keys(self.memory, (piece for text in texts for piece in self.pieces(text, share)))
+        stride = math.ceil(sum(len(text["loss"]) for text in texts) / FITTED / num_seeds)
+        found = [self.evidence(text, stride) for text in texts]
+        self.found = [[parts[i::num_seeds] for parts in found] for i in range(num_seeds)]
+
+    def gains(self, texts: list[dict], stride: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns positions and gains of each text. The memory has no entry to see at positions that are left out."""
+        all_positions, all_gains = [], []
+        for text in texts:
+            result = evaluate(self.memory, [self.evidence(text, stride)])
+            positions = torch.arange(0, len(text["loss"]), stride)
+            gain = torch.zeros(len(text["loss"])).scatter(0, result.columns[0], result.before[0] - result.after[0])
+            all_positions.append(positions)
+            all_gains.append(gain[positions])
+        return all_positions, all_gains
+
+
+class Cache:
+    """The neural cache: the newest N tokens with the y that came before them."""
+
+    def __init__(self, args: argparse.Namespace, mean: Tensor):
+        self.entries, self.beta, self.mean = args.entries, 12.0, mean
+        self.num_bytes = args.entries * (2 * len(mean) + 4)  # keys in 16 bits, tokens in 32
+
+    def prepare(self, text: dict) -> Tensor:
+        """Returns the keys of all positions."""
+        return normalize(text["y"] - self.mean, dim=-1)
+
+    def score(self, text: dict, keys: Tensor, at: Tensor) -> tuple[Tensor, None, Tensor]:
+        """Returns m of the next token (Q,) at positions `at` (Q,), and whether there are entries."""
+        first, last = max(0, int(at[0]) - self.entries), max(int(at[-1]), 1)
+        places = torch.arange(first, last)
+        scores = self.beta * keys[at] @ keys[places].T  # (Q, D) @ (D, N)
+        visible = (places < at[:, None]) & (places >= at[:, None] - self.entries)
+        shares = scores.masked_fill(~visible, -1e4).softmax(1)
+        m = torch.where(text["next"][places] == text["next"][at][:, None], shares, 0).sum(1)
+        return m * (at > 0), None, at > 0
 
 
 class Deep(nn.Module):
     """The memory of the paper: M(k) is an MLP, or with depth 1 a matrix, whose weights are the state."""
 
-    def __init__(self, args: argparse.Namespace, mean: Tensor, directions: Tensor):
+    def __init__(self, args: argparse.Namespace, mean: Tensor, directions: Tensor, head: nn.Linear):
         super().__init__()
+        self.head = head
         size, shapes = args.key_size, layer_shapes(args.key_size, args.depth, args.expansion)
         self.threshold, self.momentum = args.threshold, args.momentum
         self.rule = UpdateRule(error_clip=None, delta_rule=args.depth == 1)
@@ -113,6 +160,7 @@ class Deep(nn.Module):
         nn.init.zeros_(self.gates.weight)
         self.gates.bias.data = torch.tensor([-2.0 if args.depth > 1 else 0.0, 2.0, -7.0])
         self.log_beta = nn.Parameter(torch.tensor(40.0 if args.depth > 1 else 20.0).log())
+        self.kappa = nn.Parameter(torch.tensor(0.3))
         self.read_gate = nn.Linear(4, 1)
         generator = torch.Generator().manual_seed(0)
         self.codes = normalize(torch.randn(1 << 18, size, generator=generator), dim=-1)  # of any token
@@ -144,9 +192,14 @@ class Deep(nn.Module):
         return retrieved, tokens, first
 
     def score(self, text: dict, prepared, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As of `Ring.score`; all tokens written before a position are compared."""
+        """Returns m of the next token (Q,), features (Q, 4), and whether something is written (Q,), at positions (Q,).
+        All tokens written before a position are compared.
+        """
         retrieved, tokens, first = prepared
         scores = self.log_beta.exp() * retrieved[at] @ self.codes[tokens].T  # (Q, size) @ (size, words)
+        with torch.no_grad():  # up to the constant log Z, which the softmax does not see
+            log_p = text["h"][at] @ self.head.weight[tokens].T.float()  # (Q, D) @ (D, words)
+        scores = scores + self.kappa * log_p
         scores = scores.masked_fill(first >= at[:, None], -1e4)
         log_sum, has_entries = scores.logsumexp(1), at > first.min()
         shares = (scores - log_sum[:, None]).exp()
@@ -160,7 +213,7 @@ class Deep(nn.Module):
         weight, bias = fit_gate(evidence(self, texts[:5], 16))
         self.read_gate.weight.data, self.read_gate.bias.data = weight[None], bias[None]
         slow = [self.projection, *self.initial]
-        fast = [*self.gates.parameters(), *self.read_gate.parameters(), self.log_beta]
+        fast = [*self.gates.parameters(), *self.read_gate.parameters(), self.log_beta, self.kappa]
         optimizer = torch.optim.Adam([{"params": slow, "lr": 1e-3}, {"params": fast, "lr": 1e-2}], betas=(0.9, 0.98))
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda i: min(1, (i + 1) / 5) * (0.5 + 0.5 * math.cos(math.pi * i / steps))
@@ -215,11 +268,11 @@ def fit_gate(found: list[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor]:
     return weight, bias - (weight * mean).sum()
 
 
-def table(found: list[tuple[Tensor, ...]], gains: list[Tensor]) -> dict:
+def table(positions: list[Tensor], gains: list[Tensor]) -> dict:
     """Returns the mean gain by range of positions, of each text, and a 95 % bootstrap interval over texts."""
     result = {}
     for low, high in RANGES:
-        parts = [g[(x[0] >= low) & (x[0] < high)] for x, g in zip(found, gains, strict=True)]
+        parts = [g[(at >= low) & (at < high)] for at, g in zip(positions, gains, strict=True)]
         if all(len(x) for x in parts):
             key = "all" if low == 0 and high > 1024 else f"{low}-{high}"
             result[key] = round(torch.stack([x.mean() for x in parts]).mean().item(), 4)
@@ -257,43 +310,74 @@ def count_evidence(texts: list[dict], order: int, stride: int) -> list[tuple[Ten
     return result
 
 
-def measure(args: argparse.Namespace) -> None:
-    """Fits a memory with every seed, and writes a line for valid and one for test."""
-    sets = {name: load_set(args.arrays, name) for name in ("train", "valid", "test")}
-    strides = {"valid": 4, "test": args.stride}
-    names = ("threshold", "entries", "key_size", "depth", "expansion", "momentum", "steps")
-    settings, used = {}, {"ring": names[:3], "cache": names[1:2], "counts": ("order",), "deep": (names[0], *names[2:])}
-    mean, directions = principal_directions(sets["train"])
-    for seed in args.seeds:
+class Measured:
+    """A memory, its gains on a set after a fit with a seed, and what was fitted."""
+
+    def __init__(self, args: argparse.Namespace, head: nn.Linear):
+        self.args, self.head, self.settings, self.memory = args, head, {}, None
+        self.train = load_set(args.arrays, "train")
+        self.mean, self.directions = principal_directions(self.train)
+
+    def fit(self, seed: int) -> None:
+        """Fits the memory to the train set, or chooses the rate on valid."""
         torch.manual_seed(seed)
-        if args.memory == "deep":
-            memory = Deep(args, mean, directions)
+        args, memory = self.args, self.args.memory
+        if memory == "episodic":
+            if self.memory is None:
+                self.memory = Episodic(args, self.head)
+                self.memory.read(self.train, len(args.seeds))
+            fit_read_out(self.memory.memory, self.memory.found[args.seeds.index(seed)])
+            for name in ("log_sharpness", "entry_weight", "gate_weight", "gate_bias"):
+                self.settings[name] = [round(x, 3) for x in getattr(self.memory.memory, name).tolist()]
+        elif memory == "deep":
+            self.memory = Deep(args, self.mean, self.directions, self.head)
             if args.steps:
-                memory.fit(sets["train"], args.steps)
-        elif seed == args.seeds[0]:  # the seed is that of the positions that the gate is fitted to
-            if args.memory == "cache":  # all numbers of y, nothing learned, every token
-                args.threshold, args.key_size, directions = -math.inf, len(mean), torch.eye(len(mean))
-            memory = None if args.memory == "counts" else Ring(args, mean, directions)
-        if args.memory == "deep" or seed == args.seeds[0]:
-            found = {
-                name: evidence(memory, sets[name], n) if memory else count_evidence(sets[name], args.order, n)
-                for name, n in strides.items()
-            }
-        if args.memory in ("ring", "deep"):
-            gate = fit_gate(evidence(memory, sets["train"], 8 if args.memory == "ring" else 16, 2 * seed))
-            settings["gate"] = [round(x, 3) for x in [*gate[0].tolist(), gate[1].item()]]
-            gains = {name: gains_of_gate(x, gate) for name, x in found.items()}
-        else:
-            by_rate = {rate: table(found["valid"], gains_of_rate(found["valid"], rate))["all"] for rate in RATES}
-            settings["rate"] = max(by_rate, key=by_rate.get)
-            gains = {name: gains_of_rate(x, settings["rate"]) for name, x in found.items()}
-        settings |= {name: getattr(args, name) for name in used[args.memory]}
-        if memory is not None:
-            settings["bytes"] = memory.num_bytes
-        for name, x in found.items():
-            config = {"memory": args.memory, "window": args.window, "sinks": 1} | settings
-            line = {"table": "token-memory-on-smollm2", "config": config, "data": name, "seed": seed}
-            line |= {"result": table(x, gains[name]), "stride": strides[name], "commit": describe_commit()}
+                self.memory.fit(self.train, args.steps)
+            self.gate = fit_gate(evidence(self.memory, self.train, 16, 2 * seed))
+        elif memory != "window":
+            self.memory = Cache(args, self.mean) if memory == "cache" else None
+            valid = self._found(load_set(args.arrays, "valid"), 4)
+            by_rate = {rate: table([x[0] for x in valid], gains_of_rate(valid, rate))["all"] for rate in RATES}
+            self.settings["rate"] = max(by_rate, key=by_rate.get)
+
+    def _found(self, texts: list[dict], stride: int) -> list[tuple[Tensor, ...]]:
+        return evidence(self.memory, texts, stride) if self.memory else count_evidence(texts, self.args.order, stride)
+
+    def gains(self, name: str) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns positions and gains of each text of a set."""
+        texts, stride = load_set(self.args.arrays, name), self.args.stride
+        if self.args.memory == "window":
+            wider = load_set(self.args.wider, name)
+            gains = [(a["loss"] - b["loss"])[::stride] for a, b in zip(texts, wider, strict=True)]
+            return [torch.arange(0, len(text["loss"]), stride) for text in texts], gains
+        if self.args.memory == "episodic":
+            return self.memory.gains(texts, stride)
+        found = self._found(texts, stride)
+        is_deep = self.args.memory == "deep"
+        gains = gains_of_gate(found, self.gate) if is_deep else gains_of_rate(found, self.settings["rate"])
+        return [x[0] for x in found], gains
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Fits a memory with every seed, and writes a line for each set."""
+    head = TitansForCausalLM.from_pretrained(args.model).lm_head.float().requires_grad_(False)
+    used = {
+        "episodic": ("entries", "threshold", "key_size"),
+        "cache": ("entries",),
+        "counts": ("order",),
+        "deep": ("threshold", "key_size", "depth", "expansion", "momentum", "steps"),
+        "window": (),
+    }[args.memory]
+    measured = Measured(args, head)
+    for seed in args.seeds:
+        measured.fit(seed)
+        config = {"memory": args.memory, "window": args.window, "sinks": 1} | {x: getattr(args, x) for x in used}
+        if args.memory not in ("counts", "window"):
+            config["bytes"] = measured.memory.num_bytes
+        config |= measured.settings
+        for name in args.sets:
+            line = {"table": "memory-on-smollm2", "config": config, "data": name, "seed": seed}
+            line |= {"result": table(*measured.gains(name)), "stride": args.stride, "commit": describe_commit()}
             print(json.dumps(line), flush=True)
             with args.output.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(line) + "\n")
@@ -301,11 +385,14 @@ def measure(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="the converted model, whose LM head is used")
     parser.add_argument("arrays", type=Path, help="the folder that eval.studies.read_pretrained has made")
-    parser.add_argument("--memory", choices=["ring", "cache", "counts", "deep"], required=True)
+    parser.add_argument("--memory", choices=["episodic", "cache", "counts", "deep", "window"], required=True)
+    parser.add_argument("--sets", nargs="+", default=["valid", "test"], help="sets to score")
+    parser.add_argument("--wider", type=Path, help="of --memory window: arrays of the same texts and a larger window")
     parser.add_argument("--window", type=int, default=256, help="the window of the model that has read, for the record")
-    parser.add_argument("--threshold", type=float, default=3.0, help="nats from which on a token is written")
-    parser.add_argument("--entries", type=int, default=2000, help="of the ring and of the neural cache")
+    parser.add_argument("--threshold", type=float, default=2.0, help="nats from which on a token is written")
+    parser.add_argument("--entries", type=int, default=3500, help="of the episodic memory and of the neural cache")
     parser.add_argument("--key_size", type=int, default=64)
     parser.add_argument("--order", type=int, default=2, help="n of the counts of n-grams")
     parser.add_argument("--depth", type=int, default=2, help="layers of the deep memory")
@@ -313,9 +400,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--momentum", action="store_true", help="of its update")
     parser.add_argument("--steps", type=int, default=30, help="of its training; with 0, the read gate alone is fitted")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
-    parser.add_argument("--stride", type=int, default=2, help="every how many tokens of a test novel are scored")
+    parser.add_argument("--stride", type=int, default=4, help="every how many tokens of a text are scored")
     parser.add_argument("--output", type=Path, required=True, help="a file of JSON lines, to which lines are added")
     args = parser.parse_args(argv)
+    if args.memory == "window" and args.wider is None:
+        parser.error("--memory window needs --wider")
     args.output.parent.mkdir(parents=True, exist_ok=True)
     measure(args)
 

@@ -32,27 +32,42 @@ class KeyValueCache:
 
 @dataclass
 class TokenEntries:
-    """The ring of the episodic token memory: keys (B, N, K) and tokens (B, N) int32, oldest first, -1 where there is no
-    entry; expected (B, S) int32, the tokens that would be no surprise next, -1 beyond them.
+    """Entries of the episodic token memory, oldest first: keys (B, N, K), of the token before; tokens (B, N) int32, -1
+    where there is no entry; contexts (B, N) int32, the tokens before; positions (B, N) int32 in the document; losses
+    (B, N) in nats.
     """
 
     keys: Tensor
     tokens: Tensor
-    expected: Tensor
+    contexts: Tensor
+    positions: Tensor
+    losses: Tensor
 
-    def merged(self, other: "TokenEntries", weight: float) -> "TokenEntries":
+
+@dataclass
+class EntryRing:
+    """The ring of the episodic token memory and last_token (B, 1) int32, -1 before the first."""
+
+    entries: TokenEntries
+    last_token: Tensor
+
+    def merged(self, other: "EntryRing", weight: float) -> "EntryRing":
         """Returns a ring with the newest entries of both, in turn: a share of `weight` from `other`, more where the
-        entries of this ring do not fill theirs.
+        entries of this ring do not fill theirs. The entries of `other` are far away.
         """
-        other = map_tensors(lambda x: x.to(self.keys.device).expand(len(self.tokens), *x.shape[1:]), other)
-        keys, tokens = (torch.cat([getattr(x, name) for x in (self, other)], dim=1) for name in ("keys", "tokens"))
-        number = self.tokens.shape[1]
-        rank = torch.arange(number, 0, -1, device=keys.device, dtype=torch.float64) - 0.5  # of the newest: 1/2
+        ours, theirs = self.entries, other.entries
+        theirs = replace(theirs, positions=torch.full_like(theirs.positions, torch.iinfo(torch.int32).min // 2))
+        both = map_tensors(lambda x, y: torch.cat([x, y.to(x.device).expand_as(x)], dim=1), ours, theirs)
+        number = ours.tokens.shape[1]
+        rank = torch.arange(number, 0, -1, device=ours.keys.device, dtype=torch.float64) - 0.5  # of the newest: 1/2
         age = torch.cat([rank / max(share, 1e-9) for share in (1 - weight, weight)])
-        age = torch.where(tokens < 0, torch.inf, age)
+        age = torch.where(both.tokens < 0, torch.inf, age)
         index = age.argsort(dim=1, stable=True)[:, :number].flip(1)
-        keys = keys.gather(1, index[..., None].expand(-1, -1, keys.shape[-1]))
-        return TokenEntries(keys, tokens.gather(1, index), self.expected)
+
+        def newest(x: Tensor) -> Tensor:
+            return x.gather(1, index.view(*index.shape, *(1,) * (x.dim() - 2)).expand(-1, -1, *x.shape[2:]))
+
+        return replace(self, entries=map_tensors(newest, both))
 
 
 @dataclass
@@ -61,8 +76,8 @@ class LayerState:
 
     memory: weights, momentum, anchor and number of tokens (`MemoryState`); the number alone in a layer without memory.
     conv_state: (B, kernel - 1, 3 * hidden), the last inputs of the memory's convolutions; of the token memory
-    (B, 1, hidden), the last hidden state; of the episodic one (B, 1, K), the last key; of a layer without memory
-    (B, 0, hidden).
+    (B, 1, hidden), the last hidden state; of the episodic one (B, 1, K + hidden), the last key and hidden state; of a
+    layer without memory (B, 0, hidden).
     kv_cache: None in LMM.
     segment_weights: in MAC, the memory's weights at the start of the current segment. Empty if they are the memory's
     anchor.
@@ -73,7 +88,7 @@ class LayerState:
     conv_state: Tensor
     kv_cache: KeyValueCache | None = None
     segment_weights: tuple[Tensor, ...] = ()
-    entries: TokenEntries | None = None
+    entries: EntryRing | None = None
 
     def map(self, fn: Callable[..., Tensor], *others: "LayerState") -> "LayerState":
         """Applies `fn` to every tensor, with the tensors of `others` as further arguments."""

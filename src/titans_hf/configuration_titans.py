@@ -201,8 +201,8 @@ class TitansConfig(PreTrainedConfig):
             mixed with the model's.
         token_memory_entries (`int`, defaults to 0): Number of entries of the episodic token memory; 0 for none.
         token_memory_key_size (`int`, defaults to 64): Size of the keys of the episodic token memory.
-        token_memory_threshold (`float`, defaults to 3.0):
-            Loss in nats, from 0 to 6, from which a token is a surprise, which the episodic token memory writes.
+        token_memory_threshold (`float`, defaults to 2.0):
+            Loss in nats, from which a token is a surprise, which the episodic token memory writes.
 
         titans_version (`int`, *optional*):
             Version of what these fields mean. A saved config of another version is read if its function is the same,
@@ -306,7 +306,7 @@ class TitansConfig(PreTrainedConfig):
     token_memory_form: Literal["delta", "episodic"] = setting("delta", state="shape")
     token_memory_entries: int = setting(0, at_least=0, state="shape")
     token_memory_key_size: int = setting(64, at_least=1, state="shape")
-    token_memory_threshold: int | float = setting(3.0, at_least=0, at_most=6, state="shape")
+    token_memory_threshold: int | float = setting(2.0, at_least=0, state="shape")
     rope_parameters: dict | None = setting(None, variants=WITH_ATTENTION)
     rms_norm_eps: float = setting(1e-6, at_least=0)
     attention_dropout: int | float = setting(0.0, at_least=0, at_most=1, variants=WITH_ATTENTION, state="none")
@@ -386,11 +386,6 @@ class TitansConfig(PreTrainedConfig):
     def num_layers_with_state(self) -> int:
         """Number of layers of a cache: the decoder layers and the token memory."""
         return self.num_hidden_layers + (self.token_memory_features > 0 or self.token_memory_entries > 0)
-
-    @property
-    def num_expected_tokens(self) -> int:
-        """Largest number of tokens whose loss can be below `token_memory_threshold`; at least 1."""
-        return min(self.vocab_size, max(1, int(math.exp(self.token_memory_threshold))))
 
     @property
     def layers_with_memory(self) -> list[int]:

@@ -2,13 +2,15 @@
 
 1. Keys: the center c is the mean of y, the input of the last layer's feed-forward network, and the projection W its
    first principal directions, each divided by the fourth root of its variance.
-2. Read gate: its weights minimise the mean of -log((1 - l) p + l m) of the next token, with l = sigmoid(w f + b).
+2. The ten numbers of the read-out, the sharpness, the weights of an entry's facts and the gate, minimise the mean of
+   -log((1 - l) p + l m) of the next token.
 
 A trained projection was worse than this one on novels that it was not trained on.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,32 +19,47 @@ from torch.nn.functional import logsigmoid
 from tqdm.auto import tqdm
 
 from .cache_titans import TitansCache
-from .episodic_memory import EpisodicMemory
+from .episodic_memory import EpisodicMemory, Found
+from .memory_state import map_tensors
 from .modeling_titans import TitansForCausalLM
+from .token_grid import ALL_TOKENS, TokenGrid
+from .token_layout import TokenLayout
 
 PIECE = 512  # columns that are read at once
 START = -3.0  # of the gate's bias: a share of .05, which is near the best constant one
+NUM_COLUMNS = 8000  # that the read-out is fitted to, spread over the documents
+
+
+class Piece(NamedTuple):
+    """Some tokens of a document as a model has read them: tokens (1, T); mlp_inputs (1, T, hidden), y; hidden_states
+    (1, T, hidden), the inputs of the LM head.
+    """
+
+    tokens: Tensor
+    mlp_inputs: Tensor
+    hidden_states: Tensor
 
 
 class FitResult(NamedTuple):
-    """For each document, the losses in nats of all its tokens but the first, (T - 1,): without the memory, and with the
-    fitted memory.
+    """For each document, at the columns that the fit has looked at: columns (C,) int64, and the losses (C,) in nats of
+    the tokens after them, without the memory and with the fitted memory.
     """
 
+    columns: list[Tensor]
     before: list[Tensor]
     after: list[Tensor]
 
 
-class _Evidence(NamedTuple):
-    """Of T columns, in float64 on the CPU: features (T, 4) of the gate; has_entries (T,) bool; log p and log m (T,) of
-    the next token; its weight (T,).
+class Evidence(NamedTuple):
+    """Of C columns of a document: columns (C,); targets (1, C), the tokens after them; log_p (1, C) of these; weight
+    (1, C) of their losses; found, what they find in the memory.
     """
 
-    features: Tensor
-    has_entries: Tensor
+    columns: Tensor
+    targets: Tensor
     log_p: Tensor
-    log_m: Tensor
     weight: Tensor
+    found: Found
 
 
 @torch.no_grad()
@@ -54,13 +71,13 @@ def fit_episodic_memory(
     key_tokens: int = 15_000,
     progress: bool = True,
 ) -> FitResult:
-    """Fits the keys and the read gate of a model's episodic token memory, in place.
+    """Fits the keys and the read-out of a model's episodic token memory, in place.
 
     Args:
         model: a model with `token_memory_entries`.
         documents: ids (T,) of texts, each read by itself. Some 80,000 tokens are enough; the gate learns to trust only
             what lies as far back as these texts are long.
-        weights: for each document (T,), how much the loss of each of its tokens counts for the gate; 1 by default.
+        weights: for each document (T,), how much the loss of each of its tokens counts; 1 by default.
         key_tokens: how many tokens, from the starts of all documents, the keys are fitted to.
         progress: show bars on standard error.
 
@@ -68,15 +85,22 @@ def fit_episodic_memory(
     less than two tokens.
     """
     _check(model, documents, weights)
-    was_training = model.training
+    weights = [torch.ones(len(ids)) for ids in documents] if weights is None else weights
+    memory, was_training = model.model.episodic_memory, model.training
     model.eval()
+    bar = partial(tqdm, unit="token", disable=not progress)
     try:
-        _fit_keys(model, documents, key_tokens, progress)
-        evidence = _collect(model, documents, weights, progress)
-        _fit_gate(model.model.episodic_memory, evidence)
+        share = math.ceil(key_tokens / len(documents))
+        with bar(desc="fitting keys", total=sum(min(share, len(x)) for x in documents)) as shown:
+            fit_keys(memory, (piece for ids in documents for piece in read(model, ids[:share], shown)))
+        evidence = []
+        with bar(desc="fitting the read-out", total=sum(map(len, documents))) as shown:
+            for ids, weight in zip(documents, weights, strict=True):
+                stride = math.ceil(int((weight > 0).sum()) * len(documents) / NUM_COLUMNS)
+                evidence.append(collect(memory, model.lm_head, read(model, ids, shown), ids, weight, stride))
     finally:
         model.train(was_training)
-    return _result(model.model.episodic_memory, evidence, [len(x) for x in documents])
+    return fit_read_out(memory, evidence)
 
 
 def _check(model, documents, weights) -> None:
@@ -89,28 +113,24 @@ def _check(model, documents, weights) -> None:
         raise ValueError("`weights` must have one number for each id of `documents`.")
 
 
-def _pieces(model, ids: Tensor, description: tqdm) -> Iterator[tuple[Tensor, object, TitansCache]]:
-    """Reads a document (T,) piece by piece: yields ids (1, P), the base model's outputs, and the cache."""
+def read(model: TitansForCausalLM, ids: Tensor, progress: tqdm) -> Iterator[Piece]:
+    """Reads a document (T,) piece by piece."""
     cache = TitansCache(model.config)
-    for piece in ids.to(model.device)[None].split(PIECE, dim=1):
-        yield piece, model.model(piece, past_key_values=cache, use_cache=True, defer_episodic_memory=True), cache
-        description.update(piece.shape[1])
+    for tokens in ids.to(model.device)[None].split(PIECE, dim=1):
+        outputs = model.model(tokens, past_key_values=cache, use_cache=True, defer_episodic_memory=True)
+        yield Piece(tokens, outputs.mlp_inputs, outputs.last_hidden_state)
+        progress.update(tokens.shape[1])
 
 
-def _fit_keys(model, documents, key_tokens: int, progress: bool) -> None:
+@torch.no_grad()
+def fit_keys(memory: EpisodicMemory, pieces: Iterable[Piece]) -> None:
     """Sets center and projection by the mean and the covariance of y."""
-    memory: EpisodicMemory = model.model.episodic_memory
-    share = math.ceil(key_tokens / len(documents))
-    starts = [x[:share] for x in documents]
-    size, number = memory.config.hidden_size, sum(map(len, starts))
+    size, number = memory.config.hidden_size, 0
     total = torch.zeros(size, dtype=torch.float64)
     products = torch.zeros(size, size, dtype=torch.float64)
-    with tqdm(total=number, desc="fitting keys", unit="token", disable=not progress) as bar:
-        for ids in starts:
-            for _, outputs, _ in _pieces(model, ids, bar):
-                y = outputs.mlp_inputs[0].cpu().double()
-                total += y.sum(0)
-                products += y.T @ y
+    for piece in pieces:
+        y = piece.mlp_inputs[0].cpu().double()
+        number, total, products = number + len(y), total + y.sum(0), products + y.T @ y
     mean = total / number
     variances, directions = torch.linalg.eigh(products / number - torch.outer(mean, mean))
     kept = memory.config.token_memory_key_size
@@ -119,76 +139,112 @@ def _fit_keys(model, documents, key_tokens: int, progress: bool) -> None:
     memory.projection.copy_(directions[:, -kept:] * scale)
 
 
-def _collect(model, documents, weights, progress: bool) -> _Evidence:
-    """Reads the documents and returns what the gate is fitted to."""
-    parts = []
-    with tqdm(total=sum(map(len, documents)), desc="fitting the gate", unit="token", disable=not progress) as bar:
-        for i, ids in enumerate(documents):
-            weight = torch.ones(len(ids)) if weights is None else weights[i]
-            next_tokens, position = torch.cat([ids[1:], ids[:1]]).to(model.device), 0
-            for piece, outputs, cache in _pieces(model, ids, bar):
-                parts += _evidence_of(model, piece, outputs, cache, next_tokens, weight, position)
-                position += piece.shape[1]
-            parts[-1] = _Evidence(*(x[:-1] for x in parts[-1]))  # the last token has no next one
-    return _Evidence(*map(torch.cat, zip(*parts, strict=True)))
-
-
-def _evidence_of(model, piece, outputs, cache, next_tokens, weight, position: int) -> list[_Evidence]:
-    """Updates the memory with a piece (1, P) of a document and returns the evidence of its blocks."""
-    all_logits, length, parts = model.lm_head(outputs.last_hidden_state), piece.shape[1], []
-    found = model.model.episodic_memory.comparisons(
-        outputs.mlp_inputs, piece, lambda a, b: all_logits[:, a:b], length, outputs.layout, past_key_values=cache
-    )
-    for _, block in found:
-        columns = torch.arange(position, position + block.features.shape[1])
-        target = next_tokens[columns.to(next_tokens.device)][None, :, None]
-        log_p = block.log_p.gather(-1, target)[0, :, 0]
-        log_m = torch.where(block.tokens == target, block.weights, 0).sum(-1).log()[0]
-        features, log_p, log_m = (x.cpu().double() for x in (block.features[0], log_p, log_m))
-        weight_of_next = weight[(columns + 1) % len(weight)].double()
-        parts.append(_Evidence(features, block.any_visible[0].cpu(), log_p, log_m, weight_of_next))
-        position += len(columns)
+@torch.no_grad()
+def collect(
+    memory: EpisodicMemory,
+    head: Callable[[Tensor], Tensor],
+    pieces: Iterable[Piece],
+    ids: Tensor,
+    weight: Tensor,
+    stride: int,
+    offset: int = 0,
+) -> list[Evidence]:
+    """Updates an empty memory with the pieces of a document, ids (T,), and returns what every `stride`-th of those
+    columns finds whose next token has a weight, from number `offset` on; on the CPU.
+    """
+    is_wanted = torch.zeros(len(ids), dtype=torch.bool)
+    is_wanted[(weight[1:] > 0).nonzero()[offset::stride, 0]] = True
+    cache, parts, begin = TitansCache(memory.config), [], 0
+    for piece in pieces:
+        length = piece.tokens.shape[1]
+        layout = TokenLayout(ALL_TOKENS, TokenGrid.identity(1, length, piece.tokens.device))
+        wanted = is_wanted[begin : begin + length]
+        columns, begin = begin + wanted.nonzero()[:, 0], begin + length
+        for logits, found in memory.comparisons(*piece[1:], piece.tokens, head, length, layout, cache, wanted):
+            here, columns = columns.split([logits.shape[1], len(columns) - logits.shape[1]])
+            if found.visible.any():  # else nothing depends on the memory
+                targets = ids[here + 1][None]
+                log_p = logits.cpu().to(found.similarity.dtype).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+                counts = stride * weight[here + 1][None].to(log_p.dtype)
+                parts.append(Evidence(here, targets, log_p, counts, map_tensors(Tensor.cpu, found.seen())))
     return parts
 
 
-def _losses(gate: Tensor, evidence: _Evidence) -> Tensor:
-    """Computes -log((1 - l) p + l m) (T,) for the logits of l (T,)."""
-    return -torch.logaddexp(logsigmoid(-gate) + evidence.log_p, logsigmoid(gate) + evidence.log_m)
-
-
-@torch.enable_grad()
-def _fit_gate(memory: EpisodicMemory, evidence: _Evidence) -> None:
-    """Minimises the weighted mean of the losses over weights and bias, of features of mean 0 and deviation 1. Columns
-    without entries do not depend on the gate.
+class ReadOut(NamedTuple):
+    """The numbers that are fitted: log of the sharpness (1,), weights of an entry's facts (4,), and of the gate (5,),
+    the last one its bias.
     """
-    evidence = _Evidence(*(x[evidence.has_entries] for x in evidence))
-    if not len(evidence.weight):
-        raise ValueError("`documents` must have surprising tokens: none of theirs was written.")
-    mean, deviation = evidence.features.mean(0), evidence.features.std(0) + 1e-6
-    features = (evidence.features - mean) / deviation
-    weight = evidence.weight / evidence.weight.sum()
-    coefficients = torch.zeros(features.shape[1] + 1, dtype=torch.float64)
-    coefficients[-1] = START
-    coefficients.requires_grad_(True)
-    optimizer = torch.optim.LBFGS([coefficients], max_iter=200, line_search_fn="strong_wolfe")
 
+    log_sharpness: Tensor
+    entry_weight: Tensor
+    gate: Tensor
+
+    @classmethod
+    def of(cls, memory: EpisodicMemory, dtype: torch.dtype) -> "ReadOut":
+        """Returns copies on the CPU."""
+        gate = torch.cat([memory.gate_weight, memory.gate_bias])
+        return cls(*(x.detach().to("cpu", dtype, copy=True) for x in (memory.log_sharpness, memory.entry_weight, gate)))
+
+    def losses(self, evidence: Evidence) -> Tensor:
+        """Computes -log((1 - l) p + l m) (1, C)."""
+        features, weights = evidence.found.read(self.log_sharpness, self.entry_weight)
+        m = torch.where(evidence.found.tokens == evidence.targets[..., None], weights, 0).sum(-1)
+        gate = features @ self.gate[:-1] + self.gate[-1]
+        gate = torch.where(evidence.found.visible.any(-1), gate, -torch.inf)
+        log_m = m.clamp(min=torch.finfo(m.dtype).tiny).log()
+        return -torch.logaddexp(logsigmoid(-gate) + evidence.log_p, logsigmoid(gate) + log_m)
+
+
+def fit_read_out(memory: EpisodicMemory, documents: list[list[Evidence]]) -> FitResult:
+    """Sets sharpness, entry weights and gate so that the weighted mean of the losses is at a minimum."""
+    evidence = [x for parts in documents for x in parts]
+    if not evidence:
+        raise ValueError("`documents` must have surprising tokens: none of theirs was written.")
+    total = sum(x.weight.sum() for x in evidence)
+    read_out = ReadOut.of(memory, total.dtype)
+    with torch.no_grad():
+        features = [x.found.read(*read_out[:2])[0][x.found.visible.any(-1)] for x in evidence]
+    mean, deviation = (f(torch.cat(features), 0) for f in (torch.mean, torch.std))
+    deviation = deviation + 1e-6
+    values = [*read_out[:2], torch.zeros_like(read_out.gate)]  # the gate's for features of mean 0 and deviation 1
+    values[2][-1] = START
+    values = [x.requires_grad_() for x in values]
+
+    def as_read_out() -> ReadOut:
+        weight = values[2][:-1] / deviation
+        return ReadOut(*values[:2], torch.cat([weight, values[2][-1:] - weight @ mean]))
+
+    optimizer = torch.optim.LBFGS(values, max_iter=60, line_search_fn="strong_wolfe")
+
+    @torch.enable_grad()
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = (weight * _losses(features @ coefficients[:-1] + coefficients[-1], evidence)).sum()
-        loss = loss + 1e-6 * coefficients[:-1].square().sum()  # features that never change have no weight
+        loss = 1e-6 * values[2][:-1].square().sum()  # features that never change have no weight
         loss.backward()
+        for x in evidence:
+            part = (x.weight * as_read_out().losses(x)).sum() / total
+            part.backward()
+            loss = loss.detach() + part.detach()
         return loss
 
     optimizer.step(closure)
-    raw = coefficients.detach()[:-1] / deviation
     with torch.no_grad():
-        memory.gate_weight.copy_(raw)
-        memory.gate_bias.fill_(coefficients.detach()[-1] - (raw * mean).sum())
+        fitted = as_read_out()
+        memory.log_sharpness.copy_(fitted.log_sharpness)
+        memory.entry_weight.copy_(fitted.entry_weight)
+        memory.gate_weight.copy_(fitted.gate[:-1])
+        memory.gate_bias.copy_(fitted.gate[-1:])
+    return evaluate(memory, documents)
 
 
-def _result(memory: EpisodicMemory, evidence: _Evidence, lengths: list[int]) -> FitResult:
-    """Computes the losses of documents of `lengths` ids."""
-    gate = evidence.features @ memory.gate_weight.cpu().double() + memory.gate_bias.cpu().double()
-    after = torch.where(evidence.has_entries, _losses(gate, evidence), -evidence.log_p)
-    sizes = [length - 1 for length in lengths]
-    return FitResult(list((-evidence.log_p).split(sizes)), list(after.split(sizes)))
+@torch.no_grad()
+def evaluate(memory: EpisodicMemory, documents: list[list[Evidence]]) -> FitResult:
+    """Computes the losses at the columns of the documents, with the memory as it is."""
+    result = FitResult([], [], [])
+    for parts in documents:
+        columns, before, after = ([x.columns for x in parts], [-x.log_p[0] for x in parts], [])
+        for x in parts:
+            after.append(ReadOut.of(memory, x.log_p.dtype).losses(x)[0])
+        for values, of_parts in zip(result, (columns, before, after), strict=True):
+            values.append(torch.cat(of_parts) if of_parts else torch.zeros(0))
+    return result

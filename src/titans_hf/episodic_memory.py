@@ -4,20 +4,24 @@ remembers with the model's distribution of the next token.
 With y_t the input of the last layer's feed-forward network, x_t the tokens, p_t the model's distribution after x_t:
 
     k_t = W (y_t - c) / |W (y_t - c)|
-    the entry (k_{t-1}, x_t) is written if -log p_{t-1}(x_t) >= threshold
-    a_ti = softmax_i(beta k_t k_i),  m_t(v) = sum of a_ti over the entries i whose token is v
+    s_t = -log p_{t-1}(x_t), the surprise
+    the entry i = (k_{t-1}, x_{t-1}, x_t, s_t) is written if s_t >= threshold
+    a_ti = softmax_i(beta k_t k_i + u e_ti),  m_t(v) = sum of a_ti over the entries i whose token is v
     l_t = sigmoid(w f_t + b)
     output logits = log((1 - l_t) p_t + l_t m_t) + log Z_t
 
 Entries are in a ring: i runs over the newest N of those written up to x_t. Only surprising tokens are written: the
-model knows the others already. The center c, the projection W, the sharpness beta and the read gate (w, b) are
-parameters; f_t are four features: the log of the sum of exp(beta k_t k_i); m_t of the best entry's token; the entropy
-of p_t in nats; the log of the number of entries. Z_t is the sum of exp(logits) of the model, so that a model that has
-written nothing has exactly its own logits. The memory belongs to the language model: a `TitansModel` alone has no p_t,
-and what it reads leaves no entries. Nor does a token that is given as an embedding, because it has no number.
+model knows the others already. e_ti are four facts about an entry: log p_t of its token, so that the memory chooses
+among tokens that the model thinks possible; its surprise; whether the entry was written after the same token as x_t;
+whether its token has left the window of attention. f_t are four features: the log of the sum of exp(scores); m_t of the
+best entry's token; the entropy of p_t in nats; the log of the number of entries. The center c, the projection W, the
+sharpness beta, u, w and b are parameters. Z_t is the sum of exp(logits) of the model, so that a model that has written
+nothing has exactly its own logits. The memory belongs to the language model: a `TitansModel` alone has no p_t, and what
+it reads leaves no entries. Nor does a token that is given as an embedding, because it has no number.
 
 An extension beyond the paper.
-Shapes: B batch, T columns, N entries of the ring, K key size, V vocabulary, S expected tokens, Q columns of a block.
+Shapes: B batch, T columns, N entries of the ring, K key size, D hidden size, V vocabulary, Q columns of a block, E
+entries that a block can see.
 """
 
 import math
@@ -28,63 +32,67 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, normalize, pad
+from transformers import initialization
 from transformers.utils.generic import maybe_autocast
 
-from .cache_layer import LayerState, RecordedColumns, TokenEntries
+from .cache_layer import EntryRing, LayerState, RecordedColumns, TokenEntries
 from .cache_titans import TitansCache
 from .configuration_titans import TitansConfig
-from .memory_state import MemoryState
+from .memory_state import MemoryState, map_tensors
 from .token_grid import Columns
 from .token_layout import TokenLayout
 
 BLOCK = 64  # columns that are read at once: they bound the memory needed
 IN_CACHE, NONE = -1, -2  # instead of a column: the last token of the cache, no token
 UNITS = (10, 1, 4, 5)  # by which the features are divided: they are then of the order of 1
-INITIAL_SHARPNESS = 12.0
+# Of beta and u: what a fit to novels gives, rounded.
+INITIAL_SHARPNESS = 9.0
+INITIAL_ENTRY_WEIGHT = (0.3, 0.3, 0.9, 1.0)
 INITIAL_GATE = -5.0  # a new memory has at most a share of sigmoid(-5) = .007
 
 
 class EpisodicMemory(nn.Module):
     """Writes the surprising tokens of a call, and mixes the model's logits with what follows in like contexts."""
 
-    PARAMETERS = ("center", "projection", "log_sharpness", "gate_weight", "gate_bias")
+    PARAMETERS = ("center", "projection", "log_sharpness", "entry_weight", "gate_weight", "gate_bias")
 
     def __init__(self, config: TitansConfig, layer_idx: int):
         super().__init__()
         self.config, self.layer_idx = config, layer_idx
         size = config.token_memory_key_size
-        self.num_expected = config.num_expected_tokens
-        self.input_size = size + 1 + self.num_expected
+        self.input_size = size + config.hidden_size + 3
         self.center = nn.Parameter(torch.zeros(config.hidden_size))
         self.projection = nn.Parameter(torch.empty(config.hidden_size, size))
         self.log_sharpness = nn.Parameter(torch.empty(1))
+        self.entry_weight = nn.Parameter(torch.empty(len(INITIAL_ENTRY_WEIGHT)))
         self.gate_weight = nn.Parameter(torch.zeros(len(UNITS)))
         self.gate_bias = nn.Parameter(torch.empty(1))
         self.reset_parameters()
 
-    def reset_parameters(self, init=nn.init) -> None:
+    def reset_parameters(self, init=initialization) -> None:
         """Initialises with the functions of `init`."""
         init.zeros_(self.center)
         init.normal_(self.projection, std=self.config.hidden_size**-0.5)
         init.constant_(self.log_sharpness, math.log(INITIAL_SHARPNESS))
+        init.copy_(self.entry_weight, torch.tensor(INITIAL_ENTRY_WEIGHT))
         init.zeros_(self.gate_weight)
         init.constant_(self.gate_bias, INITIAL_GATE)
 
     def initial_state(self, batch_size: int, dtype: torch.dtype) -> LayerState:
-        """Returns the state before the first token: an empty ring; conv_state (B, 1, K): the key of the token before,
-        zeros where there is none.
+        """Returns the state before the first token: an empty ring; conv_state (B, 1, K + D): the key and the hidden
+        state of the token before, zeros where there is none.
         """
         ring, size = self.config.token_memory_entries, self.config.token_memory_key_size
         zeros = partial(self.center.new_zeros, dtype=dtype)
-        no_tokens = partial(self.center.new_full, fill_value=-1, dtype=torch.int32)
+        none = partial(self.center.new_full, fill_value=-1, dtype=torch.int32)
         memory = MemoryState((), (), (), self.center.new_zeros(batch_size, dtype=torch.int64))
-        entries = TokenEntries(
-            zeros((batch_size, ring, size)), no_tokens((batch_size, ring)), no_tokens((batch_size, self.num_expected))
-        )
-        return LayerState(memory, zeros((batch_size, 1, size)), entries=entries)
+        numbers = (none((batch_size, ring)) for _ in range(3))
+        entries = TokenEntries(zeros((batch_size, ring, size)), *numbers, zeros((batch_size, ring)))
+        vectors = zeros((batch_size, 1, size + self.config.hidden_size))
+        return LayerState(memory, vectors, entries=EntryRing(entries, none((batch_size, 1))))
 
     def keys(self, mlp_inputs: Tensor) -> Tensor:
-        """Computes k (B, T, K), in float32 at least, from y (B, T, hidden)."""
+        """Computes k (B, T, K), in float32 at least, from y (B, T, D)."""
         dtype = torch.promote_types(mlp_inputs.dtype, torch.float32)
         centred = mlp_inputs.to(dtype) - self.center.to(dtype)
         with maybe_autocast(mlp_inputs.device.type, enabled=False):
@@ -93,8 +101,9 @@ class EpisodicMemory(nn.Module):
     def forward(
         self,
         mlp_inputs: Tensor,
+        hidden_states: Tensor,
         tokens: Tensor | None,
-        logits_of: Callable[[int, int], Tensor] | None,
+        head: Callable[[Tensor], Tensor] | None,
         num_kept: int,
         layout: TokenLayout,
         past_key_values: TitansCache | None = None,
@@ -102,53 +111,50 @@ class EpisodicMemory(nn.Module):
         """Mixes the logits of the last `num_kept` columns, (B, num_kept, V), and updates its part of the cache.
 
         Args:
-            mlp_inputs (B, T, hidden): y.
+            mlp_inputs (B, T, D): y.
+            hidden_states (B, T, D): the inputs of the LM head.
             tokens (B, T) int64: x; -1 for a token that is given as an embedding.
-            logits_of: returns the model's logits (B, end - begin, V) of the columns from begin to end. None if there is
-                no LM head: nothing is written then, and None is returned.
+            head: the LM head. None if there is none: nothing is written then, and None is returned.
         """
-        found = self.comparisons(mlp_inputs, tokens, logits_of, num_kept, layout, past_key_values)
-        if logits_of is None:
+        found = self.comparisons(mlp_inputs, hidden_states, tokens, head, num_kept, layout, past_key_values)
+        if head is None:
             return None
-        return torch.cat([self._mix(logits, comparison) for logits, comparison in found], dim=1)
+        return torch.cat([self._mix(logits, found_here) for logits, found_here in found], dim=1)
 
     def comparisons(
         self,
         mlp_inputs: Tensor,
+        hidden_states: Tensor,
         tokens: Tensor | None,
-        logits_of: Callable[[int, int], Tensor] | None,
+        head: Callable[[Tensor], Tensor] | None,
         num_kept: int,
         layout: TokenLayout,
         past_key_values: TitansCache | None = None,
-    ) -> Iterator[tuple[Tensor, "Comparison"]]:
+        wanted: Tensor | None = None,
+    ) -> Iterator[tuple[Tensor, "Found"]]:
         """Updates its part of the cache, and returns blocks of the model's logits (B, Q, V) with what the memory finds
-        at their columns; arguments as in `forward`.
+        at their columns; arguments as in `forward`. wanted (T,) bool: of the last `num_kept` columns, only where True.
         """
-        keys, history = self._read(mlp_inputs, tokens, logits_of, layout, past_key_values)
-        return self._compare_blocks(keys, history, logits_of, keys.shape[1] - num_kept)
-
-    def _read(self, mlp_inputs, tokens, logits_of, layout, past_key_values) -> tuple[Tensor, "History"]:
-        """Returns the keys (B, T, K) of a call and its entries, and updates the cache."""
-        shape, columns = mlp_inputs.shape[:2], layout.columns
+        shape, columns, device = mlp_inputs.shape[:2], layout.columns, mlp_inputs.device
         cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         state = None if cache is None else cache.state_before_call(self._read_again)
         before = self.initial_state(shape[0], mlp_inputs.dtype) if state is None else state
-        places = Places.of(columns, shape, mlp_inputs.device)
-        keys = self.keys(mlp_inputs)
-        if logits_of is None:
-            inputs = torch.cat([torch.zeros_like(keys), keys.new_full((*shape, 1 + self.num_expected), -1)], dim=-1)
-        else:
-            record = cache is not None and cache.record_past
-            found = self._find_surprises(logits_of, tokens, places, record, cache is not None)
-            first = (tokens[..., None] != before.entries.expected[:, None]).all(-1)  # after the cache's last token
-            surprising = torch.where(places.previous == IN_CACHE, first, found.surprising)
-            # In float32, which holds all numbers of tokens exactly: inputs that a crop reads again are one tensor.
-            stored = torch.where(surprising & columns.learns, tokens, -1)[..., None]
-            inputs = torch.cat([keys, stored.to(keys.dtype), found.expected.to(keys.dtype)], dim=-1)
+        places, keys = Places.of(columns, shape, device), self.keys(mlp_inputs)
+        hidden_states = hidden_states.to(device)
+        tokens = torch.full(shape, -1, device=device) if tokens is None else tokens
+        losses = keys.new_full(shape, -1.0)
+        if head is not None:
+            last = before.conv_state[..., keys.shape[-1] :].to(hidden_states.dtype)
+            states = torch.cat([last, hidden_states], dim=1)
+            logits, losses = self._logits_and_losses(states, tokens, head, num_kept, places)
+        is_surprise = (losses >= self.config.token_memory_threshold) & columns.learns
+        # In float32, which holds all numbers of tokens exactly: inputs that a crop reads again are one tensor.
+        parts = (hidden_states, is_surprise[..., None], losses[..., None], tokens[..., None])
+        inputs = torch.cat([keys, *(x.to(keys.dtype) for x in parts)], dim=-1)
         history, after = self._write(inputs, before, places)
         if cache is not None:
             cache.finish_call(state, after, inputs, columns)
-        return keys, history
+        return iter(()) if head is None else self._compare_blocks(keys, tokens, history, logits, wanted)
 
     def _read_again(self, record: RecordedColumns, state: LayerState | None) -> LayerState:
         """Returns the state after recorded columns, from `state`, None before the first token."""
@@ -156,107 +162,97 @@ class EpisodicMemory(nn.Module):
         state = self.initial_state(len(inputs), self.center.dtype) if state is None else state
         return self._write(inputs, state, Places.of(record.columns, inputs.shape[:2], inputs.device))[1]
 
-    @torch.no_grad()
-    def _find_surprises(
-        self, logits_of: Callable, tokens: Tensor, places: "Places", all_expected: bool, last_expected: bool
-    ) -> "Surprises":
-        """Finds the tokens whose loss after the token before, of the same call, is at least the threshold.
+    def _logits_and_losses(
+        self, hidden_states: Tensor, tokens: Tensor, head: Callable, num_kept: int, places: "Places"
+    ) -> tuple[Tensor, Tensor]:
+        """Computes the logits of the last `num_kept` columns, (B, num_kept, V), and the loss of each token (B, T) after
+        the token before, without gradient; -1 where there is no token before.
 
-        The tokens that would be no surprise after a column, those with a smaller loss, are found for all columns, or
-        for the last token of each row alone, or for none.
+        hidden_states (B, 1 + T, D): first that of the last token of the cache. The head runs once for every column.
         """
-        (batch_size, length), threshold = tokens.shape, self.config.token_memory_threshold
-        next_tokens = places.scatter_to_previous(tokens)
-        losses, expected, last = [], [], places.latest
-        of_last = tokens.new_full((batch_size, 1, self.num_expected), -1)
-        for begin, end in blocks(0, length):
-            logits = logits_of(begin, end)
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            log_z = logits.logsumexp(-1, keepdim=True)
-            losses.append((log_z - logits.gather(-1, next_tokens[:, begin:end, None]))[..., 0])
-            if all_expected:
-                expected.append(self._expected(logits, log_z))
-            elif last_expected:
-                at = (last - begin).clamp(0, end - begin - 1)[..., None]
-                found = self._expected(logits.gather(1, at.expand(-1, -1, logits.shape[-1])), log_z.gather(1, at))
-                is_here = (last >= begin) & (last < end)
-                of_last = torch.where(is_here[..., None], found, of_last)
-        surprising = torch.cat(losses, dim=1).gather(1, places.previous.clamp(min=0)) >= threshold
-        known = (tokens >= 0) & (places.previous >= 0)
-        if all_expected:
-            return Surprises(surprising & known, torch.cat(expected, dim=1))
-        is_last = torch.arange(length, device=tokens.device) == last
-        return Surprises(surprising & known, torch.where(is_last[..., None], of_last, -1))
-
-    def _expected(self, logits: Tensor, log_z: Tensor) -> Tensor:
-        """Returns the tokens (..., S) whose loss is below the threshold, -1 beyond: there are fewer than e^threshold,
-        because their probabilities are above e^-threshold.
-        """
-        largest, tokens = logits.topk(self.num_expected, dim=-1)
-        return torch.where(log_z - largest < self.config.token_memory_threshold, tokens, -1)
+        length = hidden_states.shape[1]
+        rest = 0 if num_kept == length - 1 else length - num_kept  # columns whose logits are not kept
+        kept, next_tokens = head(hidden_states[:, rest:]).to(tokens.device), places.next_tokens(tokens)
+        with torch.no_grad():
+            not_kept = (head(hidden_states[:, a:b]).to(tokens.device) for a, b in blocks(0, rest))
+            losses = []  # of the token after each column
+            for logits in (*not_kept, *(kept[:, a:b] for a, b in blocks(0, kept.shape[1]))):
+                logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+                begin = sum(x.shape[1] for x in losses)
+                targets = next_tokens[:, begin : begin + logits.shape[1], None]
+                losses.append(logits.logsumexp(-1) - logits.gather(-1, targets)[..., 0])
+            losses = torch.cat(losses, dim=1).gather(1, (places.previous + 1).clamp(min=0)).clamp(min=0)
+            known = places.is_token & (places.previous != NONE) & (tokens >= 0)
+        return kept[:, -num_kept:], torch.where(known, losses, -1.0)
 
     def _write(self, inputs: Tensor, state: LayerState, places: "Places") -> tuple["History", LayerState]:
-        """Returns all entries during the columns `inputs` (B, T, K + 1 + S), and the state after them.
+        """Returns all entries during the columns `inputs` (B, T, K + D + 3), and the state after them.
 
-        inputs: keys; tokens to be written, -1 for none; expected tokens after each column.
+        inputs: keys; hidden states; 1 where the token is a surprise; its loss; the token.
         """
-        keys, tokens, expected = inputs.split([inputs.shape[-1] - 1 - self.num_expected, 1, self.num_expected], dim=-1)
-        keys, ring = keys.to(state.conv_state.dtype), state.entries
-        tokens, expected = tokens[..., 0].to(ring.tokens.dtype), expected.to(ring.expected.dtype)
+        ring, before = state.entries.entries, state.entries.last_token[..., None]
+        vectors, size = inputs[..., :-3].to(state.conv_state.dtype), ring.keys.shape[-1]
+        is_surprise, losses, tokens = inputs[..., -3:].unbind(-1)
+        tokens = tokens.to(before.dtype)
         number, length = ring.tokens.shape[1], tokens.shape[1]
-        previous_keys = _take(state.conv_state, keys, places.previous)
+        previous_keys = _take(state.conv_state[..., :size], vectors[..., :size], places.previous)
+        contexts = _take(before, tokens[..., None], places.previous)[..., 0]
         # A key of zeros is none: the first token of a document is not written.
-        written = places.is_token & (tokens >= 0) & (previous_keys != 0).any(-1)
+        written = places.is_token & (is_surprise > 0) & (previous_keys != 0).any(-1)
         counts = written.cumsum(1)
         slots = torch.where(written, number - 1 + counts, number + length)  # the last slot is dropped
-        extended = (_extend(ring.keys, length + 1, 0), _extend(ring.tokens, length + 1, -1))
-        all_keys = extended[0].scatter(1, slots[..., None].expand_as(previous_keys), previous_keys)[:, :-1]
-        all_tokens = extended[1].scatter(1, slots, tokens)[:, :-1]
+        positions = places.positions(state.memory.num_seen).to(before.dtype)
+        new = TokenEntries(previous_keys, tokens, contexts, positions, losses.to(ring.losses.dtype))
+        entries = map_tensors(partial(_append, slots=slots), ring, new)
         oldest = torch.where(places.begin < 0, 0, number + counts.gather(1, places.begin.clamp(min=0)))
-        history = History(all_keys, all_tokens, counts, oldest, number)
-        entries = TokenEntries(*history.ring_after(), _take(ring.expected[:, None], expected, places.latest)[:, 0])
+        history = History(entries, positions, counts, oldest, number)
+        last_token = torch.where(places.latest == NONE, -1, _take(before, tokens[..., None], places.latest)[..., 0])
+        last_vectors = _take(state.conv_state, vectors, places.latest)
         num_seen = places.num_tokens() + torch.where(places.begin[:, -1] < 0, state.memory.num_seen, 0)
-        last_key = _take(state.conv_state, keys, places.latest)
-        return history, LayerState(MemoryState((), (), (), num_seen), last_key, entries=entries)
+        after = EntryRing(history.ring_after(), last_token)
+        return history, LayerState(MemoryState((), (), (), num_seen), last_vectors, entries=after)
 
     def _compare_blocks(
-        self, queries: Tensor, history: "History", logits_of: Callable, first: int
-    ) -> Iterator[tuple[Tensor, "Comparison"]]:
-        """Yields logits (B, Q, V) and comparisons of blocks of columns from `first` on; queries (B, T, K)."""
+        self, queries: Tensor, tokens: Tensor, history: "History", logits: Tensor, wanted: Tensor | None
+    ) -> Iterator[tuple[Tensor, "Found"]]:
+        """Yields logits (B, Q, V) of blocks of columns that have logits, and what they find; queries (B, T, K)."""
+        first = queries.shape[1] - logits.shape[1]
         for begin, end in blocks(first, queries.shape[1]):
-            logits = logits_of(begin, end)
-            yield logits, self._compare(queries[:, begin:end], history.entries(begin, end), logits)
+            entries, visible = history.visible(begin, end)
+            of_columns = (queries, tokens[..., None], history.positions[..., None])
+            query, token, position = (x[:, begin:end] for x in of_columns)
+            of_block = logits[:, begin - first : end - first]
+            if wanted is not None:
+                here = wanted[begin:end]
+                query, token, position, of_block, visible = (
+                    x[:, here] for x in (query, token, position, of_block, visible)
+                )
+            with maybe_autocast(query.device.type, enabled=False):
+                similarity = query @ entries.keys.to(query.dtype).mT  # (B, Q, K) @ (B, K, E)
+            log_p = of_block.to(query.dtype).log_softmax(-1)
+            of_entries = log_p.gather(-1, entries.tokens.clamp(min=0).long()[:, None].expand_as(similarity))
+            same = (token == entries.contexts[:, None]) & (token >= 0)
+            far = position - entries.positions[:, None] > self.config.kv_cache_length
+            facts = (of_entries, entries.losses[:, None], same, far)
+            entropy = -(log_p.exp() * log_p).sum(-1)
+            yield of_block, Found(similarity, facts, visible, entries.tokens[:, None], entropy)
 
-    def _compare(self, queries: Tensor, entries: "VisibleEntries", logits: Tensor) -> "Comparison":
-        """Compares queries (B, Q, K) with the entries; logits (B, Q, V), of the model."""
-        dtype, any_visible = queries.dtype, entries.visible.any(-1)
-        with maybe_autocast(queries.device.type, enabled=False):
-            similarity = queries @ entries.keys.to(dtype).mT  # (B, Q, K) @ (B, K, E)
-        scores = self.log_sharpness.to(dtype).exp() * similarity
-        scores = scores.masked_fill(~entries.visible & any_visible[..., None], -torch.inf)  # finite where none is
-        weights = scores.softmax(-1)  # a: (B, Q, E)
-        tokens = entries.tokens.clamp(min=0).long()[:, None].expand_as(weights)
+    def _mix(self, logits: Tensor, found: "Found") -> Tensor:
+        """Computes log((1 - l) p + l m) + log Z (B, Q, V) from the model's logits."""
+        dtype = found.similarity.dtype
+        features, weights = found.read(self.log_sharpness.to(dtype), self.entry_weight.to(dtype))
         # m of each entry's token, summed over a vocabulary: an entry has its token's whole share.
+        tokens = found.tokens.clamp(min=0).long().expand_as(weights)
         shares = torch.zeros_like(logits, dtype=dtype).scatter_add(-1, tokens, weights)
         shares = shares.gather(-1, tokens).clamp(min=torch.finfo(dtype).tiny)
-        log_p = logits.to(dtype).log_softmax(-1)
-        largest = shares.gather(-1, scores.argmax(-1, keepdim=True))[..., 0]
-        number = entries.visible.sum(-1).clamp(min=1).to(dtype)
-        features = (scores.logsumexp(-1), largest, -(log_p.exp() * log_p).sum(-1), number.log())
-        features = torch.stack([x / unit for x, unit in zip(features, UNITS, strict=True)], dim=-1)
-        return Comparison(features, any_visible, tokens, weights, shares, log_p)
-
-    def _mix(self, logits: Tensor, found: "Comparison") -> Tensor:
-        """Computes log((1 - l) p + l m) + log Z (B, Q, V) from the model's logits."""
-        dtype = found.weights.dtype
-        gate = (found.features * self.gate_weight.to(dtype)).sum(-1) + self.gate_bias.to(dtype)
-        gate = torch.where(found.any_visible, gate, -torch.inf)[..., None]  # logit of l
+        gate = (features * self.gate_weight.to(dtype)).sum(-1) + self.gate_bias.to(dtype)
+        gate = torch.where(found.visible.any(-1), gate, -torch.inf)[..., None]  # logit of l
         # log((1 - l) p + l m) = log p + log(1 - l) + log(1 + e^r),  r = log(l / (1 - l)) + log m - log p
-        ratio = gate + found.shares.log() - found.log_p.gather(-1, found.tokens)
+        ratio = gate + shares.log() - found.facts[0]
         rise = torch.logaddexp(ratio, torch.zeros_like(ratio))
         # Entries with the same token add up to its rise; their parts add up to 1, so they need no gradient.
-        parts = (found.weights / found.shares).detach()
-        return (logits.to(dtype) + logsigmoid(-gate)).scatter_add(-1, found.tokens, parts * rise).to(logits.dtype)
+        parts = (weights / shares).detach()
+        return (logits.to(dtype) + logsigmoid(-gate)).scatter_add(-1, tokens, parts * rise).to(logits.dtype)
 
 
 class Places(NamedTuple):
@@ -284,11 +280,17 @@ class Places(NamedTuple):
         previous, latest = (torch.where(x >= begin, x, NONE) for x in (previous, last))
         return cls(is_token, begin, previous, latest[:, -1:])
 
-    def scatter_to_previous(self, tokens: Tensor) -> Tensor:
-        """Returns the next token of every token (B, T), 0 where the call has none."""
-        has_previous = self.is_token & (self.previous >= 0) & (tokens >= 0)
-        index = torch.where(has_previous, self.previous, tokens.shape[1])  # of a column that is dropped
-        return tokens.new_zeros(tokens.shape[0], tokens.shape[1] + 1).scatter(1, index, tokens)[:, :-1]
+    def next_tokens(self, tokens: Tensor) -> Tensor:
+        """Returns the tokens (B, 1 + T) after the cache's last token and after each, 0 where the call has none."""
+        has_previous = self.is_token & (self.previous != NONE) & (tokens >= 0)
+        index = torch.where(has_previous, self.previous + 1, tokens.shape[1] + 1)  # of a column that is dropped
+        return tokens.new_zeros(tokens.shape[0], tokens.shape[1] + 2).scatter(1, index, tokens)[:, :-1]
+
+    def positions(self, num_seen: Tensor) -> Tensor:
+        """Returns how many tokens of its document are before each token (B, T), after `num_seen` (B,) of the cache."""
+        numbers = self.is_token.cumsum(1) - self.is_token.long()
+        of_begin = numbers.gather(1, self.begin.clamp(min=0))
+        return torch.where(self.begin < 0, numbers + num_seen[:, None], numbers - of_begin)
 
     def num_tokens(self) -> Tensor:
         """Returns the number of tokens (B,) of each row's last document in this call."""
@@ -296,67 +298,68 @@ class Places(NamedTuple):
         return (self.is_token & in_last).sum(1)
 
 
-class Surprises(NamedTuple):
-    """surprising: (B, T) bool, True at tokens to be written; expected: (B, T, S), tokens that would not be after the
-    column, -1 beyond them.
-    """
-
-    surprising: Tensor
-    expected: Tensor
-
-
 class History(NamedTuple):
-    """All entries during a call: keys (B, N + T, K) and tokens (B, N + T), oldest first: those of the ring before, then
-    those that the call writes. counts: (B, T), how many were written up to a column. oldest: (B, T), the first entry
-    that belongs to the column's document. ring_size: N.
+    """entries: all entries during a call, N + T of them, oldest first: those of the ring before, then those that the
+    call writes. positions: (B, T), of the columns in their documents. counts: (B, T), how many entries were written up
+    to a column. oldest: (B, T), the first entry that belongs to the column's document. ring_size: N.
     """
 
-    keys: Tensor
-    tokens: Tensor
+    entries: TokenEntries
+    positions: Tensor
     counts: Tensor
     oldest: Tensor
     ring_size: int
 
-    def entries(self, begin: int, end: int) -> "VisibleEntries":
-        """Returns the entries that the columns from begin to end see: less than N + end - begin."""
+    def visible(self, begin: int, end: int) -> tuple[TokenEntries, Tensor]:
+        """Returns the entries that the columns from begin to end see, E < N + end - begin, and (B, Q, E) bool, True
+        where the entry is in the ring at the column.
+        """
         counts, oldest = self.counts[:, begin:end, None], self.oldest[:, begin:end, None]
         width = self.ring_size + end - begin - 1
         index = counts[:, 0] + torch.arange(width, device=counts.device)
-        tokens, places = self.tokens.gather(1, index), index[:, None]
-        visible = (places >= counts) & (places >= oldest) & (places < counts + self.ring_size) & (tokens >= 0)[:, None]
-        return VisibleEntries(self._keys_at(index), tokens, visible)
+        entries, places = self._at(index), index[:, None]
+        visible = (places >= counts) & (places >= oldest) & (places < counts + self.ring_size)
+        return entries, visible & (entries.tokens >= 0)[:, None]
 
-    def ring_after(self) -> tuple[Tensor, Tensor]:
-        """Returns the keys (B, N, K) and tokens (B, N) of the ring after the call."""
+    def ring_after(self) -> TokenEntries:
+        """Returns the N entries of the ring after the call."""
         index = self.counts[:, -1:] + torch.arange(self.ring_size, device=self.counts.device)
         belongs = index >= self.oldest[:, -1:]
-        tokens = torch.where(belongs, self.tokens.gather(1, index), -1)
-        return torch.where(belongs[..., None], self._keys_at(index), 0), tokens
+        return map_tensors(lambda x: torch.where(_like(belongs, x), x, _empty(x)), self._at(index))
 
-    def _keys_at(self, index: Tensor) -> Tensor:
-        return self.keys.gather(1, index[..., None].expand(-1, -1, self.keys.shape[-1]))
+    def _at(self, index: Tensor) -> TokenEntries:
+        return map_tensors(lambda x: x.gather(1, _like(index, x).expand(-1, -1, *x.shape[2:])), self.entries)
 
 
-class Comparison(NamedTuple):
-    """What the memory finds at Q columns: the features f of the read gate (B, Q, 4); any_visible (B, Q) bool, whether
-    there is an entry; tokens, weights, shares (B, Q, E): of every entry its token, a, and m of its token; log_p
-    (B, Q, V), of the model.
+class Found(NamedTuple):
+    """What Q columns find in the ring: similarity (B, Q, E), k_t k_i; facts, the four of e_ti, which expand to (B, Q,
+    E); visible (B, Q, E) bool; tokens (B, 1, E) of the entries, -1 where there is none; entropy (B, Q) of p in nats.
     """
 
-    features: Tensor
-    any_visible: Tensor
-    tokens: Tensor
-    weights: Tensor
-    shares: Tensor
-    log_p: Tensor
-
-
-class VisibleEntries(NamedTuple):
-    """keys (B, E, K), tokens (B, E); visible (B, Q, E) bool, True where the entry is in the ring at the column."""
-
-    keys: Tensor
-    tokens: Tensor
+    similarity: Tensor
+    facts: tuple[Tensor, Tensor, Tensor, Tensor]
     visible: Tensor
+    tokens: Tensor
+    entropy: Tensor
+
+    def seen(self) -> "Found":
+        """Returns this without the entries that no column of the only row sees."""
+        seen = self.visible[0].any(0)
+        return map_tensors(lambda x: x[..., seen], self._replace(entropy=None))._replace(entropy=self.entropy)
+
+    def read(self, log_sharpness: Tensor, entry_weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Computes the features f of the gate (B, Q, 4) and the weights a of the entries (B, Q, E)."""
+        dtype, any_visible = self.similarity.dtype, self.visible.any(-1, keepdim=True)
+        scores = log_sharpness.exp() * self.similarity
+        for weight, fact in zip(entry_weight, self.facts, strict=True):
+            scores = scores + weight * fact.to(dtype)
+        scores = scores.masked_fill(~self.visible & any_visible, -torch.inf)  # finite where none is
+        weights = scores.softmax(-1)
+        best = self.tokens.expand(scores.shape).gather(-1, scores.argmax(-1, keepdim=True))
+        largest = torch.where(self.tokens == best, weights, 0).sum(-1)
+        number = self.visible.sum(-1).clamp(min=1).to(dtype)
+        features = (scores.logsumexp(-1), largest, self.entropy, number.log())
+        return torch.stack([x / unit for x, unit in zip(features, UNITS, strict=True)], dim=-1), weights
 
 
 def blocks(begin: int, end: int) -> Iterator[tuple[int, int]]:
@@ -373,6 +376,17 @@ def _take(before: Tensor, x: Tensor, index: Tensor) -> Tensor:
     return extended.gather(1, (index - NONE)[..., None].expand(-1, -1, x.shape[-1]))
 
 
-def _extend(x: Tensor, length: int, value: int) -> Tensor:
-    """Appends `length` entries of `value` to x (B, N, ...)."""
-    return torch.cat([x, x.new_full((x.shape[0], length, *x.shape[2:]), value)], dim=1)
+def _append(old: Tensor, new: Tensor, slots: Tensor) -> Tensor:
+    """Puts new (B, T, ...) at slots (B, T) behind old (B, N, ...): (B, N + T, ...). Slot N + T is dropped."""
+    free = torch.full_like(new[:, :1], _empty(new)).expand(-1, new.shape[1] + 1, *new.shape[2:])
+    return torch.cat([old, free], dim=1).scatter(1, _like(slots, new).expand_as(new), new)[:, :-1]
+
+
+def _empty(x: Tensor) -> int:
+    """Returns what stands in a slot without an entry: no token, no position, a key of zeros."""
+    return 0 if x.is_floating_point() else -1
+
+
+def _like(index: Tensor, x: Tensor) -> Tensor:
+    """Returns index (B, I) with as many dimensions as x."""
+    return index.view(*index.shape, *(1,) * (x.dim() - 2))

@@ -253,7 +253,7 @@ class TitansModel(TitansPreTrainedModel):
             if self.token_memory is not None:
                 hidden_states = self.token_memory(hidden_states, inputs_embeds, layout, past_key_values=past_key_values)
             if self.episodic_memory is not None and not defer_episodic_memory:
-                self.episodic_memory(mlp_inputs, None, None, 0, layout, past_key_values=past_key_values)
+                self.episodic_memory(mlp_inputs, hidden_states, None, None, 0, layout, past_key_values=past_key_values)
         output = TitansModelOutput(hidden_states, past_key_values if use_cache else None)
         if defer_episodic_memory:
             output.mlp_inputs, output.layout = mlp_inputs, layout
@@ -352,20 +352,16 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
     ) -> Tensor:
         """Computes the logits that `logits_to_keep` names. The episodic token memory reads every token."""
         hidden_states, mlp_inputs = outputs.last_hidden_state, outputs.mlp_inputs
-        length, device = hidden_states.shape[1], mlp_inputs.device
+        length, tokens = hidden_states.shape[1], None if input_ids is None else input_ids.to(mlp_inputs.device)
         keeps_last = isinstance(logits_to_keep, int) and 0 < logits_to_keep < length
-        first = length - logits_to_keep if keeps_last else 0
-        kept = self.lm_head(hidden_states[:, first:]).to(device)
-        if input_ids is None:
-            input_ids = torch.full(hidden_states.shape[:2], -1, device=device)
-
-        def logits_of(begin: int, end: int) -> Tensor:
-            if begin >= first:
-                return kept[:, begin - first : end - first]
-            return self.lm_head(hidden_states[:, begin:end]).to(device)
-
         logits = self.model.episodic_memory(
-            mlp_inputs, input_ids.to(device), logits_of, length - first, outputs.layout, past_key_values=cache
+            mlp_inputs,
+            hidden_states,
+            tokens,
+            self.lm_head,
+            logits_to_keep if keeps_last else length,
+            outputs.layout,
+            past_key_values=cache,
         )
         return logits if isinstance(logits_to_keep, int) else slice_logits_to_keep(logits, logits_to_keep)
 

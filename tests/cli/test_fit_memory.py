@@ -66,7 +66,7 @@ def test_answers_are_what_counts_in_a_conversation():
 @pytest.mark.parametrize("arguments,message", [
     (["--entries=0"], "--entries must be at least 1"),
     (["--text", "nowhere"], "--text nowhere does not exist"),
-    (["--threshold=9"], "`token_memory_threshold` must be from 0 to 6, but is 9"),
+    (["--threshold=-1"], "--threshold must be at least 0, but is -1"),
 ])  # fmt: skip
 def test_bad_arguments(model, arguments, message):
     """A wrong option is refused by name, before the model reads."""

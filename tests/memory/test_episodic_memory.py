@@ -30,6 +30,7 @@ from titans_hf import (
     TitansTimeSeriesConfig,
 )
 from titans_hf.episodic_memory import BLOCK, EpisodicMemory
+from titans_hf.memory_state import tensors_of
 from titans_hf.token_grid import ALL_TOKENS, TokenGrid
 from titans_hf.token_layout import TokenLayout
 
@@ -46,7 +47,7 @@ def without_memory(model) -> TitansForCausalLM:
 
 
 def ring_of(cache: TitansCache):
-    return cache.layers[-1].state.entries
+    return cache.layers[-1].state.entries.entries
 
 
 @pytest.mark.parametrize("length", [1, 2, 41, 2 * BLOCK + 9])
@@ -60,12 +61,13 @@ def test_logits_and_entries_equal_those_of_the_token_loop(variant, length):
         logits = model.lm_head(outputs.last_hidden_state[0])
         _, entries = episodic_memory(model.model.episodic_memory, model.config, outputs.mlp_inputs[0], logits, ids)
     ring = ring_of(read(model, ids[None])[1])
-    size = model.config.token_memory_entries
-    tokens = [token for _, token in entries]
-    assert ring.tokens[0].tolist() == [-1] * (size - len(tokens)) + tokens
-    assert len(tokens) == size if length > 40 else len(tokens) < length
-    for ours, (key, _) in zip(ring.keys[0][size - len(tokens) :], entries, strict=True):
-        assert_same(ours, key)
+    number = len(entries)
+    assert number == len(ring.tokens[0]) if length > 40 else number < length
+    assert ring.tokens[0, : len(ring.tokens[0]) - number].eq(-1).all()
+    names = ("keys", "contexts", "tokens", "losses", "positions")
+    for at, entry in enumerate(entries, len(ring.tokens[0]) - number):
+        for name, expected in zip(names, entry, strict=True):
+            assert_same(getattr(ring, name)[0, at].to(torch.float64), torch.as_tensor(expected, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -164,9 +166,7 @@ def test_generate():
 
 
 def test_what_the_base_model_reads_leaves_no_entries():
-    """`TitansModel` and the heads have no LM head: the ring stays as it was, and the next token of the language model
-    is not written.
-    """
+    """`TitansModel` and the heads have no LM head: the ring stays as it was."""
     model, ids = shared_model("mag", **CHANGES), make_ids(2, 40)
     cache = read(model, ids[:, :20])[1]
     before = ring_of(cache)
@@ -174,9 +174,7 @@ def test_what_the_base_model_reads_leaves_no_entries():
         model.model(ids[:, 20:30], past_key_values=cache)
     assert torch.equal(ring_of(cache).tokens, before.tokens) and torch.equal(ring_of(cache).keys, before.keys)
     assert cache.num_tokens_seen.tolist() == cache.layers[-1].state.memory.num_seen.tolist() == [30, 30]
-    read(model, ids[:, 30:31], None, cache)
-    assert torch.equal(ring_of(cache).tokens, before.tokens)
-    read(model, ids[:, 31:], None, cache)
+    read(model, ids[:, 30:], None, cache)
     assert not torch.equal(ring_of(cache).tokens, before.tokens)
     states = TitansModel(model.config).double().eval()
     states.load_state_dict(model.model.state_dict())
@@ -212,11 +210,12 @@ def test_merging_keeps_the_newest_of_both_in_turn():
     model, ids = shared_model("mag", **CHANGES), make_ids(2, 60)
     first, second = (read(model, row[None])[1] for row in ids)
     ours, theirs = (ring_of(cache).tokens[0].tolist() for cache in (first, second))
-    expected = ring_of(first).expected
+    last, at = first.layers[-1].state.entries.last_token, ring_of(first).positions[0, 3]
     first.merge(second)
     assert ring_of(first).tokens[0].tolist() == [ours[3], theirs[4], ours[4], theirs[5], ours[5], theirs[6], ours[6]]
     assert_same(ring_of(first).keys[0, 1], ring_of(second).keys[0, 4])
-    assert torch.equal(ring_of(first).expected, expected)
+    assert torch.equal(first.layers[-1].state.entries.last_token, last)
+    assert ring_of(first).positions[0, 0] == at and ring_of(first).positions[0, 1] < -(10**9)  # out of any window
     fewer = read(model, ids[:1])[1]
     fewer.merge(second, weight=0.25)
     merged = ring_of(fewer).tokens[0].tolist()
@@ -228,36 +227,41 @@ def test_merging_keeps_the_newest_of_both_in_turn():
 
 
 def test_bfloat16():
-    """Keys are stored in the model's dtype and compared in float32: 2,000 entries of 64 take 0.26 MB, and pieces give
+    """Keys are stored in the model's dtype and compared in float32: 3,500 entries of 64 take 0.5 MB, and pieces give
     the state and, to float32, the mixture of the whole call.
     """
     config = TitansConfig(
         hidden_size=96, vocab_size=500, num_attention_heads=2, num_hidden_layers=1, token_memory_form="episodic",
-        token_memory_entries=2000, token_memory_threshold=3,
+        token_memory_entries=3500, token_memory_threshold=3,
     )  # fmt: skip
     torch.manual_seed(0)
     memory = EpisodicMemory(config, 1).bfloat16()
     memory.gate_bias.data.fill_(0.0)
     memory.projection.data.normal_()
-    inputs, logits = torch.randn(2, 300, 96).bfloat16(), 2 * torch.randn(2, 300, 500)
+    inputs, states = torch.randn(2, 2, 300, 96).bfloat16()
+    words = torch.randn(96, 500) / 5
+
+    def head(states):
+        return states.float() @ words
+
+    logits = head(states)
     tokens = torch.randint(500, (2, 300))
 
     def run(sizes):
         cache, outputs, begin = TitansCache(config), [], 0
         for size in sizes:
             layout = TokenLayout(ALL_TOKENS, TokenGrid.identity(2, size, inputs.device))
-            part, piece = logits[:, begin : begin + size], slice(begin, begin + size)
-            of = lambda a, b, part=part: part[:, a:b]  # noqa: E731
-            outputs.append(memory(inputs[:, piece], tokens[:, piece], of, size, layout, past_key_values=cache))
+            piece = slice(begin, begin + size)
+            outputs.append(memory(inputs[:, piece], states[:, piece], tokens[:, piece], head, size, layout, cache))
             begin += size
         return torch.cat(outputs, dim=1), cache
 
     with torch.no_grad():
         whole, cache = run([300])
         pieces, other = run([1, 130, 1, 1, 167])
-    entries = cache.layers[-1].state.entries
+    entries = ring_of(cache)
     assert entries.keys.dtype == torch.bfloat16 and whole.dtype == torch.float32
-    assert sum(x[:1].numel() * x.element_size() for x in (entries.keys, entries.tokens)) == 2000 * (64 * 2 + 4)
+    assert sum(x[:1].numel() * x.element_size() for x in tensors_of(entries)) == 3500 * 142
     assert 200 < int((entries.tokens[0] >= 0).sum()) < 300
     assert all(torch.equal(a, b) for a, b in zip(cache.layers[-1].tensors(), other.layers[-1].tensors(), strict=True))
     assert_same(pieces, whole, 1e-5)
@@ -320,7 +324,7 @@ def test_saved_and_loaded(tmp_path):
 @pytest.mark.parametrize("fields,message", [
     (dict(token_memory_entries=8), "`token_memory_entries` must be 0 with `token_memory_form='delta'`, but is 8"),
     (dict(token_memory_features=8, token_memory_form="episodic"), "`token_memory_features` must be 0 with"),
-    (dict(token_memory_threshold=7), "`token_memory_threshold` must be from 0 to 6, but is 7"),
+    (dict(token_memory_threshold=-1), "`token_memory_threshold` must be at least 0, but is -1"),
     (dict(token_memory_key_size=0), "`token_memory_key_size` must be at least 1, but is 0"),
 ])  # fmt: skip
 def test_bad_values(fields, message):

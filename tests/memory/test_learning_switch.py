@@ -17,6 +17,7 @@ from common import (
 )
 
 from titans_hf import TitansCache
+from titans_hf.memory_state import tensors_of
 
 TOKEN_MEMORY = dict(token_memory_features=24, tie_word_embeddings=True)
 EPISODIC = dict(token_memory_form="episodic", token_memory_entries=7, token_memory_key_size=6, token_memory_threshold=2)
@@ -44,7 +45,7 @@ def read_switching(model, ids, sizes, learning, cache=None) -> tuple[torch.Tenso
 def memory_tensors(cache):
     """Returns all weights, momenta and entries of a cache."""
     states = [layer.state for layer in cache.layers]
-    entries = [x for state in states if state.entries for x in (state.entries.keys, state.entries.tokens)]
+    entries = [x for state in states if state.entries for x in tensors_of(state.entries.entries)]
     return [x for state in states for x in (*state.memory.weights, *state.memory.momentum)] + entries
 
 
