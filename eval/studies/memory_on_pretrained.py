@@ -247,7 +247,8 @@ def evidence(memory, texts: list[dict], stride: int, offset: int = 0) -> list[tu
     for text in texts:
         prepared, positions = memory.prepare(text), torch.arange(offset, len(text["loss"]), stride)
         parts = zip(*(memory.score(text, prepared, at) for at in positions.split(BLOCK)), strict=True)
-        result.append((positions, text["loss"][positions], *map(torch.cat, parts)))
+        m, features, has_entries = (None if x[0] is None else torch.cat(x) for x in parts)
+        result.append((positions, text["loss"][positions], m, features, has_entries))
     return result
 
 
