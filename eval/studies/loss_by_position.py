@@ -1,6 +1,7 @@
 """Measures the loss by position in a text, also beyond the lengths that the models were trained on.
 
     python -m eval.studies.loss_by_position MODEL [MODEL ...] --text FOLDER --output DIR
+    python -m eval.studies.loss_by_position checkpoints/novels-mag --memory_off --text FOLDER --output DIR
 
 Of every .txt file of the folder, `--stretches` of `--length` tokens, evenly spread over it, are each read as a text of
 their own. The table and the plot have the mean loss between positions 0, 256, 512, 1024, ..., in bits per token (of a
@@ -17,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from titans_hf.cli.evaluation.checkpoints import Checkpoint, read_checkpoints, trained_length
+from titans_hf.cli.evaluation.checkpoints import read_checkpoints, trained_length
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
 from titans_hf.cli.shared.checkpoints import load_model
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
@@ -60,11 +61,10 @@ def edges_to(length: int) -> list[int]:
 
 
 @torch.inference_mode()
-def bits_by_position(checkpoint: Checkpoint, stretches: Tensor, device: torch.device) -> list[float]:
+def bits_by_position(model: PreTrainedModel, stretches: Tensor, label: str) -> list[float]:
     """Returns the mean loss between `edges_to`, over all tokens but the first."""
-    model = load_model(checkpoint.path, "MODEL").to(device).eval()
     total = torch.zeros(stretches.shape[1] - 1, dtype=torch.float64)
-    for ids in tqdm(stretches.to(device), desc=checkpoint.label):
+    for ids in tqdm(stretches.to(model.device), desc=label):
         logits = model(ids[None], use_cache=False).logits[0, :-1]
         total += cross_entropy(logits.float(), ids[1:], reduction="none").cpu()
     bits = total / len(stretches) / math.log(2)
@@ -100,6 +100,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=8192, help="tokens")
     parser.add_argument("--stretches", type=int, default=4, help="of each file")
     parser.add_argument("--output", type=Path, required=True, help="the folder for loss_by_position.json, .md and .png")
+    parser.add_argument("--memory_off", action="store_true", help="read with each Titans a second time, memory off")
     parser.add_argument("--device", help="cpu, cuda, ...; a GPU if there is one")
     args = parser.parse_args(argv)
     check_minimums(args, length=2, stretches=1)
@@ -114,7 +115,12 @@ def main(argv: list[str] | None = None) -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     losses = {}
     for checkpoint in checkpoints:
-        losses[checkpoint.label] = bits_by_position(checkpoint, stretches, device)
+        model = load_model(checkpoint.path, "MODEL").to(device).eval()
+        losses[checkpoint.label] = bits_by_position(model, stretches, checkpoint.label)
+        if args.memory_off and hasattr(model, "set_memory_learning"):
+            label = f"{checkpoint.label}, memory off"
+            model.set_memory_learning(False)
+            losses[label] = bits_by_position(model, stretches, label)
         record = {"edges": edges_to(args.length), "bits per token": losses}
         (args.output / "loss_by_position.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         (args.output / "loss_by_position.md").write_text(table(losses, args.length) + "\n", encoding="utf-8")

@@ -46,6 +46,20 @@ def test_bits_by_position(folder):
     assert (folder / "out" / "loss_by_position.png").stat().st_size > 5_000
 
 
+def test_memory_off(folder):
+    """With --memory_off a Titans has a second row, of the loss of the same text without learning."""
+    model = save_byte_model(folder / "model", "lmm").eval()
+    command(folder, folder / "model", "--memory_off")
+    found = json.loads((folder / "out" / "loss_by_position.json").read_text())["bits per token"]
+    ids = loss_by_position.stretches_of(folder / "books", byte_tokenizer(), LENGTH, 2)
+    model.set_memory_learning(False)
+    with torch.no_grad():
+        log_probs = model(ids).logits[:, 255:-1].log_softmax(-1)
+    expected = -log_probs.gather(2, ids[:, 256:, None]).mean().item() / math.log(2)
+    assert found["model, memory off"][1] == pytest.approx(expected, rel=1e-5)
+    assert found["model"][1] != pytest.approx(expected, rel=1e-5)
+
+
 def test_stretches_are_of_the_text(folder):
     """Stretches are evenly spaced parts of the text without overlap."""
     texts = [file.read_bytes() for file in sorted((folder / "books").iterdir())]
