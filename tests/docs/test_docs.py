@@ -151,7 +151,7 @@ def new_workplace(folder: Path) -> Path:
     """
     for name in ("docs", "runs", "titans"):
         (folder / name).mkdir(parents=True, exist_ok=True)
-    for name in ("src", "scripts", "eval", "tests"):
+    for name in ("checkpoints", "src", "scripts", "eval", "tests"):
         (folder / name).symlink_to(ROOT / name)
     return folder
 
@@ -212,10 +212,10 @@ def stage(tmp_path_factory):
     demo_model = folder / "runs" / "demo" / "titans-lmm"
     AutoModelForCausalLM.from_config(demo.make_configs("lmm")["Titans LMM"]).save_pretrained(demo_model)
     demo.make_tokenizer().save_pretrained(demo_model)
-    for name in ("runs/tiny-mag-chat", "you/your-model"):
+    for name in ("runs/novels-chat", "you/your-model"):
         save_byte_model(folder / name, "mag")
     template = ROOT / "src" / "titans_hf" / "cli" / "configs" / "chat_template.jinja"
-    shutil.copy(template, folder / "runs" / "tiny-mag-chat")
+    shutil.copy(template, folder / "runs" / "novels-chat")
     return folder
 
 
