@@ -60,7 +60,7 @@ def test_keys_are_principal_directions():
 
 
 def test_the_read_out_is_at_a_minimum():
-    """No change of a fitted number lowers the weighted mean loss by more than jumps of the best entry do."""
+    """No change of a fitted number lowers the weighted mean loss by more than the jumps of the best entry do."""
     model, ids = make_model("mag", **CHANGES), names_text(4)
     weights = torch.rand(len(ids), generator=torch.Generator().manual_seed(0)) * (torch.arange(len(ids)) % 3 > 0)
     fit_episodic_memory(model, [ids], [weights], progress=False)

@@ -1,0 +1,136 @@
+"""Tells facts, lets a model read a novel, and asks for the facts: how many of the answers are right.
+
+    python -m eval.studies.told_facts runs/window-256 runs/fitted-256 runs/full --filler data/books/test \
+        --output eval/results/told_facts.jsonl
+
+A fact is a name, a place, a thing or a number. In the form "chat" it is told and asked for in other words, by the
+model's chat template; in the form "prose" the sentence that told it is begun again. An answer is right if every one of
+its tokens is the most probable one after those before it, as greedy generation would write it. The sentences and values
+are none of those that `titans-hf fit-memory` makes.
+"""
+
+import argparse
+import json
+import random
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from eval.common.records import describe_commit
+from titans_hf import TitansCache, TitansForCausalLM
+from titans_hf.cli.shared.command_line import run_command
+
+PIECE = 256  # tokens of a call
+NAMES = "Alastair Bronwyn Delphine Evander Fiorella Gulliver Jocasta Kilian Lavinia Mortimer Octavia Rufina"
+PLACES = "Dunedin Galveston Ravenna Montreal Palermo Mombasa Wellington Odessa Bilbao Zanzibar Krakow Genoa"
+THINGS = "trumpet hammock lantern drum wheelbarrow kettle violin teapot wardrobe bicycle ladder mirror"
+VALUES = {"name": NAMES.split(), "place": PLACES.split(), "thing": THINGS.split()}
+# Kind, how a fact is told, how it is asked for, how the answer begins.
+FACTS = [
+    ("name", "My sister is called {}.", "What is the name of my sister?", "Your sister's name is"),
+    ("name", "I work for a woman named {}.", "Who is my boss?", "Your boss is"),
+    ("name", "The cat answers to the name {}.", "What is the cat's name?", "The cat's name is"),
+    ("place", "I was born in {}.", "Where was I born?", "Your birthplace is"),
+    ("place", "Next summer we are travelling to {}.", "Where is our next holiday?", "Your next holiday is in"),
+    ("place", "My brother studies in {}.", "In which city is my brother a student?", "Your brother is a student in"),
+    ("thing", "For my birthday I got a {}.", "What present did I get?", "Your birthday present was a"),
+    ("thing", "Grandfather left me his {}.", "What did I inherit?", "From your grandfather you inherited a"),
+    ("number", "The code of my locker is {}.", "Which code opens my locker?", "Your locker opens with the code"),
+    ("number", "The pass key is {}.", "What is the pass key?", "The pass key is"),
+]
+
+
+def make_parts(form: str, filler: str, tokenizer, choose: random.Random) -> list[tuple[str, str | None]]:
+    """Returns the parts of a text in which four facts are told, the filler is read, and the facts are asked for: each
+    with the kind of the fact that it answers, None where it answers none.
+    """
+    told, asked = [], []
+    for kind in (*VALUES, "number"):
+        _, statement, question, start = choose.choice([fact for fact in FACTS if fact[0] == kind])
+        digits = "".join(str(choose.randrange(10)) for _ in range(choose.randint(4, 6)))
+        value = choose.choice(VALUES[kind]) if kind in VALUES else digits
+        told.append(statement.format(value))
+        asked.append((kind, question, start, value, statement.removesuffix(" {}.")))
+    choose.shuffle(asked)
+    if form == "prose":
+        parts = [(f"{' '.join(told)}\n\n{filler}\n\n", None)]
+        for kind, _, _, value, beginning in asked:
+            parts += [(beginning, None), (f" {value}", kind), (". ", None)]
+        return parts
+    messages = [
+        {"role": "user", "content": f"Hello! Some things about me. {' '.join(told)}"},
+        {"role": "assistant", "content": "Thank you, I will remember that."},
+        {"role": "user", "content": f"Please read this.\n\n{filler}"},
+        {"role": "assistant", "content": "I have read it."},
+    ]
+    first = tokenizer.apply_chat_template(messages, tokenize=False)
+    parts = [(first, None)]
+    for kind, question, start, value, _ in asked:
+        turn = [{"role": "user", "content": question}, {"role": "assistant", "content": f"{start}@"}]
+        text = tokenizer.apply_chat_template([*messages, *turn], tokenize=False)
+        before, after = text[len(first) :].rsplit("@", 1)
+        parts += [(before, None), (f" {value}", kind), (after, None)]
+    return parts
+
+
+def make_text(
+    form: str, filler: str, tokenizer: PreTrainedTokenizerBase, choose: random.Random
+) -> tuple[Tensor, list[tuple[int, int, str]]]:
+    """Returns the ids (T,) of a text, and begin, end and kind of each answer in it."""
+    ids, answers = [], []
+    for part, kind in make_parts(form, filler, tokenizer, choose):
+        begin = len(ids)
+        ids += tokenizer(part, add_special_tokens=False)["input_ids"]
+        if kind:
+            answers.append((begin, len(ids), kind))
+    return torch.tensor(ids), answers
+
+
+@torch.inference_mode()
+def most_probable(model: TitansForCausalLM, ids: Tensor) -> Tensor:
+    """Returns the most probable token after each of ids (T,)."""
+    cache, found = TitansCache(model.config), []
+    for piece in ids[None].split(PIECE, dim=1):
+        found.append(model(piece, past_key_values=cache, use_cache=True).logits[0].argmax(-1))
+    return torch.cat(found)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", help="converted models: folders")
+    parser.add_argument("--filler", type=Path, required=True, help="a folder of novels")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[700, 1500, 3000], help="tokens of the filler")
+    parser.add_argument("--number", type=int, default=5, help="texts of each form and length, of four facts each")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, required=True, help="a file of JSON lines, to which lines are added")
+    args = parser.parse_args(argv)
+    novels = [file.read_text(encoding="utf-8", errors="replace") for file in sorted(args.filler.glob("*.txt"))]
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    for path in args.models:
+        model, tokenizer = TitansForCausalLM.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
+        choose, right, asked = random.Random(args.seed), Counter(), Counter()
+        cases = [(form, n) for form in ("chat", "prose") for n in args.lengths for _ in range(args.number)]
+        for form, length in tqdm(cases, desc=Path(path).name, unit="text"):
+            novel = choose.choice(novels)
+            begin = choose.randrange(len(novel) // 2)
+            filler = tokenizer.decode(tokenizer(novel[begin : begin + 8 * length])["input_ids"][:length])
+            ids, answers = make_text(form, filler, tokenizer, choose)
+            predicted = most_probable(model, ids)
+            for start, end, kind in answers:
+                for key in (form, f"{form}, {kind}", f"{form}, {length} tokens"):
+                    asked[key] += 1
+                    right[key] += bool((predicted[start - 1 : end - 1] == ids[start:end]).all())
+        config = {name: getattr(model.config, name) for name in ("sliding_window", "token_memory_entries")}
+        line = {"table": "told-facts", "model": Path(path).name, "config": config, "seed": args.seed}
+        line |= {"result": {key: [right[key], asked[key]] for key in asked}, "commit": describe_commit()}
+        print(json.dumps(line), flush=True)
+        with args.output.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    run_command(main)
