@@ -95,8 +95,7 @@ def fit_episodic_memory(
             fit_keys(memory, (piece for ids in documents for piece in read(model, ids[:share], shown)))
         evidence = []
         with bar(desc="fitting the read-out", total=sum(map(len, documents))) as shown:
-            for ids, weight in zip(documents, weights, strict=True):
-                stride = math.ceil(int((weight > 0).sum()) * len(documents) / NUM_COLUMNS)
+            for ids, weight, stride in zip(documents, weights, choose_strides(weights), strict=True):
                 evidence.append(collect(memory, model.lm_head, read(model, ids, shown), ids, weight, stride))
     finally:
         model.train(was_training)
@@ -111,6 +110,18 @@ def _check(model, documents, weights) -> None:
         raise ValueError("`documents` must be tensors (T,) of at least two ids.")
     if weights is not None and [len(x) for x in weights] != [len(x) for x in documents]:
         raise ValueError("`weights` must have one number for each id of `documents`.")
+
+
+def choose_strides(weights: Sequence[Tensor]) -> list[int]:
+    """Returns for each document every how many of its columns the fit looks at: at NUM_COLUMNS in all, and at all
+    columns of documents that have few with a weight.
+    """
+    numbers = [max(1, int((weight[1:] > 0).sum())) for weight in weights]
+    left, strides = NUM_COLUMNS, {}
+    for rank, i in enumerate(sorted(range(len(numbers)), key=numbers.__getitem__)):
+        strides[i] = math.ceil(numbers[i] * (len(numbers) - rank) / left)
+        left = max(1, left - numbers[i] // strides[i])
+    return [strides[i] for i in range(len(numbers))]
 
 
 def read(model: TitansForCausalLM, ids: Tensor, progress: tqdm) -> Iterator[Piece]:
@@ -204,8 +215,8 @@ def fit_read_out(memory: EpisodicMemory, documents: list[list[Evidence]]) -> Fit
     read_out = ReadOut.of(memory, total.dtype)
     with torch.no_grad():
         features = [x.found.read(*read_out[:2])[0][x.found.visible.any(-1)] for x in evidence]
-    mean, deviation = (f(torch.cat(features), 0) for f in (torch.mean, torch.std))
-    deviation = deviation + 1e-6
+    features = torch.cat(features)
+    mean, deviation = features.mean(0), features.std(0, correction=0).clamp(min=0.05)
     values = [*read_out[:2], torch.zeros_like(read_out.gate)]  # the gate's for features of mean 0 and deviation 1
     values[2][-1] = START
     values = [x.requires_grad_() for x in values]
