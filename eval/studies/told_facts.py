@@ -1,6 +1,6 @@
 """Tells facts, lets a model read a novel, and asks for the facts: how many of the answers are right.
 
-    python -m eval.studies.told_facts runs/window-256 runs/fitted-256 runs/full --filler data/books/test \
+    python -m eval.studies.told_facts runs/window-256 runs/fitted-256 ORIGINAL --filler data/books/test \
         --output eval/results/told_facts.jsonl
 
 A fact is a name, a place, a thing or a number. In the form "chat" it is told and asked for in other words, by the
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.common.records import describe_commit
 from titans_hf import TitansCache, TitansForCausalLM
@@ -91,8 +91,10 @@ def make_text(
 
 
 @torch.inference_mode()
-def most_probable(model: TitansForCausalLM, ids: Tensor) -> Tensor:
-    """Returns the most probable token after each of ids (T,)."""
+def most_probable(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Returns the most probable token after each of ids (T,); a Titans reads them piece by piece."""
+    if not isinstance(model, TitansForCausalLM):
+        return model(ids[None], use_cache=False).logits[0].argmax(-1)
     cache, found = TitansCache(model.config), []
     for piece in ids[None].split(PIECE, dim=1):
         found.append(model(piece, past_key_values=cache, use_cache=True).logits[0].argmax(-1))
@@ -101,7 +103,7 @@ def most_probable(model: TitansForCausalLM, ids: Tensor) -> Tensor:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", help="converted models: folders")
+    parser.add_argument("models", nargs="+", help="folders: converted models and the original")
     parser.add_argument("--filler", type=Path, required=True, help="a folder of novels")
     parser.add_argument("--lengths", type=int, nargs="+", default=[700, 1500, 3000], help="tokens of the filler")
     parser.add_argument("--number", type=int, default=5, help="texts of each form and length, of four facts each")
@@ -111,7 +113,8 @@ def main(argv: list[str] | None = None) -> None:
     novels = [file.read_text(encoding="utf-8", errors="replace") for file in sorted(args.filler.glob("*.txt"))]
     args.output.parent.mkdir(parents=True, exist_ok=True)
     for path in args.models:
-        model, tokenizer = TitansForCausalLM.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype="bfloat16").eval()
+        tokenizer = AutoTokenizer.from_pretrained(path)
         choose, right, asked = random.Random(args.seed), Counter(), Counter()
         cases = [(form, n) for form in ("chat", "prose") for n in args.lengths for _ in range(args.number)]
         for form, length in tqdm(cases, desc=Path(path).name, unit="text"):
@@ -124,7 +127,8 @@ def main(argv: list[str] | None = None) -> None:
                 for key in (form, f"{form}, {kind}", f"{form}, {length} tokens"):
                     asked[key] += 1
                     right[key] += bool((predicted[start - 1 : end - 1] == ids[start:end]).all())
-        config = {name: getattr(model.config, name) for name in ("sliding_window", "token_memory_entries")}
+        names = ("model_type", "sliding_window", "token_memory_entries")
+        config = {name: getattr(model.config, name, None) for name in names}
         line = {"table": "told-facts", "model": Path(path).name, "config": config, "seed": args.seed}
         line |= {"result": {key: [right[key], asked[key]] for key in asked}, "commit": describe_commit()}
         print(json.dumps(line), flush=True)

@@ -34,5 +34,5 @@ def test_every_memory_gains_on_a_text_that_repeats(folder, memory):
     main([str(folder / "model"), str(folder), *options])
     lines = [json.loads(line) for line in (folder / "lines").read_text().splitlines()]
     assert [(line["data"], line["seed"]) for line in lines] == [("test", 0), ("test", 1)]
-    assert all(line["result"]["all"] > 0.3 for line in lines)
+    assert all(line["result"]["all"] > 0.2 for line in lines)
     assert ("entry_weight" in lines[0]["config"]) == (memory == "episodic")
