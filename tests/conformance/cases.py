@@ -185,6 +185,14 @@ class TitansLmmTest(TitansTests, unittest.TestCase):
     has_attentions = False
 
 
+class TitansTokenMemoryTest(TitansMagTest):
+    """MAG with the token memory, which needs tied embeddings."""
+
+    @property
+    def settings(self):
+        return super().settings | dict(token_memory_features=8, tie_word_embeddings=True)
+
+
 class HybridTests(CommonTests):
     """What the baselines' own test files in transformers override: one layer of two has attention."""
 
