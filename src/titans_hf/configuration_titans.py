@@ -27,7 +27,8 @@ AUTO_MAP = {
 }
 # Version of what the fields of a config mean: a change of the function that a saved model computes raises it.
 # 1: with the delta rule, hidden layers take steps of theta / (2 memory_chunk_size), and eta is at most 1/3.
-TITANS_VERSION = 1
+# 2: those steps are theta / 128 at most.
+TITANS_VERSION = 2
 VARIANTS = ("mac", "mag", "mal", "lmm")
 WITH_ATTENTION = ("mac", "mag", "mal")
 
@@ -146,7 +147,7 @@ class TitansConfig(PreTrainedConfig):
             nothing forgotten. By default 1/2 with the delta rule, and otherwise 1 / b, with `memory_depth` L above 2
             2 / (L b), of a `memory_chunk_size` b: the gradients of a chunk are taken at the same weights, and where
             keys repeat, larger steps overshoot, so that rounding and gradients grow exponentially. A model with a
-            larger one warns. With the delta rule, hidden layers take steps of theta / (2 b).
+            larger one warns. With the delta rule, hidden layers take steps of theta / (2 b), theta / 128 at most.
         memory_update_rule (`str`, *optional*):
             Weights at which the error of the memory network's last layer is taken: `"chunk"` those of the chunk's
             start, as in the paper's algorithm in chunks (eq. 16); `"delta"` those before each token, as in eq. 10,
@@ -360,15 +361,14 @@ class TitansConfig(PreTrainedConfig):
                 f"`{missing[0]}` must be given in a config that was saved without `titans_version`, but is not: its "
                 "default was another one, which depends on the version of titans_hf that saved it."
             )
-        if (
-            self.memory_update_rule == "delta"
-            and (self.memory_depth > 1 or self.memory_momentum)
-            and self.memory_max_lr
-        ):
+        hidden_steps_differ = self.memory_depth > 1 and (version < 1 or self.memory_chunk_size < 64)
+        momentum_differs = self.memory_momentum and version < 1
+        if self.memory_update_rule == "delta" and self.memory_max_lr and (hidden_steps_differ or momentum_differs):
             raise ValueError(
                 f"`titans_version` must be {TITANS_VERSION} for a model with memory_update_rule='delta', memory_depth="
-                f"{self.memory_depth} and memory_momentum={self.memory_momentum}, but is {version}: an older titans_hf "
-                "saved it, whose steps of hidden layers and whose momentum were larger. Load it with that version, or "
+                f"{self.memory_depth}, memory_momentum={self.memory_momentum} and memory_chunk_size="
+                f"{self.memory_chunk_size}, but is {version}: an older titans_hf saved it, whose steps of hidden "
+                "layers or whose momentum were larger. Load it with that version, or "
                 f'write "titans_version": {TITANS_VERSION} into its config.json and train on.'
             )
 

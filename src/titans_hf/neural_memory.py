@@ -32,6 +32,9 @@ OUTPUT_SCALE = 0.1
 # Limit of eta, the decay of the momentum, with the delta rule: at a larger one, a memory can grow exponentially where
 # a key comes in bursts. docs/dev/log.md: "Momentum with the delta rule"
 LARGEST_ETA_OF_DELTA_RULE = 1 / 3
+# Limit of the steps of hidden layers with the delta rule, in units of theta: in small chunks, larger ones change what
+# the last layer has stored keys under. docs/dev/log.md: "Steps of hidden layers in small chunks"
+LARGEST_HIDDEN_STEP = 1 / 128
 
 
 def l2_normalize(x: Tensor) -> Tensor:
@@ -224,7 +227,7 @@ class NeuralMemory(nn.Module):
         self.forget = TokenGate(size, num_gates, initial_logit=-5.0) if config.memory_forget else None  # alpha
         is_delta = config.memory_update_rule == "delta"
         # docs/dev/log.md: "Which steps are safe at which depth"
-        hidden_step = 1 / (2 * config.memory_chunk_size) if is_delta else 1.0
+        hidden_step = min(LARGEST_HIDDEN_STEP, 1 / (2 * config.memory_chunk_size)) if is_delta else 1.0
         self.rule = UpdateRule(config.memory_error_clip, is_delta, config.memory_network, hidden_step)
         shapes = layer_shapes(self.head_dim, config.memory_depth, config.memory_expansion)
         self.stable = config.memory_recurrence == "stable"

@@ -152,8 +152,8 @@ def test_a_config_of_another_version_is_read_or_refused(tmp_path):
     by name where a field is missing or means something else now; one of a newer version is refused.
     """
 
-    def load(changes: dict, missing: tuple[str, ...] = ("titans_version",)) -> TitansConfig:
-        saved = make_config("lmm", **changes).to_dict()
+    def load(changes: dict, missing: tuple[str, ...] = ("titans_version",), **saved_too) -> TitansConfig:
+        saved = make_config("lmm", **changes).to_dict() | saved_too
         (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in saved.items() if k not in missing}))
         return AutoConfig.from_pretrained(tmp_path)
 
@@ -163,12 +163,16 @@ def test_a_config_of_another_version_is_read_or_refused(tmp_path):
         assert loaded.titans_version == TITANS_VERSION
         assert all(getattr(loaded, name) == value for name, value in changes.items() if name != "rope_parameters")
     for changes in (dict(memory_depth=2, memory_momentum=False), dict(memory_depth=1, memory_momentum=True)):
-        with pytest.raises(ValueError, match="`titans_version` must be 1 for a model with memory_update_rule='delta'"):
+        with pytest.raises(ValueError, match="`titans_version` must be 2 for a model with memory_update_rule='delta'"):
             load(changes | {"memory_update_rule": "delta"})
+    deep = dict(memory_update_rule="delta", memory_depth=2)  # before hidden layers' steps had a limit
+    assert load(deep | {"memory_chunk_size": 64}, (), titans_version=1).titans_version == TITANS_VERSION
+    with pytest.raises(ValueError, match="memory_chunk_size=32, but is 1"):
+        load(deep | {"memory_chunk_size": 32}, (), titans_version=1)
     with pytest.raises(ValueError, match="`memory_update_rule` must be given in a config that was saved without"):
         load({}, missing=("titans_version", "memory_update_rule"))
-    with pytest.raises(ValueError, match="`titans_version` must be at most 1 here, but is 2"):
-        TitansConfig(titans_version=2)
+    with pytest.raises(ValueError, match="`titans_version` must be at most 2 here, but is 3"):
+        TitansConfig(titans_version=3)
 
 
 def test_updates_that_can_overshoot_warn(tmp_path):
