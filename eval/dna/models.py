@@ -12,8 +12,8 @@ from eval.common.compared_models import VARIANTS, check_fields, fit_config
 from eval.dna.tokenizer import make_tokenizer
 from titans_hf import TitansConfig
 
-STOPPED = "-stopped"
-NAMES = (*VARIANTS, *(name + STOPPED for name in VARIANTS), "llama", "mamba2", "cnn")
+MEMORY_OFF = "-off"
+NAMES = (*VARIANTS, *(name + MEMORY_OFF for name in VARIANTS), "llama", "mamba2", "cnn")
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
 MEMORY = {"memory_num_heads": 1, "memory_chunk_size": 32}
 
@@ -82,7 +82,7 @@ def config_of(name: str, classes: list[str], shape: dict[str, Any], settings: di
         "hidden_size": width,
         "use_cache": False,
     }
-    variant = name.removesuffix(STOPPED)
+    variant = name.removesuffix(MEMORY_OFF)
     check_fields("TitansConfig", TitansConfig(), settings)
     if name == "cnn":
         return PreTrainedConfig(**fields)
@@ -91,7 +91,7 @@ def config_of(name: str, classes: list[str], shape: dict[str, Any], settings: di
     else:
         fields |= HEADS | {"num_hidden_layers": shape["num_hidden_layers"]}
     if variant in VARIANTS:
-        fields |= MEMORY | settings | ({"memory_max_lr": 0} if name.endswith(STOPPED) else {})
+        fields |= MEMORY | settings | ({"memory_max_lr": 0} if name.endswith(MEMORY_OFF) else {})
     try:
         return fit_config(variant, shape["parameters"], fields)
     except (ValueError, TypeError, StrictDataclassError) as error:

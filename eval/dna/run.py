@@ -23,7 +23,7 @@ from eval.common.harness import check_options, make_parser
 from eval.common.records import find_finished, read_records
 from eval.common.tables import check_alike, write_report
 from eval.dna.folds import Fold, group_sequences, hold_out, make_folds
-from eval.dna.models import NAMES, STOPPED, build_model, config_of
+from eval.dna.models import MEMORY_OFF, NAMES, build_model, config_of
 from eval.dna.sequences import Sequences, read_sequences
 from eval.dna.sequences import name_of as file_name
 from eval.dna.tables import ALIKE, make_report
@@ -32,7 +32,7 @@ from titans_hf.cli.shared.command_line import run_command
 
 SHAPE = ("parameters", "hidden_size", "num_hidden_layers")
 TRAINING = ("epochs", "evaluations")
-DEFAULT_MODELS = ("lmm", "lmm" + STOPPED, "mag", "mag" + STOPPED, "llama", "mamba2", "cnn")
+DEFAULT_MODELS = ("lmm", "lmm" + MEMORY_OFF, "mag", "mag" + MEMORY_OFF, "llama", "mamba2", "cnn")
 
 
 def parse_args(argv: list[str] | None) -> Namespace:
@@ -154,7 +154,7 @@ def make_runs(
     runs = []
     for (name, digest), folds in data.items():
         for model in args.models:
-            titans = model.removesuffix(STOPPED) in VARIANTS
+            titans = model.removesuffix(MEMORY_OFF) in VARIANTS
             row = f"{model}-{args.label}" if titans and args.label else model
             own = {"row": row, "model": model, "settings": settings if titans else {}}
             runs.append(

@@ -1,6 +1,6 @@
 """Makes the tables and plots of DNA runs from their file, with the paper's figures.
 
-    python -m eval.dna.tables eval/results/dna.jsonl --baselines lmm-stopped cnn --output results/dna
+    python -m eval.dna.tables eval/results/dna.jsonl --baselines lmm-off cnn --output results/dna
 
 A figure is the accuracy on what was not trained on, in percent: mean and standard deviation over folds, each fold's
 accuracy being the mean of its seeds, and the mean of each seed that has all folds.

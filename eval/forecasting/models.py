@@ -11,7 +11,7 @@ from eval.common.compared_models import check_fields
 from titans_hf import TitansForTimeSeriesPrediction, TitansTimeSeriesConfig
 from titans_hf.time_series_titans import LOSSES, LearnedCycle
 
-NAMES = ("titans", "titans-stopped", "patchtst", "rlinear", "dlinear", "repeat-last")
+NAMES = ("titans", "titans-off", "patchtst", "rlinear", "dlinear", "repeat-last")
 EPSILON = 1e-5
 
 
@@ -134,9 +134,9 @@ def config_of(name: str, task: ForecastTask, settings: dict[str, Any]) -> Titans
     given = settings.keys() & of_task.keys()
     if given:
         raise ValueError(f"--set {', '.join(sorted(given))}: set by the command for all models")
-    stopped = {"memory_max_lr": 0} if name == "titans-stopped" else {}
+    off = {"memory_max_lr": 0} if name == "titans-off" else {}
     try:
-        return TitansTimeSeriesConfig(**{"context_length": task.look_back} | settings | stopped | of_task)
+        return TitansTimeSeriesConfig(**{"context_length": task.look_back} | settings | off | of_task)
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise ValueError(f"--set for {name}: {error}") from error
 

@@ -1,6 +1,6 @@
 """Makes the tables and plots of forecasting runs from their file.
 
-python -m eval.forecasting.tables runs/forecasting --rows lmm lmm-stopped rlinear --output runs/tables
+python -m eval.forecasting.tables runs/forecasting --rows lmm lmm-off rlinear --output runs/tables
 """
 
 from collections.abc import Iterable

@@ -1,6 +1,6 @@
 """Makes the table of runs of train_and_score: mean and spread over seeds, and paired differences between rows.
 
-    python -m eval.language.compare_runs runs/language.jsonl --pairs lmm:lmm-stopped mag:mag-stopped
+    python -m eval.language.compare_runs runs/language.jsonl --pairs lmm:lmm-off mag:mag-off
 
 Runs that differ in their seed alone are one row, which has their name. A difference is the mean over seeds and texts of
 (loss - loss of the baseline with the same seed on the same stretches), in nats per token. Its 95 % interval is a

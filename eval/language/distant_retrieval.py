@@ -1,6 +1,6 @@
 """Measures what retrieval of distant tokens could gain a trained language model, without training anything.
 
-    python -m eval.language.distant_retrieval runs/mag-stopped --train_text data/books/train \
+    python -m eval.language.distant_retrieval runs/mag-off --train_text data/books/train \
         --choice_text data/books/valid --score_text data/books/test --output runs/retrieval.jsonl
 
 The model's last hidden state h_t is the query at token t; what it can retrieve are the pairs of h_i and the token that

@@ -1,7 +1,7 @@
 """Trains one language model on texts, scores it by position on texts it has not seen, and records the run.
 
     python -m eval.language.train_and_score lmm --train_text DIR --score_text DIR [DIR ...] \
-        --output runs/language.jsonl [--label lmm-stopped --set memory_max_lr=0] [--seed 0]
+        --output runs/language.jsonl [--label lmm-off --set memory_max_lr=0] [--seed 0]
 
 The score of a stretch of text is the mean cross entropy (nats per token) between positions 0, 64, 256, 512, 1024, ...
 """

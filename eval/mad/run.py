@@ -1,7 +1,7 @@
 """Trains models on the six synthetic tasks of MAD, and records the accuracy as they learn.
 
     python -m eval.mad.run --models lmm llama --tasks recall compression --epochs 50 --output results/mad
-    python -m eval.mad.run --models lmm --set memory_max_lr=0 --label stopped --epochs 50 --output results/mad
+    python -m eval.mad.run --models lmm --set memory_max_lr=0 --label off --epochs 50 --output results/mad
 
 A finished run is kept: the same command again goes on with the next one.
 """

@@ -7,7 +7,7 @@ from titans_hf.cli.shared.figures import labels_in_words, line_styles, mark_fail
 
 
 def test_baselines_look_unlike_titans():
-    """Baselines are dashed and stopped memories dotted, each with a colour and marker of its own."""
+    """Baselines are dashed and memories that are off dotted, each with a colour and marker of its own."""
     styles = line_styles(["tiny-mag", "Titans MAG, not learning", "Mistral", "tiny-llama", "tiny-mac"])
     assert [style["linestyle"] for style in styles.values()] == ["-", ":", "--", "--", "-"]
     assert len({(style["color"], style["marker"]) for style in styles.values()}) == 5
@@ -16,9 +16,9 @@ def test_baselines_look_unlike_titans():
 @pytest.mark.parametrize(
     "name,label",
     [
-        ("mag-stopped", "MAG, memory stopped"),
-        ("lmm stopped", "LMM, memory stopped"),
-        ("lmm-stopped-cycle24", "LMM, memory stopped, cycle 24"),
+        ("mag-off", "MAG, memory off"),
+        ("lmm off", "LMM, memory off"),
+        ("lmm-off-cycle24", "LMM, memory off, cycle 24"),
         ("mac-token", "MAC, token memory"),
         ("tiny-mal", "tiny MAL"),
         ("lmm, depth 2", "LMM, depth 2"),
@@ -39,9 +39,9 @@ def test_labels_are_words(name, label):
 
 def test_labels_tell_lines_apart():
     """Names that would have one label keep their own."""
-    assert labels_in_words(["mag-stopped", "mag stopped", "mal"]) == {
-        "mag-stopped": "mag-stopped",
-        "mag stopped": "mag stopped",
+    assert labels_in_words(["mag-off", "mag off", "mal"]) == {
+        "mag-off": "mag-off",
+        "mag off": "mag off",
         "mal": "MAL",
     }
 

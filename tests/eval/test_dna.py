@@ -50,7 +50,7 @@ def test_models_are_of_one_size_and_padding_changes_nothing(name):
             model(**collate(tokenizer, [(text, 0) for text in batch])).logits for batch in (texts, texts[1:])
         )
     assert together.shape == (2, 3)
-    if name != "lmm-stopped":  # its only mixers, convolutions into a constant memory, return next to nothing at first
+    if name != "lmm-off":  # its only mixers, convolutions into a constant memory, return next to nothing at first
         assert not torch.equal(together[0], together[1])
     torch.testing.assert_close(together[1:], alone, atol=1e-5, rtol=1e-4)
 
@@ -65,9 +65,9 @@ def test_the_cnn_cuts_long_sequences():
 
 
 @pytest.mark.parametrize("variant", ["lmm", "mac"])
-def test_a_stopped_model_is_the_same_but_for_its_memory(variant):
+def test_a_model_with_memory_off_is_the_same_but_for_its_memory(variant):
     """A model with memory off differs from the other in the size of its steps alone, which is 0."""
-    configs = [config_of(name, ["0", "1"], SHAPE, {}).to_dict() for name in (variant, f"{variant}-stopped")]
+    configs = [config_of(name, ["0", "1"], SHAPE, {}).to_dict() for name in (variant, f"{variant}-off")]
     assert configs[0].pop("memory_max_lr") > 0 and configs[1].pop("memory_max_lr") == 0
     assert configs[0] == configs[1]
 

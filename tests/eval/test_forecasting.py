@@ -83,9 +83,9 @@ def test_dlinear_sees_every_phase():
         torch.testing.assert_close(model.forecast(past), expected)
 
 
-def test_the_stopped_model_is_the_same_but_for_its_memory():
-    """`titans-stopped` has the settings of `titans` and steps of 0."""
-    models = [build_model(name, ForecastTask(2, 8, 2), {"patch_length": 4}) for name in ("titans", "titans-stopped")]
+def test_the_model_with_memory_off_is_the_same_but_for_its_memory():
+    """`titans-off` has the settings of `titans` and steps of 0."""
+    models = [build_model(name, ForecastTask(2, 8, 2), {"patch_length": 4}) for name in ("titans", "titans-off")]
     configs = [model.config.to_dict() for model in models]
     assert configs[0].pop("memory_max_lr") > 0 and configs[1].pop("memory_max_lr") == 0
     assert configs[0] == configs[1]
@@ -111,10 +111,10 @@ def test_titans_have_the_cycle_and_the_loss(csv):
     """The cycle and the loss of the command are in the Titans' configuration and in the name of the row."""
     config = build_model("titans", ForecastTask(3, 32, 5, cycle_length=7, loss="mae"), {}).config
     assert (config.cycle_length, config.num_input_channels, config.loss) == (7, 3, "mae")
-    options = ["--models", "titans-stopped", "rlinear", "--horizons", "2", "--cycle_length", "7", "--loss", "mae"]
+    options = ["--models", "titans-off", "rlinear", "--horizons", "2", "--cycle_length", "7", "--loss", "mae"]
     args = forecasting.parse_args(command(csv, *options, "--set", *TINY, "--label", "tiny"))
     rows = [run.row for run in forecasting.make_runs(args, {"waves": read_series(csv)})]
-    assert rows == ["tiny-stopped-cycle7-mae", "rlinear-cycle7-mae"]
+    assert rows == ["tiny-off-cycle7-mae", "rlinear-cycle7-mae"]
 
 
 def test_a_run_starts_from_the_cycle_of_the_training_part(csv):
@@ -147,7 +147,7 @@ def test_runs_go_on_and_are_reported(csv, capsys):
     assert "6 runs, 6 of them finished" in capsys.readouterr().out
     assert (out / FILE).read_text() == written
     table = (out / "table.md").read_text()
-    for row in ("tiny", "tiny-stopped", "patchtst", "rlinear", "dlinear", "repeat-last"):
+    for row in ("tiny", "tiny-off", "patchtst", "rlinear", "dlinear", "repeat-last"):
         assert f"| {row} |" in table
     assert (out / "waves-8.png").stat().st_size > 10_000
     with pytest.raises(ValueError, match=r"with learning_rate=0\.003, not 0\.1: give another"):
@@ -231,18 +231,18 @@ def test_chosen_rows_are_reported(tmp_path, monkeypatch):
     without runs, is an error.
     """
     example = {"channel": "OT", "before": [0.0, 1.0], "after": [2.0] * 96, "forecast": [1.0] * 96}
-    for row in ("lmm-stopped-cycle24", "rlinear", "dlinear"):
+    for row in ("lmm-off-cycle24", "rlinear", "dlinear"):
         save(tmp_path, record := record_of(row, 96, 0, 0.4, 0.3))
         append_record({"name": record["name"]} | example, tmp_path / "examples.jsonl")
     figures = []
     monkeypatch.setattr(tables, "save_figure", lambda figure, path: figures.append(figure))
-    options = ["--rows", "lmm-stopped-cycle24", "rlinear", "--output", str(tmp_path / "out")]
+    options = ["--rows", "lmm-off-cycle24", "rlinear", "--output", str(tmp_path / "out")]
     forecast_tables.main([str(tmp_path), *options])
     assert "dlinear" not in (tmp_path / "out" / "table.md").read_text()
     (axes,) = figures[0].axes
-    assert axes.get_legend_handles_labels()[1] == ["measured", "LMM, memory stopped, cycle 24", "RLinear"]
+    assert axes.get_legend_handles_labels()[1] == ["measured", "LMM, memory off, cycle 24", "RLinear"]
     assert axes.get_ylabel() == "standardized value" and axes.get_xlabel() == "rows after the last one read"
-    with pytest.raises(ValueError, match="--rows must be of dlinear, lmm-stopped-cycle24, rlinear, but has patchtst"):
+    with pytest.raises(ValueError, match="--rows must be of dlinear, lmm-off-cycle24, rlinear, but has patchtst"):
         forecast_tables.main([str(tmp_path), "--rows", "patchtst", "--output", str(tmp_path / "out")])
     with pytest.raises(ValueError, match=r"has no runs of eval\.forecasting\.run"):
         forecast_tables.main([str(tmp_path / "out"), "--output", str(tmp_path / "out")])

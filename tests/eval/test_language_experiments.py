@@ -43,16 +43,16 @@ def run(texts, name, model="lmm", *options):
 def test_a_run_and_its_twin_are_compared(texts, capsys):
     """A run records its settings, curve and losses per stretch, and the table has both runs with their difference."""
     run(texts, "lmm")
-    output = run(texts, "stopped", "lmm", "--set", "memory_max_lr=0")
+    output = run(texts, "off", "lmm", "--set", "memory_max_lr=0")
     record = read_records(output, "language")[1]
     assert record["settings"] == {"memory_max_lr": 0} and record["config"]["memory_max_lr"] == 0
     assert record["edges"] == [0, 64, 96] and [len(x) for x in record["stretches"]] == [3] * 4
     assert np.allclose(np.mean([x[1:] for x in record["stretches"]], axis=0), record["mean"], atol=1e-4)
     picture = texts / "losses.png"
-    compare_runs.main([str(output), "--pairs", "lmm:stopped", "--plot", str(picture)])
+    compare_runs.main([str(output), "--pairs", "lmm:off", "--plot", str(picture)])
     printed = capsys.readouterr().out
-    assert "| lmm |" in printed and "| lmm less stopped | 1 |" in printed and picture.stat().st_size > 10_000
-    compare_runs.main([str(output), "--rows", "lmm", "stop*", "--baseline", "stopped"])
+    assert "| lmm |" in printed and "| lmm less off | 1 |" in printed and picture.stat().st_size > 10_000
+    compare_runs.main([str(output), "--rows", "lmm", "off*", "--baseline", "off"])
     assert printed.endswith(capsys.readouterr().out)  # of two rows, the same
     with pytest.raises(ValueError, match=r"--rows mag: no run in .* has such a name"):
         compare_runs.main([str(output), "--rows", "mag"])

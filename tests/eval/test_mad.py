@@ -233,7 +233,7 @@ def test_the_auto_encoder_decodes_the_last_output_alone():
 @pytest.mark.parametrize("task", ["recall", "compression"])
 def test_a_run_is_recorded(tmp_path, task, few_held_out, capsys):
     """A run records all it depends on and its curve."""
-    run = make_run(data=task, row="lmm stopped", model="lmm", settings={"memory_max_lr": 0}, epochs=4, evaluate_every=2)
+    run = make_run(data=task, row="lmm off", model="lmm", settings={"memory_max_lr": 0}, epochs=4, evaluate_every=2)
     run = Run(**vars(run) | {"task_settings": {"length": 16, "train_sequences": 40}})
     train(run, tmp_path / "new", "abc")
     (record,) = read_records(tmp_path / "new", "mad")
@@ -242,7 +242,7 @@ def test_a_run_is_recorded(tmp_path, task, few_held_out, capsys):
     assert [row[0] for row in record["curve"]] == [2, 4] and np.isfinite(record["curve"]).all()
     assert all(0 <= share <= 1 for row in record["curve"] for share in row[1:3])
     assert [path.name for path in (tmp_path / "new").iterdir()] == [FILE]
-    assert f"{task}-lmm-stopped-lr0.001-seed0: epoch 4/4" in capsys.readouterr().out
+    assert f"{task}-lmm-off-lr0.001-seed0: epoch 4/4" in capsys.readouterr().out
 
 
 def test_a_finished_run_is_kept_and_another_is_not_taken_for_it(tmp_path, few_held_out, capsys, monkeypatch):

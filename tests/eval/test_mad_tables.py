@@ -55,8 +55,8 @@ def test_differences_by_hand(folder):
 
 def test_labels_are_rows_of_their_own(folder):
     """Runs of a model with other settings are another row."""
-    save(folder, "lmm", "recall", 1e-3, 0, [[2, 0.3, 0.2, 1.0]], row="lmm stopped")
-    assert best_results(read_records(folder))["lmm stopped"]["recall"].last == [20.0]
+    save(folder, "lmm", "recall", 1e-3, 0, [[2, 0.3, 0.2, 1.0]], row="lmm off")
+    assert best_results(read_records(folder))["lmm off"]["recall"].last == [20.0]
 
 
 def test_runs_that_were_not_made_alike_are_refused(folder):

@@ -12,7 +12,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 VARIANTS = {"mac": "tab:blue", "mag": "tab:orange", "mal": "tab:green", "lmm": "tab:red"}
-STOPPED = ("not learning", "stopped")
+MEMORY_OFF = ("not learning", "-off", " off")
 OTHERS = ("black", "tab:gray", "tab:brown", "tab:purple", "tab:olive", "tab:cyan")
 MARKERS = "os^Dv<>P"
 PALER = 0.18  # share of white that each further line of a variant adds to its colour
@@ -29,11 +29,11 @@ MODELS = {
     "dlinear": "DLinear",
     "cnn": "CNN",
 } | {variant: variant.upper() for variant in VARIANTS}
-SETTINGS = {"stopped": "memory stopped", "token": "token memory", "conv": "with convolutions"}
+SETTINGS = {"off": "memory off", "token": "token memory", "conv": "with convolutions"}
 
 
 def labels_in_words(names: Iterable[str]) -> dict[str, str]:
-    """Returns the legend's label of each line by its name: "mag-stopped" is "MAG, memory stopped".
+    """Returns the legend's label of each line by its name: "mag-off" is "MAG, memory off".
 
     Names without a known model stay as they are, and so do those that would have the same label.
     """
@@ -54,7 +54,7 @@ def _in_words(name: str) -> str:
 def line_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Returns the keyword arguments of `Axes.plot` for each line by its name, its label in words among them.
 
-    A variant of Titans is solid in its own colour; with its memory stopped it is dotted. Anything else, a baseline, is
+    A variant of Titans is solid in its own colour; with its memory off it is dotted. Anything else, a baseline, is
     dashed with hollow markers. Where no line is of a variant, all are solid.
     """
     labels = labels_in_words(names)
@@ -74,9 +74,9 @@ def _styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
         else:
             white = PALER * num_lines[variant]
             color = tuple(white + (1 - white) * channel for channel in to_rgb(VARIANTS[variant]))
-            stopped = any(word in name for word in STOPPED)
+            off = any(word in name for word in MEMORY_OFF)
             marker = MARKERS[num_lines[variant] % len(MARKERS)]
-            styles[name] = {"color": color, "linestyle": ":" if stopped else "-", "marker": marker}
+            styles[name] = {"color": color, "linestyle": ":" if off else "-", "marker": marker}
             num_lines[variant] += 1
     return styles
 
