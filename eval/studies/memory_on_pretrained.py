@@ -373,7 +373,9 @@ def measure(args: argparse.Namespace) -> None:
     for seed in args.seeds:
         measured.fit(seed)
         config = {"memory": args.memory, "window": args.window, "sinks": 1} | {x: getattr(args, x) for x in used}
-        if args.memory not in ("counts", "window"):
+        if args.memory == "window":
+            config["wider"] = args.wider.name
+        elif args.memory != "counts":
             config["bytes"] = measured.memory.num_bytes
         config |= measured.settings
         for name in args.sets:
