@@ -361,6 +361,11 @@ class TitansConfig(PreTrainedConfig):
                 f"`{missing[0]}` must be given in a config that was saved without `titans_version`, but is not: its "
                 "default was another one, which depends on the version of titans_hf that saved it."
             )
+        if self.token_memory_entries:
+            raise ValueError(
+                f"`titans_version` must be {TITANS_VERSION} for a model with `token_memory_entries`, but is {version}: "
+                "the entries of an older titans_hf held less. Convert the original again, and fit the memory again."
+            )
         hidden_steps_differ = self.memory_depth > 1 and (version < 1 or self.memory_chunk_size < 64)
         momentum_differs = self.memory_momentum and version < 1
         if self.memory_update_rule == "delta" and self.memory_max_lr and (hidden_steps_differ or momentum_differs):

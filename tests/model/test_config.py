@@ -171,6 +171,8 @@ def test_a_config_of_another_version_is_read_or_refused(tmp_path):
         load(deep | {"memory_chunk_size": 32}, (), titans_version=1)
     with pytest.raises(ValueError, match="`memory_update_rule` must be given in a config that was saved without"):
         load({}, missing=("titans_version", "memory_update_rule"))
+    with pytest.raises(ValueError, match="`titans_version` must be 2 for a model with `token_memory_entries`"):
+        load({"token_memory_form": "episodic", "token_memory_entries": 9}, (), titans_version=1)
     with pytest.raises(ValueError, match="`titans_version` must be at most 2 here, but is 3"):
         TitansConfig(titans_version=3)
 
