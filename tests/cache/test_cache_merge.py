@@ -62,8 +62,8 @@ def test_what_cannot_be_merged():
     for other, message in (
         (read(shared_model("mal"), ids)[1], "same model, but its variant is mal, not mag"),
         (
-            read(make_model("mag", memory_update_rule="delta", memory_momentum=True), ids)[1],
-            "its memory_update_rule is delta, not chunk",
+            read(make_model("mag", memory_update_rule="chunk"), ids)[1],
+            "its memory_update_rule is chunk, not delta",
         ),
         (TitansCache(model.config), "`other` has read nothing"),
         (None, "`other` must be a TitansCache of .*, but is a NoneType"),

@@ -24,7 +24,7 @@ def changed(model: PreTrainedModel, name: str) -> PreTrainedModel:
     "make,message",
     [
         (lambda _: make_model("mal"), "its variant is 'mag', not 'mal'"),
-        (lambda _: make_model("mag", memory_max_lr=0.125), "its memory_max_lr is 0.25, not 0.125"),
+        (lambda _: make_model("mag", memory_max_lr=0.125), "its memory_max_lr is 0.5, not 0.125"),
         (lambda _: make_model("mag", rope_parameters={"rope_theta": 5.0}), "its rope_parameters is {'"),
         (lambda _: make_model("mag", sliding_window=8), "its sliding_window is 12, not 8"),
         (lambda model: copy.deepcopy(model).float(), "its dtype is 'float64', not 'float32'"),
