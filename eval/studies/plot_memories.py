@@ -42,7 +42,11 @@ def main(argv: list[str] | None = None) -> None:
             plot_with_spread(axes, range(len(ranges)), gains, style | {"label": label})
         axes.axhline(0, color="gray", linewidth=1)
         axes.set_xticks(range(len(ranges)), [f"{int(key.split('-')[0]):,}" for key in ranges])
-        axes.set(title=f"window {args.window}: {title}", xlabel="position in the text (tokens; start of each range)", ylabel="gain (nats per token)")
+        axes.set(
+            title=f"window {args.window}: {title}",
+            xlabel="position in the text (tokens; start of each range)",
+            ylabel="gain (nats per token)",
+        )
     save_figure(figure, args.output)
     print(args.output)
 
