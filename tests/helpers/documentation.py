@@ -87,7 +87,7 @@ TREATMENTS = [
     Treatment(r"python -m scripts.bench \w+ .*--device cuda.*", not_run="it needs a GPU"),
     Treatment(r"python -m scripts.bench memory .*", "--lengths 32 --chunks 16 --repeats 1"),
     Treatment(r"python -m scripts.bench models .*", "--lengths 32 --depths 1 --size tiny --repeats 1"),
-    Treatment(r"python -m scripts.bench decode .*", "--contexts 32 --steps 2 --size tiny --repeats 1"),
+    Treatment(r"python -m scripts.bench decode .*", "--contexts 32 --steps 2 --size tiny"),
     Treatment(r"python -m scripts.bench prompt .*", "--tokens 256 --piece 64 --every 128"),
     Treatment(r"titans-hf train .*|torchrun .* -m titans_hf train .*", "--max_steps 2 --use_cpu true"),
     Treatment(r"trl sft .*", "--max_steps 2 --report_to none"),
