@@ -92,11 +92,11 @@ class Episodic:
             part = slice(begin, min(begin + PIECE, length))
             yield Piece(text["ids"][None, part], *(text[name][None, part].bfloat16() for name in ("y", "h")))
 
-    def evidence(self, text: dict, stride: int, offset: int = 0):
+    def evidence(self, text: dict, stride: int):
         """Returns what every `stride`-th position finds."""
         weight = torch.ones(len(text["ids"]))
         pieces = self.pieces(text, len(text["loss"]))
-        return collect(self.memory, lambda h: self.head(h.float()), pieces, text["ids"], weight, stride, offset)
+        return collect(self.memory, lambda h: self.head(h.float()), pieces, text["ids"], weight, stride)
 
     def read(self, texts: list[dict], num_seeds: int) -> None:
         """Fits the keys, and collects what the read-out is fitted to with each seed: every n-th block of 64 tokens."""

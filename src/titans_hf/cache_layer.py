@@ -43,6 +43,15 @@ class TokenEntries:
     positions: Tensor
     losses: Tensor
 
+    def at(self, index: Tensor) -> "TokenEntries":
+        """Returns the entries at index (B, I)."""
+        return map_tensors(lambda x: x.gather(1, columns_like(index, x).expand(-1, -1, *x.shape[2:])), self)
+
+
+def columns_like(index: Tensor, x: Tensor) -> Tensor:
+    """Returns index (B, I) with as many dimensions as x (B, N, ...)."""
+    return index.view(*index.shape, *(1,) * (x.dim() - 2))
+
 
 @dataclass
 class EntryRing:
@@ -62,12 +71,7 @@ class EntryRing:
         rank = torch.arange(number, 0, -1, device=ours.keys.device, dtype=torch.float64) - 0.5  # of the newest: 1/2
         age = torch.cat([rank / max(share, 1e-9) for share in (1 - weight, weight)])
         age = torch.where(both.tokens < 0, torch.inf, age)
-        index = age.argsort(dim=1, stable=True)[:, :number].flip(1)
-
-        def newest(x: Tensor) -> Tensor:
-            return x.gather(1, index.view(*index.shape, *(1,) * (x.dim() - 2)).expand(-1, -1, *x.shape[2:]))
-
-        return replace(self, entries=map_tensors(newest, both))
+        return replace(self, entries=both.at(age.argsort(dim=1, stable=True)[:, :number].flip(1)))
 
 
 @dataclass

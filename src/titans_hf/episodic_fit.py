@@ -158,13 +158,12 @@ def collect(
     ids: Tensor,
     weight: Tensor,
     stride: int,
-    offset: int = 0,
 ) -> list[Evidence]:
     """Updates an empty memory with the pieces of a document, ids (T,), and returns what every `stride`-th of those
-    columns finds whose next token has a weight, from number `offset` on; on the CPU.
+    columns finds whose next token has a weight; on the CPU.
     """
     is_wanted = torch.zeros(len(ids), dtype=torch.bool)
-    is_wanted[(weight[1:] > 0).nonzero()[offset::stride, 0]] = True
+    is_wanted[(weight[1:] > 0).nonzero()[::stride, 0]] = True
     cache, parts, begin = TitansCache(memory.config), [], 0
     for piece in pieces:
         length = piece.tokens.shape[1]
@@ -253,9 +252,9 @@ def evaluate(memory: EpisodicMemory, documents: list[list[Evidence]]) -> FitResu
     """Computes the losses at the columns of the documents, with the memory as it is."""
     result = FitResult([], [], [])
     for parts in documents:
-        columns, before, after = ([x.columns for x in parts], [-x.log_p[0] for x in parts], [])
-        for x in parts:
-            after.append(ReadOut.of(memory, x.log_p.dtype).losses(x)[0])
+        read_out = ReadOut.of(memory, parts[0].log_p.dtype) if parts else None
+        columns, before = [x.columns for x in parts], [-x.log_p[0] for x in parts]
+        after = [read_out.losses(x)[0] for x in parts]
         for values, of_parts in zip(result, (columns, before, after), strict=True):
             values.append(torch.cat(of_parts) if of_parts else torch.zeros(0))
     return result

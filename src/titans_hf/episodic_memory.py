@@ -35,7 +35,7 @@ from torch.nn.functional import logsigmoid, normalize, pad
 from transformers import initialization
 from transformers.utils.generic import maybe_autocast
 
-from .cache_layer import EntryRing, LayerState, RecordedColumns, TokenEntries
+from .cache_layer import EntryRing, LayerState, RecordedColumns, TokenEntries, columns_like
 from .cache_titans import TitansCache
 from .configuration_titans import TitansConfig
 from .memory_state import MemoryState, map_tensors
@@ -317,7 +317,7 @@ class History(NamedTuple):
         counts, oldest = self.counts[:, begin:end, None], self.oldest[:, begin:end, None]
         width = self.ring_size + end - begin - 1
         index = counts[:, 0] + torch.arange(width, device=counts.device)
-        entries, places = self._at(index), index[:, None]
+        entries, places = self.entries.at(index), index[:, None]
         visible = (places >= counts) & (places >= oldest) & (places < counts + self.ring_size)
         return entries, visible & (entries.tokens >= 0)[:, None]
 
@@ -325,10 +325,7 @@ class History(NamedTuple):
         """Returns the N entries of the ring after the call."""
         index = self.counts[:, -1:] + torch.arange(self.ring_size, device=self.counts.device)
         belongs = index >= self.oldest[:, -1:]
-        return map_tensors(lambda x: torch.where(_like(belongs, x), x, _empty(x)), self._at(index))
-
-    def _at(self, index: Tensor) -> TokenEntries:
-        return map_tensors(lambda x: x.gather(1, _like(index, x).expand(-1, -1, *x.shape[2:])), self.entries)
+        return map_tensors(lambda x: torch.where(columns_like(belongs, x), x, _empty(x)), self.entries.at(index))
 
 
 class Found(NamedTuple):
@@ -379,14 +376,9 @@ def _take(before: Tensor, x: Tensor, index: Tensor) -> Tensor:
 def _append(old: Tensor, new: Tensor, slots: Tensor) -> Tensor:
     """Puts new (B, T, ...) at slots (B, T) behind old (B, N, ...): (B, N + T, ...). Slot N + T is dropped."""
     free = torch.full_like(new[:, :1], _empty(new)).expand(-1, new.shape[1] + 1, *new.shape[2:])
-    return torch.cat([old, free], dim=1).scatter(1, _like(slots, new).expand_as(new), new)[:, :-1]
+    return torch.cat([old, free], dim=1).scatter(1, columns_like(slots, new).expand_as(new), new)[:, :-1]
 
 
 def _empty(x: Tensor) -> int:
     """Returns what stands in a slot without an entry: no token, no position, a key of zeros."""
     return 0 if x.is_floating_point() else -1
-
-
-def _like(index: Tensor, x: Tensor) -> Tensor:
-    """Returns index (B, I) with as many dimensions as x."""
-    return index.view(*index.shape, *(1,) * (x.dim() - 2))
