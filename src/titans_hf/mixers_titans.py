@@ -3,7 +3,8 @@
 Their base, `SequenceMixer`, is a function of a call's tokens and of the state before them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ from .neural_memory import MemoryRecall, NeuralMemory
 from .surprise_titans import LayerSurprise, TokenUpdates
 from .token_grid import TokenGrid
 from .token_layout import TokenLayout
+
+Offsets = list[int | None]  # for each row, the number of its last positions
 
 
 class MixerOutput(NamedTuple):
@@ -56,8 +59,9 @@ class SequenceMixer(nn.Module):
 
         def read_again(record: RecordedColumns, before: LayerState | None) -> LayerState:
             # `forward` runs no hooks: attention and surprise of columns read again are not recorded twice.
-            for run, grid in zip(record.runs(), layout.reread_grids, strict=True):
-                before = self.forward(run.inputs, before, grid).state
+            with self.activated_lora(refuse_reading_again):
+                for run, grid in zip(record.runs(), layout.reread_grids, strict=True):
+                    before = self.forward(run.inputs, before, grid).state
             return before
 
         state = None if cache is None else cache.state_before_call(read_again)
@@ -69,7 +73,8 @@ class SequenceMixer(nn.Module):
     def forward(self, inputs: Tensor, state: LayerState | None, grid: TokenGrid) -> MixerOutput:
         """Mixes tokens (B, T, input_size) after `state`, None before the first token of every row."""
         before = self._state_of_rows(state, inputs.dtype, grid)
-        output = self.mix(grid.scatter(inputs), before, grid, at_start=state is None)
+        with self.activated_lora(grid.last_slots):
+            output = self.mix(grid.scatter(inputs), before, grid, at_start=state is None)
         weights, after = output.attentions, output.state
         if weights is not None and grid.token_slots is not None:
             weights = grid.gather(weights.transpose(1, 2)).transpose(1, 2)
@@ -85,7 +90,8 @@ class SequenceMixer(nn.Module):
         if state is not None and grid.source_rows is None:
             return state
         # Computed within forward, where the parameters of a sharded or offloaded model are complete.
-        initial = self.initial_state(grid.num_rows, dtype)
+        with self.activated_lora(lambda offsets: [0] * grid.num_rows):  # persistent tokens precede an invocation
+            initial = self.initial_state(grid.num_rows, dtype)
         if state is None:
             return initial
         return initial.map(lambda new, old: where_rows(grid.source_rows < 0, new, old[grid.source_rows]), state)
@@ -93,6 +99,44 @@ class SequenceMixer(nn.Module):
     def mix(self, inputs: Tensor, state: LayerState, grid: TokenGrid, at_start: bool) -> MixerOutput:
         """Mixes inputs (R, G, input_size) on the slots of `grid`; `at_start`: no row has read a token before."""
         raise NotImplementedError
+
+    def wrapped_projections(self) -> list[nn.Module]:
+        """Returns the projections that an adapter wraps."""
+        parts = (part.named_children() for part in self.children())
+        return [x for part in parts for name, x in part if name.endswith("_proj") and not isinstance(x, nn.Linear)]
+
+    def activated_lora(self, convert: Callable[[Offsets], Offsets]) -> AbstractContextManager[None]:
+        """Converts the offsets of PEFT's activated LoRA while it is open: a projection is adapted at the last
+        positions of each row of its input, of which `alora_offsets` counts a call's columns.
+        """
+        variants = [(x, getattr(x, "lora_variant", {}).values()) for x in self.wrapped_projections()]
+        activated = [x for x, found in variants if any(type(y).__name__ == "ALoraLinearVariant" for y in found)]
+        return _converted_offsets(activated, convert) if activated else nullcontext()
+
+
+@contextmanager
+def _converted_offsets(projections: list[nn.Module], convert: Callable[[Offsets], Offsets]) -> Iterator[None]:
+    """Registers hooks that run after those by which PEFT gives the projections their offsets."""
+
+    def hook(module, args, kwargs):
+        offsets = kwargs.get("alora_offsets")
+        # Contiguous, because PEFT views rows and positions as one dimension.
+        return (args[0].contiguous(),), {**kwargs, "alora_offsets": None if offsets is None else convert(offsets)}
+
+    handles = [x.register_forward_pre_hook(hook, with_kwargs=True) for x in projections]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def refuse_reading_again(offsets: Offsets) -> Offsets:
+    """Raises ValueError: the cache has not recorded at which columns of earlier calls an adapter was active."""
+    raise ValueError(
+        "`alora_offsets` count the columns of a call, but a cropped cache has to read columns of earlier calls again: "
+        "generate without assistant_model and prompt_lookup_num_tokens, and do not crop the cache."
+    )
 
 
 class TitansMixer(SequenceMixer):
@@ -131,24 +175,8 @@ class TitansMixer(SequenceMixer):
     def persistent_rows(self, batch_size: int) -> Tensor:
         """Returns P (1, P, hidden), or (batch_size, P, hidden) if a projection is wrapped: PEFT's `adapter_names` give
         every row of a batch an adapter of its own.
-
-        Raises ValueError for PEFT's activated LoRA.
         """
-        wrapped = [
-            projection
-            for part in self.children()
-            for name, projection in part.named_children()
-            if name.endswith("_proj") and not isinstance(projection, nn.Linear)
-        ]
-        for projection in wrapped:
-            for adapter, variant in getattr(projection, "lora_variant", {}).items():
-                if type(variant).__name__ == "ALoraLinearVariant":
-                    raise ValueError(
-                        f"The adapter {adapter!r} has `alora_invocation_tokens`, but Titans does not support activated "
-                        "LoRA: it counts a call's columns from their end, while persistent tokens and segments are "
-                        "projected in calls of their own. Use LoRA without them; `adapter_names` can switch it by row."
-                    )
-        return self.persistent[None].expand(batch_size if wrapped else 1, -1, -1)
+        return self.persistent[None].expand(batch_size if self.wrapped_projections() else 1, -1, -1)
 
     def initial_kv_cache(self, memory_output: Tensor) -> KeyValueCache | None:
         """Returns attention's cache before the first token; memory_output (1 or B, P, hidden): of the persistent
@@ -286,13 +314,15 @@ class MACMixer(TitansMixer):
             grid.split(length),
             strict=True,
         )
-        results = []
+        results, num_after = [], grid.num_slots
         for segment, queries, projected, part in segments:
             weights = self._segment_weights(state, part, slots)
-            h = self.recall(queries, weights)  # h_t = M*_{t-1}(q_t): eq. 21
-            attended = self.attention(projected, h, state.kv_cache, slots, part.filled)  # Attn([P | h | S]): eq. 22-23
-            y = segment + attended.hidden_states  # y_t: eq. 23, with the residual connection
-            update = self.memory.update(y, state.memory, state.conv_state, part, decay_target)  # M_t: eq. 24
+            num_after -= part.num_slots  # slots of later segments
+            with self.activated_lora(partial(_skip_last, number=num_after)):
+                h = self.recall(queries, weights)  # h_t = M*_{t-1}(q_t): eq. 21
+                attended = self.attention(projected, h, state.kv_cache, slots, part.filled)  # on [P | h | S]: eq. 22-23
+                y = segment + attended.hidden_states  # y_t: eq. 23, with the residual connection
+                update = self.memory.update(y, state.memory, state.conv_state, part, decay_target)  # M_t: eq. 24
             kept = weights if self.keeps_segment_weights else ()
             state = LayerState(update.state, update.conv_state, attended.kv_cache, kept)
             results.append(_SegmentResult(attended.hidden_states, update.output, attended.weights, update.updates))
@@ -315,6 +345,11 @@ class MACMixer(TitansMixer):
         before = state.segment_weights if self.keeps_segment_weights else state.memory.anchor
         starts = (grid.row_starts == 0) & (grid.row_ends > 0) if slots is None else slots[:, 0] == 0
         return tuple(map(partial(where_rows, starts), state.memory.weights, before))
+
+
+def _skip_last(offsets: Offsets, number: int) -> Offsets:
+    """Omits the last `number` positions of each row: offsets of positions before them."""
+    return [max(0, offset - number) for offset in offsets]
 
 
 class _SegmentResult(NamedTuple):

@@ -110,6 +110,14 @@ def test_damaged_adapters_are_named(folder, monkeypatch, capsys):
     assert f"ADAPTER adapter has damaged weights: {expected}" in line
 
 
+def test_activated_adapters_are_not_merged(folder, monkeypatch, capsys):
+    """An adapter that is active only after its invocation has no weights that could be merged: an error says so."""
+    file = folder / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"alora_invocation_tokens": [1, 2]}))
+    line = error_line("titans_hf.cli.merge", "adapter out", monkeypatch, capsys)
+    assert "ADAPTER adapter has alora_invocation_tokens" in line
+
+
 @covering(1, {"module": [name for name in COMMANDS if "merge" not in name], "content": ['{"model_type": "tit', None]})
 def test_damaged_configurations_are_named(module, content, folder, monkeypatch, capsys):
     """A configuration that is no JSON, or has a size that is no number, is an error that names the checkpoint."""

@@ -23,13 +23,16 @@ from titans_hf.cli.shared.command_line import run_command
 
 
 def base_model(adapter: Path) -> str:
-    """Returns the model that an adapter was trained on. Raises ValueError if the adapter does not load, or the model
-    has no configuration.
+    """Returns the model that an adapter was trained on. Raises ValueError if the adapter does not load or cannot be
+    merged, or the model has no configuration.
     """
     try:
-        base = PeftConfig.from_pretrained(adapter).base_model_name_or_path
+        config = PeftConfig.from_pretrained(adapter)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"ADAPTER {adapter}: its adapter_config.json does not load ({error})") from error
+    if getattr(config, "alora_invocation_tokens", None):
+        raise ValueError(f"ADAPTER {adapter} has alora_invocation_tokens: it cannot be merged, acting after them only")
+    base = config.base_model_name_or_path
     if base is None:
         raise ValueError(f"ADAPTER {adapter}: its adapter_config.json names no base_model_name_or_path")
     load_config(base, f"ADAPTER {adapter}: its model")
