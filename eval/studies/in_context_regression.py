@@ -1,0 +1,287 @@
+"""Does a deep memory with momentum pay? Regression in context, where a linear memory of few features must fail.
+
+    python -m eval.studies.in_context_regression delta-2-momentum delta-1-plain off --seeds 0 1 2 --output runs.jsonl
+    python -m eval.studies.in_context_regression --output runs.jsonl   # prints the tables
+
+A sequence has pairs (x, f(x)), and f is drawn for each sequence. Token t holds x_t and f(x_{t-1}), and the model
+predicts f(x_t); the error is its square. One layer is trained, and scored on sequences that were not used before.
+
+    sines   f(x) = sqrt(2 / 32) sum_i sin(w_i x + p_i), x in a cube of R^3, all w_i and p_i drawn for each sequence
+    linear  f(x) = w x, x in a cube of R^16: the control, which a linear memory can do
+    bursts  sines; half of the runs of 8 pairs show f(x) with noise of standard deviation 1
+
+A row is a cell such as delta-2-momentum: the update rule, the depth, and `momentum` or `plain`. Cells are the form
+`titans`, with chunks of 16 for the rule `chunk`; delta-2-momentum is that form itself, delta-1-plain the form `delta`.
+Other rows: `paper`, the form; `off`, never written; gated-deltanet; attention (Llama). The last two, and a cell that
+ends in `filterless`, have no filters to join f(x_{t-1}) with its x, and find x_{t-1} in token t.
+Regression in closed form sees the same pairs: on x, on the 32 features that are the best for `sines` (the floor of
+linear memories of this size), and on the covariance of `sines`, which is nearly the best estimator.
+"""
+
+import argparse
+import math
+import re
+import time
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, stdev
+
+import torch
+from scipy.stats import t as student
+from torch import Tensor, nn
+from transformers import AutoModel, PreTrainedConfig, set_seed
+
+from eval.common.compared_models import Sizes, make_config
+from eval.common.records import Record, append_record, describe_commit, find_finished, read_records
+from titans_hf.cli.shared.argument_checks import check_minimums
+from titans_hf.cli.shared.command_line import HelpFormatter, run_command
+from titans_hf.cli.shared.markdown_tables import markdown_table
+
+BENCHMARK = "in_context_regression"
+WIDTH, HEADS, DIMENSIONS = 32, 1, {"sines": 3, "linear": 16, "bursts": 3}
+FREQUENCY, SINES = 1.4, 32  # standard deviation of each w_i, and their number
+BURST = 8  # pairs that are noisy together
+RANGES = [(0, 48), (48, 96), (96, 144), (144, 192), (336, 384)]  # pairs before the prediction
+LAST = "144-192"  # the range that tables compare
+SCORED, VALIDATED, POINTS = 256, 128, 1500  # sequences, and points that the best features are found with
+FACTORS = {"depth": ("1", "2"), "momentum": ("plain", "momentum"), "rule": ("chunk", "delta")}
+SHAPE = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": 1, "vocab_size": 8, "pad_token_id": 0}
+SIZES = Sizes(SHAPE | {"initializer_range": 0.1}, {"memory_num_heads": HEADS, "memory_conv_noise": 0})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """All that a run depends on; `max_lr` is the memory's largest step, by default the form's own."""
+
+    task: str
+    row: str
+    max_lr: float | None
+    seed: int
+    steps: int
+    batch_size: int
+    pairs: int
+    learning_rate: float
+
+    @property
+    def name(self) -> str:
+        step = "" if self.max_lr is None else f", step {self.max_lr:g}"
+        return f"{self.task}: {self.row}{step}, seed {self.seed}"
+
+
+def draw(task: str, rows: int, pairs: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Draws x (B, T, d), the values that are shown, and the true ones, both (B, T)."""
+    x = 3**0.5 * (2 * torch.rand(rows, pairs, DIMENSIONS[task], generator=generator) - 1)  # variance 1
+    if task == "linear":
+        y = (x @ torch.randn(rows, x.shape[-1], 1, generator=generator) / x.shape[-1] ** 0.5).squeeze(-1)
+        return x, y, y
+    w = FREQUENCY * torch.randn(rows, x.shape[-1], SINES, generator=generator)
+    phases = 2 * math.pi * torch.rand(rows, 1, SINES, generator=generator)
+    y = (2 / SINES) ** 0.5 * torch.sin(x @ w + phases).sum(-1)
+    if task == "sines":
+        return x, y, y
+    noisy = (torch.rand(rows, -(-pairs // BURST), generator=generator) < 0.5).repeat_interleave(BURST, 1)[:, :pairs]
+    return x, y + noisy * torch.randn(rows, pairs, generator=generator), y
+
+
+class Learner(nn.Module):
+    """One layer of a model between two linear maps: reads pairs, predicts values."""
+
+    def __init__(self, config: PreTrainedConfig, dimensions: int):
+        super().__init__()
+        self.has_filters = getattr(config, "memory_conv_kernel", 1) > 1  # filters join a value with the x before it
+        self.inputs = nn.Linear(dimensions if self.has_filters else 2 * dimensions, WIDTH)
+        self.values = nn.Linear(1, WIDTH)
+        self.body = AutoModel.from_config(config)
+        self.output = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor, shown: Tensor) -> Tensor:
+        """Predicts f(x_t) (B, T) from x (B, T, d) up to t and the values (B, T) shown before t."""
+        last = nn.functional.pad(torch.cat([x, shown[..., None]], dim=-1)[:, :-1], (0, 0, 1, 0))
+        tokens = self.inputs(x if self.has_filters else torch.cat([x, last[..., :-1]], dim=-1))
+        tokens = tokens + self.values(last[..., -1:])
+        return self.output(self.body(inputs_embeds=tokens, use_cache=False).last_hidden_state).squeeze(-1)
+
+
+def config_of(row: str, max_lr: float | None) -> PreTrainedConfig:
+    """Makes the config of a row.
+
+    Raises ValueError for a row that is not known.
+    """
+    settings = {"intermediate_size": WIDTH} | ({} if max_lr is None else {"memory_max_lr": max_lr})
+    if row in ("gated-deltanet", "attention"):
+        return make_config("llama" if row == "attention" else row, WIDTH, {}, SIZES)
+    if row == "paper":
+        return make_config("lmm", WIDTH, settings | {"memory_form": "paper"}, SIZES)
+    if row == "off":
+        return make_config("lmm", WIDTH, settings | {"memory_max_lr": 0}, SIZES)
+    if not re.fullmatch("(chunk|delta)-[12]-(momentum|plain)(-filterless)?", row):
+        raise ValueError(f"ROW {row!r} must be paper, off, gated-deltanet, attention, or such as delta-2-momentum")
+    rule, depth, momentum, *rest = row.split("-")
+    settings |= {"memory_update_rule": rule, "memory_depth": int(depth), "memory_momentum": momentum == "momentum"}
+    settings |= {"memory_chunk_size": 16} if rule == "chunk" else {}
+    settings |= {"memory_conv_kernel": 1} if rest else {}
+    return make_config("lmm", WIDTH, settings, SIZES)
+
+
+def by_range(squares: Tensor) -> dict[str, float]:
+    """Averages squared errors (B, T) over the sequences and each range of pairs."""
+    return {f"{a}-{b}": round(squares[:, a:b].mean().item(), 5) for a, b in RANGES if b <= squares.shape[1]}
+
+
+@torch.inference_mode()
+def score(model: Learner, task: str, rows: int, pairs: int, seed: int) -> Tensor:
+    """Computes the squared errors (B, T) on sequences of a seed."""
+    x, shown, true = draw(task, rows, pairs, torch.Generator().manual_seed(seed))
+    predicted = [model(*part) for part in zip(x.split(64), shown.split(64), strict=True)]
+    return (torch.cat(predicted) - true).square()
+
+
+def train(run: Run, config: PreTrainedConfig) -> dict[str, dict[str, float] | float]:
+    """Trains a row; returns its errors on sequences to choose a step with, and on those of the tables."""
+    set_seed(run.seed)
+    model, start = Learner(config, DIMENSIONS[run.task]), time.time()
+    optimizer = torch.optim.AdamW(model.parameters(), run.learning_rate, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, run.learning_rate, run.steps, pct_start=0.1)
+    generator = torch.Generator().manual_seed(run.seed)
+    for step in range(1, run.steps + 1):
+        x, shown, true = draw(run.task, run.batch_size, run.pairs, generator)
+        loss = (model(x, shown) - true).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if step % 100 == 0:
+            print(f"{run.name}: step {step}, error {loss.item():.3f}, {time.time() - start:.0f} s", flush=True)
+    model.eval()
+    result = {"valid": by_range(score(model, run.task, VALIDATED, run.pairs, 10**6))}
+    result |= {"test": by_range(score(model, run.task, SCORED, 2 * run.pairs, 10**6 + 1))}
+    parameters = sum(x.numel() for x in model.parameters())
+    return result | {"parameters": parameters, "minutes": round((time.time() - start) / 60, 2)}
+
+
+def prediction_errors(kernel: Tensor, shown: Tensor, true: Tensor, ridge: float) -> Tensor:
+    """Computes the squared errors (B, T) of kernel ridge regression on the pairs before each: K (B, T, T).
+
+    The Cholesky factor L of K + ridge has them all: y_t - m_t = L_tt (L^-1 y)_t.
+    """
+    factor = torch.linalg.cholesky(kernel + ridge * torch.eye(kernel.shape[-1], dtype=kernel.dtype))
+    innovations = torch.linalg.solve_triangular(factor, shown[..., None], upper=False).squeeze(-1)
+    return (factor.diagonal(dim1=-2, dim2=-1) * innovations - shown + true).square()
+
+
+def closed_forms(task: str, pairs: int) -> dict[str, dict[str, float]]:
+    """Returns the errors of regression in closed form, by its name; the ridge of each is chosen on validation."""
+
+    def kernel(a: Tensor, b: Tensor) -> Tensor:  # the covariance of f: exp(-s^2 |a - b|^2 / 2)
+        return torch.exp(-0.5 * FREQUENCY**2 * torch.cdist(a, b).square())
+
+    def features(x: Tensor) -> Tensor:  # the principal functions of the covariance, each as long as it explains
+        return kernel(x, points) @ (vectors[:, -WIDTH:] / values[-WIDTH:].sqrt())
+
+    points = draw(task, 1, POINTS, torch.Generator().manual_seed(1))[0][0].double()
+    values, vectors = torch.linalg.eigh(kernel(points, points))
+    kernels = {
+        "ridge on x": lambda x: x @ x.mT,
+        "ridge on the 32 best features": lambda x: features(x) @ features(x).mT,
+        "kernel ridge": lambda x: kernel(x, x),
+    }
+    if task == "linear":
+        del kernels["ridge on the 32 best features"], kernels["kernel ridge"]
+    sets = {}
+    for name, rows, length, seed in (("valid", VALIDATED, pairs, 10**6), ("test", SCORED, 2 * pairs, 10**6 + 1)):
+        sets[name] = [part.double() for part in draw(task, rows, length, torch.Generator().manual_seed(seed))]
+    found = {}
+    for name, make in kernels.items():
+        gram = {part: make(x) for part, (x, _, _) in sets.items()}
+        ridges = {}
+        for ridge in (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0):
+            ridges[ridge] = prediction_errors(gram["valid"], *sets["valid"][1:], ridge)[:, -48:].mean().item()
+        found[name] = by_range(prediction_errors(gram["test"], *sets["test"][1:], min(ridges, key=ridges.get)))
+    return found
+
+
+def with_interval(values: list[float]) -> str:
+    """Formats a mean with its 95 % interval over seeds, by Student's t; one seed has none."""
+    if len(values) < 2:
+        return f"{mean(values):.4f}"
+    half = student.ppf(0.975, len(values) - 1) * stdev(values) / len(values) ** 0.5
+    return f"{mean(values):.4f} [{mean(values) - half:.4f}, {mean(values) + half:.4f}]"
+
+
+def choose_steps(records: list[Record], task: str) -> dict[str, dict[int, Record]]:
+    """Returns the runs of each row by seed, with the step that has the least error on validation in the first seed."""
+    found = defaultdict(lambda: defaultdict(dict))
+    for record in records:
+        run = record["run"]
+        if run["task"] == task:
+            found[run["row"]][run["max_lr"]][run["seed"]] = record
+    chosen = {}
+    for row, by_step in found.items():
+        first = min(seed for runs in by_step.values() for seed in runs)
+        swept = [runs for runs in by_step.values() if first in runs]
+        chosen[row] = min(swept, key=lambda runs: runs[first]["result"]["valid"][LAST])
+    return chosen
+
+
+def tables(records: list[Record], task: str, closed: dict[str, dict[str, float]]) -> str:
+    """Formats the errors of all rows, and the paired differences of cells that differ in one factor."""
+    rows = choose_steps(records, task)
+    names = list(next(iter(closed.values())))
+    lines = [[name, "", "", *(f"{errors[x]:.4f}" for x in names)] for name, errors in closed.items()]
+    for row, runs in rows.items():
+        first = next(iter(runs.values()))
+        cells = [with_interval([run["result"]["test"][x] for run in runs.values()]) for x in names]
+        lines.append([row, first["step"], len(runs), *cells])
+    parts = [markdown_table([task, "largest step", "seeds", *names], lines)]
+    lines = []
+    for factor, (low, high) in FACTORS.items():
+        by_seed = defaultdict(list)
+        for row in rows:
+            other = "-".join(high if part == low else part for part in row.split("-"))
+            if other == row or other not in rows:
+                continue
+            seeds = sorted(rows[row].keys() & rows[other].keys())
+            errors = [[rows[x][seed]["result"]["test"][LAST] for seed in seeds] for x in (other, row)]
+            differences = [a - b for a, b in zip(*errors, strict=True)]
+            lines.append([factor, f"{other} less {row}", with_interval(differences)])
+            for seed, difference in zip(seeds, differences, strict=True):
+                by_seed[seed].append(difference)
+        most = max(map(len, by_seed.values()), default=0)
+        if most > 1:
+            means = [mean(found) for found in by_seed.values() if len(found) == most]
+            lines.append([factor, f"mean of the {most}", with_interval(means)])
+    if lines:
+        parts.append(markdown_table(["factor", f"difference at {LAST}", "mean and interval over seeds"], lines))
+    return "\n\n".join(parts)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("rows", metavar="ROW", nargs="*", help="what is trained; without any, the tables")
+    parser.add_argument("--task", choices=list(DIMENSIONS), default="sines")
+    parser.add_argument("--max_lr", type=float, help="the memory's largest step; by default the form's")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of weights and training sequences")
+    parser.add_argument("--steps", type=int, default=600, help="of training")
+    parser.add_argument("--batch_size", type=int, default=8, help="sequences of a step")
+    parser.add_argument("--pairs", type=int, default=192, help="of a sequence")
+    parser.add_argument("--learning_rate", type=float, default=1e-2, help="the largest of AdamW")
+    parser.add_argument("--output", type=Path, required=True, help="a JSON Lines file, to which runs are added")
+    args = parser.parse_args(argv)
+    check_minimums(args, steps=1, batch_size=1, seeds=0, pairs=192)
+    shared = {name: getattr(args, name) for name in ("task", "max_lr", "steps", "batch_size", "pairs", "learning_rate")}
+    runs = [Run(row=row, seed=seed, **shared) for row in args.rows for seed in args.seeds]
+    configs = [config_of(run.row, run.max_lr) for run in runs]
+    for run, config in zip(runs, configs, strict=True):
+        if find_finished(read_records(args.output, BENCHMARK), run, config):
+            continue
+        record = {"benchmark": BENCHMARK, "name": run.name, "run": asdict(run), "config": config.to_diff_dict()}
+        record |= {"step": getattr(config, "memory_max_lr", ""), "result": train(run, config)}
+        append_record(record | {"commit": describe_commit()}, args.output)
+    if not args.rows:
+        print(tables(read_records(args.output, BENCHMARK), args.task, closed_forms(args.task, args.pairs)))
+
+
+if __name__ == "__main__":
+    run_command(main)

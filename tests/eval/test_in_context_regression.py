@@ -1,0 +1,77 @@
+"""eval/studies/in_context_regression.py: closed forms are those of the definition, runs resume, tables pair seeds."""
+
+import json
+
+import pytest
+import torch
+
+from eval.studies import in_context_regression as study
+from titans_hf import TitansConfig
+from titans_hf.configuration_titans import field_facts
+
+TINY = ["--steps", "2", "--batch_size", "1"]
+
+
+@pytest.fixture(autouse=True)
+def few_sequences(monkeypatch):
+    monkeypatch.setattr(study, "SCORED", 2)
+    monkeypatch.setattr(study, "VALIDATED", 2)
+    monkeypatch.setattr(study, "POINTS", 100)
+
+
+def test_closed_form_regression():
+    """Every error is that of ridge regression solved anew for the pairs before it."""
+    x, shown, true = (part.double() for part in study.draw("bursts", 1, 40, torch.Generator().manual_seed(0)))
+    errors = study.prediction_errors(x @ x.mT, shown, true, 0.1)[0]
+    for t in (0, 5, 39):
+        before = x[0, :t]
+        weights = torch.linalg.solve(before.mT @ before + 0.1 * torch.eye(3), before.mT @ shown[0, :t])
+        torch.testing.assert_close(errors[t], (x[0, t] @ weights - true[0, t]).square())
+
+
+def test_a_prediction_sees_no_value_of_its_own_pair():
+    """The prediction at t does not depend on values from t on, but on x_t and on the values before."""
+    torch.manual_seed(0)
+    model = study.Learner(study.config_of("delta-2-momentum", None), 3).double()
+    x, shown, _ = (part.double().requires_grad_() for part in study.draw("sines", 1, 30, torch.Generator()))
+    slopes = torch.autograd.grad(model(x, shown)[0, 20], (x, shown))
+    assert slopes[0][0, 20].abs().sum() > 0
+    assert slopes[1][0, :20].abs().sum() > 0 and slopes[1][0, 20:].abs().sum() == 0
+
+
+def test_rows_are_what_their_names_say():
+    """A cell sets rule, depth, momentum and filters; chunks are of 16 with the chunk rule; a step can be given."""
+    config = study.config_of("chunk-1-plain-filterless", 0.25)
+    found = (config.memory_update_rule, config.memory_depth, config.memory_momentum, config.memory_chunk_size)
+    assert found == ("chunk", 1, False, 16)
+    assert (config.memory_conv_kernel, config.memory_max_lr, study.config_of("off", None).memory_max_lr) == (1, 0.25, 0)
+    for cell, form in {"delta-2-momentum": "titans", "delta-1-plain": "delta"}.items():
+        fields = study.SIZES.shape | study.SIZES.titans | {"variant": "lmm", "memory_form": form}
+        whole, named = study.config_of(cell, None), TitansConfig(**fields)
+        for name in field_facts(TitansConfig):
+            if name.startswith("memory_") and name not in ("memory_form", "memory_expansion"):
+                assert getattr(whole, name) == getattr(named, name), name
+    with pytest.raises(ValueError, match="ROW 'chunk-3-plain' must be"):
+        study.config_of("chunk-3-plain", None)
+
+
+def test_runs_and_tables(tmp_path, capsys):
+    """A repeated command trains nothing; the table has the better step by validation, and paired differences."""
+    file = tmp_path / "runs.jsonl"
+    command = ["delta-1-plain", "delta-1-momentum", *TINY, "--output", str(file)]
+    study.main(command)
+    study.main(command)
+    study.main(["delta-1-plain", "--max_lr", "0.01", *TINY, "--output", str(file)])
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["name"] for line in lines] == [
+        "sines: delta-1-plain, seed 0",
+        "sines: delta-1-momentum, seed 0",
+        "sines: delta-1-plain, step 0.01, seed 0",
+    ]
+    for line, valid, test in zip(lines, (0.5, 0.4, 0.6), (0.3, 0.2, 0.1), strict=True):
+        line["result"]["valid"][study.LAST], line["result"]["test"][study.LAST] = valid, test
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    study.main(["--output", str(file)])
+    report = capsys.readouterr().out
+    assert "| delta-1-plain | 0.5 | 1 |" in report and "| kernel ridge |" in report
+    assert "| momentum | delta-1-momentum less delta-1-plain | -0.1000 |" in report
