@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from titans_hf import TitansCache
 from titans_hf.cli import train
-from titans_hf.cli.training.carried_memory_trainer import CarriedMemoryTrainer
-from titans_hf.cli.training.contiguous_batches import ContiguousBatches, collate_contiguous
+from titans_hf.cli.training.carried_memory import CarriedMemoryTrainer, ContiguousBatches, collate_contiguous
 
 pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
 EOS, RATE = 1, 0.02
@@ -143,8 +142,7 @@ def test_resuming_with_other_rows_is_refused(options, tmp_path):
     [
         (LLAMA, {}, "a llama model"),
         (TITANS, {"activation_checkpointing": "true"}, "--activation_checkpointing"),
-        (TITANS, {"gradient_checkpointing": "true"}, "--gradient_checkpointing"),
-        (TITANS, {"train_sampling_strategy": "random"}, "--train_sampling_strategy random"),
+        (TITANS, {"gradient_checkpointing": "true"}, "--activation_checkpointing"),
         (TITANS, {"auto_find_batch_size": "true"}, "--auto_find_batch_size"),
         (TITANS, {"max_eval_blocks": 1}, "--max_eval_blocks"),
     ],

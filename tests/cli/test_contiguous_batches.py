@@ -1,4 +1,4 @@
-"""cli/training/contiguous_batches.py: documents distributed over the rows of consecutive batches."""
+"""cli/training/carried_memory.py: documents distributed over the rows of consecutive batches."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titans_hf.cli.training.contiguous_batches import IGNORED, ContiguousBatches, collate_contiguous
+from titans_hf.cli.training.carried_memory import IGNORED, ContiguousBatches, collate_contiguous
 
 EOS = 1
 

@@ -10,7 +10,7 @@ from tiny_run import real_tokens
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 from titans_hf.cli import train
-from titans_hf.cli.training.arguments import DataArguments
+from titans_hf.cli.training.arguments import RunArguments
 from titans_hf.cli.training.data import (
     collate,
     count_tokens,
@@ -18,15 +18,14 @@ from titans_hf.cli.training.data import (
     load_blocks,
     load_splits,
     make_blocks,
-    tokenize,
 )
 from titans_hf.cli.training.tokenizer import byte_tokenizer, is_byte_tokenizer, load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
 
 
-def arguments(block_length: int) -> DataArguments:
-    return DataArguments(train_data="", block_length=block_length)
+def arguments(block_length: int) -> RunArguments:
+    return RunArguments(train_data="", block_length=block_length)
 
 
 @pytest.mark.parametrize("block_length", [2, 7, 32, 10_000])
@@ -58,7 +57,7 @@ def test_bytes_are_those_of_what_is_tokenized(tmp_path, streaming):
     for end in ("\n", "\r\n", "\r"):
         file = tmp_path / f"{len(ratios)}.jsonl"
         file.write_text("".join(json.dumps({"text": f"line {i}{end}" * 9}) + "\n" for i in range(40)))
-        given = DataArguments(
+        given = RunArguments(
             train_data=str(file), eval_data=str(file), block_length=32, streaming=streaming, max_eval_blocks=8
         )
         ratios.append(load_blocks(given, byte_tokenizer()).tokens_per_byte)
@@ -108,8 +107,9 @@ def test_processes_tokenize_like_one():
     """Two processes give the tokens of one, in order."""
     documents = Dataset.from_dict({"text": [f"document {i} " * (i % 7) for i in range(50)]})
     tokenizer = load_tokenizer("bytes")
-    alone, together = (tokenize(documents, "text", tokenizer, number) for number in (1, 2))
-    assert together["input_ids"][:] == alone["input_ids"][:]
+    given = [RunArguments(train_data="", block_length=32, preprocessing_num_workers=number) for number in (None, 2)]
+    alone, together = (real_tokens(make_blocks(documents, run, tokenizer)[0]) for run in given)
+    assert together == alone
 
 
 def test_byte_tokenizer_is_byt5_without_the_eos(tmp_path):

@@ -29,7 +29,6 @@ WRITTEN = {
     "series.json",
     "run.json",
     "trainer_state.json",
-    "loss.png",
     "memory.json",
     "results.json",
     "table.md",

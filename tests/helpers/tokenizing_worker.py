@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from titans_hf.cli.training.arguments import DataArguments
+from titans_hf.cli.training.arguments import RunArguments
 from titans_hf.cli.training.data import load_blocks
 from titans_hf.cli.training.tokenizer import load_tokenizer
 
@@ -56,7 +56,7 @@ def main(megabytes: str, folder: str) -> None:
         write_texts(Path(folder), int(megabytes))
     tokenizer, peak = load_tokenizer("bytes"), Peak(daemon=True)
     peak.start()
-    blocks = load_blocks(DataArguments(train_data=folder, block_length=1024), tokenizer)
+    blocks = load_blocks(RunArguments(train_data=folder, block_length=1024), tokenizer)
     print(json.dumps({"blocks": len(blocks.train) + len(blocks.evaluation), "peak": peak.megabytes}))
 
 

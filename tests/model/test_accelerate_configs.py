@@ -66,7 +66,7 @@ def test_two_processes_train_like_one(start, tmp_path):
 
     expected = load_file(tmp_path / "alone" / "model.safetensors")
     for name in ("ddp", "fsdp2"):
-        assert json.loads((tmp_path / name / "run.json").read_text())["arguments"]["world_size"] == 2
+        assert (tmp_path / name / "checkpoint-4" / "rng_state_1.pth").exists()  # the second process was there
         found = load_file(tmp_path / name / "model.safetensors")
         assert found.keys() == expected.keys()
         for parameter, value in expected.items():

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: the checkpoint to go on from, and what a run must share with it."""
+"""The checkpoints of a run: which one it goes on from, and the facts that both runs must share."""
 
 import json
 import re
@@ -6,69 +6,72 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from titans_hf.cli.shared.checkpoints import find_damage
 
+FEW_STEPS = 100
 RECORD = "run.json"  # what a run writes once it has ended
 PATTERN = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
-WEIGHTS = ("*.safetensors", "*.bin")
-# Fields of a configuration that are no property of what is trained.
+# What a run shares with the checkpoint that it goes on from, as `run_folder.describe` names it.
+COMPARED = ("block_length", "rows", "seed", "train_tokens", "eval_tokens")
+# Fields of a configuration that do not change what is trained.
 NOT_COMPARED = ("transformers_version", "auto_map", "use_cache", "dtype", "architectures", "_name_or_path")
 
 
 class RunFacts(TrainerCallback, ExportableState):
-    """Keeps in every checkpoint the facts of its run that a run that goes on from it must share: `facts`, and the
-    fields of the configuration.
-    """
+    """Facts of a run and its configuration's fields, in every checkpoint: a run goes on only if they are the same."""
 
-    def __init__(self, config: PreTrainedConfig, **facts: Any):
-        fields = json.loads(json.dumps(config.to_dict(), default=str))
-        self.facts = facts | {name: value for name, value in fields.items() if name not in NOT_COMPARED}
+    def __init__(self, model: PreTrainedModel, record: dict[str, Any]):
+        fields = json.loads(json.dumps(model.config.to_dict(), default=str))
+        fields = {name: value for name, value in fields.items() if name not in NOT_COMPARED}
+        self.facts = fields | {"parameters": model.num_parameters()} | {name: record[name] for name in COMPARED}
 
     def state(self) -> dict[str, Any]:
         return {"args": {"facts": self.facts}, "attributes": {}}
 
-    def check(self, checkpoint: str, planned_steps: int) -> None:
-        """Raises ValueError for a checkpoint of a run with other facts, whose first is named, or of a finished run."""
-        state = json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text())
-        then = state.get("stateful_callbacks", {}).get(RunFacts.__name__, {"args": {"facts": {}}})["args"]["facts"]
+    def check(self, checkpoint: str) -> None:
+        """Raises ValueError for a checkpoint of a run with other facts; the error names the first that differs."""
+        callbacks = json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text()).get("stateful_callbacks", {})
+        then = callbacks[RunFacts.__name__]["args"]["facts"] if RunFacts.__name__ in callbacks else {}
         for name in [name for name in self.facts if name in then and then[name] != self.facts[name]]:
             raise ValueError(
                 f"--resume_from_checkpoint: {checkpoint} is of a run with {name} {then[name]}, not {self.facts[name]}: "
                 "give the same again, or another --output_dir and the checkpoint as --model_name_or_path"
             )
-        if state["global_step"] >= planned_steps:  # Trainer would make one step more
-            raise ValueError(f"{checkpoint} has made all {planned_steps} steps: give more, or another --output_dir")
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.global_step >= state.max_steps:  # Trainer would make one step more
+            raise ValueError(f"the checkpoint has made all {state.max_steps} steps: give more, or another --output_dir")
+        if state.is_world_process_zero:
+            few = args.max_steps < 1 and state.max_steps < FEW_STEPS
+            print(*[f"{name}: {self.facts[name]}" for name in ("model_type", "parameters", *COMPARED)], sep="\n")
+            hint = ", too few to learn from: give a smaller --tokens_per_step or more --num_train_epochs"
+            print(f"steps: {state.max_steps}{hint * few}")
 
 
 def find_checkpoint(args: TrainingArguments) -> str | None:
-    """Returns the checkpoint to go on from, None to start anew.
+    """Returns the checkpoint that --resume_from_checkpoint names, for `true` the last complete one; None without it.
 
-    With --resume_from_checkpoint true that is the last complete one; incomplete ones are skipped with a warning. Raises
-    ValueError for a folder with checkpoints or a model without that option, so that a run is never written over by
-    accident, and for an incomplete checkpoint that was named; FileNotFoundError where there is none.
+    Raises ValueError for an --output_dir with checkpoints or a model from which nothing is resumed: a run never
+    overwrites another. Raises FileNotFoundError if no checkpoint is complete.
     """
     folder, wanted = Path(args.output_dir), args.resume_from_checkpoint or "false"
     steps = {int(match[1]): path for path in folder.glob("*") if (match := PATTERN.fullmatch(path.name))}
     if wanted.lower() == "false":
         if steps:
             raise ValueError(f"{folder} holds checkpoints: pass --resume_from_checkpoint true or another --output_dir")
-        if saved := sorted(file.name for pattern in (RECORD, *WEIGHTS) for file in folder.glob(pattern)):
-            raise ValueError(f"{folder} holds a trained model ({saved[0]}): give another --output_dir")
+        for file in [file for pattern in (RECORD, "*.safetensors", "*.bin") for file in folder.glob(pattern)]:
+            raise ValueError(f"{folder} holds a trained model ({file.name}): give another --output_dir")
         return None
-    if wanted.lower() != "true":
-        if reason := what_is_missing(Path(wanted)):
-            raise ValueError(f"--resume_from_checkpoint {wanted} is incomplete: {reason}")
-        return wanted
-    for _, checkpoint in sorted(steps.items(), reverse=True):
+    for checkpoint in [steps[x] for x in sorted(steps, reverse=True)] if wanted.lower() == "true" else [Path(wanted)]:
         if not (reason := what_is_missing(checkpoint)):
             return str(checkpoint)
         warnings.warn(f"{checkpoint} is incomplete and skipped: {reason}", stacklevel=2)
-    raise FileNotFoundError(f"--resume_from_checkpoint {wanted}: no complete checkpoint in {folder}")
+    raise FileNotFoundError(f"--resume_from_checkpoint {wanted}: no complete checkpoint (--output_dir {folder})")
 
 
 def what_is_missing(checkpoint: Path) -> str | None:

@@ -1,9 +1,8 @@
 """The data of a run: documents, loaded and tokenized by `datasets`, and the blocks that they are cut into."""
 
 import glob
-import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,14 +12,14 @@ import pyarrow.compute as pc
 import torch
 from accelerate import PartialState
 from datasets import Dataset, DatasetDict, Features, IterableDataset, List, Value, load_dataset, load_from_disk
-from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
-from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerBase
+from datasets.exceptions import DatasetGenerationError
+from torch.nn.functional import pad
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from titans_hf.cli.shared.hub import go_offline_without_network
 from titans_hf.cli.shared.text_files import describe_files, find_files
 from titans_hf.cli.shared.text_ids import encode, normalize_newlines
-from titans_hf.cli.training.arguments import DataArguments
+from titans_hf.cli.training.arguments import RunArguments
 from titans_hf.cli.training.tokenizer import FIRST_BYTE, is_byte_tokenizer
 
 # A document at a time: the builder of `datasets` would otherwise hold a thousand of them before it writes any.
@@ -31,7 +30,6 @@ BUILDERS |= {".csv": ("csv", {}), ".tsv": ("csv", {"sep": "\t"})}
 UNREADABLE = (DatasetGenerationError, ValueError, OSError)  # the errors of `datasets` for damaged data
 FEATURES = Features({"input_ids": List(Value("int32")), "num_bytes": Value("int64")})  # bytes of UTF-8
 CALL_BYTES = 1 << 19  # bytes of text that are tokenized in a call
-PARALLEL_MIN_BYTES = 1 << 23  # bytes of text that are worth a second process
 SHUFFLED_DOCUMENTS = 1000  # of a stream, from which the next one is drawn
 PACKED_DOCUMENTS = 100  # of a stream, that are packed together
 STREAMED_EVAL_BLOCKS = 100
@@ -71,21 +69,17 @@ class Blocks(NamedTuple):
     tokens_per_byte: float | None
 
 
-def load_blocks(args: DataArguments, tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> Blocks:
+def load_blocks(args: RunArguments, tokenizer: Tokenizer, seed: int = 0) -> Blocks:
     """Loads the data that `args` describes.
 
-    Without evaluation data these are the last blocks of the training data, or the first documents of a stream. `seed`
-    shuffles a stream. Raises ValueError or OSError for data that cannot be used.
+    Without evaluation data, evaluation takes the last blocks of the training data, or the first documents of a stream.
+    `seed` shuffles a stream. Raises ValueError or OSError for data that cannot be used.
     """
-    train_splits = load_splits(args.train_data, "--train_data", "train", args.dataset_config, args.streaming)
-    eval_splits = train_splits
+    options = dict(dataset_config=args.dataset_config, streaming=args.streaming)
+    splits = load_splits(args.train_data, "--train_data", "train", **options)
+    train, validation = splits["train"], splits.get("validation")
     if args.eval_data:
-        eval_splits = load_splits(args.eval_data, "--eval_data", "validation", args.dataset_config, args.streaming)
-    if "train" not in train_splits:
-        raise ValueError(f"--train_data {args.train_data} has no train split, only {', '.join(train_splits)}")
-    if args.eval_data and "validation" not in eval_splits:
-        raise ValueError(f"--eval_data {args.eval_data} has no validation split, only {', '.join(eval_splits)}")
-    train, validation = train_splits["train"], eval_splits.get("validation")
+        validation = load_splits(args.eval_data, "--eval_data", "validation", **options)["validation"]
     if args.streaming:
         num_blocks = args.max_eval_blocks or STREAMED_EVAL_BLOCKS
         if validation is None:  # every document is a block at least
@@ -107,13 +101,33 @@ def load_blocks(args: DataArguments, tokenizer: PreTrainedTokenizerBase, seed: i
 
 
 def make_blocks(
-    documents: Dataset, args: DataArguments, tokenizer: PreTrainedTokenizerBase
+    documents: Dataset, args: RunArguments, tokenizer: Tokenizer
 ) -> tuple[PackedBlocks | Dataset, float | None]:
-    """Makes the blocks; returns them with the number of tokens per byte, None for rows that are blocks already."""
+    """Tokenizes documents into the cache of `datasets` and makes their blocks; rows that are blocks already stay.
+
+    Returns the blocks and the number of tokens per byte, None for rows that were blocks. Raises ValueError for
+    documents without text.
+    """
     if {"input_ids", "labels"} <= {*documents.column_names}:
         return documents.with_format("torch", ["input_ids", "labels"]), None
-    check_text_column(documents, args.text_column)
-    tokenized = tokenize(documents, args.text_column, tokenizer, args.preprocessing_num_workers)
+    kinds = {name: getattr(feature, "dtype", "lists") for name, feature in documents.features.items()}
+    if kinds.get(args.text_column) not in ("string", "large_string"):
+        raise ValueError(
+            f"the data has no text in a --text_column {args.text_column}, but {kinds}; `trl sft` trains on "
+            "conversations, and on prompts and completions (docs/finetune.md)"
+        )
+    batch_size = max(1, min(1000, CALL_BYTES * len(documents) // max(1, documents.data.nbytes)))
+    tokenized = documents.map(
+        tokenize_batch,
+        batched=True,
+        batch_size=batch_size,
+        writer_batch_size=batch_size,
+        num_proc=args.preprocessing_num_workers,
+        remove_columns=documents.column_names,
+        features=FEATURES,
+        fn_kwargs={"column": args.text_column, "tokenizer": tokenizer},
+        desc="tokenizing",
+    )
     num_bytes = pc.sum(tokenized.data.column("num_bytes")).as_py()
     if not num_bytes:
         raise ValueError("the data holds no text")
@@ -122,36 +136,7 @@ def make_blocks(
     return blocks, count_tokens(blocks) / num_bytes
 
 
-def tokenize(
-    documents: Dataset, column: str, tokenizer: PreTrainedTokenizerBase, num_workers: int | None = None
-) -> Dataset:
-    """Tokenizes all documents into a file in the cache of `datasets`, by `num_workers` processes.
-
-    By default there are as many processes as cores, and one for less than 8 MB.
-    """
-    num_bytes = documents.data.nbytes
-    if num_workers is None:
-        num_workers = len(os.sched_getaffinity(0)) if num_bytes >= PARALLEL_MIN_BYTES else 1
-    num_workers = max(1, min(num_workers, len(documents)))
-    if num_workers > 1:  # the processes are the parallelism
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    batch_size = max(1, min(1000, CALL_BYTES * len(documents) // max(1, num_bytes)))
-    return documents.map(
-        tokenize_batch,
-        batched=True,
-        batch_size=batch_size,
-        writer_batch_size=batch_size,
-        num_proc=num_workers if num_workers > 1 else None,
-        remove_columns=documents.column_names,
-        features=FEATURES,
-        fn_kwargs={"column": column, "tokenizer": tokenizer},
-        desc="tokenizing",
-    )
-
-
-def tokenize_batch(
-    batch: dict[str, list[str | None]], column: str, tokenizer: PreTrainedTokenizerBase
-) -> dict[str, list]:
+def tokenize_batch(batch: dict[str, list[str | None]], column: str, tokenizer: Tokenizer) -> dict[str, list]:
     """Tokenizes documents, each ended by eos."""
     texts = [normalize_newlines(text or "") for text in batch[column]]
     eos = np.array([tokenizer.eos_token_id], dtype=np.int32)
@@ -159,37 +144,26 @@ def tokenize_batch(
     return {"input_ids": ids, "num_bytes": [len(text.encode()) for text in texts]}
 
 
-def encode_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
+def encode_texts(texts: list[str], tokenizer: Tokenizer) -> list[np.ndarray]:
     """Tokenizes texts; returns an int32 array (T,) for each, without special tokens."""
     if is_byte_tokenizer(tokenizer):  # a hundred times faster than by the tokenizer
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32) + FIRST_BYTE for text in texts]
     return [np.array(ids, dtype=np.int32) for ids in encode(tokenizer, texts, return_attention_mask=False)["input_ids"]]
 
 
-def _stream(
-    documents: IterableDataset, args: DataArguments, tokenizer: PreTrainedTokenizerBase, seed: int
-) -> IterableDataset:
+def _stream(documents: IterableDataset, args: RunArguments, tokenizer: Tokenizer, seed: int) -> IterableDataset:
     """Tokenizes and packs the documents of a stream while they are read."""
     first = next(iter(documents), None)
     if first is None:
-        raise ValueError(
-            f"--train_data {args.train_data} has no text beside the documents that are held out: give --eval_data or a "
-            "smaller --max_eval_blocks"
-        )
+        raise ValueError("the stream has no text beside the held-out documents: give --eval_data or --max_eval_blocks")
     documents = documents.shuffle(seed=seed, buffer_size=SHUFFLED_DOCUMENTS)
     if {"input_ids", "labels"} <= first.keys():
         return documents.with_format("torch")
-    tokens = documents.map(
-        tokenize_batch,
-        batched=True,
-        batch_size=1,
-        remove_columns=list(first),
-        fn_kwargs={"column": args.text_column, "tokenizer": tokenizer},
-    )
-    length = {"block_length": args.block_length}
-    return tokens.map(
-        pack_batch, batched=True, batch_size=PACKED_DOCUMENTS, remove_columns=["num_bytes"], fn_kwargs=length
-    ).with_format("torch")
+    read = partial(tokenize_batch, column=args.text_column, tokenizer=tokenizer)
+    tokens = documents.map(read, batched=True, batch_size=1, remove_columns=list(first))
+    pack = partial(pack_batch, block_length=args.block_length)
+    blocks = tokens.map(pack, batched=True, batch_size=PACKED_DOCUMENTS, remove_columns=["num_bytes"])
+    return blocks.with_format("torch")
 
 
 def pack_batch(batch: dict[str, list], block_length: int) -> dict[str, list]:
@@ -206,14 +180,22 @@ def count_tokens(blocks: PackedBlocks | Dataset) -> int:
     return sum(map(len, blocks.with_format(None)["input_ids"]))
 
 
-def collate(blocks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Pads short blocks on the right; labels of padding are -100. A block without labels is learnt whole."""
-    ids = pad_sequence([block["input_ids"] for block in blocks], batch_first=True, padding_value=-100)
-    labels = [block.get("labels", block["input_ids"]) for block in blocks]
-    batch = {"input_ids": ids.clamp(min=0), "labels": pad_sequence(labels, batch_first=True, padding_value=-100)}
-    if (ids == -100).any():
-        batch["attention_mask"] = (ids != -100).long()
+def pad_rows(rows: list[dict[str, torch.Tensor]], padding: dict[str, int]) -> dict[str, torch.Tensor]:
+    """Pads the named tensors of all rows on the right; there is an attention_mask only if a row is padded."""
+    lengths = torch.tensor([len(row["input_ids"]) for row in rows])
+    length = max(1, int(lengths.max()))  # with carried memory, all rows may have ended
+    batch = {
+        name: torch.stack([pad(row[name], (0, length - len(row[name])), value=value) for row in rows])
+        for name, value in padding.items()
+    }
+    if (lengths < length).any():
+        batch["attention_mask"] = (torch.arange(length) < lengths[:, None]).long()
     return batch
+
+
+def collate(blocks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Joins blocks to a batch. All tokens of a block without labels are learnt."""
+    return pad_rows([{"labels": block["input_ids"]} | block for block in blocks], {"input_ids": 0, "labels": -100})
 
 
 def load_splits(
@@ -231,17 +213,20 @@ def load_splits(
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():  # of save_to_disk
         data = load_from_disk(source)
         splits = data if isinstance(data, DatasetDict) else {split: data}
-        return {name: data.to_iterable_dataset() for name, data in splits.items()} if streaming else splits
-    if path.exists():
-        return {split: _load_files(path, argument, streaming)}
-    missing = FileNotFoundError(f"{argument} {source} is neither a file, nor a folder, nor a data set on the Hub")
-    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", source):
-        raise missing
-    go_offline_without_network(source)
-    try:
-        return load_dataset(source, dataset_config, streaming=streaming)
-    except (DatasetNotFoundError, ConnectionError) as error:
-        raise missing from error
+        if streaming:
+            splits = {name: data.to_iterable_dataset() for name, data in splits.items()}
+    elif path.exists():
+        splits = {split: _load_files(path, argument, streaming)}
+    else:
+        go_offline_without_network(source)
+        try:
+            splits = load_dataset(source, dataset_config, streaming=streaming)
+        except (FileNotFoundError, ConnectionError) as error:
+            missing = f"{argument} {source} is neither a file, nor a folder, nor a data set on the Hub: {error}"
+            raise FileNotFoundError(missing) from error
+    if split not in splits:
+        raise ValueError(f"{argument} {source} has no {split} split, only {', '.join(splits)}")
+    return splits
 
 
 def _load_files(path: Path, argument: str, streaming: bool) -> Dataset | IterableDataset:
@@ -272,14 +257,3 @@ def _load_files(path: Path, argument: str, streaming: bool) -> Dataset | Iterabl
                 cause = reason.__cause__ or reason
                 raise ValueError(f"{argument}: {file} is no valid {builder} file: {cause}") from reason
         raise ValueError(f"{argument} {path}: {error.__cause__ or error}") from error
-
-
-def check_text_column(documents: Dataset, column: str) -> None:
-    """Raises ValueError for documents without the column of text, or with something else than text in it."""
-    if column not in documents.features:
-        present = ", ".join(documents.features)
-        other = "; `trl sft` trains on conversations, and on prompts and completions (docs/finetune.md)"
-        raise ValueError(f"the data has no --text_column {column}, only {present}{other}")
-    kind = getattr(documents.features[column], "dtype", "lists")
-    if kind not in ("string", "large_string"):
-        raise ValueError(f"the column {column} of the data holds {kind}, not text: choose a --text_column")

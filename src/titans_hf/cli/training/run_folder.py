@@ -1,4 +1,4 @@
-"""The files that a run writes: the best model, its curve, figures and card."""
+"""The files that a run writes: the best model, its figures and card."""
 
 import json
 from pathlib import Path
@@ -6,26 +6,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
-from matplotlib.figure import Figure
+from huggingface_hub import ModelCard
 from transformers import Trainer
 
-from titans_hf.cli.shared.figures import save_figure
-from titans_hf.cli.training.arguments import DataArguments
+from titans_hf.cli.training.arguments import RunArguments, TrainingArguments
 from titans_hf.cli.training.checkpoints import RECORD
 from titans_hf.cli.training.data import Blocks, count_tokens
-from titans_hf.cli.training.model_card import model_card
-
-# The TrainingArguments that decide on the result.
-ARGUMENTS = (
-    *("learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "adam_beta1", "adam_beta2"),
-    *("max_grad_norm", "per_device_train_batch_size", "gradient_accumulation_steps", "world_size", "bf16", "seed"),
-)
+from titans_hf.cli.training.model_card import fill_card
 
 
 class CardTrainer(Trainer):
-    """A Trainer that makes the model card from the run's record, and evaluates per token: Trainer's own mean over
-    sequences gives a short last block the weight of a full one.
+    """A Trainer that evaluates per token and fills in the model card of a Titans.
+
+    Trainer's own mean over sequences would give a short last block the weight of a full one.
     """
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args, **kwargs) -> Any:
@@ -45,42 +38,41 @@ class CardTrainer(Trainer):
 
     def create_model_card(self, *args, **kwargs) -> None:
         """Writes README.md. Raises FileNotFoundError before the run has been recorded."""
-        if self.is_world_process_zero():
-            folder = Path(self.args.output_dir)
-            model_card(self.model.config, json.loads((folder / RECORD).read_text())).save(folder / "README.md")
+        if not self.is_world_process_zero():
+            return
+        file, config = Path(self.args.output_dir) / "README.md", self.model.config
+        record = json.loads(file.with_name(RECORD).read_text())
+        for log in [log for log in self.state.log_history if "train_loss" not in log]:
+            log.pop("train_runtime", None)  # Trainer takes the first log with it for the last: its table would be empty
+        super().create_model_card(*args, **kwargs | {"license": record["license"]})
+        if config.model_type == "titans":
+            fill_card(ModelCard.load(file), config, record).save(file)
 
 
 def public_name(source: str | None) -> str | None:
-    """Returns the name of a file or folder without its path; a name on the Hub as it is."""
+    """Returns the name of a file or folder without its path, which stays private; a name on the Hub as it is."""
     return Path(source).resolve().name if source and Path(source).exists() else source
 
 
-def data_facts(args: DataArguments, blocks: Blocks, streamed_tokens: int) -> dict:
-    """Describes the data for run.json by names alone: of a file or folder, or a data set's id; paths stay private."""
+def describe(run: RunArguments, args: TrainingArguments, blocks: Blocks) -> dict[str, Any]:
+    """Returns what is known of a run before it begins, for run.json."""
     return {
-        "train": public_name(args.train_data),
-        "eval": public_name(args.eval_data or args.train_data),
-        "held_out": args.eval_data is None,
-        "hub": [] if Path(args.train_data).exists() else [args.train_data],
-        "train_blocks": None if args.streaming else len(blocks.train),
-        "train_tokens": streamed_tokens if args.streaming else count_tokens(blocks.train),
-        "eval_blocks": len(blocks.evaluation),
+        "license": run.license,
+        "base_model": public_name(run.model_name_or_path),
+        "train_data": public_name(run.train_data),
+        "eval_data": public_name(run.eval_data or run.train_data),
+        "held_out": run.eval_data is None,
+        "hub": [] if Path(run.train_data).exists() else [run.train_data],
+        "block_length": run.block_length,
+        "rows": args.train_batch_size * args.world_size if run.carry_memory else None,  # the order of the blocks
+        "seed": args.seed,
+        "train_tokens": None if run.streaming else count_tokens(blocks.train),
         "eval_tokens": count_tokens(blocks.evaluation),
     }
 
 
-def plot_losses(history: list[dict[str, float]], path: Path) -> None:
-    figure = Figure(layout="constrained")
-    axes = figure.subplots()
-    for key, label in (("loss", "train"), ("eval_loss", "eval")):
-        logs = [log for log in history if key in log]
-        axes.plot([log["num_input_tokens_seen"] for log in logs], [log[key] for log in logs], ".-", label=label)
-    axes.set(title="Loss while training", xlabel="training tokens", ylabel="loss (nats per token)")
-    save_figure(figure, path)
-
-
-def save_results(trainer: CardTrainer, facts: dict) -> dict[str, float]:
-    """Saves the best model, its curve, metrics and card, and run.json, which contains `facts`; returns the metrics."""
+def save_results(trainer: CardTrainer, record: dict) -> dict[str, float]:
+    """Saves the best model, its metrics and card, and run.json: `record` with the results. Returns the metrics."""
     folder, args, state = Path(trainer.args.output_dir), trainer.args, trainer.state
     trainer.save_model(_internal_call=True)  # an external call would push the unfinished folder
     trainer.save_state()
@@ -88,20 +80,15 @@ def save_results(trainer: CardTrainer, facts: dict) -> dict[str, float]:
     trainer.log_metrics("eval", metrics)
     trainer.save_metrics("eval", metrics)
     if trainer.is_world_process_zero():
-        plot_losses(state.log_history, folder / "loss.png")
-        given = args.to_dict() | {"world_size": args.world_size}
-        record = {
-            **facts,
+        record |= {
             "name": trainer.hub_model_id or args.hub_model_id or folder.resolve().name,
             "model_type": trainer.model.config.model_type,
             "parameters": trainer.model.num_parameters(),
-            "arguments": facts["arguments"] | {name: given[name] for name in ARGUMENTS},
-            "versions": {"transformers": transformers.__version__, "torch": torch.__version__},
             "steps": state.global_step,
             "best_step": state.best_global_step if args.load_best_model_at_end else None,
             "tokens_seen": state.num_input_tokens_seen,
             "metrics": metrics,
         }
         (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
-    trainer.create_model_card()
+        trainer.create_model_card()
     return metrics

@@ -21,17 +21,12 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 def is_byte_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Returns True for `byte_tokenizer()`, new or loaded from a file: byte b of UTF-8 is token 3 + b."""
-    if not getattr(tokenizer, "is_fast", False):
-        return False
-    return tokenizer.backend_tokenizer.to_str() == byte_tokenizer().backend_tokenizer.to_str()
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # None for a tokenizer in Python
+    return backend is not None and backend.to_str() == byte_tokenizer().backend_tokenizer.to_str()
 
 
 def load_tokenizer(name: str, argument: str = "--tokenizer") -> PreTrainedTokenizerBase:
-    """Loads a tokenizer by its folder or name on the Hub; `bytes` is `byte_tokenizer()`. `argument` names it in
-    errors.
-
-    Raises ValueError where there is none, and for one without an eos token.
-    """
+    """Loads a tokenizer by its folder or Hub name; `bytes` is `byte_tokenizer()`. Raises ValueError if that fails."""
     tokenizer = byte_tokenizer() if name == "bytes" else checkpoints.load_tokenizer(name, argument)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{argument} {name} has no eos token, which has to separate the documents")
