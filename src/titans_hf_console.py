@@ -4,11 +4,17 @@ This module lies beside the package, because importing anything of the package i
 That takes seconds, which `titans-hf --help` does not need.
 """
 
+import __future__
+
+import ast
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
+from importlib.abc import MetaPathFinder
 from importlib.metadata import version
+from importlib.util import find_spec, module_from_spec
 from typing import NamedTuple
 
 
@@ -56,10 +62,48 @@ def main() -> None:
     elif name == "--version":
         print(f"titans-hf {version('titans-hf')}")
     elif name in COMMANDS:
+        if sys.argv[2:] in (["-h"], ["--help"]) and "titans_hf" not in sys.modules:
+            show_help_alone(name)
         import_module("titans_hf.cli.shared.command_line").run_command(partial(_run, name))
     else:
         print(f"titans-hf: error: there is no command {name}, only {', '.join(COMMANDS)}", file=sys.stderr)
         raise SystemExit(2)
+
+
+class _StandardLibraryAlone(MetaPathFinder):
+    """Refuses to import anything but the standard library and the package's own modules."""
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname.partition(".")[0] not in {"titans_hf", *sys.stdlib_module_names}:
+            raise ModuleNotFoundError(f"{fullname} is not needed for help", name=fullname)
+
+
+def show_help_alone(name: str) -> None:
+    """Exits with the help of a command, without torch and transformers, whose import takes seconds. Returns for a
+    command whose parser needs another package than the standard library: then it has shown nothing.
+
+    A command parses its arguments before anything else. So its module is run without the statements that need other
+    packages, and its `main` ends when its parser has shown the help.
+    """
+    modules, alone, argv = set(sys.modules), _StandardLibraryAlone(), sys.argv
+    sys.meta_path.insert(0, alone)
+    sys.argv = [f"titans-hf {name}", "--help"]
+    try:
+        sys.modules["titans_hf"] = module_from_spec(find_spec("titans_hf"))  # without running its __init__
+        spec = find_spec(COMMANDS[name].module)
+        tree = ast.parse(spec.loader.get_source(spec.name))
+        module = {"__name__": spec.name, "__file__": spec.origin, "__doc__": ast.get_docstring(tree, clean=False)}
+        for statement in tree.body:
+            code = ast.Module([statement], type_ignores=[])
+            with suppress(ImportError, NameError):
+                exec(compile(code, spec.origin, "exec", __future__.annotations.compiler_flag), module)
+        module["main"]()
+    except (ImportError, LookupError, NameError):
+        for added in sys.modules.keys() - modules:
+            del sys.modules[added]
+    finally:
+        sys.meta_path.remove(alone)
+        sys.argv = argv
 
 
 def _run(name: str) -> None:
