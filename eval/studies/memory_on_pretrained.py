@@ -2,7 +2,7 @@
 
     titans-hf convert MODEL --output runs/windowed --window 256 --memory none
     python -m eval.studies.read_pretrained runs/windowed --data data --output runs/arrays
-    python -m eval.studies.memory_on_pretrained runs/windowed runs/arrays --memory episodic --entries 3500 \
+    python -m eval.studies.memory_on_pretrained runs/windowed runs/arrays --memory episodic --entries 3200 \
         --output eval/results/memory_on_pretrained.jsonl
 
 No weight of the model is trained. A memory is fitted to the novels of the train set and scored on the others:
@@ -329,7 +329,7 @@ class Measured:
                 self.memory.read(self.train, len(args.seeds))
             fit_read_out(self.memory.memory, self.memory.found[args.seeds.index(seed)])
             for name in ("log_sharpness", "entry_weight", "gate_weight", "gate_bias"):
-                self.settings[name] = [round(x, 3) for x in getattr(self.memory.memory, name).tolist()]
+                self.settings[name] = [round(x, 3) for x in getattr(self.memory.memory, name)[:8].tolist()]
         elif memory == "deep":
             self.memory = Deep(args, self.mean, self.directions, self.head)
             if args.steps:
@@ -394,8 +394,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sets", nargs="+", default=["valid", "test"], help="sets to score")
     parser.add_argument("--wider", type=Path, help="of --memory window: arrays of the same texts and a larger window")
     parser.add_argument("--window", type=int, default=256, help="the window of the model that has read, for the record")
-    parser.add_argument("--threshold", type=float, default=2.0, help="nats from which on a token is written")
-    parser.add_argument("--entries", type=int, default=3500, help="of the episodic memory and of the neural cache")
+    parser.add_argument("--threshold", type=float, default=1.0, help="nats from which on a token is written")
+    parser.add_argument("--entries", type=int, default=3200, help="of the episodic memory and of the neural cache")
     parser.add_argument("--key_size", type=int, default=64)
     parser.add_argument("--order", type=int, default=2, help="n of the counts of n-grams")
     parser.add_argument("--depth", type=int, default=2, help="layers of the deep memory")

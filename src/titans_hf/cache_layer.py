@@ -33,7 +33,8 @@ class KeyValueCache:
 @dataclass
 class TokenEntries:
     """Entries of the episodic token memory, oldest first: keys (B, N, K), of the token before; tokens (B, N) int32, -1
-    where there is no entry; contexts (B, N) int32, the tokens before; positions (B, N) int32 in the document; losses
+    where there is no entry; contexts (B, N, 4) int32, the tokens before it, the latest first, -1 where there is none;
+    positions (B, N) int32 in the document; losses
     (B, N) in nats.
     """
 
@@ -55,10 +56,10 @@ def columns_like(index: Tensor, x: Tensor) -> Tensor:
 
 @dataclass
 class EntryRing:
-    """The ring of the episodic token memory and last_token (B, 1) int32, -1 before the first."""
+    """The ring of the episodic token memory, and last_tokens (B, 4) int32, the latest first, -1 where there is none."""
 
     entries: TokenEntries
-    last_token: Tensor
+    last_tokens: Tensor
 
     def merged(self, other: "EntryRing", weight: float) -> "EntryRing":
         """Returns a ring with the newest entries of both, in turn: a share of `weight` from `other`, more where the

@@ -202,7 +202,7 @@ class TitansConfig(PreTrainedConfig):
             mixed with the model's.
         token_memory_entries (`int`, defaults to 0): Number of entries of the episodic token memory; 0 for none.
         token_memory_key_size (`int`, defaults to 64): Size of the keys of the episodic token memory.
-        token_memory_threshold (`float`, defaults to 2.0):
+        token_memory_threshold (`float`, defaults to 1.0):
             Loss in nats, from which a token is a surprise, which the episodic token memory writes.
 
         titans_version (`int`, *optional*):
@@ -307,7 +307,7 @@ class TitansConfig(PreTrainedConfig):
     token_memory_form: Literal["delta", "episodic"] = setting("delta", state="shape")
     token_memory_entries: int = setting(0, at_least=0, state="shape")
     token_memory_key_size: int = setting(64, at_least=1, state="shape")
-    token_memory_threshold: int | float = setting(2.0, at_least=0, state="shape")
+    token_memory_threshold: int | float = setting(1.0, at_least=0, state="shape")
     rope_parameters: dict | None = setting(None, variants=WITH_ATTENTION)
     rms_norm_eps: float = setting(1e-6, at_least=0)
     attention_dropout: int | float = setting(0.0, at_least=0, at_most=1, variants=WITH_ATTENTION, state="none")

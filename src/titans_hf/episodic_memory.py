@@ -7,17 +7,19 @@ With y_t the input of the last layer's feed-forward network, x_t the tokens, p_t
     s_t = -log p_{t-1}(x_t), the surprise
     the entry i = (k_{t-1}, x_{t-1}, x_t, s_t) is written if s_t >= threshold
     a_ti = softmax_i(beta k_t k_i + u e_ti),  m_t(v) = sum of a_ti over the entries i whose token is v
-    l_t = sigmoid(w f_t + b)
+    l_t = sigmoid(w [f_t; k_t] + b)
     output logits = log((1 - l_t) p_t + l_t m_t) + log Z_t
 
-Entries are in a ring: i runs over the newest N of those written up to x_t. Only surprising tokens are written: the
-model knows the others already. e_ti are four facts about an entry: log p_t of its token, so that the memory chooses
-among tokens that the model thinks possible; its surprise; whether the entry was written after the same token as x_t;
-whether its token has left the window of attention. f_t are four features: the log of the sum of exp(scores); m_t of the
-best entry's token; the entropy of p_t in nats; the log of the number of entries. The center c, the projection W, the
+Entries are in a ring: i runs over the newest N entries that were written up to x_t. Only surprising tokens are
+written: the model knows the others already. e_ti are seven facts about an entry: log p_t of its token, so that the
+memory chooses among tokens that the model thinks possible; its surprise; whether its token has left the window of
+attention; and whether the last 1, 2, 3 and 4 tokens up to x_t are the tokens that came before the entry's token,
+because a repeated phrase goes on as it did before. f_t are eight features: s, the log of the sum of exp(scores); m,
+which is m_t of the best entry's token; h, the entropy of p_t in nats; the log of the number of entries; n, the mean
+over a_t of how many tokens are the same; and the products m s, m h and m n. The center c, the projection W, the
 sharpness beta, u, w and b are parameters. Z_t is the sum of exp(logits) of the model, so that a model that has written
-nothing has exactly its own logits. The memory belongs to the language model: a `TitansModel` alone has no p_t, and what
-it reads leaves no entries. Nor does a token that is given as an embedding, because it has no number.
+nothing has exactly its own logits. The memory belongs to the language model: a `TitansModel` alone has no p_t, and
+what it reads leaves no entries. Nor does a token that is given as an embedding, because it has no number.
 
 An extension beyond the paper.
 Shapes: B batch, T columns, N entries of the ring, K key size, D hidden size, V vocabulary, Q columns of a block, E
@@ -44,10 +46,11 @@ from .token_layout import TokenLayout
 
 BLOCK = 64  # columns that are read at once: they bound the memory needed
 IN_CACHE, NONE = -1, -2  # instead of a column: the last token of the cache, no token
-UNITS = (10, 1, 4, 5)  # by which the features are divided: they are then of the order of 1
+CONTEXT = 4  # tokens before an entry's token that are compared
+UNITS = (10, 1, 4, 5, 2)  # by which the features are divided: they are then of the order of 1
 # Of beta and u: what a fit to novels gives, rounded.
 INITIAL_SHARPNESS = 9.0
-INITIAL_ENTRY_WEIGHT = (0.3, 0.3, 0.9, 1.0)
+INITIAL_ENTRY_WEIGHT = (0.3, 0.3, 2.0, 1.0, 1.0, 1.0, 1.0)
 INITIAL_GATE = -5.0  # a new memory has at most a share of sigmoid(-5) = .007
 
 
@@ -65,7 +68,7 @@ class EpisodicMemory(nn.Module):
         self.projection = nn.Parameter(torch.empty(config.hidden_size, size))
         self.log_sharpness = nn.Parameter(torch.empty(1))
         self.entry_weight = nn.Parameter(torch.empty(len(INITIAL_ENTRY_WEIGHT)))
-        self.gate_weight = nn.Parameter(torch.zeros(len(UNITS)))
+        self.gate_weight = nn.Parameter(torch.zeros(len(UNITS) + 3 + size))
         self.gate_bias = nn.Parameter(torch.empty(1))
         self.reset_parameters()
 
@@ -86,10 +89,10 @@ class EpisodicMemory(nn.Module):
         zeros = partial(self.center.new_zeros, dtype=dtype)
         none = partial(self.center.new_full, fill_value=-1, dtype=torch.int32)
         memory = MemoryState((), (), (), self.center.new_zeros(batch_size, dtype=torch.int64))
-        numbers = (none((batch_size, ring)) for _ in range(3))
+        numbers = (none(shape) for shape in ((batch_size, ring), (batch_size, ring, CONTEXT), (batch_size, ring)))
         entries = TokenEntries(zeros((batch_size, ring, size)), *numbers, zeros((batch_size, ring)))
         vectors = zeros((batch_size, 1, size + self.config.hidden_size))
-        return LayerState(memory, vectors, entries=EntryRing(entries, none((batch_size, 1))))
+        return LayerState(memory, vectors, entries=EntryRing(entries, none((batch_size, CONTEXT))))
 
     def keys(self, mlp_inputs: Tensor) -> Tensor:
         """Computes k (B, T, K), in float32 at least, from y (B, T, D)."""
@@ -154,7 +157,7 @@ class EpisodicMemory(nn.Module):
         history, after = self._write(inputs, before, places)
         if cache is not None:
             cache.finish_call(state, after, inputs, columns)
-        return iter(()) if head is None else self._compare_blocks(keys, tokens, history, logits, wanted)
+        return iter(()) if head is None else self._compare_blocks(keys, history, logits, wanted)
 
     def _read_again(self, record: RecordedColumns, state: LayerState | None) -> LayerState:
         """Returns the state after recorded columns, from `state`, None before the first token."""
@@ -190,13 +193,14 @@ class EpisodicMemory(nn.Module):
 
         inputs: keys; hidden states; 1 where the token is a surprise; its loss; the token.
         """
-        ring, before = state.entries.entries, state.entries.last_token[..., None]
+        ring, before = state.entries.entries, state.entries.last_tokens
         vectors, size = inputs[..., :-3].to(state.conv_state.dtype), ring.keys.shape[-1]
         is_surprise, losses, tokens = inputs[..., -3:].unbind(-1)
         tokens = tokens.to(before.dtype)
         number, length = ring.tokens.shape[1], tokens.shape[1]
         previous_keys = _take(state.conv_state[..., :size], vectors[..., :size], places.previous)
-        contexts = _take(before, tokens[..., None], places.previous)[..., 0]
+        recent = _recent_tokens(before, tokens, places)
+        contexts = recent[..., 1:]
         # A key of zeros is none: the first token of a document is not written.
         written = places.is_token & (is_surprise > 0) & (previous_keys != 0).any(-1)
         counts = written.cumsum(1)
@@ -205,37 +209,36 @@ class EpisodicMemory(nn.Module):
         new = TokenEntries(previous_keys, tokens, contexts, positions, losses.to(ring.losses.dtype))
         entries = map_tensors(partial(_append, slots=slots), ring, new)
         oldest = torch.where(places.begin < 0, 0, number + counts.gather(1, places.begin.clamp(min=0)))
-        history = History(entries, positions, counts, oldest, number)
-        last_token = torch.where(places.latest == NONE, -1, _take(before, tokens[..., None], places.latest)[..., 0])
+        history = History(entries, recent[..., :-1], positions, counts, oldest, number)
+        last_tokens = _take(before[:, None] + 1, recent[..., :-1] + 1, places.latest)[:, 0] - 1  # -1 where NONE
         last_vectors = _take(state.conv_state, vectors, places.latest)
         num_seen = places.num_tokens() + torch.where(places.begin[:, -1] < 0, state.memory.num_seen, 0)
-        after = EntryRing(history.ring_after(), last_token)
+        after = EntryRing(history.ring_after(), last_tokens)
         return history, LayerState(MemoryState((), (), (), num_seen), last_vectors, entries=after)
 
     def _compare_blocks(
-        self, queries: Tensor, tokens: Tensor, history: "History", logits: Tensor, wanted: Tensor | None
+        self, queries: Tensor, history: "History", logits: Tensor, wanted: Tensor | None
     ) -> Iterator[tuple[Tensor, "Found"]]:
         """Yields logits (B, Q, V) of blocks of columns that have logits, and what they find; queries (B, T, K)."""
         first = queries.shape[1] - logits.shape[1]
         for begin, end in blocks(first, queries.shape[1]):
             entries, visible = history.visible(begin, end)
-            of_columns = (queries, tokens[..., None], history.positions[..., None])
-            query, token, position = (x[:, begin:end] for x in of_columns)
+            of_columns = (queries, history.recent, history.positions[..., None])
+            query, recent, position = (x[:, begin:end] for x in of_columns)
             of_block = logits[:, begin - first : end - first]
             if wanted is not None:
                 here = wanted[begin:end]
-                query, token, position, of_block, visible = (
-                    x[:, here] for x in (query, token, position, of_block, visible)
+                query, recent, position, of_block, visible = (
+                    x[:, here] for x in (query, recent, position, of_block, visible)
                 )
             with maybe_autocast(query.device.type, enabled=False):
                 similarity = query @ entries.keys.to(query.dtype).mT  # (B, Q, K) @ (B, K, E)
             log_p = of_block.to(query.dtype).log_softmax(-1)
             of_entries = log_p.gather(-1, entries.tokens.clamp(min=0).long()[:, None].expand_as(similarity))
-            same = (token == entries.contexts[:, None]) & (token >= 0)
             far = position - entries.positions[:, None] > self.config.kv_cache_length
-            facts = (of_entries, entries.losses[:, None], same, far)
+            facts = (of_entries, entries.losses[:, None], far, _number_same(recent, entries.contexts))
             entropy = -(log_p.exp() * log_p).sum(-1)
-            yield of_block, Found(similarity, facts, visible, entries.tokens[:, None], entropy)
+            yield of_block, Found(query, similarity, facts, visible, entries.tokens[:, None], entropy)
 
     def _mix(self, logits: Tensor, found: "Found") -> Tensor:
         """Computes log((1 - l) p + l m) + log Z (B, Q, V) from the model's logits."""
@@ -300,11 +303,13 @@ class Places(NamedTuple):
 
 class History(NamedTuple):
     """entries: all entries during a call, N + T of them, oldest first: those of the ring before, then those that the
-    call writes. positions: (B, T), of the columns in their documents. counts: (B, T), how many entries were written up
+    call writes. recent: (B, T, 4), the last tokens up to a column, the latest first, -1 where there is none. positions:
+    (B, T), of the columns in their documents. counts: (B, T), how many entries were written up
     to a column. oldest: (B, T), the first entry that belongs to the column's document. ring_size: N.
     """
 
     entries: TokenEntries
+    recent: Tensor
     positions: Tensor
     counts: Tensor
     oldest: Tensor
@@ -329,10 +334,12 @@ class History(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What Q columns find in the ring: similarity (B, Q, E), k_t k_i; facts, the four of e_ti, which expand to (B, Q,
-    E); visible (B, Q, E) bool; tokens (B, 1, E) of the entries, -1 where there is none; entropy (B, Q) of p in nats.
+    """What Q columns find in the ring: queries (B, Q, K), k_t; similarity (B, Q, E), k_t k_i; facts of e_ti, which
+    expand to (B, Q, E): log p_t, surprise, whether it is far, and how many of the tokens before are the same; visible
+    (B, Q, E) bool; tokens (B, 1, E) of the entries, -1 where there is none; entropy (B, Q) of p in nats.
     """
 
+    queries: Tensor
     similarity: Tensor
     facts: tuple[Tensor, Tensor, Tensor, Tensor]
     visible: Tensor
@@ -342,21 +349,27 @@ class Found(NamedTuple):
     def seen(self) -> "Found":
         """Returns this without the entries that no column of the only row sees."""
         seen = self.visible[0].any(0)
-        return map_tensors(lambda x: x[..., seen], self._replace(entropy=None))._replace(entropy=self.entropy)
+        of_columns = {"queries": self.queries, "entropy": self.entropy}
+        of_entries = self._replace(**dict.fromkeys(of_columns))
+        return map_tensors(lambda x: x[..., seen], of_entries)._replace(**of_columns)
 
     def read(self, log_sharpness: Tensor, entry_weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes the features f of the gate (B, Q, 4) and the weights a of the entries (B, Q, E)."""
+        """Computes what the gate sees, [f; k] (B, Q, 8 + K), and the weights a of the entries (B, Q, E)."""
         dtype, any_visible = self.similarity.dtype, self.visible.any(-1, keepdim=True)
         scores = log_sharpness.exp() * self.similarity
-        for weight, fact in zip(entry_weight, self.facts, strict=True):
+        *facts, num_same = self.facts
+        facts += [num_same >= number for number in range(1, CONTEXT + 1)]
+        for weight, fact in zip(entry_weight, facts, strict=True):
             scores = scores + weight * fact.to(dtype)
         scores = scores.masked_fill(~self.visible & any_visible, -torch.inf)  # finite where none is
         weights = scores.softmax(-1)
         best = self.tokens.expand(scores.shape).gather(-1, scores.argmax(-1, keepdim=True))
         largest = torch.where(self.tokens == best, weights, 0).sum(-1)
         number = self.visible.sum(-1).clamp(min=1).to(dtype)
-        features = (scores.logsumexp(-1), largest, self.entropy, number.log())
-        return torch.stack([x / unit for x, unit in zip(features, UNITS, strict=True)], dim=-1), weights
+        mean_same = (weights * num_same).sum(-1)
+        features = (scores.logsumexp(-1), largest, self.entropy, number.log(), mean_same)
+        s, m, h, count, n = (x / unit for x, unit in zip(features, UNITS, strict=True))
+        return torch.cat([torch.stack([s, m, h, count, n, m * s, m * h, m * n], dim=-1), self.queries], dim=-1), weights
 
 
 def blocks(begin: int, end: int) -> Iterator[tuple[int, int]]:
@@ -371,6 +384,28 @@ def _take(before: Tensor, x: Tensor, index: Tensor) -> Tensor:
     """
     extended = torch.cat([torch.zeros_like(before), before, x], dim=1)
     return extended.gather(1, (index - NONE)[..., None].expand(-1, -1, x.shape[-1]))
+
+
+def _recent_tokens(before: Tensor, tokens: Tensor, places: Places) -> Tensor:
+    """Returns the last tokens (B, T, 1 + 4) up to each column, the latest first, -1 where there is none, from the
+    tokens (B, T) and the last tokens of the cache, before (B, 4).
+    """
+    found = [tokens + 1]  # `_take` returns 0 for NONE
+    for lag in range(CONTEXT):
+        found.append(_take(before[:, lag, None, None] + 1, found[-1][..., None], places.previous)[..., 0])
+    return torch.stack(found, dim=-1) - 1
+
+
+def _number_same(recent: Tensor, contexts: Tensor) -> Tensor:
+    """Counts (B, Q, E) how many of the last tokens, recent (B, Q, 4), are those before an entry, contexts (B, E, 4), up
+    to the first that is not.
+    """
+    same, number = True, 0
+    for lag in range(CONTEXT):
+        token = recent[..., lag, None]
+        same = (token == contexts[:, None, :, lag]) & (token >= 0) & same
+        number = number + same.to(torch.int8)
+    return number
 
 
 def _append(old: Tensor, new: Tensor, slots: Tensor) -> Tensor:

@@ -73,7 +73,9 @@ def rules(config) -> dict:
         r"model\.episodic_memory\.(center|gate_weight)": constant(0),
         r"model\.episodic_memory\.projection": normal(config.hidden_size**-0.5),
         r"model\.episodic_memory\.log_sharpness": constant(tensor(math.log(9)).double()),
-        r"model\.episodic_memory\.entry_weight": lambda x: x.tolist() == tensor([0.3, 0.3, 0.9, 1.0]).to(x).tolist(),
+        r"model\.episodic_memory\.entry_weight": lambda x: (
+            x.tolist() == tensor([0.3, 0.3, 2, 1, 1, 1, 1]).to(x).tolist()
+        ),
         r"model\.episodic_memory\.gate_bias": constant(-5),
     }
 

@@ -246,30 +246,36 @@ def token_memory(mixer, config, hidden_states, embeddings):
 
 def episodic_memory(module, config, mlp_inputs, logits, ids):
     """Computes the mixed logits (T, vocab) of ids (T,) from the model's logits and the inputs of its last feed-forward
-    network, and the entries (key, context, token, loss, position) that are left.
+    network, and the entries (key, contexts, token, loss, position) that are left.
     """
     entries, outputs, previous, sharpness = [], [], None, module.log_sharpness[0].exp()
     for t, (y, token) in enumerate(zip(mlp_inputs, ids.tolist(), strict=True)):
         log_p, key = logits[t].log_softmax(-1), (y - module.center) @ module.projection
         key = key / key.norm()
         if t and (loss := -logits[t - 1].detach().log_softmax(-1)[token]) >= config.token_memory_threshold:
-            entries = [*entries, (previous, ids[t - 1].item(), token, loss, t)][-config.token_memory_entries :]
+            context = [ids[t - i].item() if i <= t else -1 for i in range(1, 5)]
+            entries = [*entries, (previous, context, token, loss, t)][-config.token_memory_entries :]
         previous = key
         if not entries:
             outputs.append(logits[t])
             continue
-        scores = []
+        scores, numbers_same = [], []
         for k, context, stored, loss, position in entries:
             is_far = t - position > config.kv_cache_length
-            facts = torch.stack([log_p[stored], loss, torch.tensor(context == token), torch.tensor(is_far)])
+            same = [all(j <= t and ids[t - j] == context[j] for j in range(i + 1)) for i in range(4)]
+            facts = torch.stack([log_p[stored], loss, *torch.tensor([is_far, *same]).to(log_p)])
             scores.append(sharpness * (key @ k) + module.entry_weight @ facts)
+            numbers_same.append(float(sum(same)))
         scores, memory = torch.stack(scores), torch.zeros_like(log_p)
         for weight, (_, _, stored, *_) in zip(scores.softmax(0), entries, strict=True):
             memory = memory + weight * torch.eye(len(log_p), dtype=log_p.dtype)[stored]
         mass, count = memory[entries[scores.argmax()][2]], torch.tensor(float(len(entries))).to(log_p)
         entropy = -(log_p.exp() * log_p).sum()
-        features = [scores.logsumexp(0) / 10, mass, entropy / 4, count.log() / 5]
-        gate = torch.stack(features) @ module.gate_weight + module.gate_bias[0]
+        mean_same = scores.softmax(0) @ torch.tensor(numbers_same).to(log_p)
+        summed, length = scores.logsumexp(0) / 10, mean_same / 2
+        features = [summed, mass, entropy / 4, count.log() / 5, length]
+        features += [mass * summed, mass * entropy / 4, mass * length]
+        gate = torch.cat([torch.stack(features), key]) @ module.gate_weight + module.gate_bias[0]
         share = torch.sigmoid(gate)
         outputs.append(((1 - share) * log_p.exp() + share * memory).log() + logits[t].logsumexp(-1))
     return torch.stack(outputs), entries

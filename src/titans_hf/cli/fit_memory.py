@@ -3,8 +3,9 @@
 titans-hf fit-memory smollm2-titans --text books/ --output smollm2-titans-fitted
 
 The keys are fitted to the texts' hidden states, and the gate that decides how much the memory is trusted to their loss;
-also, if --recalls is not 0, to conversations made here, in which facts are told, a part of the texts is read, and the
-facts are asked for. A model without the memory gets one. Texts of the kind that the model is to read serve best.
+also, if --recalls is not 0, to texts made here, in which facts are told, a part of the texts is read, and the facts are
+asked for in a conversation or told again. A model without the memory gets one. Texts of the kind that the model is to
+read serve best.
 """
 
 import argparse
@@ -67,21 +68,25 @@ def cut_texts(files: Sequence[Path], tokenizer: PreTrainedTokenizerBase, length:
     return [ids for ids in parts if len(ids) > 1]
 
 
-def make_recall(tokenizer: PreTrainedTokenizerBase, filler: str, choose: random.Random) -> tuple[Tensor, Tensor]:
-    """Makes a conversation in which four facts are told, `filler` is read, and the facts are asked for. Returns its ids
-    (T,), and (T,) bool, True at the tokens of the answers.
+def make_recall(
+    tokenizer: PreTrainedTokenizerBase, filler: str, choose: random.Random, is_chat: bool
+) -> tuple[Tensor, Tensor]:
+    """Makes a text in which four facts are told, `filler` is read, and the facts are asked for in a conversation, or
+    told again in prose. Returns its ids (T,), and (T,) bool, True at the tokens of the answers.
     """
     told, asked, answers = [], [], []
     for kind, statement, question, start in choose.sample(FACTS, 4):
         digits = "".join(str(choose.randrange(10)) for _ in range(choose.randint(2, 6)))
         value = choose.choice(KINDS[kind]) if kind in KINDS else digits
         told.append(statement.format(value))
-        asked.append((question, f"{start} {value}."))
-        answers.append((f"{start} ", value))
+        asked.append((question, f"{start} {value}.") if is_chat else (told[-1],))
+        answers.append((f"{start} " if is_chat else statement.split("{}")[0], value))
     choose.shuffle(asked)
-    turns = [f"Some things about me. {' '.join(told)}", "Thank you, I will remember that."]
-    turns += [f"Please read this.\n\n{filler}", "I have read it.", *(turn for pair in asked for turn in pair)]
-    if tokenizer.chat_template is None:
+    turns = [" ".join(told), filler, " ".join(x[0] for x in asked)]
+    if is_chat:
+        turns = [f"Some things about me. {turns[0]}", "Thank you, I will remember that."]
+        turns += [f"Please read this.\n\n{filler}", "I have read it.", *(turn for pair in asked for turn in pair)]
+    if tokenizer.chat_template is None or not is_chat:
         text = "\n\n".join(turns)
     else:
         roles = ("user", "assistant")
@@ -99,15 +104,16 @@ def make_recall(tokenizer: PreTrainedTokenizerBase, filler: str, choose: random.
 def make_documents(
     parts: list[Tensor], tokenizer: PreTrainedTokenizerBase, number: int, share: float, seed: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns `parts` and `number` conversations, and the weight of each of their tokens: 1 in the texts, 0 in the
-    conversations but for the answers, which all together count as much as `share` of the texts' tokens.
+    """Returns `parts` and `number` texts with recalls, every other one a conversation, and the weight of each of their
+    tokens: 1 in the parts, 0 in the recalls but for the answers, which all together count as much as `share` of the
+    parts' tokens.
     """
     choose, recalls = random.Random(seed), []
     for i in range(number):
         part = parts[choose.randrange(len(parts))]
-        length = FILLERS[i % len(FILLERS)]
+        length = FILLERS[i // 2 % len(FILLERS)]
         start = choose.randrange(max(1, len(part) - length))
-        recalls.append(make_recall(tokenizer, tokenizer.decode(part[start : start + length]), choose))
+        recalls.append(make_recall(tokenizer, tokenizer.decode(part[start : start + length]), choose, i % 2 == 0))
     documents, weights = list(parts), [torch.ones(len(part)) for part in parts]
     num_answers = sum(int(is_answer.sum()) for _, is_answer in recalls)
     for ids, is_answer in recalls:
@@ -144,7 +150,7 @@ def report(result: FitResult, num_texts: int) -> str:
         f"{len(gains):,} tokens of text: loss {before.mean():.3f} without the memory, {after.mean():.3f} with it "
         f"({gains.mean():+.3f} nats)\ngain of each thousand tokens of a text: "
         f"{', '.join(f'{x:+.3f}' for x in thousands)}\n"
-        "measured on the texts of the fit themselves: ten numbers were fitted"
+        "measured on the texts of the fit themselves"
     )
 
 
@@ -155,11 +161,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="a new folder for the fitted model")
     parser.add_argument("--tokens", type=int, default=90_000, help="tokens of text to read, spread over the files")
     parser.add_argument("--length", type=int, default=6144, help="tokens of a part that is read at a stretch")
-    parser.add_argument("--entries", type=int, help="entries of the memory; by default as the model has, else 3500")
+    parser.add_argument("--entries", type=int, help="entries of the memory; by default as the model has, else 3200")
     parser.add_argument("--threshold", type=float, help="loss in nats of a surprise; by default as the model has")
-    parser.add_argument("--recalls", type=int, default=24, help="conversations to recall facts from")
-    parser.add_argument("--recall_share", type=float, default=0.02, help="weight of their answers; the texts' is 1")
-    parser.add_argument("--seed", type=int, default=0, help="of the conversations")
+    parser.add_argument("--recalls", type=int, default=32, help="texts to recall facts from, half of them chats")
+    parser.add_argument("--recall_share", type=float, default=0.05, help="weight of their answers; the texts' is 1")
+    parser.add_argument("--seed", type=int, default=0, help="of the recalls")
     parser.add_argument("--device", help="cpu, cuda, ...; a GPU if there is one")
     args = parser.parse_args(argv)
     check_minimums(args, tokens=2, length=2, entries=1, threshold=0, recalls=0, recall_share=0)
