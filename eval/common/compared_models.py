@@ -1,9 +1,12 @@
 """Models of equal size to be trained and compared: Titans, and attention and linear recurrences of transformers."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -132,6 +135,15 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
             raise ValueError(f"a setting must be NAME=VALUE, but is {pair!r}")
         settings[name] = parse_value(value)
     return settings
+
+
+@contextmanager
+def named_errors(owner: str) -> Iterator[None]:
+    """Names the owner of the settings in the error of a configuration that cannot be."""
+    try:
+        yield
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise ValueError(f"{owner}: {error}") from error
 
 
 def check_fields(owner: str, config: PreTrainedConfig, settings: dict[str, Any]) -> None:

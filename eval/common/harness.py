@@ -4,26 +4,26 @@ import re
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import (
-    EvalPrediction,
-    PreTrainedConfig,
-    TrainerCallback,
-    set_seed,
-)
+from torch import nn
+from transformers import EvalPrediction, PreTrainedConfig, TrainerCallback, set_seed
+from transformers.utils.logging import disable_progress_bar
 
 from eval.common.compared_models import parse_settings
-from eval.common.records import FILE, Record, append_record, describe_commit
+from eval.common.records import FILE, Record, append_record, describe_commit, find_finished, read_records
+from eval.common.tables import Alike, check_alike
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
 from titans_hf.cli.shared.command_line import HelpFormatter
+from titans_hf.cli.shared.fitting import fit
 
 IGNORED = -100  # a label that does not count
 DECIMALS = 4
+ConfigOf = Callable[[Any], PreTrainedConfig | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,26 +92,50 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
     return {"accuracy": float(np.mean(prediction.predictions[counted] == prediction.label_ids[counted]))}
 
 
+def fit_classifier(run: Run, model: nn.Module, every: int, columns: Sequence[str], options: dict, **parts: Any) -> Any:
+    """Trains as `fit` does, and measures the accuracy. Returns the Trainer, and the curve: the epoch and `columns`."""
+    progress = ProgressPrinter(run.name, run.epochs, columns)
+    parts |= {"compute_metrics": accuracy, "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1)}
+    trainer = fit(run, model, every, options, callbacks=[progress], **parts)
+    return trainer, progress.curve
+
+
+def run_of(kind: type[Run], args: Namespace, **own: Any) -> Run:
+    """Makes a run of the options that have the names of its fields, and of `own` fields."""
+    names = {field.name for field in fields(kind)}
+    return kind(**{name: value for name, value in vars(args).items() if name in names} | own)
+
+
+def begin(benchmark: str, runs: Sequence[Run], config_of: ConfigOf, output: Path, alike: Alike) -> None:
+    """Compares the runs of a command with the runs in its folder before the first is made, and prints their number.
+
+    Raises ValueError for a finished run of other settings, and for runs that would not be comparable.
+    """
+    records = read_records(output, benchmark)
+    finished = [run for run in runs if find_finished(records, run, config_of(run))]
+    check_alike([*(record["run"] for record in records), *map(asdict, runs)], alike)
+    disable_progress_bar()  # of writing checkpoints; Trainer has its own
+    print(f"{len(runs)} runs, {len(finished)} of them finished", flush=True)
+
+
 def record_run(
-    benchmark: str,
-    run: Run,
-    config: PreTrainedConfig | None,
-    make: Callable[[], dict[str, Any]],
-    output: Path,
-    commit: str | None = None,
+    benchmark: str, run: Run, config: PreTrainedConfig | None, make: Callable[[], dict[str, Any]], output: Path
 ) -> Record:
-    """Calls `make`, which trains and returns the results, and adds the record to FILE in the folder `output`.
+    """Returns the record of a run. If the folder `output` has none, `make` trains and returns the results.
 
     Nothing is written before the run has finished.
     """
+    if record := find_finished(read_records(output, benchmark), run, config):
+        return record
     start = time.time()
     set_seed(run.seed)
     record = {"benchmark": benchmark, "name": run.name, "run": asdict(run)}
     record |= {"config": None if config is None else config.to_diff_dict(), **make()}
     record |= {
-        "commit": describe_commit() if commit is None else commit,
+        "commit": describe_commit(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "minutes": round((time.time() - start) / 60, 2),
     }
     append_record(record, output / FILE)
+    print(f"{run.name}: test {record.get('test', 'in the curve')}, {record['minutes']} min", flush=True)
     return record

@@ -1,6 +1,5 @@
 """The tables and plots that the benchmarks share."""
 
-import argparse
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -11,14 +10,14 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from eval.common.records import Record, read_records
-from titans_hf.cli.shared.command_line import HelpFormatter
+from eval.common.records import Record
 from titans_hf.cli.shared.figures import line_styles, plot_with_spread, save_figure
 from titans_hf.cli.shared.markdown_tables import markdown_table
 
-Alike = dict[tuple[str, ...], tuple[str, ...]]  # runs equal in the fields of a key are equal in those of its value
+Alike = dict[tuple[str, ...], tuple[str, ...]]  # runs equal in the fields of a key are equal in the fields of its value
 Report = tuple[list[str], dict[str, Figure]]  # tables, and plots by name
-MakeReport = Callable[[list[Record], list[str], Path], Report]  # of runs, baselines and the path of the runs
+Rows = dict[str, list[Record]]
+Scores = dict[tuple[int, int], Any]  # by seed, and by fold or horizon
 
 
 def read_paper(benchmark: str) -> dict[str, Any]:
@@ -40,23 +39,32 @@ def check_alike(runs: Iterable[dict[str, Any]], alike: Alike) -> None:
                     )
 
 
-def choose_records(path: Path, benchmark: str, alike: Alike, rows: Sequence[str] = ()) -> list[Record]:
-    """Reads the runs of a file or folder, only `rows` if there are any.
+def group_runs(records: list[Record], models: Sequence[str], outer: str, inner: str) -> dict[str, Rows]:
+    """Groups runs by two fields, in the order of `models`, rows, seeds and folds."""
 
-    Raises ValueError for a file without runs, for a row that none of them has, and as `check_alike` does.
-    """
-    records = read_records(path, benchmark)
-    if not records:
-        raise ValueError(f"RUNS {path} has no runs of eval.{benchmark}.run")
-    check_alike((record["run"] for record in records), alike)
-    check_names("--rows", rows, {record["run"]["row"] for record in records})
-    return [record for record in records if not rows or record["run"]["row"] in rows]
+    def order(record: Record) -> tuple:
+        run = record["run"]
+        return models.index(run["model"]) if models else 0, run["row"], run["seed"], run.get("fold", 0)
+
+    groups: dict[str, Rows] = {}
+    for record in sorted(records, key=order):
+        groups.setdefault(record["run"][outer], {}).setdefault(record["run"][inner], []).append(record)
+    return groups
 
 
-def check_names(option: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raises ValueError for a name that is not known."""
-    if unknown := [name for name in given if name not in known]:
-        raise ValueError(f"{option} must be of {', '.join(sorted(known))}, but has {unknown[0]}")
+def best_rate(runs: list[Record], score: Callable[[list[Record]], Any]) -> list[Record]:
+    """Returns the runs at the learning rate whose runs have the highest score."""
+    rates: dict[float, list[Record]] = {}
+    for run in runs:
+        rates.setdefault(run["run"]["learning_rate"], []).append(run)
+    return max(rates.values(), key=score)
+
+
+def of_complete_seeds(scores: Scores, parts: Iterable[int]) -> list[list[Any]]:
+    """Returns the scores of each seed that has all parts (folds or horizons), in the order of the parts."""
+    seeds = sorted({seed for seed, _ in scores})
+    found = [[scores.get((seed, part)) for part in parts] for seed in seeds]
+    return [of_seed for of_seed in found if None not in of_seed]
 
 
 def with_spread(values: Sequence[float], form: str = ".3f", factor: float = 1) -> str:
@@ -79,18 +87,20 @@ def difference_table(
     return markdown_table([f"less {baseline}", *columns], [[name, *x] for name, x in found.items() if x])
 
 
-def plot_curves(panels: dict[str, dict[str, np.ndarray]], label: str) -> Figure:
-    """Draws a panel for each title: for each row the mean of its curves (runs, evaluations, 2) of epoch and accuracy,
-    and a band from the least to the greatest, in percent.
+def plot_curves(panels: dict[str, dict[str, list[Record]]], column: int, label: str) -> Figure:
+    """Draws a panel for each title: for each row the mean of its runs' curves, by epoch, their first column, and a band
+    from the least to the greatest, in percent.
     """
     columns = min(3, len(panels))
     figure = Figure(figsize=(4 * columns + 2, 3 * -(-len(panels) // columns)), layout="constrained")
     axes_of = figure.subplots(-(-len(panels) // columns), columns, squeeze=False).ravel()
     styles = line_styles(dict.fromkeys(row for rows in panels.values() for row in rows))
     for axes, (title, rows) in zip(axes_of, panels.items(), strict=False):
-        for row, curves in rows.items():
-            style = styles[row] | {"markevery": max(1, curves.shape[1] // 8), "markersize": 4}
-            plot_with_spread(axes, curves[..., 0].mean(0), 100 * curves[..., 1], style)
+        for row, runs in rows.items():
+            length = min(len(run["curve"]) for run in runs)
+            curves = np.array([run["curve"][:length] for run in runs], float)
+            style = styles[row] | {"markevery": max(1, length // 8), "markersize": 4}
+            plot_with_spread(axes, curves[..., 0].mean(0), 100 * curves[..., column], style)
         axes.set(title=title, xlabel="epoch")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in axes_of[::columns]:
@@ -108,19 +118,3 @@ def write_report(report: Report, output: Path) -> None:
         save_figure(figure, output / f"{name}.png")
     (output / "table.md").write_text("\n\n".join(tables) + "\n", encoding="utf-8")
     print(f"wrote {output / 'table.md'}")
-
-
-def report_command(doc: str, benchmark: str, alike: Alike, make: MakeReport, argv: list[str] | None) -> None:
-    """Prints the tables of a file of runs, and writes them where asked to."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=HelpFormatter)
-    parser.add_argument("runs", metavar="RUNS", type=Path, help="a JSON Lines file of runs, or its folder")
-    parser.add_argument("--rows", nargs="+", default=[], help="the rows that are shown; all")
-    parser.add_argument("--baselines", nargs="*", default=[], help="rows that the others are compared with")
-    parser.add_argument("--output", type=Path, help="a folder for table.md and the plots")
-    args = parser.parse_args(argv)
-    records = choose_records(args.runs, benchmark, alike, args.rows)
-    check_names("--baselines", args.baselines, {record["run"]["row"] for record in records})
-    report = make(records, args.baselines, args.runs)
-    print("\n\n".join(report[0]))
-    if args.output:
-        write_report(report, args.output)

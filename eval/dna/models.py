@@ -3,12 +3,11 @@
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, Mamba2Model, Mamba2PreTrainedModel, PreTrainedConfig
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from eval.common.compared_models import VARIANTS, check_fields, fit_config
+from eval.common.compared_models import VARIANTS, check_fields, fit_config, named_errors
 from eval.dna.tokenizer import make_tokenizer
 from titans_hf import TitansConfig
 
@@ -92,10 +91,8 @@ def config_of(name: str, classes: list[str], shape: dict[str, Any], settings: di
         fields |= HEADS | {"num_hidden_layers": shape["num_hidden_layers"]}
     if variant in VARIANTS:
         fields |= MEMORY | settings | ({"memory_max_lr": 0} if name.endswith(MEMORY_OFF) else {})
-    try:
+    with named_errors(f"the model {name}"):
         return fit_config(variant, shape["parameters"], fields)
-    except (ValueError, TypeError, StrictDataclassError) as error:
-        raise ValueError(f"the model {name}: {error}") from error
 
 
 def build_model(name: str, config: PreTrainedConfig, length: int) -> nn.Module:

@@ -12,13 +12,13 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from eval.common import harness
-from eval.common.harness import DECIMALS, ProgressPrinter, accuracy, record_run
+from eval.common.harness import DECIMALS, fit_classifier, record_run
 from eval.common.records import Record
 from eval.dna.folds import Fold
 from eval.dna.models import build_model, config_of
 from eval.dna.sequences import Sequences, reverse_complement
 from eval.dna.tokenizer import make_tokenizer
-from titans_hf.cli.shared.fitting import best_step, fit
+from titans_hf.cli.shared.fitting import best_step
 
 COLUMNS = ("loss", "eval_loss", "eval_accuracy")  # of a curve, after the epoch
 
@@ -79,32 +79,22 @@ def train(run: Run, data: DataOfRun, model: nn.Module, save: Path | None) -> dic
     """Trains by AdamW with a linear warm-up of a tenth and a cosine to 0, and returns the scores of the weights that
     are most accurate in validation, and the curve; saves model and tokenizer in `save`.
     """
-    tokenizer, progress = make_tokenizer(), ProgressPrinter(run.name, run.epochs, COLUMNS)
-    examples = Examples(data, data.fold.train, run.reverse_complement)
+    tokenizer, examples = make_tokenizer(), Examples(data, data.fold.train, run.reverse_complement)
     steps = -(-len(examples) // run.batch_size) * run.epochs
     options = {"max_steps": steps, "warmup_steps": steps // 10, "weight_decay": 0.01}
-    trainer = fit(
-        run,
-        model,
-        max(1, steps // run.evaluations),
-        options | {"metric_for_best_model": "eval_accuracy"},
-        data_collator=lambda batch: collate(tokenizer, batch),
-        train_dataset=examples,
-        eval_dataset=Examples(data, data.fold.valid),
-        processing_class=tokenizer,
-        compute_metrics=accuracy,
-        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
-        callbacks=[progress],
-    )
+    options["metric_for_best_model"] = "eval_accuracy"
+    parts = {"train_dataset": examples, "eval_dataset": Examples(data, data.fold.valid)}
+    parts |= {"data_collator": lambda batch: collate(tokenizer, batch), "processing_class": tokenizer}
+    trainer, curve = fit_classifier(run, model, max(1, steps // run.evaluations), COLUMNS, options, **parts)
     if save is not None and isinstance(model, PreTrainedModel):
         trainer.save_model(str(save))
     test = trainer.predict(Examples(data, data.fold.test)).metrics["test_accuracy"]
     scores = {"valid": trainer.state.best_metric, "test": test, "best_epoch": best_step(trainer) * run.epochs / steps}
-    return {name: round(x, DECIMALS) for name, x in scores.items()} | {"curve": progress.curve}
+    return {name: round(x, DECIMALS) for name, x in scores.items()} | {"curve": curve}
 
 
 def make_run(run: Run, data: DataOfRun, output: Path, save: bool = False) -> Record:
-    """Trains, scores and adds the record, which it returns, to the folder; with `save` the model too, by its name."""
+    """Returns the record of the run, which is made unless the folder has it; with `save` the model is kept too."""
     config = config_of(run.model, data.classes, run.shape, run.settings)
 
     def make() -> dict[str, Any]:
@@ -113,4 +103,7 @@ def make_run(run: Run, data: DataOfRun, output: Path, save: bool = False) -> Rec
         sizes["sequences"] = dict(zip(Fold._fields, map(len, data.fold), strict=True))
         return sizes | train(run, data, model, output / run.name if save else None)
 
-    return record_run("dna", run, config, make, output)
+    record = record_run("dna", run, config, make, output)
+    if save and run.model != "cnn" and not (output / run.name).is_dir():
+        raise ValueError(f"{run.name} is finished without its model: --save_models needs another --output")
+    return record

@@ -3,11 +3,10 @@
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PatchTSTConfig, PatchTSTForPrediction
 
-from eval.common.compared_models import check_fields
+from eval.common.compared_models import check_fields, named_errors
 from titans_hf import TitansForTimeSeriesPrediction, TitansTimeSeriesConfig
 from titans_hf.time_series_titans import LOSSES, LearnedCycle
 
@@ -135,10 +134,8 @@ def config_of(name: str, task: ForecastTask, settings: dict[str, Any]) -> Titans
     if given:
         raise ValueError(f"--set {', '.join(sorted(given))}: set by the command for all models")
     off = {"memory_max_lr": 0} if name == "titans-off" else {}
-    try:
+    with named_errors(f"--set for {name}"):
         return TitansTimeSeriesConfig(**{"context_length": task.look_back} | settings | off | of_task)
-    except (ValueError, TypeError, StrictDataclassError) as error:
-        raise ValueError(f"--set for {name}: {error}") from error
 
 
 def build_model(name: str, task: ForecastTask, settings: dict[str, Any]) -> nn.Module:

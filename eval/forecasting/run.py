@@ -1,4 +1,4 @@
-"""Trains models to forecast the series of CSV files, scores them, and writes tables and plots.
+"""Trains models to forecast the series of CSV files, scores them, and writes their tables.
 
     python -m eval.forecasting.run ETTh1.csv --horizons 96 192 336 720 --look_back 96 --output results/forecasting
     python -m eval.forecasting.run mine.csv --split 0.7 0.1 0.2 --horizons 24 --output results/mine
@@ -8,16 +8,14 @@ next one.
 """
 
 from argparse import Namespace
-from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 
 from torch.utils.data import DataLoader
-from transformers.utils.logging import disable_progress_bar
 
-from eval.common.harness import check_options, make_parser
-from eval.common.records import find_finished, read_records
-from eval.common.tables import check_alike, write_report
+from eval.common.harness import begin, check_options, make_parser, run_of
+from eval.common.records import read_records
+from eval.common.tables import write_report
 from eval.forecasting.data import make_splits
 from eval.forecasting.models import BASELINES, NAMES, build_model, config_of, forecasts
 from eval.forecasting.tables import ALIKE, make_report
@@ -27,12 +25,11 @@ from titans_hf.cli.shared.time_series import Series, read_series, uneven_step
 from titans_hf.time_series_titans import LOSSES
 
 POSITIVE = ("look_back", "max_steps", "eval_steps", "patience")
-SHARED = (*POSITIVE, "batch_size", "learning_rate", "split", "cycle_length", "loss")
 
 
 def parse_args(argv: list[str] | None) -> Namespace:
     parser = make_parser(__doc__, NAMES, NAMES, batch_size=32)
-    parser.add_argument("data", nargs="+", type=Path, metavar="DATA.csv")
+    parser.add_argument("files", nargs="+", type=Path, metavar="DATA.csv")
     parser.add_argument("--time_column", help="name of the column of dates; default: the first")
     parser.add_argument("--date_format", help="of the dates, as %%d/%%m/%%Y; found out where it can only be one")
     parser.add_argument(
@@ -53,23 +50,18 @@ def parse_args(argv: list[str] | None) -> Namespace:
     return parser.parse_args(argv)
 
 
-def name_changes(args: Namespace) -> str:
-    """Names the cycle and the loss that all models of the command have, where they are not the published ones."""
-    cycle = f"-cycle{args.cycle_length}" if args.cycle_length else ""
-    return cycle + (f"-{args.loss}" if args.loss != "mse" else "")
-
-
 def make_runs(args: Namespace, series: dict[str, Series]) -> list[Run]:
-    """Makes the runs of the command, each checked; raises ValueError for what a run cannot be made with."""
+    """Makes the runs of the command; raises ValueError for options with which a run is not possible."""
     settings = check_options(args, **dict.fromkeys(POSITIVE, 1), horizons=1, cycle_length=0)
     if args.label in BASELINES:
         raise ValueError(f"--label {args.label} is the name of another model: give one of its own")
-    shared, runs = {name: getattr(args, name) for name in SHARED}, []
+    # Cycle and loss of all models of the command are in the names of the rows, unless they are the published ones.
+    changes = f"-cycle{args.cycle_length}" * bool(args.cycle_length) + f"-{args.loss}" * (args.loss != "mse")
+    runs = []
     for data, horizon, model, seed in product(series, args.horizons, args.models, args.seeds):
-        row = model.replace("titans", args.label or "titans") + name_changes(args)
-        own = {"data": data, "digest": series[data].digest, "row": row, "model": model, "horizon": horizon}
-        own["settings"] = settings if model.startswith("titans") else {}
-        runs.append(Run(**own, seed=seed, **shared))
+        own = {"data": data, "digest": series[data].digest, "model": model, "horizon": horizon, "seed": seed}
+        own |= {"row": model.replace("titans", args.label or "titans") + changes}
+        runs.append(run_of(Run, args, settings=settings if model.startswith("titans") else {}, **own))
     for run in {(run.data, run.horizon, run.model): run for run in runs}.values():
         of_run = series[run.data]
         window = next(iter(DataLoader(make_splits(of_run, run.split, run.look_back, run.horizon).train)))
@@ -80,24 +72,18 @@ def make_runs(args: Namespace, series: dict[str, Series]) -> list[Run]:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    series = {path.stem: read_series(path, args.time_column, args.date_format) for path in args.data}
-    if len(series) < len(args.data):
-        raise ValueError(f"two DATA.csv have the same name: {', '.join(map(str, args.data))}")
-    runs, records, left = make_runs(args, series), read_records(args.output, "forecasting"), []
+    series = {path.stem: read_series(path, args.time_column, args.date_format) for path in args.files}
+    if len(series) < len(args.files):
+        raise ValueError(f"two DATA.csv have the same name: {', '.join(map(str, args.files))}")
+    runs = make_runs(args, series)
     for name, one in series.items():
         if args.cycle_length and (row := uneven_step(one.times)) is not None:
             print(f"{name}: row {row} is not at the usual step: --cycle_length counts rows, not time", flush=True)
+    tasks = {name: len(one.names) for name, one in series.items()}
+    begin("forecasting", runs, lambda x: config_of(x.model, x.task(tasks[x.data]), x.settings), args.output, ALIKE)
     for run in runs:
-        config = config_of(run.model, run.task(len(series[run.data].names)), run.settings)
-        left += [] if find_finished(records, run, config) else [run]
-    check_alike([*(record["run"] for record in records), *map(asdict, left)], ALIKE)
-    disable_progress_bar()  # of writing checkpoints; Trainer has its own
-    print(f"{len(runs)} runs, {len(runs) - len(left)} of them finished", flush=True)
-    for number, run in enumerate(left, 1):
-        record = make_run(run, series[run.data], args.output)
-        valid, test = (f"{part} MSE {record[part]['mse']:.3f}" for part in ("valid", "test"))
-        print(f"{number}/{len(left)} {run.name}: {valid}, {test}, {record['minutes']} min", flush=True)
-    write_report(make_report(read_records(args.output, "forecasting"), [], args.output), args.output)
+        make_run(run, series[run.data], args.output)
+    write_report(make_report(read_records(args.output, "forecasting"), []), args.output)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from transformers import EarlyStoppingCallback
 
 from eval.common import harness
 from eval.common.harness import record_run
-from eval.common.records import Record, append_record
+from eval.common.records import Record
 from eval.forecasting.data import make_splits
 from eval.forecasting.models import ForecastTask, build_model, config_of, count_parameters, forecasts
 from titans_hf.cli.shared.fitting import best_step, fit
@@ -18,7 +18,6 @@ from titans_hf.cli.shared.time_series import Series, Windows
 
 DECIMALS = 5
 LAST_BATCHES = (32, 64, 128, 256, 512)  # sizes of batches, of which published code may drop the last one
-EXAMPLES = "examples.jsonl"  # beside the runs: a forecast of each, for the plots
 INPUTS = ("past_values", "cycle_position")
 
 
@@ -80,30 +79,21 @@ def scores_without_last_batch(errors: torch.Tensor) -> dict[str, Scores]:
     return {str(size): mean_scores(errors[:count]) for size, count in counted.items() if count}
 
 
-def example(model: nn.Module, windows: Windows, device: torch.device | str) -> dict[str, list[float]]:
-    """Forecasts the last channel of the window in the middle: what was measured before and after, and the forecast."""
-    window = windows[len(windows) // 2]
-    forecast = forecasts(model, *(window[name][None].to(device) for name in INPUTS))[0].cpu()
-    before = window["past_values"][-windows.horizon :]
-    parts = {"before": before, "after": window["future_values"], "forecast": forecast}
-    return {name: [round(x, 2) for x in part[:, -1].tolist()] for name, part in parts.items()}
-
-
 def rounded(scores: Scores) -> dict[str, float]:
     """Returns the scores by name, with the decimals of a record."""
     return {name: round(x, DECIMALS) for name, x in scores._asdict().items()}
 
 
 def make_run(run: Run, series: Series, output: Path) -> Record:
-    """Trains by AdamW with a cosine to 0, scores the weights of the lowest validation loss, and adds the record to the
-    folder `output`, and an example to its file EXAMPLES.
+    """Trains by AdamW with a cosine to 0, and scores the weights of the lowest validation loss, unless the folder
+    `output` has the record.
 
     Raises ValueError where no validation loss was a number.
     """
-    splits = make_splits(series, run.split, run.look_back, run.horizon)
     task = run.task(len(series.names))
 
     def make() -> dict[str, Any]:
+        splits = make_splits(series, run.split, run.look_back, run.horizon)
         model, best, device = build_model(run.model, task, run.settings), 0, torch.device("cpu")
         if model.cycle is not None:
             model.cycle.fit(splits.train.values[: splits.train.rows.stop])
@@ -117,8 +107,6 @@ def make_run(run: Run, series: Series, output: Path) -> Record:
             if best is None:
                 raise ValueError(f"{run.name}: no validation loss was a number: give a lower --learning_rate")
         valid, test = (window_errors(model, part, 4 * run.batch_size, device) for part in (splits.valid, splits.test))
-        shown = {"channel": series.names[-1], **example(model, splits.test, device)}
-        append_record({"name": run.name} | shown, output / EXAMPLES)
         return {
             "parameters": parameters,
             "best_step": best,

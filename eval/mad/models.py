@@ -3,12 +3,11 @@
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutput
 
-from eval.common.compared_models import VARIANTS, check_fields, make_config
+from eval.common.compared_models import VARIANTS, check_fields, make_config, named_errors
 from eval.mad.tasks import Settings
 
 NAMES = (*VARIANTS, "llama", "mamba2", "gated-deltanet")
@@ -28,10 +27,8 @@ def config_of(name: str, vocab_size: int, settings: dict[str, Any]) -> PreTraine
     shape = {"vocab_size": vocab_size} | SHAPE | STATE[name]
     free = MAMBA_LAYERS if name == "mamba2" else MLP_SIZE
     check_fields(f"the config of {name}", make_config(name, free, shape), settings)
-    try:
+    with named_errors(f"--set for {name}"):
         return make_config(name, free, shape | settings)
-    except (ValueError, TypeError, StrictDataclassError) as error:
-        raise ValueError(f"--set for {name}: {error}") from error
 
 
 class AutoEncoder(nn.Module):

@@ -13,10 +13,10 @@ from transformers import PreTrainedConfig, Trainer
 
 from eval.common import harness
 from eval.common.cuda_graphs import GraphTrainer
-from eval.common.harness import IGNORED, ProgressPrinter, accuracy, record_run
+from eval.common.harness import IGNORED, fit_classifier, record_run
+from eval.common.records import Record
 from eval.mad.models import build, config_of
 from eval.mad.tasks import TASKS, Sequences, Settings
-from titans_hf.cli.shared.fitting import fit
 
 HELD_OUT = 1_280
 LAST_RATE = 1e-6
@@ -90,14 +90,12 @@ def make_data(run: Run, settings: Settings) -> tuple[Sequences, dict[str, Sequen
     return train, {name: make(rng, settings, HELD_OUT, True) for name, rng in held_out}
 
 
-def train(run: Run, output: Path, commit: str, graph: bool = False) -> None:
-    """Trains, as in MAD by AdamW with a cosine from the rate to LAST_RATE, and adds the record to the folder `output`.
+def train(run: Run, output: Path, graph: bool = False) -> Record:
+    """Trains, as in MAD by AdamW with a cosine from the rate to LAST_RATE, unless the folder `output` has the record.
 
     With `graph`, on a GPU, the steps are replays of a CUDA graph.
     """
     settings, config = settings_of(run), config_for(run)
-    training, held_out = make_data(run, settings)
-    progress = ProgressPrinter(run.name, run.epochs, COLUMNS)
     options = dict(
         num_train_epochs=run.epochs,
         lr_scheduler_type="cosine_with_min_lr",
@@ -111,21 +109,13 @@ def train(run: Run, output: Path, commit: str, graph: bool = False) -> None:
     )
 
     def make() -> dict[str, Any]:
+        training, held_out = make_data(run, settings)
         model = build(config, settings, TASKS[run.data].auto_encoder)
-        fit(
-            run,
-            model,
-            run.evaluate_every * -(-len(training.labels) // run.batch_size),
-            options,
-            GraphTrainer if graph else Trainer,
-            data_collator=lambda batch: batch,
-            train_dataset=SequenceDataset(training),
-            eval_dataset={name: SequenceDataset(x) for name, x in held_out.items()},
-            compute_loss_func=labelled_loss,
-            compute_metrics=accuracy,
-            preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
-            callbacks=[progress],
-        )
-        return {"parameters": sum(p.numel() for p in model.parameters()), "curve": progress.curve, "graph": graph}
+        parts = {"train_dataset": SequenceDataset(training), "data_collator": lambda batch: batch}
+        parts["eval_dataset"] = {name: SequenceDataset(x) for name, x in held_out.items()}
+        parts |= {"compute_loss_func": labelled_loss, "trainer": GraphTrainer if graph else Trainer}
+        every = run.evaluate_every * -(-len(training.labels) // run.batch_size)
+        _, curve = fit_classifier(run, model, every, COLUMNS, options, **parts)
+        return {"parameters": sum(p.numel() for p in model.parameters()), "curve": curve, "graph": graph}
 
-    record_run("mad", run, config, make, output, commit)
+    return record_run("mad", run, config, make, output)

@@ -109,17 +109,17 @@ def test_runs_learn_and_go_on(tsv, capsys):
     written = (out / FILE).read_text()
     capsys.readouterr()
     dna.main(options)
-    assert "epoch" not in capsys.readouterr().out
+    assert "epoch " not in capsys.readouterr().out
     assert (out / FILE).read_text() == written
     assert "| mamba2 |" in (out / "table.md").read_text() and (out / "data-bases.png").stat().st_size > 10_000
-    with pytest.raises(ValueError, match="batch_size is 8, elsewhere 16"):
+    with pytest.raises(ValueError, match="is finished with batch_size=16, not 8"):
         dna.main([*options, "--batch_size", "8"])
     (out / FILE).write_text(written.replace('"memory_momentum": false', '"memory_momentum": true'))
     with pytest.raises(ValueError, match="a model with memory_momentum=True, which is False by default now"):
         dna.main(options)
     (out / FILE).write_text(written)
     write_table(tsv, seed=1)
-    with pytest.raises(ValueError, match=r"lmm: digest is .*, elsewhere "):
+    with pytest.raises(ValueError, match=r"is finished with digest="):
         dna.main(options)
 
 
@@ -213,7 +213,7 @@ def test_bad_options(tsv, options, message):
 
 def test_files_to_train_on_are_not_taken_for_files_to_test_on(tsv, monkeypatch):
     """The same files divided in another way are other data."""
-    monkeypatch.setattr(dna, "finish", lambda run, *args: pytest.fail(run.digest))
+    monkeypatch.setattr(dna, "make_run", lambda run, *args: pytest.fail(run.digest))
     second = write_table(tsv.with_name("second.tsv"), seed=1)
     third = write_table(tsv.with_name("third.tsv"), seed=2)
     digests = []
@@ -226,7 +226,7 @@ def test_files_to_train_on_are_not_taken_for_files_to_test_on(tsv, monkeypatch):
 
 def test_what_is_in_the_folder_is_checked_before_training(tsv, monkeypatch):
     """Runs that were made with other settings, and other files, are named before any training."""
-    monkeypatch.setattr(dna, "finish", lambda *args: pytest.fail("trained"))
+    monkeypatch.setattr(dna, "make_run", lambda *args: pytest.fail("trained"))
     out = tsv.parents[1] / "out"
     append_record({"name": "x"}, out / FILE)
     with pytest.raises(ValueError, match=r"runs\.jsonl, line 1, is no run of eval\.dna"):

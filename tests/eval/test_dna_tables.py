@@ -1,17 +1,17 @@
-"""eval/dna_tables.py: figures are those of the folds, at the rate that the first fold's validation part chose."""
+"""eval/dna/tables.py: figures are those of the folds, at the rate that the first fold's validation part chose."""
 
 import pytest
 
-from eval.common.records import append_record
-from eval.common.tables import choose_records
-from eval.dna import tables as dna_tables
-from eval.dna.tables import ALIKE, differences, group_by_row, table
+from eval import tables
+from eval.common.records import append_record, read_records
+from eval.common.tables import check_alike
+from eval.dna.tables import ALIKE, differences, results_of, table
 
 DATA = "human_nontata_promoters-test"
 
 
 def read_results(folder):
-    return group_by_row(choose_records(folder, "dna", ALIKE))
+    return results_of(read_records(folder, "dna"))
 
 
 def save(folder, model, rate, fold, valid, test, data=DATA, seed=0, **changed):
@@ -96,18 +96,18 @@ def test_runs_that_were_not_made_alike_are_refused(folder):
     """Runs with different settings in one table raise an error."""
     save(folder, "mag", 1e-3, 0, 0.9, 0.9, epochs=3)
     with pytest.raises(ValueError, match=r", mag: epochs is 3, elsewhere 2"):
-        read_results(folder)
+        check_alike((record["run"] for record in read_records(folder, "dna")), ALIKE)
 
 
 def test_the_command_writes_tables_and_plots(folder, capsys):
     """Table and plot come from the files alone; a file that is no run and an unknown baseline are named."""
     out = ["--output", str(folder)]
-    dna_tables.main([str(folder), *out, "--baselines", "cnn"])
+    tables.main([str(folder), *out, "--baselines", "cnn"])
     text = (folder / "table.md").read_text()
     assert f"## {DATA}" in text and "| less cnn | accuracy | each seed | folds |" in text
     assert (folder / f"{DATA}.png").stat().st_size > 10_000
     with pytest.raises(ValueError, match="--baselines must be of cnn, lmm, but has llama"):
-        dna_tables.main([str(folder), *out, "--baselines", "llama"])
+        tables.main([str(folder), *out, "--baselines", "llama"])
     append_record({"name": "x"}, folder / "runs.jsonl")
     with pytest.raises(ValueError, match=r"runs\.jsonl, line 7, is no run of eval\.dna"):
-        dna_tables.main([str(folder), *out])
+        tables.main([str(folder), *out])

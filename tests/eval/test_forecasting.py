@@ -6,13 +6,13 @@ import pytest
 import torch
 from series_files import write_series
 
-from eval.common import tables
-from eval.common.records import FILE, append_record, read_lines, read_records
-from eval.common.tables import choose_records, write_report
+from eval import tables
+from eval.common.records import FILE, append_record, read_records
+from eval.common.tables import group_runs
 from eval.forecasting import run as forecasting
-from eval.forecasting import tables as forecast_tables
 from eval.forecasting.data import make_splits
 from eval.forecasting.models import BASELINES, DLinear, ForecastTask, RepeatLast, RLinear, build_model
+from eval.forecasting.tables import cell, last_batch_table, make_report, table
 from eval.forecasting.training import Scores, mean_scores, scores_without_last_batch, window_errors
 from titans_hf.cli.shared.time_series import Windows, read_series
 
@@ -139,8 +139,6 @@ def test_runs_go_on_and_are_reported(csv, capsys):
     assert len(records) == 6
     record = records["waves-8-2-tiny-seed0"]
     assert record["best_step"] in (2, 4) and record["windows"] == [27, 11, 11] and record["parameters"] > 100
-    example = read_lines(out / "examples.jsonl")[0]
-    assert [len(example[name]) for name in ("before", "after", "forecast")] == [2, 2, 2]
     written = (out / FILE).read_text()
     capsys.readouterr()
     forecasting.main(options)
@@ -149,7 +147,6 @@ def test_runs_go_on_and_are_reported(csv, capsys):
     table = (out / "table.md").read_text()
     for row in ("tiny", "tiny-off", "patchtst", "rlinear", "dlinear", "repeat-last"):
         assert f"| {row} |" in table
-    assert (out / "waves-8.png").stat().st_size > 10_000
     with pytest.raises(ValueError, match=r"with learning_rate=0\.003, not 0\.1: give another"):
         forecasting.main([*options, "--learning_rate", "0.1"])
     (out / FILE).unlink()
@@ -176,7 +173,7 @@ def test_the_best_weights_are_scored(csv):
 
 
 def record_of(row, horizon, seed, mse, mae, look_back=96):
-    run = {"data": "ETTh1", "row": row, "horizon": horizon, "seed": seed, "look_back": look_back}
+    run = {"data": "ETTh1", "row": row, "model": row, "horizon": horizon, "seed": seed, "look_back": look_back}
     name = f"{row}-{horizon}-{seed}-{look_back}"
     test = {"mse": mse, "mae": mae}
     return {"benchmark": "forecasting", "name": name, "run": run, "parameters": 10 * horizon, "test": test}
@@ -187,30 +184,32 @@ def save(folder, *records):
         append_record(record, folder / FILE)
 
 
-def results_of(folder):
-    return forecast_tables.by_look_back(choose_records(folder, "forecasting", forecast_tables.ALIKE))
+def rows_of(folder):
+    return group_runs(read_records(folder, "forecasting"), (), "data", "row")["ETTh1"]
 
 
 def test_means_over_horizons_and_seeds(tmp_path):
     """A mean is over the horizons of each seed that has all, with the deviation over seeds; the paper stands beside its
     own horizons only.
     """
-    records = [record_of("a", horizon, seed, horizon / 100 + seed, 0.5) for horizon in (96, 192) for seed in (0, 1)]
-    records += [record_of("b", 96, 0, 0.4, 0.3), record_of("a", 96, 2, 9, 9), record_of("a", 96, 0, 0.1, 0.1, 336)]
-    save(tmp_path, *records)
-    results = results_of(tmp_path)
-    assert list(results) == [96, 336]
-    assert results[96].cell("ETTh1", "a", [96, 192]) == "1.940 ± 0.707 / 0.500 ± 0.000"
-    assert results[96].cell("ETTh1", "b", [96, 192]) == "–"
-    assert results[96].cell("ETTh1", "b", [96]) == "0.400 / 0.300"
-    records = choose_records(tmp_path, "forecasting", forecast_tables.ALIKE)
-    write_report(forecast_tables.make_report(records, [], tmp_path), tmp_path)
-    assert "paper" not in (tmp_path / "table.md").read_text().split("## ")[1]
-    for horizon in (336, 720):
-        save(tmp_path, record_of("a", horizon, 0, 0.4, 0.3))
-    table = forecast_tables.table(results_of(tmp_path)[96], "ETTh1", 96)
-    assert "| paper: neural memory |  |  | 0.420 / 0.421 | – | – | – | – |" in table
-    assert "| a | 960 to 7,200 | 3 |" in table
+    save(
+        tmp_path,
+        *(record_of("a", horizon, seed, horizon / 100 + seed, 0.5) for horizon in (96, 192) for seed in (0, 1)),
+    )
+    save(tmp_path, record_of("b", 96, 0, 0.4, 0.3), record_of("a", 96, 2, 9, 9))
+    rows = rows_of(tmp_path)
+    assert cell(rows["a"], [96, 192]) == "1.940 ± 0.707 / 0.500 ± 0.000"
+    assert cell(rows["b"], [96, 192]) == "–"
+    assert cell(rows["b"], [96]) == "0.400 / 0.300"
+    save(tmp_path, record_of("a", 96, 0, 0.1, 0.1, 336))
+    found, _ = make_report(read_records(tmp_path, "forecasting"), [])
+    assert [text.splitlines()[0] for text in found[2:]] == ["## ETTh1, look-back 96", "## ETTh1, look-back 336"]
+    assert not any("paper:" in text for text in found)
+    (tmp_path / FILE).unlink()
+    save(tmp_path, *(record_of("a", horizon, 0, 0.4, 0.3) for horizon in (96, 192, 336, 720)))
+    text = table(rows_of(tmp_path), "ETTh1", 96, [96, 192, 336, 720])
+    assert "| paper: neural memory |  |  | 0.420 / 0.421 | – | – | – | – |" in text
+    assert "| a | 960 to 7,200 | 1 |" in text
 
 
 def test_the_table_without_the_last_batch(tmp_path):
@@ -219,33 +218,25 @@ def test_the_table_without_the_last_batch(tmp_path):
     for number, record in enumerate(records):
         record["test_without_last_batch"] = {str(n): {"mse": number + n / 1000} for n in (32, 64, 128, 256, 512)}
         save(tmp_path, record)
-    results = results_of(tmp_path)[96]
-    table = forecast_tables.last_batch_table(results, "ETTh1").splitlines()
-    assert table[4:] == ["| a | 1 | 1.440 | 0.532 | 0.564 | 0.628 | 0.756 | 1.012 |"]
-    save(tmp_path, record_of("a", 192, 0, 1, 1))
-    assert forecast_tables.last_batch_table(results_of(tmp_path)[96], "ETTh1") == ""
+    text = last_batch_table(rows_of(tmp_path), "ETTh1", [96, 192]).splitlines()
+    assert text[4:] == ["| a | 1 | 1.440 | 0.532 | 0.564 | 0.628 | 0.756 | 1.012 |"]
+    del records[1]["test_without_last_batch"]
+    (tmp_path / FILE).unlink()
+    save(tmp_path, *records)
+    assert last_batch_table(rows_of(tmp_path), "ETTh1", [96, 192]) == ""
 
 
-def test_chosen_rows_are_reported(tmp_path, monkeypatch):
-    """--rows leaves all other rows out, the plot names lines in words and its axes. A row that no run has, or a folder
-    without runs, is an error.
-    """
-    example = {"channel": "OT", "before": [0.0, 1.0], "after": [2.0] * 96, "forecast": [1.0] * 96}
+def test_chosen_rows_are_reported(tmp_path):
+    """--rows leaves all other rows out. A row that no run has, or a folder without runs, is an error."""
     for row in ("lmm-off-cycle24", "rlinear", "dlinear"):
-        save(tmp_path, record := record_of(row, 96, 0, 0.4, 0.3))
-        append_record({"name": record["name"]} | example, tmp_path / "examples.jsonl")
-    figures = []
-    monkeypatch.setattr(tables, "save_figure", lambda figure, path: figures.append(figure))
-    options = ["--rows", "lmm-off-cycle24", "rlinear", "--output", str(tmp_path / "out")]
-    forecast_tables.main([str(tmp_path), *options])
-    assert "dlinear" not in (tmp_path / "out" / "table.md").read_text()
-    (axes,) = figures[0].axes
-    assert axes.get_legend_handles_labels()[1] == ["measured", "LMM, memory off, cycle 24", "RLinear"]
-    assert axes.get_ylabel() == "standardized value" and axes.get_xlabel() == "rows after the last one read"
+        save(tmp_path, record_of(row, 96, 0, 0.4, 0.3))
+    tables.main([str(tmp_path), "--rows", "lmm-off-cycle24", "rlinear", "--output", str(tmp_path / "out")])
+    written = (tmp_path / "out" / "table.md").read_text()
+    assert "dlinear" not in written and "| rlinear |" in written
     with pytest.raises(ValueError, match="--rows must be of dlinear, lmm-off-cycle24, rlinear, but has patchtst"):
-        forecast_tables.main([str(tmp_path), "--rows", "patchtst", "--output", str(tmp_path / "out")])
-    with pytest.raises(ValueError, match=r"has no runs of eval\.forecasting\.run"):
-        forecast_tables.main([str(tmp_path / "out"), "--output", str(tmp_path / "out")])
+        tables.main([str(tmp_path), "--rows", "patchtst", "--output", str(tmp_path / "out")])
+    with pytest.raises(ValueError, match=r"has no runs of eval\.mad\.run, eval\.dna\.run, eval\.forecasting\.run"):
+        tables.main([str(tmp_path / "out"), "--output", str(tmp_path / "out")])
 
 
 @pytest.mark.parametrize(
@@ -347,8 +338,8 @@ def test_other_files_are_named_before_any_training(csv):
     append_record({"name": "x"}, csv.parent / "out" / FILE)
     with pytest.raises(ValueError, match=r"runs\.jsonl, line 1, is no run of eval\.forecasting"):
         forecasting.main(command(csv, "--models", "rlinear"))
-    with pytest.raises(ValueError, match=r"runs\.jsonl, line 1, is no run of eval\.forecasting"):
-        forecast_tables.main([str(csv.parent / "out")])
+    with pytest.raises(ValueError, match=r"out has no runs of eval\.mad\.run"):
+        tables.main([str(csv.parent / "out")])
     assert len(list((csv.parent / "out").iterdir())) == 1
 
 

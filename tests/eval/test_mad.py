@@ -235,9 +235,9 @@ def test_a_run_is_recorded(tmp_path, task, few_held_out, capsys):
     """A run records all it depends on and its curve."""
     run = make_run(data=task, row="lmm off", model="lmm", settings={"memory_max_lr": 0}, epochs=4, evaluate_every=2)
     run = Run(**vars(run) | {"task_settings": {"length": 16, "train_sequences": 40}})
-    train(run, tmp_path / "new", "abc")
+    assert train(run, tmp_path / "new")["commit"] is not None
     (record,) = read_records(tmp_path / "new", "mad")
-    assert Run(**record["run"]) == run and record["commit"] == "abc" and record["config"]["memory_max_lr"] == 0
+    assert Run(**record["run"]) == run and record["config"]["memory_max_lr"] == 0
     assert record["name"] == run.name and record["config"]["vocab_size"] == 16
     assert [row[0] for row in record["curve"]] == [2, 4] and np.isfinite(record["curve"]).all()
     assert all(0 <= share <= 1 for row in record["curve"] for share in row[1:3])
@@ -249,9 +249,10 @@ def test_a_finished_run_is_kept_and_another_is_not_taken_for_it(tmp_path, few_he
     """A finished run is not made again. A file of other settings, or of other defaults of the model, is an error."""
     argv = ["--models", "llama", "--tasks", "recall", "--learning_rates", "1e-3", "--output", str(tmp_path), *SMALL]
     run = mad.make_runs(mad.parse_args(argv))[0]
-    train(run, tmp_path, "")
-    monkeypatch.setattr(mad, "train_all", lambda *args: pytest.fail("a finished run is made again"))
+    train(run, tmp_path)
+    monkeypatch.setattr(mad_run, "build", lambda *args: pytest.fail("a finished run is made again"))
     mad.main(argv)
+    assert "| llama |" in (tmp_path / "table.md").read_text()
     assert "1 runs, 1 of them finished" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"epochs=2, not 4"):
         mad.main([*argv, "--epochs", "4"])
@@ -267,7 +268,6 @@ def test_a_finished_run_is_kept_and_another_is_not_taken_for_it(tmp_path, few_he
     ("options", "message"),
     [
         (["--epochs", "3", "--evaluate_every", "2"], "--epochs 3 must be a multiple of --evaluate_every 2"),
-        (["--jobs", "0"], "--jobs must be at least 1, but is 0"),
         (["--learning_rates", "-1"], "--learning_rates must be at least 0, but is -1.0"),
         (["--task_set", "length=x", "--label", "y"], "--task_set length must be int and at least 1, but is 'x'"),
         pytest.param(
@@ -290,7 +290,10 @@ def test_a_finished_run_is_kept_and_another_is_not_taken_for_it(tmp_path, few_he
         (["--task_set", "length=0"], "--task_set length must be int and at least 1, but is 0"),
         (["--task_set", "train_sequences=0"], "--task_set train_sequences must be int and at least 1, but is 0"),
         (["--task_set", "noise=2.0"], "--task_set noise is a share and must be below 1, but is 2.0"),
-        (["--task_set", "vocab_size=2", "noise_vocab_size=9"], "--task_set: recall has no sequences of Settings"),
+        (
+            ["--task_set", "vocab_size=2", "noise_vocab_size=9"],
+            "--task_set: recall has no sequences of .*noise_vocab_size=9",
+        ),
         (["--task_set", "lenght=3"], "--task_set lenght: a task has only vocab_size"),
     ],
 )
@@ -299,18 +302,3 @@ def test_bad_input_is_refused_before_any_run(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         mad.main(["--output", str(tmp_path), *options])
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_runs_side_by_side_outlive_one_that_fails(tmp_path, capfd):
-    """Each run has a process of its own, and a run that fails is named when the others are done."""
-    argv = ["--models", "llama", "--tasks", "recall", "--output", str(tmp_path), "--jobs", "2", *SMALL]
-    runs = mad.make_runs(mad.parse_args(argv))
-    mad.train_all(runs[:1], mad.parse_args(argv))
-    broken = Run(**vars(runs[0]) | {"model": "no-model", "row": "no-model"})
-    with pytest.raises(ValueError, match=f"1 of 2 runs failed: {broken.name}$"):
-        mad.train_all([broken, runs[1]], mad.parse_args(argv))
-    assert "KeyError: 'no-model'" in capfd.readouterr().err
-    assert {record["name"] for record in read_records(tmp_path, "mad")} == {run.name for run in runs}
-    mad.main(argv)
-    assert "2 runs, 2 of them finished" in capfd.readouterr().out

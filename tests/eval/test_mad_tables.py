@@ -1,12 +1,12 @@
-"""eval/mad_tables.py: figures are those of the runs, at the rate that the validation sequences choose."""
+"""eval/mad/tables.py: figures are those of the runs, at the rate that the validation sequences choose."""
 
 import pytest
 
+from eval import tables
 from eval.common.records import append_record
 from eval.common.records import read_records as read
 from eval.common.tables import check_alike
-from eval.mad import tables as mad_tables
-from eval.mad.tables import ALIKE, best_results, differences, table
+from eval.mad.tables import ALIKE, best_results, differences, last, table
 
 
 def read_records(folder):
@@ -56,7 +56,7 @@ def test_differences_by_hand(folder):
 def test_labels_are_rows_of_their_own(folder):
     """Runs of a model with other settings are another row."""
     save(folder, "lmm", "recall", 1e-3, 0, [[2, 0.3, 0.2, 1.0]], row="lmm off")
-    assert best_results(read_records(folder))["lmm off"]["recall"].last == [20.0]
+    assert last(best_results(read_records(folder))["lmm off"]["recall"]) == [20.0]
 
 
 def test_runs_that_were_not_made_alike_are_refused(folder):
@@ -75,11 +75,11 @@ def test_rates_with_different_seeds_are_refused(folder):
 
 def test_the_command_prints_the_tables_and_draws_the_plot(folder, capsys):
     """Tables and plot come from the files alone; a file that is no run is named."""
-    mad_tables.main([str(folder), "--output", str(folder / "out"), "--baselines", "llama"])
+    tables.main([str(folder), "--output", str(folder / "out"), "--baselines", "llama"])
     printed = capsys.readouterr().out
     assert "| lmm |" in printed and "| less llama |" in printed and (folder / "out" / "mad.png").stat().st_size > 10_000
     with pytest.raises(ValueError, match="--baselines must be of llama, lmm, but has mamba2"):
-        mad_tables.main([str(folder), "--baselines", "mamba2"])
+        tables.main([str(folder), "--baselines", "mamba2"])
     append_record({"name": "x"}, folder / "runs.jsonl")
     with pytest.raises(ValueError, match=r"runs.jsonl, line 11, is no run of eval.mad"):
-        mad_tables.main([str(folder)])
+        tables.main([str(folder)])

@@ -107,7 +107,6 @@ TREATMENTS = [
         "--models llama gated-deltanet --tasks recall --learning_rates 1e-3 --epochs 1 "
         "--task_set length=16 train_sequences=64",
     ),
-    Treatment(r"python -m eval.mad.tables .*"),
     Treatment(r"titans-hf (read|surprise) .*"),
     Treatment(r"titans-hf ask .*", "--max_new_tokens 4"),
     Treatment(r"titans-hf forecast (?!.*--model ).*", "--max_steps 2 --eval_steps 1"),
@@ -116,14 +115,14 @@ TREATMENTS = [
         r"python -m eval.forecasting.run .*",
         "--split 0.6 0.2 0.2 --look_back 48 --horizons 8 --models titans --seeds 0 --max_steps 2 --eval_steps 1",
     ),
-    Treatment(r"python -m eval.forecasting.tables .*"),
     Treatment(
         r"python -m eval.dna.run .*",
         "--models mag-off cnn --parameters 3000 --hidden_size 16 --num_hidden_layers 1 --folds 2 --epochs 1 "
         "--learning_rates 1e-2",
     ),
     Treatment(r"python -m eval.dna.predict .*"),
-    Treatment(r"python -m eval.dna.tables .*", "--baselines cnn"),
+    Treatment(r"python -m eval.tables runs/dna .*", "--baselines cnn"),
+    Treatment(r"python -m eval.tables .*"),
     Treatment(r"titans-hf lm-eval .* lambada_openai", not_run=NETWORK),
     Treatment(r"(titans-hf lm-eval|lm_eval) .*", "--limit 1 --device cpu"),
     Treatment(r"python -m eval.studies.make_passkey_data .*", "--number 64 --length 600"),
