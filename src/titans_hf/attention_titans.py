@@ -1,13 +1,12 @@
 """The short-term memory: sliding-window attention (MAG, MAL) and segment attention (MAC), both with persistent tokens.
 
 The cost is linear in the sequence length: queries are processed in blocks of one window (or segment), and no score or
-mask larger than a block is formed. Rotary positions are relative to the block, so none exceeds two windows at any
-context length. Persistent keys are outside of the window. With `persistent_distance` they are rotated to that distance
-behind every query, and compared with the query before its rotation. Without it, persistent keys carry no rotary
-position: with partial rotation they are compared with the unrotated part of the query; with full rotation, with the
-query before rotation.
+mask larger than a block is formed. Persistent keys are outside of the window. With `persistent_distance` they are
+rotated to that distance behind every query, and compared with the query before its rotation. Without it, persistent
+keys carry no rotary position: with partial rotation they are compared with the unrotated part of the query; with full
+rotation, with the query before rotation.
 Eager attention, whose weights are recorded, and the masks for the other values of `attn_implementation` come first.
-docs/dev/log.md: "Rotary positions relative to the block", "Persistent keys where a whole head is rotated"
+docs/dev/log.md: "Persistent keys where a whole head is rotated"
 
 Shapes: B batch, T query slots, K key slots, P persistent tokens, W window, L segment length, h heads, D head size.
 """
@@ -20,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .cache_layer import KeyValueCache
+from .cache_layer import KeyValueCache, WindowCache
 from .configuration_titans import TitansConfig
 from .neural_memory import OutputProjection
+from .rotary_titans import rotary_factors, rotate
 from .token_grid import TokenGrid
 
 
@@ -77,14 +76,6 @@ class AttentionOutput(NamedTuple):
     kv_cache: KeyValueCache
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies rotary embedding to the first rotary_dim entries of x (B, N, h, D); cos, sin (..., N, 1, rotary_dim)."""
-    rotated, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
-    first, second = rotated.chunk(2, dim=-1)
-    half = torch.cat([-second, first], dim=-1)
-    return torch.cat([torch.addcmul(rotated * cos, half, sin), rest], dim=-1)
-
-
 class TitansAttention(nn.Module):
     """Projections, persistent keys and the attention interface, common to both forms."""
 
@@ -119,24 +110,6 @@ class TitansAttention(nn.Module):
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))
 
-    def rotary_factors(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Computes cos and sin of the rotary angles at `positions` (N,) or (B, N): (..., N, 1, rotary_dim) each, the
-        same for all heads.
-        """
-        precise = torch.promote_types(dtype, torch.float32)
-        frequencies, scale = self._rotary_frequencies(precise, positions.device)
-        angles = positions[..., None].to(precise) * frequencies
-        angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
-        return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
-
-    def _rotary_frequencies(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, float]:
-        """Returns the angles of one position (rotary_dim / 2,), and the factor of cos and sin."""
-        size, rope = self.config.rotary_dim, self.config.rope_parameters
-        if rope["rope_type"] == "default":
-            return rope["rope_theta"] ** -(torch.arange(0, size, 2, device=device, dtype=dtype) / size), 1.0
-        frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](self.config, device)
-        return frequencies.to(dtype), scale
-
     @property
     def keeps_plain_queries(self) -> bool:
         """True if queries are needed without rotation as well: for persistent keys at a distance, or where a whole head
@@ -152,22 +125,20 @@ class TitansAttention(nn.Module):
         rotated = rotate(queries, cos, sin)
         return torch.cat([rotated, queries], dim=-1) if self.keeps_plain_queries else rotated
 
-    def initial_kv_cache(self, persistent: Tensor) -> KeyValueCache:
-        """Returns the cache before the first token: keys and values of the persistent tokens, then zeros."""
+    def persistent_keys_and_values(self, persistent: Tensor) -> KeyValueCache:
+        """Returns the keys and values of persistent tokens (B, P, hidden), of which `attend` compares the keys with
+        queries that are not rotated.
+        """
         projected = self.project_keys_and_values(persistent)
         keys, distance = projected.keys, self.config.persistent_distance
         if distance > 0:
-            _, scale = self._rotary_frequencies(torch.float32, keys.device)
-            cos, sin = self.rotary_factors(torch.full((1,), -distance, device=keys.device), keys.dtype)
-            keys = rotate(keys, cos * scale, sin * scale)  # a second time, in place of the query
+            position = torch.full((1,), -distance, device=keys.device)
+            factors, scale = rotary_factors(self.config, position, keys.dtype)
+            keys = rotate(keys, *factors * scale)  # a second time, in place of the query
         elif not self.keeps_plain_queries:
             rotary, rest = keys.split([self.config.rotary_dim, keys.shape[-1] - self.config.rotary_dim], dim=-1)
             keys = torch.cat([torch.zeros_like(rotary), rest], dim=-1)
-
-        def pad(x: Tensor) -> Tensor:
-            return torch.cat([x, x.new_zeros(x.shape[0], self.config.kv_cache_length, *x.shape[2:])], dim=1)
-
-        return KeyValueCache(pad(keys), pad(projected.values))
+        return KeyValueCache(keys, projected.values)
 
     def attend(
         self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, arrange: Callable[[Tensor], Tensor]
@@ -176,7 +147,7 @@ class TitansAttention(nn.Module):
         first, where mask (B or 1, T, K) is True: (B, T, h * D), and the weights (B, h, T, K) as `arrange` returns them,
         or None where they are not recorded.
         """
-        if self.keeps_plain_queries:  # persistent keys are compared with a query's second half, others with its first
+        if queries.shape[-1] > self.head_dim:  # persistent keys meet a query's second half, others its first
             persistent, rest = keys.tensor_split([self.config.num_persistent_tokens], dim=1)
             size = self.head_dim
             keys = torch.cat([nn.functional.pad(persistent, (size, 0)), nn.functional.pad(rest, (0, size))], dim=1)
@@ -197,40 +168,69 @@ class TitansAttention(nn.Module):
 class WindowAttention(TitansAttention):
     """Every token attends to the last W tokens, itself included, and to the persistent tokens.
 
-    The cache holds the W - 1 keys before the next token without rotation, since their distance to it is not yet known.
+    Keys are rotated to their position in the document before they are cached. The cache has one for every column read,
+    W - 1 at most; always W - 1 where shapes may not depend on the number of columns (`grid.full_window`).
     """
 
-    def forward(
-        self, hidden_states: Tensor, kv_cache: KeyValueCache, num_seen: Tensor, grid: TokenGrid, at_start: bool
-    ) -> AttentionOutput:
-        """Computes attention of hidden_states (B, T, hidden) on the slots of `grid`.
+    def initial_kv_cache(self, persistent: Tensor) -> WindowCache:
+        """Returns the cache before the first token: that of the persistent tokens (B, P, hidden) alone."""
+        projected = self.persistent_keys_and_values(persistent)
+        return WindowCache(projected, projected.map(lambda x: x[:, :0]))
 
-        num_seen: (B,) int64, tokens read before; `at_start` is True if it is 0 in every row. Returns weights
-        (B, h, T, P + W).
+    def forward(
+        self, hidden_states: Tensor, kv_cache: WindowCache, num_seen: Tensor, grid: TokenGrid
+    ) -> AttentionOutput:
+        """Computes attention of hidden_states (B, T, hidden) on the slots of `grid`; num_seen: (B,) int64, tokens read
+        before. Returns weights (B, h, T, P + W).
         """
-        num_persistent = self.config.num_persistent_tokens
         queries, new = self.project_queries(hidden_states), self.project_keys_and_values(hidden_states)
+        new.keys = rotate(new.keys, *grid.rotary)
         # The cache may have been written in another dtype.
-        kv_cache = kv_cache.map(lambda old, x: old.to(x.dtype), new)
-        persistent = kv_cache.map(lambda x: x[:, :num_persistent])
-        extended = kv_cache.map(lambda old, x: grid.prepend(old[:, num_persistent:], x), new)
-        oldest = grid.row_starts - num_seen  # slot of the row's first token: those before it are empty
-        output, weights = self._attend_blocks(queries, extended, persistent, None if at_start else oldest)
-        last = extended.map(lambda x: grid.last_entries(x, self.config.sliding_window - 1))
-        kv_cache = persistent.map(lambda x, y: torch.cat([x, y], dim=1), last)
-        return AttentionOutput(self.o_proj(output), weights, kv_cache)
+        kv_cache = kv_cache.map(lambda old: old.to(new.keys.dtype))
+        window, oldest = kv_cache.window, grid.row_starts - num_seen  # slot of a row's first token: before it is none
+        if grid.is_single_token:
+            output, weights, extended = self._attend_token(queries, new, kv_cache, oldest, grid)
+        else:
+            extended = window.map(grid.prepend, new)
+            at_start = window.keys.shape[1] == 0
+            queries = self.rotate_queries(queries, *grid.rotary)
+            output, weights = self._attend_blocks(queries, extended, kv_cache.persistent, None if at_start else oldest)
+        length = self.config.sliding_window - 1
+        if not grid.full_window:
+            length = min(length, kv_cache.window.keys.shape[1] + grid.num_columns)
+        window = extended.map(lambda x: grid.last_entries(x, length))
+        return AttentionOutput(self.o_proj(output), weights, WindowCache(kv_cache.persistent, window))
+
+    def _attend_token(
+        self, queries: Tensor, new: KeyValueCache, kv_cache: WindowCache, oldest: Tensor, grid: TokenGrid
+    ) -> tuple[Tensor, Tensor | None, KeyValueCache]:
+        """Computes attention of one token of each row (B, 1, h, D). Returns what `attend` does, and the keys and values
+        of the window and of the token (B, N + 1, h, D).
+        """
+        persistent = kv_cache.persistent.keys
+        if self.keeps_plain_queries:  # rotated along with the query
+            persistent = rotate(persistent / grid.rotary_scale**2, *grid.rotary)
+        keys = torch.cat([persistent, kv_cache.window.keys, new.keys], dim=1)
+        values = torch.cat([kv_cache.persistent.values, kv_cache.window.values, new.values], dim=1)
+        extended = KeyValueCache(keys, values).map(lambda x: x[:, persistent.shape[1] :])
+        num_keys = extended.keys.shape[1]
+        positions = torch.arange(1 - num_keys, 1, device=keys.device)  # of keys; that of the token is 0
+        mask = (positions >= oldest[:, None])[:, None]
+        mask = nn.functional.pad(mask, (persistent.shape[1], 0), value=True)
+        arrange = partial(self._by_distance, num_keys=num_keys)
+        return *self.attend(rotate(queries, *grid.rotary), keys, values, mask, arrange), extended
 
     def _attend_blocks(
         self, queries: Tensor, extended: KeyValueCache, persistent: KeyValueCache, oldest: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Computes attention in blocks of W queries, on the batch dimension; extended (B, W - 1 + T, h, D).
+        """Computes attention of queries from `rotate_queries` (B, T, h, D) in blocks of W queries, on the batch
+        dimension; extended (B, N + T, h, D): the keys and values before the tokens and their own.
 
         The first block is computed apart, because only its window can reach back to slots before the first token.
         """
         window, length = self.config.sliding_window, queries.shape[1]
-        num_previous, block = window - 1, min(window, length)
-        begin = num_previous if oldest is None else 0
-        first_block = extended.map(lambda x: x[:, begin : num_previous + block])
+        num_previous, block = extended.keys.shape[1] - length, min(window, length)
+        first_block = extended.map(lambda x: x[:, : num_previous + block])
         first, first_weights = self._attend_block(queries[:, :block], first_block, persistent, oldest)
         if length == block:
             return first, first_weights
@@ -239,9 +239,9 @@ class WindowAttention(TitansAttention):
         queries = nn.functional.pad(queries[:, block:], (0, 0, 0, 0, 0, missing)).unflatten(1, (num_blocks, block))
 
         def to_blocks(x: Tensor) -> Tensor:
-            """Cuts (B, W - 1 + T, h, D) into blocks that overlap by W - 1: (B * blocks, W - 1 + block, h, D)."""
-            padded = nn.functional.pad(x[:, block:], (0, 0, 0, 0, 0, missing))
-            return padded.unfold(1, num_previous + block, block).permute(0, 1, 4, 2, 3).flatten(0, 1)
+            """Cuts (B, N + T, h, D) into blocks that overlap by W - 1: (B * blocks, W - 1 + block, h, D)."""
+            padded = nn.functional.pad(x[:, num_previous + 1 :], (0, 0, 0, 0, 0, missing))  # 1 = block - (W - 1)
+            return padded.unfold(1, window - 1 + block, block).permute(0, 1, 4, 2, 3).flatten(0, 1)
 
         persistent = persistent.map(lambda x: x.repeat_interleave(num_blocks, dim=0))
         output, weights = self._attend_block(queries.flatten(0, 1), extended.map(to_blocks), persistent, None)
@@ -254,21 +254,19 @@ class WindowAttention(TitansAttention):
     def _attend_block(
         self, queries: Tensor, block: KeyValueCache, persistent: KeyValueCache, oldest: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Computes attention of one block of queries (B, T, h, D) over keys (B, K, h, D) whose last T are its own."""
+        """Computes attention of one block of queries (B, T, h, D or 2 D) over keys (B, K, h, D) whose last T are its
+        own.
+        """
         window, (length, num_keys) = self.config.sliding_window, (queries.shape[1], block.keys.shape[1])
-        device = queries.device
-        positions = torch.arange(num_keys, device=device) - (num_keys - length)  # of keys, in slots of the block
+        positions = torch.arange(num_keys, device=queries.device) - (num_keys - length)  # of keys, in slots
         distance = positions[-length:, None] - positions
         mask = ((distance >= 0) & (distance < window))[None]
         if oldest is not None:
             mask = mask & (positions >= oldest[:, None])[:, None]
         mask = torch.cat([mask.new_ones(*mask.shape[:2], persistent.keys.shape[1]), mask], dim=-1)
-        cos, sin = self.rotary_factors(positions + window, block.keys.dtype)  # positions from 1 to 2 W
-        keys = torch.cat([persistent.keys, rotate(block.keys, cos, sin)], dim=1)
+        keys = torch.cat([persistent.keys, block.keys], dim=1)
         values = torch.cat([persistent.values, block.values], dim=1)
-        arrange = partial(self._by_distance, num_keys=num_keys)
-        queries = self.rotate_queries(queries, cos[-length:], sin[-length:])
-        return self.attend(queries, keys, values, mask, arrange)
+        return self.attend(queries, keys, values, mask, partial(self._by_distance, num_keys=num_keys))
 
     def _by_distance(self, weights: Tensor, num_keys: int) -> Tensor:
         """Arranges weights by key slot (B, h, T, P + K) as (B, h, T, P + W): persistent tokens, then the window, oldest
@@ -282,8 +280,8 @@ class WindowAttention(TitansAttention):
 
 
 class SegmentProjections(NamedTuple):
-    """queries, keys and values (B, T, h, D) of a segment S, rotated (queries by `rotate_queries`); cos and sin (B or 1,
-    T, 1, rotary_dim) for h.
+    """queries, keys and values (B, T, h, D) of a segment S, rotated (queries by `rotate_queries`); cos (B or 1, T, 1,
+    rotary_dim) and sin for h.
     """
 
     queries: Tensor
@@ -307,11 +305,20 @@ class SegmentAttention(TitansAttention):
     The cache holds the rotated keys of h and of S for every slot of the segment.
     """
 
+    def initial_kv_cache(self, persistent: Tensor) -> KeyValueCache:
+        """Returns the cache before the first token: keys and values of persistent tokens (B, P, hidden), then zeros."""
+
+        def pad(x: Tensor) -> Tensor:
+            return torch.cat([x, x.new_zeros(x.shape[0], self.config.kv_cache_length, *x.shape[2:])], dim=1)
+
+        return self.persistent_keys_and_values(persistent).map(pad)
+
     def project(self, hidden_states: Tensor, slots: Tensor) -> SegmentProjections:
         """Projects and rotates hidden_states (B, T, hidden); each token is at `slots` (B or 1, T) of its segment."""
         # docs/dev/log.md: "MAC's rotary factors once a call instead of once a segment"
         queries, new = self.project_queries(hidden_states), self.project_keys_and_values(hidden_states)
-        cos, sin = self.rotary_factors(torch.cat([slots, slots + self.config.segment_length]), queries.dtype)
+        positions = torch.cat([slots, slots + self.config.segment_length])
+        (cos, sin), _ = rotary_factors(self.config, positions, queries.dtype)
         (cos, own_cos), (sin, own_sin) = cos.chunk(2), sin.chunk(2)
         queries, keys = self.rotate_queries(queries, own_cos, own_sin), rotate(new.keys, own_cos, own_sin)
         return SegmentProjections(queries, keys, new.values, cos, sin)

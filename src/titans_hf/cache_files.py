@@ -25,11 +25,13 @@ from transformers import PreTrainedModel
 from .configuration_titans import TitansConfig, field_facts
 from .memory_state import named_tensors
 
-FORMAT, VERSION = "titans-memory", 1
+# 2: the keys of a window are rotated, and are as many as the tokens that it holds.
+FORMAT, VERSION = "titans-memory", 2
 DESCRIPTION = "memory.json"
 LOCK = ".memory.lock"
 TENSOR_FILE = re.compile(r"memory-[0-9a-f]{16}\.safetensors")
 TEMPORARY_FOLDER = re.compile(r"memory-[0-9a-f]{32}\.tmp")
+WINDOW = "kv_cache.window"  # its length is the number of tokens that it holds
 # The keys of memory.json and their types, besides the keys of the format itself.
 DESCRIPTION_TYPES = {"model": dict, "tokens_seen": list, "about": dict, "file": str, "bytes": int, "sha256": str}
 
@@ -187,10 +189,15 @@ def check_tensors(tensors: dict[str, Tensor], model: PreTrainedModel) -> None:
     if others := expected.keys() ^ tensors.keys():
         raise ValueError(f"it {'lacks' if min(others) in expected else 'has'} the tensor {min(others)}")
     sizes: dict[str, int] = {}  # of the dimensions whose size is not in the config, by their name
+    most = model.config.kv_cache_length
     for name, shape in expected.items():
         x = tensors[name]
         wanted = [
-            size if isinstance(size, int) else sizes.setdefault(size, x.shape[at]) if at < x.dim() else -1
+            size
+            if isinstance(size, int)
+            else sizes.setdefault(size, min(x.shape[at], most) if WINDOW in size else x.shape[at])
+            if at < x.dim()
+            else -1
             for at, size in enumerate(shape)
         ]
         if list(x.shape) != wanted:
@@ -201,17 +208,21 @@ def check_tensors(tensors: dict[str, Tensor], model: PreTrainedModel) -> None:
 
 def _expected_tensors(model: PreTrainedModel, index: int) -> dict[str, dict[str, list[int | str]]]:
     """Returns the shape of every tensor that layer `index` of a cache may have, by part and name. A size that is not in
-    the config has a name: "rows", or "columns of recorded".
+    the config has a name: "rows", "columns of recorded", or "state.kv_cache.window".
     """
     mixer = model.base_model.modules_with_state[index]
     with torch.no_grad():
         state = dict(named_tensors(mixer.initial_state(1, next(mixer.parameters()).dtype)))
-    state = {name: ["rows", *x.shape[1:]] for name, x in state.items()}
-    parts = {"state": state, "restart": {"": ["rows"]}}
+
+    def shapes(part: str) -> dict[str, list[int | str]]:
+        windows = {name: [f"{part}.{WINDOW}"] for name in state if name.startswith(WINDOW)}
+        return {name: ["rows", *(windows.get(name) or x.shape[1:2]), *x.shape[2:]] for name, x in state.items()}
+
+    parts = {"state": shapes("state"), "restart": {"": ["rows"]}}
     for record in ("recorded", "to_reread"):
         size = ["rows", f"columns of {record}"]
         columns = {"inputs": [*size, mixer.input_size], "mask": size, "document_starts": size}
-        parts |= {record: columns, f"{record}.state": state}
+        parts |= {record: columns, f"{record}.state": shapes(f"{record}.state")}
         parts[f"{record}.restart"] = parts["restart"]
         parts[f"{record}.learned"] = {"": size}
     return {

@@ -7,19 +7,20 @@ States are never changed in place, but are not frozen either: Transformers' expo
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from .memory_state import MemoryState, map_tensors, named_tensors, tensors_of, where_rows, with_tensors
-from .token_grid import Columns
+from .token_grid import Columns, pad_before
 
 
 @dataclass
 class KeyValueCache:
-    """Keys and values of attention, (B, N, h, D) each: of the persistent tokens, then in MAG and MAL of the last W - 1
-    tokens (not rotated; N = P + W - 1), in MAC of the recalled tokens h and of the segment (rotated; N = P + 2 L).
+    """Keys and values of attention, (B, N, h, D) each: in MAG and MAL the parts of a `WindowCache`, in MAC those of the
+    persistent tokens, of the recalled tokens h and of the segment (N = P + 2 L). All but persistent keys are rotated.
     """
 
     keys: Tensor
@@ -28,6 +29,24 @@ class KeyValueCache:
     def map(self, fn: Callable[..., Tensor], *others: "KeyValueCache") -> "KeyValueCache":
         """Applies `fn` to keys and values, with those of `others` as further arguments."""
         return map_tensors(fn, self, *others)
+
+
+@dataclass
+class WindowCache:
+    """Keys and values of sliding-window attention: of the P persistent tokens, and of the last N <= W - 1 tokens. A row
+    that has read fewer than N tokens has zeros before them.
+    """
+
+    persistent: KeyValueCache
+    window: KeyValueCache
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> "WindowCache":
+        """Applies `fn` to all keys and values."""
+        return map_tensors(fn, self)
+
+    def with_length(self, length: int) -> "WindowCache":
+        """Returns the cache with room for `length` tokens, N or more of them."""
+        return replace(self, window=self.window.map(lambda x: pad_before(x, length - x.shape[1])))
 
 
 @dataclass
@@ -83,7 +102,7 @@ class LayerState:
     conv_state: (B, kernel - 1, 3 * hidden), the last inputs of the memory's convolutions; of the token memory
     (B, 1, hidden), the last hidden state; of the episodic one (B, 1, K + hidden), the last key and hidden state; of a
     layer without memory (B, 0, hidden).
-    kv_cache: None in LMM.
+    kv_cache: None in LMM, a `WindowCache` in MAG, MAL and layers without memory.
     segment_weights: in MAC, the memory's weights at the start of the current segment. Empty if they are the memory's
     anchor.
     entries: of the episodic token memory alone.
@@ -91,13 +110,21 @@ class LayerState:
 
     memory: MemoryState
     conv_state: Tensor
-    kv_cache: KeyValueCache | None = None
+    kv_cache: KeyValueCache | WindowCache | None = None
     segment_weights: tuple[Tensor, ...] = ()
     entries: EntryRing | None = None
 
     def map(self, fn: Callable[..., Tensor], *others: "LayerState") -> "LayerState":
         """Applies `fn` to every tensor, with the tensors of `others` as further arguments."""
         return map_tensors(fn, self, *others)
+
+    def where_rows(self, rows: Tensor, other: "LayerState") -> "LayerState":
+        """Returns a state with the rows of this one where `rows` (B,) bool is True, and those of `other` elsewhere."""
+        states = (self, other)
+        if isinstance(self.kv_cache, WindowCache):  # one may have room for more tokens than the other
+            length = max(state.kv_cache.window.keys.shape[1] for state in states)
+            states = [replace(state, kv_cache=state.kv_cache.with_length(length)) for state in states]
+        return map_tensors(partial(where_rows, rows), *states)
 
     def merged(self, other: "LayerState", weight: float) -> "LayerState":
         """Returns the state with the memory (1 - weight) * self + weight * other; all else as in this state."""

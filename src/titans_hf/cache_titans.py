@@ -1,4 +1,4 @@
-"""The cache of a Titans model: the state of every layer between calls, of constant size for any context length."""
+"""The cache of a Titans model: the state of every layer between calls, of limited size for any context length."""
 
 import copy
 import os
@@ -25,8 +25,8 @@ class TitansCache(Cache):
     convolution inputs.
 
     `generate()` and `model(..., use_cache=True)` create one; pass it back as `past_key_values` to continue. Its size
-    depends on the model and the batch size, not on the number of tokens read. A cache is valid only for the weights it
-    was made with: forward() checks only the config, `from_pretrained` the weights too.
+    depends on the model and the batch size; on the number of tokens read only until they fill the window. A cache is
+    valid only for the weights it was made with: forward() checks only the config, `from_pretrained` the weights too.
 
     ```python
     cache = TitansCache(model.config)

@@ -31,6 +31,7 @@ AUTO_MAP = {
 TITANS_VERSION = 2
 VARIANTS = ("mac", "mag", "mal", "lmm")
 WITH_ATTENTION = ("mac", "mag", "mal")
+WITH_WINDOW = ("mag", "mal")
 
 # The rotary types whose frequencies depend on no position, and the numbers that each needs.
 ROPE_TYPES = {
@@ -106,8 +107,8 @@ class TitansConfig(PreTrainedConfig):
             Number of tokens that a token attends to, itself included. Only MAG and MAL have a window.
         rope_parameters (`dict`, *optional*):
             `rope_theta` (10000), `partial_rotary_factor` (0.5) and `rope_type`, one of those that change frequencies
-            alone: `"default"`, `"linear"`, `"llama3"`, `"yarn"`. Positions restart in every window and segment, so none
-            ever exceeds those of training.
+            alone: `"default"`, `"linear"`, `"llama3"`, `"yarn"`. Scores depend on distances alone, and none is beyond
+            the window or the segment.
         attention_bias (`bool`, defaults to `False`): Biases on attention's query, key, value and output projections.
         qk_norm (`bool`, defaults to `False`): RMSNorm over each head of attention's queries and keys, before rotation.
         segment_length (`int`, defaults to 256):
@@ -239,13 +240,13 @@ class TitansConfig(PreTrainedConfig):
     )
     hidden_act: str = setting("silu")
     variant: Literal["mac", "mag", "mal", "lmm"] = setting("mag", state="shape")
-    sliding_window: int = setting(512, at_least=1, variants=("mag", "mal"), state="shape", card="window")
+    sliding_window: int = setting(512, at_least=1, variants=WITH_WINDOW, state="shape", card="window")
     segment_length: int = setting(256, at_least=1, variants=("mac",), state="shape", card="segment")
     num_persistent_tokens: int = setting(4, at_least=0, state="shape", card="persistent tokens")
     persistent_distance: int = setting(0, at_least=0, variants=WITH_ATTENTION)
     attention_bias: bool = setting(False, variants=WITH_ATTENTION)
     qk_norm: bool = setting(False, variants=WITH_ATTENTION)
-    memory_layers: list[int] | None = setting(None, variants=("mag", "mal"), state="shape")
+    memory_layers: list[int] | None = setting(None, variants=WITH_WINDOW, state="shape")
     # docs/dev/log.md: "The default is the paper's memory"
     memory_form: Literal["titans", "delta", "paper"] = setting("titans", state="none")
     memory_depth: int | None = setting(
@@ -423,7 +424,7 @@ class TitansConfig(PreTrainedConfig):
 
     @property
     def kv_cache_length(self) -> int:
-        """Number of keys in the key-value cache of a layer, without the persistent ones; 0 in LMM."""
+        """Largest number of keys in the key-value cache of a layer, without the persistent ones; 0 in LMM."""
         lengths = {
             "mac": 2 * self.segment_length,
             "mag": self.sliding_window - 1,
@@ -514,7 +515,7 @@ def _rope_parameters(given: dict, partial_rotary_factor: float) -> dict:
     if rope_type not in ROPE_TYPES:
         raise ValueError(
             f"`rope_parameters['rope_type']` must be one of {', '.join(map(repr, ROPE_TYPES))}, but is {rope_type!r}: "
-            "positions restart in every window and segment, so frequencies cannot depend on them."
+            "distances never exceed a window or segment, so frequencies cannot depend on the length of a text."
         )
     return {"rope_type": rope_type, "partial_rotary_factor": partial_rotary_factor, **given}
 

@@ -15,7 +15,7 @@ from .token_layout import check_not_empty
 
 logger = logging.get_logger(__name__)
 
-# By `cache_implementation`. All others give the same cache: every Titans cache has a constant size.
+# By `cache_implementation`. All others give the same cache: the size of every Titans cache is limited.
 CACHES = {"static": {"compileable": True}, "offloaded": {"offloading": True}, "offloaded_static": {"offloading": True}}
 SEQUENTIAL_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
@@ -98,8 +98,8 @@ class TitansGenerationMixin(GenerationMixin):
     ) -> None:
         """Checks the options of `generate()` and creates its cache.
 
-        The size of a cache is always constant; with `cache_implementation="static"`, `generate()` compiles the decoding
-        step where Transformers does: on accelerators, or as `compile_config` sets.
+        The size of a cache is always limited; with `cache_implementation="static"` it is constant, and `generate()`
+        compiles the decoding step where Transformers does: on accelerators, or as `compile_config` sets.
         """
         given = model_kwargs.get("past_key_values")
         _check_inputs(generation_config, generation_mode, model_kwargs)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention_titans import SegmentAttention, WindowAttention
-from .cache_layer import KeyValueCache, LayerState, RecordedColumns
+from .cache_layer import LayerState, RecordedColumns, WindowCache
 from .cache_titans import TitansCache
 from .configuration_titans import TitansConfig
 from .memory_state import MemoryState, map_tensors, where_rows
@@ -74,12 +74,12 @@ class SequenceMixer(nn.Module):
         """Mixes tokens (B, T, input_size) after `state`, None before the first token of every row."""
         before = self._state_of_rows(state, inputs.dtype, grid)
         with self.activated_lora(grid.last_slots):
-            output = self.mix(grid.scatter(inputs), before, grid, at_start=state is None)
+            output = self.mix(grid.scatter(inputs), before, grid)
         weights, after = output.attentions, output.state
         if weights is not None and grid.token_slots is not None:
             weights = grid.gather(weights.transpose(1, 2)).transpose(1, 2)
         if grid.is_padding is not None:
-            after = before.map(partial(where_rows, grid.is_padding), after)
+            after = before.where_rows(grid.is_padding, after)
         if grid.last_rows is not None:
             after = after.map(lambda x: x[grid.last_rows])
         surprise = LayerSurprise(((map_tensors(Tensor.detach, output.surprise), grid),))
@@ -94,10 +94,10 @@ class SequenceMixer(nn.Module):
             initial = self.initial_state(grid.num_rows, dtype)
         if state is None:
             return initial
-        return initial.map(lambda new, old: where_rows(grid.source_rows < 0, new, old[grid.source_rows]), state)
+        return initial.where_rows(grid.source_rows < 0, state.map(lambda x: x[grid.source_rows]))
 
-    def mix(self, inputs: Tensor, state: LayerState, grid: TokenGrid, at_start: bool) -> MixerOutput:
-        """Mixes inputs (R, G, input_size) on the slots of `grid`; `at_start`: no row has read a token before."""
+    def mix(self, inputs: Tensor, state: LayerState, grid: TokenGrid) -> MixerOutput:
+        """Mixes inputs (R, G, input_size) on the slots of `grid`."""
         raise NotImplementedError
 
     def wrapped_projections(self) -> list[nn.Module]:
@@ -178,7 +178,7 @@ class TitansMixer(SequenceMixer):
         """
         return self.persistent[None].expand(batch_size if self.wrapped_projections() else 1, -1, -1)
 
-    def initial_kv_cache(self, memory_output: Tensor) -> KeyValueCache | None:
+    def initial_kv_cache(self, memory_output: Tensor) -> WindowCache | None:
         """Returns attention's cache before the first token; memory_output (1 or B, P, hidden): of the persistent
         tokens.
         """
@@ -198,7 +198,7 @@ def multiply_by_memory(y: Tensor, m: Tensor, norm_y: nn.Module, norm_m: nn.Modul
 class LMMMixer(TitansMixer):
     """The memory alone (paper section 4.3, "memory without attention")."""
 
-    def mix(self, hidden_states, state, grid, at_start):
+    def mix(self, hidden_states, state, grid):
         output = self.memory.forward_on_grid(hidden_states, state.memory, state.conv_state, grid)
         return MixerOutput(output.output, None, LayerState(output.state, output.conv_state), [output.updates])
 
@@ -224,12 +224,12 @@ class MALMixer(TitansMixer):
     def _attention_input(self, hidden_states: Tensor, m: Tensor) -> Tensor:
         return self.memory_norm(m) if self.sum_norm is None else self.sum_norm(hidden_states + m)
 
-    def mix(self, hidden_states, state, grid, at_start):
+    def mix(self, hidden_states, state, grid):
         m, memory, conv_state, updates = self.memory.forward_on_grid(  # M(x~): eq. 30
             hidden_states, state.memory, state.conv_state, grid
         )
         inputs = self._attention_input(hidden_states, m)
-        attended = self.attention(inputs, state.kv_cache, state.memory.num_seen, grid, at_start)
+        attended = self.attention(inputs, state.kv_cache, state.memory.num_seen, grid)
         output = attended.hidden_states  # o = SW-Attn(norm(m)): eq. 31
         if self.config.memory_residual:
             output = add_memory(output, m, self.memory_norm)
@@ -252,11 +252,11 @@ class MAGMixer(TitansMixer):
     def initial_kv_cache(self, memory_output):
         return self.attention.initial_kv_cache(self.persistent_rows(len(memory_output)))
 
-    def mix(self, hidden_states, state, grid, at_start):
+    def mix(self, hidden_states, state, grid):
         m, memory, conv_state, updates = self.memory.forward_on_grid(  # M(x~): eq. 28
             hidden_states, state.memory, state.conv_state, grid
         )
-        attended = self.attention(hidden_states, state.kv_cache, state.memory.num_seen, grid, at_start)  # eq. 27
+        attended = self.attention(hidden_states, state.kv_cache, state.memory.num_seen, grid)  # eq. 27
         output = attended.hidden_states
         if self.config.memory_residual:
             output = add_memory(output, m, self.memory_norm)
@@ -297,7 +297,7 @@ class MACMixer(TitansMixer):
         """
         return self.config.segment_length != self.config.memory_chunk_size or not self.memory.has_anchor
 
-    def mix(self, hidden_states, state, grid, at_start):
+    def mix(self, hidden_states, state, grid):
         """Mixes segment after segment; what needs no memory is computed for all segments at once."""
         # docs/dev/log.md: "MAC does for all segments at once what needs no memory"
         length, slots = self.config.segment_length, None
@@ -369,14 +369,14 @@ class AttentionMixer(TitansMixer):
     def initial_state(self, batch_size, dtype):
         """Returns the state before the first token: keys and values alone, and the number of tokens read."""
         kv_cache = self.attention.initial_kv_cache(self.persistent_rows(batch_size))
-        num_seen = torch.zeros(1, dtype=torch.int64, device=kv_cache.keys.device)
+        num_seen = torch.zeros(1, dtype=torch.int64, device=self.persistent.device)
         no_inputs = self.persistent.new_zeros(1, 0, self.input_size)
         state = LayerState(MemoryState((), (), (), num_seen), no_inputs, kv_cache)
         return state.map(lambda x: x.expand(batch_size, *x.shape[1:]))
 
-    def mix(self, hidden_states, state, grid, at_start):
+    def mix(self, hidden_states, state, grid):
         num_seen = state.memory.num_seen
-        attended = self.attention(hidden_states, state.kv_cache, num_seen, grid, at_start)
+        attended = self.attention(hidden_states, state.kv_cache, num_seen, grid)
         memory = MemoryState((), (), (), num_seen + grid.row_ends - grid.row_starts)
         state = LayerState(memory, state.conv_state, attended.kv_cache)
         return MixerOutput(attended.hidden_states, attended.weights, state, ())

@@ -213,8 +213,8 @@ class TitansModel(TitansPreTrainedModel):
             input_ids (B, T) int64, or inputs_embeds (B, T, hidden): new tokens, at least one per row.
             attention_mask (B, T), or (B, columns read before + T): 1 at tokens, 0 at padding, in any column. Padding is
                 removed: it neither counts as a token nor changes a state, and the output at padding is undefined.
-            position_ids (B, T) or (1, T): needed only to mark packed documents, since positions restart in every window
-                and segment. A new document starts where they restart at 0 within a row.
+            position_ids (B, T) or (1, T): needed only to mark packed documents, since the cache counts positions. A new
+                document starts where they restart at 0 within a row.
             past_key_values: the cache that the first token continues; updated to the last document of each row. It must
                 have been made with the model's present weights: memory files are checked for that, calls are not.
             cu_seq_lens_q (N + 1,) int: cumulative lengths of the documents packed in a single row, from 0 to T.

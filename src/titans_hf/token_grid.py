@@ -54,6 +54,9 @@ class TokenGrid:
     is_padding: (B,) bool, in a call of one column, True in rows where it is padding; None without padding.
     needs_surprise: True if the call returns the surprise of its tokens.
     learns: False if the memory is read with these tokens, but not updated.
+    rotary: cos and sin (2, R or 1, G, 1, rotary_dim) at each slot's position in its document, multiplied by
+    rotary_scale; None where no attention needs them.
+    full_window: True if the cache of a window has its full length after the call, whatever the number of columns read.
     """
 
     num_slots: int
@@ -65,6 +68,9 @@ class TokenGrid:
     is_padding: Tensor | None = None
     needs_surprise: bool = False
     learns: bool = True
+    rotary: Tensor | None = None
+    rotary_scale: float = 1.0
+    full_window: bool = False
 
     @classmethod
     def identity(cls, batch_size: int, num_tokens: int, device: torch.device, learns: bool = True) -> "TokenGrid":
@@ -118,6 +124,12 @@ class TokenGrid:
             row_starts, row_ends = ((x - first).clamp(0, size) for x in (self.row_starts, self.row_ends))
             options = {"needs_surprise": self.needs_surprise, "learns": self.learns}
             yield TokenGrid(size, row_starts, row_ends, self.token_slots, **options)
+
+    def positions(self, num_seen: Tensor) -> Tensor:
+        """Computes each slot's position (R, G) in its document; `num_seen` (B,): tokens read before the call."""
+        before = num_seen if self.source_rows is None else _num_seen_of_rows(num_seen, self.source_rows)
+        slots = torch.arange(self.num_slots, device=num_seen.device)
+        return slots + (before - self.row_starts)[:, None]
 
     def num_seen_after(self, num_seen: Tensor) -> Tensor:
         """Computes how many tokens of its last document each batch row (B,) has read after the call; `num_seen` (B,):
@@ -187,12 +199,24 @@ class TokenGrid:
         return extended.scatter(1, _index_like(index, previous), previous)
 
     def last_entries(self, extended: Tensor, length: int) -> Tensor:
-        """Returns the last `length` entries up to each row's last token of what `prepend` returned."""
+        """Returns the last `length` entries up to each row's last token of what `prepend` returned: at least as many as
+        there were before. There are zeros before the first.
+        """
         if self.token_slots is None:
+            extended = pad_before(extended, length - extended.shape[1])
+            last = extended[:, extended.shape[1] - length :]
+            if self.num_slots == 1 and not torch.compiler.is_compiling():
+                return last  # a view keeps little more alive than itself
             # A view would keep all of `extended` alive, and its strides would trigger a recompilation.
-            return extended[:, extended.shape[1] - length :].clone(memory_format=torch.contiguous_format)
+            return last.clone(memory_format=torch.contiguous_format)
+        extended = pad_before(extended, length - (extended.shape[1] - self.num_slots))
         index = self.row_ends[:, None] + torch.arange(length, device=self.row_ends.device)
         return extended.gather(1, _index_like(index, extended))
+
+
+def pad_before(x: Tensor, number: int) -> Tensor:
+    """Puts `number` zeros, none if it is negative, before the entries of x (B, N, ...)."""
+    return torch.cat([x.new_zeros(x.shape[0], number, *x.shape[2:]), x], dim=1) if number > 0 else x
 
 
 def _num_seen_of_rows(num_seen: Tensor, source_rows: Tensor) -> Tensor:

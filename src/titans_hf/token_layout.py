@@ -6,6 +6,7 @@ The call's arguments (mask, positions, packed documents) and the cache (tokens r
 to restart) are combined here, once for all layers.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor
 from transformers.utils import logging
 
 from .cache_titans import TitansCache, check_cache_class
-from .configuration_titans import TitansConfig
+from .configuration_titans import WITH_WINDOW, TitansConfig
+from .rotary_titans import rotary_factors
 from .token_grid import Columns, TokenGrid
 
 logger = logging.get_logger(__name__)
@@ -108,17 +110,28 @@ class TokenLayout(NamedTuple):
         columns = _columns((batch_size, num_tokens), attention_mask, documents, cache)._replace(learns=learns)
         num_seen = None if cache is None else cache.num_tokens_seen
         to_reread = None if cache is None else cache.columns_to_reread()
+        compiled = torch.compiler.is_compiling() or (cache is not None and cache.is_compileable)
+
+        def with_rotary(grid: TokenGrid, num_seen: Tensor) -> TokenGrid:
+            if config.variant not in WITH_WINDOW:  # rotated by the slots of a segment, or not at all
+                return grid
+            rotary, scale = rotary_factors(config, grid.positions(num_seen), inputs_embeds.dtype)
+            return replace(grid, rotary=rotary, rotary_scale=scale, full_window=compiled)
+
         if num_seen is None and to_reread is None and columns.are_tokens:
-            return cls(columns, TokenGrid.identity(batch_size, num_tokens, device, learns))
+            grid = TokenGrid.identity(batch_size, num_tokens, device, learns)
+            return cls(columns, with_rotary(grid, grid.row_starts[:1]))
         if num_seen is None:
             num_seen = torch.zeros(batch_size, dtype=torch.int64, device=device)
         num_seen, reread_grids = num_seen.to(device), []
         for run in [] if to_reread is None else to_reread.runs():
             again = run.columns
             again = again._replace(mask=again.mask.to(device), document_starts=again.document_starts.to(device))
-            reread_grids.append(TokenGrid.build(num_seen, run.num_columns, config.grid_size, again))
-            num_seen = reread_grids[-1].num_seen_after(num_seen)
-        return cls(columns, TokenGrid.build(num_seen, num_tokens, config.grid_size, columns), tuple(reread_grids))
+            grid = TokenGrid.build(num_seen, run.num_columns, config.grid_size, again)
+            reread_grids.append(with_rotary(grid, num_seen))
+            num_seen = grid.num_seen_after(num_seen)
+        grid = TokenGrid.build(num_seen, num_tokens, config.grid_size, columns)
+        return cls(columns, with_rotary(grid, num_seen), tuple(reread_grids))
 
 
 def _columns(

@@ -72,7 +72,7 @@ class TokenMemory(SequenceMixer):
         directions = self.directions.to(hidden_states.dtype)
         return l2_normalize(relu(l2_normalize(hidden_states) @ directions - THRESHOLD))  # (..., D) @ (D, F)
 
-    def mix(self, inputs, state, grid, at_start):
+    def mix(self, inputs, state, grid):
         hidden_states, embeddings = inputs.chunk(2, dim=-1)
         extended = grid.prepend(state.conv_state.to(hidden_states.dtype), hidden_states)
         conv_state = grid.last_entries(extended, 1)

@@ -40,6 +40,17 @@ def test_size_does_not_grow(variant):
     assert storage_bytes(long) <= long.num_bytes
 
 
+def test_a_window_holds_what_was_read():
+    """The cache of a window has a key for every column read, 11 at most; where steps are compiled, always 11."""
+    model = shared_model("mag")
+    for compileable, expected in ((False, [5, 6, 11, 11]), (True, [11] * 4)):
+        cache, found = TitansCache(model.config, compileable=compileable), []
+        for length in (5, 1, 6, 30):
+            read(model, make_ids(2, length), None, cache)
+            found.append(cache.layers[-1].state.kv_cache.window.keys.shape[1])
+        assert found == expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_size_at_20_000_tokens(variant):

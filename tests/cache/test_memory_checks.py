@@ -33,8 +33,8 @@ def load(memory) -> TitansCache:
         ({"file": None}, "its file is None"),
         ({"bytes": True}, "its bytes is True"),
         ({"sha256": None}, "its sha256 is None"),
-        ({"format": ["titans-memory"]}, "has the format .'titans-memory'., version 1"),
-        *(({"format_version": version}, f"version {version}") for version in (0, -1, "1")),
+        ({"format": ["titans-memory"]}, "has the format .'titans-memory'., version 2"),
+        *(({"format_version": version}, f"version {version}") for version in (0, -1, "2")),
     ],
     ids=str,
 )
@@ -121,7 +121,11 @@ CONV = "1.state.conv_state"
     [
         (without("1."), "lacks the tensor 1.state.conv_state"),
         (without("0.state.memory.momentum.1"), "lacks the tensor 0.state.memory.momentum.1"),
-        (without("0.state.kv_cache.keys"), "lacks the tensor 0.state.kv_cache.keys"),
+        (without("0.state.kv_cache.window.keys"), "lacks the tensor 0.state.kv_cache.window.keys"),
+        (
+            replaced("0.state.kv_cache.window.keys", lambda x: torch.cat([x, x], dim=1)),
+            r"window.keys has the shape \(2, 22, .*, not \(2, 11, ",
+        ),
         (replaced("2.state.conv_state", lambda _: torch.zeros(1)), "has the tensor 2.state.conv_state"),
         (replaced("0.restart", lambda _: torch.zeros(2)), "lacks the tensor 1.restart"),
         (restarts(torch.zeros(3, dtype=torch.bool)), "has the shape"),

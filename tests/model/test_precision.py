@@ -2,8 +2,9 @@
 
 import itertools
 
+import pytest
 import torch
-from common import VARIANTS, full_logits, left_pad, make_ids, make_model, read
+from common import VARIANTS, assert_same, full_logits, left_pad, make_ids, make_model, read
 from covering import covering
 from transformers import AutoModelForCausalLM
 
@@ -49,6 +50,22 @@ def test_inference(variant, dtype, way, tmp_path):
         assert distance(logits, expected) < HALVES[dtype]
         assert distance(logits[:, -10:], expected[:, -10:]) < 1.5 * HALVES[dtype]
         assert memory_dtypes(cache) == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-7), (torch.float32, 3e-5)])
+def test_positions_of_millions(dtype, tolerance):
+    """Keys are rotated to their position in the text: from position 5,000,001 on, logits are those from position 1
+    on.
+    """
+    changes = dict(memory_layers=[], persistent_distance=3, rope_parameters={"partial_rotary_factor": 1.0})
+    model, ids = make_model("mag", dtype=dtype, **changes), make_ids(1, 80)
+    expected = full_logits(model, ids)[:, 40:]
+    for sizes in ([79], [1] * 79):
+        cache = read(model, ids[:, :1])[1]
+        for layer in cache.layers:  # as after 5 million tokens, but for the one in the window
+            layer.state.memory.num_seen = layer.state.memory.num_seen + 5_000_000
+        logits = read(model, ids[:, 1:], sizes, cache)[0]
+        assert_same(logits[:, 39:], expected, tolerance)
 
 
 @covering(1, {"variant": VARIANTS, "dtype": HALVES})

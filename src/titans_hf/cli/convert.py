@@ -87,9 +87,10 @@ def stated_licence(path: str, gguf_file: str | None) -> str | None:
 
 
 def state_bytes(model: PreTrainedModel) -> int:
-    """Returns the bytes of the memory of one text, whatever its length."""
+    """Returns the bytes of the memory of one text that is longer than the window, whatever its length."""
     states = (module.initial_state(1, model.dtype) for module in model.model.modules_with_state)
-    return sum(x.numel() * x.element_size() for state in states for x in state.tensors())
+    window = original_bytes(model.config, model.config.kv_cache_length, model.dtype.itemsize)
+    return window + sum(x.numel() * x.element_size() for state in states for x in state.tensors())
 
 
 def original_bytes(config: TitansConfig, num_tokens: int, itemsize: int) -> int:
