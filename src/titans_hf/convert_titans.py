@@ -255,7 +255,11 @@ def titans_config(
         persistent_distance=min(SINK_DISTANCE, window) if sinks else 0,
         memory_layers=sorted(memory_layers),
     )
-    return TitansConfig(**converted | (EPISODIC if memory == "episodic" else {}) | fields)
+    if memory == "episodic":
+        # The fit takes directions of the hidden states as keys.
+        key_size = min(TitansConfig.token_memory_key_size, config.hidden_size)
+        converted |= EPISODIC | {"token_memory_key_size": key_size}
+    return TitansConfig(**converted | fields)
 
 
 def _first_token(config: TitansConfig, given: int | None) -> int | None:

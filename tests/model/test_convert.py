@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from titans_hf import TitansCache, TitansForCausalLM, convert
+from titans_hf.cli import fit_memory
 from titans_hf.cli.convert import main, original_bytes
 from titans_hf.cli.read import load_model
 from titans_hf.convert_titans import StoredWeights, convert_checkpoint, convert_parts, make_skeleton
@@ -372,7 +373,7 @@ def test_the_command_converts_a_folder(tmp_path, monkeypatch, capsys):
     assert tokenizer.apply_chat_template(chat, tokenize=False) == "Who?"
     card = ModelCard.load("titans/README.md")
     assert card.data.license == "apache-2.0" and "with the weights of original" in card.text
-    num_bytes = read(model, make_ids(1, 9))[1].num_bytes
+    num_bytes = read(model, make_ids(1, 20))[1].num_bytes
     assert f"| {num_bytes / 1e6:,.1f} MB" in printed
     cache = DynamicCache()
     original(make_ids(1, 100), past_key_values=cache)
@@ -381,9 +382,29 @@ def test_the_command_converts_a_folder(tmp_path, monkeypatch, capsys):
     assert "tokens/s" in printed
 
 
+def test_the_command_also_fits_the_memory(tmp_path, monkeypatch, capsys):
+    """With --fit, the checkpoint has the original's weights and a fitted memory, and the command prints its gain."""
+    original = save_llama(tmp_path / "original")
+    (tmp_path / "book.txt").write_text("A king and a queen. " * 60)
+    monkeypatch.chdir(tmp_path)
+    parse = fit_memory.parse
+    monkeypatch.setattr(fit_memory, "parse", lambda argv: parse([*argv, "--recalls=1", "--entries=50"]))
+    main(["original", "--output", "runs/titans", "--window", "16", "--fit", "book.txt", "--no-speed"])
+    printed = capsys.readouterr().out
+    assert "tokens of text: loss" in printed and "nats)" in printed and "original's cache" in printed
+    assert printed.endswith("runs/titans\n") and [x.name for x in (tmp_path / "runs").iterdir()] == ["titans"]
+    model, _ = load_model("runs/titans", "cpu")
+    memory = model.model.episodic_memory
+    assert memory.gate_weight.any() and memory.center.any()
+    assert torch.equal(model.lm_head.weight, original.lm_head.weight)
+    assert ModelCard.load("runs/titans/README.md").data.license == "apache-2.0"
+
+
 @pytest.mark.parametrize("arguments,message", [
     (["original", "--output", "original"], "--output original exists: give the name of a new folder"),
     (["original", "--output", "new", "--window", "65"], "`window` must be from 1 to 64"),
+    (["original", "--output", "new", "--fit", "nowhere"], "--fit nowhere does not exist"),
+    (["original", "--output", "new", "--fit", ".", "--memory", "none"], "--fit fits the episodic memory: it cannot"),
     (["small", "--output", "new"], "the tokenizer has 259 tokens, but the model's vocabulary 50: it is not the"),
     (["nothing", "--output", "new"], "MODEL nothing has no tokenizer: no such folder, nor to be had from the Hub"),
 ])  # fmt: skip

@@ -1,15 +1,17 @@
 """Makes a Titans of a pretrained Llama, Mistral, Qwen2 or Qwen3: it reads without end, in constant memory.
 
-titans-hf convert HuggingFaceTB/SmolLM2-135M-Instruct --output smollm2-titans
+titans-hf convert HuggingFaceTB/SmolLM2-135M-Instruct --output smollm2-titans --fit books/
 
-Nothing is trained. Up to the window the converted model's predictions are the original's, beyond it those of the
-original with that window and a sink: the first token of every text, computed once. Weights, tokenizer, chat template
-and generation settings come along. Printed are the bytes of a memory beside those of the original's cache, and the
-speed on this machine.
+No weight of the original is trained. --fit also fits the memory behind the last layer to texts, in minutes, as
+`titans-hf fit-memory` does, and prints what it gains on them; a memory that is not fitted gains next to nothing. Up to
+the window the converted model's predictions are the original's, beyond it those of the original with that window and a
+sink: the first token of every text, computed once. Weights, tokenizer, chat template and generation settings come
+along. Printed are the bytes of a memory beside those of the original's cache, and the speed on this machine.
 """
 
 import argparse
 import re
+import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,10 +21,12 @@ from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from titans_hf import TitansCache, TitansConfig
+from titans_hf.cli import fit_memory
 from titans_hf.cli.shared.argument_checks import check_folder
 from titans_hf.cli.shared.checkpoints import check_weights, load_tokenizer
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.markdown_tables import markdown_table
+from titans_hf.cli.shared.text_files import find_files
 from titans_hf.convert_titans import convert_checkpoint
 
 CONTEXTS = (8192, 32768, 131072)
@@ -36,7 +40,7 @@ reads texts of any length in constant memory. A cache holds what was read: treat
 
 ## What was changed
 
-Nothing was trained. Every token attends to the {window} tokens up to itself{sinks}. {memory}{layers}
+No weight of the original was trained. Every token attends to the {window} tokens up to itself{sinks}. {memory}{layers}
 
 ## Load
 
@@ -154,6 +158,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--window", type=int, default=1024, help="tokens that a token attends to, itself included")
     parser.add_argument("--sinks", type=int, default=1, help="1 keeps the first position in view, 0 does not")
     parser.add_argument("--memory", choices=["episodic", "none"], default="episodic", help="behind the last layer")
+    parser.add_argument("--fit", nargs="+", default=[], metavar="TEXT", help="files, or folders of files, to fit it to")
     parser.add_argument("--memory_layers", type=int, nargs="*", default=[], help="layers with a memory to be trained")
     parser.add_argument("--first_token", type=int, help="the id of the sink; the begin token by default")
     parser.add_argument("--gguf_file", help="the model's file if it is a GGUF")
@@ -169,13 +174,32 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"--output {args.output} exists: give the name of a new folder")
     check_folder(args.output, "--output")
     check_weights(args.model, "MODEL")
+    if args.fit and args.memory == "none":
+        raise ValueError("--fit fits the episodic memory: it cannot be given with --memory none")
+    for path in args.fit:
+        find_files(path, "--fit")
     if not args.sinks:
         print(NO_SINKS)
+    if not args.fit:
+        convert(args, args.output)
+    else:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".", dir=args.output.parent) as folder:
+            converted = Path(folder) / args.output.name
+            convert(args, converted)
+            fit_memory.fit(fit_memory.parse([str(converted), "--text", *args.fit, "--output", str(args.output)]))
+    if args.speed:
+        print(measure_speed(args.output))
+    print(args.output)
+
+
+def convert(args: argparse.Namespace, output: Path) -> None:
+    """Writes the converted model, with its tokenizer and card, and prints the bytes of a memory."""
     tokenizer = open_tokenizer(args.model, args.gguf_file)
     first_token = tokenizer.bos_token_id if args.first_token is None else args.first_token
     model = convert_checkpoint(
         args.model,
-        args.output,
+        output,
         window=args.window,
         sinks=args.sinks,
         memory=None if args.memory == "none" else args.memory,
@@ -187,13 +211,10 @@ def main(argv: list[str] | None = None) -> None:
         check=lambda config: check_tokenizer(tokenizer, config),
     )
     tokenizer.model_max_length = UNLIMITED
-    tokenizer.save_pretrained(args.output)
+    tokenizer.save_pretrained(output)
     original = args.model if args.gguf_file is None else args.gguf_file
-    write_card(args.output, original, stated_licence(args.model, args.gguf_file), model.config)
+    write_card(output, original, stated_licence(args.model, args.gguf_file), model.config)
     print(size_table(model))
-    if args.speed:
-        print(measure_speed(args.output))
-    print(args.output)
 
 
 if __name__ == "__main__":

@@ -175,8 +175,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
+def fit(args: argparse.Namespace) -> None:
+    """Writes the fitted model of parsed arguments, and prints what its memory gains."""
     files = [file for path in args.text for file in find_files(path, "--text")]
     config, tokenizer = (
         config_with_memory(args.model, args.entries, args.threshold),
@@ -195,6 +195,11 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer.save_pretrained(args.output)
     if (card := Path(args.model) / "README.md").is_file():
         shutil.copy(card, args.output)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    fit(args)
     print(args.output)
 
 
