@@ -12,8 +12,7 @@ predicts f(x_t); the error is its square. One layer is trained, and scored on se
 
 A row is a cell such as delta-2-momentum: the update rule, the depth, and `momentum` or `plain`. Cells are the form
 `titans`, with chunks of 16 for the rule `chunk`; delta-2-momentum is that form itself, delta-1-plain the form `delta`.
-Other rows: `paper`, the form; `off`, never written; gated-deltanet; attention (Llama). The last two, and a cell that
-ends in `filterless`, have no filters to join f(x_{t-1}) with its x, and find x_{t-1} in token t.
+Other rows: `paper`, the form; `off`, never written; gated-deltanet.
 Regression in closed form sees the same pairs: on x, on the 32 features that are the best for `sines` (the floor of
 linear memories of this size), and on the covariance of `sines`, which is nearly the best estimator.
 """
@@ -89,17 +88,33 @@ class Learner(nn.Module):
 
     def __init__(self, config: PreTrainedConfig, dimensions: int):
         super().__init__()
-        self.has_filters = getattr(config, "memory_conv_kernel", 1) > 1  # filters join a value with the x before it
-        self.inputs = nn.Linear(dimensions if self.has_filters else 2 * dimensions, WIDTH)
+        self.inputs = nn.Linear(dimensions, WIDTH)
         self.values = nn.Linear(1, WIDTH)
         self.body = AutoModel.from_config(config)
         self.output = nn.Linear(WIDTH, 1)
+        if config.model_type == "titans":
+            self._start_as_regression()
+
+    @torch.no_grad()
+    def _start_as_regression(self) -> None:
+        """Lets the memory begin as regression on random features of x: the first quarter of a token is for f(x), of
+        which values are made, the rest for x, of which queries and keys are made, with the same weights.
+
+        From plain random weights, most of a short training goes by before a model uses its memory at all.
+        """
+        memory, quarter = self.body.layers[0].mixer.memory, WIDTH // 4
+        for linear, unused in ((self.inputs, slice(quarter)), (self.values, slice(quarter, None))):
+            for parameter in linear.parameters():
+                parameter.normal_()[unused] = 0
+        memory.q_proj.weight.normal_(std=0.3)[:, :quarter] = 0
+        memory.k_proj.weight.copy_(memory.q_proj.weight)
+        memory.v_proj.weight.normal_(std=0.3)[:, quarter:] = 0
+        memory.o_proj.weight.mul_(5)
 
     def forward(self, x: Tensor, shown: Tensor) -> Tensor:
         """Predicts f(x_t) (B, T) from x (B, T, d) up to t and the values (B, T) shown before t."""
-        last = nn.functional.pad(torch.cat([x, shown[..., None]], dim=-1)[:, :-1], (0, 0, 1, 0))
-        tokens = self.inputs(x if self.has_filters else torch.cat([x, last[..., :-1]], dim=-1))
-        tokens = tokens + self.values(last[..., -1:])
+        last = nn.functional.pad(shown[:, :-1], (1, 0))[..., None]
+        tokens = self.inputs(x) + self.values(last)
         return self.output(self.body(inputs_embeds=tokens, use_cache=False).last_hidden_state).squeeze(-1)
 
 
@@ -109,18 +124,17 @@ def config_of(row: str, max_lr: float | None) -> PreTrainedConfig:
     Raises ValueError for a row that is not known.
     """
     settings = {"intermediate_size": WIDTH} | ({} if max_lr is None else {"memory_max_lr": max_lr})
-    if row in ("gated-deltanet", "attention"):
-        return make_config("llama" if row == "attention" else row, WIDTH, {}, SIZES)
+    if row == "gated-deltanet":
+        return make_config(row, WIDTH, {}, SIZES)
     if row == "paper":
         return make_config("lmm", WIDTH, settings | {"memory_form": "paper"}, SIZES)
     if row == "off":
         return make_config("lmm", WIDTH, settings | {"memory_max_lr": 0}, SIZES)
-    if not re.fullmatch("(chunk|delta)-[12]-(momentum|plain)(-filterless)?", row):
-        raise ValueError(f"ROW {row!r} must be paper, off, gated-deltanet, attention, or such as delta-2-momentum")
-    rule, depth, momentum, *rest = row.split("-")
+    if not re.fullmatch("(chunk|delta)-[12]-(momentum|plain)", row):
+        raise ValueError(f"ROW {row!r} must be paper, off, gated-deltanet, or such as delta-2-momentum")
+    rule, depth, momentum = row.split("-")
     settings |= {"memory_update_rule": rule, "memory_depth": int(depth), "memory_momentum": momentum == "momentum"}
     settings |= {"memory_chunk_size": 16} if rule == "chunk" else {}
-    settings |= {"memory_conv_kernel": 1} if rest else {}
     return make_config("lmm", WIDTH, settings, SIZES)
 
 
@@ -263,7 +277,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--task", choices=list(DIMENSIONS), default="sines")
     parser.add_argument("--max_lr", type=float, help="the memory's largest step; by default the form's")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of weights and training sequences")
-    parser.add_argument("--steps", type=int, default=600, help="of training")
+    parser.add_argument("--steps", type=int, default=300, help="of training")
     parser.add_argument("--batch_size", type=int, default=8, help="sequences of a step")
     parser.add_argument("--pairs", type=int, default=192, help="of a sequence")
     parser.add_argument("--learning_rate", type=float, default=1e-2, help="the largest of AdamW")

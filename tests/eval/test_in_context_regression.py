@@ -40,11 +40,11 @@ def test_a_prediction_sees_no_value_of_its_own_pair():
 
 
 def test_rows_are_what_their_names_say():
-    """A cell sets rule, depth, momentum and filters; chunks are of 16 with the chunk rule; a step can be given."""
-    config = study.config_of("chunk-1-plain-filterless", 0.25)
+    """A cell sets rule, depth and momentum; chunks are of 16 with the chunk rule; a step can be given."""
+    config = study.config_of("chunk-1-plain", 0.25)
     found = (config.memory_update_rule, config.memory_depth, config.memory_momentum, config.memory_chunk_size)
     assert found == ("chunk", 1, False, 16)
-    assert (config.memory_conv_kernel, config.memory_max_lr, study.config_of("off", None).memory_max_lr) == (1, 0.25, 0)
+    assert (config.memory_max_lr, study.config_of("off", None).memory_max_lr) == (0.25, 0)
     for cell, form in {"delta-2-momentum": "titans", "delta-1-plain": "delta"}.items():
         fields = study.SIZES.shape | study.SIZES.titans | {"variant": "lmm", "memory_form": form}
         whole, named = study.config_of(cell, None), TitansConfig(**fields)
