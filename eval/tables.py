@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("runs", metavar="RUNS", type=Path, help="a JSON Lines file of runs, or its folder")
     parser.add_argument("--rows", nargs="+", default=[], help="the rows that are shown; all")
-    parser.add_argument("--baselines", nargs="*", default=[], help="rows that the others are compared with")
+    parser.add_argument("--baselines", nargs="*", default=[], help="rows that all other rows are compared with")
     parser.add_argument("--output", type=Path, help="a folder for table.md and the plots")
     args = parser.parse_args(argv)
     file = args.runs if args.runs.suffix == ".jsonl" else args.runs / FILE

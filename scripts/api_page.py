@@ -49,7 +49,7 @@ def parameters_of(called: object) -> str:
 
 
 def fields_of(config: type[TitansConfig]) -> str:
-    """Formats the fields that a configuration adds to those of its parent, with their defaults."""
+    """Formats the fields that a configuration adds to its parent's fields, with their defaults."""
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     shown = [name for name in vars(config)["__annotations__"] if name in defaults]
     return f"({', '.join(f'{name}={defaults[name]!r}' for name in shown)})"
@@ -64,7 +64,7 @@ def members_of(described: type) -> Iterator[tuple[str, object]]:
             yield name, member.fget
         elif inspect.isfunction(member) or isinstance(member, classmethod):
             function = getattr(member, "__func__", member)
-            if inspect.unwrap(function).__module__.startswith("titans_hf"):  # not one that Transformers adds
+            if inspect.unwrap(function).__module__.startswith("titans_hf"):  # not a field that Transformers adds
                 yield name + parameters_of(function), function
 
 

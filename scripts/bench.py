@@ -28,7 +28,7 @@ BENCHMARKS = {
     "decode": decode,
     "prompt": long_prompt,
 }
-REPEATED = ("memory", "titans-pytorch", "models")  # the others have --steps and --every
+REPEATED = ("memory", "titans-pytorch", "models")  # the other benchmarks have --steps and --every
 COUNTS = ("repeats", "lengths", "chunks", "depths", "contexts", "steps", "tokens", "piece", "every")
 
 

@@ -4,7 +4,7 @@
     git clone https://github.com/computationalstylistics/A_Small_Collection_of_British_Fiction
     python -m scripts.prepare_novels 100_english_novels A_Small_Collection_of_British_Fiction --output data/books
 
-Makes data/books/train (83 novels), valid (4) and test (6, by authors of whom nothing is in train). Which file goes
+Makes data/books/train (83 novels), valid (4) and test (6, by other authors than the training novels'). Which file goes
 where, its checksum and the commit it was taken from are in novels.json beside this script.
 """
 
@@ -31,7 +31,7 @@ def find_sources(clones: list[Path], collections: list[dict]) -> dict[Path, tupl
         clone = next((clone for clone in clones if all((clone / path).is_file() for path, _, _ in files)), None)
         if clone is None:
             raise ValueError(
-                f"none of the folders given is a clone of {collection['repository']} with all of its "
+                f"no given folder is a clone of {collection['repository']} with all of its "
                 f"{len(files)} novels; they are there at commit {collection['commit']}"
             )
         sources |= {clone / path: (f"{split}/{Path(path).name}", digest) for path, split, digest in files}
@@ -39,7 +39,7 @@ def find_sources(clones: list[Path], collections: list[dict]) -> dict[Path, tupl
 
 
 def copy_novels(sources: dict[Path, tuple[str, str]], output: Path) -> None:
-    """Writes the files below `output`, in place of what is there. All are checked before any is written.
+    """Writes the files below `output`, in place of existing files. All novels are checked before a file is written.
 
     Raises ValueError for a file whose SHA-256 is another one.
     """

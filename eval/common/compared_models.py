@@ -27,8 +27,8 @@ LAYER_TYPES = {"gated-deltanet": ["linear_attention"], "qwen3-next": HYBRID, "ol
 
 
 class Sizes(NamedTuple):
-    """What the compared models share unless their settings say otherwise: fields of every configuration, fields of
-    some, and the longest text of those that have one.
+    """The sizes that compared models share unless their settings say otherwise: fields of every configuration, fields
+    of Titans or Mamba2 alone, and the longest text of models that have such a field.
     """
 
     shape: dict[str, Any]
@@ -104,8 +104,8 @@ class ConvolvedLinear(nn.Module):
 
 
 def build_model(name: str, config: PreTrainedConfig) -> PreTrainedModel:
-    """Builds the model with random weights; a name that ends in -conv has convolutions on q, k and v, one with -pointer
-    attention over tokens in the token memory's place.
+    """Builds the model with random weights; a model whose name ends in -conv has convolutions on q, k and v; a
+    model with -pointer has attention over tokens in the token memory's place.
     """
     model = AutoModelForCausalLM.from_config(config)
     if name in POINTER_WINDOWS:
@@ -127,7 +127,7 @@ def scale_outputs(model: PreTrainedModel) -> None:
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
-    """Parses NAME=JSON pairs; what is no JSON is a string. Raises ValueError for what is no pair."""
+    """Parses NAME=JSON pairs; a value that is no JSON is a string. Raises ValueError for a text that is no pair."""
     settings = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")

@@ -13,8 +13,8 @@ NUM_WARMUP_STEPS = 3
 def record_step(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """Calls `step` a few times, then records it, and returns its replay.
 
-    The replay works on the tensors of the recorded call: its inputs have to be copied into them, and what it returns is
-    overwritten by the next. What the calls change stays changed.
+    The replay works on the tensors of the recorded call: new inputs have to be copied into them, and the next
+    replay overwrites the result. The calls before the recording have their effects as well.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -87,7 +87,7 @@ class ProgressPrinter(TrainerCallback):
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    """Computes the share of labels that are predicted, of those that count."""
+    """Computes the share of right predictions among the labels that count."""
     counted = prediction.label_ids != IGNORED
     return {"accuracy": float(np.mean(prediction.predictions[counted] == prediction.label_ids[counted]))}
 

@@ -26,7 +26,8 @@ def read_paper(benchmark: str) -> dict[str, Any]:
 
 
 def check_alike(runs: Iterable[dict[str, Any]], alike: Alike) -> None:
-    """Raises ValueError, naming the setting, for runs that were not made alike. Old runs may lack a field."""
+    """Raises ValueError, naming the setting, for runs that were made with different settings. Old runs may lack
+    a field."""
     first: dict[tuple, dict[str, Any]] = {}
     for run in runs:
         for names, shared in alike.items():

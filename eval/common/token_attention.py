@@ -1,4 +1,4 @@
-"""Attention over tokens in the token memory's place: what a memory that loses nothing would gain.
+"""Attention over tokens in the token memory's place: the gain of a memory that loses nothing.
 
 The token memory writes pairs of a hidden state and the token that followed into one matrix of fixed size. Here all
 pairs are kept, and a softmax over the cosines of hidden states reads them: a pointer cache (arXiv 1612.04426) that is

@@ -11,7 +11,7 @@ from sklearn.model_selection import StratifiedGroupKFold
 from eval.dna.sequences import BASES, Place, Sequences, reverse_complement
 
 K = 32  # bases in common that join two sequences, as many as fit into 64 bits
-VALIDATION_PARTS = 10  # a tenth of what is not tested
+VALIDATION_PARTS = 10  # a tenth of the sequences that are not tested
 
 
 class Fold(NamedTuple):
@@ -26,8 +26,8 @@ def group_sequences(sequences: Sequences) -> np.ndarray:
     """Returns the group (N,) int of each sequence, from 0.
 
     A group is a connected component of the graph whose edges join sequences that have K bases in a row in common, on
-    the same strand or with the other one's reverse complement, sequences that are equal so, and sequences whose places
-    overlap.
+    the same strand or with the other's reverse complement, sequences that are equal on either strand, and sequences
+    whose places overlap.
     """
     edges = [_shared(_kmers(sequences.texts)), _equal(sequences.texts), _overlapping(sequences.places)]
     left, right = np.concatenate(edges).T
@@ -63,7 +63,7 @@ def _shared(keys_and_owners: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
 
 
 def _equal(texts: list[str]) -> np.ndarray:
-    """Returns edges that connect the texts that are equal, as they are or as reverse complement."""
+    """Returns edges that connect equal texts, and texts that equal the other's reverse complement."""
     both = [min(text, reverse_complement(text)) for text in texts]
     _, keys = np.unique(both, return_inverse=True)
     return _shared((keys, np.arange(len(texts))))
@@ -95,7 +95,7 @@ def split_groups(labels: np.ndarray, groups: np.ndarray, parts: int, name: str) 
 
 
 def hold_out(labels: np.ndarray, groups: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Splits `rows` into those to train on and a tenth to validate on, grouped."""
+    """Splits `rows` into a training part and a tenth to validate on; a group is in one part."""
     train, valid = next(split_groups(labels[rows], groups[rows], VALIDATION_PARTS, "the validation part"))
     return rows[train], rows[valid]
 

@@ -66,8 +66,8 @@ def _output(logits: Tensor, labels: Tensor | None) -> SequenceClassifierOutput:
 
 
 def config_of(name: str, classes: list[str], shape: dict[str, Any], settings: dict[str, Any]) -> PreTrainedConfig:
-    """Makes the config of a model of about shape["parameters"] parameters; `settings` replace fields of Titans. Of the
-    CNN, whose size is fixed, the config has tokens and classes only.
+    """Makes the config of a model of about shape["parameters"] parameters; `settings` replace fields of Titans. The CNN
+    has a fixed size: its config has tokens and classes only.
 
     Raises ValueError for a setting that is not possible.
     """

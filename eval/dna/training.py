@@ -69,7 +69,7 @@ class Examples(Dataset):
 
 
 def collate(tokenizer: PreTrainedTokenizerFast, examples: list[tuple[str, int]]) -> dict[str, Tensor]:
-    """Makes input_ids (B, T) and labels (B,). No mask: padding follows what a causal model classifies by."""
+    """Makes input_ids (B, T) and labels (B,). No mask: padding follows the token by which a causal model classifies."""
     texts, labels = zip(*examples, strict=True)
     ids = tokenizer(list(texts), padding=True, return_attention_mask=False, return_tensors="pt").input_ids
     return {"input_ids": ids, "labels": torch.tensor(labels)}

@@ -15,8 +15,8 @@ EPSILON = 1e-5
 
 
 class ForecastTask(NamedTuple):
-    """What every model gets: the numbers of channels, of values to read and to forecast, the length of a learned cycle
-    (0 for none), and the loss, `"mse"` or `"mae"`.
+    """The task of every model: the numbers of channels, of values to read and to forecast, the length of a learned
+    cycle (0 for none), and the loss, `"mse"` or `"mae"`.
     """
 
     num_channels: int
@@ -73,7 +73,7 @@ class RLinear(Forecaster):
 
 
 class DLinear(Forecaster):
-    """The sum of two linear maps for all channels: of a moving average over 25 values, and of what is left."""
+    """The sum of two linear maps for all channels: of a moving average over 25 values, and of the rest."""
 
     KERNEL = 25
 

@@ -54,7 +54,7 @@ def make_runs(args: Namespace, series: dict[str, Series]) -> list[Run]:
     """Makes the runs of the command; raises ValueError for options with which a run is not possible."""
     settings = check_options(args, **dict.fromkeys(POSITIVE, 1), horizons=1, cycle_length=0)
     if args.label in BASELINES:
-        raise ValueError(f"--label {args.label} is the name of another model: give one of its own")
+        raise ValueError(f"--label {args.label} is the name of another model: give another name")
     # Cycle and loss of all models of the command are in the names of the rows, unless they are the published ones.
     changes = f"-cycle{args.cycle_length}" * bool(args.cycle_length) + f"-{args.loss}" * (args.loss != "mse")
     runs = []

@@ -17,7 +17,7 @@ from titans_hf.cli.shared.fitting import best_step, fit
 from titans_hf.cli.shared.time_series import Series, Windows
 
 DECIMALS = 5
-LAST_BATCHES = (32, 64, 128, 256, 512)  # sizes of batches, of which published code may drop the last one
+LAST_BATCHES = (32, 64, 128, 256, 512)  # sizes of batches; published code may drop an incomplete last batch
 INPUTS = ("past_values", "cycle_position")
 
 
@@ -40,7 +40,7 @@ class Run(harness.Run):
         return f"{self.data}-{self.look_back}-{self.horizon}-{self.row}-seed{self.seed}"
 
     def task(self, num_channels: int) -> ForecastTask:
-        """Returns what every model gets."""
+        """Returns the task, the same for all models."""
         return ForecastTask(num_channels, self.look_back, self.horizon, self.cycle_length, self.loss)
 
 
@@ -54,7 +54,7 @@ class Scores(NamedTuple):
 def window_errors(
     model: nn.Module, windows: Windows, batch_size: int, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """Forecasts every window, in batches the last of which may be smaller; returns each one's mean squared and mean
+    """Forecasts every window, in batches; the last batch may be smaller. Returns each window's mean squared and mean
     absolute error: (N, 2), float64.
     """
     model.eval()
@@ -72,8 +72,8 @@ def mean_scores(errors: torch.Tensor) -> Scores:
 
 
 def scores_without_last_batch(errors: torch.Tensor) -> dict[str, Scores]:
-    """Averages the errors (N, 2) of the windows that fill batches of each size, in the order of time: what is left over
-    is not counted. Sizes above N have no score.
+    """Averages the errors (N, 2) of the windows that fill batches of each size, in the order of time: windows
+    that are left over are not counted. Sizes above N have no score.
     """
     counted = {size: len(errors) // size * size for size in LAST_BATCHES}
     return {str(size): mean_scores(errors[:count]) for size, count in counted.items() if count}

@@ -4,9 +4,9 @@
 
 Runs that differ in their seed alone are one row, which has their name. A difference is the mean over seeds and texts of
 (loss - loss of the baseline with the same seed on the same stretches), in nats per token. Its 95 % interval is a
-bootstrap over both seeds and texts (not over stretches: those of a novel resemble each other); a row of one seed has
-none. The share of a gap that a model closes is (loss of the window - its loss) / (loss of the window - loss of full
-attention).
+bootstrap over both seeds and texts (not over stretches, because stretches of one novel resemble each other); a row of
+one seed has none. The share of a gap that a model closes is (loss of the window - its loss) / (loss of the window -
+loss of full attention).
 """
 
 import argparse
@@ -110,7 +110,7 @@ def resampled_means(by_seed_and_text: np.ndarray) -> np.ndarray:
 
 def with_intervals(values: np.ndarray, samples: np.ndarray, seeds: int, form: str) -> list[str]:
     """Formats the number of seeds and the values (ranges,), with 95 % intervals over the samples (resamples, ranges)
-    if there are several seeds: an interval over the texts of one seed would leave out what a seed does.
+    if there are several seeds: an interval over the texts of one seed would leave out the effect of the seed.
     """
     if seeds == 1:
         return ["1", *(f"{x:{form}}" for x in values)]
@@ -185,12 +185,12 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--baseline", help="the name of the row that all others are compared with")
     parser.add_argument("--pairs", nargs="+", default=[], metavar=PAIR, help="rows to be compared")
-    parser.add_argument("--gaps", nargs="+", default=[], metavar=GAP, help="gaps of which NAME closes a share")
+    parser.add_argument("--gaps", nargs="+", default=[], metavar=GAP, help="gaps: which share NAME closes is shown")
     parser.add_argument("--plot", type=Path, help="an image file of the losses by position")
     args = parser.parse_args(argv)
     rows = read_rows(args.runs, args.rows)
     if args.baseline and args.baseline not in rows:
-        raise ValueError(f"--baseline must be one of {', '.join(rows)}, but is {args.baseline}")
+        raise ValueError(f"--baseline must be {' or '.join(rows)}, but is {args.baseline}")
     against = [f"{name}:{args.baseline}" for name in rows if args.baseline and name != args.baseline]
     pairs = parse_names("--pairs", PAIR, against + args.pairs, rows)
     print(tables(rows, pairs, parse_names("--gaps", GAP, args.gaps, rows)))

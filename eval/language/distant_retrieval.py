@@ -3,10 +3,10 @@
     python -m eval.language.distant_retrieval runs/mag-off --train_text data/books/train \
         --choice_text data/books/valid --score_text data/books/test --output runs/retrieval.jsonl
 
-The model's last hidden state h_t is the query at token t; what it can retrieve are the pairs of h_i and the token that
+The model's last hidden state h_t is the query at token t; it can retrieve the pairs of h_i and the token that
 followed, x_{i+1}, at least `--distance` tokens before. "pointer": a softmax over the cosines of h_t and all h_i, mixed
 with the model's probabilities. Otherwise the pairs are written into one matrix by the delta rule, with features of h_i
-as keys and embeddings of x_{i+1} as values, and what is retrieved is added to the logits: "linear", h itself, or
+as keys and embeddings of x_{i+1} as values, and the retrieved values are added to the logits: "linear", h itself, or
 "relu-N", N random features max(0, w h - 1.5), of length 1. Sharpness, share and scale are chosen on other texts.
 """
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 
 def make_tokenizer(files: list[Path], vocab_size: int, cache: Path) -> Tokenizer:
-    """Trains a byte-level BPE on every third file, or loads the one that was trained on these files before."""
+    """Trains a byte-level BPE on every third file, or loads the BPE that was trained on these files before."""
     path = cache / f"bpe-{vocab_size}-{_digest(files)}.json"
     if path.is_file():
         return Tokenizer.from_file(str(path))

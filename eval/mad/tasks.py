@@ -1,6 +1,6 @@
 """The six synthetic tasks of MAD, written from their description (Poli et al. 2024, arXiv 2403.17844, section 3).
 
-A task makes sequences and what is to be predicted at each position: `labels[:, t]` belongs to the output at token t,
+A task makes sequences and the labels of their positions: `labels[:, t]` belongs to the output at token t,
 and IGNORED marks positions that do not count. The settings are the baseline of each task.
 """
 
@@ -23,7 +23,7 @@ class Sequences(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """What makes a task easy or hard: sizes in tokens, `noise` as a share of the sequence."""
+    """The settings that make a task easy or hard: sizes in tokens, `noise` as a share of the sequence."""
 
     vocab_size: int = 16
     length: int = 128
@@ -35,7 +35,9 @@ class Settings:
 
 
 class Task(NamedTuple):
-    """A task: `make(rng, settings, N, scored)` draws N sequences; `scored` labels only what the accuracy counts."""
+    """A task: `make(rng, settings, N, scored)` draws N sequences; `scored` labels only the positions that the accuracy
+    counts.
+    """
 
     make: Callable[[np.random.Generator, Settings, int, bool], Sequences]
     settings: Settings

@@ -20,7 +20,12 @@ from eval.mad.tasks import TASKS, Sequences, Settings
 
 HELD_OUT = 1_280
 LAST_RATE = 1e-6
-LEAST = {"vocab_size": 2, "length": 1, "train_sequences": 1, "motif": 1}  # of a task's settings; 0 of the others
+LEAST = {
+    "vocab_size": 2,
+    "length": 1,
+    "train_sequences": 1,
+    "motif": 1,
+}  # least task settings; others: 0
 COLUMNS = ("eval_validation_accuracy", "eval_test_accuracy", "loss")  # of a curve, after the epoch
 
 
@@ -82,7 +87,7 @@ def config_for(run: Run) -> PreTrainedConfig:
 
 
 def make_data(run: Run, settings: Settings) -> tuple[Sequences, dict[str, Sequences]]:
-    """Draws the training sequences, and those of validation and test, from the run's seed: the same for all models."""
+    """Draws the sequences of training, validation and test from the run's seed: the same for all models."""
     make = TASKS[run.data].make
     generators = np.random.default_rng(run.seed).spawn(3)
     train = make(generators[0], settings, settings.train_sequences, False)

@@ -68,7 +68,7 @@ def bits_by_position(model: PreTrainedModel, stretches: Tensor, label: str) -> l
         logits = model(ids[None], use_cache=False).logits[0, :-1]
         total += cross_entropy(logits.float(), ids[1:], reduction="none").cpu()
     bits = total / len(stretches) / math.log(2)
-    # the loss at index i is that of the token at position i + 1
+    # index i has the loss of the token at position i + 1
     return [bits[max(0, low - 1) : high - 1].mean().item() for low, high in pairwise(edges_to(stretches.shape[1]))]
 
 

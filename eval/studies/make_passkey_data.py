@@ -4,8 +4,8 @@
 
 The first documents are a needle and the beginning of the answer, then with up to three lines of noise between them. The
 others are prompts of niah_single_1, whose lengths rise to `--length` tokens: without the short ones first a model
-learns nothing. In a fifth of the documents the noise is that of the task, one repeated line; in the others it is lines
-of random words, of which a document repeats a few or draws all anew. A model trained on the one line alone loses the
+learns nothing. In a fifth of the documents the noise is the task's own, one repeated line. In the others it is lines of
+random words; a document repeats a few lines or draws all anew. A model trained on the one line alone loses the
 needle among other lines.
 """
 
@@ -66,7 +66,7 @@ def random_line(rng: random.Random) -> str:
 
 
 def noise(rng: random.Random, books: Sequence[str] = ()) -> Iterator[str]:
-    """Yields the lines of a document, without end; in half of the documents those of books, from anywhere on."""
+    """Yields the lines of a document, without end. Half of the documents have lines of books, from anywhere on."""
     if books and rng.random() < BOOK_NOISE_SHARE:
         yield from (books[i % len(books)] for i in itertools.count(rng.randrange(len(books))))
     of_the_task = rng.random() < TASK_NOISE_SHARE

@@ -49,7 +49,7 @@ def run(args: Namespace) -> Iterator[dict]:
         if args.compile:
             model.compile()
         sizes = {context: num_bytes(reader.cache) for context, reader in readers.items()}
-        # all contexts in turn, so that each is slowed alike by other processes
+        # All contexts in turn, so that other processes slow each of them equally.
         rounds = [[seconds(reader.step, args.device) for reader in readers.values()] for _ in range(args.steps + 3)][3:]
         for i, context in enumerate(args.contexts):
             yield {

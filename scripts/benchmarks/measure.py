@@ -37,7 +37,7 @@ def in_turn(functions: Mapping[str, Pass], device: torch.device, repeats: int) -
 
 
 def peak_bytes(run: Pass, device: torch.device) -> int:
-    """Measures the peak memory of `run` in bytes, less what was allocated before."""
+    """Measures the peak memory of `run` in bytes, less the memory that was allocated before."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)

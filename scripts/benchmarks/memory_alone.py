@@ -93,13 +93,15 @@ class Products:
 
 
 class MemoryCase(NamedTuple):
-    """What a memory reads, and the weights (H, d_in, d_out) of its layers, which it starts with and decays to."""
+    """The inputs of a memory, and the weights (H, d_in, d_out) of its layers, with which it starts and to which it
+    decays.
+    """
 
     tokens: MemoryInputs
     weights: tuple[Tensor, ...]
 
     def tensors(self) -> list[Tensor]:
-        """Lists all tensors: those of the tokens, then the weights."""
+        """Lists all tensors: the tokens' tensors, then the weights."""
         return [*(x for x in self.tokens if x is not None), *self.weights]
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> "MemoryCase":
@@ -123,7 +125,7 @@ def draw(depth: int, length: int, chunk: int, device: torch.device, dtype: torch
 
 
 def make_passes(depth: int, chunk: int, length: int, device: torch.device) -> tuple[Pass, Pass]:
-    """Makes a function that reads `length` tokens, and one that also computes the gradients of all that it reads."""
+    """Makes a function that reads `length` tokens, and another that also computes the gradients of all inputs."""
     case = draw(depth, length, chunk, device)
     trained = case.map(lambda x: x.clone().requires_grad_())
 
@@ -144,7 +146,7 @@ def _read(memory: Callable[..., MemorizeOutput], case: MemoryCase, chunk: int) -
 
 
 def check(depth: int, chunk: int, device: torch.device) -> None:
-    """Raises AssertionError unless outputs and gradients equal those of the token loop in float64."""
+    """Raises AssertionError unless outputs and gradients equal the token loop's in float64."""
     results = []
     for memory, dtype in ((memorize, torch.float32), (memorize_reference, torch.float64)):
         case = draw(depth, NUM_CHECKED_TOKENS, chunk, device, torch.float64).map(Tensor.requires_grad_)

@@ -1,6 +1,6 @@
 """The shapes of the models that the benchmarks time: Titans, and models of transformers, of one of two equal sizes.
 
-`eval.common.compared_models` makes them; their other settings are those of their classes.
+`eval.common.compared_models` makes them; their other settings are the defaults of their classes.
 """
 
 from argparse import ArgumentParser
@@ -41,8 +41,8 @@ def add_settings(parser: ArgumentParser) -> None:
 def settings_of(name: str, size: str, pairs: list[str], fixed: tuple[str, ...] = FIXED) -> dict[str, Any]:
     """Parses the NAME=VALUE pairs of `--set`, which Titans alone have.
 
-    Raises ValueError, whatever the model's name, for what is no field of their configuration, for one of `fixed`, and
-    for a value that it cannot have.
+    Raises ValueError, whatever the model's name, for a name that is no field of their configuration, for a field in
+    `fixed`, and for a value that it cannot have.
     """
     settings, make = parse_settings(pairs), partial(make_config, VARIANTS[0], size, free=64)
     check_fields("TitansConfig", make(), settings)

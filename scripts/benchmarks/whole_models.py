@@ -22,7 +22,7 @@ PLOT = Plot(
         "train peak KB/token": "peak memory of training (KB per token)",
     },
 )
-FIXED = (*model_shapes.FIXED, "memory_depth")  # that of --depths
+FIXED = (*model_shapes.FIXED, "memory_depth")  # set by --depths
 WITHOUT_MEMORY = "without memory"  # Mistral with the MLP of MAG, MAC and MAL
 
 
@@ -36,7 +36,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 8192, 32768])
     parser.add_argument(
-        "--depths", type=int, nargs="+", help="layers of the memory network; that of its form if left out"
+        "--depths", type=int, nargs="+", help="layers of the memory network; by default as its form has"
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     model_shapes.add_settings(parser)
@@ -82,7 +82,7 @@ def _configs(args: Namespace) -> Iterator[NamedConfig]:
 
 
 def make_passes(model: PreTrainedModel, length: int) -> tuple[Pass, Pass]:
-    """Makes a function that reads `length` tokens without gradients, and one that computes those of the loss."""
+    """Makes a function that reads `length` tokens without gradients, and another that computes the loss's gradients."""
     ids = model_shapes.draw_tokens(model, length)
 
     def read() -> None:

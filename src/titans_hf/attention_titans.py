@@ -53,7 +53,7 @@ def _undo(arrange: Callable[[Tensor], Tensor], arranged: Tensor, shape: torch.Si
 
 def mask_for(name: str, mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Converts a mask, True where a query attends, to the form that an attention implementation is registered with: a
-    boolean mask, or one that is added to the scores.
+    boolean mask, or a mask that is added to the scores.
 
     Raises ValueError for an implementation that is registered without either form.
     """

@@ -27,7 +27,7 @@ class KeyValueCache:
     values: Tensor
 
     def map(self, fn: Callable[..., Tensor], *others: "KeyValueCache") -> "KeyValueCache":
-        """Applies `fn` to keys and values, with those of `others` as further arguments."""
+        """Applies `fn` to keys and values, with the keys and values of `others` as further arguments."""
         return map_tensors(fn, self, *others)
 
 
@@ -99,13 +99,13 @@ class LayerState:
     """All that a decoder layer needs to continue a sequence; the first dimension of every tensor is the batch.
 
     memory: weights, momentum, anchor and number of tokens (`MemoryState`); the number alone in a layer without memory.
-    conv_state: (B, kernel - 1, 3 * hidden), the last inputs of the memory's convolutions; of the token memory
-    (B, 1, hidden), the last hidden state; of the episodic one (B, 1, K + hidden), the last key and hidden state; of a
-    layer without memory (B, 0, hidden).
+    conv_state: (B, kernel - 1, 3 * hidden), the last inputs of the memory's convolutions. In the token memory it is the
+    last hidden state, (B, 1, hidden); in the episodic token memory the last key and hidden state, (B, 1, K + hidden);
+    in a layer without memory it is empty, (B, 0, hidden).
     kv_cache: None in LMM, a `WindowCache` in MAG, MAL and layers without memory.
     segment_weights: in MAC, the memory's weights at the start of the current segment. Empty if they are the memory's
     anchor.
-    entries: of the episodic token memory alone.
+    entries: only the episodic token memory has them.
     """
 
     memory: MemoryState
@@ -381,10 +381,10 @@ class TitansCacheLayer(CacheLayerMixin):
             raise ValueError(f"`tokens_to_remove` must be 0 or negative, as in crop(-3), but is {tokens_to_remove}.")
         record = self.recorded if self.to_reread is None else self.to_reread
         kept = tokens_to_remove + (0 if record is None else record.num_columns)
-        if tokens_to_remove and (kept < 0 or self.num_columns < -tokens_to_remove):  # the latter after start_prompt()
+        if tokens_to_remove and (kept < 0 or self.num_columns < -tokens_to_remove):  # start_prompt() resets num_columns
             raise RuntimeError(
                 f"crop({tokens_to_remove}) goes back beyond the {kept - tokens_to_remove} columns recorded since the "
-                "last crop. Call activate_past_recording() before reading what may have to be removed, or read with "
+                "last crop. Call activate_past_recording() before reading tokens that may be removed, or read with "
                 "a copy (copy.copy)."
             )
         if tokens_to_remove:

@@ -36,7 +36,7 @@ class TitansCache(Cache):
     ```
 
     Args:
-        config: of the model.
+        config: the model's configuration.
         offloading: keep the state of each layer on the CPU except while the layer runs.
         compileable: let `generate()` compile the decoding step, once for any number of tokens read: the count of
             columns is then a tensor, on whose value no graph depends.
@@ -78,8 +78,8 @@ class TitansCache(Cache):
         """Returns the weights of the memory in a layer: (B, H, d_in, d_out) for each layer of the memory's network.
 
         Empty before the first token, in a layer without a memory, and for an episodic token memory, which has entries.
-        Reading on replaces the tensors and leaves those that were returned as they are. Columns that a crop has left
-        count when they have been read again; a row that has been reset has zeros until its next token.
+        Reading on puts new tensors in their place: tensors that were returned do not change. Columns that a crop has
+        left count when they have been read again; a row that has been reset has zeros until its next token.
 
         Args:
             layer: index of the decoder layer; `num_hidden_layers`, or -1, for the token memory.
@@ -192,8 +192,8 @@ class TitansCache(Cache):
         """Writes `memory.json` and a safetensors file, replacing the memory in the folder atomically: an interrupted
         save leaves the old one. The memory can be loaded only for `model`, with the weights it has now.
 
-        The file contains what was read: treat it like the text itself. Raises ValueError for the cache of another model
-        and for a model that is sharded or offloaded.
+        The file contains the text that was read: treat it like the text itself. Raises ValueError for the cache of
+        another model and for a model that is sharded or offloaded.
         """
         model = _model_of_transformers(model)
         self.check_fits(model.config, self.batch_size)
@@ -228,9 +228,10 @@ class TitansCache(Cache):
         return cache
 
     def push_to_hub(self, repo_id: str, model: PreTrainedModel, *, private: bool = True, **kwargs) -> CommitInfo:
-        """Uploads what `save_pretrained` writes; to a private repository, because a memory contains what was read.
+        """Uploads what `save_pretrained` writes; to a private repository, because a memory contains the text that was
+        read.
 
-        kwargs: those of `HfApi.upload_folder`, such as `token`, `revision` and `commit_message`.
+        kwargs: arguments of `HfApi.upload_folder`, such as `token`, `revision` and `commit_message`.
         """
         api = HfApi(token=kwargs.pop("token", None))
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id

@@ -25,7 +25,7 @@ AUTO_MAP = {
     "AutoModelForSequenceClassification": "heads_titans.TitansForSequenceClassification",
     "AutoModelForTokenClassification": "heads_titans.TitansForTokenClassification",
 }
-# Version of what the fields of a config mean: a change of the function that a saved model computes raises it.
+# Version of the fields' meaning. It rises when the function that a saved model computes changes.
 # 1: with the delta rule, hidden layers take steps of theta / (2 memory_chunk_size), and eta is at most 1/3.
 # 2: those steps are theta / 128 at most.
 TITANS_VERSION = 2
@@ -82,7 +82,7 @@ def field_facts(config_class: type) -> dict[str, Mapping[str, Any]]:
 
 
 def by_form(*, titans: Any, delta: Any, paper: Any) -> Callable[["TitansConfig"], Any]:
-    """Returns the function that computes what a field is by `memory_form`, for `setting(derived=...)`."""
+    """Returns a function from a config to its field's value by `memory_form`, for `setting(derived=...)`."""
     return lambda config: {"titans": titans, "delta": delta, "paper": paper}[config.memory_form]
 
 
@@ -106,9 +106,9 @@ class TitansConfig(PreTrainedConfig):
         sliding_window (`int`, defaults to 512):
             Number of tokens that a token attends to, itself included. Only MAG and MAL have a window.
         rope_parameters (`dict`, *optional*):
-            `rope_theta` (10000), `partial_rotary_factor` (0.5) and `rope_type`, one of those that change frequencies
-            alone: `"default"`, `"linear"`, `"llama3"`, `"yarn"`. Scores depend on distances alone, and none is beyond
-            the window or the segment.
+            `rope_theta` (10000), `partial_rotary_factor` (0.5) and `rope_type`: `"default"`, `"linear"`,
+            `"llama3"` or `"yarn"`, which change frequencies alone. Scores depend on distances alone, and no distance is
+            beyond the window or the segment.
         attention_bias (`bool`, defaults to `False`): Biases on attention's query, key, value and output projections.
         qk_norm (`bool`, defaults to `False`): RMSNorm over each head of attention's queries and keys, before rotation.
         segment_length (`int`, defaults to 256):
@@ -119,51 +119,50 @@ class TitansConfig(PreTrainedConfig):
             Distance behind every query to which the keys of persistent tokens are rotated; with 0 they have no
             position.
         memory_layers (`list[int]`, *optional*):
-            The layers of MAG and MAL that have a memory, from 0 on; all by default. The others are sliding-window
-            attention with persistent tokens.
+            The layers of MAG and MAL that have a memory, from 0 on; all by default. The other layers are
+            sliding-window attention with persistent tokens.
         memory_form (`str`, defaults to `"titans"`):
-            Sets the fields below that have no default here, unless they are given: `"titans"` a memory of two layers
-            with momentum, the last layer by the delta rule, with stabilisers; `"delta"` a linear memory without
-            momentum by the delta rule, which is faster, with the same stabilisers; `"paper"` the paper's second version
-            as it stands.
-            The docstring of each field says what it is in all three forms.
+            Sets the *optional* fields below, unless they are given. `"titans"`: a memory of two layers with momentum
+            and stabilisers, the last layer by the delta rule. `"delta"`: a linear memory without momentum by the delta
+            rule, with the same stabilisers, which is faster. `"paper"`: the paper's second version, literally. The
+            default of such a field is the value of `"titans"`; values of the other forms are named with it.
         memory_depth (`int`, *optional*):
-            Number of layers of the memory network (L_M); 1 is a linear memory. 2, with `"delta"` 1.
+            Number of layers of the memory network (L_M); 1 is a linear memory. Default: 2; `"delta"`: 1.
         memory_expansion (`int`, *optional*):
-            Size of the memory network's hidden layers, in units of its head size; no effect with `memory_depth=1`. 1,
-            with `"delta"` 2, with `"paper"` 4.
+            Size of the memory network's hidden layers, in units of its head size; no effect with `memory_depth=1`.
+            Default: 1; `"delta"`: 2; `"paper"`: 4.
         memory_network (`str`, *optional*):
             Form of the memory network M: `"mlp"` linear layers with SiLU between them (the paper's first version),
             `"residual"` M(x) = x + LN(W_L gelu(... gelu(W_1 x))) (its second version). `"residual"` has a slower
-            backward and needs `memory_update_rule="chunk"`. `"mlp"`, with `"paper"` `"residual"`.
+            backward and needs `memory_update_rule="chunk"`. Default: `"mlp"`; `"paper"`: `"residual"`.
         memory_gates (`str`, *optional*):
             Granularity of the gates at each token: one theta, eta and alpha per head (`"head"`), or per layer of each
-            head's network (`"layer"`), as in the paper's second version. `"layer"` has a slower backward. `"head"`,
-            with `"paper"` `"layer"`.
+            head's network (`"layer"`), as in the paper's second version. `"layer"` has a slower backward.
+            Default: `"head"`; `"paper"`: `"layer"`.
         memory_num_heads (`int`, *optional*): Independent memories per layer; `num_attention_heads` by default.
         memory_chunk_size (`int`, *optional*):
-            Number of tokens whose gradients are taken at the same weights (paper section 3.2). 64, with `"paper"` 16.
+            Number of tokens whose gradients are taken at the same weights (section 3.2). Default: 64; `"paper"`: 16.
         memory_max_lr (`float`, *optional*):
-            Largest step size of the inner loop (theta, eq. 10). 0 keeps the memory constant: nothing is written,
-            nothing forgotten. By default 1/2 with the delta rule, and otherwise 1 / b, with `memory_depth` L above 2
-            2 / (L b), of a `memory_chunk_size` b: the gradients of a chunk are taken at the same weights, and where
-            keys repeat, larger steps overshoot, so that rounding and gradients grow exponentially. A model with a
-            larger one warns. With the delta rule, hidden layers take steps of theta / (2 b), theta / 128 at most.
+            Largest step size of the inner loop (theta, eq. 10). 0 turns the memory off: nothing is written, nothing
+            forgotten. Default: 1/2 with the delta rule; otherwise 1 / b with a `memory_chunk_size` b, and 2 / (L b)
+            with a `memory_depth` L above 2. The gradients of a chunk are taken at the same weights. Where keys repeat,
+            larger steps overshoot, so that rounding and gradients grow exponentially; a model with a larger value
+            warns. With the delta rule, hidden layers take steps of theta / (2 b), theta / 128 at most.
         memory_update_rule (`str`, *optional*):
-            Weights at which the error of the memory network's last layer is taken: `"chunk"` those of the chunk's
-            start, as in the paper's algorithm in chunks (eq. 16); `"delta"` those before each token, as in eq. 10,
-            exactly (the delta rule), so that a single write can replace what the memory returns for a key. `"delta"`,
-            with `"paper"` and with `memory_network="residual"` `"chunk"`.
+            Weights at which the error of the memory network's last layer is taken. `"chunk"`: the weights of the
+            chunk's start, as in the paper's algorithm in chunks (eq. 16). `"delta"`: the weights before each token, as
+            in eq. 10, exactly (the delta rule), so that a single write can replace what the memory returns for a key.
+            Default: `"delta"`; `"paper"`, and any form with `memory_network="residual"`: `"chunk"`.
         memory_recurrence (`str`, *optional*):
             Form of the update (eq. 10-14): `"paper"` as stated. With `"stable"`, forgetting leads back to the learned
             initial weights instead of 0, where a network of several layers has no gradient; theta is multiplied by
             1 - eta, so that a gradient's steps sum to theta; values have length 1, as keys and queries, because the
-            largest step that does not diverge decreases with their square; and the network starts as 0. `"stable"`,
-            with `"paper"` `"paper"`.
+            largest step that does not diverge decreases with their square; and the network starts as 0.
+            Default: `"stable"`; `"paper"`: `"paper"`.
         memory_momentum (`bool`, *optional*):
-            Momentum of the update (eta, eq. 10). With the delta rule, eta is at most 1/3, because with a larger one the
-            memory can grow exponentially where a key comes in bursts. `True`, with `memory_form="delta"` and the delta
-            rule `False`: there it gains at most 0.01 nats on text.
+            Momentum of the update (eta, eq. 10). With the delta rule, eta is at most 1/3, because with a larger eta the
+            memory can grow exponentially where a key comes in bursts. Default: `True`; `"delta"` with the delta rule:
+            `False`, because there momentum gains at most 0.01 nats on text.
         memory_forget (`bool`, defaults to `True`):
             Weight decay of the memory (alpha, eq. 13), to the weights that `memory_recurrence` sets.
         memory_conv_kernel (`int`, defaults to 4):
@@ -171,28 +170,28 @@ class TitansConfig(PreTrainedConfig):
             one-token delay: x_t is stored under the key of x_{t-1}.
         memory_conv_noise (`float`, *optional*):
             Noise in the initial filters, from 0 to 1: a filter is sqrt(1 - n^2) times that start plus n times noise of
-            norm 1. In our experiments, recall tasks are learned fastest with 0, and language with 1. 0.7, with
-            `"paper"` 1.
+            norm 1. In our experiments, recall tasks are learned fastest with 0, and language with 1.
+            Default: 0.7; `"paper"`: 1.
         memory_output_norm (`str`, *optional*):
             Normalisation of a head's output (section 4.4). `"rms"` always normalises. `"clip"` clips to length 1
             (values have length 1), so that small retrievals stay small. With `memory_recurrence="paper"`, values may
-            be longer. `"clip"`, with `"paper"` `"rms"`.
+            be longer. Default: `"clip"`; `"paper"`: `"rms"`.
         memory_residual (`bool`, *optional*):
-            Add the memory's output m as it is: with attention's output y, MAG, MAL and MAC are
+            Add the memory's output m: with attention's output y, MAG, MAL and MAC are
             `y * sigmoid(norm(m)) + m` instead of eq. 28, 31 and 25, and attention reads `norm(x + m)` in MAL instead of
             `norm(m)`. On novels, all three gain with it: normalised outputs are equally large, whether the memory has
-            stored much for a query or nothing. LMM has this form only. `True`, with `"paper"` `False`.
+            stored much for a query or nothing. LMM has this form only. Default: `True`; `"paper"`: `False`.
         memory_error_clip (`float` or `None`, defaults to `"form"`):
             Largest error |M(k) - v| without clipping, in units of |v|; `None` for the paper's plain squared error. With
             the delta rule, the last layer's errors are never clipped: it has no effect on a memory of one layer.
-            `"form"` is 1, with `memory_form="paper"` `None`.
+            `"form"` is 1; with `memory_form="paper"` it is `None`.
         memory_kernel (`str`, defaults to `"auto"`):
-            What computes the memory's update with several tokens: `"fla"` the kernel `chunk_comba` of
-            flash-linear-attention (`pip install titans-hf[gpu]`), `"torch"` PyTorch, `"auto"` the kernel where it can,
-            PyTorch elsewhere. The kernel needs a CUDA GPU, a memory of one layer with the delta rule and without
-            momentum (`memory_form="delta"`), heads of at most 256, and a model that is not in float64. `"fla"` raises
-            an error where one of them is missing. Single tokens, calls with `output_surprise` and, with `"auto"`,
-            compiled models are computed by PyTorch, and so is a token memory of more than 256 features.
+            The program that updates the memory with several tokens. `"fla"`: the kernel `chunk_comba` of
+            flash-linear-attention (`pip install titans-hf[gpu]`). `"torch"`: PyTorch. `"auto"`: the kernel where it is
+            possible, PyTorch elsewhere. The kernel needs a CUDA GPU, a memory of one layer with the delta rule and
+            without momentum (`memory_form="delta"`), heads of at most 256, and a model that is not in float64. `"fla"`
+            raises an error if one of these conditions does not hold. Single tokens, calls with `output_surprise` and,
+            with `"auto"`, compiled models are computed by PyTorch, and so is a token memory of more than 256 features.
         token_memory_features (`int`, defaults to 0):
             Number of sparse features of the keys of the token memory, which learns at test time which token follows
             which final hidden state, and adds what it retrieves before the LM head; 0 for none. An extension beyond the
@@ -207,8 +206,8 @@ class TitansConfig(PreTrainedConfig):
             Loss in nats, from which a token is a surprise, which the episodic token memory writes.
 
         titans_version (`int`, *optional*):
-            Version of what these fields mean. A saved config of another version is read if its function is the same,
-            and otherwise refused. Not to be given.
+            Version of the fields' meaning. A saved config of another version is read if its model's function is the
+            same, and otherwise refused. Not to be given.
 
     Raises `ValueError` or huggingface_hub's `StrictDataclassError`, naming the field, for a value that is not possible.
     """
@@ -322,15 +321,15 @@ class TitansConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
-        """Makes a config from config.json. Fields of the memory that are given beside it replace those in the file
-        before others derive from them.
+        """Makes a config from config.json. Fields of the memory that are given beside it replace the fields in the
+        file before other fields derive from them.
 
         Raises ValueError for another `memory_form` beside a saved config, which has a value for every field.
         """
         form, saved = kwargs.get("memory_form"), config_dict.get("memory_form")
         if config_dict.get("titans_version") is not None and form not in (None, saved):
             raise ValueError(
-                f"`memory_form` cannot become {form!r} in a saved config, whose fields are those of {saved!r}: give "
+                f"`memory_form` cannot become {form!r} in a saved config, whose fields were made for {saved!r}: give "
                 "the fields that are to change."
             )
         given = {name: kwargs.pop(name) for name in field_facts(cls) if name.startswith("memory_") and name in kwargs}
@@ -347,7 +346,7 @@ class TitansConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def _check_version(self) -> None:
-        """Raises ValueError for a saved config of which this code would make another function than the one it had."""
+        """Raises ValueError for a saved config whose model would compute another function with this code."""
         version, self.titans_version = self.titans_version, TITANS_VERSION
         if version is None and self.transformers_version is not None:  # written by save_pretrained
             version = 0
@@ -442,7 +441,8 @@ class TitansConfig(PreTrainedConfig):
 
     def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
         """Writes config.json and the model's code: a checkpoint loads anywhere with `trust_remote_code=True`."""
-        # Entries of the user are kept, but those of another repository ("repo--file.Class"): its code is copied here.
+        # The user's entries are kept. An entry of another repository ("repo--file.Class") is not: its code is copied
+        # here.
         given = getattr(self, "auto_map", None) or {}
         self.auto_map = self.auto_classes | {name: target for name, target in given.items() if "--" not in target}
         super().save_pretrained(save_directory, push_to_hub, **kwargs)
@@ -510,7 +510,7 @@ class TitansConfig(PreTrainedConfig):
 
 
 def _rope_parameters(given: dict, partial_rotary_factor: float) -> dict:
-    """Returns `given` with the values that it lacks. Raises ValueError for a type that is not one of ROPE_TYPES."""
+    """Returns `given` with the values that it lacks. Raises ValueError for a type that is not in ROPE_TYPES."""
     rope_type = given.get("rope_type", given.get("type", "default"))
     if rope_type not in ROPE_TYPES:
         raise ValueError(

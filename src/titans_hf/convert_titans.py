@@ -1,8 +1,8 @@
 """Makes a Titans of a pretrained Llama, Mistral, Qwen2 or Qwen3, with its weights and without training.
 
 A layer of the result is sliding-window attention with persistent tokens (and, in `memory_layers`, a memory that starts
-as 0). For a text of at most `window` tokens and without sinks its logits are the original's; for a longer one they are
-those of the original with the window as its mask.
+as 0). For a text of at most `window` tokens and without sinks its logits are the original's. For a longer text they are
+the logits of the original with the window as its mask.
 
 Sinks: a pretrained model needs its first position. A window that has left it behind costs about half a nat. The first
 position attends to itself alone, so that its inputs of every layer are the same for every text. They become the
@@ -88,7 +88,7 @@ def convert(
         first_token: the token that texts begin with; the begin token of the config by default, else its end token.
         fields: further fields of `TitansConfig`.
 
-    Raises ValueError for what cannot be converted exactly.
+    Raises ValueError for a model that cannot be converted exactly.
     """
     config, weights = open_model(model)
     titans = titans_config(config, window, sinks, memory, memory_layers, **fields)
@@ -119,7 +119,7 @@ def convert_checkpoint(
 
     Args:
         path: the folder of a checkpoint, or its name on the Hub.
-        dtype: of the written weights; by default that of the checkpoint.
+        dtype: dtype of the written weights; the checkpoint's by default.
         gguf_file: the checkpoint's file if it is a GGUF, whose weights are written as numbers that are not quantised.
         check: called with the configuration before anything is written.
         window, sinks, memory, memory_layers, first_token, fields: as in `convert`.
@@ -184,7 +184,7 @@ class StoredWeights(Mapping):
 def open_model(
     model: PreTrainedModel | str | Path, gguf_file: str | None = None
 ) -> tuple[PreTrainedConfig, Mapping[str, Tensor]]:
-    """Returns the configuration and the weights of a model. Those of safetensors files are read when they are used.
+    """Returns the configuration and the weights of a model. Weights in safetensors files are read when they are used.
 
     Raises ValueError for quantised weights, and for a family that is not known.
     """
@@ -335,7 +335,7 @@ def original_names(model: TitansForCausalLM, weights: Mapping[str, Tensor]) -> d
         elif name.startswith(("model.embed_tokens.", "model.norm.", "lm_head.")) and not _is_tied(model.config, name):
             names[name] = name
     known = {*names.values(), "lm_head.weight"}
-    # The biases of Qwen2 are those of queries, keys and values alone.
+    # Qwen2 has biases in its projections of queries, keys and values alone.
     missing = [x for x in names.values() if x not in weights and not x.endswith("self_attn.o_proj.bias")]
     unknown = [x for x in weights if x not in known and not x.endswith(BUFFERS)]
     if missing or unknown:
@@ -383,7 +383,7 @@ def _fill_layer(layer: TitansDecoderLayer, first: Tensor | None) -> Tensor | Non
 
 
 def generation_config_of(model: PreTrainedModel | str | Path, config: TitansConfig) -> GenerationConfig:
-    """Returns the settings of `generate()` of a model, or those of the configuration where it has none."""
+    """Returns the model's settings of `generate()`; if it has none, the settings that its configuration gives."""
     try:
         given = getattr(model, "generation_config", None) or GenerationConfig.from_pretrained(model)
         given = GenerationConfig.from_dict(given.to_dict())

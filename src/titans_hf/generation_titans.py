@@ -79,7 +79,7 @@ class TitansGenerationMixin(GenerationMixin):
 
     def generate(self, *args, output_surprise: bool = False, **kwargs):
         """Generates as in Transformers. With `output_surprise` (and `return_dict_in_generate`) the result has
-        `surprise`, one `LayerSurprise` per layer: of the prompt's tokens and of the generated ones but the last, which
+        `surprise`, one `LayerSurprise` per layer, for the prompt's tokens and all generated tokens but the last, which
         is not read.
 
         Raises ValueError for `output_surprise` with beams, assisted decoding or a compiled step.
@@ -263,7 +263,7 @@ def _check_prompt(generation_config, model_kwargs: dict, generation_mode: Genera
         f"`past_key_values` has read too; or {advice}": (
             num_read and embeds is not None and embeds.shape[1] != num_columns
         ),
-        f"The prompt has {num_columns} columns, with those of its mask, but `past_key_values` has read {num_read} "
+        f"The prompt has {num_columns} columns, its mask included, but `past_key_values` has read {num_read} "
         f"already, which come first in a prompt: {advice}": (
             0 < num_columns <= num_read and not generation_config.is_assistant
         ),

@@ -33,7 +33,7 @@ class TitansHead(TitansPreTrainedModel):
         super().__init__(config)
 
     def post_init(self):
-        """Freezes the episodic token memory: no head reads it, and DDP waits for the gradient of what is trained."""
+        """Freezes the episodic token memory: no head reads it, and DDP would wait for its gradient."""
         super().post_init()
         if self.model.episodic_memory is not None:
             self.model.episodic_memory.requires_grad_(False)

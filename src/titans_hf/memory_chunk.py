@@ -189,8 +189,8 @@ class ChunkFunctions(NamedTuple):
 def chunk_forward(
     inputs: MemoryInputs, state: MemoryState, decay_target: Sequence[Tensor], rule: UpdateRule, needs_surprise: bool
 ) -> MemorizeOutput:
-    """Computes what the queries of a chunk retrieve, the tokens' surprise if it is needed, and the state at the chunk's
-    end.
+    """Computes the retrieved values of a chunk's queries, the tokens' surprise if it is needed, and the state at the
+    chunk's end.
     """
     chunk = chunk_intermediates(inputs, state, decay_target, rule)
     retrieved = apply_layers(inputs.queries, _reads_of_layers(chunk), rule.network)
@@ -295,12 +295,12 @@ def chunk_backward(
     grad_weights: Sequence[Tensor],
     grad_momentum: Sequence[Tensor],
 ) -> ChunkGradients:
-    """Computes the backward of `chunk_forward` of an MLP, all layers of which have the same gates, from the gradients
-    with respect to its output. Six steps lead from the outputs to the inputs.
+    """Computes the backward of `chunk_forward` of an MLP whose layers have the same gates, from the gradients with
+    respect to its output. Six steps lead from the outputs to the inputs.
     """
     # 1. The queries' way through the layers once more: the input of each, and silu' before it
     reads = layer_inputs(chunk.inputs.queries, _reads_of_layers(chunk))
-    # 2. What is read of each layer, and the layer's weights and momentum at the end; from the last layer to the first
+    # 2. The reads of each layer, and its weights and momentum at the end; from the last layer to the first
     grad, layer_gradients, gate_gradients = grad_retrieved, [], []
     for i in reversed(range(len(chunk.layers))):
         grad_of_momentum = grad_momentum[i] if grad_momentum else None

@@ -33,12 +33,12 @@ def zero_of(x: Tensor) -> Tensor:
 class GateProducts(NamedTuple):
     """Factors by which the start of a chunk and its tokens' gradients enter later weights and momenta."""
 
-    gradient_to_weights: Tensor  # G (..., C, C): of token i's gradient in the weights after token t
-    weights_decay: Tensor  # beta (..., C): of the chunk-start weights in the weights after token t
+    gradient_to_weights: Tensor  # G (..., C, C): share of token i's gradient in the weights after token t
+    weights_decay: Tensor  # beta (..., C): share of the chunk-start weights in the weights after token t
     # None without momentum:
-    momentum_to_weights: Tensor | None  # f (..., C): of the chunk-start momentum in the weights after token t
+    momentum_to_weights: Tensor | None  # f (..., C): share of the chunk-start momentum in the weights after token t
     gradient_to_momentum: Tensor | None  # E_Ti theta_i (..., C): of token i's gradient in the momentum at the end
-    momentum_decay: Tensor | None  # m_T (...): of the chunk-start momentum in the momentum at the chunk's end
+    momentum_decay: Tensor | None  # m_T (...): share of the chunk-start momentum in the momentum at the chunk's end
 
 
 class GateIntermediates(NamedTuple):
@@ -104,7 +104,7 @@ def gate_products_backward(
     inner_lr: Tensor,
     filled: Tensor | None = None,
 ) -> Gates:
-    """Computes the gradients with respect to the gates from those with respect to their products."""
+    """Computes the gradients with respect to the gates from the gradients with respect to their products."""
     (inner_lr,) = _zero_empty_slots(filled, inner_lr)
     retain, momentum = intermediates.retain_products, intermediates.momentum_products
     decays = intermediates.momentum_decays
@@ -137,5 +137,5 @@ def _suffix_sums(x: Tensor, dim: int) -> Tensor:
 
 
 def _segment_sums_backward(grad: Tensor) -> Tensor:
-    """Computes the gradients with respect to x_l (..., C) from those with respect to sum_{j<l<=t} x_l at [t, j]."""
+    """Computes the gradients with respect to x_l (..., C) from the gradients of the sums over j < l <= t at [t, j]."""
     return _suffix_sums(grad, -2).tril(-1).sum(-1)

@@ -37,7 +37,7 @@ def torch_chunk_comba(
         q, k, p: (B, T, H, K); queries, keys, and the keys by which the state is read before it is written.
         v: (B, T, H, V).
         g, beta: (B, T, H); g is at most 0.
-        scale: of the queries; K^-0.5 by default.
+        scale: factor of the queries; K^-0.5 by default.
         initial_state: S_0, (B, H, K, V); 0 by default.
 
     Returns o (B, T, H, V) in the dtype of q, and the state after the last token, or None.
@@ -111,7 +111,7 @@ def torch_chunk_titans(
         weights, momentum: M and S before the first token, which starts a chunk: (B, H, d_in, d_out) of each layer.
         error_clip: kappa; None for no clip. The error M(k) - v is clipped at kappa |v|, a layer's gradient at
             4 kappa |v|.
-        hidden_step: with the delta rule, what the hidden layers' steps are multiplied by. The last layer's error is
+        hidden_step: with the delta rule, the factor of the hidden layers' steps. The last layer's error is
             taken at M_{t-1} (eq. 10) and is not clipped. None for the chunk's start in all layers.
 
     Returns o (B, T, H, D), and weights and momentum after the last token.

@@ -215,8 +215,8 @@ def _clip_factors(
     intermediates: FactorsIntermediates | None,
     last_is_replaced: bool,
 ) -> GradientFactors:
-    """Clips the gradient of each layer at 4 `limit` (..., T, 1); None for no limit. The last layer's is left as it is
-    where the delta rule will replace it.
+    """Clips the gradient of each layer at 4 `limit` (..., T, 1); None for no limit. The last layer's gradient is
+    not clipped where the delta rule will replace it.
     """
     if limit is None:
         return GradientFactors(inputs, unclipped, [], intermediates)
@@ -268,8 +268,8 @@ def gradient_factors_backward(
     grad_inputs: list[Tensor],
     grad_deltas: list[Tensor],
 ) -> FactorsGradients:
-    """Computes the gradients with respect to keys, values and weights from those with respect to the factors' inputs
-    and deltas, which are overwritten. The network is an MLP.
+    """Computes the gradients with respect to keys, values and weights from the gradients with respect to the factors'
+    inputs and deltas, which are overwritten. The network is an MLP.
     """
     last, kept = len(weights) - 1, factors.intermediates
     if factors.hidden_step != 1:

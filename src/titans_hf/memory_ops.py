@@ -1,8 +1,8 @@
 """The update and the read of the memory, `memorize`: in chunks by the dual form, or one token by the equations.
 
-The scan over chunks: the state at the end of one is the state at the start of the next. For the backward, by hand or by
-autograd, the scan keeps the state at every `CHECKPOINT_INTERVAL`-th chunk; the others, and everything within a chunk,
-are recomputed.
+The scan over chunks: the state at the end of a chunk is the state at the start of the next chunk. For the backward, by
+hand or by autograd, the scan keeps the state at every `CHECKPOINT_INTERVAL`-th chunk. The states between, and
+everything within a chunk, are recomputed.
 
 Shapes: B batch, H heads, T tokens, D head size; weights (B, H, d_in, d_out). Within the scan: N batch and heads, T
 tokens, C tokens of a chunk; weights (N, d_in, d_out).
@@ -213,7 +213,7 @@ def _with_anchor(options: ScanOptions, chunk: int, state: MemoryState) -> Memory
 def _anchor_backward(
     options: ScanOptions, chunk: int, grads: MemoryState, grad_later_anchor: Sequence[Tensor]
 ) -> MemoryState:
-    """Computes the backward of `_with_anchor`: the anchor's gradient, with that of later chunks, goes to the weights
+    """Computes the backward of `_with_anchor`: the anchor's gradient, later chunks' included, goes to the weights
     where the chunk starts, and to the previous anchor elsewhere.
     """
     if not grads.anchor:
@@ -255,7 +255,7 @@ def memorize(
         chunk_size: number of tokens whose gradients are taken at the same weights.
         decay_target: weights (H, d_in, d_out) of each layer that forgetting decays to; empty for 0, as in eq. 13.
         grid: where given, the tokens are already on its slots (T = grid.num_slots), of a grid for a multiple of
-            `chunk_size`. What is returned is undefined at empty slots. The surprise is None unless
+            `chunk_size`. The results at empty slots are undefined. The surprise is None unless
             `grid.needs_surprise`; without a grid, it is computed.
 
     Raises ValueError for a rule that cannot be, for `inputs.filled`, which the grid has, and for a state without the
@@ -296,8 +296,8 @@ def _check_inputs(inputs: MemoryInputs, state: MemoryState) -> None:
 def read_constant_memory(
     inputs: MemoryInputs, state: MemoryState, rule: UpdateRule, chunk_size: int, grid: TokenGrid
 ) -> MemorizeOutput:
-    """Reads each token's query without an update: weights and momentum stay as they are, and the tokens are counted.
-    The surprise is that of the weights as they are.
+    """Reads each token's query without an update: weights and momentum do not change, and the tokens are counted. The
+    surprise is measured at these weights.
     """
     inputs = inputs.map(lambda x: x.to(state.weights[0].dtype))
     anchor, num_tokens = (), grid.row_ends - grid.row_starts
@@ -308,7 +308,7 @@ def read_constant_memory(
         surprise = token_surprise(_factors_at(inputs, state.weights if needs_anchor else (), state.weights, rule))
     after = replace(state, anchor=anchor, num_seen=state.num_seen + num_tokens)
     retrieved = read(state.weights, inputs.queries, rule.network)
-    # DistributedDataParallel waits for a gradient of every parameter, those of the gates too.
+    # DistributedDataParallel waits for a gradient of every parameter, the gates' included.
     for gate in (inputs.inner_lr, inputs.log_momentum_decay, inputs.log_retain):
         retrieved = retrieved if gate is None else retrieved + zero_of(gate)
     return MemorizeOutput(retrieved, surprise, after)

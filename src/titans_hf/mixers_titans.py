@@ -28,7 +28,7 @@ class MixerOutput(NamedTuple):
     """The result of a mixer for the tokens of a call, or for the slots of a grid (`SequenceMixer.mix`).
 
     hidden_states: (B, T, hidden), or (R, G, hidden). attentions: (B, h, T, K), or (R, h, G, K), or None. state: B or R
-    rows, after the last token. surprise: that of the tokens; for slots, the memory's updates.
+    rows, after the last token. surprise: the tokens' surprise; for slots, the memory's updates.
     """
 
     hidden_states: Tensor
@@ -107,7 +107,7 @@ class SequenceMixer(nn.Module):
 
     def activated_lora(self, convert: Callable[[Offsets], Offsets]) -> AbstractContextManager[None]:
         """Converts the offsets of PEFT's activated LoRA while it is open: a projection is adapted at the last
-        positions of each row of its input, of which `alora_offsets` counts a call's columns.
+        positions of each row of its input. `alora_offsets` counts them in the call's columns.
         """
         variants = [(x, getattr(x, "lora_variant", {}).values()) for x in self.wrapped_projections()]
         activated = [x for x, found in variants if any(type(y).__name__ == "ALoraLinearVariant" for y in found)]
@@ -116,7 +116,7 @@ class SequenceMixer(nn.Module):
 
 @contextmanager
 def _converted_offsets(projections: list[nn.Module], convert: Callable[[Offsets], Offsets]) -> Iterator[None]:
-    """Registers hooks that run after those by which PEFT gives the projections their offsets."""
+    """Registers hooks that run after PEFT's hooks, which give the projections their offsets."""
 
     def hook(module, args, kwargs):
         offsets = kwargs.get("alora_offsets")
@@ -179,8 +179,8 @@ class TitansMixer(SequenceMixer):
         return self.persistent[None].expand(batch_size if self.wrapped_projections() else 1, -1, -1)
 
     def initial_kv_cache(self, memory_output: Tensor) -> WindowCache | None:
-        """Returns attention's cache before the first token; memory_output (1 or B, P, hidden): of the persistent
-        tokens.
+        """Returns attention's cache before the first token; memory_output (1 or B, P, hidden): the memory's output for
+        the persistent tokens.
         """
         return None
 

@@ -114,7 +114,7 @@ class TitansPreTrainedModel(PreTrainedModel):
         `memory_network="residual"` or `memory_gates="layer"`, whose backward is autograd's.
 
         `torch.compile(model)` compiles the whole model, but again for each sequence length, because the loop over
-        chunks is unrolled. `options` are those of torch.compile.
+        chunks is unrolled. `options` are arguments of torch.compile.
         """
         compile_chunks(**options)
 
@@ -220,10 +220,10 @@ class TitansModel(TitansPreTrainedModel):
             cu_seq_lens_q (N + 1,) int: cumulative lengths of the documents packed in a single row, from 0 to T.
             seq_idx (B, T) or (1, T) int: document of each token, which is independent of the documents before it.
             defer_episodic_memory: leave the episodic token memory to the caller, for which `mlp_inputs` and `layout`
-                are returned. Otherwise what is read leaves no entries in it: there is no LM head.
+                are returned. Otherwise a call writes no entries to it, because there is no LM head.
 
         Returns last_hidden_state (B, T, hidden), past_key_values; on request hidden_states; with
-        `output_surprise=True` surprise, one `LayerSurprise` per layer, then that of the token memory, if any; with
+        `output_surprise=True` surprise, one `LayerSurprise` per layer and one of the token memory, if any; with
         `attn_implementation="eager"` attentions: one (B, heads, T, P + W) per layer, its columns the persistent tokens
         and the window up to the token, oldest first; in MAC (B, heads, T, P + 2 L): persistent tokens, recalled tokens
         and segment slots. Attention maps assembled from several windows or segments carry no gradient.
@@ -260,7 +260,7 @@ class TitansModel(TitansPreTrainedModel):
         return output
 
     def _make_or_check_cache(self, cache: TitansCache | None, use_cache: bool, batch_size: int) -> TitansCache | None:
-        """Returns `cache`, or a new one with `use_cache`; raises ValueError for one that misfits."""
+        """Returns `cache`, or a new one with `use_cache`; raises ValueError for a cache that does not fit."""
         if cache is None:
             return TitansCache(self.config) if use_cache else None
         check_cache(cache, self.config, batch_size)

@@ -121,8 +121,8 @@ class InitialWeights(nn.Module):
 
 
 class TokenGate(nn.Module):
-    """One logit per token and head, or per layer of each head's network, those of a head side by side. Zero-initialised
-    weight: every token's logit starts as `initial_logit`.
+    """One logit per token and head, or per layer of each head's network; the logits of a head's layers are side by
+    side. Zero-initialised weight: every token's logit starts as `initial_logit`.
 
     No nn.Linear, because quantisers convert every nn.Linear: a gate has few weights, and all updates depend on it.
     """
@@ -321,7 +321,7 @@ class NeuralMemory(nn.Module):
         return torch.cat([l2_normalize(queries_and_keys), values])
 
     def project_output(self, hidden_states: Tensor, retrieved: Tensor) -> Tensor:
-        """Computes W_o (norm(y) o silu(W_g x)) (section 4.4) from x (B, T, hidden) and what it retrieved, y
+        """Computes W_o (norm(y) o silu(W_g x)) (section 4.4) from x (B, T, hidden) and the retrieved values y
         (B, H, T, D): (B, T, hidden).
         """
         with maybe_autocast(hidden_states.device.type, enabled=False):

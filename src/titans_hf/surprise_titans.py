@@ -111,7 +111,7 @@ class TitansModelOutput(BaseModelOutputWithPast):
 
 @dataclass
 class TitansCausalLMOutput(CausalLMOutputWithPast):
-    """surprise: one `LayerSurprise` per layer, then that of the token memory, if any."""
+    """surprise: one `LayerSurprise` per layer, and one of the token memory, if any."""
 
     surprise: tuple[LayerSurprise, ...] | None = None
 

@@ -19,7 +19,7 @@ from .surprise_titans import LayerSurprise
 
 @dataclass
 class TimeSeriesState:
-    """What the model keeps of B series of C channels; its size does not depend on the number of values read.
+    """The state of B series of C channels; its size does not depend on the number of values read.
 
     values (B * C, context_length): the last values, less their cycle. hidden_states (B * C, patches of them, hidden):
     what the linear head sees. memory: the `TitansCache` of the layers, B * C rows. cycle_position (B,) int64: place of
@@ -100,9 +100,9 @@ class LearnedCycle(nn.Module):
 
     @torch.no_grad()
     def fit(self, values: Tensor) -> None:
-        """Sets the cycle to the means of the training values (T, C), the first of which is at place 0, at each place,
-        less their mean; training goes on from there. Raises ValueError for less than one cycle, other channels or
-        values that are not finite.
+        """Sets the cycle to the mean of the training values (T, C) at each place, less the mean over all places. The
+        first value is at place 0. Training goes on from these means. Raises ValueError for less than one cycle, other
+        channels or values that are not finite.
         """
         # docs/dev/log.md: "A learned daily cycle"
         length, channels = self.weight.shape
@@ -166,7 +166,7 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         Args:
             past_values (B, T, C): new values of C channels, finite, used in float32 at least; T a multiple of
                 `patch_length`, and at least `context_length` at the beginning of a series.
-            future_values (B, prediction_length, C): what follows; gives the loss.
+            future_values (B, prediction_length, C): the values that follow; with them there is a loss.
             state: returned by the call before; None at the beginning of a series. It is not changed.
             cycle_position (B,) int64: place of the first value in the cycle, 0 by default; the state has that of later
                 values. Without a cycle it has no meaning.
@@ -213,7 +213,7 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         """Forecasts any number of values after `past_values`: beyond `config.prediction_length`, the forecast so far is
         read as if it had been measured.
 
-        past_values, state, cycle_position: as in `forward`. prediction_length: that of the config by default.
+        past_values, state, cycle_position: as in `forward`. prediction_length: the config's by default.
 
         Raises ValueError as `forward` does, and for a length below 1 or, where forecasts must be read, for a model that
         forecasts less than a patch.
@@ -234,7 +234,7 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
     def _first_position(
         self, past_values: Tensor, state: TimeSeriesState | None, cycle_position: Tensor | None
     ) -> Tensor:
-        """Returns the place (B,) of the first value in the cycle; raises ValueError for one that does not fit."""
+        """Returns the place (B,) of the first value in the cycle; raises ValueError for a place that does not fit."""
         if state is not None and cycle_position is not None:
             raise ValueError("`cycle_position` must be None after a `state`, which has the position.")
         if state is not None:
@@ -255,8 +255,8 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         )
 
     def _split_cycle(self, past_values: Tensor, position: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Returns past_values (B, T, C) less their cycle, in float32 at least, and the cycle of what follows,
-        (B, prediction_length, C).
+        """Returns past_values (B, T, C) less their cycle, in float32 at least, and the cycle of the values that
+        follow, (B, prediction_length, C).
         """
         past_values = past_values.to(torch.promote_types(past_values.dtype, torch.float32))
         if self.cycle is None:
@@ -269,8 +269,8 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         """Cuts values (rows, T) into patches, each normalised by the context_length values that end with it. The first
         context_length values give patches only `at_start`; later, these patches have been read before.
 
-        The deviation is that of the values divided by the largest of their context, plus a rounding error, so that a
-        constant series can be normalised: forecasts do not depend on the unit, and no square overflows.
+        The deviation is taken of the values divided by the largest value of their context, plus a rounding error, so
+        that a constant series can be normalised: forecasts do not depend on the unit, and no square overflows.
         """
         size = self.config.patch_length
         contexts = values.unfold(1, self.config.context_length, size)

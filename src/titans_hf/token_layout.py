@@ -41,7 +41,7 @@ def check_config(config: TitansConfig) -> None:
 
 
 def check_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> None:
-    """Raises ValueError unless exactly one of both is given: input_ids (B, T), or inputs_embeds (B, T, hidden), B
+    """Raises ValueError unless exactly one of the two is given: input_ids (B, T), or inputs_embeds (B, T, hidden), B
     and T at least 1.
     """
     if (input_ids is None) == (inputs_embeds is None):

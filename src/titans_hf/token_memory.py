@@ -7,9 +7,10 @@ states h_t and the embeddings e_t of the tokens, both normalised to length 1:
     M_t = (1 - alpha_t) M_{t-1} - theta_t grad |M_{t-1}(k_t) - v_t|^2,  M_0 = 0    (eq. 10-13 without momentum)
     output_t = scale o 2 sigmoid(w h_t + b) M_t(q_t)                               (added to the LM head's input)
 
-The directions Omega (D, F) are random and not trained. A write overwrites what is stored in its key's direction: with
-many sparse features the keys of a long text have few directions in common. The LM head's weights are the embeddings, so
-that what is retrieved, a mixture of embeddings, raises the logits of its tokens from the first training step on.
+The directions Omega (D, F) are random and not trained. A write overwrites the value that is stored in its key's
+direction: with many sparse features the keys of a long text have few directions in common. The LM head's weights are
+the embeddings, so that the retrieved value, a mixture of embeddings, raises the logits of its tokens from the first
+training step on.
 
 An extension beyond the paper. docs/dev/log.md: "A memory of which token follows"
 Shapes: R rows of the grid, G slots, F features, D hidden size.
@@ -117,7 +118,7 @@ class TitansTokenMemoryLayer(GradientCheckpointingLayer):
         layout: TokenLayout,
         past_key_values: TitansCache | None = None,
     ) -> Tensor:
-        """Computes the hidden states for the LM head from those behind the final norm and the tokens' embeddings,
+        """Computes the hidden states for the LM head from the final norm's output and the tokens' embeddings,
         (B, T, hidden) each, and updates its part of the cache.
         """
         inputs = torch.cat([hidden_states, embeddings], dim=-1)

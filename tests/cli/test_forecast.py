@@ -99,7 +99,7 @@ def bad_data(folder, number=100, freq="h"):
         (["--horizon", 90, "--look_back", 16], r"80 of them for training.* a smaller --look_back or --horizon"),
         (["--horizon", 8, "--validation", 1], "--validation must be a share between 0 and 1, but is 1.0"),
         (["--horizon", 8, "--look_back", 16, "--cycle_length", 99], "--cycle_length 99 is more than the 80 rows"),
-        (["--model", "MODEL", "--max_steps", 3], "--max_steps is of training, but --model"),
+        (["--model", "MODEL", "--max_steps", 3], "--max_steps is an option of training, but --model"),
         (["--model", "no-model"], "--model no-model is not a checkpoint"),
     ],
 )

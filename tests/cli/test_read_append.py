@@ -107,7 +107,7 @@ def test_appending_to_a_reading_that_was_stopped(append, paths, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         stop_reading_at(190, patch)
         run_read(paths, *texts, **({"append": True} if append else {}))
-    with pytest.raises(ValueError, match=r"tokens of other texts and was stopped before their end: .* --abandon"):
+    with pytest.raises(ValueError, match=r"tokens of other texts and was interrupted before their end: .* --abandon"):
         run_read(paths, b, append=True)
     before = num_seen(paths.memory)
     run_read(paths, b, append=True, abandon=True)

@@ -175,7 +175,7 @@ def test_an_interruption_loses_only_the_task_in_progress(evaluate, monkeypatch, 
     original = run.evaluate
     with monkeypatch.context() as patch:
         patch.setattr(run, "evaluate", stop_at_the_second)
-        with pytest.raises(SystemExit, match="interrupted: what is finished is saved"):
+        with pytest.raises(SystemExit, match="interrupted: finished results are saved"):
             evaluate("mistral", suite=["piqa", "boolq"])
     assert [path.name for path in (tmp_path / "out/mistral").iterdir()] == ["piqa_local.json"]
     assert "| **mistral** (" in (tmp_path / "out/table.md").read_text()
@@ -285,7 +285,7 @@ def test_bad_input_is_refused_before_any_work(data, models, tmp_path, monkeypatc
     refused(r"--max_length 128 leaves no room", "--suite", "niah", "--lengths", "2048", "--max_length", "128")
     refused(r"would write the results into MODEL", "--suite", "lm", "--output", str(models))
     refused(r"--lengths 20: .*too short for the facts", "--suite", "babilong", "--lengths", "20")
-    refused(r"--lengths: none of the chosen tasks", "--suite", "lm", "--lengths", "2048")
+    refused(r"--lengths: no chosen task", "--suite", "lm", "--lengths", "2048")
     refused(r"--update_cards: .*mistral holds no README.md", "--suite", "lm", "--update_cards")
     refused(r"--update_cards: .*is a trial", "--suite", "lm", "--update_cards", "--limit", "2")
     refused(r"--dtype float7 must be auto or a dtype of PyTorch", "--suite", "lm", "--dtype", "float7")

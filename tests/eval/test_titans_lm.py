@@ -166,7 +166,7 @@ def test_what_would_have_to_be_cut_is_an_error(model):
 def test_bad_arguments():
     """A model without a memory and a batch size that is no number raise an error that names them."""
     llama = LlamaForCausalLM(LlamaConfig(vocab_size=259, hidden_size=8, intermediate_size=8, num_attention_heads=1))
-    with pytest.raises(ValueError, match="must be a Titans checkpoint, but is one of 'llama'"):
+    with pytest.raises(ValueError, match="must be a Titans checkpoint, but its model_type is 'llama'"):
         make_lm(TitansLM, llama)
     with pytest.raises(ValueError, match="`batch_size` must be a number"):
         make_lm(TitansLM, make_model("mag"), batch_size="auto")

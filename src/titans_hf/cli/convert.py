@@ -3,10 +3,10 @@
 titans-hf convert HuggingFaceTB/SmolLM2-135M-Instruct --output smollm2-titans --fit books/
 
 No weight of the original is trained. --fit also fits the memory behind the last layer to texts, in minutes, as
-`titans-hf fit-memory` does, and prints what it gains on them; a memory that is not fitted gains next to nothing. Up to
-the window the converted model's predictions are the original's, beyond it those of the original with that window and a
-sink: the first token of every text, computed once. Weights, tokenizer, chat template and generation settings come
-along. Printed are the bytes of a memory beside those of the original's cache, and the speed on this machine.
+`titans-hf fit-memory` does, and prints the gain on these texts. A memory that is not fitted gains next to nothing. Up
+to the window the converted model predicts as the original does. Beyond the window it predicts as the original with that
+window and a sink: the first token of every text, computed once. Weights, tokenizer, chat template and generation
+settings come along. The command prints the bytes of a memory beside the original's cache, and the speed on this machine.
 """
 
 import argparse
@@ -36,7 +36,7 @@ NO_SINKS = "note: without a sink, tokens beyond the window cost about half a nat
 CARD = """# {name}
 
 A Titans ([Learning to Memorize at Test Time](https://arxiv.org/abs/2501.00663)) with the weights of {original}. It
-reads texts of any length in constant memory. A cache holds what was read: treat it like the text.
+reads texts of any length in constant memory. A cache holds the text that it has read: treat it like the text.
 
 ## What was changed
 
@@ -162,7 +162,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory_layers", type=int, nargs="*", default=[], help="layers with a memory to be trained")
     parser.add_argument("--first_token", type=int, help="the id of the sink; the begin token by default")
     parser.add_argument("--gguf_file", help="the model's file if it is a GGUF")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights; as they are")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="dtype of the weights; default: unchanged"
+    )
     parser.add_argument("--max_shard_size", default="5GB", help="largest file of weights, as 500MB")
     parser.add_argument("--speed", action=argparse.BooleanOptionalAction, default=True, help="measure the speed")
     return parser

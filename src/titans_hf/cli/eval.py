@@ -143,7 +143,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Runs one unit; returns lm-eval's results with the facts that the tables need."""
     metadata = unit.metadata(args.data, checkpoint.path, args.limit)
-    # lm-eval's thousands of tasks take long to index, and only those of the Hub are among them.
+    # lm-eval's thousands of tasks take long to index. They are needed for data from the Hub alone.
     manager = TaskManager(include_path=str(EVAL / "tasks"), include_defaults=args.data is None, metadata=metadata)
     start, cut = time.monotonic(), lm.cut_tokens
     results = simple_evaluate(
@@ -173,7 +173,7 @@ def evaluate(
 
 
 def run(units: list[Unit], checkpoint: Checkpoint, args: argparse.Namespace) -> None:
-    """Evaluates what is not done yet."""
+    """Evaluates the units that have no result yet."""
     folder = args.output / checkpoint.label
     paths = {unit: folder / f"{unit}.json" for unit in units}
     settings = {unit: settings_of(unit, checkpoint, args) for unit in units}
@@ -212,7 +212,9 @@ def main(argv: list[str] | None = None) -> None:
         for checkpoint in checkpoints:
             run(units, checkpoint, args)
     except KeyboardInterrupt:
-        raise SystemExit("interrupted: what is finished is saved; the same command goes on from there") from None
+        raise SystemExit(
+            "interrupted: finished results are saved, and the same command goes on with the others"
+        ) from None
     finally:
         kept = {checkpoint.label: checkpoint.fingerprint for checkpoint in checkpoints}
         source, trained = "hub" if args.data is None else "local", trained_length(args.models)

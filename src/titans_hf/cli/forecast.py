@@ -39,7 +39,7 @@ from titans_hf.cli.shared.time_series import (
 )
 
 TABLE, PICTURE = "forecast.csv", "forecast.png"
-FACTS = "series.json"  # beside a model: what it was trained on
+FACTS = "series.json"  # beside a model: facts of its training data
 TRAINING = {
     "look_back": 96,
     "cycle_length": 0,
@@ -93,7 +93,7 @@ class ProgressPrinter(TrainerCallback):
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parses the command line, without checking what the values mean."""
+    """Parses the command line, without checking whether the values are possible."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("data", type=Path, metavar="DATA.csv", help="a column of dates, and one for each channel")
     parser.add_argument("--output", type=Path, required=True, help="folder of forecast.csv, the picture and the model")
@@ -126,7 +126,9 @@ def check_args(args: argparse.Namespace) -> None:
     if args.model is not None:
         given = [name for name, default in TRAINING.items() if getattr(args, name) != default]
         if given:
-            raise ValueError(f"--{given[0]} is of training, but --model {args.model} is trained: leave one of them out")
+            raise ValueError(
+                f"--{given[0]} is an option of training, but --model {args.model} is already trained: leave one out"
+            )
         return
     if args.horizon is None:
         raise ValueError("--horizon is missing: the number of rows to forecast")
@@ -142,7 +144,7 @@ def check_args(args: argparse.Namespace) -> None:
 
 
 def make_windows(args: argparse.Namespace, series: Series) -> tuple[Windows, Windows, Scaling]:
-    """Cuts the windows to train on and to validate on, and returns the scaling of the former.
+    """Cuts the windows of the training and the validation part, and returns the scaling of the training part.
 
     Raises ValueError for a part that has no window.
     """
@@ -299,7 +301,7 @@ def forecast(
     scaling = Scaling(np.array(facts["mean"]), np.array(facts["std"]))
     look_back, step = model.config.context_length, frequency_of(series.times)
     past = scaling.scale(series.values[-look_back:])[None].to(model.device)
-    # The cycle counts rows. Where rows are missing, it fits the end of what was trained on.
+    # The cycle counts rows. Where rows are missing, its place is right at the end of the training data.
     last = sum(facts["rows"]) - 1 + steps_between(np.datetime64(facts["last_time"]), series.times[-1], step)
     position = torch.tensor([last - look_back + 1], device=model.device)
     try:
@@ -311,7 +313,7 @@ def forecast(
 
 
 def draw(future: pd.DataFrame, series: Series, path: Path) -> None:
-    """Draws the end of the series and what is forecast, a panel for each channel."""
+    """Draws the end of the series and its forecast, a panel for each channel."""
     names = series.names[:MOST_PANELS]
     shown = min(len(series.times), max(2 * len(future), 96))
     figure = Figure(figsize=(9, 1 + 2.2 * len(names)), layout="constrained")

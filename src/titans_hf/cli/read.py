@@ -2,12 +2,12 @@
 
     titans-hf read MODEL TEXT... --memory DIR
 
-TEXT is a file, a folder or - for standard input. Of a folder and its subfolders the .txt and .md files are read, sorted
-by path; a README.md is read only if there is no other. The memory is saved every --save_every tokens. After an
+TEXT is a file, a folder or - for standard input. In a folder and its subfolders the .txt and .md files are read, sorted
+by path. A README.md is read only if there is no other file. The memory is saved every --save_every tokens. After an
 interruption, the same command checks that the texts are the same and resumes from the last save; further texts may be
-given at the end. With --append, TEXT is read after all that the memory has read. A repeated --append resumes an
-interrupted one, and reads nothing after a complete one. A memory contains what was read: treat it like the texts
-themselves.
+given at the end. With --append, TEXT is read after all texts that the memory has read. A repeated --append goes on
+where the first was interrupted, and reads nothing if it was complete. A memory contains the texts that it has read:
+treat it like the texts themselves.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from titans_hf.cli.shared.text_files import describe_files, find_files
 from titans_hf.cli.shared.text_ids import encode, newline_decoder
 
 BLOCK = 1 << 14  # bytes of text that are tokenized at once
-START = 1 << 16  # tokens of which a record has a digest of their own, so that most texts are found to differ early
+START = 1 << 16  # A record has a digest of the first tokens alone, so that most texts are found to differ early.
 
 
 def load_model(path: str, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -145,7 +145,7 @@ class Reading:
 
     def resume(self, append: bool, abandon: bool = False) -> None:
         """Loads the memory of the folder, if it has one, and skips the tokens that it has read. With `append` it skips
-        none, unless TEXT is what the memory has read last.
+        tokens only if TEXT is the text that the memory has read last.
 
         Raises ValueError if it has read other texts; with `append` only if these were not read to their end, unless
         `abandon` is set.
@@ -164,14 +164,14 @@ class Reading:
         while len(tokens := self.stream.next_tokens(min(self.piece, before["tokens"] - self.num_read))):
             self._count(tokens)
         if self.digest.record()["sha256"] != before["sha256"]:
-            stopped = " and was stopped before their end" if append else ""
+            stopped = " and was interrupted before their end" if append else ""
             raise ValueError(
                 f"--memory {self.folder} has read {before['tokens']:,} tokens of other texts{stopped}: {hint}"
             )
 
     def _repeats(self, before: dict[str, Any]) -> bool:
-        """Returns whether TEXT is what was read last: all of it, or, if that reading was stopped, its beginning. Leaves
-        the stream where it was.
+        """Returns whether TEXT is the text that was read last. If that reading was interrupted, the read part must be
+        the beginning of TEXT. Leaves the stream where it was.
         """
         digest, pieces = TokenDigest(), []
         while len(tokens := self.stream.next_tokens(min(self.piece, before["tokens"] - digest.num_tokens))):

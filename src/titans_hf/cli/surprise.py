@@ -131,7 +131,7 @@ def word_means(text: str, spans: list[tuple[int, int]], values: np.ndarray) -> t
 
 
 def write_page(path: Path, title: str, words: list[str], values: np.ndarray, num_layers: int) -> None:
-    """Writes the page of a text; values (quantities, layers, words), after `num_layers` those of the token memory."""
+    """Writes the page of a text. values (quantities, layers, words); the token memory follows `num_layers` layers."""
     rows_by_name, explanations = {}, {}
     for quantity, layers in zip(QUANTITIES, values, strict=True):
         rows = {"mean of the layers": layers[:num_layers].mean(0)}
@@ -152,8 +152,8 @@ def write_page(path: Path, title: str, words: list[str], values: np.ndarray, num
 
 
 def draw(path: Path, title: str, values: np.ndarray, num_layers: int) -> None:
-    """Plots values (quantities, layers, tokens), after `num_layers` those of the token memory. Every layer has its own
-    colour scale, so that a layer with large values does not make the others look constant.
+    """Plots values (quantities, layers, tokens); the token memory follows the `num_layers` layers. Every layer has its
+    own colour scale: beside a layer with large values another one would look constant.
     """
     num_rows, num_tokens = values.shape[1:]
     low, high = np.quantile(values, (0.01, 0.99), axis=-1, keepdims=True)

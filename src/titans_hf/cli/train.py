@@ -3,8 +3,8 @@
     titans-hf train --config tiny-mag --tokenizer bytes --train_data FOLDER --output_dir runs/tiny
     titans-hf train --model_name_or_path runs/tiny --train_data FILE.jsonl --output_dir runs/tuned
 
-Every option of transformers' TrainingArguments can be given too. The defaults are those of the Titans paper
-(arXiv 2501.00663, section 5.1) where it states them.
+Every option of transformers' TrainingArguments can be given too. Learning rate, schedule, weight decay and tokens per
+step are by default as in the Titans paper (arXiv 2501.00663, first version, section 5.1).
 """
 
 import math
@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     metrics = save_results(trainer, record)
     if training.push_to_hub:
         trainer.push_to_hub()
-    PartialState().destroy_process_group()  # a process that exits while it is connected to the others may abort
+    PartialState().destroy_process_group()  # a process that exits while it is connected to other processes may abort
     return metrics
 
 

@@ -17,7 +17,7 @@ import titans_hf  # noqa: F401  registers the model type "titans"
 from titans_hf.cli.evaluation.titans_lm import TitansLM
 from titans_hf.cli.shared.checkpoints import check_checkpoint, load_config, load_tokenizer, loading_weights
 
-# What a checkpoint's scores depend on; a README or a trainer's state may change.
+# Files that a checkpoint's scores depend on; a README or a trainer's state may change.
 PARTS = ("*.safetensors", "*.bin", "*.py", "config.json", "generation_config.json", "*token*", "vocab*", "merges*")
 
 
@@ -35,7 +35,8 @@ class Checkpoint:
 def read_checkpoints(paths: list[str]) -> list[Checkpoint]:
     """Reads checkpoints, of their weights the headers alone, and labels each by its folder's name.
 
-    Raises ValueError for what is no checkpoint, has damaged weights or no tokenizer, or has the label of another.
+    Raises ValueError for a path that is no checkpoint, for damaged weights, for a missing tokenizer, and for two
+    checkpoints of one label.
     """
     labels = [Path(path).resolve().name if Path(path).exists() else path.replace("/", "--") for path in paths]
     if twice := [label for label, number in Counter(labels).items() if number > 1]:

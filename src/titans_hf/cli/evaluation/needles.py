@@ -1,6 +1,6 @@
 """The single needles of RULER (niah_single_1, 2 and 3), as in lm-eval's tasks of these names, without the network.
 
-Wording, order of random draws, depths and answers are those of lm_eval/tasks/ruler/prepare_niah.py, which cannot be
+Wording, order of random draws, depths and answers are as in lm_eval/tasks/ruler/prepare_niah.py, which cannot be
 imported offline. Two things differ. A sample is as long as fits into the asked length, to the sentence of noise or the
 word of a book, where RULER's size grows in steps. Sentences are split by a regular expression.
 """
@@ -67,7 +67,7 @@ def draw_key(rng: random.Random) -> str:
     place = rng.randrange(len(nouns) * sum(map(len, word_groups())))
     for group in word_groups():
         if place < len(group) * len(nouns):
-            # one adjective with all nouns is in order as it is
+            # the keys of one adjective are already in order
             keys = (adjective + noun for adjective in group for noun in nouns)
             return group[0] + nouns[place] if len(group) == 1 else sorted(keys)[place]
         place -= len(group) * len(nouns)

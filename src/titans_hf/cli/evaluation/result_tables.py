@@ -35,9 +35,11 @@ Score = tuple[float, float | None]
 
 
 def read_results(folder: Path, fingerprints: dict[str, str], limit: int | None, source: str) -> tuple[Results, int]:
-    """Reads saved results of one limit and source by model, task and length, and counts the others, which are left out.
+    """Reads saved results of one limit and source by model, task and length, and counts the results that are left
+    out.
 
-    A model of this call counts as it is now; results of models of earlier calls stand beside it.
+    A result of a model of this call counts if the model has not changed since; results of earlier calls' models count
+    as well.
     """
     results, others = defaultdict(dict), 0
     for path in sorted(folder.glob("*/*.json")):
@@ -72,7 +74,7 @@ def cell(value: Score | None) -> str:
 
 
 def mean(values: list[Score | None]) -> Score | None:
-    """Averages scores; None unless all are there. Errors add as those of independent means."""
+    """Averages scores; None unless all are there. Standard errors add as for independent means."""
     if not values or None in values:
         return None
     errors = [error for _, error in values if error is not None]
@@ -256,7 +258,7 @@ def write_report(
     skipped: list[str],
     trained: int | None = None,
 ) -> Results:
-    """Writes results.json, table.md, niah.png and babilong.png from what is saved in the folder, and returns that.
+    """Writes results.json, table.md, niah.png and babilong.png from the results saved in the folder, and returns them.
 
     The plots mark the length `trained` that the models of this call were trained on, if they have no others.
     """

@@ -10,7 +10,7 @@ BABILONG_LENGTHS = (0, *(1024 * 2**i for i in range(8)))
 
 @dataclass(frozen=True)
 class Task:
-    """One column of a table. `hub` and `local` are lm-eval's names of it, `needs` what it reads of the folder."""
+    """One column of a table. `hub` and `local` are lm-eval's names of the task, `needs` the files that it reads."""
 
     name: str
     suite: str
@@ -96,5 +96,5 @@ def plan(tasks: list[Task], data: Path | None, lengths: list[int] | None) -> tup
     if missing:
         raise FileNotFoundError(f"--data {data} holds no {', '.join(dict.fromkeys(missing))}")
     if lengths and not any(task.lengths for task in tasks):
-        raise ValueError("--lengths: none of the chosen tasks has lengths")
+        raise ValueError("--lengths: no chosen task has lengths")
     return units, skipped

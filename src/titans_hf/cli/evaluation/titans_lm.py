@@ -40,7 +40,7 @@ class Branch(NamedTuple):
 class TitansLM(HFLM):
     """`HFLM` with a Titans checkpoint.
 
-    Args, beyond those of `HFLM`:
+    Args, beyond the arguments of `HFLM`:
         max_length: unlimited unless given. Then documents of rolling loglikelihoods are cut into windows of so many
             tokens, each read by a fresh memory, as lm-eval does for other models; longer requests of other kinds raise
             ValueError, since they would have to be cut.
@@ -60,7 +60,9 @@ class TitansLM(HFLM):
             check_checkpoint(pretrained, "`pretrained`")
         super().__init__(pretrained, *args, **kwargs)
         if self.config.model_type != "titans":
-            raise ValueError(f"`pretrained` must be a Titans checkpoint, but is one of {self.config.model_type!r}.")
+            raise ValueError(
+                f"`pretrained` must be a Titans checkpoint, but its model_type is {self.config.model_type!r}."
+            )
         self.piece_length, self.share_from = piece_length, share_from
 
     @property
@@ -87,8 +89,8 @@ class TitansLM(HFLM):
     def _score_contexts(
         self, cache: TitansCache, start: int, contexts: list[list[int]], requests: list[tuple]
     ) -> Iterator[tuple[int, tuple[float, bool]]]:
-        """Yields each request's place and score; `contexts` holds the places of those with the same context, whose
-        first `start` tokens `cache` has read.
+        """Yields each request's place and score; `contexts` holds the places of the requests with the same context,
+        whose first `start` tokens `cache` has read.
         """
         heads = [requests[same[0]][1][start:-1] for same in contexts]
         read = self._read(_repeat(cache, len(contexts)), *_pad(heads, "right"))
@@ -188,7 +190,7 @@ class TitansLM(HFLM):
     def _continue(
         self, cache: TitansCache, start: int, prompts: list[Tokens], until: list[str], num_new: int, kwargs: dict
     ) -> list[str]:
-        """Generates what follows prompts whose first `start` tokens `cache` has read."""
+        """Generates the continuations of prompts whose first `start` tokens `cache` has read."""
         ids, real = _pad([prompt[start:] for prompt in prompts], "left")
         cache = self._read(_repeat(cache, len(prompts)), ids[:, :-1], real[:, :-1])
         shared = torch.tensor(prompts[0][:start], dtype=torch.long).expand(len(prompts), -1)

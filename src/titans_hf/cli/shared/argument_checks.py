@@ -6,8 +6,8 @@ from typing import Any
 
 
 def check_minimums(args: argparse.Namespace | Any, **minimums: float) -> None:
-    """Raises ValueError for an option whose value, or one of whose values, is less than its minimum, or nan. What was
-    not given (None) is left out.
+    """Raises ValueError for an option that has a value below its minimum, or nan. An option that was not given (None)
+    is not checked.
     """
     for name, least in minimums.items():
         given = getattr(args, name)

@@ -55,9 +55,10 @@ def check_weights(path: str | Path, argument: str) -> None:
 
 
 def check_checkpoint(path: str | Path, argument: str) -> None:
-    """Raises ValueError for a folder whose configuration does not load, whose weights are damaged, or, of a Titans,
-    that `load_model` refuses, for a command that leaves loading to another package. No weights are read; a name on the
-    Hub is not looked at.
+    """Checks a checkpoint before another package loads it. No weights are read; a name on the Hub is not looked at.
+
+    Raises ValueError for a folder whose configuration does not load or whose weights are damaged, and for a Titans that
+    `load_model` refuses.
     """
     go_offline_without_network(path)
     if Path(path).is_dir():
@@ -71,8 +72,8 @@ def check_checkpoint(path: str | Path, argument: str) -> None:
 def loading_weights(path: str | Path, argument: str) -> Iterator[None]:
     """Checks the weights of a checkpoint before a block that loads them.
 
-    Raises ValueError for damaged weights, and for weights of other sizes than the configuration's, of which
-    transformers prints a list.
+    Raises ValueError for damaged weights, and for weights of other sizes than the configuration's; transformers prints
+    a list of them.
     """
     check_weights(path, argument)
     try:
@@ -119,11 +120,11 @@ def load_tokenizer(path: str | Path, argument: str) -> PreTrainedTokenizerBase:
 
 
 def load_model(path: str | Path, argument: str, **options: Any) -> PreTrainedModel:
-    """Loads a causal language model; `options` are those of `from_pretrained`. With another `config` than the
-    checkpoint's, weights that it lacks are new.
+    """Loads a causal language model; `options` are arguments of `from_pretrained`. With another `config` than the
+    checkpoint's, weights that the checkpoint lacks are new.
 
-    Raises ValueError as `loading_weights` does, and without a `config` for a checkpoint that lacks weights, as that of
-    a classifier lacks those of the language model's head.
+    Raises ValueError as `loading_weights` does. Without a `config` it also raises ValueError for a checkpoint that
+    lacks weights: a classifier's checkpoint has no language model's head.
     """
     with loading_weights(path, argument):
         model, found = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)

@@ -10,6 +10,6 @@ def choose_device(name: str | None) -> torch.device:
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:  # an unknown name, or one that this build of PyTorch lacks
+    except (RuntimeError, AssertionError) as error:  # an unknown name, or a device that this build of PyTorch lacks
         raise ValueError(f"--device {name} cannot be used: {str(error).splitlines()[0]}") from error
     return torch.device(name)

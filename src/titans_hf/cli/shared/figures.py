@@ -35,7 +35,7 @@ SETTINGS = {"off": "memory off", "token": "token memory", "conv": "with convolut
 def labels_in_words(names: Iterable[str]) -> dict[str, str]:
     """Returns the legend's label of each line by its name: "mag-off" is "MAG, memory off".
 
-    Names without a known model stay as they are, and so do those that would have the same label.
+    A name without a known model is its own label, and so are names that would share a label.
     """
     labels = {name: _in_words(name) for name in names}
     counts = Counter(labels.values())
@@ -116,7 +116,7 @@ def mark_failures(axes: Axes, x: Sequence[float], y: Sequence[float], label: str
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Writes the figure, with one legend for all panels to their right. Labels and titles are shown as they are, also
+    """Writes the figure, with one legend for all panels to their right. Labels and titles are shown literally, also
     names of runs with a `$`.
     """
     panels = [axes.get_legend_handles_labels() for axes in figure.axes]

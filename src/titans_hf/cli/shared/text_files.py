@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 TEXT_SUFFIXES = (".txt", ".md")
-NAMED = 5  # files that are left out, by name; the others are counted
+NAMED = 5  # so many files that are left out are named; further files are counted
 
 
 def find_files(path: str | Path, argument: str, suffixes: Sequence[str] = TEXT_SUFFIXES) -> list[Path]:
@@ -44,7 +44,7 @@ def _visible_files(folder: Path) -> list[Path]:
 
 
 def read_text(file: Path, argument: str) -> str:
-    """Reads a file in UTF-8. Raises ValueError, with the file's name, for one that is not."""
+    """Reads a file in UTF-8. Raises ValueError, with the file's name, for a file in another encoding."""
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

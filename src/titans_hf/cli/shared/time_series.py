@@ -81,8 +81,8 @@ class Windows(torch.utils.data.Dataset):
 
 
 def read_series(path: Path, time_column: str | None = None, date_format: str | None = None) -> Series:
-    """Reads a CSV file: a time column, the first unless named, and one column per channel. Its separator is the one of
-    comma, semicolon and tab that the header has most of; with another than a comma, a comma may stand for the point.
+    """Reads a CSV file: a time column, the first unless named, and one column per channel. The separator is a comma, a
+    semicolon or a tab, whichever the header has most of. If it is no comma, numbers may have a decimal comma.
 
     Raises ValueError for a file that is no CSV file, and, naming the column, for times that are no dates or do not
     increase, for dates whose day and month cannot be told apart, and for values that are not finite numbers.
@@ -129,10 +129,11 @@ class AmbiguousDates(ValueError):
 
 
 def read_times(column: pd.Series, date_format: str | None) -> np.ndarray:
-    """Returns the times (T,) datetime64 of a column, in UTC: of dates in the format, or as pandas reads them, or of
-    numbers: 20240131, 2024, or the time since 1970, in seconds or thousandths, millionths or billionths by their size.
+    """Returns the times (T,) datetime64 of a column, in UTC. The column holds dates in the format, dates that pandas
+    reads, or numbers. Numbers are dates (20240131), years (2024), or times since 1970; their size says whether in
+    seconds or thousandths, millionths or billionths of a second.
 
-    Of dates as 01/02/2020, the order of day and month is the one that gives increasing dates.
+    In dates as 01/02/2020, day and month are read in the order in which the dates increase.
 
     Raises AmbiguousDates where both orders give increasing dates, and ValueError for a column of something else.
     """
@@ -173,7 +174,8 @@ def _naive(times: pd.Series) -> np.ndarray:
 
 def uneven_step(times: np.ndarray) -> int | None:
     """Returns the first row whose time since the row before is less than half the usual one (the median) or more than
-    one and a half times that, counted from 1; None if there is none. A cycle of rows is then none of time.
+    one and a half times that, counted from 1; None if all steps are usual. With such a row, a cycle of rows is no cycle
+    of time.
     """
     shares = np.diff(times) / np.median(np.diff(times))
     uneven = np.flatnonzero((shares < 0.5) | (shares > 1.5))

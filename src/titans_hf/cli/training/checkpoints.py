@@ -14,9 +14,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from titans_hf.cli.shared.checkpoints import find_damage
 
 FEW_STEPS = 100
-RECORD = "run.json"  # what a run writes once it has ended
+RECORD = "run.json"  # the file that a run writes once it has ended
 PATTERN = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
-# What a run shares with the checkpoint that it goes on from, as `run_folder.describe` names it.
+# Facts that a run shares with the checkpoint that it goes on from, as `run_folder.describe` names them.
 COMPARED = ("block_length", "rows", "seed", "train_tokens", "eval_tokens")
 # Fields of a configuration that do not change what is trained.
 NOT_COMPARED = ("transformers_version", "auto_map", "use_cache", "dtype", "architectures", "_name_or_path")

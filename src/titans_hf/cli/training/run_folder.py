@@ -50,12 +50,14 @@ class CardTrainer(Trainer):
 
 
 def public_name(source: str | None) -> str | None:
-    """Returns the name of a file or folder without its path, which stays private; a name on the Hub as it is."""
+    """Returns the name of a file or folder without its path, which stays private. A name on the Hub is returned
+    unchanged.
+    """
     return Path(source).resolve().name if source and Path(source).exists() else source
 
 
 def describe(run: RunArguments, args: TrainingArguments, blocks: Blocks) -> dict[str, Any]:
-    """Returns what is known of a run before it begins, for run.json."""
+    """Returns the facts of a run that are known before it begins, for run.json."""
     return {
         "license": run.license,
         "base_model": public_name(run.model_name_or_path),

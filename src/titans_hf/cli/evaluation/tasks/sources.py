@@ -37,7 +37,7 @@ def _rows(path: Path) -> Iterable[dict]:
 
 
 def _arrow(folder: Path) -> Dataset:
-    # In memory, or what is mapped from it would be cached beside it.
+    # In memory: otherwise `datasets` would write the results of map() beside the file.
     return Dataset.from_file(str(folder / "data-00000-of-00001.arrow"), in_memory=True)
 
 
