@@ -42,7 +42,7 @@ def test_another_text_is_refused(clone, tmp_path):
 
 def test_a_missing_clone_is_named(clone, tmp_path):
     """The error for a missing clone names its repository and commit."""
-    with pytest.raises(ValueError, match=r"none of .* https://example\.org/novels .* commit abc"):
+    with pytest.raises(ValueError, match=r"no given folder is a clone of .*https://example\.org/novels .* commit abc"):
         prepare_novels.main([str(tmp_path), "--output", str(tmp_path / "out")])
 
 
