@@ -6,7 +6,7 @@ No weight of the original is trained. --fit also fits the memory behind the last
 `titans-hf fit-memory` does, and prints the gain on these texts. A memory that is not fitted gains next to nothing. Up
 to the window the converted model predicts as the original does. Beyond the window it predicts as the original with that
 window and a sink: the first token of every text, computed once. Weights, tokenizer, chat template and generation
-settings come along. The command prints the bytes of a memory beside the original's cache, and the speed on this machine.
+settings come along. Printed are the bytes of a memory beside the original's cache, and the speed on this machine.
 """
 
 import argparse
