@@ -5,7 +5,7 @@ With y_t the input of the last layer's feed-forward network, x_t the tokens, p_t
 
     k_t = W (y_t - c) / |W (y_t - c)|
     s_t = -log p_{t-1}(x_t), the surprise
-    the entry i = (k_{t-1}, x_{t-1}, x_t, s_t) is written if s_t >= threshold
+    the entry i = (k_{t-1}, x_{t-4} ... x_{t-1}, x_t, s_t) is written if s_t >= threshold
     a_ti = softmax_i(beta k_t k_i + u e_ti),  m_t(v) = sum of a_ti over the entries i whose token is v
     l_t = sigmoid(w [f_t; k_t] + b)
     output logits = log((1 - l_t) p_t + l_t m_t) + log Z_t
