@@ -69,6 +69,7 @@ class Treatment(NamedTuple):
 
 
 NETWORK = "it needs the network"
+SHORT_FIT = "--tokens 600 --length 300 --recalls 2"
 # The first that matches counts. Options are tiny, and argparse takes the last of those given twice.
 TREATMENTS = [
     Treatment(r"git clone .*", not_run=NETWORK),
@@ -92,8 +93,8 @@ TREATMENTS = [
     Treatment(r"titans-hf train .*|torchrun .* -m titans_hf train .*", "--max_steps 2 --use_cpu true"),
     Treatment(r"trl sft .*", "--max_steps 2 --report_to none"),
     Treatment(r"titans-hf merge .*"),
-    Treatment(r"titans-hf convert .*", "--no-speed"),
-    Treatment(r"titans-hf fit-memory .*", "--tokens 600 --length 300 --recalls 2"),
+    Treatment(r"titans-hf convert .*", f"--no-speed {SHORT_FIT}"),
+    Treatment(r"titans-hf fit-memory .*", SHORT_FIT),
     Treatment(r"accelerate launch .*", not_run="it needs the machines: tests/model/test_accelerate_configs.py"),
     Treatment(r"titans-hf eval (?!.*--data ).*", not_run=NETWORK),
     Treatment(r"titans-hf eval .* --suite lm commonsense .*", "--limit 1 --max_length 2048"),

@@ -27,7 +27,6 @@ from transformers import (
 )
 
 from titans_hf import TitansCache, TitansForCausalLM, convert
-from titans_hf.cli import fit_memory
 from titans_hf.cli.convert import main, original_bytes
 from titans_hf.cli.read import load_model
 from titans_hf.convert_titans import StoredWeights, convert_checkpoint, convert_parts, make_skeleton
@@ -387,9 +386,8 @@ def test_the_command_also_fits_the_memory(tmp_path, monkeypatch, capsys):
     original = save_llama(tmp_path / "original")
     (tmp_path / "book.txt").write_text("A king and a queen. " * 60)
     monkeypatch.chdir(tmp_path)
-    parse = fit_memory.parse
-    monkeypatch.setattr(fit_memory, "parse", lambda argv: parse([*argv, "--recalls=1", "--entries=50"]))
-    main(["original", "--output", "runs/titans", "--window", "16", "--fit", "book.txt", "--no-speed"])
+    options = ["--window", "16", "--no-speed", "--recalls=1", "--entries=50"]
+    main(["original", "--output", "runs/titans", *options, "--fit", "book.txt"])
     printed = capsys.readouterr().out
     assert "tokens of text: loss" in printed and "nats)" in printed and "original's cache" in printed
     assert printed.endswith("runs/titans\n") and [x.name for x in (tmp_path / "runs").iterdir()] == ["titans"]
@@ -404,6 +402,7 @@ def test_the_command_also_fits_the_memory(tmp_path, monkeypatch, capsys):
     (["original", "--output", "original"], "--output original exists: give the name of a new folder"),
     (["original", "--output", "new", "--window", "65"], "`window` must be from 1 to 64"),
     (["original", "--output", "new", "--fit", "nowhere"], "--fit nowhere does not exist"),
+    (["original", "--output", "new", "--fit", "original", "--recalls", "-1"], "--recalls must be at least 0"),
     (["original", "--output", "new", "--fit", ".", "--memory", "none"], "--fit fits the episodic memory: it cannot"),
     (["small", "--output", "new"], "the tokenizer has 259 tokens, but the model's vocabulary 50: it is not the"),
     (["nothing", "--output", "new"], "MODEL nothing has no tokenizer: no such folder, nor to be had from the Hub"),

@@ -32,6 +32,7 @@ from titans_hf.convert_titans import convert_checkpoint
 CONTEXTS = (8192, 32768, 131072)
 NUM_READ, NUM_GENERATED = 256, 16  # tokens by which the speed is measured
 UNLIMITED = int(1e30)  # the length that transformers gives a tokenizer without a limit
+FIT_HELP = "files, or folders of files, to fit it to; takes the options of fit-memory too, as --tokens"
 NO_SINKS = "note: without a sink, tokens beyond the window cost about half a nat; --sinks 1 keeps the first position"
 CARD = """# {name}
 
@@ -158,7 +159,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--window", type=int, default=1024, help="tokens that a token attends to, itself included")
     parser.add_argument("--sinks", type=int, default=1, help="1 keeps the first position in view, 0 does not")
     parser.add_argument("--memory", choices=["episodic", "none"], default="episodic", help="behind the last layer")
-    parser.add_argument("--fit", nargs="+", default=[], metavar="TEXT", help="files, or folders of files, to fit it to")
+    parser.add_argument("--fit", nargs="+", default=[], metavar="TEXT", help=FIT_HELP)
     parser.add_argument("--memory_layers", type=int, nargs="*", default=[], help="layers with a memory to be trained")
     parser.add_argument("--first_token", type=int, help="the id of the sink; the begin token by default")
     parser.add_argument("--gguf_file", help="the model's file if it is a GGUF")
@@ -171,15 +172,20 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = make_parser().parse_args(argv)
+    parser = make_parser()
+    args, fit_options = parser.parse_known_args(argv)
+    if fit_options and not args.fit:
+        parser.error(f"unrecognized arguments: {' '.join(fit_options)}")
     if args.output.exists():
         raise ValueError(f"--output {args.output} exists: give the name of a new folder")
     check_folder(args.output, "--output")
     check_weights(args.model, "MODEL")
     if args.fit and args.memory == "none":
         raise ValueError("--fit fits the episodic memory: it cannot be given with --memory none")
-    for path in args.fit:
-        find_files(path, "--fit")
+    if args.fit:
+        for path in args.fit:
+            find_files(path, "--fit")
+        fit = fit_memory.parse([args.model, "--text", *args.fit, "--output", str(args.output), *fit_options])
     if not args.sinks:
         print(NO_SINKS)
     if not args.fit:
@@ -187,9 +193,9 @@ def main(argv: list[str] | None = None) -> None:
     else:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".", dir=args.output.parent) as folder:
-            converted = Path(folder) / args.output.name
-            convert(args, converted)
-            fit_memory.fit(fit_memory.parse([str(converted), "--text", *args.fit, "--output", str(args.output)]))
+            fit.model = str(Path(folder) / args.output.name)
+            convert(args, Path(fit.model))
+            fit_memory.fit(fit)
     if args.speed:
         print(measure_speed(args.output))
     print(args.output)
