@@ -50,7 +50,7 @@ def make_parser(doc: str, models: Sequence[str], default_models: Sequence[str], 
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="fields of the models' config")
     parser.add_argument("--label", default="", help="name of the models with these settings in files and tables")
     parser.add_argument("--batch_size", type=int, default=batch_size)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of weights and batches")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="seeds of weights and batches")
     parser.add_argument("--output", type=Path, required=True, help=f"folder of {FILE}, tables and plots")
     return parser
 

@@ -36,11 +36,17 @@ def parse_args(argv: list[str] | None) -> Namespace:
     parser = make_parser(__doc__, NAMES, DEFAULT_MODELS, batch_size=16)
     parser.add_argument("files", nargs="*", type=Path, metavar="DATA", help="files, each cross-validated in itself")
     parser.add_argument("--folds", type=int, default=5)
-    parser.add_argument("--train", nargs="+", type=Path, default=[], metavar="FILE", help="instead of DATA")
-    parser.add_argument("--test", nargs="+", type=Path, default=[], metavar="FILE")
-    parser.add_argument("--parameters", type=int, default=30_000, help="about, of every model but the CNN")
+    parser.add_argument(
+        "--train", nargs="+", type=Path, default=[], metavar="FILE", help="files to train on, instead of DATA"
+    )
+    parser.add_argument("--test", nargs="+", type=Path, default=[], metavar="FILE", help="files to test on")
+    parser.add_argument(
+        "--parameters", type=int, default=30_000, help="about so many parameters of every model but the CNN"
+    )
     parser.add_argument("--hidden_size", type=int, default=32)
-    parser.add_argument("--num_hidden_layers", type=int, default=2, help="but for Mamba2, which has more")
+    parser.add_argument(
+        "--num_hidden_layers", type=int, default=2, help="layers of every model but Mamba2, which has more"
+    )
     parser.add_argument("--learning_rates", nargs="+", type=float, default=[1e-3, 3e-3])
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--evaluations", type=int, default=10, help="evaluations on the validation part")

@@ -185,7 +185,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--baseline", help="the name of the row that all others are compared with")
     parser.add_argument("--pairs", nargs="+", default=[], metavar=PAIR, help="rows to be compared")
-    parser.add_argument("--gaps", nargs="+", default=[], metavar=GAP, help="gaps: which share NAME closes is shown")
+    parser.add_argument(
+        "--gaps", nargs="+", default=[], metavar=GAP, help="gaps; the table shows the share of each that NAME closes"
+    )
     parser.add_argument("--plot", type=Path, help="an image file of the losses by position")
     args = parser.parse_args(argv)
     rows = read_rows(args.runs, args.rows)

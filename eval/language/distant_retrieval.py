@@ -135,7 +135,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--methods", nargs="+", default=["pointer", "linear", "relu-512", "relu-2048"])
     parser.add_argument("--distance", type=int, default=64, help="tokens that the model has seen already")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a stretch")
-    parser.add_argument("--stretches", type=int, default=2, help="of each text")
+    parser.add_argument("--stretches", type=int, default=2, help="stretches of each text")
     parser.add_argument("--cache", type=Path, default=Path("runs/language"), help="for the tokenizer and token ids")
     parser.add_argument("--output", type=Path, required=True, help="the JSON Lines file to add the result to")
     args = parser.parse_args(argv)

@@ -82,7 +82,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", help="cpu, cuda, ...; a GPU if there is one")
     parser.add_argument("--graph", action="store_true", help="on a GPU: a training step as one CUDA graph")
     parser.add_argument("--score_length", type=int, default=4096)
-    parser.add_argument("--stretches", type=int, default=4, help="of each text to be scored")
+    parser.add_argument("--stretches", type=int, default=4, help="stretches of each text to be scored")
     parser.add_argument("--cache", type=Path, default=Path("runs/language"), help="for the tokenizer and token ids")
     parser.add_argument("--save_model", type=Path, help="a folder for the trained model")
     args = parser.parse_args(argv)

@@ -51,8 +51,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of each file")
     parser.add_argument("--window", type=int, nargs="*", default=[512], help="windows of the converted model")
     parser.add_argument("--sinks", type=int, nargs="*", default=[256], help="distances of the sink; 0 for no sink")
-    parser.add_argument("--full", action=argparse.BooleanOptionalAction, default=True, help="full attention too")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the weights")
+    parser.add_argument(
+        "--full", action=argparse.BooleanOptionalAction, default=True, help="score full attention as well"
+    )
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the weights")
     parser.add_argument("--output", type=Path, required=True, help="a file of JSON lines, to which lines are added")
     args = parser.parse_args(argv)
     dtype, options, whole = getattr(torch, args.dtype), {}, {}

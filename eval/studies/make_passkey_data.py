@@ -160,7 +160,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="a new folder, for titans-hf train --train_data")
     parser.add_argument("--number", type=int, default=33_280, help="documents to train on")
-    parser.add_argument("--length", type=int, default=1023, help="tokens of the longest, without an eos")
+    parser.add_argument("--length", type=int, default=1023, help="tokens of the longest document, without an eos")
     parser.add_argument("--text", type=Path, help="a folder of .txt files: half of the documents have lines of these")
     parser.add_argument("--tokenizer", default="bytes", help="the word bytes, or the folder of a tokenizer")
     parser.add_argument("--seed", type=int, default=0)

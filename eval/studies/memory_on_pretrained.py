@@ -392,18 +392,22 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("arrays", type=Path, help="the folder that eval.studies.read_pretrained has made")
     parser.add_argument("--memory", choices=["episodic", "cache", "counts", "deep", "window"], required=True)
     parser.add_argument("--sets", nargs="+", default=["valid", "test"], help="sets to score")
-    parser.add_argument("--wider", type=Path, help="of --memory window: arrays of the same texts and a larger window")
+    parser.add_argument("--wider", type=Path, help="for --memory window: arrays of the same texts and a larger window")
     parser.add_argument("--window", type=int, default=256, help="the window of the model that has read, for the record")
     parser.add_argument("--threshold", type=float, default=1.0, help="nats from which on a token is written")
-    parser.add_argument("--entries", type=int, default=3200, help="of the episodic memory and of the neural cache")
+    parser.add_argument(
+        "--entries", type=int, default=3200, help="entries of the episodic memory and of the neural cache"
+    )
     parser.add_argument("--key_size", type=int, default=64)
-    parser.add_argument("--order", type=int, default=2, help="n of the counts of n-grams")
+    parser.add_argument("--order", type=int, default=2, help="n of the n-grams that are counted")
     parser.add_argument("--depth", type=int, default=2, help="layers of the deep memory")
-    parser.add_argument("--expansion", type=int, default=1, help="of its hidden layers")
-    parser.add_argument("--momentum", action="store_true", help="of its update")
-    parser.add_argument("--steps", type=int, default=30, help="of its training; with 0, the read gate alone is fitted")
+    parser.add_argument("--expansion", type=int, default=1, help="expansion of the deep memory's hidden layers")
+    parser.add_argument("--momentum", action="store_true", help="momentum of the deep memory's update")
+    parser.add_argument(
+        "--steps", type=int, default=30, help="training steps of the deep memory; with 0, the read gate alone is fitted"
+    )
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
-    parser.add_argument("--stride", type=int, default=4, help="every how many tokens of a text are scored")
+    parser.add_argument("--stride", type=int, default=4, help="score every so many tokens of a text")
     parser.add_argument("--output", type=Path, required=True, help="a file of JSON lines, to which lines are added")
     args = parser.parse_args(argv)
     if args.memory == "window" and args.wider is None:

@@ -65,7 +65,7 @@ def compare(model: PreTrainedModel, number: int, filler: int, seed: int) -> dict
 def main(argv: list[str] | None = None) -> list[dict]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("models", metavar="MODEL", nargs="+", help="folders of Titans models that demo.py has trained")
-    parser.add_argument("--numbers", type=int, nargs="+", default=[2, 3, 5], help="of texts, at most 5")
+    parser.add_argument("--numbers", type=int, nargs="+", default=[2, 3, 5], help="numbers of texts, at most 5")
     parser.add_argument("--fillers", type=int, nargs="+", default=[64, 256], help="tokens after the pairs of each text")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", help="a file for the figures")

@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, help="the JSON lines of memory_on_pretrained")
     parser.add_argument("--window", type=int, default=256, help="the window of the model")
-    parser.add_argument("--output", type=Path, required=True, help="the picture")
+    parser.add_argument("--output", type=Path, required=True, help="the image file to write")
     args = parser.parse_args(argv)
     runs = [json.loads(line) for line in args.runs.read_text(encoding="utf-8").splitlines()]
     runs = [run for run in runs if run["table"] == "memory-on-smollm2" and run["config"]["window"] == args.window]

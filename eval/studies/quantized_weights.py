@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> str:
     parser.add_argument("model", metavar="MODEL", help="a checkpoint")
     parser.add_argument("--text", type=Path, required=True, help="a folder of .txt files")
     parser.add_argument("--length", type=int, default=2048, help="tokens of each file")
-    parser.add_argument("--bits", type=int, nargs="+", choices=QUANTO, default=[8, 4], help="of the weights")
+    parser.add_argument("--bits", type=int, nargs="+", choices=QUANTO, default=[8, 4], help="bits of the weights")
     args = parser.parse_args(argv)
     check_minimums(args, length=2)
     torch.set_num_threads(1)

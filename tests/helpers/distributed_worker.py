@@ -95,6 +95,15 @@ def check_data_parallel_step(model, reference, rank: int, tolerance: float = 1e-
         reference.zero_grad()
 
 
+def check_saved(model, reference, rank, folder):
+    """Compares the weights of the saved model."""
+    model.save_pretrained(f"{folder}-saved", is_main_process=rank == 0)
+    dist.barrier()
+    saved = AutoModelForCausalLM.from_pretrained(f"{folder}-saved", dtype=torch.float64)
+    for parameter, expected in zip(saved.parameters(), reference.parameters(), strict=True):
+        assert_same(parameter.detach(), expected.detach())
+
+
 def check_generation(model, reference, ids: torch.Tensor = IDS, **kwargs) -> None:
     model.eval()
     reference.eval()
@@ -141,11 +150,7 @@ def fsdp(rank, variant, folder):
     mask = torch.ones_like(IDS)
     mask[1 - rank, :18] = 0  # the ranks need not be alike
     check_generation(model, reference, attention_mask=mask)
-    model.save_pretrained(f"{folder}-saved", is_main_process=rank == 0)
-    dist.barrier()
-    saved = AutoModelForCausalLM.from_pretrained(f"{folder}-saved", dtype=torch.float64)
-    for parameter, expected in zip(saved.parameters(), reference.parameters(), strict=True):
-        assert_same(parameter.detach(), expected.detach())
+    check_saved(model, reference, rank, folder)
 
 
 def fsdp_checkpointed(rank, variant, folder):
@@ -257,11 +262,7 @@ def tensor_parallel(rank, variant, folder):
     ids, mask = left_pad([make_ids(30), make_ids(17, seed=1)])
     check_generation(model, reference, ids, attention_mask=mask)
     check_generation(model, reference, IDS, attention_mask=torch.ones_like(IDS), num_beams=3)
-    model.save_pretrained(f"{folder}-saved", is_main_process=rank == 0)
-    dist.barrier()
-    saved = AutoModelForCausalLM.from_pretrained(f"{folder}-saved", dtype=torch.float64)
-    for parameter, expected in zip(saved.parameters(), reference.parameters(), strict=True):
-        assert_same(parameter.detach(), expected.detach())
+    check_saved(model, reference, rank, folder)
 
 
 def tensor_parallel_settings(rank, variant, folder):

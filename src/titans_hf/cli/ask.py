@@ -53,7 +53,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--keep", action="store_true", help="prompts and answers become part of the saved memory")
     parser.add_argument("--max_new_tokens", type=int, default=64, help="the longest answer, in tokens")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 for the most probable token")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws with a --temperature above 0")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draws with a --temperature above 0")
     parser.add_argument("--device", help="cpu, cuda, ... (default: the GPU if there is one)")
     args = parser.parse_args(argv)
     if args.prompt is not None and not all(args.prompt):

@@ -147,7 +147,12 @@ def train_and_ask(args: argparse.Namespace) -> tuple[dict[str, list[float]], dic
 
 def main(argv: list[str] | None = None) -> dict[str, list[float]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    parser.add_argument("--variant", choices=("mac", "mag", "mal", "lmm"), default="lmm", help="lmm: memory alone")
+    parser.add_argument(
+        "--variant",
+        choices=("mac", "mag", "mal", "lmm"),
+        default="lmm",
+        help="the model's variant; lmm has no attention",
+    )
     parser.add_argument("--steps", type=int, default=600, help="optimizer steps of 32 sequences")
     parser.add_argument("--questions", type=int, default=128, help="sequences asked per distance")
     parser.add_argument("--seed", type=int, default=0)

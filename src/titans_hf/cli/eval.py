@@ -75,7 +75,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--update_cards", action="store_true", help="write the results into the model cards (README.md) of the MODELs"
     )
     parser.add_argument("--device", help="cpu, cuda, ... (default: the GPU if there is one)")
-    parser.add_argument("--dtype", default="auto", help="of the weights: auto (as saved), float32, bfloat16, ...")
+    parser.add_argument("--dtype", default="auto", help="dtype of the weights: auto (as saved), float32, bfloat16, ...")
     args = parser.parse_args(argv)
     check_minimums(args, limit=1, batch_size=1, max_length=1, lengths=0)
     check_folder(args.output, "--output")
@@ -83,7 +83,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         raise ValueError(f"--dtype {args.dtype} must be auto or a dtype of PyTorch, as in float32")
     choose_device(args.device)  # refused before anything is loaded
     if args.update_cards and args.limit:
-        raise ValueError("--update_cards: what --limit leaves of a task is a trial and belongs in no model card")
+        raise ValueError("--update_cards: results with --limit are a trial and do not belong in a model card")
     return args
 
 

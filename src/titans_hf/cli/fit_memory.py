@@ -165,7 +165,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--threshold", type=float, help="loss in nats of a surprise; by default as the model has")
     parser.add_argument("--recalls", type=int, default=32, help="texts to recall facts from, half of them chats")
     parser.add_argument("--recall_share", type=float, default=0.05, help="weight of their answers; the texts' is 1")
-    parser.add_argument("--seed", type=int, default=0, help="of the recalls")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the recalls")
     parser.add_argument("--device", help="cpu, cuda, ...; a GPU if there is one")
     args = parser.parse_args(argv)
     check_minimums(args, tokens=2, length=2, entries=1, threshold=0, recalls=0, recall_share=0)

@@ -100,7 +100,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--horizon", type=int, help="rows to forecast; with --model by default as many as in training")
     parser.add_argument("--model", type=Path, help="folder of a model of this command: nothing is trained")
     parser.add_argument("--time_column", help="name of the column of dates; default: the first")
-    parser.add_argument("--date_format", help="of the dates, as %%d/%%m/%%Y; found out where it can only be one")
+    parser.add_argument("--date_format", help="format of the dates, as %%d/%%m/%%Y; default: found by reading them")
     training = parser.add_argument_group("training (not with --model)")
     own = {name: {"type": type(value), "default": value} for name, value in TRAINING.items()}
     training.add_argument("--look_back", **own["look_back"], help="rows that a forecast is made from, a multiple of 8")

@@ -229,7 +229,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--piece", type=int, default=4096, help="tokens read at once: they bound the memory needed")
     parser.add_argument("--append", action="store_true", help="read TEXT after whatever the memory has read")
-    parser.add_argument("--abandon", action="store_true", help="--append even to texts that were not read to their end")
+    parser.add_argument(
+        "--abandon", action="store_true", help="with --append: leave texts unread that were not read to their end"
+    )
     parser.add_argument("--device", help="cpu, cuda, ... (default: the GPU if there is one)")
     args = parser.parse_args(argv)
     check_minimums(args, save_every=1, piece=1)

@@ -14,8 +14,7 @@ CARD = """# {title}
 
 A language model with a memory that learns while it reads: Titans
 ([Learning to Memorize at Test Time](https://arxiv.org/abs/2501.00663)), variant **{variant}**.
-State and time per token are constant at any context length. A cache holds the text that it has read: treat it like that
-text.
+State and time per token are constant at any context length. A cache holds what it has read: treat it like the text.
 
 ## Load
 

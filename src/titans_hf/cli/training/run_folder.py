@@ -50,9 +50,7 @@ class CardTrainer(Trainer):
 
 
 def public_name(source: str | None) -> str | None:
-    """Returns the name of a file or folder without its path, which stays private. A name on the Hub is returned
-    unchanged.
-    """
+    """Returns the name of a file or folder; its path stays private. A name on the Hub is returned unchanged."""
     return Path(source).resolve().name if source and Path(source).exists() else source
 
 
