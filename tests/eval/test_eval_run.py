@@ -287,7 +287,7 @@ def test_bad_input_is_refused_before_any_work(data, models, tmp_path, monkeypatc
     refused(r"--lengths 20: .*too short for the facts", "--suite", "babilong", "--lengths", "20")
     refused(r"--lengths: no chosen task", "--suite", "lm", "--lengths", "2048")
     refused(r"--update_cards: .*mistral holds no README.md", "--suite", "lm", "--update_cards")
-    refused(r"--update_cards: .*is a trial", "--suite", "lm", "--update_cards", "--limit", "2")
+    refused(r"--update_cards: .* are a trial", "--suite", "lm", "--update_cards", "--limit", "2")
     refused(r"--dtype float7 must be auto or a dtype of PyTorch", "--suite", "lm", "--dtype", "float7")
     refused(r"--limit must be at least 1, but is 0", "--suite", "lm", "--limit", "0")
     assert not (tmp_path / "out").exists()
