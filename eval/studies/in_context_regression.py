@@ -43,7 +43,7 @@ FREQUENCY, SINES = 1.4, 32  # standard deviation of each w_i, and their number
 BURST = 8  # pairs that are noisy together
 RANGES = [(0, 48), (48, 96), (96, 144), (144, 192), (336, 384)]  # pairs before the prediction
 LAST = "144-192"  # the range that tables compare
-SCORED, VALIDATED, POINTS = 256, 128, 1500  # sequences, and points that the best features are found with
+SCORED, VALIDATED, POINTS = 256, 128, 500  # sequences, and points that the best features are found with
 FACTORS = {"depth": ("1", "2"), "momentum": ("plain", "momentum"), "rule": ("chunk", "delta")}
 SHAPE = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": 1, "vocab_size": 8, "pad_token_id": 0}
 SIZES = Sizes(SHAPE | {"initializer_range": 0.1}, {"memory_num_heads": HEADS, "memory_conv_noise": 0})
@@ -198,7 +198,7 @@ def closed_forms(task: str, pairs: int) -> dict[str, dict[str, float]]:
     values, vectors = torch.linalg.eigh(kernel(points, points))
     kernels = {
         "ridge on x": lambda x: x @ x.mT,
-        "ridge on the 32 best features": lambda x: features(x) @ features(x).mT,
+        "ridge on the 32 best features": lambda x: (lambda f: f @ f.mT)(features(x)),
         "kernel ridge": lambda x: kernel(x, x),
     }
     if task == "linear":
@@ -225,7 +225,9 @@ def with_interval(values: list[float]) -> str:
 
 
 def choose_steps(records: list[Record], task: str) -> dict[str, dict[int, Record]]:
-    """Returns the runs of each row by seed, with the step that has the least error on validation in the first seed."""
+    """Returns the runs of each row by seed, with the step that most seeds have; of several, with the step that has the
+    least error on validation in the first seed.
+    """
     found = defaultdict(lambda: defaultdict(dict))
     for record in records:
         run = record["run"]
@@ -235,7 +237,7 @@ def choose_steps(records: list[Record], task: str) -> dict[str, dict[int, Record
     for row, by_step in found.items():
         first = min(seed for runs in by_step.values() for seed in runs)
         swept = [runs for runs in by_step.values() if first in runs]
-        chosen[row] = min(swept, key=lambda runs: runs[first]["result"]["valid"][LAST])
+        chosen[row] = min(swept, key=lambda runs: (-len(runs), runs[first]["result"]["valid"][LAST]))
     return chosen
 
 
