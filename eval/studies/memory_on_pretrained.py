@@ -326,8 +326,14 @@ class Measured:
         if memory == "episodic":
             if self.memory is None:
                 self.memory = Episodic(args, self.head)
-                self.memory.read(self.train, len(args.seeds))
-            fit_read_out(self.memory.memory, self.memory.found[args.seeds.index(seed)])
+                if args.fitted is None:
+                    self.memory.read(self.train, len(args.seeds))
+            if args.fitted is None:
+                fit_read_out(self.memory.memory, self.memory.found[args.seeds.index(seed)])
+            else:
+                fitted = TitansForCausalLM.from_pretrained(args.fitted).model.episodic_memory
+                self.memory.memory.load_state_dict(fitted.float().state_dict())
+                self.settings["fitted"] = args.fitted.name
             for name in ("log_sharpness", "entry_weight", "gate_weight", "gate_bias"):
                 self.settings[name] = [round(x, 3) for x in getattr(self.memory.memory, name)[:8].tolist()]
         elif memory == "deep":
@@ -393,6 +399,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--memory", choices=["episodic", "cache", "counts", "deep", "window"], required=True)
     parser.add_argument("--sets", nargs="+", default=["valid", "test"], help="sets to score")
     parser.add_argument("--wider", type=Path, help="for --memory window: arrays of the same texts and a larger window")
+    parser.add_argument("--fitted", type=Path, help="a model whose episodic memory is scored as fit-memory left it")
     parser.add_argument("--window", type=int, default=256, help="the window of the model that has read, for the record")
     parser.add_argument("--threshold", type=float, default=1.0, help="nats from which on a token is written")
     parser.add_argument(

@@ -105,6 +105,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", help="folders: converted models and the original")
     parser.add_argument("--filler", type=Path, required=True, help="a folder of novels")
+    parser.add_argument("--forms", nargs="+", choices=["chat", "prose"], default=["chat", "prose"])
     parser.add_argument("--lengths", type=int, nargs="+", default=[700, 1500, 3000], help="tokens of the filler")
     parser.add_argument("--number", type=int, default=5, help="texts of each form and length, of four facts each")
     parser.add_argument("--seed", type=int, default=0)
@@ -116,7 +117,7 @@ def main(argv: list[str] | None = None) -> None:
         model = AutoModelForCausalLM.from_pretrained(path, dtype="bfloat16").eval()
         tokenizer = AutoTokenizer.from_pretrained(path)
         choose, right, asked = random.Random(args.seed), Counter(), Counter()
-        cases = [(form, n) for form in ("chat", "prose") for n in args.lengths for _ in range(args.number)]
+        cases = [(form, n) for form in args.forms for n in args.lengths for _ in range(args.number)]
         for form, length in tqdm(cases, desc=Path(path).name, unit="text"):
             novel = choose.choice(novels)
             begin = choose.randrange(len(novel) // 2)

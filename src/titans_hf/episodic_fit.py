@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, pad
 from tqdm.auto import tqdm
 
 from .cache_titans import TitansCache
@@ -114,10 +114,10 @@ def _check(model, documents, weights) -> None:
 
 
 def choose_strides(weights: Sequence[Tensor]) -> list[int]:
-    """Returns for each document every how many of its columns the fit looks at: at NUM_COLUMNS in all, and at all
-    columns of documents that have few with a weight.
+    """Returns for each document every how many of its columns with a weight of at most 1 the fit looks at: at
+    NUM_COLUMNS in all, and at all columns of documents that have few with a weight.
     """
-    numbers = [max(1, int((weight[1:] > 0).sum())) for weight in weights]
+    numbers = [max(1, int(((weight[1:] > 0) & (weight[1:] <= 1)).sum())) for weight in weights]
     left, strides = NUM_COLUMNS, {}
     for rank, i in enumerate(sorted(range(len(numbers)), key=numbers.__getitem__)):
         strides[i] = math.ceil(numbers[i] * (len(numbers) - rank) / left)
@@ -160,11 +160,11 @@ def collect(
     weight: Tensor,
     stride: int,
 ) -> list[Evidence]:
-    """Updates an empty memory with the pieces of a document, ids (T,), and returns what every `stride`-th of those
-    columns finds whose next token has a weight; on the CPU.
+    """Updates an empty memory with the pieces of a document, ids (T,), and returns what its columns find whose next
+    token has a weight: all columns with a weight above 1, and every `stride`-th of the others; on the CPU.
     """
-    is_wanted = torch.zeros(len(ids), dtype=torch.bool)
-    is_wanted[(weight[1:] > 0).nonzero()[::stride, 0]] = True
+    is_wanted = pad(weight[1:] > 1, (0, 1))
+    is_wanted[((weight[1:] > 0) & ~is_wanted[:-1]).nonzero()[::stride, 0]] = True
     cache, parts, begin = TitansCache(memory.config), [], 0
     for piece in pieces:
         length = piece.tokens.shape[1]
@@ -176,7 +176,8 @@ def collect(
             if found.visible.any():  # else nothing depends on the memory
                 targets = ids[here + 1][None]
                 log_p = logits.cpu().to(found.similarity.dtype).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
-                counts = stride * weight[here + 1][None].to(log_p.dtype)
+                counts = weight[here + 1][None].to(log_p.dtype)
+                counts = torch.where(counts > 1, counts, stride * counts)
                 parts.append(Evidence(here, targets, log_p, counts, map_tensors(Tensor.cpu, found.seen())))
     return parts
 

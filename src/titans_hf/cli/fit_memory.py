@@ -105,8 +105,7 @@ def make_documents(
     parts: list[Tensor], tokenizer: PreTrainedTokenizerBase, number: int, share: float, seed: int
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Returns `parts` and `number` texts with recalls, every other one a conversation, and the weight of each of their
-    tokens: 1 in the parts, 0 in the recalls but for the answers, which all together count as much as `share` of the
-    parts' tokens.
+    tokens: 1, and in the answers, which all together count as much as `share` of the parts' tokens, more.
     """
     choose, recalls = random.Random(seed), []
     for i in range(number):
@@ -118,7 +117,7 @@ def make_documents(
     num_answers = sum(int(is_answer.sum()) for _, is_answer in recalls)
     for ids, is_answer in recalls:
         documents.append(ids)
-        weights.append(is_answer * (share * sum(map(len, parts)) / num_answers))
+        weights.append(torch.where(is_answer, share * sum(map(len, parts)) / num_answers, 1.0))
     return documents, weights
 
 
