@@ -335,7 +335,7 @@ class Measured:
                 self.memory.memory.load_state_dict(fitted.float().state_dict())
                 self.settings["fitted"] = args.fitted.name
             for name in ("log_sharpness", "entry_weight", "gate_weight", "gate_bias"):
-                self.settings[name] = [round(x, 3) for x in getattr(self.memory.memory, name)[:8].tolist()]
+                self.settings[name] = [round(x, 3) for x in getattr(self.memory.memory, name).tolist()]
         elif memory == "deep":
             self.memory = Deep(args, self.mean, self.directions, self.head)
             if args.steps:

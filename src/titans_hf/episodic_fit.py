@@ -183,8 +183,8 @@ def collect(
 
 
 class ReadOut(NamedTuple):
-    """The numbers that are fitted: log of the sharpness (1,), weights of an entry's facts (7,), and of the gate
-    (8 + K + 1,), the last one its bias.
+    """The numbers that are fitted: log of the sharpness (1,), weights of an entry's facts (7,), and of the gate (9,),
+    the last one its bias.
     """
 
     log_sharpness: Tensor

@@ -7,7 +7,7 @@ With y_t the input of the last layer's feed-forward network, x_t the tokens, p_t
     s_t = -log p_{t-1}(x_t), the surprise
     the entry i = (k_{t-1}, x_{t-4} ... x_{t-1}, x_t, s_t) is written if s_t >= threshold
     a_ti = softmax_i(beta k_t k_i + u e_ti),  m_t(v) = sum of a_ti over the entries i whose token is v
-    l_t = sigmoid(w [f_t; k_t] + b)
+    l_t = sigmoid(w f_t + b)
     output logits = log((1 - l_t) p_t + l_t m_t) + log Z_t
 
 Entries are in a ring: i runs over the newest N entries that were written up to x_t. Only surprising tokens are
@@ -68,7 +68,7 @@ class EpisodicMemory(nn.Module):
         self.projection = nn.Parameter(torch.empty(config.hidden_size, size))
         self.log_sharpness = nn.Parameter(torch.empty(1))
         self.entry_weight = nn.Parameter(torch.empty(len(INITIAL_ENTRY_WEIGHT)))
-        self.gate_weight = nn.Parameter(torch.zeros(len(UNITS) + 3 + size))
+        self.gate_weight = nn.Parameter(torch.zeros(len(UNITS) + 3))
         self.gate_bias = nn.Parameter(torch.empty(1))
         self.reset_parameters()
 
@@ -238,7 +238,7 @@ class EpisodicMemory(nn.Module):
             far = position - entries.positions[:, None] > self.config.kv_cache_length
             facts = (of_entries, entries.losses[:, None], far, _number_same(recent, entries.contexts))
             entropy = -(log_p.exp() * log_p).sum(-1)
-            yield of_block, Found(query, similarity, facts, visible, entries.tokens[:, None], entropy)
+            yield of_block, Found(similarity, facts, visible, entries.tokens[:, None], entropy)
 
     def _mix(self, logits: Tensor, found: "Found") -> Tensor:
         """Computes log((1 - l) p + l m) + log Z (B, Q, V) from the model's logits."""
@@ -334,12 +334,11 @@ class History(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What Q columns find in the ring: queries (B, Q, K), k_t; similarity (B, Q, E), k_t k_i; facts of e_ti, which
-    expand to (B, Q, E): log p_t, surprise, whether it is far, and how many of the tokens before are the same; visible
-    (B, Q, E) bool; tokens (B, 1, E) of the entries, -1 where there is none; entropy (B, Q) of p in nats.
+    """What Q columns find in the ring: similarity (B, Q, E), k_t k_i; facts of e_ti, which expand to (B, Q, E): log
+    p_t, surprise, whether it is far, and how many of the tokens before are the same; visible (B, Q, E) bool; tokens
+    (B, 1, E) of the entries, -1 where there is none; entropy (B, Q) of p in nats.
     """
 
-    queries: Tensor
     similarity: Tensor
     facts: tuple[Tensor, Tensor, Tensor, Tensor]
     visible: Tensor
@@ -349,12 +348,10 @@ class Found(NamedTuple):
     def seen(self) -> "Found":
         """Returns this without the entries that no column of the only row sees."""
         seen = self.visible[0].any(0)
-        of_columns = {"queries": self.queries, "entropy": self.entropy}
-        of_entries = self._replace(**dict.fromkeys(of_columns))
-        return map_tensors(lambda x: x[..., seen], of_entries)._replace(**of_columns)
+        return map_tensors(lambda x: x[..., seen], self._replace(entropy=None))._replace(entropy=self.entropy)
 
     def read(self, log_sharpness: Tensor, entry_weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes what the gate sees, [f; k] (B, Q, 8 + K), and the weights a of the entries (B, Q, E)."""
+        """Computes the features f of the gate (B, Q, 8) and the weights a of the entries (B, Q, E)."""
         dtype, any_visible = self.similarity.dtype, self.visible.any(-1, keepdim=True)
         scores = log_sharpness.exp() * self.similarity
         *facts, num_same = self.facts
@@ -369,7 +366,7 @@ class Found(NamedTuple):
         mean_same = (weights * num_same).sum(-1)
         features = (scores.logsumexp(-1), largest, self.entropy, number.log(), mean_same)
         s, m, h, count, n = (x / unit for x, unit in zip(features, UNITS, strict=True))
-        return torch.cat([torch.stack([s, m, h, count, n, m * s, m * h, m * n], dim=-1), self.queries], dim=-1), weights
+        return torch.stack([s, m, h, count, n, m * s, m * h, m * n], dim=-1), weights
 
 
 def blocks(begin: int, end: int) -> Iterator[tuple[int, int]]:

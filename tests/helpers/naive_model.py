@@ -275,7 +275,7 @@ def episodic_memory(module, config, mlp_inputs, logits, ids):
         summed, length = scores.logsumexp(0) / 10, mean_same / 2
         features = [summed, mass, entropy / 4, count.log() / 5, length]
         features += [mass * summed, mass * entropy / 4, mass * length]
-        gate = torch.cat([torch.stack(features), key]) @ module.gate_weight + module.gate_bias[0]
+        gate = torch.stack(features) @ module.gate_weight + module.gate_bias[0]
         share = torch.sigmoid(gate)
         outputs.append(((1 - share) * log_p.exp() + share * memory).log() + logits[t].logsumexp(-1))
     return torch.stack(outputs), entries
