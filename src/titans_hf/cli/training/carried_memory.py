@@ -15,7 +15,7 @@ from torch.serialization import safe_globals
 from transformers import PreTrainedConfig, TrainingArguments
 
 from titans_hf import TitansCache
-from titans_hf.cache_layer import KeyValueCache, LayerState
+from titans_hf.cache_layer import EntryRing, KeyValueCache, LayerState, TokenEntries, WindowCache
 from titans_hf.cache_titans import TitansCacheLayer
 from titans_hf.cli.training.arguments import RunArguments
 from titans_hf.cli.training.data import PackedBlocks, pad_rows
@@ -23,6 +23,9 @@ from titans_hf.cli.training.run_folder import CardTrainer
 from titans_hf.memory_state import MemoryState
 
 IGNORED = -100
+
+# The classes that a file of a carried memory may hold.
+PARTS_OF_A_CACHE = [TitansCacheLayer, LayerState, MemoryState, KeyValueCache, WindowCache, EntryRing, TokenEntries]
 
 
 class ContiguousBatches(torch.utils.data.Dataset):
@@ -132,6 +135,6 @@ class CarriedMemoryTrainer(CardTrainer):
     def train(self, resume_from_checkpoint: str | None = None, **kwargs) -> Any:
         if resume_from_checkpoint is not None:
             path = self._carried_path(resume_from_checkpoint)
-            with safe_globals([TitansCache, TitansCacheLayer, LayerState, KeyValueCache, MemoryState]):
+            with safe_globals([*PARTS_OF_A_CACHE, TitansCache]):
                 self.caches[True] = torch.load(path, map_location=self.args.device, weights_only=True)
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
