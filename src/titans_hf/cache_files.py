@@ -190,16 +190,17 @@ def check_tensors(tensors: dict[str, Tensor], model: PreTrainedModel) -> None:
         raise ValueError(f"it {'lacks' if min(others) in expected else 'has'} the tensor {min(others)}")
     sizes: dict[str, int] = {}  # of the dimensions whose size is not in the config, by their name
     most = model.config.kv_cache_length
+
+    def size_at(x: Tensor, at: int, size: int | str) -> int:
+        if isinstance(size, int):
+            return size
+        if at >= x.dim():
+            return -1
+        return sizes.setdefault(size, min(x.shape[at], most) if WINDOW in size else x.shape[at])
+
     for name, shape in expected.items():
         x = tensors[name]
-        wanted = [
-            size
-            if isinstance(size, int)
-            else sizes.setdefault(size, min(x.shape[at], most) if WINDOW in size else x.shape[at])
-            if at < x.dim()
-            else -1
-            for at, size in enumerate(shape)
-        ]
+        wanted = [size_at(x, at, size) for at, size in enumerate(shape)]
         if list(x.shape) != wanted:
             raise ValueError(f"{name} has the shape {tuple(x.shape)}, not {tuple(wanted)}")
         if x.is_floating_point() and not x.isfinite().all():

@@ -200,13 +200,12 @@ class EpisodicMemory(nn.Module):
         number, length = ring.tokens.shape[1], tokens.shape[1]
         previous_keys = _take(state.conv_state[..., :size], vectors[..., :size], places.previous)
         recent = _recent_tokens(before, tokens, places)
-        contexts = recent[..., 1:]
         # A key of zeros is none: the first token of a document is not written.
         written = places.is_token & (is_surprise > 0) & (previous_keys != 0).any(-1)
         counts = written.cumsum(1)
         slots = torch.where(written, number - 1 + counts, number + length)  # the last slot is dropped
         positions = places.positions(state.memory.num_seen).to(before.dtype)
-        new = TokenEntries(previous_keys, tokens, contexts, positions, losses.to(ring.losses.dtype))
+        new = TokenEntries(previous_keys, tokens, recent[..., 1:], positions, losses.to(ring.losses.dtype))
         entries = map_tensors(partial(_append, slots=slots), ring, new)
         oldest = torch.where(places.begin < 0, 0, number + counts.gather(1, places.begin.clamp(min=0)))
         history = History(entries, recent[..., :-1], positions, counts, oldest, number)
