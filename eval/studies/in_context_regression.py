@@ -12,9 +12,10 @@ predicts f(x_t); the error is its square. One layer is trained, and scored on se
 
 A row is a cell such as delta-2-momentum: the update rule, the depth, and `momentum` or `plain`. Cells are the form
 `titans`, with chunks of 16 for the rule `chunk`; delta-2-momentum is that form itself, delta-1-plain the form `delta`.
-Other rows: `paper`, the form; `off`, never written; gated-deltanet.
-Regression in closed form sees the same pairs: on x, on the 32 features that are the best for `sines` (the floor of
-linear memories of this size), and on the covariance of `sines`, which is nearly the best estimator.
+A cell that ends in -unfiltered has no convolutions, and token t holds x_{t-1} too, of which keys are made. Other rows:
+`paper`, the form; `ttt`, chunk-2-plain that forgets nothing; `off`, never written; gated-deltanet.
+Regression in closed form sees the same pairs: on x, on as many features as the width, the best ones for `sines` (the
+floor of linear memories of this size), and on the covariance of `sines`, which is nearly the best estimator.
 """
 
 import argparse
@@ -36,17 +37,20 @@ from eval.common.records import Record, append_record, describe_commit, find_fin
 from titans_hf.cli.shared.argument_checks import check_minimums
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.markdown_tables import markdown_table
+from titans_hf.neural_memory import OUTPUT_SCALE
 
 BENCHMARK = "in_context_regression"
-WIDTH, HEADS, DIMENSIONS = 32, 1, {"sines": 3, "linear": 16, "bursts": 3}
+WIDTH, DIMENSIONS = 32, {"sines": 3, "linear": 16, "bursts": 3}
 FREQUENCY, SINES = 1.4, 32  # standard deviation of each w_i, and their number
 BURST = 8  # pairs that are noisy together
 RANGES = [(0, 48), (48, 96), (96, 144), (144, 192), (336, 384)]  # pairs before the prediction
 LAST = "144-192"  # the range that tables compare
 SCORED, VALIDATED, POINTS = 256, 128, 500  # sequences, and points that the best features are found with
 FACTORS = {"depth": ("1", "2"), "momentum": ("plain", "momentum"), "rule": ("chunk", "delta")}
-SHAPE = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": 1, "vocab_size": 8, "pad_token_id": 0}
-SIZES = Sizes(SHAPE | {"initializer_range": 0.1}, {"memory_num_heads": HEADS, "memory_conv_noise": 0})
+SHAPE = {"num_attention_heads": 1, "num_hidden_layers": 1, "vocab_size": 8, "pad_token_id": 0}
+SHAPE |= {"hidden_size": WIDTH, "initializer_range": 0.1}
+SIZES = Sizes(SHAPE, {"memory_num_heads": 1, "memory_conv_noise": 0})
+CELL = re.compile("(?P<rule>chunk|delta)-(?P<depth>[12])-(?P<momentum>momentum|plain)(?P<filters>-unfiltered)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +65,13 @@ class Run:
     batch_size: int
     pairs: int
     learning_rate: float
+    width: int
 
     @property
     def name(self) -> str:
         step = "" if self.max_lr is None else f", step {self.max_lr:g}"
-        return f"{self.task}: {self.row}{step}, seed {self.seed}"
+        width = "" if self.width == WIDTH else f", width {self.width}"
+        return f"{self.task}: {self.row}{width}{step}, seed {self.seed}"
 
 
 def draw(task: str, rows: int, pairs: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,54 +94,77 @@ class Learner(nn.Module):
 
     def __init__(self, config: PreTrainedConfig, dimensions: int):
         super().__init__()
-        self.inputs = nn.Linear(dimensions, WIDTH)
-        self.values = nn.Linear(1, WIDTH)
+        width = config.hidden_size
+        self.inputs = nn.Linear(dimensions, width)
+        self.values = nn.Linear(1, width)
+        filtered = getattr(config, "memory_conv_kernel", 4) > 1
+        self.inputs_before = None if filtered else nn.Linear(dimensions, width)
         self.body = AutoModel.from_config(config)
-        self.output = nn.Linear(WIDTH, 1)
-        if config.model_type == "titans":
-            self._start_as_regression()
+        self.output = nn.Linear(width, 1)
+        self._start_as_regression(width)
 
     @torch.no_grad()
-    def _start_as_regression(self) -> None:
+    def _start_as_regression(self, width: int) -> None:
         """Lets the memory begin as regression on random features of x: the first quarter of a token is for f(x), of
         which values are made, the rest for x, of which queries and keys are made, with the same weights.
 
         From plain random weights, most of a short training goes by before a model uses its memory at all.
         """
-        memory, quarter = self.body.layers[0].mixer.memory, WIDTH // 4
-        for linear, unused in ((self.inputs, slice(quarter)), (self.values, slice(quarter, None))):
-            for parameter in linear.parameters():
-                parameter.normal_()[unused] = 0
-        memory.q_proj.weight.normal_(std=0.3)[:, :quarter] = 0
-        memory.k_proj.weight.copy_(memory.q_proj.weight)
-        memory.v_proj.weight.normal_(std=0.3)[:, quarter:] = 0
-        memory.o_proj.weight.mul_(5)
+        eighth = torch.arange(width) * 8 // width
+        of_values, of_queries, of_keys = eighth < 2, eighth >= 2, eighth >= 2
+        if self.inputs_before is not None:
+            of_queries, of_keys = (eighth >= 2) & (eighth < 5), eighth >= 5
+        for linear, own in ((self.inputs, of_queries), (self.values, of_values), (self.inputs_before, of_keys)):
+            for parameter in () if linear is None else linear.parameters():
+                parameter.normal_()[~own] = 0
+        q, k, v, output = self._projections()
+        q.normal_(std=0.3)[:, ~of_queries] = 0
+        k.zero_()[:, of_keys] = q[:, of_queries][:, : of_keys.sum()]
+        v.normal_(std=0.3)[:, ~of_values] = 0
+        output.mul_(5)
+
+    def _projections(self) -> list[Tensor]:
+        """Returns the weights for queries, keys and values, and of the output; of Gated DeltaNet they are made to start
+        as those of Titans do: keys a token late, a tenth of the output, and little is forgotten.
+        """
+        layer = self.body.layers[0]
+        if hasattr(layer, "mixer"):
+            return [getattr(layer.mixer.memory, f"{name}_proj").weight for name in "qkvo"]
+        net, width = layer.linear_attn, layer.linear_attn.hidden_size
+        net.conv1d.weight.zero_()[..., -1] = 1
+        net.conv1d.weight[width : 2 * width] = net.conv1d.weight[width : 2 * width].roll(-1, -1)
+        net.A_log.zero_()
+        net.dt_bias.fill_(-5)  # softplus(-5) is .007; 1 is what it starts with, which keeps less than a token
+        return [*net.in_proj_qkvz.weight.split(width)[:3], net.out_proj.weight.mul_(OUTPUT_SCALE)]
 
     def forward(self, x: Tensor, shown: Tensor) -> Tensor:
         """Predicts f(x_t) (B, T) from x (B, T, d) up to t and the values (B, T) shown before t."""
         last = nn.functional.pad(shown[:, :-1], (1, 0))[..., None]
         tokens = self.inputs(x) + self.values(last)
+        if self.inputs_before is not None:
+            tokens = tokens + self.inputs_before(nn.functional.pad(x[:, :-1], (0, 0, 1, 0)))
         return self.output(self.body(inputs_embeds=tokens, use_cache=False).last_hidden_state).squeeze(-1)
 
 
-def config_of(row: str, max_lr: float | None) -> PreTrainedConfig:
+def config_of(row: str, max_lr: float | None, width: int = WIDTH) -> PreTrainedConfig:
     """Makes the config of a row.
 
     Raises ValueError for a row that is not known.
     """
-    settings = {"intermediate_size": WIDTH} | ({} if max_lr is None else {"memory_max_lr": max_lr})
+    sizes = SIZES._replace(shape=SIZES.shape | {"hidden_size": width})
     if row == "gated-deltanet":
-        return make_config(row, WIDTH, {}, SIZES)
-    if row == "paper":
-        return make_config("lmm", WIDTH, settings | {"memory_form": "paper"}, SIZES)
-    if row == "off":
-        return make_config("lmm", WIDTH, settings | {"memory_max_lr": 0}, SIZES)
-    if not re.fullmatch("(chunk|delta)-[12]-(momentum|plain)", row):
-        raise ValueError(f"ROW {row!r} must be paper, off, gated-deltanet, or such as delta-2-momentum")
-    rule, depth, momentum = row.split("-")
-    settings |= {"memory_update_rule": rule, "memory_depth": int(depth), "memory_momentum": momentum == "momentum"}
-    settings |= {"memory_chunk_size": 16} if rule == "chunk" else {}
-    return make_config("lmm", WIDTH, settings, SIZES)
+        return make_config(row, width, {}, sizes)
+    settings = {} if max_lr is None else {"memory_max_lr": max_lr}
+    others = {"paper": {"memory_form": "paper"}, "off": {"memory_max_lr": 0}, "ttt": {"memory_forget": False}}
+    settings |= others.get(row, {})
+    if cell := CELL.fullmatch("chunk-2-plain" if row == "ttt" else row):
+        settings |= {"memory_update_rule": cell["rule"], "memory_depth": int(cell["depth"])}
+        settings |= {"memory_momentum": cell["momentum"] == "momentum"}
+        settings |= {"memory_chunk_size": 16} if cell["rule"] == "chunk" else {}
+        settings |= {"memory_conv_kernel": 1} if cell["filters"] else {}
+    elif row not in others:
+        raise ValueError(f"ROW {row!r} must be paper, ttt, off, gated-deltanet, or such as delta-2-momentum")
+    return make_config("lmm", width, settings, sizes)
 
 
 def by_range(squares: Tensor) -> dict[str, float]:
@@ -185,24 +214,24 @@ def prediction_errors(kernel: Tensor, shown: Tensor, true: Tensor, ridge: float)
     return (factor.diagonal(dim1=-2, dim2=-1) * innovations - shown + true).square()
 
 
-def closed_forms(task: str, pairs: int) -> dict[str, dict[str, float]]:
+def closed_forms(task: str, pairs: int, width: int) -> dict[str, dict[str, float]]:
     """Returns the errors of regression in closed form, by its name; the ridge of each is chosen on validation."""
 
     def kernel(a: Tensor, b: Tensor) -> Tensor:  # the covariance of f: exp(-s^2 |a - b|^2 / 2)
         return torch.exp(-0.5 * FREQUENCY**2 * torch.cdist(a, b).square())
 
     def features(x: Tensor) -> Tensor:  # the principal functions of the covariance, each as long as it explains
-        return kernel(x, points) @ (vectors[:, -WIDTH:] / values[-WIDTH:].sqrt())
+        return kernel(x, points) @ (vectors[:, -width:] / values[-width:].sqrt())
 
     points = draw(task, 1, POINTS, torch.Generator().manual_seed(1))[0][0].double()
     values, vectors = torch.linalg.eigh(kernel(points, points))
     kernels = {
         "ridge on x": lambda x: x @ x.mT,
-        "ridge on the 32 best features": lambda x: (lambda f: f @ f.mT)(features(x)),
+        f"ridge on the {width} best features": lambda x: (lambda f: f @ f.mT)(features(x)),
         "kernel ridge": lambda x: kernel(x, x),
     }
     if task == "linear":
-        del kernels["ridge on the 32 best features"], kernels["kernel ridge"]
+        kernels = {name: kernels[name] for name in ("ridge on x",)}
     sets = {}
     for name, rows, length, seed in (("valid", VALIDATED, pairs, 10**6), ("test", SCORED, 2 * pairs, 10**6 + 1)):
         sets[name] = [part.double() for part in draw(task, rows, length, torch.Generator().manual_seed(seed))]
@@ -224,14 +253,14 @@ def with_interval(values: list[float]) -> str:
     return f"{mean(values):.4f} [{mean(values) - half:.4f}, {mean(values) + half:.4f}]"
 
 
-def choose_steps(records: list[Record], task: str) -> dict[str, dict[int, Record]]:
+def choose_steps(records: list[Record], task: str, width: int) -> dict[str, dict[int, Record]]:
     """Returns the runs of each row by seed, with the step that most seeds have; of several, with the step that has the
     least error on validation in the first seed.
     """
     found = defaultdict(lambda: defaultdict(dict))
     for record in records:
         run = record["run"]
-        if run["task"] == task:
+        if run["task"] == task and run.get("width", WIDTH) == width:
             found[run["row"]][run["max_lr"]][run["seed"]] = record
     chosen = {}
     for row, by_step in found.items():
@@ -241,9 +270,9 @@ def choose_steps(records: list[Record], task: str) -> dict[str, dict[int, Record
     return chosen
 
 
-def tables(records: list[Record], task: str, closed: dict[str, dict[str, float]]) -> str:
+def tables(records: list[Record], task: str, width: int, closed: dict[str, dict[str, float]]) -> str:
     """Formats the errors of all rows, and the paired differences of cells that differ in one factor."""
-    rows = choose_steps(records, task)
+    rows = choose_steps(records, task, width)
     names = list(next(iter(closed.values())))
     lines = [[name, "", "", *(f"{errors[x]:.4f}" for x in names)] for name, errors in closed.items()]
     for row, runs in rows.items():
@@ -253,21 +282,21 @@ def tables(records: list[Record], task: str, closed: dict[str, dict[str, float]]
     parts = [markdown_table([task, "largest step", "seeds", *names], lines)]
     lines = []
     for factor, (low, high) in FACTORS.items():
-        by_seed = defaultdict(list)
+        found = defaultdict(dict)  # the differences of a cell by seed, by what the cells have in common
         for row in rows:
             other = "-".join(high if part == low else part for part in row.split("-"))
             if other == row or other not in rows:
                 continue
-            seeds = sorted(rows[row].keys() & rows[other].keys())
-            errors = [[rows[x][seed]["result"]["test"][LAST] for seed in seeds] for x in (other, row)]
-            differences = [a - b for a, b in zip(*errors, strict=True)]
-            lines.append([factor, f"{other} less {row}", with_interval(differences)])
-            for seed, difference in zip(seeds, differences, strict=True):
-                by_seed[seed].append(difference)
-        most = max(map(len, by_seed.values()), default=0)
-        if most > 1:
-            means = [mean(found) for found in by_seed.values() if len(found) == most]
-            lines.append([factor, f"mean of the {most}", with_interval(means)])
+            cell = CELL.fullmatch(row)
+            a, b = ({seed: run["result"]["test"][LAST] for seed, run in rows[x].items()} for x in (other, row))
+            difference = {seed: a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())}
+            lines.append([factor, f"{other} less {row}", with_interval(list(difference.values()))])
+            found["both" if factor == "rule" else cell["rule"], cell["filters"] or ""][row] = difference
+        for (rule, filters), cells in found.items():
+            seeds = set.intersection(*(set(x) for x in cells.values()))
+            if len(cells) > 1 and seeds:
+                means = [mean(x[seed] for x in cells.values()) for seed in sorted(seeds)]
+                lines.append([factor, f"mean of {len(cells)}, {rule}{filters}", with_interval(means)])
     if lines:
         parts.append(markdown_table(["factor", f"difference at {LAST}", "mean and interval over seeds"], lines))
     return "\n\n".join(parts)
@@ -277,6 +306,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("rows", metavar="ROW", nargs="*", help="rows to train; without a row, the tables are printed")
     parser.add_argument("--task", choices=list(DIMENSIONS), default="sines")
+    parser.add_argument("--width", type=int, default=WIDTH, help="width of the layer and its only head")
     parser.add_argument("--max_lr", type=float, help="the memory's largest step; by default the form's")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds of weights and training sequences")
     parser.add_argument("--steps", type=int, default=300, help="training steps")
@@ -285,10 +315,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--learning_rate", type=float, default=1e-2, help="AdamW's largest learning rate")
     parser.add_argument("--output", type=Path, required=True, help="a JSON Lines file, to which runs are added")
     args = parser.parse_args(argv)
-    check_minimums(args, steps=1, batch_size=1, seeds=0, pairs=192)
-    shared = {name: getattr(args, name) for name in ("task", "max_lr", "steps", "batch_size", "pairs", "learning_rate")}
+    check_minimums(args, width=8, steps=1, batch_size=1, seeds=0, pairs=192)
+    names = ("task", "max_lr", "steps", "batch_size", "pairs", "learning_rate", "width")
+    shared = {name: getattr(args, name) for name in names}
     runs = [Run(row=row, seed=seed, **shared) for row in args.rows for seed in args.seeds]
-    configs = [config_of(run.row, run.max_lr) for run in runs]
+    configs = [config_of(run.row, run.max_lr, run.width) for run in runs]
     for run, config in zip(runs, configs, strict=True):
         if find_finished(read_records(args.output, BENCHMARK), run, config):
             continue
@@ -296,7 +327,8 @@ def main(argv: list[str] | None = None) -> None:
         record |= {"step": getattr(config, "memory_max_lr", ""), "result": train(run, config)}
         append_record(record | {"commit": describe_commit()}, args.output)
     if not args.rows:
-        print(tables(read_records(args.output, BENCHMARK), args.task, closed_forms(args.task, args.pairs)))
+        closed = closed_forms(args.task, args.pairs, args.width)
+        print(tables(read_records(args.output, BENCHMARK), args.task, args.width, closed))
 
 
 if __name__ == "__main__":

@@ -29,14 +29,24 @@ def test_closed_form_regression():
         torch.testing.assert_close(errors[t], (x[0, t] @ weights - true[0, t]).square())
 
 
-def test_a_prediction_sees_no_value_of_its_own_pair():
+@pytest.mark.parametrize("row", ["delta-2-momentum", "delta-1-plain-unfiltered", "gated-deltanet"])
+def test_a_prediction_sees_no_value_of_its_own_pair(row):
     """The prediction at t does not depend on values from t on, but on x_t and on the values before."""
     torch.manual_seed(0)
-    model = study.Learner(study.config_of("delta-2-momentum", None), 3).double()
+    model = study.Learner(study.config_of(row, None), 3).double()
     x, shown, _ = (part.double().requires_grad_() for part in study.draw("sines", 1, 30, torch.Generator()))
     slopes = torch.autograd.grad(model(x, shown)[0, 20], (x, shown))
     assert slopes[0][0, 20].abs().sum() > 0
     assert slopes[1][0, :20].abs().sum() > 0 and slopes[1][0, 20:].abs().sum() == 0
+
+
+@torch.no_grad()
+def test_gated_deltanet_starts_with_keys_a_token_late():
+    """Its keys start as the queries of the token before, as those of Titans do."""
+    net = study.Learner(study.config_of("gated-deltanet", None), 3).body.layers[0].linear_attn
+    projected = net.in_proj_qkvz(torch.randn(1, 10, 32)).mT[:, :96]
+    queries, keys, _ = net.conv1d(projected)[..., :10].split(32, 1)
+    torch.testing.assert_close(keys[..., 1:], queries[..., :-1])
 
 
 def test_rows_are_what_their_names_say():
@@ -45,6 +55,10 @@ def test_rows_are_what_their_names_say():
     found = (config.memory_update_rule, config.memory_depth, config.memory_momentum, config.memory_chunk_size)
     assert found == ("chunk", 1, False, 16)
     assert (config.memory_max_lr, study.config_of("off", None).memory_max_lr) == (0.25, 0)
+    assert study.config_of("ttt", 0.25).to_dict() == study.config_of("chunk-2-plain", 0.25).to_dict() | {
+        "memory_forget": False
+    }
+    assert study.config_of("delta-1-plain-unfiltered", None, 16).memory_conv_kernel == 1
     for cell, form in {"delta-2-momentum": "titans", "delta-1-plain": "delta"}.items():
         fields = study.SIZES.shape | study.SIZES.titans | {"variant": "lmm", "memory_form": form}
         whole, named = study.config_of(cell, None), TitansConfig(**fields)
