@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import EvalPrediction, PreTrainedConfig, TrainerCallback, set_seed
 from transformers.utils.logging import disable_progress_bar
 
 from eval.common.compared_models import parse_settings
-from eval.common.records import FILE, Record, append_record, describe_commit, find_finished, read_records
+from eval.common.records import FILE, Record, append_record, describe_commit, file_of, find_finished, read_records
 from eval.common.tables import Alike, check_alike
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
 from titans_hf.cli.shared.command_line import HelpFormatter
@@ -100,6 +100,24 @@ def fit_classifier(run: Run, model: nn.Module, every: int, columns: Sequence[str
     return trainer, progress.curve
 
 
+def optimise(model: nn.Module, draw_loss: Callable[[torch.Generator], Tensor], run: Any) -> None:
+    """Trains on sequences that are drawn for each step, by AdamW without decay, and leaves the model in evaluation."""
+    optimizer, start = torch.optim.AdamW(model.parameters(), run.learning_rate, weight_decay=0.0), time.time()
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, run.learning_rate, run.steps, pct_start=0.1)
+    generator = torch.Generator().manual_seed(run.seed)
+    model.train()
+    for step in range(1, run.steps + 1):
+        loss = draw_loss(generator)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if step % 100 == 0:
+            print(f"{run.name}: step {step}, loss {loss.item():.3f}, {time.time() - start:.0f} s", flush=True)
+    model.eval()
+
+
 def run_of(kind: type[Run], args: Namespace, **own: Any) -> Run:
     """Makes a run of the options that have the names of its fields, and of `own` fields."""
     names = {field.name for field in fields(kind)}
@@ -121,7 +139,8 @@ def begin(benchmark: str, runs: Sequence[Run], config_of: ConfigOf, output: Path
 def record_run(
     benchmark: str, run: Run, config: PreTrainedConfig | None, make: Callable[[], dict[str, Any]], output: Path
 ) -> Record:
-    """Returns the record of a run. If the folder `output` has none, `make` trains and returns the results.
+    """Returns the record of a run. If `output`, a folder or a JSON Lines file, has none, `make` trains and returns
+    the results.
 
     Nothing is written before the run has finished.
     """
@@ -136,6 +155,6 @@ def record_run(
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "minutes": round((time.time() - start) / 60, 2),
     }
-    append_record(record, output / FILE)
-    print(f"{run.name}: test {record.get('test', 'in the curve')}, {record['minutes']} min", flush=True)
+    append_record(record, file_of(output))
+    print(f"{run.name}: {record.get('test', 'finished')}, {record['minutes']} min", flush=True)
     return record

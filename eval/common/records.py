@@ -27,12 +27,17 @@ def read_lines(file: Path) -> list[Record]:
     return found
 
 
+def file_of(path: Path) -> Path:
+    """Returns the file of runs that `--output` names: a JSON Lines file, or FILE in a folder."""
+    return path if path.suffix == ".jsonl" else path / FILE
+
+
 def read_records(path: Path, benchmark: str) -> list[Record]:
     """Reads the runs of a file, or of FILE in a folder: none where there is no file.
 
     Raises ValueError for a line that is no run of the benchmark, such as "mad".
     """
-    file = path / FILE if path.suffix != ".jsonl" else path
+    file = file_of(path)
     records = read_lines(file) if file.exists() else []
     for number, record in enumerate(records, 1):
         if record.get("benchmark") != benchmark:

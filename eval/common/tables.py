@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from scipy.stats import t as student
 
 from eval.common.records import Record
 from titans_hf.cli.shared.figures import line_styles, plot_with_spread, save_figure
@@ -72,6 +73,14 @@ def with_spread(values: Sequence[float], form: str = ".3f", factor: float = 1) -
     """Formats a mean, with the standard deviation of several values, both times a factor."""
     spread = f" ± {factor * stdev(values):{form.lstrip('+')}}" if len(values) > 1 else ""
     return f"{factor * mean(values):{form}}{spread}"
+
+
+def with_interval(values: Sequence[float], form: str = ".4f") -> str:
+    """Formats a mean with its 95 % interval over seeds, by Student's t; one seed has none."""
+    if len(values) < 2:
+        return f"{mean(values):{form}}"
+    half = student.ppf(0.975, len(values) - 1) * stdev(values) / len(values) ** 0.5
+    return f"{mean(values):{form}} [{mean(values) - half:{form}}, {mean(values) + half:{form}}]"
 
 
 def extremes(numbers: Iterable[int]) -> str:

@@ -21,19 +21,20 @@ floor of linear memories of this size), and on the covariance of `sines`, which 
 import argparse
 import math
 import re
-import time
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 import torch
-from scipy.stats import t as student
 from torch import Tensor, nn
-from transformers import AutoModel, PreTrainedConfig, set_seed
+from transformers import AutoModel, PreTrainedConfig
 
 from eval.common.compared_models import Sizes, make_config
-from eval.common.records import Record, append_record, describe_commit, find_finished, read_records
+from eval.common.harness import optimise, record_run
+from eval.common.records import Record, read_records
+from eval.common.tables import with_interval
 from titans_hf.cli.shared.argument_checks import check_minimums
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.markdown_tables import markdown_table
@@ -180,28 +181,19 @@ def score(model: Learner, task: str, rows: int, pairs: int, seed: int) -> Tensor
     return (torch.cat(predicted) - true).square()
 
 
-def train(run: Run, config: PreTrainedConfig) -> dict[str, dict[str, float] | float]:
+def train(run: Run, config: PreTrainedConfig) -> Record:
     """Trains a row; returns its errors on sequences to choose a step with, and on those of the tables."""
-    set_seed(run.seed)
-    model, start = Learner(config, DIMENSIONS[run.task]), time.time()
-    optimizer = torch.optim.AdamW(model.parameters(), run.learning_rate, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, run.learning_rate, run.steps, pct_start=0.1)
-    generator = torch.Generator().manual_seed(run.seed)
-    for step in range(1, run.steps + 1):
+    model = Learner(config, DIMENSIONS[run.task])
+
+    def draw_loss(generator: torch.Generator) -> Tensor:
         x, shown, true = draw(run.task, run.batch_size, run.pairs, generator)
-        loss = (model(x, shown) - true).square().mean()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        if step % 100 == 0:
-            print(f"{run.name}: step {step}, error {loss.item():.3f}, {time.time() - start:.0f} s", flush=True)
-    model.eval()
+        return (model(x, shown) - true).square().mean()
+
+    optimise(model, draw_loss, run)
     result = {"valid": by_range(score(model, run.task, VALIDATED, run.pairs, 10**6))}
     result |= {"test": by_range(score(model, run.task, SCORED, 2 * run.pairs, 10**6 + 1))}
-    parameters = sum(x.numel() for x in model.parameters())
-    return result | {"parameters": parameters, "minutes": round((time.time() - start) / 60, 2)}
+    result |= {"parameters": sum(x.numel() for x in model.parameters())}
+    return {"step": getattr(config, "memory_max_lr", ""), "result": result}
 
 
 def prediction_errors(kernel: Tensor, shown: Tensor, true: Tensor, ridge: float) -> Tensor:
@@ -243,14 +235,6 @@ def closed_forms(task: str, pairs: int, width: int) -> dict[str, dict[str, float
             ridges[ridge] = prediction_errors(gram["valid"], *sets["valid"][1:], ridge)[:, -48:].mean().item()
         found[name] = by_range(prediction_errors(gram["test"], *sets["test"][1:], min(ridges, key=ridges.get)))
     return found
-
-
-def with_interval(values: list[float]) -> str:
-    """Formats a mean with its 95 % interval over seeds, by Student's t; one seed has none."""
-    if len(values) < 2:
-        return f"{mean(values):.4f}"
-    half = student.ppf(0.975, len(values) - 1) * stdev(values) / len(values) ** 0.5
-    return f"{mean(values):.4f} [{mean(values) - half:.4f}, {mean(values) + half:.4f}]"
 
 
 def choose_steps(records: list[Record], task: str, width: int) -> dict[str, dict[int, Record]]:
@@ -321,11 +305,7 @@ def main(argv: list[str] | None = None) -> None:
     runs = [Run(row=row, seed=seed, **shared) for row in args.rows for seed in args.seeds]
     configs = [config_of(run.row, run.max_lr, run.width) for run in runs]
     for run, config in zip(runs, configs, strict=True):
-        if find_finished(read_records(args.output, BENCHMARK), run, config):
-            continue
-        record = {"benchmark": BENCHMARK, "name": run.name, "run": asdict(run), "config": config.to_diff_dict()}
-        record |= {"step": getattr(config, "memory_max_lr", ""), "result": train(run, config)}
-        append_record(record | {"commit": describe_commit()}, args.output)
+        record_run(BENCHMARK, run, config, partial(train, run, config), args.output)
     if not args.rows:
         closed = closed_forms(args.task, args.pairs, args.width)
         print(tables(read_records(args.output, BENCHMARK), args.task, args.width, closed))
