@@ -42,6 +42,8 @@ COMMANDS = {
     "lm-eval": Command("titans_hf.cli.lm_eval_command", "run lm-eval's own command line, for any task", "eval"),
     "demo": Command("titans_hf.cli.demo", "train two small models and compare their recall", "demo"),
 }
+# The parsers of these commands are those of transformers and of lm-eval; `argparse` alone parses the others.
+OTHER_PARSERS = {"train", "serve", "chat", "lm-eval"}
 
 
 def usage() -> str:
@@ -62,8 +64,8 @@ def main() -> None:
     elif name == "--version":
         print(f"titans-hf {version('titans-hf')}")
     elif name in COMMANDS:
-        if sys.argv[2:] in (["-h"], ["--help"]) and "titans_hf" not in sys.modules:
-            show_help_alone(name)
+        if sys.argv[2:] in (["-h"], ["--help"]) and name not in OTHER_PARSERS and "titans_hf" not in sys.modules:
+            show_help(name)
         import_module("titans_hf.cli.shared.command_line").run_command(partial(_run, name))
     else:
         print(f"titans-hf: error: there is no command {name}, only {', '.join(COMMANDS)}", file=sys.stderr)
@@ -78,32 +80,23 @@ class _StandardLibraryAlone(MetaPathFinder):
             raise ModuleNotFoundError(f"{fullname} is not needed for help", name=fullname)
 
 
-def show_help_alone(name: str) -> None:
-    """Exits with the help of a command, without torch and transformers, whose import takes seconds. Returns for a
-    command whose parser needs another package than the standard library: then it has shown nothing.
+def show_help(name: str) -> None:
+    """Exits with the help of a command of `argparse`, without torch and transformers, whose import takes seconds.
 
     A command parses its arguments before anything else. So its module is run without the statements that need other
     packages, and its `main` ends when its parser has shown the help.
     """
-    modules, alone, argv = set(sys.modules), _StandardLibraryAlone(), sys.argv
-    sys.meta_path.insert(0, alone)
+    sys.meta_path.insert(0, _StandardLibraryAlone())
+    sys.modules["titans_hf"] = module_from_spec(find_spec("titans_hf"))  # without running its __init__
     sys.argv = [f"titans-hf {name}", "--help"]
-    try:
-        sys.modules["titans_hf"] = module_from_spec(find_spec("titans_hf"))  # without running its __init__
-        spec = find_spec(COMMANDS[name].module)
-        tree = ast.parse(spec.loader.get_source(spec.name))
-        module = {"__name__": spec.name, "__file__": spec.origin, "__doc__": ast.get_docstring(tree, clean=False)}
-        for statement in tree.body:
-            code = ast.Module([statement], type_ignores=[])
-            with suppress(ImportError, NameError):
-                exec(compile(code, spec.origin, "exec", __future__.annotations.compiler_flag), module)
-        module["main"]()
-    except (ImportError, LookupError, NameError):
-        for added in sys.modules.keys() - modules:
-            del sys.modules[added]
-    finally:
-        sys.meta_path.remove(alone)
-        sys.argv = argv
+    spec = find_spec(COMMANDS[name].module)
+    tree = ast.parse(spec.loader.get_source(spec.name))
+    module = {"__name__": spec.name, "__doc__": ast.get_docstring(tree, clean=False)}
+    for statement in tree.body:
+        code = ast.Module([statement], type_ignores=[])
+        with suppress(ImportError, NameError):
+            exec(compile(code, spec.origin, "exec", __future__.annotations.compiler_flag), module)
+    module["main"]()
 
 
 def _run(name: str) -> None:
