@@ -144,12 +144,12 @@ class TitansTests(CommonTests):
             self.assertEqual([weights.shape for weights in maps], [shape] * config.num_hidden_layers)
 
     def _check_past_key_values_for_generate(self, batch_size, past_key_values, seq_length, config):
-        """Expects the columns to be counted, and a state of the size that it has after one token."""
+        """Expects the columns to be counted, and a state that no longer grows once a window is full."""
         self.assertEqual((past_key_values.batch_size, past_key_values.get_seq_length()), (batch_size, seq_length))
-        after_one = titans_hf.TitansCache(config)
-        token = torch.ones(batch_size, 1, dtype=torch.long)
-        self.all_model_classes[0](config)(token, past_key_values=after_one)
-        for layer, expected in zip(past_key_values.layers, after_one.layers, strict=True):
+        full = titans_hf.TitansCache(config)
+        tokens = torch.ones(batch_size, min(int(seq_length), config.sliding_window), dtype=torch.long)
+        self.all_model_classes[0](config)(tokens, past_key_values=full)
+        for layer, expected in zip(past_key_values.layers, full.layers, strict=True):
             self.assertEqual([x.shape for x in layer.tensors()], [x.shape for x in expected.tensors()])
 
 
