@@ -80,8 +80,8 @@ def test_a_command_gets_its_own_arguments(monkeypatch, name):
     ("arguments", "message"),
     [
         (
-            ["train", "--train_data", "x", "--output_dir", "out", "--tokenizer", "bytes", "--config", "no.json"],
-            "no.json",
+            ["train", "--train_data", "x", "--output_dir", "out", "--tokenizer", "bytes", "--config", "tiny-mga"],
+            "--config tiny-mga is not a checkpoint: no such folder, nor to be had from the Hub; configurations by ",
         ),
         (
             ["train", "--train_data", "x", "--output_dir", "out", "--per_device_train_batch_size", "0"],

@@ -24,7 +24,8 @@ from reading_runs import (
 from tiny_run import LLAMA, SCRIPT
 
 from titans_hf.cache_files import read_description
-from titans_hf.cli import read
+from titans_hf.cli import read, surprise
+from titans_hf.cli.shared import text_files
 from titans_hf.cli.training.data import load_splits
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 
@@ -132,14 +133,14 @@ def test_special_tokens_in_a_text_are_text(block, paths, monkeypatch):
 
 @pytest.mark.parametrize("block", [1, 7, read.BLOCK])
 def test_line_ends_are_those_of_training(block, paths, monkeypatch):
-    r"""Line ends \r\n and \r are read as \n, as in training, also across blocks."""
+    r"""Line ends \r\n and \r are read as \n, as in training, also across blocks, and a byte order mark is no text."""
     monkeypatch.setattr(read, "BLOCK", block)
-    text = "eins\r\nzwei\r\n\r\ndrei\rvier\r"
-    (paths.texts / "a.txt").write_bytes(text.encode())
-    run_read(paths, paths.texts / "a.txt")
-    assert_has_read(paths, "eins\nzwei\n\ndrei\nvier\n")
-    (trained_on,) = load_splits(str(paths.texts / "a.txt"), "--train_data", "train")["train"]["text"]
-    assert trained_on == "eins\nzwei\n\ndrei\nvier\n"
+    file, text = paths.texts / "a.txt", "eins\nzwei\n\ndrei\nvier\n"
+    file.write_bytes("eins\r\nzwei\r\n\r\ndrei\rvier\r".encode("utf-8-sig"))
+    run_read(paths, file)
+    assert_has_read(paths, text)
+    (trained_on,) = load_splits(str(file), "--train_data", "train")["train"]["text"]
+    assert trained_on == surprise.read_text(str(file)) == text_files.read_text(file, "--text") == text
 
 
 def test_other_texts_are_refused(paths):

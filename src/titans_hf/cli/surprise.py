@@ -183,10 +183,10 @@ def draw(path: Path, title: str, values: np.ndarray, num_layers: int) -> None:
 
 
 def read_text(path: str) -> str:
-    """Reads a file, or standard input for -. Raises ValueError for a text that is not UTF-8."""
+    """Reads a file, or standard input for -, without its byte order mark. Raises ValueError if it is not UTF-8."""
     data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     try:
-        return normalize_newlines(data.decode("utf-8"))
+        return normalize_newlines(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ValueError(f"TEXT {path} is not UTF-8: {error}") from error
 

@@ -44,8 +44,10 @@ def _visible_files(folder: Path) -> list[Path]:
 
 
 def read_text(file: Path, argument: str) -> str:
-    """Reads a file in UTF-8. Raises ValueError, with the file's name, for a file in another encoding."""
+    """Reads a file in UTF-8, without its byte order mark. Raises ValueError, with the file's name, for a file in
+    another encoding.
+    """
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{argument} {file} is not UTF-8: {error}") from error

@@ -12,11 +12,12 @@ def normalize_newlines(text: str) -> str:
 
 
 def newline_decoder() -> io.IncrementalNewlineDecoder:
-    """Returns an incremental UTF-8 decoder whose output has its line ends normalised as by `normalize_newlines`.
+    """Returns an incremental UTF-8 decoder that leaves out a byte order mark, and whose output has its line ends
+    normalised as by `normalize_newlines`.
 
     Its `decode(data, final)` raises UnicodeDecodeError.
     """
-    return io.IncrementalNewlineDecoder(getincrementaldecoder("utf-8")(), translate=True)
+    return io.IncrementalNewlineDecoder(getincrementaldecoder("utf-8-sig")(), translate=True)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: str | list[str], **options) -> BatchEncoding:

@@ -23,7 +23,8 @@ from titans_hf.cli.training.arguments import RunArguments
 from titans_hf.cli.training.tokenizer import FIRST_BYTE, is_byte_tokenizer
 
 # A document at a time: the builder of `datasets` would otherwise hold a thousand of them before it writes any.
-TEXT = ("text", {"sample_by": "document", "writer_batch_size": 1})
+# A byte order mark at the beginning of a text is no text.
+TEXT = ("text", {"sample_by": "document", "writer_batch_size": 1, "encoding": "utf-8-sig"})
 # The builder of `datasets` for the files with a suffix, and its options.
 BUILDERS = {".txt": TEXT, ".md": TEXT, ".json": ("json", {}), ".jsonl": ("json", {}), ".parquet": ("parquet", {})}
 BUILDERS |= {".csv": ("csv", {}), ".tsv": ("csv", {"sep": "\t"})}

@@ -18,14 +18,22 @@ PYTHON_WORDS = {"True": True, "False": False, "None": None}
 def load_config(args: RunArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
     """Loads the configuration with its overrides; from scratch it gets the tokenizer's special tokens.
 
-    It is built anew, so that values derived from an overridden value follow it. Raises ValueError for overrides that
-    the configuration does not take, and for a vocabulary smaller than the tokenizer's.
+    It is built anew, so that values derived from an overridden value follow it. Raises ValueError for a name that is
+    none of CONFIGS and no checkpoint, for overrides that the configuration does not take, and for a vocabulary smaller
+    than the tokenizer's.
     """
     source, argument = args.model_name_or_path, "--model_name_or_path"
     if args.config is not None:
         shipped, argument = CONFIGS / f"{args.config}.json", "--config"
         source = str(shipped) if shipped.exists() and not Path(args.config).exists() else args.config
-    config, overrides = checkpoints.load_config(source, argument), parse_overrides(args.config_overrides)
+    try:
+        config = checkpoints.load_config(source, argument)
+    except ValueError as error:
+        if args.config is None or Path(source).exists():
+            raise
+        names = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.json")))
+        raise ValueError(f"{error}; configurations by name: {names}") from error
+    overrides = parse_overrides(args.config_overrides)
     for name in [name for name in overrides if name not in config.to_dict()]:
         raise ValueError(f"--config_overrides: {config.model_type} has no {name}")
     settings, _ = PreTrainedConfig.get_config_dict(source)
