@@ -8,8 +8,9 @@ each of them. The groups are `parity` (2 elements), `s3` (6) and `s5` (120, not 
 words that were not used before and are four times as long as in training.
 
 A row names a variant, with the form of its memory where that is not `titans`, or another model of the same size. With
--chunk-1, hidden layers are written after each token, as eq. 10 has it, and not after each chunk; with -step-2, the
-largest step is 2, with which a linear memory can reflect its state (I - theta k k^T has eigenvalues from -1 to 1).
+-chunk-1, hidden layers are written after each token, as eq. 10 has it; with -chunk-128 not within a word. -plain has no
+momentum, -kept no forgetting, -momentum has it in `delta`. With -step-1, the largest step is 1, with which a linear
+memory can reflect its state: a write is I - 2 theta k k^T, with eigenvalues from -1 to 1, by default from 0 to 1.
 """
 
 import argparse
@@ -43,9 +44,13 @@ DELTA = {"memory_form": "delta"}
 ROWS = {
     **{variant: (variant, {}) for variant in ("lmm", "mac", "mag", "mal")},
     "lmm-chunk-1": ("lmm", {"memory_chunk_size": 1}),
-    "lmm-step-2": ("lmm", {"memory_max_lr": 2}),
+    "lmm-chunk-128": ("lmm", {"memory_chunk_size": 128, "segment_length": 128}),
+    "lmm-plain": ("lmm", {"memory_momentum": False}),
+    "lmm-kept": ("lmm", {"memory_forget": False}),
+    "lmm-off": ("lmm", {"memory_max_lr": 0}),
     "lmm-delta": ("lmm", DELTA),
-    "lmm-delta-step-2": ("lmm", DELTA | {"memory_max_lr": 2}),
+    "lmm-delta-momentum": ("lmm", DELTA | {"memory_momentum": True}),
+    "lmm-delta-step-1": ("lmm", DELTA | {"memory_max_lr": 1}),
     **{name: (name, {}) for name in ("gated-deltanet", "mamba2", "llama")},
 }
 
