@@ -2,7 +2,7 @@
 
     titans-hf convert MODEL --output runs/windowed --window 256 --memory none
     python -m eval.studies.read_pretrained runs/windowed --data data --output runs/arrays
-    python -m eval.studies.memory_on_pretrained runs/windowed runs/arrays --memory episodic --entries 3200 \
+    python -m eval.studies.memory_on_pretrained runs/windowed runs/arrays --memory episodic --entries 5400 \
         --output eval/results/memory_on_pretrained.jsonl
 
 No weight of the model is trained. A memory is fitted to the novels of the train set and scored on the others:
@@ -403,7 +403,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--window", type=int, default=256, help="the window of the model that has read, for the record")
     parser.add_argument("--threshold", type=float, default=1.0, help="nats from which on a token is written")
     parser.add_argument(
-        "--entries", type=int, default=3200, help="entries of the episodic memory and of the neural cache"
+        "--entries", type=int, default=5400, help="entries of the episodic memory and of the neural cache"
     )
     parser.add_argument("--key_size", type=int, default=64)
     parser.add_argument("--order", type=int, default=2, help="n of the n-grams that are counted")

@@ -26,7 +26,7 @@ from .configuration_titans import TitansConfig, field_facts
 from .memory_state import named_tensors
 
 # 2: the keys of a window are rotated, and are as many as the tokens that it holds.
-FORMAT, VERSION = "titans-memory", 2
+FORMAT, VERSION = "titans-memory", 3
 DESCRIPTION = "memory.json"
 LOCK = ".memory.lock"
 TENSOR_FILE = re.compile(r"memory-[0-9a-f]{16}\.safetensors")

@@ -51,9 +51,9 @@ class WindowCache:
 
 @dataclass
 class TokenEntries:
-    """Entries of the episodic token memory, oldest first: keys (B, N, K), of the token before; tokens (B, N) int32, -1
-    where there is no entry; contexts (B, N, 4) int32, the tokens before it, the latest first, -1 where there is none;
-    positions (B, N) int32 in the document; losses (B, N) in nats.
+    """Entries of the episodic token memory, oldest first: keys (B, N, K) int8, of the token before, times 127; tokens
+    (B, N) int32, -1 where there is no entry; contexts (B, N, 4) int32, the tokens before it, the latest first, -1 where
+    there is none; positions (B, N) int32 in the document; losses (B, N) in nats.
     """
 
     keys: Tensor

@@ -61,7 +61,7 @@ COPIED_FIELDS = (
 )
 # docs/dev/log.md: "A persistent token computed from the model itself"
 SINK_DISTANCE = 256
-EPISODIC = dict(token_memory_form="episodic", token_memory_entries=3200)  # half a megabyte in bfloat16
+EPISODIC = dict(token_memory_form="episodic", token_memory_entries=5400)  # half a megabyte
 BUFFERS = "rotary_emb.inv_freq"  # in checkpoints of old versions
 INDEX = "model.safetensors.index.json"
 

@@ -90,13 +90,14 @@ def fit_episodic_memory(
     memory, was_training = model.model.episodic_memory, model.training
     model.eval()
     bar = partial(tqdm, unit="token", disable=not progress)
+    stride = choose_stride(weights)
     try:
         share = math.ceil(key_tokens / len(documents))
         with bar(desc="fitting keys", total=sum(min(share, len(x)) for x in documents)) as shown:
             fit_keys(memory, (piece for ids in documents for piece in read(model, ids[:share], shown)))
         evidence = []
         with bar(desc="fitting the read-out", total=sum(map(len, documents))) as shown:
-            for ids, weight, stride in zip(documents, weights, choose_strides(weights), strict=True):
+            for ids, weight in zip(documents, weights, strict=True):
                 evidence.append(collect(memory, model.lm_head, read(model, ids, shown), ids, weight, stride))
     finally:
         model.train(was_training)
@@ -113,16 +114,9 @@ def _check(model, documents, weights) -> None:
         raise ValueError("`weights` must have one number for each id of `documents`.")
 
 
-def choose_strides(weights: Sequence[Tensor]) -> list[int]:
-    """Returns for each document every how many of its columns with a weight of at most 1 the fit looks at: at
-    NUM_COLUMNS in all, and at all columns of documents that have few with a weight.
-    """
-    numbers = [max(1, int(((weight[1:] > 0) & (weight[1:] <= 1)).sum())) for weight in weights]
-    left, strides = NUM_COLUMNS, {}
-    for rank, i in enumerate(sorted(range(len(numbers)), key=numbers.__getitem__)):
-        strides[i] = math.ceil(numbers[i] * (len(numbers) - rank) / left)
-        left = max(1, left - numbers[i] // strides[i])
-    return [strides[i] for i in range(len(numbers))]
+def choose_stride(weights: Sequence[Tensor]) -> int:
+    """Returns every how many of the columns with a weight of at most 1 the fit looks at: at NUM_COLUMNS in all."""
+    return math.ceil(sum(int(((weight[1:] > 0) & (weight[1:] <= 1)).sum()) for weight in weights) / NUM_COLUMNS)
 
 
 def read(model: TitansForCausalLM, ids: Tensor, progress: tqdm) -> Iterator[Piece]:

@@ -10,16 +10,17 @@ With y_t the input of the last layer's feed-forward network, x_t the tokens, p_t
     l_t = sigmoid(w f_t + b)
     output logits = log((1 - l_t) p_t + l_t m_t) + log Z_t
 
-Entries are in a ring: i runs over the newest N entries that were written up to x_t. Only surprising tokens are
-written: the model knows the others already. e_ti are seven facts about an entry: log p_t of its token, so that the
-memory chooses among tokens that the model thinks possible; its surprise; whether its token has left the window of
-attention; and whether the last 1, 2, 3 and 4 tokens up to x_t are the tokens that came before the entry's token,
-because a repeated phrase goes on as it did before. f_t are eight features: s, the log of the sum of exp(scores); m,
-which is m_t of the best entry's token; h, the entropy of p_t in nats; the log of the number of entries; n, the mean
-over a_t of how many tokens are the same; and the products m s, m h and m n. The center c, the projection W, the
-sharpness beta, u, w and b are parameters. Z_t is the sum of exp(logits) of the model, so that a model that has written
-nothing has exactly its own logits. The memory belongs to the language model: a `TitansModel` alone has no p_t, and
-what it reads leaves no entries. Nor does a token that is given as an embedding, because it has no number.
+Entries are in a ring: i runs over the newest N entries that were written up to x_t. Their keys are rounded to 8 bits,
+and have no gradient; k_t has one. Only surprising tokens are written: the model knows the others already. e_ti are
+seven facts about an entry: log p_t of its token, so that the memory chooses among tokens that the model thinks
+possible; its surprise; whether its token has left the window of attention; and whether the last 1, 2, 3 and 4 tokens up
+to x_t are the tokens that came before the entry's token, because a repeated phrase goes on as it did before. f_t are
+eight features: s, the log of the sum of exp(scores); m, which is m_t of the best entry's token; h, the entropy of p_t
+in nats; the log of the number of entries; n, the mean over a_t of how many tokens are the same; and the products m s, m
+h and m n. The center c, the projection W, the sharpness beta, u, w and b are parameters. Z_t is the sum of exp(logits)
+of the model, so that a model that has written nothing has exactly its own logits. The memory belongs to the language
+model: a `TitansModel` alone has no p_t, and what it reads leaves no entries. Nor does a token that is given as an
+embedding, because it has no number.
 
 An extension beyond the paper.
 Shapes: B batch, T columns, N entries of the ring, K key size, D hidden size, V vocabulary, Q columns of a block, E
@@ -46,6 +47,7 @@ from .token_layout import TokenLayout
 
 BLOCK = 64  # columns that are read at once: they bound the memory needed
 IN_CACHE, NONE = -1, -2  # instead of a column: the last token of the cache, no token
+KEY_UNITS = 127  # an entry's key is in multiples of 1 / 127: in 8 bits
 CONTEXT = 4  # tokens before an entry's token that are compared
 UNITS = (10, 1, 4, 5, 2)  # by which the features are divided: they are then of the order of 1
 # Of beta and u: what a fit to novels gives, rounded.
@@ -88,9 +90,10 @@ class EpisodicMemory(nn.Module):
         ring, size = self.config.token_memory_entries, self.config.token_memory_key_size
         zeros = partial(self.center.new_zeros, dtype=dtype)
         none = partial(self.center.new_full, fill_value=-1, dtype=torch.int32)
+        keys = self.center.new_zeros((batch_size, ring, size), dtype=torch.int8)
         memory = MemoryState((), (), (), self.center.new_zeros(batch_size, dtype=torch.int64))
         numbers = (none(shape) for shape in ((batch_size, ring), (batch_size, ring, CONTEXT), (batch_size, ring)))
-        entries = TokenEntries(zeros((batch_size, ring, size)), *numbers, zeros((batch_size, ring)))
+        entries = TokenEntries(keys, *numbers, zeros((batch_size, ring)))
         vectors = zeros((batch_size, 1, size + self.config.hidden_size))
         return LayerState(memory, vectors, entries=EntryRing(entries, none((batch_size, CONTEXT))))
 
@@ -205,7 +208,8 @@ class EpisodicMemory(nn.Module):
         counts = written.cumsum(1)
         slots = torch.where(written, number - 1 + counts, number + length)  # the last slot is dropped
         positions = places.positions(state.memory.num_seen).to(before.dtype)
-        new = TokenEntries(previous_keys, tokens, recent[..., 1:], positions, losses.to(ring.losses.dtype))
+        rounded = (previous_keys * KEY_UNITS).round().to(ring.keys.dtype)
+        new = TokenEntries(rounded, tokens, recent[..., 1:], positions, losses.to(ring.losses.dtype))
         entries = map_tensors(partial(_append, slots=slots), ring, new)
         oldest = torch.where(places.begin < 0, 0, number + counts.gather(1, places.begin.clamp(min=0)))
         history = History(entries, recent[..., :-1], positions, counts, oldest, number)
@@ -231,7 +235,7 @@ class EpisodicMemory(nn.Module):
                     x[:, here] for x in (query, recent, position, of_block, visible)
                 )
             with maybe_autocast(query.device.type, enabled=False):
-                similarity = query @ entries.keys.to(query.dtype).mT  # (B, Q, K) @ (B, K, E)
+                similarity = query / KEY_UNITS @ entries.keys.to(query.dtype).mT  # (B, Q, K) @ (B, K, E)
             log_p = of_block.to(query.dtype).log_softmax(-1)
             of_entries = log_p.gather(-1, entries.tokens.clamp(min=0).long()[:, None].expand_as(similarity))
             far = position - entries.positions[:, None] > self.config.kv_cache_length
@@ -411,5 +415,5 @@ def _append(old: Tensor, new: Tensor, slots: Tensor) -> Tensor:
 
 
 def _empty(x: Tensor) -> int:
-    """Returns what stands in a slot without an entry: no token, no position, a key of zeros."""
-    return 0 if x.is_floating_point() else -1
+    """Returns what stands in a slot without an entry: no token, no position, a key and a loss of 0."""
+    return -1 if x.dtype == torch.int32 else 0

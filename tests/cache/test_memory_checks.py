@@ -33,8 +33,8 @@ def load(memory) -> TitansCache:
         ({"file": None}, "its file is None"),
         ({"bytes": True}, "its bytes is True"),
         ({"sha256": None}, "its sha256 is None"),
-        ({"format": ["titans-memory"]}, "has the format .'titans-memory'., version 2"),
-        *(({"format_version": version}, f"version {version}") for version in (0, -1, "2")),
+        ({"format": ["titans-memory"]}, "has the format .'titans-memory'., version 3"),
+        *(({"format_version": version}, f"version {version}") for version in (0, -1, "3")),
     ],
     ids=str,
 )

@@ -77,14 +77,14 @@ def half_a_description(folder):
         (remove, "names the file 'memory-.*', which is not there"),
         (half_a_description, "memory.json is damaged: JSONDecodeError"),
         (
-            lambda folder: describe(folder, format_version=3),
-            "has the format 'titans-memory', version 3, not 'titans-memory', version 2",
+            lambda folder: describe(folder, format_version=4),
+            "has the format 'titans-memory', version 4, not 'titans-memory', version 3",
         ),
-        (lambda folder: describe(folder, format="other"), "has the format 'other', version 2, not 'titans-memory'"),
+        (lambda folder: describe(folder, format="other"), "has the format 'other', version 3, not 'titans-memory'"),
         (lambda folder: describe(folder, format_version=None), "has the format 'titans-memory', version None"),
         (lambda folder: describe(folder, file="../memory.json"), "names the file '../memory.json'"),
         (
-            lambda folder: (folder / "memory.json").write_text('{"format": "titans-memory", "format_version": 2}'),
+            lambda folder: (folder / "memory.json").write_text('{"format": "titans-memory", "format_version": 3}'),
             "is damaged: KeyError",
         ),
     ],

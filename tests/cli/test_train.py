@@ -67,6 +67,19 @@ def test_fine_tuning_starts_from_the_weights(options, tmp_path):
         train.main(options(TITANS, **SHORT, **tuned))
 
 
+def test_the_memory_alone_is_trained(options, tmp_path):
+    """--train_only memory changes the memory's parameters and no others; a model without memory is refused."""
+    train.main(options(TITANS, **SHORT))
+    start = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    tuned = dict(config=None, tokenizer=None, model_name_or_path=tmp_path / "out", output_dir=tmp_path / "tuned")
+    train.main(options(TITANS, **SHORT, **tuned, train_only="memory"))
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned").state_dict()
+    changed = {name for name in start if not torch.equal(start[name], after[name])}
+    assert changed == {name for name in start if "memory" in name}
+    with pytest.raises(ValueError, match="--train_only memory: this model has no memory"):
+        train.main(options(CONFIGS["llama"], **SHORT, train_only="memory", output_dir=tmp_path / "llama"))
+
+
 def test_another_model_is_fine_tuned(options, tmp_path):
     """--model_name_or_path takes a model and a tokenizer of Transformers, and every weight learns."""
     sizes = {name: value for name, value in LLAMA.items() if name != "model_type"}

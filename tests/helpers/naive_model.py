@@ -255,7 +255,7 @@ def episodic_memory(module, config, mlp_inputs, logits, ids):
         if t and (loss := -logits[t - 1].detach().log_softmax(-1)[token]) >= config.token_memory_threshold:
             context = [ids[t - i].item() if i <= t else -1 for i in range(1, 5)]
             entries = [*entries, (previous, context, token, loss, t)][-config.token_memory_entries :]
-        previous = key
+        previous = (127 * key).detach().round()  # an entry holds it in 8 bits, and has no gradient
         if not entries:
             outputs.append(logits[t])
             continue
@@ -264,7 +264,7 @@ def episodic_memory(module, config, mlp_inputs, logits, ids):
             is_far = t - position > config.kv_cache_length
             same = [all(j <= t and ids[t - j] == context[j] for j in range(i + 1)) for i in range(4)]
             facts = torch.stack([log_p[stored], loss, *torch.tensor([is_far, *same]).to(log_p)])
-            scores.append(sharpness * (key @ k) + module.entry_weight @ facts)
+            scores.append(sharpness * (key @ k / 127) + module.entry_weight @ facts)
             numbers_same.append(float(sum(same)))
         scores, memory = torch.stack(scores), torch.zeros_like(log_p)
         for weight, (_, _, stored, *_) in zip(scores.softmax(0), entries, strict=True):

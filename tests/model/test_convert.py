@@ -367,7 +367,7 @@ def test_the_command_converts_a_folder(tmp_path, monkeypatch, capsys):
     main(["original", "--output", "titans", "--window", "16", "--memory_layers", "1"])
     printed = capsys.readouterr().out
     model, tokenizer = load_model("titans", "cpu")
-    assert model.config.token_memory_entries == 3200 and model.config.memory_layers == [1]
+    assert model.config.token_memory_entries == 5400 and model.config.memory_layers == [1]
     chat = [{"role": "user", "content": "Who?"}]
     assert tokenizer.apply_chat_template(chat, tokenize=False) == "Who?"
     card = ModelCard.load("titans/README.md")

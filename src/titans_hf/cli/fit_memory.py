@@ -160,7 +160,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="a new folder for the fitted model")
     parser.add_argument("--tokens", type=int, default=90_000, help="tokens of text to read, spread over the files")
     parser.add_argument("--length", type=int, default=6144, help="tokens of a part that is read at a stretch")
-    parser.add_argument("--entries", type=int, help="entries of the memory; by default as the model has, else 3200")
+    parser.add_argument("--entries", type=int, help="entries of the memory; by default as the model has, else 5400")
     parser.add_argument("--threshold", type=float, help="loss in nats of a surprise; by default as the model has")
     parser.add_argument("--recalls", type=int, default=32, help="texts to recall facts from, half of them chats")
     parser.add_argument("--recall_share", type=float, default=0.05, help="weight of their answers; the texts' is 1")

@@ -38,7 +38,7 @@ from titans_hf.cli.training.carried_memory import (
 )
 from titans_hf.cli.training.checkpoints import RunFacts, find_checkpoint
 from titans_hf.cli.training.data import Blocks, collate, load_blocks
-from titans_hf.cli.training.model import load_config
+from titans_hf.cli.training.model import freeze_all_but_memory, load_config
 from titans_hf.cli.training.run_folder import CardTrainer, describe, save_results
 from titans_hf.cli.training.tokenizer import load_tokenizer
 
@@ -105,6 +105,8 @@ def make_trainer(
     else:
         options = dict(config=config, dtype=torch.float32)
         model = checkpoints.load_model(run.model_name_or_path, "--model_name_or_path", **options)
+    if run.train_only == "memory":
+        freeze_all_but_memory(model)
     return trainer_class(
         model=model,
         args=training,

@@ -1,7 +1,7 @@
 """The options of titans-hf train: its own, and the options of transformers' TrainingArguments with other defaults."""
 
 from dataclasses import MISSING, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -45,6 +45,11 @@ class RunArguments:
     preprocessing_num_workers: int | None = option("Processes that tokenize.", None)
     tokens_per_step: int = option(
         "Tokens in an optimizer step (paper: 0.5M), to the nearest multiple of a batch on all devices.", 2**19
+    )
+    train_only: Literal["memory"] | None = option(
+        "`memory`: the parameters of the memories alone are trained, as for a converted model; the optimizer keeps no "
+        "state of the others.",
+        None,
     )
     carry_memory: bool = option(
         "For long documents (Titans only): every row of a batch continues the same row of the batch before, with its "

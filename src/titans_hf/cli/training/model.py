@@ -1,4 +1,4 @@
-"""The configuration of a run, with its overrides."""
+"""The configuration of a run, with its overrides, and the parameters that are trained."""
 
 import json
 import re
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from titans_hf.cli.shared import checkpoints
 from titans_hf.cli.training.arguments import RunArguments
@@ -50,6 +50,16 @@ def load_config(args: RunArguments, tokenizer: PreTrainedTokenizerBase) -> PreTr
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(config, name, getattr(tokenizer, name))
     return config
+
+
+def freeze_all_but_memory(model: PreTrainedModel) -> None:
+    """Leaves a gradient to the parameters of the memories alone: in the layers, behind the last layer, and the norms of
+    their outputs. Raises ValueError for a model without a memory.
+    """
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("memory" in name)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("--train_only memory: this model has no memory (see titans-hf convert --memory_layers)")
 
 
 def parse_overrides(text: str) -> dict[str, Any]:
