@@ -10,6 +10,7 @@ from byte_model import save_llama
 from common import assert_same, full_logits, left_pad, make_ids, read
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import StrictDataclassError
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -252,6 +253,27 @@ def test_memories_in_layers_start_without_effect(name):
     assert_same(full_logits(model, ids), full_logits(plain, ids))
     model(ids, labels=ids).loss.backward()
     assert model.model.layers[1].mixer.memory.o_proj.weight.grad.abs().max() > 0
+
+
+def test_a_memory_is_trained_whole_with_lora_on_the_rest(tmp_path):
+    """PEFT saves the memories' parameters beside LoRA's: loaded on a new conversion they give the same logits."""
+    original, ids = make_original("llama"), make_ids(2, 40)
+    options = dict(
+        window=WINDOW, memory_layers=[1], memory_num_heads=4, token_memory_entries=8, token_memory_key_size=8
+    )
+    lora = LoraConfig(target_modules=["attention.q_proj"], modules_to_save=["memory", "memory_norm"])
+    model = get_peft_model(convert(original, **options), lora)
+    trained = {name.split(".modules_to_save")[0] for name, x in model.named_parameters() if x.requires_grad}
+    assert (
+        sum("lora" not in name for name in trained) == 3
+    )  # the layer's memory, its norm, the memory behind the layers
+    optimizer = torch.optim.SGD([x for x in model.parameters() if x.requires_grad], lr=1.0)
+    model(ids, labels=ids).loss.backward()
+    optimizer.step()
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(convert(original, **options), tmp_path).eval()
+    assert_same(full_logits(loaded, ids), full_logits(model.eval(), ids))
+    assert (full_logits(loaded, ids) - full_logits(convert(original, **options), ids)).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
