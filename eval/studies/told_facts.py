@@ -4,9 +4,10 @@
         --output eval/results/told_facts.jsonl
 
 A fact is a name, a place, a thing or a number. In the form "chat" it is told and asked for in other words, by the
-model's chat template; in the form "prose" the sentence that told it is begun again. An answer is right if every one of
-its tokens is the most probable one after those before it, as greedy generation would write it. The sentences and values
-are none of those that `titans-hf fit-memory` makes.
+model's chat template; in the form "prose" the sentence that told it is begun again; "passkey" is the usual text of that
+test, one number of five digits that is told twice. An answer is right if every one of its tokens is the most probable
+one after those before it, as greedy generation would write it. The sentences and values are none of those that
+`titans-hf fit-memory` makes.
 """
 
 import argparse
@@ -45,9 +46,15 @@ FACTS = [
 
 
 def make_parts(form: str, filler: str, tokenizer, choose: random.Random) -> list[tuple[str, str | None]]:
-    """Returns the parts of a text in which four facts are told, the filler is read, and the facts are asked for: each
-    with the kind of the fact that it answers, None where it answers none.
+    """Returns the parts of a text in which four facts, or a pass key, are told, the filler is read, and the facts are
+    asked for: each with the kind of the fact that it answers, None where it answers none.
     """
+    if form == "passkey":
+        key = f"{choose.randrange(10**5):05}"
+        told = (
+            f"There is important information in a long text. The pass key is {key}. Remember it. {key} is the pass key."
+        )
+        return [(f"{told}\n\n{filler}\n\nWhat is the pass key? The pass key is", None), (f" {key}", "number")]
     told, asked = [], []
     for kind in (*VALUES, "number"):
         _, statement, question, start = choose.choice([fact for fact in FACTS if fact[0] == kind])
@@ -105,9 +112,9 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", help="folders: converted models and the original")
     parser.add_argument("--filler", type=Path, required=True, help="a folder of novels")
-    parser.add_argument("--forms", nargs="+", choices=["chat", "prose"], default=["chat", "prose"])
+    parser.add_argument("--forms", nargs="+", choices=["chat", "prose", "passkey"], default=["chat", "prose"])
     parser.add_argument("--lengths", type=int, nargs="+", default=[700, 1500, 3000], help="tokens of the filler")
-    parser.add_argument("--number", type=int, default=5, help="texts of each form and length, of four facts each")
+    parser.add_argument("--number", type=int, default=5, help="texts of each form and length")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, required=True, help="a file of JSON lines, to which lines are added")
     args = parser.parse_args(argv)
