@@ -6,8 +6,8 @@
 A fact is a name, a place, a thing or a number. In the form "chat" it is told and asked for in other words, by the
 model's chat template; in the form "prose" the sentence that told it is begun again; "passkey" is the usual text of that
 test, one number of five digits that is told twice. An answer is right if every one of its tokens is the most probable
-one after those before it, as greedy generation would write it. The sentences and values are none of those that
-`titans-hf fit-memory` makes.
+one after those before it, as greedy generation would write it; "digits" leaves out a space that is a token of its own.
+The sentences and values are none of those that `titans-hf fit-memory` makes.
 """
 
 import argparse
@@ -132,9 +132,13 @@ def main(argv: list[str] | None = None) -> None:
             ids, answers = make_text(form, filler, tokenizer, choose)
             predicted = most_probable(model, ids)
             for start, end, kind in answers:
-                for key in (form, f"{form}, {kind}", f"{form}, {length} tokens"):
-                    asked[key] += 1
-                    right[key] += bool((predicted[start - 1 : end - 1] == ids[start:end]).all())
+                is_right = predicted[start - 1 : end - 1] == ids[start:end]
+                found = dict.fromkeys((form, f"{form}, {kind}", f"{form}, {length} tokens"), is_right.all())
+                if kind == "number":
+                    is_digit = torch.tensor([bool(tokenizer.decode(x).strip()) for x in ids[start:end]])
+                    found[f"{form}, digits"] = is_right[is_digit].all()
+                asked.update(found.keys())
+                right.update({key: int(value) for key, value in found.items()})
         names = ("model_type", "sliding_window", "token_memory_entries")
         config = {name: getattr(model.config, name, None) for name in names}
         line = {"table": "told-facts", "model": Path(path).name, "config": config, "seed": args.seed}
