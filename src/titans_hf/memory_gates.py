@@ -13,6 +13,7 @@ Shapes: ... batch and heads, C tokens of the chunk.
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 class Gates(NamedTuple):
@@ -48,7 +49,7 @@ class GateIntermediates(NamedTuple):
     combined_products: Tensor  # R E (..., C, C), R without momentum
     # None without momentum:
     momentum_products: Tensor | None  # E (..., C, C)
-    momentum_decays: Tensor | None  # m (..., C)
+    first_decay: Tensor | None  # eta of the first token (..., 1)
 
 
 def segment_products(log_decay: Tensor) -> Tensor:
@@ -85,16 +86,16 @@ def gate_products(
         products = GateProducts(retain_products * inner_lr[..., None, :], weights_decay, None, None, None)
         return products, GateIntermediates(retain_products, retain_products, None, None)
     momentum_products = segment_products(log_momentum_decay)  # E
-    momentum_decays = log_momentum_decay.cumsum(-1).exp()  # m
+    first_decay = log_momentum_decay[..., :1].exp()  # m is eta_0 times the first column of E, so that f is that of R E
     combined_products = retain_products @ momentum_products  # R E: (..., C, C) @ (..., C, C)
     products = GateProducts(
         gradient_to_weights=combined_products * inner_lr[..., None, :],  # G = (R E) diag(theta)
         weights_decay=weights_decay,
-        momentum_to_weights=(retain_products @ momentum_decays[..., None]).squeeze(-1),  # f = R m
+        momentum_to_weights=combined_products[..., 0] * first_decay,  # f = R m
         gradient_to_momentum=momentum_products[..., -1, :] * inner_lr,  # E_T diag(theta)
-        momentum_decay=momentum_decays[..., -1],  # m_T
+        momentum_decay=momentum_products[..., -1, 0] * first_decay[..., 0],  # m_T
     )
-    return products, GateIntermediates(retain_products, combined_products, momentum_products, momentum_decays)
+    return products, GateIntermediates(retain_products, combined_products, momentum_products, first_decay)
 
 
 def gate_products_backward(
@@ -107,35 +108,37 @@ def gate_products_backward(
     """Computes the gradients with respect to the gates from the gradients with respect to their products."""
     (inner_lr,) = _zero_empty_slots(filled, inner_lr)
     retain, momentum = intermediates.retain_products, intermediates.momentum_products
-    decays = intermediates.momentum_decays
-    # 1. G = (R E) diag(theta) and E_T diag(theta), with respect to theta
+    first_decay = intermediates.first_decay
+    # 1. G = (R E) diag(theta), f = eta_0 (R E)_0 and E_T diag(theta), with respect to theta and R E
     grad_lr = (grad.gradient_to_weights * intermediates.combined_products).sum(-2)
     grad_combined = grad.gradient_to_weights * inner_lr[..., None, :]
-    grad_beta = _suffix_sums(grad.weights_decay * products.weights_decay, -1)
+    grad_beta = _suffix_sums(grad.weights_decay * products.weights_decay)
     if momentum is None:
         grad_log_retain = _segment_sums_backward(grad_combined * retain) + grad_beta
         return Gates(*_zero_empty_slots(filled, grad_lr, None, grad_log_retain))
     grad_lr = grad_lr + grad.gradient_to_momentum * momentum[..., -1, :]
-    # 2. The same and f = R m, with respect to R, E and m
-    grad_retain = grad_combined @ momentum.mT + grad.momentum_to_weights[..., None] * decays[..., None, :]
+    grad_combined[..., 0] += grad.momentum_to_weights * first_decay
+    # 2. The same, E_T diag(theta) and m_T = eta_0 E_T0, with respect to R and E
+    grad_retain = grad_combined @ momentum.mT
     grad_momentum = retain.mT @ grad_combined
     grad_momentum[..., -1, :] += grad.gradient_to_momentum * inner_lr
-    grad_decays = (retain.mT @ grad.momentum_to_weights[..., None]).squeeze(-1)
-    grad_decays[..., -1] += grad.momentum_decay
-    # 3. R and beta with respect to log(1 - alpha), E and m with respect to log eta
-    grads = (
-        grad_lr,
-        _segment_sums_backward(grad_momentum * momentum) + _suffix_sums(grad_decays * decays, -1),
-        _segment_sums_backward(grad_retain * retain) + grad_beta,
-    )
+    grad_momentum[..., -1, 0] += grad.momentum_decay * first_decay[..., 0]
+    # 3. R and beta with respect to log(1 - alpha), E and eta_0 with respect to log eta
+    grad_log_decay = _segment_sums_backward(grad_momentum * momentum)
+    of_first = (grad.momentum_to_weights * products.momentum_to_weights).sum(-1)
+    grad_log_decay[..., 0] += of_first + grad.momentum_decay * products.momentum_decay
+    grads = (grad_lr, grad_log_decay, _segment_sums_backward(grad_retain * retain) + grad_beta)
     return Gates(*_zero_empty_slots(filled, *grads))
 
 
-def _suffix_sums(x: Tensor, dim: int) -> Tensor:
-    """Sums each entry and those after it along `dim`."""
-    return x.flip(dim).cumsum(dim).flip(dim)
+def _suffix_sums(x: Tensor) -> Tensor:
+    """Sums each entry and those after it: (..., C)."""
+    return x.flip(-1).cumsum(-1).flip(-1)
 
 
 def _segment_sums_backward(grad: Tensor) -> Tensor:
-    """Computes the gradients with respect to x_l (..., C) from the gradients of the sums over j < l <= t at [t, j]."""
-    return _suffix_sums(grad, -2).tril(-1).sum(-1)
+    """Computes the gradients with respect to x_l (..., C) from the gradients of the sums over j < l <= t at [t, j], 0
+    above the diagonal.
+    """
+    # Not as the sum of the columns j < l less that of the rows t < l: eta's gradient would be ten times less exact.
+    return pad(grad.cumsum(-1).tril(-1).sum(-2)[..., :-1], (1, 0))

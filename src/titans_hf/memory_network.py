@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, silu
 
 Network = Literal["mlp", "residual"]
+SMALLEST_LIMIT = 1e-30  # of a clip, where a value is 0
 NORM_EPSILON = 1e-5  # of LN; docs/dev/log.md: "What version 2 leaves open", "Which step the literal model trains with"
 
 
@@ -63,13 +64,17 @@ def layer_inputs(x: Tensor, layers: Sequence[Callable[[Tensor], Tensor]]) -> Lay
 
 def _silu_slope(activation: Tensor, sigmoid: Tensor) -> Tensor:
     """Computes silu'(z) = s + silu(z) (1 - s) from silu(z) and s = sigmoid(z)."""
-    return torch.lerp(activation, sigmoid.new_ones(()), sigmoid)
+    return torch.addcmul(activation + sigmoid, activation, sigmoid, value=-1)
+
+
+def lengths(x: Tensor) -> Tensor:
+    """Computes the norm of each vector: (..., D) -> (..., 1)."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True)
 
 
 def clip_scale(norm: Tensor, limit: Tensor) -> Tensor:
-    """Computes min(1, limit / norm) without an epsilon: 1 where the norm is 0, with a finite gradient everywhere."""
-    exceeds = norm > limit
-    return torch.where(exceeds, limit / torch.where(exceeds, norm, 1.0), 1.0)
+    """Computes min(1, limit / norm) without an epsilon, with a finite gradient everywhere. The limit is above 0."""
+    return limit / torch.maximum(norm, limit)
 
 
 class UpdateRule(NamedTuple):
@@ -125,12 +130,14 @@ class FactorsIntermediates(NamedTuple):
     """
 
     pre_activations: list[Tensor]  # z, hidden layers: the next layer's input is silu(z)
-    sigmoids: list[Tensor]  # of z
     slopes: list[Tensor]  # silu'(z)
     grad_activations: list[Tensor]  # gradient of the loss with respect to silu(z)
     unclipped_deltas: list[Tensor]  # (..., T, d_out)
+    delta_norms: list[Tensor]  # (..., T, 1), of the unclipped deltas whose layers' gradients are clipped
+    delta_scales: list[Tensor]  # (..., T, 1), by which the unclipped deltas were multiplied; none without a factor
     error: Tensor  # M(k) - v, before clipping
-    error_scale: Tensor | None  # (..., T, 1), the factor that clips it
+    error_norm: Tensor | None  # (..., T, 1); None without a clip
+    error_scale: Tensor | None  # (..., T, 1): delta_L = error_scale * error; None without a clip, and then 2
 
 
 class GradientFactors(NamedTuple):
@@ -139,49 +146,96 @@ class GradientFactors(NamedTuple):
     """
 
     inputs: list[Tensor]  # h (..., T, d_in)
-    deltas: list[Tensor]  # (..., T, d_out), clipped
-    # (..., T, 1), the factors that clip the layers' gradients; none for the last layer with the delta rule, and none
-    # without a clip
-    gradient_scales: list[Tensor]
+    deltas: list[Tensor]  # (..., T, d_out), clipped; those of the hidden layers times `hidden_step`
     intermediates: FactorsIntermediates | None  # None in a residual network, and without an anchor
-    hidden_step: float = 1.0  # by which the deltas of the hidden layers are multiplied
+    hidden_step: float = 1.0
 
 
-def gradient_factors(keys: Tensor, values: Tensor, weights: Sequence[Tensor], rule: UpdateRule) -> GradientFactors:
+class TokenNorms(NamedTuple):
+    """What clips need of the tokens alone: |k| and kappa |v|, at least `SMALLEST_LIMIT`; (..., T, 1)."""
+
+    keys: Tensor
+    limit: Tensor
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor, rule: UpdateRule) -> "TokenNorms | None":
+        """Computes the norms; None without a clip."""
+        if rule.error_clip is None:
+            return None
+        limit = rule.error_clip * lengths(values)
+        return cls(lengths(keys), limit.clamp(min=SMALLEST_LIMIT))
+
+
+def gradient_factors(
+    keys: Tensor, values: Tensor, weights: Sequence[Tensor], rule: UpdateRule, norms: TokenNorms | None = None
+) -> GradientFactors:
     """Computes the gradient of the memory's loss (eq. 12), factored: keys, values (..., T, D), weights (..., d_in,
     d_out).
 
     With the rule's `error_clip` kappa, the error e = M(k) - v enters as e * min(1, kappa |v| / |e|), and the gradient
     of each layer is clipped at 4 kappa |v|, twice the largest that a one-layer memory with a unit key can have: the
-    weights then grow at most linearly with the number of tokens, whatever the tokens are.
+    weights then grow at most linearly with the number of tokens, whatever the tokens are. The last layer's gradient is
+    not clipped with the delta rule, which replaces it.
+
+    norms: where they are known already.
     """
     # docs/dev/log.md: "The inner loop blows up with the error clip alone" (4 kappa |v|)
-    limit = None if rule.error_clip is None else rule.error_clip * values.norm(dim=-1, keepdim=True)
+    norms = TokenNorms.of(keys, values, rule) if norms is None else norms
     if rule.network == "residual":
-        return _residual_gradient_factors(keys, values, weights, limit)
-    inputs, pre_activations, sigmoids = [keys], [], []
+        return _residual_gradient_factors(keys, values, weights, rule, norms)
+    inputs, pre_activations, slopes = [keys], [], []
     for weight in weights[:-1]:
         pre_activations.append(inputs[-1] @ weight)
-        sigmoids.append(torch.sigmoid(pre_activations[-1]))
-        inputs.append(pre_activations[-1] * sigmoids[-1])
-    error = inputs[-1] @ weights[-1] - values
-    error_scale = None if limit is None else clip_scale(error.norm(dim=-1, keepdim=True), limit)
-    unclipped = [2 * error if error_scale is None else 2 * error_scale * error]
-    slopes = [_silu_slope(h, s) for h, s in zip(inputs[1:], sigmoids, strict=True)]
+        sigmoid = torch.sigmoid(pre_activations[-1])
+        inputs.append(pre_activations[-1] * sigmoid)
+        slopes.append(_silu_slope(inputs[-1], sigmoid))
+    error = (inputs[-1] @ weights[-1]).sub_(values)
+    error_norm = error_scale = None
+    if norms is not None:
+        error_norm = lengths(error)
+        error_scale = 2 * clip_scale(error_norm, norms.limit)
+    unclipped = [(2 if error_scale is None else error_scale) * error]
     grad_activations = []
     for weight, slope in zip(weights[:0:-1], slopes[::-1], strict=True):
-        grad_activations.append(unclipped[-1] @ weight.mT)
-        unclipped.append(grad_activations[-1] * slope)
-    grad_activations.reverse()
-    unclipped.reverse()
-    intermediates = FactorsIntermediates(
-        pre_activations, sigmoids, slopes, grad_activations, unclipped, error, error_scale
-    )
-    return _clip_factors(inputs, unclipped, limit, intermediates, rule.delta_rule)
+        grad_activations.insert(0, unclipped[0] @ weight.mT)
+        unclipped.insert(0, grad_activations[0] * slope)
+    clipped = _clip_deltas(inputs, unclipped, norms, rule)
+    before_clip = (pre_activations, slopes, grad_activations, unclipped)
+    intermediates = FactorsIntermediates(*before_clip, clipped.norms, clipped.scales, error, error_norm, error_scale)
+    hidden_step = rule.hidden_step if rule.delta_rule else 1.0
+    return GradientFactors(inputs, clipped.deltas, intermediates, hidden_step)
+
+
+class _ClippedDeltas(NamedTuple):
+    deltas: list[Tensor]
+    norms: list[Tensor]
+    scales: list[Tensor]
+
+
+def _clip_deltas(
+    inputs: list[Tensor], unclipped: list[Tensor], norms: TokenNorms | None, rule: UpdateRule
+) -> _ClippedDeltas:
+    """Clips the gradient of each layer at 4 kappa |v|; with the delta rule, those of the hidden layers, which it
+    multiplies by `hidden_step`, and not the last one.
+    """
+    hidden_step = rule.hidden_step if rule.delta_rule else 1.0
+    number = len(inputs) - rule.delta_rule
+    if norms is None:
+        stepped = [d if hidden_step == 1 else hidden_step * d for d in unclipped[:number]]
+        return _ClippedDeltas(stepped + unclipped[number:], [], [])
+    result = _ClippedDeltas([], [], [])
+    for i, (h, delta) in enumerate(zip(inputs[:number], unclipped, strict=False)):
+        norm, limit = lengths(delta), 4 * norms.limit
+        input_norm = norms.keys if i == 0 else lengths(h)
+        scale = clip_scale(input_norm * norm, limit)
+        scale = scale if hidden_step == 1 else hidden_step * scale
+        for x, of_layer in zip(result, (scale * delta, norm, scale), strict=True):
+            x.append(of_layer)
+    return result._replace(deltas=result.deltas + unclipped[number:])
 
 
 def _residual_gradient_factors(
-    keys: Tensor, values: Tensor, weights: Sequence[Tensor], limit: Tensor | None
+    keys: Tensor, values: Tensor, weights: Sequence[Tensor], rule: UpdateRule, norms: TokenNorms | None
 ) -> GradientFactors:
     """Computes `gradient_factors` of M(k) = k + LN(z_L), z_L = W_L gelu(... gelu(W_1 k))."""
     inputs, slopes = [keys], []
@@ -194,13 +248,14 @@ def _residual_gradient_factors(
     inverse = torch.rsqrt(variance + NORM_EPSILON)
     normed = (z - mean) * inverse  # LN(z)
     error = keys + normed - values
-    grad = 2 * error if limit is None else 2 * clip_scale(error.norm(dim=-1, keepdim=True), limit) * error
+    error_scale = 2 if norms is None else 2 * clip_scale(lengths(error), norms.limit)
+    grad = error_scale * error
     # LN'(z)^T g = (g - mean(g) - LN(z) mean(g LN(z))) / sqrt(var(z) + epsilon)
     centred = grad - grad.mean(-1, keepdim=True) - normed * (grad * normed).mean(-1, keepdim=True)
     deltas = [centred * inverse]
     for weight, slope in zip(weights[:0:-1], slopes[::-1], strict=True):
         deltas.insert(0, (deltas[0] @ weight.mT) * slope)
-    return _clip_factors(inputs, deltas, limit, None, last_is_replaced=False)
+    return GradientFactors(inputs, _clip_deltas(inputs, deltas, norms, rule).deltas, None)
 
 
 def _gelu_slope(z: Tensor) -> Tensor:
@@ -208,41 +263,19 @@ def _gelu_slope(z: Tensor) -> Tensor:
     return torch.special.ndtr(z) + z * torch.exp(-z.square() / 2) * (2 * torch.pi) ** -0.5
 
 
-def _clip_factors(
-    inputs: list[Tensor],
-    unclipped: list[Tensor],
-    limit: Tensor | None,
-    intermediates: FactorsIntermediates | None,
-    last_is_replaced: bool,
-) -> GradientFactors:
-    """Clips the gradient of each layer at 4 `limit` (..., T, 1); None for no limit. The last layer's gradient is
-    not clipped where the delta rule will replace it.
-    """
-    if limit is None:
-        return GradientFactors(inputs, unclipped, [], intermediates)
-    clipped = len(inputs) - last_is_replaced
-    norms = [gradient_norm(x, d) for x, d in zip(inputs[:clipped], unclipped, strict=False)]
-    scales = [clip_scale(norm, 4 * limit) for norm in norms]
-    deltas = [d * c for d, c in zip(unclipped, scales, strict=False)] + unclipped[clipped:]
-    return GradientFactors(inputs, deltas, scales, intermediates)
-
-
 def single_layer_factors(keys: Tensor, deltas: Tensor) -> GradientFactors:
     """Returns the gradient factors of a memory of one layer with the deltas of the delta rule (..., T, d_out)."""
-    return GradientFactors([keys], [deltas], [], None)
+    return GradientFactors([keys], [deltas], None)
 
 
-def with_last_deltas(factors: GradientFactors, deltas: Tensor, hidden_step: float) -> GradientFactors:
-    """Replaces the deltas (..., T, d_out) of the last layer, which are not clipped, and multiplies the hidden layers'
-    by `hidden_step`.
-    """
-    hidden = [hidden_step * x for x in factors.deltas[:-1]]
-    return factors._replace(deltas=[*hidden, deltas], hidden_step=hidden_step)
+def with_last_deltas(factors: GradientFactors, deltas: Tensor) -> GradientFactors:
+    """Replaces the deltas (..., T, d_out) of the last layer by those of the delta rule."""
+    return factors._replace(deltas=[*factors.deltas[:-1], deltas])
 
 
 def gradient_norm(inputs: Tensor, delta: Tensor) -> Tensor:
     """Computes the norm of each token's gradient of one layer, |h (x) delta| = |h| |delta|: (..., T, 1)."""
-    return inputs.norm(dim=-1, keepdim=True) * delta.norm(dim=-1, keepdim=True)
+    return lengths(inputs) * lengths(delta)
 
 
 def token_surprise(factors: GradientFactors) -> Tensor:
@@ -253,79 +286,133 @@ def token_surprise(factors: GradientFactors) -> Tensor:
     return norms.norm(dim=-1)
 
 
-class FactorsGradients(NamedTuple):
-    """Gradients with respect to the arguments of `gradient_factors`."""
+class FactorsDerivatives(NamedTuple):
+    """What the backward of `gradient_factors` of an MLP multiplies gradients by, as it is known of the forward: lists
+    with one entry per hidden layer, or per clip: of each layer's gradient, and last of the error.
+    """
 
-    keys: Tensor
-    values: Tensor
+    curvatures: list[Tensor]  # silu''(z)
+    clipped: list[Tensor]  # (..., T, 1) bool, True where the clip applies
+    over_square: list[Tensor]  # the same over the squared norms of the unclipped deltas, and of the error
+    over_input_square: list[Tensor]  # over those of the layers' inputs
+
+
+def factors_derivatives(
+    inputs: Sequence[Tensor], pre_activations: Sequence[Tensor], clip_norms: Sequence[Tensor], norms: TokenNorms | None
+) -> FactorsDerivatives:
+    """Computes silu'' and the derivatives of the clips.
+
+    inputs (..., T, d_in): of each layer. clip_norms (..., T, 1): `delta_norms`, and last `error_norm`; none without a
+    clip.
+    """
+    result = FactorsDerivatives([], [], [], [])
+    for z, h in zip(pre_activations, inputs[1:], strict=True):
+        # silu''(z) = s (1 - s) (2 + z - 2 silu(z)), s = sigmoid(z)
+        sigmoid = torch.sigmoid(z)
+        curvature = torch.sub(z, h, alpha=2).add_(2)
+        result.curvatures.append(curvature.mul_(sigmoid.addcmul(sigmoid, sigmoid, value=-1)))
+    for i, norm in enumerate(clip_norms):
+        if i == len(clip_norms) - 1:
+            clipped = norm > norms.limit
+        else:
+            input_norm = norms.keys if i == 0 else lengths(inputs[i])
+            clipped = input_norm * norm > 4 * norms.limit
+            result.over_input_square.append(_over_square(clipped, input_norm))
+        result.clipped.append(clipped)
+        result.over_square.append(_over_square(clipped, norm))
+    return result
+
+
+def _over_square(x: Tensor, norm: Tensor) -> Tensor:
+    """Computes x / norm^2, 0 where x and the norm are 0."""
+    return x / norm.square().clamp(min=torch.finfo(norm.dtype).tiny)
+
+
+class FactorsGradients(NamedTuple):
+    """Gradients with respect to the weights in `gradient_factors`, and those from which `tokens_backward` computes the
+    gradients with respect to keys and values: with respect to the output of the first layer and to the error (N, T,
+    d_out), and to the logarithm of the limit where a clip applies, (N, T, 1) of each clip.
+    """
+
     weights: list[Tensor]
+    first_output: Tensor
+    error: Tensor
+    log_limits: list[Tensor]
 
 
 def gradient_factors_backward(
     factors: GradientFactors,
-    values: Tensor,
+    derivatives: FactorsDerivatives,
     weights: Sequence[Tensor],
     grad_inputs: list[Tensor],
-    grad_deltas: list[Tensor],
+    grad_deltas: list[Tensor | None],
 ) -> FactorsGradients:
-    """Computes the gradients with respect to keys, values and weights from the gradients with respect to the factors'
-    inputs and deltas, which are overwritten. The network is an MLP.
+    """Computes the backward of `gradient_factors` of an MLP from the gradients with respect to the factors' inputs and
+    deltas, which are overwritten; None for the last layer's deltas with the delta rule. Those with respect to the first
+    layer's inputs are left to `tokens_backward`.
     """
     last, kept = len(weights) - 1, factors.intermediates
-    if factors.hidden_step != 1:
+    # 1. The clip of each layer's gradient. Its limit is a multiple of |v|: gradients with respect to its logarithm.
+    log_limits = []
+    for i, scale in enumerate(kept.delta_scales):
+        log_limits.append((grad_deltas[i] * factors.deltas[i]).sum(-1, keepdim=True))
+        clip_term = log_limits[-1] * derivatives.over_square[i]
+        grad_deltas[i].mul_(scale).addcmul_(clip_term, kept.unclipped_deltas[i], value=-1)
+        if i > 0:
+            clip_term = log_limits[-1] * derivatives.over_input_square[i]
+            grad_inputs[i].addcmul_(clip_term, factors.inputs[i], value=-1)
+    if not kept.delta_scales and factors.hidden_step != 1:
         for grad in grad_deltas[:-1]:
             grad.mul_(factors.hidden_step)
-    # 1. The clip of each layer's gradient. Its limit is a multiple of |v|: gradients with respect to its logarithm.
-    grad_log_limits = []
-    for i, scale in enumerate(factors.gradient_scales):
-        h, d = factors.inputs[i], kept.unclipped_deltas[i]
-        grad_log_limits.append(_grad_log_limit(scale, grad_deltas[i], d))
-        grad_inputs[i].addcmul_(h, -_divide_by_square(grad_log_limits[-1], h))
-        grad_deltas[i].mul_(scale).addcmul_(d, -_divide_by_square(grad_log_limits[-1], d))
     # 2. delta_i = silu'(z_i) o (delta_{i+1} W_{i+1}^T), from the first layer to the last
     grad_slopes, grad_weights = [], []
     for i in range(last):
-        grad_slopes.append(grad_deltas[i] * kept.grad_activations[i])
-        grad_activation = grad_deltas[i].mul_(kept.slopes[i])
-        grad_weights.append(grad_activation.mT @ kept.unclipped_deltas[i + 1])  # (..., d_in, T) @ (..., T, d_out)
-        grad_deltas[i + 1].baddbmm_(grad_activation, weights[i + 1])  # (..., T, d_in) @ (..., d_in, d_out)
+        grad_activation = grad_deltas[i] * kept.slopes[i]
+        grad_slopes.append(grad_deltas[i].mul_(kept.grad_activations[i]))
+        # (N, d_in, T) @ (N, T, d_out), (N, T, d_in) @ (N, d_in, d_out)
+        grad_weights.append(torch.bmm(grad_activation.mT, kept.unclipped_deltas[i + 1]))
+        if grad_deltas[i + 1] is None:
+            grad_deltas[i + 1] = torch.bmm(grad_activation, weights[i + 1])
+        else:
+            grad_deltas[i + 1].baddbmm_(grad_activation, weights[i + 1])
     # 3. delta_L = 2 e, with the clip of e = M(k) - v
-    grad_error = grad_deltas[last].mul_(2)
-    if kept.error_scale is not None:
-        grad_log_limits.append(_grad_log_limit(kept.error_scale, grad_error, kept.error))
-        clip_term = _divide_by_square(grad_log_limits[-1], kept.error)
-        grad_error.mul_(kept.error_scale).addcmul_(kept.error, -clip_term)
-    grad_values = -grad_error
-    if grad_log_limits:
-        grad_values.addcmul_(values, _divide_by_square(sum(grad_log_limits), values))
+    grad_error = grad_deltas[last]
+    if kept.error_scale is None:
+        grad_error.mul_(2)
+    else:
+        log_limits.append((grad_error * kept.unclipped_deltas[last]).sum(-1, keepdim=True))
+        clip_term = log_limits[-1] * derivatives.over_square[-1]
+        grad_error.mul_(kept.error_scale).addcmul_(clip_term, kept.error, value=-1)
     # 4. z_i = h_i W_i and h_{i+1} = silu(z_i), from the last layer to the first
     grad_output = grad_error
     for i in reversed(range(len(weights))):
         if i < last:
-            slope_term = _silu_curvature(factors, i).mul_(grad_slopes[i])
-            grad_output = slope_term.addcmul_(grad_inputs[i + 1], kept.slopes[i])
+            grad_output = grad_slopes[i].mul_(derivatives.curvatures[i])
+            grad_output.addcmul_(grad_inputs[i + 1], kept.slopes[i])
         if i > 0:
-            grad_weights[i - 1].baddbmm_(factors.inputs[i].mT, grad_output)  # (..., d_in, T) @ (..., T, d_out)
-        else:
-            grad_weights.insert(0, factors.inputs[i].mT @ grad_output)
-        grad_inputs[i].baddbmm_(grad_output, weights[i].mT)  # (..., T, d_out) @ (..., d_out, d_in)
-    return FactorsGradients(grad_inputs[0], grad_values, grad_weights)
+            grad_weights[i - 1].baddbmm_(factors.inputs[i].mT, grad_output)  # (N, d_in, T) @ (N, T, d_out)
+            grad_inputs[i].baddbmm_(grad_output, weights[i].mT)  # (N, T, d_out) @ (N, d_out, d_in)
+    grad_weights.insert(0, torch.bmm(factors.inputs[0].mT, grad_output))
+    return FactorsGradients(grad_weights, grad_output, grad_error, log_limits)
 
 
-def _silu_curvature(factors: GradientFactors, i: int) -> Tensor:
-    """Computes silu''(z) = s (1 - s) (2 + z - 2 silu(z)) of hidden layer i, s = sigmoid(z)."""
-    z, s, h = factors.intermediates.pre_activations[i], factors.intermediates.sigmoids[i], factors.inputs[i + 1]
-    return torch.sub(z, h, alpha=2).add_(2).mul_(torch.addcmul(s, s, s, value=-1))
-
-
-def _grad_log_limit(scale: Tensor, grad: Tensor, x: Tensor) -> Tensor:
-    """Computes the gradient with respect to log(limit) of scale * x with scale = limit / norm; 0 where nothing is
-    clipped.
+def tokens_backward(
+    grads: FactorsGradients,
+    derivatives: FactorsDerivatives,
+    keys: Tensor,
+    values: Tensor,
+    first_weights: Tensor,
+    grad_keys: Tensor,
+) -> Tensor:
+    """Adds the gradients with respect to the keys to `grad_keys`, in place, and returns those with respect to the
+    values, from what `gradient_factors_backward` returned.
     """
-    return torch.where(scale < 1, (grad * x).sum(-1, keepdim=True) * scale, 0.0)
-
-
-def _divide_by_square(x: Tensor, vector: Tensor) -> Tensor:
-    """Computes x / |vector|^2, 0 where the vector is 0."""
-    square = vector.square().sum(-1, keepdim=True)
-    return torch.where(square > 0, x / torch.where(square > 0, square, 1.0), 0.0)
+    grad_keys.baddbmm_(grads.first_output, first_weights.mT)  # (N, T, d_out) @ (N, d_out, d_in)
+    grad_values = -grads.error
+    if grads.log_limits:
+        if derivatives.over_input_square:
+            clip_term = grads.log_limits[0] * derivatives.over_input_square[0]
+            grad_keys.addcmul_(clip_term, keys, value=-1)
+        of_limit = sum(x * y for x, y in zip(grads.log_limits, derivatives.clipped, strict=True))
+        grad_values.addcmul_(_over_square(of_limit, lengths(values)), values)
+    return grad_values

@@ -1,8 +1,8 @@
 """The update and the read of the memory, `memorize`: in chunks by the dual form, or one token by the equations.
 
-The scan over chunks: the state at the end of a chunk is the state at the start of the next chunk. For the backward, by
-hand or by autograd, the scan keeps the state at every `CHECKPOINT_INTERVAL`-th chunk. The states between, and
-everything within a chunk, are recomputed.
+The scan over groups of chunks: the state at the end of a group is the state at the start of the next group. For the
+backward, by hand or by autograd, the scan keeps the state at the start of each group. Everything within a group is
+recomputed.
 
 Shapes: B batch, H heads, T tokens, D head size; weights (B, H, d_in, d_out). Within the scan: N batch and heads, T
 tokens, C tokens of a chunk; weights (N, d_in, d_out).
@@ -18,7 +18,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from .memory_chunk import CHUNK_FUNCTIONS, ChunkFunctions, ChunkIntermediates, end_of_chunk, single_token_delta
+from .memory_chunk import (
+    GROUP_FUNCTIONS,
+    GroupFunctions,
+    single_token_delta,
+    unstack,
+    with_anchor,
+    with_anchor_backward,
+)
 from .memory_gates import zero_of
 from .memory_network import (
     GradientFactors,
@@ -32,7 +39,8 @@ from .memory_network import (
 from .memory_state import MemorizeOutput, MemoryInputs, MemoryState, map_tensors, tensors_of, where_rows, with_tensors
 from .token_grid import TokenGrid
 
-CHECKPOINT_INTERVAL = 4  # chunks; docs/dev/log.md: "States of every fourth chunk kept for the backward"
+# Chunks of a group. docs/dev/log.md: "States of every fourth chunk kept for the backward", "Four chunks at once"
+CHECKPOINT_INTERVAL = 4
 
 
 class ScanOptions(NamedTuple):
@@ -41,19 +49,46 @@ class ScanOptions(NamedTuple):
     chunk_starts: (number of chunks, N) bool, True where a non-empty chunk starts in this call; None for everywhere. A
     chunk that started in an earlier call keeps its anchor. Unused where the state has none.
     needs_surprise: compute the tokens' surprise, None without.
-    compiled: the functions for full chunks; None for the functions of `memory_chunk` as they are.
+    compiled: the functions for groups of full chunks; None for the functions of `memory_chunk` as they are.
     """
 
     chunk_size: int
     rule: UpdateRule
     chunk_starts: Tensor | None
     needs_surprise: bool
-    compiled: ChunkFunctions | None
+    compiled: GroupFunctions | None
 
-    def functions(self, inputs: MemoryInputs) -> ChunkFunctions:
-        """Returns the functions for a chunk: compiled ones only for full chunks, whose shape is always the same."""
-        full = inputs.keys.shape[1] == self.chunk_size
-        return self.compiled if full and self.compiled is not None else CHUNK_FUNCTIONS
+    def groups(self, num_tokens: int) -> list["Group"]:
+        """Returns the groups of chunks in which T tokens are read: of `CHECKPOINT_INTERVAL` chunks, of the full chunks
+        that are left (compiled: one by one, so that only two shapes are compiled), and of the last chunk if it is
+        shorter.
+        """
+        num_chunks, rest = num_tokens // self.chunk_size, num_tokens % self.chunk_size
+        left = num_chunks % CHECKPOINT_INTERVAL
+        numbers = [CHECKPOINT_INTERVAL] * (num_chunks // CHECKPOINT_INTERVAL)
+        numbers += [1] * left if self.compiled is not None else [left] * (left > 0)
+        functions, groups, first = self.compiled or GROUP_FUNCTIONS, [], 0
+        for number in numbers:
+            groups.append(Group(first, number, self.chunk_size, functions))
+            first += number
+        return [*groups, Group(first, 1, rest, GROUP_FUNCTIONS)] if rest else groups
+
+    def starts_of(self, group: "Group") -> Tensor | None:
+        """Returns the `chunk_starts` of a group's chunks."""
+        if self.chunk_starts is None:
+            return None
+        return self.chunk_starts[group.first : group.first + group.num_chunks]
+
+
+class Group(NamedTuple):
+    """Consecutive chunks of equal size: the number of the first, how many they are, their tokens, and what computes
+    them.
+    """
+
+    first: int
+    num_chunks: int
+    chunk_size: int
+    functions: GroupFunctions
 
 
 class ScanArguments(NamedTuple):
@@ -69,18 +104,20 @@ class ScanArguments(NamedTuple):
 def scan_chunks(
     options: ScanOptions, arguments: ScanArguments, checkpoints: list[MemoryState] | None = None
 ) -> MemorizeOutput:
-    """Updates and reads the memory chunk after chunk. Appends the state at every `CHECKPOINT_INTERVAL`-th chunk to
+    """Updates and reads the memory, group of chunks after group. Appends the state at the start of each group to
     `checkpoints`.
     """
     state, retrieved, surprise = arguments.state, [], []
-    for chunk, inputs in enumerate(_split_inputs(arguments.inputs, options.chunk_size)):
-        state = _with_anchor(options, chunk, state)
-        if checkpoints is not None and chunk % CHECKPOINT_INTERVAL == 0:
+    groups = options.groups(arguments.inputs.keys.shape[1])
+    for group, inputs in zip(groups, _split_inputs(arguments.inputs, groups), strict=True):
+        starts = options.starts_of(group)
+        state = with_anchor(state, None if starts is None else starts[0])
+        if checkpoints is not None:
             checkpoints.append(state)
-        forward = options.functions(inputs).forward
-        output = forward(inputs, state, arguments.decay_target, options.rule, options.needs_surprise)
-        retrieved.append(output.retrieved)
-        surprise.append(output.surprise)
+        forward = group.functions.forward
+        output = forward(inputs, state, arguments.decay_target, starts, options.rule, options.needs_surprise)
+        retrieved += unstack(output.retrieved, group.num_chunks)
+        surprise += unstack(output.surprise, group.num_chunks)
         state = output.state
     return MemorizeOutput(torch.cat(retrieved, dim=1), _join_surprise(surprise), state)
 
@@ -107,11 +144,13 @@ def scan_chunks_by_autograd(options: ScanOptions, arguments: ScanArguments) -> M
     """Runs `scan_chunks` with a backward by autograd: for forms of the memory whose backward is not written by hand."""
     # docs/dev/log.md: "The residual network's backward"
     state, outputs = arguments.state, []
-    groups = _split_inputs(arguments.inputs, CHECKPOINT_INTERVAL * options.chunk_size)
-    starts = [None] * len(groups)
+    length = CHECKPOINT_INTERVAL * options.chunk_size
+    parts = list(zip(*(x.split(length, dim=1) for x in tensors_of(arguments.inputs)), strict=True))
+    starts = [None] * len(parts)
     if options.chunk_starts is not None:
         starts = options.chunk_starts.split(CHECKPOINT_INTERVAL)
-    for inputs, chunk_starts in zip(groups, starts, strict=True):
+    for tensors, chunk_starts in zip(parts, starts, strict=True):
+        inputs = with_tensors(arguments.inputs, tensors)
         part, group = options._replace(chunk_starts=chunk_starts), ScanArguments(inputs, state, arguments.decay_target)
         outputs.append(checkpoint(scan_chunks, part, group, use_reentrant=False, preserve_rng_state=False))
         state = outputs[-1].state
@@ -136,57 +175,45 @@ class _ChunkScan(torch.autograd.Function):
     def backward(ctx, grad_retrieved: Tensor, _: Tensor, *grad_state: Tensor) -> tuple[Tensor | None, ...]:
         options = ctx.options
         # Read once: under checkpointing, reading `saved_tensors` recomputes them.
-        inputs, checkpoints, decay_target = with_tensors(ctx.form, ctx.saved_tensors)
-        chunks = _split_inputs(inputs, options.chunk_size)
-        firsts = range(0, len(chunks), CHECKPOINT_INTERVAL)
-        grad_outputs = _split(grad_retrieved, options.chunk_size)
-        grads, grad_inputs = with_tensors(checkpoints[0], grad_state), []
+        # Detached, and the gradients contiguous, so that a compiled function fits every call.
+        inputs, checkpoints, decay_target = with_tensors(ctx.form, map(Tensor.detach, ctx.saved_tensors))
+        groups = options.groups(inputs.keys.shape[1])
+        tokens, grad_outputs = _split_inputs(inputs, groups), _split(grad_retrieved, groups)
+        grads, grad_inputs = with_tensors(checkpoints[0], map(Tensor.contiguous, grad_state)), []
         grad_target = [torch.zeros_like(x) for x in decay_target]
         with torch.autocast(grad_retrieved.device.type, enabled=False):
-            for first, checkpoint in zip(reversed(firsts), reversed(checkpoints), strict=True):
-                group = chunks[first : first + CHECKPOINT_INTERVAL]
-                recomputed = _recompute(options, first, group, checkpoint, decay_target)
-                for chunk in reversed(range(first, first + len(group))):
-                    backward = options.functions(chunks[chunk]).backward
-                    gradients = backward(grad_outputs[chunk], recomputed.pop(), grads.weights, grads.momentum)
-                    grad_inputs.insert(0, gradients.inputs)
-                    for total, gradient in zip(grad_target, gradients.decay_target, strict=True):
-                        total.add_(gradient)
-                    grads = _anchor_backward(options, chunk, gradients.state, grads.anchor)
+            for group, state in zip(reversed(groups), reversed(checkpoints), strict=True):
+                starts = options.starts_of(group)
+                recomputed = group.functions.intermediates(tokens.pop(), state, decay_target, starts, options.rule)
+                grad_output = grad_outputs.pop().flatten(0, 1)
+                gradients = group.functions.backward(grad_output, recomputed, grads, starts)
+                grad_inputs = unstack(gradients.inputs, group.num_chunks) + grad_inputs
+                for total, gradient in zip(grad_target, gradients.decay_target, strict=True):
+                    total.add_(gradient)
+                grads = with_anchor_backward(gradients.state, None if starts is None else starts[0])
+                if state.anchor and not grads.anchor:
+                    grads = replace(grads, anchor=tuple(map(torch.zeros_like, state.anchor)))
         joined = zip(inputs, _join_inputs(grad_inputs), strict=True)
         return None, None, *(grad for x, grad in joined if x is not None), *tensors_of(grads), *grad_target
 
 
-def _recompute(
-    options: ScanOptions,
-    first: int,
-    group: Sequence[MemoryInputs],
-    state: MemoryState,
-    decay_target: Sequence[Tensor],
-) -> list[ChunkIntermediates]:
-    """Computes the intermediate results of consecutive chunks from the state at the start of the first."""
-    chunks = []
-    for chunk, inputs in enumerate(group, first):
-        if chunks:
-            state = _with_anchor(options, chunk, end_of_chunk(chunks[-1]))
-        intermediates = options.functions(inputs).intermediates
-        chunks.append(intermediates(inputs, state, decay_target, options.rule))
-    return chunks
+def _split(x: Tensor, groups: Sequence[Group]) -> list[Tensor]:
+    """Splits (N, T, ...) into the chunks of each group (P, N, C, ...).
 
-
-def _split(x: Tensor, chunk_size: int) -> list[Tensor]:
-    """Splits (N, T, ...) into chunks (N, C, ...), the last of which may be shorter.
-
-    The chunks are contiguous, so that their strides do not depend on T: a compiled function then fits every length.
+    They are contiguous, so that their strides do not depend on T: a compiled function then fits every length.
     """
     # Not by indexing: the backward of an index is a tensor of the full size for every chunk.
     # docs/dev/log.md: "MAC's training was quadratic in length, by indexing"
-    return [part.contiguous() for part in x.split(chunk_size, dim=1)]
+    parts = x.split([group.num_chunks * group.chunk_size for group in groups], dim=1)
+    return [
+        part.unflatten(1, (group.num_chunks, group.chunk_size)).transpose(0, 1).contiguous()
+        for part, group in zip(parts, groups, strict=True)
+    ]
 
 
-def _split_inputs(inputs: MemoryInputs, chunk_size: int) -> list[MemoryInputs]:
-    chunks = zip(*(_split(x, chunk_size) for x in tensors_of(inputs)), strict=True)
-    return [with_tensors(inputs, chunk) for chunk in chunks]
+def _split_inputs(inputs: MemoryInputs, groups: Sequence[Group]) -> list[MemoryInputs]:
+    parts = zip(*(_split(x, groups) for x in tensors_of(inputs)), strict=True)
+    return [with_tensors(inputs, part) for part in parts]
 
 
 def _join_inputs(chunks: Sequence[MemoryInputs]) -> MemoryInputs:
@@ -194,45 +221,14 @@ def _join_inputs(chunks: Sequence[MemoryInputs]) -> MemoryInputs:
     return MemoryInputs(*(None if parts[0] is None else torch.cat(parts, dim=1) for parts in zip(*chunks, strict=True)))
 
 
-def _where_chunk_starts(
-    options: ScanOptions, chunk: int, new: Sequence[Tensor], old: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
-    """Selects `new` in the rows where the chunk starts, and `old` in the other rows."""
-    if options.chunk_starts is None:
-        return tuple(new)
-    return tuple(map(partial(where_rows, options.chunk_starts[chunk]), new, old))
-
-
-def _with_anchor(options: ScanOptions, chunk: int, state: MemoryState) -> MemoryState:
-    """Returns the state at a chunk's start: where the chunk starts, its anchor is the current weights (eq. 16)."""
-    if not state.anchor:
-        return state
-    return replace(state, anchor=_where_chunk_starts(options, chunk, state.weights, state.anchor))
-
-
-def _anchor_backward(
-    options: ScanOptions, chunk: int, grads: MemoryState, grad_later_anchor: Sequence[Tensor]
-) -> MemoryState:
-    """Computes the backward of `_with_anchor`: the anchor's gradient, later chunks' included, goes to the weights
-    where the chunk starts, and to the previous anchor elsewhere.
-    """
-    if not grads.anchor:
-        return grads
-    grad_anchor = [x + y for x, y in zip(grads.anchor, grad_later_anchor, strict=True)]
-    zeros = [torch.zeros_like(x) for x in grad_anchor]
-    to_weights = _where_chunk_starts(options, chunk, grad_anchor, zeros)
-    grad_weights = tuple(x + y for x, y in zip(grads.weights, to_weights, strict=True))
-    return MemoryState(grad_weights, grads.momentum, _where_chunk_starts(options, chunk, zeros, grad_anchor))
-
-
-_compiled: ChunkFunctions | None = None
+_compiled: GroupFunctions | None = None
 
 
 def compile_chunks(**options) -> None:
-    """Compiles the functions of a full chunk for the whole process: see `TitansPreTrainedModel.compile_memory`."""
+    """Compiles the functions of full chunks for the whole process: see `TitansPreTrainedModel.compile_memory`."""
     # docs/dev/log.md: "Compiling the chunk: larger chunks gain"
     global _compiled
-    _compiled = ChunkFunctions(*(torch.compile(fn, dynamic=False, **options) for fn in CHUNK_FUNCTIONS))
+    _compiled = GroupFunctions(*(torch.compile(fn, dynamic=False, **options) for fn in GROUP_FUNCTIONS))
 
 
 def memorize(
@@ -325,7 +321,7 @@ def _factors_at(
     factors = gradient_factors(inputs.keys, inputs.values, anchor, rule)
     if rule.delta_rule:
         delta = single_token_delta(factors.inputs[-1], inputs.values, weights[-1])
-        factors = with_last_deltas(factors, delta, rule.hidden_step)
+        factors = with_last_deltas(factors, delta)
     return factors
 
 
