@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from eval.common.harness import record_run
 from eval.common.records import Record
 from eval.forecasting.data import make_splits
 from eval.forecasting.models import ForecastTask, build_model, config_of, count_parameters, forecasts
+from eval.forecasting.tables import METRICS, WITHOUT_LAST
 from titans_hf.cli.shared.fitting import best_step, fit
 from titans_hf.cli.shared.time_series import Series, Windows
 
@@ -44,13 +45,6 @@ class Run(harness.Run):
         return ForecastTask(num_channels, self.look_back, self.horizon, self.cycle_length, self.loss)
 
 
-class Scores(NamedTuple):
-    """Mean squared and mean absolute error over all windows, values and channels, scaled as in training."""
-
-    mse: float
-    mae: float
-
-
 def window_errors(
     model: nn.Module, windows: Windows, batch_size: int, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
@@ -66,22 +60,17 @@ def window_errors(
     return torch.cat(errors)
 
 
-def mean_scores(errors: torch.Tensor) -> Scores:
-    """Averages the errors (N, 2) of windows."""
-    return Scores(*errors.mean(0).tolist())
+def mean_scores(errors: torch.Tensor) -> dict[str, float]:
+    """Averages the errors (N, 2) of windows: mean squared and mean absolute error, scaled as in training."""
+    return {name: round(x, DECIMALS) for name, x in zip(METRICS, errors.mean(0).tolist(), strict=True)}
 
 
-def scores_without_last_batch(errors: torch.Tensor) -> dict[str, Scores]:
+def scores_without_last_batch(errors: torch.Tensor) -> dict[str, dict[str, float]]:
     """Averages the errors (N, 2) of the windows that fill batches of each size, in the order of time: windows
     that are left over are not counted. Sizes above N have no score.
     """
     counted = {size: len(errors) // size * size for size in LAST_BATCHES}
     return {str(size): mean_scores(errors[:count]) for size, count in counted.items() if count}
-
-
-def rounded(scores: Scores) -> dict[str, float]:
-    """Returns the scores by name, with the decimals of a record."""
-    return {name: round(x, DECIMALS) for name, x in scores._asdict().items()}
 
 
 def make_run(run: Run, series: Series, output: Path) -> Record:
@@ -110,9 +99,9 @@ def make_run(run: Run, series: Series, output: Path) -> Record:
         return {
             "parameters": parameters,
             "best_step": best,
-            "valid": rounded(mean_scores(valid)),
-            "test": rounded(mean_scores(test)),
-            "test_without_last_batch": {size: rounded(x) for size, x in scores_without_last_batch(test).items()},
+            "valid": mean_scores(valid),
+            "test": mean_scores(test),
+            WITHOUT_LAST: scores_without_last_batch(test),
             "windows": [len(part) for part in splits[:3]],
         }
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from eval.common.compared_models import parse_settings
-from eval.common.harness import begin, check_options, make_parser, run_of
+from eval.common.harness import IGNORED, begin, check_options, make_parser, run_of
 from eval.common.records import read_records
 from eval.common.tables import write_report
 from eval.mad.models import NAMES
@@ -49,8 +49,10 @@ def make_runs(args: Namespace) -> list[Run]:
         own = {"data": task, "model": model, "row": f"{model} {args.label}".strip(), "learning_rate": rate}
         runs.append(run := run_of(Run, args, seed=seed, **own, **shared))
         try:
-            TASKS[task].make(np.random.default_rng(0), settings_of(run), 1, True)
-        except (ValueError, IndexError) as error:
+            drawn = TASKS[task].make(np.random.default_rng(0), settings_of(run), 64, True)
+            if (drawn.labels == IGNORED).all():
+                raise ValueError("no token has a label")
+        except (ValueError, IndexError, TypeError) as error:
             raise ValueError(f"--task_set: {task} has no sequences of {args.task_set}: {error}") from error
     return runs
 
