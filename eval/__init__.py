@@ -1,1 +1,1 @@
-"""Benchmarks of the Titans paper: those run by lm-eval, whose command is `run.py`, and MAD, `mad.py`."""
+"""Benchmarks that train and compare small models, and studies. What lm-eval runs is the command `titans-hf eval`."""

@@ -1,4 +1,4 @@
-"""scripts/shared: tables, text files, checks of options, errors on one line; and how the folders import each other."""
+"""titans_hf.cli.shared: tables, text files, checks of options, errors on one line."""
 
 import argparse
 import re

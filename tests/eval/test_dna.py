@@ -1,4 +1,4 @@
-"""eval/dna.py: models, training and its records, runs that go on, files to train and to test on, bad options."""
+"""eval.dna: models, training and its records, runs that go on, files to train and to test on, bad options."""
 
 import random
 import re

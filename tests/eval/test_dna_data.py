@@ -1,4 +1,4 @@
-"""eval/dna_*.py: the tokenizer, the other strand, files and folds of DNA sequences, by hand."""
+"""eval.dna: the tokenizer, the other strand, files and folds of DNA sequences, by hand."""
 
 import gzip
 import re

@@ -1,4 +1,4 @@
-"""eval/run.py on tiny models: lm-eval's own scores, saved results and their reuse, tables, and errors for bad input."""
+"""titans-hf eval on tiny models: lm-eval's own scores, saved results and their reuse, tables, and bad input."""
 
 import json
 

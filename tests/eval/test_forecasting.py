@@ -1,4 +1,4 @@
-"""eval/forecasting.py: scaling and errors by hand, baselines, runs that go on, tables."""
+"""eval.forecasting: scaling and errors by hand, baselines, runs that go on, tables."""
 
 import numpy as np
 import pandas as pd

@@ -1,4 +1,4 @@
-"""eval/mad.py: the six tasks are what their description says, and runs are recorded, kept and scored."""
+"""eval.mad: the six tasks are what their description says, and runs are recorded, kept and scored."""
 
 from collections.abc import Iterator
 

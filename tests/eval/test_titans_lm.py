@@ -1,4 +1,4 @@
-"""eval/titans_lm.py: the scores and texts of lm-eval's own class, with whole prompts and shared contexts read once."""
+"""The class `titans` of lm-eval: scores and texts of lm-eval's own class; prompts and shared contexts are read once."""
 
 import pytest
 import torch
