@@ -40,7 +40,7 @@ class Run(harness.Run):
 
 
 class SequenceDataset(Dataset):
-    """Sequences whose batches are made at once."""
+    """Sequences, of which a whole batch is taken as one tensor."""
 
     def __init__(self, sequences: Sequences):
         self.input_ids, self.labels = map(torch.from_numpy, sequences)

@@ -8,7 +8,7 @@ from titans_hf.cli.shared.figures import labels_in_words, line_styles, mark_fail
 
 def test_baselines_look_unlike_titans():
     """Baselines are dashed and memories that are off dotted, each with a colour and marker of its own."""
-    styles = line_styles(["tiny-mag", "Titans MAG, not learning", "Mistral", "tiny-llama", "tiny-mac"])
+    styles = line_styles(["tiny-mag", "Titans MAG, memory off", "Mistral", "tiny-llama", "tiny-mac"])
     assert [style["linestyle"] for style in styles.values()] == ["-", ":", "--", "--", "-"]
     assert len({(style["color"], style["marker"]) for style in styles.values()}) == 5
 
@@ -24,7 +24,7 @@ def test_baselines_look_unlike_titans():
         ("lmm, depth 2", "LMM, depth 2"),
         ("gated-deltanet", "Gated DeltaNet"),
         ("mistral-conv", "Mistral, with convolutions"),
-        ("Titans LMM, not learning", "Titans LMM, not learning"),
+        ("Titans LMM, memory off", "Titans LMM, memory off"),
         ("without memory", "without memory"),
         ("chunk 16", "chunk 16"),
         ("magnet-run", "magnet-run"),

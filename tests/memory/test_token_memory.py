@@ -54,8 +54,8 @@ def test_gradients_equal_those_of_the_equations(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_stopped_it_adds_nothing(variant):
-    """With memory_max_lr = 0 logits are those of the model without it: else "memory stopped" would still learn."""
+def test_memory_off_adds_nothing(variant):
+    """With memory_max_lr = 0 the logits are those of the model without a token memory."""
     model, ids = make_model(variant, **CHANGES, memory_max_lr=0), make_ids(2, 30)
     without = TitansForCausalLM(make_config(variant, tie_word_embeddings=True, memory_max_lr=0)).double().eval()
     result = without.load_state_dict(model.state_dict(), strict=False)

@@ -12,7 +12,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 VARIANTS = {"mac": "tab:blue", "mag": "tab:orange", "mal": "tab:green", "lmm": "tab:red"}
-MEMORY_OFF = ("not learning", "-off", " off")
+MEMORY_OFF = ("-off", " off")
 OTHERS = ("black", "tab:gray", "tab:brown", "tab:purple", "tab:olive", "tab:cyan")
 MARKERS = "os^Dv<>P"
 PALER = 0.18  # share of white that each further line of a variant adds to its colour
