@@ -14,7 +14,7 @@ from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.shared.figures import plot_with_spread, save_figure
 
 LINES = {
-    "episodic memory, 0.5 MB": ({"memory": "episodic", "entries": 3200}, {"color": "tab:red", "marker": "o"}),
+    "episodic memory, 0.5 MB": ({"memory": "episodic", "entries": 5400}, {"color": "tab:red", "marker": "o"}),
     "neural cache, 11.8 MB": ({"memory": "cache", "entries": 10240}, {"color": "black", "marker": "s", "ls": "--"}),
     "counts of pairs": ({"memory": "counts"}, {"color": "tab:gray", "marker": "^", "ls": "--"}),
     "window of 1,024 instead: 17.7 MB more": (
