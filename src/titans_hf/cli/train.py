@@ -143,7 +143,10 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     metrics = save_results(trainer, record)
     if training.push_to_hub:
         trainer.push_to_hub()
-    PartialState().destroy_process_group()  # a process that exits while it is connected to other processes may abort
+    # A process that exits while it is connected to other processes may abort. While it waits, Gloo's threads drop the
+    # tensors of the last gather, for which they need the GIL: else the group's end waits for these threads for ever.
+    PartialState().wait_for_everyone()
+    PartialState().destroy_process_group()
     return metrics
 
 
