@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig
 
 from eval.common.compared_models import Sizes, make_config
-from eval.common.harness import optimise, record_run
+from eval.common.harness import optimise, record_run, run_of
 from eval.common.records import Record, read_records
 from eval.common.tables import with_interval
 from titans_hf.cli.shared.argument_checks import check_minimums
@@ -300,9 +300,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True, help="a JSON Lines file, to which runs are added")
     args = parser.parse_args(argv)
     check_minimums(args, width=8, steps=1, batch_size=1, seeds=0, pairs=192)
-    names = ("task", "max_lr", "steps", "batch_size", "pairs", "learning_rate", "width")
-    shared = {name: getattr(args, name) for name in names}
-    runs = [Run(row=row, seed=seed, **shared) for row in args.rows for seed in args.seeds]
+    runs = [run_of(Run, args, row=row, seed=seed) for row in args.rows for seed in args.seeds]
     configs = [config_of(run.row, run.max_lr, run.width) for run in runs]
     for run, config in zip(runs, configs, strict=True):
         record_run(BENCHMARK, run, config, partial(train, run, config), args.output)

@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedConfig
 
 from eval.common.compared_models import Sizes, build_model, fit_config
-from eval.common.harness import optimise, record_run
+from eval.common.harness import optimise, record_run, run_of
 from eval.common.records import Record, read_records
 from eval.common.tables import with_interval
 from titans_hf.cli.shared.argument_checks import check_minimums
@@ -145,8 +145,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True, help="a JSON Lines file, to which runs are added")
     args = parser.parse_args(argv)
     check_minimums(args, seeds=0, length=4, steps=1, batch_size=1)
-    shared = {name: getattr(args, name) for name in ("task", "length", "steps", "batch_size", "learning_rate")}
-    runs = [Run(row=row, seed=seed, **shared) for row in args.rows for seed in args.seeds]
+    runs = [run_of(Run, args, row=row, seed=seed) for row in args.rows for seed in args.seeds]
     configs = [config_of(run.task, run.row) for run in runs]
     for run, config in zip(runs, configs, strict=True):
         record_run(BENCHMARK, run, config, partial(train, run, config), args.output)
