@@ -5,6 +5,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,8 @@ def fit_classifier(run: Run, model: nn.Module, every: int, columns: Sequence[str
 def optimise(model: nn.Module, draw_loss: Callable[[torch.Generator], Tensor], run: Any) -> None:
     """Trains on sequences that are drawn for each step, by AdamW without decay, and leaves the model in evaluation."""
     optimizer, start = torch.optim.AdamW(model.parameters(), run.learning_rate, weight_decay=0.0), time.time()
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, run.learning_rate, run.steps, pct_start=0.1)
+    warmup = 0.1 if run.steps > 10 else 0.0  # OneCycleLR divides by the number of warm-up steps less one
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, run.learning_rate, run.steps, pct_start=warmup)
     generator = torch.Generator().manual_seed(run.seed)
     model.train()
     for step in range(1, run.steps + 1):
@@ -158,3 +160,24 @@ def record_run(
     append_record(record, file_of(output))
     print(f"{run.name}: {record.get('test', 'finished')}, {record['minutes']} min", flush=True)
     return record
+
+
+def add_row_options(parser: ArgumentParser, rows: str, sequences: str, **defaults: float) -> None:
+    """Adds the options of a study that trains rows with `optimise`. `rows` is the help of ROW; `sequences` is the name
+    of the examples in a batch; `defaults` are of steps, batch_size and learning_rate.
+    """
+    parser.add_argument("rows", metavar="ROW", nargs="*", help=rows)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help=f"seeds of weights and {sequences}")
+    parser.add_argument("--steps", type=int, help="training steps")
+    parser.add_argument("--batch_size", type=int, help=f"{sequences} of a step")
+    parser.add_argument("--learning_rate", type=float, help="AdamW's largest learning rate")
+    parser.add_argument("--output", type=Path, required=True, help="a JSON Lines file, to which runs are added")
+    parser.set_defaults(**defaults)
+
+
+def train_rows(benchmark: str, kind: type, args: Namespace, config_of: ConfigOf, train: Callable[..., dict]) -> None:
+    """Trains each row with each seed, unless the output has its record. All configs are made before the first run."""
+    check_minimums(args, seeds=0, steps=1, batch_size=1)
+    runs = [run_of(kind, args, row=row, seed=seed) for row in args.rows for seed in args.seeds]
+    for run, config in [(run, config_of(run)) for run in runs]:
+        record_run(benchmark, run, config, partial(train, run, config), args.output)

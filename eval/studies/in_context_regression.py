@@ -23,8 +23,6 @@ import math
 import re
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from statistics import mean
 
 import torch
@@ -32,7 +30,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig
 
 from eval.common.compared_models import Sizes, make_config
-from eval.common.harness import optimise, record_run, run_of
+from eval.common.harness import add_row_options, optimise, train_rows
 from eval.common.records import Record, read_records
 from eval.common.tables import with_interval
 from titans_hf.cli.shared.argument_checks import check_minimums
@@ -288,22 +286,15 @@ def tables(records: list[Record], task: str, width: int, closed: dict[str, dict[
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    parser.add_argument("rows", metavar="ROW", nargs="*", help="rows to train; without a row, the tables are printed")
+    help_of_rows = "rows to train; without a row, the tables are printed"
+    add_row_options(parser, help_of_rows, "sequences", steps=300, batch_size=8, learning_rate=1e-2)
     parser.add_argument("--task", choices=list(DIMENSIONS), default="sines")
     parser.add_argument("--width", type=int, default=WIDTH, help="width of the layer and its only head")
     parser.add_argument("--max_lr", type=float, help="the memory's largest step; by default the form's")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds of weights and training sequences")
-    parser.add_argument("--steps", type=int, default=300, help="training steps")
-    parser.add_argument("--batch_size", type=int, default=8, help="sequences of a step")
     parser.add_argument("--pairs", type=int, default=192, help="pairs of a sequence")
-    parser.add_argument("--learning_rate", type=float, default=1e-2, help="AdamW's largest learning rate")
-    parser.add_argument("--output", type=Path, required=True, help="a JSON Lines file, to which runs are added")
     args = parser.parse_args(argv)
-    check_minimums(args, width=8, steps=1, batch_size=1, seeds=0, pairs=192)
-    runs = [run_of(Run, args, row=row, seed=seed) for row in args.rows for seed in args.seeds]
-    configs = [config_of(run.row, run.max_lr, run.width) for run in runs]
-    for run, config in zip(runs, configs, strict=True):
-        record_run(BENCHMARK, run, config, partial(train, run, config), args.output)
+    check_minimums(args, width=8, pairs=192)
+    train_rows(BENCHMARK, Run, args, lambda run: config_of(run.row, run.max_lr, run.width), train)
     if not args.rows:
         closed = closed_forms(args.task, args.pairs, args.width)
         print(tables(read_records(args.output, BENCHMARK), args.task, args.width, closed))

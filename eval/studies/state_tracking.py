@@ -16,9 +16,7 @@ memory can reflect its state: a write is I - 2 theta k k^T, with eigenvalues fro
 import argparse
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise, permutations
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -26,7 +24,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedConfig
 
 from eval.common.compared_models import Sizes, build_model, fit_config
-from eval.common.harness import optimise, record_run, run_of
+from eval.common.harness import add_row_options, optimise, train_rows
 from eval.common.records import Record, read_records
 from eval.common.tables import with_interval
 from titans_hf.cli.shared.argument_checks import check_minimums
@@ -136,19 +134,11 @@ def tables(records: list[Record]) -> str:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("task", choices=list(GROUPS), nargs="?", help="without a task, the tables are printed")
-    parser.add_argument("rows", metavar="ROW", nargs="*", help=", ".join(ROWS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds of weights and words")
+    add_row_options(parser, ", ".join(ROWS), "words", steps=600, batch_size=32, learning_rate=3e-3)
     parser.add_argument("--length", type=int, default=32, help="elements of a word in training")
-    parser.add_argument("--steps", type=int, default=600, help="training steps")
-    parser.add_argument("--batch_size", type=int, default=32, help="words of a step")
-    parser.add_argument("--learning_rate", type=float, default=3e-3, help="AdamW's largest learning rate")
-    parser.add_argument("--output", type=Path, required=True, help="a JSON Lines file, to which runs are added")
     args = parser.parse_args(argv)
-    check_minimums(args, seeds=0, length=4, steps=1, batch_size=1)
-    runs = [run_of(Run, args, row=row, seed=seed) for row in args.rows for seed in args.seeds]
-    configs = [config_of(run.task, run.row) for run in runs]
-    for run, config in zip(runs, configs, strict=True):
-        record_run(BENCHMARK, run, config, partial(train, run, config), args.output)
+    check_minimums(args, length=4)
+    train_rows(BENCHMARK, Run, args, lambda run: config_of(run.task, run.row), train)
     if not args.rows:
         print(tables(read_records(args.output, BENCHMARK)))
 
