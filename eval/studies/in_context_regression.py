@@ -29,14 +29,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig
 
-from eval.common.compared_models import Sizes, make_config
+from eval.common.compared_models import Sizes, make_config, start_like_titans
 from eval.common.harness import add_row_options, optimise, train_rows
 from eval.common.records import Record, read_records
 from eval.common.tables import with_interval
 from titans_hf.cli.shared.argument_checks import check_minimums
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.markdown_tables import markdown_table
-from titans_hf.neural_memory import OUTPUT_SCALE
 
 BENCHMARK = "in_context_regression"
 WIDTH, DIMENSIONS = 32, {"sines": 3, "linear": 16, "bursts": 3}
@@ -123,18 +122,13 @@ class Learner(nn.Module):
         output.mul_(5)
 
     def _projections(self) -> list[Tensor]:
-        """Returns the weights for queries, keys and values, and of the output; of Gated DeltaNet they are made to start
-        as those of Titans do: keys a token late, a tenth of the output, and little is forgotten.
-        """
+        """Returns the weights for queries, keys and values, and of the output; Gated DeltaNet starts as Titans do."""
         layer = self.body.layers[0]
         if hasattr(layer, "mixer"):
             return [getattr(layer.mixer.memory, f"{name}_proj").weight for name in "qkvo"]
-        net, width = layer.linear_attn, layer.linear_attn.hidden_size
-        net.conv1d.weight.zero_()[..., -1] = 1
-        net.conv1d.weight[width : 2 * width] = net.conv1d.weight[width : 2 * width].roll(-1, -1)
-        net.A_log.zero_()
-        net.dt_bias.fill_(-5)  # softplus(-5) is .007; 1 is what it starts with, which keeps less than a token
-        return [*net.in_proj_qkvz.weight.split(width)[:3], net.out_proj.weight.mul_(OUTPUT_SCALE)]
+        net = layer.linear_attn
+        start_like_titans(net)
+        return [*net.in_proj_qkvz.weight.split(net.hidden_size)[:3], net.out_proj.weight]
 
     def forward(self, x: Tensor, shown: Tensor) -> Tensor:
         """Predicts f(x_t) (B, T) from x (B, T, d) up to t and the values (B, T) shown before t."""
@@ -290,14 +284,16 @@ def main(argv: list[str] | None = None) -> None:
     add_row_options(parser, help_of_rows, "sequences", steps=300, batch_size=8, learning_rate=1e-2)
     parser.add_argument("--task", choices=list(DIMENSIONS), default="sines")
     parser.add_argument("--width", type=int, default=WIDTH, help="width of the layer and its only head")
-    parser.add_argument("--max_lr", type=float, help="the memory's largest step; by default the form's")
+    parser.add_argument("--max_lr", type=float, help="the memory's largest step, of tables too; by default the form's")
     parser.add_argument("--pairs", type=int, default=192, help="pairs of a sequence")
     args = parser.parse_args(argv)
     check_minimums(args, width=8, pairs=192)
     train_rows(BENCHMARK, Run, args, lambda run: config_of(run.row, run.max_lr, run.width), train)
     if not args.rows:
         closed = closed_forms(args.task, args.pairs, args.width)
-        print(tables(read_records(args.output, BENCHMARK), args.task, args.width, closed))
+        records = read_records(args.output, BENCHMARK)
+        records = [record for record in records if args.max_lr in (None, record["run"]["max_lr"])]
+        print(tables(records, args.task, args.width, closed))
 
 
 if __name__ == "__main__":
