@@ -134,7 +134,9 @@ TREATMENTS = [
     Treatment(r"python -m eval.studies.planted_sentences .*", "--length 3000"),
     Treatment(r"python -m eval.studies.merged_memories .*", "--numbers 2 --fillers 16"),
     Treatment(r"python -m eval.studies.converted_windows .*", "--files 1 --tokens 64 --window 16"),
-    Treatment(r"python -m eval.studies.(in_context_regression|recalled_facts|state_tracking) .*", "--steps 2 --batch_size 1"),
+    Treatment(
+        r"python -m eval.studies.(in_context_regression|recalled_facts|state_tracking) .*", "--steps 2 --batch_size 1"
+    ),
     Treatment(r"python -m eval.language.train_and_score .* --graph .*", not_run="a CUDA graph needs a GPU"),
     Treatment(
         r"python -m eval.language.counted .*",
