@@ -7,6 +7,7 @@ Every option of transformers' TrainingArguments can be given too. Learning rate,
 step are by default as in the Titans paper (arXiv 2501.00663, first version, section 5.1).
 """
 
+import gc
 import math
 import os
 import time
@@ -119,7 +120,7 @@ def make_trainer(
     )
 
 
-def main(argv: list[str] | None = None) -> dict[str, float]:
+def train(argv: list[str] | None) -> dict[str, float]:
     """Trains and saves the model; returns its metrics."""
     run, training = make_parser().parse_args_into_dataclasses(argv)
     check_arguments(run, training)
@@ -143,9 +144,16 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     metrics = save_results(trainer, record)
     if training.push_to_hub:
         trainer.push_to_hub()
-    # A process that exits while it is connected to other processes may abort. While it waits, Gloo's threads drop the
-    # tensors of the last gather, for which they need the GIL: else the group's end waits for these threads for ever.
-    PartialState().wait_for_everyone()
+    return metrics
+
+
+def main(argv: list[str] | None = None) -> dict[str, float]:
+    """Trains and saves the model; returns its metrics."""
+    metrics = train(argv)
+    # A process that exits while it is connected to other processes may abort. The model's wrapper goes first: were its
+    # reference to the processes' group the last one, the group would end with Python's lock held, and wait for ever for
+    # a thread of Gloo that waits for the lock.
+    gc.collect()
     PartialState().destroy_process_group()
     return metrics
 
