@@ -199,10 +199,10 @@ def gradient_factors(
     for weight, slope in zip(weights[:0:-1], slopes[::-1], strict=True):
         grad_activations.insert(0, unclipped[0] @ weight.mT)
         unclipped.insert(0, grad_activations[0] * slope)
-    clipped = _clip_deltas(inputs, unclipped, norms, rule)
+    hidden_step = rule.hidden_step if rule.delta_rule else 1.0
+    clipped = _clip_deltas(inputs, unclipped, norms, len(inputs) - rule.delta_rule, hidden_step)
     before_clip = (pre_activations, slopes, grad_activations, unclipped)
     intermediates = FactorsIntermediates(*before_clip, clipped.norms, clipped.scales, error, error_norm, error_scale)
-    hidden_step = rule.hidden_step if rule.delta_rule else 1.0
     return GradientFactors(inputs, clipped.deltas, intermediates, hidden_step)
 
 
@@ -213,13 +213,11 @@ class _ClippedDeltas(NamedTuple):
 
 
 def _clip_deltas(
-    inputs: list[Tensor], unclipped: list[Tensor], norms: TokenNorms | None, rule: UpdateRule
+    inputs: list[Tensor], unclipped: list[Tensor], norms: TokenNorms | None, number: int, hidden_step: float = 1.0
 ) -> _ClippedDeltas:
-    """Clips the gradient of each layer at 4 kappa |v|; with the delta rule, those of the hidden layers, which it
-    multiplies by `hidden_step`, and not the last one.
+    """Clips the gradient of each of the first `number` layers at 4 kappa |v|, and multiplies it by `hidden_step`. The
+    delta rule leaves the last layer's gradient as it is.
     """
-    hidden_step = rule.hidden_step if rule.delta_rule else 1.0
-    number = len(inputs) - rule.delta_rule
     if norms is None:
         stepped = [d if hidden_step == 1 else hidden_step * d for d in unclipped[:number]]
         return _ClippedDeltas(stepped + unclipped[number:], [], [])
@@ -255,7 +253,7 @@ def _residual_gradient_factors(
     deltas = [centred * inverse]
     for weight, slope in zip(weights[:0:-1], slopes[::-1], strict=True):
         deltas.insert(0, (deltas[0] @ weight.mT) * slope)
-    return GradientFactors(inputs, _clip_deltas(inputs, deltas, norms, rule).deltas, None)
+    return GradientFactors(inputs, _clip_deltas(inputs, deltas, norms, len(inputs)).deltas, None)
 
 
 def _gelu_slope(z: Tensor) -> Tensor:
