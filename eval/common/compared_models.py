@@ -89,6 +89,11 @@ def count_parameters(name: str, config: PreTrainedConfig) -> int:
         return build_model(name, config).num_parameters()
 
 
+def num_trained(model: nn.Module) -> int:
+    """Counts the parameters that are trained."""
+    return sum(x.numel() for x in model.parameters() if x.requires_grad)
+
+
 class ConvolvedLinear(nn.Module):
     """A projection followed by the causal depthwise convolution that the memory has on its q, k and v."""
 

@@ -3,10 +3,12 @@
 import re
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from eval.common.compared_models import parse_settings
 from eval.common.records import FILE, Record, append_record, describe_commit, file_of, find_finished, read_records
-from eval.common.tables import Alike, check_alike
+from eval.common.tables import check_alike, write_report
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
 from titans_hf.cli.shared.command_line import HelpFormatter
 from titans_hf.cli.shared.fitting import fit
@@ -126,16 +128,22 @@ def run_of(kind: type[Run], args: Namespace, **own: Any) -> Run:
     return kind(**{name: value for name, value in vars(args).items() if name in names} | own)
 
 
-def begin(benchmark: str, runs: Sequence[Run], config_of: ConfigOf, output: Path, alike: Alike) -> None:
+@contextmanager
+def reported(
+    benchmark: str, tables: ModuleType, runs: Sequence[Run], config_of: ConfigOf, output: Path
+) -> Iterator[None]:
     """Compares the runs of a command with the runs in its folder before the first is made, and prints their number.
+    Writes the report of the benchmark's module `tables` after the last.
 
     Raises ValueError for a finished run of other settings, and for runs that would not be comparable.
     """
     records = read_records(output, benchmark)
     finished = [run for run in runs if find_finished(records, run, config_of(run))]
-    check_alike([*(record["run"] for record in records), *map(asdict, runs)], alike)
+    check_alike([*(record["run"] for record in records), *map(asdict, runs)], tables.ALIKE)
     disable_progress_bar()  # of writing checkpoints; Trainer has its own
     print(f"{len(runs)} runs, {len(finished)} of them finished", flush=True)
+    yield
+    write_report(tables.make_report(read_records(output, benchmark), []), output)
 
 
 def record_run(

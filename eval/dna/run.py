@@ -14,16 +14,16 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
+from transformers import PreTrainedConfig
 
 from eval.common.compared_models import VARIANTS
-from eval.common.harness import begin, check_options, make_parser, run_of
-from eval.common.records import Record, read_records
-from eval.common.tables import write_report
+from eval.common.harness import check_options, make_parser, reported, run_of
+from eval.common.records import Record
+from eval.dna import tables
 from eval.dna.folds import Fold, group_sequences, hold_out, make_folds
 from eval.dna.models import MEMORY_OFF, NAMES, build_model, config_of
 from eval.dna.sequences import Sequences, read_sequences
 from eval.dna.sequences import name_of as file_name
-from eval.dna.tables import ALIKE, make_report
 from eval.dna.training import DataOfRun, Run, make_run
 from titans_hf.cli.shared.command_line import run_command
 
@@ -140,19 +140,19 @@ def main(argv: list[str] | None = None) -> None:
     data = read_folds(args)
     first = make_runs(args, data)
     classes = {name: folds[0].classes for (name, _), folds in data.items()}
-    begin(
-        "dna", first, lambda run: config_of(run.model, classes[run.data], run.shape, run.settings), args.output, ALIKE
-    )
+
+    def config_for(run: Run) -> PreTrainedConfig:
+        return config_of(run.model, classes[run.data], run.shape, run.settings)
 
     def finish(run: Run) -> Record:
         return make_run(run, data[run.data, run.digest][run.fold], args.output, args.save_models)
 
-    tried = [[replace(run, learning_rate=rate) for rate in args.learning_rates] for run in first]
-    best = [max(runs, key=lambda run: finish(run)["valid"]) for runs in tried]
-    _, *others = product(args.seeds, range(args.folds if args.files else 1))
-    for (seed, fold), run in product(others, best):
-        finish(replace(run, seed=seed, fold=fold))
-    write_report(make_report(read_records(args.output, "dna"), []), args.output)
+    with reported("dna", tables, first, config_for, args.output):
+        tried = [[replace(run, learning_rate=rate) for rate in args.learning_rates] for run in first]
+        best = [max(runs, key=lambda run: finish(run)["valid"]) for runs in tried]
+        _, *others = product(args.seeds, range(args.folds if args.files else 1))
+        for (seed, fold), run in product(others, best):
+            finish(replace(run, seed=seed, fold=fold))
 
 
 if __name__ == "__main__":

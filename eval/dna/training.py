@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from eval.common import harness
+from eval.common.compared_models import num_trained
 from eval.common.harness import DECIMALS, fit_classifier, record_run
 from eval.common.records import Record
 from eval.dna.folds import Fold
@@ -99,7 +100,7 @@ def make_run(run: Run, data: DataOfRun, output: Path, save: bool = False) -> Rec
 
     def make() -> dict[str, Any]:
         model = build_model(run.model, config, max(map(len, data.sequences.texts)) + 1)
-        sizes = {"parameters": sum(x.numel() for x in model.parameters())}
+        sizes = {"parameters": num_trained(model)}
         sizes["sequences"] = dict(zip(Fold._fields, map(len, data.fold), strict=True))
         return sizes | train(run, data, model, output / run.name if save else None)
 

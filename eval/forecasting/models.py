@@ -144,11 +144,6 @@ def build_model(name: str, task: ForecastTask, settings: dict[str, Any]) -> nn.M
     return BASELINES[name](task) if config is None else TitansForTimeSeriesPrediction(config)
 
 
-def count_parameters(model: nn.Module) -> int:
-    """Returns the number of trained parameters."""
-    return sum(x.numel() for x in model.parameters() if x.requires_grad)
-
-
 @torch.inference_mode()
 def forecasts(model: nn.Module, past_values: Tensor, cycle_position: Tensor) -> Tensor:
     """Returns the forecast (B, horizon, C) of any of the models."""

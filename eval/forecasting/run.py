@@ -13,13 +13,12 @@ from pathlib import Path
 
 from torch.utils.data import DataLoader
 
-from eval.common.harness import begin, check_options, make_parser, run_of
-from eval.common.records import read_records
-from eval.common.tables import write_report
+from eval.common.harness import check_options, make_parser, reported, run_of
+from eval.forecasting import tables
 from eval.forecasting.data import make_splits
 from eval.forecasting.models import BASELINES, NAMES, build_model, config_of, forecasts
-from eval.forecasting.tables import ALIKE, make_report
 from eval.forecasting.training import INPUTS, Run, make_run
+from titans_hf import TitansTimeSeriesConfig
 from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.shared.time_series import Series, read_series, uneven_step
 from titans_hf.time_series_titans import LOSSES
@@ -79,11 +78,13 @@ def main(argv: list[str] | None = None) -> None:
     for name, one in series.items():
         if args.cycle_length and (row := uneven_step(one.times)) is not None:
             print(f"{name}: row {row} is not at the usual step: --cycle_length counts rows, not time", flush=True)
-    tasks = {name: len(one.names) for name, one in series.items()}
-    begin("forecasting", runs, lambda x: config_of(x.model, x.task(tasks[x.data]), x.settings), args.output, ALIKE)
-    for run in runs:
-        make_run(run, series[run.data], args.output)
-    write_report(make_report(read_records(args.output, "forecasting"), []), args.output)
+
+    def config_for(run: Run) -> TitansTimeSeriesConfig | None:
+        return config_of(run.model, run.task(len(series[run.data].names)), run.settings)
+
+    with reported("forecasting", tables, runs, config_for, args.output):
+        for run in runs:
+            make_run(run, series[run.data], args.output)
 
 
 if __name__ == "__main__":

@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import EarlyStoppingCallback
 
 from eval.common import harness
+from eval.common.compared_models import named_errors, num_trained
 from eval.common.harness import record_run
 from eval.common.records import Record
 from eval.forecasting.data import make_splits
-from eval.forecasting.models import ForecastTask, build_model, config_of, count_parameters, forecasts
+from eval.forecasting.models import ForecastTask, build_model, config_of, forecasts
 from eval.forecasting.tables import METRICS, WITHOUT_LAST
-from titans_hf.cli.shared.fitting import best_step, fit
+from titans_hf.cli.shared.fitting import fit_forecaster
 from titans_hf.cli.shared.time_series import Series, Windows
 
 DECIMALS = 5
@@ -86,15 +86,10 @@ def make_run(run: Run, series: Series, output: Path) -> Record:
         model, best, device = build_model(run.model, task, run.settings), 0, torch.device("cpu")
         if model.cycle is not None:
             model.cycle.fit(splits.train.values[: splits.train.rows.stop])
-        if parameters := count_parameters(model):
-            options = {"max_steps": run.max_steps, "weight_decay": 0.0, "metric_for_best_model": "eval_loss"}
-            options |= {"prediction_loss_only": True, "label_names": ["future_values"]}
-            callbacks = [EarlyStoppingCallback(run.patience)]
-            parts = {"train_dataset": splits.train, "eval_dataset": splits.valid, "callbacks": callbacks}
-            trainer = fit(run, model, run.eval_steps, options, **parts)
-            best, device = best_step(trainer), trainer.args.device
-            if best is None:
-                raise ValueError(f"{run.name}: no validation loss was a number: give a lower --learning_rate")
+        if parameters := num_trained(model):
+            with named_errors(run.name):
+                trainer, best = fit_forecaster(run, model, splits.train, splits.valid)
+            device = trainer.args.device
         valid, test = (window_errors(model, part, 4 * run.batch_size, device) for part in (splits.valid, splits.test))
         return {
             "parameters": parameters,

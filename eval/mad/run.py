@@ -13,11 +13,9 @@ import numpy as np
 import torch
 
 from eval.common.compared_models import parse_settings
-from eval.common.harness import IGNORED, begin, check_options, make_parser, run_of
-from eval.common.records import read_records
-from eval.common.tables import write_report
+from eval.common.harness import IGNORED, check_options, make_parser, reported, run_of
+from eval.mad import tables
 from eval.mad.models import NAMES
-from eval.mad.tables import ALIKE, make_report
 from eval.mad.tasks import TASKS
 from eval.mad.training import Run, config_for, settings_of, train
 from titans_hf.cli.shared.command_line import run_command
@@ -60,10 +58,9 @@ def make_runs(args: Namespace) -> list[Run]:
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     runs = make_runs(args)
-    begin("mad", runs, config_for, args.output, ALIKE)
-    for run in runs:
-        train(run, args.output, args.graph)
-    write_report(make_report(read_records(args.output, "mad"), []), args.output)
+    with reported("mad", tables, runs, config_for, args.output):
+        for run in runs:
+            train(run, args.output, args.graph)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedConfig, Trainer
 
 from eval.common import harness
+from eval.common.compared_models import num_trained
 from eval.common.cuda_graphs import GraphTrainer
 from eval.common.harness import IGNORED, fit_classifier, record_run
 from eval.common.records import Record
@@ -103,6 +104,6 @@ def train(run: Run, output: Path, graph: bool = False) -> Record:
         parts |= {"compute_loss_func": labelled_loss, "trainer": GraphTrainer if graph else Trainer}
         every = run.evaluate_every * -(-len(training.labels) // run.batch_size)
         _, curve = fit_classifier(run, model, every, COLUMNS, options, **parts)
-        return {"parameters": sum(p.numel() for p in model.parameters()), "curve": curve, "graph": graph}
+        return {"parameters": num_trained(model), "curve": curve, "graph": graph}
 
     return record_run("mad", run, config, make, output)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig
 
-from eval.common.compared_models import Sizes, make_config, start_like_titans
+from eval.common.compared_models import Sizes, make_config, num_trained, start_like_titans
 from eval.common.harness import add_row_options, optimise, train_rows
 from eval.common.records import Record, read_records
 from eval.common.tables import with_interval
@@ -184,7 +184,7 @@ def train(run: Run, config: PreTrainedConfig) -> Record:
     optimise(model, draw_loss, run)
     result = {"valid": by_range(score(model, run.task, VALIDATED, run.pairs, 10**6))}
     result |= {"test": by_range(score(model, run.task, SCORED, 2 * run.pairs, 10**6 + 1))}
-    result |= {"parameters": sum(x.numel() for x in model.parameters())}
+    result |= {"parameters": num_trained(model)}
     return {"step": getattr(config, "memory_max_lr", ""), "result": result}
 
 

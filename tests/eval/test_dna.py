@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from covering import in_one_test
 from dna_files import save_dna_model, write_table
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, EvalPrediction
 
@@ -134,8 +135,6 @@ def test_the_rate_is_chosen_on_the_first_fold(tsv, monkeypatch):
         return {"valid": -abs(run.learning_rate - 0.02), "test": run.learning_rate, "minutes": 0}
 
     monkeypatch.setattr(dna, "make_run", make)
-    monkeypatch.setattr(dna, "write_report", lambda report, output: None)
-    monkeypatch.setattr(dna, "make_report", lambda *args: None)
     dna.main(command(tsv, "--models", "lmm", "--folds", "2", "--learning_rates", "0.01", "0.02", "0.03"))
     assert made == [(0, 0, 0.01), (0, 0, 0.02), (0, 0, 0.03), (0, 1, 0.02)]
     made.clear()
@@ -186,7 +185,7 @@ def test_new_sequences_are_classified(tmp_path, capsys):
         predict.main([str(tmp_path / "headless"), str(new), "--output", str(tmp_path / "x.csv")])
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "options,message",
     [
         (["--epochs", "0"], "--epochs must be at least 1, but is 0"),

@@ -17,7 +17,7 @@ import pandas as pd
 import torch
 from huggingface_hub import ModelCard, ModelCardData
 from matplotlib.figure import Figure
-from transformers import EarlyStoppingCallback, TrainerCallback, set_seed
+from transformers import TrainerCallback, set_seed
 from transformers.utils.logging import disable_progress_bar
 
 from titans_hf import TitansForTimeSeriesPrediction, TitansTimeSeriesConfig
@@ -25,7 +25,7 @@ from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
 from titans_hf.cli.shared.checkpoints import load_config, loading_weights
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.finished_runs import write_record
-from titans_hf.cli.shared.fitting import best_step, fit
+from titans_hf.cli.shared.fitting import fit_forecaster
 from titans_hf.cli.shared.markdown_tables import markdown_table
 from titans_hf.cli.shared.time_series import (
     Scaling,
@@ -200,13 +200,7 @@ def train(args: argparse.Namespace, series: Series) -> tuple[TitansForTimeSeries
         if len(trained) < args.cycle_length:
             raise ValueError(f"--cycle_length {args.cycle_length} is more than the {len(trained)} rows to train on")
         model.cycle.fit(trained)
-    options = {"max_steps": args.max_steps, "weight_decay": 0.0, "metric_for_best_model": "eval_loss"}
-    options |= {"prediction_loss_only": True, "label_names": ["future_values"]}
-    callbacks = [EarlyStoppingCallback(args.patience), ProgressPrinter()]
-    parts = {"train_dataset": training, "eval_dataset": validation, "callbacks": callbacks}
-    trainer = fit(args, model, min(args.eval_steps, args.max_steps), options, **parts)
-    if best_step(trainer) is None:
-        raise ValueError(f"no validation loss was a number: --learning_rate {args.learning_rate} is too large")
+    _, best_step = fit_forecaster(args, model, training, validation, [ProgressPrinter()])
     errors, of_last = absolute_errors(model, validation, scaling)
     facts = {
         "data": args.data.name,
@@ -216,7 +210,7 @@ def train(args: argparse.Namespace, series: Series) -> tuple[TitansForTimeSeries
         "frequency": frequency_of(series.times),
         "last_time": str(pd.Timestamp(series.times[-1])),
         "rows": [len(training.rows), len(validation.rows)],
-        "best_step": best_step(trainer),
+        "best_step": best_step,
         "absolute_error": errors.tolist(),
         "absolute_error_of_the_last_value": of_last.tolist(),
         "options": {name: getattr(args, name) for name in ("horizon", *TRAINING)},

@@ -2,11 +2,13 @@
 
 import sys
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PrinterCallback, Trainer, TrainingArguments
+from torch.utils.data import Dataset
+from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 
 def fit(
@@ -42,6 +44,24 @@ def fit(
         made.remove_callback(PrinterCallback)
         made.train()
     return made
+
+
+def fit_forecaster(
+    run: Any, model: nn.Module, train: Dataset, valid: Dataset, callbacks: Sequence[TrainerCallback] = ()
+) -> tuple[Trainer, int]:
+    """Trains a model of time series until its validation loss has not fallen for `run.patience` evaluations. Returns
+    the Trainer and the step of the best weights.
+
+    `run` has `max_steps` and `eval_steps` too. Raises ValueError where no validation loss was a number.
+    """
+    options = {"max_steps": run.max_steps, "weight_decay": 0.0, "metric_for_best_model": "eval_loss"}
+    options |= {"prediction_loss_only": True, "label_names": ["future_values"]}
+    parts = {"train_dataset": train, "eval_dataset": valid}
+    parts["callbacks"] = [EarlyStoppingCallback(run.patience), *callbacks]
+    trainer = fit(run, model, min(run.eval_steps, run.max_steps), options, **parts)
+    if (best := best_step(trainer)) is None:
+        raise ValueError(f"no validation loss was a number: give a lower --learning_rate than {run.learning_rate:g}")
+    return trainer, best
 
 
 def best_step(trainer: Trainer) -> int | None:
