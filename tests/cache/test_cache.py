@@ -6,6 +6,8 @@ import pickle
 import pytest
 import torch
 from common import (
+    ATTENTIONS,
+    TWO_VARIANTS,
     VARIANTS,
     assert_same,
     assert_same_cache,
@@ -28,7 +30,7 @@ def storage_bytes(cache: TitansCache) -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_size_does_not_grow(variant):
     """The cache and the storages of its tensors have the same size after 200 and 2,000 tokens."""
     model = make_model(variant, dtype=torch.float32, memory_chunk_size=32, segment_length=32)
@@ -63,14 +65,14 @@ def test_size_at_20_000_tokens(variant):
     assert cache.get_seq_length() == 20_000 and cache.num_bytes == size
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_size_is_per_row(variant):
     """The size of a cache is proportional to its rows."""
     model = shared_model(variant)
     assert read(model, make_ids(3, 9))[1].num_bytes == 3 * read(model, make_ids(1, 9))[1].num_bytes
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_every_token_is_learned(variant):
     """Every decoded token changes the weights and momentum of every head."""
     model, cache = shared_model(variant), TitansCache(shared_model(variant).config)
@@ -84,7 +86,7 @@ def test_every_token_is_learned(variant):
                 assert ((a - b).abs().amax((2, 3)) > 1e-6).all()
 
 
-@covering(1, {"variant": VARIANTS, "forget": [False, True]})
+@covering(1, {"variant": TWO_VARIANTS, "forget": [False, True]})
 def test_nothing_is_learned_at_rate_zero(variant, forget):
     """With memory_max_lr = 0 the weights stay the initial ones and the momentum 0."""
     model = make_model(variant, memory_max_lr=0.0, memory_forget=forget)
@@ -120,7 +122,7 @@ def test_batch_operations(variant):
     assert_same(read(model, more[:2], None, cache)[0], expected)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_reset_forgets_everything(variant):
     """A cache that was reset gives the logits of a new one."""
     model, ids = shared_model(variant), make_ids(2, 21)
@@ -131,7 +133,7 @@ def test_reset_forgets_everything(variant):
 
 
 @covering(
-    1, {"variant": VARIANTS, "duplicate": [copy.deepcopy, copy.copy, lambda cache: pickle.loads(pickle.dumps(cache))]}
+    1, {"variant": ATTENTIONS, "duplicate": [copy.deepcopy, copy.copy, lambda cache: pickle.loads(pickle.dumps(cache))]}
 )
 def test_a_copy_is_a_branch(variant, duplicate):
     """Reading on with a copy of a cache leaves the original unchanged."""
@@ -147,7 +149,7 @@ def test_a_copy_is_a_branch(variant, duplicate):
     assert_same(read(model, later, None, cache)[0], full_logits(model, torch.cat([ids, later], 1))[:, 21:])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_offload_and_prefetch_keep_the_state(variant):
     """Offloading a cache and fetching it again keeps the logits."""
     model, ids = shared_model(variant), make_ids(2, 30)
@@ -158,7 +160,7 @@ def test_offload_and_prefetch_keep_the_state(variant):
     assert_same(read(model, ids[:, 17:], None, cache)[0], full_logits(model, ids)[:, 17:])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_rows_can_be_reset(variant):
     """Reset rows have a new document's logits while others read on, in calls of any size, with padding and after
     reordering.
@@ -182,7 +184,7 @@ def test_rows_can_be_reset(variant):
             assert_same(ours[-length:], full_logits(model, expected[None])[0, -length:])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_lengths_count_columns(variant):
     """get_seq_length() and get_mask_sizes() count all columns that were read, in every layer."""
     model, cache = shared_model(variant), TitansCache(shared_model(variant).config)
@@ -201,7 +203,7 @@ def test_update_is_refused():
         TitansCache(shared_model("mag").config).update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), 0)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_state_is_float32_at_least(variant):
     """The memory's states are float32 or wider for every model dtype."""
     for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float64,) * 2):
@@ -212,7 +214,7 @@ def test_state_is_float32_at_least(variant):
             assert {x.dtype for x in parts} == {expected}
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_use_cache_makes_one(variant):
     """`use_cache` and `past_key_values` decide which cache is returned, as in every Transformers model."""
     model, ids = shared_model(variant), make_ids(1, 9)
@@ -223,7 +225,7 @@ def test_use_cache_makes_one(variant):
         assert model(ids, past_key_values=cache, use_cache=True).past_key_values is cache
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_a_prompt_after_what_was_read(variant):
     """After start_prompt() generate() takes the prompt and its mask alone, padded or not."""
     model, ids, prompt = shared_model(variant), make_ids(2, 21), make_ids(2, 7, seed=1)
@@ -243,7 +245,7 @@ def test_a_prompt_after_what_was_read(variant):
         cache.start_prompt()
 
 
-@covering(2, {"variant": VARIANTS, "recording": [False, True], "where": ["layer", "head"]})
+@covering(2, {"variant": ATTENTIONS, "recording": [False, True], "where": ["layer", "head"]})
 def test_a_call_that_fails_leaves_the_cache(variant, recording, where):
     """A call that is interrupted between two layers or in the LM head leaves the cache as it was."""
     model, ids = make_model(variant), make_ids(2, 21)

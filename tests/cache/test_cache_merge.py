@@ -3,20 +3,12 @@
 import copy
 
 import pytest
-from common import (
-    VARIANTS,
-    assert_same,
-    assert_same_cache,
-    make_ids,
-    make_model,
-    read,
-    shared_model,
-)
+from common import TWO_VARIANTS, assert_same, assert_same_cache, make_ids, make_model, read, shared_model
 
 from titans_hf import TitansCache
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_merging_lies_between(variant):
     """merge() interpolates weights, momentum and anchors alone and leaves the other cache unchanged."""
     model = shared_model(variant)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from common import (
+    ATTENTIONS,
     VARIANTS,
     assert_same,
     assert_same_cache,
@@ -29,7 +30,7 @@ def recording_cache(model, ids, sizes=None) -> TitansCache:
     return cache
 
 
-@covering(1, {"variant": VARIANTS, "before": [0, 3, 21]})
+@covering(1, {"variant": ATTENTIONS, "before": [0, 3, 21]})
 def test_crop_goes_back_to_any_column(variant, before):
     """After crop() of 1 to 17 recorded columns, reading on gives the logits of never having read them."""
     model, ids, more = shared_model(variant), make_ids(2, before + 17), make_ids(2, 9, seed=1)
@@ -55,7 +56,7 @@ def test_the_state_is_that_of_never_having_read(variant):
     assert_same_cache(cache, read(model, ids, [40])[1])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_crop_again_and_again(variant):
     """Repeated crops, with and without reading between them, give the logits of the kept tokens."""
     model, ids = shared_model(variant), make_ids(1, 60)
@@ -84,7 +85,7 @@ def test_crop_again_and_again(variant):
     assert_same(read(model, ids[:, 22:], None, cache)[0], full_logits(model, ids)[:, 22:])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_padding_documents_and_batch_operations(variant):
     """crop() keeps padding, document starts and the order of rows."""
     model = shared_model(variant)
@@ -167,7 +168,7 @@ def test_recording_is_bounded_by_what_can_be_taken_back():
         assert sizes[0] == sizes[-1] == read(model, make_ids(1, 54))[1].num_bytes
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_assisted_decoding_equals_greedy(variant):
     """Assisted decoding gives the greedy tokens with drafts of another model, of itself and of prompt lookup, and its
     cache can be read on from.

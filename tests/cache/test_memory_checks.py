@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from common import make_ids, read, shared_model
-from memory_folders import describe, names
+from covering import in_one_test
+from memory_folders import copied, describe, names
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -19,7 +20,7 @@ def load(memory) -> TitansCache:
     return TitansCache.from_pretrained(folder, model)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "changes,message",
     [
         ({"model": None}, "its model is None"),
@@ -36,19 +37,18 @@ def load(memory) -> TitansCache:
         ({"format": ["titans-memory"]}, "has the format .'titans-memory'., version 3"),
         *(({"format_version": version}, f"version {version}") for version in (0, -1, "3")),
     ],
-    ids=str,
 )
-def test_a_description_of_other_types(changes, message, memory):
+def test_a_description_of_other_types(changes, message, memory, tmp_path_factory):
     """A field of memory.json with a wrong type or value raises an error that names it."""
+    memory = copied(memory, tmp_path_factory.mktemp("memory"))
     describe(memory[1], **changes)
     with pytest.raises(ValueError, match=message):
         load(memory)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "content",
     ["[" * 100_000, '{"a":' * 100_000, "[]", "null", "5", '"titans-memory"', "{}", "", b"\xff\xfe", "9" * 10_000],
-    ids=lambda content: repr(content[:8]),
 )
 def test_a_description_that_is_none(content, memory):
     """A memory.json that is no description, even one nested too deeply for the parser, raises ValueError."""
@@ -57,10 +57,10 @@ def test_a_description_that_is_none(content, memory):
         load(memory)
 
 
-@pytest.mark.parametrize("how", ["..", "absolute", "below"])
+@in_one_test("how", ["..", "absolute", "below"])
 def test_a_file_elsewhere_is_not_loaded(how, memory, tmp_path_factory):
     """A file named outside of the folder raises an error, even a valid one."""
-    _, folder = memory
+    memory = _, folder = copied(memory, tmp_path_factory.mktemp("memory"))
     (file,) = folder.glob("*.safetensors")
     elsewhere = folder / "below" if how == "below" else tmp_path_factory.mktemp("elsewhere")
     elsewhere.mkdir(exist_ok=True)
@@ -116,7 +116,7 @@ def restarts(x):
 CONV = "1.state.conv_state"
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "change,message",
     [
         (without("1."), "lacks the tensor 1.state.conv_state"),
@@ -138,8 +138,9 @@ CONV = "1.state.conv_state"
         (filled("0.state.memory.weights.0", float("inf")), "weights.0 holds numbers that are not finite"),
     ],
 )
-def test_tensors_that_no_cache_has(change, message, memory):
+def test_tensors_that_no_cache_has(change, message, memory, tmp_path_factory):
     """Missing, surplus or wrongly shaped tensors raise an error despite right checksums."""
+    memory = copied(memory, tmp_path_factory.mktemp("memory"))
     rewrite(memory[1], change)
     with pytest.raises(ValueError, match=message):
         load(memory)
@@ -174,7 +175,7 @@ def nested() -> dict:
     return about
 
 
-@pytest.mark.parametrize("make", [lambda: {"when": object()}, circular, nested, lambda: None, lambda: "text"])
+@in_one_test("make", [lambda: {"when": object()}, circular, nested, lambda: None, lambda: "text"])
 def test_an_about_that_is_not_json_leaves_nothing(make, tmp_path):
     """An `about` that is not JSON raises an error before anything is written."""
     cache = read(shared_model("mag"), make_ids(2, 9))[1]

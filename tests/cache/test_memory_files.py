@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import VARIANTS, assert_same, left_pad, make_ids, make_model, read, shared_model
+from common import ATTENTIONS, VARIANTS, assert_same, left_pad, make_ids, make_model, read, shared_model
 from covering import covering
 from memory_folders import IDS, assert_equal, names, saved
 
@@ -27,7 +27,7 @@ def test_going_on_from_a_file_equals_never_having_stopped(variant, num_read, tmp
     assert after.get_seq_length() == 60
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_generation_goes_on_from_a_file(variant, tmp_path):
     """generate() from a saved memory of rows of different lengths gives the same tokens."""
     model = make_model(variant, dtype=torch.float32)

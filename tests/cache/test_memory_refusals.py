@@ -6,7 +6,8 @@ import os
 import pytest
 import torch
 from common import make_model, read, shared_model
-from memory_folders import IDS, describe
+from covering import in_one_test
+from memory_folders import IDS, copied, describe
 from transformers import PreTrainedModel
 
 from titans_hf import TitansCache, cache_files
@@ -20,7 +21,7 @@ def changed(model: PreTrainedModel, name: str) -> PreTrainedModel:
     return other
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "make,message",
     [
         (lambda _: make_model("mal"), "its variant is 'mag', not 'mal'"),
@@ -69,7 +70,7 @@ def half_a_description(folder):
     path.write_text(path.read_text()[:100])
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "damage,message",
     [
         (cut, "is damaged or was altered: its sha256"),
@@ -89,9 +90,9 @@ def half_a_description(folder):
         ),
     ],
 )
-def test_what_is_not_the_saved_file_is_refused(damage, message, memory):
+def test_what_is_not_the_saved_file_is_refused(damage, message, memory, tmp_path_factory):
     """A damaged, altered, missing or newer file raises an error."""
-    model, folder = memory
+    model, folder = copied(memory, tmp_path_factory.mktemp("memory"))
     damage(folder)
     with pytest.raises(ValueError, match=message):
         TitansCache.from_pretrained(folder, model)

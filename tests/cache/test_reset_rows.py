@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from common import VARIANTS, assert_same, full_logits, make_ids, read, shared_model, tensors
-from covering import covering
+from common import ATTENTIONS, assert_same, full_logits, make_ids, read, shared_model, tensors
+from covering import covering, in_one_test
 
 from titans_hf import TitansCache
 
@@ -18,7 +18,7 @@ def reset_cache(model, ids: torch.Tensor) -> TitansCache:
     return cache
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_a_crop_does_not_bring_it_back(variant):
     """crop() of columns recorded after a reset, all or a part, keeps the reset."""
     model, ids, drafted, more = (shared_model(variant), *(make_ids(2, n, seed=n) for n in (21, 7, 9)))
@@ -35,7 +35,7 @@ def test_a_crop_does_not_bring_it_back(variant):
             assert_same(logits[row : row + 1], full_logits(model, whole)[:, -9:])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_nothing_of_it_stays_in_the_cache(variant):
     """A reset row has zero tensors and count 0, and the others theirs."""
     model, ids = shared_model(variant), make_ids(2, 21)
@@ -45,7 +45,7 @@ def test_nothing_of_it_stays_in_the_cache(variant):
         assert not x[0].any() and torch.equal(x[1], y[1])
 
 
-@covering(1, {"variant": VARIANTS, "recorded": [False, True]})
+@covering(1, {"variant": ATTENTIONS, "recorded": [False, True]})
 def test_a_file_keeps_the_reset(variant, recorded, tmp_path):
     """A reset row is still reset after saving and loading, also with recorded columns and crop()."""
     model, ids, more = shared_model(variant), make_ids(2, 21), make_ids(2, 9, seed=1)
@@ -80,7 +80,7 @@ def test_rows_that_were_reset_cannot_be_merged():
     cache.merge(read(model, ids)[1])
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "rows,message",
     [
         (torch.tensor([0, 1]), "boolean tensor"),

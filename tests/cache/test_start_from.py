@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from common import VARIANTS, assert_same_cache, left_pad, make_ids, make_model, read, tensors
+from common import ATTENTIONS, assert_same_cache, left_pad, make_ids, make_model, read, tensors
 
 from titans_hf import TitansCache, TitansForCausalLM
 
@@ -14,7 +14,7 @@ GREEDY = dict(max_new_tokens=9, do_sample=False)
 TEXT = make_ids(1, 30)
 
 
-@pytest.fixture(params=VARIANTS)
+@pytest.fixture(params=ATTENTIONS)
 def model(request):
     return make_model(request.param)
 

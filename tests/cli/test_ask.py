@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import in_one_test
 from reading_runs import SPECIAL, flags, ids_of, load, run_read, whole_text
 
 from titans_hf.cache_files import read_description
@@ -79,7 +80,7 @@ def test_questions_share_the_memory(paths):
             )
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "options", [{"max_new_tokens": 0}, {"temperature": -1}, {"temperature": "nan"}, {"seed": -1}, {"seed": 2**64}]
 )
 def test_bad_input_to_ask(options, paths):

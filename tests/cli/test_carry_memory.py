@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from common import VARIANTS, make_ids, make_model
-from covering import covering
+from common import TWO_VARIANTS, make_ids, make_model
+from covering import covering, in_one_test
 from datasets import Dataset
 from tiny_run import LAUNCH, LLAMA, TITANS, StopAt
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
@@ -67,7 +67,7 @@ def naive_losses(model, batches: ContiguousBatches):
         yield torch.cat(losses)
 
 
-@covering(1, {"variant": VARIANTS, "num_rows,accumulated": [(3, 1), (2, 2)]})
+@covering(1, {"variant": TWO_VARIANTS, "num_rows,accumulated": [(3, 1), (2, 2)]})
 def test_training_is_truncated_backpropagation(variant, num_rows, accumulated, tmp_path):
     """Losses and gradients equal a naive loop."""
     trainer = make_trainer(make_model(variant), tmp_path, num_rows, gradient_accumulation_steps=accumulated)
@@ -89,7 +89,7 @@ def test_training_is_truncated_backpropagation(variant, num_rows, accumulated, t
         assert (actual - expected).abs().max().item() < 1e-4 * moved, name  # transformers' loss is in float32
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_evaluation_reads_whole_documents(variant, tmp_path):
     """Evaluation uses a cache of its own."""
     trainer = make_trainer(make_model(variant), tmp_path, 1)
@@ -137,7 +137,7 @@ def test_resuming_with_other_rows_is_refused(options, tmp_path):
         train.main(options(TITANS, **common))
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "model,changes,message",
     [
         (LLAMA, {}, "a llama model"),

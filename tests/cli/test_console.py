@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from byte_model import save_byte_model
 from clean_environment import as_installed, install
+from covering import in_one_test
 from served import NUM_TOKENS, complete, serving
 from tiny_run import TITANS
 
@@ -66,7 +67,7 @@ def test_an_unknown_command_is_refused(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("titans-hf: error: there is no command trian, only train, convert, ")
 
 
-@pytest.mark.parametrize("name", console.COMMANDS)
+@in_one_test("name", console.COMMANDS)
 def test_a_command_gets_its_own_arguments(monkeypatch, name):
     """Each command receives the arguments after its name."""
     command, received = console.COMMANDS[name], []
@@ -76,8 +77,8 @@ def test_a_command_gets_its_own_arguments(monkeypatch, name):
     assert received == [["titans-hf", name, "x", "--y"] if own else [f"titans-hf {name}", "x", "--y"]]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
+@in_one_test(
+    "arguments,message",
     [
         (
             ["train", "--train_data", "x", "--output_dir", "out", "--tokenizer", "bytes", "--config", "tiny-mga"],
@@ -99,7 +100,6 @@ def test_a_command_gets_its_own_arguments(monkeypatch, name):
         (["serve", "model", "--continuous-batching"], "--continuous-batching"),
         (["chat", "model", "http://127.0.0.1:9/v1"], "the server does not answer: "),
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_errors_are_one_line(monkeypatch, capsys, tmp_path, arguments, message):
     """Bad input to a command ends in one line that names the command."""

@@ -1,6 +1,6 @@
 """cli/shared/figures.py: styles of lines and the place of the legend."""
 
-import pytest
+from covering import in_one_test
 from matplotlib.figure import Figure
 
 from titans_hf.cli.shared.figures import labels_in_words, line_styles, mark_failures, save_figure
@@ -13,7 +13,7 @@ def test_baselines_look_unlike_titans():
     assert len({(style["color"], style["marker"]) for style in styles.values()}) == 5
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "name,label",
     [
         ("mag-off", "MAG, memory off"),

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from byte_model import save_byte_model
+from covering import in_one_test
 from transformers import AutoTokenizer
 
 import titans_hf
@@ -65,7 +66,7 @@ def test_answers_are_what_counts_in_a_recall():
     assert sum(x.sum() for x in heavy).item() == pytest.approx(0.25 * 160) and all(map(len, heavy))
 
 
-@pytest.mark.parametrize("arguments,message", [
+@in_one_test("arguments,message", [
     (["--entries=0"], "--entries must be at least 1"),
     (["--text", "nowhere"], "--text nowhere does not exist"),
     (["--threshold=-1"], "--threshold must be at least 0, but is -1"),

@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from covering import in_one_test
 from series_files import write_series
 
 from titans_hf import TitansForTimeSeriesPrediction
@@ -64,8 +65,8 @@ def test_a_saved_model_goes_on(trained, tmp_path):
     assert len(longer) == 25 and not (tmp_path / "longer" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize(
-    ("first", "frequency", "expected"),
+@in_one_test(
+    "first,frequency,expected",
     [
         ("2020-01-31", "ME", ["2021-01-31", "2021-02-28"]),
         ("2020-01-01", "MS", ["2021-01-01", "2021-02-01"]),
@@ -90,8 +91,8 @@ def bad_data(folder, number=100, freq="h"):
     return folder / "bad.csv"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
+@in_one_test(
+    "options,message",
     [
         ([], "--horizon is missing"),
         (["--horizon", 0], "--horizon must be at least 1, but is 0"),

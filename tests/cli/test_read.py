@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from covering import in_one_test
 from memory_folders import assert_equal
 from reading_runs import (
     SPECIAL,
@@ -111,7 +112,7 @@ def test_an_interruption_costs_no_more_than_said(paths, monkeypatch):
     assert max(counted) <= 100 and saved[-1] == total and len(saved) >= total // 100
 
 
-@pytest.mark.parametrize("reading", [5, {}, {"tokens": "5"}, {"tokens": 5, "sha256": "0", "finished": None}], ids=str)
+@in_one_test("reading", [5, {}, {"tokens": "5"}, {"tokens": 5, "sha256": "0", "finished": None}])
 def test_a_reading_that_cannot_have_been(reading, paths):
     """An inconsistent record of the reading in a memory raises ValueError."""
     cache = expected(paths, "by other means")
@@ -180,7 +181,7 @@ def test_an_error_is_one_line(script, paths):
     assert line.startswith(f"{script}: error: ") and "missing" in line and "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "change,message",
     [
         (lambda paths: [str(paths.texts / "d.txt")], r"TEXT .*d.txt does not exist"),

@@ -13,6 +13,7 @@ import pytest
 import torch
 from byte_model import save_byte_model
 from common import PAPER
+from covering import in_one_test
 
 from titans_hf.cli import surprise
 from titans_hf.cli.training.tokenizer import byte_tokenizer
@@ -128,7 +129,7 @@ def test_every_layer_has_a_scale_of_its_own(tmp_path):
     assert np.abs(rows[0] - rows[1])[:, ::7].mean() < 0.02
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "text,words",
     [
         ("one two", ["one ", "two"]),
@@ -153,7 +154,7 @@ def test_a_token_of_several_words():
     assert values.tolist() == [[1.0, 2.0, 3.0]]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "change,message",
     [
         (["missing.txt"], "No such file or directory: .missing.txt"),

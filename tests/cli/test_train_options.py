@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from covering import in_one_test
 from tiny_run import LLAMA, TITANS
 
 from titans_hf.cli import train
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
 
 
 @pytest.mark.parametrize(
-    ("given", "accumulated"),
+    "given,accumulated",
     [
         ({"tokens_per_step": 256}, 4),
         ({"tokens_per_step": 90}, 1),
@@ -43,8 +44,8 @@ def test_paper_defaults(options):
     assert parser.get_default("tokens_per_step") == 524288
 
 
-@pytest.mark.parametrize(
-    ("given", "evaluated", "saved", "best"),
+@in_one_test(
+    "given,evaluated,saved,best",
     [
         ({}, ("steps", 0.05), ("steps", 0.05), True),
         ({"eval_steps": 2}, ("steps", 2), ("steps", 2), True),
@@ -73,8 +74,8 @@ def test_overrides_rebuild_the_config(options):
     assert (changed.hidden_size, changed.head_dim, changed.tie_word_embeddings) == (32, 16, True)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
+@in_one_test(
+    "overrides,expected",
     [
         ("memory_momentum=False", {"memory_momentum": False}),
         ("memory_momentum=false, hidden_size=48", {"memory_momentum": False, "hidden_size": 48}),
@@ -95,8 +96,8 @@ def test_overrides_of_every_type(tmp_path, overrides, expected):
             assert actual == value and type(actual) is type(value)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
+@in_one_test(
+    "overrides,message",
     [
         ("memory_momentum=maybe", "(?s)--config_overrides memory_momentum=maybe: .*bool"),
         ("memory_momentums=1", "titans has no memory_momentums"),
@@ -123,8 +124,8 @@ def test_shipped_configurations_have_names():
     assert (config.model_type, config.variant) == ("titans", "mag")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
+@in_one_test(
+    "changes,message",
     [
         ({"train_data": "/no/such/folder"}, "/no/such/folder is neither a file, nor a folder, nor a data set"),
         ({"eval_data": "/no/such/file.txt"}, "/no/such/file.txt is neither"),
@@ -149,8 +150,8 @@ def test_bad_inputs_are_named(options, tmp_path, changes, message):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
+@in_one_test(
+    "changes,message",
     [
         ({"config": None}, "give either --config and --tokenizer, .*, or --model_name_or_path"),
         ({"model_name_or_path": "x"}, "give either --config and --tokenizer, .*, or --model_name_or_path"),

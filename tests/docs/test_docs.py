@@ -10,6 +10,7 @@ from pathlib import Path
 import documentation
 import pytest
 from byte_model import save_byte_model, save_llama
+from covering import in_one_test
 from dna_files import save_dna_model, write_fasta, write_table
 from documentation import PAGES, ROOT, TREATMENTS, anchors, blocks, notebooks, prose, run_bash, treatment
 from eval_common import BOOK, make_data
@@ -64,7 +65,7 @@ def test_remote_checkpoints_are_shown_with_their_tokenizer():
     assert re.search(r"AutoTokenizer\.from_pretrained\(.*trust_remote_code=True\)", (ROOT / "README.md").read_text())
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@in_one_test("page", PAGES)
 def test_links_lead_somewhere(page):
     """Every relative link has a file and a heading as its target."""
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
@@ -77,7 +78,7 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(file), f"{page.name} links to {target}: {sorted(anchors(file))}"
 
 
-@pytest.mark.parametrize("page", sorted({*PAGES} - HISTORY), ids=lambda page: str(page.relative_to(ROOT)))
+@in_one_test("page", sorted({*PAGES} - HISTORY))
 def test_named_files_exist(page):
     """Every file that a page names is in the project."""
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from covering import in_one_test
 from transformers import DynamicCache
 
 from eval.common.compared_models import count_parameters
@@ -56,7 +57,7 @@ def test_what_is_wrong_is_not_timed(monkeypatch):
         memory_alone.check(2, 64, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("option", ["memory --lengths 1024 -1", "decode --contexts 0", "models --repeats 0"])
+@in_one_test("option", ["memory --lengths 1024 -1", "decode --contexts 0", "models --repeats 0"])
 def test_numbers_below_one_are_refused(option, tmp_path):
     """A number of tokens or rounds below 1 is refused with its name."""
     with pytest.raises(ValueError, match=option.split()[1]):

@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+from covering import in_one_test
 from dna_files import random_text
 from transformers import AutoTokenizer
 
@@ -56,7 +57,7 @@ def test_fasta_files_are_read(tmp_path):
     assert found.places == [Place("chr2", 10, 18), None, None, None]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "form",
     [
         "chr1:{a}-{b}",
@@ -99,7 +100,7 @@ def test_files_that_cannot_be_decoded_are_named(name, content, tmp_path):
         read_sequences([tmp_path / name])
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "name,content,message",
     [
         ("a.tsv", "seq\tlabel\nACGT\t0\nACXT\t1\n", r"a\.tsv: sequence 2 has 'X' at base 3, no base of DNA"),

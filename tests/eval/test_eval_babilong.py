@@ -1,6 +1,7 @@
 """BABILong's samples: facts in their order among the sentences of a book, filling the requested length."""
 
 import pytest
+from covering import in_one_test
 
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 
@@ -41,7 +42,7 @@ def test_length_zero_is_the_facts_alone(book):
     ]
 
 
-@pytest.mark.parametrize("length", [150, 1024, 5000, 200_000])
+@in_one_test("length", [150, 1024, 5000, 200_000])
 def test_samples_fill_the_length(book, length):
     """A sample is as long as requested, within one sentence."""
     longest = max(map(len, split_sentences(TEXT))) + 1
@@ -79,7 +80,7 @@ def test_questions_with_too_many_facts_are_left_out(book):
 
 
 @needs_shared_data
-@pytest.mark.parametrize("task", CHANCE)
+@in_one_test("task", CHANCE)
 def test_chance_is_a_guess_among_the_answers(task):
     """CHANCE is one by the number of distinct answers of the full task."""
     stories = babilong.read_stories(SHARED, task.removeprefix("babilong_"))

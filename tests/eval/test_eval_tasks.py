@@ -1,6 +1,7 @@
 """Local tasks against lm-eval's own: same requests, same scores, documents made from the files equal to the Hub's."""
 
 import pytest
+from covering import in_one_test
 from datasets import Dataset
 
 from titans_hf.cli.training.tokenizer import byte_tokenizer
@@ -168,8 +169,8 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 @needs_shared_data
-@pytest.mark.parametrize(
-    ("name", "number"),
+@in_one_test(
+    "name,number",
     {
         "piqa_local": 1838,
         "hellaswag_local": 10042,

@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from covering import in_one_test
 
 from eval.forecasting.data import make_splits, rows_of_parts
 from titans_hf.cli.shared.time_series import Windows, read_series, read_times, uneven_step
@@ -59,7 +60,7 @@ def test_a_constant_that_is_no_binary_fraction_is_constant(tmp_path):
         make_splits(read_series(tmp_path / "x.csv"), [0.7, 0.1, 0.2], 24, 8)
 
 
-@pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
+@in_one_test("unit", ["s", "ms", "us", "ns"])
 def test_numbers_are_times_since_1970(unit):
     """Numbers are read in the unit that their size shows."""
     numbers = pd.Series(HOURS.astype(f"datetime64[{unit}]").astype("int64"))
@@ -74,7 +75,7 @@ def test_numbers_are_dates():
     assert years.astype("datetime64[Y]").astype(str).tolist() == ["1999", "2000", "2001"]
 
 
-@pytest.mark.parametrize("form", ["%d/%m/%Y", "%m/%d/%Y", "%d.%m.%Y %H:%M"])
+@in_one_test("form", ["%d/%m/%Y", "%m/%d/%Y", "%d.%m.%Y %H:%M"])
 def test_the_order_of_day_and_month_is_the_one_that_increases(form):
     """Dates of more than a month are read in the only order in which they are dates and increase."""
     for days in (pd.date_range("2020-01-01", periods=400), pd.date_range("2020-11-30", periods=9)):

@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from covering import in_one_test
 from series_files import write_series
 
 from eval import tables
@@ -42,7 +43,7 @@ def test_scaling_is_by_the_training_part(csv):
     assert [len(part) for part in splits[:3]] == [36 - 8 - 2 + 1, 12 - 2 + 1, 12 - 2 + 1]
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 3, 100])
+@in_one_test("batch_size", [1, 2, 3, 100])
 def test_errors_by_hand(batch_size):
     """Repeating the last of 0, 1, 4, 9, 16 misses by 1, 4 and 3, 8 and 5, 12; also in an incomplete last batch."""
     values = torch.tensor([0.0, 1, 4, 9, 16])[:, None]
@@ -240,7 +241,7 @@ def test_chosen_rows_are_reported(tmp_path):
         tables.main([str(tmp_path / "out"), "--output", str(tmp_path / "out")])
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "options,message",
     [
         (["--look_back", "0"], "--look_back must be at least 1, but is 0"),
@@ -271,7 +272,7 @@ def test_bad_options(csv, options, message):
     assert not (csv.parent / "out").exists()
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "change,message",
     [
         (lambda t: t.assign(c1=1.0), "the channel c1 is constant in the training part"),
@@ -287,9 +288,10 @@ def test_bad_options(csv, options, message):
 )
 def test_bad_files(csv, change, message):
     """A file that is no series raises an error that names the column and the row."""
-    change(pd.read_csv(csv)).to_csv(csv, index=False)
+    bad = csv.with_name("bad.csv")
+    change(pd.read_csv(csv)).to_csv(bad, index=False)
     with pytest.raises(ValueError, match=message):
-        forecasting.main(command(csv))
+        forecasting.main(command(bad))
     with pytest.raises(ValueError, match=r"nothing\.csv is no file"):
         forecasting.main(command(csv.with_name("nothing.csv")))
 

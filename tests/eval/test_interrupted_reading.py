@@ -4,6 +4,7 @@ import json
 
 import pytest
 from byte_model import save_byte_model
+from covering import in_one_test
 
 from eval.studies import interrupted_reading
 
@@ -41,7 +42,7 @@ def test_a_trial(model, tmp_path, monkeypatch):
     assert (tmp_path / "out" / "interrupted_reading.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "options,message",
     [
         (["--text", "model"], "--text model holds no .txt or .md files"),

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from byte_model import save_byte_model
+from covering import in_one_test
 
 from eval.studies import loss_by_position
 from titans_hf.cli.training.tokenizer import byte_tokenizer
@@ -72,8 +73,8 @@ def test_stretches_are_of_the_text(folder):
         assert min(gaps) >= 0 and max(gaps) - min(gaps) < 4
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
+@in_one_test(
+    "options,message",
     [
         ({"length": 1}, "--length must be at least 2, but is 1"),
         ({"stretches": 0}, "--stretches must be at least 1, but is 0"),

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from covering import in_one_test
 from torch import nn
 from transformers import EvalPrediction
 from transformers.modeling_outputs import BaseModelOutput
@@ -264,16 +265,12 @@ def test_a_finished_run_is_kept_and_another_is_not_taken_for_it(tmp_path, few_he
         mad.main(argv)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
+@in_one_test(
+    "options,message",
     [
         (["--epochs", "3", "--evaluate_every", "2"], "--epochs 3 must be a multiple of --evaluate_every 2"),
         (["--learning_rates", "-1"], "--learning_rates must be at least 0, but is -1.0"),
-        pytest.param(
-            ["--graph"],
-            "--graph needs a CUDA device",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
-        ),
+        *([] if torch.cuda.is_available() else [(["--graph"], "--graph needs a CUDA device")]),
         (["--set", "memory_max_lr=0"], "--label '': --set needs a name of its own"),
         (["--models", "llama", "--set", "memory_depth=1", "--label", "x"], "llama has no such field"),
         (["--models", "lmm", "--set", "memory_head_dim=64", "--label", "x"], "lmm has no such field"),

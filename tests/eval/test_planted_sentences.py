@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from byte_model import save_byte_model
+from covering import in_one_test
 
 from eval.studies import planted_sentences
 from titans_hf.cli.training.tokenizer import byte_tokenizer
@@ -23,7 +24,7 @@ def test_plant():
         planted_sentences.plant("word " * 1000, 3000, "XYZ. ")
 
 
-@pytest.mark.parametrize(("elsewhere", "stands_out"), [(0.9, True), (1.1, False)])
+@in_one_test("elsewhere,stands_out", [(0.9, True), (1.1, False)])
 @pytest.mark.parametrize("place", [planted_sentences.NUM_SKIPPED_TOKENS, 1390, 2990])
 def test_stands_out(elsewhere, stands_out, place):
     """Every stretch beside the sentence counts, and none that overlaps it."""

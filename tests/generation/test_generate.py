@@ -5,7 +5,18 @@ import itertools
 
 import pytest
 import torch
-from common import VARIANTS, assert_same, full_logits, left_pad, make_ids, read, shared_model, tensors
+from common import (
+    ATTENTIONS,
+    TWO_VARIANTS,
+    VARIANTS,
+    assert_same,
+    full_logits,
+    left_pad,
+    make_ids,
+    read,
+    shared_model,
+    tensors,
+)
 from covering import covering
 from transformers import LogitsProcessorList, StaticCache
 
@@ -49,7 +60,7 @@ def test_left_padded_batch(variant):
         assert is_greedy(model, torch.cat([row, answer])[None], len(row))
 
 
-@covering(1, {"variant": VARIANTS, "padded": [False, True]})
+@covering(1, {"variant": ATTENTIONS, "padded": [False, True]})
 def test_continuing_from_a_cache(variant, padded):
     """Generating again with the returned cache and the whole transcript gives greedy tokens."""
     model, ids, mask = shared_model(variant), make_ids(2, 13), torch.ones(2, 13, dtype=torch.int64)
@@ -66,7 +77,7 @@ def test_continuing_from_a_cache(variant, padded):
     assert cache.get_seq_length() == transcript.shape[1] + 8
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_the_memory_learns_while_generating(variant):
     """Every generated token changes the weights of all memories."""
     model, cache, recorded = shared_model(variant), TitansCache(shared_model(variant).config), []
@@ -82,7 +93,7 @@ def test_the_memory_learns_while_generating(variant):
         assert all(((a - b).abs().amax((1, 2, 3)) > 1e-6).all() for a, b in zip(before, after, strict=True))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_beam_search(variant):
     """Beam search has the same beams and scores with and without a cache."""
     model, (ids, mask) = shared_model(variant), left_pad([make_ids(9), make_ids(5, seed=1)])
@@ -95,7 +106,7 @@ def test_beam_search(variant):
     assert moves.any()  # otherwise no beam was ever reordered
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_beam_sampling(variant):
     """Sampled beams are the same with and without a cache."""
     model, ids, sampled = shared_model(variant), make_ids(2, 9), []
@@ -106,7 +117,7 @@ def test_beam_sampling(variant):
     assert torch.equal(*sampled)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_sampling_in_a_left_padded_batch(variant):
     """A sampled row of a left-padded batch has the logits it has alone."""
     model, rows = shared_model(variant), [make_ids(length, seed=length) for length in (19, 12, 7, 1)]
@@ -120,7 +131,7 @@ def test_sampling_in_a_left_padded_batch(variant):
         assert_same(logits.double(), alone[len(row) - 1 : -1], 1e-6)  # `generate()` returns float32
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_sampling_several_sequences(variant):
     """Several samples of a prompt are the same with and without a cache, and differ."""
     model, ids, sampled = shared_model(variant), make_ids(2, 9), []
@@ -132,7 +143,7 @@ def test_sampling_several_sequences(variant):
     assert len(sampled[0].unique(dim=0)) == 6
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_inputs_embeds(variant):
     """`inputs_embeds` gives the logits and tokens of the ids."""
     model, ids = shared_model(variant), make_ids(2, 17)
@@ -143,7 +154,7 @@ def test_inputs_embeds(variant):
     assert answer.shape == (2, 10) and is_greedy(model, torch.cat([ids, answer], 1), 17)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_logits_to_keep(variant):
     """`logits_to_keep` returns the chosen positions and leaves the cache's states the same."""
     model, ids = shared_model(variant), make_ids(2, 17)
@@ -157,7 +168,7 @@ def test_logits_to_keep(variant):
     assert all(torch.equal(a, b) for a, b in zip(tensors(cache), tensors(after), strict=True))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_one_prompt_many_answers(variant):
     """Copies of one prompt's cache give greedy tokens for several continuations."""
     model, prompt = shared_model(variant), make_ids(1, 25)
@@ -168,7 +179,7 @@ def test_one_prompt_many_answers(variant):
         assert torch.equal(answer[:, :28], ids) and is_greedy(model, answer, 28)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_end_of_sequence(variant):
     """Rows that have ended are padded and leave the others as they are."""
     model, ids = shared_model(variant), make_ids(3, 11)
@@ -182,7 +193,7 @@ def test_end_of_sequence(variant):
         assert not ours[stop:].any()
 
 
-@covering(2, {"variant": VARIANTS, "implementation": ["dynamic", "static"], "padded": [False, True]})
+@covering(2, {"variant": ATTENTIONS, "implementation": ["dynamic", "static"], "padded": [False, True]})
 def test_padding_after_an_end_is_not_read(variant, implementation, padded):
     """The padding of a row that ends before the others changes neither its memory nor its next turn."""
     model, lengths = shared_model(variant), [11, 8, 5] if padded else [11] * 3

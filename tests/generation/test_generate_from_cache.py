@@ -5,8 +5,8 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from common import VARIANTS, assert_same, make_ids, make_model, read, shared_model, tensors
-from covering import covering
+from common import TWO_VARIANTS, assert_same, make_ids, make_model, read, shared_model, tensors
+from covering import covering, in_one_test
 from transformers.generation.utils import DeferredStopCheck
 
 from titans_hf import TitansCache, generation_titans
@@ -14,7 +14,7 @@ from titans_hf import TitansCache, generation_titans
 GREEDY = dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
 
 
-@covering(1, {"variant": VARIANTS, "drafts": [dict(prompt_lookup_num_tokens=3), "assistant"]})
+@covering(1, {"variant": TWO_VARIANTS, "drafts": [dict(prompt_lookup_num_tokens=3), "assistant"]})
 def test_assisted_generation_reads_what_was_read_once(variant, drafts):
     """Drafting on a used cache raises an error that names start_prompt(), after which tokens are the greedy ones."""
     model, ids, prompt = shared_model(variant), make_ids(1, 21), make_ids(1, 7, seed=1)
@@ -30,7 +30,7 @@ def test_assisted_generation_reads_what_was_read_once(variant, drafts):
     assert torch.equal(model.generate(prompt, past_key_values=cache, **drafts, **GREEDY), expected[:, 21:])
 
 
-@pytest.mark.parametrize("length", [0, 7, 15, 21])
+@in_one_test("length", [0, 7, 15, 21])
 def test_a_prompt_that_lacks_what_was_read_is_refused(length):
     """A prompt no longer than the columns read raises an error that names start_prompt()."""
     model = shared_model("mag")
@@ -75,7 +75,7 @@ def test_what_would_read_twice_or_not_at_all_is_refused():
     assert cache.num_tokens_seen.tolist() == [9, 9]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_a_cache_records_only_while_drafts_are_tried(variant):
     """After assisted decoding, and after such a call that fails, the user's cache has a constant size again and takes
     the next prompt.

@@ -6,7 +6,8 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from common import VARIANTS, assert_same, left_pad, make_ids, make_model, read, shared_model
+from common import ATTENTIONS, TWO_VARIANTS, VARIANTS, assert_same, left_pad, make_ids, make_model, read, shared_model
+from covering import in_one_test
 from transformers.generation.utils import DeferredStopCheck
 
 from titans_hf import TitansCache
@@ -38,7 +39,7 @@ def test_surprise_does_not_depend_on_how_a_sequence_is_cut(variant):
         assert_same(torch.cat([surprise_of(model, piece, cache) for piece in ids.split(sizes, 1)], dim=-1), whole)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_the_token_memory_is_told_last(variant):
     """After the layers comes the surprise of the token memory, in one call or several. If it were left out, a reader
     would not see the memory that gains most on text.
@@ -55,7 +56,7 @@ def test_the_token_memory_is_told_last(variant):
         assert_same(torch.cat([getattr(piece, name) for piece in pieces], dim=-1), getattr(whole, name))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_padding_does_not_surprise(variant):
     """Tokens of padded rows have their own values and padding has 0."""
     model, rows = shared_model(variant), [make_ids(31), make_ids(17, seed=1)]
@@ -82,7 +83,7 @@ def test_the_gates_are_those_of_the_layer():
     assert_same(found[1:], torch.stack([model.config.memory_max_lr * theta * (1 - eta), eta, alpha]))
 
 
-@pytest.mark.parametrize("switch", [dict(memory_momentum=False), dict(memory_forget=False), dict(memory_max_lr=0)])
+@in_one_test("switch", [dict(memory_momentum=False), dict(memory_forget=False), dict(memory_max_lr=0)])
 def test_gates_that_are_off(switch):
     """A gate that is off is reported as 0, and no other."""
     found = dict(zip(QUANTITIES, surprise_of(make_model("mag", **switch), make_ids(1, 9))[0], strict=True))
@@ -91,7 +92,7 @@ def test_gates_that_are_off(switch):
         assert found[name].any() == (name not in off[next(iter(switch))])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_it_is_told_on_request_alone(variant):
     """Surprise is returned only on request, detached, and leaves loss and gradients the same."""
     model, ids = make_model(variant).train(), make_ids(2, 21)
@@ -105,7 +106,7 @@ def test_it_is_told_on_request_alone(variant):
     assert all(map(torch.equal, *gradients))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_generate_tells_it(variant):
     """generate() returns each token's surprise once, padded, in chunks or from a cache."""
     model = shared_model(variant)
@@ -160,7 +161,7 @@ def test_a_token_that_generate_undoes_is_not_told(monkeypatch):
     assert result.past_key_values.get_seq_length() == stacked(result.surprise).shape[-1] < 21 + 8
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "options,message",
     [
         (dict(num_beams=2), "not possible in beam_search"),
@@ -188,7 +189,7 @@ def test_columns_that_are_read_again_are_told_once():
     assert_same(surprise_of(model, ids[:, 17:], cache), surprise_of(model, ids)[..., 17:])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_surprise_keeps_no_graph(variant):
     """What is kept for the surprise carries no gradient."""
     output = make_model(variant)(make_ids(2, 21), output_surprise=True)

@@ -9,6 +9,8 @@ import torch
 from titans_hf import TitansCache, TitansConfig, TitansForCausalLM
 
 VARIANTS = ("mac", "mag", "mal", "lmm")
+ATTENTIONS = ("mac", "mal", "lmm")  # attention to segments, to windows, and none: for what depends on its cache
+TWO_VARIANTS = ("mag", "lmm")  # with attention and without: for code that the variants share
 TOLERANCE = 1e-10
 SIZES = dict(
     vocab_size=50,
@@ -120,21 +122,23 @@ def shared_model(variant: str, **changes):
 def each_variant(changes: dict[str, dict]) -> list:
     """Returns pytest parameters (variant, changes) for all named changes of the config.
 
-    A change that attention or the place of the memory depends on has all variants that it affects. Another change is of
-    the memory alone, whose code the variants share: it has one of them, in turn.
+    A change of attention has the variants that it affects; of MAG and MAL, whose attention is the same code, one in
+    turn. A change of the memory alone, whose code the variants share, has one variant, in turn.
     """
     shared_by_all = {name for name in TitansConfig.__annotations__ if name.startswith("memory_")}
     shared_by_all -= {"memory_chunk_size", "memory_residual", "memory_layers"}
     of_attention = {"attention_bias", "qk_norm", "persistent_distance", "rope_parameters"}
     without_attention = {"sliding_window", "segment_length", "num_key_value_heads", "memory_residual", *of_attention}
     meaningless = {"mac": {"sliding_window"}, "lmm": without_attention}
-    turns, parameters = itertools.cycle(VARIANTS), []
+    turns, windows, parameters = itertools.cycle(VARIANTS), itertools.cycle(["mag", "mal"]), []
     for name, change in changes.items():
         affected = [v for v in VARIANTS if not change or change.keys() - meaningless.get(v, {"segment_length"})]
         if "memory_layers" in change:
             affected = ["mag", "mal"]
-        if change and change.keys() <= shared_by_all:
+        elif change and change.keys() <= shared_by_all:
             affected = [next(turns)]
+        elif change and "mal" in affected:
+            affected.remove(next(windows))
         parameters += [pytest.param(variant, change, id=f"{variant}-{name}") for variant in affected]
     return parameters
 

@@ -1,8 +1,10 @@
-"""Few combinations of parameters that cover the many of their product."""
+"""Few cases for many values: combinations that cover a product, and cheap checks that are one test."""
 
+import functools
+import inspect
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import pytest
 
@@ -27,6 +29,27 @@ def covering(strength: int, parameters: Mapping[str, Iterable]) -> pytest.MarkDe
         used.update(enumerate(row))
         cases.append(join(choice[i] for choice, i in zip(choices, row, strict=True)))
     return pytest.mark.parametrize(",".join(parameters), cases)
+
+
+def in_one_test(names: str, values: Iterable) -> Callable:
+    """Returns a decorator like `pytest.mark.parametrize` for cheap checks: one test, in which each of the values is a
+    subtest. All values are tried, and a failure names its values. They share fixtures such as `tmp_path`.
+    """
+    params = [as_param(x, "," in names) for x in values]
+    assert not any(x.marks for x in params), "a subtest has no mark"
+
+    def decorate(test: Callable) -> Callable:
+        @functools.wraps(test)
+        def run(subtests, **fixtures):
+            for param in params:
+                with subtests.test(param.id):
+                    test(**fixtures, **dict(zip(names.split(","), param.values, strict=True)))
+
+        own = [x for name, x in inspect.signature(test).parameters.items() if name not in names.split(",")]
+        run.__signature__ = inspect.Signature([*own, inspect.Parameter("subtests", inspect.Parameter.KEYWORD_ONLY)])
+        return run
+
+    return decorate
 
 
 def as_param(value, several: bool) -> ParameterSet:

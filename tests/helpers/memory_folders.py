@@ -1,6 +1,7 @@
 """Memory folders: comparing, saving and changing them in tests."""
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -42,6 +43,11 @@ def describe(folder: Path, *lost: str, **changes) -> None:
     path = folder / "memory.json"
     found = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({name: x for name, x in found.items() if name not in lost}))
+
+
+def copied(memory: tuple[PreTrainedModel, Path], folder: Path) -> tuple[PreTrainedModel, Path]:
+    """Copies a memory folder to a new one, which a test may damage."""
+    return memory[0], shutil.copytree(memory[1], folder, dirs_exist_ok=True)
 
 
 def save_memory(folder: Path) -> tuple[PreTrainedModel, Path]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from common import (
     FORMS,
+    TWO_VARIANTS,
     VARIANTS,
     assert_same,
     assert_same_cache,
@@ -16,6 +17,7 @@ from common import (
     read,
     shared_model,
 )
+from covering import covering, in_one_test
 from huggingface_hub.errors import StrictDataclassError
 from naive_model import episodic_memory, naive_forward
 from torch._dynamo.testing import CompileCounter
@@ -50,8 +52,7 @@ def ring_of(cache: TitansCache):
     return cache.layers[-1].state.entries.entries
 
 
-@pytest.mark.parametrize("length", [1, 2, 41, 2 * BLOCK + 9])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "length": [1, 2, 41, 2 * BLOCK + 9]})
 def test_logits_and_entries_equal_those_of_the_token_loop(variant, length):
     """The logits, and the ring that a call leaves, are those of a loop over the tokens, also across several blocks."""
     model, ids = shared_model(variant, **CHANGES), make_ids(length)
@@ -70,7 +71,7 @@ def test_logits_and_entries_equal_those_of_the_token_loop(variant, length):
             assert_same(getattr(ring, name)[0, at].to(torch.float64), torch.as_tensor(expected, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_gradients_equal_those_of_the_token_loop(variant):
     """The gradient of every parameter, of the memory's and of the model's, is autograd's through the token loop."""
     model, ids = make_model(variant, num_hidden_layers=1, **CHANGES), make_ids(BLOCK + 5)
@@ -84,8 +85,7 @@ def test_gradients_equal_those_of_the_token_loop(variant):
     assert all(found[f"model.episodic_memory.{name}"].abs().max() > 1e-4 for name in EpisodicMemory.PARAMETERS)
 
 
-@pytest.mark.parametrize("sizes", [[1] * 41, [5, 1, 20, 15], [40, 1], [3, 38]])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "sizes": [[1] * 41, [5, 1, 20, 15], [40, 1], [3, 38]]})
 def test_pieces(variant, sizes):
     """Any cut of a text gives the logits and the state of the whole text, in every row of a batch."""
     model, ids = shared_model(variant, **CHANGES), make_ids(3, 41)
@@ -96,7 +96,7 @@ def test_pieces(variant, sizes):
         assert_same(ours, full_logits(model, row[None])[0])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_no_logit_depends_on_a_later_token(variant):
     """Other tokens later in a text change no logit before them, even if they fill the whole ring."""
     model, ids = shared_model(variant, **CHANGES), make_ids(1, 60)
@@ -320,7 +320,7 @@ def test_saved_and_loaded(tmp_path):
     assert_same(full_logits(load_aligned(tmp_path), ids), full_logits(model, ids), 0)
 
 
-@pytest.mark.parametrize("fields,message", [
+@in_one_test("fields,message", [
     (dict(token_memory_entries=8), "`token_memory_entries` must be 0 with `token_memory_form='delta'`, but is 8"),
     (dict(token_memory_features=8, token_memory_form="episodic"), "`token_memory_features` must be 0 with"),
     (dict(token_memory_threshold=-1), "`token_memory_threshold` must be at least 0, but is -1"),

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from common import (
-    VARIANTS,
+    TWO_VARIANTS,
     assert_same,
     assert_same_cache,
     full_logits,
@@ -132,7 +132,7 @@ def test_columns_are_read_again_as_they_were_read(variant, changes, tmp_path):
         model.set_memory_learning(True)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_generate(variant):
     """`generate()` reads prompt and generated tokens with learning off, as calls of the model do."""
     model, ids = make_model(variant), make_ids(2, 13)

@@ -32,7 +32,7 @@ from titans_hf.token_grid import TokenGrid
 @covering(
     2,
     {
-        "depth": [1, 2, 3, 4],
+        "depth": [1, 2, 3],
         "error_clip": [None, 1.0],
         "num_seen": [[0, 0, 0], [2, 2, 2], [5, 0, 3]],
         "length": [1, 3, 4, 13, 22],

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from covering import covering
 from memorize_runs import (
     CHUNK,
     B,
@@ -57,9 +58,7 @@ def results(fn, *arguments):
     return [*outputs[: 1 + num_states], outputs[-1]], gradients  # the last is the number of tokens
 
 
-@pytest.mark.parametrize("length", [1, 3, 4, 13, 22])
-@pytest.mark.parametrize("num_seen", [[0, 0, 0], [5, 0, 3]], ids=["start", "out-of-step"])
-@pytest.mark.parametrize("forget", [True, False])
+@covering(2, {"forget": [True, False], "num_seen": [[0, 0, 0], [5, 0, 3]], "length": [1, 3, 4, 13, 22]})
 def test_the_delta_form(forget, num_seen, length):
     """By the arguments that fla's kernel gets, the listing gives the outputs, final state and gradients of both other
     forms, for keys on both sides of length 1 and with and without a decay target. It does not depend on where the
@@ -76,9 +75,7 @@ def test_the_delta_form(forget, num_seen, length):
         assert_same(listing, results(memorize_reference, *arguments))
 
 
-@pytest.mark.parametrize("length", [1, 3, 4, 13, 22])
-@pytest.mark.parametrize("num_seen", [[0, 0, 0], [4, 0, 8]], ids=["start", "later chunks"])
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@covering(2, {"depth": [1, 2, 3], "num_seen": [[0, 0, 0], [4, 0, 8]], "length": [1, 3, 4, 13, 22]})
 def test_the_deep_form(depth, num_seen, length):
     """The listing gives the outputs, final state and gradients of both other forms, with and without the delta rule and
     a clip, for keys on both sides of length 1.

@@ -6,8 +6,19 @@ import itertools
 
 import pytest
 import torch
-from common import SIZES, VARIANTS, assert_same, full_logits, make_ids, make_model, read, shared_model, tensors
-from covering import covering
+from common import (
+    SIZES,
+    TWO_VARIANTS,
+    VARIANTS,
+    assert_same,
+    full_logits,
+    make_ids,
+    make_model,
+    read,
+    shared_model,
+    tensors,
+)
+from covering import covering, in_one_test
 from transformers import DynamicCache
 
 from titans_hf import TitansCache
@@ -34,7 +45,7 @@ def refuse(model, name: str, cache: TitansCache | None = None, **arguments) -> N
         assert all(torch.equal(a, b) for a, b in zip(kept, tensors(cache), strict=True))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_refused_calls_leave_the_cache_alone(variant):
     """After refused calls a cache gives the same logits as without them."""
     model, ids = shared_model(variant), make_ids(2, 15)
@@ -76,7 +87,7 @@ def test_masks_of_the_wrong_shape(variant, shape):
     refuse(shared_model(variant), "attention_mask", input_ids=IDS, attention_mask=torch.ones(shape))
 
 
-@pytest.mark.parametrize("value", [float("-inf"), float("nan"), 0.5, -1.0, 2, -1])
+@in_one_test("value", [float("-inf"), float("nan"), 0.5, -1.0, 2, -1])
 def test_masks_of_other_values(value):
     """A mask has 1 at tokens and 0 at padding. An additive mask would exchange tokens and padding."""
     for at in (0, 5):
@@ -143,7 +154,7 @@ def test_documents_that_make_no_sense(variant, argument, value):
     refuse(shared_model(variant), argument, input_ids=IDS, **{argument: torch.tensor(value)})
 
 
-@pytest.mark.parametrize("value", [[], [[0, 6]], [0, 3], [1, 6], [0, 4, 3, 6], [0, 3, 7]], ids=str)
+@in_one_test("value", [[], [[0, 6]], [0, 3], [1, 6], [0, 4, 3, 6], [0, 3, 7]])
 def test_cumulative_lengths_that_make_no_sense(value):
     """`cu_seq_lens_q` must rise from 0 to the length of the row."""
     refuse_row = dict(input_ids=IDS[:1], cu_seq_lens_q=torch.tensor(value, dtype=torch.int32))
@@ -166,14 +177,14 @@ def test_cache_of_a_checkpoints_own_code():
         TitansCache(shared_model("mag").config).merge(other)
 
 
-@covering(1, {"variant": VARIANTS, "batch_size": [1, 3]})
+@covering(1, {"variant": TWO_VARIANTS, "batch_size": [1, 3]})
 def test_cache_of_another_batch_size(variant, batch_size):
     """A cache of another batch size raises an error."""
     refuse(shared_model(variant), "past_key_values", input_ids=make_ids(batch_size, 4))
     refuse(shared_model(variant), "past_key_values", input_ids=make_ids(batch_size, 1))
 
 
-@pytest.mark.parametrize("variant,other", list(itertools.combinations(VARIANTS, 2)))
+@in_one_test("variant,other", list(itertools.combinations(VARIANTS, 2)))
 def test_cache_of_another_variant(variant, other):
     """A cache of another variant, read or reset, raises an error."""
     cache = read(make_model(other), make_ids(2, 9))[1]

@@ -8,7 +8,9 @@ import copy
 import pytest
 import torch
 from common import (
+    ATTENTIONS,
     PAPER,
+    TWO_VARIANTS,
     VARIANTS,
     assert_same,
     assert_same_cache,
@@ -73,7 +75,7 @@ def generate_compiled(model, ids, dynamic, **settings):
     return model.generate(ids, cache_implementation="static", compile_config=compiled, **settings)
 
 
-@covering(1, {"variant": VARIANTS, "dynamic": [None, False]})
+@covering(1, {"variant": ATTENTIONS, "dynamic": [None, False]})
 def test_generate_compiles_the_step(variant, dynamic):
     """`cache_implementation="static"` compiles one step for all lengths and prompts, with the same tokens."""
     model = make_model(variant)
@@ -87,7 +89,7 @@ def test_generate_compiles_the_step(variant, dynamic):
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_outputs_of_a_compiled_step(variant):
     """A compiled step returns the plain logits, hidden states and attention maps, from embeddings too."""
     model = make_model(variant, attention="eager")
@@ -101,7 +103,7 @@ def test_outputs_of_a_compiled_step(variant):
             assert_same(step, plain)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_a_compileable_cache_is_like_any_other(variant, tmp_path):
     """A compileable cache counts its columns in a branch, after a crop, a reset and from a file as others do, with any
     mask.
@@ -129,7 +131,7 @@ def test_a_compileable_cache_is_like_any_other(variant, tmp_path):
     assert loaded.get_seq_length() == 0 and not loaded.is_initialized
 
 
-@covering(1, {"variant": VARIANTS, "compileable": [False, True]})
+@covering(1, {"variant": TWO_VARIANTS, "compileable": [False, True]})
 def test_a_step_with_a_growing_mask(variant, compileable):
     """A compiled step with the mask of all columns gives the plain logits."""
     model, ids = shared_model(variant), make_ids(3, 40)
@@ -180,10 +182,9 @@ def test_a_compiled_piece_goes_on_from_the_cache(variant):
         assert_same(torch.cat([piece(x, past_key_values=cache).logits for x in later.split(11, 1)], 1), expected)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_packed_documents_are_refused_when_compiled(variant):
+def test_packed_documents_are_refused_when_compiled():
     """Packed documents raise an error when compiled."""
-    model, ids = shared_model(variant), make_ids(1, 12)
+    model, ids = shared_model("mag"), make_ids(1, 12)
     forward = torch.compile(model.forward, fullgraph=True, backend="eager")
     with torch.no_grad():
         assert_same(forward(ids, position_ids=torch.arange(12)[None]).logits, full_logits(model, ids))
@@ -229,7 +230,7 @@ def test_export(variant):
             assert_same(exported[kept], expected[kept])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_a_captured_step_of_several_tokens(variant):
     """A step of two tokens that Transformers' exporter captures, with a static cache after a padded prompt, is what the
     model reads in two calls. If it failed, the exporter could not capture a step of any number of tokens.
@@ -248,7 +249,7 @@ def test_a_captured_step_of_several_tokens(variant):
     assert_same(together, torch.cat(apart, dim=1))
 
 
-@covering(1, {"variant": VARIANTS, "dynamic": [False, True]})
+@covering(1, {"variant": ATTENTIONS, "dynamic": [False, True]})
 def test_export_of_the_decoding_step(variant, dynamic):
     """Transformers' exporter captures a step with its cache, for one batch size or any, and the program continues from
     its own cache with the same logits and states.

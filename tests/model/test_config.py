@@ -6,7 +6,7 @@ from dataclasses import MISSING, fields
 
 import pytest
 from common import PAPER, VARIANTS, make_config, make_ids, make_model, shared_model
-from covering import covering
+from covering import covering, in_one_test
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.testing_utils import CaptureLogger
@@ -239,7 +239,7 @@ BAD_VALUES = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_VALUES)
+@in_one_test("name", BAD_VALUES)
 def test_a_bad_value_is_refused_by_name(name):
     """Every wrong value raises an error that names its field."""
     for value in BAD_VALUES[name]:
@@ -247,7 +247,7 @@ def test_a_bad_value_is_refused_by_name(name):
             make_config("mag", **{name: value})
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "changes",
     [
         dict(num_attention_heads=4, num_key_value_heads=3),
@@ -259,7 +259,6 @@ def test_a_bad_value_is_refused_by_name(name):
         dict(variant="mac", memory_layers=[0]),
         dict(variant="lmm", memory_layers=[]),
     ],
-    ids=str,
 )
 def test_sizes_that_do_not_fit_are_refused_by_name(changes):
     """Two sizes that contradict each other raise an error that names both."""
@@ -324,7 +323,7 @@ def test_other_spellings_of_rope_parameters(variant):
             make_config(variant, rope_scaling=scaling)
 
 
-@pytest.mark.parametrize("name,value", [
+@in_one_test("name,value", [
     ("memory_max_lr", -1.0), ("memory_error_clip", -1.0), ("segment_length", 12), ("memory_chunk_size", -5),
     ("hidden_size", 0), ("sliding_window", 0), ("memory_num_heads", 5), ("token_memory_features", -1),
 ])  # fmt: skip

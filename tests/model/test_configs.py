@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from common import PAPER, VARIANTS
+from covering import in_one_test
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from titans_hf import TitansConfig
@@ -43,7 +44,7 @@ def test_every_variant_has_every_size():
     assert set(NAMES) == tiny | large | passkey | paper | {"tiny-mistral", "tiny-llama"}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@in_one_test("name", NAMES)
 def test_size_is_the_one_in_the_name(name):
     """The number of parameters is within 5 % of the name's. Embeddings of 32,000 tokens do not count in the tiny
     models.
@@ -58,7 +59,7 @@ def test_size_is_the_one_in_the_name(name):
     assert count == pytest.approx(promised(name), rel=0.05)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("paper")])
+@in_one_test("name", [name for name in NAMES if name.startswith("paper")])
 def test_every_variant_of_the_papers_sizes(name):
     """With the overrides that docs/train.md gives, every variant is within 5 % of the file's size."""
     (row,) = [x for x in (ROOT / "docs" / "train.md").read_text().splitlines() if x.startswith(f"| `{name}.json`")]
@@ -71,7 +72,7 @@ def test_every_variant_of_the_papers_sizes(name):
         assert count == pytest.approx(promised(name), rel=0.05), variant
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("paper")])
+@in_one_test("name", [name for name in NAMES if name.startswith("paper")])
 def test_the_papers_files_are_in_its_form(name):
     """The files have the paper's form in every field, and its chunk, segment and window."""
     config = load(name)
@@ -81,7 +82,7 @@ def test_the_papers_files_are_in_its_form(name):
     assert tuple(getattr(config, field) for field in sizes) == (16, 512, 2048, 128, 4)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name.split("-")[1] in VARIANTS or name.startswith("paper")])
+@in_one_test("name", [name for name in NAMES if name.split("-")[1] in VARIANTS or name.startswith("paper")])
 def test_titans_files_are_minimal(name):
     """A Titans file sets only fields that differ from their defaults."""
     settings, config = read(name), load(name)
@@ -98,7 +99,7 @@ def test_titans_files_are_minimal(name):
     assert not [key for key, value in settings.items() if value == own[key]]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@in_one_test("name", NAMES)
 def test_vocabulary_is_bytes_or_mistral(name):
     """Tiny models use the byte tokenizer's ids and the others Mistral's. Embeddings are tied where they are many, or
     where a token memory needs it.
@@ -109,7 +110,7 @@ def test_vocabulary_is_bytes_or_mistral(name):
     assert config.tie_word_embeddings is (not is_bytes or bool(getattr(config, "token_memory_features", 0)))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@in_one_test("variant", VARIANTS)
 def test_tiny_vocabularies_share_one_body(variant):
     """Tiny models of both vocabularies differ in the vocabulary's fields alone."""
     byte, large = (

@@ -8,6 +8,7 @@ import pytest
 import torch
 from byte_model import save_llama
 from common import assert_same, full_logits, left_pad, make_ids, read
+from covering import in_one_test
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -322,7 +323,7 @@ def refused(message: str, name: str = "llama", options: dict | None = None, **ch
     return pytest.param(name, changes, options or {}, message, id=message)
 
 
-@pytest.mark.parametrize("name,changes,options,message", [
+@in_one_test("name,changes,options,message", [
     refused("`window` must be from 1 to 64, the model's `max_position_embeddings`, but is 65", options=dict(window=65)),
     refused("the model's `sliding_window`, but is 21", "mistral", dict(window=21)),
     refused("the model's `sliding_window`, but is 17", "qwen2, some windows", dict(window=17)),
@@ -420,7 +421,7 @@ def test_the_command_also_fits_the_memory(tmp_path, monkeypatch, capsys):
     assert ModelCard.load("runs/titans/README.md").data.license == "apache-2.0"
 
 
-@pytest.mark.parametrize("arguments,message", [
+@in_one_test("arguments,message", [
     (["original", "--output", "original"], "--output original exists: give the name of a new folder"),
     (["original", "--output", "new", "--window", "65"], "`window` must be from 1 to 64"),
     (["original", "--output", "new", "--fit", "nowhere"], "--fit nowhere does not exist"),

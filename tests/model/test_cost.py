@@ -4,7 +4,17 @@ device.
 
 import pytest
 import torch
-from common import VARIANTS, assert_same, full_logits, make_ids, make_model, read, shared_model
+from common import (
+    ATTENTIONS,
+    TWO_VARIANTS,
+    VARIANTS,
+    assert_same,
+    full_logits,
+    make_ids,
+    make_model,
+    read,
+    shared_model,
+)
 from covering import covering
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -71,7 +81,7 @@ def test_no_tensor_grows_with_the_square_of_the_sequence(variant, attention):
         assert largest[2 * length] < 2.2 * largest[length]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_no_tensor_grows_with_what_was_read(variant):
     """A decoding step runs the same operations on tensors of the same size after 200 and 900 tokens."""
     model, steps = make_model(variant, dtype=torch.float32), []
@@ -82,7 +92,7 @@ def test_no_tensor_grows_with_what_was_read(variant):
     assert steps[0].operations == steps[1].operations
 
 
-@covering(1, {"variant": VARIANTS, "attention": ["sdpa", "eager"]})
+@covering(1, {"variant": ATTENTIONS, "attention": ["sdpa", "eager"]})
 def test_a_decoding_step_does_not_wait(variant, attention):
     """No operation of a decoding step needs its result on the host, at any place of the chunk and segment. A wait would
     cost a round trip to the device for every token.
@@ -107,7 +117,7 @@ def test_a_decoding_step_does_not_wait(variant, attention):
     assert_same(torch.cat(parts, 1)[0], full_logits(model, torch.cat([ids, later], 1))[0, 13:])
 
 
-@covering(1, {"variant": VARIANTS, "attention": ["sdpa", "eager"]})
+@covering(1, {"variant": ATTENTIONS, "attention": ["sdpa", "eager"]})
 def test_decoding_runs_without_data(variant, attention):
     """Decoding runs on the meta device, where tensors have no values."""
     model = make_model(variant, attention=attention).to("meta")
@@ -120,7 +130,7 @@ def test_decoding_runs_without_data(variant, attention):
     assert fresh.logits.shape == (2, 30, 50)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_a_call_leaves_the_graph_alone_without_gradients(variant):
     """Without gradients no state requires one."""
     cache = read(shared_model(variant), make_ids(1, 9), [8, 1])[1]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate import dispatch_model
 from accelerate.hooks import remove_hook_from_module
-from common import VARIANTS, assert_same, full_logits, left_pad, make_ids, make_model, read
+from common import TWO_VARIANTS, assert_same, full_logits, left_pad, make_ids, make_model, read
 from torch.multiprocessing import ProcessExitedException
 from transformers import AutoModelForCausalLM
 
@@ -46,7 +46,7 @@ def test_two_ranks_equal_one_process(check, tmp_path):
             warnings.warn(f"{check}: {error}", stacklevel=1)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_automatic_placement_with_offloading(variant, tmp_path):
     """A model of which two layers are offloaded gives the same logits and tokens."""
     model = make_model(variant, num_hidden_layers=3)
@@ -68,7 +68,7 @@ def test_automatic_placement_with_offloading(variant, tmp_path):
     assert torch.equal(placed.generate(ids, **options), model.generate(ids, **options))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_a_cache_stays_with_its_layer(variant):
     """Each layer's states stay on its device ("meta" as the second)."""
     model = make_model(variant)

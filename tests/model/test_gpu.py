@@ -5,6 +5,7 @@ import importlib.util
 import pytest
 import torch
 from common import VARIANTS, gradients, left_pad, make_ids, make_model, redraw, tensors
+from covering import covering
 
 from titans_hf import TitansCache
 
@@ -47,8 +48,7 @@ def assert_as_good_as_pytorch(kernel, pytorch, exact, dtype: torch.dtype) -> Non
     assert errors[0] < 2 * errors[1] + ALLOWED[dtype]
 
 
-@pytest.mark.parametrize("dtype", ALLOWED)
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "dtype": ALLOWED})
 def test_a_training_step(variant, dtype):
     """The loss and all gradients are those of the model in float64, with padding."""
     ids, mask = texts()
@@ -64,8 +64,7 @@ def test_a_training_step(variant, dtype):
         assert_as_good_as_pytorch(*results, dtype)
 
 
-@pytest.mark.parametrize("dtype", ALLOWED)
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "dtype": ALLOWED})
 def test_generation_and_memory_files(variant, dtype, tmp_path):
     """A prompt in two calls, decoding, and the memory saved and loaded give the logits of the model in float64."""
     ids, mask = texts()

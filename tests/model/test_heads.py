@@ -7,7 +7,18 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from common import VARIANTS, assert_same, full_logits, left_pad, make_config, make_ids, make_model, read, redraw
+from common import (
+    ATTENTIONS,
+    TWO_VARIANTS,
+    assert_same,
+    full_logits,
+    left_pad,
+    make_config,
+    make_ids,
+    make_model,
+    read,
+    redraw,
+)
 from covering import covering
 from torch.nn.functional import cross_entropy
 from transformers import (
@@ -63,7 +74,7 @@ def padded_batch(side: str) -> PaddedBatch:
     return PaddedBatch(rows, ids, mask)
 
 
-@covering(1, {"variant": VARIANTS, "auto_class": HEADS})
+@covering(1, {"variant": ATTENTIONS, "auto_class": HEADS})
 def test_auto_classes(variant, auto_class):
     """The Auto classes load each head on a TitansModel."""
     model = make_head(auto_class, variant)
@@ -72,7 +83,7 @@ def test_auto_classes(variant, auto_class):
 
 
 @covering(
-    2, {"variant": VARIANTS, "auto_class": HEADS, "side,masked": [("left", True), ("right", True), ("right", False)]}
+    2, {"variant": ATTENTIONS, "auto_class": HEADS, "side,masked": [("left", True), ("right", True), ("right", False)]}
 )
 def test_padding(variant, auto_class, side, masked):
     """A row's logits are those it has alone, with padding on either side."""
@@ -84,7 +95,7 @@ def test_padding(variant, auto_class, side, masked):
             assert_same(found if auto_class is AutoModelForSequenceClassification else found[real], alone)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_a_text_is_judged_by_its_last_token(variant):
     """The class is scored from the last token's hidden state, which depends on every token."""
     model, ids = make_head(AutoModelForSequenceClassification, variant), 1 + make_ids(1, 41, vocab_size=49)
@@ -115,7 +126,7 @@ def test_the_loss_of_an_answer_does_not_depend_on_padding(side):
             assert mask[0, output.start_logits.argmax()] and mask[0, output.end_logits.argmax()]
 
 
-@covering(1, {"variant": VARIANTS, "auto_class": HEADS})
+@covering(1, {"variant": ATTENTIONS, "auto_class": HEADS})
 def test_loss_and_gradients(variant, auto_class):
     """The loss is the cross entropy of the head's logits, and every parameter has a gradient."""
     model, (_, ids, mask) = make_head(auto_class, variant), padded_batch("right")
@@ -137,7 +148,7 @@ def test_loss_and_gradients(variant, auto_class):
         assert parameter.grad.isfinite().all() and parameter.grad.any(), name
 
 
-@covering(1, {"variant": VARIANTS, "auto_class": HEADS})
+@covering(1, {"variant": ATTENTIONS, "auto_class": HEADS})
 def test_from_a_causal_checkpoint_and_back(variant, auto_class, tmp_path):
     """A head on a causal checkpoint keeps the body and initialises only new parameters, and back."""
     source = make_model(variant, dtype=torch.float32)
@@ -183,7 +194,7 @@ with torch.no_grad():
         assert_same(torch.load(tmp_path / "output"), model(ids)[0], 1e-4)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_hidden_states_and_attentions_of_a_head(variant):
     """A head returns the hidden states and attention weights of its body."""
     model, ids = make_head(AutoModelForTokenClassification, variant), make_ids(2, 30)
@@ -200,7 +211,7 @@ def test_hidden_states_and_attentions_of_a_head(variant):
         assert all(torch.equal(a, b) for a, b in zip(output.attentions, body.attentions, strict=True))
 
 
-@covering(2, {"variant": VARIANTS, "tied": [False, True], "size": [40, 61]})
+@covering(2, {"variant": TWO_VARIANTS, "tied": [False, True], "size": [40, 61]})
 def test_resize_token_embeddings(variant, tied, size, tmp_path):
     """Resizing the vocabulary keeps the kept tokens' logits, tied embeddings and an earlier cache, and new tokens can
     be learnt.
@@ -227,7 +238,7 @@ def test_resize_token_embeddings(variant, tied, size, tmp_path):
     assert_same(full_logits(loaded, ids), full_logits(model, ids))
 
 
-@covering(1, {"variant": VARIANTS, "padded": [False, True]})
+@covering(1, {"variant": TWO_VARIANTS, "padded": [False, True]})
 def test_generating_from_embeddings(variant, padded):
     """A prompt given as embeddings has the tokens of the same ids, padded or not."""
     model = make_model(variant)
@@ -239,7 +250,7 @@ def test_generating_from_embeddings(variant, padded):
     assert torch.equal(model.generate(ids, inputs_embeds=embeds, **options), expected)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_recorded_while_generating(variant):
     """Hidden states and attention weights returned by generate() are those of one forward pass."""
     model, ids = make_model(variant, attention="eager"), make_ids(2, 19)

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from common import PAPER, VARIANTS, make_config
+from common import ATTENTIONS, PAPER, VARIANTS, make_config
 from covering import covering
 from initial_values import STD, check_initial_values
 from safetensors.torch import load_file, save_file
@@ -16,7 +16,7 @@ SIZES = dict(hidden_size=64, num_persistent_tokens=16, memory_depth=3, initializ
 SIZES |= dict(memory_conv_noise=0.7)
 
 
-@pytest.fixture(params=VARIANTS)
+@pytest.fixture(params=ATTENTIONS)
 def config(request):
     torch.manual_seed(0)
     return make_config(request.param, **SIZES)

@@ -2,7 +2,18 @@
 
 import pytest
 import torch
-from common import VARIANTS, assert_same, assert_same_cache, full_logits, make_ids, make_model, read, shared_model
+from common import (
+    ATTENTIONS,
+    TWO_VARIANTS,
+    VARIANTS,
+    assert_same,
+    assert_same_cache,
+    full_logits,
+    make_ids,
+    make_model,
+    read,
+    shared_model,
+)
 from covering import covering
 from transformers import DataCollatorWithFlattening
 
@@ -38,7 +49,7 @@ def test_documents_are_what_they_are_alone(variant, way):
         assert_same(ours, full_logits(model, row[None])[0])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_the_collator_of_transformers(variant):
     """Batches of DataCollatorWithFlattening give each document's own logits."""
     model, rows = shared_model(variant), documents()
@@ -50,7 +61,7 @@ def test_the_collator_of_transformers(variant):
         assert_same(ours, full_logits(model, row[None])[0])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_rows_of_different_documents_and_padding(variant):
     """Document boundaries and padding apply to their own row alone."""
     model = shared_model(variant)
@@ -67,7 +78,7 @@ def test_rows_of_different_documents_and_padding(variant):
             assert_same(logits[b, start : start + len(row)], full_logits(model, row[None])[0])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_reading_on_after_packed_documents(variant):
     """A packed call continues the cache's document and leaves it with each row's last one."""
     model, (first, second, third, more) = shared_model(variant), documents((13, 18, 11, 9))
@@ -82,7 +93,7 @@ def test_reading_on_after_packed_documents(variant):
     assert_same(read(model, more[None], [1, 8], cache)[0], full_logits(model, torch.cat([third, more])[None])[:, 11:])
 
 
-@covering(1, {"variant": VARIANTS, "checkpointing": [False, True]})
+@covering(1, {"variant": ATTENTIONS, "checkpointing": [False, True]})
 def test_gradients(variant, checkpointing):
     """Gradients of packed documents equal the sum of each document's."""
     packed, alone = make_model(variant), make_model(variant)

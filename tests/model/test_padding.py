@@ -2,7 +2,18 @@
 
 import pytest
 import torch
-from common import VARIANTS, assert_same, full_logits, left_pad, make_ids, make_model, read, shared_model
+from common import (
+    ATTENTIONS,
+    TWO_VARIANTS,
+    VARIANTS,
+    assert_same,
+    full_logits,
+    left_pad,
+    make_ids,
+    make_model,
+    read,
+    shared_model,
+)
 from covering import covering
 
 from titans_hf import TitansCache, generation_titans
@@ -27,7 +38,7 @@ def test_left_padding(variant, lengths):
             assert_same(logits[-len(row) :], full_logits(model, row[None])[0])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_every_pad_length_up_to_two_segments(variant):
     """Every number of padding tokens from 0 to 16 gives the logits without."""
     model, row = shared_model(variant), make_ids(23, seed=5)
@@ -38,7 +49,7 @@ def test_every_pad_length_up_to_two_segments(variant):
         assert_same(logits[-len(row) :], expected[: len(row)])
 
 
-@covering(1, {"variant": VARIANTS, "masked": [True, False]})
+@covering(1, {"variant": TWO_VARIANTS, "masked": [True, False]})
 def test_right_padding(variant, masked):
     """Padding on the right, masked or not, leaves earlier logits unchanged."""
     model, rows = shared_model(variant), rows_of(31, 24, 13, 1)
@@ -47,7 +58,7 @@ def test_right_padding(variant, masked):
         assert_same(logits[: len(row)], full_logits(model, row[None])[0])
 
 
-@covering(1, {"variant": VARIANTS, "dtype": [torch.int64, torch.bool, torch.float32]})
+@covering(1, {"variant": ATTENTIONS, "dtype": [torch.int64, torch.bool, torch.float32]})
 def test_padding_anywhere(variant, dtype):
     """Masked tokens within a row leave the others' logits unchanged, for a mask of any dtype."""
     model, ids = shared_model(variant), make_ids(3, 33)
@@ -76,7 +87,7 @@ def test_rows_out_of_step(variant, attention):
         assert cache.num_tokens_seen.tolist() == [len(row) + 22 for row in rows]
 
 
-@covering(1, {"variant": VARIANTS, "whole_mask": [True, False]})
+@covering(1, {"variant": ATTENTIONS, "whole_mask": [True, False]})
 def test_padded_second_turn(variant, whole_mask):
     """A padded second turn has the logits of the rows alone, with the mask of both turns or of the new one."""
     model, first, second = shared_model(variant), rows_of(17, 6, 11), rows_of(3, 21, 10)
@@ -94,7 +105,7 @@ def test_padded_second_turn(variant, whole_mask):
     assert cache.get_seq_length() == ids_1.shape[1] + ids_2.shape[1] + 13
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_rows_that_are_all_padding(variant):
     """A row without tokens in some calls keeps its state and logits."""
     model, rows = shared_model(variant), make_ids(2, 20)
@@ -112,7 +123,7 @@ def test_rows_that_are_all_padding(variant):
         assert cache.layers[-1].state.memory.num_seen.tolist() == [20, 12]
 
 
-@covering(1, {"variant": VARIANTS, "first": [1, 6]})
+@covering(1, {"variant": ATTENTIONS, "first": [1, 6]})
 def test_a_call_of_padding_alone(variant, first):
     """A call of padding alone leaves later logits unchanged."""
     model, ids = shared_model(variant), make_ids(2, 20)
@@ -130,7 +141,7 @@ def test_a_call_of_padding_alone(variant, first):
     assert_same(logits, full_logits(model, ids)[:, 8:])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_mask_of_ones_is_no_mask(variant):
     """A mask of ones gives bit-identical logits to none."""
     model, ids = shared_model(variant), make_ids(2, 30)
@@ -141,7 +152,7 @@ def test_mask_of_ones_is_no_mask(variant):
     assert torch.equal(torch.cat([first, rest], 1), read(model, ids, [13, 17])[0])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_generate_without_a_cache_reads_padding_on_the_right(variant):
     """Without a cache generate() continues right-padded rows as alone."""
     model = shared_model(variant)

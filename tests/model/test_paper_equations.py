@@ -16,6 +16,7 @@ from common import (
     make_model,
     shared_model,
 )
+from covering import covering
 from naive_model import naive_forward
 from paper_model import paper_forward
 
@@ -85,8 +86,7 @@ def test_recorded_attention_equals_the_naive_model(variant):
         assert_same(ours.sum(-1), torch.ones_like(ours[..., 0]))
 
 
-@pytest.mark.parametrize("rotated", [0.5, 1.0])
-@pytest.mark.parametrize("variant", ["mac", "mag", "mal"])
+@covering(1, {"variant": ["mac", "mag", "mal"], "rotated": [0.5, 1.0]})
 def test_a_query_tells_persistent_tokens_apart(variant, rotated):
     """The persistent tokens of a layer get different weights, with whole heads rotated too. With keys of 0 all of them
     would be the same token.

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from common import (
+    ATTENTIONS,
     PAPER,
-    VARIANTS,
     assert_same,
     assert_same_gradients,
     full_logits,
@@ -24,7 +24,7 @@ def paper_model(variant: str, **changes) -> TitansForCausalLM:
     return make_model(variant, **{**PAPER, "num_hidden_layers": 1, **changes})
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_generated_tokens_are_greedy(variant):
     """Generated tokens are the likeliest of the whole text in one call."""
     model, ids = paper_model(variant), make_ids(2, 17)
@@ -32,7 +32,7 @@ def test_generated_tokens_are_greedy(variant):
     assert torch.equal(full_logits(model, answer)[:, 16:-1].argmax(-1), answer[:, 17:])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_padded_and_packed_rows_are_what_they_are_alone(variant):
     """Rows have the logits that they have alone, in a padded batch and in a packed row, and the same gradients."""
     model, rows = paper_model(variant), [make_ids(31), make_ids(17, seed=1), make_ids(6, seed=2)]

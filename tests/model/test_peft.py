@@ -5,7 +5,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 from common import (
-    VARIANTS,
+    ATTENTIONS,
+    TWO_VARIANTS,
     assert_same,
     assert_same_cache,
     assert_same_gradients,
@@ -17,6 +18,7 @@ from common import (
     redraw,
     tensors,
 )
+from covering import covering
 from transformers import AutoModelForCausalLM
 
 from titans_hf import TitansCache
@@ -66,7 +68,7 @@ def test_gradients_of_an_adapter_under_checkpointing(variant, target):
         assert_same_gradients(others, found[0])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_checkpointing_enabled_before_the_adapter(variant):
     """Enabling checkpointing before PEFT, as Trainer and TRL do, keeps the gradients."""
     ids, found = make_ids(2, 29), []
@@ -108,7 +110,7 @@ def test_adapters_save_load_and_merge(variant, target, tmp_path):
     assert_same(full_logits(whole, ids), expected)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_an_adapted_model_learns_while_it_generates(variant):
     """An adapted model generates as the merged one, and its memory learns."""
     ids, mask = left_pad([make_ids(21), make_ids(13, seed=1)])
@@ -129,7 +131,7 @@ def test_an_adapted_model_learns_while_it_generates(variant):
     assert len(tensors(before)) == len(tensors(generated.past_key_values))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_an_adapter_without_targets_adapts_attention_and_memory(variant):
     """`LoraConfig()` without targets adapts the projections of attention and memory."""
     model = peft.get_peft_model(make_model(variant), peft.LoraConfig(r=3, task_type="CAUSAL_LM"))
@@ -178,7 +180,7 @@ def test_a_memory_is_of_the_adapter_that_was_active(tmp_path):
         TitansCache.from_pretrained(tmp_path, model)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_rows_have_adapters_of_their_own(variant):
     """With `adapter_names`, each row has the logits and the continuation that its adapter alone gives it. If rows were
     mixed up, a server of several adapters would answer one user by the adapter of another.
@@ -225,8 +227,7 @@ def adapt_from(model, ids: torch.Tensor, start: int):
     return torch.cat([before, after], dim=1)[0], cache
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": ATTENTIONS, "side": ["left", "right"]})
 def test_activated_lora_adapts_what_follows_its_invocation(variant, side):
     """With `alora_invocation_tokens`, each row has the logits of a model that reads its tokens up to the invocation
     without the adapter, and the others with it; a row without an invocation has the base model's.
@@ -243,7 +244,7 @@ def test_activated_lora_adapts_what_follows_its_invocation(variant, side):
         assert_same(logits[:length], expected[:length], 1e-8)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_activated_lora_goes_on_in_generation(variant):
     """What a model with activated LoRA generates is read with the adapter, in rows of different lengths."""
     plain, activated = activate(variant, "both")

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from common import VARIANTS, assert_same, full_logits, left_pad, make_ids, make_model, read
+from common import ATTENTIONS, TWO_VARIANTS, VARIANTS, assert_same, full_logits, left_pad, make_ids, make_model, read
 from covering import covering
 from transformers import AutoModelForCausalLM
 
@@ -36,7 +36,7 @@ def to_half(model, dtype, way: str, folder) -> torch.nn.Module:
     return model.to(dtype)
 
 
-@covering(2, {"variant": VARIANTS, "dtype": HALVES, "way": ["to", "half", "from_pretrained"]})
+@covering(2, {"variant": ATTENTIONS, "dtype": HALVES, "way": ["to", "half", "from_pretrained"]})
 def test_inference(variant, dtype, way, tmp_path):
     """Logits in half precision are near float32's and the memory is float32, however the model is converted."""
     model, ids = make_model(variant, dtype=torch.float32), make_ids(2, LENGTH)
@@ -68,7 +68,7 @@ def test_positions_of_millions(dtype, tolerance):
         assert_same(logits[:, 39:], expected, tolerance)
 
 
-@covering(1, {"variant": VARIANTS, "dtype": HALVES})
+@covering(1, {"variant": ATTENTIONS, "dtype": HALVES})
 def test_generation(variant, dtype):
     """Logits of generate() in half precision, with padding, are near float32's."""
     model = make_model(variant, dtype=torch.float32)
@@ -100,7 +100,7 @@ def test_cache_of_another_precision(variant, first, then, attention):
     assert memory_dtypes(cache) == {torch.float32}
 
 
-@covering(1, {"variant": VARIANTS, "dtype": HALVES})
+@covering(1, {"variant": TWO_VARIANTS, "dtype": HALVES})
 def test_tokens_that_say_nothing(variant, dtype):
     """Tokens whose key, query or value underflows to 0 give finite logits."""
     model, ids = make_model(variant, dtype=torch.float32).to(dtype), make_ids(2, LENGTH)
@@ -113,7 +113,7 @@ def test_tokens_that_say_nothing(variant, dtype):
     assert read(model, ids, [1] * LENGTH)[0].isfinite().all()
 
 
-@covering(1, {"variant": VARIANTS, "dtype": HALVES})
+@covering(1, {"variant": TWO_VARIANTS, "dtype": HALVES})
 def test_a_memory_that_says_too_much(variant, dtype):
     """Memory weights whose squares exceed float16's range give logits near float32's."""
     model, ids = make_model(variant, dtype=torch.float32), make_ids(2, LENGTH)
@@ -128,7 +128,7 @@ def test_a_memory_that_says_too_much(variant, dtype):
     assert distance(full_logits(model, ids), expected) < 2 * HALVES[dtype]
 
 
-@covering(1, {"variant": VARIANTS, "dtype": HALVES})
+@covering(1, {"variant": ATTENTIONS, "dtype": HALVES})
 def test_autocast_training(variant, dtype):
     """Under autocast loss and gradients are near float32's. Gradients and memory are float32 over all calls."""
     model, ids = make_model(variant, dtype=torch.float32).train(), make_ids(2, LENGTH)
@@ -151,7 +151,7 @@ def test_autocast_training(variant, dtype):
     assert torch.cosine_similarity(*everything, dim=0) > (0.98 if dtype == torch.bfloat16 else 0.9995)
 
 
-@covering(1, {"variant": VARIANTS, "dtype": HALVES})
+@covering(1, {"variant": ATTENTIONS, "dtype": HALVES})
 def test_a_cache_crosses_autocast(variant, dtype):
     """A cache made under autocast can be read on with outside of it, and the other way round."""
     model, ids = make_model(variant, dtype=torch.float32), make_ids(2, LENGTH)

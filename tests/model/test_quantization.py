@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 import torch
-from common import VARIANTS, assert_same, full_logits, make_config, make_ids, make_model, read, redraw, shared_model
+from common import TWO_VARIANTS, assert_same, full_logits, make_config, make_ids, make_model, read, redraw, shared_model
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
@@ -26,7 +26,7 @@ class Replacement(nn.Module):
         return nn.functional.linear(x, self.weight, self.bias)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_every_linear_layer_can_be_replaced(variant):
     """A model keeps its logits if linear layers take their input alone, and no gate is one."""
     model, ids = make_model(variant), make_ids(2, 21)
@@ -77,7 +77,7 @@ def model_of_float32(variant: str) -> nn.Module:
     return redraw(make_model(variant, dtype=torch.float32, **sizes), scale=0.05)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_weights_of_8_bits(variant, quantise):
     """With weights of 8 bits the logits are within 5 % of the plain ones, call by call too, the memory's state is
     float32, and `generate()` continues.
@@ -104,7 +104,7 @@ def test_what_is_converted(quantise):
         assert type(modules[name].weight) is nn.Parameter and modules[name].weight.dtype == torch.float32
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_an_untrained_model_in_float8(variant, tmp_path):
     """A model as initialised has finite logits with weights of float8: a gate's weights are then zeros, of which
     dividing by their largest would make nan.

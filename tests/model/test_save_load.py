@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from common import VARIANTS, assert_same, full_logits, make_config, make_ids, make_model, read
+from common import TWO_VARIANTS, assert_same, full_logits, make_config, make_ids, make_model, read
 from covering import covering
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -22,7 +22,7 @@ def stored_names(folder) -> set[str]:
         return set(file.keys())
 
 
-@covering(1, {"variant": VARIANTS, "tied": [False, True]})
+@covering(1, {"variant": TWO_VARIANTS, "tied": [False, True]})
 def test_round_trip(variant, tied, tmp_path):
     """A saved model loads with the same class, bits and tied embeddings, stored once."""
     model, ids = make_model(variant, tie_word_embeddings=tied), make_ids(2, 30)
@@ -41,7 +41,7 @@ def test_round_trip(variant, tied, tmp_path):
     assert type(config) is TitansConfig and config.variant == variant and config.architectures == ["TitansForCausalLM"]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_base_model_loads_from_the_same_file(variant, tmp_path):
     """AutoModel loads the body of a causal checkpoint with its weights."""
     model, ids = make_model(variant), make_ids(2, 30)
@@ -52,7 +52,7 @@ def test_base_model_loads_from_the_same_file(variant, tmp_path):
         assert_same(base(ids).last_hidden_state, model.model(ids).last_hidden_state)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_from_config(variant):
     """The Auto classes make Titans models from a config."""
     config = make_config(variant)
@@ -61,7 +61,7 @@ def test_from_config(variant):
     assert type(AutoConfig.for_model("titans", variant=variant)) is TitansConfig
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_dtype_of_the_checkpoint_is_kept(variant, tmp_path):
     """`dtype="auto"` loads float64 as float64, and a given dtype is used."""
     make_model(variant).save_pretrained(tmp_path)
@@ -69,7 +69,7 @@ def test_dtype_of_the_checkpoint_is_kept(variant, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
-@covering(1, {"variant": VARIANTS, "pieces": [[30], [1] * 30]})
+@covering(1, {"variant": TWO_VARIANTS, "pieces": [[30], [1] * 30]})
 def test_bfloat16(variant, pieces, tmp_path):
     """In bfloat16 logits are finite and near float32's, and the memory is float32."""
     make_model(variant, dtype=torch.float32).save_pretrained(tmp_path)
@@ -87,7 +87,7 @@ def test_bfloat16(variant, pieces, tmp_path):
     assert (rounded - exact).std() < 0.1 * exact.std()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_shards(variant, tmp_path):
     """A checkpoint in several files loads with all weights."""
     model, ids = make_model(variant), make_ids(1, 20)

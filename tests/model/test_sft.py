@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from common import VARIANTS, assert_same, make_model
+from common import ATTENTIONS, assert_same, make_model
 from covering import covering
 from datasets import load_dataset
 
@@ -88,7 +88,7 @@ WAYS = {
 }
 
 
-@covering(1, {"variant": VARIANTS, "way": WAYS})
+@covering(1, {"variant": ATTENTIONS, "way": WAYS})
 def test_conversations_are_learnt_alike(variant, way, tmp_path, tokenizer, chats):
     """Padded, padding-free and packed training give the parameters of one conversation at a time."""
     trainer = fine_tune(variant, tmp_path, tokenizer, chats, **WAYS[way])

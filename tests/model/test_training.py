@@ -5,8 +5,10 @@ import re
 import pytest
 import torch
 from common import (
+    ATTENTIONS,
     FORMS,
     PAPER,
+    TWO_VARIANTS,
     VARIANTS,
     assert_same,
     assert_same_gradients,
@@ -24,7 +26,7 @@ from covering import covering
 from titans_hf import TitansCache, TitansForCausalLM
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_loss_is_cross_entropy_of_the_next_token(variant):
     """The loss is the mean cross entropy of next tokens, without ignored labels."""
     model, ids = shared_model(variant), make_ids(3, 20)
@@ -42,8 +44,7 @@ def test_loss_is_cross_entropy_of_the_next_token(variant):
         assert model(ids).loss is None
 
 
-@pytest.mark.parametrize("changes", [{}, PAPER, FORMS["token memory"]], ids=["momentum", "paper", "token memory"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@covering(1, {"variant": VARIANTS, "changes": [{}, PAPER, FORMS["token memory"]]})
 def test_every_parameter_has_a_gradient_with_memory_off(variant, changes):
     """With memory off, every parameter has a gradient, which is 0 for the gates. DistributedDataParallel would fail in
     the second step for a parameter without one.
@@ -70,7 +71,7 @@ def test_every_parameter_learns(variant):
     assert torch.equal(model.model.embed_tokens.weight.grad.any(-1), used)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_a_linear_memory_with_the_delta_rule_has_no_clip(variant):
     """`memory_error_clip` changes neither loss nor gradients of a linear memory with the delta rule."""
     found = []
@@ -128,7 +129,7 @@ def test_gradient_checkpointing_changes_nothing(variant, reentrant, padded, chan
     assert_same_gradients(found[1][1], found[0][1])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_gradient_checkpointing_with_a_cache(variant):
     """With activation checkpointing a cache is used, or refused by name."""
     model, ids = make_model(variant), make_ids(2, 24)
@@ -146,7 +147,7 @@ def test_gradient_checkpointing_with_a_cache(variant):
         assert cache.get_seq_length() == 24
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_a_cache_made_without_gradients_is_trained_on(variant):
     """A cache made without gradients gives the gradients of a detached one."""
     ids, found = make_ids(2, 33), []
@@ -163,7 +164,7 @@ def test_a_cache_made_without_gradients_is_trained_on(variant):
         assert (gradient is None and found[1][name] is None) or torch.equal(gradient, found[1][name])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_gradients_cross_calls_until_detached(variant):
     """Gradients pass through a cache as in one call, and detach() stops them."""
     model, ids = make_model(variant), make_ids(2, 23)
@@ -191,7 +192,7 @@ def test_gradients_cross_calls_until_detached(variant):
         assert torch.autograd.grad(first.square().sum(), embeds)[0].any()  # the first call's graph is intact
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_hidden_states(variant):
     """`output_hidden_states` returns the tensors between the layers, the last one normalised."""
     model, ids, seen = make_model(variant), make_ids(2, 13), []
@@ -243,7 +244,7 @@ def test_outputs_have_a_gradient_with_respect_to_attentions(variant):
     assert_same(through_map, whole)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_a_few_steps_reduce_the_loss(variant):
     """Fifteen steps from initialisation halve the loss."""
     torch.manual_seed(0)

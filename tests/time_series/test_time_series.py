@@ -9,8 +9,8 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from common import STAY, VARIANTS, assert_same, assert_same_cache
-from covering import covering
+from common import ATTENTIONS, STAY, TWO_VARIANTS, assert_same, assert_same_cache
+from covering import covering, in_one_test
 from huggingface_hub.errors import StrictDataclassError
 from time_series_models import SIZES, make_model, make_values, read
 from transformers import AutoConfig, AutoModelForTimeSeriesPrediction, Trainer, TrainingArguments
@@ -19,7 +19,7 @@ import titans_hf
 from titans_hf import TitansForTimeSeriesPrediction, TitansTimeSeriesConfig
 
 
-@covering(2, {"variant": VARIANTS, "rule": ["chunk", "delta"], "sizes": [[20, 40], [20, *[4] * 10], [28, 4, 20, 8]]})
+@covering(2, {"variant": ATTENTIONS, "rule": ["chunk", "delta"], "sizes": [[20, 40], [20, *[4] * 10], [28, 4, 20, 8]]})
 def test_a_stream_in_pieces_is_the_series(variant, rule, sizes):
     """After each piece the forecast and the state are those of the series read at once so far."""
     model, values = make_model(variant, memory_update_rule=rule), make_values()
@@ -74,7 +74,7 @@ def test_normalised_patches():
     assert_same(scale[0, 0], values[0, 16:].var(correction=0).sqrt())
 
 
-@pytest.mark.parametrize("unit", [1e-30, 1e-5, 1e-3, 1e3, 1e19, 1e30])
+@in_one_test("unit", [1e-30, 1e-5, 1e-3, 1e3, 1e19, 1e30])
 def test_forecasts_do_not_depend_on_the_unit(unit):
     """The same series in a unit of any size has the same finite forecast in that unit, in float32."""
     model, values = make_model().float(), make_values(1, 36, 1).float()
@@ -91,7 +91,7 @@ def test_float64_values_are_normalised_in_float64():
     torch.testing.assert_close(found - 1e9, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("value", [0.0, 0.1, 7.0, 1e6, 1e30])
+@in_one_test("value", [0.0, 0.1, 7.0, 1e6, 1e30])
 def test_a_constant_series_stays_constant(value):
     """The forecast of a constant is the constant, and its gradients are finite."""
     model = make_model().float()
@@ -162,7 +162,7 @@ def test_generate_reads_its_own_forecast():
     assert torch.equal(model.generate(values).sequences, own)
 
 
-@covering(1, {"variant": VARIANTS, "loss,function": [("mse", torch.square), ("mae", torch.abs)]})
+@covering(1, {"variant": TWO_VARIANTS, "loss,function": [("mse", torch.square), ("mae", torch.abs)]})
 def test_loss_and_gradients(variant, loss, function):
     """The loss is the mean over all values, and every parameter has a gradient."""
     model, values = make_model(variant, loss=loss), make_values(length=50)
@@ -173,7 +173,7 @@ def test_loss_and_gradients(variant, loss, function):
         assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.any(), name
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_round_trip(variant, tmp_path):
     """A saved model loads by its Auto class with the same forecasts."""
     model, values = make_model(variant), make_values()
@@ -283,7 +283,7 @@ model.save_pretrained("again")
         assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "shape,message",
     [
         ((2, 60), "must be .series, values, channels."),
@@ -329,7 +329,7 @@ def test_other_arguments_that_do_not_fit():
             model(past_values=values, **{ignored: torch.arange(15)[None]})
 
 
-@pytest.mark.parametrize("name,value", [("context_length", 40), ("patch_length", 5), ("hidden_size", 32)])
+@in_one_test("name,value", [("context_length", 40), ("patch_length", 5), ("hidden_size", 32)])
 def test_states_of_other_models_are_refused(name, value):
     """A state of a model of other sizes raises an error that names the size."""
     model, values = make_model(), make_values()
@@ -347,7 +347,7 @@ def test_states_of_other_series_are_refused():
         model(past_values=make_values(series=3, channels=2), state=state)
 
 
-@pytest.mark.parametrize("name,value", [("patch_length", 7), ("prediction_length", 0), ("memory_depth", 0)])
+@in_one_test("name,value", [("patch_length", 7), ("prediction_length", 0), ("memory_depth", 0)])
 def test_a_field_that_is_set_later_is_refused_too(name, value):
     """A model refuses an impossible field that was set after its configuration was made."""
     config = make_model().config
@@ -356,7 +356,7 @@ def test_a_field_that_is_set_later_is_refused_too(name, value):
         TitansForTimeSeriesPrediction(config)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "changes,message",
     [
         (dict(context_length=21), "`context_length` .21. must be a multiple of `patch_length` .4."),

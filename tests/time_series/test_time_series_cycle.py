@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from common import VARIANTS, assert_same, assert_same_cache
-from covering import covering
+from common import ATTENTIONS, assert_same, assert_same_cache
+from covering import covering, in_one_test
 from time_series_models import make_model, make_values, read
 from transformers import AutoModelForTimeSeriesPrediction
 
@@ -32,7 +32,7 @@ def test_the_cycle_is_subtracted_and_added():
     assert_same(found.loc, expected.loc)
 
 
-@covering(1, {"variant": VARIANTS, "sizes": [[20, 40], [20, *[4] * 10], [28, 4, 20, 8]]})
+@covering(1, {"variant": ATTENTIONS, "sizes": [[20, 40], [20, *[4] * 10], [28, 4, 20, 8]]})
 def test_a_stream_keeps_its_place_in_the_cycle(variant, sizes):
     """After each piece the forecast and the state are those of the series read at once so far, with the position given
     for the first piece only.
@@ -94,7 +94,7 @@ def test_round_trip_with_a_cycle(tmp_path):
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "position,channels,message",
     [
         (POSITION[:1], 3, r"`cycle_position` must be \(2,\) int64, but is \(1,\) torch.int64"),
