@@ -17,13 +17,13 @@ from titans_hf.neural_memory import OUTPUT_SCALE
 
 WINDOW = 64  # tokens that attention sees in Mistral, MAG and MAL, and of a segment in MAC
 VARIANTS = ("lmm", "mag", "mac", "mal")
-FORM = "delta"  # of the memory in all published runs, unless their settings name another: `memory_form=titans`
+FORM = "delta"  # the memory's form in published runs whose settings name no other, as `memory_form=titans`
 # MAG with attention over all tokens, or over a window, in its token memory's place
 POINTER_WINDOWS = {"mag-pointer": None, "mag-pointer-64": WINDOW}
 NAMES = (*VARIANTS, *POINTER_WINDOWS, "llama", "mistral", "llama-conv", "mistral-conv", "gated-deltanet", "mamba2")
 CONV_KERNEL = 4
 HYBRID = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
-LAYER_TYPES = {"gated-deltanet": ["linear_attention"], "qwen3-next": HYBRID, "olmo-hybrid": HYBRID}  # over and over
+LAYER_TYPES = {"gated-deltanet": ["linear_attention"], "qwen3-next": HYBRID, "olmo-hybrid": HYBRID}  # repeated
 
 
 class Sizes(NamedTuple):
@@ -157,7 +157,7 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
 
 @contextmanager
 def named_errors(owner: str) -> Iterator[None]:
-    """Names the owner of the settings in the error of a configuration that cannot be."""
+    """Names the owner of the settings in the error of a configuration that is not possible."""
     try:
         yield
     except (ValueError, TypeError, StrictDataclassError) as error:

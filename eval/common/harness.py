@@ -140,7 +140,7 @@ def reported(
     records = read_records(output, benchmark)
     finished = [run for run in runs if find_finished(records, run, config_of(run))]
     check_alike([*(record["run"] for record in records), *map(asdict, runs)], tables.ALIKE)
-    disable_progress_bar()  # of writing checkpoints; Trainer has its own
+    disable_progress_bar()  # the bar of writing checkpoints; Trainer's own stays
     print(f"{len(runs)} runs, {len(finished)} of them finished", flush=True)
     yield
     write_report(tables.make_report(read_records(output, benchmark), []), output)

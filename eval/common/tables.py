@@ -15,7 +15,7 @@ from eval.common.records import Record
 from titans_hf.cli.shared.figures import line_styles, plot_with_spread, save_figure
 from titans_hf.cli.shared.markdown_tables import markdown_table
 
-Alike = dict[tuple[str, ...], tuple[str, ...]]  # runs equal in the fields of a key are equal in the fields of its value
+Alike = dict[tuple[str, ...], tuple[str, ...]]  # runs that are equal in the key's fields must be equal in the value's
 Report = tuple[list[str], dict[str, Figure]]  # tables, and plots by name
 Rows = dict[str, list[Record]]
 Scores = dict[tuple[int, int], Any]  # by seed, and by fold or horizon
@@ -98,8 +98,8 @@ def difference_table(
 
 
 def plot_curves(panels: dict[str, dict[str, list[Record]]], column: int, label: str) -> Figure:
-    """Draws a panel for each title: for each row the mean of its runs' curves, by epoch, their first column, and a band
-    from the least to the greatest, in percent.
+    """Draws a panel for each title: for each row the mean of its runs' curves against the epoch, their first column,
+    with a band from the least to the greatest; in percent.
     """
     columns = min(3, len(panels))
     figure = Figure(figsize=(4 * columns + 2, 3 * -(-len(panels) // columns)), layout="constrained")

@@ -1,7 +1,7 @@
 """The tables and plots of DNA, with the paper's figures.
 
-A figure is the accuracy on the test part, in percent: mean and standard deviation over folds, each fold's accuracy
-being the mean of its seeds, and the mean of each seed that has all folds.
+A figure is the accuracy on the test part, in percent. The mean and standard deviation are over folds; the accuracy of a
+fold is the mean of its seeds. The column "each seed" has the mean over folds of each seed that has all folds.
 """
 
 from statistics import mean

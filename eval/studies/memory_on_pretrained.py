@@ -50,7 +50,7 @@ RANGES = [
     (32768, 65536),
 ]
 BLOCK, CHUNK = 512, 64  # positions scored at once, chunk of `memorize`
-KEY_TOKENS, FITTED = 15_000, 8_000  # of the train set: read for the keys, positions that the read-out is fitted to
+KEY_TOKENS, FITTED = 15_000, 8_000  # tokens of the train set that keys are fitted to; positions of the read-out
 RATES = (0.01, 0.02, 0.04, 0.07, 0.1, 0.14)  # the constants l that are tried
 
 
@@ -153,7 +153,8 @@ class Deep(nn.Module):
         self.projection = nn.Parameter(projection / (projection.norm() / size**0.5))
         self.initial = nn.ParameterList([nn.Parameter(torch.randn(1, *x)) for x in shapes])
         nn.init.zeros_(self.initial[-1])
-        # |h|^2 of the last layer's inputs: a step of 1 / |h|^2 is what one of 1 is for a key of length 1
+        # The mean |h|^2 of the last layer's inputs: a step of 1 / |h|^2 does to them what a step of 1 does to a key
+        # of length 1.
         hidden = nn.functional.silu(torch.randn(100_000)).square().mean().item() * shapes[0][1]
         self.step = 0.5 / (hidden if args.depth > 1 else 1)
         self.gates = nn.Linear(size + 2, 3)  # theta, eta, alpha
@@ -163,7 +164,7 @@ class Deep(nn.Module):
         self.kappa = nn.Parameter(torch.tensor(0.3))
         self.read_gate = nn.Linear(4, 1)
         generator = torch.Generator().manual_seed(0)
-        self.codes = normalize(torch.randn(1 << 18, size, generator=generator), dim=-1)  # of any token
+        self.codes = normalize(torch.randn(1 << 18, size, generator=generator), dim=-1)  # one for each token id
         self.num_bytes = 4 * sum(x.numel() for x in self.initial) * (1 + args.momentum)
 
     def prepare(self, text: dict) -> tuple[Tensor, Tensor, Tensor, Tensor]:

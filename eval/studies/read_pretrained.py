@@ -23,14 +23,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from titans_hf import TitansCache, TitansForCausalLM
 from titans_hf.cli.shared.command_line import run_command
 
-# of each set: the folder of its novels, where in a novel the text begins, its tokens, the number of novels (0: all)
+# For each set: the folder of its novels, where in a novel the text begins, its tokens, the number of novels (0: all)
 SETS = {
     "train": ("train", 0.30, 6144, 14),
     "valid": ("valid", 0.20, 8192, 0),
     "test": ("test", 0.75, 10240, 0),
     "long": ("test", 0.0, 65536, 3),
 }
-ARTICLES, ARTICLE_LENGTH = 10, 5120  # of the set "wikipedia": the first tokens of the first articles that have as many
+ARTICLES, ARTICLE_LENGTH = 10, 5120  # the set "wikipedia": the first tokens of articles that have so many
 PIECE = 256  # tokens of a call
 
 

@@ -134,7 +134,7 @@ class TitansAttention(nn.Module):
         if distance > 0:
             position = torch.full((1,), -distance, device=keys.device)
             factors, scale = rotary_factors(self.config, position, keys.dtype)
-            keys = rotate(keys, *factors * scale)  # a second time, in place of the query
+            keys = rotate(keys, *factors * scale)  # the plain query lacks this factor
         elif not self.keeps_plain_queries:
             rotary, rest = keys.split([self.config.rotary_dim, keys.shape[-1] - self.config.rotary_dim], dim=-1)
             keys = torch.cat([torch.zeros_like(rotary), rest], dim=-1)
@@ -147,7 +147,7 @@ class TitansAttention(nn.Module):
         first, where mask (B or 1, T, K) is True: (B, T, h * D), and the weights (B, h, T, K) as `arrange` returns them,
         or None where they are not recorded.
         """
-        if queries.shape[-1] > self.head_dim:  # persistent keys meet a query's second half, others its first
+        if queries.shape[-1] > self.head_dim:  # [rotated, plain]; the plain half is for persistent keys
             persistent, rest = keys.tensor_split([self.config.num_persistent_tokens], dim=1)
             size = self.head_dim
             keys = torch.cat([nn.functional.pad(persistent, (size, 0)), nn.functional.pad(rest, (0, size))], dim=1)
@@ -168,12 +168,13 @@ class TitansAttention(nn.Module):
 class WindowAttention(TitansAttention):
     """Every token attends to the last W tokens, itself included, and to the persistent tokens.
 
-    Keys are rotated to their position in the document before they are cached. The cache has one for every column read,
-    W - 1 at most; always W - 1 where shapes may not depend on the number of columns (`grid.full_window`).
+    Keys are rotated to their position in the document before they are cached. The cache has the keys of
+    the last W - 1 columns, or of all columns if fewer were read. Where shapes may not depend on the number of columns
+    (`grid.full_window`), it has W - 1 keys from the start.
     """
 
     def initial_kv_cache(self, persistent: Tensor) -> WindowCache:
-        """Returns the cache before the first token: that of the persistent tokens (B, P, hidden) alone."""
+        """Returns the cache before the first token: keys and values of the persistent tokens (B, P, hidden) alone."""
         projected = self.persistent_keys_and_values(persistent)
         return WindowCache(projected, projected.map(lambda x: x[:, :0]))
 
@@ -187,7 +188,7 @@ class WindowAttention(TitansAttention):
         new.keys = rotate(new.keys, *grid.rotary)
         # The cache may have been written in another dtype.
         kv_cache = kv_cache.map(lambda old: old.to(new.keys.dtype))
-        window, oldest = kv_cache.window, grid.row_starts - num_seen  # slot of a row's first token: before it is none
+        window, oldest = kv_cache.window, grid.row_starts - num_seen  # slot of a row's first token
         if grid.is_single_token:
             output, weights, extended = self._attend_token(queries, new, kv_cache, oldest, grid)
         else:
@@ -208,13 +209,13 @@ class WindowAttention(TitansAttention):
         of the window and of the token (B, N + 1, h, D).
         """
         persistent = kv_cache.persistent.keys
-        if self.keeps_plain_queries:  # rotated along with the query
+        if self.keeps_plain_queries:  # rotated like the query, so that their score is that of no rotation
             persistent = rotate(persistent / grid.rotary_scale**2, *grid.rotary)
         keys = torch.cat([persistent, kv_cache.window.keys, new.keys], dim=1)
         values = torch.cat([kv_cache.persistent.values, kv_cache.window.values, new.values], dim=1)
         extended = KeyValueCache(keys, values).map(lambda x: x[:, persistent.shape[1] :])
         num_keys = extended.keys.shape[1]
-        positions = torch.arange(1 - num_keys, 1, device=keys.device)  # of keys; that of the token is 0
+        positions = torch.arange(1 - num_keys, 1, device=keys.device)  # of the keys; the token itself is at 0
         mask = (positions >= oldest[:, None])[:, None]
         mask = nn.functional.pad(mask, (persistent.shape[1], 0), value=True)
         arrange = partial(self._by_distance, num_keys=num_keys)
@@ -254,11 +255,11 @@ class WindowAttention(TitansAttention):
     def _attend_block(
         self, queries: Tensor, block: KeyValueCache, persistent: KeyValueCache, oldest: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Computes attention of one block of queries (B, T, h, D or 2 D) over keys (B, K, h, D) whose last T are its
-        own.
+        """Computes attention of one block of queries (B, T, h, D or 2 D) over keys (B, K, h, D) whose last T are the
+        keys of the block itself.
         """
         window, (length, num_keys) = self.config.sliding_window, (queries.shape[1], block.keys.shape[1])
-        positions = torch.arange(num_keys, device=queries.device) - (num_keys - length)  # of keys, in slots
+        positions = torch.arange(num_keys, device=queries.device) - (num_keys - length)  # of the keys, in slots
         distance = positions[-length:, None] - positions
         mask = ((distance >= 0) & (distance < window))[None]
         if oldest is not None:

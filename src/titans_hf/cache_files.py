@@ -95,7 +95,7 @@ def write_memory(folder: str | os.PathLike, memory: SavedMemory) -> None:
     Raises TypeError, before anything is written, if `about` in the description is not a dict of JSON values.
     """
     about = memory.description["about"]
-    if type(about) is not dict:  # such a memory would not be read again
+    if type(about) is not dict:  # `read_memory` would refuse such a folder
         raise TypeError(f"`about` must be a dict, but is {about!r:.80}")
     json.dumps(about)
     folder = Path(folder)

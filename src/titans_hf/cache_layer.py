@@ -51,9 +51,11 @@ class WindowCache:
 
 @dataclass
 class TokenEntries:
-    """Entries of the episodic token memory, oldest first: keys (B, N, K) int8, of the token before, times 127; tokens
-    (B, N) int32, -1 where there is no entry; contexts (B, N, 4) int32, the tokens before it, the latest first, -1 where
-    there is none; positions (B, N) int32 in the document; losses (B, N) in nats.
+    """Entries of the episodic token memory, oldest first.
+
+    tokens: (B, N) int32, the token of each entry; -1 in a slot without an entry. keys: (B, N, K) int8, 127 times the
+    key of the token before the entry's token. contexts: (B, N, 4) int32, the four tokens before the entry's token, the
+    latest first; -1 before the first token. positions: (B, N) int32, in the document. losses: (B, N), in nats.
     """
 
     keys: Tensor
@@ -74,20 +76,23 @@ def columns_like(index: Tensor, x: Tensor) -> Tensor:
 
 @dataclass
 class EntryRing:
-    """The ring of the episodic token memory, and last_tokens (B, 4) int32, the latest first, -1 where there is none."""
+    """The ring of the episodic token memory, and last_tokens: (B, 4) int32, the last tokens read, the latest first; -1
+    before the first token.
+    """
 
     entries: TokenEntries
     last_tokens: Tensor
 
     def merged(self, other: "EntryRing", weight: float) -> "EntryRing":
-        """Returns a ring with the newest entries of both, in turn: a share of `weight` from `other`, more where the
-        entries of this ring do not fill theirs. The entries of `other` are far away.
+        """Returns a ring with the newest entries of both rings, mixed by age: a share `weight` of them from `other`, or
+        more if this ring has too few. The entries of `other` count as far away from every later token.
         """
         ours, theirs = self.entries, other.entries
         theirs = replace(theirs, positions=torch.full_like(theirs.positions, torch.iinfo(torch.int32).min // 2))
         both = map_tensors(lambda x, y: torch.cat([x, y.to(x.device).expand_as(x)], dim=1), ours, theirs)
         number = ours.tokens.shape[1]
-        rank = torch.arange(number, 0, -1, device=ours.keys.device, dtype=torch.float64) - 0.5  # of the newest: 1/2
+        # The newest entry has the rank 1/2.
+        rank = torch.arange(number, 0, -1, device=ours.keys.device, dtype=torch.float64) - 0.5
         age = torch.cat([rank / max(share, 1e-9) for share in (1 - weight, weight)])
         age = torch.where(both.tokens < 0, torch.inf, age)
         return replace(self, entries=both.at(age.argsort(dim=1, stable=True)[:, :number].flip(1)))

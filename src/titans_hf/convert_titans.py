@@ -4,9 +4,9 @@ A layer of the result is sliding-window attention with persistent tokens (and, i
 as 0). For a text of at most `window` tokens and without sinks its logits are the original's. For a longer text they are
 the logits of the original with the window as its mask.
 
-Sinks: a pretrained model needs its first position. A window that has left it behind costs about half a nat. The first
-position attends to itself alone, so that its inputs of every layer are the same for every text. They become the
-persistent token (paper section 3.3) of every layer, at a constant distance behind every query.
+Sinks: a pretrained model needs its first position. Once its window has left that position behind, it loses about half
+a nat. The first position attends to itself alone, so that its inputs of every layer are the same for every text. They
+become the persistent token (paper section 3.3) of every layer, at a constant distance behind every query.
 
 Weights are converted layer by layer: a checkpoint of any size needs the memory of one layer and of one shard.
 """

@@ -26,9 +26,9 @@ from .modeling_titans import TitansForCausalLM
 from .token_grid import ALL_TOKENS, TokenGrid
 from .token_layout import TokenLayout
 
-PIECE = 512  # columns that are read at once
-START = -3.0  # of the gate's bias: a share of .05, which is near the best constant one
-NUM_COLUMNS = 8000  # that the read-out is fitted to, spread over the documents
+PIECE = 512  # columns of a call
+START = -3.0  # the gate's bias before the fit: a share of .05, which is near the best constant share
+NUM_COLUMNS = 8000  # the read-out is fitted to so many columns, spread over the documents
 
 
 class Piece(NamedTuple):
@@ -52,8 +52,8 @@ class FitResult(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """Of C columns of a document: columns (C,); targets (1, C), the tokens after them; log_p (1, C) of these; weight
-    (1, C) of their losses; found, what they find in the memory.
+    """Some columns of a document: columns (C,), their places; targets (1, C), the tokens after them; log_p (1, C), the
+    model's log probabilities of the targets; weight (1, C) of the targets' losses; found, what the columns find.
     """
 
     columns: Tensor
@@ -115,7 +115,7 @@ def _check(model, documents, weights) -> None:
 
 
 def choose_stride(weights: Sequence[Tensor]) -> int:
-    """Returns every how many of the columns with a weight of at most 1 the fit looks at: at NUM_COLUMNS in all."""
+    """Returns n: of the columns with a weight of at most 1, the fit looks at every n-th, NUM_COLUMNS in all."""
     return math.ceil(sum(int(((weight[1:] > 0) & (weight[1:] <= 1)).sum()) for weight in weights) / NUM_COLUMNS)
 
 
@@ -154,8 +154,8 @@ def collect(
     weight: Tensor,
     stride: int,
 ) -> list[Evidence]:
-    """Updates an empty memory with the pieces of a document, ids (T,), and returns what its columns find whose next
-    token has a weight: all columns with a weight above 1, and every `stride`-th of the others; on the CPU.
+    """Updates an empty memory with the pieces of a document, ids (T,). Returns on the CPU what columns find in it: all
+    columns whose next token has a weight above 1, and every `stride`-th column whose next token has a weight up to 1.
     """
     is_wanted = pad(weight[1:] > 1, (0, 1))
     is_wanted[((weight[1:] > 0) & ~is_wanted[:-1]).nonzero()[::stride, 0]] = True
@@ -167,7 +167,7 @@ def collect(
         columns, begin = begin + wanted.nonzero()[:, 0], begin + length
         for logits, found in memory.comparisons(*piece[1:], piece.tokens, head, length, layout, cache, wanted):
             here, columns = columns.split([logits.shape[1], len(columns) - logits.shape[1]])
-            if found.visible.any():  # else nothing depends on the memory
+            if found.visible.any():  # if no entry is visible, nothing depends on the memory
                 targets = ids[here + 1][None]
                 log_p = logits.cpu().to(found.similarity.dtype).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
                 counts = weight[here + 1][None].to(log_p.dtype)
@@ -212,7 +212,8 @@ def fit_read_out(memory: EpisodicMemory, documents: list[list[Evidence]]) -> Fit
         features = [x.found.read(*read_out[:2])[0][x.found.visible.any(-1)] for x in evidence]
     features = torch.cat(features)
     mean, deviation = features.mean(0), features.std(0, correction=0).clamp(min=0.05)
-    values = [*read_out[:2], torch.zeros_like(read_out.gate)]  # the gate's for features of mean 0 and deviation 1
+    # While it is fitted, the gate has features of mean 0 and deviation 1.
+    values = [*read_out[:2], torch.zeros_like(read_out.gate)]
     values[2][-1] = START
     values = [x.requires_grad_() for x in values]
 

@@ -45,12 +45,12 @@ from .memory_state import MemoryState, map_tensors
 from .token_grid import Columns
 from .token_layout import TokenLayout
 
-BLOCK = 64  # columns that are read at once: they bound the memory needed
+BLOCK = 64  # columns that are compared at once: this bounds the memory needed
 IN_CACHE, NONE = -1, -2  # instead of a column: the last token of the cache, no token
 KEY_UNITS = 127  # an entry's key is in multiples of 1 / 127: in 8 bits
 CONTEXT = 4  # tokens before an entry's token that are compared
-UNITS = (10, 1, 4, 5, 2)  # by which the features are divided: they are then of the order of 1
-# Of beta and u: what a fit to novels gives, rounded.
+UNITS = (10, 1, 4, 5, 2)  # the features of the gate are divided by these, so that each is of the order of 1
+# The first beta and u: rounded results of a fit to novels.
 INITIAL_SHARPNESS = 9.0
 INITIAL_ENTRY_WEIGHT = (0.3, 0.3, 2.0, 1.0, 1.0, 1.0, 1.0)
 INITIAL_GATE = -5.0  # a new memory has at most a share of sigmoid(-5) = .007
@@ -177,11 +177,11 @@ class EpisodicMemory(nn.Module):
         hidden_states (B, 1 + T, D): first that of the last token of the cache. The head runs once for every column.
         """
         length = hidden_states.shape[1]
-        rest = 0 if num_kept == length - 1 else length - num_kept  # columns whose logits are not kept
+        rest = 0 if num_kept == length - 1 else length - num_kept  # the columns before the kept ones
         kept, next_tokens = head(hidden_states[:, rest:]).to(tokens.device), places.next_tokens(tokens)
         with torch.no_grad():
             not_kept = (head(hidden_states[:, a:b]).to(tokens.device) for a, b in blocks(0, rest))
-            losses = []  # of the token after each column
+            losses = []  # a loss for each column: that of the token after it
             for logits in (*not_kept, *(kept[:, a:b] for a, b in blocks(0, kept.shape[1]))):
                 logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
                 begin = sum(x.shape[1] for x in losses)
@@ -289,7 +289,8 @@ class Places(NamedTuple):
     def next_tokens(self, tokens: Tensor) -> Tensor:
         """Returns the tokens (B, 1 + T) after the cache's last token and after each, 0 where the call has none."""
         has_previous = self.is_token & (self.previous != NONE) & (tokens >= 0)
-        index = torch.where(has_previous, self.previous + 1, tokens.shape[1] + 1)  # of a column that is dropped
+        # Tokens without a token before them go to a last column, which is dropped.
+        index = torch.where(has_previous, self.previous + 1, tokens.shape[1] + 1)
         return tokens.new_zeros(tokens.shape[0], tokens.shape[1] + 2).scatter(1, index, tokens)[:, :-1]
 
     def positions(self, num_seen: Tensor) -> Tensor:

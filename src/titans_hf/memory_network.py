@@ -152,7 +152,7 @@ class GradientFactors(NamedTuple):
 
 
 class TokenNorms(NamedTuple):
-    """What clips need of the tokens alone: |k| and kappa |v|, at least `SMALLEST_LIMIT`; (..., T, 1)."""
+    """The norms of the tokens that clips compare with: |k| and kappa |v|, at least `SMALLEST_LIMIT`; (..., T, 1)."""
 
     keys: Tensor
     limit: Tensor
@@ -285,14 +285,14 @@ def token_surprise(factors: GradientFactors) -> Tensor:
 
 
 class FactorsDerivatives(NamedTuple):
-    """What the backward of `gradient_factors` of an MLP multiplies gradients by, as it is known of the forward: lists
-    with one entry per hidden layer, or per clip: of each layer's gradient, and last of the error.
+    """The factors of the backward of `gradient_factors` of an MLP that follow from the forward alone. `curvatures` has
+    an entry per hidden layer. The other lists have an entry per clip: of each layer's gradient, and last of the error.
     """
 
     curvatures: list[Tensor]  # silu''(z)
     clipped: list[Tensor]  # (..., T, 1) bool, True where the clip applies
-    over_square: list[Tensor]  # the same over the squared norms of the unclipped deltas, and of the error
-    over_input_square: list[Tensor]  # over those of the layers' inputs
+    over_square: list[Tensor]  # `clipped` over the squared norm of the unclipped delta, or of the error
+    over_input_square: list[Tensor]  # `clipped` over the squared norm of the layer's input
 
 
 def factors_derivatives(
@@ -327,9 +327,9 @@ def _over_square(x: Tensor, norm: Tensor) -> Tensor:
 
 
 class FactorsGradients(NamedTuple):
-    """Gradients with respect to the weights in `gradient_factors`, and those from which `tokens_backward` computes the
-    gradients with respect to keys and values: with respect to the output of the first layer and to the error (N, T,
-    d_out), and to the logarithm of the limit where a clip applies, (N, T, 1) of each clip.
+    """Gradients with respect to intermediate results of `gradient_factors`: the weights; the output of the first layer
+    and the error, (N, T, d_out) each; and for each clip, the logarithm of its limit where it applies, (N, T, 1).
+    `tokens_backward` computes the gradients with respect to keys and values from all but the weights'.
     """
 
     weights: list[Tensor]
@@ -346,8 +346,8 @@ def gradient_factors_backward(
     grad_deltas: list[Tensor | None],
 ) -> FactorsGradients:
     """Computes the backward of `gradient_factors` of an MLP from the gradients with respect to the factors' inputs and
-    deltas, which are overwritten; None for the last layer's deltas with the delta rule. Those with respect to the first
-    layer's inputs are left to `tokens_backward`.
+    deltas, which are overwritten; None for the last layer's deltas with the delta rule. The gradients with
+    respect to the keys, the first layer's inputs, are left to `tokens_backward`.
     """
     last, kept = len(weights) - 1, factors.intermediates
     # 1. The clip of each layer's gradient. Its limit is a multiple of |v|: gradients with respect to its logarithm.

@@ -21,7 +21,7 @@ from .surprise_titans import LayerSurprise, TokenUpdates
 from .token_grid import TokenGrid
 from .token_layout import TokenLayout
 
-Offsets = list[int | None]  # for each row, the number of its last positions
+Offsets = list[int | None]  # for each row, how many of its last positions are adapted
 
 
 class MixerOutput(NamedTuple):
@@ -90,7 +90,7 @@ class SequenceMixer(nn.Module):
         if state is not None and grid.source_rows is None:
             return state
         # Computed within forward, where the parameters of a sharded or offloaded model are complete.
-        with self.activated_lora(lambda offsets: [0] * grid.num_rows):  # persistent tokens precede an invocation
+        with self.activated_lora(lambda offsets: [0] * grid.num_rows):  # persistent tokens come before any invocation
             initial = self.initial_state(grid.num_rows, dtype)
         if state is None:
             return initial

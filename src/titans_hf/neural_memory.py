@@ -32,8 +32,8 @@ OUTPUT_SCALE = 0.1
 # Limit of eta, the decay of the momentum, with the delta rule: at a larger one, a memory can grow exponentially where
 # a key comes in bursts. docs/dev/log.md: "Momentum with the delta rule"
 LARGEST_ETA_OF_DELTA_RULE = 1 / 3
-# Limit of the steps of hidden layers with the delta rule, in units of theta: in small chunks, larger ones change what
-# the last layer has stored keys under. docs/dev/log.md: "Steps of hidden layers in small chunks"
+# Limit of the steps of hidden layers with the delta rule, in units of theta: in small chunks, larger steps change
+# the last layer's inputs, under which it has stored values. docs/dev/log.md: "Steps of hidden layers in small chunks"
 LARGEST_HIDDEN_STEP = 1 / 128
 
 

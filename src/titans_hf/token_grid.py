@@ -180,8 +180,8 @@ class TokenGrid:
         return y.index_select(0, self.token_slots.flatten()).unflatten(0, self.token_slots.shape)
 
     def last_slots(self, last_columns: list[int | None]) -> list[int]:
-        """Converts the number of last columns of each batch row, None for 0, to the number of last slots of each row
-        that begin with the first token among those columns; 0 where they have no token.
+        """Converts a number of last columns of each batch row (None for 0) to a number of last slots of the row: the
+        slots from the first token among these columns on, 0 if they have no token.
         """
         numbers = torch.tensor([min(n or 0, self.num_columns) for n in last_columns], device=self.row_starts.device)
         if self.token_slots is None:
@@ -199,8 +199,8 @@ class TokenGrid:
         return extended.scatter(1, _index_like(index, previous), previous)
 
     def last_entries(self, extended: Tensor, length: int) -> Tensor:
-        """Returns the last `length` entries up to each row's last token of what `prepend` returned: at least as many as
-        there were before. There are zeros before the first.
+        """Returns the last `length` entries up to each row's last token, from the result of `prepend`; `length` is at
+        least the number of entries before the call. Zeros stand in for entries before a row's first.
         """
         if self.token_slots is None:
             extended = pad_before(extended, length - extended.shape[1])

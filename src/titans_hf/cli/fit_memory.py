@@ -2,10 +2,10 @@
 
 titans-hf fit-memory smollm2-titans --text books/ --output smollm2-titans-fitted
 
-The keys are fitted to the texts' hidden states, and the gate that decides how much the memory is trusted to their loss;
-also, if --recalls is not 0, to texts made here, in which facts are told, a part of the texts is read, and the facts are
-asked for in a conversation or told again. A model without the memory gets one. Texts of the kind that the model is to
-read serve best.
+The keys are fitted to the hidden states of the texts. The gate decides how much the memory is trusted; it
+is fitted to the loss of the texts and, unless --recalls is 0, of recalls. These are texts made by this command: facts
+are told, a part of the given texts follows, and the facts are asked for in a conversation or told again. A model
+without the memory gets one. Texts of the kind that the model is to read serve best.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from titans_hf.cli.shared.text_ids import encode
 from titans_hf.convert_titans import EPISODIC
 from titans_hf.episodic_fit import FitResult, fit_episodic_memory
 
-CHARACTERS = 12  # of text for a token, so that a part has enough of them
+CHARACTERS = 12  # of text that are cut for each token: more than a token has
 FILLERS = (200, 500, 700, 1000, 1500)  # tokens of text between telling and asking
 NAMES = "Marguerite Tobias Ingrid Rolando Philippa Desmond Yolanda Barnaby Winifred Anselm Beatrix Cornelius Dorothea"
 PLACES = "Lisbon Valparaiso Bergen Windhoek Cartagena Antwerp Nagasaki Tbilisi Casablanca Heidelberg Reykjavik Trieste"
@@ -104,8 +104,8 @@ def make_recall(
 def make_documents(
     parts: list[Tensor], tokenizer: PreTrainedTokenizerBase, number: int, share: float, seed: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns `parts` and `number` texts with recalls, every other one a conversation, and the weight of each of their
-    tokens: 1, and in the answers, which all together count as much as `share` of the parts' tokens, more.
+    """Returns `parts` followed by `number` texts with recalls, every other one a conversation, and a weight for each of
+    their tokens. The weight is 1, but for the answers: all answers together have `share` times the weight of the parts.
     """
     choose, recalls = random.Random(seed), []
     for i in range(number):
@@ -141,7 +141,7 @@ def config_with_memory(path: str, entries: int | None, threshold: float | None) 
 
 
 def report(result: FitResult, num_texts: int) -> str:
-    """Describes what the memory gains on the first `num_texts` documents of a fit, the texts."""
+    """Describes what the memory gains on the texts of a fit, which are its first `num_texts` documents."""
     columns, before, after = (torch.cat(x[:num_texts]) for x in result)
     gains = before - after
     thousands = [gains[columns // 1000 == i].mean() for i in range(int(columns.max()) // 1000 + 1)]
@@ -160,10 +160,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="a new folder for the fitted model")
     parser.add_argument("--tokens", type=int, default=90_000, help="tokens of text to read, spread over the files")
     parser.add_argument("--length", type=int, default=6144, help="tokens of a part that is read at a stretch")
-    parser.add_argument("--entries", type=int, help="entries of the memory; by default as the model has, else 5400")
-    parser.add_argument("--threshold", type=float, help="loss in nats of a surprise; by default as the model has")
+    parser.add_argument("--entries", type=int, help="entries of the memory; default: the model's, or 5400")
+    parser.add_argument("--threshold", type=float, help="least loss of a surprise, in nats; default: the model's")
     parser.add_argument("--recalls", type=int, default=32, help="texts to recall facts from, half of them chats")
-    parser.add_argument("--recall_share", type=float, default=0.05, help="weight of their answers; the texts' is 1")
+    parser.add_argument("--recall_share", type=float, default=0.05, help="weight of all answers; the texts have 1")
     parser.add_argument("--seed", type=int, default=0, help="seed of the recalls")
     parser.add_argument("--device", help="cpu, cuda, ...; a GPU if there is one")
     args = parser.parse_args(argv)

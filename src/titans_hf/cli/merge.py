@@ -31,7 +31,9 @@ def base_model(adapter: Path) -> str:
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"ADAPTER {adapter}: its adapter_config.json does not load ({error})") from error
     if getattr(config, "alora_invocation_tokens", None):
-        raise ValueError(f"ADAPTER {adapter} has alora_invocation_tokens: it cannot be merged, acting after them only")
+        raise ValueError(
+            f"ADAPTER {adapter} has alora_invocation_tokens: it cannot be merged, since it acts only after these tokens"
+        )
     base = config.base_model_name_or_path
     if base is None:
         raise ValueError(f"ADAPTER {adapter}: its adapter_config.json names no base_model_name_or_path")

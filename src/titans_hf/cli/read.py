@@ -32,7 +32,7 @@ from titans_hf.cli.shared.text_files import describe_files, find_files
 from titans_hf.cli.shared.text_ids import encode, newline_decoder
 
 BLOCK = 1 << 14  # bytes of text that are tokenized at once
-START = 1 << 16  # A record has a digest of the first tokens alone, so that most texts are found to differ early.
+START = 1 << 16  # tokens: a record has a digest of the first ones, so that another text is recognised early
 
 
 def load_model(path: str, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

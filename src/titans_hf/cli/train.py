@@ -75,7 +75,7 @@ def check_arguments(run: RunArguments, training: TrainingArguments) -> None:
     check_minimums(training, per_device_train_batch_size=1, per_device_eval_batch_size=1, gradient_accumulation_steps=1)
     if (run.config is None) == (run.model_name_or_path is None) or (run.config and run.tokenizer is None):
         raise ValueError("give either --config and --tokenizer, to train from scratch, or --model_name_or_path")
-    if training.hub_token:  # Trainer would write it to training_args.bin, and push it
+    if training.hub_token:  # Trainer would write the token to training_args.bin, and push it
         os.environ["HF_TOKEN"], training.hub_token = training.hub_token, None
     num_processes = int(os.environ.get("WORLD_SIZE", 1))
     if num_processes != training.world_size:  # Trainer would go on, as many times
@@ -139,7 +139,8 @@ def train(argv: list[str] | None) -> dict[str, float]:
     if checkpoint:
         facts.check(checkpoint)
     if training.push_to_hub and trainer.is_world_process_zero():
-        trainer.model.config.save_pretrained(training.output_dir)  # pushes before the end need the code
+        # With the configuration comes the code, which a push during the training needs.
+        trainer.model.config.save_pretrained(training.output_dir)
     trainer.train(resume_from_checkpoint=checkpoint)
     metrics = save_results(trainer, record)
     if training.push_to_hub:

@@ -33,7 +33,7 @@ class Checkpoint:
 
 
 def read_checkpoints(paths: list[str]) -> list[Checkpoint]:
-    """Reads checkpoints, of their weights the headers alone, and labels each by its folder's name.
+    """Reads checkpoints, only the headers of their weights, and labels each by its folder's name.
 
     Raises ValueError for a path that is no checkpoint, for damaged weights, for a missing tokenizer, and for two
     checkpoints of one label.

@@ -74,7 +74,7 @@ def cell(value: Score | None) -> str:
 
 
 def mean(values: list[Score | None]) -> Score | None:
-    """Averages scores; None unless all are there. Standard errors add as for independent means."""
+    """Averages scores; None if a score is missing. Standard errors add as for independent means."""
     if not values or None in values:
         return None
     errors = [error for _, error in values if error is not None]

@@ -11,7 +11,7 @@ import torch
 from pandas.tseries.frequencies import to_offset
 
 SEPARATORS = (",", ";", "\t")
-UNITS = {"s": 1e11, "ms": 1e14, "us": 1e17}  # of numbers below these; 1e11 seconds are 3,000 years, milliseconds three
+UNITS = {"s": 1e11, "ms": 1e14, "us": 1e17}  # a number below 1e11 is in seconds (3,000 years), and so on
 
 
 class Series(NamedTuple):

@@ -29,9 +29,9 @@ TEXT = ("text", {"sample_by": "document", "writer_batch_size": 1, "encoding": "u
 BUILDERS = {".txt": TEXT, ".md": TEXT, ".json": ("json", {}), ".jsonl": ("json", {}), ".parquet": ("parquet", {})}
 BUILDERS |= {".csv": ("csv", {}), ".tsv": ("csv", {"sep": "\t"})}
 UNREADABLE = (DatasetGenerationError, ValueError, OSError)  # the errors of `datasets` for damaged data
-FEATURES = Features({"input_ids": List(Value("int32")), "num_bytes": Value("int64")})  # bytes of UTF-8
+FEATURES = Features({"input_ids": List(Value("int32")), "num_bytes": Value("int64")})  # the text's, in UTF-8
 CALL_BYTES = 1 << 19  # bytes of text that are tokenized in a call
-SHUFFLED_DOCUMENTS = 1000  # of a stream, from which the next one is drawn
+SHUFFLED_DOCUMENTS = 1000  # of a stream, held at once: the next document is drawn from them
 PACKED_DOCUMENTS = 100  # of a stream, that are packed together
 STREAMED_EVAL_BLOCKS = 100
 
