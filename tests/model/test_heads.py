@@ -238,18 +238,6 @@ def test_resize_token_embeddings(variant, tied, size, tmp_path):
     assert_same(full_logits(loaded, ids), full_logits(model, ids))
 
 
-@covering(1, {"variant": TWO_VARIANTS, "padded": [False, True]})
-def test_generating_from_embeddings(variant, padded):
-    """A prompt given as embeddings has the tokens of the same ids, padded or not."""
-    model = make_model(variant)
-    ids, mask = left_pad([make_ids(29), make_ids(18, seed=1)]) if padded else (make_ids(2, 29), None)
-    options = dict(attention_mask=mask, max_new_tokens=20, do_sample=False, pad_token_id=0)
-    expected = model.generate(ids, **options)
-    embeds = model.model.embed_tokens(ids)
-    assert torch.equal(model.generate(inputs_embeds=embeds, **options), expected[:, 29:])
-    assert torch.equal(model.generate(ids, inputs_embeds=embeds, **options), expected)
-
-
 @pytest.mark.parametrize("variant", ATTENTIONS)
 def test_recorded_while_generating(variant):
     """Hidden states and attention weights returned by generate() are those of one forward pass."""

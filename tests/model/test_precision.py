@@ -50,6 +50,7 @@ def test_inference(variant, dtype, way, tmp_path):
         assert distance(logits, expected) < HALVES[dtype]
         assert distance(logits[:, -10:], expected[:, -10:]) < 1.5 * HALVES[dtype]
         assert memory_dtypes(cache) == {torch.float32}
+        assert {layer.state.conv_state.dtype for layer in cache.layers} == {dtype}
 
 
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-7), (torch.float32, 3e-5)])
