@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
     ],
 )
 def test_tokens_per_step(options, tmp_path, capsys, given, accumulated):
-    """Gradient accumulation unless given makes up the multiple of a batch that is nearest to --tokens_per_step."""
+    """Unless it is given, gradient accumulation is the number of batches that is nearest to --tokens_per_step."""
     train.main(options(max_steps=1, **given))
     arguments = torch.load(tmp_path / "out" / "training_args.bin", weights_only=False)
     assert arguments.gradient_accumulation_steps == accumulated

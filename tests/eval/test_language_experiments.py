@@ -59,7 +59,7 @@ def test_a_run_and_its_twin_are_compared(texts, capsys):
 
 
 def test_a_pair_that_is_none_is_refused(texts):
-    """What is no NAME:BASELINE of the rows is named in an error."""
+    """A pair that is not NAME:BASELINE of the rows is named in an error."""
     file = str(run(texts, "lmm"))
     for pair in ("lmm", "lmm:other", "lmm:lmm:lmm"):
         with pytest.raises(ValueError, match=f"--pairs must be NAME:BASELINE, all of lmm, but has {pair}"):

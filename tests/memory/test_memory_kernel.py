@@ -171,8 +171,8 @@ MISFITS = {
 
 @pytest.mark.parametrize("reason", MISFITS)
 def test_what_does_not_fit(reason, monkeypatch):
-    """Where the kernel does not fit, `memory_kernel="fla"` raises an error that says why; "auto" takes PyTorch, of
-    which transformers' log has one line. fla is not imported.
+    """Where the kernel does not fit, `memory_kernel="fla"` raises an error that says why; "auto" takes PyTorch and
+    logs one line. fla is not imported.
     """
     monkeypatch.setattr(memory_kernel, "_import_chunk_comba", lambda: pytest.fail("imported"))
     messages = []
