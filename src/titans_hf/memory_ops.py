@@ -66,7 +66,8 @@ class ScanOptions(NamedTuple):
         num_chunks, rest = num_tokens // self.chunk_size, num_tokens % self.chunk_size
         left = num_chunks % CHECKPOINT_INTERVAL
         numbers = [CHECKPOINT_INTERVAL] * (num_chunks // CHECKPOINT_INTERVAL)
-        numbers += [1] * left if self.compiled is not None else [left] * (left > 0)
+        if left:
+            numbers += [1] * left if self.compiled is not None else [left]
         functions, groups, first = self.compiled or GROUP_FUNCTIONS, [], 0
         for number in numbers:
             groups.append(Group(first, number, self.chunk_size, functions))

@@ -230,6 +230,15 @@ def test_export(variant):
             assert_same(exported[kept], expected[kept])
 
 
+def test_export_of_texts_of_any_length():
+    """Transformers' exporter captures the reading of a text for any length, which the number of chunks depends on."""
+    model, ids = make_model("lmm", num_hidden_layers=1), make_ids(2, 18, seed=1)
+    arguments = dict(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    program = DynamoExporter().export(model, dict(arguments), DynamoConfig(dynamic=True))
+    with torch.no_grad():
+        assert_same(program(**arguments).logits, full_logits(model, ids))
+
+
 @pytest.mark.parametrize("variant", ATTENTIONS)
 def test_a_captured_step_of_several_tokens(variant):
     """A step of two tokens that Transformers' exporter captures, with a static cache after a padded prompt, is what the
