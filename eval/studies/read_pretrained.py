@@ -29,6 +29,7 @@ SETS = {
     "valid": ("valid", 0.20, 8192, 0),
     "test": ("test", 0.75, 10240, 0),
     "long": ("test", 0.0, 65536, 3),
+    "beginnings": ("test", 0.0, 2049, 0),
 }
 ARTICLES, ARTICLE_LENGTH = 10, 5120  # the set "wikipedia": the first tokens of articles that have so many
 PIECE = 256  # tokens of a call
