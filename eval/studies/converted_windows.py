@@ -2,8 +2,9 @@
 
     python -m eval.studies.converted_windows MODEL --text FOLDER --output eval/results/convert.jsonl
 
-Each text begins at a tenth of its characters. A line of the output is one text in one form: with full attention, or
-with a window and a sink. Its losses are the means of consecutive ranges of tokens, in nats.
+Each text begins at a tenth of its characters. A line of the output is one text in one form: with full attention, with a
+window and a sink, or read again: for every 16 tokens, the original reads the last tokens of a window anew, with its own
+first position. Its losses are the means of consecutive ranges of tokens, in nats.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from titans_hf.cli.shared.text_files import find_files
 from titans_hf.cli.shared.text_ids import encode
 
 PIECE = 256  # tokens of a call
+AGAIN = 16  # tokens that are scored before a window is read again
 RANGES = (0, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
 
@@ -32,6 +34,19 @@ def losses(model: PreTrainedModel, ids: list[int], cache) -> torch.Tensor:
     for start in range(0, len(ids) - 1, PIECE):
         inputs, targets = tokens[start : start + PIECE], tokens[start + 1 : start + PIECE + 1]
         logits = model(inputs[None], past_key_values=cache, use_cache=True).logits[0, : len(targets)].float()
+        found.append(torch.nn.functional.cross_entropy(logits, targets, reduction="none"))
+    return torch.cat(found)
+
+
+@torch.inference_mode()
+def losses_read_again(model: PreTrainedModel, ids: list[int], window: int) -> torch.Tensor:
+    """Returns the loss of every token but the first, (T - 1,), after at most the `window` tokens before it alone."""
+    found, tokens = [], torch.tensor(ids)
+    for start in range(0, len(ids) - 1, AGAIN):
+        targets = tokens[start + 1 : start + AGAIN + 1]
+        end = start + len(targets)
+        inputs = tokens[max(0, end - window) : end]
+        logits = model(inputs[None], use_cache=False, logits_to_keep=len(targets)).logits[0].float()
         found.append(torch.nn.functional.cross_entropy(logits, targets, reduction="none"))
     return torch.cat(found)
 
@@ -54,6 +69,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--full", action=argparse.BooleanOptionalAction, default=True, help="score full attention as well"
     )
+    parser.add_argument("--read_again", type=int, nargs="*", default=[], help="windows that the original reads again")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the weights")
     parser.add_argument("--output", type=Path, required=True, help="a file of JSON lines, to which lines are added")
     args = parser.parse_args(argv)
@@ -64,6 +80,7 @@ def main(argv: list[str] | None = None) -> None:
     original.config.quantization_config = None  # the weights of a GGUF are numbers of `dtype` now
     tokenizer = AutoTokenizer.from_pretrained(args.model, **options)
     forms = {"full attention": original} if args.full else {}
+    forms |= {f"window {window}, read again": window for window in args.read_again}
     forms |= {
         f"window {window}, sink at {distance}" if distance else f"window {window}, no sink": convert(
             original, window=window, sinks=int(distance > 0), memory=None, persistent_distance=distance
@@ -77,8 +94,11 @@ def main(argv: list[str] | None = None) -> None:
         ids = encode(tokenizer, text[len(text) // 10 :][: 8 * args.tokens]).input_ids[: args.tokens]
         for form, model in forms.items():
             start = time.perf_counter()
-            cache = DynamicCache() if model is original else TitansCache(model.config)
-            found = by_range(losses(model, ids, cache))
+            if isinstance(model, int):
+                found = by_range(losses_read_again(original, ids, model))
+            else:
+                cache = DynamicCache() if model is original else TitansCache(model.config)
+                found = by_range(losses(model, ids, cache))
             line = {
                 "benchmark": "converted windows", "model": Path(args.gguf_file or args.model).name, "text": file.stem,
                 "form": form, "dtype": args.dtype, "tokens": len(ids), "loss": found,
