@@ -9,13 +9,14 @@ from pathlib import Path
 
 import documentation
 import pytest
+import torch
 from byte_model import save_byte_model, save_llama
 from covering import in_one_test
 from dna_files import save_dna_model, write_fasta, write_table
 from documentation import PAGES, ROOT, TREATMENTS, anchors, blocks, notebooks, prose, run_bash, treatment
 from eval_common import BOOK, make_data
 from series_files import write_series
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from scripts import api_page
 from titans_hf import convert
@@ -249,6 +250,25 @@ def test_commands_run(block, workplace, programs, environment):
     reasons = [treatment(command).not_run for command in commands]
     if all(reasons):
         pytest.skip("; ".join(dict.fromkeys(reasons)))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif("TITANS_HF_SMOLLM2" not in os.environ, reason="TITANS_HF_SMOLLM2 names no GGUF file")
+def test_a_real_model_is_converted_read_and_served(workplace, programs, environment):
+    """The first commands of the page on conversion run with SmolLM2-135M-Instruct itself, a GGUF file."""
+    file, block = Path(os.environ["TITANS_HF_SMOLLM2"]), next(x for x in BASH if x.page.name == "convert.md")
+    folder = workplace / "HuggingFaceTB" / "SmolLM2-135M-Instruct"
+    for stand_in in (folder, workplace / "runs" / "smollm2"):
+        shutil.rmtree(stand_in)
+    options = dict(gguf_file=file.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(file.parent, **options)
+    model.config.quantization_config = None
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+    ran, commands = run_bash(block, workplace, programs, environment, timeout=1500)
+    assert ran.returncode == 0, f"{commands[-1]}\n{ran.stdout[-2000:]}\n{ran.stderr[-4000:]}"
+    assert len(commands) == 5
 
 
 @pytest.mark.parametrize("block", each(PYTHON))
