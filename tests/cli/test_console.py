@@ -203,6 +203,12 @@ def test_an_installation_has_the_data_of_eval(installed):
     code = "import titans_hf; print(titans_hf.__path__[0])"
     package = Path(run([installed / "python", "-c", code], installed).strip())
     source, shipped = ROOT / "src" / "titans_hf", {path.relative_to(package) for path in package.rglob("*")}
-    for pattern in ("configs/*.json", "configs/accelerate/*.yaml", "evaluation/*.json", "evaluation/tasks/*.yaml"):
+    for pattern in (
+        "cards/*.md",
+        "configs/*.json",
+        "configs/accelerate/*.yaml",
+        "evaluation/*.json",
+        "evaluation/tasks/*.yaml",
+    ):
         names = {path.relative_to(source) for path in (source / "cli").glob(pattern)}
         assert names and names <= shipped

@@ -8,7 +8,7 @@ from clean_environment import ROOT
 
 NAMED_IN = {
     "README.md": "transformers {}, or newer",
-    "src/titans_hf/cli/training/model_card.py": "transformers {} or newer",
+    "src/titans_hf/cli/cards/train.md": "transformers {} or newer",
 }
 
 

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from titans_hf import TitansCache, TitansConfig
 from titans_hf.cli import fit_memory
 from titans_hf.cli.shared.argument_checks import check_folder
+from titans_hf.cli.shared.cards import fill_template
 from titans_hf.cli.shared.checkpoints import check_weights, load_tokenizer
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.markdown_tables import markdown_table
@@ -34,29 +35,6 @@ NUM_READ, NUM_GENERATED = 256, 16  # tokens by which the speed is measured
 UNLIMITED = int(1e30)  # the length that transformers gives a tokenizer without a limit
 FIT_HELP = "files, or folders of files, to fit it to; takes the options of fit-memory too, as --tokens"
 NO_SINKS = "note: without a sink, tokens beyond the window cost about half a nat; --sinks 1 keeps the first position"
-CARD = """# {name}
-
-A Titans ([Learning to Memorize at Test Time](https://arxiv.org/abs/2501.00663)) with the weights of {original}. It
-reads texts of any length in constant memory. A cache holds the text that it has read: treat it like the text.
-
-## What was changed
-
-No weight of the original was trained. Every token attends to the {window} tokens up to itself{sinks}. {memory}{layers}
-
-## Load
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-import titans_hf  # registers the model; without the package: trust_remote_code=True
-
-model = AutoModelForCausalLM.from_pretrained({name!r})
-tokenizer = AutoTokenizer.from_pretrained({name!r})
-```
-
-## Licence
-
-Weights: {licence}. Code (`*.py`): Apache-2.0.
-"""
 
 
 def open_tokenizer(path: str, gguf_file: str | None) -> PreTrainedTokenizerBase:
@@ -132,7 +110,8 @@ def write_card(output: Path, original: str, licence: str | None, config: TitansC
     """Writes README.md: from which model, under which licence, what was changed."""
     layers = ", ".join(map(str, config.memory_layers))
     has_memory = config.token_memory_entries > 0
-    text = CARD.format(
+    text = fill_template(
+        "convert",
         name=output.name,
         original=original,
         window=f"{config.sliding_window:,}",

@@ -22,6 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from titans_hf import TitansForTimeSeriesPrediction, TitansTimeSeriesConfig
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
+from titans_hf.cli.shared.cards import fill_template
 from titans_hf.cli.shared.checkpoints import load_config, loading_weights
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.finished_runs import write_record
@@ -53,29 +54,6 @@ TRAINING = {
     "seed": 0,
 }
 MOST_PANELS = 8  # channels that are drawn
-CARD = """# {name}
-
-A model that forecasts the series of `{data}`: a Titans
-([Learning to Memorize at Test Time](https://arxiv.org/abs/2501.00663)), {parameters:,} parameters. It reads {look_back}
-rows, whose step is `{frequency}` as pandas names it, and forecasts {horizon}. For another file with the same columns:
-
-    titans-hf forecast NEW.csv --model {name} --output FOLDER
-
-## Errors
-
-The mean absolute error over all windows of the last {validation:g} of the rows, in the units of the file. These rows
-chose the weights, so that the error of new rows may be larger.
-
-{table}
-
-## Training
-
-Rows: {trained:,} to train on, {held_out:,} to choose the weights, until {last}. Best step: {best_step}.
-Options: {options}.
-
-The model knows nothing of holidays, weather or anything else that is no column of the file. It gives no interval around
-its forecast.
-"""
 
 
 class ProgressPrinter(TrainerCallback):
@@ -238,7 +216,8 @@ def make_card(output: Path, model: TitansForTimeSeriesPrediction, facts: dict[st
     metadata = ModelCardData(
         library_name="transformers", pipeline_tag="time-series-forecasting", tags=[model.config.model_type]
     )
-    text = CARD.format(
+    text = fill_template(
+        "forecast",
         name=output.name,
         data=facts["data"],
         parameters=model.num_parameters(),

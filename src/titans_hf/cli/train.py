@@ -151,9 +151,8 @@ def train(argv: list[str] | None) -> dict[str, float]:
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Trains and saves the model; returns its metrics."""
     metrics = train(argv)
-    # A process that exits while it is connected to other processes may abort. The model's wrapper goes first: were its
-    # reference to the processes' group the last one, the group would end with Python's lock held, and wait for ever for
-    # a thread of Gloo that waits for the lock.
+    # The model's wrapper goes first: were its reference to the processes' group the last one, the group would end with
+    # Python's lock held, and wait for ever for a thread of Gloo that waits for the lock.
     gc.collect()
     PartialState().destroy_process_group()
     return metrics

@@ -23,7 +23,6 @@ from titans_hf.cli.training.run_folder import CardTrainer
 from titans_hf.memory_state import MemoryState
 
 IGNORED = -100
-
 # The classes that a file of a carried memory may hold.
 PARTS_OF_A_CACHE = [TitansCacheLayer, LayerState, MemoryState, KeyValueCache, WindowCache, EntryRing, TokenEntries]
 
@@ -39,8 +38,7 @@ class ContiguousBatches(torch.utils.data.Dataset):
     """
 
     def __init__(self, blocks: PackedBlocks | Dataset, num_rows: int, eos_token_id: int):
-        self.blocks = blocks
-        self.num_rows = num_rows
+        self.blocks, self.num_rows = blocks, num_rows
         self.eos_token_id = eos_token_id  # the last token of every document, and of documents only
         # Row b has the blocks from bounds[b] to bounds[b + 1].
         self.bounds = [int(bound) for bound in np.linspace(0, len(blocks), num_rows + 1).round()]
@@ -59,8 +57,7 @@ class ContiguousBatches(torch.utils.data.Dataset):
         labels = torch.cat([ids, self._tokens(block + 1, len(self.blocks))[:1]])[1:]
         labels = pad(labels, (0, len(ids) - len(labels)), value=IGNORED)
         ends, places = ids == self.eos_token_id, torch.arange(len(ids))
-        # (T,): the place of a document's first token, 0 elsewhere
-        document_starts = pad(ends, (1, 0), value=False)[:-1] * places
+        document_starts = pad(ends, (1, 0), value=False)[:-1] * places  # (T,): of its first tokens; 0 elsewhere
         starts = step == 0 or (len(ids) > 0 and self._tokens(block - 1, end)[-1].item() == self.eos_token_id)
         return {
             "input_ids": ids,

@@ -6,50 +6,11 @@ import shlex
 
 from huggingface_hub import ModelCard
 
+from titans_hf.cli.shared.cards import fill_template
 from titans_hf.cli.shared.markdown_tables import markdown_table
 from titans_hf.configuration_titans import TitansConfig, field_facts
 
 PROCEDURE = "## Training procedure"  # Trainer's section of hyperparameters, results and versions
-CARD = """# {title}
-
-A language model with a memory that learns while it reads: Titans
-([Learning to Memorize at Test Time](https://arxiv.org/abs/2501.00663)), variant **{variant}**.
-State and time per token are constant at any context length. A cache holds what it has read: treat it like the text.
-
-## Load
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained({literal}, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained({literal}, trust_remote_code=True)
-prompt = tokenizer("It was a dark night, and", return_tensors="pt")
-print(tokenizer.decode(model.generate(**prompt, max_new_tokens=80)[0]))
-```
-
-The code needs transformers 5.21 or newer. With the package, `import titans_hf` takes the place of
-`trust_remote_code=True`. A server with OpenAI's API:
-
-```bash
-python -m titans_hf serve {quoted}
-```
-
-## Sizes
-
-{sizes}
-
-## Data
-
-{start} on {train}: {tokens:,} tokens in {steps:,} steps, in blocks of {block_length:,}. Nothing else was done to it: no
-instructions, no preferences, no filter.{best}
-
-Evaluated on {evaluated_on}, {eval_tokens:,} tokens: {metrics}.
-
-## Licence
-
-Weights: {weights}. Code (`*.py`): Apache-2.0.
-
-"""
 
 
 def fill_card(card: ModelCard, config: TitansConfig, record: dict) -> ModelCard:
@@ -64,7 +25,8 @@ def fill_card(card: ModelCard, config: TitansConfig, record: dict) -> ModelCard:
     }
     sizes = {fact["card"]: getattr(config, x) for x, fact in facts.items() if getattr(config, x) is not None}
     sizes = {"parameters": record["parameters"]} | sizes
-    general = CARD.format(
+    general = fill_template(
+        "train",
         title=escape(name),
         variant=config.variant.upper(),
         literal=json.dumps(name, ensure_ascii=False),
