@@ -12,8 +12,9 @@ predicts f(x_t); the error is its square. One layer is trained, and scored on se
 
 A row is a cell such as delta-2-momentum: the update rule, the depth, and `momentum` or `plain`. Cells are the form
 `titans`, with chunks of 16 for the rule `chunk`; delta-2-momentum is that form itself, delta-1-plain the form `delta`.
-A cell that ends in -unfiltered has no convolutions, and token t holds x_{t-1} too, of which keys are made. Other rows:
-`paper`, the form; `ttt`, chunk-2-plain that forgets nothing; `off`, never written; gated-deltanet.
+A cell that ends in -unfiltered has no convolutions, and token t holds x_{t-1} too, of which keys are made. A cell that
+ends in -wide has a hidden layer four times as wide, as the form `paper` has. Other rows: `paper`, the form; `ttt`,
+chunk-2-plain that forgets nothing; `off`, never written; gated-deltanet.
 Regression in closed form sees the same pairs: on x, on as many features as the width, the best ones for `sines` (the
 floor of linear memories of this size), and on the covariance of `sines`, which is nearly the best estimator.
 """
@@ -48,7 +49,7 @@ FACTORS = {"depth": ("1", "2"), "momentum": ("plain", "momentum"), "rule": ("chu
 SHAPE = {"num_attention_heads": 1, "num_hidden_layers": 1, "vocab_size": 8, "pad_token_id": 0}
 SHAPE |= {"hidden_size": WIDTH, "initializer_range": 0.1}
 SIZES = Sizes(SHAPE, {"memory_num_heads": 1, "memory_conv_noise": 0})
-CELL = re.compile("(?P<rule>chunk|delta)-(?P<depth>[12])-(?P<momentum>momentum|plain)(?P<filters>-unfiltered)?")
+CELL = re.compile("(?P<rule>chunk|delta)-(?P<depth>[12])-(?P<momentum>momentum|plain)(?P<kind>-wide|-unfiltered|)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +155,7 @@ def config_of(row: str, max_lr: float | None, width: int = WIDTH) -> PreTrainedC
         settings |= {"memory_update_rule": cell["rule"], "memory_depth": int(cell["depth"])}
         settings |= {"memory_momentum": cell["momentum"] == "momentum"}
         settings |= {"memory_chunk_size": 16} if cell["rule"] == "chunk" else {}
-        settings |= {"memory_conv_kernel": 1} if cell["filters"] else {}
+        settings |= {"-unfiltered": {"memory_conv_kernel": 1}, "-wide": {"memory_expansion": 4}}.get(cell["kind"], {})
     elif row not in others:
         raise ValueError(f"ROW {row!r} must be paper, ttt, off, gated-deltanet, or such as delta-2-momentum")
     return make_config("lmm", width, settings, sizes)
@@ -267,12 +268,12 @@ def tables(records: list[Record], task: str, width: int, closed: dict[str, dict[
             a, b = ({seed: run["result"]["test"][LAST] for seed, run in rows[x].items()} for x in (other, row))
             difference = {seed: a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())}
             lines.append([factor, f"{other} less {row}", with_interval(list(difference.values()))])
-            found["both" if factor == "rule" else cell["rule"], cell["filters"] or ""][row] = difference
-        for (rule, filters), cells in found.items():
+            found["both" if factor == "rule" else cell["rule"], cell["kind"]][row] = difference
+        for (rule, kind), cells in found.items():
             seeds = set.intersection(*(set(x) for x in cells.values()))
             if len(cells) > 1 and seeds:
                 means = [mean(x[seed] for x in cells.values()) for seed in sorted(seeds)]
-                lines.append([factor, f"mean of {len(cells)}, {rule}{filters}", with_interval(means)])
+                lines.append([factor, f"mean of {len(cells)}, {rule}{kind}", with_interval(means)])
     if lines:
         parts.append(markdown_table(["factor", f"difference at {LAST}", "mean and interval over seeds"], lines))
     return "\n\n".join(parts)

@@ -59,6 +59,7 @@ def test_rows_are_what_their_names_say():
         "memory_forget": False
     }
     assert study.config_of("delta-1-plain-unfiltered", None, 16).memory_conv_kernel == 1
+    assert study.config_of("delta-2-momentum-wide", None, 16).memory_expansion == 4
     for cell, form in {"delta-2-momentum": "titans", "delta-1-plain": "delta"}.items():
         fields = study.SIZES.shape | study.SIZES.titans | {"variant": "lmm", "memory_form": form}
         whole, named = study.config_of(cell, None), TitansConfig(**fields)
