@@ -10,7 +10,8 @@ first position. Its losses are the means of consecutive ranges of tokens, in nat
 import argparse
 import json
 import time
-from itertools import pairwise
+from functools import partial
+from itertools import pairwise, product
 from pathlib import Path
 
 import torch
@@ -28,8 +29,9 @@ RANGES = (0, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
 
 @torch.inference_mode()
-def losses(model: PreTrainedModel, ids: list[int], cache) -> torch.Tensor:
+def losses(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
     """Returns the loss of every token but the first, (T - 1,), reading in pieces with a cache."""
+    cache = TitansCache(model.config) if model.config.model_type == "titans" else DynamicCache()
     found, tokens = [], torch.tensor(ids)
     for start in range(0, len(ids) - 1, PIECE):
         inputs, targets = tokens[start : start + PIECE], tokens[start + 1 : start + PIECE + 1]
@@ -79,26 +81,22 @@ def main(argv: list[str] | None = None) -> None:
     original = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, **options, **whole).eval()
     original.config.quantization_config = None  # the weights of a GGUF are numbers of `dtype` now
     tokenizer = AutoTokenizer.from_pretrained(args.model, **options)
-    forms = {"full attention": original} if args.full else {}
-    forms |= {f"window {window}, read again": window for window in args.read_again}
+    forms = {"full attention": partial(losses, original)} if args.full else {}
     forms |= {
-        f"window {window}, sink at {distance}" if distance else f"window {window}, no sink": convert(
-            original, window=window, sinks=int(distance > 0), memory=None, persistent_distance=distance
-        )
-        for window in args.window
-        for distance in args.sinks
+        f"window {window}, read again": partial(losses_read_again, original, window=window)
+        for window in args.read_again
     }
+    for window, distance in product(args.window, args.sinks):
+        options = dict(sinks=int(distance > 0), memory=None, persistent_distance=distance)
+        name = f"window {window}, sink at {distance}" if distance else f"window {window}, no sink"
+        forms[name] = partial(losses, convert(original, window=window, **options))
     args.output.parent.mkdir(parents=True, exist_ok=True)
     for file in find_files(args.text, "--text")[: args.files]:
         text = file.read_text(encoding="utf-8")
         ids = encode(tokenizer, text[len(text) // 10 :][: 8 * args.tokens]).input_ids[: args.tokens]
-        for form, model in forms.items():
+        for form, measure in forms.items():
             start = time.perf_counter()
-            if isinstance(model, int):
-                found = by_range(losses_read_again(original, ids, model))
-            else:
-                cache = DynamicCache() if model is original else TitansCache(model.config)
-                found = by_range(losses(model, ids, cache))
+            found = by_range(measure(ids))
             line = {
                 "benchmark": "converted windows", "model": Path(args.gguf_file or args.model).name, "text": file.stem,
                 "form": form, "dtype": args.dtype, "tokens": len(ids), "loss": found,

@@ -151,8 +151,8 @@ def train(argv: list[str] | None) -> dict[str, float]:
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Trains and saves the model; returns its metrics."""
     metrics = train(argv)
-    # The model's wrapper goes first: were its reference to the processes' group the last one, the group would end with
-    # Python's lock held, and wait for ever for a thread of Gloo that waits for the lock.
+    # A process that exits while connected may abort. The model's wrapper goes first: if its reference to the group
+    # were the last one, the group would hold Python's lock, and wait for ever for a thread of Gloo that wants the lock.
     gc.collect()
     PartialState().destroy_process_group()
     return metrics

@@ -57,7 +57,7 @@ class ContiguousBatches(torch.utils.data.Dataset):
         labels = torch.cat([ids, self._tokens(block + 1, len(self.blocks))[:1]])[1:]
         labels = pad(labels, (0, len(ids) - len(labels)), value=IGNORED)
         ends, places = ids == self.eos_token_id, torch.arange(len(ids))
-        document_starts = pad(ends, (1, 0), value=False)[:-1] * places  # (T,): of its first tokens; 0 elsewhere
+        document_starts = pad(ends, (1, 0), value=False)[:-1] * places  # (T,): the place of a first token, else 0
         starts = step == 0 or (len(ids) > 0 and self._tokens(block - 1, end)[-1].item() == self.eos_token_id)
         return {
             "input_ids": ids,
