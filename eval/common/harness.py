@@ -44,6 +44,17 @@ class Run:
     batch_size: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class StudyRun:
+    """What a run of each study that trains rows with `optimise` depends on; a study adds its fields and a `name`."""
+
+    row: str
+    seed: int
+    steps: int
+    batch_size: int
+    learning_rate: float
+
+
 def make_parser(doc: str, models: Sequence[str], default_models: Sequence[str], batch_size: int) -> ArgumentParser:
     """Makes a parser of the options that all benchmarks have."""
     parser = ArgumentParser(description=doc, formatter_class=HelpFormatter)
@@ -103,7 +114,7 @@ def fit_classifier(run: Run, model: nn.Module, every: int, columns: Sequence[str
     return trainer, progress.curve
 
 
-def optimise(model: nn.Module, draw_loss: Callable[[torch.Generator], Tensor], run: Any) -> None:
+def optimise(model: nn.Module, draw_loss: Callable[[torch.Generator], Tensor], run: StudyRun) -> None:
     """Trains on sequences that are drawn for each step, by AdamW without decay, and leaves the model in evaluation."""
     optimizer, start = torch.optim.AdamW(model.parameters(), run.learning_rate, weight_decay=0.0), time.time()
     warmup = 0.1 if run.steps > 10 else 0.0  # OneCycleLR divides by the number of warm-up steps less one
@@ -122,7 +133,7 @@ def optimise(model: nn.Module, draw_loss: Callable[[torch.Generator], Tensor], r
     model.eval()
 
 
-def run_of(kind: type[Run], args: Namespace, **own: Any) -> Run:
+def run_of(kind: type[Run | StudyRun], args: Namespace, **own: Any) -> Run | StudyRun:
     """Makes a run of the options that have the names of its fields, and of `own` fields."""
     names = {field.name for field in fields(kind)}
     return kind(**{name: value for name, value in vars(args).items() if name in names} | own)
@@ -183,7 +194,9 @@ def add_row_options(parser: ArgumentParser, rows: str, sequences: str, **default
     parser.set_defaults(**defaults)
 
 
-def train_rows(benchmark: str, kind: type, args: Namespace, config_of: ConfigOf, train: Callable[..., dict]) -> None:
+def train_rows(
+    benchmark: str, kind: type[StudyRun], args: Namespace, config_of: ConfigOf, train: Callable[..., dict]
+) -> None:
     """Trains each row with each seed, unless the output has its record. All configs are made before the first run."""
     check_minimums(args, seeds=0, steps=1, batch_size=1)
     runs = [run_of(kind, args, row=row, seed=seed) for row in args.rows for seed in args.seeds]

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig
 
 from eval.common.compared_models import Sizes, make_config, num_trained, start_like_titans
-from eval.common.harness import add_row_options, optimise, train_rows
+from eval.common.harness import StudyRun, add_row_options, optimise, train_rows
 from eval.common.records import Record, read_records
 from eval.common.tables import with_interval
 from titans_hf.cli.shared.argument_checks import check_minimums
@@ -53,17 +53,12 @@ CELL = re.compile("(?P<rule>chunk|delta)-(?P<depth>[12])-(?P<momentum>momentum|p
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(StudyRun):
     """All that a run depends on; `max_lr` is the memory's largest step, by default the form's own."""
 
     task: str
-    row: str
     max_lr: float | None
-    seed: int
-    steps: int
-    batch_size: int
     pairs: int
-    learning_rate: float
     width: int
 
     @property

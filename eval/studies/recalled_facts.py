@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from eval.common.compared_models import Sizes, build_model, count_parameters, fit_config, start_like_titans
-from eval.common.harness import add_row_options, optimise, train_rows
+from eval.common.harness import StudyRun, add_row_options, optimise, train_rows
 from eval.common.records import Record, read_records
 from eval.common.tables import with_interval
 from titans_hf.cli import demo
@@ -33,14 +33,8 @@ QUESTIONS = 128  # at each distance
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(StudyRun):
     """All that a run depends on."""
-
-    row: str
-    seed: int
-    steps: int
-    batch_size: int
-    learning_rate: float
 
     @property
     def name(self) -> str:

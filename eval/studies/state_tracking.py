@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedConfig
 
 from eval.common.compared_models import Sizes, build_model, fit_config
-from eval.common.harness import add_row_options, optimise, train_rows
+from eval.common.harness import StudyRun, add_row_options, optimise, train_rows
 from eval.common.records import Record, read_records
 from eval.common.tables import with_interval
 from titans_hf.cli.shared.argument_checks import check_minimums
@@ -54,16 +54,11 @@ ROWS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(StudyRun):
     """All that a run depends on."""
 
     task: str
-    row: str
-    seed: int
     length: int
-    steps: int
-    batch_size: int
-    learning_rate: float
 
     @property
     def name(self) -> str:
