@@ -1,6 +1,7 @@
 """Does a deep memory with momentum pay? Regression in context, where a linear memory of few features must fail.
 
     python -m eval.studies.in_context_regression delta-2-momentum delta-1-plain off --seeds 0 1 2 --output runs.jsonl
+    python -m eval.studies.in_context_regression paper paper+memory_momentum=false --output runs.jsonl
     python -m eval.studies.in_context_regression --output runs.jsonl   # prints the tables
 
 A sequence has pairs (x, f(x)), and f is drawn for each sequence. Token t holds x_t and f(x_{t-1}), and the model
@@ -12,9 +13,9 @@ predicts f(x_t); the error is its square. One layer is trained, and scored on se
 
 A row is a cell such as delta-2-momentum: the update rule, the depth, and `momentum` or `plain`. Cells are the form
 `titans`, with chunks of 16 for the rule `chunk`; delta-2-momentum is that form itself, delta-1-plain the form `delta`.
-A cell that ends in -unfiltered has no convolutions, and token t holds x_{t-1} too, of which keys are made. A cell that
-ends in -wide has a hidden layer four times as wide, as the form `paper` has. Other rows: `paper`, the form; `ttt`,
-chunk-2-plain that forgets nothing; `off`, never written; gated-deltanet.
+Other rows: `paper`, the form; `ttt`, chunk-2-plain that forgets nothing; `off`, never written; gated-deltanet. A row is
+changed by fields of its config, such as paper+memory_depth=1. Where memory_conv_kernel is 1, token t holds x_{t-1} too,
+of which keys are made.
 Regression in closed form sees the same pairs: on x, on as many features as the width, the best ones for `sines` (the
 floor of linear memories of this size), and on the covariance of `sines`, which is nearly the best estimator.
 """
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig
 
-from eval.common.compared_models import Sizes, make_config, num_trained, start_like_titans
+from eval.common.compared_models import Sizes, make_config, num_trained, parse_settings, start_like_titans
 from eval.common.harness import StudyRun, add_row_options, optimise, train_rows
 from eval.common.records import Record, read_records
 from eval.common.tables import with_interval
@@ -49,7 +50,7 @@ FACTORS = {"depth": ("1", "2"), "momentum": ("plain", "momentum"), "rule": ("chu
 SHAPE = {"num_attention_heads": 1, "num_hidden_layers": 1, "vocab_size": 8, "pad_token_id": 0}
 SHAPE |= {"hidden_size": WIDTH, "initializer_range": 0.1}
 SIZES = Sizes(SHAPE, {"memory_num_heads": 1, "memory_conv_noise": 0})
-CELL = re.compile("(?P<rule>chunk|delta)-(?P<depth>[12])-(?P<momentum>momentum|plain)(?P<kind>-wide|-unfiltered|)")
+CELL = re.compile("(?P<rule>chunk|delta)-(?P<depth>[12])-(?P<momentum>momentum|plain)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,19 +142,20 @@ def config_of(row: str, max_lr: float | None, width: int = WIDTH) -> PreTrainedC
     Raises ValueError for a row that is not known.
     """
     sizes = SIZES._replace(shape=SIZES.shape | {"hidden_size": width})
-    if row == "gated-deltanet":
-        return make_config(row, width, {}, sizes)
+    base, *fields = row.split("+")
+    changes = parse_settings(fields)
+    if base == "gated-deltanet":
+        return make_config(base, width, changes, sizes)
     settings = {} if max_lr is None else {"memory_max_lr": max_lr}
     others = {"paper": {"memory_form": "paper"}, "off": {"memory_max_lr": 0}, "ttt": {"memory_forget": False}}
-    settings |= others.get(row, {})
-    if cell := CELL.fullmatch("chunk-2-plain" if row == "ttt" else row):
+    settings |= others.get(base, {})
+    if cell := CELL.fullmatch("chunk-2-plain" if base == "ttt" else base):
         settings |= {"memory_update_rule": cell["rule"], "memory_depth": int(cell["depth"])}
         settings |= {"memory_momentum": cell["momentum"] == "momentum"}
         settings |= {"memory_chunk_size": 16} if cell["rule"] == "chunk" else {}
-        settings |= {"-unfiltered": {"memory_conv_kernel": 1}, "-wide": {"memory_expansion": 4}}.get(cell["kind"], {})
-    elif row not in others:
+    elif base not in others:
         raise ValueError(f"ROW {row!r} must be paper, ttt, off, gated-deltanet, or such as delta-2-momentum")
-    return make_config("lmm", width, settings, sizes)
+    return make_config("lmm", width, settings | changes, sizes)
 
 
 def by_range(squares: Tensor) -> dict[str, float]:
@@ -253,22 +255,29 @@ def tables(records: list[Record], task: str, width: int, closed: dict[str, dict[
         lines.append([row, first["step"], len(runs), *cells])
     parts = [markdown_table([task, "largest step", "seeds", *names], lines)]
     lines = []
+
+    def differences(changed: str, row: str) -> dict[int, float]:  # by seed
+        a, b = ({seed: run["result"]["test"][LAST] for seed, run in rows[x].items()} for x in (changed, row))
+        return {seed: a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())}
+
     for factor, (low, high) in FACTORS.items():
         found = defaultdict(dict)  # the differences of a cell by seed, by what the cells have in common
         for row in rows:
-            other = "-".join(high if part == low else part for part in row.split("-"))
+            base, *fields = row.split("+")
+            other = "+".join(["-".join(high if part == low else part for part in base.split("-")), *fields])
             if other == row or other not in rows:
                 continue
-            cell = CELL.fullmatch(row)
-            a, b = ({seed: run["result"]["test"][LAST] for seed, run in rows[x].items()} for x in (other, row))
-            difference = {seed: a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())}
-            lines.append([factor, f"{other} less {row}", with_interval(list(difference.values()))])
-            found["both" if factor == "rule" else cell["rule"], cell["kind"]][row] = difference
-        for (rule, kind), cells in found.items():
+            found["both" if factor == "rule" else base[:5], *fields][row] = differences(other, row)
+            lines.append([factor, f"{other} less {row}", with_interval(list(differences(other, row).values()))])
+        for names, cells in found.items():
             seeds = set.intersection(*(set(x) for x in cells.values()))
             if len(cells) > 1 and seeds:
                 means = [mean(x[seed] for x in cells.values()) for seed in sorted(seeds)]
-                lines.append([factor, f"mean of {len(cells)}, {rule}{kind}", with_interval(means)])
+                lines.append([factor, f"mean of {len(cells)}, {'+'.join(names)}", with_interval(means)])
+    for row in rows:
+        base, *fields = row.split("+")
+        if fields and base in rows and (found := differences(row, base)):
+            lines.append(["+".join(fields), f"{row} less {base}", with_interval(list(found.values()))])
     if lines:
         parts.append(markdown_table(["factor", f"difference at {LAST}", "mean and interval over seeds"], lines))
     return "\n\n".join(parts)

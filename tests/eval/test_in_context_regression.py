@@ -29,7 +29,7 @@ def test_closed_form_regression():
         torch.testing.assert_close(errors[t], (x[0, t] @ weights - true[0, t]).square())
 
 
-@pytest.mark.parametrize("row", ["delta-2-momentum", "delta-1-plain-unfiltered", "gated-deltanet"])
+@pytest.mark.parametrize("row", ["delta-2-momentum", "delta-1-plain+memory_conv_kernel=1", "gated-deltanet"])
 def test_a_prediction_sees_no_value_of_its_own_pair(row):
     """The prediction at t does not depend on values from t on, but on x_t and on the values before."""
     torch.manual_seed(0)
@@ -58,8 +58,8 @@ def test_rows_are_what_their_names_say():
     assert study.config_of("ttt", 0.25).to_dict() == study.config_of("chunk-2-plain", 0.25).to_dict() | {
         "memory_forget": False
     }
-    assert study.config_of("delta-1-plain-unfiltered", None, 16).memory_conv_kernel == 1
-    assert study.config_of("delta-2-momentum-wide", None, 16).memory_expansion == 4
+    assert study.config_of("delta-1-plain+memory_conv_kernel=1", None, 16).memory_conv_kernel == 1
+    assert study.config_of("delta-2-momentum+memory_expansion=4", None, 16).memory_expansion == 4
     for cell, form in {"delta-2-momentum": "titans", "delta-1-plain": "delta"}.items():
         fields = study.SIZES.shape | study.SIZES.titans | {"variant": "lmm", "memory_form": form}
         whole, named = study.config_of(cell, None), TitansConfig(**fields)
