@@ -18,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from eval.common.records import append_record, describe_commit
 from eval.language.token_blocks import cut_blocks, cut_stretches, make_tokenizer, read_documents
@@ -87,10 +88,11 @@ def cache_probabilities(ids: np.ndarray) -> np.ndarray:
 
 
 class Shares:
-    """The shares of the mixture, by how many of the contexts the text has seen."""
+    """The shares of the mixture, by how many of its models know anything, as a count cache whose context is not new."""
 
     def __init__(self, parts: np.ndarray, iterations: int = 50):
-        """Chooses them on parts (N, 1 + CACHE_ORDER), the probabilities that each model gave; nan: no context."""
+        """Chooses them on parts (..., models), the probabilities that each model gave; nan: it knows nothing."""
+        parts = parts.reshape(-1, parts.shape[-1])
         self.shares, kinds = {}, (~np.isnan(parts)).sum(1)
         for kind in np.unique(kinds):
             chosen = np.nan_to_num(parts[kinds == kind])
@@ -101,24 +103,55 @@ class Shares:
             self.shares[int(kind)] = shares
 
     def mix(self, parts: np.ndarray) -> np.ndarray:
-        """Computes the mixture of parts (N, 1 + CACHE_ORDER): (N,)."""
-        kinds = (~np.isnan(parts)).sum(1)
-        return (np.nan_to_num(parts) * np.stack([self.shares[int(kind)] for kind in kinds])).sum(1)
+        """Computes the mixture of parts (..., models): (...)."""
+        kinds = (~np.isnan(parts)).sum(-1)
+        shares = np.zeros(parts.shape)
+        for kind in np.unique(kinds):
+            shares[kinds == kind] = self.shares[int(kind)]
+        return (np.nan_to_num(parts) * shares).sum(-1)
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_text_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the texts that a mixture is chosen on and scored on."""
     parser.add_argument("--train_text", type=Path, required=True, help="a folder of .txt files")
     parser.add_argument("--choice_text", type=Path, required=True, help="a folder; the shares are chosen on it")
     parser.add_argument("--score_text", type=Path, nargs="+", required=True, help="folders of .txt files")
-    parser.add_argument("--output", type=Path, required=True, help="the JSON Lines file that gets two lines")
-    parser.add_argument("--vocab_size", type=int, default=2048)
-    parser.add_argument("--block_length", type=int, default=2048)
-    parser.add_argument("--blocks", type=int, default=8000, help="number of training blocks: 8,000 are 16.4M tokens")
+    parser.add_argument("--output", type=Path, required=True, help="the JSON Lines file that gets a line for each row")
     parser.add_argument("--seed", type=int, default=0, help="seed of the order of the blocks, as in train_and_score")
     parser.add_argument("--score_length", type=int, default=16384)
     parser.add_argument("--stretches", type=int, default=2, help="stretches of each text to be scored")
     parser.add_argument("--cache", type=Path, default=Path("runs/language"), help="for the tokenizer and token ids")
+
+
+def read_stretches(folders: list[Path], tokenizer: Tokenizer, args: argparse.Namespace) -> tuple[list[str], np.ndarray]:
+    """Returns the name of the text of each stretch, and ids (N, T + 1)."""
+    names, stretches = [], []
+    for folder in folders:
+        files = find_files(folder, "--score_text")
+        documents = read_documents(files, tokenizer, args.cache)
+        names += [file.stem for file in files for _ in range(args.stretches)]
+        stretches.append(cut_stretches(documents, args.score_length, args.stretches))
+    return names, np.concatenate(stretches)
+
+
+def write_row(about: dict, p: np.ndarray, names: list[str], start: float, output: Path) -> None:
+    """Writes the record of a row: the losses by position of p (N, T), what it gave the words of the stretches."""
+    edges = edges_to(p.shape[1])
+    losses = np.stack([-np.log(p[:, low:high]).mean(1) for low, high in pairwise(edges)], axis=1)
+    mean = [round(float(x), 4) for x in losses.mean(0)]
+    table = [[name, *(round(float(x), 4) for x in row)] for name, row in zip(names, losses, strict=True)]
+    record = {"benchmark": "language"} | about | {"commit": describe_commit()}
+    record |= {"minutes": round((time.time() - start) / 60, 1), "edges": edges, "mean": mean, "stretches": table}
+    append_record(record, output)
+    print(about["name"], " ".join(f"{x:.4f}" for x in mean), flush=True)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_text_options(parser)
+    parser.add_argument("--vocab_size", type=int, default=2048)
+    parser.add_argument("--block_length", type=int, default=2048)
+    parser.add_argument("--blocks", type=int, default=8000, help="number of training blocks: 8,000 are 16.4M tokens")
     args = parser.parse_args(argv)
     train_files = find_files(args.train_text, "--train_text")
     tokenizer = make_tokenizer(train_files, args.vocab_size, args.cache)
@@ -126,32 +159,18 @@ def main(argv: list[str] | None = None) -> None:
     start, order = time.time(), next(random_batches(len(blocks), min(args.blocks, len(blocks)), args.seed))
     model = KneserNey(blocks[order.numpy()], args.vocab_size)
 
-    def stretches_of(folder: Path) -> tuple[list[str], np.ndarray]:
-        files = find_files(folder, "--score_text")
-        documents = read_documents(files, tokenizer, args.cache)
-        names = [file.stem for file in files for _ in range(args.stretches)]
-        return names, cut_stretches(documents, args.score_length, args.stretches)
-
     def parts_of(stretches: np.ndarray) -> np.ndarray:
         cached = np.stack([cache_probabilities(ids) for ids in stretches])
         return np.concatenate([model.probabilities(stretches)[..., None], cached], axis=-1)
 
-    shares = Shares(parts_of(stretches_of(args.choice_text)[1]).reshape(-1, 1 + CACHE_ORDER))
-    edges, rows = edges_to(args.score_length), {"ngram": [], "ngram-cache": []}
-    for folder in args.score_text:
-        names, stretches = stretches_of(folder)
-        for name, parts in zip(names, parts_of(stretches), strict=True):
-            for label, p in (("ngram", parts[:, 0]), ("ngram-cache", shares.mix(parts))):
-                losses = [-np.log(p[low:high]).mean() for low, high in pairwise(edges)]
-                rows[label].append([name, *(round(float(x), 4) for x in losses)])
-    sizes = {name: getattr(args, name) for name in ("vocab_size", "blocks", "block_length", "seed")}
+    shares = Shares(parts_of(read_stretches([args.choice_text], tokenizer, args)[1]))
+    names, stretches = read_stretches(args.score_text, tokenizer, args)
+    parts = parts_of(stretches)
     grams = sum(len(table[0]) for table in model.tables)
-    for label, table in rows.items():
-        mean = [round(float(x), 4) for x in np.mean([row[1:] for row in table], axis=0)]
-        record = {"benchmark": "language", "name": label, "model": label, "parameters": grams, "training": sizes}
-        record |= {"commit": describe_commit(), "minutes": round((time.time() - start) / 60, 1), "edges": edges}
-        append_record(record | {"mean": mean, "stretches": table}, args.output)
-        print(label, " ".join(f"{x:.4f}" for x in mean))
+    sizes = {name: getattr(args, name) for name in ("vocab_size", "blocks", "block_length", "seed")}
+    for label, p in (("ngram", parts[..., 0]), ("ngram-cache", shares.mix(parts))):
+        about = {"name": label, "model": label, "parameters": grams, "training": sizes}
+        write_row(about, p, names, start, args.output)
 
 
 if __name__ == "__main__":
