@@ -44,7 +44,7 @@ def run(args: Namespace) -> Iterator[dict]:
     """Checks our memory, then times both layers by turns; yields a row per case and pass."""
     if args.device.type != "cpu":
         raise ValueError(f"--device {args.device}: this comparison is made on the CPU only")
-    memory_alone.check(2, CHUNK, args.device)
+    memory_alone.check(make_memory())
     with Worker(args.python) as worker:
         for chunk_size, length in tqdm(CASES, desc="titans-pytorch"):
             for backward in (False, True):

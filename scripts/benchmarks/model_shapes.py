@@ -1,4 +1,4 @@
-"""The shapes of the models that the benchmarks time: Titans, and models of transformers, of one of two equal sizes.
+"""The shapes of the models that the benchmarks time: Titans, and models of transformers, of one of four equal sizes.
 
 `eval.common.compared_models` makes them; their other settings are the defaults of their classes.
 """
@@ -23,10 +23,19 @@ NUM_FEATURES = 512
 TITANS = (*VARIANTS, *(variant + TOKEN_MEMORY for variant in VARIANTS))
 NAMES = (*TITANS, "llama", "mistral", "mamba2", "qwen3-next", "olmo-hybrid")
 SHAPE = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1, "tie_word_embeddings": True}
-TINY = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 259}
-LARGER = {"hidden_size": 384, "num_hidden_layers": 8, "num_attention_heads": 6, "vocab_size": 32_000}
-SIZES = {name: Sizes(SHAPE | of_size, max_positions=1 << 20) for name, of_size in (("tiny", TINY), ("30m", LARGER))}
-PARAMETERS = {"tiny": 1_030_000, "30m": 30_000_000}
+# (hidden size, layers, heads, vocabulary) and the number of parameters
+SHAPES = {
+    "tiny": ((128, 4, 4, 259), 1_030_000),
+    "30m": ((384, 8, 6, 32_000), 30_000_000),
+    "170m": ((768, 12, 12, 32_000), 170_000_000),
+    "340m": ((1024, 24, 16, 32_000), 340_000_000),
+}
+FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+SIZES = {
+    name: Sizes(SHAPE | dict(zip(FIELDS, shape, strict=True)), max_positions=1 << 20)
+    for name, (shape, _) in SHAPES.items()
+}
+PARAMETERS = {name: number for name, (_, number) in SHAPES.items()}
 NUM_CHECKED_TOKENS = 200  # tokens
 FIXED = ("variant", "token_memory_features", "intermediate_size")  # by a model's name, or so that sizes are equal
 

@@ -16,6 +16,7 @@ from scripts.benchmarks import (
     memory_alone,
     model_shapes,
     table_and_plot,
+    whole_models,
 )
 
 
@@ -51,10 +52,20 @@ def test_work_that_ends_its_process_is_an_error():
 
 def test_what_is_wrong_is_not_timed(monkeypatch):
     """A wrong memory output stops the benchmark before timing."""
-    wrong = memory_alone.memorize
-    monkeypatch.setattr(memory_alone, "memorize", lambda *args, **kw: wrong(*args, **kw | {"chunk_size": 32}))
-    with pytest.raises(AssertionError, match="chunk 64, depth 2: the output is off by"):
-        memory_alone.check(2, 64, torch.device("cpu"))
+    cpu, chunk_rule = torch.device("cpu"), {"memory_update_rule": "chunk"}
+    memory, other = (memory_alone.make_memory(1, chunk, cpu, **chunk_rule) for chunk in (16, 8))
+    right = memory_alone.memorize_on_grid
+    monkeypatch.setattr(memory_alone, "NUM_CHECKED_TOKENS", 20)
+    monkeypatch.setattr(memory_alone, "memorize_on_grid", lambda config, *args: right(other.config, *args))
+    with pytest.raises(AssertionError, match="chunk 16, depth 2: the output is off by"):
+        memory_alone.check(memory)
+
+
+@in_one_test("form", ["titans", "delta", "paper"])
+def test_every_form_of_the_memory_is_checked(form, monkeypatch):
+    """The memory of each form equals the token loop of its rule."""
+    monkeypatch.setattr(memory_alone, "NUM_CHECKED_TOKENS", 20)
+    memory_alone.check(memory_alone.make_memory(1, 16, torch.device("cpu"), memory_form=form))
 
 
 @in_one_test("option", ["memory --lengths 1024 -1", "decode --contexts 0", "models --repeats 0"])
@@ -65,20 +76,24 @@ def test_numbers_below_one_are_refused(option, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_floor_counts_every_product():
-    """`Products.multiply_adds` equals a count by hand for one layer of BATCH x HEADS memories."""
+@in_one_test(
+    "form,counts",
+    [({"memory_update_rule": "chunk", "memory_depth": 1}, (6, 2, 1)), ({"memory_form": "delta"}, (5, 3, 0))],
+)
+def test_the_floor_counts_every_product(form, counts):
+    """`Products.multiply_adds` equals a count by hand for one layer of two rows of three memories: of (C, D) with
+    (D, D), of (C, D) with (D, C), and of (C, C) with (C, C).
+    """
     chunk, size = 16, memory_alone.HEAD_DIM
-    by_hand = 6 * chunk * size * size + 2 * chunk * chunk * size + chunk**3
-    assert (
-        memory_alone.Products(1, chunk, torch.device("cpu")).multiply_adds
-        == memory_alone.BATCH * memory_alone.HEADS * by_hand
-    )
+    by_hand = counts[0] * chunk * size * size + counts[1] * chunk * chunk * size + counts[2] * chunk**3
+    memory = memory_alone.make_memory(3, chunk, torch.device("cpu"), **form)
+    assert memory_alone.Products(memory, batch_size=2).multiply_adds == 2 * 3 * by_hand
 
 
 def test_models_are_of_equal_size():
     """Every compared model is within 6 % of the nominal size."""
     for size, expected in model_shapes.PARAMETERS.items():
-        for name in model_shapes.NAMES:
+        for name in model_shapes.NAMES if size in ("tiny", "30m") else (*model_shapes.VARIANTS, "llama", "mamba2"):
             number = count_parameters(name, model_shapes.fit_config(name, size))
             assert abs(number / expected - 1) < 0.06, name
 
@@ -128,11 +143,12 @@ def test_the_plot_says_what_was_not_run(monkeypatch, tmp_path):
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1,024", "2,048", "4,096"]
 
 
-def test_memory(tmp_path):
+def test_memory(monkeypatch, tmp_path):
     """The memory benchmark reports each length, its time relative to the bare products, and a peak that grows with the
     length.
     """
-    rows = run(tmp_path, "memory", "--lengths", "64", "200", "--chunks", "64")
+    monkeypatch.setattr(memory_alone, "check", lambda memory: None)
+    rows = run(tmp_path, "memory", "--lengths", "64", "200", "--chunks", "64", "--set", "memory_form=delta")
     assert [row["tokens"] for row in rows] == [64, 200]
     assert all(0 < row["forward of products"] < 2 for row in rows)
     assert rows[0]["both peak MB"] < rows[1]["both peak MB"]
@@ -145,6 +161,33 @@ def test_the_other_package_is_compared_with_equal_work():
     memory = compare_titans_pytorch.make_memory()
     shapes = [tuple(weight.shape[-2:]) for weight in memory.initial_state(1, torch.float32).weights]
     assert shapes == [(64, 256), (256, 64)] and not memory.rule.delta_rule
+
+
+def test_all_parts_of_the_command_for_a_gpu(monkeypatch, tmp_path, capsys):
+    """`gpu` has a table, JSON and a picture of the memory of each form, of models and of decoding; what needs too much
+    memory is a row without figures, and a part that fails does not stop the others. Without a GPU it is an error.
+    """
+
+    def too_little(run, device):
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(memory_alone, "check", lambda memory: memory.config.memory_form == "titans" or 1 / 0)
+    monkeypatch.setattr(model_shapes, "check", lambda model: None)
+    monkeypatch.setattr(whole_models, "peak_bytes", too_little)
+    tiny = ["--sizes", "tiny", "--models", "lmm", "llama", "--lengths", "32", "--contexts", "32", "--repeats", "1"]
+    with pytest.raises(SystemExit, match="These parts failed: memory-delta, memory-delta-without-kernel"):
+        bench.main(["gpu", "--device", "cpu", "--batch_size", "1", *tiny, "--output", str(tmp_path)])
+    assert "ZeroDivisionError" in capsys.readouterr().err
+    rows = {path.parent.name: json.loads(path.read_text())["rows"] for path in tmp_path.glob("*/*.json")}
+    assert {"memory-titans", "models-tiny", "models-tiny-delta", "decode-tiny"} == rows.keys()
+    assert (
+        [row["model"] for row in rows["models-tiny"]] == ["lmm", "llama"] == [x["model"] for x in rows["decode-tiny"]]
+    )
+    assert all(row["train tokens/s"] > 0 and row["train peak KB/token"] is None for row in rows["models-tiny"])
+    assert len([*tmp_path.glob("*/*.png"), *tmp_path.glob("*/*.md")]) == 2 * len(rows)
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="--device cuda cannot be used"):
+            bench.main(["gpu", "--output", str(tmp_path)])
 
 
 @pytest.mark.slow

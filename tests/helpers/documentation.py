@@ -85,7 +85,7 @@ TREATMENTS = [
     Treatment(
         r"python -m scripts.bench \w+ .*--compile.*", not_run="compiling takes minutes: tests/model/test_compile.py"
     ),
-    Treatment(r"python -m scripts.bench \w+ .*--device cuda.*", not_run="it needs a GPU"),
+    Treatment(r"python -m scripts.bench gpu", not_run="it needs a GPU: tests/eval/test_bench.py"),
     Treatment(r"python -m scripts.bench memory .*", "--lengths 32 --chunks 16 --repeats 1"),
     Treatment(r"python -m scripts.bench models .*", "--lengths 32 --depths 1 --size tiny --repeats 1"),
     Treatment(r"python -m scripts.bench decode .*", "--contexts 32 --steps 2 --size tiny"),
