@@ -14,7 +14,7 @@ It writes a record for each row, so that `compare_runs` sets the rows side by si
     NAME+steps       with --steps, dynamic evaluation: a step of SGD on the last tokens after they have been scored
 
 All is chosen on the choice texts alone: the shares by expectation maximisation; theta, the rate of SGD and the tokens
-of a step out of the values below, the last two on the first stretch of each text.
+of a step out of the values below, the last two on the beginning of each text's first stretch.
 """
 
 import argparse
@@ -35,8 +35,9 @@ from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.shared.text_files import find_files
 
 THETAS = (0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28)
-RATES = (0.003, 0.01, 0.03, 0.1, 0.3)
+RATES = (0.02, 0.04, 0.08)
 STEP_TOKENS = (32, 128)
+STEP_CHOICE = 8192  # tokens of a stretch that a rate is chosen on
 QUERIES = 512  # compared with the whole text at once
 
 
@@ -140,7 +141,7 @@ def main(argv: list[str] | None = None) -> None:
     parts = read_stretches_with(model, stretches)
     rows = {"": parts[..., 0]} | {f"+{name}": shares.mix(parts[..., x]) for name, (x, shares) in mixtures.items()}
     if args.steps:
-        *step, by_step = choose_steps(model, choice[:: args.stretches])
+        *step, by_step = choose_steps(model, choice[:: args.stretches, : STEP_CHOICE + 1])
         losses |= by_step
         rows["+steps"] = np.stack([steps_while_reading(model, torch.from_numpy(ids), *step) for ids in stretches])
     about = {name: run[name] for name in ("model", "settings", "parameters", "config", "training")}
