@@ -7,7 +7,7 @@ import torch
 from eval.common import compared_models as models
 from eval.common.records import append_record, read_records
 from eval.common.token_attention import attend
-from eval.language import compare_runs, token_blocks, train_and_score
+from eval.language import ablation, compare_runs, token_blocks, train_and_score
 
 PARAMETERS = 300_000
 
@@ -136,3 +136,26 @@ def test_stretches_are_spread_over_a_text():
     """The first and the last stretch reach the ends of the text."""
     stretches = token_blocks.cut_stretches([np.arange(100)], length=9, number=3)
     assert stretches[:, 0].tolist() == [0, 45, 90] and stretches[-1, -1] == 99
+
+
+def test_an_ablation_takes_out_one_part_at_a_time(tmp_path, monkeypatch):
+    """Each row differs from the variant in the field of its part, and in fields that follow; a finished row is kept."""
+    calls = []
+    monkeypatch.setattr(train_and_score, "main", calls.append)
+    output = tmp_path / "runs.jsonl"
+    append_record({"benchmark": "language", "name": "mag-off", "training": {"seed": 1}}, output)
+    ablation.main(["mag", "--seeds", "0", "1", "--output", str(output), "--steps", "2", "--set", "num_hidden_layers=2"])
+    assert len(calls) == 2 * len(ablation.PARTS) - 1
+    found = {}
+    for call in calls[: len(ablation.PARTS)]:
+        args = train_and_score.parse_args([*call, "--train_text", "train", "--score_text", "score"])
+        assert (args.model, args.seed, args.steps) == ("mag", 0, 2)
+        settings = {"vocab_size": 300} | models.parse_settings(args.set)
+        found[args.label] = models.fit_config("mag", PARAMETERS, settings).to_dict()
+    whole = found.pop("mag")
+    assert whole["num_hidden_layers"] == 2
+    for label, config in found.items():
+        field = ablation.PARTS[label.removeprefix("mag")].split("=")[0]
+        assert {name for name in config if config[name] != whole[name]} <= {field, "intermediate_size"}, label
+        assert config[field] != whole[field]
+    assert not any("persistent" in row for row in ablation.rows("lmm"))
