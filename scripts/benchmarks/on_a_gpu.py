@@ -18,6 +18,7 @@ from . import model_shapes
 
 FORMS = {
     "titans": ["memory_form=titans"],
+    "titans-with-kernels": ["memory_form=titans", "memory_kernel=triton"],
     "delta": ["memory_form=delta"],
     "delta-without-kernel": ["memory_form=delta", "memory_kernel=torch"],
 }

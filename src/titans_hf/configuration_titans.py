@@ -187,11 +187,14 @@ class TitansConfig(PreTrainedConfig):
             `"form"` is 1; with `memory_form="paper"` it is `None`.
         memory_kernel (`str`, defaults to `"auto"`):
             The program that updates the memory with several tokens. `"fla"`: the kernel `chunk_comba` of
-            flash-linear-attention (`pip install titans-hf[gpu]`). `"torch"`: PyTorch. `"auto"`: the kernel where it is
-            possible, PyTorch elsewhere. The kernel needs a CUDA GPU, a memory of one layer with the delta rule and
-            without momentum (`memory_form="delta"`), heads of at most 256, and a model that is not in float64. `"fla"`
-            raises an error if one of these conditions does not hold. Single tokens, calls with `output_surprise` and,
-            with `"auto"`, compiled models are computed by PyTorch, and so is a token memory of more than 256 features.
+            flash-linear-attention (`pip install titans-hf[gpu]`). `"triton"`: the project's own kernels, which have
+            never run on a GPU. `"torch"`: PyTorch. `"auto"`: fla's kernel where it is possible, PyTorch elsewhere. Both
+            kernels need a CUDA GPU and a model that is not in float64. `"fla"` needs a memory of one layer with the
+            delta rule and without momentum (`memory_form="delta"`), with heads of at most 256; `"triton"` an MLP of at
+            most two layers with gates per head, heads of 16 to 128, at most 256 hidden units and chunks of 16 to 64
+            tokens, all powers of two. Each raises an error if one of its conditions does not hold. Single tokens,
+            calls with `output_surprise` (not with `"triton"`) and, with `"auto"`, compiled models are computed by
+            PyTorch, and so is a token memory of more than 256 features.
         token_memory_features (`int`, defaults to 0):
             Number of sparse features of the keys of the token memory, which learns at test time which token follows
             which final hidden state, and adds what it retrieves before the LM head; 0 for none. An extension beyond the
@@ -301,7 +304,7 @@ class TitansConfig(PreTrainedConfig):
     memory_error_clip: int | float | Literal["form"] | None = setting(
         "form", above=0, derived=by_form(titans=1.0, delta=1.0, paper=None)
     )
-    memory_kernel: Literal["auto", "torch", "fla"] = setting("auto", state="none")
+    memory_kernel: Literal["auto", "torch", "fla", "triton"] = setting("auto", state="none")
     # docs/dev/log.md: "A memory of which token follows"
     token_memory_features: int = setting(0, at_least=0, state="shape")
     token_memory_form: Literal["delta", "episodic"] = setting("delta", state="shape")

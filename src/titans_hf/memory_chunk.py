@@ -217,8 +217,22 @@ class GroupGradients(NamedTuple):
     decay_target: list[Tensor]
 
 
+class Chain(NamedTuple):
+    """What computes all that goes from chunk to chunk of a group in one call; the rest is then computed as if the group
+    were one chunk of P * N rows.
+
+    states: from what `group_intermediates` has before the chunks, computes the states at the starts of all chunks
+    (P * N, ...) and at the group's end. gradients: from the group, the gradients with respect to its layers by the
+    reads, the derivatives of the gradient factors, and the last two arguments of `group_backward`, computes the
+    gradients with respect to the states at the ends of all chunks, and at the group's start.
+    """
+
+    states: Callable[..., tuple[MemoryState, MemoryState]]
+    gradients: Callable[..., tuple[MemoryState, MemoryState]]
+
+
 class GroupFunctions(NamedTuple):
-    """The functions of one group of chunks, as written here or compiled."""
+    """The functions of one group of chunks, as written here, compiled, or with a chain."""
 
     forward: Callable[..., MemorizeOutput]
     intermediates: Callable[..., GroupIntermediates]
@@ -279,11 +293,12 @@ def group_forward(
     starts: Tensor | None,
     rule: UpdateRule,
     needs_surprise: bool,
+    chain: Chain | None = None,
 ) -> MemorizeOutput:
     """Computes the retrieved values of a group's queries, the tokens' surprise if it is needed, both (P * N, C, ...),
     and the state at the group's end. The arguments are those of `group_intermediates`.
     """
-    group = group_intermediates(inputs, state, decay_target, starts, rule)
+    group = group_intermediates(inputs, state, decay_target, starts, rule, chain)
     retrieved = apply_layers(group.inputs.queries, _reads_of_layers(group), rule.network)
     surprise = None
     if needs_surprise:
@@ -298,11 +313,12 @@ def group_intermediates(
     decay_target: Sequence[Tensor],
     starts: Tensor | None,
     rule: UpdateRule,
+    chain: Chain | None = None,
 ) -> GroupIntermediates:
     """Computes gate products and gradient factors from a group's inputs and the state at its start.
 
     inputs: (P, N, C, ...). state: with the anchor of the first chunk. starts: (P, N) bool, True where a chunk starts;
-    None for everywhere.
+    None for everywhere. chain: where given, `chunks` has one entry, with the tensors of the whole group.
     """
     num_chunks, depth = len(inputs.keys), len(state.weights)
     inputs = inputs.map(lambda x: x.flatten(0, 1))
@@ -311,6 +327,11 @@ def group_intermediates(
     end_gates = [EndGates.of(gates[0])] if shared else [EndGates.of(x) for x in gates]
     earlier_gates = EarlierGates.of(gates[-1]) if rule.delta_rule else None
     norms = TokenNorms.of(inputs.keys, inputs.values, rule) if state.anchor else None
+    after = None
+    if chain is not None:
+        of_state = (state, decay_target, starts, rule)
+        state, after = chain.states(inputs, norms, end_gates[0], earlier_gates, *of_state)
+        decay_target, num_chunks = [torch.cat([x] * num_chunks) for x in decay_target], 1
     of_chunks = zip(
         unstack(inputs.keys, num_chunks),
         unstack(inputs.values, num_chunks),
@@ -324,7 +345,7 @@ def group_intermediates(
         if chunk > 0:
             state = with_anchor(state, None if starts is None else starts[chunk])
         chunks.append(_chunk_factors(keys, values, norms_of_chunk, state, decay_target, earlier, rule))
-        state = _end_of_chunk(chunks[-1].layers, end, state.anchor)
+        state = _end_of_chunk(chunks[-1].layers, end, state.anchor) if after is None else after
     of_group = []
     for i, of_layer in enumerate(zip(*(x.layers for x in chunks), strict=True)):
         target = of_layer[0].decay_target
@@ -420,7 +441,11 @@ def _end_of_chunk(layers: Sequence[ChunkLayer], gates: Sequence[EndGates], ancho
 
 
 def group_backward(
-    grad_retrieved: Tensor, group: GroupIntermediates, grads: MemoryState, starts: Tensor | None
+    grad_retrieved: Tensor,
+    group: GroupIntermediates,
+    grads: MemoryState,
+    starts: Tensor | None,
+    chain: Chain | None = None,
 ) -> GroupGradients:
     """Computes the backward of `group_forward` of an MLP whose layers have the same gates, from the gradients with
     respect to what the queries retrieve (P * N, C, D) and to the state at the end; an empty anchor there is 0.
@@ -436,7 +461,10 @@ def group_backward(
         gates.insert(0, of_read.gates)
         grad = of_read.x.mul_(reads.slopes[i - 1]) if i > 0 else of_read.x
     # 3. From the last chunk to the first: what the state at a chunk's end and the deltas depend on
-    derivatives = _derivatives(group)
+    derivatives, at_start = _derivatives(group), None
+    num_rows = len(grads.weights[0])
+    if chain is not None:
+        grads, at_start = chain.gradients(group, layers, derivatives, grads, starts)
     of_chunks = zip(
         group.chunks,
         zip(*(unstack(x._replace(decay_target=None), num_chunks) for x in layers), strict=True),
@@ -465,6 +493,7 @@ def group_backward(
         grads = MemoryState(tuple(x.offset for x in total), of_momentum, grad_anchor)
         if p > 0:
             grads = with_anchor_backward(grads, None if starts is None else starts[p])
+    grads = grads if at_start is None else at_start
     # 4. The decay target, and the products of the gates at the ends and before each token
     grad_target = []
     for i, (layer, total) in enumerate(zip(group.layers, layers, strict=True)):
@@ -479,7 +508,7 @@ def group_backward(
         grad_values = -solved.error
         if grad_target:
             grad_target[-1].baddbmm_(group.layers[-1].inputs.mT, solved.error)  # (N, d_in, C) @ (N, C, d_out)
-    grad_target = [x.unflatten(0, (num_chunks, -1)).sum(0) for x in grad_target]
+    grad_target = [x.unflatten(0, (-1, num_rows)).sum(0) for x in grad_target]
     # 5. Keys and values in the gradient factors
     if of_factors:
         tokens, first_weights = group.inputs, stack([x.anchor[0] for x in group.chunks])

@@ -1,4 +1,5 @@
-"""The update of a linear memory by a kernel on a GPU: `chunk_comba` of flash-linear-attention (fla).
+"""What updates the memory on a GPU: PyTorch, the project's Triton kernels (`memory_triton`), or, for a linear memory,
+`chunk_comba` of flash-linear-attention (fla).
 
 `chunk_comba` computes exactly the memory of one layer with the delta rule, without momentum, with forgetting to M_0:
 S = M - M_0 follows its rule (`memory_listing.torch_chunk_comba` is the same in plain PyTorch). It has no counterpart of
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
+from .memory_chunk import GroupFunctions
 from .memory_network import UpdateRule
 from .memory_state import MemorizeOutput, MemoryInputs, MemoryState
 from .token_grid import TokenGrid
@@ -22,6 +24,8 @@ logger = logging.get_logger(f"transformers.{__name__}")  # `transformers.logging
 
 LARGEST_KEY = 256  # of fla's chunk kernels
 SMALLEST_LOG_RETAIN = -30.0  # fla returns nan for -inf; exp(-30) is 1e-13
+# Of the Triton kernels, whose tiles are powers of two: tokens of a chunk, head sizes, sizes of a hidden layer.
+CHUNK_SIZES, HEAD_SIZES, HIDDEN_SIZES = (16, 32, 64), (16, 32, 64, 128), (16, 32, 64, 128, 256)
 
 
 def choose_kernel(
@@ -53,15 +57,56 @@ def choose_kernel(
 def _misfits(inputs: MemoryInputs, state: MemoryState, rule: UpdateRule) -> list[str]:
     """Returns what keeps `chunk_comba` from computing an update; nothing if it can."""
     weights, key_size = state.weights[0], inputs.keys.shape[-1]
-    misfits = {
-        f"the memory is on the device {weights.device.type!r}, not 'cuda'": weights.device.type != "cuda",
-        f"the memory is in {weights.dtype}, not torch.float32": weights.dtype != torch.float32,
+    misfits = _misfits_of_any_kernel(weights) | {
         f"the memory has {len(state.weights)} layers, not 1": len(state.weights) != 1,
         "the memory has momentum": bool(state.momentum),
         "the update rule is 'chunk', not 'delta'": not rule.delta_rule,
         f"the keys have {key_size} entries, more than {LARGEST_KEY}": key_size > LARGEST_KEY,
     }
     return [reason for reason, applies in misfits.items() if applies]
+
+
+def _misfits_of_any_kernel(weights: Tensor) -> dict[str, bool]:
+    return {
+        f"the memory is on the device {weights.device.type!r}, not 'cuda'": weights.device.type != "cuda",
+        f"the memory is in {weights.dtype}, not torch.float32": weights.dtype != torch.float32,
+    }
+
+
+def triton_functions(inputs: MemoryInputs, state: MemoryState, rule: UpdateRule, chunk_size: int) -> GroupFunctions:
+    """Returns the functions of a group whose chain of chunks is computed by the Triton kernels, for `memorize`.
+
+    Raises ValueError where the kernels cannot compute the update, with all that does not fit, and without Triton.
+    """
+    (_, hidden_size), head_size = state.weights[0].shape[-2:], inputs.keys.shape[-1]
+    misfits = _misfits_of_any_kernel(state.weights[0]) | {
+        "the model is being compiled": torch.compiler.is_compiling(),
+        f"the memory has {len(state.weights)} layers, more than 2": len(state.weights) > 2,
+        f"the memory's network is {rule.network!r}, not 'mlp'": rule.network != "mlp",
+        "the memory's layers have gates of their own": inputs.has_gates_per_layer,
+        f"a chunk has {chunk_size} tokens, not {_one_of(CHUNK_SIZES)}": chunk_size not in CHUNK_SIZES,
+        f"a head has {head_size} entries, not {_one_of(HEAD_SIZES)}": head_size not in HEAD_SIZES,
+        f"the hidden layer has {hidden_size} units, not {_one_of(HIDDEN_SIZES)}": hidden_size not in HIDDEN_SIZES,
+    }
+    reasons = [reason for reason, applies in misfits.items() if applies]
+    functions, failure = (None, None) if reasons else _import_kernel_functions()
+    if functions is None:
+        reason = "; ".join(reasons) or failure
+        raise ValueError(f"`memory_kernel` must be 'auto' or 'torch' here, but is 'triton': {reason}.")
+    logger.info_once("The memory is updated by its Triton kernels.")
+    return functions
+
+
+def _one_of(sizes: tuple[int, ...]) -> str:
+    return f"{', '.join(map(str, sizes[:-1]))} or {sizes[-1]}"
+
+
+@cache
+def _import_kernel_functions() -> tuple[GroupFunctions | None, str | None]:
+    """Returns the functions with the Triton kernels, or None and why there are none."""
+    from .memory_triton import KERNEL_FUNCTIONS, triton
+
+    return (KERNEL_FUNCTIONS, None) if triton else (None, "Triton cannot be imported")
 
 
 @cache

@@ -41,6 +41,7 @@ from .token_grid import TokenGrid
 
 # Chunks of a group. docs/dev/log.md: "States of every fourth chunk kept for the backward", "Four chunks at once"
 CHECKPOINT_INTERVAL = 4
+KERNEL_INTERVAL = 16  # where a kernel goes from chunk to chunk: fewer launches, more states in memory at once
 
 
 class ScanOptions(NamedTuple):
@@ -50,6 +51,7 @@ class ScanOptions(NamedTuple):
     chunk that started in an earlier call keeps its anchor. Unused where the state has none.
     needs_surprise: compute the tokens' surprise, None without.
     compiled: the functions for groups of full chunks; None for the functions of `memory_chunk` as they are.
+    kernel: the functions with a chain by a kernel for groups of full chunks, in place of `compiled`; None without.
     """
 
     chunk_size: int
@@ -57,18 +59,20 @@ class ScanOptions(NamedTuple):
     chunk_starts: Tensor | None
     needs_surprise: bool
     compiled: GroupFunctions | None
+    kernel: GroupFunctions | None = None
 
     def groups(self, num_tokens: int) -> list["Group"]:
-        """Returns the groups of chunks in which T tokens are read: of `CHECKPOINT_INTERVAL` chunks, of the full chunks
-        that are left (compiled: one by one, so that only two shapes are compiled), and of the last chunk if it is
-        shorter.
+        """Returns the groups of chunks in which T tokens are read: of `CHECKPOINT_INTERVAL` chunks (with a kernel:
+        `KERNEL_INTERVAL`), of the full chunks that are left (compiled: one by one, so that only two shapes are
+        compiled), and of the last chunk if it is shorter.
         """
         num_chunks, rest = num_tokens // self.chunk_size, num_tokens % self.chunk_size
-        left = num_chunks % CHECKPOINT_INTERVAL
-        numbers = [CHECKPOINT_INTERVAL] * (num_chunks // CHECKPOINT_INTERVAL)
+        interval = CHECKPOINT_INTERVAL if self.kernel is None else KERNEL_INTERVAL
+        left = num_chunks % interval
+        numbers = [interval] * (num_chunks // interval)
         if left:
-            numbers += [1] * left if self.compiled is not None else [left]
-        functions, groups, first = self.compiled or GROUP_FUNCTIONS, [], 0
+            numbers += [left] if self.compiled is None or self.kernel is not None else [1] * left
+        functions, groups, first = self.kernel or self.compiled or GROUP_FUNCTIONS, [], 0
         for number in numbers:
             groups.append(Group(first, number, self.chunk_size, functions))
             first += number
@@ -240,6 +244,7 @@ def memorize(
     chunk_size: int,
     decay_target: tuple[Tensor, ...] = (),
     grid: TokenGrid | None = None,
+    kernel: GroupFunctions | None = None,
 ) -> MemorizeOutput:
     """Updates the memory with T tokens and reads each token's query right after its own update (eq. 13-16).
 
@@ -254,6 +259,8 @@ def memorize(
         grid: where given, the tokens are already on its slots (T = grid.num_slots), of a grid for a multiple of
             `chunk_size`. The results at empty slots are undefined. The surprise is None unless
             `grid.needs_surprise`; without a grid, it is computed.
+        kernel: the functions with which groups of full chunks are computed, for an MLP with gates per head; None for
+            PyTorch's.
 
     Raises ValueError for a rule that cannot be, for `inputs.filled`, which the grid has, and for a state without the
     anchor that the rule needs, or with a momentum where the inputs have no `log_momentum_decay` and the other way
@@ -271,10 +278,10 @@ def memorize(
     if num_tokens == 1 and (grid is None or grid.is_single_token):
         return _memorize_token(inputs, state, decay_target, chunk_size, rule)
     if grid is not None:
-        return _memorize_grid(inputs, state, decay_target, grid, chunk_size, rule)
+        return _memorize_grid(inputs, state, decay_target, grid, chunk_size, rule, kernel)
     grid = replace(TokenGrid.build(state.num_seen, num_tokens, chunk_size), needs_surprise=True)
     slots = inputs.map(lambda x: grid.scatter(x.transpose(1, 2)).transpose(1, 2))
-    output = _memorize_grid(slots, state, decay_target, grid, chunk_size, rule)
+    output = _memorize_grid(slots, state, decay_target, grid, chunk_size, rule, kernel)
     retrieved, surprise = (grid.gather(x.transpose(1, 2)).transpose(1, 2) for x in (output.retrieved, output.surprise))
     return MemorizeOutput(retrieved, surprise, output.state)
 
@@ -374,6 +381,7 @@ def _memorize_grid(
     grid: TokenGrid,
     chunk_size: int,
     rule: UpdateRule,
+    kernel: GroupFunctions | None = None,
 ) -> MemorizeOutput:
     """Updates with the tokens on the slots of a grid; chunks of every row start at multiples of `chunk_size`."""
     rows_and_heads = slots.inner_lr.shape[:2]
@@ -393,7 +401,7 @@ def _memorize_grid(
     by_hand = rule.network == "mlp" and not slots.has_gates_per_layer  # the backward
     compiling = torch.compiler.is_compiling()  # then the compiler makes the backward
     compiled = _compiled if by_hand and not compiling else None
-    options = ScanOptions(chunk_size, rule, chunk_starts, grid.needs_surprise, compiled)
+    options = ScanOptions(chunk_size, rule, chunk_starts, grid.needs_surprise, compiled, kernel)
     scan = scan_chunks
     if not compiling and torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of(arguments)):
         scan = scan_chunks_differentiable if by_hand else scan_chunks_by_autograd

@@ -15,7 +15,7 @@ from transformers.utils.generic import maybe_autocast
 from .cache_layer import LayerState
 from .configuration_titans import TitansConfig
 from .memory_gates import Gates, zero_of
-from .memory_kernel import choose_kernel, memorize_by_kernel
+from .memory_kernel import choose_kernel, memorize_by_kernel, triton_functions
 from .memory_network import UpdateRule, clip_scale, layer_shapes, read
 from .memory_ops import memorize, read_constant_memory
 from .memory_state import MemorizeOutput, MemoryInputs, MemoryState
@@ -180,15 +180,19 @@ def memorize_on_grid(
 ) -> MemorizeOutput:
     """Updates and reads a memory with tokens on the slots of a grid; reads it only if `is_updated` is False.
 
-    kernel: what computes an update with several tokens whose surprise is not needed (`memory_kernel.choose_kernel`).
+    kernel: what computes an update with several tokens (`memory_kernel`); that of fla only if no surprise is needed.
     """
     if not is_updated(config, grid):
         return read_constant_memory(inputs, state, rule, config.memory_chunk_size, grid)
-    if not (grid.is_single_token or grid.needs_surprise):
+    chunk_size, functions = config.memory_chunk_size, None
+    if kernel == "triton" and not grid.is_single_token:
+        functions = triton_functions(inputs, state, rule, chunk_size)
+    elif not (grid.is_single_token or grid.needs_surprise):
         chunk_comba = choose_kernel(kernel, inputs, state, rule)
         if chunk_comba is not None:
             return memorize_by_kernel(chunk_comba, inputs, state, grid, decay_target)
-    return memorize(inputs, state, rule, chunk_size=config.memory_chunk_size, decay_target=decay_target, grid=grid)
+    options = dict(chunk_size=chunk_size, decay_target=decay_target, grid=grid, kernel=functions)
+    return memorize(inputs, state, rule, **options)
 
 
 class NeuralMemory(nn.Module):

@@ -1,4 +1,6 @@
-"""The memory's update by fla's kernel: when it is chosen, whole models with a stand-in, and the kernel as published."""
+"""The memory's update by fla's kernel: when it is chosen, whole models with a stand-in, and the kernel as published.
+The update by the project's Triton kernels, in Triton's interpreter.
+"""
 
 import importlib.util
 import json
@@ -28,12 +30,12 @@ from memorize_runs import B, H, make_inputs, make_state, without_momentum
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titans_hf import MemoryInputs, MemoryState, NeuralMemory, TitansConfig, UpdateRule, memory_kernel
-from titans_hf.memory_kernel import SMALLEST_LOG_RETAIN, choose_kernel, memorize_by_kernel
+from titans_hf.memory_kernel import SMALLEST_LOG_RETAIN, choose_kernel, memorize_by_kernel, triton_functions
 from titans_hf.memory_listing import torch_chunk_comba
 from titans_hf.token_grid import TokenGrid
 
 DELTA = UpdateRule(None, delta_rule=True)
-WORKER = Path(__file__).parents[1] / "helpers" / "triton_worker.py"
+HELPERS = Path(__file__).parents[1] / "helpers"
 
 
 @pytest.fixture
@@ -223,12 +225,94 @@ def test_the_token_memory_of_many_features(monkeypatch):
     assert {(requested, inputs.keys.shape[-1]) for requested, inputs in asked} == {("fla", 8), ("auto", 24)}
 
 
-def test_the_published_kernel():
-    """In Triton's interpreter, fla's kernel has the outputs, state and gradients of `memorize` in float64."""
-    missing = [name for name in ("fla", "triton", "einops") if importlib.util.find_spec(name) is None]
+def skip_without(*names: str) -> None:
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed: pip install titans-hf[gpu]")
-    done = subprocess.run([sys.executable, WORKER], capture_output=True, text=True)
+
+
+def run_helper(name: str, *arguments: str) -> list[dict]:
+    """Returns the JSON lines that a helper prints in a process of its own."""
+    command = [sys.executable, HELPERS / name, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    errors = json.loads(done.stdout.splitlines()[-1])
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_the_published_kernel():
+    """In Triton's interpreter, fla's kernel has the outputs, state and gradients of `memorize` in float64."""
+    skip_without("fla", "triton", "einops")
+    (errors,) = run_helper("triton_worker.py")
     assert len(errors) == 10 and max(errors.values()) < 1e-5, errors
+
+
+def test_the_triton_kernels():
+    """In Triton's interpreter, the project's kernels in float32 have the outputs, states and gradients of the autograd
+    token loop in float64: of one and two layers, by both rules, with and without momentum, clip and M_0, with rows that
+    start within a chunk or have no token in it, and of a model with packed documents.
+    """
+    skip_without("triton")
+    (errors,) = run_helper("kernel_worker.py")
+    assert len(errors) >= 8 and "packed documents" in errors
+    assert all(error < 1e-5 for error in errors.values()), errors  # nan is no number below
+
+
+def test_the_triton_kernels_compile_ahead_of_time():
+    """The kernels of the default memory compile for a GPU of capability 9.0, within its shared memory."""
+    skip_without("triton")
+    found = run_helper("kernel_compile.py", "32", "at", "90")
+    assert len(found) == 6 and all(x["shared"] < 227 * 1024 for x in found), found
+
+
+TRITON_MISFITS = {
+    "the device 'cpu', not 'cuda'": dict(device="cpu"),
+    "in torch.float64, not torch.float32": dict(dtype=torch.float64),
+    "3 layers, more than 2": dict(depth=3),
+    "network is 'residual', not 'mlp'": dict(rule=UpdateRule(1.0, network="residual")),
+    "8 entries, not 16, 32, 64 or 128": dict(size=8),
+    "hidden layer has 8 units, not 16, 32": dict(size=8),
+}
+
+
+@pytest.mark.parametrize("reason", TRITON_MISFITS)
+def test_what_does_not_fit_the_triton_kernels(reason, monkeypatch):
+    """Where the Triton kernels do not fit, `memory_kernel="triton"` raises an error that says why."""
+    monkeypatch.setattr(memory_kernel, "_import_kernel_functions", lambda: pytest.fail("imported"))
+    options = dict(size=16, depth=2, momentum=True) | TRITON_MISFITS[reason]
+    with pytest.raises(ValueError, match=f"must be 'auto' or 'torch' here, but is 'triton': .*{reason}"):
+        triton_functions(*update(**options), 64)
+
+
+def test_gates_chunks_and_compiled_models_that_do_not_fit(monkeypatch):
+    """Gates per layer, a chunk of another size and a compiled model are named together in one error."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    inputs, state, rule = update(size=16, depth=2)
+    inputs = inputs._replace(inner_lr=inputs.keys)
+    expected = r"being compiled; the memory's layers have gates of their own; a chunk has 24 tokens, not 16, 32 or 64\."
+    with pytest.raises(ValueError, match=expected):
+        triton_functions(inputs, state, rule, 24)
+
+
+def test_triton_is_asked_for_where_it_is_not_installed(monkeypatch):
+    """Without Triton, "triton" says so, and no module fails to import; with it, the functions are those of the file."""
+    memory_kernel._import_kernel_functions.cache_clear()
+    from titans_hf import memory_triton
+
+    monkeypatch.setattr(memory_triton, "triton", None)
+    with pytest.raises(ValueError, match="Triton cannot be imported"):
+        triton_functions(*update(size=16, depth=2, momentum=True), 64)
+    memory_kernel._import_kernel_functions.cache_clear()
+    monkeypatch.setattr(memory_triton, "triton", object())
+    assert triton_functions(*update(size=16, depth=2), 16) is memory_triton.KERNEL_FUNCTIONS
+    memory_kernel._import_kernel_functions.cache_clear()
+
+
+def test_a_model_asks_for_the_triton_kernels():
+    """A model with "triton" asks for the kernels where several tokens are read, not at single tokens; the token memory
+    does not ask for them.
+    """
+    options = dict(memory_kernel="triton", num_persistent_tokens=0, **FORMS["token memory"])
+    model = make_model("lmm", memory_form="delta", **options)
+    with pytest.raises(ValueError, match="is 'triton': the memory is on the device 'cpu'"):
+        full_logits(model, make_ids(2, 9))
+    full_logits(model, make_ids(2, 1))

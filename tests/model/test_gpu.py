@@ -1,4 +1,6 @@
-"""On a GPU, with fla's kernel: a training step, generation and memory files against PyTorch. `make test-gpu`"""
+"""On a GPU, with fla's and our own kernels: a training step, generation and memory files against PyTorch.
+`make test-gpu`
+"""
 
 import importlib.util
 
@@ -20,13 +22,16 @@ pytestmark = [
 ALLOWED = {torch.float32: 1e-2, torch.bfloat16: 5e-2}
 
 
+KERNELS = [("fla", "delta"), ("triton", "titans")]  # and the form of a memory that it computes
+
+
 def make(variant: str, dtype: torch.dtype, **changes):
-    """Makes the linear memory's model, whose weights are the same in every dtype, with heads as large as common.
+    """Makes a model whose weights are the same in every dtype, with heads of the memory as large as common.
 
     At this width, MAC of larger random weights makes rounding errors grow a thousandfold.
     """
     sizes = dict(hidden_size=128, memory_num_heads=2, segment_length=64, memory_chunk_size=64, sliding_window=64)
-    model = make_model(variant, memory_form="delta", **{**sizes, **changes})
+    model = make_model(variant, **{**sizes, **changes})
     return redraw(model, scale=0.05).to(DEVICE, dtype)
 
 
@@ -48,30 +53,32 @@ def assert_as_good_as_pytorch(kernel, pytorch, exact, dtype: torch.dtype) -> Non
     assert errors[0] < 2 * errors[1] + ALLOWED[dtype]
 
 
+@pytest.mark.parametrize("fused,form", KERNELS)
 @covering(1, {"variant": VARIANTS, "dtype": ALLOWED})
-def test_a_training_step(variant, dtype):
+def test_a_training_step(variant, dtype, fused, form):
     """The loss and all gradients are those of the model in float64, with padding."""
     ids, mask = texts()
 
     def step(kernel: str, dtype: torch.dtype) -> tuple:
-        model = make(variant, dtype, memory_kernel=kernel)
+        model = make(variant, dtype, memory_form=form, memory_kernel=kernel)
         loss = model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
         loss.backward()
         return [loss], [x for x in gradients(model).values() if x is not None]
 
-    runs = [step("fla", dtype), step("torch", dtype), step("torch", torch.float64)]
+    runs = [step(fused, dtype), step("torch", dtype), step("torch", torch.float64)]
     for results in zip(*runs, strict=True):
         assert_as_good_as_pytorch(*results, dtype)
 
 
+@pytest.mark.parametrize("fused,form", KERNELS)
 @covering(1, {"variant": VARIANTS, "dtype": ALLOWED})
-def test_generation_and_memory_files(variant, dtype, tmp_path):
+def test_generation_and_memory_files(variant, dtype, fused, form, tmp_path):
     """A prompt in two calls, decoding, and the memory saved and loaded give the logits of the model in float64."""
     ids, mask = texts()
 
     @torch.no_grad()
     def logits(kernel: str, dtype: torch.dtype) -> list[torch.Tensor]:
-        model = make(variant, dtype, memory_kernel=kernel)
+        model = make(variant, dtype, memory_form=form, memory_kernel=kernel)
         cache = model(ids[:, :70], attention_mask=mask[:, :70], use_cache=True).past_key_values
         prefill = model(ids[:, 70:140], attention_mask=mask[:, 70:140], past_key_values=cache).logits
         folder = tmp_path / f"{kernel}-{dtype}"
@@ -81,20 +88,23 @@ def test_generation_and_memory_files(variant, dtype, tmp_path):
         steps = [model(column, past_key_values=loaded).logits for column in ids[:, 140:].split(1, dim=1)]
         return [torch.cat([prefill, *steps], dim=1)[mask[:, 70:] == 1]]
 
-    runs = [logits("fla", dtype), logits("torch", dtype), logits("torch", torch.float64)]
+    runs = [logits(fused, dtype), logits("torch", dtype), logits("torch", torch.float64)]
     assert_as_good_as_pytorch(*runs, dtype)
 
 
+@pytest.mark.parametrize("fused,form", KERNELS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_generate(variant):
+def test_generate(variant, fused, form):
     """generate() has the kernel in its prefill, and decides the first token by the logits of the model in float64."""
     ids, mask = texts()
     options = dict(max_new_tokens=8, do_sample=False, pad_token_id=0, output_logits=True, return_dict_in_generate=True)
 
     def first_logits(kernel: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        result = make(variant, dtype, memory_kernel=kernel).generate(ids, attention_mask=mask, **options)
+        result = make(variant, dtype, memory_form=form, memory_kernel=kernel).generate(
+            ids, attention_mask=mask, **options
+        )
         assert result.sequences.shape == (2, 158)
         return result.logits[:1]
 
-    runs = [first_logits(*x) for x in (("fla", torch.float32), ("torch", torch.float32), ("torch", torch.float64))]
+    runs = [first_logits(*x) for x in ((fused, torch.float32), ("torch", torch.float32), ("torch", torch.float64))]
     assert_as_good_as_pytorch(*runs, torch.float32)

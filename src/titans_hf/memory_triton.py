@@ -1,0 +1,558 @@
+"""The chain of chunks by Triton on a GPU: the states at all chunks' starts, and the gradients at all chunks' ends.
+
+Within a group, only the state goes from chunk to chunk, and in the backward its gradient (`memory_chunk`). Two kernels
+compute these, one program per row and head, in one launch each. Everything else of a group follows from them for all
+chunks at once, by the functions of `memory_chunk` in PyTorch, as if the group were one chunk of P * N rows.
+
+A state is as large as a multiprocessor's registers and shared memory together. So both kernels keep it in global
+memory, where the next chunk finds it in the second-level cache, and pass over it in tiles: `BLOCK` hidden units at a
+time. `tl.debug_barrier` stands where a program reads what its other threads have written. No loop is pipelined
+(`num_stages=1`): Triton would load tiles of the next chunk before this chunk has written them.
+
+Never run on a GPU: tested in Triton's interpreter, and compiled ahead of time (docs/speed.md).
+
+Shapes: N rows and heads, P chunks, C tokens of a chunk, D head size, F hidden size (D in a memory of one layer). The
+last layer is (F, D), the hidden layer (D, F); a chunk is at `slot` p * N + n of a group's tensors.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.linalg import solve_triangular
+
+from .memory_chunk import (
+    Chain,
+    EarlierGates,
+    EndGates,
+    GroupFunctions,
+    GroupIntermediates,
+    group_backward,
+    group_forward,
+    group_intermediates,
+)
+from .memory_network import ChunkLayer, FactorsDerivatives, TokenNorms, UpdateRule
+from .memory_state import MemoryInputs, MemoryState
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # then `memory_kernel` says so; a model's folder on the Hub has this file wherever it is loaded
+    triton = None
+
+
+def jit(fn: Callable) -> Any:
+    """Makes a kernel of a function where Triton is installed; of one kernel for all numbers of chunks and rows."""
+    numbers = {"num_chunks", "num_rows"} & set(inspect.signature(fn).parameters)
+    return fn if triton is None else triton.jit(fn, do_not_specialize=sorted(numbers))
+
+
+@jit
+def multiply(a, b, PRECISION: tl.constexpr):
+    """Computes a b."""
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@jit
+def places(row, ROWS: tl.constexpr, column, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
+    """Computes the places of a tile (ROWS, COLUMNS), from a row and a column on, in a matrix of WIDTH columns."""
+    return (row + tl.arange(0, ROWS))[:, None] * WIDTH + (column + tl.arange(0, COLUMNS))[None, :]
+
+
+@jit
+def factors(vectors, NUMBER: tl.constexpr, C: tl.constexpr):
+    """Loads a factor of each token of a chunk: (C, 1)."""
+    return tl.load(vectors + NUMBER * C + tl.arange(0, C))[:, None]
+
+
+@jit
+def clip_scale(norm, limit):
+    """Computes min(1, limit / norm)."""
+    return tl.minimum(1.0, limit / tl.maximum(norm, 1e-30))
+
+
+@jit
+def inverse_of_unit_lower(lower, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+    """Computes (I + L)^-1 of a strictly lower triangular L (C, C): the inverse of every block on the diagonal, of 1, 2,
+    4, ... tokens, until the block is the chunk.
+
+    Of a block [[X, 0], [Y, Z]], the inverse is [[X^-1, 0], [-Z^-1 Y X^-1, Z^-1]].
+    """
+    # Not as the product of I + (-L)^(2^i): if all keys are equal, its factors are binomials, up to 4e17 at 64 tokens.
+    rows, columns = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    inverse = tl.where(rows == columns, 1.0, 0.0).to(lower.dtype)
+    for level in tl.range(0, LEVELS, disable_licm=True):
+        row, column = rows >> level, columns >> level
+        below = tl.where((row == column + 1) & (row & 1 == 1), lower, 0.0)  # Y of every block
+        inverse -= multiply(inverse, multiply(below, inverse, PRECISION), PRECISION)  # (C, C) @ (C, C)
+    return inverse
+
+
+@jit
+def write_next_state(
+    weights, momentum, anchor, target, slot, following, row, size, tile, inputs, deltas, vectors, scalars,
+    C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Writes a tile of one layer's state at the next chunk's start: of the weights less M_0, of the momentum, and of
+    the anchor, which becomes the weights where the chunk starts (eq. 13-14, unrolled, 16 and 18).
+
+    W_T = beta_T W + f_T S - h^T diag(G_T) delta        S_T = m_T S - h^T diag(E_T theta) delta
+
+    slot, following, row: of this chunk's state, of the next, and of M_0. size: d_in d_out. tile: its places in a state.
+    inputs: h^T.
+    """
+    steps = factors(vectors, 0, C) * deltas
+    after = tl.load(scalars) * tl.load(weights + slot * size + tile)
+    after -= multiply(inputs, steps, PRECISION)  # (rows, C) @ (C, columns)
+    if momentum is not None:
+        before = tl.load(momentum + slot * size + tile)
+        after += tl.load(scalars + 1) * before
+        steps = factors(vectors, 1, C) * deltas
+        before = tl.load(scalars + 2) * before - multiply(inputs, steps, PRECISION)
+        tl.store(momentum + following * size + tile, before)
+    tl.store(weights + following * size + tile, after)
+    if anchor is not None:
+        if target is not None:
+            after += tl.load(target + row * size + tile)
+        before = tl.load(anchor + slot * size + tile)
+        tl.store(anchor + following * size + tile, tl.where(tl.load(scalars + 3) > 0, after, before))
+
+
+@jit
+def chunk_states_kernel(
+    keys, values, vectors, scalars, system,
+    weights_1, momentum_1, anchor_1, target_1, weights_2, momentum_2, anchor_2, target_2,
+    hidden, slopes, errors, deltas, num_chunks, num_rows,
+    C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
+    DELTA_RULE: tl.constexpr, HIDDEN_STEP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Writes the state at the start of every chunk but the first, and at the end, of one row and head.
+
+    keys, values (P, N, C, D); vectors (P, N, 6, C): G_T, E_T theta, beta and f before each token, kappa |v|, |k|;
+    scalars (P, N, 4): beta_T, f_T, m_T, and 1 where the next chunk starts; system (P, N, C, C): `EarlierGates.system`.
+    States (P + 1, N, ...), the first given; targets M_0 (N, ...). The hidden layer's are None in a memory of one
+    layer, momenta and targets without momentum and forgetting, anchors without gradients at the chunk's start.
+    hidden, slopes (N, C, F), errors, deltas (N, C, D): scratch.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    hidden, slopes = hidden + row * C * F, slopes + row * C * F
+    errors, deltas = errors + row * C * D, deltas + row * C * D
+    for chunk in tl.range(0, num_chunks, disable_licm=True):
+        slot = chunk * num_rows + row
+        key, value = keys + slot * C * D, values + slot * C * D
+        vector, scalar = vectors + slot * 6 * C, scalars + slot * 4
+        inputs = key if weights_1 is None else hidden  # of the last layer
+        # 1. Through the network at the anchor: the last layer's inputs h, and M(k) - v, clipped and doubled
+        if anchor_2 is not None:
+            limit = factors(vector, 4, C)
+            error = -tl.load(value + places(0, C, 0, D, D))
+            h_square = tl.zeros((C,), error.dtype)
+            for first in tl.range(0, F, BLOCK, disable_licm=True):
+                units = places(0, C, first, BLOCK, F)
+                if weights_1 is None:
+                    h = tl.load(key + units)
+                else:
+                    w = tl.load(anchor_1 + slot * D * F + places(0, D, first, BLOCK, F))
+                    z = multiply(tl.load(key + places(0, C, 0, D, D)), w, PRECISION)  # (C, D) @ (D, BLOCK)
+                    sigmoid = 1 / (1 + tl.exp(-z))
+                    h = z * sigmoid
+                    tl.store(hidden + units, h)
+                    tl.store(slopes + units, sigmoid + h * (1 - sigmoid))  # silu'(z)
+                w = tl.load(anchor_2 + slot * F * D + places(first, BLOCK, 0, D, D))
+                error += multiply(h, w, PRECISION)  # (C, BLOCK) @ (BLOCK, D)
+                h_square += tl.sum(h * h, 1)
+            error *= 2 * clip_scale(tl.sqrt(tl.sum(error * error, 1))[:, None], limit)
+            tl.store(errors + places(0, C, 0, D, D), error)
+            if not DELTA_RULE:
+                norm = tl.sqrt(h_square * tl.sum(error * error, 1))[:, None]
+                tl.store(deltas + places(0, C, 0, D, D), error * clip_scale(norm, 4 * limit))
+            tl.debug_barrier()
+        # 2. The delta rule: A delta = e_0 with e_0 = beta h W + f h S + h M_0 - v and A = (h h^T) o G
+        if DELTA_RULE:
+            start_error = -tl.load(value + places(0, C, 0, D, D))
+            for first in tl.range(0, F, BLOCK, disable_licm=True):
+                h, tile = tl.load(inputs + places(0, C, first, BLOCK, F)), places(first, BLOCK, 0, D, D)
+                w = tl.load(weights_2 + slot * F * D + tile)
+                start_error += multiply(factors(vector, 2, C) * h, w, PRECISION)  # (C, BLOCK) @ (BLOCK, D)
+                if momentum_2 is not None:
+                    s = tl.load(momentum_2 + slot * F * D + tile)
+                    start_error += multiply(factors(vector, 3, C) * h, s, PRECISION)
+                if target_2 is not None:
+                    start_error += multiply(h, tl.load(target_2 + row * F * D + tile), PRECISION)
+            tl.store(deltas + places(0, C, 0, D, D), start_error)
+            scores = tl.zeros((C, C), start_error.dtype)
+            for first in tl.range(0, F, BLOCK, disable_licm=True):
+                h = tl.load(inputs + places(0, C, first, BLOCK, F))
+                scores += multiply(h, tl.trans(h), PRECISION)
+            a = scores * tl.load(system + slot * C * C + places(0, C, 0, C, C))
+            rows, columns = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+            diagonal = tl.maximum(tl.sum(tl.where(rows == columns, a, 0.0), 1), 0.5)[:, None]
+            inverse = inverse_of_unit_lower(tl.where(rows > columns, a, 0.0) / diagonal, C, LEVELS, PRECISION)
+            tl.debug_barrier()
+            delta = tl.load(deltas + places(0, C, 0, D, D)) / diagonal
+            delta = multiply(inverse, delta, PRECISION)  # (C, C) @ (C, D)
+            tl.debug_barrier()
+            tl.store(deltas + places(0, C, 0, D, D), delta)
+            tl.debug_barrier()
+        # 3. The hidden layer: its deltas before their clip are (delta_L W_L^T) o silu'(z), in place of silu'(z)
+        if weights_1 is not None:
+            unclipped_square = tl.zeros((C,), slopes.dtype.element_ty)
+            for first in tl.range(0, F, BLOCK, disable_licm=True):
+                w = tl.load(anchor_2 + slot * F * D + places(first, BLOCK, 0, D, D))
+                unclipped = multiply(tl.load(errors + places(0, C, 0, D, D)), tl.trans(w), PRECISION)
+                unclipped *= tl.load(slopes + places(0, C, first, BLOCK, F))  # (C, D) @ (D, BLOCK)
+                unclipped_square += tl.sum(unclipped * unclipped, 1)
+                tl.store(slopes + places(0, C, first, BLOCK, F), unclipped)
+            tl.debug_barrier()
+            norm = factors(vector, 5, C) * tl.sqrt(unclipped_square)[:, None]
+            scale = HIDDEN_STEP * clip_scale(norm, 4 * factors(vector, 4, C))
+            for first in tl.range(0, F, BLOCK, disable_licm=True):
+                hidden_delta = scale * tl.load(slopes + places(0, C, first, BLOCK, F))
+                write_next_state(
+                    weights_1, momentum_1, anchor_1, target_1, slot, slot + num_rows, row, D * F,
+                    places(0, D, first, BLOCK, F), tl.trans(tl.load(key + places(0, C, 0, D, D))), hidden_delta,
+                    vector, scalar, C, PRECISION,
+                )  # fmt: skip
+        # 4. The last layer
+        for first in tl.range(0, F, BLOCK, disable_licm=True):
+            write_next_state(
+                weights_2, momentum_2, anchor_2, target_2, slot, slot + num_rows, row, F * D,
+                places(first, BLOCK, 0, D, D), tl.trans(tl.load(inputs + places(0, C, first, BLOCK, F))),
+                tl.load(deltas + places(0, C, 0, D, D)), vector, scalar, C, PRECISION,
+            )  # fmt: skip
+        tl.debug_barrier()
+
+
+@jit
+def write_previous_gradients(
+    grad_weights, grad_momentum, grad_anchor, slot, following, row, size, tile, inputs, grad_start_error, of_anchor,
+    vectors, scalars, C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds to a tile of the gradients with respect to one layer's state at a chunk's start, which holds those of the
+    reads, what comes by the state at the chunk's end, by the delta rule and by the anchor.
+
+    slot, following, row: of the gradients at this chunk's start, at its end, and of the anchor's. size: d_in d_out.
+    tile: its places in a state. inputs: h^T. grad_start_error: with respect to e_0, None without the delta rule in this
+    layer. of_anchor: with respect to the anchor by this chunk, None without an anchor.
+    """
+    start, end = slot * size + tile, following * size + tile
+    grad_end = tl.load(grad_weights + end)
+    grad = tl.load(grad_weights + start) + tl.load(scalars) * grad_end
+    if grad_start_error is not None:  # (rows, C) @ (C, columns)
+        grad += multiply(inputs, factors(vectors, 2, C) * grad_start_error, PRECISION)
+    if grad_momentum is not None:
+        grad_s = tl.load(grad_momentum + start) + tl.load(scalars + 1) * grad_end
+        grad_s += tl.load(scalars + 2) * tl.load(grad_momentum + end)
+        if grad_start_error is not None:
+            grad_s += multiply(inputs, factors(vectors, 3, C) * grad_start_error, PRECISION)
+        tl.store(grad_momentum + start, grad_s)
+    if of_anchor is not None:  # eq. 16: to the weights where the chunk starts, to the chunk before elsewhere
+        starts = tl.load(scalars + 3) > 0
+        of_anchor += tl.load(grad_anchor + row * size + tile)
+        grad += tl.where(starts, of_anchor, 0.0)
+        tl.store(grad_anchor + row * size + tile, tl.where(starts, 0.0, of_anchor))
+    tl.store(grad_weights + start, grad)
+
+
+@jit
+def chunk_gradients_kernel(
+    keys, inputs, vectors, scalars, errors, deltas, inverse, system, slopes, grad_activations, curvatures,
+    weights, momentum, anchor, target, grad_inputs, grad_hidden_deltas, grad_deltas,
+    grad_weights_1, grad_momentum_1, grad_anchor_1, grad_weights_2, grad_momentum_2, grad_anchor_2,
+    grad_h, grad_hidden, grad_start_error, grad_error, num_chunks, num_rows,
+    C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Writes the gradients with respect to the state at every chunk's start, from the last chunk to the first, of one
+    row and head: the backward of `chunk_states_kernel`, the equations of `memory_chunk.group_backward`, step 3.
+
+    inputs (P, N, C, F): h, of the last layer; vectors (P, N, 11, C): G_T, E_T theta, beta and f before each token; of
+    the clips the last layer's scale, 1 / |delta|^2 and 1 / |h|^2 where it applies, the hidden layer's scale and
+    1 / |delta|^2, the error's scale and 1 / |e|^2; scalars (P, N, 4): beta_T, f_T, m_T, and 1 where the chunk starts.
+    errors (P, N, C, D): M(k) - v; None without an anchor. deltas, inverse A^-1 (P, N, C, C): of the delta rule, None
+    without it. system: with 0 on the diagonal where A has 1/2. weights to target: of the last layer. grad_inputs,
+    grad_hidden_deltas, grad_deltas: by the reads. Gradients with respect to states (P + 1, N, ...): by the reads, and
+    at the end; grad_anchor (N, ...): at the end, then at the start. grad_h, grad_hidden (N, C, F), grad_start_error,
+    grad_error (N, C, D): scratch.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    grad_h, grad_hidden = grad_h + row * C * F, grad_hidden + row * C * F
+    grad_start_error, grad_error = grad_start_error + row * C * D, grad_error + row * C * D
+    for back in tl.range(0, num_chunks, disable_licm=True):
+        slot = (num_chunks - 1 - back) * num_rows + row
+        following, state, end = slot + num_rows, slot * F * D, (slot + num_rows) * F * D
+        vector, scalar = vectors + slot * 11 * C, scalars + slot * 4
+        # 1. The last layer's deltas, by the reads and by the state at the chunk's end
+        grad = tl.load(grad_deltas + slot * C * D + places(0, C, 0, D, D))
+        for first in tl.range(0, F, BLOCK, disable_licm=True):
+            h, tile = tl.load(inputs + slot * C * F + places(0, C, first, BLOCK, F)), places(first, BLOCK, 0, D, D)
+            w = tl.load(grad_weights_2 + end + tile)
+            grad -= multiply(factors(vector, 0, C) * h, w, PRECISION)  # (C, BLOCK) @ (BLOCK, D)
+            if momentum is not None:
+                s = tl.load(grad_momentum_2 + end + tile)
+                grad -= multiply(factors(vector, 1, C) * h, s, PRECISION)
+        # 2. The backward of A delta = e_0, or of the clip
+        if inverse is not None:
+            solver = tl.load(inverse + slot * C * C + places(0, C, 0, C, C))
+            grad = multiply(tl.trans(solver), grad, PRECISION)  # A^-T: (C, C) @ (C, D)
+            tl.store(grad_start_error + places(0, C, 0, D, D), grad)
+        else:
+            scale = factors(vector, 4, C)
+            unclipped = factors(vector, 9, C) * tl.load(errors + slot * C * D + places(0, C, 0, D, D))
+            log_limit = scale * tl.sum(grad * unclipped, 1)[:, None]
+            grad = scale * grad - log_limit * factors(vector, 5, C) * unclipped
+            tl.store(grad_error + places(0, C, 0, D, D), grad)
+        tl.debug_barrier()
+        if grad_weights_1 is not None:
+            # 3. The last layer's inputs h, by the reads and by the state at the chunk's end
+            for first in tl.range(0, F, BLOCK, disable_licm=True):
+                units, tile = slot * C * F + places(0, C, first, BLOCK, F), places(first, BLOCK, 0, D, D)
+                if inverse is not None:
+                    delta = tl.load(deltas + slot * C * D + places(0, C, 0, D, D))
+                else:
+                    delta = factors(vector, 4, C) * factors(vector, 9, C)
+                    delta *= tl.load(errors + slot * C * D + places(0, C, 0, D, D))
+                w = tl.load(grad_weights_2 + end + tile)
+                of_h = tl.load(grad_inputs + units)
+                of_h -= factors(vector, 0, C) * multiply(delta, tl.trans(w), PRECISION)  # (C, D) @ (D, BLOCK)
+                if momentum is not None:
+                    s = tl.load(grad_momentum_2 + end + tile)
+                    of_h -= factors(vector, 1, C) * multiply(delta, tl.trans(s), PRECISION)
+                if inverse is None:  # and by the clip
+                    of_h -= log_limit * factors(vector, 6, C) * tl.load(inputs + units)
+                tl.store(grad_h + places(0, C, first, BLOCK, F), of_h)
+            if inverse is not None:  # and by A and e_0
+                tl.debug_barrier()
+                delta = tl.load(deltas + slot * C * D + places(0, C, 0, D, D))
+                error = tl.load(grad_start_error + places(0, C, 0, D, D))
+                scores = multiply(error, tl.trans(delta), PRECISION)  # (C, D) @ (D, C)
+                scores *= -tl.load(system + slot * C * C + places(0, C, 0, C, C))
+                scores += tl.trans(scores)
+                for first in tl.range(0, F, BLOCK, disable_licm=True):
+                    units, tile = places(0, C, first, BLOCK, F), places(first, BLOCK, 0, D, D)
+                    of_h = multiply(scores, tl.load(inputs + slot * C * F + units), PRECISION)  # (C, C) @ (C, BLOCK)
+                    error = tl.load(grad_start_error + places(0, C, 0, D, D))
+                    w = tl.load(weights + state + tile)
+                    of_h += factors(vector, 2, C) * multiply(error, tl.trans(w), PRECISION)  # (C, D) @ (D, BLOCK)
+                    if momentum is not None:
+                        s = tl.load(momentum + state + tile)
+                        of_h += factors(vector, 3, C) * multiply(error, tl.trans(s), PRECISION)
+                    if target is not None:
+                        m_0 = tl.load(target + row * F * D + tile)
+                        of_h += multiply(error, tl.trans(m_0), PRECISION)
+                    tl.store(grad_h + units, tl.load(grad_h + units) + of_h)
+            # 4. The hidden layer's deltas, by the reads and the state at the chunk's end
+            hidden_log_limit = tl.zeros((C,), grad_h.dtype.element_ty)
+            for first in tl.range(0, F, BLOCK, disable_licm=True):
+                units, tile = slot * C * F + places(0, C, first, BLOCK, F), places(0, D, first, BLOCK, F)
+                key = tl.load(keys + slot * C * D + places(0, C, 0, D, D))
+                of_hidden = tl.load(grad_hidden_deltas + units)
+                w = tl.load(grad_weights_1 + end + tile)
+                of_hidden -= factors(vector, 0, C) * multiply(key, w, PRECISION)  # (C, D) @ (D, BLOCK)
+                if momentum is not None:
+                    s = tl.load(grad_momentum_1 + end + tile)
+                    of_hidden -= factors(vector, 1, C) * multiply(key, s, PRECISION)
+                hidden_delta = tl.load(slopes + units) * tl.load(grad_activations + units)
+                hidden_log_limit += tl.sum(of_hidden * hidden_delta, 1)
+                tl.store(grad_hidden + places(0, C, first, BLOCK, F), of_hidden)
+            tl.debug_barrier()
+            # 5. Their clip, and delta_1 = silu'(z) o (delta_2 W_2^T) with respect to delta_2
+            hidden_clip = hidden_log_limit[:, None] * factors(vector, 7, C) * factors(vector, 8, C)
+            of_delta = tl.zeros((C, D), grad_h.dtype.element_ty)
+            for first in tl.range(0, F, BLOCK, disable_licm=True):
+                units, of_row = slot * C * F + places(0, C, first, BLOCK, F), places(0, C, first, BLOCK, F)
+                slope = tl.load(slopes + units)
+                of_hidden = factors(vector, 7, C) * tl.load(grad_hidden + of_row)
+                of_hidden -= hidden_clip * slope * tl.load(grad_activations + units)
+                tl.store(grad_hidden + of_row, of_hidden)
+                w = tl.load(anchor + state + places(first, BLOCK, 0, D, D))
+                of_delta += multiply(of_hidden * slope, w, PRECISION)  # (C, BLOCK) @ (BLOCK, D)
+            if inverse is None:
+                of_delta += tl.load(grad_error + places(0, C, 0, D, D))
+            tl.store(grad_error + places(0, C, 0, D, D), of_delta)
+            tl.debug_barrier()
+        # 6. delta_L = 2 e with the clip of e = M(k) - v
+        if errors is not None:
+            error = tl.load(errors + slot * C * D + places(0, C, 0, D, D))
+            error_scale, of_error = factors(vector, 9, C), tl.load(grad_error + places(0, C, 0, D, D))
+            error_clip = error_scale * tl.sum(of_error * error, 1)[:, None] * factors(vector, 10, C)
+            tl.debug_barrier()
+            tl.store(grad_error + places(0, C, 0, D, D), error_scale * of_error - error_clip * error)
+            tl.debug_barrier()
+        # 7. z = k W_1 and h = silu(z), and the gradients with respect to the anchor and to the state at the start
+        if grad_weights_1 is not None:
+            for first in tl.range(0, F, BLOCK, disable_licm=True):
+                units, of_row = slot * C * F + places(0, C, first, BLOCK, F), places(0, C, first, BLOCK, F)
+                w = tl.load(anchor + state + places(first, BLOCK, 0, D, D))
+                of_z = multiply(tl.load(grad_error + places(0, C, 0, D, D)), tl.trans(w), PRECISION)
+                of_z = tl.load(slopes + units) * (tl.load(grad_h + of_row) + of_z)  # (C, D) @ (D, BLOCK)
+                curvature = tl.load(grad_activations + units) * tl.load(curvatures + units)
+                of_z += tl.load(grad_hidden + of_row) * curvature
+                key = tl.trans(tl.load(keys + slot * C * D + places(0, C, 0, D, D)))
+                write_previous_gradients(
+                    grad_weights_1, grad_momentum_1, grad_anchor_1, slot, following, row, D * F,
+                    places(0, D, first, BLOCK, F), key, None, multiply(key, of_z, PRECISION), vector, scalar,
+                    C, PRECISION,
+                )  # fmt: skip
+        for first in tl.range(0, F, BLOCK, disable_licm=True):
+            h, of_start, of_anchor = tl.load(inputs + slot * C * F + places(0, C, first, BLOCK, F)), None, None
+            if inverse is not None:
+                of_start = tl.load(grad_start_error + places(0, C, 0, D, D))
+            if errors is not None:  # (BLOCK, C) @ (C, D)
+                of_anchor = multiply(tl.trans(h), tl.load(grad_error + places(0, C, 0, D, D)), PRECISION)
+            if grad_weights_1 is not None:
+                of_activation = tl.load(slopes + slot * C * F + places(0, C, first, BLOCK, F))
+                of_activation *= tl.load(grad_hidden + places(0, C, first, BLOCK, F))
+                unclipped = factors(vector, 9, C) * tl.load(errors + slot * C * D + places(0, C, 0, D, D))
+                of_anchor += multiply(tl.trans(of_activation), unclipped, PRECISION)
+            write_previous_gradients(
+                grad_weights_2, grad_momentum_2, grad_anchor_2, slot, following, row, F * D,
+                places(first, BLOCK, 0, D, D), tl.trans(h), of_start, of_anchor, vector, scalar, C, PRECISION,
+            )  # fmt: skip
+        tl.debug_barrier()
+
+
+def per_slot(tensors: Sequence[Tensor | float | None], like: Tensor) -> Tensor:
+    """Stacks factors of tokens (P * N, C), or of chunks (P * N), each with any dimensions of 1 after them. A number
+    stands for equal factors, None for 0. Returns (P * N, number of factors, ...).
+    """
+    stacked = [x.reshape_as(like) if isinstance(x, Tensor) else torch.full_like(like, x or 0.0) for x in tensors]
+    return torch.stack(stacked, 1)
+
+
+def launch(
+    kernel: Any, arguments: Sequence[Tensor | None], num_rows: int, keys: Tensor, hidden: int, **options: Any
+) -> None:
+    """Runs a kernel with one program per row and head, on the device of the keys (P * N, C, D). Tensors that the kernel
+    writes are contiguous.
+    """
+    arguments = [x if x is None else x.contiguous() for x in arguments]
+    (_, tokens, size), num_chunks = keys.shape, len(keys) // num_rows
+    # With TF32 products off, each product is three of TF32, as exact as float32.
+    precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+    scratch = (*keys.new_empty(2, num_rows, tokens, hidden), *keys.new_empty(2, num_rows, tokens, size))
+    sizes = dict(C=tokens, D=size, F=hidden, **tile(size), PRECISION=precision)
+    with torch.cuda.device_of(keys):
+        kernel[(num_rows,)](*arguments, *scratch, num_chunks, num_rows, **sizes, **options, num_stages=1)
+
+
+def tile(head_dim: int) -> dict[str, int]:
+    """Returns the hidden units of a tile and the warps of a program: those with the fewest spills (docs/speed.md)."""
+    return dict(BLOCK=16, num_warps=4) if head_dim <= 32 else dict(BLOCK=32, num_warps=8)
+
+
+def chunk_states(
+    inputs: MemoryInputs,
+    norms: TokenNorms | None,
+    end: EndGates,
+    earlier: EarlierGates | None,
+    state: MemoryState,
+    decay_target: Sequence[Tensor],
+    starts: Tensor | None,
+    rule: UpdateRule,
+) -> tuple[MemoryState, MemoryState]:
+    """Computes the states at the starts of all chunks of a group (P * N, ...), and at its end (N, ...)."""
+    keys, num_rows, hidden = inputs.keys, len(state.weights[0]), state.weights[-1].shape[-2]
+    num_chunks = len(keys) // num_rows
+    offsets = [w - m for w, m in zip(state.weights, decay_target, strict=True)] if decay_target else state.weights
+
+    def slots(first: Sequence[Tensor]) -> list[Tensor]:
+        """Makes room for a layer's states at all chunks' starts and at the end: (P + 1, N, ...)."""
+        return [torch.cat([x[None], x.new_empty(num_chunks, *x.shape)]) for x in first]
+
+    weights, momentum, anchor = slots(offsets), slots(state.momentum), slots(state.anchor)
+    # Whether the next chunk starts: the anchor at the group's end is the last chunk's.
+    next_starts = keys.new_ones(num_chunks, num_rows) if starts is None else starts.to(keys.dtype)
+    next_starts = torch.cat([next_starts[1:], torch.zeros_like(next_starts[:1])])
+    before = (earlier.weights_decay, earlier.momentum_to_weights) if earlier else (None, None)
+    key_norm, limit = norms or (None, torch.finfo(keys.dtype).max)
+    vectors = [end.gradient_to_weights, end.gradient_to_momentum, *before, limit, key_norm]
+    scalars = [end.weights_decay, end.momentum_to_weights, end.momentum_decay, next_starts]
+    of_layers = [x or [None] * len(weights) for x in (weights, momentum, anchor, decay_target)]
+    layers = [None] * 4 * (2 - len(weights)) + [x for layer in zip(*of_layers, strict=True) for x in layer]
+    arguments = [keys, inputs.values, per_slot(vectors, keys[..., 0]), per_slot(scalars, keys[:, 0, 0])]
+    arguments += [earlier.system if earlier else None, *layers]
+    hidden_step = rule.hidden_step if rule.delta_rule else 1.0
+    options = dict(LEVELS=keys.shape[1].bit_length() - 1, DELTA_RULE=rule.delta_rule, HIDDEN_STEP=hidden_step)
+    launch(chunk_states_kernel, arguments, num_rows, keys, hidden, **options)
+    for x, m in zip(weights, decay_target, strict=False):
+        x.add_(m)
+    of_chunks = (tuple(x[:-1].flatten(0, 1) for x in layers) for layers in (weights, momentum, anchor))
+    at_end = (tuple(x[-1].clone() for x in layers) for layers in (weights, momentum, anchor))
+    return MemoryState(*of_chunks), MemoryState(*at_end)
+
+
+def chunk_gradients(
+    group: GroupIntermediates,
+    reads: Sequence[ChunkLayer],
+    derivatives: FactorsDerivatives | None,
+    grads: MemoryState,
+    starts: Tensor | None,
+) -> tuple[MemoryState, MemoryState]:
+    """Computes the gradients with respect to the states at the ends of all chunks of a group (P * N, ...), without
+    those of the anchors, and to the state at its start (N, ...).
+
+    reads: the gradients by the group's reads. grads: with respect to the state at the group's end.
+    """
+    (chunk,), last, num_rows = group.chunks, group.layers[-1], len(grads.weights[0])
+    keys, is_deep = group.inputs.keys, len(group.layers) > 1
+
+    def slots(of_reads: Sequence[Tensor], at_end: Sequence[Tensor]) -> list[Tensor]:
+        """Puts a layer's gradients at the end after those by the reads: (P + 1, N, ...)."""
+        pairs = zip(of_reads, at_end, strict=True)
+        return [torch.cat([x.unflatten(0, (-1, num_rows)), end[None]]) for x, end in pairs]
+
+    weights = slots([x.offset for x in reads], grads.weights)
+    momentum = slots([x.momentum for x in reads], grads.momentum) if grads.momentum else []
+    anchor = [x.clone() for x in grads.anchor or map(torch.zeros_like, grads.weights)] if chunk.anchor else []
+    of_layers = [x or [None] * len(weights) for x in (weights, momentum, anchor)]
+    layers = [None] * 3 * (2 - len(weights)) + [x for layer in zip(*of_layers, strict=True) for x in layer]
+    end, earlier = group.end_gates[0], group.earlier_gates
+    starts = keys.new_ones(len(keys) // num_rows, num_rows) if starts is None else starts.to(keys.dtype, copy=True)
+    starts[0] = 0  # the gradient of the first chunk's anchor leaves the group as it is
+    scalars = [end.weights_decay, end.momentum_to_weights, end.momentum_decay, starts]
+    before = (earlier.weights_decay, earlier.momentum_to_weights) if earlier else (None, None)
+    vectors = [end.gradient_to_weights, end.gradient_to_momentum, *before, *_clip_factors(group, derivatives)]
+    deltas = inverse = system = None
+    if chunk.token_deltas is not None:
+        a, deltas = chunk.token_deltas.system, last.deltas
+        identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
+        inverse, system = solve_triangular(a, identity, upper=False), earlier.system.clone()
+        system.diagonal(dim1=-2, dim2=-1).mul_(a.diagonal(dim1=-2, dim2=-1) > 0.5)
+    kept = chunk.factors.intermediates
+    of_hidden = [kept.slopes[0], kept.grad_activations[0], derivatives.curvatures[0]] if is_deep else [None] * 3
+    target = None if last.decay_target is None else last.decay_target[:num_rows]
+    arguments = [keys, last.inputs, per_slot(vectors, keys[..., 0]), per_slot(scalars, keys[:, 0, 0])]
+    arguments += [kept.error if chunk.anchor else None, deltas, inverse, system, *of_hidden]
+    arguments += [last.offset, last.momentum, chunk.anchor[-1] if chunk.anchor else None, target]
+    arguments += [reads[-1].inputs, reads[0].deltas if is_deep else None, reads[-1].deltas, *layers]
+    launch(chunk_gradients_kernel, arguments, num_rows, keys, last.inputs.shape[-1])
+    at_ends = (tuple(x[1:].flatten(0, 1) for x in layers) for layers in (weights, momentum))
+    at_start = (tuple(x[0].clone() for x in layers) for layers in (weights, momentum))
+    return MemoryState(*at_ends, ()), MemoryState(*at_start, tuple(anchor))
+
+
+def _clip_factors(group: GroupIntermediates, derivatives: FactorsDerivatives | None) -> list[Tensor | float | None]:
+    """Returns factors 4 to 10 of `chunk_gradients_kernel`'s vectors, from the clips and from `hidden_step`."""
+    if derivatives is None:
+        return [None] * 7
+    (chunk,), depth = group.chunks, len(group.layers)
+    kept, has_clip = chunk.factors.intermediates, bool(derivatives.clipped)
+    scales = kept.delta_scales if has_clip else [chunk.factors.hidden_step] * (depth - 1) + [1.0]
+    over_square = derivatives.over_square if has_clip else [None] * (depth + 1)
+    over_input_square = derivatives.over_input_square if has_clip else [None] * depth
+    of_last = [None] * 3  # with the delta rule, the last layer's gradient is not clipped
+    if chunk.token_deltas is None:
+        of_last = [scales[-1], over_square[depth - 1], over_input_square[depth - 1]]
+    of_hidden = [scales[0], over_square[0]] if depth > 1 else [None] * 2
+    return [*of_last, *of_hidden, kept.error_scale if has_clip else 2.0, over_square[-1]]
+
+
+CHAIN = Chain(chunk_states, chunk_gradients)
+KERNEL_FUNCTIONS = GroupFunctions(
+    *(partial(function, chain=CHAIN) for function in (group_forward, group_intermediates, group_backward))
+)

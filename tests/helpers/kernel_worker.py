@@ -1,0 +1,128 @@
+"""Compares the Triton kernels in the interpreter with the token loop; prints each case's largest error as JSON."""
+
+import json
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from covering import covering
+from torch import Tensor
+
+from titans_hf import memory_kernel
+from titans_hf.configuration_titans import TitansConfig
+from titans_hf.memory_network import UpdateRule, layer_shapes
+from titans_hf.memory_ops import memorize
+from titans_hf.memory_reference import memorize_reference
+from titans_hf.memory_state import MemoryInputs, MemoryState
+from titans_hf.memory_triton import KERNEL_FUNCTIONS
+from titans_hf.modeling_titans import TitansForCausalLM
+from titans_hf.token_grid import Columns, TokenGrid
+
+SIZE, CHUNK, TOKENS = 16, 16, 45
+# Row 0 starts within a chunk, fills three and ends within one. Row 1 has padding before and after, and ends in the
+# second chunk.
+NUM_SEEN, FIRST, LAST = [5, 32], [0, 3], [TOKENS, 31]
+CHOICES = {
+    "depth": [1, 2],
+    "delta_rule": [False, True],
+    "momentum": [False, True],
+    "clip": [None, 0.5],
+    "target": [False, True],
+    "expansion": [1, 2],
+}
+
+
+def draw(depth: int, delta_rule: bool, momentum: bool, target: bool, expansion: int, **_) -> dict[str, Tensor]:
+    """Draws the tensors of an update of two rows of one head: float32 numbers in float64. With the delta rule, all
+    keys of a row are equal, the worst case of the triangular system.
+    """
+    torch.manual_seed(0)
+    vectors = torch.randn(3, 2, 1, TOKENS, SIZE).double()
+    queries, keys, values = vectors / vectors.norm(dim=-1, keepdim=True)
+    if delta_rule:
+        keys[1] = keys[1, :, :1]
+    theta, eta, alpha = torch.rand(3, 2, 1, TOKENS).double()
+    found = dict(
+        queries=queries,
+        keys=1.2 * keys,
+        values=values,
+        inner_lr=(0.5 if delta_rule else 0.2) * theta,
+        log_retain=(1 - alpha / 4).log(),
+    )
+    if momentum:
+        found["log_momentum_decay"] = (0.8 * eta).log()
+    for i, shape in enumerate(layer_shapes(SIZE, depth, expansion)):
+        for name in ("weights", *["momentum"] * momentum, "anchor"):
+            found[f"{name} {i}"] = 0.5 * torch.randn(2, 1, *shape).double() / shape[0] ** 0.5
+        if target:
+            found[f"target {i}"] = 0.3 * torch.randn(1, *shape).double() / shape[0] ** 0.5
+    return {name: x.float().double() for name, x in found.items()}
+
+
+def run(by_kernel: bool, dtype: torch.dtype, case: dict) -> dict[str, Tensor]:
+    """Computes outputs, state and the gradients of a random function of both."""
+    given = {name: x.to(dtype).requires_grad_() for name, x in draw(**case).items()}
+
+    def layers(name: str) -> tuple[Tensor, ...]:
+        return tuple(x for key, x in given.items() if key.startswith(f"{name} "))
+
+    rule = UpdateRule(case["clip"], case["delta_rule"], hidden_step=0.25 if case["delta_rule"] else 1.0)
+    state = MemoryState(layers("weights"), layers("momentum"), layers("anchor"), torch.tensor(NUM_SEEN))
+    inputs = MemoryInputs(*(given.get(name) for name in MemoryInputs._fields))
+    options = dict(chunk_size=CHUNK, decay_target=layers("target"))
+    columns = torch.arange(TOKENS)
+    mask = (columns >= torch.tensor(FIRST)[:, None]) & (columns < torch.tensor(LAST)[:, None])
+    if by_kernel:
+        grid = TokenGrid.build(state.num_seen, TOKENS, CHUNK, Columns(mask))
+        slots = inputs.map(lambda x: grid.scatter(x.transpose(1, 2)).transpose(1, 2))
+        output = memorize(slots, state, rule, grid=grid, kernel=KERNEL_FUNCTIONS, **options)
+        retrieved, after = grid.gather(output.retrieved.transpose(1, 2)).transpose(1, 2), output.state
+    else:  # row by row, its tokens alone
+        retrieved, states = [], []
+        for row, (first, last) in enumerate(zip(FIRST, LAST, strict=True)):
+            of_row = inputs.map(lambda x, row=row, first=first, last=last: x[row : row + 1, :, first:last])
+            output = memorize_reference(of_row, state.map(lambda x, row=row: x[row : row + 1]), rule, **options)
+            states.append(output.state)
+            retrieved.append(torch.nn.functional.pad(output.retrieved, (0, 0, first, TOKENS - last)))
+        retrieved = torch.cat(retrieved)
+        after = states[0].map(lambda *rows: torch.cat(rows), *states[1:])
+    outputs = [retrieved, *after.weights, *after.momentum]
+    generator = torch.Generator().manual_seed(1)
+    loss = sum((x * torch.randn(x.shape, generator=generator).to(dtype)).sum() for x in outputs)
+    gradients = torch.autograd.grad(loss, list(given.values()), allow_unused=True, materialize_grads=True)
+    results = {"retrieved": retrieved} | {f"state after {i}": x for i, x in enumerate(outputs[1:])}
+    if rule.needs_anchor(case["depth"]):
+        results |= {f"anchor after {i}": x for i, x in enumerate(after.anchor)}
+    return results | {f"gradient of {name}": x for name, x in zip(given, gradients, strict=True)}
+
+
+def packed_documents(kernel: str) -> dict[str, Tensor]:
+    """Computes the logits and gradients of a model with two packed documents."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=32, hidden_size=SIZE, intermediate_size=SIZE, num_hidden_layers=1, num_attention_heads=1)
+    memory = dict(memory_num_heads=1, memory_chunk_size=CHUNK, memory_kernel=kernel)
+    model = TitansForCausalLM(TitansConfig(variant="lmm", initializer_range=0.2, **sizes, **memory))
+    for parameter in model.parameters():
+        parameter.data.add_(0.1 * torch.randn(parameter.shape))
+    positions = torch.cat([torch.arange(21), torch.arange(36)])[None]
+    logits = model((torch.arange(57)[None] ** 2) % 31, position_ids=positions).logits
+    logits.square().sum().backward()
+    return {"logits": logits} | {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+
+
+def largest_error(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Returns the largest error, each in units of the largest entry of its tensor."""
+    assert ours.keys() == expected.keys()
+    errors = [(ours[name] - x).abs().max() / x.abs().max() for name, x in expected.items() if x.any()]
+    return max(errors).item()
+
+
+if __name__ == "__main__":
+    found = {}
+    for values in covering(2, CHOICES).args[1]:
+        case = dict(zip(CHOICES, values.values, strict=True))
+        found[str(case)] = largest_error(run(True, torch.float32, case), run(False, torch.float64, case))
+    memory_kernel._misfits_of_any_kernel = lambda weights: {}  # the interpreter has no GPU
+    found["packed documents"] = largest_error(packed_documents("triton"), packed_documents("torch"))
+    print(json.dumps(found))
