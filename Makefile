@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 # The oldest Transformers that pyproject.toml allows.
 OLDEST := $(shell sed -n 's/.*"transformers>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: demo test test-gpu test-oldest slow long conformance lint format clean
+.PHONY: demo test test-gpu test-kernels test-oldest slow long conformance lint format clean
 
 demo: .venv/demo.stamp
 	OMP_NUM_THREADS=$$(nproc) $(BIN)/python scripts/demo.py
@@ -18,10 +18,13 @@ test: .venv/dev.stamp
 test-gpu: .venv/dev.stamp .venv/gpu.stamp
 	$(BIN)/pytest -m gpu -rs -s
 
-# The oldest Transformers in an environment of its own, which takes all other packages from .venv.
+# The oldest Transformers, and the GPU's kernels in Triton's interpreter: environments of their own, beside .venv.
 test-oldest: build/oldest.stamp
 	build/oldest/bin/python -c 'import transformers; assert transformers.__version__.startswith("$(OLDEST)")'
 	build/oldest/bin/python -m pytest tests/model/test_model.py tests/cache/test_cache.py
+
+test-kernels: build/kernels.stamp
+	build/kernels/bin/python -m pytest -rs tests/memory/test_memory_kernel.py
 
 slow: .venv/dev.stamp
 	$(BIN)/pytest -n auto -m slow
@@ -47,11 +50,15 @@ format: .venv/dev.stamp
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[$*]"
 	touch $@
 
-build/oldest.stamp: .venv/dev.stamp
-	$(BIN)/python -m venv --clear --without-pip build/oldest
+build/oldest.stamp: INSTALLED = transformers==$(OLDEST)
+build/kernels.stamp: INSTALLED = --constraint constraints.txt flash-linear-attention triton
+
+# An environment that takes from .venv all packages but those INSTALLED.
+build/%.stamp: .venv/dev.stamp
+	$(BIN)/python -m venv --clear --without-pip build/$*
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
-		"$$(build/oldest/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/everything_else.pth"
-	$(BIN)/pip --python build/oldest/bin/python install --quiet transformers==$(OLDEST)
+		"$$(build/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/everything_else.pth"
+	$(BIN)/pip --python build/$*/bin/python install --quiet $(INSTALLED)
 	touch $@
 
 clean:
