@@ -1,5 +1,6 @@
 """Distribution through Accelerate and Transformers, each equal to one process. Ranks are processes on CPU (gloo)."""
 
+import multiprocessing
 import warnings
 
 import distributed_worker
@@ -13,6 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from titans_hf import TitansCache
 
+# The ranks' packages are imported once, in the process that forks for each rank.
+multiprocessing.set_forkserver_preload(["accelerate", "transformers.generation", "titans_hf.modeling_titans"])
 CHECKS = {
     "ddp": "a parameter has no gradient, or a wrong one, on several devices",
     "ddp_without_persistent_tokens": "a setting leaves a parameter that nothing uses, at which DDP stops",
@@ -38,7 +41,8 @@ def test_two_ranks_equal_one_process(check, tmp_path):
         folder = tmp_path / str(attempt)
         folder.mkdir()
         try:
-            torch.multiprocessing.spawn(distributed_worker.run, (check, str(folder)), distributed_worker.WORLD_SIZE)
+            ranks = (distributed_worker.run, (check, str(folder)), distributed_worker.WORLD_SIZE)
+            torch.multiprocessing.start_processes(*ranks, start_method="forkserver")
             return
         except ProcessExitedException as error:
             if error.signal_name is None or attempt == 2:
