@@ -53,18 +53,6 @@ def test_a_window_holds_what_was_read():
         assert found == expected
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_size_at_20_000_tokens(variant):
-    """The cache after 20,000 tokens has the size of that after 200."""
-    model = make_model(variant, dtype=torch.float32)
-    long, cache = make_ids(1, 20_000), TitansCache(model.config)
-    read(model, long[:, :200], None, cache)
-    size = cache.num_bytes
-    read(model, long[:, 200:], [6000, 6000, 7000, 800], cache)
-    assert cache.get_seq_length() == 20_000 and cache.num_bytes == size
-
-
 @pytest.mark.parametrize("variant", ATTENTIONS)
 def test_size_is_per_row(variant):
     """The size of a cache is proportional to its rows."""

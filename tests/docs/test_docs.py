@@ -15,6 +15,7 @@ from covering import in_one_test
 from dna_files import save_dna_model, write_fasta, write_table
 from documentation import PAGES, ROOT, TREATMENTS, anchors, blocks, notebooks, prose, run_bash, treatment
 from eval_common import BOOK, make_data
+from forked import forking, run_forked
 from series_files import write_series
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -226,16 +227,19 @@ def workplace(stage, tmp_path):
     return new_workplace(Path(shutil.copytree(stage, tmp_path / "checkout", symlinks=True)))
 
 
-@pytest.fixture
-def environment(tmp_path):
-    """Offline, with caches of its own."""
-    return os.environ | {
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """Offline, with caches of its own, and the address of a process that runs Python programs (`forked`)."""
+    folder = tmp_path_factory.mktemp("caches")
+    own = {
         "HF_HUB_OFFLINE": "1",
-        "HF_HOME": str(tmp_path / "hf"),
-        "HF_DATASETS_CACHE": str(tmp_path / "datasets"),
-        "HF_MODULES_CACHE": str(tmp_path / "modules"),
+        "HF_HOME": str(folder / "hf"),
+        "HF_DATASETS_CACHE": str(folder / "datasets"),
+        "HF_MODULES_CACHE": str(folder / "modules"),
         "OMP_NUM_THREADS": "1",
     }
+    with forking(os.environ | own) as address:
+        yield os.environ | own | {"FORKS": address}
 
 
 @pytest.mark.timeout(900)
@@ -277,7 +281,8 @@ def test_python_runs(block, workplace, environment):
     for text, package in OPTIONAL.items():
         if text in block.text:
             pytest.importorskip(package)
-    ran = subprocess.run(
-        [sys.executable, "-c", block.text], cwd=workplace, env=environment, capture_output=True, text=True, timeout=280
-    )
-    assert ran.returncode == 0, ran.stderr[-4000:]
+    with open(os.devnull, "r+") as nothing, (workplace / "errors.txt").open("w+") as errors:
+        files = (nothing.fileno(), nothing.fileno(), errors.fileno())
+        status = run_forked(environment["FORKS"], ["-c", block.text], workplace, environment, files)
+        errors.seek(0)
+        assert status == 0, errors.read()[-4000:]

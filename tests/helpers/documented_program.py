@@ -7,9 +7,11 @@ A page's server, which a reader leaves running in a terminal, runs in the backgr
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import documentation
+from forked import run_forked
 from served import wait_for
 
 MODULES = {"titans-hf": "titans_hf", "torchrun": "torch.distributed.run", "lm_eval": "lm_eval", "trl": "trl.cli.main"}
@@ -38,7 +40,13 @@ def main(program: str, arguments: list[str]) -> int:
             serve([sys.executable, "-m", "titans_hf", "serve", "--device", "cpu"], environment)
         environment.pop("HF_HUB_OFFLINE", None)  # with it, huggingface_hub's client, which chats, asks no server at all
         arguments = [argument.replace(PAGES_PORT, f"localhost:{os.environ['PORT']}") for argument in arguments]
-    return subprocess.run([*start, *arguments], env=environment, input=TYPED, text=True).returncode
+    start = [*start, *arguments]
+    if start[1] != "-m" or "HF_HUB_OFFLINE" not in environment:  # what is imported keeps that value
+        return subprocess.run(start, env=environment, input=TYPED, text=True).returncode
+    with tempfile.TemporaryFile() as typed:
+        typed.write(TYPED.encode())
+        typed.seek(0)
+        return run_forked(os.environ["FORKS"], start[1:], Path.cwd(), environment, (typed.fileno(), 1, 2))
 
 
 def serve(command: list[str], environment: dict[str, str]) -> int:
