@@ -27,7 +27,9 @@ def forking(environment: dict[str, str]) -> Iterator[str]:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(address)
             listener.listen()
-            start = [sys.executable, __file__, str(listener.fileno())]
+            # As a text, so that the import path begins with the folder of each fork, as Python has it with -m and -c
+            text = f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"
+            start = [sys.executable, "-c", text, str(listener.fileno())]
             own = {"pass_fds": [listener.fileno()], "process_group": 0, "env": environment}
             process = subprocess.Popen(start, stdin=subprocess.DEVNULL, **own)
         try:
@@ -88,7 +90,6 @@ def main() -> None:
     os.environ.clear()
     os.environ.update(program["environment"])
     option, text, *arguments = program["arguments"]
-    sys.path[0] = ""  # as Python has it with -m and -c
     sys.argv = [option, *arguments]
     if option == "-m":
         runpy.run_module(text, run_name="__main__", alter_sys=True)
