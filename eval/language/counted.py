@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 
 from eval.common.records import append_record, describe_commit
 from eval.language.token_blocks import cut_blocks, cut_stretches, make_tokenizer, read_documents
-from eval.language.train_and_score import edges_to
+from eval.language.train_and_score import edges_to, scores
 from eval.language.training_loop import random_batches
 from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.shared.text_files import find_files
@@ -136,14 +136,11 @@ def read_stretches(folders: list[Path], tokenizer: Tokenizer, args: argparse.Nam
 
 def write_row(about: dict, p: np.ndarray, names: list[str], start: float, output: Path) -> None:
     """Writes the record of a row: the losses by position of p (N, T), what it gave the words of the stretches."""
-    edges = edges_to(p.shape[1])
-    losses = np.stack([-np.log(p[:, low:high]).mean(1) for low, high in pairwise(edges)], axis=1)
-    mean = [round(float(x), 4) for x in losses.mean(0)]
-    table = [[name, *(round(float(x), 4) for x in row)] for name, row in zip(names, losses, strict=True)]
+    losses = np.stack([-np.log(p[:, low:high]).mean(1) for low, high in pairwise(edges_to(p.shape[1]))], axis=1)
     record = {"benchmark": "language"} | about | {"commit": describe_commit()}
-    record |= {"minutes": round((time.time() - start) / 60, 1), "edges": edges, "mean": mean, "stretches": table}
+    record |= {"minutes": round((time.time() - start) / 60, 1)} | scores(losses, names, p.shape[1])
     append_record(record, output)
-    print(about["name"], " ".join(f"{x:.4f}" for x in mean), flush=True)
+    print(about["name"], " ".join(f"{x:.4f}" for x in record["mean"]), flush=True)
 
 
 def main(argv: list[str] | None = None) -> None:

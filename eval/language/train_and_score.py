@@ -47,6 +47,15 @@ def losses_by_position(model: PreTrainedModel, stretches: np.ndarray) -> np.ndar
     return torch.cat(parts).numpy()
 
 
+def scores(losses: np.ndarray, names: list[str], length: int) -> dict[str, list]:
+    """Returns the fields of a record for the losses by position (N, ranges) of stretches, with their texts' names."""
+    return {
+        "edges": edges_to(length),
+        "mean": [round(float(x), 4) for x in losses.mean(0)],
+        "stretches": [[name, *(round(float(x), 4) for x in row)] for name, row in zip(names, losses, strict=True)],
+    }
+
+
 class CurveRecorder:
     """Keeps the training loss, and prints it."""
 
@@ -134,10 +143,7 @@ def main(argv: list[str] | None = None) -> None:
         },
         "commit": commit,
         "minutes": round((time.time() - start) / 60, 1),
-        "edges": edges_to(args.score_length),
-        "mean": [round(x, 4) for x in losses.mean(0)],
-        "stretches": [[name, *(round(x, 4) for x in row)] for name, row in zip(names, losses, strict=True)],
-    }
+    } | scores(losses, names, args.score_length)
     append_record(record, args.output)
     if args.save_model:
         model.save_pretrained(args.save_model)

@@ -267,8 +267,9 @@ def tables(records: list[Record], task: str, width: int, closed: dict[str, dict[
             other = "+".join(["-".join(high if part == low else part for part in base.split("-")), *fields])
             if other == row or other not in rows:
                 continue
-            found["both" if factor == "rule" else base[:5], *fields][row] = differences(other, row)
-            lines.append([factor, f"{other} less {row}", with_interval(list(differences(other, row).values()))])
+            rule = "both" if factor == "rule" else base.split("-")[0]
+            found[rule, *fields][row] = by_seed = differences(other, row)
+            lines.append([factor, f"{other} less {row}", with_interval(list(by_seed.values()))])
         for names, cells in found.items():
             seeds = set.intersection(*(set(x) for x in cells.values()))
             if len(cells) > 1 and seeds:
@@ -276,8 +277,8 @@ def tables(records: list[Record], task: str, width: int, closed: dict[str, dict[
                 lines.append([factor, f"mean of {len(cells)}, {'+'.join(names)}", with_interval(means)])
     for row in rows:
         base, *fields = row.split("+")
-        if fields and base in rows and (found := differences(row, base)):
-            lines.append(["+".join(fields), f"{row} less {base}", with_interval(list(found.values()))])
+        if fields and base in rows and (by_seed := differences(row, base)):
+            lines.append(["+".join(fields), f"{row} less {base}", with_interval(list(by_seed.values()))])
     if lines:
         parts.append(markdown_table(["factor", f"difference at {LAST}", "mean and interval over seeds"], lines))
     return "\n\n".join(parts)

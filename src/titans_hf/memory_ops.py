@@ -51,7 +51,7 @@ class ScanOptions(NamedTuple):
     chunk that started in an earlier call keeps its anchor. Unused where the state has none.
     needs_surprise: compute the tokens' surprise, None without.
     compiled: the functions for groups of full chunks; None for the functions of `memory_chunk` as they are.
-    kernel: the functions with a chain by a kernel for groups of full chunks, in place of `compiled`; None without.
+    kernel: the functions with a chain by a kernel for groups of full chunks, and then `compiled` is None; None without.
     """
 
     chunk_size: int
@@ -71,7 +71,7 @@ class ScanOptions(NamedTuple):
         left = num_chunks % interval
         numbers = [interval] * (num_chunks // interval)
         if left:
-            numbers += [left] if self.compiled is None or self.kernel is not None else [1] * left
+            numbers += [1] * left if self.compiled is not None else [left]
         functions, groups, first = self.kernel or self.compiled or GROUP_FUNCTIONS, [], 0
         for number in numbers:
             groups.append(Group(first, number, self.chunk_size, functions))
@@ -400,7 +400,7 @@ def _memorize_grid(
     )
     by_hand = rule.network == "mlp" and not slots.has_gates_per_layer  # the backward
     compiling = torch.compiler.is_compiling()  # then the compiler makes the backward
-    compiled = _compiled if by_hand and not compiling else None
+    compiled = _compiled if by_hand and not compiling and kernel is None else None
     options = ScanOptions(chunk_size, rule, chunk_starts, grid.needs_surprise, compiled, kernel)
     scan = scan_chunks
     if not compiling and torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of(arguments)):
