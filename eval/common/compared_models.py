@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from eval.common.behind_last_layer import TokenMemoryLayer, put_behind_last_layer
 from eval.common.token_attention import TokenAttention
 from titans_hf import TitansConfig
 from titans_hf.cli.training.model import parse_value
@@ -18,9 +20,16 @@ from titans_hf.neural_memory import OUTPUT_SCALE
 WINDOW = 64  # tokens that attention sees in Mistral, MAG and MAL, and of a segment in MAC
 VARIANTS = ("lmm", "mag", "mac", "mal")
 FORM = "delta"  # the memory's form in published runs whose settings name no other, as `memory_form=titans`
-# MAG with attention over all tokens, or over a window, in its token memory's place
-POINTER_WINDOWS = {"mag-pointer": None, "mag-pointer-64": WINDOW}
-NAMES = (*VARIANTS, *POINTER_WINDOWS, "llama", "mistral", "llama-conv", "mistral-conv", "gated-deltanet", "mamba2")
+BASELINES = ("llama", "mistral", "llama-conv", "mistral-conv", "gated-deltanet", "mamba2")
+# The end of a name says which memory a model has behind its last layer, after a hyphen; Titans' own is a field of their
+# config. A pointer is attention over all tokens, or over a window, in the token memory's place.
+BEHIND_LAST_LAYER = {
+    "token": TokenMemoryLayer,
+    "pointer": partial(TokenAttention, window=None),
+    f"pointer-{WINDOW}": partial(TokenAttention, window=WINDOW),
+}
+POINTERS = ("mag-pointer", f"mag-pointer-{WINDOW}")
+NAMES = (*VARIANTS, *POINTERS, *BASELINES, *(f"{name}-token" for name in BASELINES))
 CONV_KERNEL = 4
 HYBRID = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
 LAYER_TYPES = {"gated-deltanet": ["linear_attention"], "qwen3-next": HYBRID, "olmo-hybrid": HYBRID}  # repeated
@@ -42,8 +51,17 @@ SHAPE |= {"eos_token_id": None, "tie_word_embeddings": True, "initializer_range"
 TRAINED = Sizes(SHAPE, {"memory_form": FORM}, {"chunk_size": 64})
 
 
+def split_name(name: str) -> tuple[str, str | None]:
+    """Splits a model's name into the name without a memory behind the last layer, and that memory, if any."""
+    for memory in BEHIND_LAST_LAYER:
+        if name.endswith(f"-{memory}"):
+            return name.removesuffix(f"-{memory}"), memory
+    return name, None
+
+
 def make_config(name: str, free: int, settings: dict[str, Any], sizes: Sizes = TRAINED) -> PreTrainedConfig:
     """Makes a config; `free` is the size of the MLPs, in Mamba2, which has none, the number of layers."""
+    name, _ = split_name(name)
     heads = sizes.shape["num_attention_heads"]
     head_dim = sizes.shape["hidden_size"] // heads
     if name == "mamba2":
@@ -74,10 +92,11 @@ def fit_config(name: str, num_parameters: int, settings: dict[str, Any], sizes: 
     The parameters are linear in the size of the MLPs, here a multiple of 8; of Mamba2, which has none, in the number of
     layers.
     """
-    free = "num_hidden_layers" if name == "mamba2" else "intermediate_size"
+    has_mlp = split_name(name)[0] != "mamba2"
+    free = "intermediate_size" if has_mlp else "num_hidden_layers"
     if free in settings:
         return make_config(name, settings[free], settings, sizes)
-    first, second, step = (1, 2, 1) if name == "mamba2" else (64, 128, 8)
+    first, second, step = (64, 128, 8) if has_mlp else (1, 2, 1)
     counts = [count_parameters(name, make_config(name, size, settings, sizes)) for size in (first, second)]
     exact = first + (num_parameters - counts[0]) * (second - first) / (counts[1] - counts[0])
     return make_config(name, max(step, step * round(exact / step)), settings, sizes)
@@ -109,17 +128,18 @@ class ConvolvedLinear(nn.Module):
 
 
 def build_model(name: str, config: PreTrainedConfig) -> PreTrainedModel:
-    """Builds the model with random weights; a model whose name ends in -conv has convolutions on q, k and v; a
-    model with -pointer has attention over tokens in the token memory's place.
+    """Builds the model with random weights. A model with -conv in its name has convolutions on q, k and v; the end of
+    the name may be a memory of BEHIND_LAST_LAYER.
     """
     model = AutoModelForCausalLM.from_config(config)
-    if name in POINTER_WINDOWS:
-        model.model.token_memory = TokenAttention(config.hidden_size, POINTER_WINDOWS[name])
+    name, memory = split_name(name)
     if name.endswith("-conv"):
         for layer in model.model.layers:
             attention = layer.self_attn
             for part in ("q_proj", "k_proj", "v_proj"):
                 setattr(attention, part, ConvolvedLinear(getattr(attention, part)))
+    if memory:
+        put_behind_last_layer(model, BEHIND_LAST_LAYER[memory](config.hidden_size))
     return model
 
 

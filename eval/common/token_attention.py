@@ -15,7 +15,6 @@ from torch.nn.functional import normalize, pad, scaled_dot_product_attention
 from transformers.utils.generic import maybe_autocast
 
 from titans_hf.neural_memory import TokenGate
-from titans_hf.token_layout import TokenLayout
 
 SHARPNESS = (
     20.0  # s at first, as measured without training: docs/dev/log.md, "Is there anything to gain from far away?"
@@ -32,15 +31,8 @@ class TokenAttention(nn.Module):
         self.output_gate = TokenGate(hidden_size, 1, initial_logit=0.0)
         self.scale = nn.Parameter(torch.ones(hidden_size))
 
-    def forward(
-        self, hidden_states: Tensor, embeddings: Tensor, layout: TokenLayout, past_key_values: None = None
-    ) -> Tensor:
-        """Computes the hidden states for the LM head, (B, T, hidden), of whole sequences, without padding or a cache.
-
-        Raises ValueError if there is a cache.
-        """
-        if past_key_values is not None:
-            raise ValueError("past_key_values must be None: this attention keeps no cache")
+    def forward(self, hidden_states: Tensor, embeddings: Tensor) -> Tensor:
+        """Computes the hidden states for the LM head, (B, T, hidden), of whole sequences without padding."""
         with maybe_autocast(hidden_states.device.type, enabled=False):
             states = normalize(hidden_states.float(), dim=-1)
             keys = pad(states[:, :-1], (0, 0, 1, 0))

@@ -24,10 +24,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
+from eval.common.compared_models import build_model
 from eval.common.records import read_records
 from eval.language.counted import CACHE_ORDER, Shares, add_text_options, cache_probabilities, read_stretches, write_row
 from eval.language.token_blocks import make_tokenizer
@@ -132,7 +134,8 @@ def main(argv: list[str] | None = None) -> None:
     if (args.label, args.seed) not in runs:
         raise ValueError(f"--label and --seed must be one of {sorted(runs)}, but are {(args.label, args.seed)}")
     run = runs[args.label, args.seed]
-    model = AutoModelForCausalLM.from_pretrained(args.model).eval()
+    model = build_model(run["model"], AutoConfig.from_pretrained(args.model)).eval()
+    load_model(model, args.model / "model.safetensors")
     start = time.time()
     tokenizer = make_tokenizer(find_files(args.train_text, "--train_text"), model.config.vocab_size, args.cache)
     choice = read_stretches([args.choice_text], tokenizer, args)[1]

@@ -7,7 +7,7 @@ import torch
 from eval.common import compared_models as models
 from eval.common.records import append_record, read_records
 from eval.common.token_attention import attend
-from eval.language import ablation, compare_runs, token_blocks, train_and_score
+from eval.language import ablation, caches, compare_runs, token_blocks, train_and_score
 
 PARAMETERS = 300_000
 
@@ -58,6 +58,19 @@ def test_a_run_and_its_twin_are_compared(texts, capsys):
         compare_runs.main([str(output), "--rows", "mag"])
 
 
+def test_caches_read_the_model_that_was_trained(texts):
+    """A saved model with convolutions and a token memory gives what its run has recorded; its row with counts too."""
+    runs = run(texts, "changed", "mistral-conv-token", "--save_model", str(texts / "model"))
+    folders = {"train_text": "train", "choice_text": "score", "score_text": "score", "cache": "cache"}
+    options = {f"--{name}": texts / folder for name, folder in folders.items()}
+    options |= {"--runs": runs, "--output": texts / "caches.jsonl", "--label": "changed"}
+    options |= {"--score_length": 96, "--stretches": 2}
+    caches.main([str(texts / "model"), *(str(x) for option in options.items() for x in option)])
+    rows = {x["name"]: x["mean"] for x in read_records(texts / "caches.jsonl", "language")}
+    np.testing.assert_allclose(rows["changed"], read_records(runs, "language")[0]["mean"], atol=2e-4)
+    assert np.less(rows["changed+counts"], rows["changed"]).all()
+
+
 def test_a_pair_that_is_none_is_refused(texts):
     """A pair that is not NAME:BASELINE of the rows is named in an error."""
     file = str(run(texts, "lmm"))
@@ -82,7 +95,10 @@ def test_models_are_of_equal_size(name):
     assert abs(models.count_parameters(name, config) / 1_200_000 - 1) < 0.05
 
 
-@pytest.mark.parametrize("name", ["llama-conv", "mistral-conv", *models.POINTER_WINDOWS])
+CHANGED = ["llama-conv", *models.POINTERS, *(f"{name}-token" for name in models.BASELINES)]
+
+
+@pytest.mark.parametrize("name", CHANGED)
 def test_changed_models_are_causal(name):
     """A changed token changes no logit before it."""
     torch.manual_seed(0)
@@ -92,6 +108,31 @@ def test_changed_models_are_causal(name):
     other[0, 10] = (other[0, 10] + 1) % 300
     first, second = (model(input_ids=x, use_cache=False).logits for x in (ids, other))
     assert torch.equal(first[:, :10], second[:, :10]) and not torch.equal(first[:, 10:], second[:, 10:])
+
+
+def test_a_token_memory_behind_any_model_is_that_of_titans():
+    """With the same weights, MAG with a token memory of its own and MAG with one behind it give the same logits and
+    gradients; a cache is refused.
+    """
+    settings = {"vocab_size": 300, "intermediate_size": 64, "memory_chunk_size": 64}
+    own = models.build_model("mag", models.fit_config("mag", 0, settings | {"token_memory_features": 512}))
+    behind = models.build_model("mag-token", models.fit_config("mag-token", 0, settings))
+    weights = {
+        name.replace("model.token_memory", "model.memory_behind_last_layer.layer"): x
+        for name, x in own.state_dict().items()
+    }
+    behind.load_state_dict(weights)
+    ids = torch.randint(0, 300, (2, 130))
+    first, second = (model(input_ids=ids, labels=ids, use_cache=False) for model in (own, behind))
+    torch.testing.assert_close(second.logits, first.logits)
+    for output in (first, second):
+        output.loss.backward()
+    theirs = dict(behind.named_parameters())
+    for name, x in own.named_parameters():
+        name = name.replace("model.token_memory", "model.memory_behind_last_layer.layer")
+        torch.testing.assert_close(theirs[name].grad, x.grad)
+    with pytest.raises(ValueError, match="use_cache must be False"):
+        behind(input_ids=ids)
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 50])
