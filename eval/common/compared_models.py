@@ -90,7 +90,7 @@ def fit_config(name: str, num_parameters: int, settings: dict[str, Any], sizes: 
     """Makes a config with about `num_parameters`, unless the settings fix the size of the MLPs.
 
     The parameters are linear in the size of the MLPs, here a multiple of 8; of Mamba2, which has none, in the number of
-    layers.
+    layers. Raises ValueError for fewer parameters than the smallest model has.
     """
     has_mlp = split_name(name)[0] != "mamba2"
     free = "intermediate_size" if has_mlp else "num_hidden_layers"
@@ -98,8 +98,12 @@ def fit_config(name: str, num_parameters: int, settings: dict[str, Any], sizes: 
         return make_config(name, settings[free], settings, sizes)
     first, second, step = (64, 128, 8) if has_mlp else (1, 2, 1)
     counts = [count_parameters(name, make_config(name, size, settings, sizes)) for size in (first, second)]
-    exact = first + (num_parameters - counts[0]) * (second - first) / (counts[1] - counts[0])
-    return make_config(name, max(step, step * round(exact / step)), settings, sizes)
+    each = (counts[1] - counts[0]) / (second - first)
+    exact = first + (num_parameters - counts[0]) / each
+    if exact < step / 2:  # a network without MLPs is another architecture: its attention and memory do an MLP's work
+        smallest = round(counts[0] - (first - step) * each)
+        raise ValueError(f"the parameters of {name} must be at least {smallest}, but are {num_parameters}")
+    return make_config(name, step * round(exact / step), settings, sizes)
 
 
 def count_parameters(name: str, config: PreTrainedConfig) -> int:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from eval.common.compared_models import build_model, fit_config
+from eval.common.compared_models import build_model, make_config
 from eval.language import caches
 
 
@@ -17,9 +17,9 @@ def model():
         "num_attention_heads": 2,
         "num_key_value_heads": 2,
     }
-    settings |= {"sliding_window": 4, "intermediate_size": 24, "memory_max_lr": 0, "memory_num_heads": 1}
+    settings |= {"sliding_window": 4, "memory_max_lr": 0, "memory_num_heads": 1}
     torch.manual_seed(0)
-    return build_model("mag", fit_config("mag", 0, settings)).eval()
+    return build_model("mag", make_config("mag", 24, settings)).eval()
 
 
 def test_the_neural_cache_weighs_what_followed(monkeypatch):

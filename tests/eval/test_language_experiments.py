@@ -1,5 +1,7 @@
 """eval/language: runs are scored by position and compared text by text."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from eval.common.records import append_record, read_records
 from eval.common.token_attention import attend
 from eval.language import ablation, caches, compare_runs, token_blocks, train_and_score
 
-PARAMETERS = 300_000
+PARAMETERS = 700_000
 
 
 @pytest.fixture
@@ -93,6 +95,16 @@ def test_models_are_of_equal_size(name):
     """Every model has the parameters asked for, within 5 %."""
     config = models.fit_config(name, 1_200_000, {"vocab_size": 2048})
     assert abs(models.count_parameters(name, config) / 1_200_000 - 1) < 0.05
+
+
+@pytest.mark.parametrize("name", ["mag", "llama", "mamba2"])
+def test_a_model_too_small_for_mlps_is_an_error(name):
+    """The error says which size is possible, and that size is."""
+    with pytest.raises(ValueError, match=f"the parameters of {name} must be at least .*, but are 300000") as error:
+        models.fit_config(name, 300_000, {"vocab_size": 2048})
+    smallest = int(re.search(r"least (\d+)", str(error.value))[1])
+    config = models.fit_config(name, smallest, {"vocab_size": 2048})
+    assert models.count_parameters(name, config) == smallest
 
 
 CHANGED = ["llama-conv", *models.POINTERS, *(f"{name}-token" for name in models.BASELINES)]
