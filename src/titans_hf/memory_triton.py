@@ -59,9 +59,19 @@ def multiply(a, b, PRECISION: tl.constexpr):
 
 
 @jit
-def places(row, ROWS: tl.constexpr, column, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
-    """Computes the places of a tile (ROWS, COLUMNS), from a row and a column on, in a matrix of WIDTH columns."""
-    return (row + tl.arange(0, ROWS))[:, None] * WIDTH + (column + tl.arange(0, COLUMNS))[None, :]
+def places(ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
+    """Computes the places of a tile (ROWS, COLUMNS) in a matrix of WIDTH columns, from the tile's first entry on."""
+    if WIDTH == COLUMNS:  # then all of a thread's places are its first and constants, and it needs one address
+        return tl.reshape(tl.arange(0, ROWS * COLUMNS), (ROWS, COLUMNS))
+    return tl.arange(0, ROWS)[:, None] * WIDTH + tl.arange(0, COLUMNS)[None, :]
+
+
+@jit
+def begins(scalars):
+    """Returns True, which the compiler does not know: then registers keep no places in memory from one step of a kernel
+    for a later step.
+    """
+    return tl.load(scalars + 3) >= 0
 
 
 @jit
@@ -95,7 +105,7 @@ def inverse_of_unit_lower(lower, C: tl.constexpr, LEVELS: tl.constexpr, PRECISIO
 
 @jit
 def write_next_state(
-    weights, momentum, anchor, target, slot, following, row, size, tile, inputs, deltas, vectors, scalars,
+    weights, momentum, anchor, target, start, end, of_target, tile, inputs, deltas, vectors, scalars,
     C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Writes a tile of one layer's state at the next chunk's start: of the weights less M_0, of the momentum, and of
@@ -103,24 +113,24 @@ def write_next_state(
 
     W_T = beta_T W + f_T S - h^T diag(G_T) delta        S_T = m_T S - h^T diag(E_T theta) delta
 
-    slot, following, row: of this chunk's state, of the next, and of M_0. size: d_in d_out. tile: its places in a state.
-    inputs: h^T.
+    start, end, of_target: where the tile begins in the states at this chunk's start, at its end, and in M_0. tile: its
+    places. inputs: h^T.
     """
     steps = factors(vectors, 0, C) * deltas
-    after = tl.load(scalars) * tl.load(weights + slot * size + tile)
+    after = tl.load(scalars) * tl.load(weights + start + tile)
     after -= multiply(inputs, steps, PRECISION)  # (rows, C) @ (C, columns)
     if momentum is not None:
-        before = tl.load(momentum + slot * size + tile)
+        before = tl.load(momentum + start + tile)
         after += tl.load(scalars + 1) * before
         steps = factors(vectors, 1, C) * deltas
         before = tl.load(scalars + 2) * before - multiply(inputs, steps, PRECISION)
-        tl.store(momentum + following * size + tile, before)
-    tl.store(weights + following * size + tile, after)
+        tl.store(momentum + end + tile, before)
+    tl.store(weights + end + tile, after)
     if anchor is not None:
         if target is not None:
-            after += tl.load(target + row * size + tile)
-        before = tl.load(anchor + slot * size + tile)
-        tl.store(anchor + following * size + tile, tl.where(tl.load(scalars + 3) > 0, after, before))
+            after += tl.load(target + of_target + tile)
+        before = tl.load(anchor + start + tile)
+        tl.store(anchor + end + tile, tl.where(tl.load(scalars + 3) > 0, after, before))
 
 
 @jit
@@ -144,119 +154,118 @@ def chunk_states_kernel(
     errors, deltas = errors + row * C * D, deltas + row * C * D
     for chunk in tl.range(0, num_chunks, disable_licm=True):
         slot = chunk * num_rows + row
-        key, value = keys + slot * C * D, values + slot * C * D
+        key, value, start, end = keys + slot * C * D, values + slot * C * D, slot * F * D, (slot + num_rows) * F * D
         vector, scalar = vectors + slot * 6 * C, scalars + slot * 4
         inputs = key if weights_1 is None else hidden  # of the last layer
         # 1. Through the network at the anchor: the last layer's inputs h, and M(k) - v, clipped and doubled
-        if anchor_2 is not None:
+        if anchor_2 is not None and begins(scalar):
             limit = factors(vector, 4, C)
-            error = -tl.load(value + places(0, C, 0, D, D))
+            error = -tl.load(value + places(C, D, D))
             h_square = tl.zeros((C,), error.dtype)
             for first in tl.range(0, F, BLOCK, disable_licm=True):
-                units = places(0, C, first, BLOCK, F)
                 if weights_1 is None:
-                    h = tl.load(key + units)
+                    h = tl.load(key + first + places(C, BLOCK, F))
                 else:
-                    w = tl.load(anchor_1 + slot * D * F + places(0, D, first, BLOCK, F))
-                    z = multiply(tl.load(key + places(0, C, 0, D, D)), w, PRECISION)  # (C, D) @ (D, BLOCK)
+                    w = tl.load(anchor_1 + start + first + places(D, BLOCK, F))
+                    z = multiply(tl.load(key + places(C, D, D)), w, PRECISION)  # (C, D) @ (D, BLOCK)
                     sigmoid = 1 / (1 + tl.exp(-z))
                     h = z * sigmoid
-                    tl.store(hidden + units, h)
-                    tl.store(slopes + units, sigmoid + h * (1 - sigmoid))  # silu'(z)
-                w = tl.load(anchor_2 + slot * F * D + places(first, BLOCK, 0, D, D))
+                    tl.store(hidden + first + places(C, BLOCK, F), h)
+                    tl.store(slopes + first + places(C, BLOCK, F), sigmoid + h * (1 - sigmoid))  # silu'(z)
+                w = tl.load(anchor_2 + start + first * D + places(BLOCK, D, D))
                 error += multiply(h, w, PRECISION)  # (C, BLOCK) @ (BLOCK, D)
                 h_square += tl.sum(h * h, 1)
             error *= 2 * clip_scale(tl.sqrt(tl.sum(error * error, 1))[:, None], limit)
-            tl.store(errors + places(0, C, 0, D, D), error)
+            tl.store(errors + places(C, D, D), error)
             if not DELTA_RULE:
                 norm = tl.sqrt(h_square * tl.sum(error * error, 1))[:, None]
-                tl.store(deltas + places(0, C, 0, D, D), error * clip_scale(norm, 4 * limit))
+                tl.store(deltas + places(C, D, D), error * clip_scale(norm, 4 * limit))
             tl.debug_barrier()
         # 2. The delta rule: A delta = e_0 with e_0 = beta h W + f h S + h M_0 - v and A = (h h^T) o G
-        if DELTA_RULE:
-            start_error = -tl.load(value + places(0, C, 0, D, D))
+        if DELTA_RULE and begins(scalar):
+            error = -tl.load(value + places(C, D, D))
             for first in tl.range(0, F, BLOCK, disable_licm=True):
-                h, tile = tl.load(inputs + places(0, C, first, BLOCK, F)), places(first, BLOCK, 0, D, D)
-                w = tl.load(weights_2 + slot * F * D + tile)
-                start_error += multiply(factors(vector, 2, C) * h, w, PRECISION)  # (C, BLOCK) @ (BLOCK, D)
+                h, tile = tl.load(inputs + first + places(C, BLOCK, F)), first * D + places(BLOCK, D, D)
+                w = tl.load(weights_2 + start + tile)
+                error += multiply(factors(vector, 2, C) * h, w, PRECISION)  # (C, BLOCK) @ (BLOCK, D)
                 if momentum_2 is not None:
-                    s = tl.load(momentum_2 + slot * F * D + tile)
-                    start_error += multiply(factors(vector, 3, C) * h, s, PRECISION)
+                    s = tl.load(momentum_2 + start + tile)
+                    error += multiply(factors(vector, 3, C) * h, s, PRECISION)
                 if target_2 is not None:
-                    start_error += multiply(h, tl.load(target_2 + row * F * D + tile), PRECISION)
-            tl.store(deltas + places(0, C, 0, D, D), start_error)
-            scores = tl.zeros((C, C), start_error.dtype)
+                    error += multiply(h, tl.load(target_2 + row * F * D + tile), PRECISION)
+            tl.store(deltas + places(C, D, D), error)
+            scores = tl.zeros((C, C), error.dtype)
             for first in tl.range(0, F, BLOCK, disable_licm=True):
-                h = tl.load(inputs + places(0, C, first, BLOCK, F))
+                h = tl.load(inputs + first + places(C, BLOCK, F))
                 scores += multiply(h, tl.trans(h), PRECISION)
-            a = scores * tl.load(system + slot * C * C + places(0, C, 0, C, C))
+            a = scores * tl.load(system + slot * C * C + places(C, C, C))
             rows, columns = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
             diagonal = tl.maximum(tl.sum(tl.where(rows == columns, a, 0.0), 1), 0.5)[:, None]
             inverse = inverse_of_unit_lower(tl.where(rows > columns, a, 0.0) / diagonal, C, LEVELS, PRECISION)
             tl.debug_barrier()
-            delta = tl.load(deltas + places(0, C, 0, D, D)) / diagonal
+            delta = tl.load(deltas + places(C, D, D)) / diagonal
             delta = multiply(inverse, delta, PRECISION)  # (C, C) @ (C, D)
             tl.debug_barrier()
-            tl.store(deltas + places(0, C, 0, D, D), delta)
+            tl.store(deltas + places(C, D, D), delta)
             tl.debug_barrier()
         # 3. The hidden layer: its deltas before their clip are (delta_L W_L^T) o silu'(z), in place of silu'(z)
-        if weights_1 is not None:
+        if weights_1 is not None and begins(scalar):
             unclipped_square = tl.zeros((C,), slopes.dtype.element_ty)
             for first in tl.range(0, F, BLOCK, disable_licm=True):
-                w = tl.load(anchor_2 + slot * F * D + places(first, BLOCK, 0, D, D))
-                unclipped = multiply(tl.load(errors + places(0, C, 0, D, D)), tl.trans(w), PRECISION)
-                unclipped *= tl.load(slopes + places(0, C, first, BLOCK, F))  # (C, D) @ (D, BLOCK)
+                w = tl.load(anchor_2 + start + first * D + places(BLOCK, D, D))
+                unclipped = multiply(tl.load(errors + places(C, D, D)), tl.trans(w), PRECISION)
+                unclipped *= tl.load(slopes + first + places(C, BLOCK, F))  # (C, D) @ (D, BLOCK)
                 unclipped_square += tl.sum(unclipped * unclipped, 1)
-                tl.store(slopes + places(0, C, first, BLOCK, F), unclipped)
+                tl.store(slopes + first + places(C, BLOCK, F), unclipped)
             tl.debug_barrier()
             norm = factors(vector, 5, C) * tl.sqrt(unclipped_square)[:, None]
             scale = HIDDEN_STEP * clip_scale(norm, 4 * factors(vector, 4, C))
             for first in tl.range(0, F, BLOCK, disable_licm=True):
-                hidden_delta = scale * tl.load(slopes + places(0, C, first, BLOCK, F))
+                hidden_delta = scale * tl.load(slopes + first + places(C, BLOCK, F))
                 write_next_state(
-                    weights_1, momentum_1, anchor_1, target_1, slot, slot + num_rows, row, D * F,
-                    places(0, D, first, BLOCK, F), tl.trans(tl.load(key + places(0, C, 0, D, D))), hidden_delta,
-                    vector, scalar, C, PRECISION,
+                    weights_1, momentum_1, anchor_1, target_1, start + first, end + first, row * D * F + first,
+                    places(D, BLOCK, F), tl.trans(tl.load(key + places(C, D, D))), hidden_delta, vector, scalar,
+                    C, PRECISION,
                 )  # fmt: skip
         # 4. The last layer
-        for first in tl.range(0, F, BLOCK, disable_licm=True):
-            write_next_state(
-                weights_2, momentum_2, anchor_2, target_2, slot, slot + num_rows, row, F * D,
-                places(first, BLOCK, 0, D, D), tl.trans(tl.load(inputs + places(0, C, first, BLOCK, F))),
-                tl.load(deltas + places(0, C, 0, D, D)), vector, scalar, C, PRECISION,
-            )  # fmt: skip
-        tl.debug_barrier()
+        if begins(scalar):
+            for first in tl.range(0, F, BLOCK, disable_licm=True):
+                h = tl.trans(tl.load(inputs + first + places(C, BLOCK, F)))
+                write_next_state(
+                    weights_2, momentum_2, anchor_2, target_2, start + first * D, end + first * D,
+                    (row * F + first) * D, places(BLOCK, D, D), h, tl.load(deltas + places(C, D, D)), vector, scalar,
+                    C, PRECISION,
+                )  # fmt: skip
+            tl.debug_barrier()
 
 
 @jit
 def write_previous_gradients(
-    grad_weights, grad_momentum, grad_anchor, slot, following, row, size, tile, inputs, grad_start_error, of_anchor,
+    grad_weights, grad_momentum, grad_anchor, start, end, of_anchors, tile, inputs, grad_start_error, of_anchor,
     vectors, scalars, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds to a tile of the gradients with respect to one layer's state at a chunk's start, which holds those of the
     reads, what comes by the state at the chunk's end, by the delta rule and by the anchor.
 
-    slot, following, row: of the gradients at this chunk's start, at its end, and of the anchor's. size: d_in d_out.
-    tile: its places in a state. inputs: h^T. grad_start_error: with respect to e_0, None without the delta rule in this
-    layer. of_anchor: with respect to the anchor by this chunk, None without an anchor.
+    start, end, of_anchors: where the tile begins in the gradients at this chunk's start, at its end, and in the
+    anchor's. tile: its places. inputs: h^T. grad_start_error: places of the gradient with respect to e_0, None without
+    the delta rule in this layer. of_anchor: with respect to the anchor by this chunk, None without an anchor.
     """
-    start, end = slot * size + tile, following * size + tile
-    grad_end = tl.load(grad_weights + end)
-    grad = tl.load(grad_weights + start) + tl.load(scalars) * grad_end
-    if grad_start_error is not None:  # (rows, C) @ (C, columns)
-        grad += multiply(inputs, factors(vectors, 2, C) * grad_start_error, PRECISION)
     if grad_momentum is not None:
-        grad_s = tl.load(grad_momentum + start) + tl.load(scalars + 1) * grad_end
-        grad_s += tl.load(scalars + 2) * tl.load(grad_momentum + end)
-        if grad_start_error is not None:
-            grad_s += multiply(inputs, factors(vectors, 3, C) * grad_start_error, PRECISION)
-        tl.store(grad_momentum + start, grad_s)
+        grad_s = tl.load(grad_momentum + start + tile) + tl.load(scalars + 1) * tl.load(grad_weights + end + tile)
+        grad_s += tl.load(scalars + 2) * tl.load(grad_momentum + end + tile)
+        if grad_start_error is not None:  # (rows, C) @ (C, columns)
+            grad_s += multiply(inputs, factors(vectors, 3, C) * tl.load(grad_start_error), PRECISION)
+        tl.store(grad_momentum + start + tile, grad_s)
+    grad = tl.load(grad_weights + start + tile) + tl.load(scalars) * tl.load(grad_weights + end + tile)
+    if grad_start_error is not None:
+        grad += multiply(inputs, factors(vectors, 2, C) * tl.load(grad_start_error), PRECISION)
     if of_anchor is not None:  # eq. 16: to the weights where the chunk starts, to the chunk before elsewhere
         starts = tl.load(scalars + 3) > 0
-        of_anchor += tl.load(grad_anchor + row * size + tile)
+        of_anchor += tl.load(grad_anchor + of_anchors + tile)
         grad += tl.where(starts, of_anchor, 0.0)
-        tl.store(grad_anchor + row * size + tile, tl.where(starts, 0.0, of_anchor))
-    tl.store(grad_weights + start, grad)
+        tl.store(grad_anchor + of_anchors + tile, tl.where(starts, 0.0, of_anchor))
+    tl.store(grad_weights + start + tile, grad)
 
 
 @jit
@@ -279,77 +288,76 @@ def chunk_gradients_kernel(
     at the end; grad_anchor (N, ...): at the end, then at the start. grad_h, grad_hidden (N, C, F), grad_start_error,
     grad_error (N, C, D): scratch.
     """
-    row = tl.program_id(0).to(tl.int64)
-    grad_h, grad_hidden = grad_h + row * C * F, grad_hidden + row * C * F
-    grad_start_error, grad_error = grad_start_error + row * C * D, grad_error + row * C * D
     for back in tl.range(0, num_chunks, disable_licm=True):
-        slot = (num_chunks - 1 - back) * num_rows + row
-        following, state, end = slot + num_rows, slot * F * D, (slot + num_rows) * F * D
+        slot = (num_chunks - 1 - back) * num_rows + tl.program_id(0)
+        slot, row = slot.to(tl.int64), (slot % num_rows).to(tl.int64)  # nor places in a row from chunk to chunk
+        own, token, start, end = row * C, slot * C, slot * F * D, (slot + num_rows) * F * D
         vector, scalar = vectors + slot * 11 * C, scalars + slot * 4
-        # 1. The last layer's deltas, by the reads and by the state at the chunk's end
-        grad = tl.load(grad_deltas + slot * C * D + places(0, C, 0, D, D))
-        for first in tl.range(0, F, BLOCK, disable_licm=True):
-            h, tile = tl.load(inputs + slot * C * F + places(0, C, first, BLOCK, F)), places(first, BLOCK, 0, D, D)
-            w = tl.load(grad_weights_2 + end + tile)
-            grad -= multiply(factors(vector, 0, C) * h, w, PRECISION)  # (C, BLOCK) @ (BLOCK, D)
-            if momentum is not None:
-                s = tl.load(grad_momentum_2 + end + tile)
-                grad -= multiply(factors(vector, 1, C) * h, s, PRECISION)
-        # 2. The backward of A delta = e_0, or of the clip
-        if inverse is not None:
-            solver = tl.load(inverse + slot * C * C + places(0, C, 0, C, C))
-            grad = multiply(tl.trans(solver), grad, PRECISION)  # A^-T: (C, C) @ (C, D)
-            tl.store(grad_start_error + places(0, C, 0, D, D), grad)
-        else:
-            scale = factors(vector, 4, C)
-            unclipped = factors(vector, 9, C) * tl.load(errors + slot * C * D + places(0, C, 0, D, D))
-            log_limit = scale * tl.sum(grad * unclipped, 1)[:, None]
-            grad = scale * grad - log_limit * factors(vector, 5, C) * unclipped
-            tl.store(grad_error + places(0, C, 0, D, D), grad)
-        tl.debug_barrier()
-        if grad_weights_1 is not None:
-            # 3. The last layer's inputs h, by the reads and by the state at the chunk's end
+        if begins(scalar):
+            # 1. The last layer's deltas, by the reads and by the state at the chunk's end
+            grad = tl.load(grad_deltas + token * D + places(C, D, D))
             for first in tl.range(0, F, BLOCK, disable_licm=True):
-                units, tile = slot * C * F + places(0, C, first, BLOCK, F), places(first, BLOCK, 0, D, D)
-                if inverse is not None:
-                    delta = tl.load(deltas + slot * C * D + places(0, C, 0, D, D))
-                else:
-                    delta = factors(vector, 4, C) * factors(vector, 9, C)
-                    delta *= tl.load(errors + slot * C * D + places(0, C, 0, D, D))
+                h, tile = tl.load(inputs + token * F + first + places(C, BLOCK, F)), first * D + places(BLOCK, D, D)
                 w = tl.load(grad_weights_2 + end + tile)
-                of_h = tl.load(grad_inputs + units)
-                of_h -= factors(vector, 0, C) * multiply(delta, tl.trans(w), PRECISION)  # (C, D) @ (D, BLOCK)
+                grad -= multiply(factors(vector, 0, C) * h, w, PRECISION)  # (C, BLOCK) @ (BLOCK, D)
                 if momentum is not None:
                     s = tl.load(grad_momentum_2 + end + tile)
-                    of_h -= factors(vector, 1, C) * multiply(delta, tl.trans(s), PRECISION)
-                if inverse is None:  # and by the clip
-                    of_h -= log_limit * factors(vector, 6, C) * tl.load(inputs + units)
-                tl.store(grad_h + places(0, C, first, BLOCK, F), of_h)
-            if inverse is not None:  # and by A and e_0
-                tl.debug_barrier()
-                delta = tl.load(deltas + slot * C * D + places(0, C, 0, D, D))
-                error = tl.load(grad_start_error + places(0, C, 0, D, D))
-                scores = multiply(error, tl.trans(delta), PRECISION)  # (C, D) @ (D, C)
-                scores *= -tl.load(system + slot * C * C + places(0, C, 0, C, C))
-                scores += tl.trans(scores)
+                    grad -= multiply(factors(vector, 1, C) * h, s, PRECISION)
+            # 2. The backward of A delta = e_0, or of the clip
+            if inverse is not None:
+                solver = tl.load(inverse + slot * C * C + places(C, C, C))
+                grad = multiply(tl.trans(solver), grad, PRECISION)  # A^-T: (C, C) @ (C, D)
+                tl.store(grad_start_error + own * D + places(C, D, D), grad)
+            else:
+                scale = factors(vector, 4, C)
+                unclipped = factors(vector, 9, C) * tl.load(errors + token * D + places(C, D, D))
+                log_limit = scale * tl.sum(grad * unclipped, 1)[:, None]
+                grad = scale * grad - log_limit * factors(vector, 5, C) * unclipped
+                tl.store(grad_error + own * D + places(C, D, D), grad)
+            tl.debug_barrier()
+            # 3. The last layer's inputs h, by the reads, by the state at the chunk's end and by e_0 or the clip
+            if grad_weights_1 is not None:
                 for first in tl.range(0, F, BLOCK, disable_licm=True):
-                    units, tile = places(0, C, first, BLOCK, F), places(first, BLOCK, 0, D, D)
-                    of_h = multiply(scores, tl.load(inputs + slot * C * F + units), PRECISION)  # (C, C) @ (C, BLOCK)
-                    error = tl.load(grad_start_error + places(0, C, 0, D, D))
-                    w = tl.load(weights + state + tile)
-                    of_h += factors(vector, 2, C) * multiply(error, tl.trans(w), PRECISION)  # (C, D) @ (D, BLOCK)
+                    units, tile = token * F + first + places(C, BLOCK, F), first * D + places(BLOCK, D, D)
+                    delta = tl.load((errors if inverse is None else deltas) + token * D + places(C, D, D))
+                    if inverse is None:
+                        delta *= factors(vector, 4, C) * factors(vector, 9, C)
+                    w = tl.load(grad_weights_2 + end + tile)
+                    of_h = tl.load(grad_inputs + units)
+                    of_h -= factors(vector, 0, C) * multiply(delta, tl.trans(w), PRECISION)  # (C, D) @ (D, BLOCK)
                     if momentum is not None:
-                        s = tl.load(momentum + state + tile)
-                        of_h += factors(vector, 3, C) * multiply(error, tl.trans(s), PRECISION)
-                    if target is not None:
-                        m_0 = tl.load(target + row * F * D + tile)
-                        of_h += multiply(error, tl.trans(m_0), PRECISION)
-                    tl.store(grad_h + units, tl.load(grad_h + units) + of_h)
+                        s = tl.load(grad_momentum_2 + end + tile)
+                        of_h -= factors(vector, 1, C) * multiply(delta, tl.trans(s), PRECISION)
+                    if inverse is None:
+                        of_h -= log_limit * factors(vector, 6, C) * tl.load(inputs + units)
+                    else:
+                        error = tl.load(grad_start_error + own * D + places(C, D, D))
+                        w = tl.load(weights + start + tile)
+                        of_h += factors(vector, 2, C) * multiply(error, tl.trans(w), PRECISION)
+                        if momentum is not None:
+                            s = tl.load(momentum + start + tile)
+                            of_h += factors(vector, 3, C) * multiply(error, tl.trans(s), PRECISION)
+                        if target is not None:
+                            m_0 = tl.load(target + row * F * D + tile)
+                            of_h += multiply(error, tl.trans(m_0), PRECISION)
+                    tl.store(grad_h + own * F + first + places(C, BLOCK, F), of_h)
+                tl.debug_barrier()
+        if grad_weights_1 is not None and inverse is not None and begins(scalar):  # and by A
+            delta = tl.load(deltas + token * D + places(C, D, D))
+            error = tl.load(grad_start_error + own * D + places(C, D, D))
+            scores = multiply(error, tl.trans(delta), PRECISION)  # (C, D) @ (D, C)
+            scores *= -tl.load(system + slot * C * C + places(C, C, C))
+            scores += tl.trans(scores)
+            for first in tl.range(0, F, BLOCK, disable_licm=True):
+                of_row = first + places(C, BLOCK, F)
+                of_h = multiply(scores, tl.load(inputs + token * F + of_row), PRECISION)  # (C, C) @ (C, BLOCK)
+                tl.store(grad_h + own * F + of_row, tl.load(grad_h + own * F + of_row) + of_h)
+        if grad_weights_1 is not None and begins(scalar):
             # 4. The hidden layer's deltas, by the reads and the state at the chunk's end
             hidden_log_limit = tl.zeros((C,), grad_h.dtype.element_ty)
             for first in tl.range(0, F, BLOCK, disable_licm=True):
-                units, tile = slot * C * F + places(0, C, first, BLOCK, F), places(0, D, first, BLOCK, F)
-                key = tl.load(keys + slot * C * D + places(0, C, 0, D, D))
+                units, tile = token * F + first + places(C, BLOCK, F), first + places(D, BLOCK, F)
+                key = tl.load(keys + token * D + places(C, D, D))
                 of_hidden = tl.load(grad_hidden_deltas + units)
                 w = tl.load(grad_weights_1 + end + tile)
                 of_hidden -= factors(vector, 0, C) * multiply(key, w, PRECISION)  # (C, D) @ (D, BLOCK)
@@ -358,62 +366,61 @@ def chunk_gradients_kernel(
                     of_hidden -= factors(vector, 1, C) * multiply(key, s, PRECISION)
                 hidden_delta = tl.load(slopes + units) * tl.load(grad_activations + units)
                 hidden_log_limit += tl.sum(of_hidden * hidden_delta, 1)
-                tl.store(grad_hidden + places(0, C, first, BLOCK, F), of_hidden)
+                tl.store(grad_hidden + own * F + first + places(C, BLOCK, F), of_hidden)
             tl.debug_barrier()
             # 5. Their clip, and delta_1 = silu'(z) o (delta_2 W_2^T) with respect to delta_2
             hidden_clip = hidden_log_limit[:, None] * factors(vector, 7, C) * factors(vector, 8, C)
             of_delta = tl.zeros((C, D), grad_h.dtype.element_ty)
             for first in tl.range(0, F, BLOCK, disable_licm=True):
-                units, of_row = slot * C * F + places(0, C, first, BLOCK, F), places(0, C, first, BLOCK, F)
+                units, of_row = token * F + first + places(C, BLOCK, F), first + places(C, BLOCK, F)
                 slope = tl.load(slopes + units)
-                of_hidden = factors(vector, 7, C) * tl.load(grad_hidden + of_row)
+                of_hidden = factors(vector, 7, C) * tl.load(grad_hidden + own * F + of_row)
                 of_hidden -= hidden_clip * slope * tl.load(grad_activations + units)
-                tl.store(grad_hidden + of_row, of_hidden)
-                w = tl.load(anchor + state + places(first, BLOCK, 0, D, D))
+                tl.store(grad_hidden + own * F + of_row, of_hidden)
+                w = tl.load(anchor + start + first * D + places(BLOCK, D, D))
                 of_delta += multiply(of_hidden * slope, w, PRECISION)  # (C, BLOCK) @ (BLOCK, D)
+                of_anchor = tl.load(grad_anchor_2 + row * F * D + first * D + places(BLOCK, D, D))
+                unclipped = factors(vector, 9, C) * tl.load(errors + token * D + places(C, D, D))
+                of_anchor += multiply(tl.trans(of_hidden * slope), unclipped, PRECISION)  # (BLOCK, C) @ (C, D)
+                tl.store(grad_anchor_2 + row * F * D + first * D + places(BLOCK, D, D), of_anchor)
             if inverse is None:
-                of_delta += tl.load(grad_error + places(0, C, 0, D, D))
-            tl.store(grad_error + places(0, C, 0, D, D), of_delta)
+                of_delta += tl.load(grad_error + own * D + places(C, D, D))
+            tl.store(grad_error + own * D + places(C, D, D), of_delta)
             tl.debug_barrier()
         # 6. delta_L = 2 e with the clip of e = M(k) - v
-        if errors is not None:
-            error = tl.load(errors + slot * C * D + places(0, C, 0, D, D))
-            error_scale, of_error = factors(vector, 9, C), tl.load(grad_error + places(0, C, 0, D, D))
+        if errors is not None and begins(scalar):
+            error = tl.load(errors + token * D + places(C, D, D))
+            error_scale, of_error = factors(vector, 9, C), tl.load(grad_error + own * D + places(C, D, D))
             error_clip = error_scale * tl.sum(of_error * error, 1)[:, None] * factors(vector, 10, C)
             tl.debug_barrier()
-            tl.store(grad_error + places(0, C, 0, D, D), error_scale * of_error - error_clip * error)
+            tl.store(grad_error + own * D + places(C, D, D), error_scale * of_error - error_clip * error)
             tl.debug_barrier()
         # 7. z = k W_1 and h = silu(z), and the gradients with respect to the anchor and to the state at the start
-        if grad_weights_1 is not None:
+        if grad_weights_1 is not None and begins(scalar):
             for first in tl.range(0, F, BLOCK, disable_licm=True):
-                units, of_row = slot * C * F + places(0, C, first, BLOCK, F), places(0, C, first, BLOCK, F)
-                w = tl.load(anchor + state + places(first, BLOCK, 0, D, D))
-                of_z = multiply(tl.load(grad_error + places(0, C, 0, D, D)), tl.trans(w), PRECISION)
-                of_z = tl.load(slopes + units) * (tl.load(grad_h + of_row) + of_z)  # (C, D) @ (D, BLOCK)
+                units, of_row = token * F + first + places(C, BLOCK, F), first + places(C, BLOCK, F)
+                w = tl.load(anchor + start + first * D + places(BLOCK, D, D))
+                of_z = multiply(tl.load(grad_error + own * D + places(C, D, D)), tl.trans(w), PRECISION)
+                of_z = tl.load(slopes + units) * (tl.load(grad_h + own * F + of_row) + of_z)  # (C, D) @ (D, BLOCK)
                 curvature = tl.load(grad_activations + units) * tl.load(curvatures + units)
-                of_z += tl.load(grad_hidden + of_row) * curvature
-                key = tl.trans(tl.load(keys + slot * C * D + places(0, C, 0, D, D)))
+                of_z += tl.load(grad_hidden + own * F + of_row) * curvature
+                key = tl.trans(tl.load(keys + token * D + places(C, D, D)))
                 write_previous_gradients(
-                    grad_weights_1, grad_momentum_1, grad_anchor_1, slot, following, row, D * F,
-                    places(0, D, first, BLOCK, F), key, None, multiply(key, of_z, PRECISION), vector, scalar,
-                    C, PRECISION,
+                    grad_weights_1, grad_momentum_1, grad_anchor_1, start + first, end + first, row * D * F + first,
+                    places(D, BLOCK, F), key, None, multiply(key, of_z, PRECISION), vector, scalar, C, PRECISION,
                 )  # fmt: skip
-        for first in tl.range(0, F, BLOCK, disable_licm=True):
-            h, of_start, of_anchor = tl.load(inputs + slot * C * F + places(0, C, first, BLOCK, F)), None, None
-            if inverse is not None:
-                of_start = tl.load(grad_start_error + places(0, C, 0, D, D))
-            if errors is not None:  # (BLOCK, C) @ (C, D)
-                of_anchor = multiply(tl.trans(h), tl.load(grad_error + places(0, C, 0, D, D)), PRECISION)
-            if grad_weights_1 is not None:
-                of_activation = tl.load(slopes + slot * C * F + places(0, C, first, BLOCK, F))
-                of_activation *= tl.load(grad_hidden + places(0, C, first, BLOCK, F))
-                unclipped = factors(vector, 9, C) * tl.load(errors + slot * C * D + places(0, C, 0, D, D))
-                of_anchor += multiply(tl.trans(of_activation), unclipped, PRECISION)
-            write_previous_gradients(
-                grad_weights_2, grad_momentum_2, grad_anchor_2, slot, following, row, F * D,
-                places(first, BLOCK, 0, D, D), tl.trans(h), of_start, of_anchor, vector, scalar, C, PRECISION,
-            )  # fmt: skip
-        tl.debug_barrier()
+        if begins(scalar):
+            for first in tl.range(0, F, BLOCK, disable_licm=True):
+                h, of_error = tl.trans(tl.load(inputs + token * F + first + places(C, BLOCK, F))), grad_error + own * D
+                of_start = None if inverse is None else grad_start_error + own * D + places(C, D, D)
+                of_anchor = None
+                if errors is not None:
+                    of_anchor = multiply(h, tl.load(of_error + places(C, D, D)), PRECISION)  # (BLOCK, C) @ (C, D)
+                write_previous_gradients(
+                    grad_weights_2, grad_momentum_2, grad_anchor_2, start + first * D, end + first * D,
+                    (row * F + first) * D, places(BLOCK, D, D), h, of_start, of_anchor, vector, scalar, C, PRECISION,
+                )  # fmt: skip
+            tl.debug_barrier()
 
 
 def per_slot(tensors: Sequence[Tensor | float | None], like: Tensor) -> Tensor:
@@ -441,8 +448,8 @@ def launch(
 
 
 def tile(head_dim: int) -> dict[str, int]:
-    """Returns the hidden units of a tile and the warps of a program: those with the fewest spills (docs/speed.md)."""
-    return dict(BLOCK=16, num_warps=4) if head_dim <= 32 else dict(BLOCK=32, num_warps=8)
+    """Returns the hidden units of a tile and the warps of a program: without spilled registers (docs/speed.md)."""
+    return dict(BLOCK=16, num_warps=4 if head_dim <= 32 else 8)
 
 
 def chunk_states(
