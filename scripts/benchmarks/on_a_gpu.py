@@ -3,6 +3,7 @@
 memory-FORM    the memory alone: its share of the rate of large bfloat16 products, measured in the same run
 models-SIZE    training beside a Llama with flash attention (PyTorch's own, sdpa), and, where the packages of their
                kernels are installed, Gated DeltaNet (flash-linear-attention) and Mamba2 (mamba_ssm)
+models-SIZE-delta    the Titans alone, with the delta form
 decode-SIZE    one more token, beside Llama
 
 A length at which a model's training needs more memory than there is has a row without figures. A part that fails says
@@ -43,8 +44,10 @@ def parts(args: Namespace) -> Iterator[tuple[str, list[str]]]:
         yield f"memory-{form}", ["memory", *lengths, *memory, "--set", *settings]
     recurrences = {"gated-deltanet": is_flash_linear_attention_available, "mamba2": is_mamba_2_ssm_available}
     installed = [name for name, is_available in recurrences.items() if is_available()]
+    titans = [name for name in args.models if name in model_shapes.TITANS]
     for size in args.sizes:
-        models = ["--size", size, "--dtype", "bfloat16", "--models", *args.models]
-        yield f"models-{size}", ["models", *models, *installed, *lengths, *repeats]
-        yield f"models-{size}-delta", ["models", *models, *lengths, *repeats, "--set", *FORMS["delta"]]
-        yield f"decode-{size}", ["decode", *models, "--contexts", *map(str, args.contexts)]
+        models = ["--size", size, "--dtype", "bfloat16", "--models"]
+        yield f"models-{size}", ["models", *models, *args.models, *installed, *lengths, *repeats]
+        if titans:
+            yield f"models-{size}-delta", ["models", *models, *titans, *lengths, *repeats, "--set", *FORMS["delta"]]
+        yield f"decode-{size}", ["decode", *models, *args.models, "--contexts", *map(str, args.contexts)]

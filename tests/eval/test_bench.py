@@ -164,8 +164,9 @@ def test_the_other_package_is_compared_with_equal_work():
 
 
 def test_all_parts_of_the_command_for_a_gpu(monkeypatch, tmp_path, capsys):
-    """`gpu` has a table, JSON and a picture of the memory of each form, of models and of decoding; what needs too much
-    memory is a row without figures, and a part that fails does not stop the others. Without a GPU it is an error.
+    """`gpu` has a table, JSON and a picture of the memory of each form, of models (Llama once) and of decoding; what
+    needs too much memory is a row without figures, and a part that fails does not stop the others. Without a GPU it is
+    an error.
     """
 
     def too_little(run, device):
@@ -183,6 +184,7 @@ def test_all_parts_of_the_command_for_a_gpu(monkeypatch, tmp_path, capsys):
     assert (
         [row["model"] for row in rows["models-tiny"]] == ["lmm", "llama"] == [x["model"] for x in rows["decode-tiny"]]
     )
+    assert [row["model"] for row in rows["models-tiny-delta"]] == ["lmm"]
     assert all(row["train tokens/s"] > 0 and row["train peak KB/token"] is None for row in rows["models-tiny"])
     assert len([*tmp_path.glob("*/*.png"), *tmp_path.glob("*/*.md")]) == 2 * len(rows)
     if not torch.cuda.is_available():
