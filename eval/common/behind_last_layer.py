@@ -36,7 +36,7 @@ def put_behind_last_layer(model: PreTrainedModel, memory: nn.Module) -> None:
     embed = model.get_input_embeddings()
 
     def read_memory(_base: nn.Module, args: tuple, kwargs: dict[str, Any], output: ModelOutput) -> None:
-        if output.get("past_key_values", output.get("cache_params")) is not None:
+        if any(output.get(name) is not None for name in ("cache", "cache_params", "past_key_values")):
             raise ValueError("use_cache must be False: a memory behind the last layer keeps no cache")
         input_ids = args[0] if args else kwargs["input_ids"]
         output.last_hidden_state = memory(output.last_hidden_state, embed(input_ids))

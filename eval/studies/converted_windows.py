@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Gguf
 
 from eval.common.records import describe_commit
 from titans_hf import TitansCache, convert
+from titans_hf.cache_titans import CACHE_NAME
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.text_files import find_files
 from titans_hf.cli.shared.text_ids import encode
@@ -35,7 +36,7 @@ def losses(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
     found, tokens = [], torch.tensor(ids)
     for start in range(0, len(ids) - 1, PIECE):
         inputs, targets = tokens[start : start + PIECE], tokens[start + 1 : start + PIECE + 1]
-        logits = model(inputs[None], past_key_values=cache, use_cache=True).logits[0, : len(targets)].float()
+        logits = model(inputs[None], use_cache=True, **{CACHE_NAME: cache}).logits[0, : len(targets)].float()
         found.append(torch.nn.functional.cross_entropy(logits, targets, reduction="none"))
     return torch.cat(found)
 

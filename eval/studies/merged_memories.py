@@ -37,13 +37,13 @@ def make_texts(number: int, filler: int, generator: torch.Generator) -> list[tup
 
 
 def read(model: PreTrainedModel, ids: Tensor, cache: TitansCache | None = None) -> TitansCache:
-    return model(ids, past_key_values=cache, use_cache=True).past_key_values
+    return model(ids, cache=cache, use_cache=True).cache
 
 
 def recall(model: PreTrainedModel, cache: TitansCache, facts: Tensor) -> float:
     """Returns the share of values predicted after their keys; every question gets a copy of the cache."""
     keys = facts[..., 0].split(1, 1)
-    predicted = [model(key, past_key_values=copy.copy(cache)).logits[:, -1].argmax(-1) for key in keys]
+    predicted = [model(key, cache=copy.copy(cache)).logits[:, -1].argmax(-1) for key in keys]
     return (torch.stack(predicted, dim=1) == facts[..., 1]).float().mean().item()
 
 

@@ -43,7 +43,7 @@ def read_text(model: TitansForCausalLM, ids: Tensor) -> dict[str, Tensor]:
     for name, module in modules.items():
         modules[name] = module.register_forward_hook(lambda _, args, __, name=name: found[name].append(args[0][0]))
     for start in range(0, len(ids), PIECE):
-        logits = model(ids[None, start : start + PIECE], past_key_values=cache, use_cache=True).logits[0].float()
+        logits = model(ids[None, start : start + PIECE], cache=cache, use_cache=True).logits[0].float()
         log_p, targets = logits.log_softmax(-1), ids[start + 1 : start + PIECE + 1, None]
         loss = -log_p[: len(targets)].gather(1, targets)[:, 0]
         found["loss"].append(pad(loss, (0, len(log_p) - len(targets)), value=math.nan))

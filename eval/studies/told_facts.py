@@ -104,7 +104,7 @@ def most_probable(model: PreTrainedModel, ids: Tensor) -> Tensor:
         return model(ids[None], use_cache=False).logits[0].argmax(-1)
     cache, found = TitansCache(model.config), []
     for piece in ids[None].split(PIECE, dim=1):
-        found.append(model(piece, past_key_values=cache, use_cache=True).logits[0].argmax(-1))
+        found.append(model(piece, cache=cache, use_cache=True).logits[0].argmax(-1))
     return torch.cat(found)
 
 

@@ -11,7 +11,7 @@ from statistics import median
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from . import model_shapes
 from .measure import seconds
@@ -71,9 +71,8 @@ class Reader:
         self.given = {}
         for piece in ids.split(TOKENS_PER_CALL, dim=1):
             output = model(piece, use_cache=True, logits_to_keep=1, **self.given)
-            key = "cache_params" if "cache_params" in output else "past_key_values"
-            self.given = {key: output[key]}
-        self.cache: Cache = output[key]
+            self.given = model_shapes.of_cache(output)
+        (self.cache,) = self.given.values()
         self.token = ids[:, -1:]
         if not titans:
             for layer in self.cache.layers:

@@ -68,13 +68,13 @@ class Reader:
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
-        self.cache = None
+        self.given = {}
         self.num_tokens = 0
 
     def read(self, ids: torch.Tensor) -> None:
         ids = ids.to(self.model.device)
-        output = self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        self.cache = output.past_key_values
+        output = self.model(ids, use_cache=True, logits_to_keep=1, **self.given)
+        self.given = model_shapes.of_cache(output)
         self.num_tokens += ids.shape[1]
 
 

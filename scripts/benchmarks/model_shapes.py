@@ -11,6 +11,8 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.utils import ModelOutput
 
 from eval.common import compared_models
 from eval.common.compared_models import Sizes, check_fields, parse_settings
@@ -94,12 +96,17 @@ def draw_tokens(model: PreTrainedModel, length: int) -> Tensor:
     return torch.randint(2, model.config.vocab_size, (1, length), device=model.device)
 
 
+def of_cache(output: ModelOutput) -> dict[str, Cache]:
+    """Returns the cache of an output by the name of the argument that takes it."""
+    name = next(name for name in ("cache", "cache_params", "past_key_values") if name in output)
+    return {name: output[name]}
+
+
 @torch.no_grad()
 def check(model: PreTrainedModel) -> None:
     """Raises AssertionError unless a step with the cache gives the logits of the whole text."""
     ids = draw_tokens(model, NUM_CHECKED_TOKENS)
-    cache = model(ids[:, :-1], use_cache=True)
-    key = "cache_params" if "cache_params" in cache else "past_key_values"
-    step = model(ids[:, -1:], use_cache=True, **{key: cache[key]})
+    before = model(ids[:, :-1], use_cache=True)
+    step = model(ids[:, -1:], use_cache=True, **of_cache(before))
     tolerance = 1e-3 if model.dtype == torch.float32 else 0.1
     check_close(f"{type(model).__name__}: a step", step.logits[:, -1], model(ids).logits[:, -1], tolerance)

@@ -3,8 +3,10 @@
 import copy
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from inspect import signature
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -14,25 +16,52 @@ from huggingface_hub import CommitInfo, HfApi
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin
 
 from .cache_files import LOCK, SavedMemory, check_tensors, fingerprint, read_memory, write_memory
 from .cache_layer import RecordedColumns, TitansCacheLayer
 from .configuration_titans import VARIANTS, TitansConfig, field_facts
+
+# The name of a cache among the arguments and outputs of Transformers: `cache` from 5.24 on, `past_key_values` before.
+NAMES = ("cache", "past_key_values")
+CACHE_NAME = next(name for name in NAMES if name in signature(GenerationMixin.prepare_inputs_for_generation).parameters)
+
+
+def rename_cache(arguments: dict[str, Any], name: str = "cache") -> dict[str, Any]:
+    """Returns keyword arguments whose cache has the given name, whichever of its two names it had.
+
+    Raises ValueError for a cache by each name.
+    """
+    given = [arguments[x] for x in NAMES if arguments.get(x) is not None]
+    if len(given) > 1:
+        raise ValueError("`past_key_values` must be None with `cache`: both are names of the cache.")
+    others = {x: value for x, value in arguments.items() if x not in NAMES}
+    return others | {name: given[0]} if given else others
+
+
+def takes_either_name(forward: Callable) -> Callable:
+    """Lets a `forward` with an argument `cache` also take it as `past_key_values`, and not ignore it."""
+
+    @wraps(forward)
+    def renamed(*args, **kwargs):
+        return forward(*args, **rename_cache(kwargs))
+
+    return renamed
 
 
 class TitansCache(Cache):
     """The state of a Titans model between calls: memory weights, and momentum if there is one, window or segment, and
     convolution inputs.
 
-    `generate()` and `model(..., use_cache=True)` create one; pass it back as `past_key_values` to continue. Its size
+    `generate()` and `model(..., use_cache=True)` create one; pass it back as `cache` to continue. Its size
     depends on the model and the batch size; on the number of tokens read only until they fill the window. A cache is
     valid only for the weights it was made with: forward() checks only the config, `from_pretrained` the weights too.
 
     ```python
     cache = TitansCache(model.config)
     with torch.no_grad():  # else the cache keeps the autograd graph of everything it has read
-        model(first_part, past_key_values=cache)
-        model(second_part, past_key_values=cache)  # as if both parts had been one sequence
+        model(first_part, cache=cache)
+        model(second_part, cache=cache)  # as if both parts had been one sequence
     ```
 
     Args:
@@ -242,13 +271,13 @@ class TitansCache(Cache):
 
     def check_fits(self, config: TitansConfig, batch_size: int) -> None:
         """Raises ValueError, naming what differs, for another config or batch size than the cache was made for."""
-        _check_equal("`past_key_values` does not fit the model:", self.made_for, _shaping_fields(config))
+        _check_equal("`cache` does not fit the model:", self.made_for, _shaping_fields(config))
         if self.batch_size not in (-1, batch_size):
             advice = (
                 f"; `batch_repeat_interleave({batch_size})` gives a copy so many rows" if self.batch_size == 1 else ""
             )
             sizes = f"its batch size is {self.batch_size}, not {batch_size}"
-            raise ValueError(f"`past_key_values` does not fit the input: {sizes}{advice}.")
+            raise ValueError(f"`cache` does not fit the input: {sizes}{advice}.")
 
 
 def undone_on_error(cache: TitansCache | None) -> AbstractContextManager:

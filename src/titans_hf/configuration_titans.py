@@ -216,7 +216,7 @@ class TitansConfig(PreTrainedConfig):
     """
 
     model_type = "titans"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
     auto_classes = AUTO_MAP
     default_theta = 10000.0
 

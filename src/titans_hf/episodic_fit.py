@@ -123,7 +123,7 @@ def read(model: TitansForCausalLM, ids: Tensor, progress: tqdm) -> Iterator[Piec
     """Reads a document (T,) piece by piece."""
     cache = TitansCache(model.config)
     for tokens in ids.to(model.device)[None].split(PIECE, dim=1):
-        outputs = model.model(tokens, past_key_values=cache, use_cache=True, defer_episodic_memory=True)
+        outputs = model.model(tokens, cache=cache, use_cache=True, defer_episodic_memory=True)
         yield Piece(tokens, outputs.mlp_inputs, outputs.last_hidden_state)
         progress.update(tokens.shape[1])
 

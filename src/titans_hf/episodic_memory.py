@@ -112,7 +112,7 @@ class EpisodicMemory(nn.Module):
         head: Callable[[Tensor], Tensor] | None,
         num_kept: int,
         layout: TokenLayout,
-        past_key_values: TitansCache | None = None,
+        cache: TitansCache | None = None,
     ) -> Tensor | None:
         """Mixes the logits of the last `num_kept` columns, (B, num_kept, V), and updates its part of the cache.
 
@@ -122,7 +122,7 @@ class EpisodicMemory(nn.Module):
             tokens (B, T) int64: x; -1 for a token that is given as an embedding.
             head: the LM head. None if there is none: nothing is written then, and None is returned.
         """
-        found = self.comparisons(mlp_inputs, hidden_states, tokens, head, num_kept, layout, past_key_values)
+        found = self.comparisons(mlp_inputs, hidden_states, tokens, head, num_kept, layout, cache)
         if head is None:
             return None
         return torch.cat([self._mix(logits, found_here) for logits, found_here in found], dim=1)
@@ -135,15 +135,15 @@ class EpisodicMemory(nn.Module):
         head: Callable[[Tensor], Tensor] | None,
         num_kept: int,
         layout: TokenLayout,
-        past_key_values: TitansCache | None = None,
+        cache: TitansCache | None = None,
         wanted: Tensor | None = None,
     ) -> Iterator[tuple[Tensor, "Found"]]:
         """Updates its part of the cache, and returns blocks of the model's logits (B, Q, V) with what the memory finds
         at their columns; arguments as in `forward`. wanted (T,) bool: of the last `num_kept` columns, only where True.
         """
         shape, columns, device = mlp_inputs.shape[:2], layout.columns, mlp_inputs.device
-        cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        state = None if cache is None else cache.state_before_call(self._read_again)
+        layer = None if cache is None else cache.layers[self.layer_idx]
+        state = None if layer is None else layer.state_before_call(self._read_again)
         before = self.initial_state(shape[0], mlp_inputs.dtype) if state is None else state
         places, keys = Places.of(columns, shape, device), self.keys(mlp_inputs)
         hidden_states = hidden_states.to(device)
@@ -158,8 +158,8 @@ class EpisodicMemory(nn.Module):
         parts = (hidden_states, is_surprise[..., None], losses[..., None], tokens[..., None])
         inputs = torch.cat([keys, *(x.to(keys.dtype) for x in parts)], dim=-1)
         history, after = self._write(inputs, before, places)
-        if cache is not None:
-            cache.finish_call(state, after, inputs, columns)
+        if layer is not None:
+            layer.finish_call(state, after, inputs, columns)
         return iter(()) if head is None else self._compare_blocks(keys, history, logits, wanted)
 
     def _read_again(self, record: RecordedColumns, state: LayerState | None) -> LayerState:

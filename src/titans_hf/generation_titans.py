@@ -9,7 +9,7 @@ from transformers.generation import EosTokenCriteria, GenerationMixin, MaxLength
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
-from .cache_titans import TitansCache, check_cache_class
+from .cache_titans import CACHE_NAME, TitansCache, check_cache_class, rename_cache
 from .surprise_titans import SurpriseCollector
 from .token_layout import check_not_empty
 
@@ -60,7 +60,7 @@ class TitansGenerationMixin(GenerationMixin):
     _starting_cache: TitansCache | None = None
 
     def start_from(self, cache: TitansCache | None) -> None:
-        """Sets the memory from which every row of a `generate()` call without `past_key_values` starts; None for the
+        """Sets the memory from which every row of a `generate()` call without `cache` starts; None for the
         learned initial memory. No call changes it, so threads can share it. A prompt then contains the new tokens only.
 
         Args:
@@ -84,13 +84,14 @@ class TitansGenerationMixin(GenerationMixin):
 
         Raises ValueError for `output_surprise` with beams, assisted decoding or a compiled step.
         """
+        kwargs = rename_cache(kwargs, CACHE_NAME)
         if not output_surprise:
             return super().generate(*args, **kwargs)
         collector = SurpriseCollector()  # not an attribute of the model: other threads may use it
-        given = kwargs.get("past_key_values")
+        given = kwargs.get(CACHE_NAME)
         num_before = given.get_seq_length() if isinstance(given, TitansCache) else 0
         result = super().generate(*args, output_surprise=collector, **kwargs)
-        result["surprise"] = collector.joined(result.past_key_values.get_seq_length() - num_before)
+        result["surprise"] = collector.joined(result[CACHE_NAME].get_seq_length() - num_before)
         return result
 
     def _prepare_cache_for_generation(
@@ -101,7 +102,7 @@ class TitansGenerationMixin(GenerationMixin):
         The size of a cache is always limited; with `cache_implementation="static"` it is constant, and `generate()`
         compiles the decoding step where Transformers does: on accelerators, or as `compile_config` sets.
         """
-        given = model_kwargs.get("past_key_values")
+        given = model_kwargs.get(CACHE_NAME)
         _check_inputs(generation_config, generation_mode, model_kwargs)
         if model_kwargs.get("output_surprise"):
             _check_surprise(generation_config, generation_mode)
@@ -120,7 +121,7 @@ class TitansGenerationMixin(GenerationMixin):
             return
         if generation_config.is_assistant:
             cache.activate_past_recording()
-        model_kwargs["past_key_values"] = cache
+        model_kwargs[CACHE_NAME] = cache
 
     def _branch_of_starting_cache(self, generation_config, num_rows: int) -> TitansCache:
         """Returns a branch of the cache of `start_from` with `num_rows` rows.
@@ -144,7 +145,7 @@ class TitansGenerationMixin(GenerationMixin):
 
     def _assisted_decoding(self, *args, **kwargs):
         """Decodes with drafts. The cache records only while this runs, so that rejected ones can be removed."""
-        cache = kwargs.get("past_key_values")  # a TitansCache; Transformers refuses a call without one
+        cache = kwargs.get(CACHE_NAME)  # a TitansCache; Transformers refuses a call without one
         new = [] if cache is None else [layer for layer in cache.layers if not layer.record_past]
         try:
             return super()._assisted_decoding(*args, **kwargs)
@@ -155,7 +156,7 @@ class TitansGenerationMixin(GenerationMixin):
     @wraps(GenerationMixin.prepare_inputs_for_generation)  # Transformers reads the arguments' names
     def prepare_inputs_for_generation(self, *args, finished_rows: FinishedRows | None = None, **kwargs) -> dict:
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)
-        if finished_rows is not None and finished_rows.reads_no_padding and inputs.get("past_key_values") is not None:
+        if finished_rows is not None and finished_rows.reads_no_padding and inputs.get(CACHE_NAME) is not None:
             inputs.pop("attention_mask", None)
         return inputs
 
@@ -165,7 +166,7 @@ class TitansGenerationMixin(GenerationMixin):
         if finished is not None and finished.without_mask:  # the mask made here has only one column
             model_kwargs["attention_mask"] = None
         model_kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
-        if finished is not None and model_kwargs.get("past_key_values") is not None:
+        if finished is not None and model_kwargs.get(CACHE_NAME) is not None:
             model_kwargs["attention_mask"] = finished.masked(model_kwargs.get("attention_mask"))
         return model_kwargs
 
@@ -224,7 +225,7 @@ def _check_inputs(generation_config, generation_mode: GenerationMode, model_kwar
             "The attention maps of assisted generation lack columns of the newest tokens while the sequence is shorter "
             "than a map is wide: Transformers cuts them as if they had a column for each token since the first."
         )
-    is_new = model_kwargs.get("past_key_values") is None and not generation_config.is_assistant
+    is_new = model_kwargs.get(CACHE_NAME) is None and not generation_config.is_assistant
     if is_new and isinstance(mask, Tensor) and mask.dim() == 2 and not (mask[:, -1:] != 0).logical_or(mask == 0).all():
         logger.warning_once(
             "A prompt ends in padding (`attention_mask` is 0 in its last column; without one, its last id is "
@@ -245,25 +246,23 @@ def _check_prompt(generation_config, model_kwargs: dict, generation_mode: Genera
     contains all ids, or embeddings, since the cache was created. With ids, the mask may cover columns that the cache
     has read; with embeddings it may not.
     """
-    num_read, mask = model_kwargs["past_key_values"].get_seq_length(), model_kwargs.get("attention_mask")
+    num_read, mask = model_kwargs[CACHE_NAME].get_seq_length(), model_kwargs.get("attention_mask")
     num_columns, embeds = (
         generation_config._mask_length if mask is None else mask.shape[1],
         model_kwargs.get("inputs_embeds"),
     )
-    advice = "call `past_key_values.start_prompt()` and give only the tokens to read next."
+    advice = "call `cache.start_prompt()` and give only the tokens to read next."
     refused = {
-        "`use_cache` must be True with `past_key_values`, but is False: each step would read the prompt again.": (
+        "`use_cache` must be True with `cache`, but is False: each step would read the prompt again.": (
             generation_config.use_cache is False
         ),
-        "Assisted generation (`assistant_model`, `prompt_lookup_num_tokens`) with a `past_key_values` that has read "
+        "Assisted generation (`assistant_model`, `prompt_lookup_num_tokens`) with a `cache` that has read "
         f"{num_read} columns would read them again: {advice}": (
             num_read and generation_mode == GenerationMode.ASSISTED_GENERATION
         ),
         f"`inputs_embeds` must have all {num_columns} columns of `attention_mask`, the {num_read} that "
-        f"`past_key_values` has read too; or {advice}": (
-            num_read and embeds is not None and embeds.shape[1] != num_columns
-        ),
-        f"The prompt has {num_columns} columns, its mask included, but `past_key_values` has read {num_read} "
+        f"`cache` has read too; or {advice}": (num_read and embeds is not None and embeds.shape[1] != num_columns),
+        f"The prompt has {num_columns} columns, its mask included, but `cache` has read {num_read} "
         f"already, which come first in a prompt: {advice}": (
             0 < num_columns <= num_read and not generation_config.is_assistant
         ),

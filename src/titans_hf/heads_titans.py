@@ -15,11 +15,11 @@ from transformers.modeling_outputs import QuestionAnsweringModelOutput, Sequence
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
-from .cache_titans import TitansCache, undone_on_error
+from .cache_titans import NAMES, TitansCache, takes_either_name, undone_on_error
 from .configuration_titans import TitansConfig
 from .modeling_titans import TitansModel, TitansPreTrainedModel
 
-PLACE = 3  # of `past_key_values` among the arguments of a generic head
+PLACE = 3  # of the cache among the arguments of a generic head
 
 
 class TitansHead(TitansPreTrainedModel):
@@ -44,7 +44,8 @@ def leaving_cache_on_error(forward: Callable) -> Callable:
 
     @wraps(forward)
     def undone(self, *args, **kwargs):
-        with undone_on_error(kwargs.get("past_key_values", args[PLACE] if len(args) > PLACE else None)):
+        given = [*args[PLACE : PLACE + 1], *map(kwargs.get, NAMES)]
+        with undone_on_error(next((cache for cache in given if cache is not None), None)):
             return forward(self, *args, **kwargs)
 
     return undone
@@ -53,13 +54,14 @@ def leaving_cache_on_error(forward: Callable) -> Callable:
 class TitansForSequenceClassification(GenericForSequenceClassification, TitansHead):
     """Classifies a text by its last token. A batch of several texts needs a mask, or `pad_token_id`."""
 
+    @takes_either_name
     @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: TitansCache | None = None,
+        cache: TitansCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -79,12 +81,12 @@ class TitansForSequenceClassification(GenericForSequenceClassification, TitansHe
                 "`attention_mask` must be given for several texts if the config has no `pad_token_id`: the ends of the "
                 "texts are unknown."
             )
-        with undone_on_error(past_key_values):
+        with undone_on_error(cache):
             outputs = self.model(
                 input_ids,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
-                past_key_values=past_key_values,
+                cache=cache,
                 inputs_embeds=inputs_embeds,
                 use_cache=use_cache,
                 **kwargs,
@@ -94,7 +96,7 @@ class TitansForSequenceClassification(GenericForSequenceClassification, TitansHe
             logits = self.score(states[torch.arange(len(states), device=states.device), last])
             if labels is not None:
                 loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
-        kept = (outputs.past_key_values, outputs.hidden_states, outputs.attentions)
+        kept = (outputs.cache, outputs.hidden_states, outputs.attentions)
         return SequenceClassifierOutputWithPast(loss, logits, *kept)
 
     def _last_tokens(self, input_ids: Tensor | None, attention_mask: Tensor | None, states: Tensor) -> Tensor:
@@ -116,13 +118,14 @@ class TitansForTokenClassification(GenericForTokenClassification, TitansHead):
 class TitansForQuestionAnswering(GenericForQuestionAnswering, TitansHead):
     """Predicts the first and the last token of an answer."""
 
+    @takes_either_name
     @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: TitansCache | None = None,
+        cache: TitansCache | None = None,
         inputs_embeds: Tensor | None = None,
         start_positions: Tensor | None = None,
         end_positions: Tensor | None = None,
@@ -134,12 +137,12 @@ class TitansForQuestionAnswering(GenericForQuestionAnswering, TitansHead):
         The logits of padding are the least number of their dtype: the loss of a row is the same however far the row is
         padded, and no answer lies in padding.
         """
-        with undone_on_error(past_key_values):
+        with undone_on_error(cache):
             outputs = self.model(
                 input_ids,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
-                past_key_values=past_key_values,
+                cache=cache,
                 inputs_embeds=inputs_embeds,
                 **kwargs,
             )

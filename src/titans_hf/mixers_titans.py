@@ -53,9 +53,9 @@ class SequenceMixer(nn.Module):
         """Returns the state before the first token."""
         raise NotImplementedError
 
-    def mix_after_cache(self, inputs: Tensor, layout: TokenLayout, past_key_values: TitansCache | None) -> Tensor:
+    def mix_after_cache(self, inputs: Tensor, layout: TokenLayout, cache: TitansCache | None) -> Tensor:
         """Mixes inputs (B, T, input_size) after the tokens of the cache, if any, whose layer is updated."""
-        cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        layer = None if cache is None else cache.layers[self.layer_idx]
 
         def read_again(record: RecordedColumns, before: LayerState | None) -> LayerState:
             # `forward` runs no hooks: attention and surprise of columns read again are not recorded twice.
@@ -64,10 +64,10 @@ class SequenceMixer(nn.Module):
                     before = self.forward(run.inputs, before, grid).state
             return before
 
-        state = None if cache is None else cache.state_before_call(read_again)
+        state = None if layer is None else layer.state_before_call(read_again)
         mixed = self(inputs, state, layout.grid)
-        if cache is not None:
-            cache.finish_call(state, mixed.state, inputs, layout.columns)
+        if layer is not None:
+            layer.finish_call(state, mixed.state, inputs, layout.columns)
         return mixed.hidden_states
 
     def forward(self, inputs: Tensor, state: LayerState | None, grid: TokenGrid) -> MixerOutput:

@@ -14,7 +14,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .cache_titans import TitansCache, undone_on_error
+from .cache_titans import NAMES, TitansCache, takes_either_name, undone_on_error
 from .configuration_titans import TitansConfig
 from .episodic_memory import EpisodicMemory
 from .generation_titans import TitansGenerationMixin
@@ -75,14 +75,14 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
         self,
         hidden_states: Tensor,
         layout: TokenLayout,
-        past_key_values: TitansCache | None = None,
+        cache: TitansCache | None = None,
         return_mlp_inputs: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Computes the layer's output (B, T, hidden), with `return_mlp_inputs` also the inputs of its feed-forward
         network (B, T, hidden), and updates its part of the cache.
         """
         inputs = self.mixer_norm(hidden_states)
-        hidden_states = hidden_states + self.mixer.mix_after_cache(inputs, layout, past_key_values)
+        hidden_states = hidden_states + self.mixer.mix_after_cache(inputs, layout, cache)
         mlp_inputs = self.mlp_norm(hidden_states)
         hidden_states = hidden_states + self.mlp(mlp_inputs)
         return (hidden_states, mlp_inputs) if return_mlp_inputs else hidden_states
@@ -97,7 +97,7 @@ class TitansPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["TitansDecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = list(NAMES)
     _supports_sdpa = True
     _supports_attention_backend = True
     _memory_learning = True
@@ -193,13 +193,14 @@ class TitansModel(TitansPreTrainedModel):
         return mixers if self.episodic_memory is None else [*mixers, self.episodic_memory]
 
     @merge_with_config_defaults
+    @takes_either_name
     @capture_outputs
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: TitansCache | None = None,
+        cache: TitansCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
@@ -215,14 +216,14 @@ class TitansModel(TitansPreTrainedModel):
                 removed: it neither counts as a token nor changes a state, and the output at padding is undefined.
             position_ids (B, T) or (1, T): needed only to mark packed documents, since the cache counts positions. A new
                 document starts where they restart at 0 within a row.
-            past_key_values: the cache that the first token continues; updated to the last document of each row. It must
+            cache: the cache that the first token continues; updated to the last document of each row. It must
                 have been made with the model's present weights: memory files are checked for that, calls are not.
             cu_seq_lens_q (N + 1,) int: cumulative lengths of the documents packed in a single row, from 0 to T.
             seq_idx (B, T) or (1, T) int: document of each token, which is independent of the documents before it.
             defer_episodic_memory: leave the episodic token memory to the caller, for which `mlp_inputs` and `layout`
                 are returned. Otherwise a call writes no entries to it, because there is no LM head.
 
-        Returns last_hidden_state (B, T, hidden), past_key_values; on request hidden_states; with
+        Returns last_hidden_state (B, T, hidden), cache; on request hidden_states; with
         `output_surprise=True` surprise, one `LayerSurprise` per layer and one of the token memory, if any; with
         `attn_implementation="eager"` attentions: one (B, heads, T, P + W) per layer, its columns the persistent tokens
         and the window up to the token, oldest first; in MAC (B, heads, T, P + 2 L): persistent tokens, recalled tokens
@@ -233,28 +234,26 @@ class TitansModel(TitansPreTrainedModel):
         check_inputs(input_ids, inputs_embeds)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        past_key_values = self._make_or_check_cache(past_key_values, use_cache, len(inputs_embeds))
+        cache = self._make_or_check_cache(cache, use_cache, len(inputs_embeds))
         documents = DocumentArguments(position_ids, cu_seq_lens_q, seq_idx)
-        layout = TokenLayout.of_call(
-            self.config, inputs_embeds, attention_mask, documents, past_key_values, self.memory_learning
-        )
+        layout = TokenLayout.of_call(self.config, inputs_embeds, attention_mask, documents, cache, self.memory_learning)
         if kwargs.get("output_surprise", getattr(self.config, "output_surprise", False)):  # as `capture_outputs` does
             layout = layout._replace(grid=replace(layout.grid, needs_surprise=True))
         hidden_states, mlp_inputs = inputs_embeds, None
-        with undone_on_error(past_key_values):
+        with undone_on_error(cache):
             *layers, last = self.layers
             for layer in layers:
-                hidden_states = layer(hidden_states, layout, past_key_values=past_key_values)
+                hidden_states = layer(hidden_states, layout, cache=cache)
             options = {} if self.episodic_memory is None else {"return_mlp_inputs": True}
-            hidden_states = last(hidden_states, layout, past_key_values=past_key_values, **options)
+            hidden_states = last(hidden_states, layout, cache=cache, **options)
             if options:
                 hidden_states, mlp_inputs = hidden_states
             hidden_states = self.norm(hidden_states)
             if self.token_memory is not None:
-                hidden_states = self.token_memory(hidden_states, inputs_embeds, layout, past_key_values=past_key_values)
+                hidden_states = self.token_memory(hidden_states, inputs_embeds, layout, cache=cache)
             if self.episodic_memory is not None and not defer_episodic_memory:
-                self.episodic_memory(mlp_inputs, hidden_states, None, None, 0, layout, past_key_values=past_key_values)
-        output = TitansModelOutput(hidden_states, past_key_values if use_cache else None)
+                self.episodic_memory(mlp_inputs, hidden_states, None, None, 0, layout, cache=cache)
+        output = TitansModelOutput(hidden_states, cache if use_cache else None)
         if defer_episodic_memory:
             output.mlp_inputs, output.layout = mlp_inputs, layout
         return output
@@ -266,7 +265,7 @@ class TitansModel(TitansPreTrainedModel):
         check_cache(cache, self.config, batch_size)
         if self.gradient_checkpointing and self.training:
             raise ValueError(
-                "`past_key_values` cannot be used in training with gradient checkpointing: call model.eval() "
+                "`cache` cannot be used in training with gradient checkpointing: call model.eval() "
                 "(before generate() too) or give use_cache=False."
             )
         return cache
@@ -286,13 +285,14 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @takes_either_name
     @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: TitansCache | None = None,
+        cache: TitansCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -310,12 +310,12 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
             output_surprise: return the surprise of each token and its gates; a `SurpriseCollector` also collects them.
         Returns loss where there are labels, logits (B, T or fewer, vocab_size), and what `TitansModel` returns.
         """
-        with undone_on_error(past_key_values):
+        with undone_on_error(cache):
             outputs = self.model(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
-                past_key_values=past_key_values,
+                cache=cache,
                 inputs_embeds=inputs_embeds,
                 use_cache=use_cache,
                 output_surprise=bool(output_surprise),
@@ -329,19 +329,13 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
             if self.model.episodic_memory is None:
                 logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
             else:
-                cache = outputs.past_key_values if past_key_values is None else past_key_values
-                logits = self._logits_with_episodes(outputs, input_ids, logits_to_keep, cache)
+                used = outputs.cache if cache is None else cache
+                logits = self._logits_with_episodes(outputs, input_ids, logits_to_keep, used)
             loss = None
             if labels is not None:
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return TitansCausalLMOutput(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            surprise=outputs.surprise,
-        )
+        kept = (outputs.cache, outputs.hidden_states, outputs.attentions, outputs.surprise)
+        return TitansCausalLMOutput(loss, logits, *kept)
 
     def _logits_with_episodes(
         self,
@@ -361,7 +355,7 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
             self.lm_head,
             logits_to_keep if keeps_last else length,
             outputs.layout,
-            past_key_values=cache,
+            cache=cache,
         )
         return logits if isinstance(logits_to_keep, int) else slice_logits_to_keep(logits, logits_to_keep)
 

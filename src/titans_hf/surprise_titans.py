@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from .cache_titans import CACHE_NAME, TitansCache
 from .memory_gates import Gates
 from .token_grid import TokenGrid
 
@@ -98,8 +99,18 @@ class SurpriseCollector:
         return tuple(map(LayerSurprise.joined, zip(*calls, strict=True)))
 
 
+class NamesCache:
+    """An output whose cache is its `cache` before transformers 5.24 too; its `past_key_values` it always is."""
+
+    if CACHE_NAME != "cache":
+
+        @property
+        def cache(self) -> TitansCache | None:
+            return self.past_key_values
+
+
 @dataclass
-class TitansModelOutput(BaseModelOutputWithPast):
+class TitansModelOutput(NamesCache, BaseModelOutputWithPast):
     """surprise: one `LayerSurprise` per layer. For the episodic token memory: mlp_inputs (B, T, hidden), the inputs of
     the last layer's feed-forward network; layout, the `TokenLayout` of the call.
     """
@@ -110,7 +121,7 @@ class TitansModelOutput(BaseModelOutputWithPast):
 
 
 @dataclass
-class TitansCausalLMOutput(CausalLMOutputWithPast):
+class TitansCausalLMOutput(NamesCache, CausalLMOutputWithPast):
     """surprise: one `LayerSurprise` per layer, and one of the token memory, if any."""
 
     surprise: tuple[LayerSurprise, ...] | None = None

@@ -184,7 +184,7 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         patches, loc, scale = self._normalize(values, at_start=state is None)
         memory = copy.copy(state.memory) if state is not None else TitansCache(self.config) if use_cache else None
         embeds = self.model.get_input_embeddings()(patches.to(self.dtype))
-        outputs = self.model(inputs_embeds=embeds, past_key_values=memory, use_cache=False, **options)
+        outputs = self.model(inputs_embeds=embeds, cache=memory, use_cache=False, **options)
         read_before = [] if state is None else [state.hidden_states]
         hidden_states = torch.cat([*read_before, outputs.last_hidden_state], dim=1)[:, -self.config.num_patches :]
         forecast = self.head(self.head_dropout(hidden_states.flatten(1))).to(values) * scale + loc

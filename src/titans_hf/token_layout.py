@@ -54,7 +54,7 @@ def check_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> None
 
 def check_cache(cache: TitansCache, config: TitansConfig, batch_size: int) -> None:
     """Raises ValueError for a cache of another class, config or batch size."""
-    check_cache_class("past_key_values", cache)
+    check_cache_class("cache", cache)
     cache.check_fits(config, batch_size)
 
 
@@ -64,7 +64,7 @@ def check_not_empty(name: str, inputs: Tensor, num_dims: int) -> None:
         shape = "(B, T)" if num_dims == 2 else "(B, T, hidden)"
         raise ValueError(
             f"`{name}` must be {shape} with at least one row and one column, but is {tuple(inputs.shape)}. If "
-            "`generate()` continues a cache, call `past_key_values.start_prompt()` first and give only the tokens to "
+            "`generate()` continues a cache, call `cache.start_prompt()` first and give only the tokens to "
             "read next."
         )
 

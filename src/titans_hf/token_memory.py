@@ -116,10 +116,10 @@ class TitansTokenMemoryLayer(GradientCheckpointingLayer):
         hidden_states: Tensor,
         embeddings: Tensor,
         layout: TokenLayout,
-        past_key_values: TitansCache | None = None,
+        cache: TitansCache | None = None,
     ) -> Tensor:
         """Computes the hidden states for the LM head from the final norm's output and the tokens' embeddings,
         (B, T, hidden) each, and updates its part of the cache.
         """
         inputs = torch.cat([hidden_states, embeddings], dim=-1)
-        return hidden_states + self.mixer.mix_after_cache(inputs, layout, past_key_values)
+        return hidden_states + self.mixer.mix_after_cache(inputs, layout, cache)

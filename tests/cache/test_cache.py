@@ -164,7 +164,7 @@ def test_rows_can_be_reset(variant):
         cache.reorder_cache(torch.tensor([2, 1, 0]))
         with torch.no_grad():
             logits = [
-                model(x, attention_mask=m, past_key_values=cache).logits
+                model(x, attention_mask=m, cache=cache).logits
                 for x, m in zip(more.split(sizes, 1), mask.split(sizes, 1), strict=True)
             ]
         for row, ours, expected in zip(range(3), torch.cat(logits, 1), alone, strict=True):
@@ -204,13 +204,13 @@ def test_state_is_float32_at_least(variant):
 
 @pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_use_cache_makes_one(variant):
-    """`use_cache` and `past_key_values` decide which cache is returned, as in every Transformers model."""
+    """`use_cache` and `cache` decide which cache is returned, as in every Transformers model."""
     model, ids = shared_model(variant), make_ids(1, 9)
     with torch.no_grad():
-        assert isinstance(model(ids).past_key_values, TitansCache)  # config.use_cache
-        assert model(ids, use_cache=False).past_key_values is None
+        assert isinstance(model(ids).cache, TitansCache)  # config.use_cache
+        assert model(ids, use_cache=False).cache is None
         cache = TitansCache(model.config)
-        assert model(ids, past_key_values=cache, use_cache=True).past_key_values is cache
+        assert model(ids, cache=cache, use_cache=True).cache is cache
 
 
 @pytest.mark.parametrize("variant", ATTENTIONS)
@@ -223,8 +223,8 @@ def test_a_prompt_after_what_was_read(variant):
     cache.start_prompt()
     mask = torch.ones_like(prompt)
     mask[1, :3] = 0
-    assert torch.equal(model.generate(prompt, past_key_values=copy.copy(cache), **options), whole[:, 21:])
-    padded = model.generate(prompt, attention_mask=mask, past_key_values=copy.copy(cache), **options)
+    assert torch.equal(model.generate(prompt, cache=copy.copy(cache), **options), whole[:, 21:])
+    padded = model.generate(prompt, attention_mask=mask, cache=copy.copy(cache), **options)
     assert torch.equal(padded[0], whole[0, 21:])
     alone = model.generate(torch.cat([ids[1:], prompt[1:, 3:]], dim=1), **options)
     assert torch.equal(padded[1, 7:], alone[0, 25:])
@@ -281,7 +281,7 @@ def test_a_cache_is_printed():
     layers = "2 layers, with a memory: 1; token memory"
     assert str(cache) == f"TitansCache: nothing read yet\n{layers}"
     ids, mask = left_pad([make_ids(19), make_ids(11)])
-    model(ids, attention_mask=mask, past_key_values=cache)
+    model(ids, attention_mask=mask, cache=cache)
     size = sum(x.nbytes for x in tensors(cache))
     assert str(cache) == f"TitansCache: tokens read by 2 rows: 19, 11; {size:,} bytes\n{layers}"
     cache = TitansCache(model.config)
@@ -289,3 +289,20 @@ def test_a_cache_is_printed():
     read(model, make_ids(9, 3), None, cache)
     cache.crop(-1)  # back to the columns before the first token
     assert "9 rows: 0, 0, 0, 0, 0, 0, 0, 0, ...;" in str(cache)
+
+
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+def test_the_cache_has_two_names():
+    """`past_key_values`, its name before transformers 5.24, is the cache too: no call ignores it. Both are refused."""
+    model, ids, options = shared_model("mag"), make_ids(1, 30), {"max_new_tokens": 4, "do_sample": False}
+    cache = read(model, ids[:, :20])[1]
+    with torch.no_grad():
+        for call in (model, model.model):
+            found = [call(ids[:, 20:], **{name: copy.copy(cache)}) for name in ("cache", "past_key_values")]
+            assert torch.equal(found[0][0], found[1][0])
+            assert isinstance(found[0].cache, TitansCache) and found[0].cache is found[0].past_key_values
+    generated = [model.generate(ids, **{name: copy.copy(cache)}, **options) for name in ("cache", "past_key_values")]
+    assert torch.equal(*generated) and torch.equal(generated[0], model.generate(ids, **options))
+    for call in (model, model.generate):
+        with pytest.raises(ValueError, match="`past_key_values` must be None with `cache`"):
+            call(ids[:, 20:], cache=cache, past_key_values=cache)

@@ -98,7 +98,7 @@ def test_padding_documents_and_batch_operations(variant):
         cache = TitansCache(model.config)
         cache.activate_past_recording()
         with torch.no_grad():
-            model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+            model(ids, attention_mask=mask, position_ids=positions, cache=cache)
         cache.crop(-3)
         cache = duplicate(cache)
         cache.reorder_cache(torch.tensor([2, 0, 1]))
@@ -185,7 +185,7 @@ def test_assisted_decoding_equals_greedy(variant):
         answer = model.generate(prompt, max_new_tokens=40, return_dict_in_generate=True, **settings, **GREEDY)
         assert torch.equal(answer.sequences, expected), name
     # The returned cache can be read on with as if nothing had been drafted.
-    read_already = answer.past_key_values.get_seq_length()
+    read_already = answer.cache.get_seq_length()
     later = torch.cat([expected[:, read_already:], make_ids(1, 9, seed=3)], 1)
     whole = torch.cat([expected[:, :read_already], later], 1)
-    assert_same(read(model, later, None, answer.past_key_values)[0], full_logits(model, whole)[:, read_already:])
+    assert_same(read(model, later, None, answer.cache)[0], full_logits(model, whole)[:, read_already:])

@@ -33,11 +33,11 @@ def test_generation_goes_on_from_a_file(variant, tmp_path):
     model = make_model(variant, dtype=torch.float32)
     ids, mask = left_pad([make_ids(30), make_ids(17, seed=1)])
     with torch.no_grad():
-        cache = model(ids[:, :-1], attention_mask=mask[:, :-1], use_cache=True).past_key_values
+        cache = model(ids[:, :-1], attention_mask=mask[:, :-1], use_cache=True).cache
     loaded = saved(cache, model, tmp_path)
     assert json.loads((tmp_path / "memory.json").read_text())["tokens_seen"] == [29, 16]
     options = dict(attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=0)
-    generated = [model.generate(ids, past_key_values=x, **options) for x in (cache, loaded)]
+    generated = [model.generate(ids, cache=x, **options) for x in (cache, loaded)]
     assert torch.equal(*generated)
 
 

@@ -64,7 +64,7 @@ class Program:
         seq_idx = torch.tensor([[self.random.random() < documents for _ in range(num_columns)] for _ in self.rows])
         seq_idx = seq_idx.cumsum(1)
         with torch.no_grad():
-            logits = self.model(ids, mask, past_key_values=self.cache, seq_idx=seq_idx).logits
+            logits = self.model(ids, mask, cache=self.cache, seq_idx=seq_idx).logits
         for i, row in enumerate(self.rows):
             previous = None
             for column in range(num_columns):
@@ -136,7 +136,7 @@ class Program:
         """Continues with a copy, after the original has read other tokens."""
         branch = self.random.choice([copy.copy, copy.deepcopy])(self.cache)
         with torch.no_grad():
-            self.model(make_ids(len(self.rows), 5), past_key_values=self.cache)
+            self.model(make_ids(len(self.rows), 5), cache=self.cache)
         self.cache = branch
 
     def record(self) -> None:

@@ -63,7 +63,7 @@ def test_without_a_memory_it_is_as_before(started):
     """start_from(None) removes the memory, and a given cache replaces it."""
     model, _, _ = started
     prompt = make_ids(1, 12, seed=1)
-    given = model.generate(prompt, past_key_values=TitansCache(model.config), **GREEDY)
+    given = model.generate(prompt, cache=TitansCache(model.config), **GREEDY)
     with_memory = model.generate(prompt, **GREEDY)
     model.start_from(None)
     assert torch.equal(model.generate(prompt, **GREEDY), given)
@@ -91,7 +91,7 @@ def test_threads_share_the_memory(started):
 def test_the_graph_of_what_was_read_is_not_kept():
     """A model holds no autograd graph of the cache that it starts from, which keeps its own."""
     model = make_model("mag")
-    cache = model(TEXT, use_cache=True).past_key_values
+    cache = model(TEXT, use_cache=True).cache
     model.start_from(cache)
     assert not any(x.requires_grad for x in tensors(model._starting_cache))
     assert any(x.requires_grad for x in tensors(cache))

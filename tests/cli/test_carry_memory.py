@@ -60,7 +60,7 @@ def naive_losses(model, batches: ContiguousBatches):
                 if first < last:
                     starts = (step == 0 and first == start * BLOCK) or stream[first - 1] == EOS
                     caches[row] = TitansCache(model.config) if starts else caches[row].detach()
-                    logits = model(piece[None], past_key_values=caches[row]).logits[0]
+                    logits = model(piece[None], cache=caches[row]).logits[0]
                     targets = stream[first + 1 : last + 1 if stream[last - 1] != EOS else last]
                     losses.append(F.cross_entropy(logits[: len(targets)], targets, reduction="none"))
                 first = last

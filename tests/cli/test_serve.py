@@ -175,7 +175,7 @@ def save_memory(checkpoint, folder) -> None:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
     cache = TitansCache(model.config)
     with torch.no_grad():
-        model(**tokenizer("The captain's name was Ahab. " * 9, return_tensors="pt"), past_key_values=cache)
+        model(**tokenizer("The captain's name was Ahab. " * 9, return_tensors="pt"), cache=cache)
     cache.save_pretrained(folder, model)
 
 

@@ -101,7 +101,7 @@ def test_saved_configurations_use_the_cache(options, tmp_path):
     train.main(options(TITANS, **SHORT))
     for folder in (tmp_path / "out", tmp_path / "out" / "checkpoint-2"):
         assert json.loads((folder / "config.json").read_text())["use_cache"] is True
-        assert AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([[5, 6]])).past_key_values is not None
+        assert AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([[5, 6]])).cache is not None
 
 
 @pytest.mark.slow

@@ -148,7 +148,7 @@ class TitansTests(CommonTests):
         self.assertEqual((past_key_values.batch_size, past_key_values.get_seq_length()), (batch_size, seq_length))
         full = titans_hf.TitansCache(config)
         tokens = torch.ones(batch_size, min(int(seq_length), config.sliding_window), dtype=torch.long)
-        self.all_model_classes[0](config)(tokens, past_key_values=full)
+        self.all_model_classes[0](config)(tokens, cache=full)
         for layer, expected in zip(past_key_values.layers, full.layers, strict=True):
             self.assertEqual([x.shape for x in layer.tensors()], [x.shape for x in expected.tensors()])
 

@@ -21,7 +21,7 @@ from eval.dna.tokenizer import make_tokenizer
 from eval.dna.training import DataOfRun, Examples, collate
 
 SHAPE = {"parameters": 30_000, "hidden_size": 32, "num_hidden_layers": 2}
-TINY = ["--parameters", "3000", "--hidden_size", "16", "--num_hidden_layers", "1", "--folds", "2", "--evaluations", "2"]
+TINY = ["--parameters", "4000", "--hidden_size", "16", "--num_hidden_layers", "1", "--folds", "2", "--evaluations", "2"]
 
 
 @pytest.fixture

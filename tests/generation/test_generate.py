@@ -43,8 +43,8 @@ def test_greedy_equals_recomputing(variant):
     assert expected[:, 11:].unique().numel() > 5  # otherwise a constant answer would pass
     output = model.generate(ids, max_new_tokens=30, return_dict_in_generate=True, output_logits=True, **GREEDY)
     assert torch.equal(output.sequences, expected)
-    assert isinstance(output.past_key_values, TitansCache)
-    assert output.past_key_values.get_seq_length() == 40  # the last token has not been read
+    assert isinstance(output.cache, TitansCache)
+    assert output.cache.get_seq_length() == 40  # the last token has not been read
     logits = torch.stack(output.logits, 1).double()  # `generate()` makes them float32
     assert_same(logits, full_logits(model, expected)[:, 10:-1], 1e-5)
 
@@ -69,8 +69,8 @@ def test_continuing_from_a_cache(variant, padded):
     question = make_ids(2, 12, seed=5)
     transcript = torch.cat([first.sequences, question], 1)
     mask = torch.cat([mask, torch.ones(2, 21, dtype=torch.int64)], 1)
-    cache = first.past_key_values
-    continued = model.generate(transcript, attention_mask=mask, past_key_values=cache, max_new_tokens=9, **GREEDY)
+    cache = first.cache
+    continued = model.generate(transcript, attention_mask=mask, cache=cache, max_new_tokens=9, **GREEDY)
     assert torch.equal(continued[:, :34], transcript)
     assert is_greedy(model, continued, 34, torch.cat([mask, torch.ones(2, 9, dtype=torch.int64)], 1))
     assert cache.get_seq_length() == transcript.shape[1] + 8
@@ -151,7 +151,7 @@ def test_logits_to_keep(variant):
     index = torch.tensor([0, 3, 16])
     cache = TitansCache(model.config)
     with torch.no_grad():
-        assert_same(model(ids, logits_to_keep=index, past_key_values=cache).logits, whole[:, index])
+        assert_same(model(ids, logits_to_keep=index, cache=cache).logits, whole[:, index])
     assert all(torch.equal(a, b) for a, b in zip(tensors(cache), tensors(after), strict=True))
 
 
@@ -162,7 +162,7 @@ def test_one_prompt_many_answers(variant):
     _, cache = read(model, prompt[:, :-1])
     for seed in (1, 2):
         ids = torch.cat([prompt, make_ids(1, 3, seed=seed)], 1)
-        answer = model.generate(ids, past_key_values=copy.deepcopy(cache), max_new_tokens=8, **GREEDY)
+        answer = model.generate(ids, cache=copy.deepcopy(cache), max_new_tokens=8, **GREEDY)
         assert torch.equal(answer[:, :28], ids) and is_greedy(model, answer, 28)
 
 
@@ -196,13 +196,11 @@ def test_padding_after_an_end_is_not_read(variant, implementation, padded):
     assert min(answers) < max(answers) == 20
     # The last token of the longest answer has not been read.
     read_by_rows = [n + min(length, 19) for n, length in zip(lengths, answers, strict=True)]
-    assert first.past_key_values.num_tokens_seen.tolist() == read_by_rows
+    assert first.cache.num_tokens_seen.tolist() == read_by_rows
     mask = torch.cat([mask, torch.stack([(torch.arange(20) < length).long() for length in answers])], 1)
     transcript = torch.cat([first.sequences, make_ids(3, 12, seed=5)], 1)
     mask = torch.cat([mask, torch.ones(3, 12, dtype=torch.int64)], 1)
-    second = model.generate(
-        transcript, attention_mask=mask, past_key_values=first.past_key_values, max_new_tokens=9, **GREEDY
-    )
+    second = model.generate(transcript, attention_mask=mask, cache=first.cache, max_new_tokens=9, **GREEDY)
     for row, kept in zip(second, mask.bool(), strict=True):
         alone = torch.cat([row[:43][kept], row[43:]])
         assert is_greedy(model, alone[None], len(alone) - 9)
@@ -218,15 +216,15 @@ def test_cache_implementations_change_nothing(variant, implementation):
     expected = model.generate(ids, **settings)
     ours = model.generate(ids, cache_implementation=implementation, **settings)
     assert torch.equal(ours.sequences, expected.sequences)
-    assert ours.past_key_values.layers[0].offloading == implementation.startswith("offloaded")
-    assert ours.past_key_values.is_compileable == (implementation == "static")
+    assert ours.cache.layers[0].offloading == implementation.startswith("offloaded")
+    assert ours.cache.is_compileable == (implementation == "static")
 
 
 def test_what_needs_another_cache_is_refused():
     """A static cache, generate_batch() and a paged cache raise an error."""
     model, ids = shared_model("mag"), make_ids(1, 5)
-    with pytest.raises(ValueError, match=r"past_key_values.*TitansCache.*StaticCache"):
-        model.generate(ids, past_key_values=StaticCache(model.config, max_cache_len=20), max_new_tokens=2, **GREEDY)
+    with pytest.raises(ValueError, match=r"`cache`.*TitansCache.*StaticCache"):
+        model.generate(ids, cache=StaticCache(model.config, max_cache_len=20), max_new_tokens=2, **GREEDY)
     with pytest.raises(NotImplementedError, match=r"generate\(\)"):
         model.generate_batch([[1, 2, 3]], max_new_tokens=2)
     with pytest.raises(NotImplementedError, match=r"generate\(\)"):

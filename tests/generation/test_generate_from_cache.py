@@ -24,10 +24,10 @@ def test_assisted_generation_reads_what_was_read_once(variant, drafts):
     cache = read(model, ids)[1]
     kept = copy.deepcopy(tensors(cache))
     with pytest.raises(ValueError, match=r"has read 21 columns .*start_prompt\(\)"):
-        model.generate(whole, past_key_values=cache, **drafts, **GREEDY)
+        model.generate(whole, cache=cache, **drafts, **GREEDY)
     assert all(map(torch.equal, kept, tensors(cache))) and not cache.layers[0].record_past
     cache.start_prompt()
-    assert torch.equal(model.generate(prompt, past_key_values=cache, **drafts, **GREEDY), expected[:, 21:])
+    assert torch.equal(model.generate(prompt, cache=cache, **drafts, **GREEDY), expected[:, 21:])
 
 
 @in_one_test("length", [0, 7, 15, 21])
@@ -37,7 +37,7 @@ def test_a_prompt_that_lacks_what_was_read_is_refused(length):
     cache = read(model, make_ids(2, 21))[1]
     kept = copy.deepcopy(tensors(cache))
     with pytest.raises(ValueError, match=r"start_prompt\(\)"):
-        model.generate(make_ids(2, 21)[:, :length], past_key_values=cache, **GREEDY)
+        model.generate(make_ids(2, 21)[:, :length], cache=cache, **GREEDY)
     assert all(map(torch.equal, kept, tensors(cache)))
 
 
@@ -58,7 +58,7 @@ def test_what_would_read_twice_or_not_at_all_is_refused():
     cache = read(model, ids[:, :9])[1]
     embeds, mask = model.get_input_embeddings()(ids[:, 9:]).detach(), torch.ones_like(ids)
     for settings, message in (
-        (dict(inputs=ids, use_cache=False), "`use_cache` must be True with `past_key_values`"),
+        (dict(inputs=ids, use_cache=False), "`use_cache` must be True with `cache`"),
         (
             dict(inputs_embeds=embeds, attention_mask=mask),
             r"`inputs_embeds` must have all 29 columns of `attention_mask`",
@@ -66,12 +66,12 @@ def test_what_would_read_twice_or_not_at_all_is_refused():
         (dict(inputs=ids, num_beams=2), r"its batch size is 2, not 4"),
     ):
         with pytest.raises(ValueError, match=message):
-            model.generate(past_key_values=cache, **settings, **GREEDY)
+            model.generate(cache=cache, **settings, **GREEDY)
     with pytest.raises(ValueError, match="`prefill_chunk_size` must be None with `inputs_embeds`"):
         model.generate(inputs_embeds=embeds, prefill_chunk_size=4, **GREEDY)
     one = read(model, ids[:1, :9])[1]
     with pytest.raises(ValueError, match=r"batch size is 1, not 2; `batch_repeat_interleave\(2\)` gives"):
-        model(ids[:, 9:], past_key_values=one)
+        model(ids[:, 9:], cache=one)
     assert cache.num_tokens_seen.tolist() == [9, 9]
 
 
@@ -83,11 +83,11 @@ def test_a_cache_records_only_while_drafts_are_tried(variant):
     model, turns = shared_model(variant), [make_ids(1, 6, seed=seed).repeat(1, 3) for seed in (1, 2)]
     cache, plain = TitansCache(model.config), TitansCache(model.config)
     with pytest.raises(ValueError, match="batch_size = 1"):
-        model.generate(make_ids(2, 9), past_key_values=cache, prompt_lookup_num_tokens=3, **GREEDY)
+        model.generate(make_ids(2, 9), cache=cache, prompt_lookup_num_tokens=3, **GREEDY)
     assert not cache.layers[0].record_past
     for prompt in turns:
-        drafted = model.generate(prompt, past_key_values=cache, prompt_lookup_num_tokens=3, **GREEDY)
-        assert torch.equal(drafted, model.generate(prompt, past_key_values=plain, **GREEDY))
+        drafted = model.generate(prompt, cache=cache, prompt_lookup_num_tokens=3, **GREEDY)
+        assert torch.equal(drafted, model.generate(prompt, cache=plain, **GREEDY))
         cache.start_prompt()
         plain.start_prompt()
     assert not any(layer.record_past or layer.recorded for layer in cache.layers)
@@ -102,10 +102,10 @@ def test_a_token_that_generate_undoes_is_not_in_the_users_cache(as_dict, monkeyp
     options = dict(GREEDY, max_new_tokens=9, return_dict_in_generate=as_dict)
     options["eos_token_id"] = int(model.generate(ids, **{**GREEDY, "max_new_tokens": 9})[0, 21 + 4])
     expected, cache = TitansCache(model.config), TitansCache(model.config)
-    model.generate(ids, past_key_values=expected, **options)
+    model.generate(ids, cache=expected, **options)
     monkeypatch.setattr(DeferredStopCheck, "is_supported", lambda *args, **kwargs: args[2])
     monkeypatch.setattr(torch, "Event", MagicMock())
-    model.generate(ids, past_key_values=cache, **options)
+    model.generate(ids, cache=cache, **options)
     assert cache.get_seq_length() == expected.get_seq_length() < 21 + 8
     more = make_ids(1, 5, seed=2)
     assert_same(read(model, more, None, cache)[0], read(model, more, None, expected)[0])
@@ -116,7 +116,7 @@ def test_a_recording_of_the_user_goes_on():
     model, prompt = shared_model("mag"), make_ids(1, 6).repeat(1, 3)
     cache = TitansCache(model.config)
     cache.activate_past_recording()
-    model.generate(prompt, past_key_values=cache, prompt_lookup_num_tokens=3, **GREEDY)
+    model.generate(prompt, cache=cache, prompt_lookup_num_tokens=3, **GREEDY)
     assert all(layer.record_past for layer in cache.layers)
 
 
@@ -149,7 +149,7 @@ def test_options_that_would_be_misread_are_refused():
     }
     for message, options in refused.items():
         with pytest.raises(ValueError, match=message):
-            model.generate(ids, past_key_values=cache, **options, **GREEDY)
+            model.generate(ids, cache=cache, **options, **GREEDY)
         assert cache.get_seq_length() == 0
     model.generate(ids, position_ids=torch.arange(12)[None], prefill_chunk_size=7, **GREEDY)
     mask = torch.tensor([[0, 0, 1, 0, 1, 1, 1, 1, 1, 1, 1, 1]])  # Transformers' positions at padding are no documents

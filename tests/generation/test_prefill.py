@@ -21,7 +21,7 @@ def test_any_piece_size(variant, size):
     pieces = model.generate(ids, prefill_chunk_size=size, **settings)
     assert torch.equal(pieces.sequences, whole.sequences)
     assert_same(torch.stack(pieces.logits), torch.stack(whole.logits))
-    assert_same_cache(pieces.past_key_values, whole.past_key_values)
+    assert_same_cache(pieces.cache, whole.cache)
 
 
 @pytest.mark.parametrize("variant", ATTENTIONS)
@@ -31,11 +31,9 @@ def test_pieces_go_on_from_a_cache(variant):
     settings = dict(max_new_tokens=6, return_dict_in_generate=True, **GREEDY)
     whole = model.generate(torch.cat([ids, more], 1), **settings)
     first = model.generate(ids, max_new_tokens=1, return_dict_in_generate=True, **GREEDY)
-    second = model.generate(
-        torch.cat([ids, more], 1), past_key_values=first.past_key_values, prefill_chunk_size=9, **settings
-    )
+    second = model.generate(torch.cat([ids, more], 1), cache=first.cache, prefill_chunk_size=9, **settings)
     assert torch.equal(second.sequences, whole.sequences)
-    assert_same_cache(second.past_key_values, whole.past_key_values)
+    assert_same_cache(second.cache, whole.cache)
 
 
 PEAK = """

@@ -24,7 +24,7 @@ def stacked(surprise: tuple[LayerSurprise, ...]) -> torch.Tensor:
 
 @torch.no_grad()
 def surprise_of(model, ids, cache=None, **kwargs) -> torch.Tensor:
-    return stacked(model(ids, past_key_values=cache, output_surprise=True, **kwargs).surprise)
+    return stacked(model(ids, cache=cache, output_surprise=True, **kwargs).surprise)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -48,7 +48,7 @@ def test_the_token_memory_is_told_last(variant):
     with torch.no_grad():
         *layers, whole = model(ids, output_surprise=True).surprise
         cache = TitansCache(model.config)
-        pieces = [model(piece, past_key_values=cache, output_surprise=True).surprise[-1] for piece in ids.split(8, 1)]
+        pieces = [model(piece, cache=cache, output_surprise=True).surprise[-1] for piece in ids.split(8, 1)]
     assert len(layers) == 2 and whole.gradient_norm.shape == (2, 1, 21)
     # A few of these hidden states have no feature above the threshold, and nothing is stored for them.
     assert (whole.gradient_norm > 0).double().mean() > 0.5 and not whole.momentum_decay.any()
@@ -117,9 +117,7 @@ def test_generate_tells_it(variant):
     expected = surprise_of(model, result.sequences[:, :-1], attention_mask=mask[:, :-1])
     assert_same(stacked(result.surprise), expected)
     assert_same(stacked(model.generate(ids, **options, prefill_chunk_size=7).surprise), expected)
-    later = model.generate(
-        result.sequences, past_key_values=result.past_key_values, **options | {"attention_mask": mask}
-    )
+    later = model.generate(result.sequences, cache=result.cache, **options | {"attention_mask": mask})
     assert stacked(later.surprise).shape[-1] == 1 + 8
     assert "surprise" not in model.generate(ids, **GREEDY, return_dict_in_generate=True)
 
@@ -158,7 +156,7 @@ def test_a_token_that_generate_undoes_is_not_told(monkeypatch):
     result = model.generate(ids, **options)
     assert_same(result.sequences, expected.sequences)
     assert_same(stacked(result.surprise), stacked(expected.surprise))
-    assert result.past_key_values.get_seq_length() == stacked(result.surprise).shape[-1] < 21 + 8
+    assert result.cache.get_seq_length() == stacked(result.surprise).shape[-1] < 21 + 8
 
 
 @in_one_test(

@@ -158,7 +158,7 @@ def read(model, ids, sizes=None, cache: TitansCache | None = None) -> tuple[torc
     sizes = [ids.shape[1]] if sizes is None else list(sizes)
     assert sum(sizes) == ids.shape[1]
     cache = TitansCache(model.config) if cache is None else cache
-    logits = [model(input_ids=piece, past_key_values=cache).logits for piece in ids.split(sizes, 1)]
+    logits = [model(input_ids=piece, cache=cache).logits for piece in ids.split(sizes, 1)]
     return torch.cat(logits, 1), cache
 
 

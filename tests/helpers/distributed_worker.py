@@ -176,7 +176,7 @@ def fsdp_over_calls(rank, variant, folder):
             *zip([reference] * 2, block.split(1), caches[1:], strict=True),
         ]
         for net, ids, cache in rows:
-            loss = net(ids, labels=ids, past_key_values=cache.detach()).loss
+            loss = net(ids, labels=ids, cache=cache.detach()).loss
             (loss / (1 if net is model else 2)).backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     torch.optim.SGD(reference.parameters(), lr=0.1).step()
@@ -232,7 +232,7 @@ def fsdp_mixed_precision(rank, variant, folder):
 
 def check_memory_dtype(model) -> None:
     with torch.no_grad():
-        cache = model(IDS, use_cache=True).past_key_values
+        cache = model(IDS, use_cache=True).cache
     for layer in cache.layers:
         memory = layer.state.memory
         assert {x.dtype for x in (*memory.weights, *memory.momentum, *memory.anchor)} == {torch.float32}

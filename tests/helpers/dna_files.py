@@ -40,7 +40,7 @@ def write_fasta(folder: Path, number: int = 60, length: int = 40, seed: int = 0)
 
 def save_dna_model(folder: Path):
     """Saves a small MAG of the classes a and b, and its tokenizer, and returns both."""
-    shape = {"parameters": 3000, "hidden_size": 16, "num_hidden_layers": 1}
+    shape = {"parameters": 4000, "hidden_size": 16, "num_hidden_layers": 1}
     model, tokenizer = build_model("mag", config_of("mag", ["a", "b"], shape, {}), 0).eval(), make_tokenizer()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -119,7 +119,7 @@ TREATMENTS = [
     ),
     Treatment(
         r"python -m eval.dna.run .*",
-        "--models mag-off cnn --parameters 3000 --hidden_size 16 --num_hidden_layers 1 --folds 2 --epochs 1 "
+        "--models mag-off cnn --parameters 4000 --hidden_size 16 --num_hidden_layers 1 --folds 2 --epochs 1 "
         "--learning_rates 1e-2",
     ),
     Treatment(r"python -m eval.dna.predict .*"),

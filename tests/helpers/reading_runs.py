@@ -37,7 +37,7 @@ def ids_of(text: str) -> torch.Tensor:
 def expected(paths, text: str) -> TitansCache:
     """Returns the cache of a model that reads the text in one call."""
     with torch.no_grad():
-        return paths.net.model(ids_of(text), use_cache=True).past_key_values
+        return paths.net.model(ids_of(text), use_cache=True).cache
 
 
 def load(paths, memory: Path | None = None) -> TitansCache:

@@ -43,7 +43,7 @@ def same_tokens(folder: Path) -> None:
             expected["ids"], do_sample=False, max_new_tokens=25, pad_token_id=0, return_dict_in_generate=True
         )
         assert torch.equal(first.sequences, expected["first"]), variant
-        read_on = dict(do_sample=False, max_new_tokens=9, pad_token_id=0, past_key_values=first.past_key_values)
+        read_on = dict(do_sample=False, max_new_tokens=9, pad_token_id=0, cache=first.cache)
         assert torch.equal(model.generate(first.sequences, **read_on), expected["more"]), variant
 
 
@@ -53,10 +53,10 @@ def memory_files(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder / "mag", **TRUST)
     cache = model.cache_class(model.config)
     with torch.no_grad():
-        model(expected["ids"][:, :-1], past_key_values=cache)
+        model(expected["ids"][:, :-1], cache=cache)
         cache.save_pretrained(folder / "memory", model)
         cache = model.cache_class.from_pretrained(folder / "memory", model)
-        logits = model(expected["ids"][:, -1:], past_key_values=cache).logits
+        logits = model(expected["ids"][:, -1:], cache=cache).logits
     torch.testing.assert_close(logits, expected["logits"][:, -1:])
 
 

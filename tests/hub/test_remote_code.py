@@ -118,7 +118,7 @@ def save_with_expectations(folder: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder / variant)
         greedy = dict(do_sample=False, pad_token_id=0)
         first = model.generate(ids, max_new_tokens=25, return_dict_in_generate=True, **greedy)
-        more = model.generate(first.sequences, past_key_values=first.past_key_values, max_new_tokens=9, **greedy)
+        more = model.generate(first.sequences, cache=first.cache, max_new_tokens=9, **greedy)
         expected = {
             "ids": ids,
             "logits": model(ids).logits,

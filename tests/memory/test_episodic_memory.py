@@ -129,7 +129,7 @@ def test_documents_and_padding():
     padded[0, at], mask[0, at], seq_idx[0, at] = ids, 1, index
     cache = read(model, first[None])[1]
     with torch.no_grad():
-        logits = model(padded, mask, past_key_values=cache, seq_idx=seq_idx).logits[0, at].split(lengths)
+        logits = model(padded, mask, cache=cache, seq_idx=seq_idx).logits[0, at].split(lengths)
     alone = torch.cat([first, rows[0]])
     assert_same(logits[0], full_logits(model, alone[None])[0, 17:])
     for row, ours in zip(rows[1:], logits[1:], strict=True):
@@ -149,7 +149,7 @@ def test_logits_to_keep():
         with torch.no_grad():
             output = model(ids, use_cache=True, logits_to_keep=logits_to_keep)
         assert_same(output.logits, expected), name
-        assert_same_cache(output.past_key_values, whole)
+        assert_same_cache(output.cache, whole)
 
 
 def test_generate():
@@ -171,7 +171,7 @@ def test_what_the_base_model_reads_leaves_no_entries():
     cache = read(model, ids[:, :20])[1]
     before = ring_of(cache)
     with torch.no_grad():
-        model.model(ids[:, 20:30], past_key_values=cache)
+        model.model(ids[:, 20:30], cache=cache)
     assert torch.equal(ring_of(cache).tokens, before.tokens) and torch.equal(ring_of(cache).keys, before.keys)
     assert cache.num_tokens_seen.tolist() == cache.layers[-1].state.memory.num_seen.tolist() == [30, 30]
     read(model, ids[:, 30:], None, cache)
@@ -196,9 +196,9 @@ def test_embeddings_are_read_but_not_stored():
     model, ids = shared_model("mag", **CHANGES), make_ids(1, 40)
     cache = TitansCache(model.config)
     with torch.no_grad():
-        model(inputs_embeds=model.model.embed_tokens(ids[:, :25]), past_key_values=cache)
+        model(inputs_embeds=model.model.embed_tokens(ids[:, :25]), cache=cache)
         assert ring_of(cache).tokens.max() < 0
-        model(ids[:, 25:], past_key_values=cache)
+        model(ids[:, 25:], cache=cache)
     expected = ring_of(read(model, ids)[1])
     number = int((ring_of(cache).tokens >= 0).sum())
     assert 2 < number <= 7
@@ -277,8 +277,8 @@ def test_autocast():
         every = model(ids, use_cache=True)
         last = model(ids, use_cache=True, logits_to_keep=1)
     assert_same(last.logits, every.logits[:, -1:], 1e-2)
-    assert torch.equal(ring_of(every.past_key_values).tokens, ring_of(last.past_key_values).tokens)
-    assert_same(ring_of(every.past_key_values).keys.float().norm(dim=-1) / 127, torch.ones(1, 7), 0.01)
+    assert torch.equal(ring_of(every.cache).tokens, ring_of(last.cache).tokens)
+    assert_same(ring_of(every.cache).keys.float().norm(dim=-1) / 127, torch.ones(1, 7), 0.01)
 
 
 def test_a_compiled_step_is_one_graph():
@@ -290,9 +290,9 @@ def test_a_compiled_step_is_one_graph():
     torch._dynamo.reset()
     step = torch.compile(model.forward, fullgraph=True, backend=counter)
     with torch.no_grad():
-        model(ids[:, :10], past_key_values=cache)
+        model(ids[:, :10], cache=cache)
         for at in range(10, 20):
-            assert_same(step(input_ids=ids[:, at : at + 1], past_key_values=cache).logits, whole[:, at : at + 1])
+            assert_same(step(input_ids=ids[:, at : at + 1], cache=cache).logits, whole[:, at : at + 1])
         assert counter.frame_count == 1
         assert_same(step(input_ids=ids, use_cache=False).logits, whole)
     torch._dynamo.reset()

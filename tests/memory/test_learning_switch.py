@@ -141,7 +141,7 @@ def test_generate(variant):
     cache.start_prompt()
     model.set_memory_learning(False)
     prompt = make_ids(2, 5, seed=1)
-    out = model.generate(prompt, past_key_values=cache, max_new_tokens=12, do_sample=False)
+    out = model.generate(prompt, cache=cache, max_new_tokens=12, do_sample=False)
     assert cache.num_tokens_seen.tolist() == [29, 29] and all(map(torch.equal, memory_tensors(cache), before))
     again = read(model, out[:, :-1], None, read_learning(model, ids))[0]
     assert torch.equal(again[:, 4:].argmax(-1), out[:, 5:])
@@ -162,7 +162,7 @@ def test_surprise_while_learning_is_off():
         model.set_memory_learning(False)
         whole = model(ids, output_surprise=True).surprise
         cache = TitansCache(model.config)
-        parts = [model(x, past_key_values=cache, output_surprise=True).surprise for x in ids.split([3, 1, 16], 1)]
+        parts = [model(x, cache=cache, output_surprise=True).surprise for x in ids.split([3, 1, 16], 1)]
         for layer, all_tokens in enumerate(whole):
             assert not all_tokens.inner_lr.any() and not all_tokens.momentum_decay.any()
             assert not all_tokens.forget.any() and all_tokens.gradient_norm.max() > 0

@@ -40,7 +40,7 @@ def test_it_is_the_layer_of_the_model():
     layer = model.model.layers[0]
     with torch.no_grad():
         hidden_states = layer.mixer_norm(model.model.embed_tokens(ids))
-        expected, cache = [], model.model(ids, use_cache=True).past_key_values
+        expected, cache = [], model.model(ids, use_cache=True).cache
         hook = layer.mixer.register_forward_hook(lambda module, inputs, output: expected.append(output.hidden_states))
         model(ids)
         hook.remove()

@@ -34,11 +34,11 @@ def nine_tokens_read(model) -> TitansCache:
 def refuse(model, name: str, cache: TitansCache | None = None, **arguments) -> None:
     """Asserts that the call raises a ValueError that matches `name` and leaves the cache as it was."""
     if cache is None:
-        cache = arguments["past_key_values"] = copy.deepcopy(nine_tokens_read(model))
+        cache = copy.deepcopy(nine_tokens_read(model))
     kept = copy.deepcopy(tensors(cache)) if isinstance(cache, TitansCache) else None
     columns = cache.get_seq_length()
     with pytest.raises(ValueError, match=name), torch.no_grad():
-        model(**arguments)
+        model(cache=cache, **arguments)
     assert cache.get_seq_length() == columns
     if kept is not None:
         assert len(kept) == len(tensors(cache))
@@ -57,7 +57,7 @@ def test_refused_calls_leave_the_cache_alone(variant):
         dict(input_ids=IDS[:, :0]),
     ):
         with pytest.raises((ValueError, IndexError)), torch.no_grad():  # an IndexError of PyTorch for unknown ids
-            model(past_key_values=cache, **arguments)
+            model(cache=cache, **arguments)
     assert_same(read(model, ids[:, 9:], None, cache)[0], full_logits(model, ids)[:, 9:])
 
 
@@ -170,7 +170,7 @@ def test_cache_of_a_checkpoints_own_code():
     with pytest.raises(
         ValueError, match=r"but is a TitansCache of transformers_modules\.x: `model\.cache_class` is the class"
     ):
-        shared_model("mag")(IDS, past_key_values=other)
+        shared_model("mag")(IDS, cache=other)
     with pytest.raises(ValueError, match=r"`cache` must be a TitansCache of titans_hf\."):
         shared_model("mag").start_from(other)
     with pytest.raises(ValueError, match=r"`other` must be a TitansCache of titans_hf\."):
@@ -180,17 +180,17 @@ def test_cache_of_a_checkpoints_own_code():
 @covering(1, {"variant": TWO_VARIANTS, "batch_size": [1, 3]})
 def test_cache_of_another_batch_size(variant, batch_size):
     """A cache of another batch size raises an error."""
-    refuse(shared_model(variant), "past_key_values", input_ids=make_ids(batch_size, 4))
-    refuse(shared_model(variant), "past_key_values", input_ids=make_ids(batch_size, 1))
+    refuse(shared_model(variant), "`cache`", input_ids=make_ids(batch_size, 4))
+    refuse(shared_model(variant), "`cache`", input_ids=make_ids(batch_size, 1))
 
 
 @in_one_test("variant,other", list(itertools.combinations(VARIANTS, 2)))
 def test_cache_of_another_variant(variant, other):
     """A cache of another variant, read or reset, raises an error."""
     cache = read(make_model(other), make_ids(2, 9))[1]
-    refuse(shared_model(variant), "past_key_values", cache, input_ids=IDS, past_key_values=cache)
+    refuse(shared_model(variant), "`cache`", cache, input_ids=IDS)
     cache.reset()
-    refuse(shared_model(variant), "past_key_values", cache, input_ids=IDS, past_key_values=cache)
+    refuse(shared_model(variant), "`cache`", cache, input_ids=IDS)
 
 
 SIZES_THAT_SHOW = dict(
@@ -225,16 +225,16 @@ def test_cache_of_a_model_of_other_sizes(variant, name, swap):
     models = [shared_model(variant, num_hidden_layers=1), make_model(variant, **{"num_hidden_layers": 1, **changes})]
     source, target = models[::-1] if swap else models
     cache = read(source, make_ids(2, 9))[1]
-    refuse(target, "past_key_values", cache, input_ids=IDS, past_key_values=cache)
+    refuse(target, "`cache`", cache, input_ids=IDS)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_cache_of_another_kind(variant):
-    """A cache of another class raises an error that names `past_key_values`."""
+    """A cache of another class raises an error that names `cache`."""
     model = shared_model(variant)
     cache = DynamicCache()
-    refuse(model, "past_key_values", cache, input_ids=IDS, past_key_values=cache)
-    with pytest.raises(ValueError, match="past_key_values"):
-        model(IDS, past_key_values=((torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8)),) * 2)
-    with pytest.raises(ValueError, match="past_key_values"):
-        model.generate(IDS, past_key_values=DynamicCache(), max_new_tokens=2, pad_token_id=0)
+    refuse(model, "`cache`", cache, input_ids=IDS)
+    with pytest.raises(ValueError, match="`cache`"):
+        model(IDS, cache=((torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8)),) * 2)
+    with pytest.raises(ValueError, match="`cache`"):
+        model.generate(IDS, cache=DynamicCache(), max_new_tokens=2, pad_token_id=0)

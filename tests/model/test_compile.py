@@ -48,7 +48,7 @@ def read_rows_out_of_step(variant, compileable=False):
     model, (ids, mask) = shared_model(variant), left_pad([make_ids(21, seed=1), make_ids(10, seed=2)])
     cache = TitansCache(model.config, compileable=compileable)
     with torch.no_grad():
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, cache=cache)
     return model, cache
 
 
@@ -62,8 +62,8 @@ def test_a_decoding_step_is_one_graph_compiled_once(variant):
         counter = CompileCounter()
         step = torch.compile(model.forward, fullgraph=True, backend=counter)
         for token in later.split(1, 1):
-            ours = step(input_ids=token, past_key_values=cache).logits
-            assert_same(ours, model(input_ids=token, past_key_values=plain).logits)
+            ours = step(input_ids=token, cache=cache).logits
+            assert_same(ours, model(input_ids=token, cache=plain).logits)
     assert counter.frame_count <= 2  # the count of columns is a constant once, then a variable
     assert cache.get_seq_length() == 51
 
@@ -113,18 +113,18 @@ def test_a_compileable_cache_is_like_any_other(variant, tmp_path):
     mask[0, :3] = mask[1, 20:24] = 0
     cache = TitansCache(model.config, compileable=True)
     with torch.no_grad():
-        model(ids[:, :9], attention_mask=mask[:, :9], past_key_values=cache)
+        model(ids[:, :9], attention_mask=mask[:, :9], cache=cache)
         branch = copy.copy(cache)
         branch.activate_past_recording()
-        model(ids[:, 9:25], attention_mask=mask[:, :25], past_key_values=branch)
+        model(ids[:, 9:25], attention_mask=mask[:, :25], cache=branch)
         assert (cache.get_seq_length(), branch.get_seq_length()) == (9, 25)
         branch.crop(-14)
         branch.save_pretrained(tmp_path, model)
         loaded = TitansCache.from_pretrained(tmp_path, model, compileable=True)
         assert loaded.get_seq_length() == 11 and loaded.is_initialized
-        logits = model(ids[:, 11:], attention_mask=mask, past_key_values=loaded).logits
+        logits = model(ids[:, 11:], attention_mask=mask, cache=loaded).logits
         with pytest.raises(ValueError, match="with the 30 columns read before"):
-            model(ids[:, :1], attention_mask=mask, past_key_values=loaded)
+            model(ids[:, :1], attention_mask=mask, cache=loaded)
     expected = full_logits(model, ids, mask)[:, 11:]
     assert_same(logits[mask[:, 11:] == 1], expected[mask[:, 11:] == 1])
     loaded.reset()
@@ -141,9 +141,9 @@ def test_a_step_with_a_growing_mask(variant, compileable):
     counter = CompileCounter()
     step = torch.compile(model.forward, fullgraph=True, backend=counter)
     with torch.no_grad():
-        model(ids[:, :10], attention_mask=mask[:, :10], past_key_values=cache)
+        model(ids[:, :10], attention_mask=mask[:, :10], cache=cache)
         logits = [
-            step(input_ids=ids[:, t : t + 1], attention_mask=mask[:, : t + 1], past_key_values=cache).logits
+            step(input_ids=ids[:, t : t + 1], attention_mask=mask[:, : t + 1], cache=cache).logits
             for t in range(10, 40)
         ]
     expected = full_logits(model, ids, mask)[:, 10:]
@@ -177,9 +177,9 @@ def test_a_compiled_piece_goes_on_from_the_cache(variant):
     model, cache = read_rows_out_of_step(variant)
     later = make_ids(2, 22, seed=3)
     with torch.no_grad():
-        expected = model(later, past_key_values=copy.deepcopy(cache)).logits
+        expected = model(later, cache=copy.deepcopy(cache)).logits
         piece = torch.compile(model.forward, fullgraph=True, backend="eager")
-        assert_same(torch.cat([piece(x, past_key_values=cache).logits for x in later.split(11, 1)], 1), expected)
+        assert_same(torch.cat([piece(x, cache=cache).logits for x in later.split(11, 1)], 1), expected)
 
 
 def test_packed_documents_are_refused_when_compiled():
@@ -252,8 +252,8 @@ def test_a_captured_step_of_several_tokens(variant):
     with torch.no_grad():
         together = model(**step).logits
         cache = TitansCache(model.config)
-        model(input_ids=ids, attention_mask=mask, past_key_values=cache)
-        apart = [model(input_ids=token, past_key_values=cache).logits for token in step["input_ids"].split(1, dim=1)]
+        model(input_ids=ids, attention_mask=mask, cache=cache)
+        apart = [model(input_ids=token, cache=cache).logits for token in step["input_ids"].split(1, dim=1)]
     assert together.shape[1] == 2
     assert_same(together, torch.cat(apart, dim=1))
 
@@ -265,13 +265,13 @@ def test_export_of_the_decoding_step(variant, dynamic):
     """
     model, cache = read_rows_out_of_step(variant, compileable=True)
     first, *later = make_ids(2, 4, seed=3).split(1, dim=1)
-    arguments = dict(input_ids=first, past_key_values=cache, use_cache=True)
+    arguments = dict(input_ids=first, cache=cache, use_cache=True)
     step = DynamoExporter().export(model, copy.deepcopy(arguments), DynamoConfig(dynamic=dynamic))
     exported = copy.deepcopy(cache)
     with torch.no_grad():
         for token in (first, *later):
-            ours = step(input_ids=token, past_key_values=exported, use_cache=True)
-            exported = ours.past_key_values
-            assert_same(ours.logits, model(token, past_key_values=cache).logits)
+            ours = step(input_ids=token, cache=exported, use_cache=True)
+            exported = ours.cache
+            assert_same(ours.logits, model(token, cache=cache).logits)
     assert_same_cache(exported, cache)
     assert exported.get_seq_length() == 25

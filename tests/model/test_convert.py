@@ -398,7 +398,7 @@ def test_the_command_converts_a_folder(tmp_path, monkeypatch, capsys):
     num_bytes = read(model, make_ids(1, 20))[1].num_bytes
     assert f"| {num_bytes / 1e6:,.1f} MB" in printed
     cache = DynamicCache()
-    original(make_ids(1, 100), past_key_values=cache)
+    original(make_ids(1, 100), cache=cache)
     num_bytes = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
     assert original_bytes(model.config, 100, 4) == num_bytes
     assert "tokens/s" in printed

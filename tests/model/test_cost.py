@@ -105,10 +105,10 @@ def test_a_decoding_step_does_not_wait(variant, attention):
     embeds = model.model.embed_tokens(later).detach()
     parts = []
     with torch.no_grad():
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, cache=cache)
 
         def step(token):
-            parts.append(model(inputs_embeds=token, past_key_values=cache).logits)
+            parts.append(model(inputs_embeds=token, cache=cache).logits)
 
         for token in embeds.split(1, 1):
             watched = watch(lambda token=token: step(token))
@@ -123,7 +123,7 @@ def test_decoding_runs_without_data(variant, attention):
     model = make_model(variant, attention=attention).to("meta")
     cache = TitansCache(model.config)
     for _ in range(3):
-        logits = model(torch.zeros(2, 1, dtype=torch.int64, device="meta"), past_key_values=cache).logits
+        logits = model(torch.zeros(2, 1, dtype=torch.int64, device="meta"), cache=cache).logits
         assert logits.is_meta and logits.shape == (2, 1, 50)
     assert cache.get_seq_length() == 3
     fresh = model(torch.zeros(2, 30, dtype=torch.int64, device="meta"), use_cache=True)

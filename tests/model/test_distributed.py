@@ -84,7 +84,7 @@ def test_a_cache_stays_with_its_layer(variant):
     masks = (mask, None, torch.ones(2, 9), torch.tensor([[1] * 5, [0, 1, 1, 0, 1]]))
     for call, call_mask in zip((ids, ids[:, :1], ids[:, :9], ids[:, :5]), masks, strict=True):
         with torch.no_grad():
-            logits = model(call, attention_mask=call_mask, past_key_values=cache).logits
+            logits = model(call, attention_mask=call_mask, cache=cache).logits
         assert logits.device.type == "meta"
         for layer, device in zip(cache.layers, ("cpu", "meta"), strict=True):
             assert {x.device.type for x in layer.state.tensors()} == {device}

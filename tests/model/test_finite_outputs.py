@@ -35,8 +35,8 @@ def check(variant, depth, kind, dtype, length, rule):
     model = make_reckless(variant, depth, dtype, rule)
     inputs, cache = make_inputs(kind, length, 16).to(dtype), TitansCache(model.config)
     with torch.no_grad():
-        logits = model(inputs_embeds=inputs, past_key_values=cache).logits
-        last = model(inputs_embeds=inputs[:, -1:], past_key_values=cache).logits
+        logits = model(inputs_embeds=inputs, cache=cache).logits
+        last = model(inputs_embeds=inputs[:, -1:], cache=cache).logits
     state = cache.layers[0].state
     assert all(x.isfinite().all() for x in (logits, last, *state.tensors()))
     assert max(x.abs().max() for x in state.memory.weights) < 4 * length  # at most linear growth

@@ -79,13 +79,13 @@ def test_generation_and_memory_files(variant, dtype, fused, form, tmp_path):
     @torch.no_grad()
     def logits(kernel: str, dtype: torch.dtype) -> list[torch.Tensor]:
         model = make(variant, dtype, memory_form=form, memory_kernel=kernel)
-        cache = model(ids[:, :70], attention_mask=mask[:, :70], use_cache=True).past_key_values
-        prefill = model(ids[:, 70:140], attention_mask=mask[:, 70:140], past_key_values=cache).logits
+        cache = model(ids[:, :70], attention_mask=mask[:, :70], use_cache=True).cache
+        prefill = model(ids[:, 70:140], attention_mask=mask[:, 70:140], cache=cache).logits
         folder = tmp_path / f"{kernel}-{dtype}"
         cache.save_pretrained(folder, model)
         loaded = TitansCache.from_pretrained(folder, model)
         assert all(torch.equal(a, b) for a, b in zip(tensors(cache), tensors(loaded), strict=True))
-        steps = [model(column, past_key_values=loaded).logits for column in ids[:, 140:].split(1, dim=1)]
+        steps = [model(column, cache=loaded).logits for column in ids[:, 140:].split(1, dim=1)]
         return [torch.cat([prefill, *steps], dim=1)[mask[:, 70:] == 1]]
 
     runs = [logits(fused, dtype), logits("torch", dtype), logits("torch", torch.float64)]

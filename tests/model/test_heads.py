@@ -1,5 +1,6 @@
 """Transformers' heads on a Titans body, resized vocabularies, embeddings as input, and recorded states."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -289,8 +290,8 @@ def test_a_text_ends_where_its_mask_ends(positional):
     assert_same(model(ids, mask.flip(1)).logits[1], model(ids[1:, 2:]).logits[0])
     assert torch.equal(ids, given)
     cache = model.cache_class(model.config)
-    model(ids[:, :4], past_key_values=cache)
-    assert_same(model(ids[:, 4:], mask, past_key_values=cache).logits, output.logits)  # the mask of all columns
+    model(ids[:, :4], cache=cache)
+    assert_same(model(ids[:, 4:], mask, cache=cache).logits, output.logits)  # the mask of all columns
 
 
 @pytest.mark.parametrize("auto_class", HEADS)
@@ -302,10 +303,10 @@ def test_a_head_that_fails_leaves_the_cache(auto_class):
     if auto_class is not AutoModelForQuestionAnswering:
         labels = dict(labels=bad if auto_class is AutoModelForSequenceClassification else bad[:, None].expand(2, 9))
     cache = model.cache_class(model.config)
-    model(ids, past_key_values=cache)
+    model(ids, cache=cache)
     state = cache.layers[0].state
     with pytest.raises((IndexError, RuntimeError)):
-        model(ids, past_key_values=cache, **labels)
+        model(ids, cache=cache, **labels)
     assert cache.get_seq_length() == 9 and cache.layers[0].state is state
 
 
@@ -331,3 +332,15 @@ def test_accumulated_gradients_of_a_head(auto_class, tmp_path):
     assert runs[1][0] == pytest.approx(runs[0][0], rel=1e-5)
     for name, parameter in runs[0][1].items():
         torch.testing.assert_close(runs[1][1][name], parameter, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+@pytest.mark.parametrize("auto_class", HEADS)
+def test_a_head_takes_the_cache_by_both_names(auto_class):
+    """A head continues a `cache`, or `past_key_values`, alike; without it, the answers are others."""
+    model, ids = make_head(auto_class, "mag"), 1 + make_ids(1, 30, vocab_size=49)
+    with torch.no_grad():
+        cache = model.model(ids[:, :20], use_cache=True).cache
+        given = ({"cache": copy.copy(cache)}, {"past_key_values": copy.copy(cache)}, {})
+        first, second, alone = (answers(model(ids[:, 20:], **x)) for x in given)
+    assert torch.equal(first, second) and not torch.equal(first, alone)

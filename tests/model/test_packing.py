@@ -85,7 +85,7 @@ def test_reading_on_after_packed_documents(variant):
     cache = read(model, first[None])[1]
     with torch.no_grad():
         ids, positions = torch.cat([second, third])[None], positions_of([second, third])
-        logits = model(ids, position_ids=positions, past_key_values=cache).logits[0]
+        logits = model(ids, position_ids=positions, cache=cache).logits[0]
     assert_same(logits[:18], full_logits(model, torch.cat([first, second])[None])[0, 13:])
     assert_same(logits[18:], full_logits(model, third[None])[0])
     assert cache.get_seq_length() == 42

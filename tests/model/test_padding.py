@@ -79,10 +79,10 @@ def test_rows_out_of_step(variant, attention):
     for pieces in ([1] * 22, [22], [3, 1, 14, 4]):
         cache, parts, grown = TitansCache(model.config), [], mask
         with torch.no_grad():
-            model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+            model(input_ids=ids, attention_mask=mask, cache=cache)
             for piece in later.split(pieces, 1):
                 grown = torch.cat([grown, torch.ones_like(piece)], 1)
-                parts.append(model(input_ids=piece, attention_mask=grown, past_key_values=cache).logits)
+                parts.append(model(input_ids=piece, attention_mask=grown, cache=cache).logits)
         assert_same(torch.cat(parts, 1), alone)
         assert cache.num_tokens_seen.tolist() == [len(row) + 22 for row in rows]
 
@@ -95,10 +95,10 @@ def test_padded_second_turn(variant, whole_mask):
     third = make_ids(3, 13, seed=2)
     cache = TitansCache(model.config)
     with torch.no_grad():
-        model(input_ids=ids_1, attention_mask=mask_1, past_key_values=cache)
+        model(input_ids=ids_1, attention_mask=mask_1, cache=cache)
         mask = torch.cat([mask_1, mask_2], 1) if whole_mask else mask_2
-        logits_2 = model(input_ids=ids_2, attention_mask=mask, past_key_values=cache).logits
-        logits_3 = model(input_ids=third, past_key_values=cache).logits
+        logits_2 = model(input_ids=ids_2, attention_mask=mask, cache=cache).logits
+        logits_3 = model(input_ids=third, cache=cache).logits
     for i in range(3):
         assert_same(logits_2[i, -len(second[i]) :], continue_alone(model, [first[i], second[i]]))
         assert_same(logits_3[i], continue_alone(model, [first[i], second[i], third[i]]))
@@ -116,7 +116,7 @@ def test_rows_that_are_all_padding(variant):
         cache, parts = TitansCache(model.config), []
         with torch.no_grad():
             for part, part_of_mask in zip(rows.split(lengths, 1), mask.split(lengths, 1), strict=True):
-                parts.append(model(input_ids=part, attention_mask=part_of_mask, past_key_values=cache).logits)
+                parts.append(model(input_ids=part, attention_mask=part_of_mask, cache=cache).logits)
         logits = torch.cat(parts, 1)
         assert_same(logits[0], full_logits(model, rows[:1])[0])
         assert_same(logits[1][mask[1] == 1], expected)
@@ -133,11 +133,11 @@ def test_a_call_of_padding_alone(variant, first):
             model(
                 input_ids=make_ids(2, first, seed=4),
                 attention_mask=torch.zeros(2, first, dtype=torch.int64),
-                past_key_values=cache,
+                cache=cache,
             )
             if not before:
-                model(input_ids=ids[:, :8], past_key_values=cache)
-        logits = model(input_ids=ids[:, 8:], past_key_values=cache).logits
+                model(input_ids=ids[:, :8], cache=cache)
+        logits = model(input_ids=ids[:, 8:], cache=cache).logits
     assert_same(logits, full_logits(model, ids)[:, 8:])
 
 
@@ -147,8 +147,8 @@ def test_mask_of_ones_is_no_mask(variant):
     model, ids = shared_model(variant), make_ids(2, 30)
     cache = TitansCache(model.config)
     with torch.no_grad():
-        first = model(input_ids=ids[:, :13], attention_mask=torch.ones(2, 13), past_key_values=cache).logits
-        rest = model(input_ids=ids[:, 13:], attention_mask=torch.ones(2, 30), past_key_values=cache).logits
+        first = model(input_ids=ids[:, :13], attention_mask=torch.ones(2, 13), cache=cache).logits
+        rest = model(input_ids=ids[:, 13:], attention_mask=torch.ones(2, 30), cache=cache).logits
     assert torch.equal(torch.cat([first, rest], 1), read(model, ids, [13, 17])[0])
 
 

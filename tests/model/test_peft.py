@@ -120,15 +120,15 @@ def test_an_adapted_model_learns_while_it_generates(variant):
     merged = model.merge_and_unload()
     expected = merged.generate(ids, **options)
     assert torch.equal(generated.sequences, expected.sequences)
-    assert_same_cache(generated.past_key_values, expected.past_key_values)
+    assert_same_cache(generated.cache, expected.cache)
     before = TitansCache(merged.config)
     with torch.no_grad():
-        merged(ids, attention_mask=mask, past_key_values=before)
-    for first, last in zip(before.layers, generated.past_key_values.layers, strict=True):
+        merged(ids, attention_mask=mask, cache=before)
+    for first, last in zip(before.layers, generated.cache.layers, strict=True):
         assert last.state.memory.num_seen.tolist() == [35, 27]  # the last generated token has not been read
         for a, b in zip(first.state.memory.weights, last.state.memory.weights, strict=True):
             assert (a - b).abs().amax((-1, -2)).min() > 1e-3
-    assert len(tensors(before)) == len(tensors(generated.past_key_values))
+    assert len(tensors(before)) == len(tensors(generated.cache))
 
 
 @pytest.mark.parametrize("variant", TWO_VARIANTS)
@@ -152,7 +152,7 @@ def test_a_memory_of_an_adapted_model_is_saved_and_loaded(tmp_path):
     model = adapt("mac", "both")
     cache = TitansCache(model.config)
     with torch.no_grad():
-        model(input_ids=make_ids(2, 21), past_key_values=cache)
+        model(input_ids=make_ids(2, 21), cache=cache)
     cache.save_pretrained(tmp_path, model)
     assert_same_cache(TitansCache.from_pretrained(tmp_path, model), cache, 0)
     with pytest.raises(ValueError, match="is the memory of another model: its weights"):
@@ -165,7 +165,7 @@ def test_a_memory_is_of_the_adapter_that_was_active(tmp_path):
     model.add_adapter("other", model.peft_config["default"])
     cache = TitansCache(model.config)
     with torch.no_grad():
-        model(input_ids=make_ids(1, 21), past_key_values=cache)
+        model(input_ids=make_ids(1, 21), cache=cache)
     cache.save_pretrained(tmp_path, model)
     another = "is the memory of another model: its weights"
     model.set_adapter("other")
@@ -222,8 +222,8 @@ def adapt_from(model, ids: torch.Tensor, start: int):
     cache = TitansCache(model.get_base_model().config)
     with torch.no_grad():
         with model.disable_adapter():
-            before = model(input_ids=ids[None, :start], past_key_values=cache).logits
-        after = model(input_ids=ids[None, start:], past_key_values=cache).logits
+            before = model(input_ids=ids[None, :start], cache=cache).logits
+        after = model(input_ids=ids[None, start:], cache=cache).logits
     return torch.cat([before, after], dim=1)[0], cache
 
 
@@ -257,7 +257,7 @@ def test_activated_lora_goes_on_in_generation(variant):
         for token in new:
             assert token == logits[-1].argmax()
             with torch.no_grad():
-                logits = plain(input_ids=token[None, None], past_key_values=cache).logits[0]
+                logits = plain(input_ids=token[None, None], cache=cache).logits[0]
 
 
 def test_activated_lora_refuses_to_read_columns_again():
@@ -266,7 +266,7 @@ def test_activated_lora_refuses_to_read_columns_again():
     cache, ids = TitansCache(activated.get_base_model().config), with_invocation(15, 5, 0)[None]
     cache.activate_past_recording()
     with torch.no_grad():
-        activated(input_ids=ids, past_key_values=cache)
+        activated(input_ids=ids, cache=cache)
         cache.crop(-3)
         with pytest.raises(ValueError, match="`alora_offsets` count the columns of a call, but a cropped cache"):
-            activated(input_ids=ids[:, 5:9], past_key_values=cache)
+            activated(input_ids=ids[:, 5:9], cache=cache)

@@ -80,7 +80,7 @@ def test_generation(variant, dtype):
     mask = torch.cat([mask, mask.new_ones(2, 30)], 1)
     expected = full_logits(model, output.sequences, mask)[:, 30:-1]
     assert distance(torch.stack(output.logits, 1), expected) < HALVES[dtype]
-    assert memory_dtypes(output.past_key_values) == {torch.float32}
+    assert memory_dtypes(output.cache) == {torch.float32}
 
 
 @covering(
@@ -139,7 +139,7 @@ def test_autocast_training(variant, dtype):
         cache, loss = TitansCache(model.config), 0
         with torch.autocast("cpu", dtype, enabled=enabled):
             for piece in ids.split([30, 1, 36], 1):
-                loss = loss + model(piece, labels=piece, past_key_values=cache).loss.nan_to_num(0)  # no label in 1
+                loss = loss + model(piece, labels=piece, cache=cache).loss.nan_to_num(0)  # no label in 1
         loss.backward()
         assert memory_dtypes(cache) == {torch.float32}
         found.append((loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}))

@@ -138,9 +138,9 @@ def test_gradient_checkpointing_with_a_cache(variant):
     model.train()
     model.activation_checkpointing_enable({"use_reentrant": False})
     try:
-        logits = model(ids[:, 11:], past_key_values=cache).logits
+        logits = model(ids[:, 11:], cache=cache).logits
     except ValueError as error:
-        assert "past_key_values" in str(error)
+        assert "`cache`" in str(error)
     else:
         logits.square().mean().backward()
         assert_same(logits.detach(), expected)
@@ -155,9 +155,9 @@ def test_a_cache_made_without_gradients_is_trained_on(variant):
         model = make_model(variant)
         with torch.set_grad_enabled(grad):
             cache = TitansCache(model.config)
-            model(ids[:, :14], past_key_values=cache)
+            model(ids[:, :14], cache=cache)
         cache.detach()
-        model(ids[:, 14:], past_key_values=cache).logits.square().mean().backward()
+        model(ids[:, 14:], cache=cache).logits.square().mean().backward()
         found.append(gradients(model))
         assert found[-1]["model.layers.0.mixer.memory.q_proj.weight"].any()
     for name, gradient in found[0].items():
@@ -175,17 +175,17 @@ def test_gradients_cross_calls_until_detached(variant):
     model.zero_grad()
     cache, losses = TitansCache(model.config), []
     for piece in ids.split([9, 1, 13], 1):
-        losses.append(model(piece, past_key_values=cache).logits.square().mean(-1).sum())
+        losses.append(model(piece, cache=cache).logits.square().mean(-1).sum())
     sum(losses).backward()
     assert_same_gradients(gradients(model), expected)
 
     for detached in (False, True):
         embeds = model.model.embed_tokens(ids).detach().requires_grad_()
         cache = TitansCache(model.config)
-        first = model(inputs_embeds=embeds[:, :9], past_key_values=cache).logits
+        first = model(inputs_embeds=embeds[:, :9], cache=cache).logits
         if detached:
             assert cache.detach() is cache
-        second = model(inputs_embeds=embeds[:, 9:], past_key_values=cache).logits
+        second = model(inputs_embeds=embeds[:, 9:], cache=cache).logits
         gradient = torch.autograd.grad(second.square().sum(), embeds, retain_graph=True)[0]
         assert (gradient[:, 9:].abs().amax(-1) > 0).all()
         assert (gradient[:, :9].abs().amax(-1) > 0).all() if not detached else not gradient[:, :9].any()
@@ -221,7 +221,7 @@ def test_attentions_over_pieces(variant):
         batch = model(ids, attention_mask=mask, output_attentions=True).attentions
         whole = model(rows[0][None], output_attentions=True).attentions
         calls = rows[0][None].split([9, 1, 11], 1)
-        pieces = [model(x, past_key_values=cache, output_attentions=True).attentions for x in calls]
+        pieces = [model(x, cache=cache, output_attentions=True).attentions for x in calls]
         alone = model(rows[1][None], output_attentions=True).attentions
     for layer in range(2):
         assert whole[layer].shape == (1, 4, 21, width) and batch[layer].shape == (2, 4, 21, width)

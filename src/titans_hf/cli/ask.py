@@ -34,7 +34,7 @@ def answer(
     ids, mask = batch.input_ids.to(model.device), batch.attention_mask.to(model.device)
     cache.start_prompt()
     cache.batch_repeat_interleave(len(prompts))
-    sequences = model.generate(ids, attention_mask=mask, past_key_values=cache, generation_config=options)
+    sequences = model.generate(ids, attention_mask=mask, cache=cache, generation_config=options)
     return tokenizer.batch_decode(sequences[:, ids.shape[1] :], skip_special_tokens=True)
 
 
@@ -42,7 +42,7 @@ def learn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: Tit
     """Reads a text into the memory."""
     ids = encode(tokenizer, text, return_tensors="pt").input_ids.to(model.device)
     with torch.inference_mode():
-        model(ids, past_key_values=cache, logits_to_keep=1)
+        model(ids, cache=cache, logits_to_keep=1)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -100,7 +100,7 @@ def measure_speed(folder: Path) -> str:
     for pieces in ([ids], ids[:, :NUM_GENERATED].split(1, dim=1)):
         start = time.perf_counter()
         for piece in pieces:
-            model(piece, past_key_values=cache, logits_to_keep=1)
+            model(piece, cache=cache, logits_to_keep=1)
         seconds.append(time.perf_counter() - start)
     read, generated = NUM_READ / seconds[0], NUM_GENERATED / seconds[1]
     return f"reads {read:,.0f} tokens/s, generates {generated:,.1f} tokens/s (on this machine's CPU)"

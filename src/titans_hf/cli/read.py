@@ -189,7 +189,7 @@ class Reading:
         if len(tokens):
             ids = torch.tensor(tokens[None], device=self.model.device)
             with torch.inference_mode():
-                self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+                self.model(ids, cache=self.cache, use_cache=True, logits_to_keep=1)
             self._count(tokens)
         self.finished = not len(tokens)
         return not self.finished

@@ -1,5 +1,5 @@
 """Additions to `transformers serve` for a local checkpoint: an option to start from a saved memory, and answers to two
-requests that fail with status 500 (as of transformers 5.23).
+requests that fail with status 500 (/v1/models only before transformers 5.24).
 """
 
 import time
@@ -34,8 +34,9 @@ def extend_server() -> None:
     from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.serving.response import ResponseHandler
 
-    downloaded_models = ModelManager.get_gen_models
-    ModelManager.get_gen_models = lambda manager, cache_dir=None: list_models(manager, downloaded_models, cache_dir)
+    if hasattr(ModelManager, "get_gen_models"):  # transformers 5.24 lists the served checkpoint itself
+        downloaded_models = ModelManager.get_gen_models
+        ModelManager.get_gen_models = lambda manager, cache_dir=None: list_models(manager, downloaded_models, cache_dir)
     for handler in (ChatCompletionHandler, ResponseHandler):
         handler._resolve_model = resolve_chat_model
 

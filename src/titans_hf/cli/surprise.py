@@ -108,7 +108,7 @@ def measure(model: PreTrainedModel, ids: list[int]) -> np.ndarray:
     """
     cache, values = TitansCache(model.config), []
     for piece in tqdm(torch.tensor(ids, device=model.device).split(PIECE), desc="reading", unit="piece"):
-        surprise = model.base_model(piece[None], past_key_values=cache, output_surprise=True).surprise
+        surprise = model.base_model(piece[None], cache=cache, output_surprise=True).surprise
         layers = [
             torch.stack([getattr(layer, name)[0].mean(0).nan_to_num() for name in QUANTITIES]) for layer in surprise
         ]

@@ -154,7 +154,7 @@ class TitansLM(HFLM):
             return self.model(
                 ids.to(self.device),
                 attention_mask=real.to(self.device),
-                past_key_values=cache,
+                cache=cache,
                 use_cache=True,
                 logits_to_keep=logits_to_keep,
             ).logits
@@ -200,7 +200,7 @@ class TitansLM(HFLM):
             attention_mask=real.long().to(self.device),
             max_length=ids.shape[1] + num_new,
             stop=until,
-            past_key_values=cache,
+            cache=cache,
             **kwargs,
         )
         texts = (self.tok_decode(row) for row in output[:, ids.shape[1] :].tolist())

@@ -105,14 +105,14 @@ class CarriedMemoryTrainer(CardTrainer):
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args, **kwargs) -> Any:
         cache = self._cache(inputs.pop("row_starts"), training=True)
-        result = super().compute_loss(model, {**inputs, "past_key_values": cache}, *args, **kwargs)
+        result = super().compute_loss(model, {**inputs, "cache": cache}, *args, **kwargs)
         cache.detach()
         return result
 
     def prediction_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args, **kwargs) -> Any:
         inputs = self._prepare_inputs(inputs)
         cache = self._cache(inputs.pop("row_starts"), training=False)
-        return super().prediction_step(model, {**inputs, "past_key_values": cache}, *args, **kwargs)
+        return super().prediction_step(model, {**inputs, "cache": cache}, *args, **kwargs)
 
     def _cache(self, row_starts: torch.Tensor, training: bool) -> TitansCache:
         """Returns the cache of the batch before, with the rows reset that start a document."""
