@@ -8,18 +8,14 @@ import subprocess
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import torch
 from common import make_model
 from served import COMMAND, NUM_TOKENS, complete, serving
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.cli.serving.model_manager import ModelManager
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from titans_hf import TitansCache
-from titans_hf.cli.server_extensions import list_models
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -99,22 +95,6 @@ def test_the_served_model_is_listed(server, checkpoint):
     with urllib.request.urlopen(f"{server}/v1/models", timeout=60) as response:
         listed = json.load(response)["data"]
     assert [(model["id"], model["object"]) for model in listed] == [(str(checkpoint), "model")]
-
-
-def test_downloaded_models_are_listed(checkpoint, tmp_path, monkeypatch):
-    """A server without a model lists the downloaded ones, or none."""
-    monkeypatch.setitem(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "titans", "TitansForCausalLM")
-    cached = tmp_path / "hub" / "models--someone--titans"
-    shutil.copytree(checkpoint, cached / "snapshots" / ("a" * 40))
-    (cached / "refs").mkdir()
-    (cached / "refs" / "main").write_text("a" * 40)
-
-    def listed(folder: str) -> list[str]:
-        manager = SimpleNamespace(force_model=None)
-        return [model["id"] for model in list_models(manager, ModelManager.get_gen_models, str(tmp_path / folder))]
-
-    assert listed("hub") == ["someone/titans"]
-    assert listed("missing") == []
 
 
 @pytest.mark.parametrize(

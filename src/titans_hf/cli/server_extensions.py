@@ -1,21 +1,16 @@
-"""Additions to `transformers serve` for a local checkpoint: an option to start from a saved memory, and answers to two
-requests that fail with status 500 (/v1/models only before transformers 5.24).
+"""Additions to `transformers serve` for a local checkpoint: an option to start from a saved memory, and the answer to
+a request that fails with status 500 (as of transformers 5.24).
 """
 
-import time
-from collections.abc import Callable
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
-from huggingface_hub.errors import CacheNotFound
 
 from titans_hf import TitansCache
 from titans_hf.cli.shared.checkpoints import check_checkpoint
 
 if TYPE_CHECKING:
-    from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.serving.utils import BaseHandler
 
 NO_TEMPLATE = (
@@ -25,18 +20,14 @@ NO_TEMPLATE = (
 
 
 def extend_server() -> None:
-    """Makes /v1/models list the served checkpoint, and a chat without a chat template end in a clear error. Does
-    nothing if the packages for serving are missing, which the command `serve` then names.
+    """Makes a chat without a chat template end in a clear error. Does nothing if the packages for serving are missing,
+    which the command `serve` then names.
     """
     if find_spec("fastapi") is None or find_spec("openai") is None:
         return
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
-    from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.serving.response import ResponseHandler
 
-    if hasattr(ModelManager, "get_gen_models"):  # transformers 5.24 lists the served checkpoint itself
-        downloaded_models = ModelManager.get_gen_models
-        ModelManager.get_gen_models = lambda manager, cache_dir=None: list_models(manager, downloaded_models, cache_dir)
     for handler in (ChatCompletionHandler, ResponseHandler):
         handler._resolve_model = resolve_chat_model
 
@@ -89,18 +80,6 @@ def start_models_from(memory: str, model_name: str | None, compiled: bool) -> No
         return model
 
     ModelManager._load_model = load_model_with_memory
-
-
-def list_models(
-    manager: "ModelManager | SimpleNamespace", downloaded_models: Callable, cache_dir: str | None = None
-) -> list[dict[str, Any]]:
-    """Lists the models that a request may name: only the one that `serve` was given, else all downloaded ones."""
-    if manager.force_model is not None:
-        return [{"owned_by": "", "id": manager.force_model, "object": "model", "created": int(time.time())}]
-    try:
-        return downloaded_models(cache_dir)
-    except CacheNotFound:
-        return []
 
 
 def resolve_chat_model(handler: "BaseHandler", body: dict[str, Any]) -> tuple:
