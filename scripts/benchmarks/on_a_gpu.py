@@ -5,6 +5,7 @@ models-SIZE    training beside a Llama with flash attention (PyTorch's own, sdpa
                kernels are installed, Gated DeltaNet (flash-linear-attention) and Mamba2 (mamba_ssm)
 models-SIZE-delta    the Titans alone, with the delta form
 decode-SIZE    one more token, beside Llama
+decode-SIZE-with-kernels    the Titans alone, with the project's kernels
 
 A length at which a model's training needs more memory than there is has a row without figures. A part that fails says
 why, and the next part begins.
@@ -50,4 +51,8 @@ def parts(args: Namespace) -> Iterator[tuple[str, list[str]]]:
         yield f"models-{size}", ["models", *models, *args.models, *installed, *lengths, *repeats]
         if titans:
             yield f"models-{size}-delta", ["models", *models, *titans, *lengths, *repeats, "--set", *FORMS["delta"]]
-        yield f"decode-{size}", ["decode", *models, *args.models, "--contexts", *map(str, args.contexts)]
+        contexts = ["--contexts", *map(str, args.contexts)]
+        yield f"decode-{size}", ["decode", *models, *args.models, *contexts]
+        if titans:
+            kernels = FORMS["titans-with-kernels"]
+            yield f"decode-{size}-with-kernels", ["decode", *models, *titans, *contexts, "--set", *kernels]

@@ -232,11 +232,15 @@ class Chain(NamedTuple):
 
 
 class GroupFunctions(NamedTuple):
-    """The functions of one group of chunks, as written here, compiled, or with a chain."""
+    """The functions of one group of chunks, as written here, compiled, or with a chain.
+
+    token: with a chain, the step of one token without gradients.
+    """
 
     forward: Callable[..., MemorizeOutput]
     intermediates: Callable[..., GroupIntermediates]
     backward: Callable[..., GroupGradients]
+    token: Callable[..., MemorizeOutput] | None = None
 
 
 def unstack(tree: Any, num_chunks: int) -> list[Any]:

@@ -259,8 +259,8 @@ def memorize(
         grid: where given, the tokens are already on its slots (T = grid.num_slots), of a grid for a multiple of
             `chunk_size`. The results at empty slots are undefined. The surprise is None unless
             `grid.needs_surprise`; without a grid, it is computed.
-        kernel: the functions with which groups of full chunks are computed, for an MLP with gates per head; None for
-            PyTorch's.
+        kernel: the functions with which groups of full chunks are computed, and single tokens without gradients, for
+            an MLP with gates per head; None for PyTorch's.
 
     Raises ValueError for a rule that cannot be, for `inputs.filled`, which the grid has, and for a state without the
     anchor that the rule needs, or with a momentum where the inputs have no `log_momentum_decay` and the other way
@@ -276,7 +276,8 @@ def memorize(
         raise ValueError(f"`state` must have an anchor for {rule}, but has none: it is of another memory.")
     num_tokens = inputs.keys.shape[2]
     if num_tokens == 1 and (grid is None or grid.is_single_token):
-        return _memorize_token(inputs, state, decay_target, chunk_size, rule)
+        step = kernel.token if kernel and not _needs_gradients((inputs, state, decay_target)) else _memorize_token
+        return step(inputs, state, decay_target, chunk_size, rule)
     if grid is not None:
         return _memorize_grid(inputs, state, decay_target, grid, chunk_size, rule, kernel)
     grid = replace(TokenGrid.build(state.num_seen, num_tokens, chunk_size), needs_surprise=True)
@@ -369,6 +370,10 @@ def _memorize_token(
     return MemorizeOutput(retrieved, token_surprise(factors).detach(), state)
 
 
+def _needs_gradients(tree: Any) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of(tree))
+
+
 def _of_layers(gate: Tensor, inputs: MemoryInputs, depth: int) -> tuple[Tensor, ...]:
     """Returns a gate of one token for each layer of the memory network, (B, H, 1, 1)."""
     return gate.split(1, dim=-1) if inputs.has_gates_per_layer else (gate[..., None],) * depth
@@ -403,7 +408,7 @@ def _memorize_grid(
     compiled = _compiled if by_hand and not compiling and kernel is None else None
     options = ScanOptions(chunk_size, rule, chunk_starts, grid.needs_surprise, compiled, kernel)
     scan = scan_chunks
-    if not compiling and torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of(arguments)):
+    if not compiling and _needs_gradients(arguments):
         scan = scan_chunks_differentiable if by_hand else scan_chunks_by_autograd
     output = scan(options, arguments)
     retrieved, surprise, after = map_tensors(lambda x: x.unflatten(0, rows_and_heads), output)

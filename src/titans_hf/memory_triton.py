@@ -1,13 +1,17 @@
-"""The chain of chunks by Triton on a GPU: the states at all chunks' starts, and the gradients at all chunks' ends.
+"""The memory by Triton on a GPU: the chain of chunks, and the step of one token.
 
 Within a group, only the state goes from chunk to chunk, and in the backward its gradient (`memory_chunk`). Two kernels
-compute these, one program per row and head, in one launch each. Everything else of a group follows from them for all
-chunks at once, by the functions of `memory_chunk` in PyTorch, as if the group were one chunk of P * N rows.
+compute the states at all chunks' starts, and the gradients at all chunks' ends, one program per row and head, in one
+launch each. Everything else of a group follows from them for all chunks at once, by the functions of `memory_chunk` in
+PyTorch, as if the group were one chunk of P * N rows.
 
 A state is as large as a multiprocessor's registers and shared memory together. So both kernels keep it in global
 memory, where the next chunk finds it in the second-level cache, and pass over it in tiles: `BLOCK` hidden units at a
 time. `tl.debug_barrier` stands where a program reads what its other threads have written. No loop is pipelined
 (`num_stages=1`): Triton would load tiles of the next chunk before this chunk has written them.
+
+The step of one token is a kernel of its own, without gradients: a program has one layer of its row and head's state in
+registers at a time, and where it reads a tensor a second time, a cache has it.
 
 Never run on a GPU: tested in Triton's interpreter, and compiled ahead of time (docs/speed.md).
 
@@ -19,6 +23,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -37,7 +42,7 @@ from .memory_chunk import (
     group_intermediates,
 )
 from .memory_network import ChunkLayer, FactorsDerivatives, TokenNorms, UpdateRule
-from .memory_state import MemoryInputs, MemoryState
+from .memory_state import MemorizeOutput, MemoryInputs, MemoryState
 
 try:
     import triton
@@ -423,6 +428,104 @@ def chunk_gradients_kernel(
             tl.debug_barrier()
 
 
+@jit
+def load_anchor(weights, anchor, new_anchor, starts, tile):
+    """Loads a layer's anchor, the weights where a chunk starts (eq. 16), and writes it to the new state."""
+    loaded = tl.load(weights + tile) if starts else tl.load(anchor + tile)
+    tl.store(new_anchor + tile, loaded)
+    return loaded
+
+
+@jit
+def write_step(
+    weights, momentum, target, new_weights, new_momentum, tile, of_target, inputs, delta, theta, decay, retain
+):  # fmt: skip
+    """Writes a layer's weights and momentum after a token, and returns the weights (eq. 10, 13, 14).
+
+    S_t = eta_t S_{t-1} - theta_t h (x) delta        M_t = (1 - alpha_t) (M_{t-1} - M_0) + M_0 + S_t
+    """
+    step = -theta * inputs[:, None] * delta[None, :]
+    if momentum is not None:
+        step += tl.exp(tl.load(decay)) * tl.load(momentum + tile)
+        tl.store(new_momentum + tile, step)
+    after = tl.load(weights + tile)
+    if target is None:
+        after = retain * after + step
+    else:
+        m_0 = tl.load(target + of_target)
+        after = retain * (after - m_0) + m_0 + step
+    tl.store(new_weights + tile, after)
+    return after
+
+
+@jit
+def token_kernel(
+    queries, keys, values, inner_lr, log_momentum_decay, log_retain, num_seen,
+    weights_1, momentum_1, anchor_1, target_1, weights_2, momentum_2, anchor_2, target_2,
+    new_weights_1, new_momentum_1, new_anchor_1, new_weights_2, new_momentum_2, new_anchor_2, retrieved, surprise,
+    CHUNK: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, F: tl.constexpr, DELTA_RULE: tl.constexpr,
+    HIDDEN_STEP: tl.constexpr, CLIP: tl.constexpr,
+):  # fmt: skip
+    """Updates and reads the memory of one row and head with one token: `memory_ops._memorize_token`.
+
+    queries, keys, values, retrieved (N, D); gates, surprise (N,); num_seen (N / HEADS,); states (N, ...), targets M_0
+    (HEADS, ...). None as in `chunk_states_kernel`. CLIP: kappa, None without a clip.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    first, last = row * D * F + places(D, F, F), row * F * D + places(F, D, D)
+    m_first, m_last = (row % HEADS) * D * F + places(D, F, F), (row % HEADS) * F * D + places(F, D, D)
+    theta, retain, decay = tl.load(inner_lr + row), tl.exp(tl.load(log_retain + row)), None
+    if log_momentum_decay is not None:
+        decay = log_momentum_decay + row
+    starts = tl.load(num_seen + row // HEADS) % CHUNK == 0
+    key, value = tl.load(keys + row * D + tl.arange(0, D)), tl.load(values + row * D + tl.arange(0, D))
+    limit = float("inf") if CLIP is None else CLIP * tl.sqrt(tl.sum(value * value, 0))
+    inputs, hidden_square = key, 0.0
+    # 1. The gradient at the anchor, from the first layer to the last and back
+    if weights_1 is not None:
+        z = tl.sum(key[:, None] * load_anchor(weights_1, anchor_1, new_anchor_1, starts, first), 0)
+        sigmoid = 1 / (1 + tl.exp(-z))
+        inputs = z * sigmoid
+    square = tl.sum(inputs * inputs, 0)
+    if anchor_2 is not None:
+        w = load_anchor(weights_2, anchor_2, new_anchor_2, starts, last)
+        error = tl.sum(inputs[:, None] * w, 0) - value
+        error *= 2 * clip_scale(tl.sqrt(tl.sum(error * error, 0)), limit)
+        if weights_1 is not None:
+            hidden_delta = (sigmoid + inputs * (1 - sigmoid)) * tl.sum(w * error[None, :], 1)
+            key_square = tl.sum(key * key, 0)
+            hidden_delta *= clip_scale(tl.sqrt(key_square * tl.sum(hidden_delta * hidden_delta, 0)), 4 * limit)
+            hidden_square = key_square * tl.sum(hidden_delta * hidden_delta, 0)
+        delta = error * clip_scale(tl.sqrt(square * tl.sum(error * error, 0)), 4 * limit)
+    # 2. The delta rule: the last layer's error at the weights before the token
+    if DELTA_RULE:
+        error = tl.sum(inputs[:, None] * tl.load(weights_2 + last), 0) - value
+        delta = 2 / tl.maximum(square, 1.0) * error
+    tl.store(surprise + row, tl.sqrt(hidden_square + square * tl.sum(delta * delta, 0)))
+    # 3. The step, and what the query then retrieves (eq. 15)
+    x = tl.load(queries + row * D + tl.arange(0, D))
+    if weights_1 is not None:
+        w = write_step(
+            weights_1, momentum_1, target_1, new_weights_1, new_momentum_1, first, m_first, key,
+            HIDDEN_STEP * hidden_delta, theta, decay, retain,
+        )  # fmt: skip
+        z = tl.sum(x[:, None] * w, 0)
+        x = z / (1 + tl.exp(-z))
+    w = write_step(
+        weights_2, momentum_2, target_2, new_weights_2, new_momentum_2, last, m_last, inputs, delta, theta, decay,
+        retain,
+    )  # fmt: skip
+    tl.store(retrieved + row * D + tl.arange(0, D), tl.sum(x[:, None] * w, 0))
+
+
+def by_layer(depth: int, *fields: Sequence[Tensor]) -> list[Tensor | None]:
+    """Returns the tensors of the hidden layer, and then those of the last, from fields of one tensor per layer: None
+    for those of an empty field, and of a hidden layer that there is not.
+    """
+    of_layers = zip(*(x or [None] * depth for x in fields), strict=True)
+    return [None] * len(fields) * (2 - depth) + [x for layer in of_layers for x in layer]
+
+
 def per_slot(tensors: Sequence[Tensor | float | None], like: Tensor) -> Tensor:
     """Stacks factors of tokens (P * N, C), or of chunks (P * N), each with any dimensions of 1 after them. A number
     stands for equal factors, None for 0. Returns (P * N, number of factors, ...).
@@ -479,8 +582,7 @@ def chunk_states(
     key_norm, limit = norms or (None, torch.finfo(keys.dtype).max)
     vectors = [end.gradient_to_weights, end.gradient_to_momentum, *before, limit, key_norm]
     scalars = [end.weights_decay, end.momentum_to_weights, end.momentum_decay, next_starts]
-    of_layers = [x or [None] * len(weights) for x in (weights, momentum, anchor, decay_target)]
-    layers = [None] * 4 * (2 - len(weights)) + [x for layer in zip(*of_layers, strict=True) for x in layer]
+    layers = by_layer(len(weights), weights, momentum, anchor, decay_target)
     arguments = [keys, inputs.values, per_slot(vectors, keys[..., 0]), per_slot(scalars, keys[:, 0, 0])]
     arguments += [earlier.system if earlier else None, *layers]
     hidden_step = rule.hidden_step if rule.delta_rule else 1.0
@@ -516,8 +618,7 @@ def chunk_gradients(
     weights = slots([x.offset for x in reads], grads.weights)
     momentum = slots([x.momentum for x in reads], grads.momentum) if grads.momentum else []
     anchor = [x.clone() for x in grads.anchor or map(torch.zeros_like, grads.weights)] if chunk.anchor else []
-    of_layers = [x or [None] * len(weights) for x in (weights, momentum, anchor)]
-    layers = [None] * 3 * (2 - len(weights)) + [x for layer in zip(*of_layers, strict=True) for x in layer]
+    layers = by_layer(len(weights), weights, momentum, anchor)
     end, earlier = group.end_gates[0], group.earlier_gates
     starts = keys.new_ones(len(keys) // num_rows, num_rows) if starts is None else starts.to(keys.dtype, copy=True)
     starts[0] = 0  # the gradient of the first chunk's anchor leaves the group as it is
@@ -559,7 +660,26 @@ def _clip_factors(group: GroupIntermediates, derivatives: FactorsDerivatives | N
     return [*of_last, *of_hidden, kept.error_scale if has_clip else 2.0, over_square[-1]]
 
 
+def memorize_token(
+    inputs: MemoryInputs, state: MemoryState, decay_target: tuple[Tensor, ...], chunk_size: int, rule: UpdateRule
+) -> MemorizeOutput:
+    """Updates with one token per row and reads its query, as `memory_ops._memorize_token`, without gradients."""
+    (rows, heads, _, size), depth, hidden = inputs.keys.shape, len(state.weights), state.weights[-1].shape[-2]
+    after = replace(state.map(lambda x: x.new_empty(x.shape)), num_seen=state.num_seen + 1)
+    output = MemorizeOutput(*(x.new_empty(x.shape) for x in (inputs.queries, inputs.inner_lr)), after)
+    arguments = [*inputs[:6], state.num_seen]
+    arguments += by_layer(depth, state.weights, state.momentum, state.anchor, decay_target)
+    arguments += [*by_layer(depth, after.weights, after.momentum, after.anchor), output.retrieved, output.surprise]
+    options = dict(CHUNK=chunk_size, HEADS=heads, D=size, F=hidden, CLIP=rule.error_clip, DELTA_RULE=rule.delta_rule)
+    options["HIDDEN_STEP"] = rule.hidden_step if rule.delta_rule else 1.0
+    arguments = [x if x is None else x.contiguous() for x in arguments]
+    with torch.cuda.device_of(inputs.keys):
+        token_kernel[(rows * heads,)](*arguments, **options, num_warps=tile(size)["num_warps"])
+    return output
+
+
 CHAIN = Chain(chunk_states, chunk_gradients)
 KERNEL_FUNCTIONS = GroupFunctions(
-    *(partial(function, chain=CHAIN) for function in (group_forward, group_intermediates, group_backward))
+    *(partial(function, chain=CHAIN) for function in (group_forward, group_intermediates, group_backward)),
+    token=memorize_token,
 )

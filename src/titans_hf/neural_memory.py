@@ -180,12 +180,13 @@ def memorize_on_grid(
 ) -> MemorizeOutput:
     """Updates and reads a memory with tokens on the slots of a grid; reads it only if `is_updated` is False.
 
-    kernel: what computes an update with several tokens (`memory_kernel`); that of fla only if no surprise is needed.
+    kernel: what computes an update (`memory_kernel`); that of fla only if several tokens are read and no surprise is
+    needed. A single token of a compiled model is PyTorch's.
     """
     if not is_updated(config, grid):
         return read_constant_memory(inputs, state, rule, config.memory_chunk_size, grid)
     chunk_size, functions = config.memory_chunk_size, None
-    if kernel == "triton" and not grid.is_single_token:
+    if kernel == "triton" and not (grid.is_single_token and torch.compiler.is_compiling()):
         functions = triton_functions(inputs, state, rule, chunk_size)
     elif not (grid.is_single_token or grid.needs_surprise):
         chunk_comba = choose_kernel(kernel, inputs, state, rule)

@@ -14,14 +14,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from titans_hf.memory_triton import chunk_gradients_kernel, chunk_states_kernel, tile
+from titans_hf.memory_triton import chunk_gradients_kernel, chunk_states_kernel, tile, token_kernel
 
 CHUNK = 64
 # The arguments that are None in a memory of one layer, by the chunk rule, and without an anchor.
 HIDDEN_LAYER = {"grad_activations", "curvatures", "grad_hidden_deltas"}
-HIDDEN_LAYER |= {f"{x}{y}_1" for x in ("", "grad_") for y in ("weights", "momentum", "anchor")} | {"target_1"}
+HIDDEN_LAYER |= {f"{x}{y}_1" for x in ("", "grad_", "new_") for y in ("weights", "momentum", "anchor")} | {"target_1"}
 DELTA_RULE = {"system", "inverse"}
-ANCHOR = {"anchor", "anchor_2", "grad_anchor_2"}
+ANCHOR = {"anchor", "anchor_2", "grad_anchor_2", "new_anchor_2"}
 # Arguments of the second kernel that are scratch in the first.
 OF_GRADIENTS = {"slopes": HIDDEN_LAYER, "deltas": DELTA_RULE, "errors": ANCHOR}
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -44,12 +44,13 @@ def compile_kernel(kernel, head_dim: int, capability: int, form: tuple[int, bool
     absent, warps = absent_arguments(kernel, *form), tile(head_dim)
     constants = dict(C=CHUNK, D=head_dim, F=head_dim, BLOCK=warps.pop("BLOCK"), PRECISION="tf32")
     constants |= dict(LEVELS=CHUNK.bit_length() - 1, DELTA_RULE=form[1], HIDDEN_STEP=1 / 128)
+    constants |= dict(CHUNK=CHUNK, HEADS=16, CLIP=1.0)
     constants |= dict.fromkeys(absent)
     signature, aligned = {}, {}
     for i, name in enumerate(kernel.arg_names):
-        number = "i32" if name in ("num_chunks", "num_rows") else "*fp32"
+        number = {"num_chunks": "i32", "num_rows": "i32", "num_seen": "*i64"}.get(name, "*fp32")
         signature[name] = "constexpr" if name in constants else number
-        if signature[name] == "*fp32":
+        if signature[name].startswith("*"):
             aligned[(i,)] = [["tt.divisibility", 16]]
     constants = {(i,): constants[name] for i, name in enumerate(kernel.arg_names) if name in constants}
     source, target = ASTSource(kernel, signature, constants, aligned), GPUTarget("cuda", capability, 32)
@@ -65,7 +66,7 @@ if __name__ == "__main__":
     at = sys.argv.index("at")
     sizes, capabilities = map(int, sys.argv[1:at]), map(int, sys.argv[at + 1 :])
     for size, capability, (name, form) in product(sizes, capabilities, FORMS.items()):
-        for kernel in (chunk_states_kernel, chunk_gradients_kernel):
+        for kernel in (chunk_states_kernel, chunk_gradients_kernel, token_kernel):
             found = compile_kernel(kernel, size, capability, form)
             which = dict(kernel=kernel.__name__, head_dim=size, capability=capability, form=name)
             print(json.dumps(which | found), flush=True)

@@ -14,7 +14,7 @@ from titans_hf.configuration_titans import TitansConfig
 from titans_hf.memory_network import UpdateRule, layer_shapes
 from titans_hf.memory_ops import memorize
 from titans_hf.memory_reference import memorize_reference
-from titans_hf.memory_state import MemoryInputs, MemoryState
+from titans_hf.memory_state import MemoryInputs, MemoryState, named_tensors
 from titans_hf.memory_triton import KERNEL_FUNCTIONS
 from titans_hf.modeling_titans import TitansForCausalLM
 from titans_hf.token_grid import Columns, TokenGrid
@@ -97,18 +97,57 @@ def run(by_kernel: bool, dtype: torch.dtype, case: dict) -> dict[str, Tensor]:
     return results | {f"gradient of {name}": x for name, x in zip(given, gradients, strict=True)}
 
 
-def packed_documents(kernel: str) -> dict[str, Tensor]:
-    """Computes the logits and gradients of a model with two packed documents."""
+def run_token(by_kernel: bool, dtype: torch.dtype, case: dict) -> dict[str, Tensor]:
+    """Computes outputs, surprise and state of one token, two heads of rows at the start, in the middle and at the end
+    of a chunk.
+    """
+    given = {name: x.to(dtype) for name, x in draw(**case).items()}
+
+    def layers(name: str) -> tuple[Tensor, ...]:
+        found = [x for key, x in given.items() if key.startswith(f"{name} ")]
+        return tuple(torch.cat([x, x.flip(-1), x.flip(-2)]).view(-1, 2, *x.shape[-2:]) for x in found)
+
+    tokens = [given.get(name) for name in MemoryInputs._fields]
+    inputs = MemoryInputs(*(None if x is None else x[0, 0, :6].view(3, 2, 1, *x.shape[3:]) for x in tokens))
+    state = MemoryState(layers("weights"), layers("momentum"), layers("anchor"), torch.tensor([32, 37, 47]))
+    rule = UpdateRule(case["clip"], case["delta_rule"], hidden_step=0.25 if case["delta_rule"] else 1.0)
+    target = tuple(torch.cat([x, x.flip(-1)]) for key, x in given.items() if key.startswith("target "))
+    options = dict(chunk_size=CHUNK, decay_target=target, kernel=KERNEL_FUNCTIONS if by_kernel else None)
+    output = memorize(inputs, state, rule, **options)
+    return {name: x.to(dtype) for name, x in named_tensors(output)}
+
+
+def make_model(kernel: str) -> TitansForCausalLM:
+    """Makes a model of one layer whose parameters are all random."""
     torch.manual_seed(0)
     sizes = dict(vocab_size=32, hidden_size=SIZE, intermediate_size=SIZE, num_hidden_layers=1, num_attention_heads=1)
     memory = dict(memory_num_heads=1, memory_chunk_size=CHUNK, memory_kernel=kernel)
     model = TitansForCausalLM(TitansConfig(variant="lmm", initializer_range=0.2, **sizes, **memory))
     for parameter in model.parameters():
         parameter.data.add_(0.1 * torch.randn(parameter.shape))
+    return model
+
+
+def packed_documents(kernel: str) -> dict[str, Tensor]:
+    """Computes the logits and gradients of a model with two packed documents."""
+    model = make_model(kernel)
     positions = torch.cat([torch.arange(21), torch.arange(36)])[None]
     logits = model((torch.arange(57)[None] ** 2) % 31, position_ids=positions).logits
     logits.square().sum().backward()
     return {"logits": logits} | {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+
+
+@torch.no_grad()
+def single_tokens(kernel: str) -> dict[str, Tensor]:
+    """Computes the logits of single tokens of two rows after 14, over a chunk's end; a token of row 1 is padding."""
+    model, ids, mask = make_model(kernel), (torch.arange(36).view(2, 18) ** 2) % 31, torch.ones(2, 18)
+    mask[1, 15] = 0
+    outputs = [model(ids[:, :14], use_cache=True)]
+    for i in range(14, 18):
+        cache = outputs[-1].cache
+        outputs.append(model(ids[:, i : i + 1], attention_mask=mask[:, : i + 1], cache=cache))
+    logits = torch.cat([x.logits for x in outputs], dim=1)
+    return {"logits": logits * mask[..., None]}
 
 
 def largest_error(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -122,7 +161,10 @@ if __name__ == "__main__":
     found = {}
     for values in covering(2, CHOICES).args[1]:
         case = dict(zip(CHOICES, values.values, strict=True))
-        found[str(case)] = largest_error(run(True, torch.float32, case), run(False, torch.float64, case))
+        for computed in (run, run_token):
+            of_case = computed(True, torch.float32, case), computed(False, torch.float64, case)
+            found[f"{computed.__name__} {case}"] = largest_error(*of_case)
     memory_kernel._misfits_of_any_kernel = lambda weights: {}  # the interpreter has no GPU
     found["packed documents"] = largest_error(packed_documents("triton"), packed_documents("torch"))
+    found["single tokens"] = largest_error(single_tokens("triton"), single_tokens("torch"))
     print(json.dumps(found))
