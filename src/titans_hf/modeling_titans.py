@@ -263,10 +263,10 @@ class TitansModel(TitansPreTrainedModel):
         if cache is None:
             return TitansCache(self.config) if use_cache else None
         check_cache(cache, self.config, batch_size)
-        if self.gradient_checkpointing and self.training:
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             raise ValueError(
-                "`cache` cannot be used in training with gradient checkpointing: call model.eval() "
-                "(before generate() too) or give use_cache=False."
+                "`cache` cannot be used in training with gradient checkpointing: call model.eval() or give "
+                "use_cache=False."
             )
         return cache
 
