@@ -23,8 +23,10 @@ from .cache_layer import RecordedColumns, TitansCacheLayer
 from .configuration_titans import VARIANTS, TitansConfig, field_facts
 
 # The name of a cache among the arguments and outputs of Transformers: `cache` from 5.24 on, `past_key_values` before.
-NAMES = ("cache", "past_key_values")
-CACHE_NAME = next(name for name in NAMES if name in signature(GenerationMixin.prepare_inputs_for_generation).parameters)
+CACHE_NAMES = ("cache", "past_key_values")
+CACHE_NAME = next(
+    name for name in CACHE_NAMES if name in signature(GenerationMixin.prepare_inputs_for_generation).parameters
+)
 
 
 def rename_cache(arguments: dict[str, Any], name: str = "cache") -> dict[str, Any]:
@@ -32,10 +34,10 @@ def rename_cache(arguments: dict[str, Any], name: str = "cache") -> dict[str, An
 
     Raises ValueError for a cache by each name.
     """
-    given = [arguments[x] for x in NAMES if arguments.get(x) is not None]
+    given = [arguments[x] for x in CACHE_NAMES if arguments.get(x) is not None]
     if len(given) > 1:
         raise ValueError("`past_key_values` must be None with `cache`: both are names of the cache.")
-    others = {x: value for x, value in arguments.items() if x not in NAMES}
+    others = {x: value for x, value in arguments.items() if x not in CACHE_NAMES}
     return others | {name: given[0]} if given else others
 
 

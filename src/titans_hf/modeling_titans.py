@@ -14,7 +14,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .cache_titans import NAMES, TitansCache, takes_either_name, undone_on_error
+from .cache_titans import CACHE_NAMES, TitansCache, takes_either_name, undone_on_error
 from .configuration_titans import TitansConfig
 from .episodic_memory import EpisodicMemory
 from .generation_titans import TitansGenerationMixin
@@ -97,7 +97,7 @@ class TitansPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["TitansDecoderLayer"]
-    _skip_keys_device_placement = list(NAMES)
+    _skip_keys_device_placement = list(CACHE_NAMES)
     _supports_sdpa = True
     _supports_attention_backend = True
     _memory_learning = True

@@ -100,7 +100,7 @@ class SurpriseCollector:
 
 
 class NamesCache:
-    """An output whose cache is its `cache` before transformers 5.24 too; its `past_key_values` it always is."""
+    """An output whose cache is called `cache` before transformers 5.24 too."""
 
     if CACHE_NAME != "cache":
 
