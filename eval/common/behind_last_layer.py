@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from titans_hf import TitansConfig
+from titans_hf.cache_titans import CACHE_NAMES
 from titans_hf.token_layout import DocumentArguments, TokenLayout
 from titans_hf.token_memory import TitansTokenMemoryLayer
 
@@ -36,7 +37,7 @@ def put_behind_last_layer(model: PreTrainedModel, memory: nn.Module) -> None:
     embed = model.get_input_embeddings()
 
     def read_memory(_base: nn.Module, args: tuple, kwargs: dict[str, Any], output: ModelOutput) -> None:
-        if any(output.get(name) is not None for name in ("cache", "cache_params", "past_key_values")):
+        if any(output.get(name) is not None for name in (*CACHE_NAMES, "cache_params")):  # the last is Mamba's
             raise ValueError("use_cache must be False: a memory behind the last layer keeps no cache")
         input_ids = args[0] if args else kwargs["input_ids"]
         output.last_hidden_state = memory(output.last_hidden_state, embed(input_ids))

@@ -16,6 +16,7 @@ from transformers.utils import ModelOutput
 
 from eval.common import compared_models
 from eval.common.compared_models import Sizes, check_fields, parse_settings
+from titans_hf.cache_titans import CACHE_NAMES
 
 from .measure import check_close
 
@@ -98,7 +99,7 @@ def draw_tokens(model: PreTrainedModel, length: int) -> Tensor:
 
 def of_cache(output: ModelOutput) -> dict[str, Cache]:
     """Returns the cache of an output by the name of the argument that takes it."""
-    name = next(name for name in ("cache", "cache_params", "past_key_values") if name in output)
+    name = next(name for name in (*CACHE_NAMES, "cache_params") if name in output)  # the last is Mamba's
     return {name: output[name]}
 
 

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import QuestionAnsweringModelOutput, Sequence
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
-from .cache_titans import CACHE_NAMES, TitansCache, takes_either_name, undone_on_error
+from .cache_titans import TitansCache, rename_cache, takes_either_name, undone_on_error
 from .configuration_titans import TitansConfig
 from .modeling_titans import TitansModel, TitansPreTrainedModel
 
@@ -44,8 +44,7 @@ def leaving_cache_on_error(forward: Callable) -> Callable:
 
     @wraps(forward)
     def undone(self, *args, **kwargs):
-        given = [*args[PLACE : PLACE + 1], *map(kwargs.get, CACHE_NAMES)]
-        with undone_on_error(next((cache for cache in given if cache is not None), None)):
+        with undone_on_error(rename_cache(kwargs).get("cache", args[PLACE] if len(args) > PLACE else None)):
             return forward(self, *args, **kwargs)
 
     return undone

@@ -93,6 +93,11 @@ class UpdateRule(NamedTuple):
     network: Network = "mlp"
     hidden_step: float = 1.0
 
+    @property
+    def hidden_factor(self) -> float:
+        """The factor of the hidden layers' steps, 1 without the delta rule."""
+        return self.hidden_step if self.delta_rule else 1.0
+
     def check(self) -> None:
         """Raises ValueError for an unknown network, and for the delta rule with another than an MLP."""
         if self.network not in get_args(Network):
@@ -199,11 +204,10 @@ def gradient_factors(
     for weight, slope in zip(weights[:0:-1], slopes[::-1], strict=True):
         grad_activations.insert(0, unclipped[0] @ weight.mT)
         unclipped.insert(0, grad_activations[0] * slope)
-    hidden_step = rule.hidden_step if rule.delta_rule else 1.0
-    clipped = _clip_deltas(inputs, unclipped, norms, len(inputs) - rule.delta_rule, hidden_step)
+    clipped = _clip_deltas(inputs, unclipped, norms, len(inputs) - rule.delta_rule, rule.hidden_factor)
     before_clip = (pre_activations, slopes, grad_activations, unclipped)
     intermediates = FactorsIntermediates(*before_clip, clipped.norms, clipped.scales, error, error_norm, error_scale)
-    return GradientFactors(inputs, clipped.deltas, intermediates, hidden_step)
+    return GradientFactors(inputs, clipped.deltas, intermediates, rule.hidden_factor)
 
 
 class _ClippedDeltas(NamedTuple):

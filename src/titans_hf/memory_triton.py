@@ -585,8 +585,7 @@ def chunk_states(
     layers = by_layer(len(weights), weights, momentum, anchor, decay_target)
     arguments = [keys, inputs.values, per_slot(vectors, keys[..., 0]), per_slot(scalars, keys[:, 0, 0])]
     arguments += [earlier.system if earlier else None, *layers]
-    hidden_step = rule.hidden_step if rule.delta_rule else 1.0
-    options = dict(LEVELS=keys.shape[1].bit_length() - 1, DELTA_RULE=rule.delta_rule, HIDDEN_STEP=hidden_step)
+    options = dict(LEVELS=keys.shape[1].bit_length() - 1, DELTA_RULE=rule.delta_rule, HIDDEN_STEP=rule.hidden_factor)
     launch(chunk_states_kernel, arguments, num_rows, keys, hidden, **options)
     for x, m in zip(weights, decay_target, strict=False):
         x.add_(m)
@@ -671,7 +670,7 @@ def memorize_token(
     arguments += by_layer(depth, state.weights, state.momentum, state.anchor, decay_target)
     arguments += [*by_layer(depth, after.weights, after.momentum, after.anchor), output.retrieved, output.surprise]
     options = dict(CHUNK=chunk_size, HEADS=heads, D=size, F=hidden, CLIP=rule.error_clip, DELTA_RULE=rule.delta_rule)
-    options["HIDDEN_STEP"] = rule.hidden_step if rule.delta_rule else 1.0
+    options["HIDDEN_STEP"] = rule.hidden_factor
     arguments = [x if x is None else x.contiguous() for x in arguments]
     with torch.cuda.device_of(inputs.keys):
         token_kernel[(rows * heads,)](*arguments, **options, num_warps=tile(size)["num_warps"])
