@@ -156,16 +156,17 @@ def scale_outputs(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def start_like_titans(net: nn.Module) -> None:
-    """Lets a layer of Gated DeltaNet start as Titans do: keys a token late, a tenth of the output, and little is
-    forgotten.
+def start_like_titans(model: PreTrainedModel) -> None:
+    """Lets a baseline start as Titans do: a tenth of the outputs, and in Gated DeltaNet keys a token late, and little
+    is forgotten.
     """
-    width = net.hidden_size
-    net.conv1d.weight.zero_()[..., -1] = 1
-    net.conv1d.weight[width : 2 * width] = net.conv1d.weight[width : 2 * width].roll(-1, -1)
-    net.A_log.zero_()
-    net.dt_bias.fill_(-5)  # softplus(-5) is .007; 1 is what it starts with, which keeps less than a token
-    net.out_proj.weight.mul_(OUTPUT_SCALE)
+    scale_outputs(model)
+    for net in (module for name, module in model.named_modules() if name.endswith("linear_attn")):
+        width = net.hidden_size
+        net.conv1d.weight.zero_()[..., -1] = 1
+        net.conv1d.weight[width : 2 * width] = net.conv1d.weight[width : 2 * width].roll(-1, -1)
+        net.A_log.zero_()
+        net.dt_bias.fill_(-5)  # softplus(-5) is .007; 1 is what it starts with, which keeps less than a token
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:

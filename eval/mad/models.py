@@ -7,10 +7,11 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutput
 
-from eval.common.compared_models import VARIANTS, check_fields, make_config, named_errors
+from eval.common.compared_models import VARIANTS, check_fields, make_config, named_errors, start_like_titans
 from eval.mad.tasks import Settings
 
-NAMES = (*VARIANTS, "llama", "mamba2", "gated-deltanet")
+BASELINES = ("llama", "mamba2", "gated-deltanet")
+NAMES = (*VARIANTS, *BASELINES, *(f"{name}-late" for name in BASELINES))  # late: they start as Titans do
 MLP_SIZE, MAMBA_LAYERS = 512, 4
 SHAPE = {"num_hidden_layers": 2, "pad_token_id": None, "tie_word_embeddings": False, "use_cache": False}
 ATTENTION = {"num_attention_heads": 16, "num_key_value_heads": 16}  # of 8, as in the attention baseline of MAD
@@ -24,6 +25,7 @@ STATE = {  # 4,096 numbers per layer: 4 heads of 32 by 32, and 256 channels by 1
 
 def config_of(name: str, vocab_size: int, settings: dict[str, Any]) -> PreTrainedConfig:
     """Makes the config of a model; `settings` replace its fields. Raises ValueError for unknown ones."""
+    name = name.removesuffix("-late")
     shape = {"vocab_size": vocab_size} | SHAPE | STATE[name]
     free = MAMBA_LAYERS if name == "mamba2" else MLP_SIZE
     check_fields(f"the config of {name}", make_config(name, free, shape), settings)
@@ -53,8 +55,12 @@ class AutoEncoder(nn.Module):
         return CausalLMOutput(logits=self.head(self.norm(x)))
 
 
-def build(config: PreTrainedConfig, settings: Settings, auto_encoder: bool) -> nn.Module:
+def build(name: str, config: PreTrainedConfig, settings: Settings, auto_encoder: bool) -> nn.Module:
     """Builds a model with random weights, with a decoder of single tokens if `auto_encoder`."""
     if auto_encoder:
-        return AutoEncoder(config, settings.length)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoEncoder(config, settings.length)
+    else:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if name.endswith("-late"):
+        start_like_titans(model)
+    return model

@@ -98,7 +98,7 @@ def train(run: Run, output: Path, graph: bool = False) -> Record:
 
     def make() -> dict[str, Any]:
         training, held_out = make_data(run, settings)
-        model = build(config, settings, TASKS[run.data].auto_encoder)
+        model = build(run.model, config, settings, TASKS[run.data].auto_encoder)
         parts = {"train_dataset": SequenceDataset(training), "data_collator": lambda batch: batch}
         parts["eval_dataset"] = {name: SequenceDataset(x) for name, x in held_out.items()}
         parts |= {"compute_loss_func": labelled_loss, "trainer": GraphTrainer if graph else Trainer}

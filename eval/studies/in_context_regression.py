@@ -123,8 +123,8 @@ class Learner(nn.Module):
         layer = self.body.layers[0]
         if hasattr(layer, "mixer"):
             return [getattr(layer.mixer.memory, f"{name}_proj").weight for name in "qkvo"]
+        start_like_titans(self.body)
         net = layer.linear_attn
-        start_like_titans(net)
         return [*net.in_proj_qkvz.weight.split(net.hidden_size)[:3], net.out_proj.weight]
 
     def forward(self, x: Tensor, shown: Tensor) -> Tensor:

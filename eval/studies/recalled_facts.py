@@ -54,8 +54,7 @@ def train(run: Run, config: PreTrainedConfig) -> Record:
     """Trains a row; returns the share of right answers at each distance."""
     model = build_model(run.row, config)
     if run.row.endswith("-late"):
-        for layer in model.model.layers:
-            start_like_titans(layer.linear_attn)
+        start_like_titans(model)
 
     def draw_loss(generator: torch.Generator) -> Tensor:
         filler = int(torch.randint(demo.TRAINED_FILLER + 1, (), generator=generator))

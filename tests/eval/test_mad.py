@@ -14,7 +14,7 @@ from eval.common.harness import IGNORED, accuracy
 from eval.common.records import FILE, append_record, read_records
 from eval.mad import run as mad
 from eval.mad import training as mad_run
-from eval.mad.models import NAMES, AutoEncoder, build, config_of
+from eval.mad.models import BASELINES, NAMES, AutoEncoder, build, config_of
 from eval.mad.tasks import TASKS, Sequences, Settings, draw_motifs, motifs, repeats
 from eval.mad.training import Run, labelled_loss, make_data, settings_of, train
 
@@ -192,9 +192,9 @@ def test_loss_and_accuracy_by_hand():
 def test_models_are_causal_and_of_the_same_width(name):
     """Every model has two blocks of width 128 (Mamba2 four of its own), and none sees what is to be predicted."""
     config = config_of(name, 16, {})
-    assert config.hidden_size == 128 and config.num_hidden_layers == (4 if name == "mamba2" else 2)
+    assert config.hidden_size == 128 and config.num_hidden_layers == (4 if name.startswith("mamba2") else 2)
     torch.manual_seed(0)
-    model = build(config, Settings(), auto_encoder=False).eval()
+    model = build(name, config, Settings(), auto_encoder=False).eval()
     assert 400_000 < model.num_parameters() < 850_000
     ids = torch.randint(16, (1, 20))
     other = ids.clone()
@@ -202,6 +202,22 @@ def test_models_are_causal_and_of_the_same_width(name):
     first, second = (model(input_ids=x).logits for x in (ids, other))
     torch.testing.assert_close(first[:, :10], second[:, :10])
     assert not torch.allclose(first[:, 10:], second[:, 10:])
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_late_baseline_starts_with_a_tenth_of_the_output(name):
+    """But for the output projections, and Gated DeltaNet's filters and forgetting, the weights are the same."""
+    states = []
+    for which in (name, f"{name}-late"):
+        torch.manual_seed(0)
+        states.append(build(which, config_of(which, 16, {}), Settings(), auto_encoder=False).state_dict())
+    changed = {key for key, weight in states[0].items() if not torch.equal(weight, states[1][key])}
+    outputs = {key for key in changed if key.endswith(("o_proj.weight", "out_proj.weight"))}
+    assert len(outputs) == (4 if name == "mamba2" else 2)
+    for key in outputs:
+        torch.testing.assert_close(states[1][key], states[0][key] / 10)
+    others = {key.rpartition("linear_attn.")[2] for key in changed - outputs}
+    assert others == ({"conv1d.weight", "A_log", "dt_bias"} if name == "gated-deltanet" else set())
 
 
 class FixedOutputs(nn.Module):
