@@ -21,7 +21,7 @@ test-gpu: .venv/dev.stamp .venv/gpu.stamp
 # The oldest Transformers, and the GPU's kernels in Triton's interpreter: environments of their own, beside .venv.
 test-oldest: build/oldest.stamp
 	build/oldest/bin/python -c 'import transformers; assert transformers.__version__.startswith("$(OLDEST)")'
-	build/oldest/bin/python -m pytest tests/model/test_model.py tests/cache/test_cache.py
+	build/oldest/bin/python -m pytest tests/model/test_model.py tests/cache/test_cache.py tests/cli/test_carry_memory.py
 
 test-kernels: build/kernels.stamp
 	build/kernels/bin/python -m pytest -rs tests/memory/test_memory_kernel.py

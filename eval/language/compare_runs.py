@@ -47,11 +47,12 @@ class Row(NamedTuple):
         return np.stack([losses.mean(0) for losses in self.losses.values()])
 
 
-def read_rows(files: list[Path], patterns: list[str]) -> dict[str, Row]:
-    """Reads the runs whose names match a pattern, by name, in the order of the patterns and of the files.
+def read_rows(files: list[Path], patterns: list[str], texts: list[str] | None = None) -> dict[str, Row]:
+    """Reads the runs whose names match a pattern, by name, in the order of the patterns and of the files, with their
+    losses on all texts, or on those of `texts`.
 
-    Raises ValueError for a pattern without runs, for runs of one name that differ in more than the seed, and for rows
-    that were not scored at the same positions.
+    Raises ValueError for a pattern without runs, for a text that a run was not scored on, for runs of one name that
+    differ in more than the seed, and for rows that were not scored at the same positions.
     """
     records = [record for file in files for record in read_records(file, "language")]
     rows: dict[str, Row] = {}
@@ -59,14 +60,18 @@ def read_rows(files: list[Path], patterns: list[str]) -> dict[str, Row]:
         found = [record for record in records if fnmatchcase(record["name"], pattern)]
         if not found:
             raise ValueError(f"--rows {pattern}: no run in {', '.join(map(str, files))} has such a name")
-        _add_rows(rows, found)
+        _add_rows(rows, found, texts)
     return rows
 
 
-def _add_rows(rows: dict[str, Row], records: list[Record]) -> None:
+def _add_rows(rows: dict[str, Row], records: list[Record], only: list[str] | None) -> None:
     for record in records:
-        name = record["name"]
-        texts, losses = [x[0] for x in record["stretches"]], np.array([x[1:] for x in record["stretches"]])
+        name, stretches = record["name"], record["stretches"]
+        if only is not None:
+            if missing := sorted(set(only) - {x[0] for x in stretches}):
+                raise ValueError(f"--texts: {name} was not scored on {', '.join(missing)}")
+            stretches = [x for x in stretches if x[0] in only]
+        texts, losses = [x[0] for x in stretches], np.array([x[1:] for x in stretches])
         training = record["training"]
         new = Row(name, record["parameters"], record["edges"], texts, {}, training["block_length"])
         row = rows.setdefault(name, new)
@@ -183,6 +188,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--rows", nargs="+", default=["*"], help="names of rows, in the table's order; * stands for any"
     )
+    parser.add_argument("--texts", nargs="+", metavar="TEXT", help="texts that count; by default all that were scored")
     parser.add_argument("--baseline", help="the name of the row that all others are compared with")
     parser.add_argument("--pairs", nargs="+", default=[], metavar=PAIR, help="rows to be compared")
     parser.add_argument(
@@ -190,7 +196,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--plot", type=Path, help="an image file of the losses by position")
     args = parser.parse_args(argv)
-    rows = read_rows(args.runs, args.rows)
+    rows = read_rows(args.runs, args.rows, args.texts)
     if args.baseline and args.baseline not in rows:
         raise ValueError(f"--baseline must be {' or '.join(rows)}, but is {args.baseline}")
     against = [f"{name}:{args.baseline}" for name in rows if args.baseline and name != args.baseline]

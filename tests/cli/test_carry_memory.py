@@ -141,8 +141,7 @@ def test_resuming_with_other_rows_is_refused(options, tmp_path):
     "model,changes,message",
     [
         (LLAMA, {}, "a llama model"),
-        (TITANS, {"activation_checkpointing": "true"}, "--activation_checkpointing"),
-        (TITANS, {"gradient_checkpointing": "true"}, "--activation_checkpointing"),
+        (TITANS, {"gradient_checkpointing": "true"}, "gradient checkpointing, which"),
         (TITANS, {"auto_find_batch_size": "true"}, "--auto_find_batch_size"),
         (TITANS, {"max_eval_blocks": 1}, "--max_eval_blocks"),
     ],

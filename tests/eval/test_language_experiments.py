@@ -56,6 +56,12 @@ def test_a_run_and_its_twin_are_compared(texts, capsys):
     assert "| lmm |" in printed and "| lmm less off | 1 |" in printed and picture.stat().st_size > 10_000
     compare_runs.main([str(output), "--rows", "lmm", "off*", "--baseline", "off"])
     assert printed.endswith(capsys.readouterr().out)  # of two rows, the same
+    text, losses = record["stretches"][0][0], [x[1:] for x in record["stretches"]]
+    mine = [x for x, stretch in zip(losses, record["stretches"], strict=True) if stretch[0] == text]
+    compare_runs.main([str(output), "--rows", "off", "--texts", text])
+    assert " | ".join(f"{x:.3f}" for x in np.mean(mine, axis=0)) in capsys.readouterr().out and len(mine) < len(losses)
+    with pytest.raises(ValueError, match="--texts: lmm was not scored on another"):
+        compare_runs.main([str(output), "--texts", text, "another"])
     with pytest.raises(ValueError, match=r"--rows mag: no run in .* has such a name"):
         compare_runs.main([str(output), "--rows", "mag"])
 

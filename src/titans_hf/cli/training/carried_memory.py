@@ -79,9 +79,11 @@ def collate_contiguous(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.
 
 def check_carry_memory(config: PreTrainedConfig, args: TrainingArguments, data: RunArguments) -> None:
     """Raises ValueError for options that cannot be combined with --carry_memory."""
+    # One argument: gradient_checkpointing, which is activation_checkpointing from transformers 5.24 on.
+    checkpointing = any(getattr(args, f"{which}_checkpointing", False) for which in ("activation", "gradient"))
     refused = {
         f"a {config.model_type} model, which has no memory": config.model_type != "titans",
-        "--activation_checkpointing, which would update a carried memory twice": args.activation_checkpointing,
+        "gradient checkpointing, which would update a carried memory twice": checkpointing,
         "--auto_find_batch_size: the rows of a batch are fixed": args.auto_find_batch_size,
         "several GPUs in one process: use accelerate launch": args.n_gpu > 1,
         "--streaming: the blocks are ordered by their number": data.streaming,
