@@ -143,11 +143,11 @@ class TitansConfig(PreTrainedConfig):
         memory_chunk_size (`int`, *optional*):
             Number of tokens whose gradients are taken at the same weights (section 3.2). Default: 64; `"paper"`: 16.
         memory_max_lr (`float`, *optional*):
-            Largest step size of the inner loop (theta, eq. 10). 0 turns the memory off: nothing is written, nothing
-            forgotten. Default: 1/2 with the delta rule; otherwise 1 / b with a `memory_chunk_size` b, and 2 / (L b)
-            with a `memory_depth` L above 2. The gradients of a chunk are taken at the same weights. Where keys repeat,
-            larger steps overshoot, so that rounding and gradients grow exponentially; a model with a larger value
-            warns. With the delta rule, hidden layers take steps of theta / (2 b), theta / 128 at most.
+            Largest step size of the inner loop (theta, eq. 10). 0 turns the memory off, and the token memory: nothing
+            is written, nothing forgotten. Default: 1/2 with the delta rule; otherwise 1 / b with a `memory_chunk_size`
+            b, and 2 / (L b) with a `memory_depth` L above 2. The gradients of a chunk are taken at the same weights.
+            Where keys repeat, larger steps overshoot, so that rounding and gradients grow exponentially; a model with a
+            larger value warns. With the delta rule, hidden layers take steps of theta / (2 b), theta / 128 at most.
         memory_update_rule (`str`, *optional*):
             Weights at which the error of the memory network's last layer is taken. `"chunk"`: the weights of the
             chunk's start, as in the paper's algorithm in chunks (eq. 16). `"delta"`: the weights before each token, as
