@@ -46,6 +46,7 @@ ROWS = {
     "lmm-plain": ("lmm", {"memory_momentum": False}),
     "lmm-kept": ("lmm", {"memory_forget": False}),
     "lmm-off": ("lmm", {"memory_max_lr": 0}),
+    "lmm-step-1": ("lmm", {"memory_max_lr": 1}),
     "lmm-delta": ("lmm", DELTA),
     "lmm-delta-momentum": ("lmm", DELTA | {"memory_momentum": True}),
     "lmm-delta-step-1": ("lmm", DELTA | {"memory_max_lr": 1}),
