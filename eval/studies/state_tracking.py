@@ -115,15 +115,15 @@ def tables(records: list[Record]) -> str:
     found = defaultdict(lambda: defaultdict(list))
     for record in records:
         run = record["run"]
-        found[run["task"]][run["row"], run["learning_rate"]].append(record)
+        found[run["task"]][run["row"], run["learning_rate"], run["steps"]].append(record)
     parts = []
     for task, rows in found.items():
         lines = []
-        for (row, rate), runs in rows.items():
+        for (row, rate, steps), runs in rows.items():
             cells = [with_interval([run["result"][f"{times}"] for run in runs], ".3f") for times in TIMES]
-            lines.append([row, rate, f"{runs[0]['parameters']:,}", len(runs), *cells])
+            lines.append([row, rate, steps, f"{runs[0]['parameters']:,}", len(runs), *cells])
         names = [f"to {times} times the trained length" for times in TIMES]
-        parts.append(markdown_table([task, "rate", "parameters", "seeds", *names], lines))
+        parts.append(markdown_table([task, "rate", "steps", "parameters", "seeds", *names], lines))
     return "\n\n".join(parts)
 
 
