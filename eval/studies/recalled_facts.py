@@ -4,8 +4,8 @@
     python -m eval.studies.recalled_facts --output runs.jsonl   # prints the table
 
 The task is that of `titans-hf demo`: six facts, at most 16 tokens of filler, 16 questions; then one question after up
-to 1,024 tokens. Rows are Titans' variants as the demo has them, and baselines with as many parameters as lmm.
-gated-deltanet-late starts as Titans do: keys a token late, a tenth of the output, and little is forgotten.
+to 1,024 tokens. Rows are Titans' variants as the demo has them, lmm-off, never written, and baselines with as many
+parameters as lmm. gated-deltanet-late starts as Titans do: keys a token late, a tenth of the output, and little is forgotten.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from titans_hf.cli.shared.markdown_tables import markdown_table
 
 BENCHMARK = "recalled_facts"
 VARIANTS = ("lmm", "mac", "mag", "mal")
-ROWS = (*VARIANTS, "gated-deltanet", "gated-deltanet-late", "mamba2")
+ROWS = (*VARIANTS, "lmm-off", "gated-deltanet", "gated-deltanet-late", "mamba2")
 SHAPE = {"vocab_size": demo.VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES = Sizes(SHAPE | {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}, {}, {"chunk_size": 16})
 QUESTIONS = 128  # at each distance
@@ -45,6 +45,10 @@ def config_of(row: str) -> PreTrainedConfig:
     """Makes the config of a row."""
     if row in VARIANTS:
         return demo.make_configs(row)[f"Titans {row.upper()}"]
+    if row == "lmm-off":
+        config = config_of("lmm")
+        config.memory_max_lr = 0
+        return config
     if row not in ROWS:
         raise ValueError(f"ROW {row!r} must be one of {', '.join(ROWS)}")
     return fit_config(row.removesuffix("-late"), count_parameters("lmm", config_of("lmm")), {}, SIZES)
