@@ -5,7 +5,8 @@
 
 The task is that of `titans-hf demo`: six facts, at most 16 tokens of filler, 16 questions; then one question after up
 to 1,024 tokens. Rows are Titans' variants as the demo has them, lmm-off, never written, and baselines with as many
-parameters as lmm. gated-deltanet-late starts as Titans do: keys a token late, a tenth of the output, and little is forgotten.
+parameters as lmm. gated-deltanet-late starts as Titans do: keys a token late, a tenth of the output, and little is
+forgotten.
 """
 
 import argparse
