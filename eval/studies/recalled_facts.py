@@ -1,7 +1,7 @@
 """Do recurrences of equal size recall the demo's facts far beyond the trained distance, as Titans do?
 
     python -m eval.studies.recalled_facts lmm gated-deltanet mamba2 --seeds 0 1 2 --output runs.jsonl
-    python -m eval.studies.recalled_facts --output runs.jsonl   # prints the table
+    python -m eval.studies.recalled_facts --output runs.jsonl --plot recall.png   # prints the table, draws the picture
 
 The task is that of `titans-hf demo`: six facts, at most 16 tokens of filler, 16 questions; then one question after up
 to 1,024 tokens. Rows are Titans' variants as the demo has them, lmm-off, never written, and baselines with as many
@@ -12,6 +12,7 @@ forgotten.
 import argparse
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -91,13 +92,29 @@ def table(records: list[Record]) -> str:
     return markdown_table(["recall", "rate", "steps", "parameters", "seeds", *distances], lines)
 
 
+def plot(records: list[Record], path: Path) -> None:
+    """Draws the recall of each row by distance, at the rate that comes first in the records: the mean and the spread
+    over seeds.
+    """
+    rows, rates = defaultdict(list), {}
+    for record in records:
+        row, rate = record["run"]["row"], record["run"]["learning_rate"]
+        if rates.setdefault(row, rate) == rate:
+            rows[row].append([record["result"][f"{distance}"] for distance in demo.DISTANCES])
+    demo.plot({row: rows[row] for row in ROWS if row in rows}, path)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add_row_options(parser, ", ".join(ROWS), "sequences", steps=600, batch_size=32, learning_rate=2e-3)
+    parser.add_argument("--plot", type=Path, help="a file for a picture of all runs")
     args = parser.parse_args(argv)
     train_rows(BENCHMARK, Run, args, lambda run: config_of(run.row), train)
+    records = read_records(args.output, BENCHMARK)
     if not args.rows:
-        print(table(read_records(args.output, BENCHMARK)))
+        print(table(records))
+    if args.plot:
+        plot(records, args.plot)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ def test_baselines_have_as_many_parameters(row):
 
 
 def test_runs_and_table(tmp_path, capsys, monkeypatch):
-    """A repeated command trains nothing, and the table has a row's recall by distance; another row is refused."""
+    """A repeated command trains nothing, and table and picture have a row's recall; another row is refused."""
     monkeypatch.setattr(study, "QUESTIONS", 2)
     monkeypatch.setattr(study.demo, "DISTANCES", (16, 64))
     file = tmp_path / "facts.jsonl"
@@ -28,7 +28,8 @@ def test_runs_and_table(tmp_path, capsys, monkeypatch):
     for line, right in zip(lines, (0.5, 1.0), strict=True):
         line["result"]["64"] = right
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    study.main(["--output", str(file)])
+    study.main(["--output", str(file), "--plot", str(tmp_path / "facts.png")])
+    assert (tmp_path / "facts.png").stat().st_size > 0
     assert "| gated-deltanet-late | 0.002 | 1 |" in (report := capsys.readouterr().out) and "least 0.50" in report
     with pytest.raises(ValueError, match="ROW 'rnn' must be one of lmm"):
         study.main(["rnn", "--output", str(file)])

@@ -29,7 +29,7 @@ MODELS = {
     "dlinear": "DLinear",
     "cnn": "CNN",
 } | {variant: variant.upper() for variant in VARIANTS}
-SETTINGS = {"off": "memory off", "token": "token memory", "conv": "with convolutions"}
+SETTINGS = {"off": "memory off", "token": "token memory", "conv": "with convolutions", "late": "with Titans' start"}
 
 
 def labels_in_words(names: Iterable[str]) -> dict[str, str]:
