@@ -16,7 +16,7 @@ No weight of the model is trained. A memory is fitted to the novels of the train
               m is a softmax of beta (code . retrieved) + kappa log p over the tokens written so far; keys, initial
               weights, steps, momentum, forgetting and kappa are trained on the train set. Its gate sees the log of the
               sum of the scores, the largest share, the entropy of the model, and the log of the position
-    window    no memory: what the model gains that has read --wider, arrays of a larger window
+    window    no memory: what the model gains that has read --wider, arrays of a larger window or of steps of SGD
 """
 
 import argparse

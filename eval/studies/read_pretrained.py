@@ -5,7 +5,8 @@
 
 Of every token: y, the input of the last layer's feed-forward network; h, the input of the LM head; the loss of the next
 token in nats; the entropy of the model's distribution of it. The data folder has novels in books/{train,valid,test} and
-articles in wikitext/wiki.test.raw.
+articles in wikitext/wiki.test.raw. With --step_rate the model learns each text by SGD while it reads (dynamic
+evaluation), as `memory_on_pretrained --memory window --wider` can compare.
 """
 
 import argparse
@@ -35,22 +36,36 @@ ARTICLES, ARTICLE_LENGTH = 10, 5120  # the set "wikipedia": the first tokens of 
 PIECE = 256  # tokens of a call
 
 
-@torch.inference_mode()
-def read_text(model: TitansForCausalLM, ids: Tensor) -> dict[str, Tensor]:
-    """Reads ids (T,): y and h (T, D), loss of the next token (T,), nan at the end, and entropy (T,)."""
+def read_text(model: TitansForCausalLM, ids: Tensor, piece: int = PIECE, step_rate: float = 0.0) -> dict[str, Tensor]:
+    """Reads ids (T,) in calls of `piece` tokens: y and h (T, D), loss of the next token (T,), nan at the end, and
+    entropy (T,).
+
+    With a `step_rate`, SGD takes a step on the mean loss of each call's tokens after the call, and the weights are put
+    back at the end.
+    """
     cache, found = TitansCache(model.config), defaultdict(list)
+    trained = {name: x.clone() for name, x in model.state_dict().items()} if step_rate else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=step_rate)
     modules = {"y": model.model.layers[-1].mlp, "h": model.lm_head}
     for name, module in modules.items():
         modules[name] = module.register_forward_hook(lambda _, args, __, name=name: found[name].append(args[0][0]))
-    for start in range(0, len(ids), PIECE):
-        logits = model(ids[None, start : start + PIECE], cache=cache, use_cache=True).logits[0].float()
-        log_p, targets = logits.log_softmax(-1), ids[start + 1 : start + PIECE + 1, None]
-        loss = -log_p[: len(targets)].gather(1, targets)[:, 0]
+    for start in range(0, len(ids), piece):
+        with torch.set_grad_enabled(step_rate > 0):
+            logits = model(ids[None, start : start + piece], cache=cache, use_cache=True).logits[0].float()
+            log_p, targets = logits.log_softmax(-1), ids[start + 1 : start + piece + 1, None]
+            loss = -log_p[: len(targets)].gather(1, targets)[:, 0]
+        if step_rate and start + piece < len(ids):
+            optimizer.zero_grad()
+            loss.mean().backward()
+            optimizer.step()
+        cache.detach()
         found["loss"].append(pad(loss, (0, len(log_p) - len(targets)), value=math.nan))
         found["ent"].append(-(log_p.exp() * log_p).sum(-1))
     for hook in modules.values():
         hook.remove()
-    return {"ids": ids.int()} | {name: torch.cat(parts) for name, parts in found.items()}
+    if trained:
+        model.load_state_dict(trained)
+    return {"ids": ids.int()} | {name: torch.cat([x.detach() for x in parts]) for name, parts in found.items()}
 
 
 def load_texts(tokenizer: PreTrainedTokenizerBase, data: Path, name: str) -> dict[str, Tensor]:
@@ -79,14 +94,19 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("model", type=Path, help="a converted model: a folder")
     parser.add_argument("--data", type=Path, required=True, help="the folder of the data")
     parser.add_argument("--sets", nargs="*", choices=[*SETS, "wikipedia"], default=["train", "valid", "test"])
+    parser.add_argument("--piece", type=int, default=PIECE, help="tokens of a call, and of a step")
+    parser.add_argument("--step_rate", type=float, default=0.0, help="rate of SGD, in float32; 0: no steps")
+    parser.add_argument("--tokens", type=int, help="only the first tokens of each text")
     parser.add_argument("--output", type=Path, required=True, help="a folder, for a file of each set")
     args = parser.parse_args(argv)
     args.output.mkdir(parents=True, exist_ok=True)
-    model, tokenizer = TitansForCausalLM.from_pretrained(args.model).eval(), AutoTokenizer.from_pretrained(args.model)
+    dtype = torch.float32 if args.step_rate else "auto"
+    model = TitansForCausalLM.from_pretrained(args.model, dtype=dtype).eval()
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
     for name in args.sets:
         texts = []
         for title, ids in load_texts(tokenizer, args.data, name).items():
-            texts.append(read_text(model, ids))
+            texts.append(read_text(model, ids[: args.tokens], args.piece, args.step_rate))
             print(f"{name}: {title}, loss {texts[-1]['loss'].nanmean():.3f}", flush=True)
         torch.save({key: torch.stack([x[key] for x in texts]) for key in texts[0]}, args.output / f"{name}.pt")
 

@@ -4,9 +4,11 @@ import json
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from eval.studies.memory_on_pretrained import main
-from titans_hf import TitansConfig, TitansForCausalLM
+from eval.studies.read_pretrained import read_text
+from titans_hf import TitansCache, TitansConfig, TitansForCausalLM
 
 
 @pytest.fixture
@@ -36,3 +38,29 @@ def test_every_memory_gains_on_a_text_that_repeats(folder, memory):
     assert [(line["data"], line["seed"]) for line in lines] == [("test", 0), ("test", 1)]
     assert all(line["result"]["all"] > 0.2 for line in lines)
     assert ("entry_weight" in lines[0]["config"]) == (memory == "episodic")
+
+
+def test_steps_while_reading():
+    """A call is read by the weights that a step on each call before it has left; the weights are put back."""
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, vocab_size=64, num_hidden_layers=2, num_attention_heads=2, memory_layers=[])
+    model = TitansForCausalLM(TitansConfig(variant="mag", sliding_window=8, num_persistent_tokens=0, **sizes)).eval()
+    trained, ids = {name: x.clone() for name, x in model.state_dict().items()}, torch.randint(64, (30,))
+    plain, stepped = read_text(model, ids, 12), read_text(model, ids, 12, 0.5)
+    assert all(torch.equal(x, trained[name]) for name, x in model.state_dict().items())
+    assert torch.equal(stepped["loss"][:12], plain["loss"][:12]) and stepped["loss"][-1].isnan()
+    cache = TitansCache(model.config)
+    for start, end in ((0, 12), (12, 24), (24, 29)):
+        loss = cross_entropy(
+            model(ids[None, start:end], cache=cache, use_cache=True).logits[0],
+            ids[start + 1 : end + 1],
+            reduction="none",
+        )
+        torch.testing.assert_close(stepped["loss"][start:end], loss.detach())
+        model.zero_grad()
+        loss.mean().backward()
+        with torch.no_grad():
+            for x in model.parameters():
+                x -= 0.5 * x.grad
+        cache.detach()
+    assert not torch.allclose(stepped["loss"][12:29], plain["loss"][12:29])
