@@ -37,8 +37,8 @@ PIECE = 256  # tokens of a call
 
 
 def read_text(model: TitansForCausalLM, ids: Tensor, piece: int = PIECE, step_rate: float = 0.0) -> dict[str, Tensor]:
-    """Reads ids (T,) in calls of `piece` tokens: y and h (T, D), loss of the next token (T,), nan at the end, and
-    entropy (T,).
+    """Reads ids (T,) in calls of `piece` tokens: y and h (T, D), loss of the next token (T,), nan at the end, entropy
+    (T,) and the most probable next token, top (T,).
 
     With a `step_rate`, SGD takes a step on the mean loss of each call's tokens after the call, and the weights are put
     back at the end.
@@ -61,6 +61,7 @@ def read_text(model: TitansForCausalLM, ids: Tensor, piece: int = PIECE, step_ra
         cache.detach()
         found["loss"].append(pad(loss, (0, len(log_p) - len(targets)), value=math.nan))
         found["ent"].append(-(log_p.exp() * log_p).sum(-1))
+        found["top"].append(log_p.argmax(-1))
     for hook in modules.values():
         hook.remove()
     if trained:
@@ -89,13 +90,18 @@ def load_texts(tokenizer: PreTrainedTokenizerBase, data: Path, name: str) -> dic
     return result
 
 
+def add_reading_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `read_text`."""
+    parser.add_argument("--piece", type=int, default=PIECE, help="tokens of a call, and of a step")
+    parser.add_argument("--step_rate", type=float, default=0.0, help="rate of SGD, in float32; 0: no steps")
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="a converted model: a folder")
     parser.add_argument("--data", type=Path, required=True, help="the folder of the data")
     parser.add_argument("--sets", nargs="*", choices=[*SETS, "wikipedia"], default=["train", "valid", "test"])
-    parser.add_argument("--piece", type=int, default=PIECE, help="tokens of a call, and of a step")
-    parser.add_argument("--step_rate", type=float, default=0.0, help="rate of SGD, in float32; 0: no steps")
+    add_reading_options(parser)
     parser.add_argument("--tokens", type=int, help="only the first tokens of each text")
     parser.add_argument("--output", type=Path, required=True, help="a folder, for a file of each set")
     args = parser.parse_args(argv)

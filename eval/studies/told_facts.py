@@ -22,10 +22,10 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.common.records import describe_commit
-from titans_hf import TitansCache, TitansForCausalLM
+from eval.studies.read_pretrained import add_reading_options, read_text
+from titans_hf import TitansForCausalLM
 from titans_hf.cli.shared.command_line import run_command
 
-PIECE = 256  # tokens of a call
 NAMES = "Alastair Bronwyn Delphine Evander Fiorella Gulliver Jocasta Kilian Lavinia Mortimer Octavia Rufina"
 PLACES = "Dunedin Galveston Ravenna Montreal Palermo Mombasa Wellington Odessa Bilbao Zanzibar Krakow Genoa"
 THINGS = "trumpet hammock lantern drum wheelbarrow kettle violin teapot wardrobe bicycle ladder mirror"
@@ -97,15 +97,12 @@ def make_text(
     return torch.tensor(ids), answers
 
 
-@torch.inference_mode()
-def most_probable(model: PreTrainedModel, ids: Tensor) -> Tensor:
+def most_probable(model: PreTrainedModel, ids: Tensor, piece: int, step_rate: float) -> Tensor:
     """Returns the most probable token after each of ids (T,); a Titans reads them piece by piece."""
-    if not isinstance(model, TitansForCausalLM):
+    if isinstance(model, TitansForCausalLM):
+        return read_text(model, ids, piece, step_rate)["top"]
+    with torch.inference_mode():
         return model(ids[None], use_cache=False).logits[0].argmax(-1)
-    cache, found = TitansCache(model.config), []
-    for piece in ids[None].split(PIECE, dim=1):
-        found.append(model(piece, cache=cache, use_cache=True).logits[0].argmax(-1))
-    return torch.cat(found)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -116,12 +113,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[700, 1500, 3000], help="tokens of the filler")
     parser.add_argument("--number", type=int, default=5, help="texts of each form and length")
     parser.add_argument("--seed", type=int, default=0)
+    add_reading_options(parser)
     parser.add_argument("--output", type=Path, required=True, help="a file of JSON lines, to which lines are added")
     args = parser.parse_args(argv)
     novels = [file.read_text(encoding="utf-8", errors="replace") for file in sorted(args.filler.glob("*.txt"))]
     args.output.parent.mkdir(parents=True, exist_ok=True)
     for path in args.models:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype="bfloat16").eval()
+        model = AutoModelForCausalLM.from_pretrained(path, dtype="float32" if args.step_rate else "bfloat16").eval()
         tokenizer = AutoTokenizer.from_pretrained(path)
         choose, right, asked = random.Random(args.seed), Counter(), Counter()
         cases = [(form, n) for form in args.forms for n in args.lengths for _ in range(args.number)]
@@ -130,7 +128,7 @@ def main(argv: list[str] | None = None) -> None:
             begin = choose.randrange(len(novel) // 2)
             filler = tokenizer.decode(tokenizer(novel[begin : begin + 8 * length])["input_ids"][:length])
             ids, answers = make_text(form, filler, tokenizer, choose)
-            predicted = most_probable(model, ids)
+            predicted = most_probable(model, ids, args.piece, args.step_rate)
             for start, end, kind in answers:
                 is_right = predicted[start - 1 : end - 1] == ids[start:end]
                 found = dict.fromkeys((form, f"{form}, {kind}", f"{form}, {length} tokens"), is_right.all())
@@ -141,6 +139,7 @@ def main(argv: list[str] | None = None) -> None:
                 right.update({key: int(value) for key, value in found.items()})
         names = ("model_type", "sliding_window", "token_memory_entries")
         config = {name: getattr(model.config, name, None) for name in names}
+        config |= {"step_rate": args.step_rate, "piece": args.piece} if args.step_rate else {}
         line = {"table": "told-facts", "model": Path(path).name, "config": config, "seed": args.seed}
         line |= {"result": {key: [right[key], asked[key]] for key in asked}, "commit": describe_commit()}
         print(json.dumps(line), flush=True)

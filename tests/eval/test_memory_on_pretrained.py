@@ -48,6 +48,7 @@ def test_steps_while_reading():
     trained, ids = {name: x.clone() for name, x in model.state_dict().items()}, torch.randint(64, (30,))
     plain, stepped = read_text(model, ids, 12), read_text(model, ids, 12, 0.5)
     assert all(torch.equal(x, trained[name]) for name, x in model.state_dict().items())
+    assert torch.equal(plain["top"], model(ids[None]).logits[0].argmax(-1))
     assert torch.equal(stepped["loss"][:12], plain["loss"][:12]) and stepped["loss"][-1].isnan()
     cache = TitansCache(model.config)
     for start, end in ((0, 12), (12, 24), (24, 29)):
