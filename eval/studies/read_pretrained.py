@@ -48,7 +48,9 @@ def read_text(model: TitansForCausalLM, ids: Tensor, piece: int = PIECE, step_ra
     optimizer = torch.optim.SGD(model.parameters(), lr=step_rate)
     modules = {"y": model.model.layers[-1].mlp, "h": model.lm_head}
     for name, module in modules.items():
-        modules[name] = module.register_forward_hook(lambda _, args, __, name=name: found[name].append(args[0][0]))
+        modules[name] = module.register_forward_hook(
+            lambda _, args, __, name=name: found[name].append(args[0][0].detach())
+        )
     for start in range(0, len(ids), piece):
         with torch.set_grad_enabled(step_rate > 0):
             logits = model(ids[None, start : start + piece], cache=cache, use_cache=True).logits[0].float()
@@ -59,6 +61,7 @@ def read_text(model: TitansForCausalLM, ids: Tensor, piece: int = PIECE, step_ra
             loss.mean().backward()
             optimizer.step()
         cache.detach()
+        log_p, loss = log_p.detach(), loss.detach()  # what is kept keeps no graph
         found["loss"].append(pad(loss, (0, len(log_p) - len(targets)), value=math.nan))
         found["ent"].append(-(log_p.exp() * log_p).sum(-1))
         found["top"].append(log_p.argmax(-1))
@@ -66,7 +69,7 @@ def read_text(model: TitansForCausalLM, ids: Tensor, piece: int = PIECE, step_ra
         hook.remove()
     if trained:
         model.load_state_dict(trained)
-    return {"ids": ids.int()} | {name: torch.cat([x.detach() for x in parts]) for name, parts in found.items()}
+    return {"ids": ids.int()} | {name: torch.cat(parts) for name, parts in found.items()}
 
 
 def load_texts(tokenizer: PreTrainedTokenizerBase, data: Path, name: str) -> dict[str, Tensor]:
