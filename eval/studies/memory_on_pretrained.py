@@ -317,8 +317,9 @@ class Measured:
 
     def __init__(self, args: argparse.Namespace, head: nn.Linear):
         self.args, self.head, self.settings, self.memory = args, head, {}, None
-        self.train = load_set(args.arrays, "train")
-        self.mean, self.directions = principal_directions(self.train)
+        if args.memory != "window":  # which is not fitted
+            self.train = load_set(args.arrays, "train")
+            self.mean, self.directions = principal_directions(self.train)
 
     def fit(self, seed: int) -> None:
         """Fits the memory to the train set, or chooses the rate on valid."""

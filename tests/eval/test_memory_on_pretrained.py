@@ -30,7 +30,9 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize("memory", ["episodic", "cache", "counts", "deep", "window"])
 def test_every_memory_gains_on_a_text_that_repeats(folder, memory):
-    """Every memory gains, and a line for each seed names what was fitted."""
+    """Every memory gains, and a line for each seed names what was fitted; a window needs no other set."""
+    if memory == "window":
+        (folder / "train.pt").unlink()
     options = ["--memory", memory, "--entries=64", "--key_size=16", "--steps=1", "--sets", "test", "--seeds", "0", "1"]
     options += ["--wider", str(folder / "wider"), "--output", str(folder / "lines"), "--stride=1"]
     main([str(folder / "model"), str(folder), *options])
