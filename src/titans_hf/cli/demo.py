@@ -128,7 +128,7 @@ def plot(results: dict[str, list[float]] | dict[str, list[list[float]]], path: P
         xscale="log", ylim=(0, 1.05), xlabel="tokens between fact and question", ylabel="recall (share of questions)"
     )
     axes.set_xticks(DISTANCES, DISTANCES, minor=False)
-    axes.set_title("Recall of key-value pairs, beyond the trained distance")
+    axes.set_title("Recall of facts beyond the trained distance")
     save_figure(figure, path)
 
 
