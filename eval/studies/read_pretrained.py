@@ -4,9 +4,9 @@
     python -m eval.studies.read_pretrained runs/windowed --data data --output runs/arrays
 
 Of every token: y, the input of the last layer's feed-forward network; h, the input of the LM head; the loss of the next
-token in nats; the entropy of the model's distribution of it. The data folder has novels in books/{train,valid,test} and
-articles in wikitext/wiki.test.raw. With --step_rate the model learns each text by SGD while it reads (dynamic
-evaluation), as `memory_on_pretrained --memory window --wider` can compare.
+token in nats; the entropy of the model's distribution of it; its most probable token. The data folder has novels in
+books/{train,valid,test} and articles in wikitext/wiki.test.raw. With --step_rate the model learns each text by SGD
+while it reads (dynamic evaluation); `memory_on_pretrained --memory window --wider` computes what that gains.
 """
 
 import argparse

@@ -92,29 +92,26 @@ def table(records: list[Record]) -> str:
     return markdown_table(["recall", "rate", "steps", "parameters", "seeds", *distances], lines)
 
 
-def plot(records: list[Record], path: Path) -> None:
-    """Draws the recall of each row by distance, at the rate that comes first in the records: the mean and the spread
-    over seeds.
-    """
-    rows, rates = defaultdict(list), {}
+def plot(records: list[Record], learning_rate: float, path: Path) -> None:
+    """Draws the recall of each row by distance, of the runs at one rate: the mean and the spread over seeds."""
+    rows = defaultdict(list)
     for record in records:
-        row, rate = record["run"]["row"], record["run"]["learning_rate"]
-        if rates.setdefault(row, rate) == rate:
-            rows[row].append([record["result"][f"{distance}"] for distance in demo.DISTANCES])
+        if record["run"]["learning_rate"] == learning_rate:
+            rows[record["run"]["row"]].append([record["result"][f"{distance}"] for distance in demo.DISTANCES])
     demo.plot({row: rows[row] for row in ROWS if row in rows}, path)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add_row_options(parser, ", ".join(ROWS), "sequences", steps=600, batch_size=32, learning_rate=2e-3)
-    parser.add_argument("--plot", type=Path, help="a file for a picture of all runs")
+    parser.add_argument("--plot", type=Path, help="a file for a picture of the runs at --learning_rate")
     args = parser.parse_args(argv)
     train_rows(BENCHMARK, Run, args, lambda run: config_of(run.row), train)
     records = read_records(args.output, BENCHMARK)
     if not args.rows:
         print(table(records))
     if args.plot:
-        plot(records, args.plot)
+        plot(records, args.learning_rate, args.plot)
 
 
 if __name__ == "__main__":

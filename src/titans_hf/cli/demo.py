@@ -30,13 +30,7 @@ from transformers.utils import logging
 import titans_hf
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
-from titans_hf.cli.shared.figures import (
-    line_styles,
-    mark_failures,
-    mark_trained_length,
-    plot_with_spread,
-    save_figure,
-)
+from titans_hf.cli.shared.figures import line_styles, mark_failures, mark_trained_length, plot_with_spread, save_figure
 
 NAMES = """Ada Ben Cleo Dan Eve Finn Gus Hugo Ida Jon Kim Lea Max Nora Otto Pia Quin Rosa Sam Tom Uma Vera Will Xenia
     Yuri Zoe Anna Bob Carl Dora Emil Fay""".split()
