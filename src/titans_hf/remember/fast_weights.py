@@ -1,0 +1,179 @@
+"""Fast weights: a term of low rank on linear layers of a frozen model, trained while the model reads.
+
+    y = W x + B (A x)                         A (r, in) is fixed, B (out, r) belongs to one row of the batch
+    L = (1 / C) sum of -log p(x_{i+1})        over the C tokens x_i of a chunk, keys and values of earlier chunks fixed
+    S <- eta S - theta dL/dB                  the surprise, Titans eq. 10 with the model's own loss
+    B <- B_0 + alpha (B - B_0) + S            Titans eq. 13: alpha = 1 forgets nothing
+
+The step of a chunk is taken when the token after it arrives, because that is the last label. A chunk's keys and values
+are never computed again: they stay as the weights of their chunk left them. S, B and the steps are float32 at least,
+whatever the model's dtype. A step whose gradient is longer than `max_gradient` is shortened to it (the norm over all
+matrices of the row).
+
+Sources: dynamic evaluation (Krause et al. 2018), test-time training (Sun et al. 2024), Titans (Behrouz et al. 2024).
+Shapes: R rows, T tokens, r rank, `in` and `out` the sizes of a linear layer.
+"""
+
+from collections.abc import Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
+from transformers.utils.generic import maybe_autocast
+
+IGNORED = -100  # the label of a token that is not learned
+_ACTIVE: ContextVar["tuple[FastWeights, dict[str, Tensor]] | None"] = ContextVar("fast_weights", default=None)
+
+
+@dataclass
+class Step:
+    """How a step is taken: chunk C (tokens), momentum eta, retain alpha, max_gradient (None: never shortened)."""
+
+    chunk: int = 64
+    momentum: float = 0.0
+    retain: float = 1.0
+    max_gradient: float | None = 20.0
+
+
+@dataclass
+class FastWeights:
+    """Fast weights of some linear layers of a model.
+
+    directions: A (r, in) by the layer's name. rates: theta by the same names. start: B_0 (out, r), zeros if missing.
+    """
+
+    directions: dict[str, Tensor]
+    rates: dict[str, float]
+    outputs: dict[str, int]
+    start: dict[str, Tensor] = field(default_factory=dict)
+    step: Step = field(default_factory=Step)
+
+    def attach(self, model: PreTrainedModel) -> list:
+        """Adds the terms to a model's linear layers, by hooks, which are returned. They act inside `active` alone."""
+        modules = dict(model.named_modules())
+        return [modules[name].register_forward_hook(self._hook(name)) for name in self.directions]
+
+    def _hook(self, name: str):
+        def add(module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
+            active = _ACTIVE.get()
+            if active is None or active[0] is not self:
+                return None
+            weights, inputs = active[1][name], args[0]
+            return output + self._term(name, inputs, weights).to(output.dtype).view_as(output)
+
+        return add
+
+    def _term(self, name: str, inputs: Tensor, weights: Tensor) -> Tensor:
+        """Computes B (A x), (R, T, out), from x (R, T, in), or (R * T, in), and B (R, out, r)."""
+        if (directions := self.directions[name]).device != inputs.device:
+            directions = self.directions[name] = directions.to(inputs.device)
+        with maybe_autocast(inputs.device.type, enabled=False):
+            x = inputs.view(len(weights), -1, inputs.shape[-1]).to(weights.dtype)
+            low = x @ directions.to(weights.dtype).mT  # (R, T, in) @ (in, r)
+            return low @ weights.to(inputs.device).mT  # (R, T, r) @ (R, r, out)
+
+    @contextmanager
+    def active(self, weights: dict[str, Tensor]):
+        """Uses B (R, out, r) by name in the calls of the model inside of the block."""
+        token = _ACTIVE.set((self, weights))
+        try:
+            yield
+        finally:
+            _ACTIVE.reset(token)
+
+    def initial_state(self, rows: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+        """Returns B, and S if there is momentum, before the first token: (R, out, r) by "B.name" and "S.name"."""
+        state = {}
+        for name, directions in self.directions.items():
+            shape = (rows, self.outputs[name], len(directions))
+            zeros = torch.zeros(shape, dtype=dtype, device=device)
+            start = self.start.get(name)
+            state[f"B.{name}"] = zeros if start is None else zeros + start.to(zeros)
+            if self.step.momentum:
+                state[f"S.{name}"] = torch.zeros_like(zeros)
+        return state
+
+    def weights(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns B by name, from a state."""
+        return {name: state[f"B.{name}"] for name in self.directions}
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Computes the sum over rows of L, from logits (R, C, V) and labels (R, C), IGNORED where not learned."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+        labels = labels.to(logits.device).flatten()
+        return cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum") / self.step.chunk
+
+    def take_step(self, state: dict[str, Tensor], gradients: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Returns the state after a step, from dL/dB (R, out, r) in the order of `directions`."""
+        scale = 1.0
+        if self.step.max_gradient is not None:
+            squares = torch.stack([g.square().sum((1, 2)).to(gradients[0].device) for g in gradients])
+            scale = (self.step.max_gradient / squares.sum(0).sqrt()).clamp(max=1.0)  # (R,)
+            scale = torch.nan_to_num(scale, nan=0.0)[:, None, None]
+        new = {}
+        for name, gradient in zip(self.directions, gradients, strict=True):
+            before = state[f"B.{name}"]
+            factor = scale if isinstance(scale, float) else scale.to(before.device)
+            surprise = -self.rates[name] * factor * gradient.nan_to_num()
+            if self.step.momentum:
+                surprise = new[f"S.{name}"] = self.step.momentum * state[f"S.{name}"] + surprise
+            if self.step.retain != 1:
+                start = self.start[name].to(before) if name in self.start else 0.0
+                before = start + self.step.retain * (before - start)
+            new[f"B.{name}"] = before + surprise
+        return new
+
+
+def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """Returns the decoder layers of a model and their name: its list of as many modules as it has layers."""
+    number = model.config.get_text_config(decoder=True).num_hidden_layers
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == number:
+            return name, module
+    raise ValueError(f"`model` is a {type(model).__name__}, whose {number} decoder layers were not found.")
+
+
+def linear_layers(model: PreTrainedModel, kinds: Sequence[str], layers: Sequence[int]) -> dict[str, tuple[int, int]]:
+    """Returns the sizes (in, out) by name of the linear layers of `kinds` ("v_proj", ...) in some decoder layers.
+
+    Experts of a mixture are left out: their inputs are not the tokens of the call in order. Layers of a PEFT adapter
+    count as the layer that they adapt.
+    """
+    root, found = decoder_layers(model)[0], {}
+    for index in layers:
+        prefix = f"{root}.{index}."
+        for name, module in model.get_submodule(f"{root}.{index}").named_modules():
+            last = name.removesuffix(".base_layer").rpartition(".")[2]
+            if last in kinds and "expert" not in name and (sizes := linear_sizes(module)) is not None:
+                found[prefix + name] = sizes
+    return {x: y for x, y in found.items() if f"{x}.base_layer" not in found}
+
+
+def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
+    """Returns the sizes (in, out) of a linear layer, None for another module."""
+    if hasattr(module, "in_features") and hasattr(module, "out_features"):
+        return module.in_features, module.out_features
+    if type(module).__name__ == "Conv1D":  # GPT-2's, whose weight is (in, out)
+        return module.nx, module.nf
+    return None
+
+
+def random_fast_weights(
+    model: PreTrainedModel, kinds: Sequence[str], layers: Sequence[int], rank: int, rate: float, seed: int = 0
+) -> FastWeights:
+    """Returns fast weights with random directions, A ~ N(0, 1 / in): they need no fit.
+
+    Raises ValueError if no layer of the model is of `kinds`.
+    """
+    sizes = linear_layers(model, kinds, layers)
+    if not sizes:
+        raise ValueError(
+            f"`kinds` must name linear layers of a decoder layer of {type(model).__name__}, got {kinds!r}."
+        )
+    generator = torch.Generator().manual_seed(seed)
+    directions = {x: torch.randn(rank, i, generator=generator) / i**0.5 for x, (i, _) in sizes.items()}
+    return FastWeights(directions, dict.fromkeys(sizes, rate), {x: o for x, (_, o) in sizes.items()})

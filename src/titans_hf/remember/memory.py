@@ -1,0 +1,358 @@
+"""`remember(model)`: gives a causal language model of Transformers a memory that learns while it reads, in place.
+
+The model keeps its weights, its class's name and its files. Its class becomes a subclass of its own class whose
+`forward` reads with a `MemoryCache`; `forget` undoes that.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..cache_titans import CACHE_NAME, CACHE_NAMES
+from . import reading
+from .fast_weights import FastWeights, decoder_layers, random_fast_weights
+from .memory_cache import Columns, MemoryCache
+from .token_list import TokenList
+from .window import set_window_attention
+
+FAST_WEIGHTS, LIST = PARTS = ("fast_weights", "list")
+FEED_FORWARD = ("mlp", "feed_forward", "ffn", "feedforward", "block_sparse_moe", "moe", "mixer")
+CHECK_LENGTH, CHECK_WINDOW = 24, 8  # of the text that a new memory is tried with, in tokens
+TOLERANCE = {
+    torch.float64: 1e-5,
+    torch.float32: 1e-3,
+}  # of logits, relative to the largest; else .1: many models compute in float32 inside
+_OWN_FROM: ContextVar[int | None] = ContextVar("own_from", default=None)
+
+
+@dataclass
+class Memory:
+    """What `remember` adds to a model; the states of texts are in `MemoryCache`.
+
+    window: tokens that a query of full attention sees, None for all. fast_weights, token_list: None if there is none.
+    first_token: the token of the sink. learn_from: "read" or "all". forward: the model's own.
+    """
+
+    window: int | None
+    fast_weights: FastWeights | None
+    token_list: TokenList | None
+    first_token: int
+    learn_from: str
+    forward: Callable
+    own_attention: str = ""
+    learning: bool = True
+    has_states: bool = False
+    takes_positions: bool = True
+    arguments: dict = field(default_factory=dict)
+    hooks: list = field(default_factory=list)
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a chunk."""
+        return 64 if self.fast_weights is None else self.fast_weights.step.chunk
+
+    @property
+    def extra_columns(self) -> int:
+        """Columns that the window keeps beyond what a query sees, from which a chunk can be read again."""
+        return 0 if self.fast_weights is None else self.chunk
+
+    @property
+    def cuts_chunks(self) -> bool:
+        """Whether a call is cut where a chunk is full."""
+        return self.fast_weights is not None and (self.learning or self.has_states)
+
+    def initial_state(self, model: PreTrainedModel, rows: int) -> dict[str, Tensor]:
+        """Returns the tensors of a `MemoryCache` before the first token."""
+        weight = model.get_input_embeddings().weight
+        state, dtype, device = {}, model.dtype, weight.device
+        if self.fast_weights is not None:
+            state |= self.fast_weights.initial_state(rows, torch.promote_types(dtype, torch.float32), device)
+            state["chunk.ids"] = torch.zeros(rows, self.chunk, dtype=torch.int64, device=device)
+            state["chunk.learns"] = torch.zeros(rows, self.chunk, dtype=torch.bool, device=device)
+        if self.token_list is not None:
+            vocabulary = model.get_output_embeddings().weight.shape[0]
+            state |= self.token_list.initial_state(rows, vocabulary, dtype, device)
+        return state
+
+
+def remember(
+    model: PreTrainedModel,
+    window: int | None = None,
+    memory: Sequence[str] = PARTS,
+    *,
+    fast_weights: FastWeights | None = None,
+    token_list: TokenList | None = None,
+    first_token: int | None = None,
+    learn_from: str = "read",
+) -> PreTrainedModel:
+    """Gives a causal language model a memory that learns while the model reads, in place, and returns the model.
+
+    Args:
+        model: any causal language model of Transformers that uses the attention interface.
+        window: tokens that a query of a full-attention layer sees. None keeps full attention. Sliding and recurrent
+            layers stay as they are.
+        memory: "fast_weights", "list", both or none.
+        fast_weights: fitted fast weights; by default random directions on the value projections, which need no fit.
+        token_list: a fitted list; by default a random projection with a cautious read-out.
+        first_token: the token of the sink, by default the model's begin token.
+        learn_from: "read", prompts and texts alone, or "all", the tokens that `generate()` makes too.
+
+    Raises ValueError for a model that already has a memory, for a bad argument, and for a model that does not read
+    exactly with a window: this is tried with a random text. A model for which an error is raised is unchanged.
+    """
+    if hasattr(model, "memory"):
+        raise ValueError("`model` has a memory already: call `forget(model)` first.")
+    if window is not None and (not isinstance(window, int) or window < 2):
+        raise ValueError(f"`window` must be None or a whole number of at least 2, got {window!r}.")
+    if unknown := set(memory) - set(PARTS):
+        raise ValueError(f"`memory` may hold {' and '.join(map(repr, PARTS))}, got {sorted(unknown)}.")
+    if learn_from not in ("read", "all"):
+        raise ValueError(f'`learn_from` must be "read" or "all", got {learn_from!r}.')
+    config = model.config.get_text_config(decoder=True)
+    if fast_weights is None and FAST_WEIGHTS in memory:
+        fast_weights = default_fast_weights(model)
+    if token_list is None and LIST in memory:
+        token_list = TokenList.random(config.hidden_size)
+    if token_list is not None:
+        token_list.window = window
+    own = type(model)
+    new = Memory(
+        window=window,
+        fast_weights=fast_weights if FAST_WEIGHTS in memory else None,
+        token_list=token_list if LIST in memory else None,
+        first_token=choose_first_token(model, first_token),
+        learn_from=learn_from,
+        forward=own.forward,
+        takes_positions="position_ids" in inspect.signature(own.forward).parameters,
+    )
+    new.own_attention = set_window_attention(model)
+    try:
+        attach(model, new)
+        check_reading(model)
+    except BaseException:
+        forget(model)
+        raise
+    return model
+
+
+def forget(model: PreTrainedModel) -> PreTrainedModel:
+    """Takes the memory from a model, in place, and returns the model as it was before `remember`."""
+    memory = model.__dict__.pop("memory", None)
+    if memory is None:
+        raise ValueError(f"`model` is a {type(model).__name__} without a memory.")
+    for hook in memory.hooks:
+        hook.remove()
+    model.set_attn_implementation(memory.own_attention)
+    if issubclass(type(model), RememberingModel):
+        model.__class__ = type(model).__bases__[1]
+        _set_hooked_forward(model)
+    return model
+
+
+def attach(model: PreTrainedModel, memory: Memory) -> None:
+    """Lets a model read with a memory."""
+    model.memory = memory
+    if memory.fast_weights is not None:
+        memory.hooks += memory.fast_weights.attach(model)
+    if memory.token_list is not None:
+        memory.hooks.append(feed_forward(model).register_forward_pre_hook(reading.capture_mlp_inputs))
+    memory.has_states = any(hasattr(x, "mark_start") for x in MemoryCache(model).layers)
+    model.__class__ = remembering_class(type(model))
+    _set_hooked_forward(model)
+
+
+def _set_hooked_forward(model: PreTrainedModel) -> None:
+    """Lets the hooks of accelerate, which keep the forward that a model had, call that of its class."""
+    if "_old_forward" in model.__dict__:
+        model._old_forward = type(model).forward.__get__(model)
+
+
+def default_fast_weights(model: PreTrainedModel) -> FastWeights:
+    """Returns random directions on the value projections of the upper half of the layers but the last."""
+    number = len(decoder_layers(model)[1])
+    layers = range(number // 2, max(number - 1, number // 2 + 1))
+    for kinds in (("v_proj",), ("qkv_proj", "c_attn", "query_key_value", "Wqkv"), ("o_proj", "out_proj", "down_proj")):
+        try:
+            return random_fast_weights(model, kinds, layers, rank=16, rate=4.0)
+        except ValueError:
+            continue
+    raise ValueError(
+        f"`model` is a {type(model).__name__}, whose value projections were not found: pass `fast_weights`."
+    )
+
+
+def choose_first_token(model: PreTrainedModel, given: int | None) -> int:
+    """Returns the token of the sink: the one given, or the model's begin token, or its end token."""
+    config = model.config.get_text_config(decoder=True)
+    size = model.get_input_embeddings().weight.shape[0]
+    for token in (given, config.bos_token_id, config.eos_token_id, 0):
+        token = token[0] if isinstance(token, list) and token else token
+        if token is not None and not isinstance(token, list):
+            break
+    if not 0 <= token < size:
+        raise ValueError(f"`first_token` must be a token of the model, 0 to {size - 1}, got {token}.")
+    return token
+
+
+def feed_forward(model: PreTrainedModel) -> torch.nn.Module:
+    """Returns the feed-forward network of a model's last layer, or what stands for it: the output embeddings."""
+    last = decoder_layers(model)[1][-1]
+    for name in FEED_FORWARD:
+        if isinstance(getattr(last, name, None), torch.nn.Module):
+            return getattr(last, name)
+    return model.get_output_embeddings()
+
+
+@torch.no_grad()
+def check_reading(model: PreTrainedModel) -> None:
+    """Reads a random text beyond a small window, whole and in pieces. Raises ValueError where the logits differ, or
+    where the window has no effect.
+    """
+    memory, training = model.memory, model.training
+    window, learning = memory.window, memory.learning
+    size, device = model.get_input_embeddings().weight.shape[0], model.get_input_embeddings().weight.device
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(min(size, 1000), (1, CHECK_LENGTH), generator=generator).to(device)
+    model.eval()
+    memory.learning = False
+    try:
+        results = []
+        for tried, pieces in ((None, [CHECK_LENGTH]), (CHECK_WINDOW, [CHECK_LENGTH]), (CHECK_WINDOW, [5, 1, 9, 9])):
+            memory.window = tried
+            cache = MemoryCache(model)
+            results.append(torch.cat([model(x, **{CACHE_NAME: cache}).logits for x in ids.split(pieces, 1)], 1))
+    finally:
+        memory.window, memory.learning = window, learning
+        model.train(training)
+    full, whole, in_pieces = (x[0].double() for x in results)
+    allowed = TOLERANCE.get(results[0].dtype, 0.1) * float(full.abs().max())
+    if not float((whole - in_pieces).abs().max()) <= allowed:
+        raise ValueError(f"`model` is a {type(model).__name__}, which does not read in pieces what it reads whole.")
+    has_window = any(not getattr(x, "is_sliding", True) for x in MemoryCache(model).layers)
+    if has_window and float((full[:CHECK_WINDOW] - whole[:CHECK_WINDOW]).abs().max()) > allowed:
+        raise ValueError(f"`model` is a {type(model).__name__}, which reads otherwise within its window.")
+    if has_window and torch.equal(full[CHECK_WINDOW:], whole[CHECK_WINDOW:]):
+        raise ValueError(f"`model` is a {type(model).__name__}, which ignores a window of attention.")
+
+
+class RememberingModel:
+    """The methods of a model with a memory, before those of its own class."""
+
+    memory: Memory
+
+    @property
+    def memory_learning(self) -> bool:
+        """Whether the memory learns while the model reads."""
+        return self.memory.learning
+
+    def set_memory_learning(self, learning: bool = True) -> None:
+        """Lets the memory learn while the model reads, or read without learning."""
+        self.memory.learning = bool(learning)
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        """Gives `generate()` a `MemoryCache`: Transformers would make a cache by the configuration."""
+        if model_kwargs.get(CACHE_NAME) is None and generation_config.use_cache is not False:
+            if generation_config.cache_implementation is not None:
+                kind = generation_config.cache_implementation
+                raise ValueError(f"`cache_implementation` must be None for a model with a memory, got {kind!r}.")
+            model_kwargs[CACHE_NAME] = MemoryCache(self)
+        if generation_config.is_assistant:
+            model_kwargs[CACHE_NAME].activate_past_recording()
+
+    def generate(self, inputs: Tensor | None = None, *args, **kwargs):
+        """Generates as the model's own class does; with learn_from="read" the memory does not learn what it makes."""
+        prompt = kwargs.get("input_ids") if inputs is None else inputs
+        token = _OWN_FROM.set(None if prompt is None or self.memory.learn_from == "all" else prompt.shape[-1])
+        try:
+            return super().generate(inputs, *args, **kwargs)
+        finally:
+            _OWN_FROM.reset(token)
+
+
+def remembering_class(own: type) -> type:
+    """Returns the subclass of a model's class that reads with a memory, under the same name."""
+
+    @functools.wraps(own.forward)
+    def forward(self, *args, **kwargs):
+        return _forward(self, own, _bound(own, self, args, kwargs))
+
+    names = {"forward": forward, "__module__": own.__module__, "__doc__": own.__doc__, "__qualname__": own.__qualname__}
+    return type(own.__name__, (RememberingModel, own), names)
+
+
+def _bound(own: type, model: PreTrainedModel, args: tuple, kwargs: dict) -> dict:
+    """Returns the arguments of a call by name."""
+    names = list(inspect.signature(own.forward).parameters)[1 : 1 + len(args)]
+    return dict(zip(names, args, strict=True)) | kwargs
+
+
+def _forward(model: PreTrainedModel, own: type, arguments: dict):
+    """The forward pass with a memory: logits of every column, 0 at padding."""
+    caches = [arguments.pop(x) for x in CACHE_NAMES if x in arguments]
+    cache = next((x for x in caches if x is not None), None)
+    if cache is not None and not isinstance(cache, MemoryCache):
+        raise ValueError(f"`{CACHE_NAME}` must be a MemoryCache for a model with a memory, got {type(cache).__name__}.")
+    ids, labels = arguments.pop("input_ids", None), arguments.pop("labels", None)
+    if ids is None:
+        raise ValueError("`input_ids` must be given to a model with a memory: it learns which token follows.")
+    returns_cache = arguments.pop("use_cache", None) is not False or cache is not None
+    return_dict, to_keep = arguments.pop("return_dict", None), arguments.pop("logits_to_keep", 0)
+    with_states = arguments.pop("output_hidden_states", None) or False
+    mask, positions = arguments.pop("attention_mask", None), arguments.pop("position_ids", None)
+    cache = MemoryCache(model) if cache is None else cache
+    columns = _columns(model, cache, ids, mask, positions)
+    loss_arguments = {x: arguments.pop(x) for x in ("num_items_in_batch",) if x in arguments}
+    _check_others(arguments)
+    model.memory.arguments = {"output_hidden_states": True} if with_states else {}
+    number = to_keep if isinstance(to_keep, int) and to_keep and labels is None else ids.shape[1]
+    logits, states, output = reading.read(model, cache, columns, min(number, ids.shape[1]), with_states)
+    if not isinstance(to_keep, int):
+        logits = logits[:, to_keep]
+    output.logits, output.loss = logits, None
+    if with_states:
+        output.hidden_states = tuple(states)
+    if labels is not None:
+        size = model.config.get_text_config(decoder=True).vocab_size
+        output.loss = model.loss_function(logits=logits, labels=labels, vocab_size=size, **loss_arguments)
+    output[CACHE_NAME] = cache if returns_cache else None
+    given = {x: value for x, value in output.items() if value is not None}
+    result = type(output)(**given)
+    return result.to_tuple() if return_dict is False else result
+
+
+def _check_others(arguments: dict) -> None:
+    """Raises ValueError for an argument that reading in pieces would change."""
+    if arguments.pop("output_attentions", None):
+        raise ValueError("`output_attentions` must be False for a model with a memory: a call is read in pieces.")
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) and name != "cache_position" and value.numel() > 1:
+            raise ValueError(f"`{name}` has no meaning for a model with a memory, which reads `input_ids` in pieces.")
+
+
+def _columns(
+    model: PreTrainedModel, cache: MemoryCache, ids: Tensor, mask: Tensor | None, positions: Tensor | None
+) -> Columns:
+    """Returns the columns of a call. A token whose position is 0 begins a document, if the call has one before."""
+    length = ids.shape[1]
+    real = torch.ones_like(ids, dtype=torch.bool)
+    if mask is not None:
+        if mask.dim() != 2 or mask.shape[1] < length or len(mask) != len(ids):
+            raise ValueError(
+                f"`attention_mask` must be {tuple(ids.shape)}, or that with earlier columns, got {tuple(mask.shape)}."
+            )
+        real = mask[:, -length:] != 0
+    starts = torch.zeros_like(real)
+    if positions is not None and positions.dim() == 2:
+        positions = positions[:, -length:].expand(len(ids), -1)
+        earlier = real.cumsum(1) - real.long() > 0
+        starts = (positions == 0) & real & earlier.to(positions.device)
+    own_from, learns = _OWN_FROM.get(), real
+    if own_from is not None:
+        learns = real & (cache.get_seq_length() + torch.arange(length, device=real.device) < own_from)
+    return Columns(ids, real, starts, learns)

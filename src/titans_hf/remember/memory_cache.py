@@ -1,0 +1,296 @@
+"""The cache of a model with `remember`: window, sink, fast weights and list of each row, as plain tensors.
+
+Shapes: R rows, C tokens of a chunk.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from .window import KeyValueLayer, StateLayer, make_layers
+
+if TYPE_CHECKING:
+    from .memory import Memory
+
+
+class MemoryCache(Cache):
+    """What a model with `remember` keeps of the texts that it reads; use it as any cache of Transformers.
+
+        cache = MemoryCache(model)
+        model(ids, cache=cache)                # reads on
+        model.generate(ids, cache=cache)
+        branch = copy.copy(cache)              # shares all tensors, which are replaced and never changed in place
+
+    layers: keys and values of the window, states of recurrent layers. seen (R,) int64, on the CPU: tokens that each row
+    has read. steps (R,) int64, on the CPU: chunks that are done with. state: other tensors with a row dimension by name:
+    "B.*" and "S.*" of the fast weights, "list.*", and "chunk.ids" (R, C) and "chunk.learns" (R, C), the last C tokens.
+    num_columns: columns that were read, padding included.
+
+    Raises ValueError for a model without `remember`.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.memory = memory_of(model)
+        self.seen = self.steps = torch.zeros(0, dtype=torch.int64)
+        self.state: dict[str, Tensor] = {}
+        self.sinks: dict[int, list] = {}  # by block of positions, see `reading.sink_of`
+        self.num_columns = self.first_column = 0
+        self.snapshots: list[Snapshot] | None = None
+        self.unread: Columns | None = None
+        super().__init__(layers=make_layers(model, self.memory.window, self.memory.extra_columns))
+
+    def begin(self, model: PreTrainedModel, rows: int) -> None:
+        """Makes the state of `rows` rows that have read nothing, unless there is one.
+
+        Raises ValueError for another number of rows than before.
+        """
+        if not len(self.seen):
+            self.seen = self.steps = torch.zeros(rows, dtype=torch.int64)
+            self.state = self.memory.initial_state(model, rows)
+        elif len(self.seen) != rows:
+            raise ValueError(f"`input_ids` must have the {len(self.seen)} rows of `cache`, got {rows}.")
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.seen) or -1
+
+    def start_prompt(self) -> None:
+        """Lets `generate()` take the next ids as new ones, not as a text that begins with what the cache has read."""
+        self.first_column = self.num_columns
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Returns the number of columns read since the last `start_prompt`."""
+        unread = 0 if self.unread is None else self.unread.ids.shape[1]
+        return self.num_columns - self.first_column + unread
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    @property
+    def is_croppable(self) -> bool:
+        return self.snapshots is not None
+
+    def num_bytes(self) -> dict[str, int]:
+        """Returns the bytes of the state by part: "window", "fast_weights", "list" and "chunk" (its token ids)."""
+        parts = {"window": sum(x.numel() * x.element_size() for x in _layer_tensors(self.layers))}
+        names = {"B": "fast_weights", "S": "fast_weights", "list": "list", "chunk": "chunk"}
+        for name, x in self.state.items():
+            part = names[name.partition(".")[0]]
+            parts[part] = parts.get(part, 0) + x.numel() * x.element_size()
+        return parts
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name} {size / 1e6:.2f} MB" for name, size in self.num_bytes().items())
+        entries = [int((x >= 0).sum()) for x in self.state.get("list.tokens", ())]
+        norms = [x.flatten(1).square().sum(1) for name, x in self.state.items() if name.startswith("B.")]
+        length = [f"{x:.3g}" for x in torch.stack(norms).sum(0).sqrt().tolist()] if norms else []
+        return (
+            f"MemoryCache(tokens read {self.seen.tolist()}, |fast weights| [{', '.join(length)}], "
+            f"list entries {entries}; {sizes})"
+        )
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "MemoryCache":
+        """Returns a copy with `function` of each tensor that has a row dimension."""
+        new = copy.copy(self)
+        new.layers = [layer.map(function) if hasattr(layer, "map") else layer for layer in self.layers]
+        new.seen, new.steps = function(self.seen), function(self.steps)
+        new.state = {name: function(x) for name, x in self.state.items()}
+        return new
+
+    def __copy__(self) -> "MemoryCache":
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        new.layers = [layer.map(lambda x: x) if hasattr(layer, "map") else layer for layer in self.layers]
+        new.state = dict(self.state)
+        new.snapshots = None if self.snapshots is None else list(self.snapshots)
+        return new
+
+    def take(self, rows: Tensor) -> "MemoryCache":
+        """Returns the cache of some rows (I,) int64."""
+        new = self.map(lambda x: x.index_select(0, rows.to(x.device)))
+        new.snapshots = None
+        most = int(new.seen.max())
+        for layer in new.layers:
+            if isinstance(layer, KeyValueLayer):
+                layer.last_columns(most)
+            if isinstance(layer, StateLayer) and not most:
+                layer.forget_empty_rows()
+        return new
+
+    def put(self, rows: Tensor, other: "MemoryCache") -> None:
+        """Replaces some rows (I,) int64 by those of another cache."""
+        for own, new in zip(self.layers, other.layers, strict=True):
+            if hasattr(own, "put"):
+                own.put(rows, new, len(self.seen))
+        self.seen = self.seen.index_copy(0, rows, other.seen)
+        self.steps = self.steps.index_copy(0, rows, other.steps)
+        self.state = {
+            name: x.index_copy(0, rows.to(x.device), other.state[name].to(x)) for name, x in self.state.items()
+        }
+
+    def reset_rows(self, model: PreTrainedModel, rows: Tensor) -> None:
+        """Lets some rows (I,) int64 begin a new text with an empty memory."""
+        new = MemoryCache(model)
+        new.begin(model, len(rows))
+        old = self.take(rows)
+        for layer, empty in zip(old.layers, new.layers, strict=True):
+            if isinstance(layer, StateLayer):
+                zeros = layer.map(torch.zeros_like)
+                for name in ("conv_states", "recurrent_states", "start"):
+                    setattr(layer, name, getattr(zeros, name))
+            if isinstance(layer, KeyValueLayer) and layer.is_initialized:
+                empty.keys, empty.values, empty.is_initialized = layer.keys[..., :0, :], layer.values[..., :0, :], True
+        new.layers = [y if isinstance(y, StateLayer) else x for x, y in zip(new.layers, old.layers, strict=True)]
+        self.put(rows, new)
+
+    def reset(self) -> None:
+        """Forgets everything that was read."""
+        self.seen = self.steps = torch.zeros(0, dtype=torch.int64)
+        self.state, self.unread, self.num_columns, self.first_column = {}, None, 0, 0
+        self.snapshots = None if self.snapshots is None else []
+        for layer in self.layers:
+            if isinstance(layer, StateLayer):
+                layer.forget_empty_rows()
+            elif isinstance(layer, KeyValueLayer):
+                layer.keys = layer.values = None
+                layer.is_initialized = False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Puts the rows (R,) int64 in another order, as beam search asks."""
+        self._become(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps some rows (I,) int64."""
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each row."""
+        self._become(lambda x: x.repeat_interleave(repeats, 0))
+
+    def _become(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Applies a function of rows to everything, snapshots included."""
+        snapshots, unread = self.snapshots, self.unread
+        self.__dict__.update(self.map(function).__dict__)
+        if snapshots is not None:
+            self.snapshots = [Snapshot(x.cache.map(function), x.columns.map(function)) for x in snapshots]
+        self.unread = None if unread is None else unread.map(function)
+
+    def activate_past_recording(self) -> None:
+        """Lets `crop` remove columns from here on: the state at the starts of the last chunks is kept."""
+        if self.snapshots is None:
+            self.snapshots = []
+        self.record(None)
+
+    def record(self, columns: "Columns | None") -> None:
+        """Notes columns that were read, and the state after them if it begins a chunk of some row or is the first."""
+        if self.snapshots is None:
+            return
+        if columns is not None and self.snapshots:
+            last = self.snapshots[-1]
+            self.snapshots[-1] = last._replace(columns=last.columns.join(columns))
+        chunk = self.memory.chunk
+        if not self.snapshots or columns is None or bool((self.seen % chunk == 0).any()):
+            before = copy.copy(self)
+            before.snapshots = None
+            self.snapshots.append(Snapshot(before, Columns.none(len(self.seen))))
+        while len(self.snapshots) > 2 and self.num_columns - self.snapshots[1].cache.num_columns >= 2 * chunk:
+            del self.snapshots[0]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last columns: -n removes n, as in Transformers.
+
+        Raises ValueError without `activate_past_recording`, and for more columns than were recorded: those since the
+        start of the last full chunk at least.
+        """
+        number = abs(tokens_to_remove)
+        if tokens_to_remove > 0:
+            raise ValueError(f"`tokens_to_remove` must be 0 or negative, got {tokens_to_remove}.")
+        if not number:
+            return
+        if self.snapshots is None:
+            raise ValueError(
+                "`crop` needs a cache that records: call `cache.activate_past_recording()` before reading."
+            )
+        target = self.num_columns - number
+        fitting = [i for i, x in enumerate(self.snapshots) if x.cache.num_columns <= target]
+        if not fitting:
+            most = self.num_columns - self.snapshots[0].cache.num_columns if self.snapshots else 0
+            raise ValueError(f"`tokens_to_remove` must be at least -{most}, as many as were recorded, got {-number}.")
+        snapshots = self.snapshots[: fitting[-1] + 1]
+        kept, columns = snapshots[-1]
+        first = self.first_column
+        self.__dict__.update(copy.copy(kept).__dict__)
+        self.first_column = first
+        self.snapshots = [*snapshots[:-1], Snapshot(kept, Columns.none(len(self.seen)))]
+        unread = columns.first(target - kept.num_columns)
+        self.unread = unread if unread.ids.shape[1] else None
+
+
+class Columns:
+    """Columns of a call: ids (R, T) int64, real, starts and learns (R, T) bool: whether a column is a token, begins a
+    document, and may be learned.
+    """
+
+    def __init__(self, ids: Tensor, real: Tensor, starts: Tensor, learns: Tensor):
+        self.ids, self.real, self.starts, self.learns = ids, real, starts, learns
+
+    @classmethod
+    def none(cls, rows: int) -> "Columns":
+        empty = torch.zeros(rows, 0, dtype=torch.bool)
+        return cls(empty.long(), empty, empty, empty)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Columns":
+        return Columns(*(function(x) for x in (self.ids, self.real, self.starts, self.learns)))
+
+    def at(self, begin: int, end: int) -> "Columns":
+        return self.map(lambda x: x[:, begin:end])
+
+    def first(self, number: int) -> "Columns":
+        return self.at(0, number)
+
+    def join(self, other: "Columns") -> "Columns":
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Columns(*(torch.cat([x.to(y.device), y], 1) for x, y in pairs))
+
+
+class Snapshot:
+    """A cache as it was, and the columns that were read since."""
+
+    def __init__(self, cache: MemoryCache, columns: Columns):
+        self.cache, self.columns = cache, columns
+
+    def _replace(self, columns: Columns) -> "Snapshot":
+        return Snapshot(self.cache, columns)
+
+    def __iter__(self):
+        return iter((self.cache, self.columns))
+
+
+def memory_of(model: PreTrainedModel) -> "Memory":
+    """Returns the memory that `remember` gave to a model. Raises ValueError for a model without it."""
+    memory = getattr(model, "memory", None)
+    if type(memory).__name__ != "Memory":
+        raise ValueError(f"`model` is a {type(model).__name__} without a memory: call `remember(model)` first.")
+    return memory
+
+
+def _layer_tensors(layers: list) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def note(x: Tensor) -> Tensor:
+        found.append(x)
+        return x
+
+    for layer in layers:
+        if hasattr(layer, "map"):
+            layer.map(note)
+    return found

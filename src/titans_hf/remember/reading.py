@@ -1,0 +1,248 @@
+"""How a model with `remember` reads the columns of a call.
+
+A call is cut into pieces so that the model itself never meets padding: within a piece, the same rows have real tokens.
+A piece ends where a row's chunk of fast weights is full, where its text leaves the window, where its sink moves, and
+where a document begins. Rows are thereby read as if each were alone, whatever the batch, the padding and the cuts.
+
+The step of a chunk is taken when the next token of the row arrives. If the whole chunk was one piece, its graph is
+used; otherwise the chunk is read once more, from the columns before it, by the same weights: the same numbers.
+
+Shapes: R rows, T columns, C tokens of a chunk, V vocabulary.
+"""
+
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..cache_titans import CACHE_NAME
+from .fast_weights import IGNORED
+from .memory_cache import Columns, MemoryCache
+from .window import KeyValueLayer, StateLayer
+
+SINK_BLOCK = 1024  # tokens that share a sink: it is `window` to `window` + SINK_BLOCK tokens away
+_CAPTURED: ContextVar[dict | None] = ContextVar("captured", default=None)
+
+
+def capture_mlp_inputs(module, args: tuple) -> None:
+    """A forward pre-hook of the last layer's feed-forward network: notes its input during a piece."""
+    if (captured := _CAPTURED.get()) is not None:
+        captured["mlp_inputs"] = args[0]
+
+
+def read(
+    model: PreTrainedModel, cache: MemoryCache, columns: Columns, num_kept: int, with_hidden_states: bool = False
+) -> tuple[Tensor, list[Tensor] | None, object]:
+    """Reads columns, updates the cache, and returns the logits (R, num_kept, V) of the last ones, 0 at padding; the
+    hidden states (R, T, D) of all layers, if asked for; and the model's output for the last piece.
+    """
+    with_graph, kept, states, output = torch.is_grad_enabled(), [], [], None
+    cache.begin(model, len(columns.ids))
+    if cache.unread is not None:
+        columns, cache.unread = cache.unread.join(columns), None
+    learning = cache.memory.learning
+    ids = columns.ids.clone()  # ids from `inference_mode` cannot be part of a graph
+    on_cpu = Columns(ids, *(x.cpu() for x in (columns.real, columns.starts, columns.learns & learning)))
+    length, begin = ids.shape[1], 0
+    with torch.inference_mode(False), torch.set_grad_enabled(with_graph):
+        while begin < length:
+            end, rows = next_piece(cache, on_cpu, begin)
+            piece = on_cpu.at(begin, end)
+            if len(rows):
+                part = cache if len(rows) == len(ids) else cache.take(rows)
+                following = on_cpu.map(lambda x, rows=rows, end=end: x[rows.to(x.device), end : end + 1])
+                output, logits = _read_piece(model, part, piece.map(lambda x, r=rows: x[r.to(x.device)]), following)
+                if part is not cache:
+                    cache.put(rows, part)
+                number = min(end, num_kept - length + end)  # of the piece's last columns
+                if number > 0:
+                    kept.append(_of_all_rows(logits[:, -number:], rows, len(ids)))
+                if with_hidden_states:
+                    states.append([_of_all_rows(x, rows, len(ids)) for x in output.hidden_states])
+            elif kept:
+                kept.append(kept[-1].new_zeros(len(ids), end - begin, kept[-1].shape[-1]))
+            cache.num_columns += end - begin
+            cache.record(piece)
+            begin = end
+    logits = torch.cat(kept, 1)
+    if logits.shape[1] < num_kept:  # the call began with padding alone
+        logits = torch.nn.functional.pad(logits, (0, 0, num_kept - logits.shape[1], 0))
+    return logits, [torch.cat(x, 1) for x in zip(*states, strict=True)] or None, output
+
+
+def next_piece(cache: MemoryCache, columns: Columns, begin: int) -> tuple[int, Tensor]:
+    """Returns the end of the piece that starts at a column, and its rows (I,) int64."""
+    memory, real = cache.memory, columns.real
+    changes = (real[:, begin + 1 :] != real[:, begin : begin + 1]) | columns.starts[:, begin + 1 :]
+    changes = changes.any(0).nonzero()
+    end = begin + 1 + int(changes[0]) if len(changes) else real.shape[1]
+    rows = real[:, begin].nonzero()[:, 0]
+    if not len(rows):
+        return end, rows
+    seen = torch.where(columns.starts[rows, begin], 0, cache.seen[rows])
+    limits = []
+    if memory.cuts_chunks:
+        limits.append(memory.chunk - seen % memory.chunk)
+    if memory.window is not None:
+        limits.append(torch.where(seen < memory.window, memory.window - seen, SINK_BLOCK - seen % SINK_BLOCK))
+    return min([end, *(begin + int(x.min()) for x in limits)]), rows
+
+
+def _read_piece(
+    model: PreTrainedModel, cache: MemoryCache, piece: Columns, following: Columns
+) -> tuple[object, Tensor]:
+    """Reads a piece without padding; following: the columns (R, 1) after it, (R, 0) at the end of the call."""
+    memory, with_graph = cache.memory, torch.is_grad_enabled()
+    starts = piece.starts[:, 0] & (cache.seen > 0)
+    if bool(starts.any()):
+        cache.reset_rows(model, starts.nonzero()[:, 0])
+    fast, chunk = memory.fast_weights, memory.chunk
+    if fast is not None:
+        take_due_steps(model, cache, piece)
+        at_start = cache.seen % chunk == 0
+        for layer in cache.layers if bool(at_start.any()) else ():
+            if isinstance(layer, StateLayer):
+                layer.mark_start(at_start)
+    seen, labels = cache.seen, None
+    if fast is not None and piece.ids.shape[1] == chunk and bool((seen % chunk == 0).all()):
+        labels = _labels(piece, following)
+    captured: dict = {}
+    token = _CAPTURED.set(captured)
+    try:
+        if labels is None:
+            output = call(model, cache, piece.ids, None if fast is None else fast.weights(cache.state))
+        else:
+            output = learn(model, cache, piece.ids, labels, with_graph)
+    finally:
+        _CAPTURED.reset(token)
+    logits = output.logits if with_graph else output.logits.detach()
+    if fast is not None:
+        for name, x in (("chunk.ids", piece.ids), ("chunk.learns", piece.learns)):
+            old = cache.state[name]
+            cache.state[name] = torch.cat([old, x.to(old)], 1)[:, -chunk:]
+    if memory.token_list is not None:
+        mlp_inputs = captured["mlp_inputs"] if with_graph else captured["mlp_inputs"].detach()
+        mlp_inputs = mlp_inputs.reshape(*piece.ids.shape, -1)
+        arguments = (piece.ids.to(logits.device), mlp_inputs, logits, piece.learns, seen)
+        logits, new = memory.token_list.read(cache.state, *arguments)
+        cache.state.update(new)
+    return output, logits
+
+
+def take_due_steps(model: PreTrainedModel, cache: MemoryCache, piece: Columns) -> None:
+    """Takes the steps of rows whose chunk is full, at the first token of the next one."""
+    chunk, ids = cache.memory.chunk, cache.state["chunk.ids"]
+    due = (cache.seen % chunk == 0) & (cache.steps < cache.seen // chunk)
+    if not bool(due.any()):
+        return
+    if cache.memory.learning:
+        flags = cache.state["chunk.learns"].to(ids.device)
+        last = Columns(ids, flags, flags, flags)
+        labels = _labels(last, piece.at(0, 1))
+        if labels is not None:
+            due &= (labels != IGNORED).any(1).cpu()
+            rows = due.nonzero()[:, 0]
+            if len(rows):
+                part = cache.take(rows)
+                again = part.map(lambda x: x)
+                for layer in again.layers:
+                    if isinstance(layer, (KeyValueLayer, StateLayer)):
+                        layer.rewind(chunk)
+                again.seen = part.seen - chunk
+                learn(model, again, *(x[rows.to(x.device)] for x in (ids, labels)), False)
+                part.state = again.state
+                cache.put(rows, part)
+    cache.steps = torch.where(cache.seen % chunk == 0, cache.seen // chunk, cache.steps)
+
+
+def _labels(chunk: Columns, following: Columns) -> Tensor | None:
+    """Returns the labels (R, C) of a chunk, IGNORED where not learned; None if a row's last one has not arrived, or
+    begins another text, or none is learned.
+    """
+    if not following.ids.shape[1] or bool(following.starts.any()) or not bool(following.real.all()):
+        return None
+    device = chunk.ids.device
+    ids = torch.cat([chunk.ids[:, 1:], following.ids.to(device)], 1)
+    learns = torch.cat([chunk.learns[:, 1:].to(device), following.learns.to(device)], 1)
+    return torch.where(learns, ids, IGNORED) if bool(learns.any()) else None
+
+
+def learn(model: PreTrainedModel, cache: MemoryCache, ids: Tensor, labels: Tensor, with_graph: bool) -> object:
+    """Reads a whole chunk (R, C), and takes its step of the fast weights; returns the model's output."""
+    fast = cache.memory.fast_weights
+    leaves = {name: x.detach().requires_grad_() for name, x in fast.weights(cache.state).items()}
+    with torch.enable_grad():
+        output = call(model, cache, ids, leaves)
+        loss = fast.loss(output.logits, labels)
+        gradients = torch.autograd.grad(loss, list(leaves.values()), retain_graph=with_graph, allow_unused=True)
+    with torch.no_grad():
+        gradients = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves.values(), gradients, strict=True)]
+        moves = (labels != IGNORED).any(1)
+        for name, x in fast.take_step(cache.state, gradients).items():
+            cache.state[name] = torch.where(moves.to(x.device)[:, None, None], x, cache.state[name])
+    cache.steps = cache.seen // cache.memory.chunk
+    return output
+
+
+def call(model: PreTrainedModel, cache: MemoryCache, ids: Tensor, weights: dict[str, Tensor] | None) -> object:
+    """Calls the model itself with ids (R, T), which are real tokens, and counts them."""
+    memory = cache.memory
+    positions = cache.seen[:, None] + torch.arange(ids.shape[1])
+    sinks = _sinks(model, cache, ids.shape[1])
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, KeyValueLayer):
+            layer.seen, layer.sink = cache.seen, None if layer.is_sliding else sinks[index]
+    arguments = {"input_ids": ids, CACHE_NAME: cache, "use_cache": True, "return_dict": True, **memory.arguments}
+    if memory.takes_positions:
+        arguments["position_ids"] = positions.to(ids.device)
+    if weights is None:
+        output = memory.forward(model, **arguments)
+    else:
+        with memory.fast_weights.active(weights):
+            output = memory.forward(model, **arguments)
+    cache.seen = cache.seen + ids.shape[1]
+    return output
+
+
+def _sinks(model: PreTrainedModel, cache: MemoryCache, length: int) -> list:
+    """Returns keys and values (R, H, 1, D) of the sink for each layer; None where no query of a call sees it."""
+    window = cache.memory.window
+    if window is None or int(cache.seen.max()) + length <= window:
+        return [None] * len(cache.layers)
+    blocks = [sink_of(model, cache, int(x) // SINK_BLOCK) for x in cache.seen]
+    if len(blocks) == 1:
+        return blocks[0]
+    layers = zip(*blocks, strict=True)
+    return [
+        None if of_rows[0] is None else tuple(torch.cat(x) for x in zip(*of_rows, strict=True)) for of_rows in layers
+    ]
+
+
+@torch.no_grad()
+def sink_of(model: PreTrainedModel, cache: MemoryCache, block: int) -> list:
+    """Returns the sink of the positions of a block: keys and values (1, H, 1, D) for each layer with full attention,
+    of the first token, read alone by the model without fast weights, `window` positions before the block.
+    """
+    if block not in cache.sinks:
+        memory, empty = cache.memory, MemoryCache(model)
+        device = model.get_input_embeddings().weight.device
+        arguments = {"input_ids": torch.full((1, 1), memory.first_token, device=device), CACHE_NAME: empty}
+        if memory.takes_positions:
+            position = max(0, block * SINK_BLOCK - memory.window)
+            arguments["position_ids"] = torch.full((1, 1), position, device=device)
+        memory.forward(model, use_cache=True, return_dict=True, **arguments)
+        cache.sinks[block] = [
+            (x.keys, x.values) if isinstance(x, KeyValueLayer) and not x.is_sliding and x.is_initialized else None
+            for x in empty.layers
+        ]
+        while len(cache.sinks) > 4:
+            del cache.sinks[min(cache.sinks)]
+    return cache.sinks[block]
+
+
+def _of_all_rows(x: Tensor, rows: Tensor, number: int) -> Tensor:
+    """Returns x (I, T, ...) of some rows (I,) as (number, T, ...), 0 in the others."""
+    if len(rows) == number:
+        return x
+    return x.new_zeros(number, *x.shape[1:]).index_copy(0, rows.to(x.device), x)

@@ -1,0 +1,362 @@
+"""A window of attention and a sink for causal language models of Transformers as they are.
+
+Three public points of Transformers are used: a name in `AttentionInterface` and `AttentionMaskInterface`, which
+`model.set_attn_implementation` sets; and cache layers, which hand the model keys and values and say which columns these
+are. The attention itself stays the model's own ("sdpa" or "eager"); only its mask is made here.
+
+A query at position q of its row sees the keys of positions q - window + 1 to q. Once the first position has left its
+window (q >= window) it also sees the sink: the keys and values that the model computes for one token read alone, which
+stand in front. Up to `window` tokens the model is therefore the original one.
+
+A row is a text without padding: the caller hands over the columns of a call that are real tokens, so that positions
+count the tokens of the row. Keys and values of all rows end at the same column.
+
+Shapes: B rows, T tokens of a call, P columns of the past, H heads of keys and values, D head size.
+"""
+
+import copy
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+
+PREFIX = "remember_"  # before the name of the model's own attention
+SUPPORTED = ("sdpa", "eager")
+
+
+class LayerOffset(int):
+    """The first column of a mask, 0, which also carries the cache layer that asks for the mask."""
+
+    layer: "KeyValueLayer"
+
+    def __new__(cls, layer: "KeyValueLayer"):
+        self = super().__new__(cls, 0)
+        self.layer = layer
+        return self
+
+
+class KeyValueLayer(CacheLayerMixin):
+    """Keys and values (B, H, P, D) of the last tokens of each row, the latest last.
+
+    window: tokens that a query sees, itself included; None for all. extra: further columns that are kept, from which
+    tokens can be read again. seen (B,) int64, on the CPU: tokens that each row has read; columns before a row's first
+    token are not valid. sink: keys and values (B, H, 1, D) in front of the others; None while no query sees them.
+    """
+
+    is_croppable = True
+
+    def __init__(self, window: int | None, extra: int = 0, *, is_sliding: bool = False):
+        super().__init__()
+        self.window, self.extra, self.is_sliding = window, extra, is_sliding
+        self.seen = torch.zeros(1, dtype=torch.int64)
+        self.sink: tuple[Tensor, Tensor] | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys, self.values = key_states[..., :0, :].detach(), value_states[..., :0, :].detach()
+        self.is_initialized = True
+
+    def num_past(self) -> int:
+        """Returns how many columns of the past the next call sees, the sink not counted."""
+        held = self.keys.shape[-2] if self.is_initialized else 0
+        return held if self.window is None else min(held, self.window - 1)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Appends keys and values (B, H, T, D) and returns those that the call sees, (B, H, sink + P + T, D)."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        length = key_states.shape[-2]
+        number = self.num_past() + length
+        new = [torch.cat([past, x], -2) for past, x in ((self.keys, key_states), (self.values, value_states))]
+        self.keys, self.values = (self._kept(x, length) for x in new)
+        visible = [x[..., -number:, :] for x in new]
+        if self.sink is not None:
+            visible = [torch.cat([sink.to(x.dtype), x], -2) for sink, x in zip(self.sink, visible, strict=True)]
+        return visible[0], visible[1]
+
+    def _kept(self, x: Tensor, length: int) -> Tensor:
+        if self.window is not None and x.shape[-2] > (kept := self.window - 1 + self.extra):
+            x = x[..., x.shape[-2] - kept :, :]
+            x = x.contiguous() if length > 1 else x  # a token's view drops the one column before it
+        return x.detach()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return (self.sink is not None) + self.num_past() + query_length, LayerOffset(self)
+
+    def get_seq_length(self) -> int:
+        return int(self.seen.max())
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "KeyValueLayer":
+        """Returns a copy with `function` of each tensor that has a row dimension."""
+        new = copy.copy(self)
+        if self.is_initialized:
+            new.keys, new.values = function(self.keys), function(self.values)
+        return new
+
+    def last_columns(self, number: int) -> None:
+        """Keeps the last `number` columns."""
+        if self.is_initialized and self.keys.shape[-2] > number:
+            self.keys, self.values = (x[..., x.shape[-2] - number :, :] for x in (self.keys, self.values))
+
+    def rewind(self, number: int) -> None:
+        """Drops the last `number` columns."""
+        self.keys, self.values = (x[..., : x.shape[-2] - number, :] for x in (self.keys, self.values))
+
+    def put(self, rows: Tensor, other: "KeyValueLayer", num_rows: int) -> None:
+        """Replaces the rows `rows` by those of another layer, which may hold another number of columns."""
+        columns = max(x.keys.shape[-2] if x.is_initialized else 0 for x in (self, other))
+        for name in ("keys", "values"):
+            new = _left_padded(getattr(other, name), columns)
+            old = new.new_zeros(num_rows, *new.shape[1:])
+            if self.is_initialized:
+                old = _left_padded(getattr(self, name), columns)
+            setattr(self, name, old.index_copy(0, rows.to(old.device), new.to(old.dtype)))
+        self.is_initialized = True
+
+
+class StateLayer(LinearAttentionLayer):
+    """States of a recurrent layer, which are replaced, never changed in place: gradients can pass through a call.
+
+    start: the states before the unfinished chunk, from which it can be read again.
+    """
+
+    def __init__(self, number_of_states: int = 1, **kwargs):
+        super().__init__(number_of_states=number_of_states, **kwargs)
+        self.start: tuple[dict, dict] | None = None
+
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs
+    ) -> Tensor:
+        if not self.is_conv_states_initialized[state_idx]:
+            self.device, self.dtype = conv_states.device, conv_states.dtype
+            self.conv_kernel_size[state_idx] = conv_kernel_size or conv_states.shape[-1]
+            self.is_conv_states_initialized[state_idx] = True
+        size, full = self.conv_kernel_size[state_idx], conv_states
+        if self.has_previous_state[state_idx]:
+            full = torch.cat([self.conv_states[state_idx], conv_states], dim=-1)
+        elif full.shape[-1] < size:
+            full = nn.functional.pad(full, (size - full.shape[-1], 0))
+        self.has_previous_state[state_idx] = True
+        self.conv_states[state_idx] = full[..., -size:].detach()
+        return full
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs) -> Tensor:
+        self.is_recurrent_states_initialized[state_idx] = True
+        self.recurrent_states[state_idx] = recurrent_states.detach()
+        return recurrent_states
+
+    def mark_start(self, rows: Tensor) -> None:
+        """Notes the states of rows (B,) bool as those before a chunk."""
+        now = (self.conv_states, self.recurrent_states)
+        if self.start is None or bool(rows.all()):
+            self.start = (dict(now[0]), dict(now[1]))
+            return
+        merged = []
+        for old, new in zip(self.start, now, strict=True):
+            merged.append({i: _where_rows(rows, new[i], old[i]) for i in new})
+        self.start = (merged[0], merged[1])
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "StateLayer":
+        new = copy.copy(self)
+        apply = lambda states: {i: None if x is None else function(x) for i, x in states.items()}  # noqa: E731
+        new.conv_states, new.recurrent_states = apply(self.conv_states), apply(self.recurrent_states)
+        new.start = None if self.start is None else (apply(self.start[0]), apply(self.start[1]))
+        for name in ("has_previous_state", "is_conv_states_initialized", "is_recurrent_states_initialized"):
+            setattr(new, name, dict(getattr(self, name)))
+        new.conv_kernel_size = dict(self.conv_kernel_size)
+        return new
+
+    def forget_empty_rows(self) -> None:
+        """Makes a layer whose rows have read nothing a new one."""
+        self.__init__(number_of_states=self.number_of_states)
+
+    def rewind(self, number: int) -> None:
+        """Goes back to the states before the unfinished chunk."""
+        conv, recurrent = self.start
+        self.conv_states, self.recurrent_states = dict(conv), dict(recurrent)
+        for i in range(self.number_of_states):
+            self.has_previous_state[i] = self.conv_states[i] is not None or self.recurrent_states[i] is not None
+
+    def put(self, rows: Tensor, other: "StateLayer", num_rows: int) -> None:
+        """Replaces the rows `rows` by those of another layer."""
+        for name in ("conv_states", "recurrent_states"):
+            _put_states(getattr(self, name), getattr(other, name), rows, num_rows)
+        if other.start is not None:
+            self.start = ({}, {}) if self.start is None else self.start
+            for old, new in zip(self.start, other.start, strict=True):
+                _put_states(old, new, rows, num_rows)
+        for name in ("has_previous_state", "is_conv_states_initialized", "is_recurrent_states_initialized"):
+            getattr(self, name).update(getattr(other, name))
+        self.conv_kernel_size, self.device, self.dtype = dict(other.conv_kernel_size), other.device, other.dtype
+
+
+class StateAndKeyValueLayer(StateLayer, KeyValueLayer):
+    """A layer with attention and recurrence side by side."""
+
+    is_croppable = True
+
+    def __init__(self, window: int | None, extra: int = 0, number_of_states: int = 1):
+        KeyValueLayer.__init__(self, window, extra)
+        StateLayer.__init__(self, number_of_states=number_of_states)
+
+    def lazy_initialization(self, *args, **kwargs) -> None:
+        KeyValueLayer.lazy_initialization(self, *args, **kwargs)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "StateAndKeyValueLayer":
+        new = StateLayer.map(self, function)
+        if self.is_initialized:
+            new.keys, new.values = function(self.keys), function(self.values)
+        return new
+
+    def forget_empty_rows(self) -> None:
+        self.__init__(self.window, self.extra, self.number_of_states)
+
+    def rewind(self, number: int) -> None:
+        StateLayer.rewind(self, number)
+        KeyValueLayer.rewind(self, number)
+
+    def put(self, rows: Tensor, other: "StateAndKeyValueLayer", num_rows: int) -> None:
+        StateLayer.put(self, rows, other, num_rows)
+        KeyValueLayer.put(self, rows, other, num_rows)
+
+
+def make_layers(model: PreTrainedModel, window: int | None, extra: int) -> list:
+    """Returns new cache layers for a model: full attention gets the window, sliding attention keeps its own.
+
+    Raises ValueError for a kind of layer that is not known.
+    """
+    layers = []
+    for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers:
+        if type(layer) is DynamicLayer:
+            layers.append(KeyValueLayer(window, extra))
+        elif type(layer) is DynamicSlidingWindowLayer:
+            layers.append(KeyValueLayer(layer.sliding_window, extra, is_sliding=True))
+        elif type(layer) is LinearAttentionLayer:
+            layers.append(StateLayer(layer.number_of_states))
+        elif type(layer) is LinearAttentionAndFullAttentionLayer:
+            layers.append(StateAndKeyValueLayer(window, extra, layer.number_of_states))
+        elif type(layer) is DummyLayer:
+            layers.append(layer)
+        else:
+            raise ValueError(f"`model` has a cache layer {type(layer).__name__}, for which there is no window.")
+    return layers
+
+
+def set_window_attention(model: PreTrainedModel) -> str:
+    """Lets a model make its masks here; returns the name of its own attention, for `set_attn_implementation`.
+
+    Raises ValueError if the model cannot take another attention, or has one that needs no mask.
+    """
+    own = model.config.get_text_config(decoder=True)._attn_implementation
+    if own not in SUPPORTED:
+        names = " or ".join(f'"{x}"' for x in SUPPORTED)
+        raise ValueError(f'`model` has attn_implementation="{own}": load it with {names}.')
+    if not model._can_set_attn_implementation():
+        raise ValueError(
+            f"`model` is a {type(model).__name__}, which does not use Transformers' attention interface: it can have no "
+            "window."
+        )
+    model.set_attn_implementation(PREFIX + own)
+    return own
+
+
+def _attention(own: str) -> Callable:
+    def attention(module: nn.Module, *args, **kwargs):
+        if own == "eager":  # each modeling file has its own
+            return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)
+        return ALL_ATTENTION_FUNCTIONS[own](module, *args, **kwargs)
+
+    return attention
+
+
+def _mask(own: str) -> Callable:
+    def mask(
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        q_offset: int = 0,
+        kv_offset: int = 0,
+        mask_function: Callable | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        **kwargs,
+    ) -> Tensor | None:
+        layer = getattr(kv_offset, "layer", None)
+        if layer is None or _is_plain(layer, q_length):
+            arguments = {"dtype": dtype, "device": device, "mask_function": mask_function, **kwargs}
+            q_offset = q_offset if layer is None else int(layer.seen.max())
+            return ALL_MASK_ATTENTION_FUNCTIONS[own](
+                batch_size=batch_size,
+                q_length=q_length,
+                kv_length=kv_length,
+                q_offset=q_offset,
+                kv_offset=int(kv_offset),
+                **arguments,
+            )
+        allowed = visible_columns(layer, q_length, mask_function)
+        if own == "sdpa":
+            return None if q_length == 1 and bool(allowed.all()) else allowed.to(device)
+        return torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min).to(device)
+
+    return mask
+
+
+def _is_plain(layer: KeyValueLayer, length: int) -> bool:
+    """Returns whether all rows have read equally many tokens, and none leaves the window in a call of `length`."""
+    seen = int(layer.seen.max())
+    fits = layer.window is None or seen + length <= layer.window
+    return fits and layer.sink is None and layer.num_past() == seen == int(layer.seen.min())
+
+
+def visible_columns(layer: KeyValueLayer, length: int, mask_function: Callable) -> Tensor:
+    """Returns (B, 1, T, sink + P + T) bool, True where a query sees a key; on the CPU."""
+    past, seen = layer.num_past(), layer.seen[:, None, None, None]
+    queries = seen + torch.arange(length)[:, None]  # (B, 1, T, 1) positions in the row
+    keys = seen - past + torch.arange(past + length)  # (B, 1, 1, P + T)
+    rows = torch.arange(len(seen))[:, None, None, None]
+    allowed = mask_function(rows, torch.zeros_like(rows), queries, keys) & (keys >= 0)
+    if layer.window is not None:
+        allowed = allowed & (queries - keys < layer.window)
+    if layer.sink is not None:
+        allowed = torch.cat([queries >= layer.window, allowed], -1)
+    return allowed
+
+
+def _left_padded(x: Tensor, columns: int) -> Tensor:
+    return nn.functional.pad(x, (0, 0, columns - x.shape[-2], 0))
+
+
+def _where_rows(rows: Tensor, new: Tensor | None, old: Tensor | None) -> Tensor | None:
+    if new is None:
+        return None
+    old = torch.zeros_like(new) if old is None else old
+    return torch.where(rows.to(new.device).view(-1, *[1] * (new.dim() - 1)), new, old)
+
+
+def _put_states(old: dict, new: dict, rows: Tensor, num_rows: int) -> None:
+    for i, x in new.items():
+        if x is not None:
+            target = x.new_zeros(num_rows, *x.shape[1:]) if old.get(i) is None else old[i]
+            old[i] = target.index_copy(0, rows.to(x.device), x)
+        elif i not in old:
+            old[i] = None
+
+
+for _own in SUPPORTED:
+    AttentionInterface.register(PREFIX + _own, _attention(_own))
+    AttentionMaskInterface.register(PREFIX + _own, _mask(_own))
