@@ -2,7 +2,8 @@
 
 `memory.json` is replaced last, atomically: after an interrupted save, the folder still holds the previous memory.
 Processes that save into one folder wait for each other (a lock); a process that loads during a save gets either the
-previous memory or the new one.
+previous memory or the new one. A save that would remove what another process has saved meanwhile goes beside it.
+Whatever fails while a folder is read or written is one ValueError or OSError that names the folder.
 """
 
 import hashlib
@@ -12,6 +13,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,18 +25,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .configuration_titans import TitansConfig, field_facts
-from .memory_state import named_tensors
+from .memory_state import named_tensors, with_tensors
 
-# 2: the keys of a window are rotated, and are as many as the tokens that it holds.
 FORMAT, VERSION = "titans-memory", 3
 DESCRIPTION = "memory.json"
 LOCK = ".memory.lock"
 TENSOR_FILE = re.compile(r"memory-[0-9a-f]{16}\.safetensors")
 TEMPORARY_FOLDER = re.compile(r"memory-[0-9a-f]{32}\.tmp")
-WINDOW = "kv_cache.window"  # its length is the number of tokens that it holds
-# The keys of memory.json and their types, besides the keys of the format itself.
-DESCRIPTION_TYPES = {"model": dict, "tokens_seen": list, "about": dict, "file": str, "bytes": int, "sha256": str}
-
 # Attributes of PEFT's layers that say which of a model's adapters are applied, and by which factor.
 ADAPTER_ATTRIBUTES = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 
@@ -42,8 +39,9 @@ ADAPTER_ATTRIBUTES = ("active_adapters", "disable_adapters", "merged_adapters", 
 class SavedMemory(NamedTuple):
     """The content of a memory folder.
 
-    description: the content of memory.json. tensors: by name; "0.state.conv_state" is a tensor of layer 0. num_columns,
-    record_past: attributes of the cache's layers (`TitansCacheLayer`), the same in all of them.
+    description: the content of memory.json; before a save, without what `write_memory` adds. tensors: by name;
+    "0.state.conv_state" is a tensor of layer 0. num_columns, record_past: attributes of the cache's layers
+    (`TitansCacheLayer`), the same in all of them.
     """
 
     description: dict[str, Any]
@@ -88,164 +86,201 @@ def _parts(name: str, x: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield from _parts(f"{name}.{part}", getattr(x, part))
 
 
-def write_memory(folder: str | os.PathLike, memory: SavedMemory) -> None:
+@contextmanager
+def naming_folder(folder: str | os.PathLike, doing: str, others: type[Exception] = ValueError) -> Iterator[None]:
+    """Turns whatever fails in the block into one ValueError or OSError that names the folder. `others`: the class for
+    an error that is neither.
+    """
+    try:
+        yield
+    except Exception as error:
+        kind = next((kind for kind in (OSError, ValueError) if isinstance(error, kind)), others)
+        name = "" if isinstance(error, OSError | ValueError | SafetensorError) else f"{type(error).__name__} "
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else f"{name}{error}"
+        raise kind(f"the memory in {folder} cannot be {doing}: {reason}") from error
+
+
+def write_memory(folder: str | os.PathLike, memory: SavedMemory, seen: dict[Path, dict[str, Any] | None]) -> None:
     """Replaces the memory of a folder, atomically; waits while another process saves there. Format, file name, size
     and checksum are added to the description.
 
-    Raises TypeError, before anything is written, if `about` in the description is not a dict of JSON values.
+    seen: by folder, the description that the caller has last read or written there, None for a folder that had none; it
+    is updated. Where another process has saved since, this memory goes into a new folder beside, and ValueError is
+    raised. Other errors are those of `naming_folder`; they leave the memory that the folder had.
     """
-    about = memory.description["about"]
-    if type(about) is not dict:  # `read_memory` would refuse such a folder
-        raise TypeError(f"`about` must be a dict, but is {about!r:.80}")
-    json.dumps(about)
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with WeakFileLock(folder / LOCK):
-        # A folder, because safetensors creates a temporary file beside the file that it writes.
-        new = folder / f"memory-{uuid.uuid4().hex}.tmp"
-        new.mkdir()
-        try:
-            # Copies, because safetensors refuses tensors that share their storage.
-            tensors = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in memory.tensors.items()}
-            # One entry, because safetensors writes several in random order: equal memories have equal checksums.
-            # Of one length, so that the file's size does not depend on how much was read.
-            scalars = json.dumps({"num_columns": memory.num_columns, "record_past": memory.record_past}).ljust(64)
-            save_file(tensors, new / "tensors", {"cache": scalars})
-            checksum, size = _checksum(new / "tensors"), (new / "tensors").stat().st_size
-            file = folder / f"memory-{checksum[:16]}.safetensors"
-            _replace(new / "tensors", file)
-            content = {"format": FORMAT, "format_version": VERSION, **memory.description}
-            content |= {"file": file.name, "bytes": size, "sha256": checksum}
-            (new / DESCRIPTION).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-            _replace(new / DESCRIPTION, folder / DESCRIPTION)
-        finally:
-            shutil.rmtree(new, ignore_errors=True)
-        _remove_leftovers(folder)
+    with naming_folder(folder, "saved"):
+        for name, x in memory.tensors.items():
+            _check_finite(name, x)
+        about = memory.description["about"]
+        if type(about) is not dict:
+            raise ValueError(f"`about` must be a dict, but is {about!r:.80}")
+        json.dumps(about)
+    with naming_folder(folder, "saved", others=OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        with WeakFileLock(folder / LOCK):
+            place = folder.resolve()
+            if place in seen and _current(folder) not in (None, seen[place]):
+                beside = folder.with_name(f"{folder.name}-{uuid.uuid4().hex[:8]}")
+                write_memory(beside, memory, seen)
+                raise ValueError(f"another process has changed it since it was loaded; this memory is kept in {beside}")
+            seen[place] = _write(folder, memory)
+            _remove_leftovers(folder)
 
 
-def read_memory(folder: str | os.PathLike, model: PreTrainedModel) -> SavedMemory:
-    """Reads the memory of a folder and checks that `model` wrote it and that a cache of `model` can have its tensors.
+def _write(folder: Path, memory: SavedMemory) -> dict[str, Any]:
+    """Writes the file of a memory and then its description, which is returned as it is read."""
+    # A folder, because safetensors creates a temporary file beside the file that it writes.
+    new = folder / f"memory-{uuid.uuid4().hex}.tmp"
+    new.mkdir()
+    try:
+        # Copies, because safetensors refuses tensors that share their storage.
+        tensors = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in memory.tensors.items()}
+        # One entry, because safetensors writes several in random order: equal memories have equal checksums.
+        # Of one length, so that the file's size does not depend on how much was read.
+        scalars = json.dumps({"num_columns": memory.num_columns, "record_past": memory.record_past}).ljust(64)
+        save_file(tensors, new / "tensors", {"cache": scalars})
+        checksum, size = _checksum(new / "tensors"), (new / "tensors").stat().st_size
+        file = folder / f"memory-{checksum[:16]}.safetensors"
+        _replace(new / "tensors", file)
+        content = {"format": FORMAT, "format_version": VERSION, **memory.description}
+        content |= {"file": file.name, "bytes": size, "sha256": checksum}
+        text = json.dumps(content, indent=2)
+        (new / DESCRIPTION).write_text(text + "\n", encoding="utf-8")
+        _replace(new / DESCRIPTION, folder / DESCRIPTION)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    return json.loads(text)
+
+
+def read_memory(folder: str | os.PathLike, expected: dict[str, Any]) -> SavedMemory:
+    """Reads the memory of a folder and checks that the model with the fingerprint `expected` wrote it.
 
     Tensors are memory-mapped: they are read from the file when they are used. Raises FileNotFoundError for a folder
-    without a memory, ValueError for a memory that is damaged, altered, of another model or of another format.
+    without a memory; other errors are those of `naming_folder`.
     """
-    expected, failed = fingerprint(model), None
+    failed = None
     while True:
         description = read_description(folder)
-        check_model(folder, description, expected)
         try:
-            saved = _read_tensors(folder, description)
-            break
-        except (ValueError, OSError, RuntimeError, SafetensorError):
+            with naming_folder(folder, "loaded"):
+                _check_model(description["model"], expected)
+                return _read_tensors(Path(folder), description)
+        except (ValueError, OSError):
             if description == failed:
                 raise
             failed = description  # another process may have replaced the file: read memory.json again
-    try:
-        check_tensors(saved.tensors, model)
-    except ValueError as error:
-        raise ValueError(f"{Path(folder) / description['file']} is damaged: {error}") from error
-    return saved
 
 
 def read_description(folder: str | os.PathLike) -> dict[str, Any]:
-    """Reads and checks memory.json. Raises FileNotFoundError if the folder has none, ValueError if it is damaged or of
-    another format.
-    """
+    """Reads memory.json. Raises FileNotFoundError if the folder has none, ValueError if it has another format."""
     path = Path(folder) / DESCRIPTION
     if not path.is_file():
         raise FileNotFoundError(f"{folder} is not a memory folder: it holds no {DESCRIPTION}")
-    try:
+    with naming_folder(folder, "loaded"):
         description = json.loads(path.read_text(encoding="utf-8"))
-        name, version = description["format"], description["format_version"]
-        if (name, version) == (FORMAT, VERSION):
-            wrong = [name for name, kind in DESCRIPTION_TYPES.items() if type(description[name]) is not kind]
-            wrong += ["tokens_seen"] * (not all(type(n) is int and n >= 0 for n in description["tokens_seen"]))
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: {type(error).__name__} {error}") from error
-    if (name, version) != (FORMAT, VERSION):
-        raise ValueError(f"{path} has the format {name!r}, version {version!r}, not {FORMAT!r}, version {VERSION}")
-    if wrong:
-        raise ValueError(f"{path} is damaged: its {wrong[0]} is {description[wrong[0]]!r:.80}")
+        found, wanted = (description["format"], description["format_version"]), (FORMAT, VERSION)
+        if found != wanted:
+            raise ValueError(f"it has the format {found[0]!r}, version {found[1]!r}, not {FORMAT!r}, version {VERSION}")
     return description
 
 
-def check_model(folder: str | os.PathLike, description: dict[str, Any], expected: dict[str, Any]) -> None:
+def _check_model(saved: dict[str, Any], expected: dict[str, Any]) -> None:
     """Raises ValueError, naming the first difference, if the memory's model has another fingerprint than `expected`."""
-    saved = description["model"]
     for name, value in expected.items():
         # A field that is newer than the memory had its default.
         if (other := saved.get(name, getattr(TitansConfig, name, None))) != value:
-            raise ValueError(f"{folder} is the memory of another model: its {name} is {other!r:.200}, not {value!r}")
+            raise ValueError(f"it is the memory of another model: its {name} is {other!r:.200}, not {value!r}")
 
 
-def check_tensors(tensors: dict[str, Tensor], model: PreTrainedModel) -> None:
-    """Raises ValueError, naming the tensor, unless a cache of `model` can have these tensors: every layer is complete,
-    shapes fit the config, all layers have the same rows, and values are finite.
-    """
-    layers = [_expected_tensors(model, i) for i in range(model.config.num_layers_with_state)]
-    present = {part for layer in layers for part, group in layer.items() if group.keys() & tensors.keys()}
-    present |= {part.split(".")[0] for part in present if part != "state"}  # "recorded.state" only with "recorded"
-    expected = {name: x for layer in layers for part in present for name, x in layer[part].items()}
-    if others := expected.keys() ^ tensors.keys():
-        raise ValueError(f"it {'lacks' if min(others) in expected else 'has'} the tensor {min(others)}")
-    sizes: dict[str, int] = {}  # of the dimensions whose size is not in the config, by their name
-    most = model.config.kv_cache_length
-
-    def size_at(x: Tensor, at: int, size: int | str) -> int:
-        if isinstance(size, int):
-            return size
-        if at >= x.dim():
-            return -1
-        return sizes.setdefault(size, min(x.shape[at], most) if WINDOW in size else x.shape[at])
-
-    for name, shape in expected.items():
-        x = tensors[name]
-        wanted = [size_at(x, at, size) for at, size in enumerate(shape)]
-        if list(x.shape) != wanted:
-            raise ValueError(f"{name} has the shape {tuple(x.shape)}, not {tuple(wanted)}")
-        if x.is_floating_point() and not x.isfinite().all():
-            raise ValueError(f"{name} holds numbers that are not finite")
-
-
-def _expected_tensors(model: PreTrainedModel, index: int) -> dict[str, dict[str, list[int | str]]]:
-    """Returns the shape of every tensor that layer `index` of a cache may have, by part and name. A size that is not in
-    the config has a name: "rows", "columns of recorded", or "state.kv_cache.window".
-    """
-    mixer = model.base_model.modules_with_state[index]
-    with torch.no_grad():
-        state = dict(named_tensors(mixer.initial_state(1, next(mixer.parameters()).dtype)))
-
-    def shapes(part: str) -> dict[str, list[int | str]]:
-        windows = {name: [f"{part}.{WINDOW}"] for name in state if name.startswith(WINDOW)}
-        return {name: ["rows", *(windows.get(name) or x.shape[1:2]), *x.shape[2:]] for name, x in state.items()}
-
-    parts = {"state": shapes("state"), "restart": {"": ["rows"]}}
-    for record in ("recorded", "to_reread"):
-        size = ["rows", f"columns of {record}"]
-        columns = {"inputs": [*size, mixer.input_size], "mask": size, "document_starts": size}
-        parts |= {record: columns, f"{record}.state": shapes(f"{record}.state")}
-        parts[f"{record}.restart"] = parts["restart"]
-        parts[f"{record}.learned"] = {"": size}
-    return {
-        part: {f"{index}.{part}.{name}".removesuffix("."): x for name, x in group.items()}
-        for part, group in parts.items()
-    }
-
-
-def _read_tensors(folder: str | os.PathLike, description: dict[str, Any]) -> SavedMemory:
-    """Reads the file that memory.json names. Raises ValueError if it is not as it was saved, FileNotFoundError if
-    another process removes it during the call.
-    """
+def _read_tensors(folder: Path, description: dict[str, Any]) -> SavedMemory:
+    """Reads the file that memory.json names. Raises ValueError if it is not as it was saved."""
     name = description["file"]
-    file = Path(folder) / name
+    file = folder / name
     if not TENSOR_FILE.fullmatch(name) or not file.is_file():
-        raise ValueError(f"{folder} is damaged: {DESCRIPTION} names the file {name!r:.80}, which is not there")
+        raise ValueError(f"{DESCRIPTION} names the file {name!r:.80}, which is not there")
     if _checksum(file) != description["sha256"]:
-        raise ValueError(f"{file} is damaged or was altered: its sha256 is not the one that {DESCRIPTION} names")
+        raise ValueError(f"{name} is damaged or was altered: its sha256 is not the one that {DESCRIPTION} names")
     with safe_open(file, framework="pt") as opened:
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        metadata = json.loads(opened.metadata()["cache"])
-    return SavedMemory(description, tensors, metadata["num_columns"], metadata["record_past"])
+        scalars = json.loads((opened.metadata() or {})["cache"])
+    num_columns, record_past = scalars["num_columns"], scalars["record_past"]
+    if type(num_columns) is not int or num_columns < 0 or type(record_past) is not bool:
+        raise ValueError(f"{name} has num_columns {num_columns!r:.80} and record_past {record_past!r:.80}")
+    return SavedMemory(description, tensors, num_columns, record_past)
+
+
+class TensorReader:
+    """Hands out the tensors of a file, each once, as parts of the layers of a cache, and checks them against a form:
+    names, dtypes, shapes, finiteness and range. All layers must have the same parts, rows and columns.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor], config: TitansConfig):
+        self.remaining, self.config = dict(tensors), config
+        self.sizes: dict[str, int] = {}  # that a form does not tell; of the first tensor that has one
+
+    def take(self, layer: int, part: str, form: Any) -> Any:
+        """Returns a tree like `form` with the tensors of a part of a layer, as "state"; None if it has none of them.
+
+        Raises ValueError, naming the tensor, if some are missing or cannot be in a cache.
+        """
+        forms = {f"{layer}.{part}.{path}".removesuffix("."): x for path, x in named_tensors(form)}
+        missing = forms.keys() - self.remaining.keys()
+        present = self.sizes.setdefault(part, len(missing) < len(forms))
+        if not present and missing == forms.keys():
+            return None
+        if missing:
+            raise ValueError(f"it lacks the tensor {min(missing)}")
+        if not present:
+            raise ValueError(f"it has the tensor {min(forms)}, which another layer lacks")
+        return with_tensors(form, [self._checked(name, self.remaining.pop(name), x) for name, x in forms.items()])
+
+    def finish(self) -> None:
+        """Raises ValueError for a tensor that was not taken."""
+        if self.remaining:
+            raise ValueError(f"it has the tensor {min(self.remaining)}, which no layer has")
+
+    def _checked(self, name: str, x: Tensor, form: Tensor) -> Tensor:
+        """Returns x. Raises ValueError unless it has the form's dtype, its shape but for rows and columns, and numbers
+        that are finite, and that count tokens or are in the vocabulary where they are integers.
+        """
+        wanted = [self.sizes.setdefault("rows", len(x) if x.dim() else 0), *form.shape[1:]]
+        group, part = name.split(".", 1)[1].rpartition(".")[::2]
+        if x.dim() > 1 and form.shape[1:2] == (0,) and part != "conv_state":  # tokens of a window, or columns
+            most = self.config.kv_cache_length if group.endswith("window") else x.shape[1]
+            wanted[1] = self.sizes.setdefault(f"{group} columns", min(x.shape[1], most))
+        if [*x.shape] != wanted:
+            raise ValueError(f"{name} has the shape {tuple(x.shape)}, not {tuple(wanted)}")
+        autocast = "kv_cache" in name or part in ("conv_state", "inputs")  # their dtype may be that of a call
+        if x.dtype != form.dtype and not (autocast and x.dtype in (torch.bfloat16, torch.float16)):
+            raise ValueError(f"{name} has the dtype {x.dtype}, not {form.dtype}")
+        _check_finite(name, x)
+        if x.dtype == torch.int64:
+            limits = (0, self.config.n_positions)  # numbers of tokens
+        elif x.dtype == torch.int32 and part != "positions":
+            limits = (-1, self.config.vocab_size)  # tokens
+        else:
+            return x
+        if x.numel() and not limits[0] <= x.min() <= x.max() < limits[1]:
+            raise ValueError(
+                f"{name} holds numbers from {x.min()} to {x.max()}, not from {limits[0]} to below {limits[1]}"
+            )
+        return x
+
+
+def _check_finite(name: str, x: Tensor) -> None:
+    if x.is_floating_point() and not x.isfinite().all():
+        raise ValueError(f"{name} holds numbers that are not finite")
+
+
+def _current(folder: Path) -> dict[str, Any] | None:
+    """Returns the description that a folder has now, {} for a damaged one, None for a folder without one."""
+    try:
+        return json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError):
+        return {}
 
 
 def _remove_leftovers(folder: Path) -> None:

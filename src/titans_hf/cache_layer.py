@@ -8,12 +8,13 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from .memory_state import MemoryState, map_tensors, named_tensors, tensors_of, where_rows, with_tensors
+from .memory_state import MemoryState, map_tensors, named_tensors, tensors_of, where_rows
 from .token_grid import Columns, pad_before
 
 
@@ -309,21 +310,18 @@ class TitansCacheLayer(CacheLayerMixin):
         parts = {name: getattr(self, name) for name in ("state", "recorded", "to_reread", "restart")}
         return {path: x for name, part in parts.items() for path, x in named_tensors(part, name)}
 
-    def restore(self, named: dict[str, Tensor], like: LayerState, num_columns: int, record_past: bool) -> None:
-        """Sets the layer to the tensors that `named_tensors` returned; `like` is any state of this layer."""
-        paths = [path for path, _ in named_tensors(like)]
-
-        def state(part: str) -> LayerState | None:
-            present = f"{part}.{paths[0]}" in named
-            return with_tensors(like, [named[f"{part}.{path}"] for path in paths]) if present else None
-
-        self.state, self.restart = state("state"), named.get("restart")
+    def restore(self, take: Callable[[str, Any], Any], like: LayerState, inputs: Tensor) -> None:
+        """Sets the layer to saved tensors. `take(part, form)` returns a tree of them like `form`, None if there are
+        none; like: any state of this layer; inputs: any inputs, of which dtype and last dimension count.
+        """
+        form = RecordedColumns.empty(None, inputs, None)
+        rows, columns = form.mask.any(1), form.mask
+        self.state, self.restart = take("state", like), take("restart", rows)
         for part in ("recorded", "to_reread"):
-            names = ("inputs", "mask", "document_starts", "restart", "learned")
-            columns = [named.get(f"{part}.{name}") for name in names]
-            setattr(self, part, None if columns[0] is None else RecordedColumns(state(f"{part}.state"), *columns))
-        self.record_past, self.is_initialized = record_past, num_columns > 0
-        self.set_num_columns(num_columns)
+            if (record := take(part, form)) is not None:
+                extras = {"state": like, "restart": rows, "learned": columns}
+                record = replace(record, **{name: take(f"{part}.{name}", x) for name, x in extras.items()})
+            setattr(self, part, record)
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replaces every tensor x of the layer by fn(x)."""

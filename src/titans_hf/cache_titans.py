@@ -5,7 +5,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
 from operator import methodcaller
 from pathlib import Path
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 
-from .cache_files import LOCK, SavedMemory, check_tensors, fingerprint, read_memory, write_memory
+from .cache_files import LOCK, SavedMemory, TensorReader, fingerprint, naming_folder, read_memory, write_memory
 from .cache_layer import RecordedColumns, TitansCacheLayer
 from .configuration_titans import VARIANTS, TitansConfig, field_facts
 
@@ -85,6 +85,8 @@ class TitansCache(Cache):
         self.num_decoder_layers, self.layers_with_memory = config.num_hidden_layers, tuple(config.layers_with_memory)
         self.about: dict[str, Any] = {}
         self.is_guarded = False  # by `undone_on_error`
+        # By folder, the description of the memory that was last loaded from it or saved to it: for `write_memory`.
+        self.seen_in_folders: dict[Path, dict[str, Any] | None] = {}
 
     @property
     def batch_size(self) -> int:
@@ -180,7 +182,8 @@ class TitansCache(Cache):
     def __copy__(self) -> "TitansCache":
         """Returns a branch that shares the state so far: both continue without affecting each other."""
         branch = object.__new__(type(self))
-        branch.__dict__ |= vars(self) | {"layers": [copy.copy(x) for x in self.layers], "about": dict(self.about)}
+        branch.__dict__ |= vars(self) | {"layers": [copy.copy(x) for x in self.layers]}
+        branch.about, branch.seen_in_folders = dict(self.about), dict(self.seen_in_folders)
         return branch
 
     def merge(self, other: "TitansCache", weight: float = 0.5) -> None:
@@ -219,12 +222,22 @@ class TitansCache(Cache):
             layer.apply(Tensor.detach)
         return self
 
-    def save_pretrained(self, folder: str | os.PathLike, model: PreTrainedModel) -> None:
+    def save_pretrained(
+        self, folder: str | os.PathLike, model: PreTrainedModel, *, model_fingerprint: dict[str, Any] | None = None
+    ) -> None:
         """Writes `memory.json` and a safetensors file, replacing the memory in the folder atomically: an interrupted
         save leaves the old one. The memory can be loaded only for `model`, with the weights it has now.
 
+        Where this cache was loaded from the folder, or saved to it, and another process has saved there since, the
+        other memory stays, this one goes into a new folder beside it, and an error names both.
+
         The file contains the text that was read: treat it like the text itself. Raises ValueError for the cache of
-        another model and for a model that is sharded or offloaded.
+        another model, for a model that is sharded or offloaded, and for numbers that are not finite; ValueError or
+        OSError, naming the folder, for whatever fails while it is written.
+
+        Args:
+            model_fingerprint: `cache_files.fingerprint(model)`, if the model has not changed since. Otherwise a hash
+                of all weights is computed.
         """
         model = _model_of_transformers(model)
         self.check_fits(model.config, self.batch_size)
@@ -232,30 +245,44 @@ class TitansCache(Cache):
         tensors = {f"{i}.{path}": x for i, layer in enumerate(layers) for path, x in layer.items()}
         num_seen = self.num_tokens_seen
         tokens_seen = [] if num_seen is None else num_seen.tolist()
-        description = {"model": fingerprint(model), "tokens_seen": tokens_seen, "about": self.about}
-        check_tensors(tensors, model)
+        facts = model_fingerprint or fingerprint(model)
+        description = {"model": facts, "tokens_seen": tokens_seen, "about": self.about}
         first = self.layers[0]
-        write_memory(folder, SavedMemory(description, tensors, int(first.num_columns), first.record_past))
+        memory = SavedMemory(description, tensors, int(first.num_columns), first.record_past)
+        write_memory(folder, memory, self.seen_in_folders)
 
     @classmethod
-    def from_pretrained(cls, folder: str | os.PathLike, model: PreTrainedModel, **options) -> "TitansCache":
+    def from_pretrained(
+        cls,
+        folder: str | os.PathLike,
+        model: PreTrainedModel,
+        *,
+        model_fingerprint: dict[str, Any] | None = None,
+        **options,
+    ) -> "TitansCache":
         """Loads the memory of a folder, bit for bit, for the model that created it. The file is memory-mapped.
-        `options` are the keyword arguments of the class.
+        `options` are the keyword arguments of the class; `model_fingerprint` as in `save_pretrained`.
 
-        Raises FileNotFoundError for a folder without a memory, and ValueError, naming what differs, for the memory of a
-        model with another config, dtype or weights, for a file that was truncated or altered, and for a newer format.
+        Raises FileNotFoundError for a folder without a memory; otherwise ValueError or OSError, naming the folder and
+        what differs, for the memory of a model with another config, dtype or weights, for a file that was truncated or
+        altered, for tensors that no cache of the model has, and for another format.
         """
         model = _model_of_transformers(model)
-        saved = read_memory(folder, model)
+        saved = read_memory(folder, model_fingerprint or fingerprint(model))
         cache = cls(model.config, **options)
-        cache.about = saved.description["about"]
-        for i, (layer, module) in enumerate(zip(cache.layers, model.base_model.modules_with_state, strict=True)):
-            named = {path.removeprefix(f"{i}."): x for path, x in saved.tensors.items() if path.startswith(f"{i}.")}
-            parameter = next(module.parameters())
-            with torch.no_grad():
-                like = module.initial_state(1, parameter.dtype)
-            layer.restore(named, like, saved.num_columns, saved.record_past)
-            layer.apply(methodcaller("to", parameter.device))
+        with naming_folder(folder, "loaded"):
+            cache.about = dict(saved.description["about"])
+            reader = TensorReader(saved.tensors, model.config)
+            for i, (layer, module) in enumerate(zip(cache.layers, model.base_model.modules_with_state, strict=True)):
+                parameter = next(module.parameters())
+                with torch.no_grad():
+                    like = module.initial_state(1, parameter.dtype)
+                layer.restore(partial(reader.take, i), like, parameter.new_zeros(1, 0, module.input_size))
+                layer.record_past, layer.is_initialized = saved.record_past, saved.num_columns > 0
+                layer.set_num_columns(saved.num_columns)
+                layer.apply(methodcaller("to", parameter.device))
+            reader.finish()
+        cache.seen_in_folders[Path(folder).resolve()] = saved.description
         return cache
 
     def push_to_hub(self, repo_id: str, model: PreTrainedModel, *, private: bool = True, **kwargs) -> CommitInfo:

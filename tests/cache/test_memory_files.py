@@ -2,12 +2,13 @@
 
 import json
 import shutil
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from common import ATTENTIONS, VARIANTS, assert_same, left_pad, make_ids, make_model, read, shared_model
+from common import ATTENTIONS, VARIANTS, left_pad, make_ids, make_model, read, shared_model
 from covering import covering
 from memory_folders import IDS, assert_equal, names, saved
 
@@ -177,12 +178,36 @@ def test_push_to_hub(monkeypatch, memory):
     assert_equal(TitansCache.from_pretrained(folder / "pushed", model), cache)
 
 
-def test_about_may_not_be_anything(tmp_path):
-    """An `about` that is not JSON raises TypeError and keeps the earlier memory."""
-    model = shared_model("mag")
-    cache = read(model, IDS)[1]
-    cache.save_pretrained(tmp_path, model)
-    cache.about = {"when": object()}
-    with pytest.raises(TypeError, match="not JSON serializable"):
-        cache.save_pretrained(tmp_path, model)
-    assert_same(TitansCache.from_pretrained(tmp_path, model).get_seq_length(), 60)
+@pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="limits the size of files on Unix alone")
+def test_a_full_disk_leaves_the_memory_before(memory):
+    """A save that the disk has no room for raises OSError, which names the folder, and keeps the earlier memory."""
+    import resource
+
+    model, folder = memory
+    before, limits = names(folder), resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+        with pytest.raises(OSError, match=f"the memory in {folder} cannot be saved: .*File too large"):
+            read(model, IDS[:, ::2])[1].save_pretrained(folder, model)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert names(folder) == before
+    assert TitansCache.from_pretrained(folder, model).get_seq_length() == 60
+
+
+def test_what_another_has_saved_is_not_lost(memory):
+    """A save over what another process has saved since is kept beside it, and an error names the place."""
+    model, folder = memory
+    ours, theirs = (TitansCache.from_pretrained(folder, model) for _ in range(2))
+    for cache, ids in ((ours, IDS[:, :7]), (theirs, IDS[:, 7:20])):
+        read(model, ids, cache=cache)
+    theirs.save_pretrained(folder, model)
+    with pytest.raises(ValueError, match=f"cannot be saved: another process .* kept in {folder}-") as error:
+        ours.save_pretrained(folder, model)
+    assert_equal(TitansCache.from_pretrained(folder, model), theirs)
+    assert_equal(TitansCache.from_pretrained(str(error.value).rpartition(" ")[2], model), ours)
+    read(model, IDS[:, :5], cache=theirs)
+    theirs.save_pretrained(folder, model)  # its own save is no other process's
+    assert TitansCache.from_pretrained(folder, model).get_seq_length() == 78

@@ -36,7 +36,7 @@ def changed(model: PreTrainedModel, name: str) -> PreTrainedModel:
 def test_the_memory_of_another_model_is_refused(make, message, memory):
     """A memory of a model with other weights, dtype or settings raises an error that names the difference."""
     model, folder = memory
-    with pytest.raises(ValueError, match="is the memory of another model") as error:
+    with pytest.raises(ValueError, match="it is the memory of another model") as error:
         TitansCache.from_pretrained(folder, make(model))
     assert message in str(error.value)
 
@@ -76,7 +76,7 @@ def half_a_description(folder):
         (cut, "is damaged or was altered: its sha256"),
         (alter, "is damaged or was altered: its sha256"),
         (remove, "names the file 'memory-.*', which is not there"),
-        (half_a_description, "memory.json is damaged: JSONDecodeError"),
+        (half_a_description, "cannot be loaded: Unterminated string"),
         (
             lambda folder: describe(folder, format_version=4),
             "has the format 'titans-memory', version 4, not 'titans-memory', version 3",
@@ -85,8 +85,8 @@ def half_a_description(folder):
         (lambda folder: describe(folder, format_version=None), "has the format 'titans-memory', version None"),
         (lambda folder: describe(folder, file="../memory.json"), "names the file '../memory.json'"),
         (
-            lambda folder: (folder / "memory.json").write_text('{"format": "titans-memory", "format_version": 3}'),
-            "is damaged: KeyError",
+            lambda folder: describe(folder, "file"),
+            "cannot be loaded: it lacks 'file'",
         ),
     ],
 )

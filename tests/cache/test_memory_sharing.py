@@ -24,8 +24,8 @@ def memory_of(number: int) -> TitansCache:
 def save_in_turn(number: int, folders: list[Path], barrier, errors) -> None:
     """Process: saves its memory into each folder at the same moment as the other processes."""
     torch.set_num_threads(1)
-    cache = memory_of(number)
     for folder in folders:
+        cache = memory_of(number)  # a new one replaces what is there, whoever has saved it
         barrier.wait(60)
         try:
             cache.save_pretrained(folder, shared_model("mag"))
