@@ -32,12 +32,14 @@ CACHE_NAME = next(
 def rename_cache(arguments: dict[str, Any], name: str = "cache") -> dict[str, Any]:
     """Returns keyword arguments whose cache has the given name, whichever of its two names it had.
 
-    Raises ValueError for a cache by each name.
+    Raises ValueError for a cache by each name, and for a cache by any other name: it would not be read.
     """
     given = [arguments[x] for x in CACHE_NAMES if arguments.get(x) is not None]
     if len(given) > 1:
         raise ValueError("`past_key_values` must be None with `cache`: both are names of the cache.")
     others = {x: value for x, value in arguments.items() if x not in CACHE_NAMES}
+    if unread := next((x for x, value in others.items() if isinstance(value, Cache)), None):
+        raise ValueError(f"`{unread}` is a {type(others[unread]).__name__}, but a cache is only read as `cache`.")
     return others | {name: given[0]} if given else others
 
 

@@ -1,20 +1,24 @@
 """Configuration of Titans models ("Titans: Learning to Memorize at Test Time", arXiv 2501.00663)."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field, fields, is_dataclass
+from difflib import get_close_matches
 from functools import cache
 from inspect import get_annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
+from transformers.utils import logging
 
 from .parallel_titans import tensor_parallel_plan
 
 if TYPE_CHECKING:  # never executed: makes save_pretrained copy every sibling module
     # docs/dev/log.md: "A checkpoint's code is what its config's file names"
     from .heads_titans import TitansHead  # noqa: F401
+
+logger = logging.get_logger(__name__)
 
 # The classes that load a checkpoint where this package is not installed, whichever class it was saved from.
 AUTO_MAP = {
@@ -26,9 +30,13 @@ AUTO_MAP = {
     "AutoModelForTokenClassification": "heads_titans.TitansForTokenClassification",
 }
 # Version of the fields' meaning. It rises when the function that a saved model computes changes.
-# 1: with the delta rule, hidden layers take steps of theta / (2 memory_chunk_size), and eta is at most 1/3.
-# 2: those steps are theta / 128 at most.
 TITANS_VERSION = 2
+OWN_NAMES = ("memory_", "token_memory_")  # so begin the names of fields that no other config has
+# Keywords of any config, which are no attributes of its class.
+TRANSFORMERS_NAMES = {
+    *("attn_implementation", "experts_implementation", "per_layer_config", "auto_map", "quantization_config"),
+    *("rope_scaling", "rope_theta", "partial_rotary_factor", *vars(GenerationConfig())),
+}
 VARIANTS = ("mac", "mag", "mal", "lmm")
 WITH_ATTENTION = ("mac", "mag", "mal")
 WITH_WINDOW = ("mag", "mal")
@@ -209,10 +217,11 @@ class TitansConfig(PreTrainedConfig):
             Loss in nats, from which a token is a surprise, which the episodic token memory writes.
 
         titans_version (`int`, *optional*):
-            Version of the fields' meaning. A saved config of another version is read if its model's function is the
-            same, and otherwise refused. Not to be given.
+            Version of the fields' meaning. A saved config of another version is refused. Not to be given.
 
-    Raises `ValueError` or huggingface_hub's `StrictDataclassError`, naming the field, for a value that is not possible.
+    Raises `ValueError` or huggingface_hub's `StrictDataclassError`, naming the field, for a value that is not possible,
+    and `ValueError` for an unknown keyword that begins as the fields of a memory do. A saved config may have such a
+    field of a newer version: loading it warns. Any other unknown keyword warns.
     """
 
     model_type = "titans"
@@ -335,10 +344,14 @@ class TitansConfig(PreTrainedConfig):
                 f"`memory_form` cannot become {form!r} in a saved config, whose fields were made for {saved!r}: give "
                 "the fields that are to change."
             )
-        given = {name: kwargs.pop(name) for name in field_facts(cls) if name.startswith("memory_") and name in kwargs}
+        given = {name: kwargs.pop(name) for name in [*kwargs] if name.startswith(OWN_NAMES)}
+        for name in [name for name in config_dict if name.startswith(OWN_NAMES) and name not in field_facts(cls)]:
+            logger.warning_once(f"`{name}` in a saved config has no effect: this titans_hf has no such field.")
+            config_dict = {x: value for x, value in config_dict.items() if x != name}
         return super().from_dict(config_dict | given, **kwargs)
 
     def __post_init__(self, **kwargs):
+        _check_names(kwargs, field_facts(type(self)))
         self._check_version()
         self._check_ranges()
         for name in self._fields_to_derive():
@@ -350,35 +363,12 @@ class TitansConfig(PreTrainedConfig):
 
     def _check_version(self) -> None:
         """Raises ValueError for a saved config whose model would compute another function with this code."""
-        version, self.titans_version = self.titans_version, TITANS_VERSION
-        if version is None and self.transformers_version is not None:  # written by save_pretrained
-            version = 0
-        if version in (None, TITANS_VERSION):
-            return
-        if version > TITANS_VERSION:
+        if self.titans_version not in (None, TITANS_VERSION):
             raise ValueError(
-                f"`titans_version` must be at most {TITANS_VERSION} here, but is {version}: a newer titans_hf saved it."
+                f"`titans_version` must be {TITANS_VERSION} here, but is {self.titans_version}: a titans_hf saved it "
+                "whose models compute something else."
             )
-        if missing := self._fields_to_derive():
-            raise ValueError(
-                f"`{missing[0]}` must be given in a config that was saved without `titans_version`, but is not: its "
-                "default was another one, which depends on the version of titans_hf that saved it."
-            )
-        if self.token_memory_entries:
-            raise ValueError(
-                f"`titans_version` must be {TITANS_VERSION} for a model with `token_memory_entries`, but is {version}: "
-                "the entries of an older titans_hf held less. Convert the original again, and fit the memory again."
-            )
-        hidden_steps_differ = self.memory_depth > 1 and (version < 1 or self.memory_chunk_size < 64)
-        momentum_differs = self.memory_momentum and version < 1
-        if self.memory_update_rule == "delta" and self.memory_max_lr and (hidden_steps_differ or momentum_differs):
-            raise ValueError(
-                f"`titans_version` must be {TITANS_VERSION} for a model with memory_update_rule='delta', memory_depth="
-                f"{self.memory_depth}, memory_momentum={self.memory_momentum} and memory_chunk_size="
-                f"{self.memory_chunk_size}, but is {version}: an older titans_hf saved it, whose steps of hidden "
-                "layers or whose momentum were larger. Load it with that version, or "
-                f'write "titans_version": {TITANS_VERSION} into its config.json and train on.'
-            )
+        self.titans_version = TITANS_VERSION
 
     def _fields_to_derive(self) -> list[str]:
         """Returns the derived fields that have no value yet."""
@@ -510,6 +500,20 @@ class TitansConfig(PreTrainedConfig):
                 "`rope_parameters['partial_rotary_factor']` must be between 0 and 1 and make an even share of "
                 f"`head_dim` ({self.head_dim}), but is {self.rope_parameters['partial_rotary_factor']}."
             )
+
+
+def _check_names(kwargs: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raises ValueError for an unknown keyword that begins as a field of a memory does, and warns of any other that
+    Transformers does not know. `names`: the fields.
+    """
+    for name in kwargs:
+        if name in TRANSFORMERS_NAMES or name.startswith("_") or hasattr(PreTrainedConfig, name):
+            continue
+        similar = get_close_matches(name, names, 1)
+        text = f"`{name}` is no field of TitansConfig" + (f": is `{similar[0]}` meant?" if similar else ".")
+        if name.startswith(OWN_NAMES):
+            raise ValueError(text)
+        logger.warning_once(f"{text} It is kept as an attribute, and has no effect.")
 
 
 def _rope_parameters(given: dict, partial_rotary_factor: float) -> dict:

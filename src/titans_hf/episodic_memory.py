@@ -153,7 +153,8 @@ class EpisodicMemory(nn.Module):
             last = before.conv_state[..., keys.shape[-1] :].to(hidden_states.dtype)
             states = torch.cat([last, hidden_states], dim=1)
             logits, losses = self._logits_and_losses(states, tokens, head, num_kept, places)
-        is_surprise = (losses >= self.config.token_memory_threshold) & columns.learns
+        writes = columns.learns and self.config.memory_max_lr > 0
+        is_surprise = (losses >= self.config.token_memory_threshold) & writes
         # In float32, which holds all numbers of tokens exactly: inputs that a crop reads again are one tensor.
         parts = (hidden_states, is_surprise[..., None], losses[..., None], tokens[..., None])
         inputs = torch.cat([keys, *(x.to(keys.dtype) for x in parts)], dim=-1)

@@ -306,3 +306,14 @@ def test_the_cache_has_two_names():
     for call in (model, model.generate):
         with pytest.raises(ValueError, match="`past_key_values` must be None with `cache`"):
             call(ids[:, 20:], cache=cache, past_key_values=cache)
+
+
+def test_a_cache_by_an_unknown_name_is_an_error():
+    """A cache under a name that is not read, as after one more change of the name, raises an error: generation would
+    otherwise be wrong without a word.
+    """
+    model, ids = shared_model("mag"), make_ids(1, 30)
+    cache = read(model, ids[:, :20])[1]
+    for call in (model, model.model, model.generate):
+        with pytest.raises(ValueError, match="`kv_state` is a TitansCache, but a cache is only read as `cache`"):
+            call(ids[:, 20:], kv_state=cache)

@@ -115,6 +115,14 @@ def test_an_empty_ring_leaves_the_logits_as_they_are():
     assert torch.equal(mixed[:, :6], plain[:, :6]) and not torch.equal(mixed, plain)
 
 
+def test_memory_off_writes_nothing():
+    """With memory_max_lr = 0 no entry is written, which a larger rate writes."""
+    model, ids = make_model("mag", **CHANGES, memory_max_lr=0), make_ids(1, 30)
+    assert ring_of(read(model, ids)[1]).tokens.max() < 0
+    model.config.memory_max_lr = 0.5
+    assert ring_of(read(model, ids)[1]).tokens.max() >= 0
+
+
 def test_documents_and_padding():
     """Packed documents have the logits that each has alone, with padding anywhere and after a cache, and the ring that
     is left is that of the last document.

@@ -11,7 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.testing_utils import CaptureLogger
 
-from titans_hf import TitansConfig, TitansForCausalLM, TitansTimeSeriesConfig
+from titans_hf import TitansConfig, TitansForCausalLM, TitansTimeSeriesConfig, configuration_titans
 from titans_hf.configuration_titans import TITANS_VERSION, field_facts
 from titans_hf.token_layout import logger
 
@@ -147,34 +147,53 @@ def test_fields_beside_a_file_come_before_those_that_derive_from_them(tmp_path):
     assert all(getattr(config, name) == getattr(expected, name) for name in DEFAULTS)
 
 
-def test_a_config_of_another_version_is_read_or_refused(tmp_path):
-    """A config that was saved without `titans_version` is read where the function of its model is the same, and refused
-    by name where a field is missing or means something else now; one of a newer version is refused.
+def test_a_config_of_another_version_is_refused(tmp_path):
+    """A saved config of another version, whose model computes something else, is refused."""
+    config = make_config("lmm")
+    config.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).titans_version == TITANS_VERSION
+    config.titans_version = TITANS_VERSION + 1
+    config.save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=f"`titans_version` must be {TITANS_VERSION} here, but is {TITANS_VERSION + 1}"
+    ):
+        AutoConfig.from_pretrained(tmp_path)
+
+
+def warnings_of(make) -> tuple[TitansConfig, str]:
+    """Returns what `make()` returns, and the text of its warnings."""
+    configuration_titans.logger.warning_once.cache_clear()
+    with CaptureLogger(configuration_titans.logger) as captured:
+        made = make()
+    return made, captured.out
+
+
+def test_a_misspelt_field_is_no_silent_ablation(tmp_path):
+    """An unknown keyword that begins as a field of a memory is an error that names the field that was meant; another
+    one is a warning.
     """
+    for make in (TitansConfig, lambda **given: AutoConfig.from_pretrained(tmp_path, **given)):
+        with pytest.raises(ValueError, match="`memory_from` is no field of TitansConfig: is `memory_form` meant"):
+            TitansConfig().save_pretrained(tmp_path)
+            make(memory_from="delta")
+    config, text = warnings_of(lambda: TitansConfig(sliding_windw=5, note="mine"))
+    assert "`sliding_windw` is no field of TitansConfig: is `sliding_window` meant?" in text and "`note`" in text
+    assert config.sliding_window == 512 and config.note == "mine"
 
-    def load(changes: dict, missing: tuple[str, ...] = ("titans_version",), **saved_too) -> TitansConfig:
-        saved = make_config("lmm", **changes).to_dict() | saved_too
-        (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in saved.items() if k not in missing}))
-        return AutoConfig.from_pretrained(tmp_path)
 
-    same = [dict(memory_update_rule="chunk"), dict(memory_update_rule="delta", memory_depth=1, memory_momentum=False)]
-    for changes in (*same, PAPER, dict(memory_update_rule="delta", memory_max_lr=0)):
-        loaded = load(changes)
-        assert loaded.titans_version == TITANS_VERSION
-        assert all(getattr(loaded, name) == value for name, value in changes.items() if name != "rope_parameters")
-    for changes in (dict(memory_depth=2, memory_momentum=False), dict(memory_depth=1, memory_momentum=True)):
-        with pytest.raises(ValueError, match="`titans_version` must be 2 for a model with memory_update_rule='delta'"):
-            load(changes | {"memory_update_rule": "delta"})
-    deep = dict(memory_update_rule="delta", memory_depth=2)  # before hidden layers' steps had a limit
-    assert load(deep | {"memory_chunk_size": 64}, (), titans_version=1).titans_version == TITANS_VERSION
-    with pytest.raises(ValueError, match="memory_chunk_size=32, but is 1"):
-        load(deep | {"memory_chunk_size": 32}, (), titans_version=1)
-    with pytest.raises(ValueError, match="`memory_update_rule` must be given in a config that was saved without"):
-        load({}, missing=("titans_version", "memory_update_rule"))
-    with pytest.raises(ValueError, match="`titans_version` must be 2 for a model with `token_memory_entries`"):
-        load({"token_memory_form": "episodic", "token_memory_entries": 9}, (), titans_version=1)
-    with pytest.raises(ValueError, match="`titans_version` must be at most 2 here, but is 3"):
-        TitansConfig(titans_version=3)
+def test_what_transformers_and_other_versions_add_to_a_config(tmp_path):
+    """Keywords of any config are taken without a word; a saved field of a newer version is a warning."""
+    others = dict(num_labels=3, torch_dtype="float32", attn_implementation="eager", output_attentions=True)
+    others |= dict(max_length=9, temperature=0.5, _commit_hash="1", auto_map={}, rope_theta=9.0)
+    config, text = warnings_of(lambda: TitansConfig(**others))
+    assert config.num_labels == 3 and not text
+    config.save_pretrained(tmp_path)
+    assert warnings_of(lambda: AutoConfig.from_pretrained(tmp_path))[1] == ""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"memory_of_2030": 1}))
+    loaded, text = warnings_of(lambda: AutoConfig.from_pretrained(tmp_path))
+    assert "`memory_of_2030` in a saved config has no effect" in text
+    assert not hasattr(loaded, "memory_of_2030")
 
 
 def test_updates_that_can_overshoot_warn(tmp_path):
