@@ -3,8 +3,9 @@
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 
-from titans_hf.cli.shared.time_series import Scaling, Series, Windows
+from titans_hf.cli.shared.time_series import Scaling, Windows
 
 DAYS_OF_A_MONTH = 30  # as in the benchmark: 12, 4 and 4 months are 8,640, 2,880 and 2,880 hours
 
@@ -18,7 +19,7 @@ class Splits(NamedTuple):
     scaling: Scaling
 
 
-def rows_of_parts(times: np.ndarray, parts: list[float]) -> list[range]:
+def rows_of_parts(times: pd.DatetimeIndex, parts: list[float]) -> list[range]:
     """Splits T rows in time: three months of 30 days each, or three shares where they sum to at most 1.
 
     Raises ValueError for parts that are not positive, for shares above 1 in sum and for more months than the rows span.
@@ -43,17 +44,17 @@ def rows_of_parts(times: np.ndarray, parts: list[float]) -> list[range]:
     return [range(end - length, end) for length, end in zip(rows, ends, strict=True)]
 
 
-def make_splits(series: Series, parts: list[float], look_back: int, horizon: int) -> Splits:
+def make_splits(series: pd.DataFrame, parts: list[float], look_back: int, horizon: int) -> Splits:
     """Splits a series in time, scales it by the training part, and cuts the windows of each part.
 
     Raises ValueError for a part that has no window, and for a channel that is constant while training.
     """
-    rows = rows_of_parts(series.times, parts)
-    train = series.values[: rows[0].stop]
+    rows = rows_of_parts(series.index, parts)
+    train = series.to_numpy()[: rows[0].stop]
     if (constant := train.max(0) == train.min(0)).any():
-        raise ValueError(f"the channel {series.names[int(np.argmax(constant))]} is constant in the training part")
+        raise ValueError(f"the channel {series.columns[constant.argmax()]} is constant in the training part")
     scaling = Scaling.of(train)
-    values = scaling.scale(series.values)
+    values = scaling.scale(series.to_numpy())
     windows = [Windows(values, part, look_back, horizon) for part in rows]
     for name, part, these in zip(("training", "validation", "test"), rows, windows, strict=True):
         if not len(these):

@@ -11,6 +11,7 @@ from argparse import Namespace
 from itertools import product
 from pathlib import Path
 
+import pandas as pd
 from torch.utils.data import DataLoader
 
 from eval.common.harness import check_options, make_parser, reported, run_of
@@ -20,7 +21,7 @@ from eval.forecasting.models import BASELINES, NAMES, build_model, config_of, fo
 from eval.forecasting.training import INPUTS, Run, make_run
 from titans_hf import TitansTimeSeriesConfig
 from titans_hf.cli.shared.command_line import run_command
-from titans_hf.cli.shared.time_series import Series, read_series, uneven_step
+from titans_hf.cli.shared.time_series import digest_of, read_series, uneven_step
 from titans_hf.time_series_titans import LOSSES
 
 POSITIVE = ("look_back", "max_steps", "eval_steps", "patience")
@@ -49,7 +50,7 @@ def parse_args(argv: list[str] | None) -> Namespace:
     return parser.parse_args(argv)
 
 
-def make_runs(args: Namespace, series: dict[str, Series]) -> list[Run]:
+def make_runs(args: Namespace, series: dict[str, pd.DataFrame]) -> list[Run]:
     """Makes the runs of the command; raises ValueError for options with which a run is not possible."""
     settings = check_options(args, **dict.fromkeys(POSITIVE, 1), horizons=1, cycle_length=0)
     if args.label in BASELINES:
@@ -58,13 +59,13 @@ def make_runs(args: Namespace, series: dict[str, Series]) -> list[Run]:
     changes = f"-cycle{args.cycle_length}" * bool(args.cycle_length) + f"-{args.loss}" * (args.loss != "mse")
     runs = []
     for data, horizon, model, seed in product(series, args.horizons, args.models, args.seeds):
-        own = {"data": data, "digest": series[data].digest, "model": model, "horizon": horizon, "seed": seed}
+        own = {"data": data, "digest": digest_of(series[data]), "model": model, "horizon": horizon, "seed": seed}
         own |= {"row": model.replace("titans", args.label or "titans") + changes}
         runs.append(run_of(Run, args, settings=settings if model.startswith("titans") else {}, **own))
     for run in {(run.data, run.horizon, run.model): run for run in runs}.values():
         of_run = series[run.data]
         window = next(iter(DataLoader(make_splits(of_run, run.split, run.look_back, run.horizon).train)))
-        model = build_model(run.model, run.task(len(of_run.names)), run.settings)
+        model = build_model(run.model, run.task(len(of_run.columns)), run.settings)
         forecasts(model, *(window[name] for name in INPUTS))
     return runs
 
@@ -76,11 +77,11 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"two DATA.csv have the same name: {', '.join(map(str, args.files))}")
     runs = make_runs(args, series)
     for name, one in series.items():
-        if args.cycle_length and (row := uneven_step(one.times)) is not None:
+        if args.cycle_length and (row := uneven_step(one.index)) is not None:
             print(f"{name}: row {row} is not at the usual step: --cycle_length counts rows, not time", flush=True)
 
     def config_for(run: Run) -> TitansTimeSeriesConfig | None:
-        return config_of(run.model, run.task(len(series[run.data].names)), run.settings)
+        return config_of(run.model, run.task(len(series[run.data].columns)), run.settings)
 
     with reported("forecasting", tables, runs, config_for, args.output):
         for run in runs:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from torch import nn
 
@@ -15,7 +16,7 @@ from eval.forecasting.data import make_splits
 from eval.forecasting.models import ForecastTask, build_model, config_of, forecasts
 from eval.forecasting.tables import METRICS, WITHOUT_LAST
 from titans_hf.cli.shared.fitting import fit_forecaster
-from titans_hf.cli.shared.time_series import Series, Windows
+from titans_hf.cli.shared.time_series import Windows
 
 DECIMALS = 5
 LAST_BATCHES = (32, 64, 128, 256, 512)  # sizes of batches; published code may drop an incomplete last batch
@@ -73,13 +74,13 @@ def scores_without_last_batch(errors: torch.Tensor) -> dict[str, dict[str, float
     return {str(size): mean_scores(errors[:count]) for size, count in counted.items() if count}
 
 
-def make_run(run: Run, series: Series, output: Path) -> Record:
+def make_run(run: Run, series: pd.DataFrame, output: Path) -> Record:
     """Trains by AdamW with a cosine to 0, and scores the weights of the lowest validation loss, unless the folder
     `output` has the record.
 
     Raises ValueError where no validation loss was a number.
     """
-    task = run.task(len(series.names))
+    task = run.task(len(series.columns))
 
     def make() -> dict[str, Any]:
         splits = make_splits(series, run.split, run.look_back, run.horizon)

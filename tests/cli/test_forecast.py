@@ -8,14 +8,14 @@ from covering import in_one_test
 from series_files import write_series
 
 from titans_hf import TitansForTimeSeriesPrediction
-from titans_hf.cli.forecast import main
-from titans_hf.cli.shared.time_series import Scaling, frequency_of, read_series, steps_between, times_after
+from titans_hf.cli import forecast
+from titans_hf.cli.shared.time_series import Scaling, frequency_of, read_series, steps_between
 
 STEPS = ["--max_steps", "2", "--eval_steps", "1", "--look_back", "16", "--batch_size", "8"]
 
 
 def call(data, output, *options) -> pd.DataFrame:
-    main([str(data), "--output", str(output), *map(str, options)])
+    forecast.main([str(data), "--output", str(output), *map(str, options)])
     return pd.read_csv(output / "forecast.csv", index_col=0, parse_dates=True)
 
 
@@ -47,8 +47,8 @@ def test_rows_are_the_forecast_of_the_last_rows(trained):
     """The rows are what the saved model forecasts from the last `look_back` rows, scaled by its training part."""
     data, output, future = trained
     model, series = TitansForTimeSeriesPrediction.from_pretrained(output), read_series(data)
-    scaling = Scaling.of(series.values[:80])
-    past = scaling.scale(series.values[-16:])[None]
+    scaling = Scaling.of(series.to_numpy()[:80])
+    past = scaling.scale(series.to_numpy()[-16:])[None]
     expected = model.generate(past, cycle_position=torch.tensor([84 % 24])).sequences[0]
     np.testing.assert_allclose(future, scaling.unscale(expected), rtol=1e-10, atol=1e-6)
 
@@ -65,23 +65,44 @@ def test_a_saved_model_goes_on(trained, tmp_path):
     assert len(longer) == 25 and not (tmp_path / "longer" / "model.safetensors").exists()
 
 
-@in_one_test(
-    "first,frequency,expected",
-    [
-        ("2020-01-31", "ME", ["2021-01-31", "2021-02-28"]),
-        ("2020-01-01", "MS", ["2021-01-01", "2021-02-01"]),
-        ("2020-01-01", "B", ["2020-01-17", "2020-01-20"]),
-        ("2020-01-01", "15min", ["2020-01-01 03:00", "2020-01-01 03:15"]),
-    ],
-)
-def test_times_follow_the_calendar(first, frequency, expected):
-    """The times after 12 rows are those of the calendar; a row that is left out does not change an equal step."""
-    times = pd.date_range(first, periods=12, freq=frequency)
-    found = frequency_of(times.to_numpy())
-    assert list(times_after(times[-1], found, 2)) == list(pd.to_datetime(expected))
-    assert steps_between(times[0], times[-1], found) == 11 and steps_between(times[-1], times[0], found) == -11
+@in_one_test("frequency", ["ME", "MS", "B", "15min"])
+def test_times_follow_the_calendar(frequency, trained, tmp_path):
+    """The times that follow a series are those of the calendar: month ends, first days, business days; and a row that
+    is left out of a series at equal steps changes no step.
+    """
+    _, folder, _ = trained
+    model, facts = forecast.load(folder)
+    times = pd.date_range("2020-01-01", periods=42, freq=frequency)
+    facts |= {"frequency": frequency, "last_time": str(times[20])}
+    series = pd.DataFrame(1.0, times[:40], ["c0", "c1"])
+    assert list(forecast.forecast(model, facts, series, 2).index) == list(times[40:])
+    assert steps_between(times[0], times[-1], frequency) == 41 and steps_between(times[-1], times[0], frequency) == -41
     if frequency == "15min":
-        assert frequency_of(times.delete(5).to_numpy()) == "15min"
+        assert frequency_of(times.delete(5)) == "15min"
+
+
+def test_a_model_is_saved_before_its_errors_are_measured(tmp_path, monkeypatch):
+    """A training is not lost if measuring the errors fails: the saved model forecasts. Neither the evaluation nor the
+    measurement takes more windows at once than --batch_size; else 200 columns would need a gigabyte.
+    """
+    sizes, run = [], TitansForTimeSeriesPrediction.forward
+    monkeypatch.setattr(
+        TitansForTimeSeriesPrediction,
+        "forward",
+        lambda self, past_values, *args, **kwargs: (
+            sizes.append(len(past_values)) or run(self, past_values, *args, **kwargs)
+        ),
+    )
+    data = write_series(tmp_path / "waves.csv", rows=200)
+    call(data, tmp_path / "whole", "--horizon", 8, *STEPS)
+    assert max(sizes) == 8
+    monkeypatch.setattr(forecast, "absolute_errors", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        call(data, tmp_path / "model", "--horizon", 8, *STEPS)
+    pd.testing.assert_frame_equal(
+        call(data, tmp_path / "out", "--model", tmp_path / "model"),
+        call(data, tmp_path / "out", "--model", tmp_path / "whole"),
+    )
 
 
 def bad_data(folder, number=100, freq="h"):

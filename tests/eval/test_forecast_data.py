@@ -15,7 +15,7 @@ HOURS = pd.date_range("2020-01-01", periods=1000, freq="h")
 def test_months_are_of_thirty_days():
     """12, 4 and 4 months of hours are 8,640, 2,880 and 2,880 rows, of quarter hours four times as many."""
     for freq, per_hour in (("h", 1), ("15min", 4)):
-        times = pd.date_range("2016-07-01", periods=17_420 * per_hour, freq=freq).to_numpy()
+        times = pd.date_range("2016-07-01", periods=17_420 * per_hour, freq=freq)
         ends = [0, 8640 * per_hour, 11520 * per_hour, 14400 * per_hour]
         assert rows_of_parts(times, [12, 4, 4]) == [range(*ends[i : i + 2]) for i in range(3)]
     assert rows_of_parts(times[:10], [0.5, 0.2, 0.3]) == [range(0, 5), range(5, 7), range(7, 10)]
@@ -60,47 +60,97 @@ def test_a_constant_that_is_no_binary_fraction_is_constant(tmp_path):
         make_splits(read_series(tmp_path / "x.csv"), [0.7, 0.1, 0.2], 24, 8)
 
 
-@in_one_test("unit", ["s", "ms", "us", "ns"])
-def test_numbers_are_times_since_1970(unit):
-    """Numbers are read in the unit that their size shows."""
-    numbers = pd.Series(HOURS.astype(f"datetime64[{unit}]").astype("int64"))
-    assert (read_times(numbers, None) == HOURS.to_numpy()).all()
+HALF_HOURS, LONG = (
+    pd.date_range("2020-01-20", periods=99, freq="30min"),
+    pd.date_range("2019-11-01", periods=99, freq="MS"),
+)
+SINCE_1970 = (HALF_HOURS - pd.Timestamp(0)) // pd.Timedelta("1s")
 
 
-def test_numbers_are_dates():
-    """Numbers as 20240131, and years, are dates."""
-    days = pd.date_range("2024-01-25", periods=20)
-    assert (read_times(pd.Series(days.strftime("%Y%m%d").astype(int)), None) == days.to_numpy()).all()
-    years = read_times(pd.Series([1999, 2000, 2001]), None)
-    assert years.astype("datetime64[Y]").astype(str).tolist() == ["1999", "2000", "2001"]
+@in_one_test(
+    "column,times",
+    [
+        *((SINCE_1970 * 1000**n, HALF_HOURS) for n in range(4)),
+        (SINCE_1970 + 0.5, HALF_HOURS + pd.Timedelta("500ms")),
+        *(
+            (HALF_HOURS.strftime(form), HALF_HOURS)
+            for form in ("%Y%m%d%H%M", "%m/%d/%Y %I:%M:%S %p", "%Y-%m-%dT%H:%MZ")
+        ),
+        *((LONG.strftime(form), LONG) for form in ("%Y%m", "%Y-%m", "%m/%Y", "%Y%m%d", "%d %B %Y")),
+        *(
+            (x.strftime(form), x)
+            for x in (LONG[:1].append(LONG + pd.Timedelta("13D")),)
+            for form in ("%d/%m/%Y", "%m/%d/%Y")
+        ),
+        (range(1700, 1720), pd.date_range("1700-01-01", periods=20, freq="YS")),
+        (["1.1.2020", "13.1.2020"], pd.to_datetime(["2020-01-01", "2020-01-13"])),
+        (
+            ["2020-01-01", "2020-01-01 00:00:00.5"],
+            pd.to_datetime(["2020-01-01", "2020-01-01 00:00:00.5"], format="ISO8601"),
+        ),
+    ],
+)
+def test_dates_are_read_in_the_format_of_the_column(column, times):
+    """Dates, numbers that are dates, and times since 1970 are read in the one format in which the column increases."""
+    assert (read_times(pd.Series(list(map(str, column))), None) == times).all()
 
 
-@in_one_test("form", ["%d/%m/%Y", "%m/%d/%Y", "%d.%m.%Y %H:%M"])
-def test_the_order_of_day_and_month_is_the_one_that_increases(form):
-    """Dates of more than a month are read in the only order in which they are dates and increase."""
-    for days in (pd.date_range("2020-01-01", periods=400), pd.date_range("2020-11-30", periods=9)):
-        assert (read_times(pd.Series(days.strftime(form)), None) == days.to_numpy()).all()
+@in_one_test(
+    "column,message",
+    [
+        (
+            LONG[2:13].strftime("%d/%m/%Y"),
+            "has dates as 01/01/2020, which increase in two readings: give --date_format",
+        ),
+        (LONG.strftime("%d/%m/%y"), "holds no dates with a year of four digits, but '01/11/19': give a --date_format"),
+        (LONG.strftime("%y/%m/%d"), "but '19/11/01': give a --date_format"),
+        (["200101", "200102"], "200101, which increase in two readings: give --date_format, as %Y%m"),
+        (["010120", "020120"], "010120, which increase in two readings"),
+        (range(43832, 43850), "but '43832'"),
+        ([1749 + (i + 0.5) / 12 for i in range(24)], "but '1749.04"),
+        (["1-Feb", "1-Mar"], "but '1-Feb'"),
+        (["2020-01-01 23:00", "2020-01-01 24:00"], "but '2020-01-01 24:00'"),
+        (["2020-01-01", "soon"], "but 'soon'"),
+        (["2020-01-01", None], "but ''"),
+    ],
+)
+def test_dates_that_may_be_others_are_refused(column, message):
+    """Dates without a known format, or with two, are an error that says which: a forecast has the dates of its file."""
+    with pytest.raises(ValueError, match=message):
+        read_times(pd.Series(column if None in column else list(map(str, column)), dtype=str), None)
 
 
-def test_dates_that_may_be_read_in_two_ways_are_refused(tmp_path):
-    """The first days of twelve months may be twelve days of January: the format decides."""
-    months = pd.date_range("2020-01-01", periods=12, freq="MS")
+def test_the_format_of_dates_may_be_given(tmp_path):
+    """--date_format decides; a date of another format is named."""
+    days = pd.date_range("2020-01-02", periods=20)
     file = tmp_path / "x.csv"
-    pd.DataFrame({"date": months.strftime("%d/%m/%Y"), "a": np.arange(12.0)}).to_csv(file, index=False)
-    with pytest.raises(ValueError, match=r"x\.csv: the column date has dates such as 01/01/2020.*--date_format"):
-        read_series(file)
-    assert (read_series(file, None, "%d/%m/%Y").times == months.to_numpy()).all()
-    assert (read_series(file, None, "%m/%d/%Y").times == pd.date_range("2020-01-01", periods=12).to_numpy()).all()
+    pd.DataFrame({"date": days.strftime("%d/%m/%y"), "a": np.arange(20.0)}).to_csv(file, index=False)
+    assert read_series(file, None, "%d/%m/%y").index.equals(days.rename("date").as_unit("us"))
+    with pytest.raises(ValueError, match=r"x\.csv: the column date holds no dates of --date_format %m/%d/%y, but '13/"):
+        read_series(file, None, "%m/%d/%y")
+
+
+def test_a_file_without_a_header_is_refused(tmp_path):
+    """Its first row would be taken for names, and be lost."""
+    (tmp_path / "x.csv").write_text("2020-01-01,0.5\n2020-01-02,0.6\n2020-01-03,0.7\n")
+    with pytest.raises(ValueError, match="begins with 2020-01-01, which is a date: give the file a first row of names"):
+        read_series(tmp_path / "x.csv")
 
 
 @pytest.mark.parametrize("separator", [";", "\t"])
 def test_other_separators_are_read(separator, tmp_path):
-    """A file as spreadsheets write it, with a byte order mark, semicolons or tabs, and a comma for the point."""
+    """A file as spreadsheets write it, with a byte order mark, semicolons or tabs, and a comma for the point, which a
+    quoted name may have too. A point for thousands is refused.
+    """
     lines = [f"2020-01-{day:02d};1,{day:02d};-2" for day in range(1, 29)]
-    text = "\ufeff" + "\n".join(["date;a;b", *lines]).replace(";", separator)
+    text = "\ufeff" + "\n".join(['date;"wind, m/s";b', *lines]).replace(";", separator)
     (tmp_path / "x.csv").write_text(text, encoding="utf-8")
     series = read_series(tmp_path / "x.csv")
-    assert series.names == ["a", "b"] and series.values[4].tolist() == [1.05, -2]
-    (tmp_path / "x.csv").write_text(text.replace("1,05", "1.000,05"), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"the column a has 1\.000\.05 in row 5, no number"):
-        read_series(tmp_path / "x.csv")
+    assert list(series) == ["wind, m/s", "b"] and series.to_numpy()[4].tolist() == [1.05, -2]
+    for column, value in {"wind, m/s": "1.000,05", "b": "1.000"}.items():
+        changed = text.replace("1,05" if value.endswith("5") else f"{separator}-2", value.rjust(6, separator), 9)
+        (tmp_path / "x.csv").write_text(changed, encoding="utf-8")
+        with pytest.raises(
+            ValueError, match=rf"the column {column} has {value} in row \d, no number with a decimal comma"
+        ):
+            read_series(tmp_path / "x.csv")

@@ -28,31 +28,23 @@ from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.finished_runs import write_record
 from titans_hf.cli.shared.fitting import fit_forecaster
 from titans_hf.cli.shared.markdown_tables import markdown_table
-from titans_hf.cli.shared.time_series import (
-    Scaling,
-    Series,
-    Windows,
-    frequency_of,
-    read_series,
-    steps_between,
-    times_after,
-    uneven_step,
-)
+from titans_hf.cli.shared.time_series import Scaling, Windows, frequency_of, read_series, steps_between, uneven_step
 
 TABLE, PICTURE = "forecast.csv", "forecast.png"
 FACTS = "series.json"  # beside a model: facts of its training data
-TRAINING = {
-    "look_back": 96,
-    "cycle_length": 0,
-    "loss": "mse",
-    "validation": 0.2,
-    "learning_rate": 3e-3,
-    "batch_size": 32,
-    "max_steps": 1000,
-    "eval_steps": 100,
-    "patience": 3,
-    "seed": 0,
+TRAINING = {  # options: their defaults and helps
+    "look_back": (96, "rows that a forecast is made from, a multiple of 8"),
+    "cycle_length": (0, "rows of a cycle, as 24 for hours; 0: none"),
+    "loss": ("mse", "mse, the squared error, or mae, the absolute one"),
+    "validation": (0.2, "share of the rows, the last, to choose weights by"),
+    "learning_rate": (3e-3, "AdamW's learning rate at first; it falls to 0 as a cosine"),
+    "batch_size": (32, "windows of a training step, and of a step of the evaluation; each has all columns"),
+    "max_steps": (1000, "training steps at most"),
+    "eval_steps": (100, "training steps between two evaluations"),
+    "patience": (3, "evaluations without a lower validation loss that end the training"),
+    "seed": (0, "seed of the weights and of the order of windows"),
 }
+ERRORS = ["mean absolute error", "of the last value repeated"]
 MOST_PANELS = 8  # channels that are drawn
 
 
@@ -80,17 +72,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--time_column", help="name of the column of dates; default: the first")
     parser.add_argument("--date_format", help="format of the dates, as %%d/%%m/%%Y; default: found by reading them")
     training = parser.add_argument_group("training (not with --model)")
-    own = {name: {"type": type(value), "default": value} for name, value in TRAINING.items()}
-    training.add_argument("--look_back", **own["look_back"], help="rows that a forecast is made from, a multiple of 8")
-    training.add_argument("--cycle_length", **own["cycle_length"], help="rows of a cycle, as 24 for hours; 0: none")
-    training.add_argument("--loss", **own["loss"], choices=("mse", "mae"), help="squared or absolute error")
-    training.add_argument("--validation", **own["validation"], help="share of the rows, the last, to choose weights by")
-    training.add_argument("--learning_rate", **own["learning_rate"])
-    training.add_argument("--batch_size", **own["batch_size"])
-    training.add_argument("--max_steps", **own["max_steps"])
-    training.add_argument("--eval_steps", **own["eval_steps"], help="steps between two evaluations")
-    training.add_argument("--patience", **own["patience"], help="evaluations without a lower validation loss")
-    training.add_argument("--seed", **own["seed"])
+    for name, (default, text) in TRAINING.items():
+        choices = ("mse", "mae") if name == "loss" else None
+        training.add_argument(f"--{name}", type=type(default), default=default, choices=choices, help=text)
     return parser.parse_args(argv)
 
 
@@ -102,7 +86,7 @@ def check_args(args: argparse.Namespace) -> None:
     if args.data.resolve() == (args.output / TABLE).resolve():
         raise ValueError(f"--output {args.output}: DATA {args.data} lies there, and would be written over")
     if args.model is not None:
-        given = [name for name, default in TRAINING.items() if getattr(args, name) != default]
+        given = [name for name, (default, _) in TRAINING.items() if getattr(args, name) != default]
         if given:
             raise ValueError(
                 f"--{given[0]} is an option of training, but --model {args.model} is already trained: leave one out"
@@ -121,14 +105,14 @@ def check_args(args: argparse.Namespace) -> None:
         raise ValueError(f"--output {args.output} has a model: load it by --model {args.output}, or give a new folder")
 
 
-def make_windows(args: argparse.Namespace, series: Series) -> tuple[Windows, Windows, Scaling]:
+def make_windows(args: argparse.Namespace, series: pd.DataFrame) -> tuple[Windows, Windows, Scaling]:
     """Cuts the windows of the training and the validation part, and returns the scaling of the training part.
 
     Raises ValueError for a part that has no window.
     """
-    number = round(len(series.values) * (1 - args.validation))
-    scaling = Scaling.of(series.values[: max(1, number)])
-    values = scaling.scale(series.values)
+    number = round(len(series) * (1 - args.validation))
+    scaling = Scaling.of(series.to_numpy()[: max(1, number)])
+    values = scaling.scale(series.to_numpy())
     parts = {"training": range(number), "validation": range(number, len(values))}
     windows = [Windows(values, rows, args.look_back, args.horizon) for rows in parts.values()]
     for (name, rows), these in zip(parts.items(), windows, strict=True):
@@ -142,14 +126,14 @@ def make_windows(args: argparse.Namespace, series: Series) -> tuple[Windows, Win
 
 @torch.inference_mode()
 def absolute_errors(
-    model: TitansForTimeSeriesPrediction, windows: Windows, scaling: Scaling
+    model: TitansForTimeSeriesPrediction, windows: Windows, scaling: Scaling, batch_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the mean absolute error (C,) of each channel, of the model and of the last value repeated, in the units
-    of the series.
+    of the series. It needs the memory of `batch_size` windows.
     """
     model.eval()
     sums = torch.zeros(2, windows.values.shape[1], dtype=torch.float64)
-    for batch in torch.utils.data.DataLoader(windows, 128):
+    for batch in torch.utils.data.DataLoader(windows, batch_size):
         past, position = (batch[name].to(model.device) for name in ("past_values", "cycle_position"))
         forecast = model(past, cycle_position=position).prediction_outputs.cpu()
         for row, guess in enumerate((forecast, batch["past_values"][:, -1:])):
@@ -158,8 +142,8 @@ def absolute_errors(
     return model_error, last_error
 
 
-def train(args: argparse.Namespace, series: Series) -> tuple[TitansForTimeSeriesPrediction, dict[str, Any]]:
-    """Trains a model, saves it with its facts and its card, and returns it with the facts.
+def train(args: argparse.Namespace, series: pd.DataFrame) -> tuple[TitansForTimeSeriesPrediction, dict[str, Any]]:
+    """Trains a model and saves it with its facts; then measures its errors and adds the card. Returns model and facts.
 
     Raises ValueError for a file with too few rows, and where no validation loss was a number.
     """
@@ -170,7 +154,7 @@ def train(args: argparse.Namespace, series: Series) -> tuple[TitansForTimeSeries
         prediction_length=args.horizon,
         loss=args.loss,
         cycle_length=args.cycle_length,
-        num_input_channels=len(series.names),
+        num_input_channels=len(series.columns),
     )
     model = TitansForTimeSeriesPrediction(config)
     if model.cycle is not None:
@@ -179,39 +163,37 @@ def train(args: argparse.Namespace, series: Series) -> tuple[TitansForTimeSeries
             raise ValueError(f"--cycle_length {args.cycle_length} is more than the {len(trained)} rows to train on")
         model.cycle.fit(trained)
     _, best_step = fit_forecaster(args, model, training, validation, [ProgressPrinter()])
-    errors, of_last = absolute_errors(model, validation, scaling)
     facts = {
         "data": args.data.name,
-        "columns": series.names,
+        "columns": list(series),
         "mean": scaling.mean.tolist(),
         "std": scaling.std.tolist(),
-        "frequency": frequency_of(series.times),
-        "last_time": str(pd.Timestamp(series.times[-1])),
+        "frequency": frequency_of(series.index),
+        "last_time": str(series.index[-1]),
         "rows": [len(training.rows), len(validation.rows)],
         "best_step": best_step,
-        "absolute_error": errors.tolist(),
-        "absolute_error_of_the_last_value": of_last.tolist(),
         "options": {name: getattr(args, name) for name in ("horizon", *TRAINING)},
     }
     model.save_pretrained(args.output)
     write_record(facts, args.output / FACTS)
-    make_card(args.output, model, facts).save(args.output / "README.md")
-    print(error_table(facts), flush=True)
-    worse = [name for name, own, last in zip(series.names, errors, of_last, strict=True) if own > last]
-    if worse:
+    errors = pd.DataFrame(absolute_errors(model, validation, scaling, args.batch_size), ERRORS, list(series)).T
+    make_card(args.output, model, facts, errors).save(args.output / "README.md")
+    print(error_table(errors), flush=True)
+    if worse := errors.index[errors[ERRORS[0]] > errors[ERRORS[1]]].tolist():
         print(f"the model is worse than the last value repeated for: {', '.join(worse)}", flush=True)
     return model, facts
 
 
-def error_table(facts: dict[str, Any]) -> str:
+def error_table(errors: pd.DataFrame) -> str:
     """Makes the table of the errors on the validation part, in the units of the series."""
-    columns = (facts["absolute_error"], facts["absolute_error_of_the_last_value"])
-    rows = [(name, *(f"{x:.4g}" for x in row)) for name, *row in zip(facts["columns"], *columns, strict=True)]
-    return markdown_table(["column", "mean absolute error", "of the last value repeated"], rows)
+    rows = [[name, *(f"{error:.4g}" for error in row)] for name, *row in errors.itertuples()]
+    return markdown_table(["column", *ERRORS], rows)
 
 
-def make_card(output: Path, model: TitansForTimeSeriesPrediction, facts: dict[str, Any]) -> ModelCard:
-    """Makes the card of a trained model, from its facts."""
+def make_card(
+    output: Path, model: TitansForTimeSeriesPrediction, facts: dict[str, Any], errors: pd.DataFrame
+) -> ModelCard:
+    """Makes the card of a trained model, from its facts and errors."""
     options = facts["options"]
     metadata = ModelCardData(
         library_name="transformers", pipeline_tag="time-series-forecasting", tags=[model.config.model_type]
@@ -219,18 +201,13 @@ def make_card(output: Path, model: TitansForTimeSeriesPrediction, facts: dict[st
     text = fill_template(
         "forecast",
         name=output.name,
-        data=facts["data"],
         parameters=model.num_parameters(),
-        frequency=facts["frequency"],
-        look_back=options["look_back"],
-        horizon=options["horizon"],
-        validation=options["validation"],
-        table=error_table(facts),
+        table=error_table(errors),
         trained=facts["rows"][0],
         held_out=facts["rows"][1],
-        last=facts["last_time"],
-        best_step=facts["best_step"],
-        options=", ".join(f"`--{name} {value}`" for name, value in options.items()),
+        given=", ".join(f"`--{name} {value}`" for name, value in options.items()),
+        **facts,
+        **options,
     )
     return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{text}")
 
@@ -245,26 +222,25 @@ def load(folder: Path) -> tuple[TitansForTimeSeriesPrediction, dict[str, Any]]:
     return model.eval(), json.loads((folder / FACTS).read_text(encoding="utf-8"))
 
 
-def select_columns(series: Series, facts: dict[str, Any], args: argparse.Namespace) -> Series:
+def select_columns(series: pd.DataFrame, facts: dict[str, Any], args: argparse.Namespace) -> pd.DataFrame:
     """Returns the columns of the model, in its order; raises ValueError for a missing one, for too few rows and for
     rows of another step.
     """
-    if missing := [name for name in facts["columns"] if name not in series.names]:
+    if missing := [name for name in facts["columns"] if name not in series]:
         raise ValueError(f"DATA {args.data} has no column {missing[0]}, on which --model {args.model} was trained")
-    look_back, step = facts["options"]["look_back"], frequency_of(series.times)
-    if len(series.values) < look_back:
-        raise ValueError(f"DATA {args.data} has {len(series.values)} rows: --model {args.model} reads {look_back}")
+    look_back, step = facts["options"]["look_back"], frequency_of(series.index)
+    if len(series) < look_back:
+        raise ValueError(f"DATA {args.data} has {len(series)} rows: --model {args.model} reads {look_back}")
     if step != facts["frequency"]:
         raise ValueError(
             f"DATA {args.data} has a row each {step} (as pandas names it), but --model {args.model} was trained on a "
             f"row each {facts['frequency']}"
         )
-    columns = [series.names.index(name) for name in facts["columns"]]
-    return series._replace(values=series.values[:, columns], names=facts["columns"])
+    return series[facts["columns"]]
 
 
 def forecast(
-    model: TitansForTimeSeriesPrediction, facts: dict[str, Any], series: Series, horizon: int | None
+    model: TitansForTimeSeriesPrediction, facts: dict[str, Any], series: pd.DataFrame, horizon: int | None
 ) -> pd.DataFrame:
     """Returns the rows that follow the series, in its units; the index has their times.
 
@@ -272,30 +248,33 @@ def forecast(
     reach.
     """
     scaling = Scaling(np.array(facts["mean"]), np.array(facts["std"]))
-    look_back, step = model.config.context_length, frequency_of(series.times)
-    past = scaling.scale(series.values[-look_back:])[None].to(model.device)
+    look_back, step, end = model.config.context_length, frequency_of(series.index), series.index[-1]
+    past = scaling.scale(series.to_numpy()[-look_back:])[None].to(model.device)
     # The cycle counts rows. Where rows are missing, its place is right at the end of the training data.
-    last = sum(facts["rows"]) - 1 + steps_between(np.datetime64(facts["last_time"]), series.times[-1], step)
+    last = sum(facts["rows"]) - 1 + steps_between(pd.Timestamp(facts["last_time"]), end, step)
     position = torch.tensor([last - look_back + 1], device=model.device)
     try:
         future = model.generate(past, horizon, cycle_position=position).sequences
     except ValueError as error:
         raise ValueError(f"--horizon {horizon}: {error}") from error
     values = scaling.unscale(future[0].cpu())
-    return pd.DataFrame(values, index=times_after(series.times[-1], step, len(values)), columns=series.names)
+    times = pd.date_range(end, periods=len(values) + 1, freq=step)[-len(values) :]
+    return pd.DataFrame(values, times.rename(series.index.name), series.columns)
 
 
-def draw(future: pd.DataFrame, series: Series, path: Path) -> None:
-    """Draws the end of the series and its forecast, a panel for each channel."""
-    names = series.names[:MOST_PANELS]
-    shown = min(len(series.times), max(2 * len(future), 96))
+def draw(future: pd.DataFrame, series: pd.DataFrame, path: Path) -> None:
+    """Draws the end of the series and its forecast, a panel for each channel; one legend stands above all panels."""
+    names = series.columns[:MOST_PANELS]
+    measured = series[-max(2 * len(future), 96) :]
     figure = Figure(figsize=(9, 1 + 2.2 * len(names)), layout="constrained")
     panels = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
-    for number, (axes, name) in enumerate(zip(panels, names, strict=True)):
-        axes.plot(series.times[-shown:], series.values[-shown:, number], color="gray", label="measured")
-        axes.plot(future.index, future[name], color="tab:red", label="forecast")
+    for axes, name in zip(panels, names, strict=True):
+        lines = [
+            *axes.plot(measured.index, measured[name], color="gray", label="measured"),
+            *axes.plot(future.index, future[name], color="tab:red", label="forecast"),
+        ]
         axes.set_title(name, loc="left", parse_math=False)
-    panels[0].legend(loc="upper left", frameon=False)
+    figure.legend(handles=lines, loc="outside upper right", ncols=2, frameon=False)
     panels[-1].tick_params(axis="x", rotation=30)
     figure.savefig(path, dpi=120)
 
@@ -310,12 +289,12 @@ def main(argv: list[str] | None = None) -> None:
     else:
         model, facts = load(args.model)
         series = select_columns(series, facts, args)
-    if (row := uneven_step(series.times)) is not None:
+    if (row := uneven_step(series.index)) is not None:
         print(f"DATA {args.data}: row {row} is not at the usual step: rows are taken as if none were missing")
     future = forecast(model, facts, series, args.horizon)
     args.output.mkdir(parents=True, exist_ok=True)
     table, picture = args.output / TABLE, args.output / PICTURE
-    future.to_csv(table, index_label=series.time_name, float_format="%.15g")
+    future.to_csv(table, float_format="%.15g")
     draw(future, series, picture)
     print(f"{len(future)} rows from {future.index[0]} to {future.index[-1]}\n{table}\n{picture}")
 

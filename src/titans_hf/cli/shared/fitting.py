@@ -52,10 +52,12 @@ def fit_forecaster(
     """Trains a model of time series until its validation loss has not fallen for `run.patience` evaluations. Returns
     the Trainer and the step of the best weights.
 
-    `run` has `max_steps` and `eval_steps` too. Raises ValueError where no validation loss was a number.
+    `run` has `max_steps` and `eval_steps` too. A window has all channels, so that an evaluation takes no more windows
+    at once than a training step. Raises ValueError where no validation loss was a number.
     """
     options = {"max_steps": run.max_steps, "weight_decay": 0.0, "metric_for_best_model": "eval_loss"}
     options |= {"prediction_loss_only": True, "label_names": ["future_values"]}
+    options["per_device_eval_batch_size"] = run.batch_size
     parts = {"train_dataset": train, "eval_dataset": valid}
     parts["callbacks"] = [EarlyStoppingCallback(run.patience), *callbacks]
     trainer = fit(run, model, min(run.eval_steps, run.max_steps), options, **parts)

@@ -1,7 +1,13 @@
-"""Time series in CSV files: reading them, the step of their dates, scaling, and windows to forecast."""
+"""Time series in CSV files: reading them, the step of their dates, scaling, and windows to forecast.
+
+A series is a data frame: its columns are the channels, float64, and its index has the times, in UTC.
+"""
 
 import hashlib
 import json
+import re
+import warnings
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,22 +17,15 @@ import torch
 from pandas.tseries.frequencies import to_offset
 
 SEPARATORS = (",", ";", "\t")
-UNITS = {"s": 1e11, "ms": 1e14, "us": 1e17}  # a number below 1e11 is in seconds (3,000 years), and so on
-
-
-class Series(NamedTuple):
-    """times (T,) datetime64; values (T, C) float64; names of the C channels, and of the column of times."""
-
-    times: np.ndarray
-    values: np.ndarray
-    names: list[str]
-    time_name: str = "date"
-
-    @property
-    def digest(self) -> str:
-        """Hashes the whole; 12 hexadecimal digits."""
-        times = self.times.astype("datetime64[ns]").tobytes()
-        return hashlib.sha256(times + self.values.tobytes() + json.dumps(self.names).encode()).hexdigest()[:12]
+FORMATS = {  # of numbers, by their digits
+    4: ["%Y"],
+    6: ["%Y%m", "%y%m%d", "%d%m%y", "%m%d%y"],
+    8: ["%Y%m%d"],
+    10: ["%Y%m%d%H"],
+    12: ["%Y%m%d%H%M"],
+}
+UNITS = {10: "s", 13: "ms", 16: "us", 19: "ns"}  # of times since 1970, by the digits that they have had since 2001
+YEAR = r"(?<!:\d\d\.)(?<![\d:])(?:1[6-9]|2[01])\d\d(?:\d{4})?(?!\d)"  # of four digits, alone or before month and day
 
 
 class Scaling(NamedTuple):
@@ -61,10 +60,9 @@ class Windows(torch.utils.data.Dataset):
     def __init__(self, values: torch.Tensor, rows: range, look_back: int, horizon: int):
         self.values, self.rows, self.look_back, self.horizon = values, rows, look_back, horizon
         self.first_forecast = max(rows.start, look_back)
-        self.number = rows.stop - horizon - self.first_forecast + 1
 
     def __len__(self) -> int:
-        return max(0, self.number)
+        return max(0, self.rows.stop - self.horizon - self.first_forecast + 1)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """Returns past_values (look_back, C), future_values (horizon, C) and cycle_position, the row of the first value
@@ -80,99 +78,116 @@ class Windows(torch.utils.data.Dataset):
         }
 
 
-def read_series(path: Path, time_column: str | None = None, date_format: str | None = None) -> Series:
+def read_series(path: Path, time_column: str | None = None, date_format: str | None = None) -> pd.DataFrame:
     """Reads a CSV file: a time column, the first unless named, and one column per channel. The separator is a comma, a
-    semicolon or a tab, whichever the header has most of. If it is no comma, numbers may have a decimal comma.
+    semicolon or a tab, whichever the header has most of. Without commas as separators, the decimal sign of the file may
+    be a comma.
 
-    Raises ValueError for a file that is no CSV file, and, naming the column, for times that are no dates or do not
-    increase, for dates whose day and month cannot be told apart, and for values that are not finite numbers.
+    Raises ValueError for a file that is no CSV file or has no header, and, naming the column, for times that
+    `read_times` cannot read or that do not increase, and for values that are not finite numbers.
     """
     if not path.is_file():
         raise ValueError(f"{path} is no file")
     try:
         with path.open(encoding="utf-8-sig") as stream:
-            header = stream.readline()
+            header = re.sub('"[^"]*"', "", stream.readline())
         separator = max(SEPARATORS, key=header.count)
-        table = pd.read_csv(path, sep=separator, encoding="utf-8-sig")
+        read = partial(pd.read_csv, path, sep=separator, encoding="utf-8-sig")
+        names = list(read(nrows=0).columns)
+        name = names[0] if time_column is None else time_column
+        table = read(dtype={name: str})
+        kinds = table.dtypes[table.columns != name]
+        decimal_comma = separator != "," and not all(map(pd.api.types.is_numeric_dtype, kinds))
+        if decimal_comma:
+            table = read(dtype={name: str}, decimal=",")
     except ValueError as error:
         raise ValueError(f"{path} is no CSV file in UTF-8 with a header: {error}") from error
-    name = table.columns[0] if time_column is None else time_column
     if name not in table:
-        raise ValueError(f"--time_column {name}: {path} has the columns {', '.join(table.columns)}")
-    try:
-        times = read_times(table.pop(name), date_format)
-    except AmbiguousDates as error:
-        raise ValueError(f"{path}: the column {name} {error}") from error
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path}: the column {name} holds no dates ({error}); --time_column names another") from error
-    if len(times) < 2 or not (np.diff(times) > np.timedelta64(0)).all():
-        raise ValueError(f"{path}: the dates of the column {name} must increase from row to row")
-    for channel in table:
-        given = table[channel]
-        if separator != "," and not pd.api.types.is_numeric_dtype(given):
-            given = given.str.replace(",", ".")
-        numbers = pd.to_numeric(given, errors="coerce").astype(np.float64)
-        if not np.isfinite(numbers).all():
-            row = int(np.flatnonzero(~np.isfinite(numbers))[0])
+        raise ValueError(f"--time_column {name}: {path} has the columns {', '.join(names)}")
+    times = _times_of(path, table.pop(name), date_format)
+    for channel, given in table.items():
+        if not pd.api.types.is_numeric_dtype(given):
+            signs = str.maketrans(",.", ".?") if decimal_comma else {}  # a point beside decimal commas is no number
+            given = pd.to_numeric(given.astype(str).str.translate(signs), errors="coerce")
+        wrong = ~np.isfinite(given.to_numpy(np.float64))
+        if wrong.any():
+            row = int(wrong.argmax())
+            sign = " with a decimal comma, as this file has them" if decimal_comma else ""
             raise ValueError(
-                f"{path}: the column {channel} has {given[row]} in row {row + 1}, no number: leave such rows "
-                "out, or fill them in, for example by pandas.DataFrame.interpolate"
+                f"{path}: the column {channel} has {table[channel][row]} in row {row + 1}, no number{sign}: leave such "
+                "rows out, or fill them in, for example by pandas.DataFrame.interpolate"
             )
-        table[channel] = numbers
     if not len(table.columns):
         raise ValueError(f"{path} has no column but {name}")
-    return Series(times, table.to_numpy(np.float64), list(table.columns), name)
+    return table.astype(np.float64).set_index(times)
 
 
-class AmbiguousDates(ValueError):
-    """Dates that make sense with the day first and with the month first."""
+def _times_of(path: Path, column: pd.Series, date_format: str | None) -> pd.DatetimeIndex:
+    """Reads the column of times of a file; raises ValueError, naming file and column, as `read_series` says."""
+    try:
+        times = read_times(column, date_format)
+    except ValueError as error:
+        raise ValueError(f"{path}: the column {column.name} {error}") from error
+    if len(times) < 2 or not (times.is_monotonic_increasing and times.is_unique):
+        raise ValueError(f"{path}: the dates of the column {column.name} must increase from row to row")
+    try:
+        read_times(pd.Series([str(column.name)]), date_format)
+    except ValueError:
+        return times
+    raise ValueError(f"{path} begins with {column.name}, which is a date: give the file a first row of names")
 
 
-def read_times(column: pd.Series, date_format: str | None) -> np.ndarray:
-    """Returns the times (T,) datetime64 of a column, in UTC. The column holds dates in the format, dates that pandas
-    reads, or numbers. Numbers are dates (20240131), years (2024), or times since 1970; their size says whether in
-    seconds or thousandths, millionths or billionths of a second.
+def read_times(column: pd.Series, date_format: str | None) -> pd.DatetimeIndex:
+    """Returns the times of a column of strings, in UTC without a zone, by pandas and in one format for the column.
 
-    In dates as 01/02/2020, day and month are read in the order in which the dates increase.
+    Without `date_format`, the column holds dates with a year of four digits; numbers of as many digits as FORMATS or
+    UNITS has; or numbers of seconds with a fraction. Where several formats fit, the times increase in only one.
 
-    Raises AmbiguousDates where both orders give increasing dates, and ValueError for a column of something else.
+    Raises ValueError, saying what the column has, for anything else: a guess could be another date.
     """
+    column = column.fillna("").str.strip()
+    parse = partial(pd.to_datetime, column, utc=True, errors="coerce")
     if date_format is not None:
-        return _naive(pd.to_datetime(column, format=date_format, utc=True))
-    if pd.api.types.is_numeric_dtype(column):
-        largest = column.abs().max()
-        digits = (column.astype("int64") if (column % 1 == 0).all() else column).astype(str)
-        for form, length in (("%Y%m%d", 8), ("%Y", 4)):
-            dates = pd.to_datetime(digits.where(digits.str.len() == length), format=form, errors="coerce", utc=True)
-            if dates.notna().all():
-                return _naive(dates)
-        unit = next((unit for unit, most in UNITS.items() if largest < most), "ns")
-        return _naive(pd.to_datetime(column, unit=unit, utc=True))
-    parts = column.astype(str).str.extract(r"^\s*(\d{1,2})[./-](\d{1,2})[./-](\d{4})(.*)$")
-    if parts.isna().any(axis=None):
-        return _naive(pd.to_datetime(column, utc=True))
-    first, second, year, rest = (parts[i] for i in range(4))
-    found = {}
-    for form, day, month in (("%d/%m/%Y", first, second), ("%m/%d/%Y", second, first)):
-        if month.astype(int).max() > 12:
-            continue
-        text = year + "-" + month.str.zfill(2) + "-" + day.str.zfill(2) + rest
-        times = pd.to_datetime(text, errors="coerce", utc=True)
-        if times.notna().all() and times.is_monotonic_increasing:
-            found[form] = _naive(times)
-    if len(found) > 1 and not (found["%d/%m/%Y"] == found["%m/%d/%Y"]).all():
-        raise AmbiguousDates(
-            f"has dates such as {column.iloc[0]}, which increase with the day first and with the month first: "
-            "give --date_format, %d/%m/%Y or %m/%d/%Y"
+        readings = [parse(format=date_format)]
+    elif column.str.fullmatch(r"\d+").all() and column.str.len().nunique() == 1:
+        digits = len(column.iloc[0])
+        readings = [parse(format=form) for form in FORMATS.get(digits, [])]
+        if not any(reading.notna().all() for reading in readings) and digits in UNITS:
+            readings = [pd.to_datetime(column.astype(np.int64), unit=UNITS[digits], utc=True)]
+    elif column.str.fullmatch(r"\d{10}\.\d+").all():
+        readings = [pd.to_datetime(column.astype(np.float64), unit="s", utc=True)]
+    elif column.str.contains(YEAR).all() and not column.str.fullmatch(r"\d+\.\d+").any():  # 1749.125 is no date
+        with warnings.catch_warnings(action="ignore"):  # of dates that pandas reads one by one
+            first = column.str.match(r"\d{4}").all()
+            readings = [parse(format="ISO8601")] if first else [parse(dayfirst=True), parse(dayfirst=False)]
+            if first and readings[0].isna().any():
+                readings = [parse()]
+    else:
+        readings = []
+    whole = [pd.DatetimeIndex(reading) for reading in readings if reading.notna().all()]
+    if not whole:
+        wrong = np.all([x.isna() for x in readings], axis=0) if readings else ~column.str.contains(YEAR)
+        form = f"of --date_format {date_format}" if date_format else "with a year of four digits"
+        raise ValueError(
+            f"holds no dates {form}, but {column.iloc[int(wrong.argmax())]!r}: give a --date_format, as %d/%m/%y, or "
+            "another --time_column"
         )
-    return next(iter(found.values())) if found else _naive(pd.to_datetime(column, utc=True))
+    increasing = [reading for reading in whole if reading.is_monotonic_increasing]
+    if any(not reading.equals(increasing[0]) for reading in increasing):
+        form = "%Y%m" if column.iloc[0].isdigit() else "%d/%m/%Y"
+        raise ValueError(
+            f"has dates as {column.iloc[0]}, which increase in two readings: give --date_format, as {form}"
+        )
+    return [*increasing, *whole][0].tz_localize(None)
 
 
-def _naive(times: pd.Series) -> np.ndarray:
-    return times.dt.tz_localize(None).to_numpy()
+def digest_of(series: pd.DataFrame) -> str:
+    """Hashes a series; 12 hexadecimal digits."""
+    times = series.index.to_numpy().astype("datetime64[ns]").tobytes()
+    return hashlib.sha256(times + series.to_numpy().tobytes() + json.dumps(list(series)).encode()).hexdigest()[:12]
 
 
-def uneven_step(times: np.ndarray) -> int | None:
+def uneven_step(times: pd.DatetimeIndex) -> int | None:
     """Returns the first row whose time since the row before is less than half the usual one (the median) or more than
     one and a half times that, counted from 1; None if all steps are usual. With such a row, a cycle of rows is no cycle
     of time.
@@ -182,21 +197,14 @@ def uneven_step(times: np.ndarray) -> int | None:
     return int(uneven[0]) + 2 if len(uneven) else None
 
 
-def frequency_of(times: np.ndarray) -> str:
-    """Names the step of times (T,) as pandas does: "h", "D", "MS" for the first days of months, "B" for business days.
+def frequency_of(times: pd.DatetimeIndex) -> str:
+    """Names the step of times as pandas does: "h", "D", "MS" for the first days of months, "B" for business days.
     Where pandas finds none, since rows are left out, it is the usual step (the median).
     """
     return pd.DatetimeIndex(times, freq="infer").freqstr or to_offset(pd.Timedelta(np.median(np.diff(times)))).freqstr
 
 
-def times_after(last: np.datetime64, frequency: str, number: int) -> pd.DatetimeIndex:
-    """Returns the `number` times that follow the last one."""
-    offset = to_offset(frequency)
-    return pd.date_range(pd.Timestamp(last) + offset, periods=number, freq=offset)
-
-
-def steps_between(first: np.datetime64, time: np.datetime64, frequency: str) -> int:
+def steps_between(first: pd.Timestamp, time: pd.Timestamp, frequency: str) -> int:
     """Counts the steps from one time to another, negative where it is earlier."""
-    start, end = sorted((pd.Timestamp(first), pd.Timestamp(time)))
-    number = len(pd.date_range(start, end, freq=to_offset(frequency))) - 1
+    number = len(pd.date_range(*sorted((first, time)), freq=frequency)) - 1
     return number if first <= time else -number
