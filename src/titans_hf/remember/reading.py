@@ -193,6 +193,8 @@ def call(model: PreTrainedModel, cache: MemoryCache, ids: Tensor, weights: dict[
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, KeyValueLayer):
             layer.seen, layer.sink = cache.seen, None if layer.is_sliding else sinks[index]
+        if isinstance(layer, StateLayer) and ids.shape[1] == 1:
+            layer.before_token()
     arguments = {"input_ids": ids, CACHE_NAME: cache, "use_cache": True, "return_dict": True, **memory.arguments}
     if memory.takes_positions:
         arguments["position_ids"] = positions.to(ids.device)

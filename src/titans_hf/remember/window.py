@@ -137,6 +137,7 @@ class StateLayer(LinearAttentionLayer):
 
     def __init__(self, number_of_states: int = 1, **kwargs):
         super().__init__(number_of_states=number_of_states, **kwargs)
+        self.record_past = True  # otherwise models write a single token's convolution state in place
         self.start: tuple[dict, dict] | None = None
 
     def update_conv_state(
@@ -159,6 +160,10 @@ class StateLayer(LinearAttentionLayer):
         self.is_recurrent_states_initialized[state_idx] = True
         self.recurrent_states[state_idx] = recurrent_states.detach()
         return recurrent_states
+
+    def before_token(self) -> None:
+        """Prepares a call of a single token, in which some models write the recurrent state in place."""
+        self.recurrent_states = {i: None if x is None else x.clone() for i, x in self.recurrent_states.items()}
 
     def mark_start(self, rows: Tensor) -> None:
         """Notes the states of rows (B,) bool as those before a chunk."""
