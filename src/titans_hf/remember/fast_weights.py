@@ -57,13 +57,14 @@ class FastWeights:
         modules = dict(model.named_modules())
         return [modules[name].register_forward_hook(self._hook(name)) for name in self.directions]
 
-    def _hook(self, name: str):
+    @staticmethod
+    def _hook(name: str):
         def add(module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
             active = _ACTIVE.get()
-            if active is None or active[0] is not self:
+            if active is None:
                 return None
-            weights, inputs = active[1][name], args[0]
-            return output + self._term(name, inputs, weights).to(output.dtype).view_as(output)
+            fast_weights, weights = active
+            return output + fast_weights._term(name, args[0], weights[name]).to(output.dtype).view_as(output)
 
         return add
 

@@ -49,7 +49,6 @@ class Memory:
     learning: bool = True
     has_states: bool = False
     takes_positions: bool = True
-    arguments: dict = field(default_factory=dict)
     hooks: list = field(default_factory=list)
 
     @property
@@ -67,10 +66,9 @@ class Memory:
         """Whether a call is cut where a chunk is full."""
         return self.fast_weights is not None and (self.learning or self.has_states)
 
-    def initial_state(self, model: PreTrainedModel, rows: int) -> dict[str, Tensor]:
+    def initial_state(self, model: PreTrainedModel, rows: int, device: torch.device) -> dict[str, Tensor]:
         """Returns the tensors of a `MemoryCache` before the first token."""
-        weight = model.get_input_embeddings().weight
-        state, dtype, device = {}, model.dtype, weight.device
+        state, dtype = {}, model.dtype
         if self.fast_weights is not None:
             state |= self.fast_weights.initial_state(rows, torch.promote_types(dtype, torch.float32), device)
             state["chunk.ids"] = torch.zeros(rows, self.chunk, dtype=torch.int64, device=device)
@@ -309,9 +307,9 @@ def _forward(model: PreTrainedModel, own: type, arguments: dict):
     columns = _columns(model, cache, ids, mask, positions)
     loss_arguments = {x: arguments.pop(x) for x in ("num_items_in_batch",) if x in arguments}
     _check_others(arguments)
-    model.memory.arguments = {"output_hidden_states": True} if with_states else {}
+    asked = {"output_hidden_states": True} if with_states else {}
     number = to_keep if isinstance(to_keep, int) and to_keep and labels is None else ids.shape[1]
-    logits, states, output = reading.read(model, cache, columns, min(number, ids.shape[1]), with_states)
+    logits, states, output = reading.read(model, cache, columns, min(number, ids.shape[1]), asked)
     if not isinstance(to_keep, int):
         logits = logits[:, to_keep]
     output.logits, output.loss = logits, None

@@ -4,6 +4,7 @@ Shapes: R rows, C tokens of a chunk.
 """
 
 import copy
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from . import memory_files
 from .window import KeyValueLayer, StateLayer, make_layers
 
 if TYPE_CHECKING:
@@ -27,8 +29,8 @@ class MemoryCache(Cache):
         branch = copy.copy(cache)              # shares all tensors, which are replaced and never changed in place
 
     layers: keys and values of the window, states of recurrent layers. seen (R,) int64, on the CPU: tokens that each row
-    has read. steps (R,) int64, on the CPU: chunks that are done with. state: other tensors with a row dimension by name:
-    "B.*" and "S.*" of the fast weights, "list.*", and "chunk.ids" (R, C) and "chunk.learns" (R, C), the last C tokens.
+    has read. steps (R,) int64, on the CPU: chunks that are done with. state: other tensors with rows by name: "B.*" and
+    "S.*" of the fast weights, "list.*", and "chunk.ids" (R, C) and "chunk.learns" (R, C), the last C tokens.
     num_columns: columns that were read, padding included.
 
     Raises ValueError for a model without `remember`.
@@ -44,14 +46,15 @@ class MemoryCache(Cache):
         self.unread: Columns | None = None
         super().__init__(layers=make_layers(model, self.memory.window, self.memory.extra_columns))
 
-    def begin(self, model: PreTrainedModel, rows: int) -> None:
+    def begin(self, model: PreTrainedModel, rows: int, device: torch.device) -> None:
         """Makes the state of `rows` rows that have read nothing, unless there is one.
 
         Raises ValueError for another number of rows than before.
         """
         if not len(self.seen):
             self.seen = self.steps = torch.zeros(rows, dtype=torch.int64)
-            self.state = self.memory.initial_state(model, rows)
+            self.state, self.device = self.memory.initial_state(model, rows, device), device
+            self.record(None)
         elif len(self.seen) != rows:
             raise ValueError(f"`input_ids` must have the {len(self.seen)} rows of `cache`, got {rows}.")
 
@@ -98,12 +101,27 @@ class MemoryCache(Cache):
             f"list entries {entries}; {sizes})"
         )
 
+    def __deepcopy__(self, memo: dict) -> "MemoryCache":
+        new = self.map(torch.clone)
+        new.snapshots = None if self.snapshots is None else list(self.snapshots)
+        return new
+
+    def save_pretrained(self, folder: str | os.PathLike, model: PreTrainedModel, about: dict | None = None) -> None:
+        """Saves the memory in a folder, atomically; `about` is any JSON. See `memory_files.save`."""
+        memory_files.save(self, folder, model, about)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | os.PathLike, model: PreTrainedModel) -> "MemoryCache":
+        """Loads the memory of a folder for the model that wrote it. See `memory_files.load`."""
+        return memory_files.load(cls(model), folder, model)
+
     def map(self, function: Callable[[Tensor], Tensor]) -> "MemoryCache":
         """Returns a copy with `function` of each tensor that has a row dimension."""
         new = copy.copy(self)
-        new.layers = [layer.map(function) if hasattr(layer, "map") else layer for layer in self.layers]
-        new.seen, new.steps = function(self.seen), function(self.steps)
-        new.state = {name: function(x) for name, x in self.state.items()}
+        with torch.inference_mode(False):  # tensors of inference_mode could not be part of a later step's graph
+            new.layers = [layer.map(function) if hasattr(layer, "map") else layer for layer in self.layers]
+            new.seen, new.steps = function(self.seen), function(self.steps)
+            new.state = {name: function(x) for name, x in self.state.items()}
         return new
 
     def __copy__(self) -> "MemoryCache":
@@ -140,7 +158,7 @@ class MemoryCache(Cache):
     def reset_rows(self, model: PreTrainedModel, rows: Tensor) -> None:
         """Lets some rows (I,) int64 begin a new text with an empty memory."""
         new = MemoryCache(model)
-        new.begin(model, len(rows))
+        new.begin(model, len(rows), self.device)
         old = self.take(rows)
         for layer, empty in zip(old.layers, new.layers, strict=True):
             if isinstance(layer, StateLayer):
@@ -188,7 +206,8 @@ class MemoryCache(Cache):
         """Lets `crop` remove columns from here on: the state at the starts of the last chunks is kept."""
         if self.snapshots is None:
             self.snapshots = []
-        self.record(None)
+        if len(self.seen):
+            self.record(None)
 
     def record(self, columns: "Columns | None") -> None:
         """Notes columns that were read, and the state after them if it begins a chunk of some row or is the first."""

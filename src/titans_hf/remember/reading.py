@@ -10,7 +10,10 @@ used; otherwise the chunk is read once more, from the columns before it, by the 
 Shapes: R rows, T columns, C tokens of a chunk, V vocabulary.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +23,9 @@ from ..cache_titans import CACHE_NAME
 from .fast_weights import IGNORED
 from .memory_cache import Columns, MemoryCache
 from .window import KeyValueLayer, StateLayer
+
+if TYPE_CHECKING:
+    from .memory import Memory
 
 SINK_BLOCK = 1024  # tokens that share a sink: it is `window` to `window` + SINK_BLOCK tokens away
 _CAPTURED: ContextVar[dict | None] = ContextVar("captured", default=None)
@@ -32,33 +38,35 @@ def capture_mlp_inputs(module, args: tuple) -> None:
 
 
 def read(
-    model: PreTrainedModel, cache: MemoryCache, columns: Columns, num_kept: int, with_hidden_states: bool = False
+    model: PreTrainedModel, cache: MemoryCache, columns: Columns, num_kept: int, arguments: dict
 ) -> tuple[Tensor, list[Tensor] | None, object]:
     """Reads columns, updates the cache, and returns the logits (R, num_kept, V) of the last ones, 0 at padding; the
-    hidden states (R, T, D) of all layers, if asked for; and the model's output for the last piece.
+    hidden states (R, T, D) of all layers, if the arguments of the model's calls ask for them; and the model's output
+    for the last piece.
     """
     with_graph, kept, states, output = torch.is_grad_enabled(), [], [], None
-    cache.begin(model, len(columns.ids))
-    if cache.unread is not None:
-        columns, cache.unread = cache.unread.join(columns), None
-    learning = cache.memory.learning
-    ids = columns.ids.clone()  # ids from `inference_mode` cannot be part of a graph
-    on_cpu = Columns(ids, *(x.cpu() for x in (columns.real, columns.starts, columns.learns & learning)))
-    length, begin = ids.shape[1], 0
-    with torch.inference_mode(False), torch.set_grad_enabled(with_graph):
+    with torch.inference_mode(False), torch.set_grad_enabled(with_graph), without_checkpointing(model):
+        cache.begin(model, len(columns.ids), columns.ids.device)
+        if cache.unread is not None:
+            columns, cache.unread = cache.unread.join(columns), None
+        learns = columns.learns & model.memory.learning
+        ids = columns.ids.clone()  # ids from `inference_mode` cannot be part of a graph
+        on_cpu = Columns(ids, *(x.cpu() for x in (columns.real, columns.starts, learns)))
+        length, begin = ids.shape[1], 0
         while begin < length:
-            end, rows = next_piece(cache, on_cpu, begin)
+            end, rows = next_piece(model.memory, cache, on_cpu, begin)
             piece = on_cpu.at(begin, end)
             if len(rows):
                 part = cache if len(rows) == len(ids) else cache.take(rows)
                 following = on_cpu.map(lambda x, rows=rows, end=end: x[rows.to(x.device), end : end + 1])
-                output, logits = _read_piece(model, part, piece.map(lambda x, r=rows: x[r.to(x.device)]), following)
+                of_rows = piece.map(lambda x, rows=rows: x[rows.to(x.device)])
+                output, logits = _read_piece(model, part, of_rows, following, arguments)
                 if part is not cache:
                     cache.put(rows, part)
                 number = min(end, num_kept - length + end)  # of the piece's last columns
                 if number > 0:
                     kept.append(_of_all_rows(logits[:, -number:], rows, len(ids)))
-                if with_hidden_states:
+                if output.get("hidden_states") is not None:
                     states.append([_of_all_rows(x, rows, len(ids)) for x in output.hidden_states])
             elif kept:
                 kept.append(kept[-1].new_zeros(len(ids), end - begin, kept[-1].shape[-1]))
@@ -71,9 +79,9 @@ def read(
     return logits, [torch.cat(x, 1) for x in zip(*states, strict=True)] or None, output
 
 
-def next_piece(cache: MemoryCache, columns: Columns, begin: int) -> tuple[int, Tensor]:
+def next_piece(memory: "Memory", cache: MemoryCache, columns: Columns, begin: int) -> tuple[int, Tensor]:
     """Returns the end of the piece that starts at a column, and its rows (I,) int64."""
-    memory, real = cache.memory, columns.real
+    real = columns.real
     changes = (real[:, begin + 1 :] != real[:, begin : begin + 1]) | columns.starts[:, begin + 1 :]
     changes = changes.any(0).nonzero()
     end = begin + 1 + int(changes[0]) if len(changes) else real.shape[1]
@@ -90,10 +98,10 @@ def next_piece(cache: MemoryCache, columns: Columns, begin: int) -> tuple[int, T
 
 
 def _read_piece(
-    model: PreTrainedModel, cache: MemoryCache, piece: Columns, following: Columns
+    model: PreTrainedModel, cache: MemoryCache, piece: Columns, following: Columns, arguments: dict
 ) -> tuple[object, Tensor]:
     """Reads a piece without padding; following: the columns (R, 1) after it, (R, 0) at the end of the call."""
-    memory, with_graph = cache.memory, torch.is_grad_enabled()
+    memory, with_graph = model.memory, torch.is_grad_enabled()
     starts = piece.starts[:, 0] & (cache.seen > 0)
     if bool(starts.any()):
         cache.reset_rows(model, starts.nonzero()[:, 0])
@@ -111,9 +119,10 @@ def _read_piece(
     token = _CAPTURED.set(captured)
     try:
         if labels is None:
-            output = call(model, cache, piece.ids, None if fast is None else fast.weights(cache.state))
+            weights = None if fast is None else fast.weights(cache.state)
+            output = call(model, cache, piece.ids, weights, arguments)
         else:
-            output = learn(model, cache, piece.ids, labels, with_graph)
+            output = learn(model, cache, piece.ids, labels, with_graph, arguments)
     finally:
         _CAPTURED.reset(token)
     logits = output.logits if with_graph else output.logits.detach()
@@ -124,19 +133,19 @@ def _read_piece(
     if memory.token_list is not None:
         mlp_inputs = captured["mlp_inputs"] if with_graph else captured["mlp_inputs"].detach()
         mlp_inputs = mlp_inputs.reshape(*piece.ids.shape, -1)
-        arguments = (piece.ids.to(logits.device), mlp_inputs, logits, piece.learns, seen)
-        logits, new = memory.token_list.read(cache.state, *arguments)
+        tokens = piece.ids.to(logits.device)
+        logits, new = memory.token_list.read(cache.state, tokens, mlp_inputs, logits, piece.learns, seen)
         cache.state.update(new)
     return output, logits
 
 
 def take_due_steps(model: PreTrainedModel, cache: MemoryCache, piece: Columns) -> None:
     """Takes the steps of rows whose chunk is full, at the first token of the next one."""
-    chunk, ids = cache.memory.chunk, cache.state["chunk.ids"]
+    chunk, ids = model.memory.chunk, cache.state["chunk.ids"]
     due = (cache.seen % chunk == 0) & (cache.steps < cache.seen // chunk)
     if not bool(due.any()):
         return
-    if cache.memory.learning:
+    if model.memory.learning:
         flags = cache.state["chunk.learns"].to(ids.device)
         last = Columns(ids, flags, flags, flags)
         labels = _labels(last, piece.at(0, 1))
@@ -150,7 +159,7 @@ def take_due_steps(model: PreTrainedModel, cache: MemoryCache, piece: Columns) -
                     if isinstance(layer, (KeyValueLayer, StateLayer)):
                         layer.rewind(chunk)
                 again.seen = part.seen - chunk
-                learn(model, again, *(x[rows.to(x.device)] for x in (ids, labels)), False)
+                learn(model, again, *(x[rows.to(x.device)] for x in (ids, labels)), False, {})
                 part.state = again.state
                 cache.put(rows, part)
     cache.steps = torch.where(cache.seen % chunk == 0, cache.seen // chunk, cache.steps)
@@ -168,12 +177,14 @@ def _labels(chunk: Columns, following: Columns) -> Tensor | None:
     return torch.where(learns, ids, IGNORED) if bool(learns.any()) else None
 
 
-def learn(model: PreTrainedModel, cache: MemoryCache, ids: Tensor, labels: Tensor, with_graph: bool) -> object:
+def learn(
+    model: PreTrainedModel, cache: MemoryCache, ids: Tensor, labels: Tensor, with_graph: bool, arguments: dict
+) -> object:
     """Reads a whole chunk (R, C), and takes its step of the fast weights; returns the model's output."""
-    fast = cache.memory.fast_weights
+    fast = model.memory.fast_weights
     leaves = {name: x.detach().requires_grad_() for name, x in fast.weights(cache.state).items()}
     with torch.enable_grad():
-        output = call(model, cache, ids, leaves)
+        output = call(model, cache, ids, leaves, arguments)
         loss = fast.loss(output.logits, labels)
         gradients = torch.autograd.grad(loss, list(leaves.values()), retain_graph=with_graph, allow_unused=True)
     with torch.no_grad():
@@ -181,13 +192,15 @@ def learn(model: PreTrainedModel, cache: MemoryCache, ids: Tensor, labels: Tenso
         moves = (labels != IGNORED).any(1)
         for name, x in fast.take_step(cache.state, gradients).items():
             cache.state[name] = torch.where(moves.to(x.device)[:, None, None], x, cache.state[name])
-    cache.steps = cache.seen // cache.memory.chunk
+    cache.steps = cache.seen // model.memory.chunk
     return output
 
 
-def call(model: PreTrainedModel, cache: MemoryCache, ids: Tensor, weights: dict[str, Tensor] | None) -> object:
+def call(
+    model: PreTrainedModel, cache: MemoryCache, ids: Tensor, weights: dict[str, Tensor] | None, arguments: dict
+) -> object:
     """Calls the model itself with ids (R, T), which are real tokens, and counts them."""
-    memory = cache.memory
+    memory = model.memory
     positions = cache.seen[:, None] + torch.arange(ids.shape[1])
     sinks = _sinks(model, cache, ids.shape[1])
     for index, layer in enumerate(cache.layers):
@@ -195,7 +208,7 @@ def call(model: PreTrainedModel, cache: MemoryCache, ids: Tensor, weights: dict[
             layer.seen, layer.sink = cache.seen, None if layer.is_sliding else sinks[index]
         if isinstance(layer, StateLayer) and ids.shape[1] == 1:
             layer.before_token()
-    arguments = {"input_ids": ids, CACHE_NAME: cache, "use_cache": True, "return_dict": True, **memory.arguments}
+    arguments = {"input_ids": ids, CACHE_NAME: cache, "use_cache": True, "return_dict": True, **arguments}
     if memory.takes_positions:
         arguments["position_ids"] = positions.to(ids.device)
     if weights is None:
@@ -209,7 +222,7 @@ def call(model: PreTrainedModel, cache: MemoryCache, ids: Tensor, weights: dict[
 
 def _sinks(model: PreTrainedModel, cache: MemoryCache, length: int) -> list:
     """Returns keys and values (R, H, 1, D) of the sink for each layer; None where no query of a call sees it."""
-    window = cache.memory.window
+    window = model.memory.window
     if window is None or int(cache.seen.max()) + length <= window:
         return [None] * len(cache.layers)
     blocks = [sink_of(model, cache, int(x) // SINK_BLOCK) for x in cache.seen]
@@ -227,8 +240,8 @@ def sink_of(model: PreTrainedModel, cache: MemoryCache, block: int) -> list:
     of the first token, read alone by the model without fast weights, `window` positions before the block.
     """
     if block not in cache.sinks:
-        memory, empty = cache.memory, MemoryCache(model)
-        device = model.get_input_embeddings().weight.device
+        memory, empty = model.memory, MemoryCache(model)
+        device = cache.device
         arguments = {"input_ids": torch.full((1, 1), memory.first_token, device=device), CACHE_NAME: empty}
         if memory.takes_positions:
             position = max(0, block * SINK_BLOCK - memory.window)
@@ -241,6 +254,21 @@ def sink_of(model: PreTrainedModel, cache: MemoryCache, block: int) -> list:
         while len(cache.sinks) > 4:
             del cache.sinks[min(cache.sinks)]
     return cache.sinks[block]
+
+
+@contextmanager
+def without_checkpointing(model: PreTrainedModel) -> Iterator[None]:
+    """Turns gradient checkpointing off in the block: in training it takes the cache from the layers."""
+    changed = []
+    if model.training:
+        changed = [x for x in model.modules() if getattr(x, "gradient_checkpointing", False)]
+    for module in changed:
+        module.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for module in changed:
+            module.gradient_checkpointing = True
 
 
 def _of_all_rows(x: Tensor, rows: Tensor, number: int) -> Tensor:

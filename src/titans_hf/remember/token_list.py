@@ -39,7 +39,7 @@ NUM_FACTS, NUM_FEATURES = 3 + CONTEXT, 8
 
 
 class ReadOut(NamedTuple):
-    """The fitted numbers: log_sharpness (1,), log beta; entry_weight (7,), u; gate_weight (8,), w; gate_bias (1,), b."""
+    """The fitted numbers: log_sharpness (1,), log beta; entry_weight (7,), u; gate_weight (8,), w; gate_bias (1,)."""
 
     log_sharpness: Tensor
     entry_weight: Tensor

@@ -273,8 +273,8 @@ def set_window_attention(model: PreTrainedModel) -> str:
         raise ValueError(f'`model` has attn_implementation="{own}": load it with {names}.')
     if not model._can_set_attn_implementation():
         raise ValueError(
-            f"`model` is a {type(model).__name__}, which does not use Transformers' attention interface: it can have no "
-            "window."
+            f"`model` is a {type(model).__name__}, which does not use the attention interface of Transformers: it can "
+            "have no window."
         )
     model.set_attn_implementation(PREFIX + own)
     return own

@@ -1,0 +1,133 @@
+"""A `MemoryCache` as a folder: see `cache_files`, which writes and reads it."""
+
+import hashlib
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..cache_files import SavedMemory, naming_folder, read_memory, write_memory
+from .window import KeyValueLayer, StateLayer
+
+if TYPE_CHECKING:
+    from .memory_cache import MemoryCache
+
+KEYS = ("keys", "values")
+TOKENS = ("chunk.ids", "list.tokens", "list.contexts", "list.recent")  # tensors that hold tokens of the model
+STATES = ("conv_states", "recurrent_states")
+
+
+def save(cache: "MemoryCache", folder: str | os.PathLike, model: PreTrainedModel, about: dict | None = None) -> None:
+    """Saves a cache, and what its model is: the sizes of the model and a hash of the parameters of its memory.
+
+    Raises ValueError or OSError that names the folder, which keeps the memory that it had.
+    """
+    tensors = {f"state.{name}": x for name, x in cache.state.items()} | {"seen": cache.seen, "steps": cache.steps}
+    tensors |= layer_tensors(cache)
+    scalars = torch.tensor([cache.num_columns, cache.first_column])
+    description = {"model": fingerprint(model), "about": about or {}}
+    tensors = {name: x for name, x in (tensors | {"columns": scalars}).items() if x.numel()}
+    write_memory(folder, SavedMemory(description, tensors, cache.num_columns, False), {})
+
+
+def load(cache: "MemoryCache", folder: str | os.PathLike, model: PreTrainedModel) -> "MemoryCache":
+    """Fills a new cache from a folder.
+
+    Raises FileNotFoundError for a folder without a memory, ValueError that names the folder for a memory of another
+    model or a damaged one.
+    """
+    saved = read_memory(folder, fingerprint(model))
+    with naming_folder(folder, "loaded"):
+        tensors = dict(saved.tensors)
+        device = next(x.device for x in model.parameters() if x.device.type != "meta")
+        columns, cache.seen, cache.steps = (tensors.pop(x) for x in ("columns", "seen", "steps"))
+        cache.num_columns, cache.first_column = columns.tolist()
+        rows, size = len(cache.seen), model.get_input_embeddings().weight.shape[0]
+        _check_range("seen", cache.seen, 0, 2**62)
+        _check("steps", cache.steps, cache.seen.shape, (torch.int64,))
+        cache.device, cache.state = device, model.memory.initial_state(model, rows, device)
+        for name, x in cache.state.items():
+            new = tensors.pop(f"state.{name}")
+            _check(f"state.{name}", new, x.shape, (x.dtype,))
+            if name in TOKENS:
+                _check_range(name, new, -1 if x.dtype == torch.int32 else 0, size)
+            cache.state[name] = new.to(device)
+        for index, layer in enumerate(cache.layers):
+            own = {x: tensors.pop(x) for x in [*tensors] if x.startswith(f"{index}.")}
+            _fill(layer, {x.removeprefix(f"{index}."): y.to(device) for x, y in own.items()}, rows)
+        if tensors:
+            raise ValueError(f"it has the tensor {min(tensors)}, which no layer has")
+    return cache
+
+
+def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
+    """Returns what a memory depends on: the kind and the sizes of the model, and a hash of its memory's parameters."""
+    config, memory = model.config.get_text_config(decoder=True), model.memory
+    total, parts = hashlib.sha256(), []
+    if memory.fast_weights is not None:
+        fast = memory.fast_weights
+        parts = [(f"A.{x}", y) for x, y in fast.directions.items()] + [(f"B.{x}", y) for x, y in fast.start.items()]
+        total.update(f"{fast.rates} {fast.step}".encode())
+    if memory.token_list is not None:
+        chosen = memory.token_list
+        parts += [("center", chosen.center), ("projection", chosen.projection)]
+        total.update(f"{chosen.entries} {chosen.threshold}".encode())
+    for name, x in sorted(parts, key=lambda part: part[0]):
+        total.update(f"{name} {tuple(x.shape)}".encode() + x.detach().cpu().float().contiguous().numpy().tobytes())
+    names = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
+    sizes = {name: getattr(config, name, None) for name in names}
+    return {**sizes, "window": memory.window, "first_token": memory.first_token, "memory": total.hexdigest()}
+
+
+def layer_tensors(cache: "MemoryCache") -> dict[str, Tensor]:
+    """Returns the tensors of a cache's layers by name, such as "0.keys" and "1.conv_states.0"."""
+    found = {}
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, KeyValueLayer) and layer.is_initialized:
+            found |= {f"{index}.{name}": getattr(layer, name) for name in KEYS}
+        if isinstance(layer, StateLayer):
+            groups = {name: getattr(layer, name) for name in STATES}
+            if layer.start is not None:
+                groups |= {f"start.{name}": x for name, x in zip(STATES, layer.start, strict=True)}
+            for group, states in groups.items():
+                found |= {f"{index}.{group}.{i}": x for i, x in states.items() if x is not None}
+    return found
+
+
+def _fill(layer, tensors: dict[str, Tensor], rows: int) -> None:
+    """Gives a new layer the tensors of a file."""
+    for name, x in tensors.items():
+        if not x.is_floating_point() or x.dim() < 2 or len(x) != rows:
+            raise ValueError(f"{name} has the shape {tuple(x.shape)} and the dtype {x.dtype}, for {rows} rows")
+    if isinstance(layer, KeyValueLayer) and KEYS[0] in tensors:
+        layer.keys, layer.values = (tensors.pop(x) for x in KEYS)
+        layer.is_initialized = True
+    if isinstance(layer, StateLayer):
+        start: tuple[dict, dict] = ({}, {})
+        for i in range(layer.number_of_states):
+            for group, of_start in zip(STATES, start, strict=True):
+                getattr(layer, group)[i] = tensors.pop(f"{group}.{i}", None)
+                of_start[i] = tensors.pop(f"start.{group}.{i}", None)
+            conv, recurrent = layer.conv_states[i], layer.recurrent_states[i]
+            layer.is_conv_states_initialized[i] = conv is not None
+            layer.is_recurrent_states_initialized[i] = recurrent is not None
+            layer.has_previous_state[i] = conv is not None or recurrent is not None
+            if conv is not None:
+                layer.conv_kernel_size[i], layer.device, layer.dtype = conv.shape[-1], conv.device, conv.dtype
+        layer.start = start
+    if tensors:
+        raise ValueError(f"it has the tensor {min(tensors)}, which its layer does not have")
+
+
+def _check(name: str, x: Tensor, shape: torch.Size, dtypes: tuple[torch.dtype, ...]) -> None:
+    if x.shape != shape or x.dtype not in dtypes:
+        raise ValueError(f"{name} has the shape {tuple(x.shape)} and the dtype {x.dtype}, not {tuple(shape)}")
+    if x.is_floating_point() and not x.isfinite().all():
+        raise ValueError(f"{name} holds numbers that are not finite")
+
+
+def _check_range(name: str, x: Tensor, least: int, end: int) -> None:
+    if x.numel() and not least <= x.min() <= x.max() < end:
+        raise ValueError(f"{name} holds numbers from {x.min()} to {x.max()}, not from {least} to below {end}")

@@ -1,0 +1,49 @@
+"""Small models with `remember`, in float64."""
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from titans_hf.remember import remember
+from titans_hf.remember.fast_weights import random_fast_weights
+from titans_hf.remember.token_list import TokenList
+
+KINDS = ("v_proj", "o_proj", "up_proj", "gate_proj", "down_proj")
+
+
+def small_config(**fields) -> LlamaConfig:
+    base = {"vocab_size": 53, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    base |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1}
+    return LlamaConfig(**(base | {"eos_token_id": None, "max_position_embeddings": 4096} | fields))
+
+
+def small_model(**fields):
+    """A Llama of float64 whose weights are large enough that window and memory matter."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(small_config(**fields)).double().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.add_(0.15 * torch.randn_like(p))
+    return model
+
+
+def small_fast_weights(model, **step):
+    fast = random_fast_weights(model, KINDS, (1, 2), rank=3, rate=0.5)
+    step = {"chunk": 8, "momentum": 0.3, "retain": 0.99, "max_gradient": None} | step
+    for name, value in step.items():
+        setattr(fast.step, name, value)
+    return fast
+
+
+def small_list(**fields):
+    """A list that is trusted: without a fit it would hardly change a logit."""
+    chosen = TokenList.random(32, 8, **({"entries": 20, "threshold": 1.0} | fields))
+    torch.manual_seed(1)
+    gate = {"gate_bias": torch.tensor([-1.0]), "gate_weight": torch.randn(8) * 0.3}
+    chosen.read_out = chosen.read_out._replace(**gate)
+    return chosen
+
+
+def remembering(window=12, memory=("fast_weights", "list"), **fields):
+    model = small_model(**fields)
+    return remember(model, window, memory, fast_weights=small_fast_weights(model), token_list=small_list())

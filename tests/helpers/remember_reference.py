@@ -1,0 +1,118 @@
+"""What a model with `remember` computes for one text, as slowly and plainly as it can be written.
+
+The fast weights are merged into the weights of the model, W + B A, and the gradient of B is that of W, times A^T. The
+window and the sink are a 4-D mask over all keys so far. The list is a loop over tokens and entries.
+"""
+
+import copy
+import math
+
+import torch
+from transformers import DynamicCache
+
+from titans_hf.cache_titans import CACHE_NAME
+
+
+def read_slowly(model, fast, window: int, ids: torch.Tensor, first_token: int, sink_block: int):
+    """Returns the logits (T, V) of ids (T,) of the model itself, and B by name after the last token.
+
+    model: without `remember`, with attention "sdpa"; it is not changed.
+    """
+    model = copy.deepcopy(model)
+    modules = dict(model.named_modules())
+    original = {name: modules[name].weight.detach().clone() for name in fast.directions}
+    B = {name: torch.zeros(fast.outputs[name], len(a), dtype=ids_dtype(model)) for name, a in fast.directions.items()}
+    S = {name: torch.zeros_like(x) for name, x in B.items()}
+    past = [[], []]  # keys and values of all layers so far, (1, H, P, D)
+    logits, chunk = [], fast.step.chunk
+    for begin in range(0, len(ids), chunk):
+        here = ids[None, begin : begin + chunk]
+        for name, w in original.items():
+            merged = w + B[name] @ fast.directions[name].to(w.dtype)
+            modules[name].weight = torch.nn.Parameter(merged)
+        sink = sink_of(model, original, modules, first_token, max(0, begin // sink_block * sink_block - window))
+        for name, w in original.items():
+            modules[name].weight = torch.nn.Parameter(w + B[name] @ fast.directions[name].to(w.dtype))
+        cache = DynamicCache()
+        for layer, (key, value) in enumerate(sink):
+            earlier = [
+                torch.cat([x, *(p[layer] for p in kind)], -2) for x, kind in zip((key, value), past, strict=True)
+            ]
+            cache.update(*earlier, layer)
+        columns = 1 + begin + here.shape[1]
+        query = torch.arange(begin, begin + here.shape[1])[:, None]
+        position = torch.arange(columns)[None] - 1
+        allowed = (position <= query) & (query - position < window) & (position >= 0)
+        allowed[:, 0] = query[:, 0] >= window
+        mask = torch.zeros(allowed.shape, dtype=merged.dtype).masked_fill(~allowed, torch.finfo(merged.dtype).min)
+        positions = torch.arange(begin, begin + here.shape[1])[None]
+        output = model(here, attention_mask=mask[None, None], position_ids=positions, **{CACHE_NAME: cache})
+        logits.append(output.logits[0].detach())
+        for kind, name in zip(past, ("keys", "values"), strict=True):
+            kind.append([getattr(x, name)[..., 1 + begin :, :].detach() for x in cache.layers])
+        if begin + chunk < len(ids):  # all labels are known
+            labels = ids[begin + 1 : begin + 1 + chunk]
+            log_p = output.logits[0].log_softmax(-1)
+            loss = -sum(log_p[i, labels[i]] for i in range(chunk)) / chunk
+            gradients = torch.autograd.grad(loss, [modules[name].weight for name in original])
+            for name, g in zip(original, gradients, strict=True):
+                surprise = -fast.rates[name] * g @ fast.directions[name].to(g.dtype).T
+                S[name] = fast.step.momentum * S[name] + surprise
+                B[name] = fast.step.retain * B[name] + S[name]
+    return torch.cat(logits), B
+
+
+def ids_dtype(model) -> torch.dtype:
+    return next(model.parameters()).dtype
+
+
+@torch.no_grad()
+def sink_of(model, original, modules, first_token: int, position: int) -> list:
+    for name, w in original.items():
+        modules[name].weight = torch.nn.Parameter(w)
+    cache = DynamicCache()
+    model(torch.tensor([[first_token]]), position_ids=torch.tensor([[position]]), **{CACHE_NAME: cache})
+    return [(x.keys, x.values) for x in cache.layers]
+
+
+def mix_slowly(chosen, ids: torch.Tensor, mlp_inputs: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Returns the logits (T, V) mixed with the list, from those of the model, by loops over tokens and entries."""
+    entries, mixed, keys = [], [], []
+    beta, u, w, b = (x.to(logits.dtype) for x in chosen.read_out)
+    log_p = logits.log_softmax(-1)
+    for t, token in enumerate(ids.tolist()):
+        k = chosen.projection.to(logits.dtype).T @ (mlp_inputs[t] - chosen.center.to(logits.dtype))
+        keys.append(k / k.norm())
+        if t and (loss := -float(log_p[t - 1, token])) >= chosen.threshold:
+            context = [int(ids[t - 1 - i]) if t - 1 - i >= 0 else None for i in range(4)]
+            entries.append(
+                ((keys[t - 1] * 127).round() / 127, token, context, t, float(torch.tensor(loss, dtype=torch.float32)))
+            )
+        held = entries[-chosen.entries :]
+        if not held:
+            mixed.append(logits[t])
+            continue
+        scores, same = [], []
+        for key, word, context, position, loss in held:
+            n = 0
+            while n < 4 and t - n >= 0 and context[n] == int(ids[t - n]):
+                n += 1
+            far = t - position > chosen.window
+            facts = [float(log_p[t, word]), loss, float(far), *(float(n >= i) for i in (1, 2, 3, 4))]
+            scores.append(
+                float(beta.exp()) * float(keys[t] @ key) + sum(float(x) * y for x, y in zip(u, facts, strict=True))
+            )
+            same.append(n)
+        scores = torch.tensor(scores, dtype=logits.dtype)
+        a = scores.softmax(0)
+        m = torch.zeros_like(logits[t])
+        for share, (_, word, *_rest) in zip(a, held, strict=True):
+            m[word] += share
+        p = log_p[t].exp()
+        s, best = float(scores.logsumexp(0)) / 10, float(m[held[int(scores.argmax())][1]])
+        h, count = float(-(p * log_p[t]).sum()) / 4, math.log(len(held)) / 5
+        n = float((a * torch.tensor(same, dtype=a.dtype)).sum()) / 2
+        f = [s, best, h, count, n, best * s, best * h, best * n]
+        share = torch.sigmoid(sum(float(x) * y for x, y in zip(w, f, strict=True)) + b)
+        mixed.append(((1 - share) * p + share * m).log() + logits[t].logsumexp(0))
+    return torch.stack(mixed)

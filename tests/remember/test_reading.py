@@ -1,0 +1,350 @@
+"""A model with `remember` reads a text in one way, however the text is cut, batched, padded or continued."""
+
+import copy
+import random
+
+import pytest
+import torch
+from remember_models import remembering, small_fast_weights, small_list, small_model
+from remember_reference import mix_slowly, read_slowly
+from torch.testing import assert_close
+
+from titans_hf.remember import MemoryCache, forget, remember
+from titans_hf.remember.reading import SINK_BLOCK
+from titans_hf.remember.token_list import TokenList
+
+TOKENS = torch.randint(3, 53, (4, 90), generator=torch.Generator().manual_seed(7))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return remembering()
+
+
+def close(a, b, atol=1e-12):
+    assert_close(a, b, atol=atol, rtol=0)
+
+
+@torch.no_grad()
+def whole(model, ids, **arguments):
+    return model(ids, **arguments).logits
+
+
+def states(cache):
+    return cache.state | {"seen": cache.seen} | {f"{i}": x.keys for i, x in enumerate(cache.layers)}
+
+
+@pytest.mark.parametrize("length", [7, 8, 9, 41])
+def test_the_slow_reference(length, monkeypatch):
+    """Logits and fast weights are those of weights merged by hand, full keys under a mask, and loops over the list."""
+    model, ids = small_model(), TOKENS[0, :length]
+    fast, chosen = small_fast_weights(model), small_list(window=12)
+    own, weights = read_slowly(model, fast, 12, ids, first_token=1, sink_block=SINK_BLOCK)
+    remember(model, 12, ("fast_weights",), fast_weights=fast)
+    cache, inputs = MemoryCache(model), []
+    with torch.no_grad():
+        logits = model(ids[None], cache=cache).logits[0]
+    close(logits, own)
+    for name, x in weights.items():
+        close(cache.state[f"B.{name}"][0], x)
+    forget(model)
+    remember(model, 12, fast_weights=fast, token_list=chosen)
+    keys = TokenList.keys
+    monkeypatch.setattr(TokenList, "keys", lambda self, x: inputs.append(x[0]) or keys(self, x))
+    close(whole(model, ids[None])[0], mix_slowly(chosen, ids, torch.cat(inputs), own))
+
+
+def test_the_reference_over_a_moved_sink(monkeypatch):
+    """The sink is made anew at every block of positions."""
+    monkeypatch.setattr("titans_hf.remember.reading.SINK_BLOCK", 16)
+    model, ids = small_model(), TOKENS[0, :60]
+    fast = small_fast_weights(model)
+    own, _ = read_slowly(model, fast, 12, ids, first_token=1, sink_block=16)
+    remember(model, 12, ("fast_weights",), fast_weights=fast)
+    close(whole(model, ids[None])[0], own)
+
+
+@pytest.mark.parametrize("window", [12, None])
+def test_random_programs(window):
+    """Random pieces, padding anywhere, copies, orders and repetitions of rows leave each row's logits and state."""
+    model, choose = remembering(window), random.Random(3)
+    alone = [whole(model, ids[None])[0] for ids in TOKENS]
+    for _ in range(6):
+        cache, rows = MemoryCache(model), [0, 1, 2, 3]
+        places, found = [0, 0, 0, 0], [[] for _ in rows]
+        while min(places) < 60:
+            length = choose.choice([1, 1, 3, 8, 16, 30])
+            mask = torch.tensor([[choose.random() < 0.8 for _ in range(length)] for _ in rows]).long()
+            counts = mask.cumsum(1) - 1
+            ids = torch.stack([TOKENS[r, (p + c).clamp(0, 89)] for r, p, c in zip(rows, places, counts, strict=True)])
+            mask = mask * torch.stack([p + c < 90 for p, c in zip(places, counts, strict=True)]).long()
+            with torch.no_grad():
+                logits = model(ids * mask, attention_mask=mask, cache=cache).logits
+            for i in range(len(rows)):
+                found[i].append(logits[i, mask[i].bool()])
+                places[i] += int(mask[i].sum())
+            action = choose.choice(["none", "order", "copy"])
+            if action == "order":
+                order = torch.tensor(choose.choice([[3, 2, 1, 0], [1, 0, 3, 2], [0, 0, 2, 3]]))
+                cache.reorder_cache(order)
+                rows, places, found = ([x[i] for i in order] for x in (rows, places, found))
+                found = [list(x) for x in found]
+            if action == "copy":
+                branch = copy.copy(cache)
+                with torch.no_grad():
+                    model(TOKENS[:, :9], cache=branch)
+        for row, pieces in zip(rows, found, strict=True):
+            logits = torch.cat(pieces)
+            close(logits, alone[row][: len(logits)])
+
+
+def test_state_of_pieces(model):
+    """The state after pieces is the state after the whole."""
+    a, b = MemoryCache(model), MemoryCache(model)
+    with torch.no_grad():
+        model(TOKENS, cache=a)
+        for x in TOKENS.split([5, 1, 1, 9, 1, 20, 24, 29], 1):
+            model(x, cache=b)
+    for name, x in states(a).items():
+        close(states(b)[name], x)
+
+
+def test_packed_documents(model):
+    """A token whose position is 0 begins a text of its own."""
+    ids, positions = TOKENS[:2, :50], torch.arange(50).repeat(2, 1)
+    positions[0, 21:] -= 21
+    positions[1, 7:] -= 7
+    packed = whole(model, ids, position_ids=positions)
+    for row, begin in ((0, 21), (1, 7)):
+        close(packed[row, :begin], whole(model, ids[row : row + 1, :begin])[0])
+        close(packed[row, begin:], whole(model, ids[row : row + 1, begin:])[0])
+
+
+def test_repeat_and_select(model):
+    """Rows that are repeated, and rows that are kept, read on as they would have."""
+    cache = MemoryCache(model)
+    with torch.no_grad():
+        model(TOKENS[:2, :21], cache=cache)
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([3, 0]))
+        logits = model(TOKENS[[1, 0], 21:50], cache=cache).logits
+    close(logits, whole(model, TOKENS[[1, 0], :50])[:, 21:])
+
+
+@pytest.mark.parametrize("removed", [1, 3, 8, 15])
+@pytest.mark.parametrize("read", [17, 24, 25, 45])
+def test_crop(model, read, removed):
+    """Columns that were removed leave no trace; the last full chunk and more can be removed."""
+    cache = MemoryCache(model)
+    cache.activate_past_recording()
+    with torch.no_grad():
+        for x in TOKENS[:2, :read].split(5, 1):
+            model(x, cache=cache)
+        cache.crop(-removed)
+        assert cache.get_seq_length() == read - removed
+        first = model(TOKENS[:2, read - removed : 60], cache=cache).logits
+        cache.crop(-4)
+        again = model(TOKENS[:2, 56:60], cache=cache).logits
+    expected = whole(model, TOKENS[:2, :60])
+    close(first, expected[:, read - removed :])
+    close(again, expected[:, -4:])
+
+
+def test_crop_says_how_far(model):
+    """A crop beyond what is recorded, and one of a cache that does not record, name the limit."""
+    cache = MemoryCache(model)
+    with torch.no_grad():
+        model(TOKENS[:1, :9], cache=cache)
+        with pytest.raises(ValueError, match="activate_past_recording"):
+            cache.crop(-1)
+        cache.activate_past_recording()
+        model(TOKENS[:1, 9:20], cache=cache)
+    with pytest.raises(ValueError, match="at least -11"):
+        cache.crop(-12)
+
+
+def test_generation(model):
+    """`generate()` of a left-padded batch, with beams, with an assistant and with a cache is that of a row alone."""
+    settings = {"max_new_tokens": 20, "do_sample": False}
+    ids, mask = TOKENS[:2, :30].clone(), torch.ones(2, 30, dtype=torch.int64)
+    ids[0, :5], mask[0, :5] = 0, 0
+    batch = model.generate(ids, attention_mask=mask, **settings)
+    alone = model.generate(ids[:1, 5:], **settings)
+    assert batch[0, 30:].equal(alone[0, 25:])
+    beams = model.generate(ids[1:], num_beams=3, **settings)
+    pair = model.generate(ids, attention_mask=mask, num_beams=3, **settings)
+    assert pair[1].equal(beams[0])
+    cache = MemoryCache(model)
+    with torch.no_grad():
+        model(ids[1:, :13], cache=cache)
+    assert model.generate(ids[1:], cache=cache, **settings).equal(batch[1:])
+    assistant = small_model()
+    assisted = model.generate(ids[1:], assistant_model=assistant, **settings)
+    assert assisted.equal(batch[1:])
+
+
+def test_start_prompt(model):
+    """After `start_prompt`, `generate()` takes ids that go on after what the cache has read."""
+    settings = {"max_new_tokens": 5, "do_sample": False}
+    cache = MemoryCache(model)
+    with torch.no_grad():
+        model(TOKENS[:1, :33], cache=cache)
+    cache.start_prompt()
+    after = model.generate(TOKENS[:1, 33:40], cache=cache, **settings)
+    assert after[0, 7:].equal(model.generate(TOKENS[:1, :40], **settings)[0, 40:])
+
+
+def test_own_samples_are_not_learned():
+    """The fast weights learn the prompt alone, or with learn_from="all" the samples too."""
+    weights = {}
+    for learn_from in ("read", "all"):
+        model = small_model()
+        remember(model, 12, fast_weights=small_fast_weights(model), token_list=small_list(), learn_from=learn_from)
+        cache = MemoryCache(model)
+        made = model.generate(TOKENS[:1, :20], cache=cache, max_new_tokens=40, do_sample=False)
+        prompt, everything = MemoryCache(model), MemoryCache(model)
+        with torch.no_grad():
+            model(TOKENS[:1, :20], cache=prompt)
+            model(made[:, :-1], cache=everything)
+        weights[learn_from] = [next(iter(x.state.values())) for x in (cache, prompt, everything)]
+        assert int((cache.state["list.tokens"] >= 0).sum()) == int(
+            ((prompt if learn_from == "read" else everything).state["list.tokens"] >= 0).sum()
+        )
+    close(weights["all"][0], weights["all"][2])
+    # The chunk that the prompt has begun is learned as far as the prompt goes: 3 of its 8 labels.
+    assert not weights["read"][0].equal(weights["read"][1])
+    assert not weights["read"][0].equal(weights["read"][2])
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_original_up_to_the_window(attention):
+    """Up to the window, a model whose memory is off or not there is the original to the bit; so is one forgotten."""
+    for memory in ((), ("fast_weights", "list")):
+        model = small_model(attn_implementation=attention)
+        before = whole(model, TOKENS[:, :40])
+        fast = small_fast_weights(model)
+        remember(model, 40, memory, fast_weights=fast, token_list=small_list())
+        model.set_memory_learning(False)
+        assert whole(model, TOKENS[:, :40]).equal(before)
+        assert not whole(model, TOKENS[:, :60])[:, 45:].equal(before)
+        assert whole(forget(model), TOKENS[:, :40]).equal(before)
+        assert model.config._attn_implementation == attention
+
+
+def test_memory_off_writes_nothing(model):
+    """With learning off the state of the memory stays, and learning goes on where it is turned on again."""
+    cache, other = MemoryCache(model), MemoryCache(model)
+    with torch.no_grad():
+        model(TOKENS[:1, :30], cache=cache)
+        before = {name: x for name, x in cache.state.items() if name[0] in "BS" or "tokens" in name}
+        model.set_memory_learning(False)
+        a = model(TOKENS[:1, 30:61], cache=cache).logits
+        assert all(cache.state[name].equal(x) for name, x in before.items())
+        model.set_memory_learning(True)
+        b = model(TOKENS[:1, 61:], cache=cache).logits
+        model(TOKENS[:1, :30], cache=other)
+        for begin, end in ((30, 33), (33, 60), (60, 61), (61, 64), (64, 90)):
+            model.set_memory_learning(begin >= 61)
+            x = model(TOKENS[:1, begin:end], cache=other).logits
+            close(x, torch.cat([a, b], 1)[:, begin - 30 : end - 30])
+
+
+def test_loss_logits_and_hidden_states(model):
+    """`labels`, `logits_to_keep`, `output_hidden_states` and `return_dict` are those of other models."""
+    with torch.no_grad():
+        output = model(TOKENS, labels=TOKENS, output_hidden_states=True)
+        expected = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
+        assert_close(output.loss, expected.float())  # of float32 logits, as in Transformers
+        assert [x.shape for x in output.hidden_states] == [(4, 90, 32)] * 4
+        close(model(TOKENS, logits_to_keep=3).logits, output.logits[:, -3:])
+        close(model(TOKENS, return_dict=False)[0], output.logits)
+
+
+@pytest.mark.parametrize("mode", ["inference_mode", "checkpointing", "autocast", "bfloat16"])
+def test_modes(mode):
+    """The memory learns under inference_mode, gradient checkpointing and autocast, and in bfloat16."""
+    model = remembering()
+    expected = whole(model, TOKENS[:2])
+    if mode == "bfloat16":
+        model = forget(model).bfloat16()
+        remember(model, 12, fast_weights=small_fast_weights(model), token_list=small_list())
+    if mode == "checkpointing":
+        model.gradient_checkpointing_enable()
+        model.train()
+    context = {"inference_mode": torch.inference_mode(), "autocast": torch.autocast("cpu", torch.bfloat16)}
+    with context.get(mode, torch.enable_grad()):
+        cache = MemoryCache(model)
+        logits = torch.cat([model(x, cache=cache).logits for x in TOKENS[:2].split([9, 1, 40, 40], 1)], 1)
+    assert all(x.isfinite().all() for x in cache.state.values())
+    if mode in ("inference_mode", "checkpointing"):
+        close(logits, expected)
+    else:
+        assert cache.state["B.model.layers.1.mlp.up_proj"].dtype != torch.bfloat16
+        agree = (logits[:, :16].argmax(-1) == expected[:, :16].argmax(-1)).double().mean()
+        assert agree > 0.8
+
+
+def test_gradients_of_a_loss(model):
+    """A loss of the whole has gradients for the model's parameters: they pass within a piece."""
+    model(TOKENS[:1, :20], labels=TOKENS[:1, :20]).loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    model.zero_grad()
+
+
+def test_copies(model):
+    """A copied model learns by itself, and a deep copy of a cache goes its own way."""
+    other = copy.deepcopy(model)
+    cache = MemoryCache(other)
+    with torch.no_grad():
+        other(TOKENS[:1, :30], cache=cache)
+        close(other(TOKENS[:1, 30:50], cache=copy.deepcopy(cache)).logits, whole(model, TOKENS[:1, :50])[:, 30:])
+        close(other(TOKENS[:1, 30:50], cache=cache).logits, whole(model, TOKENS[:1, :50])[:, 30:])
+
+
+def test_reset(model):
+    """A cache that was reset reads as a new one."""
+    cache = MemoryCache(model)
+    with torch.no_grad():
+        model(TOKENS[:3], cache=cache)
+        cache.reset()
+        close(model(TOKENS[:1], cache=cache).logits, whole(model, TOKENS[:1]))
+
+
+def test_files(model, tmp_path):
+    """A memory that was saved in the middle of a chunk goes on as it would have."""
+    cache = MemoryCache(model)
+    with torch.no_grad():
+        model(TOKENS[:2, :45], cache=cache)
+        cache.save_pretrained(tmp_path, model, about={"texts": ["a"]})
+        loaded = MemoryCache.from_pretrained(tmp_path, model)
+        close(model(TOKENS[:2, 45:], cache=loaded).logits, model(TOKENS[:2, 45:], cache=cache).logits, atol=0)
+    assert loaded.get_seq_length() == 90
+    other = remembering(window=14)
+    with pytest.raises(ValueError, match=f"{tmp_path}.*window"):
+        MemoryCache.from_pretrained(tmp_path, other)
+
+
+def test_batches_of_rows_are_refused(model):
+    """A cache of two rows does not read four."""
+    cache = MemoryCache(model)
+    with torch.no_grad():
+        model(TOKENS[:2, :5], cache=cache)
+        with pytest.raises(ValueError, match="the 2 rows of `cache`, got 4"):
+            model(TOKENS[:, :5], cache=cache)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"window": 1}, "`window` must be None or a whole number of at least 2, got 1"),
+        ({"memory": ("lists",)}, "`memory` may hold 'fast_weights' and 'list', got"),
+        ({"learn_from": "x"}, "`learn_from` must be"),
+        ({"first_token": 53}, "`first_token` must be a token of the model, 0 to 52, got 53"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    """A bad argument is an error that names it, and leaves the model as it was."""
+    model = small_model()
+    with pytest.raises(ValueError, match=message):
+        remember(model, **arguments)
+    assert not hasattr(model, "memory") and model.config._attn_implementation == "sdpa"
