@@ -17,10 +17,10 @@ from tqdm import tqdm
 
 from titans_hf import TitansConfig
 from titans_hf.memory_network import layer_shapes
-from titans_hf.memory_ops import compile_chunks
+from titans_hf.memory_ops import compile_chunks, memorize_on_grid
 from titans_hf.memory_reference import memorize_reference
 from titans_hf.memory_state import MemorizeOutput, MemoryInputs, MemoryState
-from titans_hf.neural_memory import NeuralMemory, l2_normalize, memorize_on_grid
+from titans_hf.neural_memory import NeuralMemory, l2_normalize
 from titans_hf.token_grid import TokenGrid
 
 from . import model_shapes
@@ -174,7 +174,8 @@ def memorize_as_models_do(memory: NeuralMemory, case: MemoryCase) -> MemorizeOut
     """Updates and reads the memory by what computes an update in models: a kernel, or PyTorch."""
     config, state = memory.config, _initial_state(memory, case)
     grid = TokenGrid.build(state.num_seen, case.tokens.keys.shape[2], config.memory_chunk_size)
-    return memorize_on_grid(config, case.tokens, state, memory.rule, grid, _target(memory, case), config.memory_kernel)
+    options = dict(chunk_size=config.memory_chunk_size, decay_target=_target(memory, case), kernel=config.memory_kernel)
+    return memorize_on_grid(case.tokens, state, memory.rule, grid, **options)
 
 
 def _initial_state(memory: NeuralMemory, case: MemoryCase) -> MemoryState:

@@ -42,16 +42,6 @@ class GateProducts(NamedTuple):
     momentum_decay: Tensor | None  # m_T (...): share of the chunk-start momentum in the momentum at the chunk's end
 
 
-class GateIntermediates(NamedTuple):
-    """Intermediate results of `gate_products`, for its backward. The columns of R at empty slots are 0."""
-
-    retain_products: Tensor  # R (..., C, C)
-    combined_products: Tensor  # R E (..., C, C), R without momentum
-    # None without momentum:
-    momentum_products: Tensor | None  # E (..., C, C)
-    first_decay: Tensor | None  # eta of the first token (..., 1)
-
-
 def segment_products(log_decay: Tensor) -> Tensor:
     """Computes the product of the decays at j < l <= t at entry [t, j], 0 above the diagonal: (..., C) -> (..., C, C).
 
@@ -72,9 +62,12 @@ def _zero_empty_slots(filled: Tensor | None, *per_slot: Tensor | None) -> tuple[
 
 def gate_products(
     inner_lr: Tensor, log_momentum_decay: Tensor | None, log_retain: Tensor, filled: Tensor | None = None
-) -> tuple[GateProducts, GateIntermediates]:
+) -> tuple[GateProducts, tuple[Tensor | None, ...]]:
     """Computes the products from theta, log eta (None without momentum) and log(1 - alpha), each (..., C); `filled`
     (..., C) is False at slots without a token.
+
+    Also returns what the backward needs: R, whose columns at empty slots are 0, and R E (R without momentum),
+    (..., C, C) each; E (..., C, C) and eta of the first token (..., 1), both None without momentum.
     """
     inner_lr, log_momentum_decay, log_retain = _zero_empty_slots(filled, inner_lr, log_momentum_decay, log_retain)
     retain_products = segment_products(log_retain)  # R
@@ -84,7 +77,7 @@ def gate_products(
     weights_decay = log_retain.cumsum(-1).exp()  # beta
     if log_momentum_decay is None:  # the gradients are the steps: E is the identity
         products = GateProducts(retain_products * inner_lr[..., None, :], weights_decay, None, None, None)
-        return products, GateIntermediates(retain_products, retain_products, None, None)
+        return products, (retain_products, retain_products, None, None)
     momentum_products = segment_products(log_momentum_decay)  # E
     first_decay = log_momentum_decay[..., :1].exp()  # m is eta_0 times the first column of E, so that f is that of R E
     combined_products = retain_products @ momentum_products  # R E: (..., C, C) @ (..., C, C)
@@ -95,22 +88,21 @@ def gate_products(
         gradient_to_momentum=momentum_products[..., -1, :] * inner_lr,  # E_T diag(theta)
         momentum_decay=momentum_products[..., -1, 0] * first_decay[..., 0],  # m_T
     )
-    return products, GateIntermediates(retain_products, combined_products, momentum_products, first_decay)
+    return products, (retain_products, combined_products, momentum_products, first_decay)
 
 
 def gate_products_backward(
     grad: GateProducts,
     products: GateProducts,
-    intermediates: GateIntermediates,
+    intermediates: tuple[Tensor | None, ...],
     inner_lr: Tensor,
     filled: Tensor | None = None,
 ) -> Gates:
     """Computes the gradients with respect to the gates from the gradients with respect to their products."""
     (inner_lr,) = _zero_empty_slots(filled, inner_lr)
-    retain, momentum = intermediates.retain_products, intermediates.momentum_products
-    first_decay = intermediates.first_decay
+    retain, combined, momentum, first_decay = intermediates
     # 1. G = (R E) diag(theta), f = eta_0 (R E)_0 and E_T diag(theta), with respect to theta and R E
-    grad_lr = (grad.gradient_to_weights * intermediates.combined_products).sum(-2)
+    grad_lr = (grad.gradient_to_weights * combined).sum(-2)
     grad_combined = grad.gradient_to_weights * inner_lr[..., None, :]
     grad_beta = _suffix_sums(grad.weights_decay * products.weights_decay)
     if momentum is None:

@@ -4,8 +4,8 @@ M(x) = W_L silu(... silu(W_1 x)), "mlp", or M(x) = x + LN(W_L gelu(... gelu(W_1 
 second version; one weight matrix per layer, multiplied from the right: x @ W. LN has no weights of its own.
 
 This file contains the layers' shapes, the read, the gradient of the loss as rank-one factors per layer, and the
-backward of both, for "residual" left to autograd. The update of the weights (`memory_chunk.py`) uses those factors;
-with the delta rule, the last layer's factors are computed in `memory_chunk.py`.
+backward of both, for "residual" left to autograd. The update of the weights (`memory_chunk`) uses the factors; with the
+delta rule, `memory_chunk` computes the last layer's factors.
 
 Shapes: ... batch and heads, T tokens, D head size, F hidden size; layer l maps d_in to d_out.
 """
@@ -44,22 +44,17 @@ def read(weights: Sequence[Tensor], queries: Tensor, network: Network) -> Tensor
     return apply_layers(queries, [partial(torch.matmul, other=weight) for weight in weights], network)
 
 
-class LayerInputs(NamedTuple):
-    """The input of every layer in `apply_layers` of an MLP, and silu' before every layer but the first."""
-
-    inputs: list[Tensor]
-    slopes: list[Tensor]
-
-
-def layer_inputs(x: Tensor, layers: Sequence[Callable[[Tensor], Tensor]]) -> LayerInputs:
-    """Computes the input of each layer of an MLP and the derivative of its SiLU, for the backward."""
+def layer_inputs(x: Tensor, layers: Sequence[Callable[[Tensor], Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    """Computes the input of every layer in `apply_layers` of an MLP, and silu' before every layer but the first, for
+    the backward.
+    """
     inputs, slopes = [x], []
     for layer in layers[:-1]:
         pre_activation = layer(inputs[-1])
         sigmoid = torch.sigmoid(pre_activation)
         inputs.append(pre_activation.mul_(sigmoid))
         slopes.append(_silu_slope(inputs[-1], sigmoid))
-    return LayerInputs(inputs, slopes)
+    return inputs, slopes
 
 
 def _silu_slope(activation: Tensor, sigmoid: Tensor) -> Tensor:
@@ -110,23 +105,6 @@ class UpdateRule(NamedTuple):
         layers but the last are.
         """
         return depth > 1 or not self.delta_rule
-
-
-class ChunkLayer(NamedTuple):
-    """One layer of the memory network in a chunk, or the gradients with respect to it.
-
-    offset (W), momentum (S) (N, d_in, d_out): at the chunk's start; the offset is the weights less the decay target,
-    the momentum None without momentum.
-    inputs h (N, C, d_in), deltas (N, C, d_out): the factors of the tokens' gradients; deltas None before the delta rule
-    computes them.
-    decay_target (M_0) (N, d_in, d_out): the weights that forgetting decays to; None for 0.
-    """
-
-    offset: Tensor
-    momentum: Tensor | None
-    inputs: Tensor
-    deltas: Tensor | None
-    decay_target: Tensor | None
 
 
 class FactorsIntermediates(NamedTuple):
@@ -204,28 +182,24 @@ def gradient_factors(
     for weight, slope in zip(weights[:0:-1], slopes[::-1], strict=True):
         grad_activations.insert(0, unclipped[0] @ weight.mT)
         unclipped.insert(0, grad_activations[0] * slope)
-    clipped = _clip_deltas(inputs, unclipped, norms, len(inputs) - rule.delta_rule, rule.hidden_factor)
+    number = len(inputs) - rule.delta_rule
+    deltas, delta_norms, scales = _clip_deltas(inputs, unclipped, norms, number, rule.hidden_factor)
     before_clip = (pre_activations, slopes, grad_activations, unclipped)
-    intermediates = FactorsIntermediates(*before_clip, clipped.norms, clipped.scales, error, error_norm, error_scale)
-    return GradientFactors(inputs, clipped.deltas, intermediates, rule.hidden_factor)
-
-
-class _ClippedDeltas(NamedTuple):
-    deltas: list[Tensor]
-    norms: list[Tensor]
-    scales: list[Tensor]
+    intermediates = FactorsIntermediates(*before_clip, delta_norms, scales, error, error_norm, error_scale)
+    return GradientFactors(inputs, deltas, intermediates, rule.hidden_factor)
 
 
 def _clip_deltas(
     inputs: list[Tensor], unclipped: list[Tensor], norms: TokenNorms | None, number: int, hidden_step: float = 1.0
-) -> _ClippedDeltas:
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Clips the gradient of each of the first `number` layers at 4 kappa |v|, and multiplies it by `hidden_step`. The
-    delta rule leaves the last layer's gradient as it is.
+    delta rule leaves the last layer's gradient as it is. Returns the deltas, and of the clipped layers the norms before
+    the clip and the factors.
     """
     if norms is None:
         stepped = [d if hidden_step == 1 else hidden_step * d for d in unclipped[:number]]
-        return _ClippedDeltas(stepped + unclipped[number:], [], [])
-    result = _ClippedDeltas([], [], [])
+        return stepped + unclipped[number:], [], []
+    result = [], [], []
     for i, (h, delta) in enumerate(zip(inputs[:number], unclipped, strict=False)):
         norm, limit = lengths(delta), 4 * norms.limit
         input_norm = norms.keys if i == 0 else lengths(h)
@@ -233,7 +207,8 @@ def _clip_deltas(
         scale = scale if hidden_step == 1 else hidden_step * scale
         for x, of_layer in zip(result, (scale * delta, norm, scale), strict=True):
             x.append(of_layer)
-    return result._replace(deltas=result.deltas + unclipped[number:])
+    deltas, delta_norms, scales = result
+    return deltas + unclipped[number:], delta_norms, scales
 
 
 def _residual_gradient_factors(
@@ -257,7 +232,7 @@ def _residual_gradient_factors(
     deltas = [centred * inverse]
     for weight, slope in zip(weights[:0:-1], slopes[::-1], strict=True):
         deltas.insert(0, (deltas[0] @ weight.mT) * slope)
-    return GradientFactors(inputs, _clip_deltas(inputs, deltas, norms, len(inputs)).deltas, None)
+    return GradientFactors(inputs, _clip_deltas(inputs, deltas, norms, len(inputs))[0], None)
 
 
 def _gelu_slope(z: Tensor) -> Tensor:
@@ -330,28 +305,19 @@ def _over_square(x: Tensor, norm: Tensor) -> Tensor:
     return x / norm.square().clamp(min=torch.finfo(norm.dtype).tiny)
 
 
-class FactorsGradients(NamedTuple):
-    """Gradients with respect to intermediate results of `gradient_factors`: the weights; the output of the first layer
-    and the error, (N, T, d_out) each; and for each clip, the logarithm of its limit where it applies, (N, T, 1).
-    `tokens_backward` computes the gradients with respect to keys and values from all but the weights'.
-    """
-
-    weights: list[Tensor]
-    first_output: Tensor
-    error: Tensor
-    log_limits: list[Tensor]
-
-
 def gradient_factors_backward(
     factors: GradientFactors,
     derivatives: FactorsDerivatives,
     weights: Sequence[Tensor],
     grad_inputs: list[Tensor],
     grad_deltas: list[Tensor | None],
-) -> FactorsGradients:
+) -> tuple[list[Tensor], tuple[Tensor, Tensor, list[Tensor]]]:
     """Computes the backward of `gradient_factors` of an MLP from the gradients with respect to the factors' inputs and
-    deltas, which are overwritten; None for the last layer's deltas with the delta rule. The gradients with
-    respect to the keys, the first layer's inputs, are left to `tokens_backward`.
+    deltas, which are overwritten; None for the last layer's deltas with the delta rule.
+
+    Returns the gradients with respect to the weights, and the first three arguments of `tokens_backward`, which
+    computes the gradients with respect to keys and values: with respect to the first layer's output and to the error,
+    (N, T, d_out) each, and for each clip to the logarithm of its limit, where the clip applies, (N, T, 1).
     """
     last, kept = len(weights) - 1, factors.intermediates
     # 1. The clip of each layer's gradient. Its limit is a multiple of |v|: gradients with respect to its logarithm.
@@ -395,11 +361,13 @@ def gradient_factors_backward(
             grad_weights[i - 1].baddbmm_(factors.inputs[i].mT, grad_output)  # (N, d_in, T) @ (N, T, d_out)
             grad_inputs[i].baddbmm_(grad_output, weights[i].mT)  # (N, T, d_out) @ (N, d_out, d_in)
     grad_weights.insert(0, torch.bmm(factors.inputs[0].mT, grad_output))
-    return FactorsGradients(grad_weights, grad_output, grad_error, log_limits)
+    return grad_weights, (grad_output, grad_error, log_limits)
 
 
 def tokens_backward(
-    grads: FactorsGradients,
+    grad_output: Tensor,
+    grad_error: Tensor,
+    log_limits: Sequence[Tensor],
     derivatives: FactorsDerivatives,
     keys: Tensor,
     values: Tensor,
@@ -409,12 +377,12 @@ def tokens_backward(
     """Adds the gradients with respect to the keys to `grad_keys`, in place, and returns those with respect to the
     values, from what `gradient_factors_backward` returned.
     """
-    grad_keys.baddbmm_(grads.first_output, first_weights.mT)  # (N, T, d_out) @ (N, d_out, d_in)
-    grad_values = -grads.error
-    if grads.log_limits:
+    grad_keys.baddbmm_(grad_output, first_weights.mT)  # (N, T, d_out) @ (N, d_out, d_in)
+    grad_values = -grad_error
+    if log_limits:
         if derivatives.over_input_square:
-            clip_term = grads.log_limits[0] * derivatives.over_input_square[0]
+            clip_term = log_limits[0] * derivatives.over_input_square[0]
             grad_keys.addcmul_(clip_term, keys, value=-1)
-        of_limit = sum(x * y for x, y in zip(grads.log_limits, derivatives.clipped, strict=True))
+        of_limit = sum(x * y for x, y in zip(log_limits, derivatives.clipped, strict=True))
         grad_values.addcmul_(_over_square(of_limit, lengths(values)), values)
     return grad_values

@@ -18,15 +18,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from .memory_chunk import (
-    GROUP_FUNCTIONS,
-    GroupFunctions,
-    single_token_delta,
-    unstack,
-    with_anchor,
-    with_anchor_backward,
-)
+from .memory_chunk import GroupFunctions, group_forward, group_intermediates, unstack, with_anchor
+from .memory_chunk_backward import group_backward, with_anchor_backward
 from .memory_gates import zero_of
+from .memory_kernel import choose_kernel, memorize_by_kernel, triton_functions
 from .memory_network import (
     GradientFactors,
     UpdateRule,
@@ -39,9 +34,32 @@ from .memory_network import (
 from .memory_state import MemorizeOutput, MemoryInputs, MemoryState, map_tensors, tensors_of, where_rows, with_tensors
 from .token_grid import TokenGrid
 
-# Chunks of a group. docs/dev/log.md: "States of every fourth chunk kept for the backward", "Four chunks at once"
+# Chunks of a group: the scan keeps every fourth state for the backward, and larger products take less time.
 CHECKPOINT_INTERVAL = 4
 KERNEL_INTERVAL = 16  # where a kernel goes from chunk to chunk: fewer launches, more states in memory at once
+GROUP_FUNCTIONS = GroupFunctions(group_forward, group_intermediates, group_backward)
+_compiled: GroupFunctions | None = None
+
+
+def compile_chunks(**options) -> None:
+    """Compiles the functions of full chunks for the whole process: see `TitansPreTrainedModel.compile_memory`."""
+    global _compiled
+    _compiled = GroupFunctions(*(torch.compile(fn, dynamic=False, **options) for fn in GROUP_FUNCTIONS[:3]))
+
+
+# The inputs (N, T, ...) of a scan, the state before them, and one decay target per layer (none for 0).
+ScanArguments = tuple[MemoryInputs, MemoryState, tuple[Tensor, ...]]
+
+
+class Group(NamedTuple):
+    """Consecutive chunks of equal size: how many they are, their tokens, what computes them, and their `chunk_starts`
+    (`ScanOptions`).
+    """
+
+    num_chunks: int
+    chunk_size: int
+    functions: GroupFunctions
+    starts: Tensor | None
 
 
 class ScanOptions(NamedTuple):
@@ -51,7 +69,7 @@ class ScanOptions(NamedTuple):
     chunk that started in an earlier call keeps its anchor. Unused where the state has none.
     needs_surprise: compute the tokens' surprise, None without.
     compiled: the functions for groups of full chunks; None for the functions of `memory_chunk` as they are.
-    kernel: the functions with a chain by a kernel for groups of full chunks, and then `compiled` is None; None without.
+    kernel: the functions by a kernel for groups of full chunks, and then `compiled` is None; None without.
     """
 
     chunk_size: int
@@ -61,7 +79,7 @@ class ScanOptions(NamedTuple):
     compiled: GroupFunctions | None
     kernel: GroupFunctions | None = None
 
-    def groups(self, num_tokens: int) -> list["Group"]:
+    def groups(self, num_tokens: int) -> list[Group]:
         """Returns the groups of chunks in which T tokens are read: of `CHECKPOINT_INTERVAL` chunks (with a kernel:
         `KERNEL_INTERVAL`), of the full chunks that are left (compiled: one by one, so that only two shapes are
         compiled), and of the last chunk if it is shorter.
@@ -72,168 +90,13 @@ class ScanOptions(NamedTuple):
         numbers = [interval] * (num_chunks // interval)
         if left:
             numbers += [1] * left if self.compiled is not None else [left]
-        functions, groups, first = self.kernel or self.compiled or GROUP_FUNCTIONS, [], 0
-        for number in numbers:
-            groups.append(Group(first, number, self.chunk_size, functions))
-            first += number
-        return [*groups, Group(first, 1, rest, GROUP_FUNCTIONS)] if rest else groups
-
-    def starts_of(self, group: "Group") -> Tensor | None:
-        """Returns the `chunk_starts` of a group's chunks."""
-        if self.chunk_starts is None:
-            return None
-        return self.chunk_starts[group.first : group.first + group.num_chunks]
-
-
-class Group(NamedTuple):
-    """Consecutive chunks of equal size: the number of the first, how many they are, their tokens, and what computes
-    them.
-    """
-
-    first: int
-    num_chunks: int
-    chunk_size: int
-    functions: GroupFunctions
-
-
-class ScanArguments(NamedTuple):
-    """The tensors that a scan reads: the inputs (N, T, ...), the state before them, and one decay target per layer
-    (none for 0).
-    """
-
-    inputs: MemoryInputs
-    state: MemoryState
-    decay_target: tuple[Tensor, ...]
-
-
-def scan_chunks(
-    options: ScanOptions, arguments: ScanArguments, checkpoints: list[MemoryState] | None = None
-) -> MemorizeOutput:
-    """Updates and reads the memory, group of chunks after group. Appends the state at the start of each group to
-    `checkpoints`.
-    """
-    state, retrieved, surprise = arguments.state, [], []
-    groups = options.groups(arguments.inputs.keys.shape[1])
-    for group, inputs in zip(groups, _split_inputs(arguments.inputs, groups), strict=True):
-        starts = options.starts_of(group)
-        state = with_anchor(state, None if starts is None else starts[0])
-        if checkpoints is not None:
-            checkpoints.append(state)
-        forward = group.functions.forward
-        output = forward(inputs, state, arguments.decay_target, starts, options.rule, options.needs_surprise)
-        retrieved += unstack(output.retrieved, group.num_chunks)
-        surprise += unstack(output.surprise, group.num_chunks)
-        state = output.state
-    return MemorizeOutput(torch.cat(retrieved, dim=1), _join_surprise(surprise), state)
-
-
-def _join_surprise(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Concatenates the surprise of consecutive tokens (N, T), None if it was not computed."""
-    return None if parts[0] is None else torch.cat(parts, dim=1)
-
-
-def scan_chunks_differentiable(options: ScanOptions, arguments: ScanArguments) -> MemorizeOutput:
-    """Runs `scan_chunks` with the hand-written backward."""
-    # docs/dev/log.md: "The backward by hand"
-    retrieved, surprise, *state = _ChunkScan.apply(options, _form(arguments), *tensors_of(arguments))
-    return MemorizeOutput(retrieved, surprise, with_tensors(arguments.state, state))
-
-
-def _form(tree: Any) -> Any:
-    """Returns a tree of the same form that holds no memory."""
-    nothing = torch.empty(0)
-    return map_tensors(lambda _: nothing, tree)
-
-
-def scan_chunks_by_autograd(options: ScanOptions, arguments: ScanArguments) -> MemorizeOutput:
-    """Runs `scan_chunks` with a backward by autograd: for forms of the memory whose backward is not written by hand."""
-    # docs/dev/log.md: "The residual network's backward"
-    state, outputs = arguments.state, []
-    length = CHECKPOINT_INTERVAL * options.chunk_size
-    parts = list(zip(*(x.split(length, dim=1) for x in tensors_of(arguments.inputs)), strict=True))
-    starts = [None] * len(parts)
-    if options.chunk_starts is not None:
-        starts = options.chunk_starts.split(CHECKPOINT_INTERVAL)
-    for tensors, chunk_starts in zip(parts, starts, strict=True):
-        inputs = with_tensors(arguments.inputs, tensors)
-        part, group = options._replace(chunk_starts=chunk_starts), ScanArguments(inputs, state, arguments.decay_target)
-        outputs.append(checkpoint(scan_chunks, part, group, use_reentrant=False, preserve_rng_state=False))
-        state = outputs[-1].state
-    retrieved = torch.cat([x.retrieved for x in outputs], dim=1)
-    return MemorizeOutput(retrieved, _join_surprise([x.surprise for x in outputs]), state)
-
-
-class _ChunkScan(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, options: ScanOptions, form: ScanArguments, *tensors: Tensor) -> tuple[Tensor, ...]:
-        given, checkpoints = with_tensors(form, tensors), []
-        output = scan_chunks(options, map_tensors(Tensor.detach, given), checkpoints)
-        if output.surprise is not None:
-            ctx.mark_non_differentiable(output.surprise)
-        saved = (given.inputs, checkpoints, given.decay_target)
-        ctx.options, ctx.form = options, _form(saved)
-        ctx.save_for_backward(*tensors_of(saved))
-        return output.retrieved, output.surprise, *tensors_of(output.state)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_retrieved: Tensor, _: Tensor, *grad_state: Tensor) -> tuple[Tensor | None, ...]:
-        options = ctx.options
-        # Read once: under checkpointing, reading `saved_tensors` recomputes them.
-        # Detached, and the gradients contiguous, so that a compiled function fits every call.
-        inputs, checkpoints, decay_target = with_tensors(ctx.form, map(Tensor.detach, ctx.saved_tensors))
-        groups = options.groups(inputs.keys.shape[1])
-        tokens, grad_outputs = _split_inputs(inputs, groups), _split(grad_retrieved, groups)
-        grads, grad_inputs = with_tensors(checkpoints[0], map(Tensor.contiguous, grad_state)), []
-        grad_target = [torch.zeros_like(x) for x in decay_target]
-        with torch.autocast(grad_retrieved.device.type, enabled=False):
-            for group, state in zip(reversed(groups), reversed(checkpoints), strict=True):
-                starts = options.starts_of(group)
-                recomputed = group.functions.intermediates(tokens.pop(), state, decay_target, starts, options.rule)
-                grad_output = grad_outputs.pop().flatten(0, 1)
-                gradients = group.functions.backward(grad_output, recomputed, grads, starts)
-                grad_inputs = unstack(gradients.inputs, group.num_chunks) + grad_inputs
-                for total, gradient in zip(grad_target, gradients.decay_target, strict=True):
-                    total.add_(gradient)
-                grads = with_anchor_backward(gradients.state, None if starts is None else starts[0])
-                if state.anchor and not grads.anchor:
-                    grads = replace(grads, anchor=tuple(map(torch.zeros_like, state.anchor)))
-        joined = zip(inputs, _join_inputs(grad_inputs), strict=True)
-        return None, None, *(grad for x, grad in joined if x is not None), *tensors_of(grads), *grad_target
-
-
-def _split(x: Tensor, groups: Sequence[Group]) -> list[Tensor]:
-    """Splits (N, T, ...) into the chunks of each group (P, N, C, ...).
-
-    They are contiguous, so that their strides do not depend on T: a compiled function then fits every length.
-    """
-    # Not by indexing: the backward of an index is a tensor of the full size for every chunk.
-    # docs/dev/log.md: "MAC's training was quadratic in length, by indexing"
-    parts = x.split([group.num_chunks * group.chunk_size for group in groups], dim=1)
-    return [
-        part.unflatten(1, (group.num_chunks, group.chunk_size)).transpose(0, 1).contiguous()
-        for part, group in zip(parts, groups, strict=True)
-    ]
-
-
-def _split_inputs(inputs: MemoryInputs, groups: Sequence[Group]) -> list[MemoryInputs]:
-    parts = zip(*(_split(x, groups) for x in tensors_of(inputs)), strict=True)
-    return [with_tensors(inputs, part) for part in parts]
-
-
-def _join_inputs(chunks: Sequence[MemoryInputs]) -> MemoryInputs:
-    """Concatenates the gradients of all chunks; `filled` has none."""
-    return MemoryInputs(*(None if parts[0] is None else torch.cat(parts, dim=1) for parts in zip(*chunks, strict=True)))
-
-
-_compiled: GroupFunctions | None = None
-
-
-def compile_chunks(**options) -> None:
-    """Compiles the functions of full chunks for the whole process: see `TitansPreTrainedModel.compile_memory`."""
-    # docs/dev/log.md: "Compiling the chunk: larger chunks gain"
-    global _compiled
-    _compiled = GroupFunctions(*(torch.compile(fn, dynamic=False, **options) for fn in GROUP_FUNCTIONS))
+        functions = self.kernel or self.compiled or GROUP_FUNCTIONS
+        sizes = [(number, self.chunk_size, functions) for number in numbers]
+        sizes += [(1, rest, GROUP_FUNCTIONS)] if rest else []
+        starts = [None] * len(sizes)
+        if self.chunk_starts is not None:
+            starts = self.chunk_starts.split([number for number, *_ in sizes])
+        return [Group(*size, of_group) for size, of_group in zip(sizes, starts, strict=True)]
 
 
 def memorize(
@@ -243,8 +106,6 @@ def memorize(
     *,
     chunk_size: int,
     decay_target: tuple[Tensor, ...] = (),
-    grid: TokenGrid | None = None,
-    kernel: GroupFunctions | None = None,
 ) -> MemorizeOutput:
     """Updates the memory with T tokens and reads each token's query right after its own update (eq. 13-16).
 
@@ -256,39 +117,92 @@ def memorize(
         rule: form of the memory network and of its update.
         chunk_size: number of tokens whose gradients are taken at the same weights.
         decay_target: weights (H, d_in, d_out) of each layer that forgetting decays to; empty for 0, as in eq. 13.
-        grid: where given, the tokens are already on its slots (T = grid.num_slots), of a grid for a multiple of
-            `chunk_size`. The results at empty slots are undefined. The surprise is None unless
-            `grid.needs_surprise`; without a grid, it is computed.
-        kernel: the functions with which groups of full chunks are computed, and single tokens without gradients, for
-            an MLP with gates per head; None for PyTorch's.
 
-    Raises ValueError for a rule that cannot be, for `inputs.filled`, which the grid has, and for a state without the
-    anchor that the rule needs, or with a momentum where the inputs have no `log_momentum_decay` and the other way
-    round.
+    Raises ValueError for a rule that cannot be, for `inputs.filled`, which is for slots of a grid, and for a state
+    without the anchor that the rule needs, or with a momentum where the inputs have no `log_momentum_decay` and the
+    other way round.
     """
-    rule.check()
-    _check_inputs(inputs, state)
+    grid = replace(TokenGrid.build(state.num_seen, inputs.keys.shape[2], chunk_size), needs_surprise=True)
     dtype = state.weights[0].dtype
-    inputs = inputs.map(lambda x: x.to(dtype))
-    if not rule.needs_anchor(len(state.weights)):
-        state = replace(state, anchor=())
-    elif not state.anchor:
-        raise ValueError(f"`state` must have an anchor for {rule}, but has none: it is of another memory.")
-    num_tokens = inputs.keys.shape[2]
-    if num_tokens == 1 and (grid is None or grid.is_single_token):
-        step = kernel.token if kernel and not _needs_gradients((inputs, state, decay_target)) else _memorize_token
-        return step(inputs, state, decay_target, chunk_size, rule)
-    if grid is not None:
-        return _memorize_grid(inputs, state, decay_target, grid, chunk_size, rule, kernel)
-    grid = replace(TokenGrid.build(state.num_seen, num_tokens, chunk_size), needs_surprise=True)
-    slots = inputs.map(lambda x: grid.scatter(x.transpose(1, 2)).transpose(1, 2))
-    output = _memorize_grid(slots, state, decay_target, grid, chunk_size, rule, kernel)
+    slots = inputs.map(lambda x: grid.scatter(x.to(dtype).transpose(1, 2)).transpose(1, 2))
+    output = memorize_on_grid(slots, state, rule, grid, chunk_size=chunk_size, decay_target=decay_target)
     retrieved, surprise = (grid.gather(x.transpose(1, 2)).transpose(1, 2) for x in (output.retrieved, output.surprise))
     return MemorizeOutput(retrieved, surprise, output.state)
 
 
-def _check_inputs(inputs: MemoryInputs, state: MemoryState) -> None:
-    """Raises ValueError for a mask of slots, and for a momentum without its gate or the other way round."""
+def memorize_on_grid(
+    inputs: MemoryInputs,
+    state: MemoryState,
+    rule: UpdateRule,
+    grid: TokenGrid,
+    *,
+    chunk_size: int,
+    decay_target: tuple[Tensor, ...] = (),
+    kernel: str | GroupFunctions = "torch",
+    updates: bool = True,
+) -> MemorizeOutput:
+    """Computes `memorize` for tokens on the slots of a grid for a multiple of `chunk_size`, in the state's dtype. The
+    results at empty slots are undefined. The surprise may be None unless the grid asks for it.
+
+    kernel: what computes the update, by its name (`TitansConfig.memory_kernel`), or the functions themselves. That of
+    fla only if several tokens are read and no surprise is needed. A single token of a compiled model is PyTorch's.
+    updates: False to read the memory only.
+    """
+    _check(inputs, state, rule)
+    is_single, compiling = grid.is_single_token, torch.compiler.is_compiling()
+    functions = None if isinstance(kernel, str) else kernel
+    if not updates:
+        return read_constant_memory(inputs, state, rule, chunk_size, grid)
+    if not rule.needs_anchor(len(state.weights)):
+        state = replace(state, anchor=())
+    if kernel == "triton" and not (is_single and compiling):
+        functions = triton_functions(inputs, state, rule, chunk_size)
+    elif functions is None and not (is_single or grid.needs_surprise):
+        chunk_comba = choose_kernel(kernel, inputs, state, rule)
+        if chunk_comba is not None:
+            return memorize_by_kernel(chunk_comba, inputs, state, grid, decay_target)
+    if is_single:
+        step = functions.token if functions and not _needs_gradients((inputs, state, decay_target)) else _memorize_token
+        return step(inputs, state, decay_target, chunk_size, rule)
+    rows_and_heads = inputs.inner_lr.shape[:2]
+    arguments, chunk_starts = _scan_arguments(inputs, state, decay_target, grid, chunk_size)
+    by_hand = rule.network == "mlp" and not inputs.has_gates_per_layer  # the backward
+    compiled = _compiled if by_hand and not compiling and functions is None else None
+    options = ScanOptions(chunk_size, rule, chunk_starts, grid.needs_surprise, compiled, functions)
+    if compiling or not _needs_gradients(arguments):  # in a compiled model, the compiler makes the backward
+        output = scan_chunks(options, arguments)
+    elif by_hand:
+        retrieved, surprise, *after = _ChunkScan.apply(options, _form(arguments), *tensors_of(arguments))
+        output = MemorizeOutput(retrieved, surprise, with_tensors(arguments[1], after))
+    else:
+        output = scan_chunks_by_autograd(options, arguments)
+    retrieved, surprise, after = map_tensors(lambda x: x.unflatten(0, rows_and_heads), output)
+    after = replace(after, num_seen=state.num_seen + grid.row_ends - grid.row_starts)
+    return MemorizeOutput(retrieved, None if surprise is None else surprise.detach(), after)
+
+
+def _scan_arguments(
+    slots: MemoryInputs, state: MemoryState, decay_target: tuple[Tensor, ...], grid: TokenGrid, chunk_size: int
+) -> tuple[ScanArguments, Tensor | None]:
+    """Returns the arguments of a scan over the slots of a grid, and its `chunk_starts`; chunks of every row start at
+    multiples of `chunk_size`.
+    """
+    rows_and_heads = slots.inner_lr.shape[:2]
+    chunk_starts, filled = None, grid.filled
+    if filled is not None:
+        slots = slots._replace(filled=filled[:, None].expand(*rows_and_heads, -1))
+    if filled is not None and state.anchor:
+        first = torch.arange(0, grid.num_slots, chunk_size, device=filled.device)[:, None]
+        starts = (grid.row_starts <= first) & (grid.row_ends > first)
+        chunk_starts = starts.repeat_interleave(rows_and_heads[1], dim=1)
+    decay_target = tuple(m.expand_as(w) for m, w in zip(decay_target, state.weights, strict=False))
+    arguments = (slots, replace(state, num_seen=None), decay_target)
+    return map_tensors(lambda x: x.flatten(0, 1), arguments), chunk_starts
+
+
+def _check(inputs: MemoryInputs, state: MemoryState, rule: UpdateRule) -> None:
+    """Raises ValueError for inputs, a state and a rule that `memorize` does not take."""
+    rule.check()
     if inputs.filled is not None:
         raise ValueError("`inputs.filled` must be None: `grid` says which slots have a token.")
     if bool(state.momentum) != (inputs.log_momentum_decay is not None):
@@ -296,6 +210,8 @@ def _check_inputs(inputs: MemoryInputs, state: MemoryState) -> None:
             f"`state` has {len(state.momentum)} tensors of momentum, but `inputs.log_momentum_decay` is "
             f"{'None' if inputs.log_momentum_decay is None else 'given'}: both or none."
         )
+    if rule.needs_anchor(len(state.weights)) and not state.anchor:
+        raise ValueError(f"`state` must have an anchor for {rule}, but has none: it is of another memory.")
 
 
 def read_constant_memory(
@@ -334,6 +250,13 @@ def _factors_at(
     return factors
 
 
+def single_token_delta(inputs: Tensor, value: Tensor, weights: Tensor) -> Tensor:
+    """Computes the delta of one token, 2 / max(1, |h|^2) (h M - v): inputs h (..., 1, d_in), weights (..., d_in,
+    d_out).
+    """
+    return 2 / inputs.square().sum(-1, keepdim=True).clamp(min=1.0) * (inputs @ weights - value)
+
+
 def _memorize_token(
     inputs: MemoryInputs,
     state: MemoryState,
@@ -343,7 +266,6 @@ def _memorize_token(
 ) -> MemorizeOutput:
     """Updates with one token per row by eq. 13-15, without a branch on data."""
     # In place on new tensors: a step takes as long as reading and writing the state.
-    # docs/dev/log.md: "Fewer passes over the state in a decoding step"
     anchor = ()
     if state.anchor:
         at_chunk_start = partial(where_rows, state.num_seen % chunk_size == 0)
@@ -379,38 +301,112 @@ def _of_layers(gate: Tensor, inputs: MemoryInputs, depth: int) -> tuple[Tensor, 
     return gate.split(1, dim=-1) if inputs.has_gates_per_layer else (gate[..., None],) * depth
 
 
-def _memorize_grid(
-    slots: MemoryInputs,
-    state: MemoryState,
-    decay_target: tuple[Tensor, ...],
-    grid: TokenGrid,
-    chunk_size: int,
-    rule: UpdateRule,
-    kernel: GroupFunctions | None = None,
+def scan_chunks(
+    options: ScanOptions, arguments: ScanArguments, checkpoints: list[MemoryState] | None = None
 ) -> MemorizeOutput:
-    """Updates with the tokens on the slots of a grid; chunks of every row start at multiples of `chunk_size`."""
-    rows_and_heads = slots.inner_lr.shape[:2]
-    chunk_starts, filled = None, grid.filled
-    if filled is not None:
-        slots = slots._replace(filled=filled[:, None].expand(*rows_and_heads, -1))
-    if filled is not None and state.anchor:
-        first = torch.arange(0, grid.num_slots, chunk_size, device=filled.device)[:, None]
-        starts = (grid.row_starts <= first) & (grid.row_ends > first)
-        chunk_starts = starts.repeat_interleave(rows_and_heads[1], dim=1)
-    decay_target = [m.expand_as(w) for m, w in zip(decay_target, state.weights, strict=False)]
-    arguments = ScanArguments(
-        slots.map(lambda x: x.flatten(0, 1)),
-        replace(state, num_seen=None).map(lambda x: x.flatten(0, 1)),
-        tuple(x.flatten(0, 1) for x in decay_target),
-    )
-    by_hand = rule.network == "mlp" and not slots.has_gates_per_layer  # the backward
-    compiling = torch.compiler.is_compiling()  # then the compiler makes the backward
-    compiled = _compiled if by_hand and not compiling and kernel is None else None
-    options = ScanOptions(chunk_size, rule, chunk_starts, grid.needs_surprise, compiled, kernel)
-    scan = scan_chunks
-    if not compiling and _needs_gradients(arguments):
-        scan = scan_chunks_differentiable if by_hand else scan_chunks_by_autograd
-    output = scan(options, arguments)
-    retrieved, surprise, after = map_tensors(lambda x: x.unflatten(0, rows_and_heads), output)
-    after = replace(after, num_seen=state.num_seen + grid.row_ends - grid.row_starts)
-    return MemorizeOutput(retrieved, None if surprise is None else surprise.detach(), after)
+    """Updates and reads the memory, group of chunks after group. Appends the state at the start of each group to
+    `checkpoints`.
+    """
+    (inputs, state, decay_target), retrieved, surprise = arguments, [], []
+    groups = options.groups(inputs.keys.shape[1])
+    for group, tokens in zip(groups, _split_inputs(inputs, groups), strict=True):
+        starts = group.starts
+        state = with_anchor(state, None if starts is None else starts[0])
+        if checkpoints is not None:
+            checkpoints.append(state)
+        forward = group.functions.forward
+        output = forward(tokens, state, decay_target, starts, options.rule, options.needs_surprise)
+        retrieved += unstack(output.retrieved, group.num_chunks)
+        surprise += unstack(output.surprise, group.num_chunks)
+        state = output.state
+    return MemorizeOutput(torch.cat(retrieved, dim=1), _join_surprise(surprise), state)
+
+
+def _join_surprise(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Concatenates the surprise of consecutive tokens (N, T), None if it was not computed."""
+    return None if parts[0] is None else torch.cat(parts, dim=1)
+
+
+def _form(tree: Any) -> Any:
+    """Returns a tree of the same form that holds no memory."""
+    nothing = torch.empty(0)
+    return map_tensors(lambda _: nothing, tree)
+
+
+def scan_chunks_by_autograd(options: ScanOptions, arguments: ScanArguments) -> MemorizeOutput:
+    """Runs `scan_chunks` with a backward by autograd: for forms of the memory whose backward is not written by hand."""
+    (inputs, state, decay_target), outputs = arguments, []
+    length = CHECKPOINT_INTERVAL * options.chunk_size
+    parts = list(zip(*(x.split(length, dim=1) for x in tensors_of(inputs)), strict=True))
+    starts = [None] * len(parts)
+    if options.chunk_starts is not None:
+        starts = options.chunk_starts.split(CHECKPOINT_INTERVAL)
+    for tensors, chunk_starts in zip(parts, starts, strict=True):
+        part, group = options._replace(chunk_starts=chunk_starts), (with_tensors(inputs, tensors), state, decay_target)
+        outputs.append(checkpoint(scan_chunks, part, group, use_reentrant=False, preserve_rng_state=False))
+        state = outputs[-1].state
+    retrieved = torch.cat([x.retrieved for x in outputs], dim=1)
+    return MemorizeOutput(retrieved, _join_surprise([x.surprise for x in outputs]), state)
+
+
+class _ChunkScan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, options: ScanOptions, form: ScanArguments, *tensors: Tensor) -> tuple[Tensor, ...]:
+        (inputs, state, decay_target), checkpoints = with_tensors(form, tensors), []
+        detached = map_tensors(Tensor.detach, (inputs, state, decay_target))
+        output = scan_chunks(options, detached, checkpoints)
+        if output.surprise is not None:
+            ctx.mark_non_differentiable(output.surprise)
+        saved = (inputs, checkpoints, decay_target)
+        ctx.options, ctx.form = options, _form(saved)
+        ctx.save_for_backward(*tensors_of(saved))
+        return output.retrieved, output.surprise, *tensors_of(output.state)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_retrieved: Tensor, _: Tensor, *grad_state: Tensor) -> tuple[Tensor | None, ...]:
+        options = ctx.options
+        # Read once: under checkpointing, reading `saved_tensors` recomputes them.
+        # Detached, and the gradients contiguous, so that a compiled function fits every call.
+        inputs, checkpoints, decay_target = with_tensors(ctx.form, map(Tensor.detach, ctx.saved_tensors))
+        groups = options.groups(inputs.keys.shape[1])
+        tokens, grad_outputs = _split_inputs(inputs, groups), _split(grad_retrieved, groups)
+        grads, grad_inputs = with_tensors(checkpoints[0], map(Tensor.contiguous, grad_state)), []
+        grad_target = [torch.zeros_like(x) for x in decay_target]
+        with torch.autocast(grad_retrieved.device.type, enabled=False):
+            for group, state in zip(reversed(groups), reversed(checkpoints), strict=True):
+                functions, starts = group.functions, group.starts
+                recomputed = functions.intermediates(tokens.pop(), state, decay_target, starts, options.rule)
+                grad_output = grad_outputs.pop().flatten(0, 1)
+                of_inputs, of_state, of_target = functions.backward(grad_output, recomputed, grads, starts)
+                grad_inputs = unstack(of_inputs, group.num_chunks) + grad_inputs
+                for total, gradient in zip(grad_target, of_target, strict=True):
+                    total.add_(gradient)
+                grads = with_anchor_backward(of_state, None if starts is None else starts[0])
+                if state.anchor and not grads.anchor:
+                    grads = replace(grads, anchor=tuple(map(torch.zeros_like, state.anchor)))
+        joined = zip(inputs, _join_inputs(grad_inputs), strict=True)
+        return None, None, *(grad for x, grad in joined if x is not None), *tensors_of(grads), *grad_target
+
+
+def _split(x: Tensor, groups: Sequence[Group]) -> list[Tensor]:
+    """Splits (N, T, ...) into the chunks of each group (P, N, C, ...).
+
+    They are contiguous, so that their strides do not depend on T: a compiled function then fits every length.
+    """
+    # Not by indexing: the backward of an index is a tensor of the full size for every chunk, which is quadratic.
+    parts = x.split([group.num_chunks * group.chunk_size for group in groups], dim=1)
+    return [
+        part.unflatten(1, (group.num_chunks, group.chunk_size)).transpose(0, 1).contiguous()
+        for part, group in zip(parts, groups, strict=True)
+    ]
+
+
+def _split_inputs(inputs: MemoryInputs, groups: Sequence[Group]) -> list[MemoryInputs]:
+    parts = zip(*(_split(x, groups) for x in tensors_of(inputs)), strict=True)
+    return [with_tensors(inputs, part) for part in parts]
+
+
+def _join_inputs(chunks: Sequence[MemoryInputs]) -> MemoryInputs:
+    """Concatenates the gradients of all chunks; `filled` has none."""
+    return MemoryInputs(*(None if parts[0] is None else torch.cat(parts, dim=1) for parts in zip(*chunks, strict=True)))

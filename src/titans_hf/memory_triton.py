@@ -32,16 +32,16 @@ from torch import Tensor
 from torch.linalg import solve_triangular
 
 from .memory_chunk import (
-    Chain,
+    ChunkLayer,
     EarlierGates,
     EndGates,
     GroupFunctions,
     GroupIntermediates,
-    group_backward,
     group_forward,
     group_intermediates,
 )
-from .memory_network import ChunkLayer, FactorsDerivatives, TokenNorms, UpdateRule
+from .memory_chunk_backward import group_backward
+from .memory_network import FactorsDerivatives, TokenNorms, UpdateRule
 from .memory_state import MemorizeOutput, MemoryInputs, MemoryState
 
 try:
@@ -282,7 +282,7 @@ def chunk_gradients_kernel(
     C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradients with respect to the state at every chunk's start, from the last chunk to the first, of one
-    row and head: the backward of `chunk_states_kernel`, the equations of `memory_chunk.group_backward`, step 3.
+    row and head: the backward of `chunk_states_kernel`, the equations of `memory_chunk_backward.group_backward`, step 3.
 
     inputs (P, N, C, F): h, of the last layer; vectors (P, N, 11, C): G_T, E_T theta, beta and f before each token; of
     the clips the last layer's scale, 1 / |delta|^2 and 1 / |h|^2 where it applies, the hidden layer's scale and
@@ -625,8 +625,8 @@ def chunk_gradients(
     before = (earlier.weights_decay, earlier.momentum_to_weights) if earlier else (None, None)
     vectors = [end.gradient_to_weights, end.gradient_to_momentum, *before, *_clip_factors(group, derivatives)]
     deltas = inverse = system = None
-    if chunk.token_deltas is not None:
-        a, deltas = chunk.token_deltas.system, last.deltas
+    if chunk.system is not None:
+        a, deltas = chunk.system, last.deltas
         identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
         inverse, system = solve_triangular(a, identity, upper=False), earlier.system.clone()
         system.diagonal(dim1=-2, dim2=-1).mul_(a.diagonal(dim1=-2, dim2=-1) > 0.5)
@@ -653,7 +653,7 @@ def _clip_factors(group: GroupIntermediates, derivatives: FactorsDerivatives | N
     over_square = derivatives.over_square if has_clip else [None] * (depth + 1)
     over_input_square = derivatives.over_input_square if has_clip else [None] * depth
     of_last = [None] * 3  # with the delta rule, the last layer's gradient is not clipped
-    if chunk.token_deltas is None:
+    if chunk.system is None:
         of_last = [scales[-1], over_square[depth - 1], over_input_square[depth - 1]]
     of_hidden = [scales[0], over_square[0]] if depth > 1 else [None] * 2
     return [*of_last, *of_hidden, kept.error_scale if has_clip else 2.0, over_square[-1]]
@@ -677,8 +677,9 @@ def memorize_token(
     return output
 
 
-CHAIN = Chain(chunk_states, chunk_gradients)
 KERNEL_FUNCTIONS = GroupFunctions(
-    *(partial(function, chain=CHAIN) for function in (group_forward, group_intermediates, group_backward)),
-    token=memorize_token,
+    partial(group_forward, chunk_states=chunk_states),
+    partial(group_intermediates, chunk_states=chunk_states),
+    partial(group_backward, chunk_gradients=chunk_gradients),
+    memorize_token,
 )

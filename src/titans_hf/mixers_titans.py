@@ -168,7 +168,7 @@ class TitansMixer(SequenceMixer):
         memory_output = persistent
         if self.config.num_persistent_tokens:
             grid = TokenGrid.identity(*persistent.shape[:2], persistent.device)
-            memory_output, memory, conv_state, _ = self.memory.forward_on_grid(persistent, memory, conv_state, grid)
+            memory_output, memory, conv_state, _ = self.memory.update(persistent, memory, conv_state, grid)
         state = LayerState(memory.with_count_reset(), conv_state, self.initial_kv_cache(memory_output))
         return state.map(lambda x: x.expand(batch_size, *x.shape[1:]))
 
@@ -199,7 +199,7 @@ class LMMMixer(TitansMixer):
     """The memory alone (paper section 4.3, "memory without attention")."""
 
     def mix(self, hidden_states, state, grid):
-        output = self.memory.forward_on_grid(hidden_states, state.memory, state.conv_state, grid)
+        output = self.memory.update(hidden_states, state.memory, state.conv_state, grid)
         return MixerOutput(output.output, None, LayerState(output.state, output.conv_state), [output.updates])
 
 
@@ -225,7 +225,7 @@ class MALMixer(TitansMixer):
         return self.memory_norm(m) if self.sum_norm is None else self.sum_norm(hidden_states + m)
 
     def mix(self, hidden_states, state, grid):
-        m, memory, conv_state, updates = self.memory.forward_on_grid(  # M(x~): eq. 30
+        m, memory, conv_state, updates = self.memory.update(  # M(x~): eq. 30
             hidden_states, state.memory, state.conv_state, grid
         )
         inputs = self._attention_input(hidden_states, m)
@@ -253,7 +253,7 @@ class MAGMixer(TitansMixer):
         return self.attention.initial_kv_cache(self.persistent_rows(len(memory_output)))
 
     def mix(self, hidden_states, state, grid):
-        m, memory, conv_state, updates = self.memory.forward_on_grid(  # M(x~): eq. 28
+        m, memory, conv_state, updates = self.memory.update(  # M(x~): eq. 28
             hidden_states, state.memory, state.conv_state, grid
         )
         attended = self.attention(hidden_states, state.kv_cache, state.memory.num_seen, grid)  # eq. 27
@@ -322,7 +322,9 @@ class MACMixer(TitansMixer):
                 h = self.recall(queries, weights)  # h_t = M*_{t-1}(q_t): eq. 21
                 attended = self.attention(projected, h, state.kv_cache, slots, part.filled)  # on [P | h | S]: eq. 22-23
                 y = segment + attended.hidden_states  # y_t: eq. 23, with the residual connection
-                update = self.memory.update(y, state.memory, state.conv_state, part, decay_target)  # M_t: eq. 24
+                update = self.memory.update(  # M_t: eq. 24
+                    y, state.memory, state.conv_state, part, decay_target, projects=False
+                )
             kept = weights if self.keeps_segment_weights else ()
             state = LayerState(update.state, update.conv_state, attended.kv_cache, kept)
             results.append(_SegmentResult(attended.hidden_states, update.output, attended.weights, update.updates))

@@ -15,10 +15,9 @@ from transformers.utils.generic import maybe_autocast
 from .cache_layer import LayerState
 from .configuration_titans import TitansConfig
 from .memory_gates import Gates, zero_of
-from .memory_kernel import choose_kernel, memorize_by_kernel, triton_functions
 from .memory_network import UpdateRule, clip_scale, layer_shapes, read
-from .memory_ops import memorize, read_constant_memory
-from .memory_state import MemorizeOutput, MemoryInputs, MemoryState
+from .memory_ops import memorize_on_grid
+from .memory_state import MemoryInputs, MemoryState
 from .surprise_titans import TokenUpdates
 from .token_grid import TokenGrid
 
@@ -169,33 +168,6 @@ def is_updated(config: TitansConfig, grid: TokenGrid) -> bool:
     return grid.learns and config.memory_max_lr > 0
 
 
-def memorize_on_grid(
-    config: TitansConfig,
-    inputs: MemoryInputs,
-    state: MemoryState,
-    rule: UpdateRule,
-    grid: TokenGrid,
-    decay_target: tuple[Tensor, ...] = (),
-    kernel: str = "auto",
-) -> MemorizeOutput:
-    """Updates and reads a memory with tokens on the slots of a grid; reads it only if `is_updated` is False.
-
-    kernel: what computes an update (`memory_kernel`); that of fla only if several tokens are read and no surprise is
-    needed. A single token of a compiled model is PyTorch's.
-    """
-    if not is_updated(config, grid):
-        return read_constant_memory(inputs, state, rule, config.memory_chunk_size, grid)
-    chunk_size, functions = config.memory_chunk_size, None
-    if kernel == "triton" and not (grid.is_single_token and torch.compiler.is_compiling()):
-        functions = triton_functions(inputs, state, rule, chunk_size)
-    elif not (grid.is_single_token or grid.needs_surprise):
-        chunk_comba = choose_kernel(kernel, inputs, state, rule)
-        if chunk_comba is not None:
-            return memorize_by_kernel(chunk_comba, inputs, state, grid, decay_target)
-    options = dict(chunk_size=chunk_size, decay_target=decay_target, grid=grid, kernel=functions)
-    return memorize(inputs, state, rule, **options)
-
-
 class NeuralMemory(nn.Module):
     """Projects tokens to keys, values and queries, learns key -> value at test time and returns what the queries
     retrieve.
@@ -276,15 +248,8 @@ class NeuralMemory(nn.Module):
             memory = self.initial_state(len(hidden_states), hidden_states.dtype)
             state = LayerState(memory, self.initial_conv_state(memory, hidden_states.dtype))
         grid = TokenGrid.build(state.memory.num_seen, hidden_states.shape[1], self.config.memory_chunk_size)
-        output = self.forward_on_grid(grid.scatter(hidden_states), state.memory, state.conv_state, grid)
+        output = self.update(grid.scatter(hidden_states), state.memory, state.conv_state, grid)
         return grid.gather(output.output), LayerState(output.state, output.conv_state)
-
-    def forward_on_grid(
-        self, hidden_states: Tensor, state: MemoryState, conv_state: Tensor, grid: TokenGrid
-    ) -> MemoryOutput:
-        """Updates the memory with hidden_states (R, G, hidden) on the slots of `grid` and reads it for each of them."""
-        update = self.update(hidden_states, state, conv_state, grid, self.decay_target(state, grid))
-        return update._replace(output=self.project_output(hidden_states, update.output))
 
     def decay_target(self, state: MemoryState, grid: TokenGrid) -> tuple[Tensor, ...]:
         """Returns M_0, the weights (H, d_in, d_out) that forgetting decays to, in the state's dtype; empty for 0 (eq.
@@ -300,18 +265,26 @@ class NeuralMemory(nn.Module):
         state: MemoryState,
         conv_state: Tensor,
         grid: TokenGrid,
-        decay_target: tuple[Tensor, ...],
+        decay_target: tuple[Tensor, ...] | None = None,
+        projects: bool = True,
     ) -> MemoryOutput:
-        """Updates the memory like `forward`; its output is what the queries retrieve, without the output projection."""
+        """Updates the memory with hidden_states (R, G, hidden) on the slots of `grid` and reads it for each of them.
+
+        decay_target: of an earlier call of `decay_target`, which is called without it. projects: False for what the
+        queries retrieve, to which `project_output` is to be applied.
+        """
+        decay_target = self.decay_target(state, grid) if decay_target is None else decay_target
         projected, conv_state = self._project_inputs(hidden_states, conv_state, grid)
-        dtype = state.weights[0].dtype
+        dtype, updates = state.weights[0].dtype, is_updated(self.config, grid)
+        options = {"chunk_size": self.config.memory_chunk_size, "kernel": self.config.memory_kernel, "updates": updates}
         with maybe_autocast(hidden_states.device.type, enabled=False):
-            gates = self._gates(hidden_states, dtype, is_updated(self.config, grid))
+            gates = self._gates(hidden_states, dtype, updates)
             inputs = MemoryInputs(*self._normalize(projected.to(dtype)), *gates)
-            retrieved, surprise, state = memorize_on_grid(
-                self.config, inputs, state, self.rule, grid, decay_target, self.config.memory_kernel
+            output, surprise, state = memorize_on_grid(
+                inputs, state, self.rule, grid, decay_target=decay_target, **options
             )
-        return MemoryOutput(retrieved, state, conv_state, TokenUpdates(surprise, gates))
+        output = self.project_output(hidden_states, output) if projects else output
+        return MemoryOutput(output, state, conv_state, TokenUpdates(surprise, gates))
 
     def _normalize(self, projected: Tensor) -> Tensor:
         """Normalises queries, keys and values (3, B, H, T, D), in the memory's dtype: the squares may exceed the range

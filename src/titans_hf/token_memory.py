@@ -27,9 +27,10 @@ from .cache_titans import TitansCache
 from .configuration_titans import TitansConfig
 from .memory_gates import Gates, zero_of
 from .memory_network import UpdateRule
+from .memory_ops import memorize_on_grid
 from .memory_state import MemoryInputs, MemoryState
 from .mixers_titans import MixerOutput, SequenceMixer
-from .neural_memory import TokenGate, is_updated, l2_normalize, memorize_on_grid
+from .neural_memory import TokenGate, is_updated, l2_normalize
 from .surprise_titans import TokenUpdates
 from .token_layout import TokenLayout
 
@@ -78,17 +79,16 @@ class TokenMemory(SequenceMixer):
         extended = grid.prepend(state.conv_state.to(hidden_states.dtype), hidden_states)
         conv_state = grid.last_entries(extended, 1)
         with maybe_autocast(inputs.device.type, enabled=False):
-            dtype = state.memory.weights[0].dtype
+            dtype, updates = state.memory.weights[0].dtype, is_updated(self.config, grid)
             phi = self.features(extended.to(dtype))[:, None]  # (R, 1, 1 + G, F), from the token before the first on
             values = l2_normalize(embeddings.to(dtype))[:, None]
-            gates = self._gates(hidden_states, dtype, is_updated(self.config, grid))
+            gates = self._gates(hidden_states, dtype, updates)
             memory_inputs = MemoryInputs(phi[:, :, 1:], phi[:, :, :-1], values, *gates)
-            # M_t(q_t) (R, 1, G, D)
             # "fla" is for the memory of the layers: more features than the kernel takes are no error.
             kernel = "torch" if self.config.memory_kernel == "torch" else "auto"
-            retrieved, surprise, memory = memorize_on_grid(
-                self.config, memory_inputs, state.memory, RULE, grid, kernel=kernel
-            )
+            options = {"chunk_size": self.config.memory_chunk_size, "kernel": kernel, "updates": updates}
+            # M_t(q_t) (R, 1, G, D)
+            retrieved, surprise, memory = memorize_on_grid(memory_inputs, state.memory, RULE, grid, **options)
             strength = 2 * torch.sigmoid(self.output_gate(hidden_states).to(dtype))
             output = self.scale.to(dtype) * strength * retrieved[:, 0]
         updates = [TokenUpdates(surprise, gates)]

@@ -12,7 +12,7 @@ from torch import Tensor
 from titans_hf import memory_kernel
 from titans_hf.configuration_titans import TitansConfig
 from titans_hf.memory_network import UpdateRule, layer_shapes
-from titans_hf.memory_ops import memorize
+from titans_hf.memory_ops import memorize_on_grid
 from titans_hf.memory_reference import memorize_reference
 from titans_hf.memory_state import MemoryInputs, MemoryState, named_tensors
 from titans_hf.memory_triton import KERNEL_FUNCTIONS
@@ -76,7 +76,7 @@ def run(by_kernel: bool, dtype: torch.dtype, case: dict) -> dict[str, Tensor]:
     if by_kernel:
         grid = TokenGrid.build(state.num_seen, TOKENS, CHUNK, Columns(mask))
         slots = inputs.map(lambda x: grid.scatter(x.transpose(1, 2)).transpose(1, 2))
-        output = memorize(slots, state, rule, grid=grid, kernel=KERNEL_FUNCTIONS, **options)
+        output = memorize_on_grid(slots, state, rule, grid, kernel=KERNEL_FUNCTIONS, **options)
         retrieved, after = grid.gather(output.retrieved.transpose(1, 2)).transpose(1, 2), output.state
     else:  # row by row, its tokens alone
         retrieved, states = [], []
@@ -112,8 +112,9 @@ def run_token(by_kernel: bool, dtype: torch.dtype, case: dict) -> dict[str, Tens
     state = MemoryState(layers("weights"), layers("momentum"), layers("anchor"), torch.tensor([32, 37, 47]))
     rule = UpdateRule(case["clip"], case["delta_rule"], hidden_step=0.25 if case["delta_rule"] else 1.0)
     target = tuple(torch.cat([x, x.flip(-1)]) for key, x in given.items() if key.startswith("target "))
-    options = dict(chunk_size=CHUNK, decay_target=target, kernel=KERNEL_FUNCTIONS if by_kernel else None)
-    output = memorize(inputs, state, rule, **options)
+    options = dict(chunk_size=CHUNK, decay_target=target, kernel=KERNEL_FUNCTIONS if by_kernel else "torch")
+    grid = TokenGrid.identity(3, 1, "cpu")
+    output = memorize_on_grid(inputs, state, rule, grid, **options)
     return {name: x.to(dtype) for name, x in named_tensors(output)}
 
 

@@ -34,7 +34,7 @@ from fla.ops.comba import chunk_comba  # noqa: E402
 
 from titans_hf.memory_kernel import memorize_by_kernel  # noqa: E402
 from titans_hf.memory_network import UpdateRule  # noqa: E402
-from titans_hf.memory_ops import memorize  # noqa: E402
+from titans_hf.memory_ops import memorize_on_grid  # noqa: E402
 from titans_hf.memory_state import MemoryInputs, MemoryState  # noqa: E402
 from titans_hf.token_grid import TokenGrid  # noqa: E402
 
@@ -66,7 +66,7 @@ def run(by_kernel: bool, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     if by_kernel:
         output = memorize_by_kernel(chunk_comba, slots, state, grid, (target,))
     else:
-        output = memorize(slots, state, RULE, chunk_size=CHUNK, decay_target=(target,), grid=grid)
+        output = memorize_on_grid(slots, state, RULE, grid, chunk_size=CHUNK, decay_target=(target,))
     retrieved, (after,) = grid.gather(output.retrieved.transpose(1, 2)), output.state.weights
     generator = torch.Generator().manual_seed(1)
     loss = sum((x * torch.randn(x.shape, generator=generator).to(dtype)).sum() for x in (retrieved, after))

@@ -23,7 +23,7 @@ from memorize_runs import (
 )
 
 from titans_hf.memory_network import UpdateRule, gradient_factors, gradient_norm, layer_shapes
-from titans_hf.memory_ops import CHECKPOINT_INTERVAL, memorize, read_constant_memory
+from titans_hf.memory_ops import CHECKPOINT_INTERVAL, memorize, memorize_on_grid
 from titans_hf.memory_reference import memorize_reference
 from titans_hf.memory_state import MemoryInputs, MemoryState, tensors_of
 from titans_hf.token_grid import TokenGrid
@@ -139,8 +139,9 @@ def test_reading_a_constant_memory_equals_steps_of_zero(depth, delta_rule, netwo
     inputs = scale_steps(inputs, 0)
     rule, grid = UpdateRule(1.0, delta_rule, network), TokenGrid.build(state.num_seen, 9, 9)
     grid = replace(grid, needs_surprise=True)
-    constant = read_constant_memory(inputs, state, rule, 9, grid)
-    updated = memorize(inputs, state, rule, chunk_size=9, grid=grid)
+    constant, updated = (
+        memorize_on_grid(inputs, state, rule, grid, chunk_size=9, updates=updates) for updates in (False, True)
+    )
     torch.testing.assert_close(constant.retrieved, updated.retrieved, rtol=0, atol=TOLERANCE)
     torch.testing.assert_close(constant.surprise, updated.surprise, rtol=0, atol=TOLERANCE)
     pairs = zip(tensors_of(constant.state), tensors_of(updated.state), strict=True)

@@ -219,7 +219,7 @@ def test_the_token_memory_of_many_features(monkeypatch):
     model = make_model("lmm", memory_form="delta", memory_kernel="fla", **FORMS["token memory"])
     asked = []
     monkeypatch.setattr(
-        "titans_hf.neural_memory.choose_kernel", lambda requested, inputs, *_: asked.append((requested, inputs))
+        "titans_hf.memory_ops.choose_kernel", lambda requested, inputs, *_: asked.append((requested, inputs))
     )
     full_logits(model, make_ids(2, 9))
     assert {(requested, inputs.keys.shape[-1]) for requested, inputs in asked} == {("fla", 8), ("auto", 24)}
