@@ -8,7 +8,7 @@ from transformers.utils import ModelOutput
 
 from titans_hf import TitansConfig
 from titans_hf.cache_titans import CACHE_NAMES
-from titans_hf.token_layout import DocumentArguments, TokenLayout
+from titans_hf.token_layout import TokenLayout
 from titans_hf.token_memory import TitansTokenMemoryLayer
 
 FEATURES, CHUNK_SIZE = 512, 64  # of the token memory, as in the published runs of MAG
@@ -25,7 +25,7 @@ class TokenMemoryLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor, embeddings: Tensor) -> Tensor:
         """Computes the hidden states for the LM head, (B, T, hidden), of whole sequences without padding."""
-        layout = TokenLayout.of_call(self.config, embeddings, None, DocumentArguments(), None)
+        layout = TokenLayout.of_call(self.config, embeddings, None, {}, None)
         return self.layer(hidden_states, embeddings, layout)
 
 

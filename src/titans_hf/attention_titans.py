@@ -141,11 +141,17 @@ class TitansAttention(nn.Module):
         return KeyValueCache(keys, projected.values)
 
     def attend(
-        self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, arrange: Callable[[Tensor], Tensor]
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor,
+        arrange: Callable[[Tensor], Tensor],
+        **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
         """Computes attention of queries from `rotate_queries` over keys and values (B, K, h, D), the persistent ones
         first, where mask (B or 1, T, K) is True: (B, T, h * D), and the weights (B, h, T, K) as `arrange` returns them,
-        or None where they are not recorded.
+        or None where they are not recorded. `kwargs` go to the attention function.
         """
         if queries.shape[-1] > self.head_dim:  # [rotated, plain]; the plain half is for persistent keys
             persistent, rest = keys.tensor_split([self.config.num_persistent_tokens], dim=1)
@@ -161,6 +167,7 @@ class TitansAttention(nn.Module):
             dropout=self.config.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
             arrange=arrange,
+            **kwargs,
         )
         return output.flatten(2), weights if arranges else None
 
@@ -179,10 +186,10 @@ class WindowAttention(TitansAttention):
         return WindowCache(projected, projected.map(lambda x: x[:, :0]))
 
     def forward(
-        self, hidden_states: Tensor, kv_cache: WindowCache, num_seen: Tensor, grid: TokenGrid
+        self, hidden_states: Tensor, kv_cache: WindowCache, num_seen: Tensor, grid: TokenGrid, **kwargs
     ) -> AttentionOutput:
         """Computes attention of hidden_states (B, T, hidden) on the slots of `grid`; num_seen: (B,) int64, tokens read
-        before. Returns weights (B, h, T, P + W).
+        before; `kwargs` go to the attention function. Returns weights (B, h, T, P + W).
         """
         queries, new = self.project_queries(hidden_states), self.project_keys_and_values(hidden_states)
         new.keys = rotate(new.keys, *grid.rotary)
@@ -190,12 +197,13 @@ class WindowAttention(TitansAttention):
         kv_cache = kv_cache.map(lambda old: old.to(new.keys.dtype))
         window, oldest = kv_cache.window, grid.row_starts - num_seen  # slot of a row's first token
         if grid.is_single_token:
-            output, weights, extended = self._attend_token(queries, new, kv_cache, oldest, grid)
+            output, weights, extended = self._attend_token(queries, new, kv_cache, oldest, grid, **kwargs)
         else:
             extended = window.map(grid.prepend, new)
             at_start = window.keys.shape[1] == 0
             queries = self.rotate_queries(queries, *grid.rotary)
-            output, weights = self._attend_blocks(queries, extended, kv_cache.persistent, None if at_start else oldest)
+            oldest = None if at_start else oldest
+            output, weights = self._attend_blocks(queries, extended, kv_cache.persistent, oldest, **kwargs)
         length = self.config.sliding_window - 1
         if not grid.full_window:
             length = min(length, kv_cache.window.keys.shape[1] + grid.num_columns)
@@ -203,7 +211,7 @@ class WindowAttention(TitansAttention):
         return AttentionOutput(self.o_proj(output), weights, WindowCache(kv_cache.persistent, window))
 
     def _attend_token(
-        self, queries: Tensor, new: KeyValueCache, kv_cache: WindowCache, oldest: Tensor, grid: TokenGrid
+        self, queries: Tensor, new: KeyValueCache, kv_cache: WindowCache, oldest: Tensor, grid: TokenGrid, **kwargs
     ) -> tuple[Tensor, Tensor | None, KeyValueCache]:
         """Computes attention of one token of each row (B, 1, h, D). Returns what `attend` does, and the keys and values
         of the window and of the token (B, N + 1, h, D).
@@ -219,10 +227,10 @@ class WindowAttention(TitansAttention):
         mask = (positions >= oldest[:, None])[:, None]
         mask = nn.functional.pad(mask, (persistent.shape[1], 0), value=True)
         arrange = partial(self._by_distance, num_keys=num_keys)
-        return *self.attend(rotate(queries, *grid.rotary), keys, values, mask, arrange), extended
+        return *self.attend(rotate(queries, *grid.rotary), keys, values, mask, arrange, **kwargs), extended
 
     def _attend_blocks(
-        self, queries: Tensor, extended: KeyValueCache, persistent: KeyValueCache, oldest: Tensor | None
+        self, queries: Tensor, extended: KeyValueCache, persistent: KeyValueCache, oldest: Tensor | None, **kwargs
     ) -> tuple[Tensor, Tensor | None]:
         """Computes attention of queries from `rotate_queries` (B, T, h, D) in blocks of W queries, on the batch
         dimension; extended (B, N + T, h, D): the keys and values before the tokens and their own.
@@ -232,7 +240,7 @@ class WindowAttention(TitansAttention):
         window, length = self.config.sliding_window, queries.shape[1]
         num_previous, block = extended.keys.shape[1] - length, min(window, length)
         first_block = extended.map(lambda x: x[:, : num_previous + block])
-        first, first_weights = self._attend_block(queries[:, :block], first_block, persistent, oldest)
+        first, first_weights = self._attend_block(queries[:, :block], first_block, persistent, oldest, **kwargs)
         if length == block:
             return first, first_weights
         num_blocks = -(-(length - block) // block)
@@ -245,7 +253,7 @@ class WindowAttention(TitansAttention):
             return padded.unfold(1, window - 1 + block, block).permute(0, 1, 4, 2, 3).flatten(0, 1)
 
         persistent = persistent.map(lambda x: x.repeat_interleave(num_blocks, dim=0))
-        output, weights = self._attend_block(queries.flatten(0, 1), extended.map(to_blocks), persistent, None)
+        output, weights = self._attend_block(queries.flatten(0, 1), extended.map(to_blocks), persistent, None, **kwargs)
         output = output.unflatten(0, (-1, num_blocks)).flatten(1, 2)[:, : length - block]
         if weights is not None:
             weights = weights.unflatten(0, (-1, num_blocks)).transpose(1, 2).flatten(2, 3)[:, :, : length - block]
@@ -253,7 +261,7 @@ class WindowAttention(TitansAttention):
         return torch.cat([first, output], dim=1), weights
 
     def _attend_block(
-        self, queries: Tensor, block: KeyValueCache, persistent: KeyValueCache, oldest: Tensor | None
+        self, queries: Tensor, block: KeyValueCache, persistent: KeyValueCache, oldest: Tensor | None, **kwargs
     ) -> tuple[Tensor, Tensor | None]:
         """Computes attention of one block of queries (B, T, h, D or 2 D) over keys (B, K, h, D) whose last T are the
         keys of the block itself.
@@ -267,7 +275,7 @@ class WindowAttention(TitansAttention):
         mask = torch.cat([mask.new_ones(*mask.shape[:2], persistent.keys.shape[1]), mask], dim=-1)
         keys = torch.cat([persistent.keys, block.keys], dim=1)
         values = torch.cat([persistent.values, block.values], dim=1)
-        return self.attend(queries, keys, values, mask, partial(self._by_distance, num_keys=num_keys))
+        return self.attend(queries, keys, values, mask, partial(self._by_distance, num_keys=num_keys), **kwargs)
 
     def _by_distance(self, weights: Tensor, num_keys: int) -> Tensor:
         """Arranges weights by key slot (B, h, T, P + K) as (B, h, T, P + W): persistent tokens, then the window, oldest
@@ -293,8 +301,7 @@ class SegmentProjections(NamedTuple):
 
     def split(self, length: int) -> list["SegmentProjections"]:
         """Splits several segments of `length` tokens."""
-        # Not by indexing: the backward of an index is a tensor of the full size for every segment.
-        # docs/dev/log.md: "MAC's training was quadratic in length, by indexing"
+        # Not by indexing: the backward of an index is a tensor of the full size for every segment, which is quadratic.
         return [SegmentProjections(*parts) for parts in zip(*(x.split(length, dim=1) for x in self), strict=True)]
 
 
@@ -331,11 +338,12 @@ class SegmentAttention(TitansAttention):
         kv_cache: KeyValueCache,
         slots: Tensor | None = None,
         filled: Tensor | None = None,
+        **kwargs,
     ) -> AttentionOutput:
         """Computes attention of the projected tokens of a segment, with the recalled tokens h (B, T, hidden).
 
         slots: (B, T) int64, of the tokens in the segment; None for its first T. filled: (B, T) bool, True at slots with
-        a token; None if all have one. Returns weights (B, h, T, P + 2 L).
+        a token; None if all have one. `kwargs` go to the attention function. Returns weights (B, h, T, P + 2 L).
         """
         length, num_persistent = self.config.segment_length, self.config.num_persistent_tokens
         num_keys = recalled.shape[1] if slots is None else length
@@ -356,13 +364,13 @@ class SegmentAttention(TitansAttention):
             parts = weights.split([num_persistent, num_keys, num_keys], dim=-1)
             return torch.cat([parts[0], *(nn.functional.pad(x, (0, length - num_keys)) for x in parts[1:])], dim=-1)
 
-        output, weights = self.attend(projected.queries, used.keys, used.values, mask, by_slot)
+        output, weights = self.attend(projected.queries, used.keys, used.values, mask, by_slot, **kwargs)
         return AttentionOutput(self.o_proj(output), weights, kv_cache)
 
-    def _split(self, cached: Tensor) -> "_CachedParts":
+    def _split(self, cached: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Splits (B, P + 2 L, h, D) into the parts of the persistent tokens, of h and of S."""
         length = self.config.segment_length
-        return _CachedParts(*cached.split([self.config.num_persistent_tokens, length, length], dim=1))
+        return cached.split([self.config.num_persistent_tokens, length, length], dim=1)
 
     def _store(
         self, cached: Tensor, recalled: Tensor, own: Tensor, slots: Tensor | None, filled: Tensor | None
@@ -375,22 +383,14 @@ class SegmentAttention(TitansAttention):
             index = torch.cat([slots, slots + self.config.segment_length], dim=1) + self.config.num_persistent_tokens
             new = torch.cat([recalled, own], dim=1)
             return cached.scatter(1, index[..., None, None].expand_as(new), new)
-        before = self._split(cached)
-        parts = [before.persistent]
-        for new, old in ((recalled, before.recalled), (own, before.own)):
+        persistent, *before = self._split(cached)
+        parts = [persistent]
+        for new, old in zip((recalled, own), before, strict=True):
             replaced, rest = old.tensor_split([new.shape[1]], dim=1)
             parts += [new if filled is None else torch.where(filled[..., None, None], new, replaced), rest]
         return torch.cat(parts, dim=1)
 
     def _first_slots(self, cached: Tensor, number: int) -> Tensor:
         """Omits all but the first slots of h and of S: (B, P + 2 L, h, D) -> (B, P + 2 number, h, D)."""
-        parts = self._split(cached)
-        return torch.cat([parts.persistent, parts.recalled[:, :number], parts.own[:, :number]], dim=1)
-
-
-class _CachedParts(NamedTuple):
-    """Keys or values of the persistent tokens (B, P, h, D), of h and of S (B, L, h, D)."""
-
-    persistent: Tensor
-    recalled: Tensor
-    own: Tensor
+        persistent, recalled, own = self._split(cached)
+        return torch.cat([persistent, recalled[:, :number], own[:, :number]], dim=1)

@@ -248,19 +248,13 @@ class TitansCacheLayer(CacheLayerMixin):
         self.to_reread: RecordedColumns | None = None
         self.restart: Tensor | None = None
 
-    def state_before_call(
-        self, read_again: Callable[[RecordedColumns, LayerState | None], LayerState]
-    ) -> LayerState | None:
-        """Returns the state from which a call continues, on the layer's device (None before the first token).
-
-        The columns that a crop has left are first read again: `read_again(columns, state)` returns the state after
-        them.
+    def state_before_call(self) -> tuple[LayerState | None, list[RecordedColumns]]:
+        """Returns the state from which a call continues, on the layer's device (None before the first token), and the
+        columns that a crop has left, which are to be read again before the call's own: the `runs` of their record.
         """
         if self.offloading:
             self.prefetch()
-        if self.to_reread is None:
-            return self.state
-        return read_again(self.to_reread, self.state)
+        return self.state, [] if self.to_reread is None else self.to_reread.runs()
 
     def finish_call(self, before: LayerState | None, after: LayerState, inputs: Tensor, columns: Columns) -> None:
         """Stores the state after a call that read `inputs` (B, T, input size) from the state `before`."""

@@ -538,6 +538,25 @@ def _check_range(name: str, value: Any, at_least: int | None, above: int | None,
         raise ValueError(f"`{name}` must be {limits}, but is {value}.")
 
 
+def check_config(config: TitansConfig) -> None:
+    """Raises ValueError for a value that a new config refuses, since fields may have been set later, and for a
+    `pad_token_id` outside of the vocabulary. Warns of updates that can overshoot, and of a token memory whose retrieved
+    embeddings the LM head does not know.
+    """
+    config.validate_architecture()
+    if config.memory_max_lr > config.max_stable_lr:  # for example in a saved model whose rule or chunk was changed
+        logger.warning_once(
+            f"`memory_max_lr` ({config.memory_max_lr:g}) is above {config.max_stable_lr:g}, its limit and default with "
+            f"memory_update_rule={config.memory_update_rule!r}, memory_depth={config.memory_depth} and chunks of "
+            f"{config.memory_chunk_size}: steps can overshoot, and training can diverge."
+        )
+    if config.token_memory_features and not config.tie_word_embeddings:  # as a merged adapter of one side leaves it
+        logger.warning_once(
+            "`tie_word_embeddings` is False with `token_memory_features`: the token memory retrieves input embeddings, "
+            "which an LM head of other weights has to learn to read."
+        )
+
+
 def check_multiple(name: str, value: int, divisor_name: str, divisor: int) -> None:
     """Raises ValueError, naming both fields, unless `value` is a multiple of `divisor`."""
     if value % divisor:

@@ -143,7 +143,9 @@ class EpisodicMemory(nn.Module):
         """
         shape, columns, device = mlp_inputs.shape[:2], layout.columns, mlp_inputs.device
         layer = None if cache is None else cache.layers[self.layer_idx]
-        state = None if layer is None else layer.state_before_call(self._read_again)
+        state, recorded = (None, ()) if layer is None else layer.state_before_call()
+        for run in recorded:
+            state = self._read_again(run, state)
         before = self.initial_state(shape[0], mlp_inputs.dtype) if state is None else state
         places, keys = Places.of(columns, shape, device), self.keys(mlp_inputs)
         hidden_states = hidden_states.to(device)

@@ -282,7 +282,7 @@ def chunk_gradients_kernel(
     C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradients with respect to the state at every chunk's start, from the last chunk to the first, of one
-    row and head: the backward of `chunk_states_kernel`, the equations of `memory_chunk_backward.group_backward`, step 3.
+    row and head: the backward of `chunk_states_kernel`, step 3 of `memory_chunk_backward.group_backward`.
 
     inputs (P, N, C, F): h, of the last layer; vectors (P, N, 11, C): G_T, E_T theta, beta and f before each token; of
     the clips the last layer's scale, 1 / |delta|^2 and 1 / |h|^2 where it applies, the hidden layer's scale and

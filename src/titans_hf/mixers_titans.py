@@ -3,8 +3,7 @@
 Their base, `SequenceMixer`, is a function of a call's tokens and of the state before them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention_titans import SegmentAttention, WindowAttention
-from .cache_layer import LayerState, RecordedColumns, WindowCache
+from .cache_layer import LayerState, WindowCache
 from .cache_titans import TitansCache
 from .configuration_titans import TitansConfig
 from .memory_state import MemoryState, map_tensors, where_rows
@@ -20,8 +19,6 @@ from .neural_memory import MemoryRecall, NeuralMemory
 from .surprise_titans import LayerSurprise, TokenUpdates
 from .token_grid import TokenGrid
 from .token_layout import TokenLayout
-
-Offsets = list[int | None]  # for each row, how many of its last positions are adapted
 
 
 class MixerOutput(NamedTuple):
@@ -53,90 +50,45 @@ class SequenceMixer(nn.Module):
         """Returns the state before the first token."""
         raise NotImplementedError
 
-    def mix_after_cache(self, inputs: Tensor, layout: TokenLayout, cache: TitansCache | None) -> Tensor:
-        """Mixes inputs (B, T, input_size) after the tokens of the cache, if any, whose layer is updated."""
+    def forward(self, inputs: Tensor, layout: TokenLayout, cache: TitansCache | None = None, **kwargs) -> MixerOutput:
+        """Mixes inputs (B, T, input_size) after the tokens of the cache, if any, whose layer is updated. `kwargs` are
+        the further arguments of the model's call, for the attention function.
+        """
         layer = None if cache is None else cache.layers[self.layer_idx]
-
-        def read_again(record: RecordedColumns, before: LayerState | None) -> LayerState:
-            # `forward` runs no hooks: attention and surprise of columns read again are not recorded twice.
-            with self.activated_lora(refuse_reading_again):
-                for run, grid in zip(record.runs(), layout.reread_grids, strict=True):
-                    before = self.forward(run.inputs, before, grid).state
-            return before
-
-        state = None if layer is None else layer.state_before_call(read_again)
-        mixed = self(inputs, state, layout.grid)
+        state, recorded = (None, ()) if layer is None else layer.state_before_call()
+        reread = zip((run.inputs for run in recorded), layout.reread_grids, strict=True)
+        for tokens, grid in (*reread, (inputs, layout.grid)):
+            before = state
+            state_of_rows = self._state_of_rows(state, tokens.dtype, grid)
+            output = self.mix(grid.scatter(tokens), state_of_rows, grid, **kwargs)
+            state = output.state
+            if grid.is_padding is not None:
+                state = state_of_rows.where_rows(grid.is_padding, state)
+            if grid.last_rows is not None:
+                state = state.map(lambda x, rows=grid.last_rows: x[rows])
         if layer is not None:
-            layer.finish_call(state, mixed.state, inputs, layout.columns)
-        return mixed.hidden_states
-
-    def forward(self, inputs: Tensor, state: LayerState | None, grid: TokenGrid) -> MixerOutput:
-        """Mixes tokens (B, T, input_size) after `state`, None before the first token of every row."""
-        before = self._state_of_rows(state, inputs.dtype, grid)
-        with self.activated_lora(grid.last_slots):
-            output = self.mix(grid.scatter(inputs), before, grid)
-        weights, after = output.attentions, output.state
+            layer.finish_call(before, state, inputs, layout.columns)
+        weights = output.attentions
         if weights is not None and grid.token_slots is not None:
             weights = grid.gather(weights.transpose(1, 2)).transpose(1, 2)
-        if grid.is_padding is not None:
-            after = before.where_rows(grid.is_padding, after)
-        if grid.last_rows is not None:
-            after = after.map(lambda x: x[grid.last_rows])
         surprise = LayerSurprise(((map_tensors(Tensor.detach, output.surprise), grid),))
-        return MixerOutput(grid.gather(output.hidden_states), weights, after, surprise)
+        return MixerOutput(grid.gather(output.hidden_states), weights, state, surprise)
 
     def _state_of_rows(self, state: LayerState | None, dtype: torch.dtype, grid: TokenGrid) -> LayerState:
-        """Returns the state from which each row of the grid continues, given the states of the B batch rows."""
+        """Returns the state from which each row of the grid continues, given the states of the B batch rows, None
+        before the first token of every row.
+        """
         if state is not None and grid.source_rows is None:
             return state
         # Computed within forward, where the parameters of a sharded or offloaded model are complete.
-        with self.activated_lora(lambda offsets: [0] * grid.num_rows):  # persistent tokens come before any invocation
-            initial = self.initial_state(grid.num_rows, dtype)
+        initial = self.initial_state(grid.num_rows, dtype)
         if state is None:
             return initial
         return initial.where_rows(grid.source_rows < 0, state.map(lambda x: x[grid.source_rows]))
 
-    def mix(self, inputs: Tensor, state: LayerState, grid: TokenGrid) -> MixerOutput:
+    def mix(self, inputs: Tensor, state: LayerState, grid: TokenGrid, **kwargs) -> MixerOutput:
         """Mixes inputs (R, G, input_size) on the slots of `grid`."""
         raise NotImplementedError
-
-    def wrapped_projections(self) -> list[nn.Module]:
-        """Returns the projections that an adapter wraps."""
-        parts = (part.named_children() for part in self.children())
-        return [x for part in parts for name, x in part if name.endswith("_proj") and not isinstance(x, nn.Linear)]
-
-    def activated_lora(self, convert: Callable[[Offsets], Offsets]) -> AbstractContextManager[None]:
-        """Converts the offsets of PEFT's activated LoRA while it is open: a projection is adapted at the last
-        positions of each row of its input. `alora_offsets` counts them in the call's columns.
-        """
-        variants = [(x, getattr(x, "lora_variant", {}).values()) for x in self.wrapped_projections()]
-        activated = [x for x, found in variants if any(type(y).__name__ == "ALoraLinearVariant" for y in found)]
-        return _converted_offsets(activated, convert) if activated else nullcontext()
-
-
-@contextmanager
-def _converted_offsets(projections: list[nn.Module], convert: Callable[[Offsets], Offsets]) -> Iterator[None]:
-    """Registers hooks that run after PEFT's hooks, which give the projections their offsets."""
-
-    def hook(module, args, kwargs):
-        offsets = kwargs.get("alora_offsets")
-        # Contiguous, because PEFT views rows and positions as one dimension.
-        return (args[0].contiguous(),), {**kwargs, "alora_offsets": None if offsets is None else convert(offsets)}
-
-    handles = [x.register_forward_pre_hook(hook, with_kwargs=True) for x in projections]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def refuse_reading_again(offsets: Offsets) -> Offsets:
-    """Raises ValueError: the cache has not recorded at which columns of earlier calls an adapter was active."""
-    raise ValueError(
-        "`alora_offsets` count the columns of a call, but a cropped cache has to read columns of earlier calls again: "
-        "generate without assistant_model and prompt_lookup_num_tokens, and do not crop the cache."
-    )
 
 
 class TitansMixer(SequenceMixer):
@@ -173,10 +125,15 @@ class TitansMixer(SequenceMixer):
         return state.map(lambda x: x.expand(batch_size, *x.shape[1:]))
 
     def persistent_rows(self, batch_size: int) -> Tensor:
-        """Returns P (1, P, hidden), or (batch_size, P, hidden) if a projection is wrapped: PEFT's `adapter_names` give
-        every row of a batch an adapter of its own.
+        """Returns P (1, P, hidden), or (batch_size, P, hidden) if an adapter wraps a projection: PEFT's `adapter_names`
+        give every row of a batch an adapter of its own. Raises ValueError for an activated LoRA.
         """
-        return self.persistent[None].expand(batch_size if self.wrapped_projections() else 1, -1, -1)
+        parts = (part.named_children() for part in self.children())
+        wrapped = [x for part in parts for name, x in part if name.endswith("_proj") and not isinstance(x, nn.Linear)]
+        variants = {type(y).__name__ for x in wrapped for y in getattr(x, "lora_variant", {}).values()}
+        if "ALoraLinearVariant" in variants:  # it counts the columns of a call; a projection sees persistent tokens too
+            raise ValueError("`alora_invocation_tokens` must be None: a Titans model has no activated LoRA.")
+        return self.persistent[None].expand(batch_size if wrapped else 1, -1, -1)
 
     def initial_kv_cache(self, memory_output: Tensor) -> WindowCache | None:
         """Returns attention's cache before the first token; memory_output (1 or B, P, hidden): the memory's output for
@@ -198,7 +155,7 @@ def multiply_by_memory(y: Tensor, m: Tensor, norm_y: nn.Module, norm_m: nn.Modul
 class LMMMixer(TitansMixer):
     """The memory alone (paper section 4.3, "memory without attention")."""
 
-    def mix(self, hidden_states, state, grid):
+    def mix(self, hidden_states, state, grid, **kwargs):
         output = self.memory.update(hidden_states, state.memory, state.conv_state, grid)
         return MixerOutput(output.output, None, LayerState(output.state, output.conv_state), [output.updates])
 
@@ -224,12 +181,12 @@ class MALMixer(TitansMixer):
     def _attention_input(self, hidden_states: Tensor, m: Tensor) -> Tensor:
         return self.memory_norm(m) if self.sum_norm is None else self.sum_norm(hidden_states + m)
 
-    def mix(self, hidden_states, state, grid):
+    def mix(self, hidden_states, state, grid, **kwargs):
         m, memory, conv_state, updates = self.memory.update(  # M(x~): eq. 30
             hidden_states, state.memory, state.conv_state, grid
         )
         inputs = self._attention_input(hidden_states, m)
-        attended = self.attention(inputs, state.kv_cache, state.memory.num_seen, grid)
+        attended = self.attention(inputs, state.kv_cache, state.memory.num_seen, grid, **kwargs)
         output = attended.hidden_states  # o = SW-Attn(norm(m)): eq. 31
         if self.config.memory_residual:
             output = add_memory(output, m, self.memory_norm)
@@ -252,11 +209,12 @@ class MAGMixer(TitansMixer):
     def initial_kv_cache(self, memory_output):
         return self.attention.initial_kv_cache(self.persistent_rows(len(memory_output)))
 
-    def mix(self, hidden_states, state, grid):
+    def mix(self, hidden_states, state, grid, **kwargs):
         m, memory, conv_state, updates = self.memory.update(  # M(x~): eq. 28
             hidden_states, state.memory, state.conv_state, grid
         )
-        attended = self.attention(hidden_states, state.kv_cache, state.memory.num_seen, grid)  # eq. 27
+        num_seen = state.memory.num_seen
+        attended = self.attention(hidden_states, state.kv_cache, num_seen, grid, **kwargs)  # eq. 27
         output = attended.hidden_states
         if self.config.memory_residual:
             output = add_memory(output, m, self.memory_norm)
@@ -297,9 +255,10 @@ class MACMixer(TitansMixer):
         """
         return self.config.segment_length != self.config.memory_chunk_size or not self.memory.has_anchor
 
-    def mix(self, hidden_states, state, grid):
-        """Mixes segment after segment; what needs no memory is computed for all segments at once."""
-        # docs/dev/log.md: "MAC does for all segments at once what needs no memory"
+    def mix(self, hidden_states, state, grid, **kwargs):
+        """Mixes segment after segment; what needs no memory is computed for all segments at once: in fewer, larger
+        products.
+        """
         length, slots = self.config.segment_length, None
         if grid.is_single_token:
             segment_slots = slots = state.memory.num_seen[:, None] % length
@@ -314,20 +273,18 @@ class MACMixer(TitansMixer):
             grid.split(length),
             strict=True,
         )
-        results, num_after = [], grid.num_slots
+        results = []
         for segment, queries, projected, part in segments:
             weights = self._segment_weights(state, part, slots)
-            num_after -= part.num_slots  # slots of later segments
-            with self.activated_lora(partial(_skip_last, number=num_after)):
-                h = self.recall(queries, weights)  # h_t = M*_{t-1}(q_t): eq. 21
-                attended = self.attention(projected, h, state.kv_cache, slots, part.filled)  # on [P | h | S]: eq. 22-23
-                y = segment + attended.hidden_states  # y_t: eq. 23, with the residual connection
-                update = self.memory.update(  # M_t: eq. 24
-                    y, state.memory, state.conv_state, part, decay_target, projects=False
-                )
+            h = self.recall(queries, weights)  # h_t = M*_{t-1}(q_t): eq. 21
+            # on [P | h | S]: eq. 22-23
+            attended = self.attention(projected, h, state.kv_cache, slots, part.filled, **kwargs)
+            y = segment + attended.hidden_states  # y_t: eq. 23, with the residual connection
+            before = (state.memory, state.conv_state)
+            update = self.memory.update(y, *before, part, decay_target, projects=False)  # M_t: eq. 24
             kept = weights if self.keeps_segment_weights else ()
             state = LayerState(update.state, update.conv_state, attended.kv_cache, kept)
-            results.append(_SegmentResult(attended.hidden_states, update.output, attended.weights, update.updates))
+            results.append((attended.hidden_states, update.output, attended.weights, update.updates))
         attended, retrieved, attentions, updates = zip(*results, strict=True)
         attended = torch.cat(attended, dim=1)
         y = hidden_states + attended
@@ -349,18 +306,6 @@ class MACMixer(TitansMixer):
         return tuple(map(partial(where_rows, starts), state.memory.weights, before))
 
 
-def _skip_last(offsets: Offsets, number: int) -> Offsets:
-    """Omits the last `number` positions of each row: offsets of positions before them."""
-    return [max(0, offset - number) for offset in offsets]
-
-
-class _SegmentResult(NamedTuple):
-    attended: Tensor
-    retrieved: Tensor
-    attentions: Tensor | None
-    updates: TokenUpdates
-
-
 class AttentionMixer(TitansMixer):
     """Sliding-window attention with persistent tokens: a layer of MAG or MAL without a memory."""
 
@@ -376,9 +321,9 @@ class AttentionMixer(TitansMixer):
         state = LayerState(MemoryState((), (), (), num_seen), no_inputs, kv_cache)
         return state.map(lambda x: x.expand(batch_size, *x.shape[1:]))
 
-    def mix(self, hidden_states, state, grid):
+    def mix(self, hidden_states, state, grid, **kwargs):
         num_seen = state.memory.num_seen
-        attended = self.attention(hidden_states, state.kv_cache, num_seen, grid)
+        attended = self.attention(hidden_states, state.kv_cache, num_seen, grid, **kwargs)
         memory = MemoryState((), (), (), num_seen + grid.row_ends - grid.row_starts)
         state = LayerState(memory, state.conv_state, attended.kv_cache)
         return MixerOutput(attended.hidden_states, attended.weights, state, ())

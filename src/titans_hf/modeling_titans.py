@@ -1,12 +1,14 @@
 """Titans for Transformers: the four variants of section 4 of "Titans: Learning to Memorize at Test Time"."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.processing_utils import Unpack
@@ -14,15 +16,15 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .cache_titans import CACHE_NAMES, TitansCache, takes_either_name, undone_on_error
-from .configuration_titans import TitansConfig
+from .cache_titans import CACHE_NAME, CACHE_NAMES, TitansCache, takes_either_name, undone_on_error
+from .configuration_titans import TitansConfig, check_config
 from .episodic_memory import EpisodicMemory
 from .generation_titans import TitansGenerationMixin
 from .memory_ops import compile_chunks
 from .mixers_titans import SequenceMixer, TitansMixer, make_mixer
 from .neural_memory import OUTPUT_SCALE, ChannelConv, InitialWeights, OutputProjection, TokenGate
-from .surprise_titans import SurpriseCollector, TitansCausalLMOutput, TitansModelOutput
-from .token_layout import DocumentArguments, TokenLayout, check_cache, check_config, check_inputs
+from .surprise_titans import LayerSurprise, SurpriseCollector
+from .token_layout import TokenLayout, check_cache, check_inputs
 from .token_memory import TitansTokenMemoryLayer, TokenMemory
 
 try:
@@ -44,6 +46,34 @@ def register_lora_targets(model_type: str) -> None:
 register_lora_targets(TitansConfig.model_type)
 # Trainer shifts labels for label smoothing only if the class name is in this table.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(TitansConfig.model_type, "TitansForCausalLM")
+
+
+class NamesCache:
+    """An output whose cache is called `cache` before transformers 5.24 too."""
+
+    if CACHE_NAME != "cache":
+
+        @property
+        def cache(self) -> TitansCache | None:
+            return self.past_key_values
+
+
+@dataclass
+class TitansModelOutput(NamesCache, BaseModelOutputWithPast):
+    """surprise: one `LayerSurprise` per layer. For the episodic token memory: mlp_inputs (B, T, hidden), the inputs of
+    the last layer's feed-forward network; layout, the `TokenLayout` of the call.
+    """
+
+    surprise: tuple[LayerSurprise, ...] | None = None
+    mlp_inputs: Tensor | None = None
+    layout: Any = None
+
+
+@dataclass
+class TitansCausalLMOutput(NamesCache, CausalLMOutputWithPast):
+    """surprise: one `LayerSurprise` per layer, and one of the token memory, if any."""
+
+    surprise: tuple[LayerSurprise, ...] | None = None
 
 
 class TitansMLP(nn.Module):
@@ -77,12 +107,13 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
         layout: TokenLayout,
         cache: TitansCache | None = None,
         return_mlp_inputs: bool = False,
+        **kwargs,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Computes the layer's output (B, T, hidden), with `return_mlp_inputs` also the inputs of its feed-forward
-        network (B, T, hidden), and updates its part of the cache.
+        network (B, T, hidden), and updates its part of the cache. `kwargs` go to the attention function.
         """
         inputs = self.mixer_norm(hidden_states)
-        hidden_states = hidden_states + self.mixer.mix_after_cache(inputs, layout, cache)
+        hidden_states = hidden_states + self.mixer(inputs, layout, cache=cache, **kwargs).hidden_states
         mlp_inputs = self.mlp_norm(hidden_states)
         hidden_states = hidden_states + self.mlp(mlp_inputs)
         return (hidden_states, mlp_inputs) if return_mlp_inputs else hidden_states
@@ -235,7 +266,7 @@ class TitansModel(TitansPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         cache = self._make_or_check_cache(cache, use_cache, len(inputs_embeds))
-        documents = DocumentArguments(position_ids, cu_seq_lens_q, seq_idx)
+        documents = {"position_ids": position_ids, "cu_seq_lens_q": cu_seq_lens_q, "seq_idx": seq_idx}
         layout = TokenLayout.of_call(self.config, inputs_embeds, attention_mask, documents, cache, self.memory_learning)
         if kwargs.get("output_surprise", getattr(self.config, "output_surprise", False)):  # as `capture_outputs` does
             layout = layout._replace(grid=replace(layout.grid, needs_surprise=True))
@@ -243,9 +274,9 @@ class TitansModel(TitansPreTrainedModel):
         with undone_on_error(cache):
             *layers, last = self.layers
             for layer in layers:
-                hidden_states = layer(hidden_states, layout, cache=cache)
+                hidden_states = layer(hidden_states, layout, cache=cache, **kwargs)
             options = {} if self.episodic_memory is None else {"return_mlp_inputs": True}
-            hidden_states = last(hidden_states, layout, cache=cache, **options)
+            hidden_states = last(hidden_states, layout, cache=cache, **options, **kwargs)
             if options:
                 hidden_states, mlp_inputs = hidden_states
             hidden_states = self.norm(hidden_states)

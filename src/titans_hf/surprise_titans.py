@@ -2,13 +2,11 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from .cache_titans import CACHE_NAME, TitansCache
 from .memory_gates import Gates
 from .token_grid import TokenGrid
 
@@ -99,32 +97,4 @@ class SurpriseCollector:
         return tuple(map(LayerSurprise.joined, zip(*calls, strict=True)))
 
 
-class NamesCache:
-    """An output whose cache is called `cache` before transformers 5.24 too."""
-
-    if CACHE_NAME != "cache":
-
-        @property
-        def cache(self) -> TitansCache | None:
-            return self.past_key_values
-
-
-@dataclass
-class TitansModelOutput(NamesCache, BaseModelOutputWithPast):
-    """surprise: one `LayerSurprise` per layer. For the episodic token memory: mlp_inputs (B, T, hidden), the inputs of
-    the last layer's feed-forward network; layout, the `TokenLayout` of the call.
-    """
-
-    surprise: tuple[LayerSurprise, ...] | None = None
-    mlp_inputs: Tensor | None = None
-    layout: Any = None
-
-
-@dataclass
-class TitansCausalLMOutput(NamesCache, CausalLMOutputWithPast):
-    """surprise: one `LayerSurprise` per layer, and one of the token memory, if any."""
-
-    surprise: tuple[LayerSurprise, ...] | None = None
-
-
-__all__ = ["LayerSurprise", "SurpriseCollector", "TitansCausalLMOutput", "TitansModelOutput"]
+__all__ = ["LayerSurprise", "SurpriseCollector"]

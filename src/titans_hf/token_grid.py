@@ -179,17 +179,6 @@ class TokenGrid:
         y = torch.cat([y.flatten(0, 1), y.new_zeros(1, *y.shape[2:])])
         return y.index_select(0, self.token_slots.flatten()).unflatten(0, self.token_slots.shape)
 
-    def last_slots(self, last_columns: list[int | None]) -> list[int]:
-        """Converts a number of last columns of each batch row (None for 0) to a number of last slots of the row: the
-        slots from the first token among these columns on, 0 if they have no token.
-        """
-        numbers = torch.tensor([min(n or 0, self.num_columns) for n in last_columns], device=self.row_starts.device)
-        if self.token_slots is None:
-            return numbers.tolist()
-        columns = torch.arange(self.num_columns, device=numbers.device)
-        count = self.scatter(columns >= self.num_columns - numbers[:, None]).sum(1)
-        return torch.where(count > 0, self.num_slots - self.row_ends + count, 0).tolist()
-
     def prepend(self, previous: Tensor, x: Tensor) -> Tensor:
         """Puts each row's previous entries (R, P, ...) before its first token in x (R, G, ...): (R, P + G, ...)."""
         extended = torch.cat([previous, x], dim=1)

@@ -11,33 +11,16 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.utils import logging
 
 from .cache_titans import TitansCache, check_cache_class
 from .configuration_titans import WITH_WINDOW, TitansConfig
 from .rotary_titans import rotary_factors
 from .token_grid import Columns, TokenGrid
 
-logger = logging.get_logger(__name__)
-
-
-def check_config(config: TitansConfig) -> None:
-    """Raises ValueError for a value that a new config refuses, since fields may have been set later, and for a
-    `pad_token_id` outside of the vocabulary. Warns of updates that can overshoot, and of a token memory whose retrieved
-    embeddings the LM head does not know.
-    """
-    config.validate_architecture()
-    if config.memory_max_lr > config.max_stable_lr:  # for example in a saved model whose rule or chunk was changed
-        logger.warning_once(
-            f"`memory_max_lr` ({config.memory_max_lr:g}) is above {config.max_stable_lr:g}, its limit and default with "
-            f"memory_update_rule={config.memory_update_rule!r}, memory_depth={config.memory_depth} and chunks of "
-            f"{config.memory_chunk_size}: steps can overshoot, and training can diverge."
-        )
-    if config.token_memory_features and not config.tie_word_embeddings:  # as a merged adapter of one side leaves it
-        logger.warning_once(
-            "`tie_word_embeddings` is False with `token_memory_features`: the token memory retrieves input embeddings, "
-            "which an LM head of other weights has to learn to read."
-        )
+# The three ways in which Transformers marks packed documents, None where not given: `position_ids` (B, T) or (1, T),
+# restarting at 0; `cu_seq_lens_q` (N + 1,), cumulative lengths in a single row; `seq_idx` (B, T) or (1, T), one index
+# per document.
+Documents = dict[str, Tensor | None]
 
 
 def check_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> None:
@@ -69,16 +52,6 @@ def check_not_empty(name: str, inputs: Tensor, num_dims: int) -> None:
         )
 
 
-class DocumentArguments(NamedTuple):
-    """The three ways in which Transformers marks packed documents: position_ids (B, T) or (1, T), restarting at 0;
-    cu_seq_lens_q (N + 1,), cumulative lengths in a single row; seq_idx (B, T) or (1, T), one index per document.
-    """
-
-    position_ids: Tensor | None = None
-    cu_seq_lens_q: Tensor | None = None
-    seq_idx: Tensor | None = None
-
-
 class TokenLayout(NamedTuple):
     """The layout that all layers share.
 
@@ -96,7 +69,7 @@ class TokenLayout(NamedTuple):
         config: TitansConfig,
         inputs_embeds: Tensor,
         attention_mask: Tensor | None,
-        documents: DocumentArguments,
+        documents: Documents,
         cache: TitansCache | None,
         learns: bool = True,
     ) -> "TokenLayout":
@@ -135,7 +108,7 @@ class TokenLayout(NamedTuple):
 
 
 def _columns(
-    shape: tuple[int, int], attention_mask: Tensor | None, documents: DocumentArguments, cache: TitansCache | None
+    shape: tuple[int, int], attention_mask: Tensor | None, documents: Documents, cache: TitansCache | None
 ) -> Columns:
     """Returns the `Columns` of T new tokens."""
     mask = _new_columns_of_mask(attention_mask, shape, 0 if cache is None else cache.get_seq_length())
@@ -176,9 +149,9 @@ def _new_columns_of_mask(
     return None if mask.all() else mask
 
 
-def _check_documents(shape: tuple[int, int], documents: DocumentArguments) -> None:
+def _check_documents(shape: tuple[int, int], documents: Documents) -> None:
     """Raises ValueError for arguments of another shape."""
-    for name, value in documents._asdict().items():
+    for name, value in documents.items():
         if value is None:
             continue
         if name == "cu_seq_lens_q":
@@ -189,32 +162,31 @@ def _check_documents(shape: tuple[int, int], documents: DocumentArguments) -> No
             raise ValueError(f"`{name}` must be {expected}, but is {tuple(value.shape)}.")
 
 
-def _document_starts(shape: tuple[int, int], mask: Tensor | None, documents: DocumentArguments) -> Tensor | None:
+def _document_starts(shape: tuple[int, int], mask: Tensor | None, documents: Documents) -> Tensor | None:
     """Returns (B, T) bool, True where a document follows another in a row; None where none does."""
-    position_ids, cu_seq_lens_q, seq_idx = documents
-    tensors = [x for x in documents if x is not None]
-    if not tensors:
+    given = {name: x for name, x in documents.items() if x is not None}
+    if not given:
         return None
-    device = tensors[0].device
+    device = next(iter(given.values())).device
     mask = torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask
     columns = torch.arange(shape[1], device=device)
     last_token = torch.where(mask, columns, -1).cummax(1).values
     previous = torch.nn.functional.pad(last_token, (1, -1), value=-1)  # column of the token before; -1 without one
     has_previous = mask & (previous >= 0)
     starts = torch.zeros(shape, dtype=torch.bool, device=device)
-    if position_ids is not None:
-        positions = position_ids.expand(shape)
+    if "position_ids" in given:
+        positions = given["position_ids"].expand(shape)
         decreases = has_previous & (positions <= positions.gather(1, previous.clamp(min=0)))
         # Transformers gives padding position 0 and counts on from there, in right-padded prompts that are read again.
         adjacent = previous == columns - 1
         message = "`position_ids` must increase within a row, or be 0 where a new document starts"
         _require(not_any=decreases & adjacent & (positions != 0), message=message, values=positions)
         starts = starts | (decreases & (positions == 0))
-    if seq_idx is not None:
-        indices = seq_idx.expand(shape)
+    if "seq_idx" in given:
+        indices = given["seq_idx"].expand(shape)
         starts = starts | (has_previous & (indices != indices.gather(1, previous.clamp(min=0))))
-    if cu_seq_lens_q is not None:
-        starts = starts | (has_previous & _starts_of_lengths(cu_seq_lens_q, shape))
+    if "cu_seq_lens_q" in given:
+        starts = starts | (has_previous & _starts_of_lengths(given["cu_seq_lens_q"], shape))
     if torch.compiler.is_compiling():
         _require(not_any=starts, message="Packed documents cannot be compiled: the number of rows depends on the data.")
         return None

@@ -74,7 +74,7 @@ class TokenMemory(SequenceMixer):
         directions = self.directions.to(hidden_states.dtype)
         return l2_normalize(relu(l2_normalize(hidden_states) @ directions - THRESHOLD))  # (..., D) @ (D, F)
 
-    def mix(self, inputs, state, grid):
+    def mix(self, inputs, state, grid, **kwargs):
         hidden_states, embeddings = inputs.chunk(2, dim=-1)
         extended = grid.prepend(state.conv_state.to(hidden_states.dtype), hidden_states)
         conv_state = grid.last_entries(extended, 1)
@@ -122,4 +122,4 @@ class TitansTokenMemoryLayer(GradientCheckpointingLayer):
         (B, T, hidden) each, and updates its part of the cache.
         """
         inputs = torch.cat([hidden_states, embeddings], dim=-1)
-        return hidden_states + self.mixer.mix_after_cache(inputs, layout, cache)
+        return hidden_states + self.mixer(inputs, layout, cache=cache).hidden_states

@@ -41,6 +41,20 @@ def test_masks_are_of_the_registered_form(variant, form, register):
     assert not any(weights is not None for weights in model(ids, output_attentions=True).attentions or ())
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_arguments_of_a_call_reach_the_attention_function(variant, register):
+    """A keyword of the model's call that the model does not read is an argument of every call of the attention."""
+    found = []
+
+    def attention(*args, softcap=None, **kwargs):
+        found.append(softcap)
+        return sdpa_attention_forward(*args, **kwargs)
+
+    model = make_model(variant, attention=register("registered", attention, sdpa_mask))
+    model(make_ids(2, 40), softcap=30.0)
+    assert len(found) >= 2 and set(found) == {30.0}
+
+
 @pytest.mark.parametrize("mask", [None, flash_attention_mask])
 def test_an_implementation_without_masks_is_refused(mask, register):
     """An implementation that is registered without a form of masks raises an error."""

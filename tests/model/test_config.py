@@ -12,8 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.testing_utils import CaptureLogger
 
 from titans_hf import TitansConfig, TitansForCausalLM, TitansTimeSeriesConfig, configuration_titans
-from titans_hf.configuration_titans import TITANS_VERSION, field_facts
-from titans_hf.token_layout import logger
+from titans_hf.configuration_titans import TITANS_VERSION, field_facts, logger
 
 DEFAULTS = dict(
     vocab_size=32000,

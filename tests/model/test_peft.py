@@ -18,7 +18,6 @@ from common import (
     redraw,
     tensors,
 )
-from covering import covering
 from transformers import AutoModelForCausalLM
 
 from titans_hf import TitansCache
@@ -202,71 +201,8 @@ def test_rows_have_adapters_of_their_own(variant):
             assert torch.equal(mixed[row, -6:], alone[0, -6:])
 
 
-def activate(variant: str, target: str, **changes):
-    """Returns the model of `adapt` twice: its adapter is active everywhere, or from the last tokens 5, 6 on."""
-    plain, activated = (make_model(variant, **changes) for _ in range(2))
-    plain = adapt(variant, target, plain)
-    config = peft.LoraConfig(**plain.peft_config["default"].to_dict() | {"alora_invocation_tokens": [5, 6]})
-    activated = peft.get_peft_model(activated, config).eval()
-    activated.load_state_dict(plain.state_dict())
-    return plain, activated
-
-
-def with_invocation(length: int, start: int, seed: int) -> torch.Tensor:
-    ids = make_ids(length, seed=seed) % 40 + 10
-    return torch.cat([ids[:start], torch.tensor([5, 6]), ids[start:]])
-
-
-def adapt_from(model, ids: torch.Tensor, start: int):
-    """Returns the logits (T, V) and the cache of tokens (T,) that the model reads with its adapter from `start` on."""
-    cache = TitansCache(model.get_base_model().config)
-    with torch.no_grad():
-        with model.disable_adapter():
-            before = model(input_ids=ids[None, :start], cache=cache).logits
-        after = model(input_ids=ids[None, start:], cache=cache).logits
-    return torch.cat([before, after], dim=1)[0], cache
-
-
-@covering(1, {"variant": ATTENTIONS, "side": ["left", "right"]})
-def test_activated_lora_adapts_what_follows_its_invocation(variant, side):
-    """With `alora_invocation_tokens`, each row has the logits of a model that reads its tokens up to the invocation
-    without the adapter, and the others with it; a row without an invocation has the base model's.
-    """
-    plain, activated = activate(variant, "all-linear")
-    starts, rows = [11, 23, 3], [with_invocation(n, start, n) for n, start in ((15, 11), (35, 23), (30, 3))]
-    rows.append(make_ids(18) % 40 + 10)
-    ids, mask = left_pad(rows) if side == "left" else (x.flip(1) for x in left_pad([row.flip(0) for row in rows]))
-    found = full_logits(activated, ids, mask)[mask.bool()].split([len(row) for row in rows])
-    assert_same(full_logits(activated, rows[1][None])[0], found[1], 1e-8)
-    for logits, row, start in zip(found, rows, [*starts, len(rows[-1]) - 1], strict=True):
-        expected, _ = adapt_from(plain, row, start)
-        length = len(row) if start in starts else start
-        assert_same(logits[:length], expected[:length], 1e-8)
-
-
-@pytest.mark.parametrize("variant", TWO_VARIANTS)
-def test_activated_lora_goes_on_in_generation(variant):
-    """What a model with activated LoRA generates is read with the adapter, in rows of different lengths."""
-    plain, activated = activate(variant, "both")
-    rows, starts = [with_invocation(n, start, n) for n, start in ((15, 11), (29, 3))], [11, 3]
-    ids, mask = left_pad(rows)
-    options = dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
-    generated = activated.generate(input_ids=ids, attention_mask=mask, **options)[:, ids.shape[1] :]
-    for new, row, start in zip(generated, rows, starts, strict=True):
-        logits, cache = adapt_from(plain, row, start)
-        for token in new:
-            assert token == logits[-1].argmax()
-            with torch.no_grad():
-                logits = plain(input_ids=token[None, None], cache=cache).logits[0]
-
-
-def test_activated_lora_refuses_to_read_columns_again():
-    """A cropped cache does not know at which of its columns the adapter was active: reading them again is refused."""
-    _, activated = activate("mag", "both")
-    cache, ids = TitansCache(activated.get_base_model().config), with_invocation(15, 5, 0)[None]
-    cache.activate_past_recording()
-    with torch.no_grad():
-        activated(input_ids=ids, cache=cache)
-        cache.crop(-3)
-        with pytest.raises(ValueError, match="`alora_offsets` count the columns of a call, but a cropped cache"):
-            activated(input_ids=ids[:, 5:9], cache=cache)
+def test_activated_lora_is_refused():
+    """An adapter with `alora_invocation_tokens`, which counts the columns of a call, raises an error."""
+    model = peft.get_peft_model(make_model("mag"), peft.LoraConfig(alora_invocation_tokens=[5, 6]))
+    with pytest.raises(ValueError, match="`alora_invocation_tokens` must be None"):
+        model(input_ids=make_ids(1, 9))
