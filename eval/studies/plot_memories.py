@@ -14,15 +14,20 @@ from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.shared.figures import plot_with_spread, save_figure
 
 LINES = {
-    "episodic memory, 0.5 MB": ({"memory": "episodic", "entries": 5400}, {"color": "tab:red", "marker": "o"}),
-    "neural cache, 11.8 MB": ({"memory": "cache", "entries": 10240}, {"color": "black", "marker": "s", "ls": "--"}),
-    "counts of pairs": ({"memory": "counts"}, {"color": "tab:gray", "marker": "^", "ls": "--"}),
-    "window of 1,024 instead: 17.7 MB more": (
+    "full attention, 189 MB": ({"memory": "window", "wider": "arrays-8192"}, {"color": "black", "marker": "s"}),
+    "SGD on all weights, 538 MB": (
+        {"memory": "window", "wider": "steps-5e-3-of-64"},
+        {"color": "tab:green", "marker": "v", "ls": "--"},
+    ),
+    "window of 1,024, 17.7 MB": (
         {"memory": "window", "wider": "arrays-1024"},
         {"color": "tab:blue", "marker": "D", "ls": ":"},
     ),
+    "list of surprising tokens, 0.5 MB": ({"memory": "episodic", "entries": 5400}, {"color": "tab:red", "marker": "o"}),
+    "neural cache, 11.8 MB": ({"memory": "cache", "entries": 10240}, {"color": "tab:gray", "marker": "^", "ls": "--"}),
 }
 SETS = {"test": "six novels", "wikipedia": "ten Wikipedia articles"}
+MODEL = "SmolLM2-135M"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -41,12 +46,14 @@ def main(argv: list[str] | None = None) -> None:
             gains = np.array([[result[key] for key in ranges] for result in found])
             plot_with_spread(axes, range(len(ranges)), gains, style | {"label": label})
         axes.axhline(0, color="gray", linewidth=1)
-        axes.set_xticks(range(len(ranges)), [f"{int(key.split('-')[0]):,}" for key in ranges])
+        ends = [f"{int(key.split('-')[1]):,}" for key in ranges[:-1]]
+        axes.set_xticks(range(len(ranges)), [*ends, "end"])
         axes.set(
-            title=f"window {args.window}: {title}",
-            xlabel="position in the text (tokens; start of each range)",
-            ylabel="gain (nats per token)",
+            title=title,
+            xlabel="position in the text (tokens; end of each range)",
+            ylabel=f"gain over a window of {args.window} alone\n(nats per token)",
         )
+    figure.suptitle(f"{MODEL} with a window of {args.window}: what is gained by remembering more")
     save_figure(figure, args.output)
     print(args.output)
 

@@ -62,11 +62,6 @@ def test_what_the_pages_write_is_ignored():
     assert subprocess.run(git, capture_output=True, text=True, check=False).stdout.split() == paths
 
 
-def test_remote_checkpoints_are_shown_with_their_tokenizer():
-    """README loads a tokenizer of the Hub with trust_remote_code too."""
-    assert re.search(r"AutoTokenizer\.from_pretrained\(.*trust_remote_code=True\)", (ROOT / "README.md").read_text())
-
-
 @in_one_test("page", PAGES)
 def test_links_lead_somewhere(page):
     """Every relative link has a file and a heading as its target."""
