@@ -42,8 +42,8 @@ COMMANDS = {
     "lm-eval": Command("titans_hf.cli.lm_eval_command", "run lm-eval's own command line, for any task", "eval"),
     "demo": Command("titans_hf.cli.demo", "train two small models and compare their recall", "demo"),
 }
-# The parsers of these commands are those of transformers and of lm-eval; `argparse` alone parses the others.
-OTHER_PARSERS = {"train", "serve", "chat", "lm-eval"}
+# The help of these commands is that of transformers and of lm-eval; `argparse` alone makes that of the others.
+OTHER_PARSERS = {"serve", "chat", "lm-eval"}
 
 
 def usage() -> str:
@@ -113,5 +113,5 @@ def _load(command: Command) -> Callable[[], object]:
     except ModuleNotFoundError as error:
         if command.extra is None or (error.name or "").startswith("titans_hf"):
             raise
-        hint = f"pip install 'titans-hf[{command.extra}]'"
+        hint = f'pip install -e ".[{command.extra}]"'
         raise ModuleNotFoundError(f"the package {error.name} is missing: {hint}", name=error.name) from error

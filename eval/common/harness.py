@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import EvalPrediction, PreTrainedConfig, TrainerCallback, set_seed
-from transformers.utils.logging import disable_progress_bar
 
 from eval.common.compared_models import parse_settings
 from eval.common.records import FILE, Record, append_record, describe_commit, file_of, find_finished, read_records
@@ -151,7 +150,6 @@ def reported(
     records = read_records(output, benchmark)
     finished = [run for run in runs if find_finished(records, run, config_of(run))]
     check_alike([*(record["run"] for record in records), *map(asdict, runs)], tables.ALIKE)
-    disable_progress_bar()  # the bar of writing checkpoints; Trainer's own stays
     print(f"{len(runs)} runs, {len(finished)} of them finished", flush=True)
     yield
     write_report(tables.make_report(read_records(output, benchmark), []), output)

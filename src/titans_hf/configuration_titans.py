@@ -195,7 +195,7 @@ class TitansConfig(PreTrainedConfig):
             `"form"` is 1; with `memory_form="paper"` it is `None`.
         memory_kernel (`str`, defaults to `"auto"`):
             The program that updates the memory. `"fla"`, with several tokens: the kernel `chunk_comba` of
-            flash-linear-attention (`pip install titans-hf[gpu]`). `"triton"`: the project's own kernels, which have
+            flash-linear-attention (`pip install -e ".[gpu]"`). `"triton"`: the project's own kernels, which have
             never run on a GPU. `"torch"`: PyTorch. `"auto"`: fla's kernel where it is possible, PyTorch elsewhere. Both
             kernels need a CUDA GPU and a model that is not in float64. `"fla"` needs a memory of one layer with the
             delta rule and without momentum (`memory_form="delta"`), with heads of at most 256; `"triton"` an MLP of at

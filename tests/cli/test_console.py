@@ -98,7 +98,8 @@ def test_a_command_gets_its_own_arguments(monkeypatch, name):
         (["surprise", "no-model", "no-text", "--output", "out"], "No such file or directory: 'no-text'"),
         (["eval", "no-model", "--suite", "no-suite", "--output", "out"], "no such suite or task"),
         (["serve", "model", "--continuous-batching"], "--continuous-batching"),
-        (["chat", "model", "http://127.0.0.1:9/v1"], "the server does not answer: "),
+        (["chat", "model", "http://127.0.0.1:9/v1"], "refused. titans-hf serve MODEL starts one"),
+        (["chat", "model", "http://127.0.0.1:9"], "refused. titans-hf serve MODEL starts one"),
     ],
 )
 def test_errors_are_one_line(monkeypatch, capsys, tmp_path, arguments, message):
@@ -120,7 +121,7 @@ def test_a_missing_package_names_the_extra(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         call(monkeypatch, "eval")
     text = capsys.readouterr().err
-    assert text == "titans-hf eval: error: the package lm_eval is missing: pip install 'titans-hf[eval]'\n"
+    assert text == 'titans-hf eval: error: the package lm_eval is missing: pip install -e ".[eval]"\n'
 
 
 @pytest.fixture(scope="module", params=["editable", "wheel"])

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import peft
@@ -26,7 +27,7 @@ CHAT = '{"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant",
 @pytest.fixture
 def adapter(tmp_path):
     """A folder with an adapter of random weights, and the model it adapts."""
-    model = save_byte_model(tmp_path / "model", "mac")
+    model = save_byte_model(tmp_path / "model", "mac", tie_word_embeddings=True)
     model.name_or_path = str(tmp_path / "model")
     adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False))
     adapted.save_pretrained(tmp_path / "adapter")
@@ -35,20 +36,21 @@ def adapter(tmp_path):
 
 
 def test_merging_keeps_what_the_adapter_says(adapter, tmp_path):
-    """The merged model has the adapted model's logits, its tokenizer and, whatever Trainer has left in the base's
-    config, its cache.
+    """The merged model has the adapted model's logits, its tokenizer, its tied embeddings without a warning of PEFT
+    and, whatever Trainer has left in the base's config, its cache.
     """
     config = tmp_path / "model" / "config.json"
     config.write_text(config.read_text().replace('"use_cache": true', '"use_cache": false'))
     assert not AutoConfig.from_pretrained(tmp_path / "model").use_cache
-    merge.main([str(tmp_path / "adapter"), str(tmp_path / "merged")])
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        merge.main([str(tmp_path / "adapter"), str(tmp_path / "merged")])
     ids = AutoTokenizer.from_pretrained(tmp_path / "merged")("Who is there?", return_tensors="pt").input_ids
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     with torch.no_grad():
         torch.testing.assert_close(merged(ids).logits, adapter(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
         with adapter.disable_adapter():
             assert (merged(ids).logits - adapter(input_ids=ids).logits).abs().max() > 0.01
-    assert merged.config.use_cache
+    assert merged.config.use_cache and merged.config.tie_word_embeddings
 
 
 TIED = dict(tie_word_embeddings=True, token_memory_features=24)

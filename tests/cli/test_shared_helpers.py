@@ -8,7 +8,10 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+from tqdm import tqdm
+from tqdm.auto import tqdm as auto_tqdm
 
+from titans_hf.cli.shared import command_line
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
 from titans_hf.cli.shared.checkpoints import load_config, load_tokenizer
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
@@ -46,6 +49,19 @@ def test_files_are_those_of_the_suffixes_in_all_subfolders(tmp_path):
         find_files(tmp_path / "folder.txt", "--text")
     with pytest.raises(ValueError, match=r"--text .*missing does not exist"):
         find_files(tmp_path / "missing", "--text")
+
+
+def test_progress_in_a_log_file_is_a_line_a_minute(monkeypatch, capsys):
+    """Without a terminal a bar of any package is a line every so often, here every quarter of a second, and a short
+    one is nothing. If this failed, the log of an hour would have thousands of bars in one line.
+    """
+    for name in ("__init__", "status_printer"):
+        monkeypatch.setattr(tqdm, name, vars(tqdm)[name])
+    monkeypatch.setattr(command_line, "LINE_SECONDS", 0.25)
+    run_command(lambda: [time.sleep(0.01) for _ in auto_tqdm(range(100), desc="long")] + list(auto_tqdm(range(9))))
+    lines = capsys.readouterr().err.split("\n")
+    assert 3 <= sum(map(bool, lines)) <= 6 and all(line.startswith("long:") for line in lines if line)
+    assert not any("\r" in line for line in lines)
 
 
 def test_a_name_without_a_network_fails_at_once(monkeypatch):

@@ -9,9 +9,10 @@ from covering import in_one_test
 from tiny_run import LLAMA, TITANS
 
 from titans_hf.cli import train
-from titans_hf.cli.training.arguments import RunArguments, make_parser
+from titans_hf.cli.training.arguments import RunArguments
 from titans_hf.cli.training.model import load_config, parse_overrides
 from titans_hf.cli.training.tokenizer import byte_tokenizer, load_tokenizer
+from titans_hf.cli.training.trainer_arguments import make_parser
 
 pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
 

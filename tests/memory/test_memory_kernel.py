@@ -228,7 +228,7 @@ def test_the_token_memory_of_many_features(monkeypatch):
 def skip_without(*names: str) -> None:
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
-        pytest.skip(f"{', '.join(missing)} not installed: pip install titans-hf[gpu]")
+        pytest.skip(f"{', '.join(missing)} not installed: pip install -e '.[gpu]'")
 
 
 def run_helper(name: str, *arguments: str) -> list[dict]:

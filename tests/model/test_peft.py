@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from titans_hf import TitansCache
 
-peft = pytest.importorskip("peft", reason="adapters need peft: pip install titans-hf[finetune]")
+peft = pytest.importorskip("peft", reason="adapters need peft: pip install -e '.[finetune]'")
 
 TARGETS = {
     "attention": r".*\.attention\.[qkvo]_proj",

@@ -11,7 +11,7 @@ from datasets import load_dataset
 
 from titans_hf.cli.training import tokenizer as training_data
 
-trl = pytest.importorskip("trl", reason="fine-tuning on conversations needs trl: pip install titans-hf[finetune]")
+trl = pytest.importorskip("trl", reason="fine-tuning on conversations needs trl: pip install -e '.[finetune]'")
 
 pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
 TEMPLATE = (
@@ -105,7 +105,7 @@ def test_conversations_are_learnt_alike(variant, way, tmp_path, tokenizer, chats
 @pytest.mark.parametrize("variant", ["mac", "mag"])
 def test_an_adapter_learns_packed_conversations(variant, tmp_path, tokenizer, chats):
     """LoRA with TRL's defaults trains all adapters, the same with and without checkpointing."""
-    peft = pytest.importorskip("peft", reason="adapters need peft: pip install titans-hf[finetune]")
+    peft = pytest.importorskip("peft", reason="adapters need peft: pip install -e '.[finetune]'")
     found = []
     for checkpointing in (True, False):
         adapter = peft.LoraConfig(target_modules="all-linear", r=4, task_type="CAUSAL_LM")

@@ -42,7 +42,7 @@ def open_tokenizer(path: str, gguf_file: str | None) -> PreTrainedTokenizerBase:
     if gguf_file is None:
         return load_tokenizer(path, "MODEL")
     if find_spec("gguf") is None:
-        raise ValueError("--gguf_file needs the package gguf: pip install 'titans-hf[gguf]'")
+        raise ValueError("--gguf_file needs the package gguf: pip install -e '.[gguf]'")
     return AutoTokenizer.from_pretrained(path, gguf_file=gguf_file)
 
 

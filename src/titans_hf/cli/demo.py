@@ -157,13 +157,14 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
     )
     parser.add_argument("--steps", type=int, default=600, help="optimizer steps of 32 sequences")
     parser.add_argument("--questions", type=int, default=128, help="sequences asked per distance")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output_dir", type=Path, default=Path("runs/demo"))
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights, the training texts and the questions")
+    parser.add_argument(
+        "--output_dir", type=Path, default=Path("runs/demo"), help="folder of the models, the figures and the plot"
+    )
     args = parser.parse_args(argv)
     check_minimums(args, steps=1, questions=1, seed=0)
     check_folder(args.output_dir, "--output_dir")
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
 
     results, sizes = train_and_ask(args)
     console = Console()

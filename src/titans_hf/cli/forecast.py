@@ -18,7 +18,6 @@ import torch
 from huggingface_hub import ModelCard, ModelCardData
 from matplotlib.figure import Figure
 from transformers import TrainerCallback, set_seed
-from transformers.utils.logging import disable_progress_bar
 
 from titans_hf import TitansForTimeSeriesPrediction, TitansTimeSeriesConfig
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
@@ -282,7 +281,6 @@ def draw(future: pd.DataFrame, series: pd.DataFrame, path: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     check_args(args)
-    disable_progress_bar()  # of loading and writing weights; Trainer has its own
     series = read_series(args.data, args.time_column, args.date_format)
     if args.model is None:
         model, facts = train(args, series)

@@ -61,6 +61,7 @@ def merge_adapter(adapted: PeftModel) -> PreTrainedModel:
     tied = model.config.tie_word_embeddings
     if tied:
         untie_embeddings(model)
+        model.config.tie_word_embeddings = False
     merged = adapted.merge_and_unload()
     equal = torch.equal(merged.get_input_embeddings().weight, merged.get_output_embeddings().weight)
     merged.config.tie_word_embeddings = tied and equal

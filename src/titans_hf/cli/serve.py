@@ -29,8 +29,13 @@ def main() -> None:
     add_checks(app.commands["serve"])
     try:
         transformers_main()
-    except httpx.HTTPError as error:
-        raise ConnectionError(f"the server does not answer: {error}. titans-hf serve MODEL starts one") from error
+    except (httpx.HTTPError, ValueError) as error:
+        cause = (
+            error if isinstance(error, httpx.HTTPError) else error.__context__
+        )  # the ValueError names its own server
+        if not isinstance(cause, httpx.HTTPError):
+            raise
+        raise ConnectionError(f"the server does not answer: {cause}. titans-hf serve MODEL starts one") from error
     except RuntimeError as error:
         if sys.argv[1] != "chat":
             raise

@@ -30,7 +30,7 @@ import titans_hf  # noqa: F401  registers the model type "titans"
 from titans_hf.cli.shared import checkpoints
 from titans_hf.cli.shared.argument_checks import check_minimums
 from titans_hf.cli.shared.command_line import run_command
-from titans_hf.cli.training.arguments import RunArguments, TrainingArguments, make_parser
+from titans_hf.cli.training.arguments import RunArguments, show_help
 from titans_hf.cli.training.carried_memory import (
     CarriedMemoryTrainer,
     ContiguousBatches,
@@ -42,6 +42,7 @@ from titans_hf.cli.training.data import Blocks, collate, load_blocks
 from titans_hf.cli.training.model import freeze_all_but_memory, load_config
 from titans_hf.cli.training.run_folder import CardTrainer, describe, save_results
 from titans_hf.cli.training.tokenizer import load_tokenizer
+from titans_hf.cli.training.trainer_arguments import TrainingArguments, make_parser
 
 
 class TimeLimit(TrainerCallback):
@@ -150,6 +151,7 @@ def train(argv: list[str] | None) -> dict[str, float]:
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Trains and saves the model; returns its metrics."""
+    show_help(__doc__, argv)
     metrics = train(argv)
     # A process that exits while connected may abort. The model's wrapper goes first: if its reference to the group
     # were the last one, the group would hold Python's lock, and wait for ever for a thread of Gloo that wants the lock.

@@ -4,9 +4,11 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 
 DEBUG = "TITANS_HF_DEBUG"
+LINE_SECONDS = 60  # between two lines of a bar of progress in a log file
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -17,12 +19,28 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
         return action.help if without else super()._get_help_string(action)
 
 
+def quieten_progress() -> None:
+    """Turns off Transformers' bars of loading and writing weights. Where standard error is no terminal but a log file,
+    every other bar of tqdm, of all packages, becomes a line a minute.
+    """
+    from tqdm import tqdm
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    if not sys.stderr.isatty():
+        tqdm.__init__ = partialmethod(
+            tqdm.__init__, **dict.fromkeys(("mininterval", "maxinterval", "delay"), LINE_SECONDS)
+        )
+        tqdm.status_printer = staticmethod(lambda file: lambda text: text and print(text, file=file, flush=True))
+
+
 def run_command(main: Callable[[], object]) -> None:
     """Calls `main`, and turns its error into `<command>: error: <message>` with exit status 2.
 
     Caught are ValueError, OSError and missing packages. With the environment variable TITANS_HF_DEBUG=1 the traceback
     is shown instead. Ctrl-C exits with status 130.
     """
+    quieten_progress()
     try:
         main()
     except KeyboardInterrupt:

@@ -1,12 +1,14 @@
-"""The options of titans-hf train: its own, and the options of transformers' TrainingArguments with other defaults."""
+"""The options of titans-hf train itself, and its help, which needs the standard library alone."""
 
-from dataclasses import MISSING, dataclass, field
+import sys
+import textwrap
+from argparse import ArgumentParser
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
-import torch
-import transformers
-from transformers import HfArgumentParser
-from transformers.utils import is_torch_bf16_gpu_available
+from titans_hf.cli.shared.command_line import HelpFormatter
+
+HELP_ALL = "--help_all"
 
 
 def option(help: str, default: Any = MISSING) -> Any:
@@ -60,30 +62,15 @@ class RunArguments:
     license: str | None = option("Licence of the weights for the model card, as the Hub names it (cc-by-4.0).", None)
 
 
-@dataclass
-class TrainingArguments(transformers.TrainingArguments):
-    """Options of saving and evaluation that were not given follow the options that were."""
-
-    def __post_init__(self):
-        self.save_strategy = self.save_strategy or ("steps" if self.eval_strategy == "no" else self.eval_strategy)
-        self.eval_steps = self.eval_steps or self.save_steps or 0.05
-        self.save_steps = self.save_steps or self.eval_steps
-        if self.load_best_model_at_end is None:
-            self.load_best_model_at_end = self.eval_strategy != "no"
-        super().__post_init__()
-
-
 PAPER = dict(learning_rate=4e-4, lr_scheduler_type="cosine", weight_decay=0.1)  # section 5.1 of the first version
 OURS = dict(
     warmup_steps=0.02,  # below 1: a share of all steps
     adam_beta2=0.95,
     num_train_epochs=1.0,
     gradient_accumulation_steps=None,  # follows from --tokens_per_step
-    bf16=is_torch_bf16_gpu_available(),
     use_cache=True,  # Trainer would save configurations whose plain calls return no memory
     remove_unused_columns=False,  # the collators take all columns
     include_num_input_tokens_seen=True,  # the loss curve is drawn over the tokens
-    dataloader_pin_memory=torch.cuda.is_available(),
     logging_nan_inf_filter=False,
     logging_steps=10,
     eval_strategy="steps",
@@ -95,7 +82,30 @@ OURS = dict(
 )
 
 
-def make_parser() -> HfArgumentParser:
-    parser = HfArgumentParser((RunArguments, TrainingArguments))
-    parser.set_defaults(**PAPER, **OURS)
-    return parser
+def show_help(description: str, argv: list[str] | None) -> None:
+    """Where the arguments ask for help, exits with that of the command's own options; --help_all has those of
+    TrainingArguments too, but needs the seconds in which transformers is imported.
+    """
+    given = sys.argv[1:] if argv is None else argv
+    if HELP_ALL in given:
+        from titans_hf.cli.training.trainer_arguments import make_parser
+
+        make_parser().print_help()
+        raise SystemExit
+    if not {"-h", "--help"} & set(given):
+        return
+    others = ", ".join(f"--{name} {value}" for name, value in (PAPER | OURS).items() if value is not None)
+    parser = ArgumentParser(
+        usage="titans-hf train --train_data DATA --output_dir FOLDER [options]",
+        description=description,
+        epilog=textwrap.fill(f"Options of TrainingArguments that have another default here: {others}.", 100),
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument("--output_dir", required=True, help="Folder of the checkpoints, the model and its card.")
+    for option in fields(RunArguments):
+        needed = option.default is MISSING
+        default = None if needed else option.default
+        parser.add_argument(f"--{option.name}", required=needed, default=default, help=option.metadata["help"])
+    parser.add_argument(HELP_ALL, action="store_true", help="Show the options of TrainingArguments too.")
+    parser.print_help()
+    raise SystemExit

@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from huggingface_hub import ModelCard
 from transformers import Trainer
 
-from titans_hf.cli.training.arguments import RunArguments, TrainingArguments
+from titans_hf.cli.training.arguments import RunArguments
 from titans_hf.cli.training.checkpoints import RECORD
 from titans_hf.cli.training.data import Blocks, count_tokens
 from titans_hf.cli.training.model_card import fill_card
+from titans_hf.cli.training.trainer_arguments import TrainingArguments
 
 
 class CardTrainer(Trainer):
