@@ -25,6 +25,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 from transformers.utils.generic import maybe_autocast
 
+BASE_LAYER = ".base_layer"  # what PEFT calls the layer inside of an adapted one
 IGNORED = -100  # the label of a token that is not learned
 _ACTIVE: ContextVar["tuple[FastWeights, dict[str, Tensor]] | None"] = ContextVar("fast_weights", default=None)
 
@@ -54,8 +55,13 @@ class FastWeights:
 
     def attach(self, model: PreTrainedModel) -> list:
         """Adds the terms to a model's linear layers, by hooks, which are returned. They act inside `active` alone."""
-        modules = dict(model.named_modules())
-        return [modules[name].register_forward_hook(self._hook(name)) for name in self.directions]
+        modules, hooks = dict(model.named_modules()), []
+        for name in self.directions:
+            if name not in modules:
+                raise ValueError(f"`fast_weights` has weights for {name}, which {type(model).__name__} does not have.")
+            layer = modules.get(name + BASE_LAYER, modules[name])
+            hooks.append(layer.register_forward_hook(self._hook(name)))
+        return hooks
 
     @staticmethod
     def _hook(name: str):
@@ -141,17 +147,16 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 def linear_layers(model: PreTrainedModel, kinds: Sequence[str], layers: Sequence[int]) -> dict[str, tuple[int, int]]:
     """Returns the sizes (in, out) by name of the linear layers of `kinds` ("v_proj", ...) in some decoder layers.
 
-    Experts of a mixture are left out: their inputs are not the tokens of the call in order. Layers of a PEFT adapter
-    count as the layer that they adapt.
+    Experts of a mixture are left out: their inputs are not the tokens of the call in order. A layer with an adapter of
+    PEFT keeps its name; the adapter's term is added after that of the fast weights.
     """
     root, found = decoder_layers(model)[0], {}
     for index in layers:
-        prefix = f"{root}.{index}."
         for name, module in model.get_submodule(f"{root}.{index}").named_modules():
-            last = name.removesuffix(".base_layer").rpartition(".")[2]
-            if last in kinds and "expert" not in name and (sizes := linear_sizes(module)) is not None:
-                found[prefix + name] = sizes
-    return {x: y for x, y in found.items() if f"{x}.base_layer" not in found}
+            name = name.removesuffix(BASE_LAYER)
+            if name.rpartition(".")[2] in kinds and "expert" not in name and (sizes := linear_sizes(module)):
+                found[f"{root}.{index}.{name}"] = sizes
+    return found
 
 
 def linear_sizes(module: nn.Module) -> tuple[int, int] | None:

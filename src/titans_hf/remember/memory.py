@@ -92,7 +92,7 @@ def remember(
     """Gives a causal language model a memory that learns while the model reads, in place, and returns the model.
 
     Args:
-        model: any causal language model of Transformers that uses the attention interface.
+        model: any causal language model of Transformers that uses the attention interface, also inside of PEFT's.
         window: tokens that a query of a full-attention layer sees. None keeps full attention. Sliding and recurrent
             layers stay as they are.
         memory: "fast_weights", "list", both or none.
@@ -104,6 +104,7 @@ def remember(
     Raises ValueError for a model that already has a memory, for a bad argument, and for a model that does not read
     exactly with a window: this is tried with a random text. A model for which an error is raised is unchanged.
     """
+    whole, model = model, _base_model(model)
     if hasattr(model, "memory"):
         raise ValueError("`model` has a memory already: call `forget(model)` first.")
     if window is not None and (not isinstance(window, int) or window < 2):
@@ -136,11 +137,12 @@ def remember(
     except BaseException:
         forget(model)
         raise
-    return model
+    return whole
 
 
 def forget(model: PreTrainedModel) -> PreTrainedModel:
     """Takes the memory from a model, in place, and returns the model as it was before `remember`."""
+    whole, model = model, _base_model(model)
     memory = model.__dict__.pop("memory", None)
     if memory is None:
         raise ValueError(f"`model` is a {type(model).__name__} without a memory.")
@@ -150,7 +152,12 @@ def forget(model: PreTrainedModel) -> PreTrainedModel:
     if issubclass(type(model), RememberingModel):
         model.__class__ = type(model).__bases__[1]
         _set_hooked_forward(model)
-    return model
+    return whole
+
+
+def _base_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Returns the model inside of a model of PEFT, another model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def attach(model: PreTrainedModel, memory: Memory) -> None:
@@ -214,7 +221,8 @@ def check_reading(model: PreTrainedModel) -> None:
     """
     memory, training = model.memory, model.training
     window, learning = memory.window, memory.learning
-    size, device = model.get_input_embeddings().weight.shape[0], model.get_input_embeddings().weight.device
+    embeddings = model.get_input_embeddings().weight
+    size, device = len(embeddings), "cpu" if embeddings.is_meta else embeddings.device  # accelerate moves inputs
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(min(size, 1000), (1, CHECK_LENGTH), generator=generator).to(device)
     model.eval()

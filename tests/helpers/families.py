@@ -1,0 +1,167 @@
+"""Small random models of many families of Transformers, and what `remember` differs from itself by on them.
+
+`python tests/helpers/families.py` prints docs/families.md.
+"""
+
+import inspect
+import sys
+from collections.abc import Iterator
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+from titans_hf.cache_titans import CACHE_NAME
+from titans_hf.remember import MemoryCache, forget, remember
+from titans_hf.remember.fast_weights import FastWeights, decoder_layers, linear_sizes, random_fast_weights
+from titans_hf.remember.token_list import TokenList
+
+# One value for each field that some configuration has; a configuration takes those that it has.
+FIELDS = {
+    "vocab_size": 53,
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 32),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "block_ff_dim", "intermediate_size_mlp"), 48),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), 4),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "mamba_n_heads"), 4),
+    "num_key_value_heads": 2,
+    **dict.fromkeys(("head_dim", "rotary_dim", "query_pre_attn_scalar"), 8),
+    **dict.fromkeys(("q_lora_rank", "mamba_d_head"), 16),
+    **dict.fromkeys(("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "mamba_d_state"), 8),
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), 4096),
+    **dict.fromkeys(("sliding_window", "attention_chunk_size"), 9),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "laurel_rank"), 4),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 24),
+    "num_experts_per_tok": 2,
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts", "mamba_n_groups"), 1),
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 53,
+    "num_kv_shared_layers": 0,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    **dict.fromkeys(("attention_dropout", "dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "layerdrop"), 0.0),
+}
+OWN_FIELDS = {
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "deepseek_v2": {"num_key_value_heads": 4},
+    "deepseek_v3": {"num_key_value_heads": 4},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
+}
+# Each stands for a way in which a model can be built; the test of `.ci/run` has these.
+CHOSEN = (
+    "bamba cohere2 deepseek_v3 falcon_h1 gemma2 gemma4_text gpt2 gpt_neox gpt_oss granite lfm2 llama llama4_text "
+    "mixtral olmo2 olmo_hybrid phi3 qwen3 qwen3_5_text smollm3"
+).split()
+OTHERS = (
+    "apertus arcee biogpt bitnet codegen cohere deepseek_v2 diffllama doge dots1 ernie4_5 ernie4_5_moe exaone4 "
+    "flex_olmo gemma gemma3_text gemma3n_text glm glm4 glm4_moe gptj granitemoe granitemoehybrid helium "
+    "hunyuan_v1_dense jetmoe ministral ministral3 mistral nemotron olmo olmo3 olmoe opt persimmon phi qwen2 qwen2_moe "
+    "qwen3_moe qwen3_next seed_oss stablelm starcoder2 vaultgemma"
+).split()
+REFUSED = "bloom falcon jamba mamba mpt".split()
+WINDOW, CHUNK = 12, 8
+PIECES = [5, 1, 1, 9, 1, 20, 8]
+NOT_ADAPTED = ("q_proj", "k_proj", "router", "gate", "shared_expert_gate")
+
+
+class as_double:
+    """Computes in float64 what modeling files compute in float32 whatever their dtype, so that a difference of two
+    ways to read is a difference of the ways.
+    """
+
+    def __enter__(self):
+        self.saved = torch.float32, torch.float, torch.Tensor.float
+        torch.float32 = torch.float = torch.float64
+        torch.Tensor.float = torch.Tensor.double
+
+    def __exit__(self, *_):
+        torch.float32, torch.float, torch.Tensor.float = self.saved
+
+
+def small_model(family: str) -> PreTrainedModel:
+    """Returns a random model of float64 whose weights are large enough that a window matters."""
+    kind = CONFIG_MAPPING[family]
+    fields = {name: x for name, x in FIELDS.items() if name in inspect.signature(kind.__init__).parameters}
+    torch.manual_seed(0)
+    config = kind(**fields | OWN_FIELDS.get(family, {}))
+    config._experts_implementation = "eager"  # the grouped kernel has no float64
+    model = AutoModelForCausalLM.from_config(config).double().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.add_(0.1 * torch.randn_like(p))
+    return model
+
+
+def small_memory(model: PreTrainedModel) -> tuple[FastWeights, TokenList]:
+    """Returns fast weights of every linear layer but those of queries and keys, and a list that is trusted."""
+    layers = decoder_layers(model)[1]
+    names = {name.rpartition(".")[2] for name, x in layers.named_modules() if linear_sizes(x)}
+    fast = random_fast_weights(model, sorted(names - set(NOT_ADAPTED)), range(len(layers)), rank=3, rate=0.3)
+    fast.step.chunk, fast.step.momentum, fast.step.retain, fast.step.max_gradient = CHUNK, 0.3, 0.99, None
+    chosen = TokenList.random(32, 8, entries=20, threshold=1.0)
+    gate = {"gate_bias": torch.tensor([-1.0]), "gate_weight": torch.linspace(-0.3, 0.3, 8)}
+    chosen.read_out = chosen.read_out._replace(**gate)
+    return fast, chosen
+
+
+@torch.no_grad()
+def differences(family: str) -> dict[str, float]:
+    """Returns the largest differences of logits: of pieces, of a left-padded row and of a row alone from the whole; of
+    tokens that `generate()` makes; of the forgotten model from the original; and how much learning changes.
+    """
+    model, ids = small_model(family), torch.randint(3, 53, (2, 45), generator=torch.Generator().manual_seed(1))
+    with as_double():
+        before = model(ids).logits
+        fast, chosen = small_memory(model)
+        remember(model, WINDOW, fast_weights=fast, token_list=chosen)
+        whole, cache = model(ids).logits, MemoryCache(model)
+        pieces = torch.cat([model(x, **{CACHE_NAME: cache}).logits for x in ids.split(PIECES, 1)], 1)
+        padded, mask = ids.clone(), torch.ones_like(ids)
+        padded[0, :5], padded[0, 5:], mask[0, :5] = 0, ids[0, :40], 0
+        of_padded = model(padded, attention_mask=mask).logits
+        settings = {"max_new_tokens": 9, "do_sample": False}
+        made = model.generate(padded, attention_mask=mask, **settings)[:, 45:]
+        expected = [model.generate(x, **settings)[0, x.shape[1] :] for x in (ids[:1, :40], ids[1:])]
+        alone = model(ids[:1]).logits
+        model.set_memory_learning(False)
+        off = model(ids).logits
+        after = forget(model)(ids).logits
+    distance = lambda a, b: float((a - b).abs().max())  # noqa: E731
+    return {
+        "pieces": distance(pieces, whole),
+        "padding": max(distance(of_padded[0, 5:], whole[0, :40]), distance(of_padded[1], whole[1])),
+        "row alone": distance(alone, whole[:1]),
+        "generated": distance(made, torch.stack(expected)),
+        "forgotten": distance(after, before),
+        "learning": distance(off, whole),
+    }
+
+
+def page() -> Iterator[str]:
+    """Yields the lines of docs/families.md."""
+    yield "# Families of models that `remember` was tried with\n"
+    yield "Random models of four layers in float64, window 12, chunks of 8 tokens, all linear layers but those of"
+    yield "queries and keys with fast weights, and a list. The columns are the largest differences of logits from one"
+    yield f"call over 45 tokens. *Learning* is how much learning changes them. Transformers {transformers.__version__};"
+    yield "made by `python tests/helpers/families.py > docs/families.md`.\n"
+    yield "| model_type | in pieces | left padding | row alone | learning |"
+    yield "|---|---|---|---|---|"
+    for family in sorted(CHOSEN + OTHERS):
+        found = differences(family)
+        if found["generated"] or found["forgotten"]:
+            raise ValueError(f"{family} generates otherwise, or is not the original when it is forgotten: {found}")
+        cells = [f"{found[x]:.0e}" for x in ("pieces", "padding", "row alone")]
+        yield f"| {family} | {' | '.join(cells)} | {found['learning']:.1f} |"
+        print(family, file=sys.stderr)
+    yield f"\nRaise an error when they are given to `remember`: {', '.join(REFUSED)}."
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    print("\n".join(page()))

@@ -1,0 +1,26 @@
+"""`remember` on models of many families as they are."""
+
+import families
+import pytest
+
+from titans_hf.remember import remember
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("family", families.CHOSEN)
+def test_a_family_reads_exactly(family):
+    """Pieces, padding and a row alone give the logits of the whole; a forgotten model is the original to the bit."""
+    found = families.differences(family)
+    assert found["learning"] > 0.1
+    assert found["forgotten"] == found["generated"] == 0
+    assert max(found["pieces"], found["padding"], found["row alone"]) < 1e-8, found
+
+
+@pytest.mark.parametrize("family", families.REFUSED)
+def test_a_family_that_cannot_is_an_error(family):
+    """A model that ignores the window, or continues no text in pieces, is an error, and is left as it was."""
+    model = families.small_model(family)
+    with pytest.raises(ValueError, match=type(model).__name__):
+        remember(model, 12, ("list",))
+    assert not hasattr(model, "memory")

@@ -1,0 +1,127 @@
+"""`remember` on models that other libraries have changed: PEFT, accelerate, quantisers."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from remember_models import KINDS, remembering, small_fast_weights, small_list, small_model
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, TorchAoConfig
+
+from titans_hf.remember import MemoryCache, forget, remember
+
+TOKENS = torch.randint(3, 53, (2, 60), generator=torch.Generator().manual_seed(7))
+
+
+@torch.no_grad()
+def whole_and_pieces(model, ids=TOKENS):
+    """Returns the logits of a text read whole, and in pieces."""
+    cache = MemoryCache(model)
+    pieces = torch.cat([model(input_ids=x, cache=cache).logits for x in ids.split([9, 1, 20, 30], 1)], 1)
+    return model(input_ids=ids).logits, pieces
+
+
+def adapted(model):
+    torch.manual_seed(2)
+    config = LoraConfig(r=2, target_modules=list(KINDS), init_lora_weights=False, task_type="CAUSAL_LM")
+    return get_peft_model(model, config)
+
+
+def memory_for(model):
+    return {"fast_weights": small_fast_weights(model), "token_list": small_list()}
+
+
+def test_peft():
+    """An adapter on the layers of the fast weights is added to them, before `remember` or after it; both can go."""
+    before = small_model()(TOKENS).logits
+    model = small_model()
+    first = adapted(model)
+    remember(first, 12, **memory_for(model))
+    whole, pieces = whole_and_pieces(first)
+    assert_close(pieces, whole, atol=1e-12, rtol=0)
+    second, pieces = whole_and_pieces(adapted(remembering()))
+    assert_close(second, whole, atol=1e-12, rtol=0)
+    assert_close(pieces, whole, atol=1e-12, rtol=0)
+    with first.disable_adapter():
+        assert_close(whole_and_pieces(first)[0], whole_and_pieces(remembering())[0], atol=1e-12, rtol=0)
+    merged = first.merge_and_unload()
+    assert_close(whole_and_pieces(merged)[0], whole, atol=1e-10, rtol=0)
+    plain = adapted(small_model()).unload()
+    assert plain(TOKENS).logits.equal(before)
+
+
+def test_training_an_adapter():
+    """An adapter of PEFT is trained while the memory learns."""
+    model = adapted(remembering()).train()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    losses = []
+    for _ in range(8):
+        loss = model(input_ids=TOKENS, labels=TOKENS).loss
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0] - 0.1
+
+
+@pytest.mark.parametrize("order", ["remember first", "offload first"])
+def test_offloaded_weights(order, tmp_path):
+    """A model whose weights accelerate keeps elsewhere reads and learns as one that has them."""
+    from accelerate import cpu_offload, disk_offload
+
+    expected = whole_and_pieces(remembering())[0]
+    for offload in (lambda x: cpu_offload(x, "cpu"), lambda x: disk_offload(x, tmp_path, "cpu")):
+        model = small_model()
+        arguments = memory_for(model)
+        if order == "offload first":
+            remember(offload(model), 12, **arguments)
+        else:
+            offload(remember(model, 12, **arguments))
+        whole, pieces = whole_and_pieces(model)
+        assert_close(whole, expected, atol=1e-12, rtol=0)
+        assert_close(pieces, expected, atol=1e-12, rtol=0)
+        model.generate(TOKENS, max_new_tokens=3)
+
+
+def test_tied_head_and_names():
+    """A model with a tied head learns; its class, its configuration and its parameters keep their names."""
+    model = small_model(tie_word_embeddings=True)
+    names, config = [name for name, _ in model.named_parameters()], model.config.to_dict()
+    remember(model, 12, **memory_for(model))
+    whole, pieces = whole_and_pieces(model)
+    assert_close(pieces, whole, atol=1e-12, rtol=0)
+    assert [name for name, _ in model.named_parameters()] == names
+    assert model.config.to_dict() == config and type(model).__name__ == "LlamaForCausalLM"
+
+
+def test_saving_the_model(tmp_path):
+    """A model with a memory saves what it saved without one."""
+    model = remembering()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    with torch.no_grad():
+        assert loaded(TOKENS).logits.equal(forget(model)(TOKENS).logits)
+
+
+def test_quantised_weights(tmp_path):
+    """Fast weights learn on a model whose weights have 8 bits."""
+    pytest.importorskip("torchao")
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    small_model(hidden_size=64, intermediate_size=64).float().save_pretrained(tmp_path)
+    config = TorchAoConfig(Int8WeightOnlyConfig())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=torch.float32)
+    remember(model, 12, ("fast_weights",), fast_weights=small_fast_weights(model))
+    whole, pieces = whole_and_pieces(model)
+    assert_close(pieces, whole, atol=1e-3, rtol=1e-3)
+    model.set_memory_learning(False)
+    assert float((whole_and_pieces(model)[0] - whole).abs().max()) > 0.1
+
+
+def test_defaults():
+    """Without fitted parameters the value projections of the upper half of the layers but the last learn."""
+    model = remember(small_model(num_hidden_layers=6), 12)
+    assert {*model.memory.fast_weights.directions} == {f"model.layers.{i}.self_attn.v_proj" for i in (3, 4)}
+    cache = MemoryCache(model)
+    with torch.no_grad():
+        model(TOKENS.repeat(1, 3), cache=cache)
+    assert all(float(x.abs().max()) > 0 for name, x in cache.state.items() if name.startswith("B."))
