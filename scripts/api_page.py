@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 HEADING = """# API
 
 The public names of `titans_hf`, made from their docstrings by `scripts/api_page.py`. The source says more: shapes,
-arguments, units and errors.
+arguments, units and errors. How a cache is continued, saved, merged and shared is in [memories](memories.md).
 """
 # Transformers calls these by their names; nobody else does.
 HOOKS = {
