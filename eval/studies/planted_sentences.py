@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from titans_hf.cli.read import load_model
+from titans_hf.cli.shared.checkpoints import load_titans
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.markdown_tables import markdown_table
 from titans_hf.cli.shared.text_files import find_files
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
     files = find_files(args.text, "--text")
     if args.length < 2000:
         raise ValueError(f"--length must be at least 2000, but is {args.length}: a sentence is compared with others")
-    model, tokenizer = load_model(args.model, args.device)
+    model, tokenizer = load_titans(args.model, args.device)
     rows, highest = [], {}
     for name, sentence in SENTENCES.items():
         per_file = []

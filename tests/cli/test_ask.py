@@ -1,12 +1,18 @@
 """titans-hf ask: answers are those of a model that has just read, and asking leaves the memory unchanged."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from covering import in_one_test
 from reading_runs import SPECIAL, flags, ids_of, load, run_read, whole_text
+from transformers import GenerationConfig
+from vocabularies import sentencepiece
 
+from titans_hf import TitansForCausalLM
 from titans_hf.cache_files import read_description
 from titans_hf.cli import ask
+from titans_hf.cli.shared.text_ids import encode
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 
@@ -65,6 +71,59 @@ def test_asking_again_and_again(paths, capsys, monkeypatch):
     text = (paths.texts / "a.txt").read_text()
     answers = [continuation(paths, text + prompt) for prompt in ("Der König", "Zwölf")]
     assert capsys.readouterr().out == "".join(f"{x}\n" for x in answers)
+
+
+def test_an_answer_of_a_sentencepiece_vocabulary(paths, capsys, monkeypatch):
+    """The space before an answer's first word is printed, and kept: an answer is decoded together with its prompt."""
+    tokenizer = sentencepiece()
+    tokenizer.save_pretrained(paths.model)
+    ids = encode(tokenizer, "the key was red").input_ids
+    made = torch.tensor([[*ids, tokenizer.eos_token_id]])
+    (paths.texts / "a.txt").write_text("the door was open.")
+    run_read(paths, paths.texts / "a.txt")
+    monkeypatch.setattr(TitansForCausalLM, "generate", lambda *args, **kwargs: made)
+    run_ask(paths, "the key was", keep=True)
+    assert capsys.readouterr().out == "the key was red\n"
+    num_read = len(encode(tokenizer, "the door was open.").input_ids)
+    assert read_description(paths.memory)["tokens_seen"] == [num_read + len(ids)]
+
+
+def test_every_end_token_of_the_checkpoint_ends_an_answer(paths, capsys):
+    """An answer ends at each of the tokens of generation_config.json, where it has others than the tokenizer's one."""
+    run_read(paths, paths.texts / "a.txt")
+    text = continuation(paths, (paths.texts / "a.txt").read_text() + "X")
+    first, end = byte_tokenizer()(text[:1]).input_ids[0], byte_tokenizer()(text[1:2]).input_ids[0]
+    assert first != end
+    config = GenerationConfig.from_pretrained(paths.model)
+    config.eos_token_id = [1, end]
+    config.save_pretrained(paths.model)
+    run_ask(paths, "X", "Zwölf")
+    assert capsys.readouterr().out.startswith(f"X{text[:1]}\nZwölf")
+
+
+def test_a_prompt_after_another_process_has_read_on(paths, monkeypatch):
+    """Between two prompts of --keep another process may read on: its memory is the one that is kept."""
+    a, b = paths.texts / "a.txt", paths.texts / "b.txt"
+    run_read(paths, a)
+
+    def prompts():
+        yield "Der König"
+        run_read(paths, b, append=True)
+        numbers.append(load(paths).num_tokens_seen.item())
+        yield "Zwölf"
+        yield ""
+
+    numbers, asked = [], prompts()
+    monkeypatch.setattr("builtins.input", lambda _: next(asked))
+    run_ask(paths, keep=True)
+    assert load(paths).num_tokens_seen.item() > numbers[0] > len(a.read_bytes()) + len(b.read_bytes())
+
+
+def test_the_memory_is_checked_before_the_weights(paths):
+    """A folder without a memory is an error before the weights are loaded."""
+    Path(paths.model, "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="is not a memory folder"):
+        run_ask(paths, "X")
 
 
 def test_questions_share_the_memory(paths):

@@ -13,7 +13,7 @@ from covering import covering
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from titans_hf import TitansForSequenceClassification
+from titans_hf import TitansCache, TitansForSequenceClassification
 from titans_hf.cli.server_extensions import add_checks
 from titans_hf.cli.shared.checkpoints import find_damage
 from titans_hf.cli.shared.command_line import run_command
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
 TRAIN = "--train_data texts --output_dir out --use_cpu true --bf16 false --tokens_per_step 8192 --model_name_or_path"
 COMMANDS = {
     "titans_hf.cli.read": "{} texts --memory memory",
-    "titans_hf.cli.ask": "{} --memory memory --prompt x",
+    "titans_hf.cli.ask": "{} --memory saved --prompt x",
     "titans_hf.cli.surprise": "{} texts/a.txt --output out",
     "titans_hf.cli.train": TRAIN + " {}",
     "titans_hf.cli.merge": "adapter out",
@@ -41,6 +41,7 @@ def checkpoints(tmp_path_factory):
     """A folder with a whole checkpoint, and one of several files."""
     folder = tmp_path_factory.mktemp("checkpoints")
     model = save_byte_model(folder / "model", "mag")
+    TitansCache(model.config).save_pretrained(folder / "saved", model)
     model.save_pretrained(folder / "shards", max_shard_size="20KB")
     byte_tokenizer().save_pretrained(folder / "shards")
     get_peft_model(model, LoraConfig(task_type="CAUSAL_LM")).save_pretrained(folder / "adapter")

@@ -2,10 +2,13 @@
 
 import io
 import json
+import os
+import re
 import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,11 +29,20 @@ from reading_runs import (
 )
 from tiny_run import LLAMA, SCRIPT
 
+from titans_hf import TitansForCausalLM, cache_files, cache_titans
 from titans_hf.cache_files import read_description
 from titans_hf.cli import read, surprise
-from titans_hf.cli.shared import text_files
+from titans_hf.cli.shared import text_files, text_ids
 from titans_hf.cli.training.data import load_splits
 from titans_hf.cli.training.tokenizer import byte_tokenizer
+
+
+def small_blocks(block: int, monkeypatch) -> None:
+    """Makes the texts of these tests be read in several blocks, and tokenized in several windows."""
+    monkeypatch.setattr(read, "BLOCK", block)
+    if block < 1000:
+        monkeypatch.setattr(text_ids, "WINDOW", 10 * block)
+        monkeypatch.setattr(text_ids, "OVERLAP", 20)
 
 
 def test_weights_that_were_cut_off_are_named(paths):
@@ -44,7 +56,7 @@ def test_weights_that_were_cut_off_are_named(paths):
 @pytest.mark.parametrize("block", [1, 7, read.BLOCK])
 def test_reading_a_folder(block, paths, monkeypatch):
     """Reading a folder gives the memory of its joined texts, for any block size."""
-    monkeypatch.setattr(read, "BLOCK", block)
+    small_blocks(block, monkeypatch)
     run_read(paths, paths.texts)
     assert_has_read(paths, whole_text(paths))
 
@@ -54,11 +66,14 @@ def test_read_and_train_take_the_same_files(paths, capsys):
     they differed, a model would be asked about notes that its memory has never read.
     """
     (paths.texts / "notes.md").write_text("notes")
-    for name in ("README.md", "cover.png"):
+    for name in ("README.md", "code.py"):
         (paths.texts / name).write_text("not a text")
-    taken = read.list_texts([str(paths.texts)])
-    said = capsys.readouterr().err
-    assert said.endswith("(.md, .txt); left out: README.md, cover.png\n")
+    taken = read.list_texts([str(paths.texts)], read.TEXT_SUFFIXES)
+    said, _, option = capsys.readouterr().err.partition(" (--suffixes sets which endings are read)")
+    said += option
+    assert said.endswith("(.md, .txt); left out: README.md, code.py\n")
+    assert [path.name for path in read.list_texts([str(paths.texts)], [".py"])] == ["code.py"]
+    capsys.readouterr()
     documents = load_splits(str(paths.texts), "--train_data", "train")["train"]["text"]
     assert [path.read_text() for path in taken] == documents[:] and paths.texts / "notes.md" in taken
     assert capsys.readouterr().out == said
@@ -71,15 +86,26 @@ def test_reading_standard_input(paths, monkeypatch):
     assert_has_read(paths, (paths.texts / "a.txt").read_text() + "\n" + TEXT)
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="a pipe with a name")
+def test_reading_a_pipe(paths):
+    """A pipe with a name, as <(zcat book.gz) makes, is read like a file."""
+    os.mkfifo(paths.texts / "pipe")
+    writer = threading.Thread(target=(paths.texts / "pipe").write_text, args=[TEXT])
+    writer.start()
+    run_read(paths, paths.texts / "pipe")
+    writer.join()
+    assert_has_read(paths, TEXT)
+
+
 def test_a_killed_reading_goes_on(paths):
-    """A reading killed with SIGKILL and repeated gives the memory of an uninterrupted one, and loses at most
-    --save_every tokens.
+    """A reading killed with SIGKILL and repeated gives the memory of an uninterrupted one, and reads from the last save
+    on.
     """
-    sizes = dict(piece=480, save_every=1000)
-    text = " ".join(str(i) for i in range(900)).encode()
+    sizes = dict(piece=480, save_seconds=0)
+    text = " ".join(str(i) for i in range(9000)).encode()
     options = [paths.model, "-", *flags(memory=paths.memory, **sizes)]
     process = subprocess.Popen([sys.executable, SCRIPT.with_name("read.py"), *options], stdin=subprocess.PIPE)
-    process.stdin.write(text[:2000].ljust(read.BLOCK))
+    process.stdin.write(text[:33_000])  # two windows
     process.stdin.flush()
     deadline = time.monotonic() + 120
     while not (paths.memory / "memory.json").exists() or read_description(paths.memory)["tokens_seen"] < [1000]:
@@ -88,31 +114,78 @@ def test_a_killed_reading_goes_on(paths):
     process.send_signal(signal.SIGKILL)
     process.wait()
     num_seen = read_description(paths.memory)["tokens_seen"][0]
-    assert num_seen % 960 == 0
-    (paths.texts / "all.txt").write_bytes(text[:2000].ljust(read.BLOCK) + text[2000:])
-    resumed = run_read(paths, paths.texts / "all.txt", **sizes)
-    assert resumed.num_read == read.BLOCK + len(text) - 2000
+    assert num_seen % 480 == 0
+    length = num_seen + 2000
+    (paths.texts / "all.txt").write_bytes(text[:length])
+    resumed = run_read(paths, paths.texts / "all.txt", **sizes | {"save_seconds": 99})
+    assert resumed.num_read == length
     whole = paths.memory.with_name("whole")
-    run_read(paths, paths.texts / "all.txt", memory=whole, **sizes)
+    run_read(paths, paths.texts / "all.txt", memory=whole, **sizes | {"save_seconds": 99})
     assert_equal(load(paths), load(paths, whole))
 
 
-def test_an_interruption_costs_no_more_than_said(paths, monkeypatch):
-    """At most --save_every tokens lie between two saves, for any --piece."""
-    saved, counted, save, count = [], [], read.Reading.save, read.Reading._count
+def test_the_memory_is_saved_by_time(paths, monkeypatch):
+    """Between two saves lie --save_seconds and the time of a piece, however many tokens that are."""
+    saved, clock = [], iter(range(10**6))
+    monkeypatch.setattr(read.Reading, "save", lambda reading: saved.append(reading.num_read))
+    monkeypatch.setattr(read.time, "monotonic", lambda: next(clock))  # a second passes from piece to piece
+    total = run_read(paths, paths.texts, save_seconds=3, piece=32).num_read
+    assert saved[:-1] == list(range(saved[0], total, saved[0])) and saved[-1] == total
+    assert saved[0] in (64, 96)
 
-    def save_and_note(self):
-        saved.append(self.num_read)
-        save(self)
 
-    def count_and_note(self, tokens):
-        count(self, tokens)
-        counted.append(self.num_read - (saved[-1] if saved else 0))
+def test_what_there_is_to_read_is_said_before(paths, capsys, monkeypatch):
+    """A reading that takes long begins with what it reads and how long that takes, by a trial that leaves no trace."""
+    monkeypatch.setattr(read, "TRIAL", 8)
+    run_read(paths, paths.texts)
+    assert_has_read(paths, whole_text(paths))
+    number = len(ids_of(whole_text(paths))[0])
+    said = re.search(
+        r"reading 3 files, 0.0 MB: about ([\d,]+) tokens, which take about .* here \(cpu\)", capsys.readouterr().err
+    )
+    assert abs(int(said[1].replace(",", "")) - number) < 0.1 * number
 
-    monkeypatch.setattr(read.Reading, "save", save_and_note)
-    monkeypatch.setattr(read.Reading, "_count", count_and_note)
-    total = run_read(paths, paths.texts, save_every=100, piece=32).num_read
-    assert max(counted) <= 100 and saved[-1] == total and len(saved) >= total // 100
+
+def test_a_full_list_says_how_far_back_it_reaches(paths, capsys):
+    """A memory that keeps only the last part of a text says so as soon as it is full, with the number of tokens."""
+    config = Path(paths.model) / "config.json"
+    changes = dict(token_memory_form="episodic", token_memory_entries=50, token_memory_threshold=0.0)
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    model = TitansForCausalLM.from_pretrained(paths.model)
+    model.save_pretrained(paths.model)
+    run_read(paths, paths.texts, piece=32)
+    # The first token of a text is no entry: 63 are, of which the list has the last 50.
+    assert "The memory's list of tokens is full: it now holds the last 50 tokens or so" in capsys.readouterr().err
+
+
+def test_the_weights_are_hashed_once(paths, monkeypatch):
+    """A reading of many saves computes the hash of all weights once."""
+    calls, works = [], cache_files.fingerprint
+    for module in (read, cache_titans):
+        monkeypatch.setattr(module, "fingerprint", lambda model: calls.append(1) or works(model))
+    run_read(paths, paths.texts)
+    run_read(paths, paths.texts)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("append", [False, True])
+def test_two_readings_of_one_memory_lose_nothing(append, paths, monkeypatch):
+    """Of two commands that read into one folder, the one that saves later finds the other's memory and leaves it."""
+    a, b, c = (paths.texts / f"{name}.txt" for name in "abc")
+    options, read_on, others = {"append": True} if append else {}, read.Reading.read, [b]
+    if append:
+        run_read(paths, a)
+
+    def read_beside(reading):
+        while others:
+            run_read(paths, others.pop(), **options)
+        return read_on(reading)
+
+    monkeypatch.setattr(read.Reading, "read", read_beside)
+    with pytest.raises(ValueError, match=f"another process .* kept in {paths.memory}-") as error:
+        run_read(paths, c, **options)
+    assert_has_read(paths, a.read_text() + b.read_text() if append else b.read_text())
+    assert load(paths, Path(str(error.value).rpartition(" ")[2])).num_tokens_seen.item() > 0
 
 
 @in_one_test("reading", [5, {}, {"tokens": "5"}, {"tokens": 5, "sha256": "0", "finished": None}])
@@ -128,7 +201,7 @@ def test_a_reading_that_cannot_have_been(reading, paths):
 @pytest.mark.parametrize("block", [1, 7, read.BLOCK])
 def test_special_tokens_in_a_text_are_text(block, paths, monkeypatch):
     """`</s>` in a file has the ids that training gives it."""
-    monkeypatch.setattr(read, "BLOCK", block)
+    small_blocks(block, monkeypatch)
     (paths.texts / "a.txt").write_text(SPECIAL)
     run_read(paths, paths.texts / "a.txt")
     assert_has_read(paths, SPECIAL)
@@ -138,7 +211,7 @@ def test_special_tokens_in_a_text_are_text(block, paths, monkeypatch):
 @pytest.mark.parametrize("block", [1, 7, read.BLOCK])
 def test_line_ends_are_those_of_training(block, paths, monkeypatch):
     r"""Line ends \r\n and \r are read as \n, as in training, also across blocks, and a byte order mark is no text."""
-    monkeypatch.setattr(read, "BLOCK", block)
+    small_blocks(block, monkeypatch)
     file, text = paths.texts / "a.txt", "eins\nzwei\n\ndrei\nvier\n"
     file.write_bytes("eins\r\nzwei\r\n\r\ndrei\rvier\r".encode("utf-8-sig"))
     run_read(paths, file)
@@ -194,6 +267,7 @@ def test_an_error_is_one_line(script, paths, monkeypatch, capsys):
         (lambda paths: ["bad.txt"], "TEXT .*bad.txt is not UTF-8"),
         (lambda paths: ["torn.txt"], "TEXT .*torn.txt is not UTF-8"),
         (lambda paths: ["empty.txt"], "TEXT empty.txt holds no text"),
+        (lambda paths: [""], "TEXT is empty"),
         (lambda paths: [str(paths.texts), "--piece=0"], "--piece must be at least 1, but is 0"),
     ],
 )

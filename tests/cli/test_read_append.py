@@ -9,7 +9,6 @@ from memory_folders import assert_equal
 from reading_runs import assert_has_read, load, run_read, stop_reading_at, whole_text
 
 from titans_hf.cache_files import read_description
-from titans_hf.cli import read
 
 
 def test_more_texts_are_read_on_with(paths):
@@ -50,10 +49,8 @@ def test_an_append_that_was_stopped_goes_on(paths, monkeypatch):
     assert_equal(load(paths), load(paths, whole))
 
 
-@pytest.mark.parametrize("start", [32, 64, read.START])
-def test_a_repeated_append_reads_nothing(start, paths, monkeypatch, capsys):
+def test_a_repeated_append_reads_nothing(paths, monkeypatch, capsys):
     """A complete --append that is repeated reads nothing and says so, from standard input too."""
-    monkeypatch.setattr(read, "START", start)
     a, c = paths.texts / "a.txt", paths.texts / "c.txt"
     run_read(paths, a)
     run_read(paths, c, append=True)
@@ -64,16 +61,12 @@ def test_a_repeated_append_reads_nothing(start, paths, monkeypatch, capsys):
         run_read(paths, text, append=True)
         assert_equal(load(paths), expected)
         assert "All of TEXT had been read already" in capsys.readouterr().err
-    run_read(paths, c, append=True, abandon=True)
-    assert num_seen(paths.memory) == complete
     run_read(paths, c, c)  # as the message says
     assert num_seen(paths.memory) == complete + 1 + len(c.read_bytes())
 
 
-@pytest.mark.parametrize("start", [32, read.START])
-def test_an_append_of_what_begins_alike(start, paths, monkeypatch):
+def test_an_append_of_what_begins_alike(paths):
     """Texts that begin as the last one, longer or not, are appended as a whole."""
-    monkeypatch.setattr(read, "START", start)
     a, longer, other = (paths.texts / f"{name}.txt" for name in ("a", "longer", "other"))
     longer.write_text(a.read_text() + "und mehr")
     other.write_text(a.read_text()[:-9] + "und anders")
@@ -84,31 +77,15 @@ def test_an_append_of_what_begins_alike(start, paths, monkeypatch):
         assert num_seen(paths.memory) == total
 
 
-def test_a_stopped_append_that_abandons_goes_on(paths, monkeypatch):
-    """--append --abandon, stopped and repeated, goes on with its text."""
-    a, c, other = (paths.texts / f"{name}.txt" for name in ("a", "c", "other"))
-    other.write_text(c.read_text()[::-1])
-    run_read(paths, a)
-    stop_an_append(paths, monkeypatch, other)
-    before = num_seen(paths.memory)
-    stop_an_append(paths, monkeypatch, c, abandon=True)
-    assert num_seen(paths.memory) == before + 96
-    for _ in range(2):
-        run_read(paths, c, append=True, abandon=True)
-        assert num_seen(paths.memory) == before + len(c.read_bytes())
-
-
 @pytest.mark.parametrize("append", [False, True])
 def test_appending_to_a_reading_that_was_stopped(append, paths, monkeypatch):
-    """Appending to an unfinished reading raises an error unless --abandon is given."""
+    """Another text is read after what an interrupted reading has read."""
     a, b, c = (paths.texts / f"{name}.txt" for name in "abc")
     run_read(paths, a)
     texts = [c] if append else [a, c]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         stop_reading_at(190, patch)
         run_read(paths, *texts, **({"append": True} if append else {}))
-    with pytest.raises(ValueError, match=r"tokens of other texts and was interrupted before their end: .* --abandon"):
-        run_read(paths, b, append=True)
     before = num_seen(paths.memory)
-    run_read(paths, b, append=True, abandon=True)
+    run_read(paths, b, append=True)
     assert num_seen(paths.memory) == before + len(b.read_bytes())

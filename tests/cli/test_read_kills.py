@@ -70,7 +70,7 @@ def test_thirty_kills(append, run, tmp_path):
 
     def command(text: str, memory: str, *more: str) -> list[str]:
         paths = [str(tmp_path / x) for x in ("model", f"{text}.txt", memory)]
-        return [*paths[:2], "--memory", paths[2], "--save_every=64", "--piece=32", *more]
+        return [*paths[:2], "--memory", paths[2], "--save_seconds=0", "--piece=32", *more]
 
     def prepare(memory: str) -> list[str]:
         """Returns the command that is killed, and copies the memory that it continues."""

@@ -130,7 +130,6 @@ TREATMENTS = [
     Treatment(r"python -m eval.studies.make_passkey_data .*", "--number 64 --length 600"),
     Treatment(r"python -m eval.studies.loss_by_position .*", "--length 512 --stretches 1"),
     Treatment(r"python -m eval.studies.quantized_weights .*", "--length 256 --bits 8"),
-    Treatment(r"python -m eval.studies.interrupted_reading .*", "--tokens 3000 --kills 0.5 --save_every 500"),
     Treatment(r"python -m eval.studies.planted_sentences .*", "--length 3000"),
     Treatment(r"python -m eval.studies.merged_memories .*", "--numbers 2 --fillers 16"),
     Treatment(r"python -m eval.studies.converted_windows .*", "--files 1 --tokens 64 --window 16"),

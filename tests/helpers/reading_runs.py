@@ -57,7 +57,7 @@ def flags(**options) -> list[str]:
 
 def run_read(paths, *texts, **changes) -> read.Reading:
     return read.main(
-        [paths.model, *map(str, texts), *flags(**dict(memory=paths.memory, piece=32, save_every=100) | changes)]
+        [paths.model, *map(str, texts), *flags(**dict(memory=paths.memory, piece=32, save_seconds=0) | changes)]
     )
 
 

@@ -30,7 +30,7 @@ from transformers import (
 
 from titans_hf import TitansCache, TitansForCausalLM, convert
 from titans_hf.cli.convert import main, original_bytes
-from titans_hf.cli.read import load_model
+from titans_hf.cli.shared.checkpoints import load_titans
 from titans_hf.convert_titans import StoredWeights, convert_checkpoint, convert_parts, make_skeleton
 
 WINDOW = 12
@@ -389,7 +389,7 @@ def test_the_command_converts_a_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     main(["original", "--output", "titans", "--window", "16", "--memory_layers", "1"])
     printed = capsys.readouterr().out
-    model, tokenizer = load_model("titans", "cpu")
+    model, tokenizer = load_titans("titans", "cpu")
     assert model.config.token_memory_entries == 5400 and model.config.memory_layers == [1]
     chat = [{"role": "user", "content": "Who?"}]
     assert tokenizer.apply_chat_template(chat, tokenize=False) == "Who?"
@@ -414,7 +414,7 @@ def test_the_command_also_fits_the_memory(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "tokens of text: loss" in printed and "nats)" in printed and "original's cache" in printed
     assert printed.endswith("runs/titans\n") and [x.name for x in (tmp_path / "runs").iterdir()] == ["titans"]
-    model, _ = load_model("runs/titans", "cpu")
+    model, _ = load_titans("runs/titans", "cpu")
     memory = model.model.episodic_memory
     assert memory.gate_weight.any() and memory.center.any()
     assert torch.equal(model.lm_head.weight, original.lm_head.weight)
@@ -456,7 +456,7 @@ def test_a_real_model(tmp_path):
     file = Path(os.environ["TITANS_HF_SMOLLM2"])
     options = ["--gguf_file", file.name, "--window", "64", "--sinks", "0", "--memory", "none", "--dtype", "float32"]
     main([f"{file.parent}", "--output", f"{tmp_path / 'titans'}", *options, "--no-speed"])
-    model, tokenizer = load_model(f"{tmp_path / 'titans'}", "cpu")
+    model, tokenizer = load_titans(f"{tmp_path / 'titans'}", "cpu")
     original = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name).eval()
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)

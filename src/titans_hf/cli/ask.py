@@ -14,12 +14,14 @@ from pathlib import Path
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from titans_hf import TitansCache
-from titans_hf.cli.read import load_model
+from titans_hf.cache_files import fingerprint, read_description
 from titans_hf.cli.shared.argument_checks import check_minimums
+from titans_hf.cli.shared.checkpoints import load_titans
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
-from titans_hf.cli.shared.text_ids import encode
+from titans_hf.cli.shared.text_ids import decode_answer, encode, pad_left
 
 
 def answer(
@@ -29,13 +31,36 @@ def answer(
     prompts: list[str],
     options: GenerationConfig,
 ) -> list[str]:
-    """Generates a continuation of each prompt after the text that `cache` (one row) has read, in one batch."""
-    batch = encode(tokenizer, prompts, padding=True, padding_side="left", return_tensors="pt")
-    ids, mask = batch.input_ids.to(model.device), batch.attention_mask.to(model.device)
+    """Generates a continuation of each prompt after the text that `cache` (one row) has read, in one batch. An answer
+    ends before the first of the end tokens that `options` or the checkpoint has.
+
+    Raises ValueError for a prompt without tokens.
+    """
+    rows = encode(tokenizer, prompts).input_ids
+    if not all(rows):
+        raise ValueError(f"--prompt {prompts[rows.index([])]!r} has no tokens")
+    options = copy.deepcopy(options)
+    ends = end_tokens(model, tokenizer, options)
+    options.eos_token_id, options.pad_token_id = ends or None, ends[0] if ends else 0
+    ids, mask = (x.to(model.device) for x in pad_left(rows))
     cache.start_prompt()
     cache.batch_repeat_interleave(len(prompts))
-    sequences = model.generate(ids, attention_mask=mask, cache=cache, generation_config=options)
-    return tokenizer.batch_decode(sequences[:, ids.shape[1] :], skip_special_tokens=True)
+    sequences = model.generate(ids, attention_mask=mask, cache=cache, generation_config=options, tokenizer=tokenizer)
+    texts = []
+    for prompt, made in zip(rows, sequences[:, ids.shape[1] :].tolist(), strict=True):
+        length = next((i for i, token in enumerate(made) if token in ends), len(made))
+        texts.append(decode_answer(tokenizer, prompt, made[:length]))
+    return texts
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: GenerationConfig) -> list[int]:
+    """Returns the tokens at which generation ends: those of `options`, else those of the checkpoint's generation
+    config, of which there may be several, else the tokenizer's.
+    """
+    for found in (options.eos_token_id, model.generation_config.eos_token_id, tokenizer.eos_token_id):
+        if found is not None:
+            return [found] if isinstance(found, int) else [int(x) for x in found]
+    return []
 
 
 def learn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: TitansCache, text: str) -> None:
@@ -66,26 +91,28 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    model, tokenizer = load_model(args.model, args.device)
-    cache = TitansCache.from_pretrained(args.memory, model)
+    read_description(args.memory)  # before the weights are loaded
+    logging.disable_progress_bar()  # of the loading of weights, which would stand before every answer
+    model, tokenizer = load_titans(args.model, args.device)
+    facts = fingerprint(model)  # of all weights: once, and not for every prompt
+    cache = TitansCache.from_pretrained(args.memory, model, model_fingerprint=facts)
     torch.manual_seed(args.seed)
-    if tokenizer.pad_token is None:  # any token will do, because padding is masked
-        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
-    options = GenerationConfig(
-        max_new_tokens=args.max_new_tokens,
-        do_sample=args.temperature > 0,
-        temperature=args.temperature or None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    options = GenerationConfig(max_new_tokens=args.max_new_tokens, do_sample=args.temperature > 0)
+    if options.do_sample:
+        options.temperature = args.temperature
+    else:  # without the checkpoint's settings of a draw, of which Transformers would warn
+        options.update(temperature=1.0, top_p=1.0, top_k=50)
 
     def reply(prompts: list[str]) -> None:
-        texts = answer(model, tokenizer, copy.copy(cache), prompts, options)
+        memory = cache
+        if args.keep:  # another process may have read on since the last prompt
+            memory = TitansCache.from_pretrained(args.memory, model, model_fingerprint=facts)
+        texts = answer(model, tokenizer, copy.copy(memory), prompts, options)
         for prompt, text in zip(prompts, texts, strict=True):
             print(f"{prompt}{text}" if args.prompt else text, flush=True)
             if args.keep:
-                learn(model, tokenizer, cache, prompt + text)
-                cache.save_pretrained(args.memory, model)
+                learn(model, tokenizer, memory, prompt + text)
+                memory.save_pretrained(args.memory, model, model_fingerprint=facts)
 
     if args.prompt:
         reply(args.prompt)

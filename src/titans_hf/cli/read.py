@@ -2,17 +2,19 @@
 
     titans-hf read MODEL TEXT... --memory DIR
 
-TEXT is a file, a folder or - for standard input. In a folder and its subfolders the .txt and .md files are read, sorted
-by path. A README.md is read only if there is no other file. The memory is saved every --save_every tokens. After an
-interruption, the same command checks that the texts are the same and resumes from the last save; further texts may be
-given at the end. With --append, TEXT is read after all texts that the memory has read. A repeated --append goes on
-where the first was interrupted, and reads nothing if it was complete. A memory contains the texts that it has read:
-treat it like the texts themselves.
+TEXT is a file, a folder or - for standard input. In a folder and its subfolders the files with one of --suffixes are
+read, sorted by path. A README.md is read only if there is no other file. All texts are tokenized as one text, with a
+line end between two of them. The memory is saved every --save_seconds. After an interruption, the same command checks
+that the texts are the same and resumes from the last save; further texts may be given at the end. With --append, TEXT
+is read after all texts that the memory has read. A repeated --append goes on where the first was interrupted, and reads
+nothing if it was complete. A memory contains the texts that it has read: treat it like the texts themselves.
 """
 
 import argparse
+import copy
 import hashlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,35 +25,25 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from titans_hf import TitansCache
-from titans_hf.cache_files import DESCRIPTION
-from titans_hf.cli.shared import checkpoints
+from titans_hf.cache_files import DESCRIPTION, fingerprint
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
+from titans_hf.cli.shared.checkpoints import load_titans
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
-from titans_hf.cli.shared.devices import choose_device
-from titans_hf.cli.shared.text_files import describe_files, find_files
-from titans_hf.cli.shared.text_ids import encode, newline_decoder
+from titans_hf.cli.shared.text_files import TEXT_SUFFIXES, describe_files, find_files
+from titans_hf.cli.shared.text_ids import encode, encode_in_windows, newline_decoder
 
-BLOCK = 1 << 14  # bytes of text that are tokenized at once
-START = 1 << 16  # tokens: a record has a digest of the first ones, so that another text is recognised early
-
-
-def load_model(path: str, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Loads a Titans checkpoint and its tokenizer. Raises ValueError if `path` is not one."""
-    config = checkpoints.load_config(path, "MODEL")
-    if config.model_type != "titans":
-        raise ValueError(f"MODEL {path} is a {config.model_type} model, which has no memory")
-    device, tokenizer = choose_device(device), checkpoints.load_tokenizer(path, "MODEL")
-    return checkpoints.load_model(path, "MODEL").to(device).eval(), tokenizer
+BLOCK = 1 << 14  # bytes of a text that are read at once
+TRIAL = 256  # tokens that are read twice, to tell before a long reading how long it takes
 
 
-def list_texts(texts: list[str]) -> list[Path | None]:
+def list_texts(texts: list[str], suffixes: list[str]) -> list[Path | None]:
     """Lists the files of all arguments, None for standard input; prints which files of a folder are left out. Raises
     ValueError for a path without files.
     """
     files = []
     for text in texts:
-        found = [None] if text == "-" else find_files(text, "TEXT")
-        if text != "-" and (description := describe_files(text, found)):
+        found = [None] if text == "-" else find_files(text, "TEXT", suffixes)
+        if text != "-" and (description := describe_files(text, found, "--suffixes")):
             print(description, file=sys.stderr)
         files += found
     return files
@@ -72,135 +64,119 @@ def text_decoder(file: Path | None) -> Callable[..., str]:
     return decode
 
 
-def blocks(files: list[Path | None]) -> Iterator[tuple[str, int]]:
-    """Yields the texts in order, in blocks that start before a word, each with its number of bytes in the file.
-
-    Raises ValueError, naming the file, for a text that is not UTF-8.
-    """
-    for number, file in enumerate(files):
-        decode, rest = text_decoder(file), "\n" if number else ""
-        with sys.stdin.buffer if file is None else file.open("rb") as stream:
-            while data := stream.read(BLOCK):
-                rest += decode(data)
-                cut = max(rest.rfind(" "), rest.rfind("\n"))
-                cut = cut if cut > 0 else len(rest)
-                yield rest[:cut], len(data)
-                rest = rest[cut:]
-            yield rest + decode(b"", final=True), 0
-
-
 class TokenStream:
-    """Tokenizes the texts in order. `num_bytes`: number of bytes read from the files so far."""
+    """Tokenizes the texts in order, as one text with a line end between two of them.
+
+    num_bytes: number of bytes read from the files so far.
+    """
 
     def __init__(self, files: list[Path | None], tokenizer: PreTrainedTokenizerBase):
-        self.blocks, self.tokenizer = blocks(files), tokenizer
-        self.pending, self.num_bytes = np.empty(0, np.int64), 0
+        self.num_bytes = 0
+        self.ids, self.pending = encode_in_windows(tokenizer, self._pieces(files)), np.empty(0, np.int32)
+
+    def _pieces(self, files: list[Path | None]) -> Iterator[str]:
+        """Yields the texts in pieces. Raises ValueError, naming the file, for a text that is not UTF-8."""
+        for number, file in enumerate(files):
+            if number:
+                yield "\n"
+            decode = text_decoder(file)
+            with sys.stdin.buffer if file is None else file.open("rb") as stream:
+                while data := stream.read(BLOCK):
+                    self.num_bytes += len(data)
+                    yield decode(data)
+                yield decode(b"", final=True)
 
     def next_tokens(self, number: int) -> np.ndarray:
         """Returns the next `number` tokens; fewer at the end of the texts."""
-        while len(self.pending) < number and (block := next(self.blocks, None)) is not None:
-            text, length = block
-            tokens = encode(self.tokenizer, text).input_ids
-            self.pending = np.concatenate([self.pending, np.array(tokens, np.int64)])
-            self.num_bytes += length
-        tokens, self.pending = self.pending[:number], self.pending[number:]
-        return tokens
+        found = [self.pending]
+        while sum(map(len, found)) < number and (ids := next(self.ids, None)) is not None:
+            found.append(np.array(ids, np.int32))
+        joined = np.concatenate(found)
+        self.pending = joined[number:]
+        return joined[:number]
 
-    def put_back(self, pieces: list[np.ndarray]) -> None:
+    def put_back(self, tokens: np.ndarray) -> None:
         """Puts back tokens that `next_tokens` has returned: it returns them again."""
-        self.pending = np.concatenate([*pieces, self.pending])
-
-
-class TokenDigest:
-    """Number of tokens and their digest, to recognise a text."""
-
-    def __init__(self):
-        self.num_tokens, self._start, self._all = 0, hashlib.sha256(), hashlib.sha256()
-
-    def update(self, tokens: np.ndarray) -> None:
-        tokens = tokens.astype("<i8")
-        self._start.update(tokens[: max(0, START - self.num_tokens)].tobytes())
-        self._all.update(tokens.tobytes())
-        self.num_tokens += len(tokens)
-
-    def record(self) -> dict[str, Any]:
-        """Returns tokens: their number, sha256: of all, start: sha256 of the first START."""
-        return {"tokens": self.num_tokens, "sha256": self._all.hexdigest(), "start": self._start.hexdigest()}
+        self.pending = np.concatenate([tokens, self.pending])
 
 
 class Reading:
     """Reads texts into the memory of a folder, `piece` tokens at a time.
 
-    finished: True once all texts have been read.
+    num_read: number of tokens of the texts that the memory has read. finished: True once all texts have been read.
     """
 
     def __init__(self, model: PreTrainedModel, folder: Path, stream: TokenStream, piece: int):
         self.model, self.folder, self.stream, self.piece = model, folder, stream, piece
-        self.cache, self.digest, self.finished = TitansCache(model.config), TokenDigest(), False
+        self.fingerprint = fingerprint(model)  # of all weights: once, and not at every save
+        self.num_read, self.finished, self.digest = 0, False, hashlib.sha256()
+        self.cache = TitansCache(model.config)
+        self.cache.seen_in_folders[folder.resolve()] = None  # a memory of another process is not replaced
 
-    @property
-    def num_read(self) -> int:
-        """Number of tokens of the texts that the memory has read."""
-        return self.digest.num_tokens
-
-    def resume(self, append: bool, abandon: bool = False) -> None:
+    def resume(self, append: bool) -> None:
         """Loads the memory of the folder, if it has one, and skips the tokens that it has read. With `append` it skips
-        tokens only if TEXT is the text that the memory has read last.
+        tokens only if TEXT is the text that the memory has read last, or begins with what it has read of it.
 
-        Raises ValueError if it has read other texts; with `append` only if these were not read to their end, unless
-        `abandon` is set.
+        Raises ValueError if it has read other texts, unless `append` is set.
         """
         if not (self.folder / DESCRIPTION).exists():
             return
-        self.cache = TitansCache.from_pretrained(self.folder, self.model)
+        self.cache = TitansCache.from_pretrained(self.folder, self.model, model_fingerprint=self.fingerprint)
         before = read_before(self.cache.about)
-        if append and (before is None or ((before["finished"] or abandon) and not self._repeats(before))):
-            return
-        hint = "give the texts that it has read, or --append to read on with others"
         if before is None:
-            raise ValueError(f"--memory {self.folder} was not made by reading texts: {hint}")
-        if append:
-            hint = "give these again to read the rest, or --abandon to leave it unread"
-        while len(tokens := self.stream.next_tokens(min(self.piece, before["tokens"] - self.num_read))):
+            if append:
+                return
+            raise ValueError(f"--memory {self.folder} was not made by reading texts: give --append to read on")
+        tokens = self.stream.next_tokens(before["tokens"])
+        more = self.stream.next_tokens(1)
+        self.stream.put_back(more)
+        same = hashlib.sha256(tokens.astype("<i4").tobytes()).hexdigest() == before["sha256"]
+        if same and not (append and before["finished"] and len(more)):
             self._count(tokens)
-        if self.digest.record()["sha256"] != before["sha256"]:
-            stopped = " and was interrupted before their end" if append else ""
+        elif append:
+            self.stream.put_back(tokens)
+        else:
             raise ValueError(
-                f"--memory {self.folder} has read {before['tokens']:,} tokens of other texts{stopped}: {hint}"
+                f"--memory {self.folder} has read {before['tokens']:,} tokens of other texts: give the texts that it "
+                "has read, or --append to read on with others"
             )
 
-    def _repeats(self, before: dict[str, Any]) -> bool:
-        """Returns whether TEXT is the text that was read last. If that reading was interrupted, the read part must be
-        the beginning of TEXT. Leaves the stream where it was.
+    def seconds_of_a_token(self) -> float | None:
+        """Returns the seconds that a token takes, by a trial with the next tokens, without a change of the memory; None
+        if there are too few of them.
         """
-        digest, pieces = TokenDigest(), []
-        while len(tokens := self.stream.next_tokens(min(self.piece, before["tokens"] - digest.num_tokens))):
-            digest.update(tokens)
-            pieces.append(tokens)
-            if digest.num_tokens >= START and digest.record()["start"] != before.get("start"):
-                break
-        more = self.stream.next_tokens(1)
-        self.stream.put_back([*pieces, more])
-        return digest.record()["sha256"] == before["sha256"] and not (before["finished"] and len(more))
+        tokens, trial = self.stream.next_tokens(2 * TRIAL), copy.copy(self.cache)
+        self.stream.put_back(tokens)
+        if len(tokens) < 2 * TRIAL:
+            return None
+        for part in np.array_split(tokens, 2):  # the first one warms up
+            begin = time.monotonic()
+            self._forward(part, trial)
+        return (time.monotonic() - begin) / TRIAL
 
     def read(self) -> bool:
         """Reads the next tokens; returns False if there were none."""
         tokens = self.stream.next_tokens(self.piece)
         if len(tokens):
-            ids = torch.tensor(tokens[None], device=self.model.device)
-            with torch.inference_mode():
-                self.model(ids, cache=self.cache, use_cache=True, logits_to_keep=1)
+            self._forward(tokens, self.cache)
             self._count(tokens)
         self.finished = not len(tokens)
         return not self.finished
 
+    def _forward(self, tokens: np.ndarray, cache: TitansCache) -> None:
+        ids = torch.tensor(tokens[None], dtype=torch.int64, device=self.model.device)
+        with torch.inference_mode():
+            self.model(ids, cache=cache, use_cache=True, logits_to_keep=1).logits.cpu()  # waits for a GPU
+
     def _count(self, tokens: np.ndarray) -> None:
-        self.digest.update(tokens)
+        self.digest.update(tokens.astype("<i4").tobytes())
+        self.num_read += len(tokens)
 
     def save(self) -> None:
         """Saves the memory, with a record of the texts that it has read."""
-        self.cache.about["reading"] = self.digest.record() | {"finished": self.finished}
-        self.cache.save_pretrained(self.folder, self.model)
+        record = {"tokens": self.num_read, "sha256": self.digest.hexdigest(), "finished": self.finished}
+        self.cache.about["reading"] = record
+        self.cache.save_pretrained(self.folder, self.model, model_fingerprint=self.fingerprint)
 
 
 def read_before(about: dict[str, Any]) -> dict[str, Any] | None:
@@ -216,52 +192,91 @@ def read_before(about: dict[str, Any]) -> dict[str, Any] | None:
     return reading
 
 
+def num_listed(cache: TitansCache) -> int | None:
+    """Returns how many of the last tokens the episodic token memory reaches back, once it is full and forgets the first
+    ones; None before, and for a model without it.
+    """
+    state = cache.layers[-1].state
+    if state is None or state.entries is None or state.entries.entries.tokens[0, 0] < 0:
+        return None
+    return int(state.memory.num_seen[0] - state.entries.entries.positions[0, 0])
+
+
+def announce(reading: Reading, files: list[Path | None], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Prints what there is to read, and about how long it takes."""
+    size, text = size_of(files), "reading standard input or a pipe"
+    if size is not None:
+        text = f"reading {len(files):,} file{'s'[: len(files) > 1]}, {size / 1e6:,.1f} MB"
+        left = tokens_per_byte(max(files, key=lambda file: file.stat().st_size), tokenizer) * size - reading.num_read
+        if left > 8 * TRIAL and (seconds := reading.seconds_of_a_token()) is not None:  # else it is over at once
+            took = duration(left * seconds)
+            text += f": about {left:,.0f} tokens, which take about {took} here ({reading.model.device.type})"
+    read = f"; {reading.num_read:,} tokens have been read before" if reading.num_read else ""
+    print(text + read, file=sys.stderr)
+
+
+def tokens_per_byte(file: Path, tokenizer: PreTrainedTokenizerBase) -> float:
+    """Returns the number of tokens of a byte in the middle of a file."""
+    with file.open("rb") as stream:
+        stream.seek(max(0, file.stat().st_size - BLOCK) // 2)
+        data = stream.read(BLOCK)
+    return len(encode(tokenizer, data.decode(errors="ignore")).input_ids) / max(1, len(data))
+
+
+def size_of(files: list[Path | None]) -> int | None:
+    """Returns the number of bytes; None if there is standard input or another pipe."""
+    return sum(file.stat().st_size for file in files) if all(file and file.is_file() for file in files) else None
+
+
+def duration(seconds: float) -> str:
+    """Returns a duration in words: "20 seconds", "3 minutes", "2.5 hours"."""
+    if seconds < 90:
+        return f"{max(1, seconds):.0f} seconds"
+    return f"{seconds / 60:.0f} minutes" if seconds < 90 * 60 else f"{seconds / 3600:.1f} hours"
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("model", metavar="MODEL", help="a Titans checkpoint: a folder or a name on the Hub")
     parser.add_argument("texts", metavar="TEXT", nargs="+", help="a file, a folder, or - for standard input")
     parser.add_argument("--memory", type=Path, required=True, help="the folder to save to, and to go on from")
-    parser.add_argument(
-        "--save_every",
-        type=int,
-        default=100_000,
-        help="save after every so many tokens",
-    )
+    parser.add_argument("--suffixes", nargs="+", default=TEXT_SUFFIXES, help="ends of the names of a folder's files")
+    parser.add_argument("--save_seconds", type=float, default=60, help="save after every so many seconds")
     parser.add_argument("--piece", type=int, default=4096, help="tokens read at once: they bound the memory needed")
     parser.add_argument("--append", action="store_true", help="read TEXT after whatever the memory has read")
-    parser.add_argument(
-        "--abandon", action="store_true", help="with --append: leave texts unread that were not read to their end"
-    )
     parser.add_argument("--device", help="cpu, cuda, ... (default: the GPU if there is one)")
     args = parser.parse_args(argv)
-    check_minimums(args, save_every=1, piece=1)
-    if args.abandon and not args.append:
-        raise ValueError("--abandon needs --append")
+    check_minimums(args, save_seconds=0, piece=1)
     check_folder(args.memory, "--memory")
     return args
 
 
 def main(argv: list[str] | None = None) -> Reading:
     args = parse(argv)
-    files = list_texts(args.texts)
-    model, tokenizer = load_model(args.model, args.device)
+    files = list_texts(args.texts, args.suffixes)
+    model, tokenizer = load_titans(args.model, args.device)
     stream = TokenStream(files, tokenizer)
-    reading = Reading(model, args.memory, stream, min(args.piece, args.save_every))
-    total = None if None in files else sum(file.stat().st_size for file in files)
-    with tqdm(total=total, unit="B", unit_scale=True, desc="reading") as bar:
-        reading.resume(args.append, args.abandon)
-        bar.update(stream.num_bytes)
-        bar.set_postfix_str(f"{reading.num_read:,} tokens")
-        skipped = kept = reading.num_read
+    reading = Reading(model, args.memory, stream, args.piece)
+    reading.resume(args.append)
+    announce(reading, files, tokenizer)
+    skipped, saved_at, warned = reading.num_read, time.monotonic(), False
+    with tqdm(total=size_of(files), unit="B", unit_scale=True, desc="reading", disable=None) as bar:
         while reading.read():
             bar.update(stream.num_bytes - bar.n)
             bar.set_postfix_str(f"{reading.num_read:,} tokens")
-            if reading.num_read + reading.piece > kept + args.save_every:
+            if not warned and (listed := num_listed(reading.cache)) is not None:
+                warned = True
+                tqdm.write(
+                    f"The memory's list of tokens is full: it now holds the last {listed:,} tokens or so, and will "
+                    "forget what stands before the last ones.",
+                    file=sys.stderr,
+                )
+            if time.monotonic() - saved_at >= args.save_seconds:
                 reading.save()
-                kept = reading.num_read
-        if not reading.num_read:
-            raise ValueError(f"TEXT {' '.join(args.texts)} holds no text")
-        reading.save()
+                saved_at = time.monotonic()
+    if not reading.num_read:
+        raise ValueError(f"TEXT {' '.join(args.texts)} holds no text")
+    reading.save()
     if 0 < skipped == reading.num_read:
         print("All of TEXT had been read already. To read it again, give it twice, without --append.", file=sys.stderr)
     return reading

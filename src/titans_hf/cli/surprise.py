@@ -23,8 +23,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from titans_hf import TitansCache
-from titans_hf.cli.read import load_model
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
+from titans_hf.cli.shared.checkpoints import load_titans
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.text_ids import encode, normalize_newlines
 
@@ -210,7 +210,7 @@ def main(argv: list[str] | None = None) -> None:
     check_minimums(args, max_tokens=1)
     check_folder(args.output, "--output")
     text = read_text(args.text)
-    model, tokenizer = load_model(args.model, args.device)
+    model, tokenizer = load_titans(args.model, args.device)
     if not model.config.layers_with_memory:
         raise ValueError(f"{args.model} has no memory in its layers, whose surprise could be drawn")
     ids, spans = tokenize(tokenizer, text)

@@ -11,11 +11,13 @@ def find_files(path: str | Path, argument: str, suffixes: Sequence[str] = TEXT_S
     """Lists a file, or the files of a folder and its subfolders that end in one of `suffixes`, sorted by path.
 
     Hidden files and folders are left out; so is a README.md, unless the folder has no other such file. `argument` names
-    the path in errors, as in "--text". Raises ValueError if the path does not exist or the folder contains no such
-    file.
+    the path in errors, as in "--text". Raises ValueError if the path is empty or does not exist, or the folder contains
+    no such file.
     """
+    if not str(path):  # as an unset variable of a shell; Path("") is the current folder
+        raise ValueError(f"{argument} is empty")
     path = Path(path)
-    if path.is_file():
+    if path.exists() and not path.is_dir():  # a file, or a pipe
         return [path]
     if not path.is_dir():
         raise ValueError(f"{argument} {path} does not exist")
@@ -25,15 +27,18 @@ def find_files(path: str | Path, argument: str, suffixes: Sequence[str] = TEXT_S
     return [file for file in files if file.name.lower() != "readme.md"] or files
 
 
-def describe_files(path: str | Path, taken: Sequence[Path]) -> str | None:
-    """Describes which files of a folder `find_files` took and which it left; returns None for a path of one file."""
+def describe_files(path: str | Path, taken: Sequence[Path], option: str | None = None) -> str | None:
+    """Describes which files of a folder `find_files` took and which it left; returns None for a path of one file.
+    `option`: the option that sets the suffixes.
+    """
     path = Path(path)
     if not path.is_dir():
         return None
     left = [str(file.relative_to(path)) for file in _visible_files(path) if file not in {*taken}]
     kinds = ", ".join(sorted({file.suffix.lower() for file in taken}))
     more = [f"and {len(left) - NAMED} others"] if len(left) > NAMED else []
-    without = f"; left out: {', '.join([*left[:NAMED], *more])}" if left else ""
+    hint = f" ({option} sets which endings are read)" if option else ""
+    without = f"; left out: {', '.join([*left[:NAMED], *more])}{hint}" if left else ""
     return f"{path}: {len(taken)} {'file' if len(taken) == 1 else 'files'} ({kinds}){without}"
 
 
