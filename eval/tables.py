@@ -1,6 +1,5 @@
 """Prints the tables of finished runs, and writes them with their plots.
 
-python -m eval.tables eval/results/mad.jsonl --baselines gated-deltanet
 python -m eval.tables runs/dna --baselines lmm-off cnn --output runs/tables
 """
 
@@ -13,7 +12,7 @@ from eval.common.records import FILE, read_lines, read_records
 from eval.common.tables import check_alike, write_report
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 
-BENCHMARKS = ("mad", "dna", "forecasting")
+BENCHMARKS = ("dna", "forecasting")
 
 
 def check_names(option: str, given: Iterable[str], known: set[str]) -> None:

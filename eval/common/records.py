@@ -35,7 +35,7 @@ def file_of(path: Path) -> Path:
 def read_records(path: Path, benchmark: str) -> list[Record]:
     """Reads the runs of a file, or of FILE in a folder: none where there is no file.
 
-    Raises ValueError for a line that is no run of the benchmark, such as "mad".
+    Raises ValueError for a line that is no run of the benchmark, such as "dna".
     """
     file = file_of(path)
     records = read_lines(file) if file.exists() else []

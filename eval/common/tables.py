@@ -22,7 +22,7 @@ Scores = dict[tuple[int, int], Any]  # by seed, and by fold or horizon
 
 
 def read_paper(benchmark: str) -> dict[str, Any]:
-    """Returns the paper's figures of a benchmark, such as "mad"."""
+    """Returns the paper's figures of a benchmark, such as "dna"."""
     return json.loads(Path(__file__).with_name("paper_tables.json").read_text(encoding="utf-8"))[benchmark]
 
 

@@ -30,9 +30,7 @@ COMMANDS = {
     "titans_hf.cli.eval": "{} --suite niah_single_1 --lengths 1024 --limit 1 --output out",
     "titans_hf.cli.lm_eval_command": "run --model hf --model_args pretrained={},dtype=float32 --tasks piqa",
     "eval.studies.loss_by_position": "{} --text texts --output out --length 64",
-    "eval.studies.quantized_weights": "{} --text texts --length 64",
     "eval.studies.merged_memories": "{}",
-    "eval.studies.planted_sentences": "{} --text texts --output out --length 2000",
 }
 
 

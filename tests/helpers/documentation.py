@@ -100,15 +100,6 @@ TREATMENTS = [
     Treatment(r"titans-hf eval (?!.*--data ).*", not_run=NETWORK),
     Treatment(r"titans-hf eval .* --suite lm commonsense .*", "--limit 1 --max_length 2048"),
     Treatment(r"titans-hf eval .*", "--limit 1 --lengths 1024 --max_length 2048"),
-    Treatment(
-        r"python -m eval.mad.run .* --label .*",
-        "--models lmm --tasks recall --learning_rates 1e-3 --epochs 1 --task_set length=16 train_sequences=64",
-    ),
-    Treatment(
-        r"python -m eval.mad.run .*",
-        "--models llama gated-deltanet --tasks recall --learning_rates 1e-3 --epochs 1 "
-        "--task_set length=16 train_sequences=64",
-    ),
     Treatment(r"titans-hf (read|surprise) .*"),
     Treatment(r"titans-hf ask .*", "--max_new_tokens 4"),
     Treatment(r"titans-hf forecast (?!.*--model ).*", "--max_steps 2 --eval_steps 1"),
@@ -129,10 +120,7 @@ TREATMENTS = [
     Treatment(r"(titans-hf lm-eval|lm_eval) .*", "--limit 1 --device cpu"),
     Treatment(r"python -m eval.studies.make_passkey_data .*", "--number 64 --length 600"),
     Treatment(r"python -m eval.studies.loss_by_position .*", "--length 512 --stretches 1"),
-    Treatment(r"python -m eval.studies.quantized_weights .*", "--length 256 --bits 8"),
-    Treatment(r"python -m eval.studies.planted_sentences .*", "--length 3000"),
     Treatment(r"python -m eval.studies.merged_memories .*", "--numbers 2 --fillers 16"),
-    Treatment(r"python -m eval.studies.converted_windows .*", "--files 1 --tokens 64 --window 16"),
     Treatment(
         r"python -m eval.studies.(in_context_regression|recalled_facts|state_tracking) .*", "--steps 2 --batch_size 1"
     ),
