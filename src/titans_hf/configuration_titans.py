@@ -381,6 +381,16 @@ class TitansConfig(PreTrainedConfig):
         return tensor_parallel_plan(self)
 
     @property
+    def layer_types(self) -> list[str]:
+        """Transformers' name of each decoder layer's kind, by which its caches and tools tell models apart: attention
+        with a state of constant size, "hybrid" or over a window "hybrid_sliding"; that state alone, "linear_attention";
+        or a window alone, "sliding_attention".
+        """
+        of_variant = {"mac": "hybrid", "mag": "hybrid_sliding", "mal": "hybrid_sliding", "lmm": "linear_attention"}
+        with_memory, layers = of_variant[self.variant], range(self.num_hidden_layers)
+        return [with_memory if layer in self.layers_with_memory else "sliding_attention" for layer in layers]
+
+    @property
     def num_layers_with_state(self) -> int:
         """Number of layers of a cache: the decoder layers and the token memory."""
         return self.num_hidden_layers + (self.token_memory_features > 0 or self.token_memory_entries > 0)

@@ -55,7 +55,12 @@ class FinishedRows(StoppingCriteriaList):
 
 
 class TitansGenerationMixin(GenerationMixin):
-    """`generate()` for Titans. The memory is updated with every token that is generated."""
+    """`generate()` for Titans. The memory is updated with every token that is generated.
+
+    Four private methods of Transformers are overridden, because no public one is called at these places: where a
+    cache is made (`_prepare_cache_for_generation`), where rows end (`_sample`), where a step's mask grows
+    (`_update_model_kwargs_for_generation`), and where drafts end (`_assisted_decoding`).
+    """
 
     _starting_cache: TitansCache | None = None
 
@@ -77,20 +82,24 @@ class TitansGenerationMixin(GenerationMixin):
             cache.start_prompt()
         self._starting_cache = cache
 
-    def generate(self, *args, output_surprise: bool = False, **kwargs):
+    def generate(self, inputs: Tensor | None = None, *args, output_surprise: bool = False, **kwargs):
         """Generates as in Transformers. With `output_surprise` (and `return_dict_in_generate`) the result has
         `surprise`, one `LayerSurprise` per layer, for the prompt's tokens and all generated tokens but the last, which
         is not read.
 
-        Raises ValueError for `output_surprise` with beams, assisted decoding or a compiled step.
+        Raises ValueError for `output_surprise` with beams, assisted decoding or a compiled step, and for empty inputs.
         """
-        kwargs = rename_cache(kwargs, CACHE_NAME)
+        kwargs, ids = rename_cache(kwargs, CACHE_NAME), kwargs.get("input_ids") if inputs is None else inputs
+        if (embeds := kwargs.get("inputs_embeds")) is not None:  # Transformers then makes the ids that are missing
+            check_not_empty("inputs_embeds", embeds, 3)
+        elif ids is not None:
+            check_not_empty("input_ids", ids, 2)
         if not output_surprise:
-            return super().generate(*args, **kwargs)
+            return super().generate(inputs, *args, **kwargs)
         collector = SurpriseCollector()  # not an attribute of the model: other threads may use it
         given = kwargs.get(CACHE_NAME)
         num_before = given.get_seq_length() if isinstance(given, TitansCache) else 0
-        result = super().generate(*args, output_surprise=collector, **kwargs)
+        result = super().generate(inputs, *args, output_surprise=collector, **kwargs)
         result["surprise"] = collector.joined(result[CACHE_NAME].get_seq_length() - num_before)
         return result
 
@@ -170,15 +179,8 @@ class TitansGenerationMixin(GenerationMixin):
             model_kwargs["attention_mask"] = finished.masked(model_kwargs.get("attention_mask"))
         return model_kwargs
 
-    def _prepare_model_inputs(self, *args, **kwargs):
-        """Raises ValueError for empty inputs, before Transformers reads their last column."""
-        inputs, name, model_kwargs = super()._prepare_model_inputs(*args, **kwargs)
-        check_not_empty(name, inputs, 3 if name == "inputs_embeds" else 2)
-        return inputs, name, model_kwargs
-
     def init_continuous_batching(self, *args, **kwargs):
         """Raises NotImplementedError."""
-        # docs/dev/log.md: "`transformers serve` with continuous batching"
         raise NotImplementedError(
             "Continuous batching pages keys and values; a Titans memory has none. Use generate() with a padded batch."
         )

@@ -15,7 +15,7 @@ from .cache_layer import LayerState, WindowCache
 from .cache_titans import TitansCache
 from .configuration_titans import TitansConfig
 from .memory_state import MemoryState, map_tensors, where_rows
-from .neural_memory import MemoryRecall, NeuralMemory
+from .neural_memory import MemoryRecall, NeuralMemory, TitansRMSNorm
 from .surprise_titans import LayerSurprise, TokenUpdates
 from .token_grid import TokenGrid
 from .token_layout import TokenLayout
@@ -170,8 +170,8 @@ class MALMixer(TitansMixer):
     def __init__(self, config: TitansConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.memory_norm = nn.RMSNorm(size, eps=eps)
-        self.sum_norm = nn.RMSNorm(size, eps=eps) if config.memory_residual else None
+        self.memory_norm = TitansRMSNorm(size, eps=eps)
+        self.sum_norm = TitansRMSNorm(size, eps=eps) if config.memory_residual else None
         self.attention = WindowAttention(config, layer_idx)
 
     def initial_kv_cache(self, memory_output):
@@ -203,8 +203,8 @@ class MAGMixer(TitansMixer):
         super().__init__(config, layer_idx)
         size, eps = config.hidden_size, config.rms_norm_eps
         self.attention = WindowAttention(config, layer_idx)
-        self.attention_norm = None if config.memory_residual else nn.RMSNorm(size, eps=eps)
-        self.memory_norm = nn.RMSNorm(size, eps=eps)
+        self.attention_norm = None if config.memory_residual else TitansRMSNorm(size, eps=eps)
+        self.memory_norm = TitansRMSNorm(size, eps=eps)
 
     def initial_kv_cache(self, memory_output):
         return self.attention.initial_kv_cache(self.persistent_rows(len(memory_output)))
@@ -236,8 +236,8 @@ class MACMixer(TitansMixer):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.recall = MemoryRecall(config, layer_idx)
         self.attention = SegmentAttention(config, layer_idx)
-        self.attention_norm = None if config.memory_residual else nn.RMSNorm(size, eps=eps)
-        self.memory_norm = nn.RMSNorm(size, eps=eps)
+        self.attention_norm = None if config.memory_residual else TitansRMSNorm(size, eps=eps)
+        self.memory_norm = TitansRMSNorm(size, eps=eps)
 
     def initial_state(self, batch_size, dtype):
         """Returns the state before the first token. In MAC, P is part of the attention's context only."""

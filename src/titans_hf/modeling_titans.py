@@ -22,7 +22,7 @@ from .episodic_memory import EpisodicMemory
 from .generation_titans import TitansGenerationMixin
 from .memory_ops import compile_chunks
 from .mixers_titans import SequenceMixer, TitansMixer, make_mixer
-from .neural_memory import OUTPUT_SCALE, ChannelConv, InitialWeights, OutputProjection, TokenGate
+from .neural_memory import OUTPUT_SCALE, ChannelConv, InitialWeights, OutputProjection, TitansRMSNorm, TokenGate
 from .surprise_titans import LayerSurprise, SurpriseCollector
 from .token_layout import TokenLayout, check_cache, check_inputs
 from .token_memory import TitansTokenMemoryLayer, TokenMemory
@@ -96,9 +96,9 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: TitansConfig, layer_idx: int):
         super().__init__()
-        self.mixer_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mixer_norm = TitansRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mixer = make_mixer(config, layer_idx)
-        self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp_norm = TitansRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = TitansMLP(config, layer_idx)
 
     def forward(
@@ -205,7 +205,7 @@ class TitansModel(TitansPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(TitansDecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = TitansRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.token_memory = self.episodic_memory = None
         if config.token_memory_features:
             self.token_memory = TitansTokenMemoryLayer(config, config.num_hidden_layers)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, silu
+from transformers.integrations import use_kernel_forward_from_hub
 from transformers.utils.generic import maybe_autocast
 
 from .cache_layer import LayerState
@@ -39,6 +40,16 @@ LARGEST_HIDDEN_STEP = 1 / 128
 def l2_normalize(x: Tensor) -> Tensor:
     """Computes x / sqrt(|x|^2 + EPSILON) along the last dimension."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON)
+
+
+@use_kernel_forward_from_hub("RMSNorm")
+class TitansRMSNorm(nn.RMSNorm):
+    """RMSNorm that `use_kernels=True` replaces by a kernel, as in every model of Transformers."""
+
+    @property
+    def variance_epsilon(self) -> float:
+        """The epsilon, by the name that Transformers' kernels read."""
+        return self.eps
 
 
 class HeadNorm(nn.RMSNorm):
@@ -370,7 +381,7 @@ class MemoryRecall(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.norm = HeadNorm(self.head_dim, config.memory_output_norm == "clip")
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.output_norm = nn.RMSNorm(config.hidden_size, EPSILON)
+        self.output_norm = TitansRMSNorm(config.hidden_size, EPSILON)
 
     def queries(self, hidden_states: Tensor) -> Tensor:
         """Projects tokens to queries: (B, T, hidden) -> (B, T, H, D)."""

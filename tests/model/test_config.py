@@ -8,7 +8,7 @@ import pytest
 from common import PAPER, VARIANTS, make_config, make_ids, make_model, shared_model
 from covering import covering, in_one_test
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, DynamicCache, PreTrainedConfig
 from transformers.testing_utils import CaptureLogger
 
 from titans_hf import TitansConfig, TitansForCausalLM, TitansTimeSeriesConfig, configuration_titans
@@ -365,6 +365,23 @@ def test_configs_do_not_share_rope_parameters():
     first.rope_parameters["rope_theta"] = 1.0
     assert second.rope_parameters["rope_theta"] == 7.0 and given == {"rope_theta": 7.0}
     assert make_config("mag").rope_parameters["rope_theta"] == 10000.0
+
+
+def test_layers_are_of_transformers_kinds():
+    """A cache of Transformers has layers with a state, and a window or segment where the variant has one; layers
+    without a memory are windows.
+    """
+    states = {
+        "mac": "AndFullAttention",
+        "mag": "AndSlidingWindowAttention",
+        "mal": "AndSlidingWindowAttention",
+        "lmm": "",
+    }
+    for variant, attention in states.items():
+        layers = DynamicCache(config=make_config(variant)).layers
+        assert [type(x).__name__ for x in layers] == [f"LinearAttention{attention}Layer"] * 2
+    config = make_config("mag", memory_layers=[1])
+    assert config.layer_types == ["sliding_attention", "hybrid_sliding"]
 
 
 def test_the_memory_alone_has_no_attention():
