@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from sklearn.model_selection import StratifiedGroupKFold
 
-from eval.dna.sequences import BASES, Place, Sequences, reverse_complement
+from eval.dna.sequences import BASES, PLACE, reverse_complement
 
 K = 32  # bases in common that join two sequences, as many as fit into 64 bits
 VALIDATION_PARTS = 10  # a tenth of the sequences that are not tested
@@ -22,16 +23,18 @@ class Fold(NamedTuple):
     test: np.ndarray
 
 
-def group_sequences(sequences: Sequences) -> np.ndarray:
+def group_sequences(sequences: pd.DataFrame) -> np.ndarray:
     """Returns the group (N,) int of each sequence, from 0.
 
     A group is a connected component of the graph whose edges join sequences that have K bases in a row in common, on
     the same strand or with the other's reverse complement, sequences that are equal on either strand, and sequences
     whose places overlap.
     """
-    edges = [_shared(_kmers(sequences.texts)), _equal(sequences.texts), _overlapping(sequences.places)]
-    left, right = np.concatenate(edges).T
-    graph = coo_array((np.ones(len(left), bool), (left, right)), shape=(len(sequences.texts),) * 2)
+    texts = sequences["seq"].tolist()
+    either_strand = np.array([min(text, reverse_complement(text)) for text in texts])
+    kinds = [_kmers(texts), (either_strand, np.arange(len(texts))), _overlaps(sequences)]
+    left, right = np.concatenate([_shared(*kind) for kind in kinds]).T
+    graph = coo_array((np.ones(len(left), bool), (left, right)), shape=(len(texts),) * 2)
     return connected_components(graph, directed=False)[1]
 
 
@@ -53,33 +56,19 @@ def _kmers(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
     return np.minimum(forward, backward)[whole], owners[whole]
 
 
-def _shared(keys_and_owners: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+def _shared(keys: np.ndarray, owners: np.ndarray) -> np.ndarray:
     """Returns edges (E, 2) that connect all owners of each key."""
-    keys, owners = keys_and_owners
     order = np.lexsort((owners, keys))
     keys, owners = keys[order], owners[order]
     joined = (keys[1:] == keys[:-1]) & (owners[1:] != owners[:-1])
     return np.stack([owners[:-1][joined], owners[1:][joined]], 1)
 
 
-def _equal(texts: list[str]) -> np.ndarray:
-    """Returns edges that connect equal texts, and texts that equal the other's reverse complement."""
-    both = [min(text, reverse_complement(text)) for text in texts]
-    _, keys = np.unique(both, return_inverse=True)
-    return _shared((keys, np.arange(len(texts))))
-
-
-def _overlapping(places: list[Place | None]) -> np.ndarray:
-    """Returns edges that connect the sequences whose places have a base in common."""
-    rows = sorted((place, row) for row, place in enumerate(places) if place is not None)
-    edges, furthest = [], None
-    for place, row in rows:
-        if furthest and furthest[0].region == place.region and place.start < furthest[0].end:
-            edges.append((furthest[1], row))
-            if place.end <= furthest[0].end:
-                continue
-        furthest = (place, row)
-    return np.array(edges, int).reshape(-1, 2)
+def _overlaps(sequences: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+    """Returns a number for each stretch of a region that places cover without a gap, and the sequences on it."""
+    placed = sequences.dropna(subset=PLACE).sort_values(PLACE)
+    end_before = placed.groupby("region")["end"].transform(lambda ends: ends.cummax().shift())
+    return (~(placed["start"] < end_before)).cumsum().to_numpy(), placed.index.to_numpy()
 
 
 def split_groups(labels: np.ndarray, groups: np.ndarray, parts: int, name: str) -> Iterator[tuple[np.ndarray, ...]]:
@@ -87,7 +76,7 @@ def split_groups(labels: np.ndarray, groups: np.ndarray, parts: int, name: str) 
 
     Raises ValueError, naming the option `name`, where a class has fewer groups than there are parts.
     """
-    fewest = min(len(set(groups[labels == label])) for label in set(labels))
+    fewest = pd.Series(groups).groupby(labels).nunique().min()
     if fewest < parts:
         raise ValueError(f"{name}: {parts} parts need as many groups of sequences in each class, but one has {fewest}")
     splitter = StratifiedGroupKFold(parts, shuffle=True, random_state=0)
@@ -100,8 +89,8 @@ def hold_out(labels: np.ndarray, groups: np.ndarray, rows: np.ndarray) -> tuple[
     return rows[train], rows[valid]
 
 
-def make_folds(sequences: Sequences, number: int) -> list[Fold]:
+def make_folds(sequences: pd.DataFrame, number: int) -> list[Fold]:
     """Returns `number` folds, whose test parts are all sequences once; no group is in two parts of a fold."""
-    groups, labels = group_sequences(sequences), np.array(sequences.labels)
+    groups, labels = group_sequences(sequences), sequences["label"].to_numpy()
     splits = split_groups(labels, groups, number, f"--folds {number}")
     return [Fold(*hold_out(labels, groups, rest), test) for rest, test in splits]

@@ -14,6 +14,7 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from transformers import PreTrainedConfig
 
 from eval.common.compared_models import VARIANTS
@@ -22,8 +23,8 @@ from eval.common.records import Record
 from eval.dna import tables
 from eval.dna.folds import Fold, group_sequences, hold_out, make_folds
 from eval.dna.models import MEMORY_OFF, NAMES, build_model, config_of
-from eval.dna.sequences import Sequences, read_sequences
 from eval.dna.sequences import name_of as file_name
+from eval.dna.sequences import read_sequences
 from eval.dna.training import DataOfRun, Run, make_run
 from titans_hf.cli.shared.command_line import run_command
 
@@ -60,56 +61,45 @@ def digest_of(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
-def classes_of(path: Path, sequences: Sequences) -> list[str]:
-    """Returns the labels, sorted; raises ValueError where there is only one."""
-    classes = sorted(set(sequences.labels))
-    if len(classes) < 2:
-        raise ValueError(f"{path} has one class only: {classes[0]}")
-    return classes
-
-
 def read_folds(args: Namespace) -> Folds:
     """Reads and splits the files; files to train and to test on are one fold.
 
-    Raises ValueError for two files of one name, and as `read_sequences`, `make_folds` and `read_train_and_test` do.
+    Raises ValueError for two files of one name, for one class, for a label in the test files alone, and as
+    `read_sequences` and `make_folds` do.
     """
     found: Folds = {}
     for path in args.files or args.train[:1]:
         name, digest = f"{path.resolve().parent.name}-{file_name(path)}", digest_of(path)
+        sequences = read_sequences(args.train or [path])
+        classes = sorted(sequences["label"].unique())
+        if len(classes) < 2:
+            raise ValueError(f"{path} has one class only: {classes[0]}")
         if args.train:
             digest = " ".join(["train", *map(digest_of, args.train), "test", *map(digest_of, args.test)])
-            folds = [read_train_and_test(args)]
+            sequences, fold = add_test_part(sequences, read_sequences(args.test))
+            folds = [fold]
         else:
-            sequences = read_sequences([path])
-            classes = classes_of(path, sequences)
-            folds = [DataOfRun(sequences, classes, fold) for fold in make_folds(sequences, args.folds)]
-        parts = ", ".join(f"{len(rows)} {part}" for part, rows in zip(Fold._fields, folds[0].fold, strict=True))
-        sequences, classes, _ = folds[0]
-        print(
-            f"{name}: {len(sequences.texts)} sequences of {len(classes)} classes; in the first fold {parts}", flush=True
-        )
-        found[name, digest] = folds
+            folds = make_folds(sequences, args.folds)
+        parts = ", ".join(f"{len(rows)} {part}" for part, rows in zip(Fold._fields, folds[0], strict=True))
+        print(f"{name}: {len(sequences)} sequences of {len(classes)} classes; in the first fold {parts}", flush=True)
+        found[name, digest] = [DataOfRun(sequences, classes, fold) for fold in folds]
     if len({name for name, _ in found}) < len(args.files):
         raise ValueError(f"two DATA files have the same name: {', '.join(map(str, args.files))}")
     return found
 
 
-def read_train_and_test(args: Namespace) -> DataOfRun:
-    """Reads --train and --test files, and holds out a tenth of the training sequences for validation.
+def add_test_part(train: pd.DataFrame, test: pd.DataFrame) -> tuple[pd.DataFrame, Fold]:
+    """Returns all sequences, and their fold, with a tenth of those to train on held out for validation.
 
-    Raises ValueError for a label in the test files alone.
+    Raises ValueError for a label in the test part alone.
     """
-    train, test = read_sequences(args.train), read_sequences(args.test)
-    classes = classes_of(args.train[0], train)
-    if unknown := set(test.labels) - set(classes):
-        raise ValueError(f"--test has the label {min(unknown)}, --train only {', '.join(classes)}")
-    sequences = train + test
-    groups = group_sequences(sequences)
-    rows, tested = np.split(np.arange(len(sequences.texts)), [len(train.texts)])
+    if unknown := set(test["label"]) - set(train["label"]):
+        raise ValueError(f"--test has the label {min(unknown)}, --train only {', '.join(sorted(set(train['label'])))}")
+    sequences = pd.concat([train, test], ignore_index=True)
+    groups, (rows, tested) = group_sequences(sequences), np.split(np.arange(len(sequences)), [len(train)])
     if known := np.isin(groups[tested], groups[rows]).sum():
         print(f"{known} of {len(tested)} test sequences overlap, or are in a group, with one to train on", flush=True)
-    fold = Fold(*hold_out(np.array(sequences.labels), groups, rows), tested)
-    return DataOfRun(sequences, classes, fold)
+    return sequences, Fold(*hold_out(sequences["label"].to_numpy(), groups, rows), tested)
 
 
 def make_runs(args: Namespace, data: Folds) -> list[Run]:
@@ -125,7 +115,7 @@ def make_runs(args: Namespace, data: Folds) -> list[Run]:
         own = {"row": f"{model}-{args.label}" if titans and args.label else model, "model": model}
         own |= {"settings": settings if titans else {}, "data": name, "digest": digest}
         runs.append(run := run_of(Run, args, **own, **shared))
-        length = max(map(len, folds[0].sequences.texts)) + 1
+        length = folds[0].sequences["seq"].str.len().max() + 1
         build_model(model, config_of(model, folds[0].classes, run.shape, run.settings), length)
     return runs
 

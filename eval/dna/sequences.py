@@ -1,49 +1,21 @@
-"""Labelled DNA sequences: reading FASTA and CSV files, and the reverse complement."""
+"""Labelled DNA sequences: FASTA files and tables as data frames, and the reverse complement."""
 
-import gzip
-import io
+import csv
 import re
 import zlib
 from collections.abc import Iterable
-from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
 
 import pandas as pd
 
 FASTA = (".fa", ".fasta", ".fna")
 TABLES = {".csv": ",", ".tsv": "\t"}
-GZIP, GZIP_MAGIC = ".gz", b"\x1f\x8b"
+GZIP = ".gz"
 BASES = "ACGTN"
 COMPLEMENT = str.maketrans("ACGTN", "TGCAN")
 AMBIGUOUS = str.maketrans(dict.fromkeys("RYSWKMBDHV", "N"))  # IUPAC's letters for several bases
-TEXT_COLUMNS = ("seq", "sequence")
-PLACE_COLUMNS = ("region", "start", "end")
-NAME_COLUMNS = ("name", "id")
-
-
-class Place(NamedTuple):
-    """Where a sequence lies: from `start` up to, and without, `end` of a region such as a chromosome."""
-
-    region: str
-    start: int
-    end: int
-
-
-class Sequences(NamedTuple):
-    """Texts of A, C, G, T and N, their labels, their places where the file has them, and their names."""
-
-    texts: list[str]
-    labels: list[str]
-    places: list[Place | None]
-    names: list[str]
-
-    def __add__(self, other: "Sequences") -> "Sequences":
-        return Sequences(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
-
-    def select(self, rows: Iterable[int]) -> "Sequences":
-        rows = list(rows)
-        return Sequences(*([column[row] for row in rows] for column in self))
+PLACE = ["region", "start", "end"]
+PLACE_IN_HEADING = r"(?:>|::|\s)(?P<region>[^\s:>]+):(?P<start>[\d,]+)-(?P<end>[\d,]+)(?=\([+-]\)|\s|$)"
 
 
 def reverse_complement(text: str) -> str:
@@ -51,32 +23,20 @@ def reverse_complement(text: str) -> str:
     return text.translate(COMPLEMENT)[::-1]
 
 
-def read_sequences(paths: Iterable[Path], labelled: bool = True) -> Sequences:
-    """Reads FASTA files (.fa, .fasta, .fna) and tables (.csv, .tsv), also gzipped (.fa.gz), into one list.
+def read_sequences(paths: Iterable[Path]) -> pd.DataFrame:
+    """Reads FASTA files (.fa, .fasta, .fna) and tables (.csv, .tsv), also gzipped (.fa.gz), into one table.
 
     A table has the columns `seq` or `sequence` and `label`; `region`, `start` and `end` if it has places. A FASTA
     sequence has its label in its heading as `label=NAME`, or, in a file without such headings, in the file's name
     (positive.fa, negative.fa). A heading with REGION:START-END, as bedtools getfasta and samtools faidx write it, alone
-    or after NAME:: or NAME and a space, has the place. A name is the first word of a heading; in a table, the column
-    `name` or `id`, or the number of the row.
+    or after NAME:: or NAME and a space, has the place.
 
-    labelled: False for sequences to be classified: a table then needs no labels, and a FASTA heading none.
+    Returns the columns seq, of A, C, G, T and N, and label; and region, start and end, missing where a file has none.
 
     Raises ValueError, naming file and sequence, for a file that cannot be read, for a missing label or column, for an
     empty sequence, and for a letter that stands for no base.
     """
-    found = Sequences([], [], [], [])
-    for path in paths:
-        if not path.is_file():
-            raise ValueError(f"{path} is no file")
-        suffix = path.with_suffix("").suffix if path.suffix.lower() == GZIP else path.suffix
-        if suffix.lower() in FASTA:
-            found += _checked(path, _read_fasta(path, labelled))
-        elif suffix.lower() in TABLES:
-            found += _checked(path, _read_table(path, TABLES[suffix.lower()], labelled))
-        else:
-            raise ValueError(f"{path} must end in {', '.join([*FASTA, *TABLES])}, or in these and {GZIP}")
-    return found
+    return pd.concat(map(_read_file, paths), ignore_index=True)
 
 
 def name_of(path: Path) -> str:
@@ -84,73 +44,51 @@ def name_of(path: Path) -> str:
     return Path(path.stem).stem if path.suffix.lower() == GZIP else path.stem
 
 
-def _read_text(path: Path) -> str:
-    data = path.read_bytes()
+def _read_file(path: Path) -> pd.DataFrame:
+    if not path.is_file():
+        raise ValueError(f"{path} is no file")
+    suffix = (path.with_suffix("") if path.suffix.lower() == GZIP else path).suffix.lower()
+    if suffix not in (*FASTA, *TABLES):
+        raise ValueError(f"{path} must end in {', '.join([*FASTA, *TABLES])}, or in these and {GZIP}")
+    shared = {"dtype": str, "encoding": "utf-8-sig", "keep_default_na": False}
     try:
-        if data.startswith(GZIP_MAGIC):
-            data = gzip.decompress(data)
-        return data.decode("utf-8-sig")
-    except (UnicodeDecodeError, EOFError, OSError, zlib.error) as error:
-        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
-
-
-def _read_fasta(path: Path, labelled: bool) -> Sequences:
-    lines = [line.strip() for line in _read_text(path).splitlines() if line.strip()]
-    if not lines or not lines[0].startswith(">"):
-        raise ValueError(f"{path} is no FASTA file: its first line must begin with '>'")
-    headings, texts = [], []
-    for is_heading, block in groupby(lines, lambda line: line.startswith(">")):
-        if is_heading:
-            headings += block
-            texts += [""] * (len(headings) - len(texts))
-        else:
-            texts[-1] = "".join(block)
-    found = [re.search(r"\blabel=(\S+)", heading) for heading in headings]
-    if labelled and any(found) and not all(found):
-        raise ValueError(f"{path}: sequence {found.index(None) + 1} has no label= in its heading, others have")
-    labels = [match[1] if match else name_of(path) for match in found]
-    names = [(heading[1:].split() or [str(number)])[0] for number, heading in enumerate(headings, 1)]
-    return Sequences(texts, labels, list(map(_place_of, headings)), names)
-
-
-def _place_of(heading: str) -> Place | None:
-    found = re.search(r"(?:>|::|\s)([^\s:>]+):([\d,]+)-([\d,]+)(?=\([+-]\)|\s|$)", heading)
-    return Place(found[1], *(int(number.replace(",", "")) for number in found.groups()[1:])) if found else None
-
-
-def _read_table(path: Path, separator: str, labelled: bool) -> Sequences:
-    try:
-        table = pd.read_csv(io.StringIO(_read_text(path)), sep=separator, dtype=str, keep_default_na=False)
-    except (pd.errors.ParserError, pd.errors.EmptyDataError) as error:
-        raise ValueError(f"{path} is no table: {error}") from error
-    text = next((name for name in TEXT_COLUMNS if name in table), None)
-    if not labelled:
-        table["label"] = "unknown"
-    if text is None or "label" not in table:
-        wanted = "label" if text else " or ".join(TEXT_COLUMNS)
-        raise ValueError(f"{path} must have a column {wanted}, but has {', '.join(table.columns)}")
-    if (table["label"] == "").any():
-        raise ValueError(f"{path}: sequence {(table['label'] == '').argmax() + 1} has no label")
-    places: list[Place | None] = [None] * len(table)
-    if all(name in table for name in PLACE_COLUMNS):
-        for name in ("start", "end"):
-            wrong = ~table[name].str.fullmatch(r"\d+")
-            if wrong.any():
-                raise ValueError(f"{path}: {name} of sequence {wrong.argmax() + 1} must be a number of bases")
-        places = [Place(region, int(a), int(b)) for region, a, b in table[list(PLACE_COLUMNS)].itertuples(index=False)]
-    named = next((table[name] for name in NAME_COLUMNS if name in table), pd.Series(range(1, len(table) + 1)))
-    return Sequences(table[text].tolist(), table["label"].tolist(), places, named.astype(str).tolist())
-
-
-def _checked(path: Path, sequences: Sequences) -> Sequences:
-    """Returns the sequences in capital letters, with N for the letters of several bases."""
-    texts = [text.strip().upper().translate(AMBIGUOUS) for text in sequences.texts]
-    if not texts:
+        if suffix in TABLES:
+            table = pd.read_csv(path, sep=TABLES[suffix], **shared).rename(columns={"sequence": "seq"})
+        else:  # a column of lines: no line has the separator
+            lines = pd.read_csv(path, sep="\x1f", header=None, names=["line"], quoting=csv.QUOTE_NONE, **shared)["line"]
+            table = _parse_fasta(lines.str.strip(), path)
+    except (ValueError, EOFError, OSError, zlib.error) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if missing := [name for name in ("seq", "label") if name not in table]:
+        raise ValueError(f"{path} must have a column {missing[0]}, but has {', '.join(table.columns)}")
+    table["seq"] = table["seq"].str.strip().str.upper().str.translate(AMBIGUOUS)
+    if table.empty:
         raise ValueError(f"{path} has no sequences")
-    for number, text in enumerate(texts, 1):
-        if not text:
-            raise ValueError(f"{path}: sequence {number} is empty")
-        wrong = re.search(f"[^{BASES}]", text)
-        if wrong:
-            raise ValueError(f"{path}: sequence {number} has {wrong[0]!r} at base {wrong.start() + 1}, no base of DNA")
-    return sequences._replace(texts=texts)
+    patterns = {"seq": f"[{BASES}]+", "label": ".+"}
+    if set(PLACE) <= set(table):
+        table[PLACE[1:]] = table[PLACE[1:]].replace(",", "", regex=True)
+        patterns |= dict.fromkeys(PLACE[1:], r"\d+")
+    for name, pattern in patterns.items():
+        good = table[name].isna() | table[name].str.fullmatch(pattern).eq(True)
+        if not good.all():
+            wrong = int(good.argmin())
+            base = re.search(f"[^{BASES}]", table["seq"][wrong]) if name == "seq" else None
+            found = f"{base[0]!r} at base {base.start() + 1}, no base of DNA" if base else repr(table[name][wrong])
+            raise ValueError(f"{path}: {name} of sequence {wrong + 1} must match {pattern}, but has {found}")
+    table[PLACE[1:]] = table.reindex(columns=PLACE[1:]).astype(float)
+    return table.reindex(columns=["seq", "label", *PLACE])
+
+
+def _parse_fasta(lines: pd.Series, path: Path) -> pd.DataFrame:
+    """Returns the table of the lines of a FASTA file."""
+    is_heading = lines.str.startswith(">")
+    if lines.empty or not is_heading.iloc[0]:
+        raise ValueError("it is no FASTA file: its first line must begin with '>'")
+    headings, texts = lines[is_heading], lines[~is_heading].groupby(is_heading.cumsum()).agg("".join)
+    table = headings.str.extract(PLACE_IN_HEADING).reset_index(drop=True)
+    table["seq"] = texts.reindex(range(1, len(headings) + 1), fill_value="").to_numpy()
+    labels = headings.str.extract(r"\blabel=(\S+)")[0].reset_index(drop=True)
+    if labels.isna().all():
+        labels[:] = name_of(path)
+    table["label"] = labels.fillna("")
+    return table

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from eval.common import harness
@@ -17,7 +17,7 @@ from eval.common.harness import DECIMALS, fit_classifier, record_run
 from eval.common.records import Record
 from eval.dna.folds import Fold
 from eval.dna.models import build_model, config_of
-from eval.dna.sequences import Sequences, reverse_complement
+from eval.dna.sequences import reverse_complement
 from eval.dna.tokenizer import make_tokenizer
 from titans_hf.cli.shared.fitting import best_step
 
@@ -45,51 +45,40 @@ class Run(harness.Run):
 class DataOfRun(NamedTuple):
     """Sequences, their labels' order, and the rows of the three parts."""
 
-    sequences: Sequences
+    sequences: pd.DataFrame
     classes: list[str]
     fold: Fold
 
+    def examples(self, rows: np.ndarray, augment: bool = False) -> list[dict[str, Any]]:
+        """Returns the examples of some rows; with `augment`, `collate` draws the strand of each."""
+        labels = self.sequences["label"].map(self.classes.index)
+        return self.sequences[["seq"]].assign(labels=labels, augment=augment).iloc[rows].to_dict("records")
 
-class Examples(Dataset):
-    """Texts with the number of their class. With `augment`, each is drawn as its reverse complement half of the time,
-    by the module `random`, which Trainer seeds.
+
+def collate(tokenizer: PreTrainedTokenizerFast, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Makes input_ids (B, T) and labels (B,). An example to augment is its reverse complement half of the time, as
+    the module `random` draws, which Trainer seeds. No mask: padding follows the token by which a causal model classifies.
     """
-
-    def __init__(self, data: DataOfRun, rows: np.ndarray, augment: bool = False):
-        selected = data.sequences.select(rows)
-        self.texts = selected.texts
-        self.labels = [data.classes.index(label) for label in selected.labels]
-        self.augment = augment
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def __getitem__(self, index: int) -> tuple[str, int]:
-        text = self.texts[index]
-        return reverse_complement(text) if self.augment and random.random() < 0.5 else text, self.labels[index]
-
-
-def collate(tokenizer: PreTrainedTokenizerFast, examples: list[tuple[str, int]]) -> dict[str, Tensor]:
-    """Makes input_ids (B, T) and labels (B,). No mask: padding follows the token by which a causal model classifies."""
-    texts, labels = zip(*examples, strict=True)
-    ids = tokenizer(list(texts), padding=True, return_attention_mask=False, return_tensors="pt").input_ids
-    return {"input_ids": ids, "labels": torch.tensor(labels)}
+    other = [example["augment"] and random.random() < 0.5 for example in examples]
+    texts = [reverse_complement(x["seq"]) if turned else x["seq"] for x, turned in zip(examples, other, strict=True)]
+    ids = tokenizer(texts, padding=True, return_attention_mask=False, return_tensors="pt").input_ids
+    return {"input_ids": ids, "labels": torch.tensor([example["labels"] for example in examples])}
 
 
 def train(run: Run, data: DataOfRun, model: nn.Module, save: Path | None) -> dict[str, Any]:
     """Trains by AdamW with a linear warm-up of a tenth and a cosine to 0, and returns the scores of the weights that
     are most accurate in validation, and the curve; saves model and tokenizer in `save`.
     """
-    tokenizer, examples = make_tokenizer(), Examples(data, data.fold.train, run.reverse_complement)
+    tokenizer, examples = make_tokenizer(), data.examples(data.fold.train, run.reverse_complement)
     steps = -(-len(examples) // run.batch_size) * run.epochs
     options = {"max_steps": steps, "warmup_steps": steps // 10, "weight_decay": 0.01}
     options["metric_for_best_model"] = "eval_accuracy"
-    parts = {"train_dataset": examples, "eval_dataset": Examples(data, data.fold.valid)}
+    parts = {"train_dataset": examples, "eval_dataset": data.examples(data.fold.valid)}
     parts |= {"data_collator": lambda batch: collate(tokenizer, batch), "processing_class": tokenizer}
     trainer, curve = fit_classifier(run, model, max(1, steps // run.evaluations), COLUMNS, options, **parts)
     if save is not None and isinstance(model, PreTrainedModel):
         trainer.save_model(str(save))
-    test = trainer.predict(Examples(data, data.fold.test)).metrics["test_accuracy"]
+    test = trainer.predict(data.examples(data.fold.test)).metrics["test_accuracy"]
     scores = {"valid": trainer.state.best_metric, "test": test, "best_epoch": best_step(trainer) * run.epochs / steps}
     return {name: round(x, DECIMALS) for name, x in scores.items()} | {"curve": curve}
 
@@ -99,7 +88,7 @@ def make_run(run: Run, data: DataOfRun, output: Path, save: bool = False) -> Rec
     config = config_of(run.model, data.classes, run.shape, run.settings)
 
     def make() -> dict[str, Any]:
-        model = build_model(run.model, config, max(map(len, data.sequences.texts)) + 1)
+        model = build_model(run.model, config, data.sequences["seq"].str.len().max() + 1)
         sizes = {"parameters": num_trained(model)}
         sizes["sequences"] = dict(zip(Fold._fields, map(len, data.fold), strict=True))
         return sizes | train(run, data, model, output / run.name if save else None)

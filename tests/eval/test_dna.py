@@ -8,17 +8,16 @@ import pandas as pd
 import pytest
 import torch
 from covering import in_one_test
-from dna_files import save_dna_model, write_table
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, EvalPrediction
+from dna_files import write_table
+from transformers import EvalPrediction, pipeline
 
 from eval.common.harness import accuracy
 from eval.common.records import FILE, append_record, read_records
-from eval.dna import predict
 from eval.dna import run as dna
 from eval.dna.models import NAMES, build_model, config_of
-from eval.dna.sequences import read_sequences, reverse_complement
+from eval.dna.sequences import read_sequences
 from eval.dna.tokenizer import make_tokenizer
-from eval.dna.training import DataOfRun, Examples, collate
+from eval.dna.training import DataOfRun, collate
 
 SHAPE = {"parameters": 30_000, "hidden_size": 32, "num_hidden_layers": 2}
 TINY = ["--parameters", "4000", "--hidden_size", "16", "--num_hidden_layers", "1", "--folds", "2", "--evaluations", "2"]
@@ -48,7 +47,8 @@ def test_models_are_of_one_size_and_padding_changes_nothing(name):
     texts = ["ACGT" * 15, "GATTACA"]
     with torch.no_grad():
         together, alone = (
-            model(**collate(tokenizer, [(text, 0) for text in batch])).logits for batch in (texts, texts[1:])
+            model(**collate(tokenizer, [{"seq": text, "labels": 0, "augment": False} for text in batch])).logits
+            for batch in (texts, texts[1:])
         )
     assert together.shape == (2, 3)
     if name != "lmm-off":  # its only mixers, convolutions into a constant memory, return next to nothing at first
@@ -76,14 +76,21 @@ def test_a_model_with_memory_off_is_the_same_but_for_its_memory(variant):
 def test_augmentation_draws_either_strand():
     """Both strands of every sequence come, with the same label, and only where asked for."""
     texts = ["AACC", "CCGA", "ACAC"]
-    data = DataOfRun(
-        read_sequences([])._replace(texts=texts, labels=["x", "y", "x"], places=[None] * 3, names=texts), ["x", "y"], ()
-    )
+    sequences = pd.DataFrame({"seq": texts, "label": ["x", "y", "x"]})
+    tokenizer, data = make_tokenizer(), DataOfRun(sequences, ["x", "y"], ())
     random.seed(0)
-    drawn = [Examples(data, [2, 1], augment=True)[i] for i in (0, 1) for _ in range(40)]
+    batches = [collate(tokenizer, data.examples([2, 1], augment=True)) for _ in range(40)]
+    drawn = [
+        (text, label)
+        for x in batches
+        for text, label in zip(
+            tokenizer.batch_decode(x["input_ids"], skip_special_tokens=True), x["labels"].tolist(), strict=True
+        )
+    ]
     assert set(drawn) == {("ACAC", 0), ("GTGT", 0), ("CCGA", 1), ("TCGG", 1)}
-    assert [Examples(data, [2, 1])[i] for i in (0, 1)] == [("ACAC", 0), ("CCGA", 1)]
-    assert 5 < sum(text == reverse_complement("ACAC") for text, _ in drawn) < 35
+    assert 10 < sum(text == "GTGT" for text, _ in drawn) < 30
+    plain = collate(tokenizer, data.examples([2, 1]))
+    assert tokenizer.batch_decode(plain["input_ids"], skip_special_tokens=True) == ["ACAC", "CCGA"]
 
 
 def test_accuracy_by_hand():
@@ -144,7 +151,7 @@ def test_the_rate_is_chosen_on_the_first_fold(tsv, monkeypatch):
 
 def test_files_to_train_and_to_test_on(tsv, capsys):
     """All test sequences are tested, none is trained on, those that overlap are counted, and a saved model classifies
-    as the trained one.
+    as the trained one, by Transformers' pipeline.
     """
     folder = tsv.parent
     test = write_table(folder / "test.tsv", number=20, seed=5)
@@ -155,34 +162,12 @@ def test_files_to_train_and_to_test_on(tsv, capsys):
     out = folder.parent / "out"
     (record,) = read_records(out, "dna")
     assert record["sequences"] == {"train": 90, "valid": 10, "test": 21} and record["run"]["reverse_complement"]
-    saved = out / "data-bases-lmm-lr0.01-seed0"
-    model = AutoModelForSequenceClassification.from_pretrained(saved).eval()
-    tokenizer = AutoTokenizer.from_pretrained(saved)
     found = read_sequences([test])
-    batch = tokenizer(found.texts, padding=True, return_tensors="pt")
-    predicted = [model.config.id2label[i] for i in model(**batch).logits.argmax(-1).tolist()]
-    assert abs(np.mean([a == b for a, b in zip(predicted, found.labels, strict=True)]) - record["test"]) < 1e-3
-
-
-def test_new_sequences_are_classified(tmp_path, capsys):
-    """A saved model gives each sequence of FASTA files and of tables without labels its name, its likeliest label and
-    the probabilities that the model has for it alone.
-    """
-    saved, new = tmp_path / "saved", tmp_path / "new.fa"
-    model, tokenizer = save_dna_model(saved)
-    new.write_bytes("\ufeff>one chr1:1-9\nACGTAACC\naa\n>two label=x\nCCCCGGGNCC\n>\nA\n".encode())
-    (tmp_path / "new.csv").write_text("seq,id\nACGTT,four\n")
-    predict.main([str(saved), str(new), str(tmp_path / "new.csv"), "--output", str(tmp_path / "tables" / "new.csv")])
-    table = pd.read_csv(tmp_path / "tables" / "new.csv", index_col="name")
-    assert table.index.tolist() == ["one", "two", "3", "four"]
-    for text, (label, *shares) in zip(["ACGTAACCAA", "CCCCGGGNCC", "A", "ACGTT"], table.to_numpy(), strict=True):
-        expected = model(**tokenizer(text, return_tensors="pt")).logits[0].softmax(-1).tolist()
-        assert shares == pytest.approx(expected, abs=1e-5)
-        assert label == ["a", "b"][int(np.argmax(expected))]
-    assert "new.csv: " in capsys.readouterr().out
-    model.model.save_pretrained(tmp_path / "headless")
-    with pytest.raises(ValueError, match=r"MODEL .*headless does not classify"):
-        predict.main([str(tmp_path / "headless"), str(new), "--output", str(tmp_path / "x.csv")])
+    classify = pipeline("text-classification", model=str(out / "data-bases-lmm-lr0.01-seed0"))
+    right = [
+        answer["label"] == label for answer, label in zip(classify(found["seq"].tolist()), found["label"], strict=True)
+    ]
+    assert abs(np.mean(right) - record["test"]) < 1e-3
 
 
 @in_one_test(

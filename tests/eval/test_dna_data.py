@@ -1,9 +1,9 @@
 """eval.dna: the tokenizer, the other strand, files and folds of DNA sequences, by hand."""
 
 import gzip
-import re
 
 import numpy as np
+import pandas as pd
 import pytest
 from covering import in_one_test
 from dna_files import random_text
@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from eval.dna import folds as dna_folds
 from eval.dna.folds import group_sequences, make_folds
-from eval.dna.sequences import Place, Sequences, read_sequences, reverse_complement
+from eval.dna.sequences import PLACE, read_sequences, reverse_complement
 from eval.dna.tokenizer import make_tokenizer
 
 
@@ -42,19 +42,10 @@ def test_tables_are_read(tmp_path):
     and places.
     """
     (tmp_path / "a.tsv").write_text("seq\tlabel\nacgt\t0\nRACN\t1\n")
-    (tmp_path / "b.csv").write_text("region,start,end,label,sequence\nchr1,3,7,x,AAAA\n")
+    (tmp_path / "b.csv").write_text('region,start,end,label,sequence\nchr1,"1,003",7,x,AAAA\n')
     found = read_sequences([tmp_path / "a.tsv", tmp_path / "b.csv"])
-    assert found == (["ACGT", "NACN", "AAAA"], ["0", "1", "x"], [None, None, Place("chr1", 3, 7)], ["1", "2", "1"])
-
-
-def test_fasta_files_are_read(tmp_path):
-    """Lines of a sequence are joined; the label is in the heading or is the file's name; bedtools' places are found."""
-    (tmp_path / "positive.fa").write_text(">chr2:10-18(+)\nACGT\nacgt\n\n>other\nTTTT\n")
-    (tmp_path / "mixed.fasta").write_text(">a label=1\nAA\n>b label=0\nCC\n")
-    found = read_sequences([tmp_path / "positive.fa", tmp_path / "mixed.fasta"])
-    assert found.texts == ["ACGTACGT", "TTTT", "AA", "CC"]
-    assert found.labels == ["positive", "positive", "1", "0"]
-    assert found.places == [Place("chr2", 10, 18), None, None, None]
+    assert found["seq"].tolist() == ["ACGT", "NACN", "AAAA"] and found["label"].tolist() == ["0", "1", "x"]
+    assert found[PLACE].dropna().values.tolist() == [["chr1", 1003, 7]]
 
 
 @in_one_test(
@@ -68,14 +59,19 @@ def test_fasta_files_are_read(tmp_path):
         "chr1:{a:,}-{b:,} label=1",
     ],
 )
-def test_places_are_found_in_all_headings_that_tools_write(form, tmp_path):
-    """Overlapping places are a group, however bedtools or samtools write the heading."""
+def test_fasta_files_are_read(form, tmp_path):
+    """Lines of a sequence are joined, and the label is in the heading or is the file's name. Overlapping places are a
+    group, however bedtools or samtools write the heading.
+    """
     generator = np.random.default_rng(0)
-    spans = [(1100, 1200), (1180, 1280), (1500, 1600)]
-    lines = [f">{form.format(a=a, b=b, i=i)}\n{random_text(generator, 100)}\n" for i, (a, b) in enumerate(spans)]
-    (tmp_path / "x.fa").write_text("".join(lines))
-    found = read_sequences([tmp_path / "x.fa"])
-    assert found.places == [Place("chr1", *span) for span in spans]
+    spans, texts = [(1100, 1200), (1180, 1280), (1500, 1600)], [random_text(generator, 100) for _ in range(3)]
+    lines = [
+        f">{form.format(a=a, b=b, i=i)}\n{texts[i][:60].lower()}\n{texts[i][60:]}\n\n" for i, (a, b) in enumerate(spans)
+    ]
+    (tmp_path / "positive.fa").write_text("".join(lines))
+    found = read_sequences([tmp_path / "positive.fa"])
+    assert found["seq"].tolist() == texts and set(found["label"]) == {"1" if "label" in form else "positive"}
+    assert list(map(tuple, found[PLACE].to_numpy())) == [("chr1", *span) for span in spans]
     assert group_sequences(found).tolist() == [0, 0, 1]
 
 
@@ -84,52 +80,47 @@ def test_gzipped_files_and_byte_order_marks_are_read(tmp_path):
     fasta, table = ">x\nAC\n>y\nGT\n", "seq,label\nAC,1\nGT,0\n"
     for name, text, labels in (("positive.fa", fasta, ["positive"] * 2), ("x.csv", table, ["1", "0"])):
         (tmp_path / name).write_text(text, encoding="utf-8-sig")
-        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(text.encode()))
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(text.encode("utf-8-sig")))
         for file in (tmp_path / name, tmp_path / f"{name}.gz"):
-            assert read_sequences([file])[:2] == (["AC", "GT"], labels)
-
-
-@pytest.mark.parametrize("name", ["x.fa", "x.fa.gz", "x.csv"])
-@pytest.mark.parametrize(
-    "content", [b">caf\xe9\nAC\n", gzip.compress(b">x\nAC\n" * 99, mtime=0)[:-9]], ids=["latin-1", "half a gzip file"]
-)
-def test_files_that_cannot_be_decoded_are_named(name, content, tmp_path):
-    """A file in another encoding, or cut off, is an error that names it."""
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{re.escape(name)} is no text in UTF-8"):
-        read_sequences([tmp_path / name])
+            assert read_sequences([file])[["seq", "label"]].to_dict("list") == {"seq": ["AC", "GT"], "label": labels}
 
 
 @in_one_test(
     "name,content,message",
     [
-        ("a.tsv", "seq\tlabel\nACGT\t0\nACXT\t1\n", r"a\.tsv: sequence 2 has 'X' at base 3, no base of DNA"),
-        ("a.tsv", "seq\tlabel\nACGT\t0\n\t1\n", r"a\.tsv: sequence 2 is empty"),
-        ("a.tsv", "seq\tlabel\nACGT\t\n", r"a\.tsv: sequence 1 has no label"),
+        *((name, b">caf\xe9\nAC\n", rf"{name} cannot be read: .*utf-8") for name in ("x.fa", "x.csv")),
+        *((f"x.{x}.gz", gzip.compress(b">x\nAC\n" * 99, mtime=0)[:-9], r"\.gz cannot be read") for x in ("fa", "csv")),
+        ("a.tsv", "seq\tlabel\nACGT\t0\nACXT\t1\n", r"a\.tsv: seq of sequence 2 .* 'X' at base 3, no base of DNA"),
+        ("a.tsv", "seq\tlabel\nACGT\t0\n\t1\n", r"a\.tsv: seq of sequence 2 must match .* but has ''"),
+        ("a.tsv", "seq\tlabel\nACGT\t\n", r"a\.tsv: label of sequence 1 must match"),
         ("a.tsv", "seq\tlabel\n", r"a\.tsv has no sequences"),
         ("a.tsv", "seq\tclass\nACGT\t1\n", r"a\.tsv must have a column label, but has seq, class"),
-        ("a.csv", "seq\tlabel\nACGT\t1\n", r"a\.csv must have a column seq or sequence, but has seq label"),
-        ("a.csv", "", r"a\.csv is no table"),
-        ("a.csv", "seq,label,region,start,end\nA,0,c,1,x\n", r"end of sequence 1 must be a number"),
-        ("a.fa", "ACGT\n", r"a\.fa is no FASTA file"),
-        ("a.fa", ">x label=1\nA\n>y\nC\n", r"a\.fa: sequence 2 has no label="),
-        ("a.fa", ">x\n>y\nC\n", r"a\.fa: sequence 1 is empty"),
+        ("a.csv", "seq\tlabel\nACGT\t1\n", r"a\.csv must have a column seq, but has seq\tlabel"),
+        ("a.csv", "", r"a\.csv cannot be read"),
+        ("a.csv", "seq,label,region,start,end\nA,0,c,1,x\n", r"end of sequence 1 must match \\d\+, but has 'x'"),
+        ("a.fa", "ACGT\n", r"a\.fa cannot be read: it is no FASTA file"),
+        ("a.fa", ">x label=1\nA\n>y\nC\n", r"a\.fa: label of sequence 2 must match"),
+        ("a.fa", ">x\n>y\nC\n", r"a\.fa: seq of sequence 1 must match"),
         ("a.doc", "ACGT", r"a\.doc must end in \.fa"),
+        (None, None, "is no file"),
     ],
 )
 def test_bad_files_are_named(tmp_path, name, content, message):
-    """File, sequence and base are named."""
-    (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError) as error:
-        read_sequences([tmp_path / name])
-    assert re.search(message, " ".join(str(error.value).split()))
-    with pytest.raises(ValueError, match="is no file"):
-        read_sequences([tmp_path / "none.fa"])
+    """File, sequence and base are named; a file in another encoding or cut off is named too."""
+    if name:
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=message):
+        read_sequences([tmp_path / (name or "none.fa")])
 
 
-def groups_of(texts: list[str], places: list[Place | None] | None = None) -> list[int]:
-    labels = ["0"] * len(texts)
-    return group_sequences(Sequences(texts, labels, places or [None] * len(texts), texts)).tolist()
+def table_of(texts: list[str], labels: list[str] | None = None, places: list | None = None) -> pd.DataFrame:
+    table = pd.DataFrame({"seq": texts, "label": labels or ["0"] * len(texts)})
+    table[PLACE] = places or [(None, np.nan, np.nan)] * len(texts)
+    return table
+
+
+def groups_of(texts: list[str], places: list | None = None) -> list[int]:
+    return group_sequences(table_of(texts, places=places)).tolist()
 
 
 def test_groups_by_hand():
@@ -161,12 +152,12 @@ def test_equal_short_sequences_are_a_group():
 def test_overlapping_places_by_hand():
     """Places that have a base in common join, in one region; a long one joins all within it; touching ones do not."""
     starts = [(0, 100), (10, 20), (90, 120), (119, 130), (130, 140), (50, 60)]
-    places = [Place("chr1", *x) for x in starts] + [Place("chr2", 0, 100), None]
+    places = [("chr1", *x) for x in starts] + [("chr2", 0, 100), (None, np.nan, np.nan)]
     texts = [random_text(np.random.default_rng(i), 50) for i in range(len(places))]
     assert groups_of(texts, places) == [0, 0, 0, 0, 1, 0, 2, 3]
 
 
-def overlapping_sequences(number: int) -> Sequences:
+def overlapping_sequences(number: int) -> pd.DataFrame:
     """Windows of 60 in steps of 20 of one long text, on either strand, and as many random ones, in random order."""
     generator = np.random.default_rng(0)
     texts = [random_text(generator, 60) for _ in range(number)]
@@ -175,7 +166,7 @@ def overlapping_sequences(number: int) -> Sequences:
         texts += [long[:60], reverse_complement(long[20:80]), long[40:100], long[60:]]
     order = generator.permutation(len(texts)).tolist()
     texts = [texts[i] for i in order]
-    return Sequences(texts, [str(i % 2) for i in range(len(texts))], [None] * len(texts), texts)
+    return table_of(texts, [str(i % 2) for i in range(len(texts))])
 
 
 def stretches(texts: list[str]) -> set[str]:
@@ -192,16 +183,16 @@ def test_no_stretch_is_on_both_sides_of_a_split():
     assert sorted(np.concatenate([fold.test for fold in folds]).tolist()) == list(range(400))
     for fold in folds:
         assert sorted(np.concatenate(fold).tolist()) == list(range(400))
-        parts = [stretches([sequences.texts[i] for i in rows]) for rows in fold]
+        parts = [stretches(sequences["seq"][rows].tolist()) for rows in fold]
         assert not parts[0] & parts[1] and not parts[0] & parts[2] and not parts[1] & parts[2]
         assert 70 <= len(fold.test) <= 90 and 25 <= len(fold.valid) <= 40
-        assert 0.4 < np.mean([sequences.labels[i] == "1" for i in fold.test]) < 0.6
+        assert 0.4 < (sequences["label"][fold.test] == "1").mean() < 0.6
     for fold, again in zip(folds, make_folds(sequences, 5), strict=True):
         assert all(map(np.array_equal, fold, again))
 
 
 def test_too_few_groups_are_refused():
     """A class with fewer groups than folds is an error."""
-    sequences = overlapping_sequences(40)._replace(labels=["1"] * 3 + ["0"] * 77)
+    sequences = overlapping_sequences(40).assign(label=["1"] * 3 + ["0"] * 77)
     with pytest.raises(ValueError, match="--folds 5: 5 parts need as many groups of sequences in each class"):
         make_folds(sequences, 5)
