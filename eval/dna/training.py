@@ -57,7 +57,7 @@ class DataOfRun(NamedTuple):
 
 def collate(tokenizer: PreTrainedTokenizerFast, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Makes input_ids (B, T) and labels (B,). An example to augment is its reverse complement half of the time, as
-    the module `random` draws, which Trainer seeds. No mask: padding follows the token by which a causal model classifies.
+    the module `random` draws, which Trainer seeds. No mask: padding follows the token by which a model classifies.
     """
     other = [example["augment"] and random.random() < 0.5 for example in examples]
     texts = [reverse_complement(x["seq"]) if turned else x["seq"] for x, turned in zip(examples, other, strict=True)]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from titans_hf.cli.shared.time_series import Scaling, Windows
+from titans_hf.cli.shared.time_series import Scaling, Windows, split_series
 
 DAYS_OF_A_MONTH = 30  # as in the benchmark: 12, 4 and 4 months are 8,640, 2,880 and 2,880 hours
 
@@ -24,12 +24,11 @@ def rows_of_parts(times: pd.DatetimeIndex, parts: list[float]) -> list[range]:
 
     Raises ValueError for parts that are not positive, for shares above 1 in sum and for more months than the rows span.
     """
-    if len(parts) != 3 or min(parts) <= 0:
-        raise ValueError(f"--split {' '.join(map(str, parts))}: must be three numbers above 0")
+    name = f"--split {' '.join(map(str, parts))}"
+    if min(parts) <= 0:
+        raise ValueError(f"{name}: must be three numbers above 0")
     if sum(parts) > 1 + 1e-9 and max(parts) < 1:
-        raise ValueError(
-            f"--split {' '.join(map(str, parts))}: shares must sum to at most 1, but sum to {sum(parts):g}"
-        )
+        raise ValueError(f"{name}: shares must sum to at most 1, but sum to {sum(parts):g}")
     if sum(parts) <= 1 + 1e-9:
         rows = [int(share * len(times)) for share in parts]
     else:
@@ -38,8 +37,8 @@ def rows_of_parts(times: pd.DatetimeIndex, parts: list[float]) -> list[range]:
     ends = np.cumsum(rows).tolist()
     if ends[-1] > len(times):
         raise ValueError(
-            f"--split {' '.join(map(str, parts))}: months of 30 days are {ends[-1]} rows, but there are {len(times)}; "
-            "shares, as 0.7 0.1 0.2, split any number"
+            f"{name}: months of 30 days are {ends[-1]} rows, but there are {len(times)}; shares, as 0.7 0.1 0.2, split "
+            "any number"
         )
     return [range(end - length, end) for length, end in zip(rows, ends, strict=True)]
 
@@ -49,17 +48,9 @@ def make_splits(series: pd.DataFrame, parts: list[float], look_back: int, horizo
 
     Raises ValueError for a part that has no window, and for a channel that is constant while training.
     """
-    rows = rows_of_parts(series.index, parts)
-    train = series.to_numpy()[: rows[0].stop]
-    if (constant := train.max(0) == train.min(0)).any():
-        raise ValueError(f"the channel {series.columns[constant.argmax()]} is constant in the training part")
-    scaling = Scaling.of(train)
-    values = scaling.scale(series.to_numpy())
-    windows = [Windows(values, part, look_back, horizon) for part in rows]
-    for name, part, these in zip(("training", "validation", "test"), rows, windows, strict=True):
-        if not len(these):
-            raise ValueError(
-                f"the {name} part of {len(part)} rows has no window of {look_back} and {horizon} rows: "
-                "give shorter --look_back or --horizons, or a larger part by --split"
-            )
+    rows = dict(zip(("training", "validation", "test"), rows_of_parts(series.index, parts), strict=True))
+    for name, values in series[: rows["training"].stop].items():
+        if values.nunique() < 2:
+            raise ValueError(f"the channel {name} is constant in the training part")
+    windows, scaling = split_series(series, rows, look_back, horizon)
     return Splits(*windows, scaling)

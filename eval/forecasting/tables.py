@@ -13,23 +13,16 @@ ALIKE = {
     ("data",): ("digest", "split"),
     ("data", "look_back", "row"): ("settings", "learning_rate", "batch_size", "max_steps", "eval_steps", "patience"),
 }
-WITHOUT_LAST = "test_without_last_batch"  # the field of a record
 NOTES = (
     "- Mean squared / mean absolute error of values scaled by the training part, over all windows of the test part.",
-    "- Code that drops the last incomplete batch of the test part leaves out the end of the series: a second table.",
     '- The column "mean" is of the seeds that have all horizons; ± is the standard deviation over seeds.',
     "- Rows of the paper are quoted from arXiv 2501.00663, which has the means over horizons only.",
 )
 
 
-def runs_of_seeds(runs: list[Record], horizons: Iterable[int]) -> list[list[Record]]:
-    """Returns the runs of each seed that has all `horizons`."""
-    return of_complete_seeds({(run["run"]["seed"], run["run"]["horizon"]): run for run in runs}, horizons)
-
-
 def cell(runs: list[Record], horizons: Iterable[int]) -> str:
     """Formats both metrics, of each seed the mean over `horizons`, with their spread where there are several seeds."""
-    of_seeds = runs_of_seeds(runs, horizons)
+    of_seeds = of_complete_seeds({(run["run"]["seed"], run["run"]["horizon"]): run for run in runs}, horizons)
     values = [[mean(run["test"][metric] for run in of_seed) for of_seed in of_seeds] for metric in METRICS]
     return " / ".join(map(with_spread, values)) if of_seeds else "–"
 
@@ -49,34 +42,16 @@ def table(rows: Rows, data: str, look_back: int, horizons: list[int]) -> str:
     return f"## {data}, look-back {look_back}\n\n" + markdown_table(["model", "parameters", "seeds", *headings], lines)
 
 
-def last_batch_table(rows: Rows, data: str, horizons: list[int]) -> str:
-    """Makes the table of errors without the last incomplete batch, of the rows whose seeds with all horizons were
-    scored so; "" where there are none. A dash stands where a run has fewer windows than a batch.
-    """
-    sizes = sorted({int(size) for runs in rows.values() for run in runs for size in run.get(WITHOUT_LAST, {})})
-    lines = []
-    for row, runs in rows.items():
-        of_seeds = [x for x in runs_of_seeds(runs, horizons) if all(WITHOUT_LAST in run for run in x)]
-        if of_seeds:
-            scores = [[[run["test"] for run in x] for x in of_seeds]]
-            scores += [[[run[WITHOUT_LAST].get(str(size)) for run in x] for x in of_seeds] for size in sizes]
-            cells = (with_spread([mean(s["mse"] for s in y) for y in x]) if all(map(all, x)) else "–" for x in scores)
-            lines.append([row, len(of_seeds), *cells])
-    heading = ["model", "seeds", "all windows", *(f"batches of {size}" for size in sizes)]
-    title = f"### {data}, mean squared error without the last incomplete batch, mean of {numbers(horizons)}"
-    return f"{title}\n\n{markdown_table(heading, lines)}" if lines else ""
-
-
 def numbers(values: Iterable[int]) -> str:
     return ", ".join(map(str, values))
 
 
 def make_report(records: list[Record], baselines: list[str]) -> Report:
-    """Makes the tables: two for each series and look-back. No row is compared with baselines."""
+    """Makes the tables: one for each series and look-back. No row is compared with baselines."""
     tables = ["# Forecasts", "\n".join(NOTES)]
     for look_back in sorted({record["run"]["look_back"] for record in records}):
         chosen = [record for record in records if record["run"]["look_back"] == look_back]
         horizons = sorted({record["run"]["horizon"] for record in chosen})
         for data, rows in sorted(group_runs(chosen, (), "data", "row").items()):
-            tables += filter(None, (table(rows, data, look_back, horizons), last_batch_table(rows, data, horizons)))
+            tables.append(table(rows, data, look_back, horizons))
     return tables, {}

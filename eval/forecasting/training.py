@@ -14,12 +14,11 @@ from eval.common.harness import record_run
 from eval.common.records import Record
 from eval.forecasting.data import make_splits
 from eval.forecasting.models import ForecastTask, build_model, config_of, forecasts
-from eval.forecasting.tables import METRICS, WITHOUT_LAST
+from eval.forecasting.tables import METRICS
 from titans_hf.cli.shared.fitting import fit_forecaster
 from titans_hf.cli.shared.time_series import Windows
 
 DECIMALS = 5
-LAST_BATCHES = (32, 64, 128, 256, 512)  # sizes of batches; published code may drop an incomplete last batch
 INPUTS = ("past_values", "cycle_position")
 
 
@@ -66,14 +65,6 @@ def mean_scores(errors: torch.Tensor) -> dict[str, float]:
     return {name: round(x, DECIMALS) for name, x in zip(METRICS, errors.mean(0).tolist(), strict=True)}
 
 
-def scores_without_last_batch(errors: torch.Tensor) -> dict[str, dict[str, float]]:
-    """Averages the errors (N, 2) of the windows that fill batches of each size, in the order of time: windows
-    that are left over are not counted. Sizes above N have no score.
-    """
-    counted = {size: len(errors) // size * size for size in LAST_BATCHES}
-    return {str(size): mean_scores(errors[:count]) for size, count in counted.items() if count}
-
-
 def make_run(run: Run, series: pd.DataFrame, output: Path) -> Record:
     """Trains by AdamW with a cosine to 0, and scores the weights of the lowest validation loss, unless the folder
     `output` has the record.
@@ -97,7 +88,6 @@ def make_run(run: Run, series: pd.DataFrame, output: Path) -> Record:
             "best_step": best,
             "valid": mean_scores(valid),
             "test": mean_scores(test),
-            WITHOUT_LAST: scores_without_last_batch(test),
             "windows": [len(part) for part in splits[:3]],
         }
 

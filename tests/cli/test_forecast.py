@@ -118,7 +118,10 @@ def bad_data(folder, number=100, freq="h"):
         ([], "--horizon is missing"),
         (["--horizon", 0], "--horizon must be at least 1, but is 0"),
         (["--horizon", 8, "--look_back", 12], "--look_back must be a multiple of 8, but is 12"),
-        (["--horizon", 90, "--look_back", 16], r"80 of them for training.* a smaller --look_back or --horizon"),
+        (
+            ["--horizon", 90, "--look_back", 16],
+            r"training part has 80 of 100 rows, in which there is no window of 16 rows",
+        ),
         (["--horizon", 8, "--validation", 1], "--validation must be a share between 0 and 1, but is 1.0"),
         (["--horizon", 8, "--look_back", 16, "--cycle_length", 99], "--cycle_length 99 is more than the 80 rows"),
         (["--model", "MODEL", "--max_steps", 3], "--max_steps is an option of training, but --model"),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from byte_model import save_byte_model, save_llama
 from covering import in_one_test
-from dna_files import save_dna_model, write_fasta, write_table
+from dna_files import write_fasta, write_table
 from documentation import PAGES, ROOT, TREATMENTS, anchors, blocks, notebooks, prose, run_bash, treatment
 from eval_common import BOOK, make_data
 from forked import forking, run_forked
@@ -181,8 +181,6 @@ def stage(tmp_path_factory):
     (folder / "my_dna").mkdir()
     write_fasta(folder / "my_dna", length=80)
     write_table(folder / "my_dna" / "test.csv", number=10, length=80, seed=1)
-    (folder / "my_dna" / "new.fa").write_text(">one\nACGT\n")
-    save_dna_model(folder / "runs" / "my-dna" / "my_dna-positive-mag-lr0.003-seed0")
     for name in ("my_texts", "books"):
         (folder / name).mkdir()
         (folder / name / "a.txt").write_text(BOOK)

@@ -13,8 +13,8 @@ from eval.common.tables import group_runs
 from eval.forecasting import run as forecasting
 from eval.forecasting.data import make_splits
 from eval.forecasting.models import BASELINES, DLinear, ForecastTask, RepeatLast, RLinear, build_model
-from eval.forecasting.tables import cell, last_batch_table, make_report, table
-from eval.forecasting.training import mean_scores, scores_without_last_batch, window_errors
+from eval.forecasting.tables import cell, make_report, table
+from eval.forecasting.training import mean_scores, window_errors
 from titans_hf.cli.shared.time_series import Windows, digest_of, read_series
 
 TINY = ["patch_length=4", "hidden_size=8", "num_attention_heads=2", "intermediate_size=8", "num_hidden_layers=1"]
@@ -52,13 +52,6 @@ def test_errors_by_hand(batch_size):
     expected = {"mse": sum(e * e for e in errors) / 6, "mae": sum(errors) / 6}
     found = window_errors(RepeatLast(ForecastTask(1, 1, 2)), windows, batch_size)
     assert mean_scores(found) == pytest.approx(expected, abs=1e-5)
-
-
-def test_windows_that_fill_batches_by_hand():
-    """Of 70 windows batches of 32 leave out the last six, those of 64 too, and 128 have none."""
-    errors = torch.stack([torch.arange(70.0), torch.ones(70)], dim=1)
-    expected = {"mse": 31.5, "mae": 1.0}
-    assert scores_without_last_batch(errors) == {"32": expected, "64": expected}
 
 
 def test_linear_baselines():
@@ -214,20 +207,6 @@ def test_means_over_horizons_and_seeds(tmp_path):
     assert "| a | 960 to 7,200 | 1 |" in text
 
 
-def test_the_table_without_the_last_batch(tmp_path):
-    """It has the rows whose runs scored all horizons without the last batch, and is left out where there are none."""
-    records = [record_of("a", horizon, 0, horizon / 100, 0.5) for horizon in (96, 192)] + [record_of("b", 96, 0, 1, 1)]
-    for number, record in enumerate(records):
-        record["test_without_last_batch"] = {str(n): {"mse": number + n / 1000} for n in (32, 64, 128, 256, 512)}
-        save(tmp_path, record)
-    text = last_batch_table(rows_of(tmp_path), "ETTh1", [96, 192]).splitlines()
-    assert text[4:] == ["| a | 1 | 1.440 | 0.532 | 0.564 | 0.628 | 0.756 | 1.012 |"]
-    del records[1]["test_without_last_batch"]
-    (tmp_path / FILE).unlink()
-    save(tmp_path, *records)
-    assert last_batch_table(rows_of(tmp_path), "ETTh1", [96, 192]) == ""
-
-
 def test_chosen_rows_are_reported(tmp_path):
     """--rows leaves all other rows out. A row that no run has, or a folder without runs, is an error."""
     for row in ("lmm-off-cycle24", "rlinear", "dlinear"):
@@ -249,7 +228,10 @@ def test_chosen_rows_are_reported(tmp_path):
         (["--split", "12", "4", "4"], "months of 30 days are 14400 rows, but there are 60"),
         (["--split", "0.6", "0", "0.4"], "must be three numbers above 0"),
         (["--split", "0.7", "0.2", "0.2"], "shares must sum to at most 1, but sum to 1.1"),
-        (["--horizons", "20"], "the validation part of 12 rows has no window of 8 and 20 rows"),
+        (
+            ["--horizons", "20"],
+            "the validation part has 12 of 60 rows, in which there is no window of 8 rows to read and 20",
+        ),
         (["--time_column", "when"], "--time_column when: .* has the columns date, c0, c1"),
         (["--time_column", "c0"], "the column c0 holds no dates with a year of four digits"),
         (["--set", "patch_length=4"], "--set needs a name of its own"),

@@ -4,9 +4,6 @@ from pathlib import Path
 
 import numpy as np
 
-from eval.dna.models import build_model, config_of
-from eval.dna.tokenizer import make_tokenizer
-
 SHARES = {"negative": (0.55, 0.15, 0.15, 0.15), "positive": (0.15, 0.55, 0.15, 0.15)}  # rich in A, and in C
 
 
@@ -36,12 +33,3 @@ def write_fasta(folder: Path, number: int = 60, length: int = 40, seed: int = 0)
     for path in paths:
         path.write_text("".join(f">{i}\n{text}\n" for i, (text, label) in enumerate(rows) if label == path.stem))
     return paths
-
-
-def save_dna_model(folder: Path):
-    """Saves a small MAG of the classes a and b, and its tokenizer, and returns both."""
-    shape = {"parameters": 4000, "hidden_size": 16, "num_hidden_layers": 1}
-    model, tokenizer = build_model("mag", config_of("mag", ["a", "b"], shape, {}), 0).eval(), make_tokenizer()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return model, tokenizer

@@ -113,7 +113,6 @@ TREATMENTS = [
         "--models mag-off cnn --parameters 4000 --hidden_size 16 --num_hidden_layers 1 --folds 2 --epochs 1 "
         "--learning_rates 1e-2",
     ),
-    Treatment(r"python -m eval.dna.predict .*"),
     Treatment(r"python -m eval.tables runs/dna .*", "--baselines cnn"),
     Treatment(r"python -m eval.tables .*"),
     Treatment(r"titans-hf lm-eval .* lambada_openai", not_run=NETWORK),

@@ -27,7 +27,15 @@ from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.finished_runs import write_record
 from titans_hf.cli.shared.fitting import fit_forecaster
 from titans_hf.cli.shared.markdown_tables import markdown_table
-from titans_hf.cli.shared.time_series import Scaling, Windows, frequency_of, read_series, steps_between, uneven_step
+from titans_hf.cli.shared.time_series import (
+    Scaling,
+    Windows,
+    frequency_of,
+    read_series,
+    split_series,
+    steps_between,
+    uneven_step,
+)
 
 TABLE, PICTURE = "forecast.csv", "forecast.png"
 FACTS = "series.json"  # beside a model: facts of its training data
@@ -104,25 +112,6 @@ def check_args(args: argparse.Namespace) -> None:
         raise ValueError(f"--output {args.output} has a model: load it by --model {args.output}, or give a new folder")
 
 
-def make_windows(args: argparse.Namespace, series: pd.DataFrame) -> tuple[Windows, Windows, Scaling]:
-    """Cuts the windows of the training and the validation part, and returns the scaling of the training part.
-
-    Raises ValueError for a part that has no window.
-    """
-    number = round(len(series) * (1 - args.validation))
-    scaling = Scaling.of(series.to_numpy()[: max(1, number)])
-    values = scaling.scale(series.to_numpy())
-    parts = {"training": range(number), "validation": range(number, len(values))}
-    windows = [Windows(values, rows, args.look_back, args.horizon) for rows in parts.values()]
-    for (name, rows), these in zip(parts.items(), windows, strict=True):
-        if not len(these):
-            raise ValueError(
-                f"DATA {args.data} has {len(values)} rows, {len(rows)} of them for {name}, in which there is no window "
-                f"of {args.look_back} and {args.horizon}: give a smaller --look_back or --horizon, or more rows"
-            )
-    return *windows, scaling
-
-
 @torch.inference_mode()
 def absolute_errors(
     model: TitansForTimeSeriesPrediction, windows: Windows, scaling: Scaling, batch_size: int
@@ -146,7 +135,10 @@ def train(args: argparse.Namespace, series: pd.DataFrame) -> tuple[TitansForTime
 
     Raises ValueError for a file with too few rows, and where no validation loss was a number.
     """
-    training, validation, scaling = make_windows(args, series)
+    rows = range(len(series))
+    middle = round(len(rows) * (1 - args.validation))
+    parts = {"training": rows[:middle], "validation": rows[middle:]}
+    (training, validation), scaling = split_series(series, parts, args.look_back, args.horizon)
     set_seed(args.seed)
     config = TitansTimeSeriesConfig(
         context_length=args.look_back,

@@ -78,6 +78,25 @@ class Windows(torch.utils.data.Dataset):
         }
 
 
+def split_series(
+    series: pd.DataFrame, parts: dict[str, range], look_back: int, horizon: int
+) -> tuple[list[Windows], Scaling]:
+    """Cuts the windows of each part, given by its name and rows, and returns the scaling of the first one, by which all
+    are scaled. Raises ValueError for a part that has no window.
+    """
+    first = next(iter(parts.values()))
+    scaling = Scaling.of(series.to_numpy()[: max(1, first.stop)])
+    values = scaling.scale(series.to_numpy())
+    windows = [Windows(values, rows, look_back, horizon) for rows in parts.values()]
+    for (name, rows), cut in zip(parts.items(), windows, strict=True):
+        if not len(cut):
+            raise ValueError(
+                f"the {name} part has {len(rows)} of {len(values)} rows, in which there is no window of {look_back} "
+                f"rows to read and {horizon} to forecast: give less to read or to forecast, or more rows"
+            )
+    return windows, scaling
+
+
 def read_series(path: Path, time_column: str | None = None, date_format: str | None = None) -> pd.DataFrame:
     """Reads a CSV file: a time column, the first unless named, and one column per channel. The separator is a comma, a
     semicolon or a tab, whichever the header has most of. Without commas as separators, the decimal sign of the file may
