@@ -260,7 +260,7 @@ def main(argv: list[str] | None = None) -> Reading:
     reading.resume(args.append)
     announce(reading, files, tokenizer)
     skipped, saved_at, warned = reading.num_read, time.monotonic(), False
-    with tqdm(total=size_of(files), unit="B", unit_scale=True, desc="reading", disable=None) as bar:
+    with tqdm(total=size_of(files), unit="B", unit_scale=True, desc="reading") as bar:
         while reading.read():
             bar.update(stream.num_bytes - bar.n)
             bar.set_postfix_str(f"{reading.num_read:,} tokens")
