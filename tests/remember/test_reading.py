@@ -315,10 +315,11 @@ def test_files(model, tmp_path):
     cache = MemoryCache(model)
     with torch.no_grad():
         model(TOKENS[:2, :45], cache=cache)
-        cache.save_pretrained(tmp_path, model, about={"texts": ["a"]})
+        cache.about["texts"] = ["a"]
+        cache.save_pretrained(tmp_path, model)
         loaded = MemoryCache.from_pretrained(tmp_path, model)
         close(model(TOKENS[:2, 45:], cache=loaded).logits, model(TOKENS[:2, 45:], cache=cache).logits, atol=0)
-    assert loaded.get_seq_length() == 90
+    assert loaded.get_seq_length() == 90 and loaded.about == {"texts": ["a"]}
     other = remembering(window=14)
     with pytest.raises(ValueError, match=f"{tmp_path}.*window"):
         MemoryCache.from_pretrained(tmp_path, other)

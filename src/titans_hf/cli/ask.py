@@ -16,18 +16,23 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from titans_hf import TitansCache
-from titans_hf.cache_files import fingerprint, read_description
+from titans_hf.cache_files import read_description
 from titans_hf.cli.shared.argument_checks import check_minimums
-from titans_hf.cli.shared.checkpoints import load_titans
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
+from titans_hf.cli.shared.memories import (
+    AnyCache,
+    add_model_options,
+    fingerprint,
+    load_cache,
+    load_with_memory,
+)
 from titans_hf.cli.shared.text_ids import decode_answer, encode, pad_left
 
 
 def answer(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    cache: TitansCache,
+    cache: AnyCache,
     prompts: list[str],
     options: GenerationConfig,
 ) -> list[str]:
@@ -63,7 +68,7 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, optio
     return []
 
 
-def learn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: TitansCache, text: str) -> None:
+def learn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: AnyCache, text: str) -> None:
     """Reads a text into the memory."""
     ids = encode(tokenizer, text, return_tensors="pt").input_ids.to(model.device)
     with torch.inference_mode():
@@ -72,14 +77,13 @@ def learn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: Tit
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    parser.add_argument("model", metavar="MODEL", help="the checkpoint that has read: a folder or a name on the Hub")
+    add_model_options(parser)
     parser.add_argument("--memory", type=Path, required=True, help="the folder that titans-hf read has saved to")
     parser.add_argument("--prompt", action="append", help="a text to be continued; may be given several times")
     parser.add_argument("--keep", action="store_true", help="prompts and answers become part of the saved memory")
     parser.add_argument("--max_new_tokens", type=int, default=64, help="the longest answer, in tokens")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 for the most probable token")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws with a --temperature above 0")
-    parser.add_argument("--device", help="cpu, cuda, ... (default: the GPU if there is one)")
     args = parser.parse_args(argv)
     if args.prompt is not None and not all(args.prompt):
         raise ValueError("--prompt is empty")
@@ -93,9 +97,9 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     read_description(args.memory)  # before the weights are loaded
     logging.disable_progress_bar()  # of the loading of weights, which would stand before every answer
-    model, tokenizer = load_titans(args.model, args.device)
-    facts = fingerprint(model)  # of all weights: once, and not for every prompt
-    cache = TitansCache.from_pretrained(args.memory, model, model_fingerprint=facts)
+    model, tokenizer = load_with_memory(args)
+    facts = fingerprint(model)  # of all weights of a Titans: once, and not for every prompt
+    cache = load_cache(args.memory, model, facts)
     torch.manual_seed(args.seed)
     options = GenerationConfig(max_new_tokens=args.max_new_tokens, do_sample=args.temperature > 0)
     if options.do_sample:
@@ -106,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
     def reply(prompts: list[str]) -> None:
         memory = cache
         if args.keep:  # another process may have read on since the last prompt
-            memory = TitansCache.from_pretrained(args.memory, model, model_fingerprint=facts)
+            memory = load_cache(args.memory, model, facts)
         texts = answer(model, tokenizer, copy.copy(memory), prompts, options)
         for prompt, text in zip(prompts, texts, strict=True):
             print(f"{prompt}{text}" if args.prompt else text, flush=True)

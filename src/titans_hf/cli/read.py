@@ -24,11 +24,17 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from titans_hf import TitansCache
-from titans_hf.cache_files import DESCRIPTION, fingerprint
+from titans_hf.cache_files import DESCRIPTION
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
-from titans_hf.cli.shared.checkpoints import load_titans
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
+from titans_hf.cli.shared.memories import (
+    AnyCache,
+    add_model_options,
+    fingerprint,
+    load_cache,
+    load_with_memory,
+    new_cache,
+)
 from titans_hf.cli.shared.text_files import TEXT_SUFFIXES, describe_files, find_files
 from titans_hf.cli.shared.text_ids import encode, encode_in_windows, newline_decoder
 
@@ -108,9 +114,9 @@ class Reading:
 
     def __init__(self, model: PreTrainedModel, folder: Path, stream: TokenStream, piece: int):
         self.model, self.folder, self.stream, self.piece = model, folder, stream, piece
-        self.fingerprint = fingerprint(model)  # of all weights: once, and not at every save
+        self.fingerprint = fingerprint(model)  # of all weights of a Titans: once, and not at every save
         self.num_read, self.finished, self.digest = 0, False, hashlib.sha256()
-        self.cache = TitansCache(model.config)
+        self.cache = new_cache(model)
         self.cache.seen_in_folders[folder.resolve()] = None  # a memory of another process is not replaced
 
     def resume(self, append: bool) -> None:
@@ -121,7 +127,7 @@ class Reading:
         """
         if not (self.folder / DESCRIPTION).exists():
             return
-        self.cache = TitansCache.from_pretrained(self.folder, self.model, model_fingerprint=self.fingerprint)
+        self.cache = load_cache(self.folder, self.model, self.fingerprint)
         before = read_before(self.cache.about)
         if before is None:
             if append:
@@ -163,7 +169,7 @@ class Reading:
         self.finished = not len(tokens)
         return not self.finished
 
-    def _forward(self, tokens: np.ndarray, cache: TitansCache) -> None:
+    def _forward(self, tokens: np.ndarray, cache: AnyCache) -> None:
         ids = torch.tensor(tokens[None], dtype=torch.int64, device=self.model.device)
         with torch.inference_mode():
             self.model(ids, cache=cache, use_cache=True, logits_to_keep=1).logits.cpu()  # waits for a GPU
@@ -192,14 +198,13 @@ def read_before(about: dict[str, Any]) -> dict[str, Any] | None:
     return reading
 
 
-def num_listed(cache: TitansCache) -> int | None:
-    """Returns how many of the last tokens the episodic token memory reaches back, once it is full and forgets the first
-    ones; None before, and for a model without it.
+def num_listed(cache: AnyCache) -> int | None:
+    """Returns how many of the last tokens a list of surprising tokens reaches back, once it is full and forgets the
+    first ones; None before, and for a model without it.
     """
-    state = cache.layers[-1].state
-    if state is None or state.entries is None or state.entries.entries.tokens[0, 0] < 0:
+    if (positions := getattr(cache, "state", {}).get("list.positions")) is None or positions[0, 0] < 0:
         return None
-    return int(state.memory.num_seen[0] - state.entries.entries.positions[0, 0])
+    return int(cache.seen[0] - positions[0, 0])
 
 
 def announce(reading: Reading, files: list[Path | None], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -237,14 +242,13 @@ def duration(seconds: float) -> str:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    parser.add_argument("model", metavar="MODEL", help="a Titans checkpoint: a folder or a name on the Hub")
+    add_model_options(parser)
     parser.add_argument("texts", metavar="TEXT", nargs="+", help="a file, a folder, or - for standard input")
     parser.add_argument("--memory", type=Path, required=True, help="the folder to save to, and to go on from")
     parser.add_argument("--suffixes", nargs="+", default=TEXT_SUFFIXES, help="ends of the names of a folder's files")
     parser.add_argument("--save_seconds", type=float, default=60, help="save after every so many seconds")
     parser.add_argument("--piece", type=int, default=4096, help="tokens read at once: they bound the memory needed")
     parser.add_argument("--append", action="store_true", help="read TEXT after whatever the memory has read")
-    parser.add_argument("--device", help="cpu, cuda, ... (default: the GPU if there is one)")
     args = parser.parse_args(argv)
     check_minimums(args, save_seconds=0, piece=1)
     check_folder(args.memory, "--memory")
@@ -254,7 +258,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> Reading:
     args = parse(argv)
     files = list_texts(args.texts, args.suffixes)
-    model, tokenizer = load_titans(args.model, args.device)
+    model, tokenizer = load_with_memory(args)
     stream = TokenStream(files, tokenizer)
     reading = Reading(model, args.memory, stream, args.piece)
     reading.resume(args.append)

@@ -6,7 +6,8 @@ Shapes: R rows, C tokens of a chunk.
 import copy
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -44,6 +45,8 @@ class MemoryCache(Cache):
         self.num_columns = self.first_column = 0
         self.snapshots: list[Snapshot] | None = None
         self.unread: Columns | None = None
+        self.about: dict[str, Any] = {}  # any JSON, saved with the memory
+        self.seen_in_folders: dict[Path, dict | None] = {}  # see `cache_files.write_memory`
         super().__init__(layers=make_layers(model, self.memory.window, self.memory.extra_columns))
 
     def begin(self, model: PreTrainedModel, rows: int, device: torch.device) -> None:
@@ -57,6 +60,11 @@ class MemoryCache(Cache):
             self.record(None)
         elif len(self.seen) != rows:
             raise ValueError(f"`input_ids` must have the {len(self.seen)} rows of `cache`, got {rows}.")
+
+    @property
+    def num_tokens_seen(self) -> Tensor:
+        """Tokens that each row has read (R,)."""
+        return self.seen
 
     @property
     def batch_size(self) -> int:
@@ -106,14 +114,18 @@ class MemoryCache(Cache):
         new.snapshots = None if self.snapshots is None else list(self.snapshots)
         return new
 
-    def save_pretrained(self, folder: str | os.PathLike, model: PreTrainedModel, about: dict | None = None) -> None:
-        """Saves the memory in a folder, atomically; `about` is any JSON. See `memory_files.save`."""
-        memory_files.save(self, folder, model, about)
+    def save_pretrained(
+        self, folder: str | os.PathLike, model: PreTrainedModel, *, model_fingerprint: dict | None = None
+    ) -> None:
+        """Saves the memory in a folder, atomically. See `memory_files.save`."""
+        memory_files.save(self, folder, model_fingerprint or memory_files.fingerprint(model))
 
     @classmethod
-    def from_pretrained(cls, folder: str | os.PathLike, model: PreTrainedModel) -> "MemoryCache":
+    def from_pretrained(
+        cls, folder: str | os.PathLike, model: PreTrainedModel, *, model_fingerprint: dict | None = None
+    ) -> "MemoryCache":
         """Loads the memory of a folder for the model that wrote it. See `memory_files.load`."""
-        return memory_files.load(cls(model), folder, model)
+        return memory_files.load(cls(model), folder, model, model_fingerprint or memory_files.fingerprint(model))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "MemoryCache":
         """Returns a copy with `function` of each tensor that has a row dimension."""
@@ -128,7 +140,8 @@ class MemoryCache(Cache):
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
         new.layers = [layer.map(lambda x: x) if hasattr(layer, "map") else layer for layer in self.layers]
-        new.state = dict(self.state)
+        new.state, new.about = dict(self.state), copy.deepcopy(self.about)
+        new.seen_in_folders = dict(self.seen_in_folders)
         new.snapshots = None if self.snapshots is None else list(self.snapshots)
         return new
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,26 +20,30 @@ TOKENS = ("chunk.ids", "list.tokens", "list.contexts", "list.recent")  # tensors
 STATES = ("conv_states", "recurrent_states")
 
 
-def save(cache: "MemoryCache", folder: str | os.PathLike, model: PreTrainedModel, about: dict | None = None) -> None:
-    """Saves a cache, and what its model is: the sizes of the model and a hash of the parameters of its memory.
+def save(cache: "MemoryCache", folder: str | os.PathLike, facts: dict[str, Any]) -> None:
+    """Saves a cache, and the `fingerprint` of its model.
 
-    Raises ValueError or OSError that names the folder, which keeps the memory that it had.
+    Raises ValueError or OSError that names the folder, which keeps the memory that it had. Where another process has
+    saved since this cache was loaded or saved there, this memory goes beside it, and the error names both.
     """
     tensors = {f"state.{name}": x for name, x in cache.state.items()} | {"seen": cache.seen, "steps": cache.steps}
-    tensors |= layer_tensors(cache)
-    scalars = torch.tensor([cache.num_columns, cache.first_column])
-    description = {"model": fingerprint(model), "about": about or {}}
-    tensors = {name: x for name, x in (tensors | {"columns": scalars}).items() if x.numel()}
-    write_memory(folder, SavedMemory(description, tensors, cache.num_columns, False), {})
+    tensors["columns"] = torch.tensor([cache.num_columns, cache.first_column])
+    tensors = {name: x for name, x in (tensors | layer_tensors(cache)).items() if x.numel()}
+    description = {"model": facts, "tokens_seen": cache.seen.tolist(), "about": cache.about}
+    write_memory(folder, SavedMemory(description, tensors, cache.num_columns, False), cache.seen_in_folders)
 
 
-def load(cache: "MemoryCache", folder: str | os.PathLike, model: PreTrainedModel) -> "MemoryCache":
-    """Fills a new cache from a folder.
+def load(
+    cache: "MemoryCache", folder: str | os.PathLike, model: PreTrainedModel, facts: dict[str, Any]
+) -> "MemoryCache":
+    """Fills a new cache from a folder, for a model with the fingerprint `facts`.
 
     Raises FileNotFoundError for a folder without a memory, ValueError that names the folder for a memory of another
     model or a damaged one.
     """
-    saved = read_memory(folder, fingerprint(model))
+    saved = read_memory(folder, facts)
+    cache.about = dict(saved.description["about"])
+    cache.seen_in_folders[Path(folder).resolve()] = saved.description
     with naming_folder(folder, "loaded"):
         tensors = dict(saved.tensors)
         device = next(x.device for x in model.parameters() if x.device.type != "meta")
@@ -63,7 +68,9 @@ def load(cache: "MemoryCache", folder: str | os.PathLike, model: PreTrainedModel
 
 
 def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
-    """Returns what a memory depends on: the kind and the sizes of the model, and a hash of its memory's parameters."""
+    """Returns what a memory depends on: the kind and the sizes of the model, a hash of some of its weights, and one of
+    its memory's parameters.
+    """
     config, memory = model.config.get_text_config(decoder=True), model.memory
     total, parts = hashlib.sha256(), []
     if memory.fast_weights is not None:
@@ -76,9 +83,14 @@ def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
         total.update(f"{chosen.entries} {chosen.threshold}".encode())
     for name, x in sorted(parts, key=lambda part: part[0]):
         total.update(f"{name} {tuple(x.shape)}".encode() + x.detach().cpu().float().contiguous().numpy().tobytes())
+    some = hashlib.sha256()
+    for x in model.parameters():
+        if not x.is_meta and x.is_floating_point() and not hasattr(x, "__tensor_flatten__"):
+            some.update(x.detach().flatten()[:64].cpu().float().numpy().tobytes())
     names = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
     sizes = {name: getattr(config, name, None) for name in names}
-    return {**sizes, "window": memory.window, "first_token": memory.first_token, "memory": total.hexdigest()}
+    own = {"window": memory.window, "first_token": memory.first_token, "memory": total.hexdigest()}
+    return {**sizes, **own, "weights": some.hexdigest()}
 
 
 def layer_tensors(cache: "MemoryCache") -> dict[str, Tensor]:

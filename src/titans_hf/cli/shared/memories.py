@@ -1,0 +1,66 @@
+"""Models that have a memory, and their caches: a Titans has its own, any other causal language model gets one."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from titans_hf import TitansCache, cache_files
+from titans_hf.cli.shared.checkpoints import load_config, load_model, load_tokenizer
+from titans_hf.cli.shared.devices import choose_device
+from titans_hf.remember import MemoryCache, memory_files, remember
+
+AnyCache = TitansCache | MemoryCache
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Adds MODEL, --adapter, --window and --device to a command that reads with a memory."""
+    text = "a Titans, any causal language model, or an adapter of `titans-hf fit`: a folder or a name on the Hub"
+    parser.add_argument("model", metavar="MODEL", help=text)
+    parser.add_argument("--adapter", help="for a MODEL that is no Titans: the fitted memory, a folder or a name")
+    parser.add_argument(
+        "--window", type=int, help="for a MODEL that is no Titans: tokens of attention (default: all, or the adapter's)"
+    )
+    parser.add_argument("--device", help="cpu, cuda, ... (default: the GPU if there is one)")
+
+
+def load_with_memory(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Loads the model that the options of `add_model_options` name, with a memory, and its tokenizer.
+
+    Raises ValueError for --adapter or --window beside a Titans, and as `remember` does.
+    """
+    kind, device = load_config(args.model, "MODEL").model_type, choose_device(args.device)
+    if kind == "titans":
+        for name in ("adapter", "window"):
+            if getattr(args, name) is not None:
+                raise ValueError(f"--{name} {getattr(args, name)} is for models without a memory: MODEL is a Titans")
+        return load_model(args.model, "MODEL").to(device).eval(), load_tokenizer(args.model, "MODEL")
+    if kind == "remember":
+        if args.adapter is not None:
+            raise ValueError(f"--adapter {args.adapter} is not needed: MODEL {args.model} is an adapter")
+        args.adapter = args.model
+        args.model = load_config(args.model, "MODEL").base_model_name_or_path
+    tokenizer, given = load_tokenizer(args.model, "MODEL"), {}
+    if args.adapter is not None:
+        given["adapter"] = args.adapter
+    if args.window is not None:
+        given["window"] = args.window
+    model = load_model(args.model, "MODEL", dtype="auto").to(device).eval()
+    return remember(model, **given), tokenizer
+
+
+def new_cache(model: PreTrainedModel) -> AnyCache:
+    """Returns the cache of a model that has read nothing."""
+    return TitansCache(model.config) if model.config.model_type == "titans" else MemoryCache(model)
+
+
+def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
+    """Returns what a memory folder of the model depends on."""
+    files = cache_files if model.config.model_type == "titans" else memory_files
+    return files.fingerprint(model)
+
+
+def load_cache(folder: Path, model: PreTrainedModel, facts: dict[str, Any]) -> AnyCache:
+    """Loads a memory folder for the model with the fingerprint `facts`."""
+    return type(new_cache(model)).from_pretrained(folder, model, model_fingerprint=facts)
