@@ -65,6 +65,16 @@ class Found(NamedTuple):
     tokens: Tensor
     entropy: Tensor
 
+    def at(self, queries: Tensor) -> "Found":
+        """Returns on the CPU what some queries (Q,) of the only row find, without entries that none of them sees."""
+        shape, visible = self.similarity.shape, self.visible[:, queries]
+        seen = visible[0].any(0)
+        expanded = (x.expand(shape) for x in self.facts)
+        similarity, visible, *facts = (
+            x[:, queries][..., seen].cpu() for x in (self.similarity, self.visible, *expanded)
+        )
+        return Found(similarity, tuple(facts), visible, self.tokens[..., seen].cpu(), self.entropy[:, queries].cpu())
+
     def read(self, log_sharpness: Tensor, entry_weight: Tensor) -> tuple[Tensor, Tensor]:
         """Computes the features f of the gate (R, Q, 8) and the weights a of the entries (R, Q, E)."""
         dtype, any_visible = self.similarity.dtype, self.visible.any(-1, keepdim=True)

@@ -1,0 +1,427 @@
+"""Fits what `remember` adds to a model to texts: no weight of the model itself is trained.
+
+1. Directions: with G the mean gradient of a linear layer's weights W over a text, at the original weights, V and s the
+   eigenvectors and eigenvalues of the sum of G^T G over texts: A = diag((s_i / s_1)^(-1/4)) V_r^T. The sum is sketched
+   by random rows, so that no matrix of (in, in) is needed.
+2. Rate: of the rates that are tried, each twice or half the one before, the one with the least loss of texts.
+3. Start: two passes through texts, one after another; B_0 is the mean of B over the second pass.
+4. List: see `fit_list`. It is fitted to texts that are read with the fast weights.
+
+Shapes: T tokens, r rank, R rows of a sketch, `in` and `out` the sizes of a linear layer.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from ..cache_titans import CACHE_NAME
+from .fast_weights import FastWeights, decoder_layers, linear_layers
+from .fit_list import DOCUMENT, ROWS, Collector, Gains, Moments, Recorder, collect, fit_read_out, read_texts
+from .memory import FAST_WEIGHTS, LIST, Memory, forget, remember
+from .memory_cache import MemoryCache
+from .token_list import ReadOut, TokenList
+
+KINDS = (  # of the linear layers that get fast weights: values, outputs and feed-forward networks, by families' names
+    *("v_proj", "o_proj", "up_proj", "gate_proj", "down_proj"),
+    *("qkv_proj", "gate_up_proj", "c_attn", "c_proj", "c_fc", "Wqkv", "query_key_value", "kv_b_proj", "out_proj"),
+    *("dense", "dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2", "w1", "w2", "w3"),
+)
+SKETCH = 128  # rows of a sketch of the gradients
+FLOOR = 1e-4  # least s_i / s_1
+PIECE = 256  # tokens of a call
+FIRST_RATE, NUM_RATES = 0.05, 5
+KEY_SIZE = 64  # of the list
+TEXT, COMPARED = 1024, 2048  # tokens of a text for directions and start, and of one by which rates are compared
+FIT_TOKENS, COMPARED_TOKENS = 12 * TEXT, 4 * COMPARED  # in all, but at most a quarter of the documents
+
+
+@contextmanager
+def frozen(model: PreTrainedModel) -> Iterator[None]:
+    """Lets no parameter have a gradient, in evaluation mode, inside of the block."""
+    trained, training = [x for x in model.parameters() if x.requires_grad], model.training
+    model.eval()
+    try:
+        for x in trained:
+            x.requires_grad_(False)
+        yield
+    finally:
+        for x in trained:
+            x.requires_grad_()
+        model.train(training)
+
+
+def cut(documents: Sequence[Tensor], length: int, number: int, skip: int = 0) -> list[Tensor]:
+    """Returns parts (T,) of at most `length` tokens, `number` tokens in all if there are as many: the first part of
+    every document, then the second of every document, ... The first `skip` tokens of documents are left out.
+    """
+    parts, left = [], number
+    for begin in range(skip, max(map(len, documents)), length):
+        for ids in documents:
+            if left > 1 and len(part := ids[begin : begin + min(length, left)]) > 1:
+                parts.append(part)
+                left -= len(part)
+    return parts
+
+
+class Saved:
+    """The state of a fit on disk: tensors by the name of a stage. Without a folder nothing is kept."""
+
+    def __init__(self, folder: Path | None, key: str):
+        self.folder, self.key = folder, hashlib.sha256(key.encode()).hexdigest()[:16]
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def load(self, stage: str) -> dict[str, Tensor]:
+        """Returns what a stage has saved; an empty dictionary for none, and for that of a fit of other arguments."""
+        if self.folder is None:
+            return {}
+        try:
+            return load_file(self.folder / f"{stage}-{self.key}.safetensors")
+        except (OSError, SafetensorError):
+            return {}
+
+    def save(self, stage: str, tensors: dict[str, Tensor]) -> None:
+        """Replaces what a stage has saved, in one step."""
+        if self.folder is not None:
+            file = self.folder / f"{stage}-{self.key}.safetensors"
+            save_file({name: x.contiguous().cpu() for name, x in tensors.items()}, file.with_suffix(".new"))
+            file.with_suffix(".new").replace(file)
+
+
+def fast_layers(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
+    """Returns the sizes (in, out) by name of the linear layers that get fast weights: those of KINDS in the upper half
+    of the layers but the last. Raises ValueError if there are none.
+    """
+    number = len(decoder_layers(model)[1])
+    sizes = linear_layers(model, KINDS, range(number // 2, max(number - 1, number // 2 + 1)))
+    if not sizes:
+        raise ValueError(f"`model` is a {type(model).__name__}, of whose linear layers none is of {', '.join(KINDS)}.")
+    return sizes
+
+
+def fit_directions(
+    model: PreTrainedModel, texts: Sequence[Tensor], rank: int, saved: Saved, bar: tqdm, seed: int = 0
+) -> dict[str, Tensor]:
+    """Computes A (r, in) by the names of `fast_layers`, of a model that reads with a memory without parts."""
+    sizes, state = fast_layers(model), saved.load("directions")
+    begin = int(state.pop("begin", 0))
+    sketches = state or {name: torch.zeros(SKETCH, size) for name, (size, _) in sizes.items()}
+    bar.update(sum(map(len, texts[:begin])))
+    for index in range(begin, len(texts)):
+        for name, x in _sketches(model, texts[index], sizes, seed + index, bar).items():
+            sketches[name] += x.cpu()
+        saved.save("directions", sketches | {"begin": torch.tensor(index + 1)})
+    directions = {}
+    for name, sketch in sketches.items():
+        _, roots, vectors = torch.linalg.svd(sketch, full_matrices=False)  # the squares of the roots are s
+        kept = min(rank, len(roots))
+        share = (roots[:kept] / roots[0].clamp(min=torch.finfo(roots.dtype).tiny)).square().clamp(min=FLOOR)
+        directions[name] = vectors[:kept] * share[:, None] ** -0.25
+    return directions
+
+
+def _sketches(
+    model: PreTrainedModel, ids: Tensor, sizes: dict[str, tuple[int, int]], seed: int, bar: tqdm
+) -> dict[str, Tensor]:
+    """Computes N G (R, in) by name, with N (R, out) ~ N(0, 1) of this text and G its mean gradient of W (out, in)."""
+    inputs: dict[str, Tensor] = {}
+    probes: dict[str, Tensor] = {}
+    noise, results = {}, {}
+    for index, (name, (size, out)) in enumerate(sizes.items()):
+        generator = torch.Generator().manual_seed(seed * 100_003 + index)
+        noise[name] = torch.randn(SKETCH, out, generator=generator)
+        results[name] = torch.zeros(SKETCH, size)
+
+    def probe(name: str):
+        def add(module, args: tuple, output: Tensor) -> Tensor:
+            x = torch.zeros_like(output, requires_grad=True)
+            inputs.setdefault(name, []).append(args[0].detach().flatten(0, -2))
+            probes.setdefault(name, []).append(x)
+            return output + x
+
+        return add
+
+    modules, cache, device = dict(model.named_modules()), MemoryCache(model), model.get_input_embeddings().weight.device
+    targets = torch.cat([ids[1:], ids.new_full((1,), -100)])
+    hooks = [modules[name].register_forward_hook(probe(name)) for name in sizes]
+    try:
+        for tokens, labels in zip(ids.split(PIECE), targets.split(PIECE), strict=True):
+            with torch.enable_grad():
+                logits = model(tokens.to(device)[None], **{CACHE_NAME: cache}).logits[0].float()
+                loss = cross_entropy(logits, labels.to(logits.device), reduction="sum") / len(ids)
+                names = [(name, i) for name, of_calls in probes.items() for i in range(len(of_calls))]
+                gradients = torch.autograd.grad(loss, [probes[name][i] for name, i in names], allow_unused=True)
+            for (name, i), g in zip(names, gradients, strict=True):
+                if g is not None:
+                    low = g.flatten(0, -2).float() @ noise[name].to(g.device).mT  # (T, out) @ (out, R)
+                    results[name] = results[name].to(g.device) + low.mT @ inputs[name][i].float()
+            inputs.clear()
+            probes.clear()
+            bar.update(len(tokens))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return results
+
+
+def losses_of(model: PreTrainedModel, texts: Sequence[Tensor], bar: tqdm) -> list[Tensor]:
+    """Computes the losses (T - 1,) of texts (T,), of a model whose list is a `Recorder`, in nats."""
+    losses = []
+    for begin in range(0, len(texts), ROWS):
+        group = texts[begin : begin + ROWS]
+        of_group = [torch.zeros(len(x)) for x in group]
+
+        def note(state, values, mlp_inputs, seen, of_group=of_group) -> None:
+            for row, document in enumerate(state[DOCUMENT].tolist()):
+                of_group[document][int(seen[row]) :][: values.shape[1]] = values[row].cpu()
+            bar.update(values.numel())
+
+        with noting(model, note):
+            read_texts(model, group)
+        losses += [x[1:] for x in of_group]
+    return losses
+
+
+@contextmanager
+def noting(model: PreTrainedModel, note: Callable) -> Iterator[None]:
+    """Lets the `Recorder` of a model call `note` inside of the block."""
+    model.memory.token_list.note = note
+    try:
+        yield
+    finally:
+        model.memory.token_list.note = None
+
+
+def choose_rate(model: PreTrainedModel, texts: Sequence[Tensor], saved: Saved, bar: tqdm) -> float:
+    """Sets one rate for all fast weights, and returns it: the best of at most NUM_RATES, found by doubling or halving
+    FIRST_RATE as long as the mean loss of the texts falls.
+    """
+    fast, tried = model.memory.fast_weights, {}
+
+    def loss(power: int) -> float:
+        if power not in tried:
+            stage, fast.rates = f"rate{power:+}", dict.fromkeys(fast.directions, FIRST_RATE * 2.0**power)
+            if not (values := saved.load(stage)):
+                values = {"loss": torch.cat(losses_of(model, texts, bar)).mean()[None]}
+                saved.save(stage, values)
+            tried[power] = float(values["loss"].nan_to_num(torch.inf))
+        return tried[power]
+
+    best = 0
+    for direction in (1, -1):
+        while len(tried) < NUM_RATES and loss(best + direction) < loss(best):
+            best += direction
+    fast.rates = dict.fromkeys(fast.directions, FIRST_RATE * 2.0**best)
+    return FIRST_RATE * 2.0**best
+
+
+def fit_start(
+    model: PreTrainedModel, texts: Sequence[Tensor], saved: Saved, bar: tqdm
+) -> tuple[dict[str, Tensor], Moments]:
+    """Computes B_0 (out, r) by name, and the moments of y, over the second of two passes through texts."""
+    fast, moments = model.memory.fast_weights, Moments(model.config.get_text_config(decoder=True).hidden_size)
+    state = saved.load("start")
+    begin = int(state.pop("begin", 0))
+    sums = {name.removeprefix("sum."): x for name, x in state.items() if name.startswith("sum.")}
+    weights = {name: x for name, x in state.items() if name.startswith("B.")}
+    for name in vars(moments):
+        setattr(moments, name, state.get(name, getattr(moments, name)))
+    order = [*texts, *texts]
+    bar.update(sum(map(len, order[:begin])))
+    for index in range(begin, len(order)):
+        ids, is_second = order[index], index >= len(texts)
+
+        def note(state, losses, mlp_inputs, seen, is_second=is_second) -> None:
+            bar.update(losses.numel())
+            if is_second:
+                moments.add(mlp_inputs)
+                for name in fast.directions:
+                    sums[name] = sums.get(name, 0.0) + losses.shape[1] * state[f"B.{name}"][0].cpu()
+
+        cache = MemoryCache(model)
+        cache.begin(model, 1)
+        cache.state |= {name: x.to(cache.state[name]) for name, x in weights.items()}
+        with noting(model, note), torch.no_grad():
+            device = model.get_input_embeddings().weight.device
+            model(ids[None].to(device), logits_to_keep=1, **{CACHE_NAME: cache})
+        weights = {name: x for name, x in cache.state.items() if name.startswith("B.")}
+        numbers = {"begin": torch.tensor(index + 1)} | vars(moments)
+        saved.save("start", weights | {f"sum.{name}": x for name, x in sums.items()} | numbers)
+    number = sum(map(len, texts))
+    return {name: x / number for name, x in sums.items()}, moments
+
+
+class FitResult(NamedTuple):
+    """What a fit has gained. rate: theta. fast_weights: on texts of the documents that rates were compared by, over the
+    window alone. token_list: on the documents and recalls, over the fast weights. `number` of them are documents.
+    """
+
+    rate: float
+    fast_weights: Gains
+    token_list: Gains
+    number: int
+
+
+def fit_memory(
+    model: PreTrainedModel,
+    documents: Sequence[Tensor],
+    recalls: Sequence[tuple[Tensor, Tensor]] = (),
+    *,
+    window: int | str | None = "model",
+    rank: int = 8,
+    entries: int = 5400,
+    recall_share: float = 0.05,
+    seed: int = 0,
+    folder: str | Path | None = None,
+    progress: bool = True,
+) -> FitResult:
+    """Fits fast weights and list to texts, and gives the model a memory with them, in place.
+
+    Args:
+        model: a causal language model, with a memory or without.
+        documents: ids (T,) of texts of the kind that the model is to read, each read by itself; some 90,000 tokens.
+        recalls: texts in which facts are asked for, ids (T,) and is_answer (T,) bool, as `make_recalls` returns them.
+        window: tokens that a query of full attention sees; None for all; "model" for the model's, 1,024 without memory.
+        rank: r, of the fast weights.
+        entries: of the list.
+        recall_share: the weight of all answers together in the fit of the list, where the documents have 1.
+        seed: of the sketches of gradients.
+        folder: keeps the state of the fit, from which a fit with the same arguments goes on after an interruption.
+        progress: show bars on standard error.
+
+    Raises ValueError for bad arguments, and for documents without a surprising token. A model for which an error is
+    raised is as it was before.
+    """
+    _check(documents, recalls, rank, recall_share)
+    own = getattr(model, "memory", None)
+    if window == "model":
+        window = 1024 if own is None else own.window
+    ids = torch.cat([*documents, *(x for pair in recalls for x in pair)]).long().cpu()
+    digest = hashlib.sha256(ids.numpy().tobytes()).hexdigest()
+    lengths = [len(x) for x in documents], [len(x) for x, _ in recalls]
+    key = (model.name_or_path, type(model).__name__, window, rank, entries, recall_share, seed, lengths, digest)
+    saved = Saved(None if folder is None else Path(folder), repr(key))
+    first_token = None if own is None else own.first_token
+    if own is not None:
+        forget(model)
+    try:
+        with frozen(model):
+            fit = _Fit(model, window, first_token, saved, progress)
+            fast_weights, moments, rate, gains = fit.fast_weights(documents, rank, seed)
+            token_list, of_list = fit.token_list(fast_weights, moments, documents, recalls, entries, recall_share)
+        remember(model, window, fast_weights=fast_weights, token_list=token_list, first_token=first_token)
+    except BaseException:
+        if own is not None:
+            _remember_as(model, own)
+        raise
+    if own is not None:
+        model.memory.learn_from, model.memory.learning = own.learn_from, own.learning
+    return FitResult(rate, gains, of_list, len(documents))
+
+
+def parts_of(fast_weights: FastWeights | None, token_list: TokenList | None) -> list[str]:
+    """Returns the names of the parts that are there."""
+    return [name for name, x in ((FAST_WEIGHTS, fast_weights), (LIST, token_list)) if x is not None]
+
+
+def _remember_as(model: PreTrainedModel, own: Memory) -> None:
+    """Gives a model the memory that it had."""
+    names = ("fast_weights", "token_list", "first_token", "learn_from")
+    arguments = {name: getattr(own, name) for name in names}
+    remember(model, own.window, parts_of(own.fast_weights, own.token_list), **arguments)
+    model.memory.learning = own.learning
+
+
+def _check(documents, recalls, rank, recall_share) -> None:
+    if not len(documents) or any(x.dim() != 1 or len(x) < 2 for x in documents):
+        raise ValueError("`documents` must be tensors (T,) of at least two ids.")
+    if any(
+        ids.dim() != 1 or ids.shape != is_answer.shape or is_answer.dtype != torch.bool for ids, is_answer in recalls
+    ):
+        raise ValueError("`recalls` must be pairs of ids (T,) and is_answer (T,) bool.")
+    if not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"`rank` must be a whole number of at least 1, got {rank!r}.")
+    if not 0 <= recall_share < float("inf"):
+        raise ValueError(f"`recall_share` must be a number of at least 0, got {recall_share!r}.")
+
+
+class _Fit:
+    """The stages of a fit of one model, which has no memory between them."""
+
+    def __init__(self, model, window: int | None, first_token: int | None, saved: Saved, progress: bool):
+        self.model, self.window, self.first_token = model, window, first_token
+        self.saved, self.progress = saved, progress
+
+    @contextmanager
+    def memory(self, fast_weights: FastWeights | None, token_list) -> Iterator[None]:
+        """Gives the model a memory inside of the block."""
+        memory = parts_of(fast_weights, token_list)
+        arguments = {"fast_weights": fast_weights, "token_list": token_list, "first_token": self.first_token}
+        remember(self.model, self.window, memory, **arguments)
+        try:
+            yield
+        finally:
+            forget(self.model)
+
+    def bar(self, name: str, total: int) -> tqdm:
+        return tqdm(desc=f"fitting {name}", total=total, unit="token", disable=not self.progress)
+
+    def fast_weights(
+        self, documents: Sequence[Tensor], rank: int, seed: int
+    ) -> tuple[FastWeights, Moments, float, Gains]:
+        """Fits directions, rate and start; returns the moments of y and the gains too."""
+        model, saved, quarter = self.model, self.saved, sum(map(len, documents)) // 4
+        texts = cut(documents, TEXT, max(min(FIT_TOKENS, quarter), 2))
+        are_long = max(map(len, documents)) > 2 * TEXT
+        compared = cut(documents[::-1], COMPARED, max(min(COMPARED_TOKENS, quarter), 2), skip=TEXT * are_long)
+        number, number_compared = sum(map(len, texts)), sum(map(len, compared))
+        with self.memory(None, None), self.bar("directions", number) as bar:
+            directions = fit_directions(model, texts, rank, saved, bar, seed)
+        outputs = {name: out for name, (_, out) in fast_layers(model).items()}
+        fast = FastWeights(directions, dict.fromkeys(directions, FIRST_RATE), outputs)
+        with self.memory(fast, Recorder()):
+            with self.bar("rate", NUM_RATES * number_compared) as bar:
+                rate = choose_rate(model, compared, saved, bar)
+            with self.bar("start", 2 * number) as bar:
+                start, moments = fit_start(model, texts, saved, bar)
+            with tqdm(desc="measuring", total=2 * number_compared, unit="token", disable=not self.progress) as bar:
+                model.set_memory_learning(False)
+                before = losses_of(model, compared, bar)
+                model.set_memory_learning(True)
+                fast.start = start
+                after = losses_of(model, compared, bar)
+        return fast, moments, rate, Gains([torch.arange(len(x)) for x in before], before, after)
+
+    def token_list(
+        self,
+        fast_weights: FastWeights,
+        moments: Moments,
+        documents: Sequence[Tensor],
+        recalls: Sequence[tuple[Tensor, Tensor]],
+        entries: int,
+        recall_share: float,
+    ) -> tuple[TokenList, Gains]:
+        """Fits the list to texts that are read with the fast weights."""
+        size = moments.total.shape[0]
+        center, projection = moments.keys(min(KEY_SIZE, size))
+        texts, weights = list(documents), [torch.ones(len(x)) for x in documents]
+        num_answers = max(1, sum(int(is_answer.sum()) for _, is_answer in recalls))
+        heavy = recall_share * sum(map(len, documents)) / num_answers
+        for ids, is_answer in recalls:
+            texts.append(ids)
+            weights.append(torch.where(is_answer, heavy, 1.0))
+        collector = Collector(center, projection, ReadOut.cautious(), entries=entries)
+        with self.memory(fast_weights, collector), self.bar("the list", sum(map(len, texts))) as bar:
+            evidence = collect(self.model, texts, weights, self.saved, bar)
+        read_out, gains = fit_read_out(evidence)
+        return TokenList(center, projection, read_out, entries=entries), gains
