@@ -29,11 +29,14 @@ from .memory_reference import memorize_reference
 from .memory_state import MemorizeOutput, MemoryInputs, MemoryState
 from .modeling_titans import TitansForCausalLM, TitansModel, TitansPreTrainedModel
 from .neural_memory import NeuralMemory
+from .remember import MemoryCache, RememberConfig, RememberForCausalLM, fit_memory, forget, remember, save_adapter
 from .time_series_titans import TitansForTimeSeriesPrediction
 
 AutoConfig.register("titans", TitansConfig)
 AutoModel.register(TitansConfig, TitansModel)
 AutoModelForCausalLM.register(TitansConfig, TitansForCausalLM)
+AutoConfig.register("remember", RememberConfig)
+AutoModelForCausalLM.register(RememberConfig, RememberForCausalLM)
 AutoModelForQuestionAnswering.register(TitansConfig, TitansForQuestionAnswering)
 AutoModelForSequenceClassification.register(TitansConfig, TitansForSequenceClassification)
 AutoModelForTokenClassification.register(TitansConfig, TitansForTokenClassification)
@@ -43,9 +46,12 @@ AutoModelForTimeSeriesPrediction.register(TitansTimeSeriesConfig, TitansForTimeS
 __version__ = "0.1.0"
 __all__ = [
     "MemorizeOutput",
+    "MemoryCache",
     "MemoryInputs",
     "MemoryState",
     "NeuralMemory",
+    "RememberConfig",
+    "RememberForCausalLM",
     "TitansCache",
     "TitansConfig",
     "TitansForCausalLM",
@@ -59,6 +65,10 @@ __all__ = [
     "UpdateRule",
     "convert",
     "fit_episodic_memory",
+    "fit_memory",
+    "forget",
     "memorize",
     "memorize_reference",
+    "remember",
+    "save_adapter",
 ]

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
-from .fast_weights import FastWeights, Step, linear_sizes
+from .fast_weights import BASE_LAYER, FastWeights, Step, linear_sizes
 from .memory import FAST_WEIGHTS, LIST, Memory, remember
 from .memory_cache import memory_of
 from .token_list import ReadOut, TokenList
@@ -31,7 +31,7 @@ WEIGHTS = "adapter.safetensors"
 SETTINGS = ("entries", "threshold")  # of the list
 CARD = """# {name}
 
-A memory for [{base}](https://huggingface.co/{base}): fast weights that learn while the model reads, by the gradient of
+A memory for {base}: fast weights that learn while the model reads, by the gradient of
 its own loss, and a list of surprising tokens. No weight of the base model was trained; none is in this repository.
 
 ## Load
@@ -83,18 +83,21 @@ class RememberForCausalLM(PreTrainedModel):
     @classmethod
     def from_pretrained(cls, adapter: str | Path, *args: Any, **options: Any) -> PreTrainedModel:
         """Returns the base model of an adapter with its memory. `options` are those of the base model, as `dtype`,
-        `device_map` and `quantization_config`; `window` replaces that of the adapter.
+        `device_map` and `quantization_config`, or fields of the adapter's configuration, as `window`.
 
         Raises ValueError for a bad adapter.
         """
-        config, window = options.pop("config"), options.pop("window", "auto")
-        hub = {name: options.pop(name) for name in ("revision", "subfolder") if name in options}
-        shared = {x: options[x] for x in ("cache_dir", "force_download", "local_files_only", "token") if x in options}
+        config = options.pop("config")
+        for name in ("revision", "subfolder", "adapter_kwargs", "use_safetensors"):
+            options.pop(name, None)
         base = config.base_model_name_or_path
         if not base:
-            raise ValueError(f"{adapter} names no base model: load it yourself and call `remember(model, adapter=...)`.")
+            raise ValueError(
+                f"{adapter} names no base model: load it yourself and call `remember(model, adapter=...)`."
+            )
         loaded = AutoModelForCausalLM.from_pretrained(base, *args, **options)
-        return remember(loaded, window, adapter=adapter, adapter_options=hub | shared)
+        given = {"first_token": config.first_token, "learn_from": config.learn_from}
+        return remember(loaded, config.window, config.memory, adapter=adapter, **given)
 
 
 def adapter_tensors(memory: Memory) -> dict[str, Tensor]:
@@ -102,12 +105,12 @@ def adapter_tensors(memory: Memory) -> dict[str, Tensor]:
     tensors = {}
     if (fast := memory.fast_weights) is not None:
         for name, x in fast.directions.items():
-            tensors |= {f"A.{name}": x, f"rate.{name}": torch.tensor(fast.rates[name])}
+            tensors |= {f"A.{name}": x, f"rate.{name}": torch.tensor(fast.rates[name], dtype=torch.float64)}
         tensors |= {f"B_0.{name}": x for name, x in fast.start.items()}
     if (found := memory.token_list) is not None:
         tensors |= {"list.center": found.center, "list.projection": found.projection}
         tensors |= {f"list.{name}": x for name, x in found.read_out._asdict().items()}
-    return {name: x.detach().float().cpu().contiguous() for name, x in tensors.items()}
+    return {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
 
 
 def save_adapter(
@@ -137,6 +140,8 @@ def save_adapter(
     tensors = adapter_tensors(memory)
     if half:
         tensors = {name: x.half() if x.dim() == 2 else x for name, x in tensors.items()}
+    else:
+        tensors = {name: x.float() if x.dim() else x for name, x in tensors.items()}
     fast, found = memory.fast_weights, memory.token_list
     config = RememberConfig(
         base_model_name_or_path=model.name_or_path,
@@ -177,15 +182,15 @@ def write_card(folder: Path, config: RememberConfig, licence: str | None) -> Non
 
 
 def load_adapter(
-    model: PreTrainedModel, adapter: str | Path, **options: Any
+    model: PreTrainedModel, adapter: str | Path
 ) -> tuple[RememberConfig, FastWeights | None, TokenList | None]:
-    """Loads an adapter for a model: its settings, fast weights and list. `options`: of the Hub, as `revision`.
+    """Loads an adapter for a model: its settings, fast weights and list.
 
     Raises ValueError, with the adapter's name, for one that is not there, is damaged, or is of another model.
     """
     try:
-        config = RememberConfig.from_pretrained(adapter, **options)
-        tensors = load_file(cached_file(adapter, WEIGHTS, **options))
+        config = RememberConfig.from_pretrained(adapter)
+        tensors = load_file(cached_file(adapter, WEIGHTS))
         if config.memory is None or not set(config.memory) <= {FAST_WEIGHTS, LIST}:
             raise ValueError(f"its config.json is of no adapter, but of a {config.to_dict().get('model_type')} model")
         parts = (
@@ -211,14 +216,14 @@ def _taken(tensors: dict[str, Tensor], name: str, *shape: int | None) -> Tensor:
 
 def _fast_weights(model: PreTrainedModel, config: RememberConfig, tensors: dict[str, Tensor]) -> FastWeights:
     modules, fast = dict(model.named_modules()), FastWeights({}, {}, {}, {}, Step(**(config.step or {})))
-    for stored in (x.removeprefix("A.") for x in tensors if x.startswith("A.")):
-        name = f"{stored}.base_layer" if f"{stored}.base_layer" in modules else stored  # in a model with PEFT
-        if name not in modules or (sizes := linear_sizes(modules[name])) is None:
-            raise ValueError(f"the model has no linear layer {stored}")
-        directions, fast.outputs[name] = _taken(tensors, f"A.{stored}", None, sizes[0]), sizes[1]
-        fast.directions[name], fast.rates[name] = directions, float(_taken(tensors, f"rate.{stored}"))
-        if f"B_0.{stored}" in tensors:
-            fast.start[name] = _taken(tensors, f"B_0.{stored}", sizes[1], len(directions))
+    for name in (x.removeprefix("A.") for x in tensors if x.startswith("A.")):
+        sizes = linear_sizes(modules.get(name + BASE_LAYER, modules.get(name)))
+        if sizes is None:
+            raise ValueError(f"the model has no linear layer {name}")
+        fast.directions[name], fast.outputs[name] = _taken(tensors, f"A.{name}", None, sizes[0]), sizes[1]
+        fast.rates[name] = float(_taken(tensors, f"rate.{name}"))
+        if f"B_0.{name}" in tensors:
+            fast.start[name] = _taken(tensors, f"B_0.{name}", sizes[1], len(fast.directions[name]))
     if not fast.directions:
         raise ValueError("it has no fast weights, which its config.json names")
     return fast

@@ -248,11 +248,10 @@ def fit_start(
                 for name in fast.directions:
                     sums[name] = sums.get(name, 0.0) + losses.shape[1] * state[f"B.{name}"][0].cpu()
 
-        cache = MemoryCache(model)
-        cache.begin(model, 1)
+        cache, device = MemoryCache(model), model.get_input_embeddings().weight.device
+        cache.begin(model, 1, device)
         cache.state |= {name: x.to(cache.state[name]) for name, x in weights.items()}
         with noting(model, note), torch.no_grad():
-            device = model.get_input_embeddings().weight.device
             model(ids[None].to(device), logits_to_keep=1, **{CACHE_NAME: cache})
         weights = {name: x for name, x in cache.state.items() if name.startswith("B.")}
         numbers = {"begin": torch.tensor(index + 1)} | vars(moments)

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -81,9 +82,10 @@ class Memory:
 
 def remember(
     model: PreTrainedModel,
-    window: int | None = None,
+    window: int | str | None = "auto",
     memory: Sequence[str] = PARTS,
     *,
+    adapter: str | Path | None = None,
     fast_weights: FastWeights | None = None,
     token_list: TokenList | None = None,
     first_token: int | None = None,
@@ -94,8 +96,9 @@ def remember(
     Args:
         model: any causal language model of Transformers that uses the attention interface, also inside of PEFT's.
         window: tokens that a query of a full-attention layer sees. None keeps full attention. Sliding and recurrent
-            layers stay as they are.
+            layers stay as they are. "auto" is the window of the adapter, and None without one.
         memory: "fast_weights", "list", both or none.
+        adapter: a folder, or a name on the Hub, with fitted fast weights and list, as `save_adapter` writes it.
         fast_weights: fitted fast weights; by default random directions on the value projections, which need no fit.
         token_list: a fitted list; by default a random projection with a cautious read-out.
         first_token: the token of the sink, by default the model's begin token.
@@ -107,6 +110,16 @@ def remember(
     whole, model = model, _base_model(model)
     if hasattr(model, "memory"):
         raise ValueError("`model` has a memory already: call `forget(model)` first.")
+    if adapter is not None:
+        from .adapter import load_adapter  # that module imports this one
+
+        settings, *fitted = load_adapter(model, adapter)
+        fast_weights = fitted[0] if fast_weights is None else fast_weights
+        token_list = fitted[1] if token_list is None else token_list
+        memory = [x for x in memory if x in settings.memory]
+        window = settings.window if window == "auto" else window
+        first_token = settings.first_token if first_token is None else first_token
+    window = None if window == "auto" else window
     if window is not None and (not isinstance(window, int) or window < 2):
         raise ValueError(f"`window` must be None or a whole number of at least 2, got {window!r}.")
     if unknown := set(memory) - set(PARTS):

@@ -1,0 +1,113 @@
+"""Adapter folders: they load on their base model, by `remember` and by `AutoModelForCausalLM`, or say why not."""
+
+import json
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from remember_models import small_fast_weights, small_list, small_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from titans_hf import forget, remember, save_adapter
+from titans_hf.remember.adapter import WEIGHTS
+
+IDS = torch.randint(3, 53, (2, 60), generator=torch.Generator().manual_seed(0))
+FIT = {"texts": "novels", "tokens": 90_000, "seed": 3}
+
+
+@pytest.fixture
+def base(tmp_path):
+    """The folder of a base model."""
+    small_model().save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def model(base):
+    """The base model with a memory, whose fast weights have a start."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    fast = small_fast_weights(model)
+    generator = torch.Generator().manual_seed(1)
+    fast.start = {x: torch.randn(n, len(fast.directions[x]), generator=generator) / 9 for x, n in fast.outputs.items()}
+    for parts in (fast.directions, fast.start):
+        parts.update({name: x.float() for name, x in parts.items()})
+    chosen = small_list(window=12)
+    chosen.center, chosen.projection = chosen.center.float(), chosen.projection.float()
+    return remember(model, 12, fast_weights=fast, token_list=chosen)
+
+
+@pytest.fixture
+def adapter(model, tmp_path):
+    """The folder of the model's adapter."""
+    save_adapter(model, tmp_path / "adapter", fit=FIT, licence="apache-2.0", half=False)
+    return tmp_path / "adapter"
+
+
+@torch.no_grad()
+def logits(model):
+    return model(IDS).logits
+
+
+def test_an_adapter_gives_the_same_model(model, base, adapter):
+    """By `remember` and by AutoModelForCausalLM, with dtype and device_map, an adapter reads as the model that it was
+    saved from; another window replaces its own; the model that is loaded is the base model, and can be forgotten.
+    """
+    expected = logits(model)
+    by_name = AutoModelForCausalLM.from_pretrained(adapter, dtype=torch.float64, device_map="cpu")
+    by_hand = remember(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64), adapter=adapter)
+    for loaded in (by_name, by_hand):
+        torch.testing.assert_close(logits(loaded), expected.to(loaded.dtype), rtol=0, atol=1e-6)
+        assert loaded.memory.fast_weights.step == model.memory.fast_weights.step and loaded.memory.window == 12
+    assert AutoModelForCausalLM.from_pretrained(adapter, window=5).memory.window == 5
+    assert torch.equal(logits(forget(by_name)), logits(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)))
+    only = remember(forget(by_hand), None, ("list",), adapter=adapter)
+    assert only.memory.fast_weights is None and only.memory.window is None
+
+
+def test_what_a_folder_holds(model, base, adapter, tmp_path):
+    """An adapter has no weight of the base model; float16 halves it; its config and card state base, fit, licence."""
+    parts = model.memory.fast_weights
+    number = sum(x.numel() for x in (*parts.directions.values(), *parts.start.values()))
+    assert (adapter / WEIGHTS).stat().st_size < 4 * number + 30_000
+    save_adapter(model, tmp_path / "half", half=True)
+    assert {x.dtype for name, x in load_file(tmp_path / "half" / WEIGHTS).items() if x.dim() == 2} == {torch.float16}
+    config = AutoConfig.from_pretrained(adapter)
+    assert config.model_type == "remember" and config.base_model_name_or_path == str(base) and config.fit == FIT
+    card = ModelCard.load(adapter / "README.md")
+    assert card.data.license == "apache-2.0" and "tokens: 90000" in card.text and str(base) in card.text
+
+
+def changed(tensors, name, change):
+    return tensors | {name: change(tensors[name])}
+
+
+@pytest.mark.parametrize("change,reason", [
+    (lambda x: {k: v for k, v in x.items() if k != "list.center"}, "'list.center' is missing"),
+    (lambda x: {k.replace("model.layers.1", "model.layers.7"): v for k, v in x.items()}, "no linear layer"),
+    (lambda x: x | {"list.center": x["list.center"][:-1]}, "list.center has the shape"),
+    (lambda x: x | {next(k for k in x if k[0] == "B"): torch.zeros(3, 3)}, "has the shape"),
+    (lambda x: x | {next(k for k in x if k[0] == "A"): x[next(k for k in x if k[0] == "A")] * torch.nan}, "not finite"),
+    (lambda x: {k: v for k, v in x.items() if k[0] == "l"}, "no fast weights"),
+])  # fmt: skip
+def test_a_bad_adapter(base, adapter, change, reason):
+    """An adapter that is damaged or of another model is one error that names the folder, and changes no model."""
+    save_file(change(load_file(adapter / WEIGHTS)), adapter / WEIGHTS)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    before = logits(model)
+    with pytest.raises(ValueError, match=f"{adapter.name} .*{reason}"):
+        remember(model, adapter=adapter)
+    assert not hasattr(model, "memory") and torch.equal(logits(model), before)
+
+
+def test_files_that_are_no_adapter(base, adapter, tmp_path):
+    """A cut file, a folder of another kind and a name of nothing are one error that names it."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    (adapter / WEIGHTS).write_bytes((adapter / WEIGHTS).read_bytes()[:-9])
+    for folder in (adapter, base, tmp_path / "nowhere"):
+        with pytest.raises(ValueError, match=f"`adapter` {folder} does not fit"):
+            remember(model, adapter=folder)
+    config = json.loads((adapter / "config.json").read_text()) | {"base_model_name_or_path": None}
+    (adapter / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="names no base model"):
+        AutoModelForCausalLM.from_pretrained(adapter)
