@@ -29,7 +29,8 @@ from .memory_reference import memorize_reference
 from .memory_state import MemorizeOutput, MemoryInputs, MemoryState
 from .modeling_titans import TitansForCausalLM, TitansModel, TitansPreTrainedModel
 from .neural_memory import NeuralMemory
-from .remember import MemoryCache, RememberConfig, RememberForCausalLM, fit_memory, forget, remember, save_adapter
+from .remember import MemoryCache, fit_memory, forget, remember, save_adapter
+from .remember.adapter import RememberConfig, RememberForCausalLM
 from .time_series_titans import TitansForTimeSeriesPrediction
 
 AutoConfig.register("titans", TitansConfig)
@@ -50,8 +51,6 @@ __all__ = [
     "MemoryInputs",
     "MemoryState",
     "NeuralMemory",
-    "RememberConfig",
-    "RememberForCausalLM",
     "TitansCache",
     "TitansConfig",
     "TitansForCausalLM",
