@@ -42,6 +42,8 @@ def main(argv: list[str] | None = None) -> None:
     for axes, (name, title) in zip(figure.subplots(1, len(SETS)), SETS.items(), strict=True):
         for label, (config, style) in LINES.items():
             found = [run["result"] for run in runs if run["data"] == name and config.items() <= run["config"].items()]
+            if not found:
+                continue  # not measured on these texts
             ranges = [key for key in found[0] if "-" in key]
             gains = np.array([[result[key] for key in ranges] for result in found])
             plot_with_spread(axes, range(len(ranges)), gains, style | {"label": label})
@@ -49,11 +51,10 @@ def main(argv: list[str] | None = None) -> None:
         ends = [f"{int(key.split('-')[1]):,}" for key in ranges[:-1]]
         axes.set_xticks(range(len(ranges)), [*ends, "end"])
         axes.set(
-            title=title,
+            title=f"{MODEL}: {title}",
             xlabel="position in the text (tokens; end of each range)",
             ylabel=f"gain over a window of {args.window} alone\n(nats per token)",
         )
-    figure.suptitle(f"{MODEL} with a window of {args.window}: what is gained by remembering more")
     save_figure(figure, args.output)
     print(args.output)
 
