@@ -33,7 +33,7 @@ long: .venv/dev.stamp
 	$(BIN)/pytest -n auto -m long
 
 conformance: .venv/conformance.stamp
-	$(BIN)/python tests/helpers/families.py > build/families.md
+	mkdir -p build && $(BIN)/python tests/helpers/families.py > build/families.md
 	$(BIN)/python tests/conformance/run.py --baselines --markdown build/conformance/table.md \
 		$(if $(SOURCE),--source $(SOURCE))
 

@@ -50,5 +50,5 @@ def test_read_and_ask(folder, capsys):
 def test_the_memory_of_another_window(folder):
     """A memory is of one window, and a Titans has its own."""
     read.main(["llama", "a.txt", "--memory", "memory", "--window", "16"])
-    with pytest.raises(ValueError, match="memory.*its window is 16, not 20"):
+    with pytest.raises(ValueError, match=r"memory.*its window is 16, not 20"):
         ask.main(["llama", "--memory", "memory", "--window", "20", "--prompt", PROMPT])

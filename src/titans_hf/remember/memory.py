@@ -29,7 +29,7 @@ TOLERANCE = {
     torch.float64: 1e-5,
     torch.float32: 1e-3,
 }  # of logits, relative to the largest; else .1: many models compute in float32 inside
-_OWN_FROM: ContextVar[int | None] = ContextVar("own_from", default=None)
+_PROMPT: ContextVar[int | None] = ContextVar("prompt", default=None)  # columns of the prompt of `generate()`
 
 
 @dataclass
@@ -287,11 +287,11 @@ class RememberingModel:
     def generate(self, inputs: Tensor | None = None, *args, **kwargs):
         """Generates as the model's own class does; with learn_from="read" the memory does not learn what it makes."""
         prompt = kwargs.get("input_ids") if inputs is None else inputs
-        token = _OWN_FROM.set(None if prompt is None or self.memory.learn_from == "all" else prompt.shape[-1])
+        token = _PROMPT.set(None if prompt is None else prompt.shape[-1])
         try:
             return super().generate(inputs, *args, **kwargs)
         finally:
-            _OWN_FROM.reset(token)
+            _PROMPT.reset(token)
 
 
 def remembering_class(own: type) -> type:
@@ -358,20 +358,20 @@ def _columns(
     model: PreTrainedModel, cache: MemoryCache, ids: Tensor, mask: Tensor | None, positions: Tensor | None
 ) -> Columns:
     """Returns the columns of a call. A token whose position is 0 begins a document, if the call has one before."""
-    length = ids.shape[1]
-    real = torch.ones_like(ids, dtype=torch.bool)
+    length, prompt, begin = ids.shape[1], _PROMPT.get(), cache.get_seq_length()
+    real = torch.ones(ids.shape, dtype=torch.bool)
     if mask is not None:
         if mask.dim() != 2 or mask.shape[1] < length or len(mask) != len(ids):
             raise ValueError(
                 f"`attention_mask` must be {tuple(ids.shape)}, or that with earlier columns, got {tuple(mask.shape)}."
             )
-        real = mask[:, -length:] != 0
+        if prompt is None or begin < prompt:  # `generate()` makes tokens, not padding: a GPU need not be waited for
+            real = (mask[:, -length:] != 0).cpu()
     starts = torch.zeros_like(real)
-    if positions is not None and positions.dim() == 2:
-        positions = positions[:, -length:].expand(len(ids), -1)
-        earlier = real.cumsum(1) - real.long() > 0
-        starts = (positions == 0) & real & earlier.to(positions.device)
-    own_from, learns = _OWN_FROM.get(), real
-    if own_from is not None:
-        learns = real & (cache.get_seq_length() + torch.arange(length, device=real.device) < own_from)
+    if positions is not None and positions.dim() == 2 and length > 1:
+        is_first = positions[:, -length:].cpu() == 0
+        starts = is_first & real & (real.cumsum(1) > 1)
+    learns = real
+    if prompt is not None and model.memory.learn_from == "read":
+        learns = real & (begin + torch.arange(length) < prompt)
     return Columns(ids, real, starts, learns)
