@@ -34,12 +34,13 @@ class TimeSeriesState:
     def check_fits(self, config: TitansTimeSeriesConfig, num_series: int, num_channels: int) -> None:
         """Raises ValueError for the state of a model of other sizes, or of another number of series or channels."""
         series, length = len(self.cycle_position), self.values.shape[1]
-        given = {"series": series, "channels": len(self.values) // series, "context_length": length}
-        given |= {"hidden_size": self.hidden_states.shape[2], "patch_length": length // self.hidden_states.shape[1]}
-        expected = {"series": num_series, "channels": num_channels}
-        expected |= {name: getattr(config, name) for name in given.keys() - expected.keys()}
-        for name in [name for name in given if given[name] != expected[name]]:
-            raise ValueError(f"`state` must have `{name}` {expected[name]}, but has {given[name]}.")
+        has = (series, len(self.values) // series, length, self.hidden_states.shape[2])
+        has += (length // self.hidden_states.shape[1],)
+        names = ("context_length", "hidden_size", "patch_length")
+        fits = (num_series, num_channels, *(getattr(config, name) for name in names))
+        for name, given, expected in zip(("series", "channels", *names), has, fits, strict=True):
+            if given != expected:
+                raise ValueError(f"`state` must have `{name}` {expected}, but has {given}.")
 
 
 @dataclass
@@ -73,14 +74,6 @@ OPTIONS = {"output_hidden_states", "output_attentions", "output_surprise"}
 LOSSES = {"mse": nn.functional.mse_loss, "mae": nn.functional.l1_loss}
 
 register_lora_targets(TitansTimeSeriesConfig.model_type)
-
-
-class NormalizedPatches(NamedTuple):
-    """patches (rows, T, patch_length), not read before; loc, scale (rows, 1) of the last context_length values."""
-
-    patches: Tensor
-    loc: Tensor
-    scale: Tensor
 
 
 class LearnedCycle(nn.Module):
@@ -189,14 +182,17 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         hidden_states = torch.cat([*read_before, outputs.last_hidden_state], dim=1)[:, -self.config.num_patches :]
         forecast = self.head(self.head_dropout(hidden_states.flatten(1))).to(values) * scale + loc
         forecast, loc, scale = (x.unflatten(0, (len(past_values), -1)).mT for x in (forecast, loc, scale))
-        forecast, end = forecast + future_cycle, position + past_values.shape[1]
+        forecast = forecast + future_cycle
+        if use_cache:  # of copies: views would keep everything that was read
+            kept = values[:, -self.config.context_length :].clone(), hidden_states.clone()
+            state = TimeSeriesState(*kept, memory, position + past_values.shape[1])
         loss = None if future_values is None else LOSSES[self.config.loss](forecast, future_values.to(forecast))
         return TitansForTimeSeriesPredictionOutput(
             loss=loss,
             prediction_outputs=forecast,
             loc=loc,
             scale=scale,
-            state=self._copy_state(values, hidden_states, memory, end) if use_cache else None,
+            state=state if use_cache else None,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             surprise=outputs.surprise,
@@ -235,24 +231,16 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         self, past_values: Tensor, state: TimeSeriesState | None, cycle_position: Tensor | None
     ) -> Tensor:
         """Returns the place (B,) of the first value in the cycle; raises ValueError for a place that does not fit."""
-        if state is not None and cycle_position is not None:
-            raise ValueError("`cycle_position` must be None after a `state`, which has the position.")
         if state is not None:
+            if cycle_position is not None:
+                raise ValueError("`cycle_position` must be None after a `state`, which has the position.")
             return state.cycle_position
         if cycle_position is None:
             return torch.zeros(len(past_values), dtype=torch.long, device=past_values.device)
-        if tuple(cycle_position.shape) != (len(past_values),) or cycle_position.is_floating_point():
-            shape, dtype = tuple(cycle_position.shape), cycle_position.dtype
-            raise ValueError(f"`cycle_position` must be ({len(past_values)},) int64, but is {shape} {dtype}.")
+        if cycle_position.shape != past_values.shape[:1] or cycle_position.is_floating_point():
+            given = f"{tuple(cycle_position.shape)} {cycle_position.dtype}"
+            raise ValueError(f"`cycle_position` must be ({len(past_values)},) int64, but is {given}.")
         return cycle_position
-
-    def _copy_state(
-        self, values: Tensor, hidden_states: Tensor, memory: TitansCache, position: Tensor
-    ) -> TimeSeriesState:
-        """Returns the state after `values`. Its tensors are copies: views would keep everything that was read."""
-        return TimeSeriesState(
-            values[:, -self.config.context_length :].clone(), hidden_states.clone(), memory, position
-        )
 
     def _split_cycle(self, past_values: Tensor, position: Tensor) -> tuple[Tensor, Tensor | float]:
         """Returns past_values (B, T, C) less their cycle, in float32 at least, and the cycle of the values that
@@ -265,9 +253,10 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         cycle = self.cycle(position, length + self.config.prediction_length).to(past_values)
         return past_values - cycle[:, :length], cycle[:, length:]
 
-    def _normalize(self, values: Tensor, at_start: bool) -> NormalizedPatches:
-        """Cuts values (rows, T) into patches, each normalised by the context_length values that end with it. The first
-        context_length values give patches only `at_start`; later, these patches have been read before.
+    def _normalize(self, values: Tensor, at_start: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Cuts values (rows, T) into patches, each normalised by the context_length values that end with it. Returns
+        patches (rows, T, patch_length), and the mean and deviation (rows, 1) of the last context_length values. The
+        first context_length values give patches only `at_start`; later, these patches have been read before.
 
         The deviation is taken of the values divided by the largest value of their context, plus a rounding error, so
         that a constant series can be normalised: forecasts do not depend on the unit, and no square overflows.
@@ -283,7 +272,7 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         if at_start:
             first = (contexts[:, 0] - loc[:, 0]) / scale[:, 0]
             patches = torch.cat([first.unflatten(1, (-1, size)), patches], dim=1)
-        return NormalizedPatches(patches, (loc * largest)[:, -1], (scale * largest)[:, -1])
+        return patches, (loc * largest)[:, -1], (scale * largest)[:, -1]
 
     def _check_values(
         self, past_values: Tensor, future_values: Tensor | None, state: TimeSeriesState | None, options: dict

@@ -15,6 +15,8 @@ SIZES = dict(
     segment_length=4,
     memory_chunk_size=2,
 )
+CYCLE = dict(cycle_length=7, num_input_channels=3)
+POSITION = torch.tensor([3, 12])  # of the first values of two series in the cycle
 
 
 def make_model(variant: str = "lmm", dtype=torch.float64, **changes) -> TitansForTimeSeriesPrediction:
@@ -36,3 +38,9 @@ def read(model, values, sizes, **first):
         outputs.append(model(past_values=piece, state=state, use_cache=True, **({} if outputs else first)))
         state = outputs[-1].state
     return outputs
+
+
+def repeat_cycle(model, length: int) -> torch.Tensor:
+    """Returns the model's cycle (2, length, channels) from POSITION on, value by value."""
+    weight = model.cycle.weight.detach()
+    return torch.stack([torch.stack([weight[(p + t) % len(weight)] for t in range(length)]) for p in POSITION.tolist()])

@@ -1,4 +1,4 @@
-"""Forecasts of time series: the forecasts of a stream, instance normalisation, loss, saving."""
+"""Forecasts of time series: a stream is its series, normalisation, the cycle, loss, saving, errors."""
 
 import json
 import os
@@ -12,24 +12,35 @@ import torch
 from common import ATTENTIONS, STAY, TWO_VARIANTS, assert_same, assert_same_cache
 from covering import covering, in_one_test
 from huggingface_hub.errors import StrictDataclassError
-from time_series_models import SIZES, make_model, make_values, read
+from time_series_models import CYCLE, POSITION, SIZES, make_model, make_values, read, repeat_cycle
 from transformers import AutoConfig, AutoModelForTimeSeriesPrediction, Trainer, TrainingArguments
 
 import titans_hf
 from titans_hf import TitansForTimeSeriesPrediction, TitansTimeSeriesConfig
 
 
-@covering(2, {"variant": ATTENTIONS, "rule": ["chunk", "delta"], "sizes": [[20, 40], [20, *[4] * 10], [28, 4, 20, 8]]})
-def test_a_stream_in_pieces_is_the_series(variant, rule, sizes):
-    """After each piece the forecast and the state are those of the series read at once so far."""
-    model, values = make_model(variant, memory_update_rule=rule), make_values()
-    outputs = read(model, values, sizes)
+@covering(
+    2,
+    {
+        "variant": ATTENTIONS,
+        "rule": ["chunk", "delta"],
+        "sizes": [[20, 40], [20, *[4] * 10], [28, 4, 20, 8]],
+        "cycle": [{}, CYCLE],
+    },
+)
+def test_a_stream_in_pieces_is_the_series(variant, rule, sizes, cycle):
+    """After each piece the forecast and the state are those of the series read at once so far. The place in a cycle is
+    given for the first piece alone.
+    """
+    model, values = make_model(variant, memory_update_rule=rule, **cycle), make_values()
+    place = {"cycle_position": POSITION} if cycle else {}
+    outputs = read(model, values, sizes, **place)
     for end, output in zip(torch.tensor(sizes).cumsum(0).tolist(), outputs, strict=True):
-        whole = read(model, values[:, :end], [end])[0]
+        whole = read(model, values[:, :end], [end], **place)[0]
         for name in ("prediction_outputs", "loc", "scale"):
             assert_same(output[name], whole[name])
-        assert_same(output.state.values, whole.state.values)
-        assert_same(output.state.hidden_states, whole.state.hidden_states)
+        for name in ("values", "hidden_states", "cycle_position"):
+            assert_same(getattr(output.state, name), getattr(whole.state, name))
         assert_same_cache(output.state.memory, whole.state.memory)
 
 
@@ -44,21 +55,15 @@ def test_the_head_gets_the_amplitudes_of_patches():
     assert_same(model.model(inputs_embeds=embeds).last_hidden_state, embeds)
 
 
-def test_a_state_is_never_changed():
-    """A state continued twice gives what it gives once."""
-    model, values = make_model(), make_values()
-    state = read(model, values[:, :20], [20])[0].state
-    first, second = (model(past_values=values[:, 20:40], state=state, use_cache=True) for _ in range(2))
+def test_a_state_is_constant():
+    """A state continued twice gives what it gives once, and takes as many bytes after 200 patches as after 10."""
+    model, values = make_model(), make_values(length=800)
+    state, far = (read(model, values[:, :n], [n])[0].state for n in (40, 800))
+    first, second = (model(past_values=values[:, 40:60], state=state, use_cache=True) for _ in range(2))
     assert torch.equal(first.prediction_outputs, second.prediction_outputs)
-
-
-def test_the_state_does_not_grow():
-    """After 10 and 200 patches the state takes as many bytes."""
-    states = [read(make_model(), make_values(length=n), [n])[0].state for n in (40, 800)]
-    assert states[0].memory.num_bytes == states[1].memory.num_bytes
+    assert state.memory.num_bytes == far.memory.num_bytes
     for name in ("values", "hidden_states"):
-        sizes = [getattr(state, name).untyped_storage().nbytes() for state in states]
-        assert sizes[0] == sizes[1], name
+        assert len({getattr(x, name).untyped_storage().nbytes() for x in (state, far)}) == 1, name
 
 
 def test_normalised_patches():
@@ -74,21 +79,16 @@ def test_normalised_patches():
     assert_same(scale[0, 0], values[0, 16:].var(correction=0).sqrt())
 
 
-@in_one_test("unit", [1e-30, 1e-5, 1e-3, 1e3, 1e19, 1e30])
-def test_forecasts_do_not_depend_on_the_unit(unit):
-    """The same series in a unit of any size has the same finite forecast in that unit, in float32."""
-    model, values = make_model().float(), make_values(1, 36, 1).float()
-    with torch.no_grad():
-        expected, found = (model.generate(x).sequences.double() for x in (values, values * unit))
-    torch.testing.assert_close(found / unit, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_float64_values_are_normalised_in_float64():
-    """A level of 1e9 adds itself to the forecast of a float32 model, where the values are float64."""
+@in_one_test("unit,level", [*((unit, 0.0) for unit in (1e-30, 1e-5, 1e-3, 1e3, 1e19, 1e30)), (1.0, 1e9), (5.0, 70.0)])
+def test_forecasts_are_in_the_units_of_the_values(unit, level):
+    """The same series in another unit and at another level has the same finite forecast in that unit at that level.
+    The level is taken away in float64 where the values are float64.
+    """
     model, values = make_model().float(), make_values(1, 36, 1)
+    dtype = torch.float64 if level else torch.float32
     with torch.no_grad():
-        expected, found = (model.generate(x).sequences for x in (values, values + 1e9))
-    torch.testing.assert_close(found - 1e9, expected, rtol=1e-4, atol=1e-4)
+        expected, found = (model.generate(x.to(dtype)).sequences.double() for x in (values, values * unit + level))
+    torch.testing.assert_close((found - level) / unit, expected, rtol=1e-4, atol=1e-4)
 
 
 @in_one_test("value", [0.0, 0.1, 7.0, 1e6, 1e30])
@@ -102,14 +102,6 @@ def test_a_constant_series_stays_constant(value):
     assert values.grad.isfinite().all()
 
 
-def test_forecasts_are_in_the_units_of_the_values():
-    """The forecast of 5 x + 70 is 5 times that of x, plus 70."""
-    model, values = make_model(), 100 * make_values()
-    with torch.no_grad():
-        forecast, changed = (model(past_values=x).prediction_outputs for x in (values, 5 * values + 70))
-    torch.testing.assert_close(changed, 5 * forecast + 70, rtol=1e-6, atol=1e-3)
-
-
 def test_channels_are_independent():
     """A channel's forecast depends on that channel alone."""
     model, values = make_model(), make_values()
@@ -121,7 +113,7 @@ def test_channels_are_independent():
 
 @pytest.mark.parametrize("max_lr,reaches", [(0.5, True), (0, False)])
 def test_old_values_reach_the_forecast_through_the_memory_alone(max_lr, reaches):
-    """A patch long before the context changes the forecast if the memory learns, and does not if it is stopped."""
+    """A patch long before the context changes the forecast if the memory learns, and does not with the memory off."""
     model = make_model(memory_max_lr=max_lr, num_hidden_layers=1)
     values = make_values().requires_grad_()
     model(past_values=values).prediction_outputs.sum().backward()
@@ -157,9 +149,40 @@ def test_generate_reads_its_own_forecast():
     assert_same_cache(result.state.memory, read(model, values, [60])[0].state.memory)
     again = model.generate(make_values(length=4, seed=1), prediction_length=3, state=result.state)
     assert again.sequences.shape == (2, 3, 3)
+
+
+def test_the_cycle_is_subtracted_and_added():
+    """The forecast, of a call and of 27 values, is that of a model without cycle, of the values less their cycle, plus
+    the cycle of what follows.
+    """
+    model, plain, values = make_model(**CYCLE), make_model(), make_values(length=40)
+    plain.load_state_dict({name: x for name, x in model.state_dict().items() if name != "cycle.weight"})
+    cycle = repeat_cycle(model, 67)
     with torch.no_grad():
-        own = model(past_values=values).prediction_outputs
-    assert torch.equal(model.generate(values).sequences, own)
+        found = model(past_values=values, cycle_position=POSITION)
+        expected = plain(past_values=values - cycle[:, :40])
+    assert_same(found.prediction_outputs, expected.prediction_outputs + cycle[:, 40:50])
+    assert_same(found.loc, expected.loc)
+    found = model.generate(values, prediction_length=27, cycle_position=POSITION)
+    expected = plain.generate(values - cycle[:, :40], prediction_length=27)
+    assert_same(found.sequences, expected.sequences + cycle[:, 40:])
+
+
+def test_a_cycle_is_learned():
+    """A new model has a cycle of 0 and starts at position 0; each place of each channel that a call covers has a
+    gradient. Fitted to 1, 2, 6, 3, 4, 8 and a rest, a cycle of 3 is -2, -1, 3.
+    """
+    model, values = TitansForTimeSeriesPrediction(TitansTimeSeriesConfig(**CYCLE)), make_values(length=192).float()
+    assert not model.cycle.weight.any()
+    with torch.no_grad():
+        model.cycle.weight.normal_()
+        default = model(past_values=values[:, :96]).prediction_outputs
+        assert torch.equal(default, model(past_values=values[:, :96], cycle_position=POSITION * 0).prediction_outputs)
+    model(past_values=values[:, :96], future_values=values[:, 96:], cycle_position=POSITION).loss.backward()
+    assert model.cycle.weight.grad.all()
+    cycle = make_model(cycle_length=3, num_input_channels=1).cycle
+    cycle.fit(torch.tensor([1.0, 2, 6, 3, 4, 8, 100])[:, None])
+    assert cycle.weight[:, 0].tolist() == [-2, -1, 3]
 
 
 @covering(1, {"variant": TWO_VARIANTS, "loss,function": [("mse", torch.square), ("mae", torch.abs)]})
@@ -173,20 +196,22 @@ def test_loss_and_gradients(variant, loss, function):
         assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.any(), name
 
 
-@pytest.mark.parametrize("variant", TWO_VARIANTS)
-def test_round_trip(variant, tmp_path):
-    """A saved model loads by its Auto class with the same forecasts."""
-    model, values = make_model(variant), make_values()
+@covering(1, {"variant": TWO_VARIANTS, "cycle": [{}, CYCLE]})
+def test_round_trip(variant, cycle, tmp_path):
+    """A saved model loads by its Auto class with the same forecasts, and its code and that of its config travel."""
+    model, values = make_model(variant, **cycle), make_values()
     model.save_pretrained(tmp_path)
-    loaded, info = AutoModelForTimeSeriesPrediction.from_pretrained(
-        tmp_path, dtype=torch.float64, output_loading_info=True
-    )
-    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    model.config.save_pretrained(tmp_path / "config")
+    loaded = AutoModelForTimeSeriesPrediction.from_pretrained(tmp_path, dtype=torch.float64)
     assert type(loaded) is TitansForTimeSeriesPrediction
     with torch.no_grad():
         assert_same(loaded(past_values=values)[0], model(past_values=values)[0])
     config = AutoConfig.from_pretrained(tmp_path)
     assert type(config) is TitansTimeSeriesConfig and config.to_diff_dict() == loaded.config.to_diff_dict()
+    code = {file.name for file in Path(titans_hf.__file__).parent.glob("*.py")} - STAY
+    for folder in (tmp_path, tmp_path / "config"):
+        assert {file.name for file in folder.glob("*.py")} == code
+        assert json.loads((folder / "config.json").read_text())["auto_map"] == TitansTimeSeriesConfig.auto_classes
 
 
 def test_a_new_model_is_initialised():
@@ -197,29 +222,28 @@ def test_a_new_model_is_initialised():
         assert 0.8 < layer.weight.std() / config.initializer_range < 1.2 and not layer.bias.any()
 
 
-def test_bfloat16():
-    """In bfloat16 the forecast keeps the values' dtype and is near float32's."""
-    model, values = make_model(dtype=torch.float32), 1000 + make_values(dtype=torch.float32)
+def test_half_precision():
+    """In bfloat16 the forecast keeps the values' dtype and is near float32's. Values in float16 of any size give a
+    finite forecast and loss, those of the same values in float32.
+    """
+    model, values = make_model(dtype=torch.float32), 1000 + 400 * make_values(dtype=torch.float32)
     with torch.no_grad():
         exact = model(past_values=values)
         rounded = model.to(torch.bfloat16)(past_values=values)
+        model, values = model.half(), values.half()
+        half, single = (model(past_values=x[:, :40], future_values=x[:, 40:50]) for x in (values, values.float()))
     assert rounded.prediction_outputs.dtype == torch.float32
     error = (rounded.prediction_outputs - exact.prediction_outputs) / exact.scale
     assert error.abs().max() < 0.1 * ((exact.prediction_outputs - exact.loc) / exact.scale).std()
+    assert half.loss.isfinite() and half.loss == single.loss
+    assert half.prediction_outputs.equal(single.prediction_outputs)
 
 
 def test_trainer(tmp_path):
-    """Trainer lowers the loss, evaluates it, saves and returns all forecasts."""
+    """Trainer lowers the loss and returns all forecasts."""
     rows = [{"past_values": x[:40], "future_values": x[40:]} for x in make_values(64, 50, dtype=torch.float32)]
-    arguments = TrainingArguments(
-        tmp_path,
-        max_steps=20,
-        per_device_train_batch_size=16,
-        learning_rate=3e-3,
-        label_names=["future_values"],
-        report_to="none",
-        use_cpu=True,
-    )
+    options = dict(max_steps=20, per_device_train_batch_size=16, learning_rate=3e-3, report_to="none", use_cpu=True)
+    arguments = TrainingArguments(tmp_path, label_names=["future_values"], **options)
     model = make_model(dtype=torch.float32)
     trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:10])
     before = trainer.evaluate()["eval_loss"]
@@ -229,17 +253,6 @@ def test_trainer(tmp_path):
     past = torch.stack([row["past_values"] for row in rows[:10]])
     with torch.no_grad():
         torch.testing.assert_close(torch.tensor(predictions), model.eval()(past_values=past).prediction_outputs)
-    trainer.save_model()
-    AutoModelForTimeSeriesPrediction.from_pretrained(tmp_path)
-
-
-def test_values_in_half_precision():
-    """Values in float16 of any size give a finite forecast and loss, those of the same values in float32."""
-    model, values = make_model(dtype=torch.float16), (1000 + 400 * make_values(dtype=torch.float32)).half()
-    with torch.no_grad():
-        half, single = (model(past_values=x[:, :40], future_values=x[:, 40:50]) for x in (values, values.float()))
-    assert half.loss.isfinite() and half.loss == single.loss
-    assert half.prediction_outputs.equal(single.prediction_outputs)
 
 
 def test_an_adapter_without_targets():
@@ -248,17 +261,6 @@ def test_an_adapter_without_targets():
     adapted = {name.split(".")[-1] for name, x in model.named_modules() if isinstance(x, peft.tuners.lora.Linear)}
     assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert model(past_values=make_values()).prediction_outputs.shape == (2, 10, 3)
-
-
-def test_a_checkpoint_brings_its_code(tmp_path):
-    """A saved model or config includes all modules, and names the classes of time series."""
-    package = Path(titans_hf.__file__).parent
-    code = {file.name for file in package.glob("*.py")} - STAY
-    for number, saved in enumerate((make_model(), make_model().config)):
-        folder = tmp_path / str(number)
-        saved.save_pretrained(folder)
-        assert {file.name for file in folder.glob("*.py")} == code
-        assert json.loads((folder / "config.json").read_text())["auto_map"] == TitansTimeSeriesConfig.auto_classes
 
 
 @pytest.mark.slow
@@ -283,77 +285,61 @@ model.save_pretrained("again")
         assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
 
 
+NAN = torch.full((2, 60, 3), float("nan"))
+NO_ARGUMENTS = ("past_observed_mask", "labels", "inputs_embeds", "position_ids", "cu_seq_lens_q", "seq_idx")
+
+
 @in_one_test(
-    "shape,message",
+    "changes,arguments,message",
     [
-        ((2, 60), "must be .series, values, channels."),
-        ((2, 16, 3), "at least 20 at the beginning"),
-        ((2, 22, 3), "a multiple of `patch_length` .4."),
-        ((0, 40, 3), "but is .0, 40, 3."),
+        *(({}, {"past_values": torch.zeros(shape)}, message) for shape, message in {
+            (2, 60): "must be .series, values, channels.",
+            (2, 16, 3): "at least 20 at the beginning",
+            (2, 22, 3): "a multiple of `patch_length` .4.",
+            (0, 40, 3): "but is .0, 40, 3.",
+        }.items()),
+        *(({}, {"past_values": x}, "`past_values` must be finite") for x in (NAN, NAN.nan_to_num(float("inf")))),
+        *(({}, {name: torch.zeros(2, 15)}, f"`{name}` is no argument of a forecast") for name in NO_ARGUMENTS),
+        ({}, {"future_values": torch.zeros(2, 1, 3)}, r"`future_values` must be \(2, 10, 3\), but is \(2, 1, 3\)"),
+        ({}, {"state": {}, "past_values": torch.zeros(1, 60, 3)}, "`state` must have `series` 1, but has 2"),
+        ({}, {"state": {}, "past_values": torch.zeros(3, 60, 2)}, "`state` must have `series` 3, but has 2"),
+        ({}, {"state": {}, "past_values": torch.zeros(2, 2, 3)}, "`past_values` must be .* at least 4, but is"),
+        *(({}, {"state": {name: value}}, f"`state` must have `{name}` .*, but has {value}") for name, value in {
+            "context_length": 40, "patch_length": 5, "hidden_size": 32,
+        }.items()),
+        (CYCLE, {"state": CYCLE, "cycle_position": POSITION}, "`cycle_position` must be None after a `state`"),
+        (CYCLE, {"cycle_position": POSITION[:1]}, r"`cycle_position` must be \(2,\) int64, but is \(1,\) torch.int64"),
+        (CYCLE, {"cycle_position": POSITION / 2}, r"must be \(2,\) int64, but is \(2,\) torch.float32"),
+        (CYCLE, {"past_values": torch.zeros(2, 60, 2)}, r"`num_input_channels` \(3\) channels, as the cycle"),
     ],
-)
-def test_past_values_that_do_not_fit(shape, message):
-    """Values that are no patches of series raise an error that names their shape."""
+)  # fmt: skip
+def test_arguments_that_do_not_fit(changes, arguments, message):
+    """Values, states and other arguments that a model does not take raise an error that names them. A state of another
+    model is given by the changes of its config.
+    """
+    values = make_values()
+    if "state" in arguments:
+        arguments = arguments | {"state": read(make_model(**arguments["state"]), values, [60])[0].state}
     with pytest.raises(ValueError, match=message):
-        make_model()(past_values=torch.zeros(shape, dtype=torch.float64))
+        make_model(**changes)(**{"past_values": values} | arguments)
 
 
-def test_other_arguments_that_do_not_fit():
-    """A future of another length, a state of other series and a length of 0 raise errors that name the argument."""
+def test_lengths_and_values_to_fit_that_do_not_fit():
+    """A length that a forecast cannot have, and values that are no cycle, raise errors; integers are values."""
     model, values = make_model(), make_values()
-    with pytest.raises(ValueError, match=r"`future_values` must be \(2, 10, 3\), but is \(2, 1, 3\)"):
-        model(past_values=values, future_values=values[:, :1])
-    state = read(model, values, [60])[0].state
-    with pytest.raises(ValueError, match="`state` must have `series` 1, but has 2"):
-        model(past_values=values[:1], state=state)
-    with pytest.raises(ValueError, match=r"`past_values` must be .* at least 4, but is"):
-        model(past_values=values[:, :2], state=state)
-    with pytest.raises(ValueError, match="`prediction_length` must be an int, at least 1, but is 0"):
-        model.generate(values, prediction_length=0)
+    for length in (0, 2.5):
+        with pytest.raises(ValueError, match=f"`prediction_length` must be an int, at least 1, but is {length}"):
+            model.generate(values, prediction_length=length)
     with pytest.raises(ValueError, match="at most 3, less than a patch, but is 4"):
         make_model(prediction_length=3).generate(values, prediction_length=4)
+    for shape in ((2, 1), (6, 2), (6,)):
+        with pytest.raises(ValueError, match=r"`values` must be \(at least 3, 1\), but is"):
+            make_model(cycle_length=3, num_input_channels=1).cycle.fit(torch.zeros(shape))
     counts = (10 * values).long()
-    ours, expected = (model(past_values=x).prediction_outputs for x in (counts, counts.float()))
+    ours, expected = (
+        model(past_values=x, attention_mask=None)[0] for x in (counts, counts.float())
+    )  # as PEFT calls it
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
-    for missing in (float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="`past_values` must be finite"):
-            model(past_values=torch.where(values == values[0, 0, 0], missing, values))
-    model(past_values=values, attention_mask=None)  # as PEFT calls it
-    for ignored in ("past_observed_mask", "labels", "inputs_embeds"):
-        with pytest.raises(ValueError, match=f"`{ignored}` is no argument of a forecast"):
-            model(past_values=values, **{ignored: values})
-    with pytest.raises(ValueError, match=r"`prediction_length` must be an int, at least 1, but is 2\.5"):
-        model.generate(values, prediction_length=2.5)
-    for ignored in ("position_ids", "cu_seq_lens_q", "seq_idx"):  # they would cut a series into documents
-        with pytest.raises(ValueError, match=f"`{ignored}` is no argument of a forecast"):
-            model(past_values=values, **{ignored: torch.arange(15)[None]})
-
-
-@in_one_test("name,value", [("context_length", 40), ("patch_length", 5), ("hidden_size", 32)])
-def test_states_of_other_models_are_refused(name, value):
-    """A state of a model of other sizes raises an error that names the size."""
-    model, values = make_model(), make_values()
-    other = read(make_model(**{name: value}), values, [60])[0].state
-    expected = f"`state` must have `{name}` {getattr(model.config, name)}, but has {value}"
-    with pytest.raises(ValueError, match=expected):
-        model(past_values=values, state=other)
-
-
-def test_states_of_other_series_are_refused():
-    """A state of as many rows but another number of series raises an error."""
-    model, values = make_model(), make_values(series=2, channels=3)
-    state = read(model, values, [60])[0].state
-    with pytest.raises(ValueError, match="`state` must have `series` 3, but has 2"):
-        model(past_values=make_values(series=3, channels=2), state=state)
-
-
-@in_one_test("name,value", [("patch_length", 7), ("prediction_length", 0), ("memory_depth", 0)])
-def test_a_field_that_is_set_later_is_refused_too(name, value):
-    """A model refuses an impossible field that was set after its configuration was made."""
-    config = make_model().config
-    setattr(config, name, value)
-    with pytest.raises(ValueError, match=f"`{name}`"):
-        TitansForTimeSeriesPrediction(config)
 
 
 @in_one_test(
@@ -364,9 +350,16 @@ def test_a_field_that_is_set_later_is_refused_too(name, value):
         (dict(head_dropout=2), "`head_dropout` must be from 0 to 1, but is 2"),
         (dict(loss="nll"), "loss"),
         (dict(memory_depth=0), "`memory_depth` must be at least 1"),
+        (dict(cycle_length=-1), "`cycle_length` must be at least 0, but is -1"),
+        (dict(num_input_channels=0), "`num_input_channels` must be at least 1, but is 0"),
     ],
 )
 def test_configurations_that_are_not_possible(changes, message):
-    """An impossible field raises an error that names it."""
+    """An impossible field raises an error that names it, also where it is set after its configuration was made."""
     with pytest.raises((ValueError, StrictDataclassError), match=message):
         TitansTimeSeriesConfig(**SIZES | changes)
+    config = TitansTimeSeriesConfig(**SIZES)
+    with pytest.raises((ValueError, StrictDataclassError), match=message):
+        for name, value in changes.items():
+            setattr(config, name, value)
+        TitansForTimeSeriesPrediction(config)
