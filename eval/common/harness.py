@@ -11,19 +11,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import EvalPrediction, PreTrainedConfig, TrainerCallback, set_seed
+from transformers import PreTrainedConfig, set_seed
 
 from eval.common.compared_models import parse_settings
 from eval.common.records import FILE, Record, append_record, describe_commit, file_of, find_finished, read_records
 from eval.common.tables import check_alike, write_report
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
 from titans_hf.cli.shared.command_line import HelpFormatter
-from titans_hf.cli.shared.fitting import fit
 
-IGNORED = -100  # a label that does not count
 DECIMALS = 4
 ConfigOf = Callable[[Any], PreTrainedConfig | None]
 
@@ -76,41 +73,6 @@ def check_options(args: Namespace, **minimums: float) -> dict[str, Any]:
     if not re.fullmatch(r"[\w.-]*", args.label) or (settings and not args.label):
         raise ValueError(f"--label {args.label!r}: --set needs a name of its own, of letters, digits, '.', '_' and '-'")
     return settings
-
-
-class ProgressPrinter(TrainerCallback):
-    """Keeps a row of the evaluations' epoch and `columns`, and prints the last column, which comes last."""
-
-    def __init__(self, name: str, epochs: int, columns: Sequence[str]):
-        self.name, self.epochs, self.columns = name, epochs, columns
-        self.latest, self.curve, self.start = {"loss": float("nan")}, [], time.time()
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        self.latest |= logs
-
-    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        self.latest |= metrics
-        last = next(name for name in reversed(self.columns) if name != "loss")
-        if last in metrics:
-            row = [state.epoch, *(self.latest[name] for name in self.columns)]
-            self.curve.append([round(float(x), DECIMALS) for x in row])
-            seconds = time.time() - self.start
-            accuracy = f"accuracy {metrics[last]:.3f} ({seconds:.0f} s)"
-            print(f"{self.name}: epoch {state.epoch:.3g}/{self.epochs} {accuracy}", flush=True)
-
-
-def accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    """Computes the share of right predictions among the labels that count."""
-    counted = prediction.label_ids != IGNORED
-    return {"accuracy": float(np.mean(prediction.predictions[counted] == prediction.label_ids[counted]))}
-
-
-def fit_classifier(run: Run, model: nn.Module, every: int, columns: Sequence[str], options: dict, **parts: Any) -> Any:
-    """Trains as `fit` does, and measures the accuracy. Returns the Trainer, and the curve: the epoch and `columns`."""
-    progress = ProgressPrinter(run.name, run.epochs, columns)
-    parts |= {"compute_metrics": accuracy, "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1)}
-    trainer = fit(run, model, every, options, callbacks=[progress], **parts)
-    return trainer, progress.curve
 
 
 def optimise(model: nn.Module, draw_loss: Callable[[torch.Generator], Tensor], run: StudyRun) -> None:

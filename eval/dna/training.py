@@ -9,19 +9,19 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerFast
 
 from eval.common import harness
 from eval.common.compared_models import num_trained
-from eval.common.harness import DECIMALS, fit_classifier, record_run
+from eval.common.harness import DECIMALS, record_run
 from eval.common.records import Record
 from eval.dna.folds import Fold
 from eval.dna.models import build_model, config_of
 from eval.dna.sequences import reverse_complement
 from eval.dna.tokenizer import make_tokenizer
-from titans_hf.cli.shared.fitting import best_step
+from titans_hf.cli.shared.fitting import fit
 
-COLUMNS = ("loss", "eval_loss", "eval_accuracy")  # of a curve, after the epoch
+COLUMNS = ["epoch", "loss", "eval_loss", "eval_accuracy"]  # of a curve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +65,11 @@ def collate(tokenizer: PreTrainedTokenizerFast, examples: list[dict[str, Any]]) 
     return {"input_ids": ids, "labels": torch.tensor([example["labels"] for example in examples])}
 
 
+def accuracy(prediction: EvalPrediction) -> dict[str, float]:
+    """Computes the share of right predictions."""
+    return {"accuracy": float(np.mean(prediction.predictions == prediction.label_ids))}
+
+
 def train(run: Run, data: DataOfRun, model: nn.Module, save: Path | None) -> dict[str, Any]:
     """Trains by AdamW with a linear warm-up of a tenth and a cosine to 0, and returns the scores of the weights that
     are most accurate in validation, and the curve; saves model and tokenizer in `save`.
@@ -75,12 +80,18 @@ def train(run: Run, data: DataOfRun, model: nn.Module, save: Path | None) -> dic
     options["metric_for_best_model"] = "eval_accuracy"
     parts = {"train_dataset": examples, "eval_dataset": data.examples(data.fold.valid)}
     parts |= {"data_collator": lambda batch: collate(tokenizer, batch), "processing_class": tokenizer}
-    trainer, curve = fit_classifier(run, model, max(1, steps // run.evaluations), COLUMNS, options, **parts)
+    parts |= {"compute_metrics": accuracy, "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1)}
+    trainer = fit(run, model, max(1, steps // run.evaluations), options, **parts)
+    curve = pd.DataFrame(trainer.state.log_history).groupby("step")[COLUMNS].first().dropna().round(DECIMALS)
     if save is not None and isinstance(model, PreTrainedModel):
         trainer.save_model(str(save))
     test = trainer.predict(data.examples(data.fold.test)).metrics["test_accuracy"]
-    scores = {"valid": trainer.state.best_metric, "test": test, "best_epoch": best_step(trainer) * run.epochs / steps}
-    return {name: round(x, DECIMALS) for name, x in scores.items()} | {"curve": curve}
+    scores = {
+        "valid": trainer.state.best_metric,
+        "test": test,
+        "best_epoch": trainer.state.best_global_step * run.epochs / steps,
+    }
+    return {name: round(x, DECIMALS) for name, x in scores.items()} | {"curve": curve.to_numpy().tolist()}
 
 
 def make_run(run: Run, data: DataOfRun, output: Path, save: bool = False) -> Record:

@@ -80,8 +80,8 @@ def make_run(run: Run, series: pd.DataFrame, output: Path) -> Record:
             model.cycle.fit(splits.train.values[: splits.train.rows.stop])
         if parameters := num_trained(model):
             with named_errors(run.name):
-                trainer, best = fit_forecaster(run, model, splits.train, splits.valid)
-            device = trainer.args.device
+                trainer = fit_forecaster(run, model, splits.train, splits.valid)
+            best, device = trainer.state.best_global_step, trainer.args.device
         valid, test = (window_errors(model, part, 4 * run.batch_size, device) for part in (splits.valid, splits.test))
         return {
             "parameters": parameters,

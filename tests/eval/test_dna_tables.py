@@ -4,8 +4,7 @@ import pytest
 
 from eval import tables
 from eval.common.records import append_record, read_records
-from eval.common.tables import check_alike
-from eval.dna.tables import ALIKE, differences, results_of, table
+from eval.dna.tables import differences, results_of, table
 
 DATA = "human_nontata_promoters-test"
 
@@ -54,22 +53,6 @@ def test_the_paper_stands_beside_its_own_data_only(folder):
     assert "the paper's Mamba " not in text and "| the paper's HyenaDNA | – | – | 89.2 |" in text
 
 
-def test_of_equal_rates_the_one_that_went_on_is_chosen(folder):
-    """Where two rates are equal in validation, the one with more folds is the row."""
-    save(folder, "mag", 1e-3, 0, 0.7, 0.5)
-    save(folder, "mag", 1e-2, 0, 0.7, 0.6)
-    save(folder, "mag", 1e-2, 1, 0.7, 0.6)
-    assert [record["test"] for record in read_results(folder)[DATA]["mag"]] == [0.6, 0.6]
-
-
-def test_differences_are_fold_by_fold(folder):
-    """Differences of 10 and -10 points, of the folds that both models have, are 0 in the mean. Otherwise easy folds
-    would count for one model alone.
-    """
-    text = differences(read_results(folder)[DATA], "cnn")
-    assert text.splitlines()[2:] == ["| lmm | +0.0 ± 14.1 | +0.0 | 2 |"]
-
-
 def test_a_fold_is_the_mean_of_its_seeds(folder):
     """The spread is over folds, each the mean of its seeds, and differences are of equal seed and fold; a seed without
     all folds has no mean of its own; the first seed chose the rate.
@@ -86,28 +69,22 @@ def test_a_fold_is_the_mean_of_its_seeds(folder):
     assert differences(rows, "cnn").splitlines()[2:] == ["| lmm | +0.0 ± 14.1 | +0.0 | 2 |"]
 
 
-def test_a_row_without_the_first_fold_is_left_out(folder):
-    """A row without the first fold is left out, because its learning rate has not been chosen."""
-    save(folder, "mag", 1e-3, 1, 0.9, 0.9)
-    assert list(read_results(folder)[DATA]) == ["lmm", "cnn"]
-
-
-def test_runs_that_were_not_made_alike_are_refused(folder):
-    """Runs with different settings in one table raise an error."""
-    save(folder, "mag", 1e-3, 0, 0.9, 0.9, epochs=3)
-    with pytest.raises(ValueError, match=r", mag: epochs is 3, elsewhere 2"):
-        check_alike((record["run"] for record in read_records(folder, "dna")), ALIKE)
-
-
-def test_the_command_writes_tables_and_plots(folder, capsys):
-    """Table and plot come from the files alone; a file that is no run and an unknown baseline are named."""
-    out = ["--output", str(folder)]
-    tables.main([str(folder), *out, "--baselines", "cnn"])
+def test_rows_that_have_no_rate_and_rows_not_made_alike(folder, capsys):
+    """Of two rates that are equal in validation, the one with more folds is the row. A row without the first fold has
+    no rate and is left out. Runs with other settings, and an unknown baseline, raise an error.
+    """
+    for rate, fold in ((1e-3, 0), (1e-2, 0), (1e-2, 1)):
+        save(folder, "mag", rate, fold, 0.7, rate)
+    save(folder, "mac", 1e-3, 1, 0.9, 0.9)
+    rows = read_results(folder)[DATA]
+    assert [record["test"] for record in rows["mag"]] == [1e-2, 1e-2] and "mac" not in rows
+    out = [str(folder), "--output", str(folder), "--baselines"]
+    tables.main([*out, "cnn"])
     text = (folder / "table.md").read_text()
     assert f"## {DATA}" in text and "| less cnn | accuracy | each seed | folds |" in text
     assert (folder / f"{DATA}.png").stat().st_size > 10_000
-    with pytest.raises(ValueError, match="--baselines must be of cnn, lmm, but has llama"):
-        tables.main([str(folder), *out, "--baselines", "llama"])
-    append_record({"name": "x"}, folder / "runs.jsonl")
-    with pytest.raises(ValueError, match=r"runs\.jsonl, line 7, is no run of eval\.dna"):
-        tables.main([str(folder), *out])
+    with pytest.raises(ValueError, match="--baselines must be of cnn, lmm, mac, mag, but has llama"):
+        tables.main([*out, "llama"])
+    save(folder, "mag", 1e-3, 2, 0.9, 0.9, epochs=3)
+    with pytest.raises(ValueError, match=r", mag: epochs is 3, elsewhere 2"):
+        tables.main(out[:-1])

@@ -17,7 +17,7 @@ import pandas as pd
 import torch
 from huggingface_hub import ModelCard, ModelCardData
 from matplotlib.figure import Figure
-from transformers import TrainerCallback, set_seed
+from transformers import set_seed
 
 from titans_hf import TitansForTimeSeriesPrediction, TitansTimeSeriesConfig
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
@@ -53,20 +53,6 @@ TRAINING = {  # options: their defaults and helps
 }
 ERRORS = ["mean absolute error", "of the last value repeated"]
 MOST_PANELS = 8  # channels that are drawn
-
-
-class ProgressPrinter(TrainerCallback):
-    """Prints the losses of each evaluation."""
-
-    def __init__(self):
-        self.loss = float("nan")
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        self.loss = logs.get("loss", self.loss)
-
-    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        losses = f"loss {self.loss:.4f}, validation {metrics['eval_loss']:.4f}"
-        print(f"step {state.global_step} of at most {state.max_steps}: {losses}", flush=True)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -153,7 +139,7 @@ def train(args: argparse.Namespace, series: pd.DataFrame) -> tuple[TitansForTime
         if len(trained) < args.cycle_length:
             raise ValueError(f"--cycle_length {args.cycle_length} is more than the {len(trained)} rows to train on")
         model.cycle.fit(trained)
-    _, best_step = fit_forecaster(args, model, training, validation, [ProgressPrinter()])
+    trainer = fit_forecaster(args, model, training, validation)
     facts = {
         "data": args.data.name,
         "columns": list(series),
@@ -162,7 +148,7 @@ def train(args: argparse.Namespace, series: pd.DataFrame) -> tuple[TitansForTime
         "frequency": frequency_of(series.index),
         "last_time": str(series.index[-1]),
         "rows": [len(training.rows), len(validation.rows)],
-        "best_step": best_step,
+        "best_step": trainer.state.best_global_step,
         "options": {name: getattr(args, name) for name in ("horizon", *TRAINING)},
     }
     model.save_pretrained(args.output)

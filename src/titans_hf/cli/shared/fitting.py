@@ -2,19 +2,17 @@
 
 import sys
 import tempfile
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset
-from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
 
 
-def fit(
-    run: Any, model: nn.Module, every: int, options: dict[str, Any], trainer: type[Trainer] = Trainer, **parts: Any
-) -> Trainer:
-    """Trains with an evaluation `every` so many steps, and leaves the model with its best weights.
+def fit(run: Any, model: nn.Module, every: int, options: dict[str, Any], **parts: Any) -> Trainer:
+    """Trains with an evaluation `every` so many steps, whose losses are printed, and leaves the model with its best
+    weights.
 
     `run` has `learning_rate`, `batch_size` and `seed`. `options` replace TrainingArguments, `parts` are of the Trainer.
     """
@@ -40,17 +38,13 @@ def fit(
         disable_tqdm=not sys.stderr.isatty(),
     )
     with tempfile.TemporaryDirectory() as folder:
-        made = trainer(model, TrainingArguments(folder, **shared | options), **parts)
-        made.remove_callback(PrinterCallback)
-        made.train()
-    return made
+        trainer = Trainer(model, TrainingArguments(folder, **shared | options), **parts)
+        trainer.train()
+    return trainer
 
 
-def fit_forecaster(
-    run: Any, model: nn.Module, train: Dataset, valid: Dataset, callbacks: Sequence[TrainerCallback] = ()
-) -> tuple[Trainer, int]:
-    """Trains a model of time series until its validation loss has not fallen for `run.patience` evaluations. Returns
-    the Trainer and the step of the best weights.
+def fit_forecaster(run: Any, model: nn.Module, train: Dataset, valid: Dataset) -> Trainer:
+    """Trains a model of time series until its validation loss has not fallen for `run.patience` evaluations.
 
     `run` has `max_steps` and `eval_steps` too. A window has all channels, so that an evaluation takes no more windows
     at once than a training step. Raises ValueError where no validation loss was a number.
@@ -58,15 +52,9 @@ def fit_forecaster(
     options = {"max_steps": run.max_steps, "weight_decay": 0.0, "metric_for_best_model": "eval_loss"}
     options |= {"prediction_loss_only": True, "label_names": ["future_values"]}
     options["per_device_eval_batch_size"] = run.batch_size
-    parts = {"train_dataset": train, "eval_dataset": valid}
-    parts["callbacks"] = [EarlyStoppingCallback(run.patience), *callbacks]
-    trainer = fit(run, model, min(run.eval_steps, run.max_steps), options, **parts)
-    if (best := best_step(trainer)) is None:
+    callbacks = [EarlyStoppingCallback(run.patience)]
+    every = min(run.eval_steps, run.max_steps)
+    trainer = fit(run, model, every, options, train_dataset=train, eval_dataset=valid, callbacks=callbacks)
+    if trainer.state.best_global_step is None:
         raise ValueError(f"no validation loss was a number: give a lower --learning_rate than {run.learning_rate:g}")
-    return trainer, best
-
-
-def best_step(trainer: Trainer) -> int | None:
-    """Returns the step of the best weights; None where no evaluation was a number."""
-    checkpoint = trainer.state.best_model_checkpoint
-    return None if checkpoint is None else int(checkpoint.rpartition("-")[2])
+    return trainer
