@@ -102,119 +102,106 @@ def _update_rule(config: "TitansConfig") -> str:
 @strict
 class TitansConfig(PreTrainedConfig):
     r"""
-    Configures a Titans model. Names that Transformers uses have the same meaning here. Further fields:
+    Configures a Titans model. Fields that are not listed here are those of Transformers. *By form* is a default that
+    `memory_form` sets: the value of `"titans"`, then those of the other forms if they differ.
 
     Args:
         variant (`str`, defaults to `"mag"`):
             How memory and attention are combined (paper section 4): `"mac"` memory as context, `"mag"` memory as a
             gate, `"mal"` memory as a layer, `"lmm"` the memory alone.
-        head_dim (`int`, *optional*):
-            Size of an attention head; `hidden_size // num_attention_heads` by default. A head of the memory has
-            `hidden_size // memory_num_heads`.
-        sliding_window (`int`, defaults to 512):
-            Number of tokens that a token attends to, itself included. Only MAG and MAL have a window.
-        rope_parameters (`dict`, *optional*):
-            `rope_theta` (10000), `partial_rotary_factor` (0.5) and `rope_type`: `"default"`, `"linear"`,
-            `"llama3"` or `"yarn"`, which change frequencies alone. Scores depend on distances alone, and no distance is
-            beyond the window or the segment.
-        attention_bias (`bool`, defaults to `False`): Biases on attention's query, key, value and output projections.
-        qk_norm (`bool`, defaults to `False`): RMSNorm over each head of attention's queries and keys, before rotation.
+
+        > Attention, of all variants but LMM
+
+        head_dim (`int`, *optional*): Entries of an attention head. Default: `hidden_size // num_attention_heads`.
+        sliding_window (`int`, defaults to 512): Tokens that a token attends to, itself included, in MAG and MAL.
         segment_length (`int`, defaults to 256):
-            Number of tokens of a segment in MAC, its attention span; a multiple of `memory_chunk_size`.
+            Tokens of a segment, the span of attention in MAC; a multiple of `memory_chunk_size`.
         num_persistent_tokens (`int`, defaults to 4):
-            Number of learned tokens in front of every sequence (N_p, paper section 3.3), per layer; 0 for none.
+            Learned tokens in front of every sequence, per layer (N_p, section 3.3); 0 for none.
         persistent_distance (`int`, defaults to 0):
-            Distance behind every query to which the keys of persistent tokens are rotated; with 0 they have no
-            position.
+            Tokens behind every query to which the keys of persistent tokens are rotated; 0 gives them no position.
+        attention_bias (`bool`, defaults to `False`): Adds biases to the four projections of attention.
+        qk_norm (`bool`, defaults to `False`): Normalises each head of queries and keys (RMSNorm), before rotation.
+        rope_parameters (`dict`, *optional*):
+            `rope_theta` (10000), `partial_rotary_factor` (0.5, a share of a head) and `rope_type`: `"default"`,
+            `"linear"`, `"llama3"` or `"yarn"`, which change frequencies alone. No distance exceeds window or segment.
+
+        > Memory
+
         memory_layers (`list[int]`, *optional*):
-            The layers of MAG and MAL that have a memory, from 0 on; all by default. The other layers are
-            sliding-window attention with persistent tokens.
+            Layers of MAG and MAL with a memory, counted from 0; the others have attention alone. Default: all.
         memory_form (`str`, defaults to `"titans"`):
-            Sets the *optional* fields below, unless they are given. `"titans"`: a memory of two layers with momentum
-            and stabilisers, the last layer by the delta rule. `"delta"`: a linear memory without momentum by the delta
-            rule, with the same stabilisers, which is faster. `"paper"`: the paper's second version, literally. The
-            default of such a field is the value of `"titans"`; values of the other forms are named with it.
-        memory_depth (`int`, *optional*):
-            Number of layers of the memory network (L_M); 1 is a linear memory. Default: 2; `"delta"`: 1.
-        memory_expansion (`int`, *optional*):
-            Size of the memory network's hidden layers, in units of its head size; no effect with `memory_depth=1`.
-            Default: 1; `"delta"`: 2; `"paper"`: 4.
-        memory_network (`str`, *optional*):
-            Form of the memory network M: `"mlp"` linear layers with SiLU between them (the paper's first version),
-            `"residual"` M(x) = x + LN(W_L gelu(... gelu(W_1 x))) (its second version). `"residual"` has a slower
-            backward and needs `memory_update_rule="chunk"`. Default: `"mlp"`; `"paper"`: `"residual"`.
-        memory_gates (`str`, *optional*):
-            Granularity of the gates at each token: one theta, eta and alpha per head (`"head"`), or per layer of each
-            head's network (`"layer"`), as in the paper's second version. `"layer"` has a slower backward.
-            Default: `"head"`; `"paper"`: `"layer"`.
-        memory_num_heads (`int`, *optional*): Independent memories per layer; `num_attention_heads` by default.
-        memory_chunk_size (`int`, *optional*):
-            Number of tokens whose gradients are taken at the same weights (section 3.2). Default: 64; `"paper"`: 16.
+            Sets the defaults below. `"titans"`: a memory of two layers with momentum and stabilisers, the last layer by
+            the delta rule. `"delta"`: a linear memory without momentum by the delta rule, with the same stabilisers,
+            which is faster. `"paper"`: the paper's second version, literally.
+        memory_depth (`int`, by form 2; `"delta"` 1): Layers of the memory network (L_M); 1 is a linear memory.
+        memory_expansion (`int`, by form 1; `"delta"` 2, `"paper"` 4):
+            Units of the network's hidden layers, in sizes of a memory head. No effect on a linear memory.
+        memory_network (`str`, by form `"mlp"`; `"paper"` `"residual"`):
+            Form of the network M: `"mlp"` linear layers with SiLU between them (the paper's first version),
+            `"residual"` M(x) = x + LN(W_L gelu(... gelu(W_1 x))) (its second). `"residual"` has a slower backward and
+            needs `memory_update_rule="chunk"`.
+        memory_gates (`str`, by form `"head"`; `"paper"` `"layer"`):
+            One theta, eta and alpha per token for each head, or for each layer of a head's network. `"layer"` has a
+            slower backward.
+        memory_num_heads (`int`, *optional*):
+            Independent memories per layer, of `hidden_size // memory_num_heads` entries each. Default:
+            `num_attention_heads`.
+        memory_chunk_size (`int`, by form 64; `"paper"` 16):
+            Tokens whose gradients are taken at the same weights (section 3.2).
+        memory_update_rule (`str`, by form `"delta"`; `"paper"`, and with `memory_network="residual"`, `"chunk"`):
+            Weights at which the error of the last layer is taken. `"chunk"`: those of the chunk's start (eq. 16).
+            `"delta"`: those before each token (eq. 10), exactly, so that one write can replace what a key retrieves.
         memory_max_lr (`float`, *optional*):
-            Largest step size of the inner loop (theta, eq. 10). 0 turns the memory off, and the token memory: nothing
-            is written, nothing forgotten. Default: 1/2 with the delta rule; otherwise 1 / b with a `memory_chunk_size`
-            b, and 2 / (L b) with a `memory_depth` L above 2. The gradients of a chunk are taken at the same weights.
-            Where keys repeat, larger steps overshoot, so that rounding and gradients grow exponentially; a model with a
-            larger value warns. With the delta rule, hidden layers take steps of theta / (2 b), theta / 128 at most.
-        memory_update_rule (`str`, *optional*):
-            Weights at which the error of the memory network's last layer is taken. `"chunk"`: the weights of the
-            chunk's start, as in the paper's algorithm in chunks (eq. 16). `"delta"`: the weights before each token, as
-            in eq. 10, exactly (the delta rule), so that a single write can replace what the memory returns for a key.
-            Default: `"delta"`; `"paper"`, and any form with `memory_network="residual"`: `"chunk"`.
-        memory_recurrence (`str`, *optional*):
-            Form of the update (eq. 10-14): `"paper"` as stated. With `"stable"`, forgetting leads back to the learned
-            initial weights instead of 0, where a network of several layers has no gradient; theta is multiplied by
-            1 - eta, so that a gradient's steps sum to theta; values have length 1, as keys and queries, because the
-            largest step that does not diverge decreases with their square; and the network starts as 0.
-            Default: `"stable"`; `"paper"`: `"paper"`.
-        memory_momentum (`bool`, *optional*):
-            Momentum of the update (eta, eq. 10). With the delta rule, eta is at most 1/3, because with a larger eta the
-            memory can grow exponentially where a key comes in bursts. Default: `True`; `"delta"` with the delta rule:
-            `False`, because there momentum gains at most 0.01 nats on text.
-        memory_forget (`bool`, defaults to `True`):
-            Weight decay of the memory (alpha, eq. 13), to the weights that `memory_recurrence` sets.
-        memory_conv_kernel (`int`, defaults to 4):
-            Kernel size of the causal convolutions on q, k and v; 1 for none. They start as the identity, on k as a
-            one-token delay: x_t is stored under the key of x_{t-1}.
-        memory_conv_noise (`float`, *optional*):
-            Noise in the initial filters, from 0 to 1: a filter is sqrt(1 - n^2) times that start plus n times noise of
-            norm 1. In our experiments, recall tasks are learned fastest with 0, and language with 1.
-            Default: 0.7; `"paper"`: 1.
-        memory_output_norm (`str`, *optional*):
-            Normalisation of a head's output (section 4.4). `"rms"` always normalises. `"clip"` clips to length 1
-            (values have length 1), so that small retrievals stay small. With `memory_recurrence="paper"`, values may
-            be longer. Default: `"clip"`; `"paper"`: `"rms"`.
-        memory_residual (`bool`, *optional*):
-            Add the memory's output m: with attention's output y, MAG, MAL and MAC are
-            `y * sigmoid(norm(m)) + m` instead of eq. 28, 31 and 25, and attention reads `norm(x + m)` in MAL instead of
-            `norm(m)`. On novels, all three gain with it: normalised outputs are equally large, whether the memory has
-            stored much for a query or nothing. LMM has this form only. Default: `True`; `"paper"`: `False`.
-        memory_error_clip (`float` or `None`, defaults to `"form"`):
-            Largest error |M(k) - v| without clipping, in units of |v|; `None` for the paper's plain squared error. With
-            the delta rule, the last layer's errors are never clipped: it has no effect on a memory of one layer.
-            `"form"` is 1; with `memory_form="paper"` it is `None`.
+            Largest factor of a gradient (theta, eq. 10); 0 turns the memory and the token memory off. Default: 1/2 with
+            the delta rule, otherwise 1 / b in chunks of b tokens, and 2 / (L b) from L = 3 layers on. A larger value
+            warns: where keys repeat it overshoots, and rounding and gradients grow exponentially. With the delta rule,
+            hidden layers take steps of theta / (2 b), theta / 128 at most.
+        memory_recurrence (`str`, by form `"stable"`; `"paper"` `"paper"`):
+            `"paper"`: eq. 10-14 as stated. `"stable"`: forgetting leads back to the learned initial weights instead of
+            0, where a network of several layers has no gradient; theta is multiplied by 1 - eta, so that a gradient's
+            steps sum to theta; values have length 1, as keys and queries, because the largest stable step decreases
+            with their square; and the network starts as 0.
+        memory_momentum (`bool`, by form `True`; `"delta"` with the delta rule `False`):
+            Momentum of the update (eta, eq. 10). With the delta rule, eta is at most 1/3: with a larger one the memory
+            can grow exponentially where a key comes in bursts.
+        memory_forget (`bool`, defaults to `True`): Decay of the memory (alpha, eq. 13), to where the recurrence says.
+        memory_conv_kernel (`int`, defaults to 4): Tokens of the causal convolutions on q, k and v; 1 for none.
+        memory_conv_noise (`float`, by form 0.7; `"paper"` 1):
+            Share n of noise in the initial filters, from 0 to 1: sqrt(1 - n^2) times the identity (on keys a delay of
+            one token) plus n times noise of norm 1. With 0, recall is learned fastest; with 1, language.
+        memory_output_norm (`str`, by form `"clip"`; `"paper"` `"rms"`):
+            Normalises what a head retrieves (section 4.4): `"rms"` always; `"clip"` only lengths above 1, the length of
+            a value, so that small retrievals stay small.
+        memory_residual (`bool`, by form `True`; `"paper"` `False`):
+            Adds the memory's output m to attention's y in MAG, MAL and MAC: `y * sigmoid(norm(m)) + m` instead of eq.
+            28, 31 and 25, and attention reads `norm(x + m)` in MAL instead of `norm(m)`.
+        memory_error_clip (`float` or `None`, defaults to `"form"`, which is 1; `"paper"` `None`):
+            Largest error |M(k) - v| that is not clipped, in lengths of v. `None`: the paper's squared error. The last
+            layer's errors are never clipped with the delta rule.
         memory_kernel (`str`, defaults to `"auto"`):
-            The program that updates the memory. `"fla"`, with several tokens: the kernel `chunk_comba` of
-            flash-linear-attention (`pip install -e ".[gpu]"`). `"triton"`: the project's own kernels, which have
-            never run on a GPU. `"torch"`: PyTorch. `"auto"`: fla's kernel where it is possible, PyTorch elsewhere. Both
-            kernels need a CUDA GPU and a model that is not in float64. `"fla"` needs a memory of one layer with the
-            delta rule and without momentum (`memory_form="delta"`), with heads of at most 256; `"triton"` an MLP of at
-            most two layers with gates per head, heads of 16 to 128, at most 256 hidden units and chunks of 16 to 64
-            tokens, all powers of two. Each raises an error if one of its conditions does not hold. Single tokens,
-            calls with `output_surprise` (not with `"triton"`) and, with `"auto"`, compiled models are computed by
-            PyTorch, and so is a token memory of more than 256 features.
+            The program that updates the memory. `"torch"`: PyTorch. `"fla"`: the kernel `chunk_comba` of
+            flash-linear-attention (`pip install -e ".[gpu]"`), for several tokens and a linear memory with the delta
+            rule and without momentum, with heads of at most 256. `"triton"`: the project's kernels, never run on a GPU
+            so far, for an MLP of at most two layers with gates per head, heads of 16 to 128, at most 256 hidden units
+            and chunks of 16 to 64 tokens, all powers of two. Both need CUDA and float32, and raise an error elsewhere.
+            `"auto"`: fla's where possible, PyTorch elsewhere, in compiled models too. Single tokens, calls with
+            `output_surprise` (not with `"triton"`) and a token memory of more than 256 features are PyTorch's.
+
+        > Behind the last layer
+
         token_memory_features (`int`, defaults to 0):
-            Number of sparse features of the keys of the token memory, which learns at test time which token follows
-            which final hidden state, and adds what it retrieves before the LM head; 0 for none. An extension beyond the
-            paper: on novels, it gains several times as much as learning in all layers. It needs tied embeddings.
+            Sparse features of the token memory's keys; 0 for no token memory. It learns at test time which token
+            follows which final hidden state, an extension beyond the paper, and needs tied embeddings.
         token_memory_form (`str`, defaults to `"delta"`):
-            Form of the token memory: `"delta"` a linear memory by the delta rule, of `token_memory_features`;
-            `"episodic"` a ring of `token_memory_entries` (key, token) entries, whose distribution of the next token is
-            mixed with the model's.
-        token_memory_entries (`int`, defaults to 0): Number of entries of the episodic token memory; 0 for none.
-        token_memory_key_size (`int`, defaults to 64): Size of the keys of the episodic token memory.
+            `"delta"`: a linear memory by the delta rule, of `token_memory_features`. `"episodic"`: a ring of (key,
+            token) entries, whose distribution of the next token is mixed with the model's.
+        token_memory_entries (`int`, defaults to 0): Entries of the episodic token memory; 0 for none.
+        token_memory_key_size (`int`, defaults to 64): Numbers of a key of the episodic token memory.
         token_memory_threshold (`float`, defaults to 1.0):
-            Loss in nats, from which a token is a surprise, which the episodic token memory writes.
+            Loss, in nats, from which the episodic token memory writes a token.
+
+        > Version
 
         titans_version (`int`, *optional*):
             Version of the fields' meaning. A saved config of another version is refused. Not to be given.
@@ -229,10 +216,21 @@ class TitansConfig(PreTrainedConfig):
     auto_classes = AUTO_MAP
     default_theta = 10000.0
 
+    # Size
     vocab_size: int = setting(32000, at_least=1, card="vocabulary")
     hidden_size: int = setting(1024, at_least=1, state="shape", card="width")
     intermediate_size: int = setting(2816, at_least=1, card="width of the MLP")
     num_hidden_layers: int = setting(24, at_least=1, state="shape", card="layers")
+    hidden_act: str = setting("silu")
+    variant: Literal["mac", "mag", "mal", "lmm"] = setting("mag", state="shape")
+    rms_norm_eps: float = setting(1e-6, at_least=0)
+    initializer_range: float = setting(0.02, at_least=0, state="none")
+    tie_word_embeddings: bool = setting(False, state="none")
+    use_cache: bool = setting(True, state="none")
+    pad_token_id: int | None = setting(None, state="none")
+    bos_token_id: int | None = setting(1, state="none")
+    eos_token_id: int | list[int] | None = setting(2, state="none")
+    # Attention
     num_attention_heads: int = setting(16, at_least=1, variants=WITH_ATTENTION, card="attention heads")
     num_key_value_heads: int | None = setting(
         None,
@@ -249,16 +247,16 @@ class TitansConfig(PreTrainedConfig):
         variants=WITH_ATTENTION,
         state="shape",
     )
-    hidden_act: str = setting("silu")
-    variant: Literal["mac", "mag", "mal", "lmm"] = setting("mag", state="shape")
     sliding_window: int = setting(512, at_least=1, variants=WITH_WINDOW, state="shape", card="window")
     segment_length: int = setting(256, at_least=1, variants=("mac",), state="shape", card="segment")
     num_persistent_tokens: int = setting(4, at_least=0, state="shape", card="persistent tokens")
     persistent_distance: int = setting(0, at_least=0, variants=WITH_ATTENTION)
     attention_bias: bool = setting(False, variants=WITH_ATTENTION)
     qk_norm: bool = setting(False, variants=WITH_ATTENTION)
+    rope_parameters: dict | None = setting(None, variants=WITH_ATTENTION)
+    attention_dropout: int | float = setting(0.0, at_least=0, at_most=1, variants=WITH_ATTENTION, state="none")
+    # Memory
     memory_layers: list[int] | None = setting(None, variants=WITH_WINDOW, state="shape")
-    # docs/dev/log.md: "The default is the paper's memory"
     memory_form: Literal["titans", "delta", "paper"] = setting("titans", state="none")
     memory_depth: int | None = setting(
         None, at_least=1, derived=by_form(titans=2, delta=1, paper=2), state="shape", card="depth of the memory"
@@ -275,23 +273,14 @@ class TitansConfig(PreTrainedConfig):
     memory_num_heads: int | None = setting(
         None, at_least=1, derived=lambda config: config.num_attention_heads, state="shape", card="memory heads"
     )
-    # docs/dev/log.md: "Smaller chunks for quality"
     memory_chunk_size: int | None = setting(
         None, at_least=1, derived=by_form(titans=64, delta=64, paper=16), state="shape", card="chunk of the memory"
     )
-    # docs/dev/log.md: "Two layers, the last one by the delta rule", "Errors at the chunk's start"
-    memory_update_rule: Literal["chunk", "delta"] | None = setting(
-        None,
-        derived=_update_rule,
-        state="shape",
-    )
-    # docs/dev/log.md: "Which steps are safe at which depth", "A step of 0.2 breaks training"
+    memory_update_rule: Literal["chunk", "delta"] | None = setting(None, derived=_update_rule, state="shape")
     memory_max_lr: int | float | None = setting(None, at_least=0, derived=lambda config: config.max_stable_lr)
-    # docs/dev/log.md: "Forgetting towards 0 kills a deep memory", "Values as long as they come"
     memory_recurrence: Literal["stable", "paper"] | None = setting(
         None, derived=by_form(titans="stable", delta="stable", paper="paper")
     )
-    # docs/dev/log.md: "Momentum with the delta rule"
     memory_momentum: bool | None = setting(
         None,
         derived=lambda config: config.memory_form != "delta" or config.memory_update_rule == "chunk",
@@ -299,14 +288,12 @@ class TitansConfig(PreTrainedConfig):
     )
     memory_forget: bool = setting(True)
     memory_conv_kernel: int = setting(4, at_least=1, state="shape")
-    # docs/dev/log.md: "Convolutions that begin as impulses"
     memory_conv_noise: int | float | None = setting(
         None, at_least=0, at_most=1, derived=by_form(titans=0.7, delta=0.7, paper=1.0)
     )
     memory_output_norm: Literal["rms", "clip"] | None = setting(
         None, derived=by_form(titans="clip", delta="clip", paper="rms")
     )
-    # docs/dev/log.md: "The memory's output is added, not normalised"
     memory_residual: bool | None = setting(
         None, derived=by_form(titans=True, delta=True, paper=False), variants=WITH_ATTENTION
     )
@@ -314,21 +301,13 @@ class TitansConfig(PreTrainedConfig):
         "form", above=0, derived=by_form(titans=1.0, delta=1.0, paper=None)
     )
     memory_kernel: Literal["auto", "torch", "fla", "triton"] = setting("auto", state="none")
-    # docs/dev/log.md: "A memory of which token follows"
+    # Behind the last layer
     token_memory_features: int = setting(0, at_least=0, state="shape")
     token_memory_form: Literal["delta", "episodic"] = setting("delta", state="shape")
     token_memory_entries: int = setting(0, at_least=0, state="shape")
     token_memory_key_size: int = setting(64, at_least=1, state="shape")
     token_memory_threshold: int | float = setting(1.0, at_least=0, state="shape")
-    rope_parameters: dict | None = setting(None, variants=WITH_ATTENTION)
-    rms_norm_eps: float = setting(1e-6, at_least=0)
-    attention_dropout: int | float = setting(0.0, at_least=0, at_most=1, variants=WITH_ATTENTION, state="none")
-    initializer_range: float = setting(0.02, at_least=0, state="none")
-    tie_word_embeddings: bool = setting(False, state="none")
-    use_cache: bool = setting(True, state="none")
-    pad_token_id: int | None = setting(None, state="none")
-    bos_token_id: int | None = setting(1, state="none")
-    eos_token_id: int | list[int] | None = setting(2, state="none")
+    # Version
     titans_version: int | None = setting(None, state="none")
 
     @classmethod
