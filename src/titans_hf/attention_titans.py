@@ -6,7 +6,6 @@ rotated to that distance behind every query, and compared with the query before 
 keys carry no rotary position: with partial rotation they are compared with the unrotated part of the query; with full
 rotation, with the query before rotation.
 Eager attention, whose weights are recorded, and the masks for the other values of `attn_implementation` come first.
-docs/dev/log.md: "Persistent keys where a whole head is rotated"
 
 Shapes: B batch, T query slots, K key slots, P persistent tokens, W window, L segment length, h heads, D head size.
 """
@@ -323,7 +322,7 @@ class SegmentAttention(TitansAttention):
 
     def project(self, hidden_states: Tensor, slots: Tensor) -> SegmentProjections:
         """Projects and rotates hidden_states (B, T, hidden); each token is at `slots` (B or 1, T) of its segment."""
-        # docs/dev/log.md: "MAC's rotary factors once a call instead of once a segment"
+        # For all segments at once: a decoded token takes less time than with factors for each segment.
         queries, new = self.project_queries(hidden_states), self.project_keys_and_values(hidden_states)
         positions = torch.cat([slots, slots + self.config.segment_length])
         (cos, sin), _ = rotary_factors(self.config, positions, queries.dtype)

@@ -232,7 +232,7 @@ class TitansCacheLayer(CacheLayerMixin):
     document, from the learned initial state.
     """
 
-    # docs/dev/log.md: "Rollback by reading again: exact"
+    # A crop reads the kept columns again. That is exact, while an update cannot be inverted without rounding.
 
     is_sliding = False
     is_croppable = True

@@ -134,9 +134,7 @@ class TitansCache(Cache):
         return f"TitansCache: {read}\n{self.num_decoder_layers} layers, with a memory: {memories}{token_memory}"
 
     def columns_to_reread(self) -> RecordedColumns | None:
-        """Returns the columns that a crop has left, which the next call reads again before its own; None if there are
-        none.
-        """
+        """Returns the columns kept by crop(), to be read again on the next call; None if there are none."""
         return self.layers[0].to_reread
 
     def rows_to_restart(self) -> Tensor | None:
@@ -199,7 +197,7 @@ class TitansCache(Cache):
         Raises ValueError for a weight outside of 0 to 1, for caches of different models, and for a cache that has read
         nothing, has reset rows or has columns to read again; RuntimeError for a cache that records.
         """
-        # docs/dev/log.md: "The mean of memories keeps what each of them holds"
+        # The mean keeps what each memory holds. A sum of their changes fails far from the trained length.
         if not 0 <= weight <= 1:
             raise ValueError(f"`weight` must be from 0 to 1, but is {weight}.")
         check_cache_class("other", other)

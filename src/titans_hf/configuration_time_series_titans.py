@@ -7,7 +7,7 @@ from huggingface_hub.dataclasses import strict
 from .configuration_titans import TitansConfig, check_multiple, setting
 
 if TYPE_CHECKING:  # never executed: makes save_pretrained copy every sibling module
-    # docs/dev/log.md: "A checkpoint's code is what its config's file names"
+    # Transformers finds these files by a regular expression, which reads this line too.
     from .time_series_titans import TitansForTimeSeriesPrediction  # noqa: F401
 
 
@@ -48,9 +48,9 @@ class TitansTimeSeriesConfig(TitansConfig):
     prediction_length: int = setting(96, at_least=1)
     loss: Literal["mse", "mae"] = setting("mse")
     head_dropout: int | float = setting(0.0, at_least=0, at_most=1)
-    cycle_length: int = setting(0, at_least=0)  # docs/dev/log.md: "A learned daily cycle"
+    cycle_length: int = setting(0, at_least=0)
     num_input_channels: int = setting(1, at_least=1)
-    # docs/dev/log.md: "The default is the paper's memory": all figures of series are of this form
+    # All figures of series are of this form.
     memory_form: Literal["titans", "delta", "paper"] = "delta"
     vocab_size: int = 1  # of a table that the embedding of patches replaces
     hidden_size: int = 64

@@ -15,7 +15,7 @@ from transformers.utils import logging
 from .parallel_titans import tensor_parallel_plan
 
 if TYPE_CHECKING:  # never executed: makes save_pretrained copy every sibling module
-    # docs/dev/log.md: "A checkpoint's code is what its config's file names"
+    # Transformers finds these files by a regular expression, which reads this line too.
     from .heads_titans import TitansHead  # noqa: F401
 
 logger = logging.get_logger(__name__)

@@ -353,7 +353,7 @@ class Found(NamedTuple):
     entropy: Tensor
 
     def seen(self) -> "Found":
-        """Returns this without the entries that no column of the only row sees."""
+        """Drops entries no query can see (batch size 1)."""
         seen = self.visible[0].any(0)
         return map_tensors(lambda x: x[..., seen], self._replace(entropy=None))._replace(entropy=self.entropy)
 

@@ -143,10 +143,9 @@ class GroupIntermediates(NamedTuple):
 
 class GroupFunctions(NamedTuple):
     """The functions of one group of chunks: `group_forward`, `group_intermediates` and `group_backward` as they are,
-    compiled, or with a kernel that computes everything that goes from chunk to chunk. The rest is then computed as if
-    the group were one chunk of P * N rows.
+    compiled, or with a kernel for the sequential part of a group; the rest then runs as one batch of P * N rows.
 
-    token: with a kernel, the step of one token without gradients; None without a kernel.
+    token: the kernel's step of one token without gradients; None without a kernel.
     """
 
     forward: Callable[..., MemorizeOutput]

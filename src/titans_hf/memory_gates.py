@@ -48,7 +48,6 @@ def segment_products(log_decay: Tensor) -> Tensor:
     The logarithms are summed directly, not as a difference of two cumulative sums: exact for decays of any size, -inf
     (a gate of 0) included. The sum runs along rows and is transposed: twice as fast as along columns.
     """
-    # docs/dev/log.md: "Gate products summed directly", "Sums of log decays along rows instead of columns"
     terms = log_decay[..., None, :].expand(*log_decay.shape, log_decay.shape[-1])
     return terms.triu(1).cumsum(-1).exp().triu().mT
 

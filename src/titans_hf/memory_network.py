@@ -21,7 +21,7 @@ from torch.nn.functional import gelu, layer_norm, silu
 
 Network = Literal["mlp", "residual"]
 SMALLEST_LIMIT = 1e-30  # of a clip, where a value is 0
-NORM_EPSILON = 1e-5  # of LN; docs/dev/log.md: "What version 2 leaves open", "Which step the literal model trains with"
+NORM_EPSILON = 1e-5  # of LN, PyTorch's own: the paper gives none
 
 
 def layer_shapes(head_dim: int, depth: int, expansion: int) -> list[tuple[int, int]]:
@@ -162,7 +162,6 @@ def gradient_factors(
 
     norms: where they are known already.
     """
-    # docs/dev/log.md: "The inner loop blows up with the error clip alone" (4 kappa |v|)
     norms = TokenNorms.of(keys, values, rule) if norms is None else norms
     if rule.network == "residual":
         return _residual_gradient_factors(keys, values, weights, rule, norms)

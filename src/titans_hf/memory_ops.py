@@ -69,7 +69,7 @@ class ScanOptions(NamedTuple):
     chunk that started in an earlier call keeps its anchor. Unused where the state has none.
     needs_surprise: compute the tokens' surprise, None without.
     compiled: the functions for groups of full chunks; None for the functions of `memory_chunk` as they are.
-    kernel: the functions by a kernel for groups of full chunks, and then `compiled` is None; None without.
+    kernel: kernel-backed functions for full groups; excludes `compiled`.
     """
 
     chunk_size: int

@@ -24,16 +24,15 @@ from .token_grid import TokenGrid
 
 # Added to squared norms that may be 0: a new memory outputs 0, and the key of a sequence's first token is 0 in a new
 # model. With an epsilon as small as usual, the gradients of these tokens would exceed all other gradients.
-# docs/dev/log.md: "An epsilon of 1e-12 under a length that may be 0"
 EPSILON = 1e-4
-# Factor of the initial weights of the output projections of memory and attention: untrained, their output is noise.
-# docs/dev/log.md: "The memory's output must start quiet"
+# Factor of the initial weights of the output projections of memory and attention: untrained, their output is noise,
+# which costs more than the memory gains. With 0, a memory whose last layer starts at 0 would have no gradient.
 OUTPUT_SCALE = 0.1
 # Limit of eta, the decay of the momentum, with the delta rule: at a larger one, a memory can grow exponentially where
-# a key comes in bursts. docs/dev/log.md: "Momentum with the delta rule"
+# a key comes in bursts.
 LARGEST_ETA_OF_DELTA_RULE = 1 / 3
 # Limit of the steps of hidden layers with the delta rule, in units of theta: in small chunks, larger steps change
-# the last layer's inputs, under which it has stored values. docs/dev/log.md: "Steps of hidden layers in small chunks"
+# the last layer's inputs, under which it has stored values.
 LARGEST_HIDDEN_STEP = 1 / 128
 
 
@@ -88,7 +87,6 @@ class ChannelConv(nn.Conv1d):
 
     def initial_weight(self) -> Tensor:
         """Draws the initial filters, with the shape, dtype and device of `weight`."""
-        # docs/dev/log.md: "Convolutions that begin as impulses", "The same noise for the pass-key"
         kernel = self.kernel_size[0]
         impulse = torch.arange(kernel).flip(0) == self.initial_delay
         weight = impulse.to(self.weight).expand_as(self.weight) * (1 - self.initial_noise**2) ** 0.5
@@ -98,7 +96,7 @@ class ChannelConv(nn.Conv1d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolves x (B, channels, kernel_size - 1 + T): (B, channels, T)."""
-        if x.shape[-1] == self.kernel_size[0]:  # docs/dev/log.md: "conv1d of a single token"
+        if x.shape[-1] == self.kernel_size[0]:  # a single token, for which conv1d takes longer
             return (x * self.weight[:, 0]).sum(-1, keepdim=True)
         return nn.functional.conv1d(x, self.weight, groups=len(self.weight))
 
@@ -126,7 +124,6 @@ class InitialWeights(nn.Module):
 
     def forward(self, dtype: torch.dtype) -> list[Tensor]:
         """Returns copies in `dtype`: sharded parameters are released when this returns."""
-        # docs/dev/log.md: "Not copying the initial weights each call"
         return [weight.to(dtype, copy=True) for weight in self._parameters.values()]
 
 
@@ -136,8 +133,6 @@ class TokenGate(nn.Module):
 
     No nn.Linear, because quantisers convert every nn.Linear: a gate has few weights, and all updates depend on it.
     """
-
-    # docs/dev/log.md: "Weights of 8 bits"
 
     def __init__(self, hidden_size: int, num_gates: int, initial_logit: float):
         super().__init__()
@@ -206,15 +201,15 @@ class NeuralMemory(nn.Module):
         self.q_proj = nn.Linear(size, size, bias=False)
         self.k_proj = nn.Linear(size, size, bias=False)
         self.v_proj = nn.Linear(size, size, bias=False)
-        # k_conv starts as a one-token delay: x_t is stored under the key of x_{t-1} and retrieved by its query.
-        # docs/dev/log.md: "Keys that are a token late at first"; a convolution each: "One convolution for q, k and v"
+        # k_conv starts as a one-token delay: x_t is stored under the key of x_{t-1} and retrieved by its query, so that
+        # recall is learned sooner. Three convolutions, because one for q, k and v cannot be cut into heads.
         self.q_conv, self.k_conv, self.v_conv = (self._convolution(initial_delay) for initial_delay in (0, 1, 0))
         num_gates = num_heads * (config.memory_depth if config.memory_gates == "layer" else 1)
         self.inner_lr = TokenGate(size, num_gates, initial_logit=0.0)  # theta
         self.momentum = TokenGate(size, num_gates, initial_logit=0.0) if config.memory_momentum else None  # eta
         self.forget = TokenGate(size, num_gates, initial_logit=-5.0) if config.memory_forget else None  # alpha
         is_delta = config.memory_update_rule == "delta"
-        # docs/dev/log.md: "Which steps are safe at which depth"
+        # A hidden layer's gradients of a chunk are taken at the same weights: the sum of larger steps overshoots.
         hidden_step = min(LARGEST_HIDDEN_STEP, 1 / (2 * config.memory_chunk_size)) if is_delta else 1.0
         self.rule = UpdateRule(config.memory_error_clip, is_delta, config.memory_network, hidden_step)
         shapes = layer_shapes(self.head_dim, config.memory_depth, config.memory_expansion)
@@ -266,7 +261,6 @@ class NeuralMemory(nn.Module):
         """Returns M_0, the weights (H, d_in, d_out) that forgetting decays to, in the state's dtype; empty for 0 (eq.
         13 as stated) and if nothing is forgotten. With 0, a network of several layers would lose its gradient.
         """
-        # docs/dev/log.md: "Forgetting towards 0 kills a deep memory beyond the trained length"
         forgets = self.forget is not None and is_updated(self.config, grid)
         return tuple(self.initial_weights(state.weights[0].dtype)) if forgets and self.stable else ()
 
@@ -303,7 +297,6 @@ class NeuralMemory(nn.Module):
         """
         # Keys and queries as in the paper (section 4.4); values too, because the largest stable step of a hidden layer
         # decreases with |v|^2: theta alone sets the size of an update.
-        # docs/dev/log.md: "Values as long as they come: MAC diverges", "`normalize` in float16 with an epsilon of 0"
         if self.stable:
             return l2_normalize(projected)
         queries_and_keys, values = projected.split([2, 1])
@@ -347,12 +340,10 @@ class NeuralMemory(nn.Module):
             log_momentum_decay = logsigmoid(momentum)  # log eta_t: eq. 10
             one_minus_eta = torch.sigmoid(-momentum)
             if self.rule.delta_rule:
-                # docs/dev/log.md: "Momentum with the delta rule: a key in bursts makes the memory grow exponentially"
                 log_momentum_decay = log_momentum_decay + math.log(LARGEST_ETA_OF_DELTA_RULE)
                 one_minus_eta = 1 - LARGEST_ETA_OF_DELTA_RULE * (1 - one_minus_eta)
             if self.stable:
                 # Times 1 - eta_t: then a gradient's steps sum to theta_t whatever eta is, |S| <= max theta |gradient|.
-                # docs/dev/log.md: "The inner loop blows up with the error clip alone"
                 inner_lr = inner_lr * one_minus_eta
         if self.forget is None or not updates:
             log_retain = torch.zeros_like(inner_lr)  # alpha_t = 0

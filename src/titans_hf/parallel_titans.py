@@ -68,8 +68,6 @@ class SharedByHeads(TensorParallelLayer):
     backward passes twice.
     """
 
-    # docs/dev/log.md: "Tensor parallelism: heads shard"
-
     @contextlib.contextmanager
     def context_around_forward(self, module, mesh):
         own = dict(module._parameters)

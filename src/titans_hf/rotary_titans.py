@@ -1,7 +1,7 @@
 """Rotary positions of attention, from the position of every token in its document.
 
 Angles are computed in float64 and cos and sin are rounded once: a score depends on the distance of its key alone, at
-position 5 million as at position 5. docs/dev/log.md: "A key is rotated once"
+position 5 million as at position 5.
 """
 
 import torch

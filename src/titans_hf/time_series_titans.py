@@ -97,7 +97,6 @@ class LearnedCycle(nn.Module):
         first value is at place 0. Training goes on from these means. Raises ValueError for less than one cycle, other
         channels or values that are not finite.
         """
-        # docs/dev/log.md: "A learned daily cycle"
         length, channels = self.weight.shape
         _check_finite("values", values)
         if values.ndim != 2 or len(values) < length or values.shape[1] != channels:
@@ -131,7 +130,7 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         super().__init__(config)
         self.model = TitansModel(config)
         self.model.set_input_embeddings(nn.Linear(config.patch_length, config.hidden_size))
-        # docs/dev/log.md: "The final norm took each patch's amplitude from the head"
+        # Without the final norm, which would take each patch's amplitude from the head.
         self.model.norm = nn.Identity()
         self.head_dropout = nn.Dropout(config.head_dropout)
         self.head = nn.Linear(config.num_patches * config.hidden_size, config.prediction_length)

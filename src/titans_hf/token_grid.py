@@ -3,8 +3,8 @@
 A row that has already read `num_seen` tokens is `num_seen % grid_size` slots into a chunk. The rows of a batch may be
 at different positions in their chunk, and contain padding or several documents. Each document gets a row of slots, and
 its tokens (without padding) consecutive slots from its position in the chunk on: then all rows share the same chunk
-boundaries. Empty slots are masked out and never count as tokens.
-docs/dev/log.md: "One grid for everything that is out of step", "Packed documents are rows of a grid"
+boundaries. Empty slots are masked out and never count as tokens: gates of 0 would not do, because a token adds the
+momentum once more whatever its gates are.
 
 Shapes: B batch rows, T tokens, R rows of slots (one per document; B where there is one document per batch row), G slots
 of a row, P entries that precede a row's first slot.

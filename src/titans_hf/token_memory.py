@@ -12,7 +12,7 @@ direction: with many sparse features the keys of a long text have few directions
 the embeddings, so that the retrieved value, a mixture of embeddings, raises the logits of its tokens from the first
 training step on.
 
-An extension beyond the paper. docs/dev/log.md: "A memory of which token follows"
+An extension beyond the paper.
 Shapes: R rows of the grid, G slots, F features, D hidden size.
 """
 
