@@ -1,1 +1,1 @@
-"""Benchmarks that train and compare small models, and studies. What lm-eval runs is the command `titans-hf eval`."""
+"""Benchmarks that train and compare small models, and studies. lm-eval's tasks are run by `titans-hf lm-eval`."""

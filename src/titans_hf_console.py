@@ -38,7 +38,6 @@ COMMANDS = {
     "serve": Command(TRANSFORMERS_CLI, "serve a checkpoint over HTTP, with OpenAI's API", "serve"),
     "chat": Command(TRANSFORMERS_CLI, "chat with a served checkpoint", "serve"),
     "forecast": Command("titans_hf.cli.forecast", "forecast the time series of a CSV file", "train"),
-    "eval": Command("titans_hf.cli.eval", "evaluate checkpoints on the benchmarks of the paper", "eval"),
     "lm-eval": Command("titans_hf.cli.lm_eval_command", "run lm-eval's own command line, for any task", "eval"),
     "demo": Command("titans_hf.cli.demo", "train two small models and compare their recall", "demo"),
 }

@@ -20,9 +20,8 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from titans_hf.cli.evaluation.checkpoints import read_checkpoints, trained_length
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
-from titans_hf.cli.shared.checkpoints import load_model
+from titans_hf.cli.shared.checkpoints import check_checkpoint, load_model, load_tokenizer
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.devices import choose_device
 from titans_hf.cli.shared.figures import (
@@ -35,6 +34,7 @@ from titans_hf.cli.shared.figures import (
 from titans_hf.cli.shared.markdown_tables import markdown_table
 from titans_hf.cli.shared.text_files import find_files, read_text
 from titans_hf.cli.shared.text_ids import encode
+from titans_hf.cli.training.checkpoints import RECORD
 
 FIRST_EDGE = 256
 
@@ -78,6 +78,13 @@ def table(losses: dict[str, list[float]], length: int) -> str:
     return markdown_table(heading, [[label, *(f"{x:.2f}" for x in bits)] for label, bits in losses.items()])
 
 
+def trained_length(paths: list[str]) -> int | None:
+    """Returns the block length that all models were trained on, by run.json; None if one has none or they differ."""
+    runs = [Path(path) / RECORD for path in paths]
+    lengths = {json.loads(run.read_text(encoding="utf-8"))["block_length"] if run.is_file() else None for run in runs}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
 def plot(losses: dict[str, list[float]], length: int, trained: int | None, path: Path) -> None:
     """Draws loss against position; a cross is where a model's loss is more than a tenth above its lowest."""
     edges, styles, failed = edges_to(length)[1:], line_styles(losses), []
@@ -107,18 +114,23 @@ def main(argv: list[str] | None = None) -> None:
     check_folder(args.output, "--output")
     find_files(args.text, "--text")  # before the models are loaded
     device = choose_device(args.device)
-    checkpoints = read_checkpoints(args.models)
-    stretches = stretches_of(args.text, checkpoints[0].tokenizer, args.length, args.stretches)
-    for other in checkpoints[1:]:
-        if other.tokenizer.get_vocab() != checkpoints[0].tokenizer.get_vocab():
-            raise ValueError(f"{other.path} has another tokenizer than {checkpoints[0].path}: bits cannot be compared")
+    labels = [Path(path).resolve().name for path in args.models]
+    if twice := [label for label in labels if labels.count(label) > 1]:
+        raise ValueError(f"two models are called {twice[0]}: their folders' names label the results")
+    for path in args.models:
+        check_checkpoint(path, "MODEL")
+    first, *others = (load_tokenizer(path, "MODEL") for path in args.models)
+    stretches = stretches_of(args.text, first, args.length, args.stretches)
+    for path, other in zip(args.models[1:], others, strict=True):
+        if other.get_vocab() != first.get_vocab():
+            raise ValueError(f"{path} has another tokenizer than {args.models[0]}: bits cannot be compared")
     args.output.mkdir(parents=True, exist_ok=True)
     losses = {}
-    for checkpoint in checkpoints:
-        model = load_model(checkpoint.path, "MODEL").to(device).eval()
-        losses[checkpoint.label] = bits_by_position(model, stretches, checkpoint.label)
+    for name, path in zip(labels, args.models, strict=True):
+        model = load_model(path, "MODEL").to(device).eval()
+        losses[name] = bits_by_position(model, stretches, name)
         if args.memory_off and hasattr(model, "set_memory_learning"):
-            label = f"{checkpoint.label}, memory off"
+            label = f"{name}, memory off"
             model.set_memory_learning(False)
             losses[label] = bits_by_position(model, stretches, label)
         record = {"edges": edges_to(args.length), "bits per token": losses}

@@ -96,7 +96,6 @@ def test_a_command_gets_its_own_arguments(monkeypatch, name):
         ),
         (["ask", "no-model", "--memory", "m", "--prompt", ""], "--prompt is empty"),
         (["surprise", "no-model", "no-text", "--output", "out"], "No such file or directory: 'no-text'"),
-        (["eval", "no-model", "--suite", "no-suite", "--output", "out"], "no such suite or task"),
         (["serve", "model", "--continuous-batching"], "--continuous-batching"),
         (["chat", "model", "http://127.0.0.1:9/v1"], "refused. titans-hf serve MODEL starts one"),
         (["chat", "model", "http://127.0.0.1:9"], "refused. titans-hf serve MODEL starts one"),
@@ -116,12 +115,12 @@ def test_errors_are_one_line(monkeypatch, capsys, tmp_path, arguments, message):
 def test_a_missing_package_names_the_extra(monkeypatch, capsys):
     """A command without its packages names the extra to install."""
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    for name in [name for name in sys.modules if name.startswith("titans_hf.cli.eval")]:
+    for name in [name for name in sys.modules if name.startswith(("lm_eval.", "titans_hf.cli.lm_eval"))]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(SystemExit):
-        call(monkeypatch, "eval")
+        call(monkeypatch, "lm-eval")
     text = capsys.readouterr().err
-    assert text == 'titans-hf eval: error: the package lm_eval is missing: pip install -e ".[eval]"\n'
+    assert text == 'titans-hf lm-eval: error: the package lm_eval is missing: pip install -e ".[eval]"\n'
 
 
 @pytest.fixture(scope="module", params=["editable", "wheel"])
@@ -199,8 +198,8 @@ def test_the_installed_commands_run(installed, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_installation_has_the_data_of_eval(installed):
-    """An installation has the tasks' YAML files, the paper's figures and the configurations."""
+def test_an_installation_has_its_data(installed):
+    """An installation has the cards and the configurations."""
     code = "import titans_hf; print(titans_hf.__path__[0])"
     package = Path(run([installed / "python", "-c", code], installed).strip())
     source, shipped = ROOT / "src" / "titans_hf", {path.relative_to(package) for path in package.rglob("*")}
@@ -208,8 +207,6 @@ def test_an_installation_has_the_data_of_eval(installed):
         "cards/*.md",
         "configs/*.json",
         "configs/accelerate/*.yaml",
-        "evaluation/*.json",
-        "evaluation/tasks/*.yaml",
     ):
         names = {path.relative_to(source) for path in (source / "cli").glob(pattern)}
         assert names and names <= shipped

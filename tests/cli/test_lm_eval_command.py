@@ -7,14 +7,12 @@ import pytest
 from byte_model import save_byte_model
 
 pytest.importorskip("lm_eval")
-pytest.importorskip("wonderwords")
-from eval_common import EVAL
 from lm_eval.__main__ import cli_evaluate
 
 import titans_hf_console as console
 from titans_hf import TitansConfig, TitansModel
 
-LENGTH, NUM_NEW = 4096, 128  # a needle's length includes the tokens to be generated
+NUM_NEW = 128
 
 
 @pytest.fixture
@@ -32,16 +30,22 @@ def calls(monkeypatch):
 
 
 def run_lm_eval(monkeypatch, folder, command: list[str], main) -> int:
-    """Evaluates one needle by a command line of lm-eval; returns the number of tokens of its prompt."""
+    """Evaluates one long document by a command line of lm-eval; returns the number of tokens of its prompt."""
     save_byte_model(folder / "model", "mag")
-    metadata = json.dumps({"max_seq_lengths": [LENGTH], "samples": 1})
-    options = f"--model_args pretrained={folder / 'model'} --tasks niah_single_1_local --include_path {EVAL / 'tasks'}"
-    options = [*options.split(), "--metadata", metadata, "--limit", "1", "--device", "cpu", "--log_samples"]
+    (folder / "data.jsonl").write_text(json.dumps({"text": "The key is 7. " * 270, "answer": "7"}) + "\n")
+    (folder / "tasks").mkdir()
+    task = {"task": "local", "dataset_path": "json", "test_split": "test", "output_type": "generate_until"}
+    task |= {"dataset_kwargs": {"data_files": {"test": str(folder / "data.jsonl")}}, "doc_to_target": "{{answer}}"}
+    task |= {"doc_to_text": "{{text}}", "metric_list": [{"metric": "exact_match"}]}
+    task |= {"generation_kwargs": {"max_gen_toks": NUM_NEW, "until": []}}
+    (folder / "tasks" / "local.yaml").write_text(json.dumps(task))  # JSON is YAML
+    options = f"--model_args pretrained={folder / 'model'} --tasks local --include_path {folder / 'tasks'}"
+    options = [*options.split(), "--device", "cpu", "--log_samples"]
     monkeypatch.setattr(sys, "argv", [*command, *options, "--output_path", str(folder / "results")])
     main()
-    (samples,) = folder.rglob("samples_niah*.jsonl")
+    (samples,) = folder.rglob("samples_local*.jsonl")
     prompt, _ = json.loads(samples.read_text())["arguments"]["gen_args_0"].values()
-    assert LENGTH - NUM_NEW - 200 < len(prompt) <= LENGTH - NUM_NEW
+    assert len(prompt) > 3000
     return len(prompt)
 
 

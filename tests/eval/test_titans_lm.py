@@ -12,7 +12,7 @@ lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 
-from titans_hf.cli.evaluation.titans_lm import TitansLM  # noqa: E402
+from titans_hf.cli.titans_lm import TitansLM  # noqa: E402
 
 DOCUMENT = "It was the best of times, it was the worst of times. "
 PAIRS = [

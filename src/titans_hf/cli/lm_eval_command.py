@@ -8,7 +8,7 @@ import sys
 
 from lm_eval.__main__ import cli_evaluate
 
-import titans_hf.cli.evaluation.titans_lm  # noqa: F401  registers the model class
+import titans_hf.cli.titans_lm  # noqa: F401  registers the model class
 from titans_hf.cli.shared.checkpoints import check_checkpoint
 from titans_hf.cli.shared.command_line import run_command
 

@@ -51,8 +51,6 @@ class TitansLM(HFLM):
     batch_size="auto", which lm-eval determines by trying the longest context.
     """
 
-    cut_tokens = 0  # as CountingHFLM counts them
-
     def __init__(self, pretrained, *args, piece_length: int = 512, share_from: int = 256, **kwargs):
         if not str(kwargs.get("batch_size", 1)).isdigit():
             raise ValueError(f"`batch_size` must be a number for a Titans model, but is {kwargs['batch_size']!r}.")
