@@ -112,5 +112,5 @@ def _load(command: Command) -> Callable[[], object]:
     except ModuleNotFoundError as error:
         if command.extra is None or (error.name or "").startswith("titans_hf"):
             raise
-        hint = f'pip install -e ".[{command.extra}]"'
-        raise ModuleNotFoundError(f"the package {error.name} is missing: {hint}", name=error.name) from error
+        name, hint = (error.name or "").partition(".")[0], f'pip install -e ".[{command.extra}]"'
+        raise ModuleNotFoundError(f"the package {name} is missing: {hint}", name=name) from error
