@@ -1,0 +1,186 @@
+"""Streaming memory per byte: what a frozen model gains by each way to remember what has left its window.
+
+    python -m eval.streaming MODEL --methods full window window+match --data novels --text data/books/test \\
+        --choice_text data/books/valid --output eval/results/streaming.jsonl
+    python -m eval.streaming MODEL --task facts --methods full window --data novels --text data/books/test \\
+        --choice_text data/books/valid --output eval/results/streaming.jsonl
+    python -m eval.streaming --output eval/results/streaming.jsonl --plot docs/streaming.png   # the tables
+
+A method is a reader, with memories behind it: "window+neural". Every text is read in pieces, as a stream. With
+--task loss, each --text is scored token by token; with --task facts, 20 facts are told, --lengths tokens of a text are
+read, and the facts are asked for. Shares and sharpness of memories behind a reader are chosen on the choice texts.
+
+    full       attention to all tokens            window     --window tokens and a sink
+    longer     a window longer by --bytes         streaming  the text's first token as sink, in its place
+    random, tova, keydiff, snapkv                 tokens that have left the window, --bytes of them, by that score
+    sgd, rms   dynamic evaluation, plain and as Krause et al.     bm25       blocks of the text put into the window
+    fast, list, both, start                       titans_hf.remember; start: both, without learning
+    +counts, +match, +neural                      pairs of tokens, the longest match, a neural cache
+
+"full-" before a reader of `remember` keeps full attention.
+"""
+
+import argparse
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from eval.common.records import append_record, describe_commit, read_records
+from eval.streaming import readers
+from eval.streaming.facts import judge, make_text
+from eval.streaming.mixtures import MIXTURES
+from eval.streaming.reading import Scores, choose_links, load_texts, prepare, read_text
+from eval.streaming.tables import plot, tables
+from titans_hf.cli.shared.command_line import run_command
+
+BENCHMARK, PER_BLOCK = "streaming", 256  # tokens of a mean loss in a record
+BUDGETED = ("longer", "random", "tova", "keydiff", "snapkv")
+REMEMBER = {
+    "fast": {"memory": ("fast_weights",)},
+    "list": {"memory": ("list",)},
+    "both": {"memory": ("fast_weights", "list")},
+    "start": {"memory": ("fast_weights", "list"), "learning": False},
+}
+READERS = ("full", "window", "streaming", "sgd", "rms", "bm25", *BUDGETED, *REMEMBER, *(f"full-{x}" for x in REMEMBER))
+
+
+def make_reader(name: str, budget: float | None, args: argparse.Namespace) -> readers.Reader:
+    """Loads the model anew, and makes a reader of it."""
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    window = args.window
+    if name.removeprefix("full-") in REMEMBER:
+        options = REMEMBER[name.removeprefix("full-")] | ({"adapter": args.adapter} if args.adapter else {})
+        return readers.Remember(model, None if name.startswith("full-") else window, **options)
+    if name in BUDGETED:
+        extra = round(budget / readers.Reader(model, window).column_bytes)
+        if name == "longer":
+            return readers.Attention(model, window + extra)
+        return readers.Attention(model, window, extra=extra, score=name)
+    make = {
+        "full": lambda: readers.Attention(model),
+        "window": lambda: readers.Attention(model, window),
+        "streaming": lambda: readers.Attention(model, window, near=False),
+        "sgd": lambda: readers.Steps(model, window, rate=args.rate or 5e-3),
+        "rms": lambda: readers.Steps(model, window, rate=args.rate or 5e-5, decay=args.decay),
+        "bm25": lambda: readers.Retrieval(model, window),
+    }
+    return make[name]()
+
+
+def make_tasks(args: argparse.Namespace, tokenizer) -> list[dict[str, Any]]:
+    """Makes what is read: name, ids, and the answers of facts."""
+    texts = {}
+    for path in args.text:
+        texts |= load_texts(path, tokenizer, args.tokens if args.task == "loss" else max(args.lengths), args.place)
+    if not texts:
+        raise ValueError(f"--text {args.text[0]} has no text of so many tokens")
+    if args.task == "loss":
+        return [{"text": name, "ids": ids, "answers": []} for name, ids in texts.items()]
+    tasks = []
+    for i, length in enumerate(args.lengths):
+        name = sorted(texts)[i * len(texts) // len(args.lengths)]
+        ids, answers = make_text(tokenizer.decode(texts[name][:length]), tokenizer, f"{args.data} {length} {args.seed}")
+        tasks.append({"text": f"{name}, {length} tokens", "ids": ids, "answers": answers})
+    return tasks
+
+
+def record_of(task: dict[str, Any], scores: Scores, tokenizer) -> dict[str, Any]:
+    """Returns mean losses by blocks of tokens, or every answer."""
+    if not task["answers"]:
+        blocks = scores.losses.split(PER_BLOCK)
+        return {"losses": [round(x.mean().item(), 5) for x in blocks]}
+    answers = []
+    for answer in task["answers"]:
+        said, is_right = judge(answer, task["ids"], scores.tops, tokenizer)
+        log_p = -scores.losses[answer.begin - 1 : answer.end - 1].sum().item()
+        answers.append([answer.kind, answer.value, said, is_right, round(log_p, 3)])
+    return {"answers": answers}
+
+
+def run(args: argparse.Namespace) -> None:
+    """Reads all texts with all methods that the output does not have yet."""
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tasks = make_tasks(args, tokenizer)
+    choice = list(load_texts(args.choice_text, tokenizer, args.choice_tokens, 0.2).values())
+    done = {tuple(x["run"].values()) for x in read_records(args.output, BENCHMARK)}
+    by_reader = defaultdict(list)
+    for method in args.methods:
+        reader, *memories = method.split("+")
+        for budget in args.bytes if reader in BUDGETED else [None]:
+            by_reader[reader, budget].append(memories)
+    for (name, budget), lists in by_reader.items():
+        label = name if budget is None else f"{name} {budget / 1e6:g} MB"
+        chains = {"+".join([label, *x]): x for x in lists}
+        about = {"task": args.task, "data": args.data, "window": args.window, "seed": args.seed}
+        left = [x for x in tasks if any((*about.values(), x["text"], y) not in done for y in chains)]
+        if not left:
+            continue
+        reader = make_reader(name, budget, args)
+        read = prepare(reader, choice) if any(lists) or name == "rms" else []
+        links = {chain: choose_links(read, memories) if memories else ([], []) for chain, memories in chains.items()}
+        for task in left:
+            wanted = {i for x in task["answers"] for i in range(x.begin - 1, x.end)}
+            begin = time.perf_counter()
+            found = read_text(reader, {chain: x[0] for chain, x in links.items()}, task["ids"], wanted)
+            seconds = round(time.perf_counter() - begin, 1)
+            for chain, scores in found.items():
+                options = {"rate": reader.rate, "decay": reader.decay} if isinstance(reader, readers.Steps) else {}
+                options |= (
+                    {"adapter": args.adapter.name} if args.adapter and isinstance(reader, readers.Remember) else {}
+                )
+                config = {"model": Path(args.model).name, "memories": links[chain][1], **options}
+                line = {
+                    "benchmark": BENCHMARK,
+                    "run": about | {"text": task["text"], "method": chain},
+                    "config": config,
+                }
+                line |= {"tokens": len(task["ids"]), "bytes": scores.state_bytes, "seconds": seconds}
+                line |= {"commit": describe_commit(), "result": record_of(task, scores, tokenizer)}
+                append_record(line, args.output)
+            print(f"{label}, {task['text']}: {seconds:.0f} s", flush=True)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="a folder or a name on the Hub; without: the tables")
+    parser.add_argument("--methods", nargs="+", default=["window", "full"], metavar="READER[+MEMORY...]")
+    parser.add_argument("--bytes", nargs="+", type=float, default=[5e5, 4e6, 18e6], help="of state beyond the window")
+    parser.add_argument("--task", choices=["loss", "facts"], default="loss")
+    parser.add_argument("--data", default="texts", help="the name of the texts in the record")
+    parser.add_argument("--text", type=Path, nargs="+", help="files or folders; a .raw file is cut into its articles")
+    parser.add_argument("--place", type=float, default=0.1, help="where in a text its first token is: a share")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of a text with --task loss")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[700, 1200, 2000, 3000], help="tokens of fillers")
+    parser.add_argument("--choice_text", type=Path, help="texts that the shares of memories are chosen on")
+    parser.add_argument("--choice_tokens", type=int, default=2048, help="tokens of each choice text")
+    parser.add_argument("--window", type=int, default=256)
+    parser.add_argument("--adapter", type=Path, help="a fitted memory, for readers of titans_hf.remember")
+    parser.add_argument("--rate", type=float, help="of sgd (5e-3) or rms (5e-5)")
+    parser.add_argument("--decay", type=float, default=0.01, help="of rms: to the weights at the start")
+    parser.add_argument("--seed", type=int, default=0, help="of the facts")
+    parser.add_argument("--output", type=Path, required=True, help="a file of JSON lines, to which lines are added")
+    parser.add_argument("--plot", type=Path, help="a file for the picture of gain against bytes")
+    args = parser.parse_args(argv)
+    for method in args.methods:
+        reader, *memories = method.split("+")
+        if reader not in READERS or set(memories) - set(MIXTURES):
+            raise ValueError(
+                f"--methods has {method}: readers are {', '.join(READERS)}; memories {', '.join(MIXTURES)}"
+            )
+    if args.model:
+        if not args.text or not args.choice_text:
+            raise ValueError("--text and --choice_text must be given with MODEL")
+        run(args)
+        return
+    records = read_records(args.output, BENCHMARK)
+    print("\n\n".join(tables(records)))
+    if args.plot:
+        plot(records, args.plot)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,130 @@
+"""Reads texts with a reader and any number of chains of memories behind it, in pieces, and scores every token."""
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from eval.streaming.mixtures import MIXTURES, fit_shares
+from eval.streaming.readers import Reader
+
+
+class Link(NamedTuple):
+    """A memory of a chain, and the share of each of its buckets."""
+
+    memory: Any
+    shares: Tensor
+
+
+class Scores(NamedTuple):
+    """What a chain says of a text."""
+
+    losses: Tensor  # (T - 1,), of all tokens but the first
+    tops: dict[int, int]  # the most probable token after each wanted place
+    state_bytes: int  # after the text
+
+
+def load_texts(path: Path, tokenizer: PreTrainedTokenizerBase, tokens: int, place: float) -> dict[str, Tensor]:
+    """Returns the first `tokens` ids after the share `place` of each text of a folder or a file, by name.
+
+    A .raw file is cut into its articles, at lines such as " = Title = ". Texts that are too short are left out.
+    """
+    texts = {}
+    for file in sorted(x for x in path.rglob("*") if x.is_file()) if path.is_dir() else [path]:
+        text = file.read_text(encoding="utf-8", errors="replace")
+        parts = (
+            re.split(r"^ = ([^=\n]+) = *$", text, flags=re.MULTILINE)
+            if file.suffix == ".raw"
+            else ["", file.name, text]
+        )
+        texts |= {title.strip(): part for title, part in zip(parts[1::2], parts[2::2], strict=True)}
+    result = {}
+    for name, text in texts.items():
+        begin = text.find("\n", int(len(text) * place)) + 1 if place else 0
+        ids = tokenizer(text[begin : begin + 8 * tokens], add_special_tokens=False)["input_ids"][:tokens]
+        if len(ids) == tokens:
+            result[name] = torch.tensor(ids)
+    return result
+
+
+def read_text(
+    reader: Reader, chains: dict[str, list[Link]], ids: Tensor, wanted: set[int] = frozenset()
+) -> dict[str, Scores]:
+    """Reads ids (T,) once: the scores of each chain by its name. Two chains may share a memory object."""
+    memories = list({id(link.memory): link.memory for chain in chains.values() for link in chain}.values())
+    losses, tops = {name: [] for name in chains}, {name: {} for name in chains}
+    for part in (reader, *memories):
+        part.begin()
+    for start in range(0, len(ids) - 1, reader.piece):
+        piece, targets = (ids[i : i + reader.piece] for i in (start, start + 1))
+        log_p, states = reader.read(piece)
+        found = {id(memory): memory.predict(piece, states) for memory in memories}
+        asked = [i for i in range(len(piece)) if start + i in wanted]
+        of_targets = log_p[: len(targets)].gather(1, targets[:, None])[:, 0].double().exp()
+        for name, chain in chains.items():
+            p, rows = of_targets, log_p[asked].exp()
+            for memory, shares in chain:
+                said = found[id(memory)]
+                share = shares[said.buckets]
+                p = (1 - share[: len(p)]) * p + share[: len(p)] * said.of_targets(targets)
+                m = torch.zeros_like(rows).index_add_(1, said.tokens, said.weights[asked])
+                rows = (1 - share[asked, None].float()) * rows + share[asked, None].float() * m
+            losses[name].append(-p.clamp(min=1e-30).log())
+            tops[name] |= {start + i: int(row.argmax()) for i, row in zip(asked, rows, strict=True)}
+    return {
+        name: Scores(
+            torch.cat(losses[name]), tops[name],
+            reader.state_bytes() + sum(link.memory.state_bytes() for link in chain),
+        )
+        for name, chain in chains.items()
+    }  # fmt: skip
+
+
+class Prepared(NamedTuple):
+    """A choice text as a reader has read it, cut into pieces."""
+
+    ids: tuple[Tensor, ...]
+    targets: tuple[Tensor, ...]
+    p: Tensor  # (T,), of the targets
+    states: list[Tensor]
+
+
+def prepare(reader: Reader, texts: list[Tensor]) -> list[Prepared]:
+    """Reads choice texts."""
+    reader.prepare(texts)
+    result = []
+    for text in texts:
+        reader.begin()
+        ids, targets = text[:-1].split(reader.piece), text[1:].split(reader.piece)
+        read = [reader.read(x) for x in ids]
+        log_p = [x.log_p.gather(1, t[:, None])[:, 0] for x, t in zip(read, targets, strict=True)]
+        result.append(Prepared(ids, targets, torch.cat(log_p).double().exp(), [x.states for x in read]))
+    return result
+
+
+def choose_links(texts: list[Prepared], names: list[str]) -> tuple[list[Link], list[dict[str, Any]]]:
+    """Chooses the memories of a chain one after the other, by the loss of choice texts; returns settings too."""
+    p, links, settings = torch.cat([x.p for x in texts]), [], []
+    for name in names:
+        tried = []
+        for options in MIXTURES[name].options:
+            memory, found = MIXTURES[name](**options), []
+            memory.prepare(torch.cat([state for x in texts for state in x.states]))
+            for text in texts:
+                memory.begin()
+                for ids, targets, states in zip(text.ids, text.targets, text.states, strict=True):
+                    said = memory.predict(ids, states)
+                    found.append((said.of_targets(targets), said.buckets))
+            m, buckets = map(torch.cat, zip(*found, strict=True))
+            shares = fit_shares(p, m, buckets, memory.num_buckets)
+            mixed = (1 - shares[buckets]) * p + shares[buckets] * m
+            tried.append((-mixed.log().mean().item(), len(tried), Link(memory, shares), mixed, options))
+        loss, _, link, p, options = min(tried)
+        links.append(link)
+        settings.append(
+            {"memory": name, **options, "loss": loss, "shares": [round(x, 4) for x in link.shares.tolist()]}
+        )
+    return links, settings

@@ -1,0 +1,101 @@
+"""Tables and the picture of finished runs: gains over the window alone, their intervals over texts, and facts."""
+
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+from scipy.stats import t as student
+
+from eval.common.records import Record
+from titans_hf.cli.shared.figures import save_figure
+from titans_hf.cli.shared.markdown_tables import markdown_table
+
+EDGES = (0, 1024, 2048, 4096, 8192, 16384, 32768)
+KINDS = ("begun", "cloze", "pair", "updated", "absent")
+BASE, RIVAL = "window", "full"
+
+
+def interval(values: np.ndarray, form: str = ".3f") -> str:
+    """Formats a mean over texts with its 95 % interval by Student's t."""
+    if len(values) < 2:
+        return f"{values.mean():{form}}"
+    half = student.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
+    return f"{values.mean():{form}} [{values.mean() - half:{form}}, {values.mean() + half:{form}}]"
+
+
+def group(records: list[Record], task: str) -> dict[tuple[str, int], dict[str, dict[str, Record]]]:
+    """Groups the records of a task by texts and window, then by method and text."""
+    groups = defaultdict(lambda: defaultdict(dict))
+    for record in records:
+        run = record["run"]
+        if run["task"] == task:
+            groups[run["data"], run["window"]][run["method"]][f"{run['text']} {run['seed']}"] = record
+    return groups
+
+
+def gains(methods: dict[str, dict[str, Record]], name: str) -> tuple[np.ndarray, float]:
+    """Returns the gain over the window of each text that both have read, (texts, blocks), and the bytes beyond it."""
+    texts = sorted(methods[BASE].keys() & methods[name].keys())
+    if not texts:
+        return np.zeros((0, 1)), 0.0
+    losses = [np.array([methods[x][text]["result"]["losses"] for text in texts]) for x in (BASE, name)]
+    more = [methods[name][text]["bytes"] - methods[BASE][text]["bytes"] for text in texts]
+    return losses[0] - losses[1], float(np.mean(more))
+
+
+def loss_table(methods: dict[str, dict[str, Record]], per_block: int) -> str:
+    """Formats the gains of all methods, the largest first."""
+    found = {name: gains(methods, name) for name in methods}
+    found = {name: x for name, x in found.items() if len(x[0])}
+    blocks = next(iter(found.values()))[0].shape[1]
+    edges = [x for x in EDGES if x < blocks * per_block] + [blocks * per_block]
+    full = found[RIVAL][0].mean() if RIVAL in found else np.nan
+    rows = []
+    for name, (gain, more) in sorted(found.items(), key=lambda x: -x[1][0].mean()):
+        of_full = f"{gain.mean() / full:.0%}" if name != BASE and full == full else ""
+        parts = [f"{gain[:, low // per_block : high // per_block].mean():.3f}" for low, high in pairwise(edges)]
+        rows.append([name, f"{more / 1e6:.2f}", interval(gain.mean(1)), of_full, *parts, len(gain)])
+    ranges = [f"{low:,} to {high:,}" for low, high in pairwise(edges)]
+    return markdown_table(["method", "MB beyond the window", "gain, nats", "of full", *ranges, "texts"], rows)
+
+
+def facts_table(methods: dict[str, dict[str, Record]]) -> str:
+    """Formats how many answers of each kind are right."""
+    rows = []
+    for name, texts in methods.items():
+        answers = [answer for record in texts.values() for answer in record["result"]["answers"]]
+        of_kind = [[answer[3] for answer in answers if answer[0] == kind] for kind in KINDS]
+        told = [answer[4] for answer in answers if answer[0] != "absent"]
+        rows.append([name, *(f"{sum(x)} of {len(x)}" for x in of_kind), f"{np.mean(told):.1f}"])
+    return markdown_table(["method", *KINDS, "log p of told answers"], rows)
+
+
+def tables(records: list[Record]) -> list[str]:
+    """Makes the table of each task, texts and window."""
+    result = []
+    for (data, window), methods in group(records, "loss").items():
+        result.append(f"## {data}, window {window}\n\n{loss_table(methods, 256)}")
+    facts = defaultdict(lambda: defaultdict(dict))
+    for (data, window), methods in group(records, "facts").items():
+        for name, texts in methods.items():
+            facts[window][name] |= {f"{data} {text}": record for text, record in texts.items()}
+    return result + [f"## facts, window {window}\n\n{facts_table(methods)}" for window, methods in facts.items()]
+
+
+def plot(records: list[Record], path: Path) -> None:
+    """Draws the gain of each method against its bytes beyond the window."""
+    groups = {key: x for key, x in group(records, "loss").items() if BASE in x}
+    figure = Figure(figsize=(5.5 * len(groups), 4.5), layout="constrained")
+    for axes, ((data, window), methods) in zip(np.ravel(figure.subplots(1, len(groups))), groups.items(), strict=True):
+        for name in methods:
+            gain, more = gains(methods, name)
+            if name != BASE and len(gain):
+                axes.semilogx(max(more, 1e3), gain.mean(), "o")
+                axes.annotate(
+                    name, (max(more, 1e3), gain.mean()), fontsize=7, xytext=(4, 2), textcoords="offset points"
+                )
+        axes.axhline(0, color="gray", linewidth=1)
+        axes.set(title=f"{data}, window {window}", xlabel="bytes beyond the window", ylabel="gain (nats per token)")
+    save_figure(figure, path)
