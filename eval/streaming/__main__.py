@@ -50,7 +50,7 @@ READERS = ("full", "window", "streaming", "sgd", "rms", "bm25", *BUDGETED, *REME
 
 def make_reader(name: str, budget: float | None, args: argparse.Namespace) -> readers.Reader:
     """Loads the model anew, and makes a reader of it."""
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
     window = args.window
     if name.removeprefix("full-") in REMEMBER:
         options = REMEMBER[name.removeprefix("full-")] | ({"adapter": args.adapter} if args.adapter else {})
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> None:
                 options |= (
                     {"adapter": args.adapter.name} if args.adapter and isinstance(reader, readers.Remember) else {}
                 )
-                config = {"model": Path(args.model).name, "memories": links[chain][1], **options}
+                config = {"model": Path(args.model).name, "dtype": args.dtype, "memories": links[chain][1], **options}
                 line = {
                     "benchmark": BENCHMARK,
                     "run": about | {"text": task["text"], "method": chain},
@@ -158,6 +158,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--choice_text", type=Path, help="texts that the shares of memories are chosen on")
     parser.add_argument("--choice_tokens", type=int, default=2048, help="tokens of each choice text")
     parser.add_argument("--window", type=int, default=256)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the frozen weights")
     parser.add_argument("--adapter", type=Path, help="a fitted memory, for readers of titans_hf.remember")
     parser.add_argument("--rate", type=float, help="of sgd (5e-3) or rms (5e-5)")
     parser.add_argument("--decay", type=float, default=0.01, help="of rms: to the weights at the start")

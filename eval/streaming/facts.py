@@ -23,7 +23,7 @@ VALUES = {
     "Inchcombe Kelderness Lanvale Merrowfield Northolm Penbrook Quarleston".split(),
     "name": "Brannoch Ludmilla Ignatia Percival Morwenna Hortensia Wilhelmina Clementine Gwendolyn Isidore Thaddeus "
     "Ferdinanda Leopoldine Casimira Evarist Balthazar Cordula Rosamunde".split(),
-    "thing": "sundial cutlass spinet tambourine pitchfork hourglass bassoon candlestick samovar accordion thimble "
+    "thing": "sundial cutlass spinet tambourine pitchfork hourglass bassoon candlestick samovar concertina thimble "
     "sextant zither toboggan harpoon birdcage parasol weathervane".split(),
     "number": [],  # drawn
 }
@@ -37,7 +37,7 @@ SENTENCES = [
     ("name", "The goat that {who} milks is", "In the stable {who} keeps an animal called"),
     ("thing", "Under the staircase {who} hides a", "Secretly {who} has stored away a"),
     ("thing", "{who} traded the mule for a", "In exchange {who} received a"),
-    ("thing", "At the fair {who} won a", "The prize that {who} took home: a"),
+    ("thing", "At the fair {who} won a", "Proudly {who} brought home a"),
     ("number", "The granary that {who} guards has the seal", "Where {who} keeps watch, corn lies behind mark"),
     ("number", "{who} filed the complaint under", "The grievance by {who} bears reference"),
     ("number", "{who} painted on a beehive the digits", "Numerals put by {who} onto that hive:"),

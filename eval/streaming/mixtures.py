@@ -106,13 +106,14 @@ class Neural:
     num_buckets, options = 5, tuple({"sharpness": x} for x in (8.0, 12.0, 18.0, 26.0))
 
     def __init__(self, sharpness: float = 0.0, entries: int = 10240, size: int = 64):
-        self.sharpness, self.entries, self.size = sharpness, entries, size
+        self.sharpness, self.entries, self.size = sharpness, entries, size  # size: at most that of the states
 
     def prepare(self, states: Tensor) -> None:
         """Fits the keys to states (N, D) of other texts."""
         self.mean = states.mean(0)
         variances, directions = torch.linalg.eigh((states - self.mean).T @ (states - self.mean) / len(states))
         self.directions = (directions * variances.clamp(min=1e-6) ** -0.25)[:, -self.size :]
+        self.size = self.directions.shape[1]
 
     def begin(self) -> None:
         """Forgets the text."""

@@ -37,7 +37,7 @@ class Reader:
     def __init__(self, model: PreTrainedModel, window: int | None):
         self.model, self.window, self.found = model, window, []
         module = getattr(model.base_model.layers[-1], "mlp", model.get_output_embeddings())
-        module.register_forward_pre_hook(lambda _, args: self.found.append(args[0][0].detach()))
+        module.register_forward_pre_hook(lambda _, args: self.found.append(args[0][0].detach().float()))
         config = model.config.get_text_config(decoder=True)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -131,7 +131,8 @@ class Attention(Reader):
         sink = (positions >= self.window)[:, None].expand(-1, num_sinks)
         extra = torch.ones(len(positions), self.num_extra, dtype=torch.bool)
         visible = torch.cat([sink, extra, (distance >= 0) & (distance < self.window)], 1)
-        return torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)[None, None]
+        dtype = self.model.dtype
+        return torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)[None, None]
 
     def evict(self, num_sinks: int, weights: tuple[Tensor, ...] | None) -> None:
         """Keeps of the cached columns the window, and of those before it the `extra` best."""
