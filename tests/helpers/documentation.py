@@ -118,7 +118,7 @@ TREATMENTS = [
     Treatment(r"python -m eval.needles.run .*", "--limit 1 --lengths 1024"),
     Treatment(r"python -m eval.studies.loss_by_position .*", "--length 512 --stretches 1"),
     Treatment(r"python -m eval.studies.merged_memories .*", "--numbers 2 --fillers 16"),
-    Treatment(r"python -m eval.streaming .* --choice_text .*", "--tokens 300 --choice_tokens 80 --window 32 --lengths 80"),
+    Treatment(r"python -m eval.streaming .* --text .*", "--tokens 300 --choice_tokens 80 --window 32 --lengths 80"),
     Treatment(r"python -m eval.streaming .*"),
     Treatment(
         r"python -m eval.studies.(in_context_regression|recalled_facts|state_tracking) .*", "--steps 2 --batch_size 1"
