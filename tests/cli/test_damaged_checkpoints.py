@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from titans_hf import TitansCache, TitansForSequenceClassification
-from titans_hf.cli.server_extensions import add_checks
+from titans_hf.cli.serving.options import add_checks
 from titans_hf.cli.shared.checkpoints import find_damage
 from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.training.tokenizer import byte_tokenizer

@@ -3,8 +3,9 @@
 import json
 import os
 import shutil
-import string
+import signal
 import subprocess
+import sys
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -12,29 +13,21 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from common import make_model
-from served import COMMAND, NUM_TOKENS, complete, serving
+from served import COMMAND, NUM_TOKENS, complete, running_server, save_letters, serving
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from titans_hf import TitansCache
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 pytestmark = pytest.mark.slow
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 MESSAGES = [{"role": "user", "content": "What did I say?"}]
 PROMPT = "user: What did I say?\nassistant: "
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A random model that generates letters alone, so that any part of its answer is text."""
     folder = tmp_path_factory.mktemp("served") / "model"
-    model = make_model("mac", dtype=torch.float32, vocab_size=320, eos_token_id=1, pad_token_id=0)
-    tokenizer = byte_tokenizer()
-    letters = set(tokenizer.convert_tokens_to_ids(list(string.ascii_letters)))
-    model.generation_config.suppress_tokens = [token for token in range(320) if token not in letters]
-    tokenizer.chat_template = TEMPLATE
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_letters(folder, "mac")
     return folder
 
 
@@ -67,10 +60,7 @@ def test_a_completion_is_what_generate_says(server, checkpoint, expected):
 
 def test_a_streamed_completion_is_what_generate_says(server, checkpoint, expected):
     """Streamed text arrives in parts that join to the answer of generate()."""
-    with complete(f"{server}/v1/chat/completions", checkpoint, messages=MESSAGES, stream=True) as response:
-        lines = [line.decode() for line in response]
-    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
-    pieces = [event["choices"][0]["delta"].get("content", "") for event in events]
+    pieces = streamed(f"{server}/v1/chat/completions", checkpoint)
     assert "".join(pieces) == expected
     assert sum(map(bool, pieces)) > NUM_TOKENS // 4
 
@@ -95,6 +85,85 @@ def test_the_served_model_is_listed(server, checkpoint):
     with urllib.request.urlopen(f"{server}/v1/models", timeout=60) as response:
         listed = json.load(response)["data"]
     assert [(model["id"], model["object"]) for model in listed] == [(str(checkpoint), "model")]
+
+
+CHAT = "chat/completions"
+BAD_REQUESTS = [
+    ("completions", {"prompt": ""}, 400, "the prompt has no token"),
+    (CHAT, {"messages": []}, 422, "`messages` is []"),
+    (CHAT, {"messages": [{"content": "a"}]}, 422, "`messages.0.role` is missing"),
+    (CHAT, {}, 400, "the request lacks 'messages'"),
+    (
+        CHAT,
+        {"messages": MESSAGES, "max_tokens": 10**15},
+        400,
+        "`max_tokens` is 1000000000000000, but may be at most 4096",
+    ),
+    ("completions", {"prompt": "a", "max_tokens": 0}, 422, "`max_tokens` is 0"),
+    ("completions", {"prompt": "a", "max_tokens": "few"}, 422, '`max_tokens` is "few"'),
+    ("completions", {"prompt": "\ud800"}, 422, "the request is not JSON"),
+    ("completions", {"prompt": "a", "temperature": -1}, 422, "`temperature` is -1"),
+    ("completions", {"prompt": "a", "n": 2}, 422, "`n` is 2"),
+    (CHAT, {"messages": MESSAGES, "logprobs": True}, 422, "`logprobs` is true"),
+    (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, 422, "`response_format.type` is"),
+    ("responses", {"input": "a", "previous_response_id": "x"}, 422, "`previous_response_id` is"),
+]
+
+
+def test_bad_requests(server, checkpoint, subtests):
+    """A request that cannot be answered, or asks for what is not served, gets status 400 or 422 and a line that names
+    what is wrong.
+    """
+    for endpoint, body, status, line in BAD_REQUESTS:
+        with subtests.test(line), pytest.raises(urllib.error.HTTPError) as error:
+            complete(f"{server}/v1/{endpoint}", checkpoint, **body)
+        detail = json.load(error.value)["detail"]
+        assert error.value.code == status and line in detail and "\n" not in detail
+    neutral = {"n": 1, "logprobs": False, "response_format": {"type": "text"}, "presence_penalty": 0}
+    complete(f"{server}/v1/{CHAT}", checkpoint, messages=MESSAGES, **neutral).close()
+
+
+def test_the_stop_string_is_left_out(server, checkpoint, expected):
+    """An answer ends before the stop string, streamed or not, also where the string is of several tokens."""
+    stop, url = expected[5:8], f"{server}/v1/{CHAT}"
+    before = expected[: expected.find(stop)]
+    with complete(url, checkpoint, messages=MESSAGES, stop=["never", stop]) as response:
+        choice = json.load(response)["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (before, "stop")
+    assert "".join(streamed(url, checkpoint, stop=stop)) == before
+    assert "".join(streamed(url, checkpoint, stop=expected[-1] + "never")) == expected
+
+
+def streamed(url, checkpoint, **more) -> list[str]:
+    with complete(url, checkpoint, messages=MESSAGES, stream=True, **more) as response:
+        lines = [line.decode() for line in response]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    return [event["choices"][0]["delta"].get("content") or "" for event in events]
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT])
+def test_endless_requests_end(end, checkpoint, tmp_path):
+    """A request whose client has gone ends, so that others are answered; a signal ends the server while one runs."""
+    body = {"max_tokens": 10**9, "prompt": PROMPT}
+    with running_server(checkpoint, tmp_path, "--max_tokens", str(10**9)) as (url, process):
+        with pytest.raises(TimeoutError):
+            complete(f"{url}/v1/completions", checkpoint, timeout=1, **body)
+        complete(f"{url}/v1/completions", checkpoint, prompt=PROMPT).close()
+        with pytest.raises(TimeoutError):
+            complete(f"{url}/v1/completions", checkpoint, timeout=1, **body)
+        started = complete(f"{url}/v1/completions", checkpoint, stream=True, **body)
+        process.send_signal(end)
+        assert process.wait(30) == -end
+        started.close()
+
+
+def test_a_missing_package(checkpoint):
+    """Without accelerate, which the server needs to load a model, the command ends in one line that says so."""
+    program = "import sys, titans_hf_console; sys.modules['accelerate'] = None; titans_hf_console.main()"
+    command = [sys.executable, "-c", program, "serve", str(checkpoint)]
+    served = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert served.returncode == 2 and "Traceback" not in served.stderr
+    assert "the package accelerate is missing: " in served.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

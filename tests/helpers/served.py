@@ -3,16 +3,33 @@
 import json
 import os
 import socket
+import string
 import subprocess
 import sys
 import time
 import urllib.request
 from contextlib import contextmanager
 
+import torch
 from clean_environment import as_installed
+from common import make_model
 
+from titans_hf.cli.training.tokenizer import byte_tokenizer
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 COMMAND = [sys.executable, "-m", "titans_hf"]
 NUM_TOKENS = 24
+
+
+def save_letters(folder, variant: str, template: str = TEMPLATE) -> None:
+    """Saves a random model that generates letters alone, so that any part of its answer is text."""
+    model = make_model(variant, dtype=torch.float32, vocab_size=320, eos_token_id=1, pad_token_id=0)
+    tokenizer = byte_tokenizer()
+    letters = set(tokenizer.convert_tokens_to_ids(list(string.ascii_letters)))
+    model.generation_config.suppress_tokens = [token for token in range(320) if token not in letters]
+    tokenizer.chat_template = template
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def free_port() -> int:
@@ -23,7 +40,16 @@ def free_port() -> int:
 
 @contextmanager
 def serving(checkpoint, home, *options, command=None):
-    """Runs `command` serve, by default that of this checkout, in `home` with caches below it; yields its address."""
+    """As `running_server`; yields the address."""
+    with running_server(checkpoint, home, *options, command=command) as (url, _):
+        yield url
+
+
+@contextmanager
+def running_server(checkpoint, home, *options, command=None):
+    """Runs `command` serve, by default that of this checkout, in `home` with caches below it; yields its address and
+    the process.
+    """
     port, start = free_port(), COMMAND if command is None else [command]
     own = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     with (home / "log").open("w") as log:
@@ -37,7 +63,7 @@ def serving(checkpoint, home, *options, command=None):
     url = f"http://127.0.0.1:{port}"
     try:
         wait_for(url, process, home / "log")
-        yield url
+        yield url, process
     finally:
         process.terminate()
         process.wait()
@@ -54,8 +80,8 @@ def wait_for(url: str, process: subprocess.Popen, log) -> None:
     raise AssertionError(log.read_text()[-4000:])
 
 
-def complete(url: str, checkpoint, **more):
+def complete(url: str, checkpoint, timeout: float = 60, **more):
     """Returns the open response to a request for a greedy completion."""
     body = {"model": str(checkpoint), "temperature": 0, "max_tokens": NUM_TOKENS, **more}
     headers = {"Content-Type": "application/json"}
-    return urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=60)
+    return urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=timeout)

@@ -1,6 +1,7 @@
 """Runs transformers' own command line for Titans checkpoints too: `serve PATH --memory DIR` and `chat PATH URL`."""
 
 import sys
+from importlib.util import find_spec
 
 from huggingface_hub.utils import httpx
 from transformers.cli.transformers import app
@@ -8,7 +9,10 @@ from transformers.cli.transformers import main as transformers_main
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from titans_hf import TitansConfig, TitansForCausalLM
-from titans_hf.cli.server_extensions import add_checks, add_memory_option, extend_server
+
+for _package in ("accelerate", "fastapi", "openai", "uvicorn"):  # transformers finds them missing late
+    if find_spec(_package) is None:
+        raise ModuleNotFoundError(name=_package)
 
 
 def main() -> None:
@@ -24,9 +28,11 @@ def main() -> None:
     # since it was imported, and lists the downloaded models whose type is in the mapping.
     sys.modules["transformers"].TitansForCausalLM = TitansForCausalLM
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TitansConfig.model_type] = TitansForCausalLM.__name__
-    extend_server()
-    add_memory_option(app.commands["serve"])
-    add_checks(app.commands["serve"])
+    if sys.argv[1] == "serve":
+        from titans_hf.cli.serving.options import add_checks, add_options
+
+        add_options(app.commands["serve"])
+        add_checks(app.commands["serve"])
     try:
         transformers_main()
     except (httpx.HTTPError, ValueError) as error:

@@ -1,0 +1,162 @@
+"""Checks requests before the server of transformers sees them, and notices when their clients have gone.
+
+What is wrong in a request, or is asked for and not served, is status 422 with one line that names the field.
+"""
+
+import asyncio
+import json
+from typing import Annotated, Any, Literal
+
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
+from jinja2 import TemplateError
+from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from transformers.utils import logging
+
+from titans_hf.cli.serving.generation import REQUEST, ServedRequest
+from titans_hf.cli.shared.command_line import message_of
+
+logger = logging.get_logger(__name__)
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+
+NumTokens = Annotated[int, Field(ge=1)]
+StopString = Annotated[str, Field(min_length=1)]
+Zero = Annotated[float, Field(ge=0, le=0)]
+
+
+class Fields(BaseModel):
+    """Fields of JSON; those that are not named may have any value."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+
+class Part(Fields):
+    type: str
+    text: str = ""
+
+
+class ChatMessage(Fields):
+    role: str
+    content: str | list[Part] | None = None
+
+
+class TextFormat(Fields):
+    type: Literal["text"]
+
+
+class TextOptions(Fields):
+    format: TextFormat | None = None
+
+
+class Body(Fields):
+    """The fields of a request. Those below the comment would change the answer, but transformers ignores them: only the
+    value that changes nothing is allowed.
+    """
+
+    messages: list[ChatMessage] = Field(None, min_length=1)
+    input: str | list[Any] | dict[str, Any] = Field(None, min_length=1)
+    max_tokens: NumTokens | None = None
+    max_completion_tokens: NumTokens | None = None
+    max_output_tokens: NumTokens | None = None
+    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
+    top_p: float | None = Field(None, ge=0, le=1)
+    frequency_penalty: float | None = Field(None, gt=-1, allow_inf_nan=False)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    stop: StopString | list[StopString] | None = None
+    logit_bias: dict[int, float] | None = None
+    stream: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    generation_config: Json[dict[str, Any]] | None = None
+    user: str | None = None
+    # Not served.
+    n: Literal[1] | None = None
+    best_of: Literal[1] | None = None
+    logprobs: Literal[False] | None = None
+    top_logprobs: Literal[0] | None = None
+    echo: Literal[False] | None = None
+    presence_penalty: Zero | None = None
+    response_format: TextFormat | None = None
+    text: TextOptions | None = None
+    tool_choice: Literal["auto"] | None = None
+    functions: None = None
+    function_call: None = None
+    reasoning_effort: None = None
+    modalities: list[Literal["text"]] | None = None
+    audio: None = None
+    web_search_options: None = None
+    previous_response_id: None = None
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    max_tool_calls: None = None
+
+
+def check_requests(app: FastAPI) -> FastAPI:
+    """Adds the checks to a server. An error of the request that the server finds later is status 400 with one line."""
+    app.user_middleware.append(Middleware(CheckedRequests))
+    for kind in (ValueError, TypeError, KeyError, TemplateError):
+        app.add_exception_handler(kind, _refuse)
+    return app
+
+
+async def _refuse(request: Request, error: Exception) -> JSONResponse:
+    logger.warning(f"A request is refused: {error!r}", exc_info=error)
+    line = f"the request lacks {error}" if isinstance(error, KeyError) else message_of(error)
+    return JSONResponse({"detail": line}, status_code=400)
+
+
+class CheckedRequests:
+    """Answers bad requests; sets `REQUEST` for all others, and marks it when its client has gone."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in PATHS:
+            return await self.app(scope, receive, send)
+        request = Request(scope, receive)
+        raw = await request.body()
+        try:
+            body = Body.model_validate_json(raw)
+        except ValidationError as error:
+            return await JSONResponse({"detail": _line(error)}, status_code=422)(scope, receive, send)
+        served = ServedRequest.of(body, request.headers.get("authorization"))
+        left = asyncio.Event()
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            served.gone = True
+            left.set()
+
+        unread = [{"type": "http.request", "body": raw}]
+
+        async def replay() -> Message:
+            if unread:
+                return unread.pop()
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        REQUEST.set(served)
+        served.running.add(served)
+        watcher = asyncio.create_task(watch())
+        try:
+            await self.app(scope, replay, send)
+        finally:  # also when the server ends
+            served.gone = True
+            watcher.cancel()
+
+
+def _line(error: ValidationError) -> str:
+    """Returns a line that names the first field that is wrong, its value and what it may be."""
+    first = error.errors(include_url=False)[0]
+    name = ".".join(map(str, first["loc"]))
+    if not name:
+        return f"the request is not JSON: {first['msg']}"
+    if first["type"] == "missing":
+        return f"`{name}` is missing"
+    value = json.dumps(first["input"], default=str)
+    return f"`{name}` is {value[:80]}: {first['msg'][:1].lower()}{first['msg'][1:]}"

@@ -1,0 +1,97 @@
+"""`titans-hf serve` continues a chat from a snapshot: it answers as if it had read everything from the beginning."""
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from served import NUM_TOKENS, TEMPLATE, complete, save_letters, serving
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytestmark = pytest.mark.slow
+FIRST = "A story: " + "the captain sailed on and on over the sea. " * 3
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served") / "model"
+    save_letters(folder, "mag")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def generated(checkpoint):
+    """Returns what generate() answers to messages, read from the beginning."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+
+    def generate(messages) -> str:
+        options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        prompt = tokenizer.apply_chat_template(messages, **options)
+        tokens = model.generate(**prompt, max_new_tokens=NUM_TOKENS, do_sample=False)
+        return tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :])
+
+    return generate
+
+
+def answer(url, checkpoint, messages, **more) -> str:
+    with complete(f"{url}/v1/chat/completions", checkpoint, messages=messages, **more) as response:
+        return json.load(response)["choices"][0]["message"]["content"]
+
+
+def read_before(home) -> list[tuple[int, int]]:
+    """Returns, for each request, how many tokens of its prompt a snapshot had read, and how many there are."""
+    found = re.findall(r"\[Snapshot\] (\d+) of (\d+) tokens", (home / "log").read_text())
+    return [(int(a), int(b)) for a, b in found]
+
+
+def user(text) -> dict:
+    return {"role": "user", "content": text}
+
+
+@pytest.mark.parametrize(
+    "number,options", [(8, ("--snapshots", "32")), (3, ("--snapshots", "2", "--snapshot_folder", "spilled"))]
+)
+def test_chats_side_by_side(number, options, checkpoint, generated, tmp_path):
+    """Chats of three turns, asked at once, get the answers of generate(), and a later turn reads only what is new
+    in it; also where nearly all snapshots lie in a folder, which is empty after the server.
+    """
+    chats = [[user(letter * 40 + FIRST)] for letter in "abcdefgh"[:number]]
+    with serving(checkpoint, tmp_path, *options) as url, ThreadPoolExecutor(number) as users:
+        for turn in range(3):
+            answers = list(users.map(lambda messages: answer(url, checkpoint, messages), chats))
+            assert answers == [generated(messages) for messages in chats]
+            assert len(set(answers)) == number
+            for messages, text in zip(chats, answers, strict=True):
+                messages += [{"role": "assistant", "content": text}, user(f"And then? {turn}")]
+        before = read_before(tmp_path)
+        assert (tmp_path / "spilled").exists() == ("spilled" in options)
+        assert bool(list(tmp_path.glob("spilled/*/*.safetensors"))) == ("spilled" in options)
+    assert len(before) == 3 * number and all(0 < total - known < 70 for known, total in before[number:])
+    assert not list(tmp_path.glob("spilled/*"))
+
+
+def test_other_histories_and_other_users(checkpoint, generated, tmp_path):
+    """A changed history is read from where it parts from a known one; nothing is shared between users with keys."""
+    start = [user(FIRST), {"role": "assistant", "content": "Ay."}]
+    with serving(checkpoint, tmp_path) as url:
+        for last in ("And then?", "Who was he?", "What did he see?"):
+            messages = [*start, user(last * 9)]
+            assert answer(url, checkpoint, messages) == generated(messages)
+        shared = len(FIRST) + len("user: \nassistant: Ay.\nuser: ")
+        # The second request finds no snapshot where it parts from the first, and leaves one for the third.
+        assert [known for known, _ in read_before(tmp_path)] == [0, 0, shared]
+        for name in ("ann", "bob", "ann"):
+            assert answer(url, checkpoint, [user(FIRST)], user=name) == generated([user(FIRST)])
+        assert [known > 0 for known, _ in read_before(tmp_path)[3:]] == [False, False, True]
+
+
+def test_a_template_that_writes_the_past_anew(checkpoint, tmp_path):
+    """A template that changes what it wrote at the beginning of a chat is named in the log, once."""
+    save_letters(tmp_path / "model", "mag", "{{ messages | length }} messages\n" + TEMPLATE)
+    with serving(tmp_path / "model", tmp_path) as url:
+        for number in range(2):
+            messages = [user(f"{number} {FIRST}")]
+            for _ in range(2):
+                text = answer(url, tmp_path / "model", messages)
+                messages += [{"role": "assistant", "content": text}, user("And then?")]
+    assert (tmp_path / "log").read_text().count("the chat template writes earlier messages in another way") == 1
