@@ -21,7 +21,7 @@ WHO = (
 VALUES = {
     "place": "Ostwick Pellerby Harrowmere Dunscaith Velmont Tarnholt Brixholm Caldervane Eastrop Fallowby Grimsdyke "
     "Inchcombe Kelderness Lanvale Merrowfield Northolm Penbrook Quarleston".split(),
-    "name": "Brannoch Ludmilla Ignatia Percival Morwenna Hortensia Wilhelmina Clementine Gwendolyn Isidore Thaddeus "
+    "name": "Brannoch Ludmilla Ignatia Peregrina Morwenna Hortensia Wilhelmina Clementine Gwendolyn Isidore Thaddeus "
     "Ferdinanda Leopoldine Casimira Evarist Balthazar Cordula Rosamunde".split(),
     "thing": "sundial cutlass spinet tambourine pitchfork hourglass bassoon candlestick samovar concertina thimble "
     "sextant zither toboggan harpoon birdcage parasol weathervane".split(),
