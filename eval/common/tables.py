@@ -1,24 +1,22 @@
 """The tables and plots that the benchmarks share."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from scipy.stats import t as student
 
 from eval.common.records import Record
 from titans_hf.cli.shared.figures import line_styles, plot_with_spread, save_figure
-from titans_hf.cli.shared.markdown_tables import markdown_table
 
 Alike = dict[tuple[str, ...], tuple[str, ...]]  # runs that are equal in the key's fields must be equal in the value's
 Report = tuple[list[str], dict[str, Figure]]  # tables, and plots by name
-Rows = dict[str, list[Record]]
-Scores = dict[tuple[int, int], Any]  # by seed, and by fold or horizon
 
 
 def read_paper(benchmark: str) -> dict[str, Any]:
@@ -41,32 +39,9 @@ def check_alike(runs: Iterable[dict[str, Any]], alike: Alike) -> None:
                     )
 
 
-def group_runs(records: list[Record], models: Sequence[str], outer: str, inner: str) -> dict[str, Rows]:
-    """Groups runs by two fields, in the order of `models`, rows, seeds and folds."""
-
-    def order(record: Record) -> tuple:
-        run = record["run"]
-        return models.index(run["model"]) if models else 0, run["row"], run["seed"], run.get("fold", 0)
-
-    groups: dict[str, Rows] = {}
-    for record in sorted(records, key=order):
-        groups.setdefault(record["run"][outer], {}).setdefault(record["run"][inner], []).append(record)
-    return groups
-
-
-def best_rate(runs: list[Record], score: Callable[[list[Record]], Any]) -> list[Record]:
-    """Returns the runs at the learning rate whose runs have the highest score."""
-    rates: dict[float, list[Record]] = {}
-    for run in runs:
-        rates.setdefault(run["run"]["learning_rate"], []).append(run)
-    return max(rates.values(), key=score)
-
-
-def of_complete_seeds(scores: Scores, parts: Iterable[int]) -> list[list[Any]]:
-    """Returns the scores of each seed that has all parts (folds or horizons), in the order of the parts."""
-    seeds = sorted({seed for seed, _ in scores})
-    found = [[scores.get((seed, part)) for part in parts] for seed in seeds]
-    return [of_seed for of_seed in found if None not in of_seed]
+def frame_of(records: Sequence[Record], *index: str) -> pd.DataFrame:
+    """Returns a line for each record, with the fields of its run and its results; `index` are those of its index."""
+    return pd.DataFrame([{**record["run"], **record} for record in records]).set_index(list(index)).sort_index()
 
 
 def with_spread(values: Sequence[float], form: str = ".3f", factor: float = 1) -> str:
@@ -83,40 +58,19 @@ def with_interval(values: Sequence[float], form: str = ".4f") -> str:
     return f"{mean(values):{form}} [{mean(values) - half:{form}}, {mean(values) + half:{form}}]"
 
 
-def extremes(numbers: Iterable[int]) -> str:
-    """Formats the least and the greatest of some numbers, once if they are equal."""
-    numbers = list(numbers)
-    return " to ".join(f"{x:,}" for x in sorted({min(numbers), max(numbers)}))
-
-
-def difference_table(
-    baseline: str, columns: Sequence[str], rows: dict[str, Any], cells: Callable[[Any, Any], list[str] | None]
-) -> str:
-    """Formats a row of `cells(row, baseline's row)` for each other row that has any."""
-    found = {name: cells(row, rows[baseline]) for name, row in rows.items() if name != baseline}
-    return markdown_table([f"less {baseline}", *columns], [[name, *x] for name, x in found.items() if x])
-
-
-def plot_curves(panels: dict[str, dict[str, list[Record]]], column: int, label: str) -> Figure:
-    """Draws a panel for each title: for each row the mean of its runs' curves against the epoch, their first column,
-    with a band from the least to the greatest; in percent.
+def plot_curves(title: str, rows: dict[str, pd.DataFrame], column: int, label: str) -> Figure:
+    """Draws for each row the mean of its runs' curves against the epoch, their first column, with a band from the least
+    to the greatest; in percent.
     """
-    columns = min(3, len(panels))
-    figure = Figure(figsize=(4 * columns + 2, 3 * -(-len(panels) // columns)), layout="constrained")
-    axes_of = figure.subplots(-(-len(panels) // columns), columns, squeeze=False).ravel()
-    styles = line_styles(dict.fromkeys(row for rows in panels.values() for row in rows))
-    for axes, (title, rows) in zip(axes_of, panels.items(), strict=False):
-        for row, runs in rows.items():
-            length = min(len(run["curve"]) for run in runs)
-            curves = np.array([run["curve"][:length] for run in runs], float)
-            style = styles[row] | {"markevery": max(1, length // 8), "markersize": 4}
-            plot_with_spread(axes, curves[..., 0].mean(0), 100 * curves[..., column], style)
-        axes.set(title=title, xlabel="epoch")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    for axes in axes_of[::columns]:
-        axes.set_ylabel(label)
-    for axes in axes_of[len(panels) :]:
-        axes.remove()
+    figure = Figure(figsize=(6, 3), layout="constrained")
+    axes, styles = figure.subplots(), line_styles(rows)
+    for row, runs in rows.items():
+        length = runs["curve"].map(len).min()
+        curves = np.array([curve[:length] for curve in runs["curve"]], float)
+        style = styles[row] | {"markevery": max(1, length // 8), "markersize": 4}
+        plot_with_spread(axes, curves[..., 0].mean(0), 100 * curves[..., column], style)
+    axes.set(title=title, xlabel="epoch", ylabel=label)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure
 
 

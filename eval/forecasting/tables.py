@@ -1,10 +1,11 @@
 """The tables of forecasts, with the paper's figures."""
 
 from collections.abc import Iterable
-from statistics import mean
+
+import pandas as pd
 
 from eval.common.records import Record
-from eval.common.tables import Report, Rows, extremes, group_runs, of_complete_seeds, read_paper, with_spread
+from eval.common.tables import Report, frame_of, read_paper, with_spread
 from titans_hf.cli.shared.markdown_tables import markdown_table
 
 PAPER = read_paper("forecasting")
@@ -20,20 +21,19 @@ NOTES = (
 )
 
 
-def cell(runs: list[Record], horizons: Iterable[int]) -> str:
+def cell(runs: pd.DataFrame, horizons: list[int]) -> str:
     """Formats both metrics, of each seed the mean over `horizons`, with their spread where there are several seeds."""
-    of_seeds = of_complete_seeds({(run["run"]["seed"], run["run"]["horizon"]): run for run in runs}, horizons)
-    values = [[mean(run["test"][metric] for run in of_seed) for of_seed in of_seeds] for metric in METRICS]
-    return " / ".join(map(with_spread, values)) if of_seeds else "–"
+    values = [runs[metric].unstack("horizon").reindex(columns=horizons).dropna().mean(axis=1) for metric in METRICS]
+    return " / ".join(with_spread(list(x)) for x in values) if len(values[0]) else "–"
 
 
-def table(rows: Rows, data: str, look_back: int, horizons: list[int]) -> str:
+def table(runs: pd.DataFrame, data: str, look_back: int, horizons: list[int]) -> str:
     """Makes the table of a series: a row per model, a column per horizon, and their mean."""
     columns = [*([horizons] if len(horizons) > 1 else []), *([horizon] for horizon in horizons)]
     lines = []
-    for row, runs in rows.items():
-        seeds = {run["run"]["seed"] for run in runs}
-        lines.append([row, extremes(x["parameters"] for x in runs), len(seeds), *(cell(runs, x) for x in columns)])
+    for row, of_row in runs.groupby("row"):
+        sizes = " to ".join(f"{x:,}" for x in sorted({of_row["parameters"].min(), of_row["parameters"].max()}))
+        lines.append([row, sizes, of_row.index.unique("seed").size, *(cell(of_row, x) for x in columns)])
     paper = look_back == PAPER["look_back"] and horizons == PAPER["horizons"] and data in PAPER["columns"]
     for name, figures in PAPER["rows"].items() if paper else ():
         of_data = " / ".join(f"{x:.3f}" for x in figures[PAPER["columns"].index(data)])
@@ -49,9 +49,9 @@ def numbers(values: Iterable[int]) -> str:
 def make_report(records: list[Record], baselines: list[str]) -> Report:
     """Makes the tables: one for each series and look-back. No row is compared with baselines."""
     tables = ["# Forecasts", "\n".join(NOTES)]
-    for look_back in sorted({record["run"]["look_back"] for record in records}):
-        chosen = [record for record in records if record["run"]["look_back"] == look_back]
-        horizons = sorted({record["run"]["horizon"] for record in chosen})
-        for data, rows in sorted(group_runs(chosen, (), "data", "row").items()):
-            tables.append(table(rows, data, look_back, horizons))
+    runs = frame_of(records, "seed", "horizon")
+    runs[list(METRICS)] = pd.DataFrame(runs["test"].tolist(), runs.index)
+    for look_back, of_length in runs.groupby("look_back"):
+        horizons = sorted(of_length.index.unique("horizon"))
+        tables += [table(of_data, data, look_back, horizons) for data, of_data in of_length.groupby("data")]
     return tables, {}

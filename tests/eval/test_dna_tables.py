@@ -77,7 +77,7 @@ def test_rows_that_have_no_rate_and_rows_not_made_alike(folder, capsys):
         save(folder, "mag", rate, fold, 0.7, rate)
     save(folder, "mac", 1e-3, 1, 0.9, 0.9)
     rows = read_results(folder)[DATA]
-    assert [record["test"] for record in rows["mag"]] == [1e-2, 1e-2] and "mac" not in rows
+    assert rows["mag"]["test"].tolist() == [1e-2, 1e-2] and "mac" not in rows
     out = [str(folder), "--output", str(folder), "--baselines"]
     tables.main([*out, "cnn"])
     text = (folder / "table.md").read_text()

@@ -9,11 +9,10 @@ from series_files import write_series
 
 from eval import tables
 from eval.common.records import FILE, append_record, read_records
-from eval.common.tables import group_runs
 from eval.forecasting import run as forecasting
 from eval.forecasting.data import make_splits
 from eval.forecasting.models import BASELINES, DLinear, ForecastTask, RepeatLast, RLinear, build_model
-from eval.forecasting.tables import cell, make_report, table
+from eval.forecasting.tables import make_report
 from eval.forecasting.training import mean_scores, window_errors
 from titans_hf.cli.shared.time_series import Windows, digest_of, read_series
 
@@ -176,30 +175,28 @@ def save(folder, *records):
         append_record(record, folder / FILE)
 
 
-def rows_of(folder):
-    return group_runs(read_records(folder, "forecasting"), (), "data", "row")["ETTh1"]
+def report(folder) -> str:
+    return "\n".join(make_report(read_records(folder, "forecasting"), [])[0])
 
 
 def test_means_over_horizons_and_seeds(tmp_path):
     """A mean is over the horizons of each seed that has all, with the deviation over seeds; the paper stands beside its
     own horizons only.
     """
-    save(
-        tmp_path,
-        *(record_of("a", horizon, seed, horizon / 100 + seed, 0.5) for horizon in (96, 192) for seed in (0, 1)),
+    save(tmp_path, *(record_of("a", x, seed, x / 100 + seed, 0.5) for x in (96, 192) for seed in (0, 1)))
+    save(tmp_path, record_of("b", 96, 0, 0.4, 0.3), record_of("a", 96, 2, 9, 9), record_of("a", 96, 0, 0.1, 0.1, 336))
+    text = report(tmp_path)
+    mean, first, second = (
+        "1.940 ± 0.707 / 0.500 ± 0.000",
+        "3.973 ± 4.382 / 3.333 ± 4.907",
+        "2.420 ± 0.707 / 0.500 ± 0.000",
     )
-    save(tmp_path, record_of("b", 96, 0, 0.4, 0.3), record_of("a", 96, 2, 9, 9))
-    rows = rows_of(tmp_path)
-    assert cell(rows["a"], [96, 192]) == "1.940 ± 0.707 / 0.500 ± 0.000"
-    assert cell(rows["b"], [96, 192]) == "–"
-    assert cell(rows["b"], [96]) == "0.400 / 0.300"
-    save(tmp_path, record_of("a", 96, 0, 0.1, 0.1, 336))
-    found, _ = make_report(read_records(tmp_path, "forecasting"), [])
-    assert [text.splitlines()[0] for text in found[2:]] == ["## ETTh1, look-back 96", "## ETTh1, look-back 336"]
-    assert not any("paper:" in text for text in found)
+    assert f"| a | 960 to 1,920 | 3 | {mean} | {first} | {second} |" in text
+    assert "| b | 960 | 1 | – | 0.400 / 0.300 | – |" in text
+    assert text.index("## ETTh1, look-back 96") < text.index("## ETTh1, look-back 336") and "paper:" not in text
     (tmp_path / FILE).unlink()
     save(tmp_path, *(record_of("a", horizon, 0, 0.4, 0.3) for horizon in (96, 192, 336, 720)))
-    text = table(rows_of(tmp_path), "ETTh1", 96, [96, 192, 336, 720])
+    text = report(tmp_path)
     assert "| paper: neural memory |  |  | 0.420 / 0.421 | – | – | – | – |" in text
     assert "| a | 960 to 7,200 | 1 |" in text
 
