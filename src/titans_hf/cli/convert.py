@@ -174,7 +174,7 @@ def main(argv: list[str] | None = None) -> None:
         with tempfile.TemporaryDirectory(prefix=".", dir=args.output.parent) as folder:
             fit.model = str(Path(folder) / args.output.name)
             convert(args, Path(fit.model))
-            fit_memory.fit(fit)
+            fit_memory.write_fitted(fit)
     if args.speed:
         print(measure_speed(args.output))
     print(args.output)

@@ -9,7 +9,6 @@ without the memory gets one. Texts of the kind that the model is to read serve b
 """
 
 import argparse
-import random
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,86 +18,20 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from titans_hf.cli import fit
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
 from titans_hf.cli.shared.checkpoints import load_config, load_model, load_tokenizer
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.devices import choose_device
-from titans_hf.cli.shared.text_files import find_files, read_text
-from titans_hf.cli.shared.text_ids import encode
+from titans_hf.cli.shared.text_files import find_files
 from titans_hf.convert_titans import EPISODIC
 from titans_hf.episodic_fit import FitResult, fit_episodic_memory
-
-CHARACTERS = 12  # of text that are cut for each token: more than a token has
-FILLERS = (200, 500, 700, 1000, 1500)  # tokens of text between telling and asking
-NAMES = "Marguerite Tobias Ingrid Rolando Philippa Desmond Yolanda Barnaby Winifred Anselm Beatrix Cornelius Dorothea"
-PLACES = "Lisbon Valparaiso Bergen Windhoek Cartagena Antwerp Nagasaki Tbilisi Casablanca Heidelberg Reykjavik Trieste"
-THINGS = "telescope accordion hammock lantern typewriter umbrella saxophone microscope kettle tapestry compass violin"
-KINDS = {"name": NAMES.split(), "place": PLACES.split(), "thing": THINGS.split()}
-# The kind of a fact, how it is told, how it is asked for, and how the answer begins.
-FACTS = [
-    (
-        "name",
-        "My neighbour across the street is {}.",
-        "Who lives across the street?",
-        "The person across the street is",
-    ),
-    ("name", "The captain of our team is named {}.", "What is our team's captain called?", "Your captain's name is"),
-    ("name", "I was taught to swim by {}.", "Who taught me to swim?", "You learned to swim from"),
-    ("name", "We named the parrot {}.", "What is our parrot called?", "The parrot is called"),
-    ("place", "I grew up in {}.", "In which city did I grow up?", "You grew up in"),
-    ("place", "The conference will be held in {}.", "Where is the conference?", "The conference is in"),
-    ("place", "My parents moved to {} last year.", "Where do my parents live now?", "Your parents live in"),
-    ("thing", "I bought a {} at the market.", "What did I buy at the market?", "At the market you bought a"),
-    ("thing", "In the attic there is an old {}.", "What old thing is in the attic?", "In the attic there is a"),
-    ("number", "The train leaves from platform {}.", "Which platform is my train's?", "It leaves from platform"),
-    ("number", "The password of the alarm is {}.", "What is the alarm's password?", "The alarm's password is"),
-    ("number", "My member number is {}.", "What is my membership number?", "Your membership number is"),
-]
+from titans_hf.remember.recalls import make_recalls
 
 
 def cut_texts(files: Sequence[Path], tokenizer: PreTrainedTokenizerBase, length: int, number: int) -> list[Tensor]:
-    """Returns about `number` parts of at most `length` ids (T,) each, spread evenly over the files and within them."""
-    parts = []
-    for i, file in enumerate(files):
-        text, share = read_text(file, "--text"), number // len(files) + (i < number % len(files))
-        for j in range(share):
-            start = len(text) * j // share
-            end = min(len(text) * (j + 1) // share, start + CHARACTERS * length)
-            parts.append(torch.tensor(encode(tokenizer, text[start:end]).input_ids[:length]))
-    return [ids for ids in parts if len(ids) > 1]
-
-
-def make_recall(
-    tokenizer: PreTrainedTokenizerBase, filler: str, choose: random.Random, is_chat: bool
-) -> tuple[Tensor, Tensor]:
-    """Makes a text in which four facts are told, `filler` is read, and the facts are asked for in a conversation, or
-    told again in prose. Returns its ids (T,), and (T,) bool, True at the tokens of the answers.
-    """
-    told, asked, answers = [], [], []
-    for kind, statement, question, start in choose.sample(FACTS, 4):
-        digits = "".join(str(choose.randrange(10)) for _ in range(choose.randint(2, 6)))
-        value = choose.choice(KINDS[kind]) if kind in KINDS else digits
-        told.append(statement.format(value))
-        asked.append((question, f"{start} {value}.") if is_chat else (told[-1],))
-        answers.append((f"{start} " if is_chat else statement.split("{}")[0], value))
-    choose.shuffle(asked)
-    turns = [" ".join(told), filler, " ".join(x[0] for x in asked)]
-    if is_chat:
-        turns = [f"Some things about me. {turns[0]}", "Thank you, I will remember that."]
-        turns += [f"Please read this.\n\n{filler}", "I have read it.", *(turn for pair in asked for turn in pair)]
-    if tokenizer.chat_template is None or not is_chat:
-        text = "\n\n".join(turns)
-    else:
-        roles = ("user", "assistant")
-        messages = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    is_answer = torch.zeros(len(encoded.input_ids), dtype=torch.bool)
-    for start, value in answers:
-        begin = text.rindex(start + value) + len(start)
-        overlaps = [a < begin + len(value) and b > begin for a, b in encoded.offset_mapping]
-        is_answer |= torch.tensor(overlaps)
-    return torch.tensor(encoded.input_ids), is_answer
+    """Returns parts of at most `length` ids (T,) each, as many ids in all as `number` full parts have."""
+    return fit.cut_texts(files, tokenizer, length, number * length)
 
 
 def make_documents(
@@ -107,12 +40,7 @@ def make_documents(
     """Returns `parts` followed by `number` texts with recalls, every other one a conversation, and a weight for each of
     their tokens. The weight is 1, but for the answers: all answers together have `share` times the weight of the parts.
     """
-    choose, recalls = random.Random(seed), []
-    for i in range(number):
-        part = parts[choose.randrange(len(parts))]
-        length = FILLERS[i // 2 % len(FILLERS)]
-        start = choose.randrange(max(1, len(part) - length))
-        recalls.append(make_recall(tokenizer, tokenizer.decode(part[start : start + length]), choose, i % 2 == 0))
+    recalls = make_recalls(parts, tokenizer, number, seed)
     documents, weights = list(parts), [torch.ones(len(part)) for part in parts]
     num_answers = sum(int(is_answer.sum()) for _, is_answer in recalls)
     for ids, is_answer in recalls:
@@ -174,7 +102,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def fit(args: argparse.Namespace) -> None:
+def write_fitted(args: argparse.Namespace) -> None:
     """Writes the fitted model of parsed arguments, and prints what its memory gains."""
     files = [file for path in args.text for file in find_files(path, "--text")]
     config, tokenizer = (
@@ -198,7 +126,7 @@ def fit(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    fit(args)
+    write_fitted(args)
     print(args.output)
 
 

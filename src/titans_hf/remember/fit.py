@@ -354,6 +354,22 @@ def _check(documents, recalls, rank, recall_share) -> None:
         raise ValueError(f"`recall_share` must be a number of at least 0, got {recall_share!r}.")
 
 
+def parts_for(documents: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the texts for directions and start, and those by which rates are compared."""
+    quarter = sum(map(len, documents)) // 4
+    are_long = max(map(len, documents)) > 2 * TEXT
+    return (
+        cut(documents, TEXT, max(min(FIT_TOKENS, quarter), 2)),
+        cut(documents[::-1], COMPARED, max(min(COMPARED_TOKENS, quarter), 2), skip=TEXT * are_long),
+    )
+
+
+def num_readings(documents: Sequence[Tensor], recalls: Sequence[tuple[Tensor, Tensor]]) -> int:
+    """Returns how many tokens a fit reads at most, those that it reads several times counted so often."""
+    texts, compared = (sum(map(len, x)) for x in parts_for(documents))
+    return 3 * texts + (NUM_RATES + 2) * compared + sum(map(len, documents)) + sum(len(x) for x, _ in recalls)
+
+
 class _Fit:
     """The stages of a fit of one model, which has no memory between them."""
 
@@ -379,10 +395,7 @@ class _Fit:
         self, documents: Sequence[Tensor], rank: int, seed: int
     ) -> tuple[FastWeights, Moments, float, Gains]:
         """Fits directions, rate and start; returns the moments of y and the gains too."""
-        model, saved, quarter = self.model, self.saved, sum(map(len, documents)) // 4
-        texts = cut(documents, TEXT, max(min(FIT_TOKENS, quarter), 2))
-        are_long = max(map(len, documents)) > 2 * TEXT
-        compared = cut(documents[::-1], COMPARED, max(min(COMPARED_TOKENS, quarter), 2), skip=TEXT * are_long)
+        model, saved, (texts, compared) = self.model, self.saved, parts_for(documents)
         number, number_compared = sum(map(len, texts)), sum(map(len, compared))
         with self.memory(None, None), self.bar("directions", number) as bar:
             directions = fit_directions(model, texts, rank, saved, bar, seed)

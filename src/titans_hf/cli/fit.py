@@ -1,0 +1,156 @@
+"""Fits a memory to texts for any causal language model: no weight of the model is trained.
+
+titans-hf fit HuggingFaceTB/SmolLM2-135M-Instruct --text books/ --output my-adapter
+
+The output is an adapter of 1 to 3 MB, which `remember`, `AutoModelForCausalLM` and the other commands load with its
+model. Texts of the kind that the model is to read serve best. The fit also reads --recalls made texts: facts are told,
+a part of the given texts follows, and the facts are asked for. Interrupted and run again, the same command goes on.
+--tokens 12000 is a fit of minutes.
+"""
+
+import argparse
+import random
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from titans_hf import MemoryCache, forget, remember, save_adapter
+from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
+from titans_hf.cli.shared.checkpoints import load_config, load_model, load_tokenizer
+from titans_hf.cli.shared.command_line import HelpFormatter, run_command
+from titans_hf.cli.shared.devices import choose_device
+from titans_hf.cli.shared.text_files import describe_files, find_files, read_text
+from titans_hf.cli.shared.text_ids import encode
+from titans_hf.remember.fit import FitResult, fit_memory, num_readings
+from titans_hf.remember.fit_list import Gains
+from titans_hf.remember.recalls import make_recalls
+
+BLOCK = 2_000_000  # characters that are tokenized at once
+TIMED = 129  # tokens by which the time is estimated
+
+
+def cut_texts(
+    files: Sequence[Path], tokenizer: PreTrainedTokenizerBase, length: int, number: int, seed: int = 0
+) -> list[Tensor]:
+    """Returns parts of at most `length` ids (T,) each, `number` ids in all if the files have as many.
+
+    In every round each file gives one part, from a place that is drawn; files come in an order that is drawn.
+    """
+    choose, order, parts, left = random.Random(seed), list(files), [], number
+    choose.shuffle(order)
+    sources = [parts_of(file, tokenizer, length, choose) for file in order]
+    while sources and left > 1:
+        for source in list(sources):
+            part = next(source, None)
+            if part is None:
+                sources.remove(source)
+            elif left > 1 and len(part) > 1:
+                parts.append(part[:left])
+                left -= len(part)
+    return parts
+
+
+def parts_of(file: Path, tokenizer: PreTrainedTokenizerBase, length: int, choose: random.Random) -> Iterator[Tensor]:
+    """Yields the parts of a file in an order that is drawn, in each of its blocks those shorter than `length` last."""
+    text = read_text(file, "--text")
+    blocks = [text[begin : begin + BLOCK] for begin in range(0, len(text), BLOCK)]
+    for block in choose.sample(blocks, len(blocks)):
+        parts = list(torch.tensor(encode(tokenizer, block).input_ids, dtype=torch.int64).split(length))
+        yield from sorted(choose.sample(parts, len(parts)), key=lambda x: len(x) < length)
+
+
+def seconds_per_token(model: PreTrainedModel, ids: Tensor, window: int | None) -> float:
+    """Measures how long a token takes that the model reads with fast weights."""
+    remember(model, window, ("fast_weights",))
+    try:
+        with torch.no_grad():
+            start = time.perf_counter()
+            tokens = ids[None, :TIMED].to(model.get_input_embeddings().weight.device)
+            model(tokens, cache=MemoryCache(model), logits_to_keep=1)
+            return (time.perf_counter() - start) / tokens.shape[1]
+    finally:
+        forget(model)
+
+
+def describe_gains(gains: Gains, number: int) -> str:
+    """Describes the mean gain of each thousand tokens of the first `number` texts."""
+    columns, before, after = (torch.cat(x[:number]) for x in gains)
+    thousands = (columns // 1000).unique().tolist()
+    of_each = [f"{float((before - after)[columns // 1000 == i].mean()):+.3f}" for i in thousands]
+    return f"loss {before.mean():.3f}, then {after.mean():.3f}; by thousands of tokens {', '.join(of_each)}"
+
+
+def report(result: FitResult) -> str:
+    """Describes what a fit gains, in nats per token."""
+    fast = describe_gains(result.fast_weights, len(result.fast_weights.columns))
+    return (
+        f"rate {result.rate:g}\n"
+        f"fast weights over the window alone: {fast}\n"
+        f"list over the fast weights: {describe_gains(result.token_list, result.number)}\n"
+        "measured on the texts of the fit themselves"
+    )
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("model", metavar="MODEL", help="a causal language model: a folder or a name on the Hub")
+    parser.add_argument("--text", nargs="+", required=True, help="files, or folders of files, to fit the memory to")
+    parser.add_argument("--output", type=Path, required=True, help="a new folder for the adapter")
+    parser.add_argument("--window", type=int, default=1024, help="tokens that a token attends to, itself included")
+    parser.add_argument("--tokens", type=int, default=90_000, help="tokens of text to read, from all of the files")
+    parser.add_argument("--length", type=int, default=6144, help="tokens of a part that is read at a stretch")
+    parser.add_argument("--rank", type=int, default=8, help="of the fast weights")
+    parser.add_argument("--entries", type=int, default=5400, help="of the list of surprising tokens")
+    parser.add_argument("--recalls", type=int, default=32, help="texts to recall facts from, half of them chats")
+    parser.add_argument("--recall_share", type=float, default=0.05, help="weight of all answers; the texts have 1")
+    parser.add_argument("--licence", help="of the adapter, for its card, as apache-2.0")
+    parser.add_argument("--seed", type=int, default=0, help="of the parts, the recalls and the fit")
+    parser.add_argument("--device", help="cpu, cuda, ... (default: the GPU if there is one)")
+    args = parser.parse_args(argv)
+    check_minimums(args, tokens=2, length=2, window=2, rank=1, entries=1, recalls=0, recall_share=0)
+    if args.output.exists():
+        raise ValueError(f"--output {args.output} exists: give the name of a new folder")
+    check_folder(args.output, "--output")
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    files = [file for path in args.text for file in find_files(path, "--text")]
+    kind, device = load_config(args.model, "MODEL").model_type, choose_device(args.device)
+    if kind in ("titans", "remember"):
+        raise ValueError(f"MODEL {args.model} is of the type {kind}: give the name of a model without a memory")
+    tokenizer = load_tokenizer(args.model, "MODEL")
+    documents = cut_texts(files, tokenizer, args.length, args.tokens, args.seed)
+    if not documents:
+        raise ValueError(f"--text {' '.join(args.text)} holds no text")
+    recalls = make_recalls(documents, tokenizer, args.recalls, args.seed)
+    model = load_model(args.model, "MODEL", dtype="auto").to(device).eval().requires_grad_(False)
+    number = sum(map(len, documents))
+    minutes = seconds_per_token(model, documents[0], args.window) * num_readings(documents, recalls) / 60
+    for path in args.text:
+        if (line := describe_files(path, find_files(path, "--text"))) is not None:
+            print(line)
+    print(f"{number:,} tokens of text in {len(documents)} parts, {len(recalls)} recalls; about {minutes:.0f} minutes")
+    if number < args.tokens:
+        print(f"note: --text has fewer than the {args.tokens:,} tokens of --tokens")
+    state = args.output.parent / f".{args.output.name}.fit"
+    options = {name: getattr(args, name) for name in ("window", "rank", "entries", "recall_share", "seed")}
+    result = fit_memory(model, documents, recalls, folder=state, **options)
+    print(report(result))
+    names = sorted({file.name for file in files})
+    shown = ", ".join(names[:20]) + (f" and {len(names) - 20} others" if len(names) > 20 else "")
+    facts = {"texts": shown, "tokens": number, "recalls": len(recalls), "seed": args.seed, "rate": result.rate}
+    save_adapter(model, args.output, fit=facts, licence=args.licence)
+    tokenizer.save_pretrained(args.output)
+    shutil.rmtree(state)
+    print(args.output)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,99 @@
+"""titans-hf fit: it writes an adapter, from the tokens that were asked for, of all files; interrupted, it goes on."""
+
+import random
+
+import pytest
+import torch
+from byte_model import save_llama
+from covering import in_one_test
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import titans_hf
+from titans_hf.cli import fit
+from titans_hf.cli.shared.text_files import find_files
+from titans_hf.cli.training.tokenizer import byte_tokenizer
+from titans_hf.remember import fit_list
+from titans_hf.remember.recalls import make_recall, make_recalls
+
+OPTIONS = ["--tokens=1200", "--length=400", "--recalls=1", "--window=32", "--rank=2", "--device=cpu"]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a byte model and texts."""
+    monkeypatch.setattr(fit_list, "NUM_COLUMNS", 200)
+    save_llama(tmp_path / "model", num_hidden_layers=4, initializer_range=0.1, bos_token_id=2)
+    (tmp_path / "texts").mkdir()
+    for i in range(4):
+        words = random.Random(i).choices(["der König", "die Tochter", "das Schloss", "der Wald"], k=60)
+        (tmp_path / "texts" / f"{i}.txt").write_text(", ".join(words))
+    return tmp_path
+
+
+def test_an_adapter_from_texts(folder, capsys):
+    """The command says what it reads and how long it takes, fits, and writes an adapter that loads with its model and
+    gains on its texts; the tokenizer and the chat template come along, and nothing else is left.
+    """
+    fit.main([str(folder / "model"), "--text", str(folder / "texts"), "--output", str(folder / "new"), *OPTIONS])
+    text = capsys.readouterr().out
+    assert "4 files (.txt)" in text and "1,200 tokens of text in 3 parts, 1 recalls; about " in text
+    assert text.count("by thousands of tokens +") == 2 and text.endswith("new\n")
+    model = AutoModelForCausalLM.from_pretrained(folder / "new")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "new")
+    assert model.memory.window == 32 and tokenizer.chat_template is not None
+    ids = tokenizer((folder / "texts" / "1.txt").read_text(), return_tensors="pt").input_ids[:, :400]
+    with torch.no_grad():
+        fitted = model(ids, labels=ids).loss
+        plain = titans_hf.forget(model)(ids, labels=ids).loss
+    assert fitted < plain - 0.5
+    assert sorted(x.name for x in folder.iterdir()) == ["model", "new", "texts"]
+
+
+@pytest.mark.parametrize("number,characters", [(1, 9000), (9, 900), (300, 50), (40, None)])
+def test_as_many_tokens_as_asked_for(tmp_path, number, characters):
+    """From one large file, from many small ones, and from one large among small ones: the texts have as many tokens as
+    were asked for, from every file where each has to give, and other seeds draw other places.
+    """
+    for i in range(number):
+        size = characters or (9000 if i == number - 1 else 20)
+        (tmp_path / f"{i:03}.txt").write_text("".join(random.Random(i).choices("abcdefgh ", k=size)))
+    files, tokenizer = find_files(tmp_path, "--text"), byte_tokenizer()
+    parts = fit.cut_texts(files, tokenizer, 500, 6000, seed=0)
+    assert sum(map(len, parts)) == 6000 and max(map(len, parts)) <= 500
+    texts = [x.read_text() for x in files]
+    found = {i for part in parts for i, text in enumerate(texts) if tokenizer.decode(part) in text}
+    assert len(found) == (number if characters != 50 else 120)
+    assert [x.tolist() for x in parts] == [x.tolist() for x in fit.cut_texts(files, tokenizer, 500, 6000, seed=0)]
+    assert [x.tolist() for x in parts] != [x.tolist() for x in fit.cut_texts(files, tokenizer, 500, 6000, seed=1)]
+
+
+def test_answers_are_what_counts_in_a_recall():
+    """In a conversation, with or without a chat template, and in prose, exactly the values that were told count."""
+    tokenizer = byte_tokenizer()
+    chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    for template, is_chat in ((None, True), (chat_template, True), (chat_template, False)):
+        tokenizer.chat_template = template
+        ids, is_answer = make_recall(tokenizer, "A filler.", random.Random(3), is_chat)
+        text = tokenizer.decode(ids)
+        told, asked = text.split("A filler.")
+        assert ("<user>" in text) == (is_chat and template is not None)
+        runs = is_answer.diff(prepend=torch.tensor([False])).nonzero()[:, 0].split(2)
+        assert len(runs) == 4 and not is_answer[: len(tokenizer(told, add_special_tokens=False).input_ids)].any()
+        for start, end in runs:
+            assert tokenizer.decode(ids[start:end]) in told and tokenizer.decode(ids[start:end]) in asked
+    assert len(make_recalls([torch.arange(100)], tokenizer, 3, seed=0)) == 3
+
+
+@in_one_test("arguments,message", [
+    (["--entries=0"], "--entries must be at least 1"),
+    (["--text", "nowhere"], "--text nowhere does not exist"),
+    (["--rank=0"], "--rank must be at least 1, but is 0"),
+])  # fmt: skip
+def test_bad_arguments(folder, arguments, message):
+    """A wrong option is refused by name, before the model reads."""
+    given = [str(folder / "model"), "--text", str(folder / "texts"), "--output", str(folder / "new"), *OPTIONS]
+    with pytest.raises(Exception, match=message):
+        fit.main([*given, *arguments])
+    assert not (folder / "new").exists()
+    with pytest.raises(ValueError, match="exists: give the name of a new folder"):
+        fit.main([*given, "--output", str(folder)])
