@@ -120,6 +120,8 @@ def remember(
         window = settings.window if window == "auto" else window
         first_token = settings.first_token if first_token is None else first_token
     window = None if window == "auto" else window
+    if model.config.model_type == "titans":
+        raise ValueError("`model` is a Titans, which has a memory of its own: `remember` is for other models.")
     if window is not None and (not isinstance(window, int) or window < 2):
         raise ValueError(f"`window` must be None or a whole number of at least 2, got {window!r}.")
     if unknown := set(memory) - set(PARTS):
