@@ -50,8 +50,8 @@ READERS = ("full", "window", "streaming", "sgd", "rms", "bm25", *BUDGETED, *REME
 
 def make_reader(name: str, budget: float | None, args: argparse.Namespace) -> readers.Reader:
     """Loads the model anew, and makes a reader of it."""
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
-    window = args.window
+    dtype = torch.float32 if name in ("sgd", "rms") else getattr(torch, args.dtype)  # steps need the digits
+    model, window = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).eval(), args.window
     if name.removeprefix("full-") in REMEMBER:
         options = REMEMBER[name.removeprefix("full-")] | ({"adapter": args.adapter} if args.adapter else {})
         return readers.Remember(model, None if name.startswith("full-") else window, **options)
@@ -128,19 +128,11 @@ def run(args: argparse.Namespace) -> None:
             found = read_text(reader, {chain: x[0] for chain, x in links.items()}, task["ids"], wanted)
             seconds = round(time.perf_counter() - begin, 1)
             for chain, scores in found.items():
-                options = {"rate": reader.rate, "decay": reader.decay} if isinstance(reader, readers.Steps) else {}
-                options |= (
-                    {"adapter": args.adapter.name} if args.adapter and isinstance(reader, readers.Remember) else {}
-                )
-                config = {"model": Path(args.model).name, "dtype": args.dtype, "memories": links[chain][1], **options}
-                line = {
-                    "benchmark": BENCHMARK,
-                    "run": about | {"text": task["text"], "method": chain},
-                    "config": config,
-                }
+                config = reader.settings | {"model": Path(args.model).name, "memories": links[chain][1]}
+                line = {"run": about | {"text": task["text"], "method": chain}, "config": config}
                 line |= {"tokens": len(task["ids"]), "bytes": scores.state_bytes, "seconds": seconds}
                 line |= {"commit": describe_commit(), "result": record_of(task, scores, tokenizer)}
-                append_record(line, args.output)
+                append_record({"benchmark": BENCHMARK, **line}, args.output)
             print(f"{label}, {task['text']}: {seconds:.0f} s", flush=True)
 
 

@@ -6,6 +6,7 @@ A reader forgets its text by `begin()`, reads the next piece by `read(ids)`, and
 
 import math
 from collections import Counter
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ class Reader:
 
     def __init__(self, model: PreTrainedModel, window: int | None):
         self.model, self.window, self.found = model, window, []
+        self.settings = {"dtype": str(model.dtype).removeprefix("torch.")}  # for the record
         module = getattr(model.base_model.layers[-1], "mlp", model.get_output_embeddings())
         module.register_forward_pre_hook(lambda _, args: self.found.append(args[0][0].detach().float()))
         config = model.config.get_text_config(decoder=True)
@@ -162,6 +164,7 @@ class Steps(Attention):
     def __init__(self, model, window, *, rate: float, decay: float | None = None):
         super().__init__(model, window)
         self.rate, self.decay, self.rms, self.piece = rate, decay, None, Reader.piece
+        self.settings |= {"rate": rate, "decay": decay}
         self.trained = [x.detach().clone() for x in model.parameters()]
 
     def begin(self) -> None:
@@ -215,6 +218,7 @@ class Remember(Reader):
 
     def __init__(self, model, window, *, memory: tuple[str, ...], learning: bool = True, **options):
         super().__init__(model, window)
+        self.settings |= {name: Path(x).name for name, x in options.items()}
         remember(model, window, memory, **options).set_memory_learning(learning)
 
     def begin(self) -> None:
