@@ -13,7 +13,7 @@ from common import ATTENTIONS, STAY, TWO_VARIANTS, assert_same, assert_same_cach
 from covering import covering, in_one_test
 from huggingface_hub.errors import StrictDataclassError
 from time_series_models import CYCLE, POSITION, SIZES, make_model, make_values, read, repeat_cycle
-from transformers import AutoConfig, AutoModelForTimeSeriesPrediction, Trainer, TrainingArguments
+from transformers import AutoConfig, AutoModelForTimeSeriesPrediction
 
 import titans_hf
 from titans_hf import TitansForTimeSeriesPrediction, TitansTimeSeriesConfig
@@ -237,22 +237,6 @@ def test_half_precision():
     assert error.abs().max() < 0.1 * ((exact.prediction_outputs - exact.loc) / exact.scale).std()
     assert half.loss.isfinite() and half.loss == single.loss
     assert half.prediction_outputs.equal(single.prediction_outputs)
-
-
-def test_trainer(tmp_path):
-    """Trainer lowers the loss and returns all forecasts."""
-    rows = [{"past_values": x[:40], "future_values": x[40:]} for x in make_values(64, 50, dtype=torch.float32)]
-    options = dict(max_steps=20, per_device_train_batch_size=16, learning_rate=3e-3, report_to="none", use_cpu=True)
-    arguments = TrainingArguments(tmp_path, label_names=["future_values"], **options)
-    model = make_model(dtype=torch.float32)
-    trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:10])
-    before = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    assert trainer.evaluate()["eval_loss"] < 0.9 * before
-    predictions = trainer.predict(rows[:10]).predictions[0]
-    past = torch.stack([row["past_values"] for row in rows[:10]])
-    with torch.no_grad():
-        torch.testing.assert_close(torch.tensor(predictions), model.eval()(past_values=past).prediction_outputs)
 
 
 def test_an_adapter_without_targets():
