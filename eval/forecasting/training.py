@@ -45,24 +45,16 @@ class Run(harness.Run):
         return ForecastTask(num_channels, self.look_back, self.horizon, self.cycle_length, self.loss)
 
 
-def window_errors(
-    model: nn.Module, windows: Windows, batch_size: int, device: torch.device | str = "cpu"
-) -> torch.Tensor:
-    """Forecasts every window, in batches; the last batch may be smaller. Returns each window's mean squared and mean
-    absolute error: (N, 2), float64.
-    """
+def score(model: nn.Module, windows: Windows, batch_size: int, device: torch.device | str = "cpu") -> dict[str, float]:
+    """Returns the mean squared and the mean absolute error over all windows, scaled as in training."""
     model.eval()
-    errors = []
+    sums = torch.zeros(2, dtype=torch.float64)
     for batch in torch.utils.data.DataLoader(windows, batch_size):
         forecast = forecasts(model, *(batch[name].to(device) for name in INPUTS)).cpu()
-        error = (forecast - batch["future_values"]).double().flatten(1)
-        errors.append(torch.stack([error.square().mean(1), error.abs().mean(1)], dim=1))
-    return torch.cat(errors)
-
-
-def mean_scores(errors: torch.Tensor) -> dict[str, float]:
-    """Averages the errors (N, 2) of windows: mean squared and mean absolute error, scaled as in training."""
-    return {name: round(x, DECIMALS) for name, x in zip(METRICS, errors.mean(0).tolist(), strict=True)}
+        error = (forecast - batch["future_values"]).double()
+        sums += torch.stack([error.square().sum(), error.abs().sum()])
+    means = sums / (len(windows) * windows[0]["future_values"].numel())
+    return {name: round(x, DECIMALS) for name, x in zip(METRICS, means.tolist(), strict=True)}
 
 
 def make_run(run: Run, series: pd.DataFrame, output: Path) -> Record:
@@ -82,12 +74,11 @@ def make_run(run: Run, series: pd.DataFrame, output: Path) -> Record:
             with named_errors(run.name):
                 trainer = fit_forecaster(run, model, splits.train, splits.valid)
             best, device = trainer.state.best_global_step, trainer.args.device
-        valid, test = (window_errors(model, part, 4 * run.batch_size, device) for part in (splits.valid, splits.test))
+        parts = {"valid": splits.valid, "test": splits.test}
         return {
             "parameters": parameters,
             "best_step": best,
-            "valid": mean_scores(valid),
-            "test": mean_scores(test),
+            **{name: score(model, part, 4 * run.batch_size, device) for name, part in parts.items()},
             "windows": [len(part) for part in splits[:3]],
         }
 

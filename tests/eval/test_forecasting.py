@@ -15,7 +15,7 @@ from eval.forecasting import run as forecasting
 from eval.forecasting.data import make_splits
 from eval.forecasting.models import BASELINES, DLinear, ForecastTask, RepeatLast, RLinear, build_model
 from eval.forecasting.tables import make_report
-from eval.forecasting.training import mean_scores, window_errors
+from eval.forecasting.training import score
 from titans_hf.cli.shared.time_series import Windows, digest_of, read_series
 
 TINY = ["patch_length=4", "hidden_size=8", "num_attention_heads=2", "intermediate_size=8", "num_hidden_layers=1"]
@@ -51,8 +51,7 @@ def test_errors_by_hand(batch_size):
     windows = Windows(values, range(1, 5), 1, 2)
     errors = [1, 4, 3, 8, 5, 12]
     expected = {"mse": sum(e * e for e in errors) / 6, "mae": sum(errors) / 6}
-    found = window_errors(RepeatLast(ForecastTask(1, 1, 2)), windows, batch_size)
-    assert mean_scores(found) == pytest.approx(expected, abs=1e-5)
+    assert score(RepeatLast(ForecastTask(1, 1, 2)), windows, batch_size) == pytest.approx(expected, abs=1e-5)
 
 
 @torch.no_grad()
@@ -119,9 +118,9 @@ def test_a_run_starts_from_the_cycle_of_the_training_part(csv, capsys):
     splits = make_splits(read_series(csv), [0.6, 0.2, 0.2], 8, 2)
     model, without = (RepeatLast(ForecastTask(2, 8, 2, cycle_length=6)) for _ in range(2))
     model.cycle.fit(splits.train.values[: splits.train.rows.stop])
-    expected = mean_scores(window_errors(model, splits.test, 8))["mse"]
+    expected = score(model, splits.test, 8)["mse"]
     assert record["test"]["mse"] == pytest.approx(expected, abs=1e-4)
-    assert abs(expected - mean_scores(window_errors(without, splits.test, 8))["mse"]) > 1e-2
+    assert abs(expected - score(without, splits.test, 8)["mse"]) > 1e-2
 
 
 def test_runs_go_on_and_are_reported(csv, capsys):
