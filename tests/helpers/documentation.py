@@ -60,82 +60,70 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-class Treatment(NamedTuple):
-    """How a test treats commands that match `pattern`: run with `options` added, or not, for the reason `not_run`."""
-
-    pattern: str
-    options: str = ""
-    not_run: str = ""
-
-
-NETWORK = "it needs the network"
 SHORT_FIT = "--tokens 600 --length 300 --recalls 2"
-# The first that matches counts. Options are tiny, and argparse takes the last of those given twice.
-TREATMENTS = [
-    Treatment(r"git clone .*", not_run=NETWORK),
-    Treatment(r"pip install .*", not_run=NETWORK),
-    Treatment(r"hf upload .*", not_run=NETWORK),
-    Treatment(r"make (demo|test|test-gpu|conformance.*)", not_run="it makes an environment from the package index"),
-    Treatment(r"python -m pytest .*", not_run="it is a test itself"),
-    Treatment(r"titans-hf serve .*", "--device cpu"),
-    Treatment(r"titans-hf chat .*"),
-    Treatment(r"curl .*", "--fail --silent --show-error"),
-    Treatment(r"python -m scripts.prepare_novels .*", not_run="it needs the clones: tests/eval/test_prepare_novels.py"),
-    Treatment(r"python -m scripts.bench titans-pytorch .*", not_run="it needs an environment with titans-pytorch"),
-    Treatment(
-        r"python -m scripts.bench \w+ .*--compile.*", not_run="compiling takes minutes: tests/model/test_compile.py"
-    ),
-    Treatment(r"python -m scripts.bench gpu", not_run="it needs a GPU: tests/eval/test_bench.py"),
-    Treatment(r"python -m scripts.bench memory .*", "--lengths 32 --chunks 16 --repeats 1"),
-    Treatment(r"python -m scripts.bench models .*", "--lengths 32 --depths 1 --size tiny --repeats 1"),
-    Treatment(r"python -m scripts.bench decode .*", "--contexts 32 --steps 2 --size tiny"),
-    Treatment(r"python -m scripts.bench prompt .*", "--tokens 256 --piece 64 --every 128"),
-    Treatment(r"titans-hf train .*|torchrun .* -m titans_hf train .*", "--max_steps 2 --use_cpu true"),
-    Treatment(r"trl sft .*", "--max_steps 2 --report_to none"),
-    Treatment(r"titans-hf merge .*"),
-    Treatment(r"titans-hf convert .* --fit .*", f"--no-speed {SHORT_FIT}"),
-    Treatment(r"titans-hf convert .* --memory_layers .*", "--no-speed --memory_layers 1"),
-    Treatment(r"titans-hf fit-memory .*", SHORT_FIT),
-    Treatment(r"accelerate launch .*", not_run="it needs the machines: tests/model/test_accelerate_configs.py"),
-    Treatment(r"titans-hf (read|surprise) .*"),
-    Treatment(r"titans-hf ask .*", "--max_new_tokens 4"),
-    Treatment(r"titans-hf forecast (?!.*--model ).*", "--max_steps 2 --eval_steps 1"),
-    Treatment(r"titans-hf forecast .*"),
-    Treatment(
-        r"python -m eval.forecasting.run .*",
-        "--split 0.6 0.2 0.2 --look_back 48 --horizons 8 --models titans --seeds 0 --max_steps 2 --eval_steps 1",
-    ),
-    Treatment(
-        r"python -m eval.dna.run .*",
-        "--models mag-off cnn --parameters 4000 --hidden_size 16 --num_hidden_layers 1 --folds 2 --epochs 1 "
-        "--learning_rates 1e-2",
-    ),
-    Treatment(r"python -m eval.tables runs/dna .*", "--baselines cnn"),
-    Treatment(r"python -m eval.tables .*"),
-    Treatment(r"titans-hf lm-eval .* --include_path .*", "--limit 1 --device cpu"),
-    Treatment(r"titans-hf lm-eval .*", not_run=NETWORK),
-    Treatment(r"python -m eval.needles.passkey .*", "--number 64 --length 600"),
-    Treatment(r"python -m eval.needles.run .*", "--limit 1 --lengths 1024"),
-    Treatment(r"python -m eval.studies.loss_by_position .*", "--length 512 --stretches 1"),
-    Treatment(r"python -m eval.studies.merged_memories .*", "--numbers 2 --fillers 16"),
-    Treatment(r"python -m eval.streaming .* --text .*", "--tokens 300 --choice_tokens 80 --window 32 --lengths 80"),
-    Treatment(r"python -m eval.streaming .*"),
-    Treatment(
-        r"python -m eval.studies.(in_context_regression|recalled_facts|state_tracking) .*", "--steps 2 --batch_size 1"
-    ),
-    Treatment(r"python -m eval.language.train_and_score .* --graph .*", not_run="a CUDA graph needs a GPU"),
-    Treatment(
-        r"python -m eval.language.counted .*",
-        "--vocab_size 300 --block_length 32 --blocks 20 --score_length 64 --stretches 1",
-    ),
-    Treatment(r"python -m eval.language.compare_runs .*"),
-]
+# Options that make a command short, by words that it has; the last entry that fits counts. None: the command is not
+# run, since it needs the network, a GPU, other machines or minutes.
+OPTIONS = {
+    "git clone": None,
+    "pip install": None,
+    "hf upload": None,
+    "make": None,
+    "python -m pytest": None,
+    "accelerate launch": None,
+    "curl": "--fail --silent --show-error",
+    "python -m scripts.prepare_novels": None,
+    "python -m scripts.bench titans-pytorch": None,
+    "python -m scripts.bench gpu": None,
+    "python -m scripts.bench memory": "--lengths 32 --chunks 16 --repeats 1",
+    "python -m scripts.bench models": "--lengths 32 --depths 1 --size tiny --repeats 1",
+    "python -m scripts.bench decode": "--contexts 32 --steps 2 --size tiny",
+    "python -m scripts.bench prompt": "--tokens 256 --piece 64 --every 128",
+    "python -m scripts.bench --compile": None,
+    "titans-hf serve": "--device cpu",
+    "titans-hf chat": "",
+    "titans-hf train": "--max_steps 2 --use_cpu true",
+    "torchrun titans_hf train": "--max_steps 2 --use_cpu true",
+    "trl sft": "--max_steps 2 --report_to none",
+    "titans-hf merge": "",
+    "titans-hf convert": "--no-speed --memory_layers 1",
+    "titans-hf convert --fit": f"--no-speed {SHORT_FIT}",
+    "titans-hf fit-memory": SHORT_FIT,
+    "titans-hf read": "",
+    "titans-hf surprise": "",
+    "titans-hf ask": "--max_new_tokens 4",
+    "titans-hf forecast": "--max_steps 2 --eval_steps 1",
+    "titans-hf forecast --model": "",
+    "titans-hf lm-eval": None,
+    "titans-hf lm-eval --include_path": "--limit 1 --device cpu",
+    "python -m eval.forecasting.run": "--split 0.6 0.2 0.2 --look_back 48 --horizons 8 --models titans --seeds 0 "
+    "--max_steps 2 --eval_steps 1",
+    "python -m eval.dna.run": "--models mag-off cnn --parameters 4000 --hidden_size 16 --num_hidden_layers 1 --folds 2 "
+    "--epochs 1 --learning_rates 1e-2",
+    "python -m eval.tables": "",
+    "python -m eval.tables runs/dna": "--baselines cnn",
+    "python -m eval.streaming": "",
+    "python -m eval.streaming --text": "--tokens 300 --choice_tokens 80 --window 32 --lengths 80",
+    "python -m eval.needles.passkey": "--number 64 --length 600",
+    "python -m eval.needles.run": "--limit 1 --lengths 1024",
+    "python -m eval.studies.loss_by_position": "--length 512 --stretches 1",
+    "python -m eval.studies.merged_memories": "--numbers 2 --fillers 16",
+    "python -m eval.studies.in_context_regression": "--steps 2 --batch_size 1",
+    "python -m eval.studies.recalled_facts": "--steps 2 --batch_size 1",
+    "python -m eval.studies.state_tracking": "--steps 2 --batch_size 1",
+    "python -m eval.language.train_and_score --graph": None,
+    "python -m eval.language.counted": "--vocab_size 300 --block_length 32 --blocks 20 --score_length 64 --stretches 1",
+    "python -m eval.language.compare_runs": "",
+}
 PROGRAMS = ("python", "titans-hf", "torchrun", "pip", "git", "make", "hf", "curl", "lm_eval", "trl", "accelerate")
 
 
-def treatment(command: str) -> Treatment | None:
-    """Returns the first treatment whose pattern matches the whole command."""
-    return next((known for known in TREATMENTS if re.fullmatch(known.pattern, command)), None)
+def short_options(command: str) -> str | None:
+    """Returns the options that make a command short; None if it is not run. Raises KeyError for an unknown command."""
+    words = set(command.split())
+    for known in reversed(OPTIONS):
+        if words.issuperset(known.split()):
+            return OPTIONS[known]
+    raise KeyError(command)
 
 
 def run_bash(block: Block, folder: Path, programs: Path, environment: dict[str, str], timeout: float):

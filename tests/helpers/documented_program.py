@@ -1,5 +1,5 @@
-"""Stands in for a program that a page calls: runs it with tiny options, or records why it is not run. It has the
-program's name on the PATH of `documentation.run_bash`; with DRY_RUN set, nothing is run.
+"""Stands in for a program that a page calls: runs it with short options, or not at all. It has the program's
+name on the PATH of `documentation.run_bash`.
 
 A page's server, which a reader leaves running in a terminal, runs in the background on a free port.
 """
@@ -7,11 +7,9 @@ A page's server, which a reader leaves running in a terminal, runs in the backgr
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import documentation
-from forked import run_forked
 from served import wait_for
 
 MODULES = {"titans-hf": "titans_hf", "torchrun": "torch.distributed.run", "lm_eval": "lm_eval", "trl": "trl.cli.main"}
@@ -23,16 +21,13 @@ def main(program: str, arguments: list[str]) -> int:
     command = " ".join([program, *arguments])
     with open(os.environ["CALLED"], "a") as log:
         log.write(command.replace("\n", " ") + "\n")
-    treatment = documentation.treatment(command)
-    if treatment is None:
-        print(f"no treatment for: {command}", file=sys.stderr)
-        return 97
-    if treatment.not_run or os.environ.get("DRY_RUN"):
+    short = documentation.short_options(command)
+    if short is None:
         return 0
     starts = {"python": [sys.executable], "curl": ["/usr/bin/curl"]}
     start = starts[program] if program in starts else [sys.executable, "-m", MODULES[program]]
     environment = os.environ | {"PATH": "/usr/bin:/bin"}  # what the program itself calls is no matter of the page
-    arguments = [*arguments, *treatment.options.split()]
+    arguments = [*arguments, *short.split()]
     if command.startswith("titans-hf serve"):
         return serve([*start, *arguments], environment)
     if PAGES_PORT in command:
@@ -40,13 +35,7 @@ def main(program: str, arguments: list[str]) -> int:
             serve([sys.executable, "-m", "titans_hf", "serve", "--device", "cpu"], environment)
         environment.pop("HF_HUB_OFFLINE", None)  # with it, huggingface_hub's client, which chats, asks no server at all
         arguments = [argument.replace(PAGES_PORT, f"localhost:{os.environ['PORT']}") for argument in arguments]
-    start = [*start, *arguments]
-    if start[1] != "-m" or "HF_HUB_OFFLINE" not in environment:  # what is imported keeps that value
-        return subprocess.run(start, env=environment, input=TYPED, text=True).returncode
-    with tempfile.TemporaryFile() as typed:
-        typed.write(TYPED.encode())
-        typed.seek(0)
-        return run_forked(os.environ["FORKS"], start[1:], Path.cwd(), environment, (typed.fileno(), 1, 2))
+    return subprocess.run([*start, *arguments], env=environment, input=TYPED, text=True).returncode
 
 
 def serve(command: list[str], environment: dict[str, str]) -> int:
