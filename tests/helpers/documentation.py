@@ -87,6 +87,7 @@ OPTIONS = {
     "titans-hf merge": "",
     "titans-hf convert": "--no-speed --memory_layers 1",
     "titans-hf convert --fit": f"--no-speed {SHORT_FIT}",
+    "titans-hf fit": f"{SHORT_FIT} --window 64",
     "titans-hf fit-memory": SHORT_FIT,
     "titans-hf read": "",
     "titans-hf surprise": "",
