@@ -3,7 +3,7 @@
     python -m scripts.bench memory --output runs/bench
 
 Times are processor time of one thread in float32, and wall-clock time on a GPU. Each benchmark first checks the result
-of what it times. `memory`, `titans-pytorch` and `decode` time what they compare in turn, so that their ratios hold on a
+of what it times. `memory` and `decode` time what they compare in turn, so that their ratios hold on a
 busy machine; `models` takes the least of several times. `gpu` runs all that is asked of a GPU.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from scripts.benchmarks import compare_titans_pytorch, decode, long_prompt, memory_alone, on_a_gpu, whole_models
+from scripts.benchmarks import decode, long_prompt, memory_alone, on_a_gpu, whole_models
 from scripts.benchmarks.table_and_plot import save_plot, table
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
@@ -24,13 +24,12 @@ from titans_hf.cli.shared.devices import choose_device
 
 BENCHMARKS = {
     "memory": memory_alone,
-    "titans-pytorch": compare_titans_pytorch,
     "models": whole_models,
     "decode": decode,
     "prompt": long_prompt,
 }
 COMMANDS = BENCHMARKS | {"gpu": on_a_gpu}
-REPEATED = ("memory", "titans-pytorch", "models", "gpu")  # the other benchmarks have --steps and --every
+REPEATED = ("memory", "models", "gpu")  # the other benchmarks have --steps and --every
 COUNTS = (
     "repeats",
     "lengths",

@@ -10,12 +10,10 @@ from transformers import DynamicCache
 from eval.common.compared_models import count_parameters
 from scripts import bench
 from scripts.benchmarks import (
-    compare_titans_pytorch,
     decode,
     measure,
     memory_alone,
     model_shapes,
-    table_and_plot,
     whole_models,
 )
 
@@ -70,14 +68,6 @@ def test_every_form_of_the_memory_is_checked(form, monkeypatch):
     memory_alone.check(memory_alone.make_memory(1, 16, torch.device("cpu"), memory_form=form))
 
 
-@in_one_test("option", ["memory --lengths 1024 -1", "decode --contexts 0", "models --repeats 0"])
-def test_numbers_below_one_are_refused(option, tmp_path):
-    """A number of tokens or rounds below 1 is refused with its name."""
-    with pytest.raises(ValueError, match=option.split()[1]):
-        bench.main([*option.split(), "--output", str(tmp_path)])
-    assert not list(tmp_path.iterdir())
-
-
 @in_one_test(
     "form,counts",
     [({"memory_update_rule": "chunk", "memory_depth": 1}, (6, 2, 1)), ({"memory_form": "delta"}, (5, 3, 0))],
@@ -119,32 +109,6 @@ def test_settings_are_of_titans_alone(tmp_path):
         run(tmp_path, "decode", "--models", "llama", "--set", "memory_momentum=7")
 
 
-def test_tables_show_what_is_missing():
-    """A value that a row lacks is shown as a dash."""
-    rows = [{"model": "a", "tokens": 1024, "speed": 1234.5}, {"model": "b", "tokens": 5, "share": 0.12345}]
-    assert table_and_plot.table(rows).splitlines()[2:] == ["| a | 1,024 | 1,234 | – |", "| b | 5 | – | 0.123 |"]
-
-
-def test_the_plot_says_what_was_not_run(monkeypatch, tmp_path):
-    """A length without a row stands in the legend as not run, a row without a value as not finished, in words, and the
-    axes name what they show.
-    """
-    runs = (("lmm-token", 1024), ("lmm-token", 2048), ("b", 1024))
-    rows = [{"model": name, "tokens": n, "speed": n} for name, n in runs]
-    rows += [{"model": "lmm-token", "tokens": 4096, "speed": None}]
-    figures = []
-    monkeypatch.setattr(table_and_plot, "save_figure", lambda figure, path: figures.append(figure))
-    table_and_plot.save_plot(
-        rows, table_and_plot.Plot("x", ("model",), "tokens", {"speed": "tokens per second"}), tmp_path / "x.png"
-    )
-    (axes,) = figures[0].axes
-    _, labels = axes.get_legend_handles_labels()
-    assert labels == ["LMM, token memory", "b\n(not run at 2,048, 4,096)", "did not finish"]
-    assert [text.get_text() for text in axes.texts] == ["LMM, token memory"]
-    assert axes.get_ylabel() == "tokens per second" and axes.get_xlabel() == "sequence length (tokens)"
-    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1,024", "2,048", "4,096"]
-
-
 def test_memory(monkeypatch, tmp_path):
     """The memory benchmark reports each length, its time relative to the bare products, and a peak that grows with the
     length.
@@ -154,15 +118,6 @@ def test_memory(monkeypatch, tmp_path):
     assert [row["tokens"] for row in rows] == [64, 200]
     assert all(0 < row["forward of products"] < 2 for row in rows)
     assert rows[0]["both peak MB"] < rows[1]["both peak MB"]
-
-
-def test_the_other_package_is_compared_with_equal_work():
-    """Our layer beside titans-pytorch's has the depth of its memory and takes a chunk's errors at the chunk's start:
-    with the default, of one layer, ours would do less and look faster.
-    """
-    memory = compare_titans_pytorch.make_memory()
-    shapes = [tuple(weight.shape[-2:]) for weight in memory.initial_state(1, torch.float32).weights]
-    assert shapes == [(64, 256), (256, 64)] and not memory.rule.delta_rule
 
 
 def test_all_parts_of_the_command_for_a_gpu(monkeypatch, tmp_path, capsys):

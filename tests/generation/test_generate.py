@@ -90,17 +90,6 @@ def test_beam_search(variant):
 
 
 @pytest.mark.parametrize("variant", TWO_VARIANTS)
-def test_beam_sampling(variant):
-    """Sampled beams are the same with and without a cache."""
-    model, ids, sampled = shared_model(variant), make_ids(2, 9), []
-    for use_cache in (True, False):
-        torch.manual_seed(0)
-        options = dict(do_sample=True, num_beams=3, num_return_sequences=2, max_new_tokens=10, pad_token_id=0)
-        sampled.append(model.generate(ids, use_cache=use_cache, **options))
-    assert torch.equal(*sampled)
-
-
-@pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_sampling_in_a_left_padded_batch(variant):
     """A sampled row of a left-padded batch has the logits it has alone."""
     model, rows = shared_model(variant), [make_ids(length, seed=length) for length in (19, 12, 7, 1)]
@@ -112,18 +101,6 @@ def test_sampling_in_a_left_padded_batch(variant):
     for row, sampled, logits in zip(rows, answer.sequences, torch.stack(answer.logits, 1), strict=True):
         alone = full_logits(model, torch.cat([row, sampled[19:]])[None])[0]
         assert_same(logits.double(), alone[len(row) - 1 : -1], 1e-6)  # `generate()` returns float32
-
-
-@pytest.mark.parametrize("variant", TWO_VARIANTS)
-def test_sampling_several_sequences(variant):
-    """Several samples of a prompt are the same with and without a cache, and differ."""
-    model, ids, sampled = shared_model(variant), make_ids(2, 9), []
-    for use_cache in (True, False):
-        torch.manual_seed(0)
-        options = dict(do_sample=True, num_return_sequences=3, max_new_tokens=8, pad_token_id=0)
-        sampled.append(model.generate(ids, use_cache=use_cache, **options))
-    assert torch.equal(*sampled)
-    assert len(sampled[0].unique(dim=0)) == 6
 
 
 @covering(1, {"variant": TWO_VARIANTS, "padded": [False, True]})

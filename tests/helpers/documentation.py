@@ -72,7 +72,6 @@ OPTIONS = {
     "accelerate launch": None,
     "curl": "--fail --silent --show-error",
     "python -m scripts.prepare_novels": None,
-    "python -m scripts.bench titans-pytorch": None,
     "python -m scripts.bench gpu": None,
     "python -m scripts.bench memory": "--lengths 32 --chunks 16 --repeats 1",
     "python -m scripts.bench models": "--lengths 32 --depths 1 --size tiny --repeats 1",

@@ -285,12 +285,6 @@ def test_sizes_that_do_not_fit_are_refused_by_name(changes):
     assert all(name in str(error.value) for name in list(changes)[-2:])
 
 
-def test_segment_length_matters_in_mac_only():
-    """Variants without segments accept any segment_length."""
-    for variant in ("mag", "mal", "lmm"):
-        assert make_config(variant, segment_length=10).segment_length == 10
-
-
 @pytest.mark.parametrize("changes", [dict(hidden_size=30, num_attention_heads=4), dict(head_dim=7)], ids=str)
 def test_head_sizes_that_do_not_fit(changes):
     """A hidden size not divisible by the heads, or an odd rotary size, raises an error."""

@@ -1,9 +1,6 @@
 """Transformers' heads on a Titans body, resized vocabularies, embeddings as input, and recorded states."""
 
 import copy
-import os
-import subprocess
-import sys
 from typing import NamedTuple
 
 import pytest
@@ -32,7 +29,6 @@ from transformers import (
 )
 
 from titans_hf import (
-    TitansConfig,
     TitansForQuestionAnswering,
     TitansForSequenceClassification,
     TitansForTokenClassification,
@@ -73,14 +69,6 @@ def padded_batch(side: str) -> PaddedBatch:
         return PaddedBatch(rows, *left_pad(rows))
     ids, mask = (x.flip(-1) for x in left_pad([row.flip(0) for row in rows]))
     return PaddedBatch(rows, ids, mask)
-
-
-@covering(1, {"variant": ATTENTIONS, "auto_class": HEADS})
-def test_auto_classes(variant, auto_class):
-    """The Auto classes load each head on a TitansModel."""
-    model = make_head(auto_class, variant)
-    assert type(model) is HEADS[auto_class]
-    assert model.base_model is model.model and type(model.model).__name__ == "TitansModel"
 
 
 @covering(
@@ -171,45 +159,6 @@ def test_from_a_causal_checkpoint_and_back(variant, auto_class, tmp_path):
     assert 0.5 < again.lm_head.weight.std() / model.config.initializer_range < 1.5
     with torch.no_grad():
         assert_same(again.model(make_ids(1, 30))[0], source.model(make_ids(1, 30))[0], 1e-4)
-
-
-@pytest.mark.parametrize("auto_class", [AutoModelForSequenceClassification])  # tests/hub has all of them
-def test_code_that_travels_with_a_checkpoint(auto_class, tmp_path, monkeypatch):
-    """A head saved with its code loads without importing titans_hf and gives the same output."""
-    monkeypatch.setattr(TitansConfig, "_auto_class", "AutoConfig")
-    monkeypatch.setattr(HEADS[auto_class], "_auto_class", auto_class.__name__)
-    model, ids = make_head(auto_class, "mac").float(), make_ids(1, 41)
-    model.save_pretrained(tmp_path / "model")
-    load = f"""
-import sys, torch
-from transformers import {auto_class.__name__}
-model = {auto_class.__name__}.from_pretrained("model", trust_remote_code=True)
-assert type(model).__module__.startswith("transformers_modules") and "titans_hf" not in sys.modules
-with torch.no_grad():
-    torch.save(model(torch.load("ids"))[0], "output")
-"""
-    torch.save(ids, tmp_path / "ids")
-    environment = os.environ | dict(HF_MODULES_CACHE=str(tmp_path / "modules"), HF_HUB_OFFLINE="1")
-    subprocess.run([sys.executable, "-c", load], cwd=tmp_path, env=environment, check=True)
-    with torch.no_grad():
-        assert_same(torch.load(tmp_path / "output"), model(ids)[0], 1e-4)
-
-
-@pytest.mark.parametrize("variant", ATTENTIONS)
-def test_hidden_states_and_attentions_of_a_head(variant):
-    """A head returns the hidden states and attention weights of its body."""
-    model, ids = make_head(AutoModelForTokenClassification, variant), make_ids(2, 30)
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        output = model(ids, output_hidden_states=True, output_attentions=True)
-        body = model.model(ids, output_hidden_states=True, output_attentions=True)
-    assert len(output.hidden_states) == 3
-    assert all(torch.equal(a, b) for a, b in zip(output.hidden_states, body.hidden_states, strict=True))
-    if variant == "lmm":
-        assert not output.attentions or all(x is None for x in output.attentions)
-    else:
-        assert len(output.attentions) == 2
-        assert all(torch.equal(a, b) for a, b in zip(output.attentions, body.attentions, strict=True))
 
 
 @covering(2, {"variant": TWO_VARIANTS, "tied": [False, True], "size": [40, 61]})

@@ -28,16 +28,6 @@ def continue_alone(model, parts: list[torch.Tensor]) -> torch.Tensor:
     return full_logits(model, torch.cat(parts)[None])[0, -len(parts[-1]) :]
 
 
-@covering(1, {"variant": VARIANTS, "lengths": [(31, 24, 13, 1), (9, 8, 7, 4), (40, 1)]})
-def test_left_padding(variant, lengths):
-    """Left-padded rows have the logits they have alone, with any padding token."""
-    model, rows = shared_model(variant), rows_of(*lengths)
-    for fill in (0, 49):
-        ids, mask = left_pad(rows, fill)
-        for row, logits in zip(rows, full_logits(model, ids, mask), strict=True):
-            assert_same(logits[-len(row) :], full_logits(model, row[None])[0])
-
-
 @pytest.mark.parametrize("variant", ATTENTIONS)
 def test_every_pad_length_up_to_two_segments(variant):
     """Every number of padding tokens from 0 to 16 gives the logits without."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from common import TWO_VARIANTS, assert_same, full_logits, make_config, make_ids, make_model
+from common import TWO_VARIANTS, assert_same, full_logits, make_ids, make_model
 from covering import covering
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -50,15 +50,6 @@ def test_base_model_loads_from_the_same_file(variant, tmp_path):
     assert type(base) is TitansModel and not info["missing_keys"]
     with torch.no_grad():
         assert_same(base(ids).last_hidden_state, model.model(ids).last_hidden_state)
-
-
-@pytest.mark.parametrize("variant", TWO_VARIANTS)
-def test_from_config(variant):
-    """The Auto classes make Titans models from a config."""
-    config = make_config(variant)
-    assert type(AutoModelForCausalLM.from_config(config)) is TitansForCausalLM
-    assert type(AutoModel.from_config(config)) is TitansModel
-    assert type(AutoConfig.for_model("titans", variant=variant)) is TitansConfig
 
 
 @pytest.mark.parametrize("variant", TWO_VARIANTS)
