@@ -8,8 +8,6 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
-from served import free_port
-
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "eval" / "README.md"]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -130,6 +128,8 @@ def run_bash(block: Block, folder: Path, programs: Path, environment: dict[str, 
     """Runs the block by bash in `folder` with only the stand-ins of `programs` and /usr/bin on PATH; returns the
     finished process and the commands it called. A server that the block starts ends with it.
     """
+    from served import free_port  # it imports torch, and each command of a page starts a process that imports this file
+
     log, server = folder / "called.txt", folder / "server.pid"
     log.write_text("")
     own = {"PATH": f"{programs}:/usr/bin:/bin", "CALLED": str(log), "SERVER": str(server), "PORT": str(free_port())}

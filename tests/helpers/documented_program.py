@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import documentation
-from served import wait_for
 
 MODULES = {"titans-hf": "titans_hf", "torchrun": "torch.distributed.run", "lm_eval": "lm_eval", "trl": "trl.cli.main"}
 PAGES_PORT = "localhost:8000"
@@ -40,6 +39,8 @@ def main(program: str, arguments: list[str]) -> int:
 
 def serve(command: list[str], environment: dict[str, str]) -> int:
     """Starts a server, and returns once it answers. Raises AssertionError with its output if it ends before."""
+    from served import wait_for  # it imports torch
+
     log = Path(os.environ["SERVER"]).with_suffix(".log")
     with log.open("w") as output:
         server = subprocess.Popen(
