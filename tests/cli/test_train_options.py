@@ -36,6 +36,15 @@ def test_tokens_per_step(options, tmp_path, capsys, given, accumulated):
     assert json.loads((tmp_path / "out" / "run.json").read_text())["tokens_seen"] == accumulated * 2 * 32
 
 
+def test_help_of_all_options(capsys):
+    """--help has the command's own options, --help_all those of TrainingArguments too."""
+    for option, has_all in (("--help", False), ("--help_all", True)):
+        with pytest.raises(SystemExit) as ended:
+            train.main([option])
+        text = capsys.readouterr().out
+        assert not ended.value.code and "--block_length" in text and ("--torch_compile_backend" in text) == has_all
+
+
 def test_paper_defaults(options):
     """Defaults are the paper's learning rate, weight decay, schedule, optimizer and tokens per step."""
     parser = make_parser()
