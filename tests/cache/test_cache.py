@@ -1,16 +1,13 @@
 """The cache: its constant size, learning at every token, operations on its rows, and prompts after what was read."""
 
 import copy
-import pickle
 
 import pytest
 import torch
 from common import (
     ATTENTIONS,
     TWO_VARIANTS,
-    VARIANTS,
     assert_same,
-    assert_same_cache,
     full_logits,
     left_pad,
     make_ids,
@@ -88,28 +85,6 @@ def test_nothing_is_learned_at_rate_zero(variant, forget):
                 assert torch.equal(now, start.expand_as(now))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_batch_operations(variant):
-    """Reordering, selecting and repeating rows of a cache gives the logits of rows read in that order."""
-    model, ids, more = shared_model(variant), make_ids(3, 21), make_ids(5, 8, seed=1)
-    index = torch.tensor([2, 0, 0])
-    operations = {
-        "reorder_cache": (lambda cache: cache.reorder_cache(index), [2, 0, 0]),
-        "batch_select_indices": (lambda cache: cache.batch_select_indices(torch.tensor([1, 2])), [1, 2]),
-        "batch_repeat_interleave": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
-    }
-    for operation, rows in operations.values():
-        cache = read(model, ids)[1]
-        assert operation(cache) is None
-        later = more[torch.arange(len(rows)) % 5]
-        expected = full_logits(model, torch.cat([ids[rows], later], 1))[:, 21:]
-        assert_same(read(model, later, [1, 7], cache)[0], expected)
-    cache = read(model, ids)[1]
-    cache.batch_select_indices(torch.tensor([True, False, True]))
-    expected = full_logits(model, torch.cat([ids[[0, 2]], more[:2]], 1))[:, 21:]
-    assert_same(read(model, more[:2], None, cache)[0], expected)
-
-
 @pytest.mark.parametrize("variant", ATTENTIONS)
 def test_reset_forgets_everything(variant):
     """A cache that was reset gives the logits of a new one."""
@@ -118,23 +93,6 @@ def test_reset_forgets_everything(variant):
     cache.reset()
     assert cache.get_seq_length() == 0 and cache.num_bytes == 0 and not cache.is_initialized
     assert_same(read(model, ids, [5, 16], cache)[0], full_logits(model, ids))
-
-
-@covering(
-    1, {"variant": ATTENTIONS, "duplicate": [copy.deepcopy, copy.copy, lambda cache: pickle.loads(pickle.dumps(cache))]}
-)
-def test_a_copy_is_a_branch(variant, duplicate):
-    """Reading on with a copy of a cache leaves the original unchanged."""
-    model, ids = shared_model(variant), make_ids(2, 21)
-    cache = read(model, ids)[1]
-    kept = copy.deepcopy(tensors(cache))
-    branch = duplicate(cache)
-    assert_same_cache(branch, cache, 0)
-    read(model, make_ids(2, 9, seed=1), [1, 1, 7], branch)
-    assert cache.get_seq_length() == 21 and branch.get_seq_length() == 30
-    assert all(torch.equal(a, b) for a, b in zip(kept, tensors(cache), strict=True))
-    later = make_ids(2, 9, seed=2)
-    assert_same(read(model, later, None, cache)[0], full_logits(model, torch.cat([ids, later], 1))[:, 21:])
 
 
 @pytest.mark.parametrize("variant", ATTENTIONS)
@@ -146,30 +104,6 @@ def test_offload_and_prefetch_keep_the_state(variant):
         layer.offload()
         layer.prefetch()
     assert_same(read(model, ids[:, 17:], None, cache)[0], full_logits(model, ids)[:, 17:])
-
-
-@pytest.mark.parametrize("variant", ATTENTIONS)
-def test_rows_can_be_reset(variant):
-    """Reset rows have a new document's logits while others read on, in calls of any size, with padding and after
-    reordering.
-    """
-    model, ids, more = shared_model(variant), make_ids(3, 21), make_ids(3, 20, seed=1)
-    mask = torch.ones(3, 20, dtype=torch.long)
-    mask[0, :2] = mask[1, :3] = 0
-    alone = [more[0, 2:], torch.cat([ids[1], more[1, 3:]]), more[2]]
-    for sizes in ([20], [1, 19], [7, 1, 12]):
-        cache = read(model, ids[[2, 1, 0]])[1]
-        cache.reset(torch.tensor([True, False, False]))
-        cache.reset(torch.tensor([False, False, True]))
-        cache.reorder_cache(torch.tensor([2, 1, 0]))
-        with torch.no_grad():
-            logits = [
-                model(x, attention_mask=m, cache=cache).logits
-                for x, m in zip(more.split(sizes, 1), mask.split(sizes, 1), strict=True)
-            ]
-        for row, ours, expected in zip(range(3), torch.cat(logits, 1), alone, strict=True):
-            length = (20, 17, 20)[row] - (2 if row == 0 else 0)
-            assert_same(ours[-length:], full_logits(model, expected[None])[0, -length:])
 
 
 @pytest.mark.parametrize("variant", ATTENTIONS)

@@ -10,14 +10,12 @@ from common import (
     assert_same,
     assert_same_cache,
     full_logits,
-    left_pad,
     make_ids,
     make_model,
     read,
     shared_model,
     tensors,
 )
-from covering import covering
 
 from titans_hf import TitansCache
 
@@ -30,20 +28,6 @@ def recording_cache(model, ids, sizes=None) -> TitansCache:
     return cache
 
 
-@covering(1, {"variant": ATTENTIONS, "before": [0, 3, 21]})
-def test_crop_goes_back_to_any_column(variant, before):
-    """After crop() of 1 to 17 recorded columns, reading on gives the logits of never having read them."""
-    model, ids, more = shared_model(variant), make_ids(2, before + 17), make_ids(2, 9, seed=1)
-    for removed in range(1, 18):
-        cache = recording_cache(model, ids[:, :before])
-        read(model, ids[:, before:], [4, 1, 12], cache)
-        cache.crop(-removed)
-        kept = before + 17 - removed
-        assert cache.get_seq_length() == kept and cache.is_initialized == (kept > 0)
-        expected = full_logits(model, torch.cat([ids[:, :kept], more], 1))[:, kept:]
-        assert_same(read(model, more, [1, 5, 3], cache)[0], expected)
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_state_is_that_of_never_having_read(variant):
     """After crop() and reading on, every tensor equals that of a cache that never read the columns."""
@@ -54,58 +38,6 @@ def test_the_state_is_that_of_never_having_read(variant):
     read(model, ids[:, 24:], [16], cache)
     cache.crop(0)
     assert_same_cache(cache, read(model, ids, [40])[1])
-
-
-@pytest.mark.parametrize("variant", ATTENTIONS)
-def test_crop_again_and_again(variant):
-    """Repeated crops, with and without reading between them, give the logits of the kept tokens."""
-    model, ids = shared_model(variant), make_ids(1, 60)
-    cache = recording_cache(model, ids[:, :6])
-    for accepted, drafted in ((6, 5), (9, 8), (9, 1), (17, 12), (20, 7)):
-        draft = torch.cat([ids[:, accepted : accepted + 2], make_ids(1, drafted, seed=drafted)], 1)
-        logits = read(model, draft, None, cache)[0]
-        assert_same(logits, full_logits(model, torch.cat([ids[:, :accepted], draft], 1))[:, accepted:])
-        following = {6: 9, 9: 9, 17: 20, 20: 22}[accepted]
-        if accepted == 9 and drafted == 8:
-            cache.crop(-4)  # 10 drafted columns in two crops, down to none
-            cache.crop(-6)
-        elif accepted == 9:
-            cache.crop(-3)
-            read(model, ids[:, 9:17], [3, 5], cache)
-            cache.crop(0)
-            following = 17
-        else:
-            missing = accepted + 2 + drafted - following
-            cache.crop(-missing)
-            if following > accepted + 2:  # kept draft tokens: go back further and read the true ones
-                cache.crop(-(following - accepted - 2))
-                read(model, ids[:, accepted + 2 : following], None, cache)
-                cache.crop(0)
-        assert cache.get_seq_length() == following
-    assert_same(read(model, ids[:, 22:], None, cache)[0], full_logits(model, ids)[:, 22:])
-
-
-@pytest.mark.parametrize("variant", ATTENTIONS)
-def test_padding_documents_and_batch_operations(variant):
-    """crop() keeps padding, document starts and the order of rows."""
-    model = shared_model(variant)
-    ids, mask = left_pad([make_ids(19, seed=1)[:], make_ids(8, seed=2), make_ids(19, seed=3)])
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    positions[2] = torch.tensor([*range(11), *range(8)])
-    more = make_ids(3, 9, seed=4)
-    alone = [ids[0, :16], ids[1, 11:16], ids[2, 11:16]]
-    for duplicate in (lambda cache: cache, copy.deepcopy):
-        cache = TitansCache(model.config)
-        cache.activate_past_recording()
-        with torch.no_grad():
-            model(ids, attention_mask=mask, position_ids=positions, cache=cache)
-        cache.crop(-3)
-        cache = duplicate(cache)
-        cache.reorder_cache(torch.tensor([2, 0, 1]))
-        cache.batch_repeat_interleave(2)
-        logits = read(model, more[[2, 2, 0, 0, 1, 1]], [4, 5], cache)[0]
-        for ours, row in zip(logits, (2, 2, 0, 0, 1, 1), strict=True):
-            assert_same(ours, full_logits(model, torch.cat([alone[row], more[row]])[None])[0, -9:])
 
 
 def test_what_was_not_recorded_cannot_be_taken_back():

@@ -12,7 +12,9 @@ from common import FORMS, VARIANTS, assert_same, full_logits, make_ids, make_mod
 from titans_hf import TitansCache
 
 NUM_PROGRAMS, NUM_OPERATIONS, MAX_ROWS = 12, 14, 4
-NUM_SLOW = 3  # of the programs are run with the slow tests, the others with the long ones
+NUM_SLOW = (
+    3  # of the programs: the first runs with the fast tests, two with the slow ones, the others with the long ones
+)
 CHANGES = {"": {}, "+delta": FORMS["delta"]}
 CHANGES |= {f"+{name}": FORMS[name] for name in ("token memory", "episodic memory")}
 CHANGES |= {"+memory in one layer": dict(memory_layers=[1]), "+no memory": dict(memory_layers=[])}
@@ -171,8 +173,9 @@ class Program:
 @pytest.mark.parametrize(
     "seed",
     [
-        pytest.param(seed, marks=pytest.mark.slow if seed < NUM_SLOW else pytest.mark.long)
-        for seed in range(NUM_PROGRAMS)
+        0,
+        *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, NUM_SLOW)),
+        *(pytest.param(seed, marks=pytest.mark.long) for seed in range(NUM_SLOW, NUM_PROGRAMS)),
     ],
 )
 @pytest.mark.parametrize("variant,changes", PROGRAMS)

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from common import ATTENTIONS, assert_same, full_logits, make_ids, read, shared_model, tensors
-from covering import covering, in_one_test
+from common import ATTENTIONS, make_ids, read, shared_model, tensors
+from covering import in_one_test
 
 from titans_hf import TitansCache
 
@@ -19,23 +19,6 @@ def reset_cache(model, ids: torch.Tensor) -> TitansCache:
 
 
 @pytest.mark.parametrize("variant", ATTENTIONS)
-def test_a_crop_does_not_bring_it_back(variant):
-    """crop() of columns recorded after a reset, all or a part, keeps the reset."""
-    model, ids, drafted, more = (shared_model(variant), *(make_ids(2, n, seed=n) for n in (21, 7, 9)))
-    for crops in ((-7,), (-3, -4), (-2,)):
-        cache = reset_cache(model, ids)
-        cache.activate_past_recording()
-        read(model, drafted, [2, 5], cache)
-        for removed in crops:
-            cache.crop(removed)
-        kept = drafted[:, : 7 + sum(crops)]
-        logits = read(model, more, [4, 5], cache)[0]
-        for row, before in enumerate((ids[:1, :0], ids[1:])):
-            whole = torch.cat([before, kept[row : row + 1], more[row : row + 1]], dim=1)
-            assert_same(logits[row : row + 1], full_logits(model, whole)[:, -9:])
-
-
-@pytest.mark.parametrize("variant", ATTENTIONS)
 def test_nothing_of_it_stays_in_the_cache(variant):
     """A reset row has zero tensors and count 0, and the others theirs."""
     model, ids = shared_model(variant), make_ids(2, 21)
@@ -43,27 +26,6 @@ def test_nothing_of_it_stays_in_the_cache(variant):
     assert cache.num_tokens_seen.tolist() == [0, 21]
     for x, y in zip(tensors(cache), tensors(before), strict=True):
         assert not x[0].any() and torch.equal(x[1], y[1])
-
-
-@covering(1, {"variant": ATTENTIONS, "recorded": [False, True]})
-def test_a_file_keeps_the_reset(variant, recorded, tmp_path):
-    """A reset row is still reset after saving and loading, also with recorded columns and crop()."""
-    model, ids, more = shared_model(variant), make_ids(2, 21), make_ids(2, 9, seed=1)
-    cache = reset_cache(model, ids)
-    if recorded:
-        cache.activate_past_recording()
-        read(model, make_ids(2, 6, seed=2), cache=cache)
-    cache.save_pretrained(tmp_path, model)
-    cache = TitansCache.from_pretrained(tmp_path, model)
-    if recorded:
-        cache.crop(-2)
-        cache.save_pretrained(tmp_path, model)
-        cache = TitansCache.from_pretrained(tmp_path, model)
-        cache.crop(-4)
-    assert cache.num_tokens_seen.tolist() == [0, 21]
-    logits = read(model, more, cache=cache)[0]
-    assert_same(logits[:1], full_logits(model, more[:1]))
-    assert_same(logits[1:], full_logits(model, torch.cat([ids[1:], more[1:]], dim=1))[:, 21:])
 
 
 def test_rows_that_were_reset_cannot_be_merged():
