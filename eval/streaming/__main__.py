@@ -14,7 +14,7 @@ read, and the facts are asked for. Shares and sharpness of memories behind a rea
     longer     a window longer by --bytes         streaming  the text's first token as sink, in its place
     random, tova, keydiff, snapkv                 tokens that have left the window, --bytes of them, by that score
     sgd, rms   dynamic evaluation, plain and as Krause et al.     bm25       blocks of the text put into the window
-    fast, list, both, start                       titans_hf.remember; start: both, without learning
+    fast, list, both, start                       titans_hf.remember; start: B_0, without learning
     +counts, +match, +neural                      pairs of tokens, the longest match, a neural cache
 
 "full-" before a reader of `remember` keeps full attention.
@@ -43,7 +43,7 @@ REMEMBER = {
     "fast": {"memory": ("fast_weights",)},
     "list": {"memory": ("list",)},
     "both": {"memory": ("fast_weights", "list")},
-    "start": {"memory": ("fast_weights", "list"), "learning": False},
+    "start": {"memory": ("fast_weights",), "learning": False},
 }
 READERS = ("full", "window", "streaming", "sgd", "rms", "bm25", *BUDGETED, *REMEMBER, *(f"full-{x}" for x in REMEMBER))
 
