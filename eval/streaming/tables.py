@@ -35,9 +35,11 @@ def group(records: list[Record], task: str) -> dict[tuple[str, int], dict[str, d
     return groups
 
 
-def gains(methods: dict[str, dict[str, Record]], name: str) -> tuple[np.ndarray, float]:
-    """Returns the gain over the window of each text that both have read, (texts, blocks), and the bytes beyond it."""
-    texts = sorted(methods[BASE].keys() & methods[name].keys())
+def gains(methods: dict[str, dict[str, Record]], name: str, other: str = BASE) -> tuple[np.ndarray, float]:
+    """Returns the gain over the window of each text that it, the method and another one have read, (texts, blocks), and
+    the bytes beyond the window.
+    """
+    texts = sorted(methods[BASE].keys() & methods[name].keys() & methods[other].keys())
     if not texts:
         return np.zeros((0, 1)), 0.0
     losses = [np.array([methods[x][text]["result"]["losses"] for text in texts]) for x in (BASE, name)]
@@ -51,14 +53,18 @@ def loss_table(methods: dict[str, dict[str, Record]], per_block: int) -> str:
     found = {name: x for name, x in found.items() if len(x[0])}
     blocks = next(iter(found.values()))[0].shape[1]
     edges = [x for x in EDGES if x < blocks * per_block] + [blocks * per_block]
-    full = found[RIVAL][0].mean() if RIVAL in found else np.nan
     rows = []
     for name, (gain, more) in sorted(found.items(), key=lambda x: -x[1][0].mean()):
-        of_full = f"{gain.mean() / full:.0%}" if name != BASE and full == full else ""
+        of_full = ""
+        if RIVAL in found and name != BASE:  # of the texts that both have read
+            same, full = gains(methods, name, RIVAL)[0], gains(methods, RIVAL, name)[0]
+            of_full = f"{same.mean() / full.mean():.0%} of {len(full)}" if len(full) else ""
         parts = [f"{gain[:, low // per_block : high // per_block].mean():.3f}" for low, high in pairwise(edges)]
         rows.append([name, f"{more / 1e6:.2f}", interval(gain.mean(1)), of_full, *parts, len(gain)])
     ranges = [f"{low:,} to {high:,}" for low, high in pairwise(edges)]
-    return markdown_table(["method", "MB beyond the window", "gain, nats", "of full", *ranges, "texts"], rows)
+    return markdown_table(
+        ["method", "MB beyond the window", "gain, nats", "share of full attention's, of texts", *ranges, "texts"], rows
+    )
 
 
 def facts_table(methods: dict[str, dict[str, Record]]) -> str:
