@@ -104,7 +104,6 @@ OPTIONS = {
     "python -m eval.needles.passkey": "--number 64 --length 600",
     "python -m eval.needles.run": "--limit 1 --lengths 1024",
     "python -m eval.studies.loss_by_position": "--length 512 --stretches 1",
-    "python -m eval.studies.merged_memories": "--numbers 2 --fillers 16",
     "python -m eval.studies.in_context_regression": "--steps 2 --batch_size 1",
     "python -m eval.studies.recalled_facts": "--steps 2 --batch_size 1",
     "python -m eval.studies.state_tracking": "--steps 2 --batch_size 1",
