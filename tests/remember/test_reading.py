@@ -9,8 +9,8 @@ from remember_models import remembering, small_fast_weights, small_list, small_m
 from remember_reference import mix_slowly, read_slowly
 from torch.testing import assert_close
 
-from titans_hf.remember import MemoryCache, forget, remember
-from titans_hf.remember.reading import SINK_BLOCK
+from titans_hf.cache_titans import CACHE_NAME
+from titans_hf.remember import MemoryCache, forget, reading, remember
 from titans_hf.remember.token_list import TokenList
 
 TOKENS = torch.randint(3, 53, (4, 90), generator=torch.Generator().manual_seed(7))
@@ -39,7 +39,7 @@ def test_the_slow_reference(length, monkeypatch):
     """Logits and fast weights are those of weights merged by hand, full keys under a mask, and loops over the list."""
     model, ids = small_model(), TOKENS[0, :length]
     fast, chosen = small_fast_weights(model), small_list(window=12)
-    own, weights = read_slowly(model, fast, 12, ids, first_token=1, sink_block=SINK_BLOCK)
+    own, weights = read_slowly(model, fast, 12, ids, first_token=1, sink_block=reading.SINK_BLOCK)
     remember(model, 12, ("fast_weights",), fast_weights=fast)
     cache, inputs = MemoryCache(model), []
     with torch.no_grad():
@@ -56,12 +56,23 @@ def test_the_slow_reference(length, monkeypatch):
 
 def test_the_reference_over_a_moved_sink(monkeypatch):
     """The sink is made anew at every block of positions."""
-    monkeypatch.setattr("titans_hf.remember.reading.SINK_BLOCK", 16)
+    monkeypatch.setattr(reading, "SINK_BLOCK", 16)
     model, ids = small_model(), TOKENS[0, :60]
     fast = small_fast_weights(model)
     own, _ = read_slowly(model, fast, 12, ids, first_token=1, sink_block=16)
     remember(model, 12, ("fast_weights",), fast_weights=fast)
     close(whole(model, ids[None])[0], own)
+
+
+def test_sinks_of_many_rows(model, monkeypatch):
+    """Rows of one batch may be in as many blocks of positions as there are rows."""
+    monkeypatch.setattr(reading, "SINK_BLOCK", 16)
+    ids, mask = TOKENS[:1, :88].repeat(6, 1), torch.ones(6, 88, dtype=torch.int64)
+    for row in range(6):
+        mask[row, : 15 * row] = 0
+    logits = whole(model, ids, attention_mask=mask)
+    for row in range(6):
+        close(logits[row, 15 * row :], whole(model, ids[:1, 15 * row :])[0])
 
 
 @pytest.mark.parametrize("window", [12, None])
@@ -109,15 +120,44 @@ def test_state_of_pieces(model):
         close(states(b)[name], x)
 
 
-def test_packed_documents(model):
-    """A token whose position is 0 begins a text of its own."""
+@pytest.mark.parametrize("begins", [(21, 7), (24, 7), (24, 16)])
+def test_packed_documents(model, begins):
+    """A token whose position is 0 begins a text of its own, also where the chunk of another row is full."""
     ids, positions = TOKENS[:2, :50], torch.arange(50).repeat(2, 1)
-    positions[0, 21:] -= 21
-    positions[1, 7:] -= 7
+    for row, begin in enumerate(begins):
+        positions[row, begin:] -= begin
     packed = whole(model, ids, position_ids=positions)
-    for row, begin in ((0, 21), (1, 7)):
+    for row, begin in enumerate(begins):
         close(packed[row, :begin], whole(model, ids[row : row + 1, :begin])[0])
         close(packed[row, begin:], whole(model, ids[row : row + 1, begin:])[0])
+
+
+def test_calls_of_few_tokens(model):
+    """A call of padding alone, one of no column, one of int32 ids: each is read as if it were not there."""
+    cache = MemoryCache(model)
+    with torch.no_grad():
+        padding = model(TOKENS[:2, :5], attention_mask=torch.zeros(2, 5, dtype=torch.int64), cache=cache).logits
+        nothing = model(TOKENS[:2, :0], cache=cache).logits
+        logits = model(TOKENS[:2, :40].int(), cache=cache).logits
+    assert padding.shape == (2, 5, 53) and not padding.any() and nothing.shape == (2, 0, 53)
+    close(logits, whole(model, TOKENS[:2, :40]))
+
+
+def test_a_call_that_fails(model):
+    """After an error in the middle of a call, the cache is as it was before the call."""
+    cache, bad = MemoryCache(model), TOKENS[:1, 20:40].clone()
+    bad[0, 15] = 53
+    with torch.no_grad():
+        model(TOKENS[:1, :20], cache=cache)
+        with pytest.raises(IndexError):
+            model(bad, cache=cache)
+        close(model(TOKENS[:1, 20:60], cache=cache).logits, whole(model, TOKENS[:1, :60])[:, 20:])
+
+
+def test_the_cache_of_another_model(model):
+    """A cache that was made for another model is an error."""
+    with pytest.raises(ValueError, match="`MemoryCache"):
+        model(TOKENS, **{CACHE_NAME: MemoryCache(remembering())})
 
 
 def test_repeat_and_select(model):
@@ -183,6 +223,17 @@ def test_generation(model):
     assert assisted.equal(batch[1:])
 
 
+def test_columns_of_prompt_lookup():
+    """Columns that assisted generation takes back cost no second reading of the whole prompt at each step."""
+    model, columns = remembering(None, ("list",)), []
+    own = model.memory.forward
+    model.memory.forward = lambda *args, **given: columns.append(given["input_ids"].shape[1]) or own(*args, **given)
+    settings = {"max_new_tokens": 30, "do_sample": False}
+    made = model.generate(TOKENS[:1], prompt_lookup_num_tokens=4, **settings)
+    assert sum(columns) < 3 * 90
+    assert made.equal(model.generate(TOKENS[:1], **settings))
+
+
 def test_start_prompt(model):
     """After `start_prompt`, `generate()` takes ids that go on after what the cache has read."""
     settings = {"max_new_tokens": 5, "do_sample": False}
@@ -231,6 +282,18 @@ def test_the_original_up_to_the_window(attention):
         assert model.config._attn_implementation == attention
 
 
+def test_another_attention():
+    """A model with a memory can be given the other attention, which stays when the memory is taken."""
+    model = remembering()
+    expected = whole(model, TOKENS)
+    model.set_attn_implementation("eager")
+    close(whole(model, TOKENS), expected, atol=1e-4)  # eager attention has a softmax in float32
+    with pytest.raises(ValueError, match='attn_implementation="flex_attention"'):
+        model.set_attn_implementation("flex_attention")
+    close(whole(model, TOKENS), expected, atol=1e-4)  # eager attention has a softmax in float32
+    assert forget(model).config._attn_implementation == "eager"
+
+
 def test_memory_off_writes_nothing(model):
     """With learning off the state of the memory stays, and learning goes on where it is turned on again."""
     cache, other = MemoryCache(model), MemoryCache(model)
@@ -256,6 +319,11 @@ def test_loss_logits_and_hidden_states(model):
         expected = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
         assert_close(output.loss, expected.float())  # of float32 logits, as in Transformers
         assert [x.shape for x in output.hidden_states] == [(4, 90, 32)] * 4
+        mask = torch.ones(4, 90, dtype=torch.int64)
+        mask[:, 80:] = 0
+        states = model(TOKENS, attention_mask=mask, output_hidden_states=True).hidden_states
+        close(torch.stack(states)[:, :, :80], torch.stack(output.hidden_states)[:, :, :80])
+        assert states[0].shape == (4, 90, 32) and not states[0][:, 80:].any()
         close(model(TOKENS, logits_to_keep=3).logits, output.logits[:, -3:])
         close(model(TOKENS, return_dict=False)[0], output.logits)
 
@@ -320,6 +388,17 @@ def test_files(model, tmp_path):
         loaded = MemoryCache.from_pretrained(tmp_path, model)
         close(model(TOKENS[:2, 45:], cache=loaded).logits, model(TOKENS[:2, 45:], cache=cache).logits, atol=0)
     assert loaded.get_seq_length() == 90 and loaded.about == {"texts": ["a"]}
+    cache.activate_past_recording()
+    with torch.no_grad():
+        cache.save_pretrained(tmp_path, model)
+        model(TOKENS[:2, :3], cache=cache)
+        cache.save_pretrained(tmp_path, model)
+        cache.crop(-2)
+        cache.save_pretrained(tmp_path, model)
+        loaded = MemoryCache.from_pretrained(tmp_path, model)
+        close(model(TOKENS[:2], cache=loaded).logits, model(TOKENS[:2], cache=cache).logits, atol=0)
+    MemoryCache(model).save_pretrained(tmp_path / "new", model)
+    assert not len(MemoryCache.from_pretrained(tmp_path / "new", model).seen)
     other = remembering(window=14)
     with pytest.raises(ValueError, match=f"{tmp_path}.*window"):
         MemoryCache.from_pretrained(tmp_path, other)

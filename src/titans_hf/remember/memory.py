@@ -8,7 +8,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from . import reading
 from .fast_weights import FastWeights, decoder_layers, random_fast_weights
 from .memory_cache import Columns, MemoryCache
 from .token_list import TokenList
-from .window import set_window_attention
+from .window import PREFIX, set_window_attention
 
 FAST_WEIGHTS, LIST = PARTS = ("fast_weights", "list")
 FEED_FORWARD = ("mlp", "feed_forward", "ffn", "feedforward", "block_sparse_moe", "moe", "mixer")
@@ -110,6 +110,9 @@ def remember(
     whole, model = model, _base_model(model)
     if hasattr(model, "memory"):
         raise ValueError("`model` has a memory already: call `forget(model)` first.")
+    memory = (memory,) if isinstance(memory, str) else memory
+    if unknown := set(memory) - set(PARTS):
+        raise ValueError(f"`memory` may hold {' and '.join(map(repr, PARTS))}, got {sorted(unknown)}.")
     if adapter is not None:
         from .adapter import load_adapter  # that module imports this one
 
@@ -124,8 +127,6 @@ def remember(
         raise ValueError("`model` is a Titans, which has a memory of its own: `remember` is for other models.")
     if window is not None and (not isinstance(window, int) or window < 2):
         raise ValueError(f"`window` must be None or a whole number of at least 2, got {window!r}.")
-    if unknown := set(memory) - set(PARTS):
-        raise ValueError(f"`memory` may hold {' and '.join(map(repr, PARTS))}, got {sorted(unknown)}.")
     if learn_from not in ("read", "all"):
         raise ValueError(f'`learn_from` must be "read" or "all", got {learn_from!r}.')
     config = model.config.get_text_config(decoder=True)
@@ -134,7 +135,7 @@ def remember(
     if token_list is None and LIST in memory:
         token_list = TokenList.random(config.hidden_size)
     if token_list is not None:
-        token_list.window = window
+        token_list = replace(token_list, window=window)
     own = type(model)
     new = Memory(
         window=window,
@@ -163,10 +164,10 @@ def forget(model: PreTrainedModel) -> PreTrainedModel:
         raise ValueError(f"`model` is a {type(model).__name__} without a memory.")
     for hook in memory.hooks:
         hook.remove()
-    model.set_attn_implementation(memory.own_attention)
     if issubclass(type(model), RememberingModel):
         model.__class__ = type(model).__bases__[1]
         _set_hooked_forward(model)
+    model.set_attn_implementation(memory.own_attention)
     return whole
 
 
@@ -276,6 +277,12 @@ class RememberingModel:
         """Lets the memory learn while the model reads, or read without learning."""
         self.memory.learning = bool(learning)
 
+    def set_attn_implementation(self, attn_implementation: str, **kwargs) -> None:
+        """Sets the attention inside of the window: "sdpa" or "eager"."""
+        if attn_implementation.startswith(PREFIX):
+            return super().set_attn_implementation(attn_implementation, **kwargs)
+        self.memory.own_attention = set_window_attention(self, attn_implementation)
+
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         """Gives `generate()` a `MemoryCache`: Transformers would make a cache by the configuration."""
         if model_kwargs.get(CACHE_NAME) is None and generation_config.use_cache is not False:
@@ -324,19 +331,18 @@ def _forward(model: PreTrainedModel, own: type, arguments: dict):
         raise ValueError("`input_ids` must be given to a model with a memory: it learns which token follows.")
     returns_cache = arguments.pop("use_cache", None) is not False or cache is not None
     return_dict, to_keep = arguments.pop("return_dict", None), arguments.pop("logits_to_keep", 0)
-    with_states = arguments.pop("output_hidden_states", None) or False
+    asked = {x: arguments.pop(x) for x in ("output_hidden_states",) if x in arguments}
     mask, positions = arguments.pop("attention_mask", None), arguments.pop("position_ids", None)
     cache = MemoryCache(model) if cache is None else cache
     columns = _columns(model, cache, ids, mask, positions)
     loss_arguments = {x: arguments.pop(x) for x in ("num_items_in_batch",) if x in arguments}
     _check_others(arguments)
-    asked = {"output_hidden_states": True} if with_states else {}
     number = to_keep if isinstance(to_keep, int) and to_keep and labels is None else ids.shape[1]
     logits, states, output = reading.read(model, cache, columns, min(number, ids.shape[1]), asked)
     if not isinstance(to_keep, int):
         logits = logits[:, to_keep]
     output.logits, output.loss = logits, None
-    if with_states:
+    if states is not None:
         output.hidden_states = tuple(states)
     if labels is not None:
         size = model.config.get_text_config(decoder=True).vocab_size
@@ -349,8 +355,9 @@ def _forward(model: PreTrainedModel, own: type, arguments: dict):
 
 def _check_others(arguments: dict) -> None:
     """Raises ValueError for an argument that reading in pieces would change."""
-    if arguments.pop("output_attentions", None):
-        raise ValueError("`output_attentions` must be False for a model with a memory: a call is read in pieces.")
+    for name in ("output_attentions", "output_router_logits"):
+        if arguments.pop(name, None):
+            raise ValueError(f"`{name}` must be False for a model with a memory: a call is read in pieces.")
     for name, value in arguments.items():
         if isinstance(value, Tensor) and name != "cache_position" and value.numel() > 1:
             raise ValueError(f"`{name}` has no meaning for a model with a memory, which reads `input_ids` in pieces.")

@@ -5,7 +5,8 @@ Shapes: R rows, C tokens of a chunk.
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from ..cache_titans import CACHE_NAME
 from . import memory_files
 from .window import KeyValueLayer, StateLayer, make_layers
 
@@ -52,8 +54,10 @@ class MemoryCache(Cache):
     def begin(self, model: PreTrainedModel, rows: int, device: torch.device) -> None:
         """Makes the state of `rows` rows that have read nothing, unless there is one.
 
-        Raises ValueError for another number of rows than before.
+        Raises ValueError for another number of rows than before, and for another model's cache.
         """
+        if self.memory is not model.memory:
+            raise ValueError(f"`{CACHE_NAME}` must be of this model: make it by `MemoryCache(model)`.")
         if not len(self.seen):
             self.seen = self.steps = torch.zeros(rows, dtype=torch.int64)
             self.state, self.device = self.memory.initial_state(model, rows, device), device
@@ -61,10 +65,20 @@ class MemoryCache(Cache):
         elif len(self.seen) != rows:
             raise ValueError(f"`input_ids` must have the {len(self.seen)} rows of `cache`, got {rows}.")
 
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Restores the cache if the block raises an error. Without a window that would keep all keys twice."""
+        before = None if self.memory.window is None else copy.copy(self)
+        try:
+            yield
+        except BaseException:
+            self.__dict__.update({} if before is None else before.__dict__)
+            raise
+
     @property
     def num_tokens_seen(self) -> Tensor:
         """Tokens that each row has read (R,)."""
-        return self.seen
+        return self.seen if self.unread is None else self.seen + self.unread.real.sum(1)
 
     @property
     def batch_size(self) -> int:
@@ -118,6 +132,9 @@ class MemoryCache(Cache):
         self, folder: str | os.PathLike, model: PreTrainedModel, *, model_fingerprint: dict | None = None
     ) -> None:
         """Saves the memory in a folder, atomically. See `memory_files.save`."""
+        if self.unread is not None:
+            with torch.no_grad():
+                model(input_ids=self.unread.ids[:, :0], **{CACHE_NAME: self})
         memory_files.save(self, folder, model_fingerprint or memory_files.fingerprint(model))
 
     @classmethod
@@ -223,14 +240,14 @@ class MemoryCache(Cache):
             self.record(None)
 
     def record(self, columns: "Columns | None") -> None:
-        """Notes columns that were read, and the state after them if it begins a chunk of some row or is the first."""
+        """Notes columns that were read, and the state after them if a chunk was read since the last one noted."""
         if self.snapshots is None:
             return
         if columns is not None and self.snapshots:
             last = self.snapshots[-1]
             self.snapshots[-1] = last._replace(columns=last.columns.join(columns))
         chunk = self.memory.chunk
-        if not self.snapshots or columns is None or bool((self.seen % chunk == 0).any()):
+        if not self.snapshots or columns is None or self.num_columns - self.snapshots[-1].cache.num_columns >= chunk:
             before = copy.copy(self)
             before.snapshots = None
             self.snapshots.append(Snapshot(before, Columns.none(len(self.seen))))
@@ -259,9 +276,8 @@ class MemoryCache(Cache):
             raise ValueError(f"`tokens_to_remove` must be at least -{most}, as many as were recorded, got {-number}.")
         snapshots = self.snapshots[: fitting[-1] + 1]
         kept, columns = snapshots[-1]
-        first = self.first_column
-        self.__dict__.update(copy.copy(kept).__dict__)
-        self.first_column = first
+        own = {name: getattr(self, name) for name in ("first_column", "about", "seen_in_folders")}
+        self.__dict__.update(copy.copy(kept).__dict__ | own)
         self.snapshots = [*snapshots[:-1], Snapshot(kept, Columns.none(len(self.seen)))]
         unread = columns.first(target - kept.num_columns)
         self.unread = unread if unread.ids.shape[1] else None

@@ -28,7 +28,7 @@ def save(cache: "MemoryCache", folder: str | os.PathLike, facts: dict[str, Any])
     """
     tensors = {f"state.{name}": x for name, x in cache.state.items()} | {"seen": cache.seen, "steps": cache.steps}
     tensors["columns"] = torch.tensor([cache.num_columns, cache.first_column])
-    tensors = {name: x for name, x in (tensors | layer_tensors(cache)).items() if x.numel()}
+    tensors |= layer_tensors(cache)
     description = {"model": facts, "tokens_seen": cache.seen.tolist(), "about": cache.about}
     write_memory(folder, SavedMemory(description, tensors, cache.num_columns, False), cache.seen_in_folders)
 
@@ -52,7 +52,7 @@ def load(
         rows, size = len(cache.seen), model.get_input_embeddings().weight.shape[0]
         _check_range("seen", cache.seen, 0, 2**62)
         _check("steps", cache.steps, cache.seen.shape, (torch.int64,))
-        cache.device, cache.state = device, model.memory.initial_state(model, rows, device)
+        cache.device, cache.state = device, model.memory.initial_state(model, rows, device) if rows else {}
         for name, x in cache.state.items():
             new = tensors.pop(f"state.{name}")
             _check(f"state.{name}", new, x.shape, (x.dtype,))

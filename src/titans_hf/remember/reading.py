@@ -10,7 +10,7 @@ used; otherwise the chunk is read once more, from the columns before it, by the 
 Shapes: R rows, T columns, C tokens of a chunk, V vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..cache_titans import CACHE_NAME
 from .fast_weights import IGNORED
@@ -41,16 +42,18 @@ def read(
     model: PreTrainedModel, cache: MemoryCache, columns: Columns, num_kept: int, arguments: dict
 ) -> tuple[Tensor, list[Tensor] | None, object]:
     """Reads columns, updates the cache, and returns the logits (R, num_kept, V) of the last ones, 0 at padding; the
-    hidden states (R, T, D) of all layers, if the arguments of the model's calls ask for them; and the model's output
-    for the last piece.
+    hidden states (R, T, D) of all layers, None unless the model returns them; and the model's output for the last
+    piece. A call that raises an error leaves a cache with a window as it was.
     """
-    with_graph, kept, states, output = torch.is_grad_enabled(), [], [], None
-    with torch.inference_mode(False), torch.set_grad_enabled(with_graph), without_checkpointing(model):
+    with_graph, kept, states = torch.is_grad_enabled(), [], []
+    output = CausalLMOutputWithPast()
+    with torch.inference_mode(False), torch.set_grad_enabled(with_graph), without_checkpointing(model), cache.guarded():
         cache.begin(model, len(columns.ids), columns.ids.device)
         if cache.unread is not None:
-            columns, cache.unread = cache.unread.join(columns), None
+            unread, cache.unread = cache.unread, None
+            read(model, cache, unread, 0, {})
         learns = columns.learns & model.memory.learning
-        ids = columns.ids.clone()  # ids from `inference_mode` cannot be part of a graph
+        ids = columns.ids.to(torch.int64, copy=True)  # ids from `inference_mode` cannot be part of a graph
         on_cpu = Columns(ids, *(x.cpu() for x in (columns.real, columns.starts, learns)))
         length, begin = ids.shape[1], 0
         while begin < length:
@@ -63,20 +66,18 @@ def read(
                 output, logits = _read_piece(model, part, of_rows, following, arguments)
                 if part is not cache:
                     cache.put(rows, part)
-                number = min(end, num_kept - length + end)  # of the piece's last columns
-                if number > 0:
-                    kept.append(_of_all_rows(logits[:, -number:], rows, len(ids)))
+                if end > length - num_kept:
+                    kept.append((begin, _of_all_rows(logits, rows, len(ids))))
                 if output.get("hidden_states") is not None:
-                    states.append([_of_all_rows(x, rows, len(ids)) for x in output.hidden_states])
-            elif kept:
-                kept.append(kept[-1].new_zeros(len(ids), end - begin, kept[-1].shape[-1]))
+                    states.append([(begin, _of_all_rows(x, rows, len(ids))) for x in output.hidden_states])
             cache.num_columns += end - begin
             cache.record(piece)
             begin = end
-    logits = torch.cat(kept, 1)
-    if logits.shape[1] < num_kept:  # the call began with padding alone
-        logits = torch.nn.functional.pad(logits, (0, 0, num_kept - logits.shape[1], 0))
-    return logits, [torch.cat(x, 1) for x in zip(*states, strict=True)] or None, output
+    if not kept:  # no token is real
+        size = model.get_output_embeddings().weight.shape[0]
+        kept.append((length, torch.zeros(len(ids), 0, size, dtype=model.dtype, device=cache.device)))
+    hidden = [_joined(of_layer, 0, length) for of_layer in zip(*states, strict=True)] or None
+    return _joined(kept, length - num_kept, length), hidden, output
 
 
 def next_piece(memory: "Memory", cache: MemoryCache, columns: Columns, begin: int) -> tuple[int, Tensor]:
@@ -114,7 +115,7 @@ def _read_piece(
                 layer.mark_start(at_start)
     seen, labels = cache.seen, None
     if fast is not None and piece.ids.shape[1] == chunk and bool((seen % chunk == 0).all()):
-        labels = _labels(piece, following)
+        labels = None if bool(following.starts.any()) else _labels(piece, following)
     captured: dict = {}
     token = _CAPTURED.set(captured)
     try:
@@ -167,9 +168,9 @@ def take_due_steps(model: PreTrainedModel, cache: MemoryCache, piece: Columns) -
 
 def _labels(chunk: Columns, following: Columns) -> Tensor | None:
     """Returns the labels (R, C) of a chunk, IGNORED where not learned; None if a row's last one has not arrived, or
-    begins another text, or none is learned.
+    none is learned.
     """
-    if not following.ids.shape[1] or bool(following.starts.any()) or not bool(following.real.all()):
+    if not following.ids.shape[1] or not bool(following.real.all()):
         return None
     device = chunk.ids.device
     ids = torch.cat([chunk.ids[:, 1:], following.ids.to(device)], 1)
@@ -251,8 +252,8 @@ def sink_of(model: PreTrainedModel, cache: MemoryCache, block: int) -> list:
             (x.keys, x.values) if isinstance(x, KeyValueLayer) and not x.is_sliding and x.is_initialized else None
             for x in empty.layers
         ]
-        while len(cache.sinks) > 4:
-            del cache.sinks[min(cache.sinks)]
+        while len(cache.sinks) > len(cache.seen) + 3:
+            del cache.sinks[next(iter(cache.sinks))]  # the oldest, never this block
     return cache.sinks[block]
 
 
@@ -269,6 +270,16 @@ def without_checkpointing(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for module in changed:
             module.gradient_checkpointing = True
+
+
+def _joined(pieces: Sequence[tuple[int, Tensor]], begin: int, end: int) -> Tensor:
+    """Returns columns (R, end - begin, ...) of pieces, each after the number of its first column; 0 between pieces."""
+    parts, at, last = [], begin, pieces[-1][1]
+    for first, x in (*pieces, (end, last[:, :0])):
+        x, first = x[:, max(0, begin - first) :], max(begin, first)
+        parts += [last.new_zeros(len(last), first - at, *last.shape[2:]), x]
+        at = first + x.shape[1]
+    return torch.cat(parts, 1)
 
 
 def _of_all_rows(x: Tensor, rows: Tensor, number: int) -> Tensor:

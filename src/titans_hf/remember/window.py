@@ -262,12 +262,12 @@ def make_layers(model: PreTrainedModel, window: int | None, extra: int) -> list:
     return layers
 
 
-def set_window_attention(model: PreTrainedModel) -> str:
-    """Lets a model make its masks here; returns the name of its own attention, for `set_attn_implementation`.
+def set_window_attention(model: PreTrainedModel, own: str | None = None) -> str:
+    """Lets a model make its masks here, with its own attention unless one is named, whose name is returned.
 
     Raises ValueError if the model cannot take another attention, or has one that needs no mask.
     """
-    own = model.config.get_text_config(decoder=True)._attn_implementation
+    own = own or model.config.get_text_config(decoder=True)._attn_implementation
     if own not in SUPPORTED:
         names = " or ".join(f'"{x}"' for x in SUPPORTED)
         raise ValueError(f'`model` has attn_implementation="{own}": load it with {names}.')
