@@ -36,7 +36,7 @@ def test_an_adapter_from_texts(folder, capsys):
     """
     fit.main([str(folder / "model"), "--text", str(folder / "texts"), "--output", str(folder / "new"), *OPTIONS])
     text = capsys.readouterr().out
-    assert "4 files (.txt)" in text and "1,200 tokens of text in 3 parts, 1 recalls; about " in text
+    assert "4 files (.txt)" in text and "1,200 tokens of text in 3 parts, 1 recalls; at most about " in text
     assert text.count("by thousands of tokens +") == 2 and text.endswith("new\n")
     model = AutoModelForCausalLM.from_pretrained(folder / "new")
     tokenizer = AutoTokenizer.from_pretrained(folder / "new")

@@ -5,7 +5,7 @@ titans-hf fit HuggingFaceTB/SmolLM2-135M-Instruct --text books/ --output my-adap
 The output is an adapter of 1 to 3 MB, which `remember`, `AutoModelForCausalLM` and the other commands load with its
 model. Texts of the kind that the model is to read serve best. The fit also reads --recalls made texts: facts are told,
 a part of the given texts follows, and the facts are asked for. Interrupted and run again, the same command goes on.
---tokens 12000 is a fit of minutes.
+--tokens 8000 is a fit of minutes.
 """
 
 import argparse
@@ -106,13 +106,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=6144, help="tokens of a part that is read at a stretch")
     parser.add_argument("--rank", type=int, default=8, help="of the fast weights")
     parser.add_argument("--entries", type=int, default=5400, help="of the list of surprising tokens")
-    parser.add_argument("--recalls", type=int, default=32, help="texts to recall facts from, half of them chats")
+    text = "texts to recall facts from, half of them chats; by default one for 2,800 of --tokens"
+    parser.add_argument("--recalls", type=int, help=text)
     parser.add_argument("--recall_share", type=float, default=0.05, help="weight of all answers; the texts have 1")
     parser.add_argument("--licence", help="of the adapter, for its card, as apache-2.0")
     parser.add_argument("--seed", type=int, default=0, help="of the parts, the recalls and the fit")
     parser.add_argument("--device", help="cpu, cuda, ... (default: the GPU if there is one)")
     args = parser.parse_args(argv)
     check_minimums(args, tokens=2, length=2, window=2, rank=1, entries=1, recalls=0, recall_share=0)
+    args.recalls = args.tokens // 2800 if args.recalls is None else args.recalls
     if args.output.exists():
         raise ValueError(f"--output {args.output} exists: give the name of a new folder")
     check_folder(args.output, "--output")
@@ -136,7 +138,8 @@ def main(argv: list[str] | None = None) -> None:
     for path in args.text:
         if (line := describe_files(path, find_files(path, "--text"))) is not None:
             print(line)
-    print(f"{number:,} tokens of text in {len(documents)} parts, {len(recalls)} recalls; about {minutes:.0f} minutes")
+    parts = f"{len(documents)} parts, {len(recalls)} recalls"
+    print(f"{number:,} tokens of text in {parts}; at most about {minutes:.0f} minutes")
     if number < args.tokens:
         print(f"note: --text has fewer than the {args.tokens:,} tokens of --tokens")
     state = args.output.parent / f".{args.output.name}.fit"
