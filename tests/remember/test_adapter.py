@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from titans_hf import forget, remember, save_adapter
+from titans_hf.remember import adapter as adapter_module
 from titans_hf.remember.adapter import WEIGHTS
 
 IDS = torch.randint(3, 53, (2, 60), generator=torch.Generator().manual_seed(0))
@@ -78,8 +79,21 @@ def test_what_a_folder_holds(model, base, adapter, tmp_path):
     assert card.data.license == "apache-2.0" and "tokens: 90000" in card.text and str(base) in card.text
 
 
-def changed(tensors, name, change):
-    return tensors | {name: change(tensors[name])}
+def test_a_push_uploads_what_was_saved(model, tmp_path, monkeypatch):
+    """`push_to_hub` makes the repository with the options that are given, and uploads the folder, with its card."""
+    calls = []
+
+    class Api:
+        def create_repo(self, name, **options):
+            calls.append((name, options))
+
+        def upload_folder(self, repo_id, folder_path):
+            calls.append((repo_id, sorted(x.name for x in folder_path.iterdir())))
+
+    monkeypatch.setattr(adapter_module, "HfApi", Api)
+    save_adapter(model, tmp_path / "new", push_to_hub="me/memory", private=True)
+    files = ["README.md", WEIGHTS, "config.json"]
+    assert calls == [("me/memory", {"exist_ok": True, "private": True}), ("me/memory", files)]
 
 
 @pytest.mark.parametrize("change,reason", [
