@@ -11,6 +11,7 @@ Shapes: R rows, T tokens of a text, D hidden size, K key size, C columns, E entr
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ MERGED = 128  # columns of a part of the evidence
 DOCUMENT = "list.document"  # in the state: the number of each row's text in the call
 
 
+@dataclass
 class Recorder:
     """Stands in the place of a model's list: notes what is read, and leaves the logits as they are.
 
