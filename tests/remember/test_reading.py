@@ -399,6 +399,10 @@ def test_files(model, tmp_path):
         close(model(TOKENS[:2], cache=loaded).logits, model(TOKENS[:2], cache=cache).logits, atol=0)
     MemoryCache(model).save_pretrained(tmp_path / "new", model)
     assert not len(MemoryCache.from_pretrained(tmp_path / "new", model).seen)
+    description = tmp_path / "memory.json"
+    description.write_text(description.read_text().replace('"about"', '"of"'))
+    with pytest.raises(ValueError, match=f"{tmp_path}.*lacks 'about'"):
+        MemoryCache.from_pretrained(tmp_path, model)
     other = remembering(window=14)
     with pytest.raises(ValueError, match=f"{tmp_path}.*window"):
         MemoryCache.from_pretrained(tmp_path, other)

@@ -42,9 +42,9 @@ def load(
     model or a damaged one.
     """
     saved = read_memory(folder, facts)
-    cache.about = dict(saved.description["about"])
     cache.seen_in_folders[Path(folder).resolve()] = saved.description
     with naming_folder(folder, "loaded"):
+        cache.about = dict(saved.description["about"])
         tensors = dict(saved.tensors)
         device = next(x.device for x in model.parameters() if x.device.type != "meta")
         columns, cache.seen, cache.steps = (tensors.pop(x) for x in ("columns", "seen", "steps"))
@@ -113,6 +113,7 @@ def _fill(layer, tensors: dict[str, Tensor], rows: int) -> None:
     for name, x in tensors.items():
         if not x.is_floating_point() or x.dim() < 2 or len(x) != rows:
             raise ValueError(f"{name} has the shape {tuple(x.shape)} and the dtype {x.dtype}, for {rows} rows")
+        _check(name, x, x.shape, (x.dtype,))
     if isinstance(layer, KeyValueLayer) and KEYS[0] in tensors:
         layer.keys, layer.values = (tensors.pop(x) for x in KEYS)
         layer.is_initialized = True
