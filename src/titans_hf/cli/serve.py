@@ -4,6 +4,7 @@ import sys
 from importlib.util import find_spec
 
 from huggingface_hub.utils import httpx
+from transformers import AutoModelForCausalLM
 from transformers.cli.transformers import app
 from transformers.cli.transformers import main as transformers_main
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -28,6 +29,7 @@ def main() -> None:
     # since it was imported, and lists the downloaded models whose type is in the mapping.
     sys.modules["transformers"].TitansForCausalLM = TitansForCausalLM
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TitansConfig.model_type] = TitansForCausalLM.__name__
+    sys.modules["transformers"].RememberForCausalLM = AutoModelForCausalLM  # loads the base model, with its memory
     if sys.argv[1] == "serve":
         from titans_hf.cli.serving.options import add_checks, add_options
 

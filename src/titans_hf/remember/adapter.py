@@ -144,6 +144,7 @@ def save_adapter(
         tensors = {name: x.float() if x.dim() else x for name, x in tensors.items()}
     fast, found = memory.fast_weights, memory.token_list
     config = RememberConfig(
+        architectures=[RememberForCausalLM.__name__],
         base_model_name_or_path=model.name_or_path,
         window=memory.window,
         memory=[name for name, x in ((FAST_WEIGHTS, fast), (LIST, found)) if x is not None],

@@ -21,7 +21,15 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
 from titans_hf.cache_titans import CACHE_NAME
-from titans_hf.cli.serving.snapshots import OPENING, Snapshots, empty_cache, num_common, read
+from titans_hf.cli.serving.snapshots import (
+    OPENING,
+    Snapshots,
+    empty_cache,
+    learns_from_answers,
+    num_common,
+    read,
+    starting,
+)
 
 if TYPE_CHECKING:
     from titans_hf.cli.serving.checks import Body
@@ -137,20 +145,19 @@ class ServedModel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    @torch.no_grad()
     def generate(self, input_ids: Tensor, generation_config: GenerationConfig, **inputs) -> Tensor:
         """Generates from input_ids (1, T) as the model does. Raises HTTPException (503) once nobody waits for it."""
         self.request.check()
         if self.request.seed is not None:
             torch.manual_seed(self.request.seed)
-        cache = self._read_prompt(input_ids) if self._can_branch(generation_config, inputs) else None
+        branches = self._can_branch(generation_config, inputs)
+        cache = self._read_prompt(input_ids) if branches else copy.copy(starting.get(self.model))
         if cache is not None:
             inputs[CACHE_NAME] = cache
         while_waited_for = StoppingCriteriaList([self.request])
         ids = self.model.generate(input_ids, generation_config, stopping_criteria=while_waited_for, **inputs)
-        if cache is not None:
-            num_read = cache.get_seq_length()
-            self.snapshots.keep(self.request.user, ids[0, :num_read].cpu(), cache, self.request.chat)
+        if cache is not None and branches and learns_from_answers(self.model):
+            self.snapshots.keep(self.request.user, ids[0, : cache.get_seq_length()].cpu(), cache)
         return ids
 
     def _can_branch(self, config: GenerationConfig, inputs: dict) -> bool:
@@ -177,7 +184,7 @@ class ServedModel:
         for end in sorted({min(shared, last), last}) if cache is not None else ():
             if end - at >= OPENING:
                 read(self.model, cache, input_ids[:, at:end], self.request.check)
-                snapshots.keep(user, ids[:end], copy.copy(cache))
+                snapshots.keep(user, ids[:end], copy.copy(cache), self.request.chat if end == last else None)
                 at = end
         return cache
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-import torch
 import uvicorn
 from fastapi import HTTPException
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.cli.serving import server, utils
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
@@ -21,7 +20,7 @@ from transformers.cli.serving.response import ResponseHandler
 from titans_hf import TitansCache
 from titans_hf.cli.serving.checks import check_requests
 from titans_hf.cli.serving.generation import ServedRequest, ServerOptions, TitansGenerateManager
-from titans_hf.cli.serving.snapshots import empty_cache, num_bytes, read
+from titans_hf.cli.serving.snapshots import bytes_of_snapshot, kind_of_cache, starting
 from titans_hf.cli.shared.checkpoints import check_checkpoint
 
 if TYPE_CHECKING:
@@ -99,19 +98,23 @@ def extend_server(memory: str | None) -> None:
     uvicorn.Server.shutdown = _ending_requests(uvicorn.Server.shutdown)
     # The server then ends by the signal itself, as after SIGTERM: collecting Python's garbage would take seconds.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    load_model = ModelManager._load_model
+    load_model, load_processor = ModelManager._load_model, ModelManager._load_processor
 
     def load(*args, **kwargs) -> PreTrainedModel:
         model = load_model(*args, **kwargs)
         if memory is not None:
-            if model.config.model_type != "titans":
-                name = args[0].force_model
-                raise ValueError(f"--memory {memory}: {name} is a {model.config.model_type} model without a memory")
-            model.start_from(TitansCache.from_pretrained(memory, model))
-        _tell_size_of_snapshots(model)
+            start_from(memory, model)
+        number = TitansGenerateManager.options.snapshots
+        if number and (size := bytes_of_snapshot(model)):
+            print(f"Snapshots: up to {number} of {size / 1e6:,.1f} MB, {number * size / 1e9:,.2f} GB", flush=True)
         return model
 
-    ModelManager._load_model = load
+    def load_tokenizer(manager: ModelManager, name: str, **options) -> object:
+        config = AutoConfig.from_pretrained(name) if Path(name).is_dir() else None
+        base = getattr(config, "base_model_name_or_path", None)  # of an adapter of `remember`
+        return load_processor(manager, base or name, **options)
+
+    ModelManager._load_model, ModelManager._load_processor = load, load_tokenizer
 
 
 def _with_checks(build):
@@ -134,14 +137,21 @@ def _ending_requests(shutdown):
     return shutdown_in_time
 
 
-@torch.no_grad()
-def _tell_size_of_snapshots(model: PreTrainedModel) -> None:
-    """Prints how many bytes the snapshots take at most; a window is filled for it."""
-    number, cache = TitansGenerateManager.options.snapshots, empty_cache(model)
-    if number and cache is not None:
-        read(model, cache, torch.zeros(1, model.config.kv_cache_length + 1, dtype=torch.long, device=model.device))
-        size = num_bytes(cache)
-        print(f"Snapshots: up to {number} of {size / 1e6:,.1f} MB, {number * size / 1e9:,.2f} GB", flush=True)
+def start_from(memory: str, model: PreTrainedModel) -> None:
+    """Lets every request of a model start from the memory in the folder `memory`.
+
+    Raises FileNotFoundError for a folder without a memory, ValueError for a model without one, and for the memory of
+    another model.
+    """
+    kind = kind_of_cache(model)
+    if kind is None:
+        name = model.config.name_or_path
+        raise ValueError(f"--memory {memory}: {name} is a {model.config.model_type} model without a memory")
+    cache = kind.from_pretrained(memory, model)
+    cache.start_prompt()
+    starting[model] = cache
+    if kind is TitansCache:
+        model.start_from(cache)  # also where several rows are generated
 
 
 def resolve_chat_model(handler: "BaseHandler", body: dict[str, Any]) -> tuple:

@@ -6,15 +6,17 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from titans_hf import TitansCache, TitansForCausalLM
-from titans_hf.cache_files import fingerprint
+from titans_hf import TitansCache, TitansForCausalLM, cache_files
 from titans_hf.cache_titans import CACHE_NAME
+from titans_hf.remember import MemoryCache, memory_files
+from titans_hf.remember.memory import Memory
 
 PIECE = 1024  # tokens that are read between two looks at whether the client is still there
 # A chat template opens the answer with a few tokens, which it writes in another way once the answer is there: the
@@ -23,23 +25,46 @@ OPENING = 16
 IN_FOLDER = 16  # snapshots that a folder holds, for each in memory
 
 
+starting: WeakKeyDictionary[PreTrainedModel, Cache] = WeakKeyDictionary()  # caches of saved memories
+
+
 def empty_cache(model: PreTrainedModel) -> Cache | None:
-    """Returns the cache from which a request of this model starts; None for a model whose cache cannot branch."""
+    """Returns the cache from which a request of this model starts, a copy of the saved memory if there is one; None for
+    a model whose cache grows without limit.
+    """
+    if model in starting:
+        return copy.copy(starting[model])
+    kind = kind_of_cache(model)
+    return None if kind is None else kind(model.config if kind is TitansCache else model)
+
+
+def kind_of_cache(model: PreTrainedModel) -> type[Cache] | None:
+    """Returns the class of the model's memories; None for a model without."""
     if isinstance(model, TitansForCausalLM):
-        return TitansCache(model.config) if model._starting_cache is None else copy.copy(model._starting_cache)
-    return None
+        return TitansCache
+    return MemoryCache if isinstance(getattr(model, "memory", None), Memory) else None
 
 
-def num_bytes(cache: Cache) -> int:
-    """Returns the bytes of all tensors of a cache."""
-    return cache.num_bytes
+def learns_from_answers(model: PreTrainedModel) -> bool:
+    """Returns whether a cache that has generated a text is that of a model which has read the text."""
+    return isinstance(model, TitansForCausalLM) or model.memory.learn_from == "all"
+
+
+def bytes_of_snapshot(model: PreTrainedModel) -> int:
+    """Returns the bytes of a cache with a full window, for which it reads as many tokens; 0 without snapshots."""
+    cache = empty_cache(model)
+    if cache is None:
+        return 0
+    window = model.config.kv_cache_length if isinstance(cache, TitansCache) else model.memory.window or 0
+    read(model, cache, torch.zeros(1, window + 1, dtype=torch.long, device=model.device))
+    return cache.num_bytes if isinstance(cache, TitansCache) else sum(cache.num_bytes().values())
 
 
 @dataclass(eq=False)
 class Snapshot:
     """A cache that has read `ids` (T,) for one user; `cache` is None while it lies in the folder.
 
-    chat: a hash of the messages that were answered; None for a prompt or a text.
+    chat: a hash of the messages that end soon after `ids`; None for others.
     """
 
     user: tuple
@@ -104,12 +129,12 @@ class Snapshots:
         snapshot.cache = None
 
     def _load(self, snapshot: Snapshot) -> Cache:
-        kind = type(empty_cache(self.model))
-        return kind.from_pretrained(snapshot.folder, self.model, **self._options())
+        return kind_of_cache(self.model).from_pretrained(snapshot.folder, self.model, **self._options())
 
     def _options(self) -> dict:
         if not hasattr(self, "fingerprint"):
-            self.fingerprint = fingerprint(self.model)  # of all weights, once
+            of_memory = cache_files if kind_of_cache(self.model) is TitansCache else memory_files
+            self.fingerprint = of_memory.fingerprint(self.model)  # of all weights, once
         return {"model_fingerprint": self.fingerprint}
 
 
@@ -123,4 +148,5 @@ def read(model: PreTrainedModel, cache: Cache, ids: Tensor, before_each: Callabl
     """Reads ids (1, T) into a cache, in pieces; `before_each` is called before each of them."""
     for piece in ids.split(PIECE, dim=1):
         before_each()
-        model(input_ids=piece, use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache})
+        with torch.no_grad():
+            model(input_ids=piece, use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache})

@@ -1,0 +1,82 @@
+"""Measures how long the turns of a chat take on a server, by the length of the text that the chat began with.
+
+python -m scripts.served_turns --lengths 1000 4000 -- titans-hf serve my-adapter --device cpu --port 8000
+
+The command after `--` starts the server; the model is the argument after `serve`. Prints the rows of a table: tokens of
+the first prompt, processor seconds of the server for the first turn, which reads the text, and for the second, a short
+question. An answer has 8 tokens.
+"""
+
+import argparse
+import json
+import subprocess
+import time
+import urllib.request
+
+import psutil
+
+from titans_hf.cli.shared.command_line import run_command
+
+SENTENCE = "The captain of ship {} sailed on over the sea, and nobody knew where. "
+WORDS = 15  # tokens of a sentence, about; the exact number is in the server's answer
+
+
+def main() -> None:
+    """Prints the table of a server."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 4000], help="tokens of the text")
+    parser.add_argument("command", nargs="+", help="starts the server")
+    arguments = parser.parse_args()
+    command = arguments.command
+    model, port = (command[command.index(name) + 1] for name in ("serve", "--port"))
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            url = f"http://localhost:{port}"
+            wait_for(url, server)
+            ask(url, model, [user("Hello.")])
+            for length in arguments.lengths:
+                tokens, first, second = measure(url, model, length, psutil.Process(server.pid))
+                print(f"| {' '.join(command)} | {tokens:,} | {first:.1f} | {second:.1f} |", flush=True)
+        finally:
+            server.terminate()
+
+
+def wait_for(url: str, server: subprocess.Popen) -> None:
+    """Returns once the server answers. Raises ValueError if it ends before."""
+    while True:
+        try:
+            return urllib.request.urlopen(f"{url}/health").close()
+        except OSError as error:
+            if server.poll() is not None:
+                raise ValueError("the server has ended: run its command alone to see why") from error
+            time.sleep(0.2)
+
+
+def user(text: str) -> dict:
+    """Returns a message of the user."""
+    return {"role": "user", "content": text}
+
+
+def measure(url: str, model: str, length: int, server: psutil.Process) -> tuple[int, float, float]:
+    """Returns the tokens of the first prompt, and the processor seconds of the first and the second turn."""
+    text = "".join(SENTENCE.format(length + number) for number in range(length // WORDS))
+    messages, tokens, times = [user(text)], [], [sum(server.cpu_times()[:2])]
+    for _ in range(2):
+        answer = ask(url, model, messages)
+        times.append(sum(server.cpu_times()[:2]))
+        tokens.append(answer["usage"]["prompt_tokens"])
+        messages += [answer["choices"][0]["message"], user("And then?")]
+    return tokens[0], times[1] - times[0], times[2] - times[1]
+
+
+def ask(url: str, model: str, messages: list[dict]) -> dict:
+    """Returns the answer of the server, of at most 8 tokens."""
+    body = {"model": model, "messages": messages, "temperature": 0, "max_tokens": 8}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request) as response:
+        return json.load(response)
+
+
+if __name__ == "__main__":
+    run_command(main)
