@@ -77,6 +77,7 @@ OPTIONS = {
     "python -m scripts.bench prompt": "--tokens 256 --piece 64 --every 128",
     "python -m scripts.bench --compile": None,
     "titans-hf serve": "--device cpu",
+    "python -m scripts.served_turns": None,
     "titans-hf chat": "",
     "titans-hf train": "--max_steps 2 --use_cpu true",
     "torchrun titans_hf train": "--max_steps 2 --use_cpu true",

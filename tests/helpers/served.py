@@ -83,7 +83,7 @@ def running_server(checkpoint, home, *options, command=None):
 
 
 def wait_for(url: str, process: subprocess.Popen, log) -> None:
-    for _ in range(600):
+    for _ in range(1800):
         assert process.poll() is None, log.read_text()[-4000:]
         try:
             urllib.request.urlopen(f"{url}/health").close()
