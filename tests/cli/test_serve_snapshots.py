@@ -54,7 +54,7 @@ def user(text) -> dict:
     "kind,number,options",
     [
         ("mag", 8, ("--snapshots", "32")),
-        ("remember", 3, ("--snapshots", "32")),
+        ("remember", 2, ("--snapshots", "32")),
         ("mag", 3, ("--snapshots", "2", "--snapshot_folder", "spilled")),
         ("remember", 2, ("--snapshots", "2", "--snapshot_folder", "spilled")),
     ],
