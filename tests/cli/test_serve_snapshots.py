@@ -51,22 +51,21 @@ def user(text) -> dict:
 
 
 @pytest.mark.parametrize(
-    "kind,number,options",
+    "kind,number,turns,options",
     [
-        ("mag", 8, ("--snapshots", "32")),
-        ("remember", 2, ("--snapshots", "32")),
-        ("mag", 3, ("--snapshots", "2", "--snapshot_folder", "spilled")),
-        ("remember", 2, ("--snapshots", "2", "--snapshot_folder", "spilled")),
+        ("mag", 8, 3, ("--snapshots", "32")),
+        ("remember", 2, 2, ("--snapshots", "32")),
+        ("mag", 3, 3, ("--snapshots", "2", "--snapshot_folder", "spilled")),
     ],
 )
-def test_chats_side_by_side(kind, number, options, checkpoints, tmp_path):
-    """Chats of three turns, asked at once, get the answers of generate(), and a later turn reads only what is new
+def test_chats_side_by_side(kind, number, turns, options, checkpoints, tmp_path):
+    """Chats of several turns, asked at once, get the answers of generate(), and a later turn reads only what is new
     in it; also where nearly all snapshots lie in a folder, which is empty after the server.
     """
     checkpoint = checkpoints / kind
     chats = [[user(letter * 40 + FIRST)] for letter in "abcdefgh"[:number]]
     with serving(checkpoint, tmp_path, *options) as url, ThreadPoolExecutor(number) as users:
-        for turn in range(3):
+        for turn in range(turns):
             answers = list(users.map(lambda messages: answer(url, checkpoint, messages), chats))
             assert answers == [generated(checkpoint, messages) for messages in chats]
             assert len(set(answers)) == number
@@ -75,7 +74,7 @@ def test_chats_side_by_side(kind, number, options, checkpoints, tmp_path):
         before = read_before(tmp_path)
         assert (tmp_path / "spilled").exists() == ("spilled" in options)
         assert bool(list(tmp_path.glob("spilled/*/*.safetensors"))) == ("spilled" in options)
-    assert len(before) == 3 * number and all(0 < total - known < 100 for known, total in before[number:])
+    assert len(before) == turns * number and all(0 < total - known < 100 for known, total in before[number:])
     assert not list(tmp_path.glob("spilled/*"))
 
 
