@@ -7,6 +7,7 @@ import torch
 from common import (
     ATTENTIONS,
     TWO_VARIANTS,
+    VARIANTS,
     assert_same,
     full_logits,
     left_pad,
@@ -251,3 +252,25 @@ def test_a_cache_by_an_unknown_name_is_an_error():
     for call in (model, model.model, model.generate):
         with pytest.raises(ValueError, match="`kv_state` is a TitansCache, but a cache is only read as `cache`"):
             call(ids[:, 20:], kv_state=cache)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_batch_operations(variant):
+    """Reordering, selecting and repeating rows of a cache gives the logits of rows read in that order."""
+    model, ids, more = shared_model(variant), make_ids(3, 21), make_ids(5, 8, seed=1)
+    index = torch.tensor([2, 0, 0])
+    operations = {
+        "reorder_cache": (lambda cache: cache.reorder_cache(index), [2, 0, 0]),
+        "batch_select_indices": (lambda cache: cache.batch_select_indices(torch.tensor([1, 2])), [1, 2]),
+        "batch_repeat_interleave": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+    }
+    for operation, rows in operations.values():
+        cache = read(model, ids)[1]
+        assert operation(cache) is None
+        later = more[torch.arange(len(rows)) % 5]
+        expected = full_logits(model, torch.cat([ids[rows], later], 1))[:, 21:]
+        assert_same(read(model, later, [1, 7], cache)[0], expected)
+    cache = read(model, ids)[1]
+    cache.batch_select_indices(torch.tensor([True, False, True]))
+    expected = full_logits(model, torch.cat([ids[[0, 2]], more[:2]], 1))[:, 21:]
+    assert_same(read(model, more[:2], None, cache)[0], expected)

@@ -16,6 +16,7 @@ from common import (
     shared_model,
     tensors,
 )
+from covering import covering
 
 from titans_hf import TitansCache
 
@@ -121,3 +122,17 @@ def test_assisted_decoding_equals_greedy(variant):
     later = torch.cat([expected[:, read_already:], make_ids(1, 9, seed=3)], 1)
     whole = torch.cat([expected[:, :read_already], later], 1)
     assert_same(read(model, later, None, answer.cache)[0], full_logits(model, whole)[:, read_already:])
+
+
+@covering(1, {"variant": ATTENTIONS, "before": [0, 3, 21]})
+def test_crop_goes_back_to_any_column(variant, before):
+    """After crop() of 1 to 17 recorded columns, reading on gives the logits of never having read them."""
+    model, ids, more = shared_model(variant), make_ids(2, before + 17), make_ids(2, 9, seed=1)
+    for removed in range(1, 18):
+        cache = recording_cache(model, ids[:, :before])
+        read(model, ids[:, before:], [4, 1, 12], cache)
+        cache.crop(-removed)
+        kept = before + 17 - removed
+        assert cache.get_seq_length() == kept and cache.is_initialized == (kept > 0)
+        expected = full_logits(model, torch.cat([ids[:, :kept], more], 1))[:, kept:]
+        assert_same(read(model, more, [1, 5, 3], cache)[0], expected)
