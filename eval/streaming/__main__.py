@@ -16,6 +16,7 @@ read, and the facts are asked for. Shares and sharpness of memories behind a rea
     sgd, rms   dynamic evaluation, plain and as Krause et al.     bm25       blocks of the text put into the window
     fast, list, both, start                       titans_hf.remember; start: B_0, without learning
     +counts, +match, +neural                      pairs of tokens, the longest match, a neural cache
+    +search    the longest match alone, its share not fitted
 
 "full-" before a reader of `remember` keeps full attention.
 """

@@ -33,7 +33,7 @@ class Found(NamedTuple):
 class Counts:
     """What has followed the last token in the text so far, or where nothing has, all words of the text."""
 
-    num_buckets, options = 5, ({},)
+    num_buckets, options, share = 5, ({},), None
 
     def prepare(self, states: Tensor) -> None:
         """Needs nothing of other texts."""
@@ -68,7 +68,7 @@ class Counts:
 class Match:
     """The token after the longest suffix of the text, of at most 16 tokens, that has occurred before; the last time."""
 
-    num_buckets, options = LONGEST + 1, ({},)
+    num_buckets, options, share = LONGEST + 1, ({},), None  # share: one that is not fitted
 
     def prepare(self, states: Tensor) -> None:
         """Needs nothing of other texts."""
@@ -96,6 +96,12 @@ class Match:
         return Found(torch.tensor(tokens), torch.eye(len(ids)) * (lengths > 0)[:, None], lengths)
 
 
+class Search(Match):
+    """The longest match alone: wherever there is one, it is the answer."""
+
+    share = 0.99
+
+
 class Neural:
     """The neural cache (Grave et al. 2017): tokens whose states were like the last one, keys of 64 numbers of 8 bits.
 
@@ -103,7 +109,7 @@ class Neural:
     the bucket is the largest weight of an entry's word.
     """
 
-    num_buckets, options = 5, tuple({"sharpness": x} for x in (8.0, 12.0, 18.0, 26.0))
+    num_buckets, share, options = 5, None, tuple({"sharpness": x} for x in (8.0, 12.0, 18.0, 26.0))
 
     def __init__(self, sharpness: float = 0.0, entries: int = 10240, size: int = 64):
         self.sharpness, self.entries, self.size = sharpness, entries, size  # size: at most that of the states
@@ -148,7 +154,7 @@ class Neural:
         return Found(tokens, weights, buckets)
 
 
-MIXTURES = {"counts": Counts, "match": Match, "neural": Neural}
+MIXTURES = {"counts": Counts, "match": Match, "search": Search, "neural": Neural}
 
 
 def fit_shares(p: Tensor, m: Tensor, buckets: Tensor, num_buckets: int) -> Tensor:

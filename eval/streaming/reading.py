@@ -120,6 +120,8 @@ def choose_links(texts: list[Prepared], names: list[str]) -> tuple[list[Link], l
                     found.append((said.of_targets(targets), said.buckets))
             m, buckets = map(torch.cat, zip(*found, strict=True))
             shares = fit_shares(p, m, buckets, memory.num_buckets)
+            if memory.share is not None:
+                shares = torch.full_like(shares, memory.share)
             mixed = (1 - shares[buckets]) * p + shares[buckets] * m
             tried.append((-mixed.log().mean().item(), len(tried), Link(memory, shares), mixed, options))
         loss, _, link, p, options = min(tried)

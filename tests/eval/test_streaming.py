@@ -64,7 +64,7 @@ def test_a_loss_depends_on_earlier_tokens_alone(name):
     first, second = torch.randint(60, (2, 171), generator=torch.Generator().manual_seed(1))
     first[85:] = first[:86].clone()  # so that memories and blocks are found
     second = torch.cat([first[:150], second[150:]])
-    links = {"all": choose_links(prepare(reader, [first]), list(MIXTURES))[0], "none": []}
+    links = {"all": choose_links(prepare(reader, [first]), [x for x in MIXTURES if x != "search"])[0], "none": []}
     texts = [read_text(reader, links, ids, {170}) for ids in (first, second, first)]
     for name in links:
         losses = [x[name].losses for x in texts]
@@ -217,13 +217,16 @@ def test_runs_become_lines_and_tables(tmp_path, capsys):
             "200",
             "--methods",
             "full",
-            "window+match",
+            "window+search",
             *common,
         ]
     )
     lines = [json.loads(x) for x in (tmp_path / "runs.jsonl").read_text().splitlines()]
     assert len(lines) == 2 * 4 + 2 * 2 and len(lines[0]["result"]["losses"]) == 3
     assert sum(len(x["result"].get("answers", [])) for x in lines) == 2 * 2 * 20
+    begun = {method: sum(y[3] for x in lines for y in x["result"].get("answers", []) if y[0] == "begun"
+                         and x["run"]["method"] == method) for method in ("full", "window+search")}  # fmt: skip
+    assert begun["window+search"] > begun["full"] == 0, begun  # a search needs no trained model
     main(command)
     assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == 12
     capsys.readouterr()
