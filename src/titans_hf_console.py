@@ -29,9 +29,7 @@ class Command(NamedTuple):
 TRANSFORMERS_CLI = "titans_hf.cli.serve"
 COMMANDS = {
     "train": Command("titans_hf.cli.train", "train or fine-tune a causal language model", "train"),
-    "convert": Command("titans_hf.cli.convert", "make a Titans of a pretrained Llama, Mistral or Qwen"),
     "fit": Command("titans_hf.cli.fit", "fit a memory to texts, for any causal language model"),
-    "fit-memory": Command("titans_hf.cli.fit_memory", "fit the memory behind the last layer to texts"),
     "merge": Command("titans_hf.cli.merge", "merge a LoRA adapter into its model", "finetune"),
     "read": Command("titans_hf.cli.read", "read texts into a memory and save it", "train"),
     "ask": Command("titans_hf.cli.ask", "answer prompts from a saved memory", "train"),

@@ -16,8 +16,6 @@ from transformers import (
 from .cache_titans import TitansCache
 from .configuration_time_series_titans import TitansTimeSeriesConfig
 from .configuration_titans import TitansConfig
-from .convert_titans import convert
-from .episodic_fit import fit_episodic_memory
 from .heads_titans import (
     TitansForQuestionAnswering,
     TitansForSequenceClassification,
@@ -62,8 +60,6 @@ __all__ = [
     "TitansPreTrainedModel",
     "TitansTimeSeriesConfig",
     "UpdateRule",
-    "convert",
-    "fit_episodic_memory",
     "fit_memory",
     "forget",
     "memorize",

@@ -64,7 +64,7 @@ def test_an_unknown_command_is_refused(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         call(monkeypatch, "trian")
     assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith("titans-hf: error: there is no command trian, only train, convert, ")
+    assert capsys.readouterr().err.startswith("titans-hf: error: there is no command trian, only train, ")
 
 
 @in_one_test("name", console.COMMANDS)

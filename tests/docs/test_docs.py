@@ -9,17 +9,15 @@ from pathlib import Path
 
 import documentation
 import pytest
-import torch
 from byte_model import save_byte_model, save_llama
 from covering import in_one_test
 from dna_files import write_fasta, write_table
 from documentation import PAGES, ROOT, anchors, blocks, notebooks, prose, run_bash, short_options
 from eval_common import BOOK, make_data
 from series_files import write_series
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from scripts import api_page
-from titans_hf import convert
 from titans_hf.cli import demo
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 
@@ -162,9 +160,7 @@ def stage(tmp_path_factory):
     for variant in VARIANTS:
         save_byte_model(folder / "runs" / f"tiny-{variant}", variant)
     sizes = dict(max_position_embeddings=8192, hidden_size=64)
-    original = save_llama(folder / "HuggingFaceTB" / "SmolLM2-135M-Instruct", **sizes)
-    convert(original, window=1024).save_pretrained(folder / "runs" / "smollm2")
-    byte_tokenizer().save_pretrained(folder / "runs" / "smollm2")
+    save_llama(folder / "HuggingFaceTB" / "SmolLM2-135M-Instruct", **sizes)
     for name in ("mistral", "llama"):
         config = AutoConfig.from_pretrained(ROOT / "src" / "titans_hf" / "cli" / "configs" / f"tiny-{name}.json")
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / "runs" / f"tiny-{name}")
@@ -204,32 +200,13 @@ def environment(tmp_path_factory):
 def test_commands_run(block, workplace, programs, environment):
     """A bash block runs unchanged but for tiny options."""
     # What the block makes is not there yet: it would be a reader's second run otherwise.
-    for trained in re.findall(r"(?:--output_dir|titans-hf merge \S+|titans-hf convert \S+ --output) (\S+)", block.text):
+    for trained in re.findall(r"(?:--output_dir|titans-hf merge \S+) (\S+)", block.text):
         shutil.rmtree(workplace / trained, ignore_errors=True)
     ran, commands = run_bash(block, workplace, programs, environment, timeout=850)
     assert ran.returncode == 0, f"{commands[-1]}\n{ran.stdout[-2000:]}\n{ran.stderr[-4000:]}"
     assert commands
     if all(short_options(command) is None for command in commands):
         pytest.skip("it needs the network, a GPU, other machines or minutes")
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-@pytest.mark.skipif("TITANS_HF_SMOLLM2" not in os.environ, reason="TITANS_HF_SMOLLM2 names no GGUF file")
-def test_a_real_model_is_converted_read_and_served(workplace, programs, environment):
-    """The first commands of the page on conversion run with SmolLM2-135M-Instruct itself, a GGUF file."""
-    file, block = Path(os.environ["TITANS_HF_SMOLLM2"]), next(x for x in BASH if x.page.name == "convert.md")
-    folder = workplace / "HuggingFaceTB" / "SmolLM2-135M-Instruct"
-    for stand_in in (folder, workplace / "runs" / "smollm2"):
-        shutil.rmtree(stand_in)
-    options = dict(gguf_file=file.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16)
-    model = AutoModelForCausalLM.from_pretrained(file.parent, **options)
-    model.config.quantization_config = None
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
-    ran, commands = run_bash(block, workplace, programs, environment, timeout=1500)
-    assert ran.returncode == 0, f"{commands[-1]}\n{ran.stdout[-2000:]}\n{ran.stderr[-4000:]}"
-    assert len(commands) == 5
 
 
 @pytest.mark.parametrize("block", each(PYTHON))

@@ -76,10 +76,7 @@ ATTENTION_FORMS = {
     "memory in one layer": dict(memory_layers=[1], num_hidden_layers=2),
 }
 # Files of the package that travel with no checkpoint: the references, and those that make a model.
-STAY = {
-    f"{name}.py"
-    for name in ("__init__", "__main__", "memory_listing", "memory_reference", "convert_titans", "episodic_fit")
-}
+STAY = {f"{name}.py" for name in ("__init__", "__main__", "memory_listing", "memory_reference")}
 
 
 def make_config(variant: str, **changes) -> TitansConfig:

@@ -58,7 +58,6 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-SHORT_FIT = "--tokens 600 --length 300 --recalls 2"
 # Options that make a command short, by words that it has; the last entry that fits counts. None: the command is not
 # run, since it needs the network, a GPU, other machines or minutes.
 OPTIONS = {
@@ -83,10 +82,7 @@ OPTIONS = {
     "torchrun titans_hf train": "--max_steps 2 --use_cpu true",
     "trl sft": "--max_steps 2 --report_to none",
     "titans-hf merge": "",
-    "titans-hf convert": "--no-speed --memory_layers 1",
-    "titans-hf convert --fit": f"--no-speed {SHORT_FIT}",
-    "titans-hf fit": f"{SHORT_FIT} --window 64",
-    "titans-hf fit-memory": SHORT_FIT,
+    "titans-hf fit": "--tokens 600 --length 300 --recalls 2 --window 64",
     "titans-hf read": "",
     "titans-hf surprise": "",
     "titans-hf ask": "--max_new_tokens 4",

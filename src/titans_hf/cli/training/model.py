@@ -59,7 +59,7 @@ def freeze_all_but_memory(model: PreTrainedModel) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("memory" in name)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError("--train_only memory: this model has no memory (see titans-hf convert --memory_layers)")
+        raise ValueError("--train_only memory: this model has no memory")
 
 
 def parse_overrides(text: str) -> dict[str, Any]:
