@@ -51,73 +51,21 @@ class WindowCache:
 
 
 @dataclass
-class TokenEntries:
-    """Entries of the episodic token memory, oldest first.
-
-    tokens: (B, N) int32, the token of each entry; -1 in a slot without an entry. keys: (B, N, K) int8, 127 times the
-    key of the token before the entry's token. contexts: (B, N, 4) int32, the four tokens before the entry's token, the
-    latest first; -1 before the first token. positions: (B, N) int32, in the document. losses: (B, N), in nats.
-    """
-
-    keys: Tensor
-    tokens: Tensor
-    contexts: Tensor
-    positions: Tensor
-    losses: Tensor
-
-    def at(self, index: Tensor) -> "TokenEntries":
-        """Returns the entries at index (B, I)."""
-        return map_tensors(lambda x: x.gather(1, columns_like(index, x).expand(-1, -1, *x.shape[2:])), self)
-
-
-def columns_like(index: Tensor, x: Tensor) -> Tensor:
-    """Returns index (B, I) with as many dimensions as x (B, N, ...)."""
-    return index.view(*index.shape, *(1,) * (x.dim() - 2))
-
-
-@dataclass
-class EntryRing:
-    """The ring of the episodic token memory, and last_tokens: (B, 4) int32, the last tokens read, the latest first; -1
-    before the first token.
-    """
-
-    entries: TokenEntries
-    last_tokens: Tensor
-
-    def merged(self, other: "EntryRing", weight: float) -> "EntryRing":
-        """Returns a ring with the newest entries of both rings, mixed by age: a share `weight` of them from `other`, or
-        more if this ring has too few. The entries of `other` count as far away from every later token.
-        """
-        ours, theirs = self.entries, other.entries
-        theirs = replace(theirs, positions=torch.full_like(theirs.positions, torch.iinfo(torch.int32).min // 2))
-        both = map_tensors(lambda x, y: torch.cat([x, y.to(x.device).expand_as(x)], dim=1), ours, theirs)
-        number = ours.tokens.shape[1]
-        # The newest entry has the rank 1/2.
-        rank = torch.arange(number, 0, -1, device=ours.keys.device, dtype=torch.float64) - 0.5
-        age = torch.cat([rank / max(share, 1e-9) for share in (1 - weight, weight)])
-        age = torch.where(both.tokens < 0, torch.inf, age)
-        return replace(self, entries=both.at(age.argsort(dim=1, stable=True)[:, :number].flip(1)))
-
-
-@dataclass
 class LayerState:
     """All that a decoder layer needs to continue a sequence; the first dimension of every tensor is the batch.
 
     memory: weights, momentum, anchor and number of tokens (`MemoryState`); the number alone in a layer without memory.
     conv_state: (B, kernel - 1, 3 * hidden), the last inputs of the memory's convolutions. In the token memory it is the
-    last hidden state, (B, 1, hidden); in the episodic token memory the last key and hidden state, (B, 1, K + hidden);
-    in a layer without memory it is empty, (B, 0, hidden).
+    last hidden state, (B, 1, hidden); in a layer without memory it is empty, (B, 0, hidden).
     kv_cache: None in LMM, a `WindowCache` in MAG, MAL and layers without memory.
     segment_weights: in MAC, the memory's weights at the start of the current segment. Empty if they are the memory's
     anchor.
-    entries: only the episodic token memory has them.
     """
 
     memory: MemoryState
     conv_state: Tensor
     kv_cache: KeyValueCache | WindowCache | None = None
     segment_weights: tuple[Tensor, ...] = ()
-    entries: EntryRing | None = None
 
     def map(self, fn: Callable[..., Tensor], *others: "LayerState") -> "LayerState":
         """Applies `fn` to every tensor, with the tensors of `others` as further arguments."""
@@ -140,9 +88,8 @@ class LayerState:
         num_seen = self.memory.num_seen
         memory = replace(self.memory, num_seen=None).map(interpolate, replace(other.memory, num_seen=None))
         segment_weights = map_tensors(interpolate, self.segment_weights, other.segment_weights)
-        entries = None if self.entries is None else self.entries.merged(other.entries, weight)
         memory = replace(memory, num_seen=num_seen)
-        return replace(self, memory=memory, segment_weights=segment_weights, entries=entries)
+        return replace(self, memory=memory, segment_weights=segment_weights)
 
     def tensors(self) -> list[Tensor]:
         """Returns all tensors."""

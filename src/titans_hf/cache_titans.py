@@ -112,7 +112,7 @@ class TitansCache(Cache):
     def memory_weights(self, layer: int) -> tuple[Tensor, ...]:
         """Returns the weights of the memory in a layer: (B, H, d_in, d_out) for each layer of the memory's network.
 
-        Empty before the first token, in a layer without a memory, and for an episodic token memory, which has entries.
+        Empty before the first token and in a layer without a memory.
         Reading on puts new tensors in their place: tensors that were returned do not change. Columns that a crop has
         left count when they have been read again; a row that has been reset has zeros until its next token.
 
@@ -187,8 +187,7 @@ class TitansCache(Cache):
         return branch
 
     def merge(self, other: "TitansCache", weight: float = 0.5) -> None:
-        """Merges the memory of another cache of the same model into this one: (1 - weight) ours + weight theirs. An
-        episodic token memory keeps the newest entries of both, as many of each as the weights say.
+        """Merges the memory of another cache of the same model into this one: (1 - weight) ours + weight theirs.
 
         Key-value cache, convolution inputs and number of columns stay as they are in this cache. For the mean of n
         memories, merge with weights 1/2, 1/3, ..., 1/n. `other` has as many rows as this cache, or one, which is merged
@@ -210,7 +209,7 @@ class TitansCache(Cache):
             for reason in [reason for reason, holds in reasons.items() if holds]:
                 raise ValueError(f"A cache must have read something to be merged, but {name} {reason}.")
         _check_equal("`other` must be a cache of the same model, but", other.made_for, self.made_for)
-        if not any(layer.state.memory.weights or layer.state.entries for layer in self.layers):
+        if not any(layer.state.memory.weights for layer in self.layers):
             raise ValueError("A cache must have a memory to be merged, but no layer of its model has one.")
         self._check_not_recording("merge()")
         for ours, theirs in zip(self.layers, other.layers, strict=True):

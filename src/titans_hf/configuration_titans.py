@@ -193,13 +193,6 @@ class TitansConfig(PreTrainedConfig):
         token_memory_features (`int`, defaults to 0):
             Sparse features of the token memory's keys; 0 for no token memory. It learns at test time which token
             follows which final hidden state, an extension beyond the paper, and needs tied embeddings.
-        token_memory_form (`str`, defaults to `"delta"`):
-            `"delta"`: a linear memory by the delta rule, of `token_memory_features`. `"episodic"`: a ring of (key,
-            token) entries, whose distribution of the next token is mixed with the model's.
-        token_memory_entries (`int`, defaults to 0): Entries of the episodic token memory; 0 for none.
-        token_memory_key_size (`int`, defaults to 64): Numbers of a key of the episodic token memory.
-        token_memory_threshold (`float`, defaults to 1.0):
-            Loss, in nats, from which the episodic token memory writes a token.
 
         > Version
 
@@ -303,10 +296,6 @@ class TitansConfig(PreTrainedConfig):
     memory_kernel: Literal["auto", "torch", "fla", "triton"] = setting("auto", state="none")
     # Behind the last layer
     token_memory_features: int = setting(0, at_least=0, state="shape")
-    token_memory_form: Literal["delta", "episodic"] = setting("delta", state="shape")
-    token_memory_entries: int = setting(0, at_least=0, state="shape")
-    token_memory_key_size: int = setting(64, at_least=1, state="shape")
-    token_memory_threshold: int | float = setting(1.0, at_least=0, state="shape")
     # Version
     titans_version: int | None = setting(None, state="none")
 
@@ -372,7 +361,7 @@ class TitansConfig(PreTrainedConfig):
     @property
     def num_layers_with_state(self) -> int:
         """Number of layers of a cache: the decoder layers and the token memory."""
-        return self.num_hidden_layers + (self.token_memory_features > 0 or self.token_memory_entries > 0)
+        return self.num_hidden_layers + (self.token_memory_features > 0)
 
     @property
     def layers_with_memory(self) -> list[int]:
@@ -453,12 +442,6 @@ class TitansConfig(PreTrainedConfig):
                 "`memory_update_rule` must be 'chunk' with `memory_network='residual'`, but is 'delta': the errors are "
                 "not linear in the last layer's weights."
             )
-        for form, name in {"delta": "token_memory_features", "episodic": "token_memory_entries"}.items():
-            if form != self.token_memory_form and (size := getattr(self, name)):
-                raise ValueError(
-                    f"`{name}` must be 0 with `token_memory_form={self.token_memory_form!r}`, but is {size}: it is the "
-                    f"size of the form {form!r}."
-                )
         layers = self.layers_with_memory
         if layers != sorted({*layers} & {*range(self.num_hidden_layers)}):
             raise ValueError(

@@ -29,6 +29,7 @@ entries that a block can see.
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -38,7 +39,7 @@ from torch.nn.functional import logsigmoid, normalize, pad
 from transformers import initialization
 from transformers.utils.generic import maybe_autocast
 
-from .cache_layer import EntryRing, LayerState, RecordedColumns, TokenEntries, columns_like
+from .cache_layer import LayerState, RecordedColumns
 from .cache_titans import TitansCache
 from .configuration_titans import TitansConfig
 from .memory_state import MemoryState, map_tensors
@@ -54,6 +55,55 @@ UNITS = (10, 1, 4, 5, 2)  # the features of the gate are divided by these, so th
 INITIAL_SHARPNESS = 9.0
 INITIAL_ENTRY_WEIGHT = (0.3, 0.3, 2.0, 1.0, 1.0, 1.0, 1.0)
 INITIAL_GATE = -5.0  # a new memory has at most a share of sigmoid(-5) = .007
+
+
+@dataclass
+class TokenEntries:
+    """Entries of the episodic token memory, oldest first.
+
+    tokens: (B, N) int32, the token of each entry; -1 in a slot without an entry. keys: (B, N, K) int8, 127 times the
+    key of the token before the entry's token. contexts: (B, N, 4) int32, the four tokens before the entry's token, the
+    latest first; -1 before the first token. positions: (B, N) int32, in the document. losses: (B, N), in nats.
+    """
+
+    keys: Tensor
+    tokens: Tensor
+    contexts: Tensor
+    positions: Tensor
+    losses: Tensor
+
+    def at(self, index: Tensor) -> "TokenEntries":
+        """Returns the entries at index (B, I)."""
+        return map_tensors(lambda x: x.gather(1, columns_like(index, x).expand(-1, -1, *x.shape[2:])), self)
+
+
+def columns_like(index: Tensor, x: Tensor) -> Tensor:
+    """Returns index (B, I) with as many dimensions as x (B, N, ...)."""
+    return index.view(*index.shape, *(1,) * (x.dim() - 2))
+
+
+@dataclass
+class EntryRing:
+    """The ring of the episodic token memory, and last_tokens: (B, 4) int32, the last tokens read, the latest first; -1
+    before the first token.
+    """
+
+    entries: TokenEntries
+    last_tokens: Tensor
+
+    def merged(self, other: "EntryRing", weight: float) -> "EntryRing":
+        """Returns a ring with the newest entries of both rings, mixed by age: a share `weight` of them from `other`, or
+        more if this ring has too few. The entries of `other` count as far away from every later token.
+        """
+        ours, theirs = self.entries, other.entries
+        theirs = replace(theirs, positions=torch.full_like(theirs.positions, torch.iinfo(torch.int32).min // 2))
+        both = map_tensors(lambda x, y: torch.cat([x, y.to(x.device).expand_as(x)], dim=1), ours, theirs)
+        number = ours.tokens.shape[1]
+        # The newest entry has the rank 1/2.
+        rank = torch.arange(number, 0, -1, device=ours.keys.device, dtype=torch.float64) - 0.5
+        age = torch.cat([rank / max(share, 1e-9) for share in (1 - weight, weight)])
+        age = torch.where(both.tokens < 0, torch.inf, age)
+        return replace(self, entries=both.at(age.argsort(dim=1, stable=True)[:, :number].flip(1)))
 
 
 class EpisodicMemory(nn.Module):

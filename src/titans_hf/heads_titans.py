@@ -32,12 +32,6 @@ class TitansHead(TitansPreTrainedModel):
         AutoModel.register(type(config), TitansModel, exist_ok=True)
         super().__init__(config)
 
-    def post_init(self):
-        """Freezes the episodic token memory: no head reads it, and DDP would wait for its gradient."""
-        super().post_init()
-        if self.model.episodic_memory is not None:
-            self.model.episodic_memory.requires_grad_(False)
-
 
 def leaving_cache_on_error(forward: Callable) -> Callable:
     """Makes a head's `forward` leave the cache as it was if it raises, as for labels that do not fit."""

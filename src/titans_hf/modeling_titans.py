@@ -1,7 +1,6 @@
 """Titans for Transformers: the four variants of section 4 of "Titans: Learning to Memorize at Test Time"."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,6 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .cache_titans import CACHE_NAME, CACHE_NAMES, TitansCache, takes_either_name, undone_on_error
 from .configuration_titans import TitansConfig, check_config
-from .episodic_memory import EpisodicMemory
 from .generation_titans import TitansGenerationMixin
 from .memory_ops import compile_chunks
 from .mixers_titans import SequenceMixer, TitansMixer, make_mixer
@@ -60,13 +58,9 @@ class NamesCache:
 
 @dataclass
 class TitansModelOutput(NamesCache, BaseModelOutputWithPast):
-    """surprise: one `LayerSurprise` per layer. For the episodic token memory: mlp_inputs (B, T, hidden), the inputs of
-    the last layer's feed-forward network; layout, the `TokenLayout` of the call.
-    """
+    """surprise: one `LayerSurprise` per layer."""
 
     surprise: tuple[LayerSurprise, ...] | None = None
-    mlp_inputs: Tensor | None = None
-    layout: Any = None
 
 
 @dataclass
@@ -106,17 +100,14 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
         hidden_states: Tensor,
         layout: TokenLayout,
         cache: TitansCache | None = None,
-        return_mlp_inputs: bool = False,
         **kwargs,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Computes the layer's output (B, T, hidden), with `return_mlp_inputs` also the inputs of its feed-forward
-        network (B, T, hidden), and updates its part of the cache. `kwargs` go to the attention function.
+    ) -> Tensor:
+        """Computes the layer's output (B, T, hidden), and updates its part of the cache. `kwargs` go to the attention
+        function.
         """
         inputs = self.mixer_norm(hidden_states)
         hidden_states = hidden_states + self.mixer(inputs, layout, cache=cache, **kwargs).hidden_states
-        mlp_inputs = self.mlp_norm(hidden_states)
-        hidden_states = hidden_states + self.mlp(mlp_inputs)
-        return (hidden_states, mlp_inputs) if return_mlp_inputs else hidden_states
+        return hidden_states + self.mlp(self.mlp_norm(hidden_states))
 
 
 class TitansPreTrainedModel(PreTrainedModel):
@@ -158,7 +149,7 @@ class TitansPreTrainedModel(PreTrainedModel):
         """Turns learning at test time off or on again, for all calls that begin later.
 
         While it is off, every memory is read with its weights as they are: nothing is written or forgotten, its weights
-        and momentum stay equal to the bit, and the token memory, of either form, writes nothing. Attention's window,
+        and momentum stay equal to the bit, and the token memory writes nothing. Attention's window,
         the inputs of the convolutions and the count of tokens go on as ever. What precedes the first token of a
         document, its initial memory after the persistent tokens, is the same with learning on or off.
 
@@ -191,7 +182,7 @@ class TitansPreTrainedModel(PreTrainedModel):
             init.copy_(module.weight, module.initial_weight())
         elif isinstance(module, nn.RMSNorm):
             init.ones_(module.weight)
-        elif isinstance(module, (InitialWeights, TokenMemory, EpisodicMemory)):
+        elif isinstance(module, (InitialWeights, TokenMemory)):
             module.reset_parameters(init)
         elif isinstance(module, TitansMixer):
             init.normal_(module.persistent, std=std)
@@ -206,22 +197,18 @@ class TitansModel(TitansPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(TitansDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = TitansRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.token_memory = self.episodic_memory = None
+        self.token_memory = None
         if config.token_memory_features:
             self.token_memory = TitansTokenMemoryLayer(config, config.num_hidden_layers)
             # Set on the instance, because accelerate fails for a class name that the model does not contain.
             self._no_split_modules = [*self._no_split_modules, "TitansTokenMemoryLayer"]
-        if config.token_memory_entries:
-            self.episodic_memory = EpisodicMemory(config, config.num_hidden_layers)
-            self._no_split_modules = [*self._no_split_modules, "EpisodicMemory"]
         self.gradient_checkpointing = False
         self.post_init()
 
     @property
     def modules_with_state(self) -> list[nn.Module]:
         """The modules to which the layers of a cache belong, in order; each has `initial_state` and `input_size`."""
-        mixers = [layer.mixer for layer in (*self.layers, self.token_memory) if layer is not None]
-        return mixers if self.episodic_memory is None else [*mixers, self.episodic_memory]
+        return [layer.mixer for layer in (*self.layers, self.token_memory) if layer is not None]
 
     @merge_with_config_defaults
     @takes_either_name
@@ -236,7 +223,6 @@ class TitansModel(TitansPreTrainedModel):
         use_cache: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
-        defer_episodic_memory: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> TitansModelOutput:
         """Computes the hidden states of T new tokens per row.
@@ -251,8 +237,6 @@ class TitansModel(TitansPreTrainedModel):
                 have been made with the model's present weights: memory files are checked for that, calls are not.
             cu_seq_lens_q (N + 1,) int: cumulative lengths of the documents packed in a single row, from 0 to T.
             seq_idx (B, T) or (1, T) int: document of each token, which is independent of the documents before it.
-            defer_episodic_memory: leave the episodic token memory to the caller, for which `mlp_inputs` and `layout`
-                are returned. Otherwise a call writes no entries to it, because there is no LM head.
 
         Returns last_hidden_state (B, T, hidden), cache; on request hidden_states; with
         `output_surprise=True` surprise, one `LayerSurprise` per layer and one of the token memory, if any; with
@@ -270,24 +254,14 @@ class TitansModel(TitansPreTrainedModel):
         layout = TokenLayout.of_call(self.config, inputs_embeds, attention_mask, documents, cache, self.memory_learning)
         if kwargs.get("output_surprise", getattr(self.config, "output_surprise", False)):  # as `capture_outputs` does
             layout = layout._replace(grid=replace(layout.grid, needs_surprise=True))
-        hidden_states, mlp_inputs = inputs_embeds, None
+        hidden_states = inputs_embeds
         with undone_on_error(cache):
-            *layers, last = self.layers
-            for layer in layers:
+            for layer in self.layers:
                 hidden_states = layer(hidden_states, layout, cache=cache, **kwargs)
-            options = {} if self.episodic_memory is None else {"return_mlp_inputs": True}
-            hidden_states = last(hidden_states, layout, cache=cache, **options, **kwargs)
-            if options:
-                hidden_states, mlp_inputs = hidden_states
             hidden_states = self.norm(hidden_states)
             if self.token_memory is not None:
                 hidden_states = self.token_memory(hidden_states, inputs_embeds, layout, cache=cache)
-            if self.episodic_memory is not None and not defer_episodic_memory:
-                self.episodic_memory(mlp_inputs, hidden_states, None, None, 0, layout, cache=cache)
-        output = TitansModelOutput(hidden_states, cache if use_cache else None)
-        if defer_episodic_memory:
-            output.mlp_inputs, output.layout = mlp_inputs, layout
-        return output
+        return TitansModelOutput(hidden_states, cache if use_cache else None)
 
     def _make_or_check_cache(self, cache: TitansCache | None, use_cache: bool, batch_size: int) -> TitansCache | None:
         """Returns `cache`, or a new one with `use_cache`; raises ValueError for a cache that does not fit."""
@@ -352,43 +326,16 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
                 output_surprise=bool(output_surprise),
                 cu_seq_lens_q=cu_seq_lens_q,
                 seq_idx=seq_idx,
-                defer_episodic_memory=self.model.episodic_memory is not None,
                 **kwargs,
             )
             if isinstance(output_surprise, SurpriseCollector):
                 output_surprise.calls.append(outputs.surprise)
-            if self.model.episodic_memory is None:
-                logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
-            else:
-                used = outputs.cache if cache is None else cache
-                logits = self._logits_with_episodes(outputs, input_ids, logits_to_keep, used)
+            logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
             loss = None
             if labels is not None:
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         kept = (outputs.cache, outputs.hidden_states, outputs.attentions, outputs.surprise)
         return TitansCausalLMOutput(loss, logits, *kept)
-
-    def _logits_with_episodes(
-        self,
-        outputs: TitansModelOutput,
-        input_ids: Tensor | None,
-        logits_to_keep: int | Tensor,
-        cache: TitansCache | None,
-    ) -> Tensor:
-        """Computes the logits that `logits_to_keep` names. The episodic token memory reads every token."""
-        hidden_states, mlp_inputs = outputs.last_hidden_state, outputs.mlp_inputs
-        length, tokens = hidden_states.shape[1], None if input_ids is None else input_ids.to(mlp_inputs.device)
-        keeps_last = isinstance(logits_to_keep, int) and 0 < logits_to_keep < length
-        logits = self.model.episodic_memory(
-            mlp_inputs,
-            hidden_states,
-            tokens,
-            self.lm_head,
-            logits_to_keep if keeps_last else length,
-            outputs.layout,
-            cache=cache,
-        )
-        return logits if isinstance(logits_to_keep, int) else slice_logits_to_keep(logits, logits_to_keep)
 
 
 TitansModel.register_for_auto_class("AutoModel")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import make_ids, make_model, read, shared_model
+from common import make_ids, read, shared_model
 from covering import in_one_test
 from memory_folders import copied, describe, names
 from safetensors import safe_open
@@ -151,26 +151,6 @@ def test_tensors_that_no_cache_has(change, message, memory, tmp_path_factory):
     rewrite(memory[1], change)
     with pytest.raises(ValueError, match=f"the memory in {memory[1]} cannot be loaded: .*{message}"):
         load(memory)
-
-
-@in_one_test(
-    "change,message",
-    [
-        (filled("2.state.entries.entries.tokens", 10**6), "tokens holds numbers from -1 to 1000000, not from -1"),
-        (filled("2.state.entries.last_tokens", -2), "last_tokens holds numbers from -2"),
-        (replaced("2.state.entries.entries.tokens", torch.Tensor.long), "tokens has the dtype torch.int64"),
-    ],
-)
-def test_entries_that_no_list_has(change, message, tmp_path_factory):
-    """Token numbers outside of the vocabulary are refused at once, and not by the first call that uses them."""
-    model = make_model("mag", token_memory_form="episodic", token_memory_entries=99, token_memory_key_size=8)
-    folder = tmp_path_factory.mktemp("memory")
-    read(model, make_ids(1, 20))[1].save_pretrained(folder, model)
-    rewrite(folder, lambda tensors, metadata: None)
-    TitansCache.from_pretrained(folder, model)
-    rewrite(folder, change)
-    with pytest.raises(ValueError, match=message):
-        TitansCache.from_pretrained(folder, model)
 
 
 def test_a_file_that_is_none(memory, tmp_path_factory):

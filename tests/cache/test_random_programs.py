@@ -16,7 +16,7 @@ NUM_SLOW = (
     3  # of the programs: the first runs with the fast tests, two with the slow ones, the others with the long ones
 )
 CHANGES = {"": {}, "+delta": FORMS["delta"]}
-CHANGES |= {f"+{name}": FORMS[name] for name in ("token memory", "episodic memory")}
+CHANGES |= {"+token memory": FORMS["token memory"]}
 CHANGES |= {"+memory in one layer": dict(memory_layers=[1]), "+no memory": dict(memory_layers=[])}
 PROGRAMS = [
     (variant, changes)

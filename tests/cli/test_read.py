@@ -29,7 +29,7 @@ from reading_runs import (
 )
 from tiny_run import LLAMA, SCRIPT
 
-from titans_hf import TitansForCausalLM, cache_files, cache_titans
+from titans_hf import cache_files, cache_titans
 from titans_hf.cache_files import read_description
 from titans_hf.cli import read, surprise
 from titans_hf.cli.shared import text_files, text_ids
@@ -144,18 +144,6 @@ def test_what_there_is_to_read_is_said_before(paths, capsys, monkeypatch):
         r"reading 3 files, 0.0 MB: about ([\d,]+) tokens, which take about .* here \(cpu\)", capsys.readouterr().err
     )
     assert abs(int(said[1].replace(",", "")) - number) < 0.1 * number
-
-
-def test_a_full_list_says_how_far_back_it_reaches(paths, capsys):
-    """A memory that keeps only the last part of a text says so as soon as it is full, with the number of tokens."""
-    config = Path(paths.model) / "config.json"
-    changes = dict(token_memory_form="episodic", token_memory_entries=50, token_memory_threshold=0.0)
-    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
-    model = TitansForCausalLM.from_pretrained(paths.model)
-    model.save_pretrained(paths.model)
-    run_read(paths, paths.texts, piece=32)
-    # The first token of a text is no entry: 63 are, of which the list has the last 50.
-    assert "The memory's list of tokens is full: it now holds the last 50 tokens or so" in capsys.readouterr().err
 
 
 def test_the_weights_are_hashed_once(paths, monkeypatch):

@@ -193,15 +193,6 @@ class TitansTokenMemoryTest(TitansMagTest):
         return super().settings | dict(token_memory_features=8, tie_word_embeddings=True)
 
 
-class TitansEpisodicMemoryTest(TitansMagTest):
-    """MAG with the episodic token memory, whose ring overflows within the input."""
-
-    @property
-    def settings(self):
-        episodic = dict(token_memory_form="episodic", token_memory_entries=7, token_memory_key_size=6)
-        return super().settings | episodic | dict(token_memory_threshold=4.0)
-
-
 class HybridTests(CommonTests):
     """What the baselines' own test files in transformers override: one layer of two has attention."""
 

@@ -1,10 +1,8 @@
 """Checks the initial values of a model's parameters against the documented distributions."""
 
-import math
 import re
 
 import torch
-from torch import tensor
 
 from titans_hf.neural_memory import OUTPUT_SCALE
 
@@ -70,13 +68,6 @@ def rules(config) -> dict:
         token_memory + r"(inner_lr|output_gate|forget)\.weight": constant(0),
         token_memory + r"(inner_lr|output_gate)\.bias": constant(0),
         token_memory + r"forget\.bias": constant(-7),
-        r"model\.episodic_memory\.(center|gate_weight)": constant(0),
-        r"model\.episodic_memory\.projection": normal(config.hidden_size**-0.5),
-        r"model\.episodic_memory\.log_sharpness": constant(tensor(math.log(9)).double()),
-        r"model\.episodic_memory\.entry_weight": lambda x: (
-            x.tolist() == tensor([0.3, 0.3, 2, 1, 1, 1, 1]).to(x).tolist()
-        ),
-        r"model\.episodic_memory\.gate_bias": constant(-5),
     }
 
 

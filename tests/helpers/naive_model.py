@@ -244,43 +244,6 @@ def token_memory(mixer, config, hidden_states, embeddings):
     return torch.stack(outputs)
 
 
-def episodic_memory(module, config, mlp_inputs, logits, ids):
-    """Computes the mixed logits (T, vocab) of ids (T,) from the model's logits and the inputs of its last feed-forward
-    network, and the entries (key, contexts, token, loss, position) that are left.
-    """
-    entries, outputs, previous, sharpness = [], [], None, module.log_sharpness[0].exp()
-    for t, (y, token) in enumerate(zip(mlp_inputs, ids.tolist(), strict=True)):
-        log_p, key = logits[t].log_softmax(-1), (y - module.center) @ module.projection
-        key = key / key.norm()
-        if t and (loss := -logits[t - 1].detach().log_softmax(-1)[token]) >= config.token_memory_threshold:
-            context = [ids[t - i].item() if i <= t else -1 for i in range(1, 5)]
-            entries = [*entries, (previous, context, token, loss, t)][-config.token_memory_entries :]
-        previous = (127 * key).detach().round()  # an entry holds it in 8 bits, and has no gradient
-        if not entries:
-            outputs.append(logits[t])
-            continue
-        scores, numbers_same = [], []
-        for k, context, stored, loss, position in entries:
-            is_far = t - position > config.kv_cache_length
-            same = [all(j <= t and ids[t - j] == context[j] for j in range(i + 1)) for i in range(4)]
-            facts = torch.stack([log_p[stored], loss, *torch.tensor([is_far, *same]).to(log_p)])
-            scores.append(sharpness * (key @ k / 127) + module.entry_weight @ facts)
-            numbers_same.append(float(sum(same)))
-        scores, memory = torch.stack(scores), torch.zeros_like(log_p)
-        for weight, (_, _, stored, *_) in zip(scores.softmax(0), entries, strict=True):
-            memory = memory + weight * torch.eye(len(log_p), dtype=log_p.dtype)[stored]
-        mass, count = memory[entries[scores.argmax()][2]], torch.tensor(float(len(entries))).to(log_p)
-        entropy = -(log_p.exp() * log_p).sum()
-        mean_same = scores.softmax(0) @ torch.tensor(numbers_same).to(log_p)
-        summed, length = scores.logsumexp(0) / 10, mean_same / 2
-        features = [summed, mass, entropy / 4, count.log() / 5, length]
-        features += [mass * summed, mass * entropy / 4, mass * length]
-        gate = torch.stack(features) @ module.gate_weight + module.gate_bias[0]
-        share = torch.sigmoid(gate)
-        outputs.append(((1 - share) * log_p.exp() + share * memory).log() + logits[t].logsumexp(-1))
-    return torch.stack(outputs), entries
-
-
 @torch.no_grad()
 def naive_forward(model, ids, mixers=MIXERS):
     """Computes logits (T, vocab) of ids (T,), and the attention weights per layer: (heads, T, P + T), in MAC (heads, T,
@@ -303,7 +266,4 @@ def naive_forward(model, ids, mixers=MIXERS):
     x = rms_norm(x, model.model.norm.weight, eps)
     if model.model.token_memory is not None:
         x = x + token_memory(model.model.token_memory.mixer, config, x, embeddings)
-    logits = x @ model.lm_head.weight.T
-    if model.model.episodic_memory is not None:
-        logits, _ = episodic_memory(model.model.episodic_memory, config, normed, logits, ids)
-    return logits, weights
+    return x @ model.lm_head.weight.T, weights

@@ -20,14 +20,12 @@ from titans_hf import TitansCache
 from titans_hf.memory_state import tensors_of
 
 TOKEN_MEMORY = dict(token_memory_features=24, tie_word_embeddings=True)
-EPISODIC = dict(token_memory_form="episodic", token_memory_entries=7, token_memory_key_size=6, token_memory_threshold=2)
 # In MAC with segments of a chunk, the anchor is also the copy of the weights at the segment's start.
 CASES = [
     ("mac", dict(memory_chunk_size=8)),
     ("mag", dict(memory_form="delta", **TOKEN_MEMORY)),
     ("mal", dict(memory_depth=2, memory_update_rule="delta", memory_momentum=True)),
     ("lmm", dict(memory_recurrence="paper", memory_gates="layer", memory_network="residual", memory_momentum=True)),
-    ("mag", EPISODIC),
 ]
 
 

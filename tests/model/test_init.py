@@ -92,27 +92,6 @@ def test_the_token_memory(missing, tmp_path):
     assert torch.equal(loaded.state_dict()[directions], model.state_dict()[directions]) == (directions in kept)
 
 
-@pytest.mark.parametrize("missing", [r"episodic_memory\.", r"episodic_memory\.projection", r"episodic_memory.*bias"])
-def test_the_episodic_memory(missing, tmp_path):
-    """An episodic memory has the documented values when it is constructed, after the meta device, and where a
-    checkpoint lacks a part of it, as a converted one does.
-    """
-    torch.manual_seed(0)
-    config = make_config("lmm", **SIZES, token_memory_form="episodic", token_memory_entries=9)
-    model = TitansForCausalLM(config)
-    check_initial_values(model)
-    with torch.device("meta"):
-        on_meta = TitansForCausalLM(config)
-    on_meta.to_empty(device="cpu").init_weights()
-    check_initial_values(on_meta)
-    model.save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    kept = {name: x for name, x in load_file(file).items() if not re.search(missing, name)}
-    assert len(kept) < len(load_file(file))
-    save_file(kept, file, metadata={"format": "pt"})
-    check_initial_values(AutoModelForCausalLM.from_pretrained(tmp_path))
-
-
 KINDS = {
     "gates": r"(inner_lr|momentum|forget)\.",
     "gate biases": r"(inner_lr|momentum|forget)\.bias",

@@ -49,8 +49,7 @@ class RunArguments:
         "Tokens in an optimizer step (paper: 0.5M), to the nearest multiple of a batch on all devices.", 2**19
     )
     train_only: Literal["memory"] | None = option(
-        "`memory`: the parameters of the memories alone are trained; the optimizer keeps no "
-        "state of the others.",
+        "`memory`: the parameters of the memories alone are trained; the optimizer keeps no state of the others.",
         None,
     )
     carry_memory: bool = option(
