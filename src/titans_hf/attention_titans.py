@@ -1,10 +1,8 @@
 """The short-term memory: sliding-window attention (MAG, MAL) and segment attention (MAC), both with persistent tokens.
 
 The cost is linear in the sequence length: queries are processed in blocks of one window (or segment), and no score or
-mask larger than a block is formed. Persistent keys are outside of the window. With `persistent_distance` they are
-rotated to that distance behind every query, and compared with the query before its rotation. Without it, persistent
-keys carry no rotary position: with partial rotation they are compared with the unrotated part of the query; with full
-rotation, with the query before rotation.
+mask larger than a block is formed. Persistent keys are outside of the window and carry no rotary position: with partial
+rotation they are compared with the unrotated part of the query; with full rotation, with the query before rotation.
 Eager attention, whose weights are recorded, and the masks for the other values of `attn_implementation` come first.
 
 Shapes: B batch, T query slots, K key slots, P persistent tokens, W window, L segment length, h heads, D head size.
@@ -88,34 +86,26 @@ class TitansAttention(nn.Module):
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = config.head_dim**-0.5
         query_size, key_size = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
-        self.o_proj = OutputProjection(query_size, config.hidden_size, bias=config.attention_bias)
-        self.q_norm, self.k_norm = (
-            nn.RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None for _ in range(2)
-        )
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=False)
+        self.o_proj = OutputProjection(query_size, config.hidden_size, bias=False)
 
     def project_queries(self, hidden_states: Tensor) -> Tensor:
         """Computes queries without rotation: (B, N, hidden) -> (B, N, h, D)."""
-        queries = self._heads(self.q_proj(hidden_states))
-        return queries if self.q_norm is None else self.q_norm(queries)
+        return self._heads(self.q_proj(hidden_states))
 
     def project_keys_and_values(self, hidden_states: Tensor) -> KeyValueCache:
         """Computes keys without rotation and values: (B, N, hidden) -> (B, N, h, D) each."""
-        keys, values = self._heads(self.k_proj(hidden_states)), self._heads(self.v_proj(hidden_states))
-        return KeyValueCache(keys if self.k_norm is None else self.k_norm(keys), values)
+        return KeyValueCache(self._heads(self.k_proj(hidden_states)), self._heads(self.v_proj(hidden_states)))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))
 
     @property
     def keeps_plain_queries(self) -> bool:
-        """True if queries are needed without rotation as well: for persistent keys at a distance, or where a whole head
-        is rotated.
-        """
-        has_distance, rotates_all = self.config.persistent_distance > 0, self.config.rotary_dim == self.head_dim
-        return self.config.num_persistent_tokens > 0 and (has_distance or rotates_all)
+        """True if queries are needed without rotation as well: for persistent keys where a whole head is rotated."""
+        return self.config.num_persistent_tokens > 0 and self.config.rotary_dim == self.head_dim
 
     def rotate_queries(self, queries: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotates queries (B, T, h, D) for `attend`. If unrotated queries are needed too, they follow the rotated ones:
@@ -129,12 +119,8 @@ class TitansAttention(nn.Module):
         queries that are not rotated.
         """
         projected = self.project_keys_and_values(persistent)
-        keys, distance = projected.keys, self.config.persistent_distance
-        if distance > 0:
-            position = torch.full((1,), -distance, device=keys.device)
-            factors, scale = rotary_factors(self.config, position, keys.dtype)
-            keys = rotate(keys, *factors * scale)  # the plain query lacks this factor
-        elif not self.keeps_plain_queries:
+        keys = projected.keys
+        if not self.keeps_plain_queries:
             rotary, rest = keys.split([self.config.rotary_dim, keys.shape[-1] - self.config.rotary_dim], dim=-1)
             keys = torch.cat([torch.zeros_like(rotary), rest], dim=-1)
         return KeyValueCache(keys, projected.values)
@@ -217,7 +203,7 @@ class WindowAttention(TitansAttention):
         """
         persistent = kv_cache.persistent.keys
         if self.keeps_plain_queries:  # rotated like the query, so that their score is that of no rotation
-            persistent = rotate(persistent / grid.rotary_scale**2, *grid.rotary)
+            persistent = rotate(persistent, *grid.rotary)
         keys = torch.cat([persistent, kv_cache.window.keys, new.keys], dim=1)
         values = torch.cat([kv_cache.persistent.values, kv_cache.window.values, new.values], dim=1)
         extended = KeyValueCache(keys, values).map(lambda x: x[:, persistent.shape[1] :])
@@ -325,7 +311,7 @@ class SegmentAttention(TitansAttention):
         # For all segments at once: a decoded token takes less time than with factors for each segment.
         queries, new = self.project_queries(hidden_states), self.project_keys_and_values(hidden_states)
         positions = torch.cat([slots, slots + self.config.segment_length])
-        (cos, sin), _ = rotary_factors(self.config, positions, queries.dtype)
+        cos, sin = rotary_factors(self.config, positions, queries.dtype)
         (cos, own_cos), (sin, own_sin) = cos.chunk(2), sin.chunk(2)
         queries, keys = self.rotate_queries(queries, own_cos, own_sin), rotate(new.keys, own_cos, own_sin)
         return SegmentProjections(queries, keys, new.values, cos, sin)

@@ -54,10 +54,10 @@ class WindowCache:
 class LayerState:
     """All that a decoder layer needs to continue a sequence; the first dimension of every tensor is the batch.
 
-    memory: weights, momentum, anchor and number of tokens (`MemoryState`); the number alone in a layer without memory.
+    memory: weights, momentum, anchor and number of tokens (`MemoryState`).
     conv_state: (B, kernel - 1, 3 * hidden), the last inputs of the memory's convolutions. In the token memory it is the
-    last hidden state, (B, 1, hidden); in a layer without memory it is empty, (B, 0, hidden).
-    kv_cache: None in LMM, a `WindowCache` in MAG, MAL and layers without memory.
+    last hidden state, (B, 1, hidden).
+    kv_cache: None in LMM, a `WindowCache` in MAG and MAL.
     segment_weights: in MAC, the memory's weights at the start of the current segment. Empty if they are the memory's
     anchor.
     """

@@ -84,7 +84,7 @@ class TitansCache(Cache):
         )
         self.offloading = offloading  # done by the layers, because the base class's update() is never called
         self.made_for = _shaping_fields(config)
-        self.num_decoder_layers, self.layers_with_memory = config.num_hidden_layers, tuple(config.layers_with_memory)
+        self.num_decoder_layers = config.num_hidden_layers
         self.about: dict[str, Any] = {}
         self.is_guarded = False  # by `undone_on_error`
         # By folder, the description of the memory that was last loaded from it or saved to it: for `write_memory`.
@@ -112,7 +112,7 @@ class TitansCache(Cache):
     def memory_weights(self, layer: int) -> tuple[Tensor, ...]:
         """Returns the weights of the memory in a layer: (B, H, d_in, d_out) for each layer of the memory's network.
 
-        Empty before the first token and in a layer without a memory.
+        Empty before the first token.
         Reading on puts new tensors in their place: tensors that were returned do not change. Columns that a crop has
         left count when they have been read again; a row that has been reset has zeros until its next token.
 
@@ -129,9 +129,8 @@ class TitansCache(Cache):
             counts = [0] * self.batch_size if self.num_tokens_seen is None else self.num_tokens_seen.tolist()
             shown = ", ".join(f"{n:,}" for n in counts[:8]) + (", ..." if len(counts) > 8 else "")
             read = f"tokens read by {len(counts)} row{'s'[: len(counts) > 1]}: {shown}; {self.num_bytes:,} bytes"
-        memories = ", ".join(map(str, self.layers_with_memory)) or "none"
-        token_memory = "; token memory" if len(self.layers) > self.num_decoder_layers else ""
-        return f"TitansCache: {read}\n{self.num_decoder_layers} layers, with a memory: {memories}{token_memory}"
+        token_memory = " and the token memory" if len(self.layers) > self.num_decoder_layers else ""
+        return f"TitansCache: {read}\nmemories of {self.num_decoder_layers} layers{token_memory}"
 
     def columns_to_reread(self) -> RecordedColumns | None:
         """Returns the columns kept by crop(), to be read again on the next call; None if there are none."""
@@ -209,8 +208,6 @@ class TitansCache(Cache):
             for reason in [reason for reason, holds in reasons.items() if holds]:
                 raise ValueError(f"A cache must have read something to be merged, but {name} {reason}.")
         _check_equal("`other` must be a cache of the same model, but", other.made_for, self.made_for)
-        if not any(layer.state.memory.weights for layer in self.layers):
-            raise ValueError("A cache must have a memory to be merged, but no layer of its model has one.")
         self._check_not_recording("merge()")
         for ours, theirs in zip(self.layers, other.layers, strict=True):
             ours.state = ours.state.merged(theirs.state, weight)

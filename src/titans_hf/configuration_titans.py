@@ -41,14 +41,6 @@ VARIANTS = ("mac", "mag", "mal", "lmm")
 WITH_ATTENTION = ("mac", "mag", "mal")
 WITH_WINDOW = ("mag", "mal")
 
-# The rotary types whose frequencies depend on no position, and the numbers that each needs.
-ROPE_TYPES = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
-}
-
 
 def setting(
     default: Any,
@@ -118,18 +110,12 @@ class TitansConfig(PreTrainedConfig):
             Tokens of a segment, the span of attention in MAC; a multiple of `memory_chunk_size`.
         num_persistent_tokens (`int`, defaults to 4):
             Learned tokens in front of every sequence, per layer (N_p, section 3.3); 0 for none.
-        persistent_distance (`int`, defaults to 0):
-            Tokens behind every query to which the keys of persistent tokens are rotated; 0 gives them no position.
-        attention_bias (`bool`, defaults to `False`): Adds biases to the four projections of attention.
-        qk_norm (`bool`, defaults to `False`): Normalises each head of queries and keys (RMSNorm), before rotation.
         rope_parameters (`dict`, *optional*):
-            `rope_theta` (10000), `partial_rotary_factor` (0.5, a share of a head) and `rope_type`: `"default"`,
-            `"linear"`, `"llama3"` or `"yarn"`, which change frequencies alone. No distance exceeds window or segment.
+            `rope_theta` (10000), `partial_rotary_factor` (0.5, a share of a head) and `rope_type`, `"default"`. No
+            distance exceeds window or segment.
 
         > Memory
 
-        memory_layers (`list[int]`, *optional*):
-            Layers of MAG and MAL with a memory, counted from 0; the others have attention alone. Default: all.
         memory_form (`str`, defaults to `"titans"`):
             Sets the defaults below. `"titans"`: a memory of two layers with momentum and stabilisers, the last layer by
             the delta rule. `"delta"`: a linear memory without momentum by the delta rule, with the same stabilisers,
@@ -243,13 +229,9 @@ class TitansConfig(PreTrainedConfig):
     sliding_window: int = setting(512, at_least=1, variants=WITH_WINDOW, state="shape", card="window")
     segment_length: int = setting(256, at_least=1, variants=("mac",), state="shape", card="segment")
     num_persistent_tokens: int = setting(4, at_least=0, state="shape", card="persistent tokens")
-    persistent_distance: int = setting(0, at_least=0, variants=WITH_ATTENTION)
-    attention_bias: bool = setting(False, variants=WITH_ATTENTION)
-    qk_norm: bool = setting(False, variants=WITH_ATTENTION)
     rope_parameters: dict | None = setting(None, variants=WITH_ATTENTION)
     attention_dropout: int | float = setting(0.0, at_least=0, at_most=1, variants=WITH_ATTENTION, state="none")
     # Memory
-    memory_layers: list[int] | None = setting(None, variants=WITH_WINDOW, state="shape")
     memory_form: Literal["titans", "delta", "paper"] = setting("titans", state="none")
     memory_depth: int | None = setting(
         None, at_least=1, derived=by_form(titans=2, delta=1, paper=2), state="shape", card="depth of the memory"
@@ -351,22 +333,15 @@ class TitansConfig(PreTrainedConfig):
     @property
     def layer_types(self) -> list[str]:
         """Transformers' name of each decoder layer's kind, by which its caches and tools tell models apart: attention
-        with a state of constant size, "hybrid" or over a window "hybrid_sliding"; that state alone, "linear_attention";
-        or a window alone, "sliding_attention".
+        with a state of constant size, "hybrid" or over a window "hybrid_sliding"; or the state alone.
         """
         of_variant = {"mac": "hybrid", "mag": "hybrid_sliding", "mal": "hybrid_sliding", "lmm": "linear_attention"}
-        with_memory, layers = of_variant[self.variant], range(self.num_hidden_layers)
-        return [with_memory if layer in self.layers_with_memory else "sliding_attention" for layer in layers]
+        return [of_variant[self.variant]] * self.num_hidden_layers
 
     @property
     def num_layers_with_state(self) -> int:
         """Number of layers of a cache: the decoder layers and the token memory."""
         return self.num_hidden_layers + (self.token_memory_features > 0)
-
-    @property
-    def layers_with_memory(self) -> list[int]:
-        """The decoder layers that have a memory."""
-        return list(range(self.num_hidden_layers)) if self.memory_layers is None else self.memory_layers
 
     @property
     def max_stable_lr(self) -> float:
@@ -442,19 +417,7 @@ class TitansConfig(PreTrainedConfig):
                 "`memory_update_rule` must be 'chunk' with `memory_network='residual'`, but is 'delta': the errors are "
                 "not linear in the last layer's weights."
             )
-        layers = self.layers_with_memory
-        if layers != sorted({*layers} & {*range(self.num_hidden_layers)}):
-            raise ValueError(
-                f"`memory_layers` must be None or rising numbers from 0 to {self.num_hidden_layers - 1}, but is "
-                f"{layers}."
-            )
-        if self.variant in ("mac", "lmm") and self.memory_layers is not None:
-            raise ValueError(
-                f"`memory_layers` must be None with variant={self.variant!r}, whose every layer needs its memory, but "
-                f"is {layers}."
-            )
-        if layers:
-            check_multiple("hidden_size", self.hidden_size, "memory_num_heads", self.memory_num_heads)
+        check_multiple("hidden_size", self.hidden_size, "memory_num_heads", self.memory_num_heads)
         if self.variant == "lmm":
             return
         check_multiple("num_attention_heads", self.num_attention_heads, "num_key_value_heads", self.num_key_value_heads)
@@ -463,7 +426,7 @@ class TitansConfig(PreTrainedConfig):
         self._check_rope_parameters()
 
     def _check_rope_parameters(self) -> None:
-        for name in ("rope_theta", "partial_rotary_factor", *ROPE_TYPES[self.rope_parameters["rope_type"]]):
+        for name in ("rope_theta", "partial_rotary_factor"):
             value = self.rope_parameters.get(name)
             if not isinstance(value, int | float) or not (value > 0 or name == "partial_rotary_factor"):
                 raise ValueError(f"`rope_parameters['{name}']` must be a number above 0, but is {value!r}.")
@@ -489,12 +452,12 @@ def _check_names(kwargs: Mapping[str, Any], names: Iterable[str]) -> None:
 
 
 def _rope_parameters(given: dict, partial_rotary_factor: float) -> dict:
-    """Returns `given` with the values that it lacks. Raises ValueError for a type that is not in ROPE_TYPES."""
+    """Returns `given` with the values that it lacks. Raises ValueError for another `rope_type` than "default"."""
     rope_type = given.get("rope_type", given.get("type", "default"))
-    if rope_type not in ROPE_TYPES:
+    if rope_type != "default":
         raise ValueError(
-            f"`rope_parameters['rope_type']` must be one of {', '.join(map(repr, ROPE_TYPES))}, but is {rope_type!r}: "
-            "distances never exceed a window or segment, so frequencies cannot depend on the length of a text."
+            f"`rope_parameters['rope_type']` must be 'default', but is {rope_type!r}: no distance exceeds a window or "
+            "a segment, so that no frequency needs to be scaled."
         )
     return {"rope_type": rope_type, "partial_rotary_factor": partial_rotary_factor, **given}
 

@@ -14,7 +14,7 @@ from .attention_titans import SegmentAttention, WindowAttention
 from .cache_layer import LayerState, WindowCache
 from .cache_titans import TitansCache
 from .configuration_titans import TitansConfig
-from .memory_state import MemoryState, map_tensors, where_rows
+from .memory_state import map_tensors, where_rows
 from .neural_memory import MemoryRecall, NeuralMemory, TitansRMSNorm
 from .surprise_titans import LayerSurprise, TokenUpdates
 from .token_grid import TokenGrid
@@ -106,7 +106,7 @@ class TitansMixer(SequenceMixer):
             self.persistent = nn.Parameter(persistent)
         else:  # an empty parameter gets no gradient, and DDP would wait for it; so it is a buffer
             self.register_buffer("persistent", persistent, persistent=False)
-        self.memory = NeuralMemory(config, layer_idx) if layer_idx in config.layers_with_memory else None
+        self.memory = NeuralMemory(config, layer_idx)
 
     def initial_state(self, batch_size: int, dtype: torch.dtype) -> LayerState:
         """Returns the state before the first token: after P, which precedes every sequence (x~ = P || x: eq. 26, 29).
@@ -306,33 +306,9 @@ class MACMixer(TitansMixer):
         return tuple(map(partial(where_rows, starts), state.memory.weights, before))
 
 
-class AttentionMixer(TitansMixer):
-    """Sliding-window attention with persistent tokens: a layer of MAG or MAL without a memory."""
-
-    def __init__(self, config: TitansConfig, layer_idx: int):
-        super().__init__(config, layer_idx)
-        self.attention = WindowAttention(config, layer_idx)
-
-    def initial_state(self, batch_size, dtype):
-        """Returns the state before the first token: keys and values alone, and the number of tokens read."""
-        kv_cache = self.attention.initial_kv_cache(self.persistent_rows(batch_size))
-        num_seen = torch.zeros(1, dtype=torch.int64, device=self.persistent.device)
-        no_inputs = self.persistent.new_zeros(1, 0, self.input_size)
-        state = LayerState(MemoryState((), (), (), num_seen), no_inputs, kv_cache)
-        return state.map(lambda x: x.expand(batch_size, *x.shape[1:]))
-
-    def mix(self, hidden_states, state, grid, **kwargs):
-        num_seen = state.memory.num_seen
-        attended = self.attention(hidden_states, state.kv_cache, num_seen, grid, **kwargs)
-        memory = MemoryState((), (), (), num_seen + grid.row_ends - grid.row_starts)
-        state = LayerState(memory, state.conv_state, attended.kv_cache)
-        return MixerOutput(attended.hidden_states, attended.weights, state, ())
-
-
 MIXERS = {"mac": MACMixer, "mag": MAGMixer, "mal": MALMixer, "lmm": LMMMixer}
 
 
 def make_mixer(config: TitansConfig, layer_idx: int) -> TitansMixer:
-    """Returns the mixer of a layer: its variant's, or attention alone where the layer has no memory."""
-    mixer = MIXERS[config.variant] if layer_idx in config.layers_with_memory else AttentionMixer
-    return mixer(config, layer_idx)
+    """Returns the mixer of a layer: its variant's."""
+    return MIXERS[config.variant](config, layer_idx)

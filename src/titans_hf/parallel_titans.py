@@ -17,21 +17,19 @@ def tensor_parallel_plan(config) -> dict[str, str]:
     """Returns the tensor parallel style of each module of a `TitansModel`."""
     mixer, mlp = "layers.*.mixer", "layers.*.mlp"
     plan, columns, rows, shared = {mixer: "titans_whole_heads"}, [], [], []
-    if config.layers_with_memory:
-        plan[f"{mixer}.memory.initial_weights"] = "titans_heads"
-        columns += [f"{mixer}.memory.{name}" for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "inner_lr")]
-        rows, shared = [f"{mixer}.memory.o_proj"], [f"{mixer}.memory.norm"]
-        for name, exists in (("momentum", config.memory_momentum), ("forget", config.memory_forget)):
-            columns += [f"{mixer}.memory.{name}"] * exists
-        if config.memory_conv_kernel > 1:
-            plan |= {f"{mixer}.memory.{part}_conv": "titans_heads" for part in "qkv"}
+    plan[f"{mixer}.memory.initial_weights"] = "titans_heads"
+    columns += [f"{mixer}.memory.{name}" for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "inner_lr")]
+    rows, shared = [f"{mixer}.memory.o_proj"], [f"{mixer}.memory.norm"]
+    for name, exists in (("momentum", config.memory_momentum), ("forget", config.memory_forget)):
+        columns += [f"{mixer}.memory.{name}"] * exists
+    if config.memory_conv_kernel > 1:
+        plan |= {f"{mixer}.memory.{part}_conv": "titans_heads" for part in "qkv"}
     if config.variant == "mac":
         columns, rows = [*columns, f"{mixer}.recall.q_proj"], [*rows, f"{mixer}.recall.o_proj"]
         shared.append(f"{mixer}.recall.norm")
     if config.variant != "lmm":
         columns += [f"{mixer}.attention.{name}" for name in ("q_proj", "k_proj", "v_proj")]
         rows.append(f"{mixer}.attention.o_proj")
-        shared += [f"{mixer}.attention.{name}" for name in ("q_norm", "k_norm")] * config.qk_norm
     columns += [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
     rows.append(f"{mlp}.down_proj")
     styles = (("colwise", columns), ("rowwise", rows), ("titans_shared_by_heads", shared))
@@ -42,8 +40,7 @@ class WholeHeads(TensorParallelLayer):
     """Raises ValueError unless the numbers of heads of a mixer are multiples of the number of ranks."""
 
     def install_forward(self, module, mesh):
-        names = ["memory_num_heads"] * (module.memory is not None)
-        names += ["num_key_value_heads"] * (module.config.variant != "lmm")
+        names = ["memory_num_heads"] + ["num_key_value_heads"] * (module.config.variant != "lmm")
         for name in names:
             if (heads := getattr(module.config, name)) % mesh.size():
                 raise ValueError(f"`{name}` ({heads}) must be a multiple of the tensor parallel size ({mesh.size()}).")

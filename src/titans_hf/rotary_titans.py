@@ -6,26 +6,21 @@ position 5 million as at position 5.
 
 import torch
 from torch import Tensor
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .configuration_titans import TitansConfig
 
 
-def rotary_factors(config: TitansConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
+def rotary_factors(config: TitansConfig, positions: Tensor, dtype: torch.dtype) -> Tensor:
     """Computes cos and sin (2, ..., 1, rotary_dim) of the rotary angles at `positions` (...) int64, the same for all
-    heads, in float32 at least. Returns them and the factor that both have been multiplied by.
+    heads, in float32 at least.
     """
     precise, device = torch.promote_types(dtype, torch.float32), positions.device
-    size, rope = config.rotary_dim, config.rope_parameters
-    if rope["rope_type"] == "default":
-        frequencies = rope["rope_theta"] ** -(torch.arange(0, size, 2, device=device, dtype=precise) / size)
-        scale = 1.0
-    else:
-        frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device)
+    size, base = config.rotary_dim, config.rope_parameters["rope_theta"]
+    frequencies = base ** -(torch.arange(0, size, 2, device=device, dtype=precise) / size)
     exact = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
     angles = positions[..., None].to(exact) * frequencies.to(exact)
     angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
-    return (torch.stack([angles.cos(), angles.sin()]) * scale).to(precise), scale
+    return torch.stack([angles.cos(), angles.sin()]).to(precise)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

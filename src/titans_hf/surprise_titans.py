@@ -26,7 +26,7 @@ class LayerSurprise:
     each, persistent tokens excluded.
 
     The properties are computed when they are read; they carry no gradient and are 0 at padding. With
-    `memory_gates="layer"`, a gate is the mean over the layers of the network. In a layer without a memory, H is 0.
+    `memory_gates="layer"`, a gate is the mean over the layers of the network.
 
     parts: for each call, the updates (in MAC one per segment, in order) and the grid that its tokens are on.
     """

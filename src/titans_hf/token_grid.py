@@ -54,8 +54,8 @@ class TokenGrid:
     is_padding: (B,) bool, in a call of one column, True in rows where it is padding; None without padding.
     needs_surprise: True if the call returns the surprise of its tokens.
     learns: False if the memory is read with these tokens, but not updated.
-    rotary: cos and sin (2, R or 1, G, 1, rotary_dim) at each slot's position in its document, multiplied by
-    rotary_scale; None where no attention needs them.
+    rotary: cos and sin (2, R or 1, G, 1, rotary_dim) at each slot's position in its document; None where no
+    attention needs them.
     full_window: True if the cache of a window has its full length after the call, whatever the number of columns read.
     """
 
@@ -69,7 +69,6 @@ class TokenGrid:
     needs_surprise: bool = False
     learns: bool = True
     rotary: Tensor | None = None
-    rotary_scale: float = 1.0
     full_window: bool = False
 
     @classmethod

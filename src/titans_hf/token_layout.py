@@ -88,8 +88,8 @@ class TokenLayout(NamedTuple):
         def with_rotary(grid: TokenGrid, num_seen: Tensor) -> TokenGrid:
             if config.variant not in WITH_WINDOW:  # rotated by the slots of a segment, or not at all
                 return grid
-            rotary, scale = rotary_factors(config, grid.positions(num_seen), inputs_embeds.dtype)
-            return replace(grid, rotary=rotary, rotary_scale=scale, full_window=compiled)
+            rotary = rotary_factors(config, grid.positions(num_seen), inputs_embeds.dtype)
+            return replace(grid, rotary=rotary, full_window=compiled)
 
         if num_seen is None and to_reread is None and columns.are_tokens:
             grid = TokenGrid.identity(batch_size, num_tokens, device, learns)

@@ -17,13 +17,7 @@ NUM_SLOW = (
 )
 CHANGES = {"": {}, "+delta": FORMS["delta"]}
 CHANGES |= {"+token memory": FORMS["token memory"]}
-CHANGES |= {"+memory in one layer": dict(memory_layers=[1]), "+no memory": dict(memory_layers=[])}
-PROGRAMS = [
-    (variant, changes)
-    for variant in VARIANTS
-    for changes in CHANGES
-    if variant in ("mag", "mal") or "memory_layers" not in CHANGES[changes]
-]
+PROGRAMS = [(variant, changes) for variant in VARIANTS for changes in CHANGES]
 
 
 class Program:

@@ -56,21 +56,6 @@ FORMS = {
     "token memory": dict(token_memory_features=24, tie_word_embeddings=True),
 }
 
-# The forms of attention.
-SCALED = {"partial_rotary_factor": 1.0, "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
-ATTENTION_FORMS = {
-    "biases": dict(attention_bias=True),
-    "normalised queries and keys": dict(qk_norm=True),
-    "persistent tokens at a distance": dict(persistent_distance=5),
-    "linear rotary": dict(persistent_distance=3, rope_parameters={**SCALED, "rope_type": "linear"}),
-    "llama3 rotary": dict(
-        persistent_distance=3,
-        rope_parameters={**SCALED, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    ),
-    "yarn rotary": dict(persistent_distance=3, rope_parameters={**SCALED, "rope_type": "yarn"}),
-    "no memory": dict(memory_layers=[]),
-    "memory in one layer": dict(memory_layers=[1], num_hidden_layers=2),
-}
 # Files of the package that travel with no checkpoint: the references, and those that make a model.
 STAY = {f"{name}.py" for name in ("__init__", "__main__", "memory_listing", "memory_reference")}
 
@@ -117,16 +102,14 @@ def each_variant(changes: dict[str, dict]) -> list:
     turn. A change of the memory alone, whose code the variants share, has one variant, in turn.
     """
     shared_by_all = {name for name in TitansConfig.__annotations__ if name.startswith("memory_")}
-    shared_by_all -= {"memory_chunk_size", "memory_residual", "memory_layers"}
-    of_attention = {"attention_bias", "qk_norm", "persistent_distance", "rope_parameters"}
-    without_attention = {"sliding_window", "segment_length", "num_key_value_heads", "memory_residual", *of_attention}
+    shared_by_all -= {"memory_chunk_size", "memory_residual"}
+    without_attention = {"sliding_window", "segment_length", "num_key_value_heads", "memory_residual"}
+    without_attention |= {"rope_parameters"}
     meaningless = {"mac": {"sliding_window"}, "lmm": without_attention}
     turns, windows, parameters = itertools.cycle(VARIANTS), itertools.cycle(["mag", "mal"]), []
     for name, change in changes.items():
         affected = [v for v in VARIANTS if not change or change.keys() - meaningless.get(v, {"segment_length"})]
-        if "memory_layers" in change:
-            affected = ["mag", "mal"]
-        elif change and change.keys() <= shared_by_all:
+        if change and change.keys() <= shared_by_all:
             affected = [next(turns)]
         elif change and "mal" in affected:
             affected.remove(next(windows))

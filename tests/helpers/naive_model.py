@@ -5,7 +5,6 @@ Uses the weights of a TitansForCausalLM and shares no code with it except the au
 
 import torch
 from torch.nn.functional import gelu, layer_norm, silu
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from titans_hf import MemoryInputs, MemoryState, UpdateRule
 from titans_hf.memory_reference import memorize_reference
@@ -22,21 +21,18 @@ def l2_normalize(x):
 
 
 def rotary_frequencies(config):
-    """Returns the angle of one position for each pair of entries, and the factor of cosines and sines."""
-    rope, dims = config.rope_parameters, config.rotary_dim
-    if rope["rope_type"] == "default":
-        return [rope["rope_theta"] ** (-2 * i / dims) for i in range(dims // 2)], 1.0
-    frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
-    return frequencies.tolist(), scale
+    """Returns the angle of one position for each pair of entries."""
+    dims = config.rotary_dim
+    return [config.rope_parameters["rope_theta"] ** (-2 * i / dims) for i in range(dims // 2)]
 
 
 def rotary(x, positions, config):
     """Rotates entries i and i + dims / 2 of x (N, h, D) by position times the i-th frequency."""
-    frequencies, scale = rotary_frequencies(config)
+    frequencies = rotary_frequencies(config)
     x, half = x.clone(), len(frequencies)
     for i, frequency in enumerate(frequencies):
         angle = positions.double() * frequency
-        cos, sin = scale * angle.cos()[:, None], scale * angle.sin()[:, None]
+        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
         a, b = x[..., i].clone(), x[..., i + half].clone()
         x[..., i], x[..., i + half] = a * cos - b * sin, b * cos + a * sin
     return x
@@ -107,19 +103,15 @@ def attend(attention, config, queries, keys, positions, mask, persistent):
     """
     c, groups = config, config.num_attention_heads // config.num_key_value_heads
 
-    def heads(proj, x, norm=None):
-        y = (x @ proj.weight.T + (0 if proj.bias is None else proj.bias)).unflatten(-1, (-1, c.head_dim))
-        return y if norm is None else rms_norm(y, norm.weight, c.rms_norm_eps)
+    def heads(proj, x):
+        return (x @ proj.weight.T).unflatten(-1, (-1, c.head_dim))
 
-    plain = heads(attention.q_proj, queries, attention.q_norm)
+    plain = heads(attention.q_proj, queries)
     q = rotary(plain, positions[0], c)
     everything = torch.cat([persistent, keys])
-    k, v = heads(attention.k_proj, everything, attention.k_norm), heads(attention.v_proj, everything)
+    k, v = heads(attention.k_proj, everything), heads(attention.v_proj, everything)
     first, k = k.split([len(persistent), len(keys)])
     k, met = rotary(k, positions[1], c), c.rotary_dim % c.head_dim  # P: entries without a position, or all as plain
-    if c.persistent_distance:  # as if every query stood at that position, and P at 0
-        plain, met = rotary(plain, torch.full((len(queries),), c.persistent_distance), c), 0
-        first = rotary(first, torch.zeros(len(first)), c)
     mask = torch.cat([torch.ones(len(queries), len(persistent), dtype=torch.bool), mask], 1)
     outputs, weights = [], []
     for head in range(c.num_attention_heads):
@@ -127,8 +119,7 @@ def attend(attention, config, queries, keys, positions, mask, persistent):
         scores = torch.cat([of_persistent, q[:, head] @ k[:, head // groups].T], 1) / c.head_dim**0.5
         weights.append(scores.masked_fill(~mask, -torch.inf).softmax(-1))
         outputs.append(weights[-1] @ v[:, head // groups])
-    output = torch.cat(outputs, -1) @ attention.o_proj.weight.T
-    return output if attention.o_proj.bias is None else output + attention.o_proj.bias, torch.stack(weights)
+    return torch.cat(outputs, -1) @ attention.o_proj.weight.T, torch.stack(weights)
 
 
 def window_attention(attention, config, x, persistent):
@@ -254,10 +245,7 @@ def naive_forward(model, ids, mixers=MIXERS):
     weights = []
     for layer in model.model.layers:
         normed = rms_norm(x, layer.mixer_norm.weight, eps)
-        if layer.mixer.memory is None:
-            mixed, attention = window_attention(layer.mixer.attention, config, normed, layer.mixer.persistent)
-        else:
-            mixed, attention = mixers[config.variant](layer.mixer, config, normed)
+        mixed, attention = mixers[config.variant](layer.mixer, config, normed)
         x, mlp = x + mixed, layer.mlp
         normed = rms_norm(x, layer.mlp_norm.weight, eps)
         up = silu(normed @ mlp.gate_proj.weight.T) * (normed @ mlp.up_proj.weight.T)

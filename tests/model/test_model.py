@@ -3,7 +3,6 @@
 import pytest
 import torch
 from common import (
-    ATTENTION_FORMS,
     ATTENTIONS,
     FORMS,
     VARIANTS,
@@ -20,7 +19,6 @@ from covering import covering
 
 CHANGES = {
     **FORMS,
-    **ATTENTION_FORMS,
     "chunk is segment": dict(memory_chunk_size=8),
     "three chunks a segment": dict(segment_length=12),
     "chunk of one": dict(memory_chunk_size=1),

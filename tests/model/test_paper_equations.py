@@ -5,7 +5,6 @@ the paper, in `paper_model.py`.
 import pytest
 import torch
 from common import (
-    ATTENTION_FORMS,
     FORMS,
     PAPER,
     VARIANTS,
@@ -34,7 +33,6 @@ CHANGES = {
     "plain loss": dict(memory_error_clip=None, memory_max_lr=0.05),
     "tight clip": dict(memory_error_clip=0.3),
     **FORMS,
-    **ATTENTION_FORMS,
     "chunk is segment": dict(memory_chunk_size=8),
     "chunk of one": dict(memory_chunk_size=1),
     "window of one": dict(sliding_window=1),

@@ -58,7 +58,7 @@ def test_positions_of_millions(dtype, tolerance):
     """Keys are rotated to their position in the text: from position 5,000,001 on, logits are those from position 1
     on.
     """
-    changes = dict(memory_layers=[], persistent_distance=3, rope_parameters={"partial_rotary_factor": 1.0})
+    changes = dict(memory_max_lr=0, rope_parameters={"partial_rotary_factor": 1.0})
     model, ids = make_model("mag", dtype=dtype, **changes), make_ids(1, 80)
     expected = full_logits(model, ids)[:, 40:]
     for sizes in ([79], [1] * 79):

@@ -211,8 +211,6 @@ def main(argv: list[str] | None = None) -> None:
     check_folder(args.output, "--output")
     text = read_text(args.text)
     model, tokenizer = load_titans(args.model, args.device)
-    if not model.config.layers_with_memory:
-        raise ValueError(f"{args.model} has no memory in its layers, whose surprise could be drawn")
     ids, spans = tokenize(tokenizer, text)
     if not 0 < len(ids) <= args.max_tokens:
         raise ValueError(f"TEXT {args.text} has {len(ids)} tokens; it may have 1 to {args.max_tokens} (--max_tokens)")
