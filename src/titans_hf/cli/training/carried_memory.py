@@ -15,7 +15,7 @@ from torch.serialization import safe_globals
 from transformers import PreTrainedConfig, TrainingArguments
 
 from titans_hf import TitansCache
-from titans_hf.cache_layer import EntryRing, KeyValueCache, LayerState, TokenEntries, WindowCache
+from titans_hf.cache_layer import KeyValueCache, LayerState, WindowCache
 from titans_hf.cache_titans import TitansCacheLayer
 from titans_hf.cli.training.arguments import RunArguments
 from titans_hf.cli.training.data import PackedBlocks, pad_rows
@@ -24,7 +24,7 @@ from titans_hf.memory_state import MemoryState
 
 IGNORED = -100
 # The classes that a file of a carried memory may hold.
-PARTS_OF_A_CACHE = [TitansCacheLayer, LayerState, MemoryState, KeyValueCache, WindowCache, EntryRing, TokenEntries]
+PARTS_OF_A_CACHE = [TitansCacheLayer, LayerState, MemoryState, KeyValueCache, WindowCache]
 
 
 class ContiguousBatches(torch.utils.data.Dataset):
