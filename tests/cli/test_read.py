@@ -1,7 +1,6 @@
 """titans-hf read: a memory of all texts, whatever the blocks, and nothing lost by an interruption."""
 
 import io
-import json
 import os
 import re
 import runpy
@@ -27,7 +26,7 @@ from reading_runs import (
     run_read,
     whole_text,
 )
-from tiny_run import LLAMA, SCRIPT
+from tiny_run import SCRIPT
 
 from titans_hf import cache_files, cache_titans
 from titans_hf.cache_files import read_description
@@ -270,11 +269,7 @@ def test_bad_input_to_read(change, message, paths, monkeypatch):
     assert not paths.memory.exists()
 
 
-def test_what_has_no_memory_is_refused(paths):
-    """A folder without a checkpoint, or a model without a memory, raises an error at once."""
+def test_what_is_no_checkpoint_is_refused(paths):
+    """A folder without a checkpoint raises an error at once."""
     with pytest.raises(ValueError, match="is not a checkpoint"):
         run_read(SimpleNamespace(model=str(paths.texts), memory=paths.memory), paths.texts)
-    config = Path(paths.model) / "config.json"
-    config.write_text(json.dumps(LLAMA))
-    with pytest.raises(ValueError, match="is a llama model, which has no memory"):
-        run_read(paths, paths.texts)

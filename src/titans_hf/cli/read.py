@@ -25,11 +25,10 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from titans_hf.cache_files import DESCRIPTION
-from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
+from titans_hf.cli.shared.argument_checks import add_model_options, check_folder, check_minimums
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.memories import (
     AnyCache,
-    add_model_options,
     fingerprint,
     load_cache,
     load_with_memory,

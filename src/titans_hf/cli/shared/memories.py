@@ -14,17 +14,6 @@ from titans_hf.remember import MemoryCache, memory_files, remember
 AnyCache = TitansCache | MemoryCache
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Adds MODEL, --adapter, --window and --device to a command that reads with a memory."""
-    text = "a Titans, any causal language model, or an adapter of `titans-hf fit`: a folder or a name on the Hub"
-    parser.add_argument("model", metavar="MODEL", help=text)
-    parser.add_argument("--adapter", help="for a MODEL that is no Titans: the fitted memory, a folder or a name")
-    parser.add_argument(
-        "--window", type=int, help="for a MODEL that is no Titans: tokens of attention (default: all, or the adapter's)"
-    )
-    parser.add_argument("--device", help="cpu, cuda, ... (default: the GPU if there is one)")
-
-
 def load_with_memory(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads the model that the options of `add_model_options` name, with a memory, and its tokenizer.
 
