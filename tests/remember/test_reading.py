@@ -432,3 +432,26 @@ def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         remember(model, **arguments)
     assert not hasattr(model, "memory") and model.config._attn_implementation == "sdpa"
+
+
+def test_crafted_files(model, tmp_path):
+    """Tensors that no cache has, under right checksums, are one ValueError that names the folder, not a later fault."""
+    cache = MemoryCache(model)
+    with torch.no_grad():
+        model(TOKENS[:2, :45], cache=cache)
+    changes = {
+        "fewer columns": lambda x: setattr(x.layers[0], "keys", x.layers[0].keys[..., 1:, :]),
+        "other heads": lambda x: setattr(x.layers[1], "values", x.layers[1].values[:, :1]),
+        "one row": lambda x: setattr(x.layers[1], "values", x.layers[1].values[:1]),
+        "no layer": lambda x: setattr(x.layers[2], "is_initialized", False),
+        "a token beyond the vocabulary": lambda x: x.state.update({"chunk.ids": x.state["chunk.ids"] + 53}),
+        "another dtype": lambda x: x.state.update({"list.keys": x.state["list.keys"].int()}),
+        "negative counts": lambda x: setattr(x, "seen", x.seen - 100),
+        "no steps": lambda x: setattr(x, "steps", x.steps[:1]),
+    }
+    for name, change in changes.items():
+        crafted = copy.copy(cache)
+        change(crafted)
+        crafted.save_pretrained(tmp_path / name.replace(" ", "-"), model)
+        with pytest.raises(ValueError, match="cannot be loaded"):
+            MemoryCache.from_pretrained(tmp_path / name.replace(" ", "-"), model)

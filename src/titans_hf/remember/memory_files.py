@@ -59,9 +59,14 @@ def load(
             if name in TOKENS:
                 _check_range(name, new, -1 if x.dtype == torch.int32 else 0, size)
             cache.state[name] = new.to(device)
+        forms = layer_tensors(_of_one_token(model, device)) if rows and int(cache.seen.max()) else {}
+        if missing := forms.keys() - tensors.keys():
+            raise ValueError(f"it lacks the tensor {min(missing)}")
         for index, layer in enumerate(cache.layers):
             own = {x: tensors.pop(x) for x in [*tensors] if x.startswith(f"{index}.")}
-            _fill(layer, {x.removeprefix(f"{index}."): y.to(device) for x, y in own.items()}, rows)
+            for name, x in own.items():
+                _check_like(name, x, forms[name.replace(".start.", ".")], layer, cache.seen)
+            _fill(layer, {x.removeprefix(f"{index}."): y.to(device) for x, y in own.items()})
         if tensors:
             raise ValueError(f"it has the tensor {min(tensors)}, which no layer has")
     return cache
@@ -108,12 +113,29 @@ def layer_tensors(cache: "MemoryCache") -> dict[str, Tensor]:
     return found
 
 
-def _fill(layer, tensors: dict[str, Tensor], rows: int) -> None:
+@torch.no_grad()
+def _of_one_token(model: PreTrainedModel, device: torch.device) -> "MemoryCache":
+    """Returns a cache that has read one token without the memory: the form of what any cache holds."""
+    from . import reading
+    from .memory_cache import MemoryCache
+
+    cache = MemoryCache(model)
+    cache.begin(model, 1, device)
+    reading.call(model, cache, torch.full((1, 1), model.memory.first_token, device=device), None, {})
+    return cache
+
+
+def _check_like(name: str, x: Tensor, form: Tensor, layer, seen: Tensor) -> None:
+    """Raises ValueError for a tensor of a layer that is not of a form of one row and one token."""
+    wanted = [len(seen), *form.shape[1:]]
+    if name.endswith(KEYS):  # the columns of all tokens that are kept, at least those that were read
+        most = int(seen.max()) if layer.window is None else layer.window - 1 + layer.extra
+        wanted[-2] = min(max(x.shape[-2] if x.dim() == 4 else 0, min(most, int(seen.max()))), most)
+    _check(name, x, torch.Size(wanted), (form.dtype, torch.bfloat16, torch.float16))  # the dtype of a call's autocast
+
+
+def _fill(layer, tensors: dict[str, Tensor]) -> None:
     """Gives a new layer the tensors of a file."""
-    for name, x in tensors.items():
-        if not x.is_floating_point() or x.dim() < 2 or len(x) != rows:
-            raise ValueError(f"{name} has the shape {tuple(x.shape)} and the dtype {x.dtype}, for {rows} rows")
-        _check(name, x, x.shape, (x.dtype,))
     if isinstance(layer, KeyValueLayer) and KEYS[0] in tensors:
         layer.keys, layer.values = (tensors.pop(x) for x in KEYS)
         layer.is_initialized = True
