@@ -155,7 +155,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--adapter", type=Path, help="a fitted memory, for readers of titans_hf.remember")
     parser.add_argument("--rate", type=float, help="of sgd (5e-3) or rms (5e-5)")
     parser.add_argument("--decay", type=float, default=0.01, help="of rms: to the weights at the start")
-    parser.add_argument("--seed", type=int, default=0, help="of the facts")
+    parser.add_argument("--seed", type=int, default=0, help="of the facts; with --task loss, of the adapter's fit")
     parser.add_argument("--output", type=Path, required=True, help="a file of JSON lines, to which lines are added")
     parser.add_argument("--plot", type=Path, help="a file for the picture of gain against bytes")
     args = parser.parse_args(argv)

@@ -31,7 +31,9 @@ def group(records: list[Record], task: str) -> dict[tuple[str, int], dict[str, d
     for record in records:
         run = record["run"]
         if run["task"] == task:
-            groups[run["data"], run["window"]][run["method"]][f"{run['text']} {run['seed']}"] = record
+            loss = task == "loss"  # a seed is of the fit there, and of the questions with facts
+            method = f"{run['method']}, fit {run['seed']}" if loss and run["seed"] else run["method"]
+            groups[run["data"], run["window"]][method][run["text"] if loss else f"{run['text']} {run['seed']}"] = record
     return groups
 
 
