@@ -1,14 +1,16 @@
 """titans-hf read: a memory of all texts, whatever the blocks, and nothing lost by an interruption."""
 
 import io
+import math
 import os
 import re
-import runpy
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +26,7 @@ from reading_runs import (
     ids_of,
     load,
     run_read,
+    stop_reading_at,
     whole_text,
 )
 from tiny_run import SCRIPT
@@ -44,56 +47,84 @@ def small_blocks(block: int, monkeypatch) -> None:
         monkeypatch.setattr(text_ids, "OVERLAP", 20)
 
 
-def test_weights_that_were_cut_off_are_named(paths):
-    """A checkpoint whose weights were cut off raises an error that names it."""
-    weights = Path(paths.model) / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(ValueError, match=f"MODEL {paths.model} has damaged weights"):
-        run_read(paths, paths.texts)
-
-
 @pytest.mark.parametrize("block", [1, 7, read.BLOCK])
 def test_reading_a_folder(block, paths, monkeypatch):
-    """Reading a folder gives the memory of its joined texts, for any block size."""
-    small_blocks(block, monkeypatch)
-    run_read(paths, paths.texts)
-    assert_has_read(paths, whole_text(paths))
-
-
-def test_read_and_train_take_the_same_files(paths, capsys):
-    """`titans-hf read` takes the files of a folder that `titans-hf train` takes, and both say which ones they left. If
-    they differed, a model would be asked about notes that its memory has never read.
+    r"""Reading a folder gives the memory of its joined texts, for any block size. `</s>` in a file has the ids that
+    training gives it, line ends \r\n and \r are read as \n, also across blocks, and a byte order mark is no text.
     """
-    (paths.texts / "notes.md").write_text("notes")
+    small_blocks(block, monkeypatch)
+    (paths.texts / "a.txt").write_bytes(f"{SPECIAL}eins\r\nzwei\r\n\r\ndrei\rvier\r".encode("utf-8-sig"))
+    run_read(paths, paths.texts)
+    rest = [(paths.texts / f"{name}.txt").read_text() for name in "bc"]
+    assert_has_read(paths, "\n".join([f"{SPECIAL}eins\nzwei\n\ndrei\nvier\n", *rest]))
+    assert byte_tokenizer().eos_token_id not in ids_of(SPECIAL)[0]
+
+
+def test_commands_read_the_same_texts(paths, capsys):
+    """`titans-hf read` takes the files of a folder that `titans-hf train` takes, with the same texts, and both say what
+    they left out. If they differed, a model would be asked about notes that its memory has never read.
+    """
+    (paths.texts / "notes.md").write_bytes("eins\r\nzwei\r\n\r\ndrei\r".encode("utf-8-sig"))
     for name in ("README.md", "code.py"):
         (paths.texts / name).write_text("not a text")
     taken = read.list_texts([str(paths.texts)], read.TEXT_SUFFIXES)
-    said, _, option = capsys.readouterr().err.partition(" (--suffixes sets which endings are read)")
-    said += option
+    said = capsys.readouterr().err.replace(" (--suffixes sets which endings are read)", "")
     assert said.endswith("(.md, .txt); left out: README.md, code.py\n")
     assert [path.name for path in read.list_texts([str(paths.texts)], [".py"])] == ["code.py"]
     capsys.readouterr()
     documents = load_splits(str(paths.texts), "--train_data", "train")["train"]["text"]
-    assert [path.read_text() for path in taken] == documents[:] and paths.texts / "notes.md" in taken
     assert capsys.readouterr().out == said
-
-
-def test_reading_standard_input(paths, monkeypatch):
-    """Reading files and standard input gives the memory of the joined text."""
-    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(TEXT.encode())))
-    run_read(paths, paths.texts / "a.txt", "-")
-    assert_has_read(paths, (paths.texts / "a.txt").read_text() + "\n" + TEXT)
+    assert documents[:] == [text_files.read_text(path, "TEXT") for path in taken]
+    assert documents[-1] == surprise.read_text(str(taken[-1])) == "eins\nzwei\n\ndrei\n"
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="a pipe with a name")
-def test_reading_a_pipe(paths):
-    """A pipe with a name, as <(zcat book.gz) makes, is read like a file."""
+def test_pipes_and_standard_input(paths, monkeypatch, capsys):
+    """A pipe with a name, as <(zcat book.gz) makes, and standard input are read like files. A text that is repeated
+    there is not read again.
+    """
     os.mkfifo(paths.texts / "pipe")
-    writer = threading.Thread(target=(paths.texts / "pipe").write_text, args=[TEXT])
-    writer.start()
-    run_read(paths, paths.texts / "pipe")
-    writer.join()
-    assert_has_read(paths, TEXT)
+    for said in ("", "All of TEXT had been read already"):
+        monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(TEXT.encode())))
+        writer = threading.Thread(target=(paths.texts / "pipe").write_text, args=["Ein Rohr."])
+        writer.start()
+        run_read(paths, paths.texts / "pipe", "-", append=True)
+        writer.join()
+        assert_has_read(paths, f"Ein Rohr.\n{TEXT}")
+        text = capsys.readouterr().err
+        assert said in text and ("already" in text) == bool(said)
+
+
+SHORT = {"a": "one two three " * 9, "b": "four five " * 5, "c": "six seven eight " * 20}
+SHORT |= {"longer": f"{SHORT['a']} and more", "other": f"{SHORT['a'][:-9]} and other"}
+
+
+@in_one_test(
+    "commands,expected",
+    [
+        (["a", "a b", "a b c"], "{a}\n{b}\n{c}"),
+        (["a b c!", "a b c"], "{a}\n{b}\n{c}"),
+        (["a b", "+a", "a"], "{a}\n{b}{a}"),
+        (["a", "+c!", "+c"], "{a}{c}"),
+        (["a", "+c", "+c", "c c"], "{a}{c}\n{c}"),
+        (["+a", "+longer", "+other", "+a"], "{a}{longer}{other}{a}"),
+        (["a", "+c!", "+b"], "{a}{c:.160}{b}"),
+        (["a", "a c!", "+b"], "{a}\n{c:.31}{b}"),
+    ],
+)
+def test_every_text_is_read_once(commands, expected, paths, monkeypatch):
+    """Whatever texts a command adds, appends (+) or repeats, also interrupted (!), the memory has read each text once
+    and in order. An interrupted command has saved whole pieces.
+    """
+    for name, text in SHORT.items():
+        (paths.texts / f"{name}.txt").write_text(text)
+    shutil.rmtree(paths.memory, ignore_errors=True)
+    for command in commands:
+        texts, options = [paths.texts / f"{x}.txt" for x in command.strip("+!").split()], {"append": True}
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) if command[-1] == "!" else nullcontext():
+            stop_reading_at(190 if command[-1] == "!" else math.inf, patch)
+            run_read(paths, *texts, **options if command[0] == "+" else {})
+    assert_has_read(paths, expected.format(**SHORT))
 
 
 def test_a_killed_reading_goes_on(paths):
@@ -155,24 +186,20 @@ def test_the_weights_are_hashed_once(paths, monkeypatch):
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("append", [False, True])
-def test_two_readings_of_one_memory_lose_nothing(append, paths, monkeypatch):
+def test_two_readings_of_one_memory_lose_nothing(paths, monkeypatch):
     """Of two commands that read into one folder, the one that saves later finds the other's memory and leaves it."""
-    a, b, c = (paths.texts / f"{name}.txt" for name in "abc")
-    options, read_on, others = {"append": True} if append else {}, read.Reading.read, [b]
-    if append:
-        run_read(paths, a)
+    b, c = (paths.texts / f"{name}.txt" for name in "bc")
+    read_on, others = read.Reading.read, [b]
 
     def read_beside(reading):
         while others:
-            run_read(paths, others.pop(), **options)
+            run_read(paths, others.pop())
         return read_on(reading)
 
     monkeypatch.setattr(read.Reading, "read", read_beside)
-    with pytest.raises(ValueError, match=f"another process .* kept in {paths.memory}-") as error:
-        run_read(paths, c, **options)
-    assert_has_read(paths, a.read_text() + b.read_text() if append else b.read_text())
-    assert load(paths, Path(str(error.value).rpartition(" ")[2])).num_tokens_seen.item() > 0
+    with pytest.raises(ValueError, match=f"another process .* kept in {paths.memory}-"):
+        run_read(paths, c)
+    assert_has_read(paths, b.read_text())
 
 
 @in_one_test("reading", [5, {}, {"tokens": "5"}, {"tokens": 5, "sha256": "0", "finished": None}])
@@ -183,28 +210,6 @@ def test_a_reading_that_cannot_have_been(reading, paths):
     cache.save_pretrained(paths.memory, paths.net)
     with pytest.raises(ValueError, match="its reading is"):
         run_read(paths, paths.texts)
-
-
-@pytest.mark.parametrize("block", [1, 7, read.BLOCK])
-def test_special_tokens_in_a_text_are_text(block, paths, monkeypatch):
-    """`</s>` in a file has the ids that training gives it."""
-    small_blocks(block, monkeypatch)
-    (paths.texts / "a.txt").write_text(SPECIAL)
-    run_read(paths, paths.texts / "a.txt")
-    assert_has_read(paths, SPECIAL)
-    assert byte_tokenizer().eos_token_id not in ids_of(SPECIAL)[0]
-
-
-@pytest.mark.parametrize("block", [1, 7, read.BLOCK])
-def test_line_ends_are_those_of_training(block, paths, monkeypatch):
-    r"""Line ends \r\n and \r are read as \n, as in training, also across blocks, and a byte order mark is no text."""
-    small_blocks(block, monkeypatch)
-    file, text = paths.texts / "a.txt", "eins\nzwei\n\ndrei\nvier\n"
-    file.write_bytes("eins\r\nzwei\r\n\r\ndrei\rvier\r".encode("utf-8-sig"))
-    run_read(paths, file)
-    assert_has_read(paths, text)
-    (trained_on,) = load_splits(str(file), "--train_data", "train")["train"]["text"]
-    assert trained_on == surprise.read_text(str(file)) == text_files.read_text(file, "--text") == text
 
 
 def test_other_texts_are_refused(paths):
@@ -220,56 +225,18 @@ def test_other_texts_are_refused(paths):
         run_read(paths, a)
 
 
-def test_a_folder_whose_name_ends_in_txt_is_no_text(paths):
-    """A folder x.txt is read as a folder."""
-    expected_text = whole_text(paths)
-    (paths.texts / "b1.txt").mkdir()
-    run_read(paths, paths.texts)
-    assert_has_read(paths, expected_text)
-    with pytest.raises(ValueError, match=r"TEXT .*b1.txt holds no .txt or .md files"):
-        run_read(paths, paths.texts / "b1.txt")
-    (paths.texts / "b1.txt" / "d.txt").write_text("Ende")
-    run_read(paths, paths.texts / "b1.txt", append=True)
-    assert read_description(paths.memory)["tokens_seen"] == [len(ids_of(expected_text)[0]) + 4]
-
-
-@in_one_test("script", ["read.py", "ask.py", "surprise.py"])
-def test_an_error_is_one_line(script, paths, monkeypatch, capsys):
-    """A script's error is one line that names the script."""
-    options = {"read.py": ["missing.txt", "--memory", "m"], "surprise.py": ["missing.txt", "--output", "o"]}
-    file = str(SCRIPT.with_name(script))
-    monkeypatch.setattr(sys, "argv", [file, paths.model, *options.get(script, ["--memory", "missing"])])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(file, run_name="__main__")
-    assert ended.value.code == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]  # others are of a progress bar
-    assert line.startswith(f"{script}: error: ") and "missing" in line
-
-
 @in_one_test(
-    "change,message",
+    "name,content,message",
     [
-        (lambda paths: [str(paths.texts / "d.txt")], r"TEXT .*d.txt does not exist"),
-        (lambda paths: [paths.model], "holds no .txt or .md files"),
-        (lambda paths: ["bad.txt"], "TEXT .*bad.txt is not UTF-8"),
-        (lambda paths: ["torn.txt"], "TEXT .*torn.txt is not UTF-8"),
-        (lambda paths: ["empty.txt"], "TEXT empty.txt holds no text"),
-        (lambda paths: [""], "TEXT is empty"),
-        (lambda paths: [str(paths.texts), "--piece=0"], "--piece must be at least 1, but is 0"),
+        ("bad.txt", b"caf\xe9 au lait", "TEXT .*bad.txt is not UTF-8"),
+        ("torn.txt", b"caf\xc3", "TEXT .*torn.txt is not UTF-8"),
+        ("empty.txt", b"", "TEXT empty.txt holds no text"),
     ],
 )
-def test_bad_input_to_read(change, message, paths, monkeypatch):
-    """Wrong arguments raise an error that names them before anything is saved."""
+def test_texts_that_cannot_be_read(name, content, message, paths, monkeypatch):
+    """A text in another encoding, or none, raises an error that names it before anything is saved."""
     monkeypatch.chdir(paths.texts)
-    Path("empty.txt").touch()
-    Path("bad.txt").write_bytes(b"caf\xe9 au lait")
-    Path("torn.txt").write_bytes(b"caf\xc3")
+    Path(name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        read.main([paths.model, *change(paths), "--memory", str(paths.memory)])
+        run_read(paths, name)
     assert not paths.memory.exists()
-
-
-def test_what_is_no_checkpoint_is_refused(paths):
-    """A folder without a checkpoint raises an error at once."""
-    with pytest.raises(ValueError, match="is not a checkpoint"):
-        run_read(SimpleNamespace(model=str(paths.texts), memory=paths.memory), paths.texts)
