@@ -1,6 +1,7 @@
 """titans-hf read: a memory of all texts, whatever the blocks, and nothing lost by an interruption."""
 
 import io
+import itertools
 import math
 import os
 import re
@@ -84,15 +85,14 @@ def test_pipes_and_standard_input(paths, monkeypatch, capsys):
     there is not read again.
     """
     os.mkfifo(paths.texts / "pipe")
-    for said in ("", "All of TEXT had been read already"):
+    for text, said in itertools.product((paths.texts / "pipe", "-"), ("", "All of TEXT had been read already")):
         monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(TEXT.encode())))
-        writer = threading.Thread(target=(paths.texts / "pipe").write_text, args=["Ein Rohr."])
+        writer = threading.Thread(target=(paths.texts / "pipe").write_text, args=["Ein Rohr. "], daemon=True)
         writer.start()
-        run_read(paths, paths.texts / "pipe", "-", append=True)
-        writer.join()
-        assert_has_read(paths, f"Ein Rohr.\n{TEXT}")
-        text = capsys.readouterr().err
-        assert said in text and ("already" in text) == bool(said)
+        run_read(paths, text, append=True)
+        errors = capsys.readouterr().err
+        assert said in errors and ("already" in errors) == bool(said)
+    assert_has_read(paths, f"Ein Rohr. {TEXT}")
 
 
 SHORT = {"a": "one two three " * 9, "b": "four five " * 5, "c": "six seven eight " * 20}

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from byte_model import save_byte_model
-from common import PAPER
 from covering import in_one_test
 
 from titans_hf.cli import surprise
@@ -25,7 +24,7 @@ TEXT = '  Es war <einmal> ein König & "sonst"\nniemand: 東京 ist weit. ' * 4
 def paths(tmp_path_factory):
     """A model whose layers have gates of their own, a text, and where to save."""
     folder = tmp_path_factory.mktemp("surprise")
-    model = save_byte_model(folder / "model", "mag", **PAPER)
+    model = save_byte_model(folder / "model", "mag", memory_gates="layer", memory_depth=2)
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     return SimpleNamespace(net=model, model=str(folder / "model"), text=str(folder / "text.txt"), out=folder / "out")
 

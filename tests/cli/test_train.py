@@ -6,8 +6,9 @@ import subprocess
 
 import pytest
 import torch
+from byte_model import save_llama
 from tiny_run import LAUNCH, LLAMA, SHORT, TITANS, losses
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, pipeline
 
 from eval.studies.loss_by_position import trained_length
 from titans_hf.cli import train
@@ -16,18 +17,17 @@ from titans_hf.cli.training.data import load_splits, make_blocks
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
-CONFIGS = {"llama": LLAMA, "mistral": LLAMA | {"model_type": "mistral"}, "titans": TITANS}
 
 
-@pytest.mark.parametrize("model_type", CONFIGS)
-def test_training_gives_a_model_that_loads_and_generates(options, tmp_path, texts, model_type):
+@pytest.mark.parametrize("config", [LLAMA, TITANS], ids=lambda config: config["model_type"])
+def test_training_gives_a_model_that_loads_and_generates(options, tmp_path, texts, config):
     """A trained model loads with the reported losses, generates, and has its files."""
-    metrics = train.main(options(CONFIGS[model_type], eval_data=texts))
+    metrics = train.main(options(config, eval_data=texts))
 
     folder = tmp_path / "out"
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert model.config.model_type == model_type
+    assert model.config.model_type == config["model_type"] and model.config.use_cache
     assert (model.config.bos_token_id, model.config.eos_token_id, model.config.pad_token_id) == (None, 1, 0)
 
     blocks, tokens_per_byte = make_blocks(
@@ -46,7 +46,8 @@ def test_training_gives_a_model_that_loads_and_generates(options, tmp_path, text
     assert metrics["eval_bits_per_byte"] == pytest.approx(metrics["eval_loss"] / math.log(2) * tokens_per_byte)
 
     assert json.loads((folder / "eval_results.json").read_text())["eval_perplexity"] == metrics["eval_perplexity"]
-    assert json.loads((folder / "run.json").read_text())["steps"] == 8
+    record = json.loads((folder / "run.json").read_text())
+    assert record["steps"] == 8 and 7 * 128 < record["tokens_seen"] <= 8 * 128
     assert trained_length([folder]) == 32
 
     generate = pipeline("text-generation", model=str(folder), device="cpu")
@@ -54,56 +55,42 @@ def test_training_gives_a_model_that_loads_and_generates(options, tmp_path, text
     assert text.startswith("Zwölf")
 
 
-def test_fine_tuning_starts_from_the_weights(options, tmp_path):
-    """--model_name_or_path starts from a checkpoint and its tokenizer."""
+def test_fine_tuning(options, tmp_path):
+    """--model_name_or_path starts from a checkpoint and its tokenizer. --train_only memory changes the memory's
+    parameters and no others; a model without memory is refused.
+    """
+
+    def changed(name: str, **more) -> set[str]:
+        tuned = dict(config=None, tokenizer=None, model_name_or_path=tmp_path / "out", output_dir=tmp_path / name)
+        train.main(options(TITANS, **SHORT, **tuned | more))
+        after = AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
+        return {name for name in start if not torch.equal(start[name], after[name])}
+
     train.main(options(TITANS, **SHORT))
-    start = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
-    tuned = dict(config=None, tokenizer=None, model_name_or_path=tmp_path / "out", output_dir=tmp_path / "tuned")
-    train.main(options(TITANS, **SHORT, **tuned, learning_rate=0.0))
-    after = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned").state_dict()
-    assert all(torch.equal(start[name], after[name]) for name in start)
+    for folder in (tmp_path / "out", tmp_path / "out" / "checkpoint-2"):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        assert model(torch.tensor([[5, 6]])).cache is not None  # whose config Trainer would save without a cache
+    start = model.state_dict()
+    assert not changed("tuned", learning_rate=0.0)
     card = (tmp_path / "tuned" / "README.md").read_text()
     assert "From out on texts" in card and "From scratch" not in card and str(tmp_path) not in card
-    tuned |= dict(config_overrides="hidden_size=16", output_dir=tmp_path / "other")
+    assert changed("memory", train_only="memory") == {name for name in start if "memory" in name}
     with pytest.raises(ValueError, match="--model_name_or_path"):
-        train.main(options(TITANS, **SHORT, **tuned))
-
-
-def test_the_memory_alone_is_trained(options, tmp_path):
-    """--train_only memory changes the memory's parameters and no others; a model without memory is refused."""
-    train.main(options(TITANS, **SHORT))
-    start = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
-    tuned = dict(config=None, tokenizer=None, model_name_or_path=tmp_path / "out", output_dir=tmp_path / "tuned")
-    train.main(options(TITANS, **SHORT, **tuned, train_only="memory"))
-    after = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned").state_dict()
-    changed = {name for name in start if not torch.equal(start[name], after[name])}
-    assert changed == {name for name in start if "memory" in name}
+        changed("other", config_overrides="hidden_size=16")
     with pytest.raises(ValueError, match="--train_only memory: this model has no memory"):
-        train.main(options(CONFIGS["llama"], **SHORT, train_only="memory", output_dir=tmp_path / "llama"))
+        train.main(options(LLAMA, **SHORT, train_only="memory", output_dir=tmp_path / "llama"))
 
 
 def test_another_model_is_fine_tuned(options, tmp_path):
     """--model_name_or_path takes a model and a tokenizer of Transformers, and every weight learns."""
-    sizes = {name: value for name, value in LLAMA.items() if name != "model_type"}
-    model = LlamaForCausalLM(LlamaConfig(**sizes | dict(vocab_size=259, eos_token_id=1, pad_token_id=0)))
-    model.save_pretrained(tmp_path / "llama")
-    byte_tokenizer().save_pretrained(tmp_path / "llama")
+    start = save_llama(tmp_path / "llama").state_dict()
     train.main(options(config=None, tokenizer=None, model_name_or_path=tmp_path / "llama"))
     for folder in (tmp_path / "out", tmp_path / "out" / "checkpoint-8"):
         tuned = AutoModelForCausalLM.from_pretrained(folder)
         assert type(tuned) is LlamaForCausalLM
-        for name, weights in tuned.state_dict().items():
-            assert weights.shape == model.state_dict()[name].shape and (weights != model.state_dict()[name]).any()
+        assert all((weights != start[name]).any() for name, weights in tuned.state_dict().items())
         assert AutoTokenizer.from_pretrained(folder).get_vocab() == byte_tokenizer().get_vocab()
     assert losses(tmp_path / "out", "loss")[-1][1] < losses(tmp_path / "out", "loss")[0][1] - 0.1
-
-
-def test_saved_configurations_use_the_cache(options, tmp_path):
-    """Every saved configuration has use_cache true, so that a plain call returns the memory."""
-    train.main(options(TITANS, **SHORT))
-    for folder in (tmp_path / "out", tmp_path / "out" / "checkpoint-2"):
-        assert json.loads((folder / "config.json").read_text())["use_cache"] is True
-        assert AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([[5, 6]])).cache is not None
 
 
 @pytest.mark.slow

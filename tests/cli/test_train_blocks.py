@@ -6,7 +6,6 @@ import tracemalloc
 
 import pyarrow as pa
 import pytest
-import torch
 from datasets import Dataset
 from tiny_run import real_tokens
 from transformers import AutoTokenizer, ByT5Tokenizer
@@ -30,26 +29,21 @@ def arguments(block_length: int) -> RunArguments:
     return RunArguments(train_data="", block_length=block_length)
 
 
-@pytest.mark.parametrize("block_length", [2, 7, 32, 10_000])
+@pytest.mark.parametrize("block_length", [2, 7, 32, 10_000, None])
 def test_packing_loses_no_text(texts, block_length):
-    """Blocks join to all documents with an eos each, in order."""
+    """Blocks join to all documents with an eos each, in order. A last block is dropped only if it is an eos alone,
+    which leaves nothing to predict.
+    """
     tokenizer = load_tokenizer("bytes")
     documents = load_splits(str(texts), "--train_data", "train")["train"]
-    blocks, tokens_per_byte = make_blocks(documents, arguments(block_length), tokenizer)
-
     encoded = [path.read_bytes() for path in sorted(texts.rglob("*.txt"))]
     stream = [token for text in encoded for token in [*(byte + 3 for byte in text), tokenizer.eos_token_id]]
+    block_length = block_length or len(stream) - 1
+    blocks, tokens_per_byte = make_blocks(documents, arguments(block_length), tokenizer)
     assert real_tokens(blocks) == stream[: len(stream) - (len(stream) % block_length == 1)]
     assert {len(blocks[i]["input_ids"]) for i in range(len(blocks) - 1)} <= {block_length}
     assert count_tokens(blocks) == len(real_tokens(blocks))
     assert tokens_per_byte == len(real_tokens(blocks)) / len(b"".join(encoded))
-
-
-def test_only_a_lone_final_eos_is_dropped():
-    """A last block is dropped only if it is an eos alone, which leaves nothing to predict."""
-    documents = Dataset.from_dict({"text": ["abcd"]})
-    blocks, _ = make_blocks(documents, arguments(4), load_tokenizer("bytes"))
-    assert real_tokens(blocks) == [100, 101, 102, 103]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -115,18 +109,6 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
     most_bytes(1)  # imports and caches of the libraries
     small, large = most_bytes(8), most_bytes(40)
     assert large < small + 4e6
-
-
-def block(tokens):
-    return {"input_ids": torch.tensor(tokens)}
-
-
-def test_collate_masks_only_padding():
-    """Padding alone is masked and left out of the loss, and equal rows have no mask."""
-    batch = collate([block([5, 6, 7]), block([8, 0])])
-    assert batch["labels"].tolist() == [[5, 6, 7], [8, 0, -100]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
-    assert "attention_mask" not in collate([block([5, 0])])
 
 
 def test_processes_tokenize_like_one():

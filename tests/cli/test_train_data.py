@@ -1,13 +1,13 @@
 """Data of training: files of every kind, data sets and streams, and what is held out of them."""
 
-import json
 import math
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
-from covering import covering
+from covering import in_one_test
 from datasets import Dataset, DatasetDict
 from tiny_run import SHORT, TITANS, real_tokens
 
@@ -27,56 +27,45 @@ def decoded(path: Path, **changes) -> str:
 
 
 def write_rows(path: Path, rows: list[dict]) -> None:
+    table = pd.DataFrame(rows)
     if path.suffix == ".parquet":
-        Dataset.from_list(rows).to_parquet(path)
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows))
+        table.to_parquet(path)
+    elif path.suffix in (".csv", ".tsv"):
+        table.to_csv(path, sep="," if path.suffix == ".csv" else "\t", index=False)
     else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        table.to_json(path, orient="records", lines=path.suffix == ".jsonl")
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet"])
-def test_rows_give_their_text_column(tmp_path, name, streaming):
-    """Of a table only the text column is learnt."""
-    (tmp_path / "folder").mkdir()
-    write_rows(tmp_path / "folder" / name, [{"body": "ab", "id": 1}, {"body": "c", "id": 2}])
-    (tmp_path / "folder" / "README.md").write_text("not data")
-    for path in (tmp_path / "folder", tmp_path / "folder" / name):
-        assert sorted(decoded(path, text_column="body", streaming=streaming).split("</s>")) == ["", "ab", "c"]
+@in_one_test("kind", ["jsonl", "json", "parquet", "csv", "tsv"])
+def test_rows_give_their_text_column(tmp_path, kind, streaming):
+    """Of a table, a file or in a folder, only the text column is learnt."""
+    (tmp_path / kind).mkdir()
+    (tmp_path / kind / "README.md").write_text("not data")
+    write_rows(file := tmp_path / kind / f"rows.{kind}", [{"body": "a, b", "id": 1}, {"body": "c", "id": 2}])
+    for path in (tmp_path / kind, file):
+        assert sorted(decoded(path, text_column="body", streaming=streaming).split("</s>")) == ["", "a, b", "c"]
 
 
-def test_markdown_files_are_documents(tmp_path):
-    """Markdown files are read as documents, from a folder or alone."""
-    (tmp_path / "wiki").mkdir()
-    (tmp_path / "wiki" / "notes.md").write_text("# Notes\n")
-    assert decoded(tmp_path / "wiki") == decoded(tmp_path / "wiki" / "notes.md") == "# Notes\n</s>"
-
-
-@covering(
-    1,
-    {
-        "name,content,message": [
-            ("latin.txt", b"caf\xe9", r"latin.txt is no valid text file: .*codec can't decode byte 0xe9"),
-            ("image.txt", b"\x89PNG\0\0", r"image.txt is no valid text file: .*codec can't decode byte 0x89"),
-            ("pair.jsonl", b'{"text": "a"}\n{"text": "\\ud800"}\n', r"pair.jsonl is no valid json file: "),
-            ("half.jsonl", b'{"text": "a"}\n{"text": ', r"half.jsonl is no valid json file: "),
-            ("torn.parquet", b"PAR1 and no more", r"torn.parquet is no valid parquet file"),
-            ("far.txt", b"a" * 9000 + b"\xe9", r"far.txt is no valid text file: .*codec can't decode byte 0xe9"),
-            ("latin.csv", b"text\ncaf\xe9\n", r"latin.csv is no valid csv file: .*codec can't decode byte 0xe9"),
-        ],
-        "good": ["first", "last", "none"],
-    },
+@in_one_test(
+    "name,content,message",
+    [
+        ("latin.txt", b"caf\xe9", "text file: .*codec can't decode byte 0xe9"),
+        ("far.txt", b"a" * 9000 + b"\xe9", "text file: .*codec can't decode byte 0xe9"),
+        ("pair.jsonl", b'{"text": "a"}\n{"text": "\\ud800"}\n', "json file: "),
+        ("half.jsonl", b'{"text": "a"}\n{"text": ', "json file: "),
+        ("torn.parquet", b"PAR1 and no more", "parquet file"),
+        ("latin.csv", b"text\ncaf\xe9\n", "csv file: .*codec can't decode byte 0xe9"),
+    ],
 )
-def test_errors_name_the_file(tmp_path, name, content, message, good):
-    """The error for a broken file names it, alone or among others."""
-    if good != "none":
-        path = tmp_path / f"{'a' if good == 'first' else 'z'}{Path(name).suffix}"
-        rows = {".txt": "fine", ".csv": "text\nfine\n"}.get(path.suffix)
-        write_rows(path, [{"text": "fine"}]) if rows is None else path.write_text(rows)
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        decoded(tmp_path)
+def test_errors_name_the_file(tmp_path, name, content, message):
+    """The error for a broken file among others names it."""
+    (folder := tmp_path / name.replace(".", "-")).mkdir()
+    good = folder / f"a{Path(name).suffix}"
+    good.write_text("fine") if good.suffix == ".txt" else write_rows(good, [{"text": "fine"}])
+    (folder / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{name} is no valid {message}"):
+        decoded(folder)
 
 
 def test_empty_files(tmp_path):
@@ -92,27 +81,21 @@ def test_empty_files(tmp_path):
             load_splits(str(path), "--train_data", "train")
 
 
-@pytest.mark.parametrize("name,text", [("a.csv", 'id,text\n1,"a, b"\n'), ("a.tsv", "id\ttext\n1\ta, b\n")])
-def test_tables_of_text_files(tmp_path, name, text):
-    """Of comma- and tab-separated files the text column is learnt."""
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / name).write_text(text)
-    assert decoded(tmp_path / "folder") == decoded(tmp_path / "folder" / name) == "a, b</s>"
-
-
-def test_markdown_beside_text_is_read(tmp_path):
-    """Of a folder of text, Markdown files but a README.md are read."""
-    (tmp_path / "folder").mkdir()
-    for name in ("a.txt", "notes.md", "README.md"):
-        (tmp_path / "folder" / name).write_text(name)
-    assert decoded(tmp_path / "folder") == "a.txt</s>notes.md</s>"
-
-
-def test_conversations_are_for_another_command(tmp_path):
-    """Data of conversations is refused with the command that trains on them."""
-    write_rows(tmp_path / "chats.jsonl", [{"messages": [{"role": "user", "content": "Who?"}]}])
-    with pytest.raises(ValueError, match=r"'messages': 'lists'}; `trl sft` trains on conversations"):
-        decoded(tmp_path / "chats.jsonl")
+@in_one_test(
+    "row,message",
+    [
+        (
+            {"messages": [{"role": "user", "content": "Who?"}]},
+            "{'messages': 'lists'}; `trl sft` trains on",
+        ),
+        ({"text": 5}, r"no text in a --text_column text, but {'text': 'int64'}"),
+    ],
+)
+def test_rows_without_text(row, message, tmp_path):
+    """Conversations are refused with the command that trains on them, and a column of numbers by its name."""
+    write_rows(tmp_path / "rows.jsonl", [row])
+    with pytest.raises(ValueError, match=message):
+        decoded(tmp_path / "rows.jsonl")
 
 
 def test_kinds_are_not_mixed(tmp_path):
@@ -121,13 +104,6 @@ def test_kinds_are_not_mixed(tmp_path):
     write_rows(tmp_path / "b.jsonl", [{"text": "b"}])
     with pytest.raises(ValueError, match=r"several kinds \(\.jsonl, \.txt\)"):
         load_splits(str(tmp_path), "--train_data", "train")
-
-
-def test_a_column_of_numbers_is_refused(tmp_path):
-    """A text column of numbers raises an error that names it."""
-    write_rows(tmp_path / "a.jsonl", [{"text": 5}])
-    with pytest.raises(ValueError, match=r"no text in a --text_column text, but \{'text': 'int64'\}"):
-        decoded(tmp_path / "a.jsonl")
 
 
 def test_held_out_blocks_are_the_last(texts):

@@ -2,22 +2,23 @@
 
 import json
 import re
+from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
-import torch
 from covering import in_one_test
 from tiny_run import LLAMA, TITANS
 
 from titans_hf.cli import train
 from titans_hf.cli.training.arguments import RunArguments
-from titans_hf.cli.training.model import load_config, parse_overrides
-from titans_hf.cli.training.tokenizer import byte_tokenizer, load_tokenizer
+from titans_hf.cli.training.model import load_config
+from titans_hf.cli.training.tokenizer import byte_tokenizer
 from titans_hf.cli.training.trainer_arguments import make_parser
 
 pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "given,accumulated",
     [
         ({"tokens_per_step": 256}, 4),
@@ -27,13 +28,11 @@ pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
         ({"gradient_accumulation_steps": 3, "tokens_per_step": 7}, 3),
     ],
 )
-def test_tokens_per_step(options, tmp_path, capsys, given, accumulated):
+def test_tokens_per_step(options, given, accumulated):
     """Unless it is given, gradient accumulation is the number of batches that is nearest to --tokens_per_step."""
-    train.main(options(max_steps=1, **given))
-    arguments = torch.load(tmp_path / "out" / "training_args.bin", weights_only=False)
-    assert arguments.gradient_accumulation_steps == accumulated
-    assert "steps: 1\n" in capsys.readouterr().out
-    assert json.loads((tmp_path / "out" / "run.json").read_text())["tokens_seen"] == accumulated * 2 * 32
+    run, training = make_parser().parse_args_into_dataclasses(options(**given))
+    train.check_arguments(run, training)
+    assert training.gradient_accumulation_steps == accumulated
 
 
 def test_help_of_all_options(capsys):
@@ -75,133 +74,74 @@ def test_saving_follows_evaluation(options, given, evaluated, saved, best):
     assert arguments.load_best_model_at_end == best
 
 
-def test_overrides_rebuild_the_config(options):
-    """Sizes derived from an overridden field follow it."""
-    config = LLAMA | {"hidden_size": 64}
-    path = options(config)[1]
-    arguments = RunArguments(train_data="", config=path, config_overrides="hidden_size=32,tie_word_embeddings=true")
-    changed = load_config(arguments, load_tokenizer("bytes"))
-    assert (changed.hidden_size, changed.head_dim, changed.tie_word_embeddings) == (32, 16, True)
-
-
 @in_one_test(
-    "overrides,expected",
+    "config,overrides,expected",
     [
-        ("memory_momentum=False", {"memory_momentum": False}),
-        ("memory_momentum=false, hidden_size=48", {"memory_momentum": False, "hidden_size": 48}),
-        ("eos_token_id=null,variant=lmm", {"variant": "lmm"}),
-        ('rope_parameters={"rope_theta": 7.0, "rope_type": "default"}', {"rope_parameters": {"rope_theta": 7.0}}),
+        (LLAMA | {"hidden_size": 64}, "hidden_size=32", {"hidden_size": 32, "head_dim": 16}),  # which follows from it
+        (TITANS, "memory_momentum=False", {"memory_momentum": False}),
+        (TITANS, "memory_momentum=false, hidden_size=48", {"memory_momentum": False, "hidden_size": 48}),
+        (TITANS, "eos_token_id=null,variant=lmm", {"variant": "lmm"}),
+        (LLAMA, 'rope_parameters={"rope_theta": 7.0, "rope_type": "default"}', {"rope_parameters": ANY}),
+        (LLAMA, 'eos_token_id=[1,2], pad_token_id=3, architectures=["a,b"]', {"architectures": ["a,b"]}),
+        ("tiny-mag", "", {"model_type": "titans", "variant": "mag"}),
     ],
 )
-def test_overrides_of_every_type(tmp_path, overrides, expected):
-    """Overrides can be booleans, null, nested fields and dictionaries."""
-    (tmp_path / "config.json").write_text(json.dumps(TITANS))
-    arguments = RunArguments(train_data="", config=str(tmp_path / "config.json"), config_overrides=overrides)
-    config = load_config(arguments, byte_tokenizer())
-    for name, value in expected.items():
-        actual = getattr(config, name)
-        if isinstance(value, dict):
-            assert value.items() <= dict(actual).items()
-        else:
-            assert actual == value and type(actual) is type(value)
+def test_configurations_and_overrides(tmp_path, config, overrides, expected):
+    """--config takes a file, and from any folder the name of a shipped one. Overrides can be of any type of JSON; sizes
+    derived from an overridden field follow it.
+    """
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    name = config if isinstance(config, str) else str(file)
+    arguments = RunArguments(train_data="", config=name, config_overrides=overrides)
+    found = load_config(arguments, byte_tokenizer())
+    assert {name: getattr(found, name) for name in expected} == expected
+    assert "rope_theta" not in overrides or found.rope_parameters["rope_theta"] == 7.0
 
 
-@in_one_test(
-    "overrides,message",
-    [
-        ("memory_momentum=maybe", "(?s)--config_overrides memory_momentum=maybe: .*bool"),
-        ("memory_momentums=1", "titans has no memory_momentums"),
-        ("hidden_size", "(?s)--config_overrides hidden_size: .*int"),
-    ],
-)
-def test_wrong_overrides_are_named(tmp_path, overrides, message):
-    """A wrong override raises an error that names it."""
-    (tmp_path / "config.json").write_text(json.dumps(TITANS))
-    arguments = RunArguments(train_data="", config=str(tmp_path / "config.json"), config_overrides=overrides)
-    with pytest.raises(ValueError, match=message) as error:
-        load_config(arguments, byte_tokenizer())
-    assert "StrictDataclass" not in str(error.value)
-
-
-def test_commas_within_values_do_not_split():
-    """Commas within brackets and quotes belong to a value."""
-    assert parse_overrides('a=[1,2],b={"x": "p,q"}, c=3') == {"a": [1, 2], "b": {"x": "p,q"}, "c": 3}
-
-
-def test_shipped_configurations_have_names():
-    """`--config tiny-mag` works from any folder."""
-    config = load_config(RunArguments(train_data="", config="tiny-mag"), byte_tokenizer())
-    assert (config.model_type, config.variant) == ("titans", "mag")
+MODEL = "give either --config and --tokenizer, .*, or --model_name_or_path"
 
 
 @in_one_test(
     "changes,message",
     [
         ({"train_data": "/no/such/folder"}, "/no/such/folder is neither a file, nor a folder, nor a data set"),
-        ({"eval_data": "/no/such/file.txt"}, "/no/such/file.txt is neither"),
-        ({"train_data": "no-such/data"}, "no-such/data is neither"),
+        ({"train_data": "empty"}, r"--train_data empty holds no \.txt or \.md or .*files"),
+        ({"eval_data": "no-such/data"}, "no-such/data is neither"),
         ({"config": "/no/such/config.json"}, "/no/such/config.json is not a checkpoint: no such folder"),
+        ({"config": __file__}, "--config .*test_train_options.py is not a checkpoint: its configuration does not load"),
         ({"block_length": 1}, "--block_length must be at least 2, but is 1"),
         ({"block_length": 4096, "tokens_per_step": 8192}, "give --eval_data"),
-        ({"text_column": "body"}, "no text in a --text_column body, but {'text': 'string'}"),
-        (
-            {"config_overrides": "vocab_size=100"},
-            "has 259 tokens, more than the vocab_size 100: .* --config_overrides vocab_size=259",
-        ),
+        ({"config_overrides": "vocab_size=100"}, "has 259 tokens, more than the vocab_size 100: .* vocab_size=259"),
         ({"config_overrides": "hiden_size=64"}, "llama has no hiden_size"),
+        ({"config_overrides": "hidden_size"}, "(?s)--config_overrides hidden_size: .*int"),
+        ({"config_overrides": "use_cache=maybe"}, "(?s)--config_overrides use_cache=maybe: .*bool"),
         ({"resume_from_checkpoint": "true"}, "true: no complete checkpoint"),
         ({"resume_from_checkpoint": "/no/such/checkpoint"}, "/no/such/checkpoint: no complete checkpoint"),
-    ],
-)
-def test_bad_inputs_are_named(options, tmp_path, changes, message):
-    """Wrong options raise an error that names them before any file is written."""
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        train.main(options(**changes))
-    assert not (tmp_path / "out").exists()
-
-
-@in_one_test(
-    "changes,message",
-    [
-        ({"config": None}, "give either --config and --tokenizer, .*, or --model_name_or_path"),
-        ({"model_name_or_path": "x"}, "give either --config and --tokenizer, .*, or --model_name_or_path"),
-        ({"tokenizer": None}, "give either --config and --tokenizer, .*, or --model_name_or_path"),
+        ({"config": None}, MODEL),
+        ({"model_name_or_path": "x"}, MODEL),
+        ({"tokenizer": None}, MODEL),
         ({"tokens_per_step": -128}, "--tokens_per_step must be at least 1, but is -128"),
         ({"gradient_accumulation_steps": 0}, "--gradient_accumulation_steps must be at least 1, but is 0"),
-        ({"gradient_accumulation_steps": -2}, "--gradient_accumulation_steps must be at least 1, but is -2"),
         ({"max_eval_blocks": -3}, "--max_eval_blocks must be at least 1, but is -3"),
+        ({"tokenizer": "without-eos"}, "no eos token"),
         ({"tokenizer": "no-such-tokenizer"}, "--tokenizer no-such-tokenizer has no tokenizer: no such folder"),
         (
             {"config": None, "tokenizer": None, "model_name_or_path": "no-such-model"},
             "--model_name_or_path no-such-model has no tokenizer: no such folder",
         ),
-        ({"config": __file__}, "--config .*test_train_options.py is not a checkpoint: its configuration does not load"),
     ],
 )
-def test_options_that_contradict_are_refused(options, tmp_path, changes, message):
-    """Contradicting or missing options raise an error that names them before any file is written."""
-    with pytest.raises(ValueError, match=message):
-        train.main(options(**changes))
-    assert not (tmp_path / "out").exists()
-
-
-def test_folder_without_text_is_named(options, tmp_path):
-    """A folder without text raises an error that names it."""
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"--train_data .*empty holds no \.txt or \.md or .*files"):
-        train.main(options(train_data=tmp_path / "empty"))
-    (tmp_path / "empty" / "empty.txt").touch()
-    with pytest.raises(ValueError, match="holds no text"):
-        train.main(options(train_data=tmp_path / "empty"))
-
-
-def test_tokenizer_without_eos_is_named(options, tmp_path):
-    """A tokenizer without eos raises an error."""
-    tokenizer = load_tokenizer("bytes")
+def test_bad_inputs_are_named(options, tmp_path, monkeypatch, changes, message):
+    """Wrong, missing or contradicting options raise an error that names them before any file is written."""
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir(exist_ok=True)
+    tokenizer = byte_tokenizer()
     tokenizer.eos_token = None
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    with pytest.raises(ValueError, match="no eos token"):
-        train.main(options(tokenizer=tmp_path / "tokenizer"))
+    tokenizer.save_pretrained("without-eos")
+    with pytest.raises((ValueError, FileNotFoundError), match=message) as error:
+        train.main(options(**changes))
+    assert not Path("out").exists() and "StrictDataclass" not in str(error.value)
 
 
 def test_too_few_steps_are_warned_of(options, capsys):
