@@ -10,7 +10,7 @@ OLDEST := $(shell sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml
 .PHONY: demo test test-gpu test-kernels test-oldest slow long conformance lint format clean
 
 demo: .venv/demo.stamp
-	OMP_NUM_THREADS=$$(nproc) $(BIN)/python scripts/demo.py
+	OMP_NUM_THREADS=$$(nproc) $(BIN)/python -m titans_hf demo
 
 test: .venv/dev.stamp
 	$(BIN)/pytest -n auto

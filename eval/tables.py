@@ -1,6 +1,6 @@
-"""Prints the tables of finished runs, and writes them with their plots.
+"""Prints the tables of finished runs: DNA and forecasts beside the paper's figures, other runs a line for each row.
 
-python -m eval.tables runs/dna --baselines lmm-off cnn --output runs/tables
+python -m eval.tables runs/dna --baselines lmm-off cnn
 """
 
 import argparse
@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 
-from eval.common.records import FILE, read_lines, read_records
-from eval.common.tables import check_alike, write_report
+from eval.common.records import file_of, read_lines, read_records
+from eval.common.tables import check_alike, report_of_rows
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 
-BENCHMARKS = ("dna", "forecasting")
+OWN_TABLES = ("dna", "forecasting")
 
 
 def check_names(option: str, given: Iterable[str], known: set[str]) -> None:
@@ -26,21 +26,26 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("runs", metavar="RUNS", type=Path, help="a JSON Lines file of runs, or its folder")
     parser.add_argument("--rows", nargs="+", default=[], help="the rows that are shown; all")
     parser.add_argument("--baselines", nargs="*", default=[], help="rows that all other rows are compared with")
-    parser.add_argument("--output", type=Path, help="a folder for table.md and the plots")
+    parser.add_argument(
+        "--each_seed", action="store_true", help="each seed's result instead of their mean; not of DNA and forecasts"
+    )
     args = parser.parse_args(argv)
-    file = args.runs if args.runs.suffix == ".jsonl" else args.runs / FILE
+    file = file_of(args.runs)
     benchmark = next((run.get("benchmark") for run in (read_lines(file) if file.exists() else [])), None)
-    if benchmark not in BENCHMARKS:
-        raise ValueError(f"RUNS {args.runs} has no runs of {', '.join(f'eval.{name}.run' for name in BENCHMARKS)}")
-    tables, records = import_module(f"eval.{benchmark}.tables"), read_records(file, benchmark)
-    check_alike((record["run"] for record in records), tables.ALIKE)
+    records = read_records(file, benchmark) if benchmark else []
+    if any("row" not in record.get("run", {}) for record in records) or not records:
+        raise ValueError(f"RUNS {args.runs} has no runs of rows, such as those of eval.dna.run")
     rows = {record["run"]["row"] for record in records}
     check_names("--rows", args.rows, rows)
     check_names("--baselines", args.baselines, rows & set(args.rows or rows))
-    report = tables.make_report([x for x in records if not args.rows or x["run"]["row"] in args.rows], args.baselines)
-    print("\n\n".join(report[0]))
-    if args.output:
-        write_report(report, args.output)
+    shown = [record for record in records if not args.rows or record["run"]["row"] in args.rows]
+    if benchmark in OWN_TABLES:
+        tables = import_module(f"eval.{benchmark}.tables")
+        check_alike((record["run"] for record in records), tables.ALIKE)
+        report = tables.make_report(shown, args.baselines)
+    else:
+        report = report_of_rows(shown, args.baselines, args.each_seed)
+    print("\n\n".join(report))
 
 
 if __name__ == "__main__":

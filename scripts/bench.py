@@ -1,99 +1,248 @@
-"""Measures speed and memory: tables, JSON and plots.
+"""Measures the speed and memory of models of equal size: Titans, and models of transformers.
 
-    python -m scripts.bench memory --output runs/bench
+    python -m scripts.bench models --models mag llama --lengths 1024 4096
+    python -m scripts.bench decode --models lmm llama --contexts 256 65536
 
-Times are processor time of one thread in float32, and wall-clock time on a GPU. Each benchmark first checks the result
-of what it times. `memory` and `decode` time what they compare in turn, so that their ratios hold on a
-busy machine; `models` takes the least of several times. `gpu` runs all that is asked of a GPU.
+`models` has tokens per second of reading and of training, and the peak memory of training, by length; what needs more
+memory than a GPU has is a row without figures. `decode` has the time of one more token and the size of the cache, by
+context. Titans read all of the context; the others read its first 256 tokens, and layers with full attention get these
+keys and values repeated, because the cost of a step depends on their number alone.
+
+Times are processor time of one thread in float32, and wall-clock time on a GPU. Before a model is timed, a step with
+its cache must give the logits of the whole text. Models that are compared by `decode` take turns, so that ratios hold
+on a busy machine; `models` takes the least of several times.
 """
 
 import argparse
-import json
-import sys
-import traceback
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
-import transformers
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from scripts.benchmarks import decode, long_prompt, memory_alone, on_a_gpu, whole_models
-from scripts.benchmarks.table_and_plot import save_plot, table
-from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
+from eval.common.compared_models import VARIANTS, Sizes, check_fields, fit_config, named_errors, parse_settings
+from eval.common.records import append_record, describe_commit
+from titans_hf import TitansConfig
+from titans_hf.cache_titans import CACHE_NAMES
+from titans_hf.cli.shared.argument_checks import check_minimums
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.devices import choose_device
+from titans_hf.cli.shared.markdown_tables import markdown_table
 
-BENCHMARKS = {
-    "memory": memory_alone,
-    "models": whole_models,
-    "decode": decode,
-    "prompt": long_prompt,
+NAMES = (*VARIANTS, "llama", "mistral", "mamba2", "qwen3-next", "olmo-hybrid", "gated-deltanet")
+WITHOUT_CACHE = "gated-deltanet"  # a Qwen3-Next without attention, of which transformers cannot keep a cache
+SHAPE = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1, "tie_word_embeddings": True}
+FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+SIZES = {  # the fields, and the number of parameters
+    "tiny": ((128, 4, 4, 259), 1_030_000),
+    "30m": ((384, 8, 6, 32_000), 30_000_000),
+    "170m": ((768, 12, 12, 32_000), 170_000_000),
+    "340m": ((1024, 24, 16, 32_000), 340_000_000),
 }
-COMMANDS = BENCHMARKS | {"gpu": on_a_gpu}
-REPEATED = ("memory", "models", "gpu")  # the other benchmarks have --steps and --every
-COUNTS = (
-    "repeats",
-    "lengths",
-    "chunks",
-    "depths",
-    "contexts",
-    "steps",
-    "tokens",
-    "piece",
-    "every",
-    "heads",
-    "batch_size",
-)
+CHECKED_TOKENS, READ_TOKENS, TOKENS_PER_CALL = 200, 256, 4096
+
+
+def build(name: str, args: argparse.Namespace) -> PreTrainedModel:
+    """Builds a model of about the size's parameters with random weights, always the same ones, and checks its cache.
+
+    Raises ValueError for a setting that is not possible.
+    """
+    settings, (shape, parameters) = parse_settings(args.set), SIZES[args.size]
+    check_fields("TitansConfig", TitansConfig(), settings)
+    sizes = Sizes(SHAPE | dict(zip(FIELDS, shape, strict=True)), max_positions=1 << 20)
+    with named_errors(f"--set for {name}"):
+        config = fit_config(name, parameters, settings if name in VARIANTS else {}, sizes)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).to(args.device, getattr(torch, args.dtype)).eval()
+    if name != WITHOUT_CACHE:
+        check(model)
+    return model
+
+
+def draw_tokens(model: PreTrainedModel, length: int) -> Tensor:
+    """Draws token ids (1, length) on the model's device."""
+    return torch.randint(2, model.config.vocab_size, (1, length), device=model.device)
+
+
+@torch.no_grad()
+def read(model: PreTrainedModel, ids: Tensor, **given: Any) -> tuple[Tensor, dict[str, Any]]:
+    """Reads ids with a cache: the last logits, and the cache by the name of the argument that takes it."""
+    output = model(ids, use_cache=True, logits_to_keep=1, **given)
+    name = next(name for name in (*CACHE_NAMES, "cache_params") if name in output)  # the last is Mamba's
+    return output.logits[:, -1], {name: output[name]}
+
+
+@torch.no_grad()
+def check(model: PreTrainedModel) -> None:
+    """Raises AssertionError unless a step with the cache gives the logits of the whole text."""
+    ids = draw_tokens(model, CHECKED_TOKENS)
+    step = read(model, ids[:, -1:], **read(model, ids[:, :-1])[1])[0].double()
+    whole = model(ids).logits[:, -1].double()
+    distance, most = (step - whole).norm() / whole.norm(), 1e-3 if model.dtype == torch.float32 else 0.1
+    if not distance <= most:
+        raise AssertionError(f"{type(model).__name__}: a step is off by {distance:.1e} of its length, above {most:g}")
+
+
+def seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Measures the seconds of `run`: processor time, which other processes do not change; wall-clock time on a GPU."""
+    if device.type == "cpu":
+        start = time.process_time()
+        run()
+        return time.process_time() - start
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """Measures the peak of what `run` allocates for tensors, in bytes."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        return torch.cuda.max_memory_allocated(device) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
+        run()
+    events = [event for event in measured.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = torch.tensor([0, *(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))])
+    return int(held.cumsum(0).max())
+
+
+def unless_out_of_memory(measure: Callable[[], float]) -> float | None:
+    """Returns the result of `measure`; None where the GPU has too little memory for it."""
+    try:
+        return measure()
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return None
+
+
+def forward(model: PreTrainedModel, ids: Tensor) -> None:
+    """Reads ids without gradients."""
+    with torch.no_grad():
+        model(ids, use_cache=False, logits_to_keep=1)
+
+
+def train(model: PreTrainedModel, ids: Tensor) -> None:
+    """Computes the gradients of the loss of ids."""
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    model.zero_grad()
+
+
+def least_seconds(run: Callable[[], None], args: argparse.Namespace) -> float:
+    """Measures the least of several times, after a first that does not count."""
+    return min([seconds(run, args.device) for _ in range(args.repeats + 1)][1:])
+
+
+def models(args: argparse.Namespace) -> Iterator[dict]:
+    """Times every model at every length; yields a row of each."""
+    for name in args.models:
+        model = build(name, args)
+        for length in args.lengths:
+            ids = draw_tokens(model, length)
+            row = {"model": name, "tokens": length, "parameters": model.num_parameters()}
+            for what, run in (("read", forward), ("train", train)):
+                least = unless_out_of_memory(partial(least_seconds, partial(run, model, ids), args))
+                row[f"{what} tokens/s"] = least and length / least
+            peak = unless_out_of_memory(partial(peak_bytes, partial(train, model, ids), args.device))
+            row["train peak KB/token"] = peak and peak / 1e3 / length
+            model.zero_grad()  # what a backward without enough memory has left
+            yield row
+
+
+def cache_of(model: PreTrainedModel, context: int) -> dict[str, Any]:
+    """Returns the cache of `context` tokens by the name of its argument."""
+    titans, given = model.config.model_type == "titans", {}
+    ids = draw_tokens(model, context if titans else min(context, READ_TOKENS))
+    for piece in ids.split(TOKENS_PER_CALL, dim=1):
+        given = read(model, piece, **given)[1]
+    for layer in () if titans else next(iter(given.values())).layers:
+        if isinstance(layer, DynamicLayer) and not isinstance(layer, DynamicSlidingWindowLayer):
+            columns = torch.arange(context, device=layer.keys.device) % ids.shape[1]
+            layer.keys, layer.values = layer.keys[:, :, columns], layer.values[:, :, columns]
+    return given
+
+
+def decode(args: argparse.Namespace) -> Iterator[dict]:
+    """Times the steps of every model after each context; yields a row of each."""
+    for name in args.models:
+        model = build(name, args)
+        caches = {context: cache_of(model, context) for context in args.contexts}
+        sizes = [num_bytes(cache) for cache in caches.values()]
+        if args.compile:
+            model.compile()
+        steps = [partial(read, model, draw_tokens(model, 1), **cache) for cache in caches.values()]
+        # All contexts in turn, so that other processes slow each of them equally.
+        rounds = [[seconds(step, args.device) for step in steps] for _ in range(args.steps + 3)][3:]
+        for i, context in enumerate(args.contexts):
+            yield {
+                "model": name,
+                "context": context,
+                "ms/token": 1e3 * median(times[i] for times in rounds),
+                "of the first": median(times[i] / times[0] for times in rounds),
+                "cache MB": sizes[i] / 1e6,
+            }
+
+
+def num_bytes(held: object) -> int:
+    """Counts the bytes of all tensors that a cache holds."""
+    if isinstance(held, Tensor):
+        return held.numel() * held.element_size()
+    if isinstance(held, dict):
+        held = list(held.values())
+    if isinstance(held, (list, tuple)):
+        return sum(map(num_bytes, held))
+    return num_bytes(vars(held)) if type(held).__module__.startswith(("transformers", "titans_hf")) else 0
+
+
+def cell(value: object) -> str:
+    """Formats a number with three digits, or all of them before the point."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return "–" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     commands = parser.add_subparsers(dest="benchmark", required=True)
-    for name, benchmark in COMMANDS.items():
-        command = commands.add_parser(name, help=benchmark.__doc__.splitlines()[0], description=benchmark.__doc__)
-        command.add_argument("--output", type=Path, default=Path("runs/bench"), help="folder of tables and plots")
+    for benchmark, size in ((models, "tiny"), (decode, "30m")):
+        command = commands.add_parser(benchmark.__name__, help=benchmark.__doc__, description=__doc__)
+        command.set_defaults(run=benchmark)
+        command.add_argument("--models", nargs="+", choices=NAMES, default=list(NAMES[:-1]))
+        command.add_argument("--size", choices=SIZES, default=size)
+        command.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="fields of the Titans' configs")
+        command.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
         command.add_argument("--device", default="cpu")
-        if name in REPEATED:
+        command.add_argument("--output", type=Path, help="a JSON Lines file, to which rows are added")
+        if benchmark is models:
+            command.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 8192, 32768])
             command.add_argument("--repeats", type=int, default=5, help="times that each is measured")
-        benchmark.add_arguments(command)
+        else:
+            command.add_argument("--contexts", type=int, nargs="+", default=[256, 1024, 4096, 16384, 65536])
+            command.add_argument("--steps", type=int, default=20)
+            command.add_argument("--compile", action="store_true", help="compile the models by torch.compile")
     args = parser.parse_args(argv)
-    check_minimums(args, **{name: 1 for name in COUNTS if name in args})
-    check_folder(args.output, "--output")
+    check_minimums(args, **{name: 1 for name in ("lengths", "repeats", "contexts", "steps") if name in args})
     args.device = choose_device(args.device)
     torch.set_num_threads(1)
-    if args.benchmark == "gpu":
-        return run_parts(args)
     rows = []
-    for row in BENCHMARKS[args.benchmark].run(args):
+    for row in args.run(args):
         rows.append(row)
-        save(args, rows)
-    print(table(rows))
-
-
-def run_parts(args: argparse.Namespace) -> None:
-    """Runs each part of `gpu` by a command of its own. A part that fails says why, and the exit status is 1."""
-    failed = []
-    for name, command in on_a_gpu.parts(args):
-        print(f"\n{name}: {' '.join(command)}", flush=True)
-        try:
-            main([*command, "--device", str(args.device), "--output", str(args.output / name)])
-        except Exception:  # a kernel that does not fit a GPU raises anything, and the GPU may be lent for an hour
-            traceback.print_exc()
-            failed.append(name)
-    if failed:
-        raise SystemExit(f"These parts failed: {', '.join(failed)}.")
-
-
-def save(args: argparse.Namespace, rows: list[dict]) -> None:
-    """Writes JSON, table and plot; called after every row, so that an interrupted run keeps its rows."""
-    args.output.mkdir(parents=True, exist_ok=True)
-    versions = {name: module.__version__ for name, module in (("torch", torch), ("transformers", transformers))}
-    device = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else "CPU"
-    record = {"command": sys.argv, "device": device, "versions": versions, "rows": rows}
-    path = args.output / f"{args.benchmark}.json"
-    path.write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
-    path.with_suffix(".md").write_text(table(rows) + "\n", encoding="utf-8")
-    plot = BENCHMARKS[args.benchmark].PLOT
-    save_plot(rows, plot._replace(title=f"{plot.title} ({device})"), path.with_suffix(".png"))
+        print(*row.values(), flush=True)
+        if args.output:
+            device = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else "CPU"
+            about = {"benchmark": args.benchmark, "size": args.size, "set": args.set, "dtype": args.dtype}
+            append_record(about | row | {"device": device, "commit": describe_commit()}, args.output)
+    print(markdown_table(list(rows[0]), [[*map(cell, row.values())] for row in rows]))
 
 
 if __name__ == "__main__":

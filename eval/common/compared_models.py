@@ -2,17 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from eval.common.behind_last_layer import TokenMemoryLayer, put_behind_last_layer
-from eval.common.token_attention import TokenAttention
 from titans_hf import TitansConfig
 from titans_hf.cli.training.model import parse_value
 from titans_hf.neural_memory import OUTPUT_SCALE
@@ -20,17 +17,8 @@ from titans_hf.neural_memory import OUTPUT_SCALE
 WINDOW = 64  # tokens that attention sees in Mistral, MAG and MAL, and of a segment in MAC
 VARIANTS = ("lmm", "mag", "mac", "mal")
 FORM = "delta"  # the memory's form in published runs whose settings name no other, as `memory_form=titans`
-BASELINES = ("llama", "mistral", "llama-conv", "mistral-conv", "gated-deltanet", "mamba2")
-# The end of a name says which memory a model has behind its last layer, after a hyphen; Titans' own is a field of their
-# config. A pointer is attention over all tokens, or over a window, in the token memory's place.
-BEHIND_LAST_LAYER = {
-    "token": TokenMemoryLayer,
-    "pointer": partial(TokenAttention, window=None),
-    f"pointer-{WINDOW}": partial(TokenAttention, window=WINDOW),
-}
-POINTERS = ("mag-pointer", f"mag-pointer-{WINDOW}")
-NAMES = (*VARIANTS, *POINTERS, *BASELINES, *(f"{name}-token" for name in BASELINES))
-CONV_KERNEL = 4
+BASELINES = ("llama", "mistral", "gated-deltanet", "mamba2")
+NAMES = (*VARIANTS, *BASELINES)
 HYBRID = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
 LAYER_TYPES = {"gated-deltanet": ["linear_attention"], "qwen3-next": HYBRID, "olmo-hybrid": HYBRID}  # repeated
 
@@ -51,17 +39,8 @@ SHAPE |= {"eos_token_id": None, "tie_word_embeddings": True, "initializer_range"
 TRAINED = Sizes(SHAPE, {"memory_form": FORM}, {"chunk_size": 64})
 
 
-def split_name(name: str) -> tuple[str, str | None]:
-    """Splits a model's name into the name without a memory behind the last layer, and that memory, if any."""
-    for memory in BEHIND_LAST_LAYER:
-        if name.endswith(f"-{memory}"):
-            return name.removesuffix(f"-{memory}"), memory
-    return name, None
-
-
 def make_config(name: str, free: int, settings: dict[str, Any], sizes: Sizes = TRAINED) -> PreTrainedConfig:
     """Makes a config; `free` is the size of the MLPs, in Mamba2, which has none, the number of layers."""
-    name, _ = split_name(name)
     heads = sizes.shape["num_attention_heads"]
     head_dim = sizes.shape["hidden_size"] // heads
     if name == "mamba2":
@@ -69,13 +48,13 @@ def make_config(name: str, free: int, settings: dict[str, Any], sizes: Sizes = T
         shape = {field: value for field, value in sizes.shape.items() if field != "num_attention_heads"}
         return transformers.Mamba2Config(**parts | shape | settings | {"num_hidden_layers": free})
     shape = sizes.shape | {"num_key_value_heads": heads, "intermediate_size": free} | settings
-    if name.partition("-")[0] in VARIANTS:
+    if name in VARIANTS:
         windows = {"sliding_window": WINDOW, "segment_length": WINDOW}
-        return TitansConfig(**{"variant": name.partition("-")[0]} | windows | sizes.titans | shape)
+        return TitansConfig(**{"variant": name} | windows | sizes.titans | shape)
     shape["max_position_embeddings"] = sizes.max_positions
-    if name.startswith("mistral"):
+    if name == "mistral":
         return transformers.MistralConfig(**shape, sliding_window=WINDOW)
-    if name.startswith("llama"):
+    if name == "llama":
         return transformers.LlamaConfig(**shape)
     shape = {f"linear_num_{part}_heads": heads for part in ("key", "value")} | shape
     shape = {f"linear_{part}_head_dim": head_dim for part in ("key", "value")} | shape
@@ -92,12 +71,12 @@ def fit_config(name: str, num_parameters: int, settings: dict[str, Any], sizes: 
     The parameters are linear in the size of the MLPs, here a multiple of 8; of Mamba2, which has none, in the number of
     layers. Raises ValueError for fewer parameters than the smallest model has.
     """
-    has_mlp = split_name(name)[0] != "mamba2"
+    has_mlp = name != "mamba2"
     free = "intermediate_size" if has_mlp else "num_hidden_layers"
     if free in settings:
         return make_config(name, settings[free], settings, sizes)
     first, second, step = (64, 128, 8) if has_mlp else (1, 2, 1)
-    counts = [count_parameters(name, make_config(name, size, settings, sizes)) for size in (first, second)]
+    counts = [count_parameters(make_config(name, size, settings, sizes)) for size in (first, second)]
     each = (counts[1] - counts[0]) / (second - first)
     exact = first + (num_parameters - counts[0]) / each
     if exact < step / 2:  # a network without MLPs is another architecture: its attention and memory do an MLP's work
@@ -106,45 +85,15 @@ def fit_config(name: str, num_parameters: int, settings: dict[str, Any], sizes: 
     return make_config(name, step * round(exact / step), settings, sizes)
 
 
-def count_parameters(name: str, config: PreTrainedConfig) -> int:
-    """Counts the parameters of `build_model`'s model, without making its weights."""
+def count_parameters(config: PreTrainedConfig) -> int:
+    """Counts the parameters of a language model, without making its weights."""
     with torch.device("meta"):
-        return build_model(name, config).num_parameters()
+        return AutoModelForCausalLM.from_config(config).num_parameters()
 
 
 def num_trained(model: nn.Module) -> int:
     """Counts the parameters that are trained."""
     return sum(x.numel() for x in model.parameters() if x.requires_grad)
-
-
-class ConvolvedLinear(nn.Module):
-    """A projection followed by the causal depthwise convolution that the memory has on its q, k and v."""
-
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        self.linear = linear
-        self.filters = nn.Parameter(torch.randn(linear.out_features, 1, CONV_KERNEL) * CONV_KERNEL**-0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps x (B, T, d_in) to (B, T, d_out), a whole sequence at once, without a cache."""
-        projected = nn.functional.pad(self.linear(x).mT, (CONV_KERNEL - 1, 0))
-        return nn.functional.conv1d(projected, self.filters.to(projected.dtype), groups=len(self.filters)).mT
-
-
-def build_model(name: str, config: PreTrainedConfig) -> PreTrainedModel:
-    """Builds the model with random weights. A model with -conv in its name has convolutions on q, k and v; the end of
-    the name may be a memory of BEHIND_LAST_LAYER.
-    """
-    model = AutoModelForCausalLM.from_config(config)
-    name, memory = split_name(name)
-    if name.endswith("-conv"):
-        for layer in model.model.layers:
-            attention = layer.self_attn
-            for part in ("q_proj", "k_proj", "v_proj"):
-                setattr(attention, part, ConvolvedLinear(getattr(attention, part)))
-    if memory:
-        put_behind_last_layer(model, BEHIND_LAST_LAYER[memory](config.hidden_size))
-    return model
 
 
 @torch.no_grad()
@@ -153,20 +102,6 @@ def scale_outputs(model: PreTrainedModel) -> None:
     for name, module in model.named_modules():
         if name.endswith(("self_attn.o_proj", "linear_attn.out_proj", "mixer.out_proj")):
             module.weight.mul_(OUTPUT_SCALE)
-
-
-@torch.no_grad()
-def start_like_titans(model: PreTrainedModel) -> None:
-    """Lets a baseline start as Titans do: a tenth of the outputs, and in Gated DeltaNet keys a token late, and little
-    is forgotten.
-    """
-    scale_outputs(model)
-    for net in (module for name, module in model.named_modules() if name.endswith("linear_attn")):
-        width = net.hidden_size
-        net.conv1d.weight.zero_()[..., -1] = 1
-        net.conv1d.weight[width : 2 * width] = net.conv1d.weight[width : 2 * width].roll(-1, -1)
-        net.A_log.zero_()
-        net.dt_bias.fill_(-5)  # softplus(-5) is .007; 1 is what it starts with, which keeps less than a token
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:

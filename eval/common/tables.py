@@ -1,4 +1,4 @@
-"""The tables and plots that the benchmarks share."""
+"""The tables that the benchmarks share."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -6,17 +6,15 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from scipy.stats import t as student
 
 from eval.common.records import Record
-from titans_hf.cli.shared.figures import line_styles, plot_with_spread, save_figure
+from titans_hf.cli.shared.markdown_tables import markdown_table
 
 Alike = dict[tuple[str, ...], tuple[str, ...]]  # runs that are equal in the key's fields must be equal in the value's
-Report = tuple[list[str], dict[str, Figure]]  # tables, and plots by name
+
+NO_RESULTS = ["parameters", "minutes"]  # beside the results of early runs
 
 
 def read_paper(benchmark: str) -> dict[str, Any]:
@@ -50,35 +48,36 @@ def with_spread(values: Sequence[float], form: str = ".3f", factor: float = 1) -
     return f"{factor * mean(values):{form}}{spread}"
 
 
-def with_interval(values: Sequence[float], form: str = ".4f") -> str:
+def with_interval(values: Sequence[float], form: str = ".3f") -> str:
     """Formats a mean with its 95 % interval over seeds, by Student's t; one seed has none."""
     if len(values) < 2:
-        return f"{mean(values):{form}}"
+        return f"{mean(values):{form}}" if len(values) else ""
     half = student.ppf(0.975, len(values) - 1) * stdev(values) / len(values) ** 0.5
     return f"{mean(values):{form}} [{mean(values) - half:{form}}, {mean(values) + half:{form}}]"
 
 
-def plot_curves(title: str, rows: dict[str, pd.DataFrame], column: int, label: str) -> Figure:
-    """Draws for each row the mean of its runs' curves against the epoch, their first column, with a band from the least
-    to the greatest; in percent.
+def report_of_rows(records: list[Record], baselines: list[str], each_seed: bool) -> list[str]:
+    """Makes the tables of any runs: for each row a line with the means of its results and their intervals over seeds,
+    or with the result of each seed, and its differences from the baselines, by seed. The fields of a run that differ
+    name its line.
     """
-    figure = Figure(figsize=(6, 3), layout="constrained")
-    axes, styles = figure.subplots(), line_styles(rows)
-    for row, runs in rows.items():
-        length = runs["curve"].map(len).min()
-        curves = np.array([curve[:length] for curve in runs["curve"]], float)
-        style = styles[row] | {"markevery": max(1, length // 8), "markersize": 4}
-        plot_with_spread(axes, curves[..., 0].mean(0), 100 * curves[..., column], style)
-    axes.set(title=title, xlabel="epoch", ylabel=label)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return figure
 
+    def line_of(name: tuple[str, ...], row: pd.DataFrame, form: str) -> list[object]:
+        columns = [row[column].dropna() for column in row]
+        cells = [
+            ", ".join(f"{x:{form}}" for x in values) if each_seed else with_interval(values, form) for values in columns
+        ]
+        return [*name, len(row), *cells]
 
-def write_report(report: Report, output: Path) -> None:
-    """Writes table.md and the plots to a folder."""
-    output.mkdir(parents=True, exist_ok=True)
-    tables, figures = report
-    for name, figure in figures.items():
-        save_figure(figure, output / f"{name}.png")
-    (output / "table.md").write_text("\n\n".join(tables) + "\n", encoding="utf-8")
-    print(f"wrote {output / 'table.md'}")
+    runs = pd.json_normalize([record["run"] for record in records]).convert_dtypes().astype(object).fillna("")
+    names = ["row", *(name for name in runs if name not in ("row", "seed") and runs[name].nunique() > 1)]
+    results = pd.json_normalize([record["result"] for record in records]).drop(columns=NO_RESULTS, errors="ignore")
+    results.index = pd.MultiIndex.from_frame(runs[[*names, "seed"]].astype({name: str for name in names}))
+    rows = {name: of_row.droplevel(names) for name, of_row in results.groupby(level=names, sort=False)}
+    parts = [markdown_table([*names, "seeds", *results], [line_of(name, x, ".3f") for name, x in rows.items()])]
+    for baseline in baselines:
+        pairs = {name: (baseline, *name[1:]) for name in rows if name[0] != baseline}
+        changes = {name: (rows[name] - rows[pair]).dropna(how="all") for name, pair in pairs.items() if pair in rows}
+        lines = [line_of(name, change, "+.3f") for name, change in changes.items()]
+        parts.append(markdown_table([*names, f"seeds, less {baseline}", *results], lines))
+    return parts

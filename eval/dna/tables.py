@@ -1,4 +1,4 @@
-"""The tables and plots of DNA, with the paper's figures.
+"""The tables of DNA, with the paper's figures.
 
 A figure is the accuracy on the test part, in percent. The mean and standard deviation are over folds; the accuracy of a
 fold is the mean of its seeds. The column "each seed" has the mean over folds of each seed that has all folds.
@@ -10,12 +10,11 @@ from statistics import mean  # rounds less than pandas' own
 import pandas as pd
 
 from eval.common.records import Record
-from eval.common.tables import Report, frame_of, plot_curves, read_paper, with_spread
+from eval.common.tables import frame_of, read_paper, with_spread
 from eval.dna.models import NAMES
 from titans_hf.cli.shared.markdown_tables import markdown_table
 
 ALIKE = {("data",): ("digest", "folds", "batch_size", "epochs", "reverse_complement", "shape")}
-VALIDATION = 3  # column of a curve
 HEADING = ["model", "parameters", "folds", "accuracy", "each seed", "validation accuracy", "learning rate", "minutes"]
 
 
@@ -70,11 +69,10 @@ def differences(rows: dict[str, pd.DataFrame], baseline: str) -> str:
     return markdown_table([f"less {baseline}", "accuracy", "each seed", "folds"], cells)
 
 
-def make_report(records: list[Record], baselines: list[str]) -> Report:
-    """Makes the tables, and for each data a plot of validation accuracy by epoch."""
-    tables, figures = ["# DNA"], {}
+def make_report(records: list[Record], baselines: list[str]) -> list[str]:
+    """Makes the tables: for each data one of all rows, and one of the differences from each baseline."""
+    tables = ["# DNA"]
     for data, rows in results_of(records).items():
         tables += [f"## {data}", table(data, rows)]
         tables += [differences(rows, baseline) for baseline in baselines if baseline in rows]
-        figures[data] = plot_curves(data, rows, VALIDATION, "validation (%)")
-    return tables, figures
+    return tables

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import pandas as pd
 
 from eval.common.records import Record
-from eval.common.tables import Report, frame_of, read_paper, with_spread
+from eval.common.tables import frame_of, read_paper, with_spread
 from titans_hf.cli.shared.markdown_tables import markdown_table
 
 PAPER = read_paper("forecasting")
@@ -46,7 +46,7 @@ def numbers(values: Iterable[int]) -> str:
     return ", ".join(map(str, values))
 
 
-def make_report(records: list[Record], baselines: list[str]) -> Report:
+def make_report(records: list[Record], baselines: list[str]) -> list[str]:
     """Makes the tables: one for each series and look-back. No row is compared with baselines."""
     tables = ["# Forecasts", "\n".join(NOTES)]
     runs = frame_of(records, "seed", "horizon")
@@ -54,4 +54,4 @@ def make_report(records: list[Record], baselines: list[str]) -> Report:
     for look_back, of_length in runs.groupby("look_back"):
         horizons = sorted(of_length.index.unique("horizon"))
         tables += [table(of_data, data, look_back, horizons) for data, of_data in of_length.groupby("data")]
-    return tables, {}
+    return tables

@@ -19,13 +19,6 @@ import numpy as np
 
 from eval.common.records import Record, read_records
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
-from titans_hf.cli.shared.figures import (
-    line_styles,
-    loss_by_position_axes,
-    mark_trained_length,
-    plot_with_spread,
-    save_figure,
-)
 from titans_hf.cli.shared.markdown_tables import markdown_table
 
 NUM_RESAMPLES = 2000
@@ -40,11 +33,6 @@ class Row(NamedTuple):
     edges: list[int]
     texts: list[str]
     losses: dict[int, np.ndarray]
-    block_length: int
-
-    def mean_losses(self) -> np.ndarray:
-        """Averages over the stretches: (seeds, ranges)."""
-        return np.stack([losses.mean(0) for losses in self.losses.values()])
 
 
 def read_rows(files: list[Path], patterns: list[str], texts: list[str] | None = None) -> dict[str, Row]:
@@ -72,19 +60,18 @@ def _add_rows(rows: dict[str, Row], records: list[Record], only: list[str] | Non
                 raise ValueError(f"--texts: {name} was not scored on {', '.join(missing)}")
             stretches = [x for x in stretches if x[0] in only]
         texts, losses = [x[0] for x in stretches], np.array([x[1:] for x in stretches])
-        training = record["training"]
-        new = Row(name, record["parameters"], record["edges"], texts, {}, training["block_length"])
+        new = Row(name, record["parameters"], record["edges"], texts, {})
         row = rows.setdefault(name, new)
         if new.edges != next(iter(rows.values())).edges:
             raise ValueError(f"{name} was scored at other positions than {next(iter(rows))}")
         if (row.parameters, row.texts) != (new.parameters, new.texts):
             raise ValueError(f"runs of the name {name} differ in their size or in the texts that were scored")
-        row.losses[training["seed"]] = losses
+        row.losses[record["training"]["seed"]] = losses
 
 
 def mean_with_spread(row: Row) -> list[str]:
     """Formats the mean over seeds of every range, with the standard deviation where there are several."""
-    means = row.mean_losses()
+    means = np.stack([losses.mean(0) for losses in row.losses.values()])  # (seeds, ranges)
     if len(means) == 1:
         return [f"{x:.3f}" for x in means[0]]
     return [f"{x:.3f} ± {s:.3f}" for x, s in zip(means.mean(0), means.std(0, ddof=1), strict=True)]
@@ -159,18 +146,6 @@ def tables(rows: dict[str, Row], pairs: list[list[Row]], gaps: list[list[Row]]) 
     return "\n\n".join(parts)
 
 
-def plot(rows: dict[str, Row], path: Path) -> None:
-    """Draws loss against position, the mean over seeds with a band from the least to the greatest."""
-    ends, styles = next(iter(rows.values())).edges[1:], line_styles(rows)
-    axes = loss_by_position_axes(ends, "nats per token")
-    for name, row in rows.items():
-        plot_with_spread(axes, ends, row.mean_losses(), styles[name])
-    lengths = {row.block_length for row in rows.values()}
-    if len(lengths) == 1:
-        mark_trained_length(axes, lengths.pop())
-    save_figure(axes.figure, path)
-
-
 def parse_names(option: str, form: str, given: list[str], rows: dict[str, Row]) -> list[list[Row]]:
     """Looks up rows given as `form`, such as NAME:BASELINE. Raises ValueError for other names and forms."""
     found = []
@@ -189,21 +164,14 @@ def main(argv: list[str] | None = None) -> None:
         "--rows", nargs="+", default=["*"], help="names of rows, in the table's order; * stands for any"
     )
     parser.add_argument("--texts", nargs="+", metavar="TEXT", help="texts that count; by default all that were scored")
-    parser.add_argument("--baseline", help="the name of the row that all others are compared with")
     parser.add_argument("--pairs", nargs="+", default=[], metavar=PAIR, help="rows to be compared")
     parser.add_argument(
         "--gaps", nargs="+", default=[], metavar=GAP, help="gaps; the table shows the share of each that NAME closes"
     )
-    parser.add_argument("--plot", type=Path, help="an image file of the losses by position")
     args = parser.parse_args(argv)
     rows = read_rows(args.runs, args.rows, args.texts)
-    if args.baseline and args.baseline not in rows:
-        raise ValueError(f"--baseline must be {' or '.join(rows)}, but is {args.baseline}")
-    against = [f"{name}:{args.baseline}" for name in rows if args.baseline and name != args.baseline]
-    pairs = parse_names("--pairs", PAIR, against + args.pairs, rows)
+    pairs = parse_names("--pairs", PAIR, args.pairs, rows)
     print(tables(rows, pairs, parse_names("--gaps", GAP, args.gaps, rows)))
-    if args.plot:
-        plot(rows, args.plot)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ The score of a stretch of text is the mean cross entropy (nats per token) betwee
 """
 
 import argparse
+import sys
+import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -14,24 +16,55 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedModel, set_seed
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments, set_seed
 
-from eval.common.compared_models import NAMES, build_model, fit_config, parse_settings, scale_outputs
+from eval.common.compared_models import NAMES, fit_config, parse_settings, scale_outputs
 from eval.common.records import append_record, describe_commit, read_records
 from eval.language.token_blocks import cut_blocks, cut_stretches, make_tokenizer, read_documents
-from eval.language.training_loop import TrainingOptions, train
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
-from titans_hf.cli.shared.devices import choose_device
 from titans_hf.cli.shared.text_files import find_files
 
 FIRST_EDGES = (0, 64, 256, 512)
 TOKENS_AT_ONCE = 1 << 14  # scored in a batch
+NUM_REPORTS = 16  # points of a training curve
+RECORDED = ("vocab_size", "block_length", "batch_size", "steps", "learning_rate", "seed", "bf16")
 
 
 def edges_to(length: int) -> list[int]:
     """Returns 0, 64, 256, 512, 1024, ..., length."""
     doubled = [512 << i for i in range(1, length.bit_length()) if 512 << i < length]
     return [edge for edge in (*FIRST_EDGES, *doubled) if edge < length] + [length]
+
+
+def train(model: PreTrainedModel, blocks: np.ndarray, args: argparse.Namespace) -> list[list[float]]:
+    """Trains on blocks (N, T) in random order by AdamW, with a warm-up and a cosine to a tenth of the learning rate;
+    returns the curve, pairs of a step and the mean loss since the pair before.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        options = TrainingArguments(
+            folder,
+            max_steps=args.steps,
+            per_device_train_batch_size=args.batch_size,
+            dataloader_drop_last=True,
+            learning_rate=args.learning_rate,
+            lr_scheduler_type="cosine_with_min_lr",
+            lr_scheduler_kwargs={"min_lr_rate": 0.1},
+            warmup_steps=int(0.05 * args.steps),
+            weight_decay=0.1,
+            adam_beta2=0.95,
+            max_grad_norm=1.0,
+            bf16=args.bf16,
+            seed=args.seed,
+            logging_steps=max(1, args.steps // NUM_REPORTS),
+            save_strategy="no",
+            report_to=[],
+            use_cpu=not torch.cuda.is_available(),
+            disable_tqdm=not sys.stderr.isatty(),
+        )
+        trainer = Trainer(model, options, train_dataset=[{"input_ids": x, "labels": x} for x in torch.tensor(blocks)])
+        trainer.train()
+    trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # scored in float32
+    return [[x["step"], round(x["loss"], 4)] for x in trainer.state.log_history if "loss" in x]
 
 
 @torch.inference_mode()
@@ -45,26 +78,6 @@ def losses_by_position(model: PreTrainedModel, stretches: np.ndarray) -> np.ndar
         loss = cross_entropy(logits.float().mT, ids[:, 1:], reduction="none").double()
         parts.append(torch.stack([loss[:, low:high].mean(1) for low, high in pairwise(edges)], dim=1).cpu())
     return torch.cat(parts).numpy()
-
-
-def scores(losses: np.ndarray, names: list[str], length: int) -> dict[str, list]:
-    """Returns the fields of a record for the losses by position (N, ranges) of stretches, with their texts' names."""
-    return {
-        "edges": edges_to(length),
-        "mean": [round(float(x), 4) for x in losses.mean(0)],
-        "stretches": [[name, *(round(float(x), 4) for x in row)] for name, row in zip(names, losses, strict=True)],
-    }
-
-
-class CurveRecorder:
-    """Keeps the training loss, and prints it."""
-
-    def __init__(self, label: str, steps: int):
-        self.label, self.steps, self.curve, self.start = label, steps, [], time.time()
-
-    def __call__(self, step: int, loss: float) -> None:
-        self.curve.append([step, round(loss, 4)])
-        print(f"{self.label} step {step}/{self.steps} loss {loss:.4f} {time.time() - self.start:.0f} s", flush=True)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -88,14 +101,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True, help="matrix products in bf16")
-    parser.add_argument("--device", help="cpu, cuda, ...; a GPU if there is one")
-    parser.add_argument("--graph", action="store_true", help="on a GPU: a training step as one CUDA graph")
     parser.add_argument("--score_length", type=int, default=4096)
     parser.add_argument("--stretches", type=int, default=4, help="stretches of each text to be scored")
-    parser.add_argument("--cache", type=Path, default=Path("runs/language"), help="for the tokenizer and token ids")
-    parser.add_argument("--save_model", type=Path, help="a folder for the trained model")
     args = parser.parse_args(argv)
-    args.label, args.device = args.label or args.model, str(choose_device(args.device))
+    args.label = args.label or args.model
     return args
 
 
@@ -108,18 +117,18 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError(f"--output {args.output} has {args.label} with seed {args.seed}: give another --label")
     train_files = find_files(args.train_text, "--train_text")
     score_files = [file for folder in args.score_text for file in find_files(folder, "--score_text")]
-    tokenizer = make_tokenizer(train_files, args.vocab_size, args.cache)
-    blocks = cut_blocks(read_documents(train_files, tokenizer, args.cache), args.block_length)
-    scored = cut_stretches(read_documents(score_files, tokenizer, args.cache), args.score_length, args.stretches)
+    tokenizer = make_tokenizer(train_files, args.vocab_size)
+    blocks = cut_blocks(read_documents(train_files, tokenizer), args.block_length)
+    scored = cut_stretches(read_documents(score_files, tokenizer), args.score_length, args.stretches)
     settings = parse_settings(args.set)
     set_seed(args.seed)
     config = fit_config(args.model, args.parameters, {"vocab_size": args.vocab_size} | settings)
     set_seed(args.seed)
-    model = build_model(args.model, config).to(args.device)
+    model = AutoModelForCausalLM.from_config(config)
     if args.scale_outputs:
         scale_outputs(model)
-    start, commit, recorder = time.time(), describe_commit(), CurveRecorder(args.label, args.steps)
-    train(model, blocks, TrainingOptions(*(getattr(args, name) for name in TrainingOptions._fields)), recorder)
+    start, commit = time.time(), describe_commit()
+    curve = train(model, blocks, args)
     losses = losses_by_position(model, scored)
     names = [file.stem for file in score_files for _ in range(args.stretches)]
     record = {
@@ -129,24 +138,15 @@ def main(argv: list[str] | None = None) -> None:
         "settings": settings | ({"scale_outputs": True} if args.scale_outputs else {}),
         "parameters": model.num_parameters(),
         "config": config.to_diff_dict(),
-        "training": {
-            "texts": len(train_files),
-            "vocab_size": args.vocab_size,
-            "block_length": args.block_length,
-            "batch_size": args.batch_size,
-            "steps": args.steps,
-            "learning_rate": args.learning_rate,
-            "seed": args.seed,
-            "bf16": args.bf16,
-            "device": args.device,
-            "loss": recorder.curve,
-        },
+        "training": {name: getattr(args, name) for name in RECORDED}
+        | {"texts": len(train_files), "device": model.device.type, "loss": curve},
         "commit": commit,
         "minutes": round((time.time() - start) / 60, 1),
-    } | scores(losses, names, args.score_length)
+        "edges": edges_to(args.score_length),
+        "mean": losses.mean(0).round(4).tolist(),
+        "stretches": [[name, *row] for name, row in zip(names, losses.round(4).tolist(), strict=True)],
+    }
     append_record(record, args.output)
-    if args.save_model:
-        model.save_pretrained(args.save_model)
     print(args.label, record["parameters"], " ".join(f"{x:.4f}" for x in record["mean"]), record["minutes"], "min")
 
 

@@ -2,19 +2,18 @@
 
 from matplotlib.figure import Figure
 
-from titans_hf.cli.shared.figures import mark_failures, save_figure
+from titans_hf.cli.shared.figures import save_figure
 
 
 def test_the_legend_covers_no_data(tmp_path):
-    """One legend lies beside all panels and names failures too."""
+    """One legend lies beside all panels and names a line once."""
     figure = Figure(layout="constrained")
     panels = figure.subplots(1, 2)
     for axes in panels:
         axes.plot([1, 2], [3, 4], label="mag")
-        mark_failures(axes, [2], [3], label="did not finish")
     save_figure(figure, tmp_path / "figure.png")
     (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["mag", "did not finish"]
+    assert [text.get_text() for text in legend.get_texts()] == ["mag"]
     assert legend.get_window_extent().x0 > max(axes.get_window_extent().x1 for axes in panels)
 
 

@@ -35,13 +35,11 @@ OPTIONAL = {"from torchao": "torchao", "BitsAndBytesConfig": "bitsandbytes"}
 # since it needs the network, a GPU, other machines or minutes.
 OPTIONS = {
     **dict.fromkeys(("git", "pip", "hf", "make", "accelerate", "python -m pytest", "python -m scripts.prepare_novels")),
-    **dict.fromkeys(("python -m scripts.bench gpu", "python -m scripts.bench decode --compile")),
+    **dict.fromkeys(("python -m scripts.bench*--device cuda", "python -m scripts.bench decode --compile")),
     **dict.fromkeys(("python -m scripts.served_turns", "python -m eval.language.train_and_score")),
     "curl": "--fail --silent --show-error",
-    "python -m scripts.bench memory": "--lengths 32 --chunks 16 --repeats 1",
-    "python -m scripts.bench models": "--lengths 32 --depths 1 --size tiny --repeats 1",
+    "python -m scripts.bench models": "--lengths 32 --size tiny --repeats 1",
     "python -m scripts.bench decode": "--contexts 32 --steps 2 --size tiny",
-    "python -m scripts.bench prompt": "--tokens 256 --piece 64 --every 128",
     "titans-hf serve": "--device cpu",
     "titans-hf train": "--max_steps 2 --use_cpu true",
     "torchrun*titans_hf train": "--max_steps 2 --use_cpu true",
@@ -63,9 +61,6 @@ OPTIONS = {
     "python -m eval.streaming": "",
     "python -m eval.needles.passkey": "--number 64 --length 600",
     "python -m eval.needles.run": "--limit 1 --lengths 1024",
-    "python -m eval.studies.loss_by_position": "--length 512 --stretches 1",
-    "python -m eval.studies": "--steps 2 --batch_size 1",
-    "python -m eval.language.counted": "--vocab_size 300 --block_length 32 --blocks 20 --score_length 64 --stretches 1",
     "python -m eval.language.compare_runs": "",
 }
 # How each program of the pages is started. What is typed into a chat: the first !exit may answer whether to continue.

@@ -1,1 +1,0 @@
-"""The benchmarks of bench.py, one per module."""
