@@ -9,7 +9,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from sklearn.model_selection import StratifiedGroupKFold
 
-from eval.dna.sequences import BASES, PLACE, reverse_complement
+from eval.dna.sequences import BASES, reverse_complement
 
 K = 32  # bases in common that join two sequences, as many as fit into 64 bits
 VALIDATION_PARTS = 10  # a tenth of the sequences that are not tested
@@ -27,12 +27,11 @@ def group_sequences(sequences: pd.DataFrame) -> np.ndarray:
     """Returns the group (N,) int of each sequence, from 0.
 
     A group is a connected component of the graph whose edges join sequences that have K bases in a row in common, on
-    the same strand or with the other's reverse complement, sequences that are equal on either strand, and sequences
-    whose places overlap.
+    the same strand or with the other's reverse complement, and sequences that are equal on either strand.
     """
     texts = sequences["seq"].tolist()
     either_strand = np.array([min(text, reverse_complement(text)) for text in texts])
-    kinds = [_kmers(texts), (either_strand, np.arange(len(texts))), _overlaps(sequences)]
+    kinds = [_kmers(texts), (either_strand, np.arange(len(texts)))]
     left, right = np.concatenate([_shared(*kind) for kind in kinds]).T
     graph = coo_array((np.ones(len(left), bool), (left, right)), shape=(len(texts),) * 2)
     return connected_components(graph, directed=False)[1]
@@ -62,13 +61,6 @@ def _shared(keys: np.ndarray, owners: np.ndarray) -> np.ndarray:
     keys, owners = keys[order], owners[order]
     joined = (keys[1:] == keys[:-1]) & (owners[1:] != owners[:-1])
     return np.stack([owners[:-1][joined], owners[1:][joined]], 1)
-
-
-def _overlaps(sequences: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a number for each stretch of a region that places cover without a gap, and the sequences on it."""
-    placed = sequences.dropna(subset=PLACE).sort_values(PLACE)
-    end_before = placed.groupby("region")["end"].transform(lambda ends: ends.cummax().shift())
-    return (~(placed["start"] < end_before)).cumsum().to_numpy(), placed.index.to_numpy()
 
 
 def split_groups(labels: np.ndarray, groups: np.ndarray, parts: int, name: str) -> Iterator[tuple[np.ndarray, ...]]:

@@ -8,7 +8,7 @@ from transformers import AutoModelForSequenceClassification, Mamba2Model, Mamba2
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from eval.common.compared_models import VARIANTS, check_fields, fit_config, named_errors
-from eval.dna.tokenizer import make_tokenizer
+from eval.dna.sequences import END, PAD, VOCAB_SIZE
 from titans_hf import TitansConfig
 
 MEMORY_OFF = "-off"
@@ -71,11 +71,11 @@ def config_of(name: str, classes: list[str], shape: dict[str, Any], settings: di
 
     Raises ValueError for a setting that is not possible.
     """
-    tokenizer, width = make_tokenizer(), shape["hidden_size"]
+    width = shape["hidden_size"]
     fields = {
-        "vocab_size": len(tokenizer),
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
+        "vocab_size": VOCAB_SIZE,
+        "pad_token_id": PAD,
+        "eos_token_id": END,
         "id2label": dict(enumerate(classes)),
         "label2id": {label: i for i, label in enumerate(classes)},
         "hidden_size": width,

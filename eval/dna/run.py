@@ -1,7 +1,7 @@
 """Trains models to classify DNA sequences, by cross-validation within files or with files to train and to test on.
 
     python -m eval.dna.run human_nontata_promoters/test.tsv --output results/dna
-    python -m eval.dna.run --train positive.fa negative.fa --test test.csv --output results/mine
+    python -m eval.dna.run --train train.tsv --test test.tsv --output results/mine
 
 The learning rate of a model is chosen on the first fold with the first seed; all other folds and seeds use it. A
 finished run is kept: the same command again goes on with the next one.
@@ -23,7 +23,6 @@ from eval.common.records import Record
 from eval.dna import tables
 from eval.dna.folds import Fold, group_sequences, hold_out, make_folds
 from eval.dna.models import MEMORY_OFF, NAMES, build_model, config_of
-from eval.dna.sequences import name_of as file_name
 from eval.dna.sequences import read_sequences
 from eval.dna.training import DataOfRun, Run, make_run
 from titans_hf.cli.shared.command_line import run_command
@@ -52,7 +51,6 @@ def parse_args(argv: list[str] | None) -> Namespace:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--evaluations", type=int, default=10, help="evaluations on the validation part")
     parser.add_argument("--reverse_complement", action="store_true", help="train on either strand, drawn each time")
-    parser.add_argument("--save_models", action="store_true", help="save each model but the CNN, with its tokenizer")
     return parser.parse_args(argv)
 
 
@@ -69,7 +67,7 @@ def read_folds(args: Namespace) -> Folds:
     """
     found: Folds = {}
     for path in args.files or args.train[:1]:
-        name, digest = f"{path.resolve().parent.name}-{file_name(path)}", digest_of(path)
+        name, digest = f"{path.resolve().parent.name}-{path.name.split('.')[0]}", digest_of(path)
         sequences = read_sequences(args.train or [path])
         classes = sorted(sequences["label"].unique())
         if len(classes) < 2:
@@ -135,7 +133,7 @@ def main(argv: list[str] | None = None) -> None:
         return config_of(run.model, classes[run.data], run.shape, run.settings)
 
     def finish(run: Run) -> Record:
-        return make_run(run, data[run.data, run.digest][run.fold], args.output, args.save_models)
+        return make_run(run, data[run.data, run.digest][run.fold], args.output)
 
     with reported("dna", tables, first, config_for, args.output):
         tried = [[replace(run, learning_rate=rate) for rate in args.learning_rates] for run in first]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 from byte_model import save_byte_model, save_llama
 from covering import in_one_test
-from dna_files import write_fasta, write_table
+from dna_files import write_table
 from eval_common import BOOK, make_data
 from series_files import write_series
 from served import free_port
@@ -198,7 +198,7 @@ def stage(tmp_path_factory):
         write_series(folder / name, rows=1000)
     (data / "dna" / "human_nontata_promoters").mkdir(parents=True)
     write_table(data / "dna" / "human_nontata_promoters" / "test.tsv", length=80)
-    write_fasta(folder / "my_dna", length=80)
+    write_table(folder / "my_dna" / "train.csv", length=80)
     write_table(folder / "my_dna" / "test.csv", number=10, length=80, seed=1)
     chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Nobody."}]
     (folder / "my_chats" / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 32)

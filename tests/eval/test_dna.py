@@ -9,13 +9,11 @@ import pytest
 import torch
 from covering import in_one_test
 from dna_files import write_table
-from transformers import pipeline
 
 from eval.common.records import FILE, read_records
 from eval.dna import run as dna
 from eval.dna.models import NAMES, build_model, config_of
-from eval.dna.sequences import read_sequences
-from eval.dna.tokenizer import make_tokenizer
+from eval.dna.sequences import END, PAD, TOKENS, tokenize
 from eval.dna.training import DataOfRun, collate
 
 SHAPE = {"parameters": 30_000, "hidden_size": 32, "num_hidden_layers": 2}
@@ -42,11 +40,10 @@ def test_models_are_of_one_size_and_padding_changes_nothing(name):
     if name != "cnn":
         assert abs(sum(x.numel() for x in model.parameters()) / SHAPE["parameters"] - 1) < 0.1
         assert config.id2label[2] == "c"
-    tokenizer = make_tokenizer()
     texts = ["ACGT" * 15, "GATTACA"]
     with torch.no_grad():
         together, alone = (
-            model(**collate(tokenizer, [{"seq": text, "labels": 0, "augment": False} for text in batch])).logits
+            model(**collate([{"seq": text, "labels": 0, "augment": False} for text in batch])).logits
             for batch in (texts, texts[1:])
         )
     assert together.shape == (2, 3)
@@ -76,20 +73,19 @@ def test_augmentation_draws_either_strand():
     """Both strands of every sequence come, with the same label, and only where asked for."""
     texts = ["AACC", "CCGA", "ACAC"]
     sequences = pd.DataFrame({"seq": texts, "label": ["x", "y", "x"]})
-    tokenizer, data = make_tokenizer(), DataOfRun(sequences, ["x", "y"], ())
+    data = DataOfRun(sequences, ["x", "y"], ())
+    base_of = {token: base for base, token in TOKENS.items()} | {PAD: "", END: ""}
     random.seed(0)
-    batches = [collate(tokenizer, data.examples([2, 1], augment=True)) for _ in range(40)]
+    batches = [collate(data.examples([2, 1], augment=True)) for _ in range(40)]
     drawn = [
-        (text, label)
+        ("".join(map(base_of.get, ids)), label)
         for x in batches
-        for text, label in zip(
-            tokenizer.batch_decode(x["input_ids"], skip_special_tokens=True), x["labels"].tolist(), strict=True
-        )
+        for ids, label in zip(x["input_ids"].tolist(), x["labels"].tolist(), strict=True)
     ]
     assert set(drawn) == {("ACAC", 0), ("GTGT", 0), ("CCGA", 1), ("TCGG", 1)}
     assert 10 < sum(text == "GTGT" for text, _ in drawn) < 30
-    plain = collate(tokenizer, data.examples([2, 1]))
-    assert tokenizer.batch_decode(plain["input_ids"], skip_special_tokens=True) == ["ACAC", "CCGA"]
+    plain = collate(data.examples([2, 1]))
+    assert plain["input_ids"].tolist() == [tokenize("ACAC"), tokenize("CCGA")]
 
 
 @pytest.mark.slow
@@ -111,9 +107,9 @@ def test_runs_learn_and_go_on(tsv, capsys):
     written = (out / FILE).read_text()
     capsys.readouterr()
     dna.main(options)
-    assert "epoch " not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "epoch " not in printed and "| mamba2 |" in printed
     assert (out / FILE).read_text() == written
-    assert "| mamba2 |" in (out / "table.md").read_text() and (out / "data-bases.png").stat().st_size > 10_000
 
 
 def test_the_rate_is_chosen_on_the_first_fold(tsv, monkeypatch):
@@ -122,13 +118,12 @@ def test_the_rate_is_chosen_on_the_first_fold(tsv, monkeypatch):
     """
     made = []
 
-    def make(run, data, output, save):
+    def make(run, data, output):
         made.append((run.seed, run.fold, run.learning_rate))
         return {"valid": -abs(run.learning_rate - 0.02), "test": run.learning_rate, "minutes": 0}
 
     monkeypatch.setattr(dna, "make_run", make)
-    monkeypatch.setattr("eval.common.harness.write_report", lambda *_: None)  # the runs leave no record
-    monkeypatch.setattr(dna.tables, "make_report", lambda *_: None)
+    monkeypatch.setattr(dna.tables, "make_report", lambda *_: [])  # the runs leave no record
     dna.main(command(tsv, "--models", "lmm", "--folds", "2", "--learning_rates", "0.01", "0.02", "0.03"))
     assert made == [(0, 0, 0.01), (0, 0, 0.02), (0, 0, 0.03), (0, 1, 0.02)]
     made.clear()
@@ -137,24 +132,14 @@ def test_the_rate_is_chosen_on_the_first_fold(tsv, monkeypatch):
 
 
 def test_files_to_train_and_to_test_on(tsv, capsys):
-    """All test sequences are tested, none is trained on, those that overlap are counted, and a saved model classifies
-    as the trained one, by Transformers' pipeline.
-    """
-    folder = tsv.parent
-    test = write_table(folder / "test.tsv", number=20, seed=5)
+    """All test sequences are tested, none is trained on, and those that overlap are counted."""
+    test = write_table(tsv.parent / "test.tsv", number=20, seed=5)
     test.write_text(test.read_text() + tsv.read_text().splitlines()[1] + "\n")
-    files = ["--train", str(tsv), "--test", str(test), "--save_models", "--models", "lmm", "--reverse_complement"]
-    dna.main([*files, *command(tsv, "--epochs", "4")[1:]])
+    files = ["--train", str(tsv), "--test", str(test), "--models", "lmm", "--reverse_complement"]
+    dna.main([*files, *command(tsv)[1:]])
     assert "1 of 21 test sequences overlap" in capsys.readouterr().out
-    out = folder.parent / "out"
-    (record,) = read_records(out, "dna")
+    (record,) = read_records(tsv.parents[1] / "out", "dna")
     assert record["sequences"] == {"train": 90, "valid": 10, "test": 21} and record["run"]["reverse_complement"]
-    found = read_sequences([test])
-    classify = pipeline("text-classification", model=str(out / "data-bases-lmm-lr0.01-seed0"))
-    right = [
-        answer["label"] == label for answer, label in zip(classify(found["seq"].tolist()), found["label"], strict=True)
-    ]
-    assert abs(np.mean(right) - record["test"]) < 1e-3
 
 
 @in_one_test(

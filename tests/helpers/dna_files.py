@@ -24,12 +24,3 @@ def write_table(path: Path, number: int = 60, length: int = 40, seed: int = 0) -
     rows = [("seq", "label"), *random_rows(number, length, seed)]
     path.write_text("".join(f"{text}{separator}{label}\n" for text, label in rows))
     return path
-
-
-def write_fasta(folder: Path, number: int = 60, length: int = 40, seed: int = 0) -> list[Path]:
-    """Writes a FASTA file for each class, named by it, and returns the paths."""
-    rows = random_rows(number, length, seed)
-    paths = [folder / f"{label}.fa" for label in SHARES]
-    for path in paths:
-        path.write_text("".join(f">{i}\n{text}\n" for i, (text, label) in enumerate(rows) if label == path.stem))
-    return paths

@@ -63,7 +63,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--horizon", type=int, help="rows to forecast; with --model by default as many as in training")
     parser.add_argument("--model", type=Path, help="folder of a model of this command: nothing is trained")
     parser.add_argument("--time_column", help="name of the column of dates; default: the first")
-    parser.add_argument("--date_format", help="format of the dates, as %%d/%%m/%%Y; default: found by reading them")
+    parser.add_argument("--date_format", help="format of the dates, as %%d/%%m/%%Y, or s, ms, ... since 1970")
     training = parser.add_argument_group("training (not with --model)")
     for name, (default, text) in TRAINING.items():
         choices = ("mse", "mae") if name == "loss" else None

@@ -17,15 +17,8 @@ import torch
 from pandas.tseries.frequencies import to_offset
 
 SEPARATORS = (",", ";", "\t")
-FORMATS = {  # of numbers, by their digits
-    4: ["%Y"],
-    6: ["%Y%m", "%y%m%d", "%d%m%y", "%m%d%y"],
-    8: ["%Y%m%d"],
-    10: ["%Y%m%d%H"],
-    12: ["%Y%m%d%H%M"],
-}
-UNITS = {10: "s", 13: "ms", 16: "us", 19: "ns"}  # of times since 1970, by the digits that they have had since 2001
-YEAR = r"(?<!:\d\d\.)(?<![\d:])(?:1[6-9]|2[01])\d\d(?:\d{4})?(?!\d)"  # of four digits, alone or before month and day
+UNITS = ("s", "ms", "us", "ns")  # of numbers since 1970, as a format of dates
+YEAR = r"(?<=[/. -])(?:1[6-9]|2[01])\d\d\b"  # of four digits, after a day or month
 
 
 class Scaling(NamedTuple):
@@ -159,33 +152,25 @@ def _times_of(path: Path, column: pd.Series, date_format: str | None) -> pd.Date
 def read_times(column: pd.Series, date_format: str | None) -> pd.DatetimeIndex:
     """Returns the times of a column of strings, in UTC without a zone, by pandas and in one format for the column.
 
-    Without `date_format`, the column holds dates with a year of four digits; numbers of as many digits as FORMATS or
-    UNITS has; or numbers of seconds with a fraction. Where several formats fit, the times increase in only one.
+    Without `date_format`, the column holds dates as ISO 8601 has them (2020-01-31), or with day, month and a year of
+    four digits, which increase in only one of the two orders. `date_format` is one of Python's, or a unit of UNITS.
 
     Raises ValueError, saying what the column has, for anything else: a guess could be another date.
     """
     column = column.fillna("").str.strip()
     parse = partial(pd.to_datetime, column, utc=True, errors="coerce")
-    if date_format is not None:
+    if date_format in UNITS:
+        readings = [pd.to_datetime(pd.to_numeric(column, errors="coerce"), unit=date_format, utc=True, errors="coerce")]
+    elif date_format is not None:
         readings = [parse(format=date_format)]
-    elif column.str.fullmatch(r"\d+").all() and column.str.len().nunique() == 1:
-        digits = len(column.iloc[0])
-        readings = [parse(format=form) for form in FORMATS.get(digits, [])]
-        if not any(reading.notna().all() for reading in readings) and digits in UNITS:
-            readings = [pd.to_datetime(column.astype(np.int64), unit=UNITS[digits], utc=True)]
-    elif column.str.fullmatch(r"\d{10}\.\d+").all():
-        readings = [pd.to_datetime(column.astype(np.float64), unit="s", utc=True)]
-    elif column.str.contains(YEAR).all() and not column.str.fullmatch(r"\d+\.\d+").any():  # 1749.125 is no date
-        with warnings.catch_warnings(action="ignore"):  # of dates that pandas reads one by one
-            first = column.str.match(r"\d{4}").all()
-            readings = [parse(format="ISO8601")] if first else [parse(dayfirst=True), parse(dayfirst=False)]
-            if first and readings[0].isna().any():
-                readings = [parse()]
+    elif column.str.match(r"\d{4}-\d").all():
+        readings = [parse(format="ISO8601")]
     else:
-        readings = []
+        with warnings.catch_warnings(action="ignore"):  # of dates that pandas reads one by one
+            readings = [parse(dayfirst=first).where(column.str.contains(YEAR)) for first in (True, False)]
     whole = [pd.DatetimeIndex(reading) for reading in readings if reading.notna().all()]
     if not whole:
-        wrong = np.all([x.isna() for x in readings], axis=0) if readings else ~column.str.contains(YEAR)
+        wrong = np.all([reading.isna() for reading in readings], axis=0)
         form = f"of --date_format {date_format}" if date_format else "with a year of four digits"
         raise ValueError(
             f"holds no dates {form}, but {column.iloc[int(wrong.argmax())]!r}: give a --date_format, as %d/%m/%y, or "
@@ -193,9 +178,8 @@ def read_times(column: pd.Series, date_format: str | None) -> pd.DatetimeIndex:
         )
     increasing = [reading for reading in whole if reading.is_monotonic_increasing]
     if any(not reading.equals(increasing[0]) for reading in increasing):
-        form = "%Y%m" if column.iloc[0].isdigit() else "%d/%m/%Y"
         raise ValueError(
-            f"has dates as {column.iloc[0]}, which increase in two readings: give --date_format, as {form}"
+            f"has dates as {column.iloc[0]}, which increase in two readings: give --date_format, as %d/%m/%Y"
         )
     return [*increasing, *whole][0].tz_localize(None)
 
