@@ -7,10 +7,22 @@ export OMP_NUM_THREADS ?= 1
 # The oldest Transformers that pyproject.toml allows.
 OLDEST := $(shell sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)
 
-.PHONY: demo test test-gpu test-kernels test-oldest slow long conformance lint format clean
+.PHONY: demo novels test test-gpu test-kernels test-oldest slow long conformance lint format clean
 
 demo: .venv/demo.stamp
 	OMP_NUM_THREADS=$$(nproc) $(BIN)/python -m titans_hf demo
+
+# data/books: the novels of docs/results.md out of two public repositories, each checked by its SHA-256.
+NOVELS := https://github.com/computationalstylistics
+novels:
+	mkdir -p data/books/train data/books/valid data/books/test data/clones
+	test -d data/clones/train || git clone $(NOVELS)/100_english_novels data/clones/train
+	git -C data/clones/train checkout --quiet 143e601875d70e195f2cc5ebd8b034609271194d
+	test -d data/clones/test || git clone $(NOVELS)/A_Small_Collection_of_British_Fiction data/clones/test
+	git -C data/clones/test checkout --quiet fb0f828d09becbbd5a9c13b24f17603ea24c178b
+	ln -sfn train data/clones/valid
+	while read -r digest file; do cp "data/clones/$${file%%/*}/corpus/$${file#*/}" "data/books/$$file"; done < scripts/novels.sha256
+	cd data/books && sha256sum --quiet --check $(CURDIR)/scripts/novels.sha256
 
 test: .venv/dev.stamp
 	$(BIN)/pytest -n auto

@@ -34,7 +34,7 @@ OPTIONAL = {"from torchao": "torchao", "BitsAndBytesConfig": "bitsandbytes"}
 # Options that make a command short, by how it begins; the first entry that fits counts. None: the command is not run,
 # since it needs the network, a GPU, other machines or minutes.
 OPTIONS = {
-    **dict.fromkeys(("git", "pip", "hf", "make", "accelerate", "python -m pytest", "python -m scripts.prepare_novels")),
+    **dict.fromkeys(("git", "pip", "hf", "make", "accelerate", "python -m pytest")),
     **dict.fromkeys(("python -m scripts.bench*--device cuda", "python -m scripts.bench decode --compile")),
     **dict.fromkeys(("python -m scripts.served_turns", "python -m eval.language.train_and_score")),
     "curl": "--fail --silent --show-error",

@@ -38,14 +38,17 @@ def folder(tmp_path):
 
 def test_the_rate_is_chosen_by_validation_and_folds_are_averaged(folder):
     """The learning rate with the best validation is chosen, and its test scores are averaged over folds. The paper
-    stands beside its own data only.
+    stands beside its own data only, and a figure that it does not have is left out.
     """
-    save(folder, "cnn", 1e-3, 0, 0.5, 0.5, data="mine")
+    for data in ("mine", "human_enhancers_ensembl-test"):
+        save(folder, "cnn", 1e-3, 0, 0.5, 0.5, data=data)
     results = read_results(folder)
     lines = table(DATA, results[DATA]).splitlines()
     assert lines[2] == "| lmm | 1,234 | 3 | 75.0 ± 8.7 | 75.0 | 90.0 ± 0.0 | 0.001 | 2.0 |"
     assert lines[3] == "| cnn | 1,234 | 2 | 70.0 ± 14.1 | 70.0 | 70.0 ± 14.1 | 0.01 | 2.0 |"
     assert "| the paper's neural memory | – | – | 96.6 | – | – | – | – |" in lines and len(lines) == 4 + 8
+    text = table("human_enhancers_ensembl-test", results["human_enhancers_ensembl-test"])
+    assert "the paper's Mamba " not in text and "| the paper's HyenaDNA | – | – | 89.2 |" in text
     assert table("mine", results["mine"]).splitlines()[2:] == ["| cnn | 1,234 | 1 | 50.0 | 50.0 | 50.0 | 0.001 | 2.0 |"]
 
 
