@@ -5,7 +5,6 @@ share the reading of their context.
 """
 
 import copy
-import sys
 from collections.abc import Iterator
 from itertools import groupby
 
@@ -20,6 +19,7 @@ from titans_hf import TitansCache
 from titans_hf.cli.shared.checkpoints import check_checkpoint
 
 Tokens = list[int]
+UNLIMITED = 1 << 40  # tokens
 NO_LOGITS = torch.tensor([], dtype=torch.long)
 
 
@@ -49,7 +49,7 @@ class TitansLM(HFLM):
 
     @property
     def max_length(self) -> int:
-        return self._max_length or sys.maxsize
+        return self._max_length or UNLIMITED
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **kwargs) -> Tensor:
         return super()._model_generate(context, max_length, stop, prefill_chunk_size=self.piece_length, **kwargs)
@@ -58,8 +58,8 @@ class TitansLM(HFLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        least = [self.max_length + 1 - len(continuation) for _, _, continuation in requests]
-        contexts = [context[-kept:] for kept, (_, context, _) in zip(least, requests, strict=True)]
+        room = [max(1, self.max_length + 1 - len(continuation)) for _, _, continuation in requests]
+        contexts = [context[-length:] for length, (_, context, _) in zip(room, requests, strict=True)]
         results = [(0.0, False)] * len(requests)
         order = sorted(range(len(requests)), key=lambda i: (-len(contexts[i]), contexts[i]))
         same_context = [list(same) for _, same in groupby(order, key=contexts.__getitem__)]

@@ -163,7 +163,7 @@ def read_times(column: pd.Series, date_format: str | None) -> pd.DatetimeIndex:
         readings = [pd.to_datetime(pd.to_numeric(column, errors="coerce"), unit=date_format, utc=True, errors="coerce")]
     elif date_format is not None:
         readings = [parse(format=date_format)]
-    elif column.str.match(r"\d{4}-\d").all():
+    elif column.iloc[:1].str.match(r"\d{4}-\d").all():
         readings = [parse(format="ISO8601")]
     else:
         with warnings.catch_warnings(action="ignore"):  # of dates that pandas reads one by one
