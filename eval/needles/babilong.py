@@ -5,9 +5,11 @@ import re
 from collections.abc import Iterator
 from itertools import cycle, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import lm_eval.tasks
 import numpy as np
+from lm_eval.tasks._yaml_loader import load_yaml
 from transformers import PreTrainedTokenizerBase
 
 from eval.needles.passkey import SEED
@@ -23,6 +25,11 @@ class Question(NamedTuple):
     facts: list[str]
     text: str
     answer: str
+
+
+def load_task_config(task: str) -> dict[str, Any]:
+    """Loads lm-eval's configuration of BABILong's qa1, qa2, ...: its description, examples and score."""
+    return load_yaml(Path(lm_eval.tasks.__file__).parent / "babilong" / f"babilong_{task}.yaml")
 
 
 def read_questions(folder: Path, task: str) -> Iterator[Question]:

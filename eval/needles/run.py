@@ -12,13 +12,11 @@ import argparse
 from itertools import islice
 from pathlib import Path
 
-import lm_eval.tasks
 from datasets import Dataset
 from lm_eval import simple_evaluate
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from lm_eval.tasks._yaml_loader import load_yaml
 from transformers import PreTrainedTokenizerBase
 
 from eval.common.records import append_record, describe_commit
@@ -51,8 +49,7 @@ def make_task(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, leng
     else:
         questions = babilong.read_questions(args.stories, args.task)
         samples = islice(babilong.make_samples(questions, args.books, tokenizer, length), args.limit)
-        folder = Path(lm_eval.tasks.__file__).parent / "babilong"
-        config = load_yaml(folder / f"babilong_{args.task}.yaml")  # its description, examples and score
+        config = babilong.load_task_config(args.task)
     if not (rows := list(samples)):
         raise ValueError(f"--lengths {length} is too short for the facts of any question of {args.task}")
     data = {config["test_split"]: Dataset.from_list(rows)}

@@ -25,21 +25,21 @@ import argparse
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval.common.records import append_record, describe_commit, read_records
 from eval.streaming import readers
-from eval.streaming.facts import judge, make_text
 from eval.streaming.mixtures import MIXTURES
-from eval.streaming.reading import Scores, choose_links, load_texts, prepare, read_text
+from eval.streaming.reading import choose_links, load_texts, prepare
 from eval.streaming.tables import plot, tables
+from eval.streaming.tasks import LENGTHS, is_hopeless, make_tasks, perform
 from titans_hf.cli.shared.command_line import run_command
 
-BENCHMARK, PER_BLOCK = "streaming", 256  # tokens of a mean loss in a record
-BUDGETED = ("longer", "random", "tova", "keydiff", "snapkv")
+BENCHMARK = "streaming"
+SCORES = ("recent", "random", "tova", "keydiff", "snapkv")
+BUDGETED = ("longer", *SCORES)
 REMEMBER = {
     "fast": {"memory": ("fast_weights",)},
     "list": {"memory": ("list",)},
@@ -57,10 +57,9 @@ def make_reader(name: str, budget: float | None, args: argparse.Namespace) -> re
         options = REMEMBER[name.removeprefix("full-")] | ({"adapter": args.adapter} if args.adapter else {})
         return readers.Remember(model, None if name.startswith("full-") else window, **options)
     if name in BUDGETED:
-        extra = round(budget / readers.Reader(model, window).column_bytes)
         if name == "longer":
-            return readers.Attention(model, window + extra)
-        return readers.Attention(model, window, extra=extra, score=name)
+            return readers.Attention(model, window + round(budget / readers.Reader(model, window).column_bytes))
+        return readers.Attention(model, window, budget=budget, score=name, bits=args.bits)
     make = {
         "full": lambda: readers.Attention(model),
         "window": lambda: readers.Attention(model, window),
@@ -70,36 +69,6 @@ def make_reader(name: str, budget: float | None, args: argparse.Namespace) -> re
         "bm25": lambda: readers.Retrieval(model, window),
     }
     return make[name]()
-
-
-def make_tasks(args: argparse.Namespace, tokenizer) -> list[dict[str, Any]]:
-    """Makes what is read: name, ids, and the answers of facts."""
-    texts = {}
-    for path in args.text:
-        texts |= load_texts(path, tokenizer, args.tokens if args.task == "loss" else max(args.lengths), args.place)
-    if not texts:
-        raise ValueError(f"--text {args.text[0]} has no text of so many tokens")
-    if args.task == "loss":
-        return [{"text": name, "ids": ids, "answers": []} for name, ids in texts.items()]
-    tasks = []
-    for i, length in enumerate(args.lengths):
-        name = sorted(texts)[i * len(texts) // len(args.lengths)]
-        ids, answers = make_text(tokenizer.decode(texts[name][:length]), tokenizer, f"{args.data} {length} {args.seed}")
-        tasks.append({"text": f"{name}, {length} tokens", "ids": ids, "answers": answers})
-    return tasks
-
-
-def record_of(task: dict[str, Any], scores: Scores, tokenizer) -> dict[str, Any]:
-    """Returns mean losses by blocks of tokens, or every answer."""
-    if not task["answers"]:
-        blocks = scores.losses.split(PER_BLOCK)
-        return {"losses": [round(x.mean().item(), 5) for x in blocks]}
-    answers = []
-    for answer in task["answers"]:
-        said, is_right = judge(answer, task["ids"], scores.tops, tokenizer)
-        log_p = -scores.losses[answer.begin - 1 : answer.end - 1].sum().item()
-        answers.append([answer.kind, answer.value, said, is_right, round(log_p, 3)])
-    return {"answers": answers}
 
 
 def run(args: argparse.Namespace) -> None:
@@ -115,26 +84,28 @@ def run(args: argparse.Namespace) -> None:
             by_reader[reader, budget].append(memories)
     for (name, budget), lists in by_reader.items():
         label = name if budget is None else f"{name} {budget / 1e6:g} MB"
+        label += f" {args.bits} bits" if name in SCORES and args.bits < 16 else ""
         chains = {"+".join([label, *x]): x for x in lists}
         about = {"task": args.task, "data": args.data, "window": args.window, "seed": args.seed}
-        left = [x for x in tasks if any((*about.values(), x["text"], y) not in done for y in chains)]
+        left = [x for x in tasks if any((*about.values(), x.text, y) not in done for y in chains)]
         if not left:
             continue
         reader = make_reader(name, budget, args)
         read = prepare(reader, choice) if any(lists) or name == "rms" else []
         links = {chain: choose_links(read, memories) if memories else ([], []) for chain, memories in chains.items()}
         for task in left:
-            wanted = {i for x in task["answers"] for i in range(x.begin - 1, x.end)}
-            begin = time.perf_counter()
-            found = read_text(reader, {chain: x[0] for chain, x in links.items()}, task["ids"], wanted)
-            seconds = round(time.perf_counter() - begin, 1)
-            for chain, scores in found.items():
+            if is_hopeless(task, read_records(args.output, BENCHMARK), about):
+                print(f"{label}, {task.text}: full attention is at chance without a filler", flush=True)
+                continue
+            begin = time.process_time()
+            found = perform(task, reader, {chain: x[0] for chain, x in links.items()}, tokenizer)
+            seconds = round(time.process_time() - begin, 1)
+            for chain, (result, state_bytes, tokens) in found.items():
                 config = reader.settings | {"model": Path(args.model).name, "memories": links[chain][1]}
-                line = {"run": about | {"text": task["text"], "method": chain}, "config": config}
-                line |= {"tokens": len(task["ids"]), "bytes": scores.state_bytes, "seconds": seconds}
-                line |= {"commit": describe_commit(), "result": record_of(task, scores, tokenizer)}
+                line = {"run": about | {"text": task.text, "method": chain}, "config": config, "tokens": tokens}
+                line |= {"bytes": state_bytes, "seconds": seconds, "commit": describe_commit(), "result": result}
                 append_record({"benchmark": BENCHMARK, **line}, args.output)
-            print(f"{label}, {task['text']}: {seconds:.0f} s", flush=True)
+            print(f"{label}, {task.text}: {seconds:.0f} s of a processor", flush=True)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -142,12 +113,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?", help="a folder or a name on the Hub; without: the tables")
     parser.add_argument("--methods", nargs="+", default=["window", "full"], metavar="READER[+MEMORY...]")
     parser.add_argument("--bytes", nargs="+", type=float, default=[5e5, 4e6, 18e6], help="of state beyond the window")
-    parser.add_argument("--task", choices=["loss", "facts"], default="loss")
+    parser.add_argument(
+        "--bits", type=int, choices=[2, 4, 8, 16], default=16, help="of tokens that have left the window"
+    )
+    parser.add_argument("--task", choices=["loss", "facts", "ruler", "babilong", "conversation"], default="loss")
+    parser.add_argument("--number", type=int, help="questions of a kind of ruler (12) or babilong (60); users (12)")
+    parser.add_argument("--stories", type=Path, help="the folder of bAbI's files, with --task babilong")
     parser.add_argument("--data", default="texts", help="the name of the texts in the record")
     parser.add_argument("--text", type=Path, nargs="+", help="files or folders; a .raw file is cut into its articles")
     parser.add_argument("--place", type=float, default=0.1, help="where in a text its first token is: a share")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of a text with --task loss")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[700, 1200, 2000, 3000], help="tokens of fillers")
+    parser.add_argument("--lengths", type=int, nargs="+", help=f"tokens of fillers or prompts: {LENGTHS}")
     parser.add_argument("--choice_text", type=Path, help="texts that the shares of memories are chosen on")
     parser.add_argument("--choice_tokens", type=int, default=2048, help="tokens of each choice text")
     parser.add_argument("--window", type=int, default=256)
@@ -168,6 +144,10 @@ def main(argv: list[str] | None = None) -> None:
     if args.model:
         if not args.text or not args.choice_text:
             raise ValueError("--text and --choice_text must be given with MODEL")
+        if args.task == "babilong" and not args.stories:
+            raise ValueError("--task babilong needs --stories")
+        args.lengths = LENGTHS.get(args.task, []) if args.lengths is None else args.lengths
+        args.number = (60 if args.task == "babilong" else 12) if args.number is None else args.number
         run(args)
         return
     records = read_records(args.output, BENCHMARK)

@@ -5,6 +5,7 @@
 The shares of all buckets are found on choice texts, by expectation maximisation, for each reader anew.
 """
 
+import math
 from collections import Counter, defaultdict
 from typing import NamedTuple
 
@@ -111,8 +112,22 @@ class Neural:
 
     num_buckets, share, options = 5, None, tuple({"sharpness": x} for x in (8.0, 12.0, 18.0, 26.0))
 
+    dtype, nearest = torch.int8, 10**9  # of the keys; the number of entries that have a weight
+
     def __init__(self, sharpness: float = 0.0, entries: int = 10240, size: int = 64):
         self.sharpness, self.entries, self.size = sharpness, entries, size  # size: at most that of the states
+
+    def encode(self, states: Tensor) -> Tensor:
+        """Makes the queries (T, size) of states."""
+        return normalize((states - self.mean) @ self.directions, dim=-1)
+
+    def pack(self, queries: Tensor) -> Tensor:
+        """Makes keys of queries."""
+        return (127 * queries / queries.abs().amax(-1, keepdim=True)).round().to(torch.int8)
+
+    def compare(self, queries: Tensor) -> Tensor:
+        """Returns the logit of each entry (T, N)."""
+        return self.sharpness * queries @ normalize(self.keys.float(), dim=-1).T
 
     def prepare(self, states: Tensor) -> None:
         """Fits the keys to states (N, D) of other texts."""
@@ -123,18 +138,17 @@ class Neural:
 
     def begin(self) -> None:
         """Forgets the text."""
-        self.keys, self.tokens = torch.zeros(0, self.size, dtype=torch.int8), torch.zeros(0, dtype=torch.long)
+        self.keys, self.tokens = torch.zeros(0, self.size, dtype=self.dtype), torch.zeros(0, dtype=torch.long)
         self.last = torch.zeros(0, self.size)
 
     def state_bytes(self) -> int:
         """Returns the bytes of keys and tokens."""
-        return len(self.keys) * (self.size + TOKEN_BYTES)
+        return len(self.keys) * (self.size * self.dtype.itemsize + TOKEN_BYTES)
 
     def predict(self, ids: Tensor, states: Tensor) -> Found:
         """Reads ids (T,) and the states at them (T, D), and predicts after each of them."""
-        queries = normalize((states - self.mean) @ self.directions, dim=-1)  # (T, size)
-        written = torch.cat([self.last, queries[:-1]])
-        written = (127 * written / written.abs().amax(-1, keepdim=True)).round().to(torch.int8)
+        queries = self.encode(states)
+        written = self.pack(torch.cat([self.last, queries[:-1]]))
         old = len(self.keys)
         self.keys, self.tokens = (
             torch.cat([self.keys, written]),
@@ -143,10 +157,12 @@ class Neural:
         self.last = queries[-1:]
         if not len(self.keys):
             return Found(ids, torch.zeros(len(ids), len(ids)), torch.zeros(len(ids), dtype=torch.long))
-        scores = self.sharpness * queries @ normalize(self.keys.float(), dim=-1).T  # (T, size) @ (size, N)
         place = torch.arange(len(self.keys)) - old + len(ids) - len(written)  # an entry's token in this piece
         visible = place <= torch.arange(len(ids))[:, None]
-        weights = scores.masked_fill(~visible, -torch.inf).softmax(1).nan_to_num()
+        scores = self.compare(queries).masked_fill(~visible, -torch.inf)
+        if len(self.keys) > self.nearest:
+            scores.masked_fill_(scores < scores.topk(self.nearest).values[:, -1:], -torch.inf)
+        weights = scores.softmax(1).nan_to_num()
         tokens, inverse = self.tokens.unique(return_inverse=True)
         weights = torch.zeros(len(ids), len(tokens)).index_add_(1, inverse, weights)
         buckets = (weights.amax(1) * self.num_buckets).long().clamp(max=self.num_buckets - 1)
@@ -154,7 +170,42 @@ class Neural:
         return Found(tokens, weights, buckets)
 
 
+class NearestNeighbours(Neural):
+    """The memory of kNN-LM (Khandelwal et al. 2020) of the text so far: whole states in float16, squared distances.
+
+    The sharpness is that of distances divided by the mean one between two states of other texts.
+    """
+
+    dtype, nearest, most_bytes = torch.float16, 1024, math.inf
+    options = tuple({"sharpness": x} for x in (6.0, 12.0, 24.0, 48.0))
+
+    def prepare(self, states: Tensor) -> None:
+        """Measures the mean squared distance of states (N, D) of other texts."""
+        self.size, self.mean = states.shape[1], states.mean(0)
+        self.mean_distance = 2 * states.var(0).sum()
+        self.entries = int(min(self.most_bytes / (self.size * self.dtype.itemsize + TOKEN_BYTES), 1e9))
+
+    def encode(self, states: Tensor) -> Tensor:
+        """Returns the states, centred."""
+        return states - self.mean
+
+    def pack(self, queries: Tensor) -> Tensor:
+        """Rounds states to 16 bits."""
+        return queries.half()
+
+    def compare(self, queries: Tensor) -> Tensor:
+        """Returns the logit of each entry (T, N)."""
+        return -self.sharpness / self.mean_distance * torch.cdist(queries, self.keys.float()).square()
+
+
+class RecentNeighbours(NearestNeighbours):
+    """The same of the last states alone, as many as fit into 4 MB."""
+
+    most_bytes = 4e6
+
+
 MIXTURES = {"counts": Counts, "match": Match, "search": Search, "neural": Neural}
+MIXTURES |= {"knn": NearestNeighbours, "knn-4mb": RecentNeighbours}
 
 
 def fit_shares(p: Tensor, m: Tensor, buckets: Tensor, num_buckets: int) -> Tensor:

@@ -18,6 +18,7 @@ from titans_hf.remember import MemoryCache, remember
 
 SINK_BLOCK = 1024  # tokens that share a sink: it is the window's length before the first of them
 LAST_QUERIES = 32  # of a piece, whose attention SnapKV's score takes
+GROUP = 32  # numbers of a key or a value that share a smallest number and a step, if they are kept in few bits
 BLOCK, BLOCKS = 64, 4  # tokens of a retrieved block, and the number of blocks in the window
 TOKEN_BYTES = 4  # of a token that is kept as a number
 
@@ -42,8 +43,8 @@ class Reader:
         module.register_forward_pre_hook(lambda _, args: self.found.append(args[0][0].detach().float()))
         config = model.config.get_text_config(decoder=True)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.column_bytes = 2 * 2 * config.num_hidden_layers * heads * size  # keys and values of one token
+        self.head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.column_bytes = 2 * 2 * config.num_hidden_layers * heads * self.head_size  # keys and values of one token
         self.begin_token = config.bos_token_id or 0
 
     def prepare(self, texts: list[Tensor]) -> None:
@@ -57,10 +58,20 @@ class Reader:
             return Read(output.logits[0].float().log_softmax(-1), self.found[-1][-last:]), output
 
 
+def quantise(x: Tensor, bits: int) -> Tensor:
+    """Rounds x (..., D) to 2 ** bits steps of each GROUP numbers, whose smallest number and step are of 16 bits."""
+    groups = x.float().unflatten(-1, (-1, min(GROUP, x.shape[-1])))
+    low, high = (x.half().float() for x in groups.aminmax(dim=-1, keepdim=True))
+    step = ((high - low) / (2**bits - 1)).half().float().clamp(min=1e-6)
+    return (low + step * ((groups - low) / step).round().clamp(0, 2**bits - 1)).flatten(-2).to(x.dtype)
+
+
 def score_columns(name: str, keys: Tensor, weights: Tensor | None) -> Tensor:
     """Scores cached columns: keys (heads, S, D), attention to them (query heads, T, S) -> (heads, S)."""
     if name == "random":
         return torch.rand(keys.shape[1]).expand(len(keys), -1)
+    if name == "recent":
+        return torch.arange(keys.shape[1]).expand(len(keys), -1)
     if name == "keydiff":  # Park et al. 2025: the keys farthest from the mean of all stay
         unit = normalize(keys, dim=-1)
         return -(unit * normalize(unit.mean(1, keepdim=True), dim=-1)).sum(-1)
@@ -71,19 +82,26 @@ def score_columns(name: str, keys: Tensor, weights: Tensor | None) -> Tensor:
 
 
 class Attention(Reader):
-    """Full attention, or a window and a sink, with the `extra` older columns that have the best score.
+    """Full attention, or a window and a sink, and with a score the older columns that have the best score.
 
-    A query sees the `window` last tokens however the text is cut into pieces. The sink is the model's begin token,
-    computed at the distance of the window before the piece; with `near=False` it is the text's first token in its place
-    (StreamingLLM). It is hidden until the text's first token has left the window.
+    Without a score a query sees the `window` last tokens however the text is cut into pieces. With a score, columns are
+    evicted after each piece: until then its tokens see all that is held, at most `budget` bytes beyond the window. In
+    fewer than 16 bits, columns are rounded as they leave the window. The sink is the model's begin token, computed at
+    the distance of the window before the piece; with `near=False` it is the text's first token in its place
+    (StreamingLLM). It is hidden until the text's first token has left the window, or the first column was evicted.
     """
 
-    def __init__(self, model, window=None, *, extra: int = 0, score: str = "", near: bool = True):
+    def __init__(self, model, window=None, *, budget: float = 0, score: str = "", bits: int = 16, near: bool = True):
         super().__init__(model, window)
-        self.extra, self.score, self.near = extra, score, near
+        self.extra, self.score, self.bits, self.near = 0, score, bits, near
         self.wants_weights = score in ("tova", "snapkv")
-        if not score:
-            self.piece = min(window or 256, 256)
+        self.piece = min(window or 256, 256)
+        if score:
+            self.settings |= {"score": score, "bits": bits}
+            self.piece = 1 + min(int(budget / self.column_bytes) // 8, 63)
+            per_number = bits + 32 / min(GROUP, self.head_size) if bits < 16 else 16
+            self.extra_bytes = self.column_bytes * per_number / 16
+            self.extra = int((budget - (self.piece - 1) * self.column_bytes) / self.extra_bytes)
         model.set_attn_implementation("eager" if self.wants_weights else "sdpa")
 
     def begin(self) -> None:
@@ -93,13 +111,17 @@ class Attention(Reader):
 
     def state_bytes(self) -> int:
         """Returns the bytes of all keys and values."""
-        held = self.start if self.window is None else min(self.start, self.window) + self.num_extra
-        return held * self.column_bytes
+        held = self.start if self.window is None else min(self.start, self.window)
+        if not self.score:
+            return held * self.column_bytes
+        return round((held + self.piece - 1) * self.column_bytes + self.num_extra * self.extra_bytes)
 
     def read(self, ids: Tensor) -> Read:
         """Reads the next piece (T,)."""
         positions, options = torch.arange(self.start, self.start + len(ids)), {}
         num_sinks = int(self.window is not None and self.start + len(ids) > self.window)
+        if self.score:
+            num_sinks = int(self.start > min(self.start, self.window - 1) + self.num_extra)
         if num_sinks:
             self.put_sink()
         if self.window is not None:
@@ -130,9 +152,10 @@ class Attention(Reader):
         """Makes the mask that is added to scores, (1, 1, T, S): sink, extra columns, window, piece."""
         held = min(self.start, self.window - 1)
         distance = positions[:, None] - torch.arange(self.start - held, self.start + len(positions))
-        sink = (positions >= self.window)[:, None].expand(-1, num_sinks)
+        sink = (positions >= (0 if self.score else self.window))[:, None].expand(-1, num_sinks)
         extra = torch.ones(len(positions), self.num_extra, dtype=torch.bool)
-        visible = torch.cat([sink, extra, (distance >= 0) & (distance < self.window)], 1)
+        recent = (distance >= 0) & (distance < self.window + (len(positions) if self.score else 0))
+        visible = torch.cat([sink, extra, recent], 1)
         dtype = self.model.dtype
         return torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)[None, None]
 
@@ -143,9 +166,16 @@ class Attention(Reader):
             keys, values = layer.keys[..., num_sinks:, :].detach(), layer.values[..., num_sinks:, :].detach()
             old, (heads, size) = keys.shape[-2] - held, keys.shape[1::2]
             best = torch.arange(0).expand(heads, -1)
+            if self.bits < 16:
+                for x in (keys, values):
+                    x[..., self.num_extra : old, :] = quantise(x[..., self.num_extra : old, :], self.bits)
             if self.extra and old > 0:
                 seen = weights[i][0, ..., num_sinks : num_sinks + old] if weights else None
-                scores = score_columns(self.score, keys[0, :, :old], seen)
+                scores = score_columns(self.score, keys[0, :, :old], seen).float()
+                if (
+                    self.start == held + old > held + self.extra
+                ):  # the text's first token goes first, for the sink comes
+                    scores = scores.index_fill(1, torch.tensor([0]), -torch.inf)
                 best = scores.topk(min(self.extra, old)).indices.sort().values
             best = best[None, ..., None].expand(-1, -1, -1, size)
             layer.keys, layer.values = (torch.cat([x.gather(2, best), x[..., old:, :]], 2) for x in (keys, values))

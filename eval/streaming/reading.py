@@ -1,6 +1,8 @@
 """Reads texts with a reader and any number of chains of memories behind it, in pieces, and scores every token."""
 
+import copy
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -8,8 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from eval.streaming.mixtures import MIXTURES, fit_shares
+from eval.streaming.mixtures import MIXTURES, Found, fit_shares
 from eval.streaming.readers import Reader
+from titans_hf.remember import MemoryCache
 
 
 class Link(NamedTuple):
@@ -50,37 +53,88 @@ def load_texts(path: Path, tokenizer: PreTrainedTokenizerBase, tokens: int, plac
     return result
 
 
+def copy_state(value: Any) -> Any:
+    """Copies a part of a state. A cache of `remember` shares its tensors with its copy, which are never changed."""
+    return copy.copy(value) if isinstance(value, MemoryCache) else copy.deepcopy(value)
+
+
+class Stream:
+    """A reader and chains of memories behind it, at some place of a text. Two chains may share a memory object."""
+
+    def __init__(self, reader: Reader, chains: dict[str, list[Link]]):
+        self.reader, self.chains = reader, chains
+        self.memories = list({id(link.memory): link.memory for chain in chains.values() for link in chain}.values())
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets the text."""
+        for part in (self.reader, *self.memories):
+            part.begin()
+
+    def read(self, ids: Tensor) -> Iterator[tuple[Tensor, dict[int, Found]]]:
+        """Reads on, and yields what the model says after each token of a piece (T, V), and what each memory says."""
+        for piece in ids.split(self.reader.piece):
+            log_p, states = self.reader.read(piece)
+            yield log_p, {id(memory): memory.predict(piece, states) for memory in self.memories}
+
+    def mix(self, name: str, log_p: Tensor, found: dict[int, Found], places: list[int]) -> Tensor:
+        """Returns a chain's probabilities of all words after some places of a piece (places, V)."""
+        rows = log_p[places].exp()
+        for memory, shares in self.chains[name]:
+            said = found[id(memory)]
+            share = shares[said.buckets][places, None].float()
+            m = torch.zeros_like(rows).index_add_(1, said.tokens, said.weights[places])
+            rows = (1 - share) * rows + share * m
+        return rows
+
+    def after(self, ids: Tensor) -> dict[str, Tensor]:
+        """Reads a few tokens on, and returns each chain's probabilities of all words after each of them (T, V)."""
+        pieces = list(self.read(ids))
+        return {
+            name: torch.cat([self.mix(name, log_p, found, list(range(len(log_p)))) for log_p, found in pieces])
+            for name in self.chains
+        }
+
+    def state_bytes(self, name: str) -> int:
+        """Returns the bytes of the reader and of a chain's memories."""
+        return self.reader.state_bytes() + sum(link.memory.state_bytes() for link in self.chains[name])
+
+    def save(self) -> list[dict[str, Any]]:
+        """Returns a copy of the state, for `restore`. Raises ValueError for a reader that changes the model."""
+        if self.reader.learns:
+            raise ValueError("--methods sgd and rms change the model: they answer no questions that need a branch")
+        return [
+            {k: copy_state(v) for k, v in vars(part).items() if k not in ("model", "found")}
+            for part in (self.reader, *self.memories)
+        ]
+
+    def restore(self, saved: list[dict[str, Any]]) -> None:
+        """Goes back to the place at which a state was saved."""
+        for part, values in zip((self.reader, *self.memories), saved, strict=True):
+            vars(part).update({k: copy_state(v) for k, v in values.items()})
+
+
 def read_text(
     reader: Reader, chains: dict[str, list[Link]], ids: Tensor, wanted: set[int] = frozenset()
 ) -> dict[str, Scores]:
-    """Reads ids (T,) once: the scores of each chain by its name. Two chains may share a memory object."""
-    memories = list({id(link.memory): link.memory for chain in chains.values() for link in chain}.values())
+    """Reads ids (T,) once: the scores of each chain by its name."""
+    stream, start = Stream(reader, chains), 0
     losses, tops = {name: [] for name in chains}, {name: {} for name in chains}
-    for part in (reader, *memories):
-        part.begin()
-    for start in range(0, len(ids) - 1, reader.piece):
-        piece, targets = (ids[i : i + reader.piece] for i in (start, start + 1))
-        log_p, states = reader.read(piece)
-        found = {id(memory): memory.predict(piece, states) for memory in memories}
-        asked = [i for i in range(len(piece)) if start + i in wanted]
+    for log_p, found in stream.read(ids):
+        targets = ids[start + 1 : start + 1 + len(log_p)]
+        asked = [i for i in range(len(log_p)) if start + i in wanted]
         of_targets = log_p[: len(targets)].gather(1, targets[:, None])[:, 0].double().exp()
         for name, chain in chains.items():
-            p, rows = of_targets, log_p[asked].exp()
+            p = of_targets
             for memory, shares in chain:
                 said = found[id(memory)]
-                share = shares[said.buckets]
-                p = (1 - share[: len(p)]) * p + share[: len(p)] * said.of_targets(targets)
-                m = torch.zeros_like(rows).index_add_(1, said.tokens, said.weights[asked])
-                rows = (1 - share[asked, None].float()) * rows + share[asked, None].float() * m
+                share = shares[said.buckets[: len(p)]]
+                p = (1 - share) * p + share * said.of_targets(targets)
             losses[name].append(-p.clamp(min=1e-30).log())
+            rows = stream.mix(name, log_p, found, asked)
             tops[name] |= {start + i: int(row.argmax()) for i, row in zip(asked, rows, strict=True)}
-    return {
-        name: Scores(
-            torch.cat(losses[name]), tops[name],
-            reader.state_bytes() + sum(link.memory.state_bytes() for link in chain),
-        )
-        for name, chain in chains.items()
-    }  # fmt: skip
+        start += len(log_p)
+    return {name: Scores(torch.cat(losses[name]), tops[name], stream.state_bytes(name)) for name in chains}
 
 
 class Prepared(NamedTuple):

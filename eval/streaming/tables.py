@@ -13,7 +13,7 @@ from titans_hf.cli.shared.figures import save_figure
 from titans_hf.cli.shared.markdown_tables import markdown_table
 
 EDGES = (0, 1024, 2048, 4096, 8192, 16384, 32768)
-KINDS = ("begun", "cloze", "pair", "updated", "absent")
+BY_LENGTH = ("ruler", "babilong")  # tasks whose lengths are columns
 BASE, RIVAL = "window", "full"
 
 
@@ -69,15 +69,32 @@ def loss_table(methods: dict[str, dict[str, Record]], per_block: int) -> str:
     )
 
 
-def facts_table(methods: dict[str, dict[str, Record]]) -> str:
-    """Formats how many answers of each kind are right."""
-    rows = []
+def floor_of(answers: list[list]) -> str:
+    """Returns how many would be right by the most frequent answer, or by any option, whichever is more."""
+    if not answers or len(answers[0]) < 5 or not isinstance(answers[0][4], dict):
+        return ""
+    values = [answer[1] for answer in answers]
+    return f"{max(*map(values.count, values), sum(1 / len(answer[4]) for answer in answers)):.3g} of {len(answers)}"
+
+
+def answers_table(methods: dict[str, dict[str, Record]]) -> str:
+    """Formats how many answers of each kind are right, of texts of each length."""
+    found = {name: defaultdict(list) for name in methods}
     for name, texts in methods.items():
-        answers = [answer for record in texts.values() for answer in record["result"]["answers"]]
-        of_kind = [[answer[3] for answer in answers if answer[0] == kind] for kind in KINDS]
-        told = [answer[4] for answer in answers if answer[0] != "absent"]
-        rows.append([name, *(f"{sum(x)} of {len(x)}" for x in of_kind), f"{np.mean(told):.1f}"])
-    return markdown_table(["method", *KINDS, "log p of told answers"], rows)
+        for record in texts.values():
+            length = record["run"]["text"].partition(", ")[2] if record["run"]["task"] in BY_LENGTH else ""
+            for answer in record["result"]["answers"]:
+                found[name][f"{answer[0]} {length}".strip()].append(answer)
+    kinds = sorted({kind for x in found.values() for kind in x})
+    rows = []
+    for name, of_kind in found.items():
+        right = [f"{sum(x[3] for x in of_kind[kind]):.3g} of {len(of_kind[kind])}" for kind in kinds]
+        told = [x[4] for answers in of_kind.values() for x in answers if x[0] != "absent" and len(x) == 5]
+        told = [x for x in told if not isinstance(x, dict)]
+        rows.append([name, *right, f"{np.mean(told):.1f}" if told else ""])
+    floors = [max((floor_of(x[kind]) for x in found.values()), key=len) for kind in kinds]
+    rows += [["most frequent answer, or any", *floors, ""]] if any(floors) else []
+    return markdown_table(["method", *kinds, "log p of told answers"], rows)
 
 
 def tables(records: list[Record]) -> list[str]:
@@ -85,11 +102,13 @@ def tables(records: list[Record]) -> list[str]:
     result = []
     for (data, window), methods in group(records, "loss").items():
         result.append(f"## {data}, window {window}\n\n{loss_table(methods, 256)}")
-    facts = defaultdict(lambda: defaultdict(dict))
-    for (data, window), methods in group(records, "facts").items():
-        for name, texts in methods.items():
-            facts[window][name] |= {f"{data} {text}": record for text, record in texts.items()}
-    return result + [f"## facts, window {window}\n\n{facts_table(methods)}" for window, methods in facts.items()]
+    for task in ("facts", *BY_LENGTH, "conversation"):
+        by_window = defaultdict(lambda: defaultdict(dict))
+        for (data, window), methods in group(records, task).items():
+            for name, texts in methods.items():
+                by_window[window][name] |= {f"{data} {text}": record for text, record in texts.items()}
+        result += [f"## {task}, window {window}\n\n{answers_table(x)}" for window, x in by_window.items()]
+    return result
 
 
 def plot(records: list[Record], path: Path) -> None:

@@ -1,0 +1,55 @@
+"""RULER's niah_single 1 to 3, vt, cwe and fwe by lm-eval's own generators, with a local text in place of its essays."""
+
+import contextlib
+import io
+import random
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from eval.needles.babilong import split_sentences
+
+GENERATED = {"niah_single_1": 128, "niah_single_2": 128, "niah_single_3": 128, "vt": 30, "cwe": 120, "fwe": 50}
+DELIMITERS = {"cwe": "\n\n"}  # before the begun answer; of others, a blank
+
+
+def make_samples(
+    task: str, tokenizer: PreTrainedTokenizerBase, length: int, number: int, text: str, seed: str
+) -> list[dict[str, Any]]:
+    """Draws lm-eval's samples of a task: "input" and "gen_prefix", together at most `length` tokens with what is to be
+    generated, and the list "outputs" of what an answer must contain.
+    """
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+        mock.patch("nltk.download"),  # of a splitter of sentences, instead of which ours is used
+    ):
+        from lm_eval.tasks.ruler import cwe_utils, fwe_utils, niah_utils, prepare_niah, vt_utils
+
+        random.seed(seed)
+        np.random.seed(random.randrange(2**32))
+        cwe_utils.RNG.seed(seed)
+        fits = {"max_seq_length": length, "num_samples": number}
+        if task == "vt":
+            (example,) = vt_utils.sys_vartrack_w_noise_random(tokenizer, 1, 500, incremental=5)
+            return vt_utils.sys_vartrack_w_noise_random(tokenizer, **fits, icl_example=example)
+        if task == "cwe":
+            return cwe_utils.sys_word_pair_random(**fits, tokenizer=tokenizer)
+        if task == "fwe":
+            return fwe_utils.sys_kwext(tokenizer, **fits)
+        repeated = task == "niah_single_1"
+        with mock.patch.object(prepare_niah, "cached_sent_tokenize", split_sentences):
+            return prepare_niah.generate_samples(
+                prepare_niah.get_haystack("repeat") if repeated else text.split(), tokenizer, **fits,
+                template=niah_utils.TEMPLATE, type_haystack="repeat" if repeated else "essay", type_needle_k="words",
+                type_needle_v="uuids" if task == "niah_single_3" else "numbers",
+            )  # fmt: skip
+
+
+def score(said: str, outputs: list[str]) -> float:
+    """Returns the share of the wanted strings that an answer contains, as RULER does."""
+    from lm_eval.tasks.ruler.common_utils import postprocess_pred, string_match_all
+
+    return string_match_all(postprocess_pred([said]), [outputs])
