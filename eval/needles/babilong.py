@@ -7,9 +7,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import lm_eval.tasks
 import numpy as np
-from lm_eval.tasks._yaml_loader import load_yaml
 from transformers import PreTrainedTokenizerBase
 
 from eval.needles.passkey import SEED
@@ -29,6 +27,9 @@ class Question(NamedTuple):
 
 def load_task_config(task: str) -> dict[str, Any]:
     """Loads lm-eval's configuration of BABILong's qa1, qa2, ...: its description, examples and score."""
+    import lm_eval.tasks
+    from lm_eval.tasks._yaml_loader import load_yaml
+
     return load_yaml(Path(lm_eval.tasks.__file__).parent / "babilong" / f"babilong_{task}.yaml")
 
 

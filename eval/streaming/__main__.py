@@ -2,20 +2,23 @@
 
     python -m eval.streaming MODEL --methods full window window+match --data novels --text data/books/test \\
         --choice_text data/books/valid --output eval/results/streaming.jsonl
-    python -m eval.streaming MODEL --task facts --methods full window --data novels --text data/books/test \\
-        --choice_text data/books/valid --output eval/results/streaming.jsonl
     python -m eval.streaming --output eval/results/streaming.jsonl --plot docs/streaming.png   # the tables
 
-A method is a reader, with memories behind it: "window+neural". Every text is read in pieces, as a stream. With
---task loss, each --text is scored token by token; with --task facts, 20 facts are told, --lengths tokens of a text are
-read, and the facts are asked for. Shares and sharpness of memories behind a reader are chosen on the choice texts.
+A method is a reader, with memories behind it: "window+neural". Every text is read in pieces, as a stream. Shares and
+sharpness of memories behind a reader are chosen on the choice texts. With --task
+
+    loss       each --text is scored token by token       ruler      niah_single_1 to 3, vt, cwe and fwe
+    facts      20 are told, a text is read, 20 questions   babilong   qa1 to qa3 of --stories, in the first --text
+    conversation   a user's eight sessions of chat, 25 questions with four options
+
+Readers and memories:
 
     full       attention to all tokens            window     --window tokens and a sink
     longer     a window longer by --bytes         streaming  the text's first token as sink, in its place
-    random, tova, keydiff, snapkv                 tokens that have left the window, --bytes of them, by that score
+    recent, random, tova, keydiff, snapkv         --bytes of tokens that have left the window, of --bits, by that score
     sgd, rms   dynamic evaluation, plain and as Krause et al.     bm25       blocks of the text put into the window
     fast, list, both, start                       titans_hf.remember; start: B_0, without learning
-    +counts, +match, +neural                      pairs of tokens, the longest match, a neural cache
+    +match, +neural, +knn, +knn-4mb               the longest match, a neural cache, kNN-LM of all tokens or the last
     +search    the longest match alone, its share not fitted
 
 "full-" before a reader of `remember` keeps full attention.
@@ -56,11 +59,10 @@ def make_reader(name: str, budget: float | None, args: argparse.Namespace) -> re
     if name.removeprefix("full-") in REMEMBER:
         options = REMEMBER[name.removeprefix("full-")] | ({"adapter": args.adapter} if args.adapter else {})
         return readers.Remember(model, None if name.startswith("full-") else window, **options)
-    if name in BUDGETED:
-        if name == "longer":
-            return readers.Attention(model, window + round(budget / readers.Reader(model, window).column_bytes))
+    if name in SCORES:
         return readers.Attention(model, window, budget=budget, score=name, bits=args.bits)
     make = {
+        "longer": lambda: readers.Attention(model, window + round(budget / readers.Reader(model, 0).column_bytes)),
         "full": lambda: readers.Attention(model),
         "window": lambda: readers.Attention(model, window),
         "streaming": lambda: readers.Attention(model, window, near=False),
@@ -113,9 +115,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?", help="a folder or a name on the Hub; without: the tables")
     parser.add_argument("--methods", nargs="+", default=["window", "full"], metavar="READER[+MEMORY...]")
     parser.add_argument("--bytes", nargs="+", type=float, default=[5e5, 4e6, 18e6], help="of state beyond the window")
-    parser.add_argument(
-        "--bits", type=int, choices=[2, 4, 8, 16], default=16, help="of tokens that have left the window"
-    )
+    parser.add_argument("--bits", type=int, choices=[2, 4, 8, 16], default=16, help="of a number beyond the window")
     parser.add_argument("--task", choices=["loss", "facts", "ruler", "babilong", "conversation"], default="loss")
     parser.add_argument("--number", type=int, help="questions of a kind of ruler (12) or babilong (60); users (12)")
     parser.add_argument("--stories", type=Path, help="the folder of bAbI's files, with --task babilong")

@@ -9,17 +9,16 @@ of the other person are among them. Between the facts the assistant reads a text
 """
 
 import random
-from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from eval.needles.passkey import largest
 from eval.streaming.facts import VALUES, WHO
+from eval.streaming.reading import Question
 
-SESSIONS, SESSION_TOKENS = 8, 400
+SESSIONS, SESSION_TOKENS, OPTIONS, PEOPLE = 8, 400, 4, 5  # people: so many beside the user
 TOKENS = SESSIONS * SESSION_TOKENS
 EACH = {"persons": 7, "changed": 8, "told": 10}  # questions of a kind: 25
-OPTIONS, PEOPLE = 4, 5  # people: the user, and so many others
 # The kind of the value, what follows a person when it is told, and what is asked.
 SENTENCES = [
     ("thing", "bought a", "What did {} buy?"),
@@ -37,18 +36,8 @@ SENTENCES = [
 ]
 
 
-class ChatQuestion(NamedTuple):
-    """What is asked after a conversation, and the begun answer, to which each option gives an end."""
-
-    kind: str
-    text: str
-    begun: str
-    value: str
-    options: list[str]
-
-
-def draw_facts(choose: random.Random) -> tuple[list[list[str]], list[ChatQuestion]]:
-    """Draws what is told in each session, and the questions."""
+def draw_facts(choose: random.Random) -> tuple[list[list[str]], list[Question]]:
+    """Draws what is told in each session, and the questions: two lines, what is asked and the begun answer."""
     values = {kind: choose.sample(x, len(x)) for kind, x in VALUES.items()}
     values["number"] = [str(x) for x in choose.sample(range(10**4, 10**5), 18)]
     people = ["I", *choose.sample(WHO, PEOPLE)]
@@ -88,14 +77,14 @@ def draw_facts(choose: random.Random) -> tuple[list[list[str]], list[ChatQuestio
         others = choose.sample([x for x in given[of_kind] if x not in (value, *rivals)], OPTIONS - 1 - len(rivals))
         options = choose.sample([value, *rivals, *others], OPTIONS)
         begun = f"{'You' if person == 'I' else person} {predicate}"
-        questions.append(ChatQuestion(kind, question.format(person), begun, value, options))
+        questions.append(Question(kind, f"{question.format(person)}\n{begun}", value, options))
     return sessions, questions
 
 
-def make_conversation(text: str, tokenizer: PreTrainedTokenizerBase, seed: str) -> tuple[str, list[ChatQuestion]]:
-    """Returns sessions of SESSION_TOKENS, in which the text is read, and the questions: what `ask_in_chat` goes on."""
+def make_conversation(text: str, tokenizer: PreTrainedTokenizerBase, seed: str) -> tuple[str, list[Question]]:
+    """Returns sessions of SESSION_TOKENS, in which the text is read, and the questions, each a session of its own."""
     sessions, questions = draw_facts(random.Random(seed))
-    words, chat = text.split(), ""
+    words, chat, asked = text.split(), "", []
     for facts in sessions:
 
         def session(size: int, facts: list[str] = facts) -> str:
@@ -110,10 +99,9 @@ def make_conversation(text: str, tokenizer: PreTrainedTokenizerBase, seed: str) 
         size = largest(lambda n: len(tokenizer(session(n)).input_ids) <= SESSION_TOKENS, start=30)
         chat += session(size)
         del words[: size * len(facts)]
-    return chat, questions
-
-
-def ask_in_chat(question: ChatQuestion, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Returns a session with the question and the begun answer."""
-    messages = [{"role": "user", "content": question.text}]
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + question.begun
+    for question in questions:
+        text, begun = question.text.split("\n")
+        message = [{"role": "user", "content": text}]
+        opened = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        asked.append(question._replace(text=opened + begun))
+    return chat, asked

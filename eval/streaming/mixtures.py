@@ -6,7 +6,6 @@ The shares of all buckets are found on choice texts, by expectation maximisation
 """
 
 import math
-from collections import Counter, defaultdict
 from typing import NamedTuple
 
 import torch
@@ -29,41 +28,6 @@ class Found(NamedTuple):
         """Returns m of the targets, (T,) or of the first positions alone."""
         weights = self.weights[: len(targets)]
         return (weights * (self.tokens == targets[:, None])).sum(1)
-
-
-class Counts:
-    """What has followed the last token in the text so far, or where nothing has, all words of the text."""
-
-    num_buckets, options, share = 5, ({},), None
-
-    def prepare(self, states: Tensor) -> None:
-        """Needs nothing of other texts."""
-
-    def begin(self) -> None:
-        """Forgets the text."""
-        self.words, self.pairs, self.last = Counter(), defaultdict(Counter), None
-
-    def state_bytes(self) -> int:
-        """Returns the bytes of all counts: two tokens and a number each."""
-        return 3 * TOKEN_BYTES * (len(self.words) + sum(map(len, self.pairs.values())))
-
-    def predict(self, ids: Tensor, states: Tensor) -> Found:
-        """Reads ids (T,), and predicts after each of them."""
-        rows, buckets = [], []
-        for token in ids.tolist():
-            self.words[token] += 1
-            if self.last is not None:
-                self.pairs[self.last][token] += 1
-            self.last = token
-            seen = self.pairs.get(token)
-            rows.append(dict(seen or self.words))
-            buckets.append(min(seen.total().bit_length(), 4) if seen else 0)
-        tokens = torch.tensor(list(self.words))
-        weights = torch.zeros(len(rows), len(tokens))
-        places = {token: i for i, token in enumerate(tokens.tolist())}
-        for row, counts in zip(weights, rows, strict=True):
-            row[[places[x] for x in counts]] = torch.tensor(list(counts.values())) / sum(counts.values())
-        return Found(tokens, weights, torch.tensor(buckets))
 
 
 class Match:
@@ -204,7 +168,7 @@ class RecentNeighbours(NearestNeighbours):
     most_bytes = 4e6
 
 
-MIXTURES = {"counts": Counts, "match": Match, "search": Search, "neural": Neural}
+MIXTURES = {"match": Match, "search": Search, "neural": Neural}
 MIXTURES |= {"knn": NearestNeighbours, "knn-4mb": RecentNeighbours}
 
 

@@ -30,6 +30,16 @@ class Scores(NamedTuple):
     state_bytes: int  # after the text
 
 
+class Question(NamedTuple):
+    """What is read after a context, and what is right: one of some options, or all strings in a generated answer."""
+
+    kind: str
+    text: str
+    value: str | list[str]
+    options: list[str] = []
+    generated: int = 0  # tokens of an answer, at most; 0 with options
+
+
 def load_texts(path: Path, tokenizer: PreTrainedTokenizerBase, tokens: int, place: float) -> dict[str, Tensor]:
     """Returns the first `tokens` ids after the share `place` of each text of a folder or a file, by name.
 

@@ -10,9 +10,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from eval.needles.babilong import split_sentences
+from eval.streaming.reading import Question
 
 GENERATED = {"niah_single_1": 128, "niah_single_2": 128, "niah_single_3": 128, "vt": 30, "cwe": 120, "fwe": 50}
-DELIMITERS = {"cwe": "\n\n"}  # before the begun answer; of others, a blank
+LONGEST_TEMPLATE = 120  # tokens of vt's words: in shorter tokens its example never fits, and the generator never ends
 
 
 def make_samples(
@@ -28,6 +29,8 @@ def make_samples(
     ):
         from lm_eval.tasks.ruler import cwe_utils, fwe_utils, niah_utils, prepare_niah, vt_utils
 
+        if len(tokenizer(vt_utils.TEMPLATE).input_ids) > LONGEST_TEMPLATE:
+            raise ValueError("--task ruler needs a tokenizer whose tokens have three letters and more")
         random.seed(seed)
         np.random.seed(random.randrange(2**32))
         cwe_utils.RNG.seed(seed)
@@ -46,6 +49,19 @@ def make_samples(
                 template=niah_utils.TEMPLATE, type_haystack="repeat" if repeated else "essay", type_needle_k="words",
                 type_needle_v="uuids" if task == "niah_single_3" else "numbers",
             )  # fmt: skip
+
+
+def make_prompts(
+    tokenizer: PreTrainedTokenizerBase, number: int, texts: list[str], seed: int, task: str, length: int
+) -> list[tuple[str, list[Question]]]:
+    """Makes `number` prompts, each with the beginning of its answer as question: from each text as many."""
+    parts, delimiter = [], "\n\n" if task == "cwe" else " "
+    for i, text in enumerate(texts[:number]):
+        samples = len(range(i, number, len(texts)))
+        for x in make_samples(task, tokenizer, length, samples, text, f"{task} {length} {i} {seed}"):
+            end = f"{delimiter}{x['gen_prefix']}"
+            parts.append((x["input"], [Question(task, end, x["outputs"], generated=GENERATED[task])]))
+    return parts
 
 
 def score(said: str, outputs: list[str]) -> float:

@@ -2,11 +2,11 @@
 
 import re
 from pathlib import Path
-from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from eval.needles.babilong import load_task_config, make_samples, read_questions
+from eval.streaming.reading import Question
 
 # A question, and the beginning of its answer in the form that the instruction asks for.
 BEGUN = {
@@ -16,27 +16,15 @@ BEGUN = {
 }
 
 
-class Story(NamedTuple):
-    """A prompt; a question and its begun answer; the place that ends it, and all places."""
-
-    prompt: str
-    question: str
-    value: str
-    options: list[str]
-
-
 def make_stories(
-    task: str, folder: Path, books: Path, tokenizer: PreTrainedTokenizerBase, length: int, number: int
-) -> list[Story]:
-    """Makes `number` stories of a length, drawn evenly from the test file; fewer, if facts do not fit."""
-    questions, config = list(read_questions(folder, task)), load_task_config(task)
-    places = sorted({x.answer for x in questions})
+    folder: Path, books: Path, tokenizer: PreTrainedTokenizerBase, number: int, kind: str, length: int
+) -> list[tuple[str, list[Question]]]:
+    """Makes `number` stories, drawn evenly from the test file of qa1, ...; fewer, if their facts do not fit."""
+    found, config = list(read_questions(folder, kind)), load_task_config(kind)
+    places = sorted({x.answer for x in found})
     shots = "".join(f"{x['input']}\n{x['question']} {x['target']}\n\n" for x in config["fewshot_config"]["samples"])
-    samples = make_samples(iter(questions[:: max(1, len(questions) // number)][:number]), books, tokenizer, length)
-    return [
-        Story(
-            f"{config['description']}{shots}{x['input']}",
-            f"\n{x['question']} {re.sub(*BEGUN[task], x['question'])}", x["target"], places,
-        )
-        for x in samples
-    ]  # fmt: skip
+    parts = []
+    for x in make_samples(iter(found[:: max(1, len(found) // number)][:number]), books, tokenizer, length):
+        asked = f"\n{x['question']} {re.sub(*BEGUN[kind], x['question'])}"
+        parts.append((config["description"] + shots + x["input"], [Question(kind, asked, x["target"], places)]))
+    return parts

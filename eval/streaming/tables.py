@@ -85,13 +85,11 @@ def answers_table(methods: dict[str, dict[str, Record]]) -> str:
             length = record["run"]["text"].partition(", ")[2] if record["run"]["task"] in BY_LENGTH else ""
             for answer in record["result"]["answers"]:
                 found[name][f"{answer[0]} {length}".strip()].append(answer)
-    kinds = sorted({kind for x in found.values() for kind in x})
-    rows = []
+    kinds, rows = sorted({kind for x in found.values() for kind in x}), []
     for name, of_kind in found.items():
         right = [f"{sum(x[3] for x in of_kind[kind]):.3g} of {len(of_kind[kind])}" for kind in kinds]
-        told = [x[4] for answers in of_kind.values() for x in answers if x[0] != "absent" and len(x) == 5]
-        told = [x for x in told if not isinstance(x, dict)]
-        rows.append([name, *right, f"{np.mean(told):.1f}" if told else ""])
+        told = [x[4] for y in of_kind.values() for x in y if len(x) == 5 and x[0] != "absent"]
+        rows.append([name, *right, f"{np.mean(told):.1f}" if told and isinstance(told[0], float) else ""])
     floors = [max((floor_of(x[kind]) for x in found.values()), key=len) for kind in kinds]
     rows += [["most frequent answer, or any", *floors, ""]] if any(floors) else []
     return markdown_table(["method", *kinds, "log p of told answers"], rows)

@@ -1,6 +1,8 @@
 """What is read and asked, and the answers: losses, facts, RULER, BABILong, conversations."""
 
 import argparse
+from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -12,20 +14,10 @@ from eval.common.records import Record
 from eval.streaming import conversation, ruler, stories
 from eval.streaming.facts import Answer, judge, make_text
 from eval.streaming.readers import Reader
-from eval.streaming.reading import Link, Stream, load_texts, read_text
+from eval.streaming.reading import Link, Question, Stream, load_texts, read_text
 
 PER_BLOCK = 256  # tokens of a mean loss in a record
 LENGTHS = {"facts": [700, 1200, 2000, 3000], "ruler": [1024, 2048, 4096], "babilong": [0, 1024, 2048, 4096]}
-
-
-class Question(NamedTuple):
-    """What is read after a context, and what is right: one of some options, or all strings in a generated answer."""
-
-    kind: str
-    text: str
-    value: str | list[str]
-    options: list[str] = []
-    generated: int = 0  # tokens of an answer, at most; 0 with options
 
 
 class Task(NamedTuple):
@@ -40,7 +32,9 @@ class Task(NamedTuple):
 def make_tasks(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> list[Task]:
     """Makes all texts of a task."""
     if args.task == "babilong":
-        return [_stories(args, tokenizer, kind, length) for length in args.lengths for kind in stories.BEGUN]
+        make = partial(stories.make_stories, args.stories, args.text[0], tokenizer, args.number)
+        kinds = product(args.lengths, stories.BEGUN)
+        return [Task(f"{kind}, {length} tokens", parts=make(kind, length)) for length, kind in kinds]
     longest = max(args.lengths, default=0)
     needed = {"loss": args.tokens, "facts": longest, "ruler": 2 * longest, "conversation": conversation.TOKENS}
     texts = {}
@@ -59,28 +53,12 @@ def make_tasks(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> 
         return tasks
     fillers = [tokenizer.decode(texts[name]) for name in names]
     if args.task == "conversation":
-        for user in range(args.number):
-            filler = fillers[user % len(fillers)]
-            chat, questions = conversation.make_conversation(filler, tokenizer, f"{user} {args.seed}")
-            asked = [Question(x.kind, conversation.ask_in_chat(x, tokenizer), x.value, x.options) for x in questions]
-            tasks.append(Task(f"user {user}", parts=[(chat, asked)]))
-        return tasks
-    for length in args.lengths:
-        for kind, generated in ruler.GENERATED.items():
-            parts = []
-            for i, filler in enumerate(fillers[: args.number]):
-                number, seed = len(range(i, args.number, len(fillers))), f"{kind} {length} {i} {args.seed}"
-                for x in ruler.make_samples(kind, tokenizer, length, number, filler, seed):
-                    end = f"{ruler.DELIMITERS.get(kind, ' ')}{x['gen_prefix']}"
-                    parts.append((x["input"], [Question(kind, end, x["outputs"], generated=generated)]))
-            tasks.append(Task(f"{kind}, {length} tokens", parts=parts))
-    return tasks
-
-
-def _stories(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, kind: str, length: int) -> Task:
-    found = stories.make_stories(kind, args.stories, args.text[0], tokenizer, length, args.number)
-    parts = [(x.prompt, [Question(kind, x.question, x.value, x.options)]) for x in found]
-    return Task(f"{kind}, {length} tokens", parts=parts)
+        users = ((i, fillers[i % len(fillers)]) for i in range(args.number))
+        make = conversation.make_conversation
+        return [Task(f"user {i}", parts=[make(filler, tokenizer, f"{i} {args.seed}")]) for i, filler in users]
+    make = partial(ruler.make_prompts, tokenizer, args.number, fillers, args.seed)
+    kinds = product(args.lengths, ruler.GENERATED)
+    return [Task(f"{kind}, {length} tokens", parts=make(kind, length)) for length, kind in kinds]
 
 
 def is_hopeless(task: Task, records: list[Record], about: dict[str, Any]) -> bool:

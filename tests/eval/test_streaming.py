@@ -2,6 +2,7 @@
 
 import json
 import re
+import string
 import subprocess
 from collections import Counter
 from itertools import chain
@@ -10,26 +11,35 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from eval_common import BOOK
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eval.streaming import facts, readers
-from eval.streaming.__main__ import main
+from eval.needles.passkey import NOISE
+from eval.streaming import conversation, facts, readers, ruler, tasks
+from eval.streaming.__main__ import SCORES, main
 from eval.streaming.mixtures import MIXTURES, fit_shares
-from eval.streaming.reading import choose_links, prepare, read_text
+from eval.streaming.reading import Stream, choose_links, prepare, read_text
 from eval.streaming.tables import interval
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 from titans_hf.remember import remember
 
 ROOT = Path(__file__).parents[2]
 WINDOW = 20
+COLUMN = 2 * 2 * 3 * 2 * 8  # bytes of the keys and values of a token of `tiny_model`
+STORIES = {  # facts, a question, its answer
+    "qa1": (["Mary went to the hall"], "Where is Mary?", "hall"),
+    "qa2": (["Mary got the milk", "Mary went to the hall"], "Where is the milk?", "hall"),
+    "qa3": (["Mary got the milk", "Mary went to the hall", "Mary went to the den"],
+            "Where was the milk before the den?", "hall"),
+}  # fmt: skip
 READERS = {
     "full": lambda model: readers.Attention(model),
     "window": lambda model: readers.Attention(model, WINDOW),
     "streaming": lambda model: readers.Attention(model, WINDOW, near=False),
     **{
-        score: lambda model, score=score: readers.Attention(model, WINDOW, extra=9, score=score)
-        for score in ("random", "tova", "keydiff", "snapkv")
+        score: lambda model, score=score: readers.Attention(model, WINDOW, budget=16 * COLUMN, score=score)
+        for score in SCORES
     },
     "sgd": lambda model: readers.Steps(model, WINDOW, rate=0.5),
     "rms": lambda model: readers.Steps(model, WINDOW, rate=0.01, decay=0.01),
@@ -111,11 +121,37 @@ def test_eviction_keeps_what_a_score_names():
     assert readers.score_columns("keydiff", keys, None).argmax() == 2
     for name in ("tova", "snapkv"):
         assert abs(readers.score_columns(name, keys, weights).argmax().item() - 30) <= 3 * (name == "snapkv")
-    reader = READERS["tova"](tiny_model())
-    reader.begin()
-    for piece in torch.randint(60, (100,)).split(10):
-        reader.read(piece)
-    assert {x.keys.shape[-2] for x in reader.cache.layers} == {9 + WINDOW - 1}
+    for bits, extra in ((16, 14), (4, 28)):  # 4 bits and, for each head's 8 numbers, 32 more are 8 bits a number
+        reader = readers.Attention(tiny_model(), WINDOW, budget=16 * COLUMN, score="tova", bits=bits)
+        reader.begin()
+        for piece in torch.randint(60, (100,)).split(reader.piece):
+            reader.read(piece)
+            assert reader.state_bytes() - min(reader.start, WINDOW) * COLUMN <= 16 * COLUMN
+        assert {x.keys.shape[-2] for x in reader.cache.layers} == {extra + WINDOW - 1}
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_eviction_that_keeps_all_is_full_attention(score):
+    """With bytes for the whole text an evicting reader has the losses of full attention, in 16 bits and nearly in 8."""
+    ids, losses = torch.randint(60, (300,)), []
+    for bits in (16, 8, 2):
+        reader = small_pieces(readers.Attention(tiny_model(), WINDOW, budget=1e9, score=score, bits=bits))
+        losses.append(read_text(reader, {"": []}, ids)[""].losses)
+    expected = read_text(readers.Attention(tiny_model()), {"": []}, ids)[""].losses
+    torch.testing.assert_close(losses[0], expected, atol=1e-4, rtol=0)
+    errors = [(x - expected).abs().mean() for x in losses[1:]]
+    assert 0 < 10 * errors[0] < errors[1], errors
+
+
+def test_quantised_numbers_are_near():
+    """Numbers of 4 bits are at most half a step away: a fifteenth of the range of their group; rounded ones stay."""
+    x = torch.randn(3, 5, 64) * torch.logspace(-2, 2, 64)
+    rounded = readers.quantise(x, 4)
+    groups = x.unflatten(-1, (2, 32))
+    step = (groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)) / 15
+    assert ((rounded.unflatten(-1, (2, 32)) - groups).abs() <= 0.51 * step).all()
+    assert len(rounded[0, 0, :32].unique()) <= 16
+    torch.testing.assert_close(readers.quantise(rounded, 4), rounded, rtol=2e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -241,6 +277,147 @@ def test_runs_become_lines_and_tables(tmp_path, capsys):
     assert (tmp_path / "plot.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="--methods has wndow: readers are full"):
         main([name, "--methods", "wndow", *common])
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """A vocabulary of words, with a chat template."""
+    texts = [BOOK, string.ascii_letters, *ruler_texts(), *(x for fact in conversation.SENTENCES for x in fact)]
+    result = byte_tokenizer().train_new_from_iterator(texts * 3, 900, show_progress=False)
+    result.chat_template = (
+        "{% for x in messages %}<{{ x.role }}>\n{{ x.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>\n{% endif %}"
+    )
+    return result
+
+
+def ruler_texts() -> list[str]:
+    """The words of lm-eval's own prompts."""
+    from lm_eval.tasks.ruler import cwe_utils, fwe_utils, vt_utils
+
+    return [cwe_utils.TEMPLATE, fwe_utils.TEMPLATE, vt_utils.TEMPLATE, " ".join(cwe_utils.WORDS[:2000]), NOISE]
+
+
+@pytest.mark.parametrize("task", ruler.GENERATED)
+def test_prompts_of_ruler_can_be_solved(task, tokenizer):
+    """What an answer must contain is what a program finds in the prompt, which has the length that was asked for."""
+    parts = ruler.make_prompts(tokenizer, 5, [BOOK, "Another text. It goes on. " * 200], 0, task, 1024)
+    assert len(parts) == 5 == len({prompt for prompt, _ in parts})
+    for prompt, ((kind, end, wanted, _, generated),) in parts:
+        assert kind == task and 400 < len(tokenizer(prompt).input_ids) + (task != "fwe") * generated <= 1024
+        if task.startswith("niah"):
+            found = re.findall(r"One of the special magic \w+ for (\S+) is: (\S+)\.", prompt)
+            assert [x[1] for x in found] == wanted and found[0][0] in end
+        elif task == "vt":
+            values, asked = {}, re.search(r"assigned the value (\d+) in the text above", prompt.split("Question")[-1])
+            for name, value in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)", prompt):
+                values[name] = values.get(value, value)
+            assert [name for name, value in values.items() if value == asked[1]] == wanted
+        else:
+            words = re.findall(r"[a-z-]+", prompt.split("\n")[1] if task == "cwe" else prompt.split("coded words. ")[1])
+            counts = Counter(x for x in words if x != "-" and (task == "cwe" or len(x) == 6))
+            assert {x for x, _ in counts.most_common(len(wanted))} == set(wanted)
+    assert ruler.score("no", wanted) == 0 and ruler.score(" ".join(wanted).upper(), wanted) == 1
+    with pytest.raises(ValueError, match="needs a tokenizer whose tokens have three letters"):
+        ruler.make_prompts(byte_tokenizer(), 1, [BOOK], 0, task, 1024)
+
+
+def test_a_conversation_has_the_answers_of_its_questions(tokenizer):
+    """The right option is what was told last of this person; the old value or another person's is an option too."""
+    for seed in range(20):
+        chat, questions = conversation.make_conversation(BOOK, tokenizer, str(seed))
+        assert Counter(x.kind for x in questions) == {"told": 10, "changed": 8, "persons": 7}
+        assert 8 * 300 < len(tokenizer(chat).input_ids) <= 8 * 400
+        told = dict[str, list[str]]()
+        for line in re.findall(r"<user>\n(.*)\. Please read on\.", chat):
+            begun, _, value = line.rpartition(" ")
+            told.setdefault(begun, []).append(value)
+        for kind, text, value, options, _ in questions:
+            begun = text.split("\n")[-1].replace("You", "I", 1)
+            assert value == told[begun][-1] and len(told[begun]) == 1 + (kind == "changed")
+            assert value in options and len(set(options)) == 4 and set(options) <= {x for y in told.values() for x in y}
+            others = [x for y in told if y.split(" ", 1)[1] == begun.split(" ", 1)[1] and y != begun for x in told[y]]
+            assert set(told[begun]) <= set(options) and (kind != "persons" or set(others) & set(options))
+
+
+@pytest.mark.parametrize("name", [x for x in READERS if x not in ("sgd", "rms")])
+def test_a_branch_leaves_nothing(name):
+    """After `restore`, a reader and its memories say what they say if nothing was read since `save`."""
+    reader, ids = small_pieces(READERS[name](tiny_model())), torch.randint(60, (120,))
+    links = choose_links(prepare(reader, [ids]), [x for x in MIXTURES if x != "search"])[0]
+    stream = Stream(reader, {"": links})
+    for _ in stream.read(ids[:90]):
+        pass
+    saved = stream.save()
+    first = stream.after(ids[90:])[""]
+    for other in (ids[:70], ids[90:]):
+        stream.restore(saved)
+        torch.manual_seed(3)
+        again = stream.after(other)[""]
+    if name != "random":  # it draws anew
+        torch.testing.assert_close(again, first, atol=1e-6, rtol=0)
+    with pytest.raises(ValueError, match="sgd and rms change the model"):
+        Stream(READERS["sgd"](tiny_model()), {}).save()
+
+
+@pytest.mark.parametrize("task", ["ruler", "babilong", "conversation"])
+def test_a_record_has_the_model_s_own_answers(task, tokenizer, tmp_path, capsys, monkeypatch):
+    """Of full attention every option's probability, and every generated answer, is that of the model called alone."""
+    torch.manual_seed(1)
+    sizes = dict(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2
+    )
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), initializer_range=0.2, **sizes)).eval()
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "book.txt").write_text(BOOK)
+    (tmp_path / "stories").mkdir()
+    for kind, (story, question, place) in STORIES.items():
+        lines = [f"1 {x}." for x in story] + [f"2 {question} \t{place}\t1"]
+        text = "\n".join(lines + [x.replace(place, "attic") for x in lines])
+        (tmp_path / "stories" / f"{kind}_x_test.txt").write_text(text)
+    monkeypatch.setattr(ruler, "GENERATED", {"niah_single_2": 12, "fwe": 9})
+    monkeypatch.setattr(conversation, "SESSIONS", 3)
+    monkeypatch.setattr(conversation, "EACH", {"persons": 1, "changed": 1, "told": 6})
+    output = ["--output", str(tmp_path / "runs.jsonl")]
+    command = [str(tmp_path / "model"), "--task", task, "--methods", "full", "window+match", "--window=64",
+               "--number=2", "--choice_tokens=200", "--text", str(tmp_path / "book.txt"), "--choice_text",
+               str(tmp_path / "book.txt"), "--stories", str(tmp_path / "stories"), "--place=0", *output]  # fmt: skip
+    lengths = {"ruler": ["1024"], "babilong": ["0", "300"], "conversation": []}[task]
+    made, asked = [], tasks.ask
+    monkeypatch.setattr(tasks, "ask", lambda stream, parts, _: made.append(parts) or asked(stream, parts, _))
+    main([*command, *(["--lengths", *lengths] if lengths else [])])
+    records = [json.loads(x) for x in (tmp_path / "runs.jsonl").read_text().splitlines()]
+    full = [x for x in records if x["run"]["method"] == "full"]
+    assert len(records) == 2 * len(full) == len(made) * 2 and all(x["bytes"] > 0 and x["config"] for x in records)
+    for record, parts in zip(full, made, strict=False):
+        questions = [(context, x) for context, asked in parts for x in asked]
+        for (context, question), (kind, value, said, right, *log_p) in zip(
+            questions, record["result"]["answers"], strict=True
+        ):
+            assert (kind, value) == (question.kind, question.value)
+            ids = tasks.tokenize(context, tokenizer).tolist() + tasks.tokenize(question.text, tokenizer).tolist()
+            if task == "ruler":
+                expected = model.generate(torch.tensor([ids]), max_new_tokens=question.generated, do_sample=False)
+                assert said == tokenizer.decode(expected[0, len(ids) :], skip_special_tokens=True)
+                assert right == ruler.score(said, value)
+                continue
+            assert list(log_p[0]) == question.options and said == max(log_p[0], key=log_p[0].get)
+            assert right == (said == value)
+            option = tasks.tokenize(f" {said}", tokenizer)
+            logits = model(torch.tensor([ids + option.tolist()])).logits[0, len(ids) - 1 : -1]
+            assert abs(-cross_entropy(logits, option, reduction="sum").item() - log_p[0][said]) < 2e-3
+    main([*command, *(["--lengths", *lengths] if lengths else [])])
+    assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == len(records)
+    capsys.readouterr()
+    main(output)
+    printed = capsys.readouterr().out
+    right = sum(x[3] for x in full[0]["result"]["answers"] if x[0] == full[0]["result"]["answers"][0][0])
+    assert f"## {task}, window 64" in printed and f"{right:.3g} of " in printed
+    if task == "babilong":
+        assert {x["run"]["text"] for x in records} == {f"qa{i}, 0 tokens" for i in (1, 2, 3)}  # at chance: it stops
+        with pytest.raises(ValueError, match="babilong needs --methods full --lengths 0 first, of qa1"):
+            main([*command, "--lengths", "300", "--seed=1"])
 
 
 def test_interval_is_student_s():
