@@ -110,9 +110,7 @@ class Stream:
         return self.reader.state_bytes() + sum(link.memory.state_bytes() for link in self.chains[name])
 
     def save(self) -> list[dict[str, Any]]:
-        """Returns a copy of the state, for `restore`. Raises ValueError for a reader that changes the model."""
-        if self.reader.learns:
-            raise ValueError("--methods sgd and rms change the model: they answer no questions that need a branch")
+        """Returns a copy of the state, for `restore`: not of the model, which a reader may have changed."""
         return [
             {k: copy_state(v) for k, v in vars(part).items() if k not in ("model", "found")}
             for part in (self.reader, *self.memories)

@@ -89,8 +89,10 @@ def ask(stream: Stream, parts: list[tuple[str, list[Question]]], tokenizer: PreT
 
     Returns for each chain the answers, the most bytes of a state, and the tokens of all contexts. An answer is its
     kind, the right value, what was said, whether it is right or which share of it, and with options the log probability
-    of each.
+    of each. Raises ValueError for a reader that changes the model.
     """
+    if stream.reader.learns:
+        raise ValueError("--methods sgd and rms change the model, which has no branches: --task may be loss or facts")
     answers, most, tokens = {name: [] for name in stream.chains}, dict.fromkeys(stream.chains, 0), 0
     for context, questions in parts:
         ids = tokenize(context, tokenizer)
