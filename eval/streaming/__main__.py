@@ -138,14 +138,11 @@ def main(argv: list[str] | None = None) -> None:
     for method in args.methods:
         reader, *memories = method.split("+")
         if reader not in READERS or set(memories) - set(MIXTURES):
-            raise ValueError(
-                f"--methods has {method}: readers are {', '.join(READERS)}; memories {', '.join(MIXTURES)}"
-            )
+            raise ValueError(f"--methods has {method}: readers are {' '.join(READERS)}; memories {' '.join(MIXTURES)}")
     if args.model:
-        if not args.text or not args.choice_text:
-            raise ValueError("--text and --choice_text must be given with MODEL")
-        if args.task == "babilong" and not args.stories:
-            raise ValueError("--task babilong needs --stories")
+        needed = ("text", "choice_text", "stories")[: 3 if args.task == "babilong" else 2]
+        if missing := [f"--{name}" for name in needed if not getattr(args, name)]:
+            raise ValueError(f"MODEL with --task {args.task} needs {' and '.join(missing)}")
         args.lengths = LENGTHS.get(args.task, []) if args.lengths is None else args.lengths
         args.number = (60 if args.task == "babilong" else 12) if args.number is None else args.number
         run(args)

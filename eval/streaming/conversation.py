@@ -101,7 +101,7 @@ def make_conversation(text: str, tokenizer: PreTrainedTokenizerBase, seed: str) 
         del words[: size * len(facts)]
     for question in questions:
         text, begun = question.text.split("\n")
-        message = [{"role": "user", "content": text}]
-        opened = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        message = {"role": "user", "content": text}
+        opened = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
         asked.append(question._replace(text=opened + begun))
     return chat, asked

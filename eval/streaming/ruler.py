@@ -13,14 +13,13 @@ from eval.needles.babilong import split_sentences
 from eval.streaming.reading import Question
 
 GENERATED = {"niah_single_1": 128, "niah_single_2": 128, "niah_single_3": 128, "vt": 30, "cwe": 120, "fwe": 50}
-LONGEST_TEMPLATE = 120  # tokens of vt's words: in shorter tokens its example never fits, and the generator never ends
 
 
 def make_samples(
     task: str, tokenizer: PreTrainedTokenizerBase, length: int, number: int, text: str, seed: str
 ) -> list[dict[str, Any]]:
     """Draws lm-eval's samples of a task: "input" and "gen_prefix", together at most `length` tokens with what is to be
-    generated, and the list "outputs" of what an answer must contain.
+    generated, and the list "outputs" of what an answer must contain. Raises ValueError for a length that is too short.
     """
     with (
         contextlib.redirect_stdout(io.StringIO()),
@@ -29,11 +28,16 @@ def make_samples(
     ):
         from lm_eval.tasks.ruler import cwe_utils, fwe_utils, niah_utils, prepare_niah, vt_utils
 
-        if len(tokenizer(vt_utils.TEMPLATE).input_ids) > LONGEST_TEMPLATE:
-            raise ValueError("--task ruler needs a tokenizer whose tokens have three letters and more")
         random.seed(seed)
         np.random.seed(random.randrange(2**32))
         cwe_utils.RNG.seed(seed)
+        if task in ("vt", "cwe"):  # their generators never end, if the shortest prompt does not fit
+            example, shortest = (vt_utils.generate_input_output(n, 1, 4, is_icl=n == 5)[0] for n in (5, 10))
+            if task == "cwe":
+                example, shortest = cwe_utils.generate_input_output(10, length)[:2]
+            sizes = [len(tokenizer(x).input_ids) for x in (example, shortest)]
+            if (task == "vt" and sizes[0] > 450) or sizes[1] + {"vt": 550, "cwe": 140}[task] > length:
+                raise ValueError(f"--lengths {length} is too short for {task} in tokens of this tokenizer")
         fits = {"max_seq_length": length, "num_samples": number}
         if task == "vt":
             (example,) = vt_utils.sys_vartrack_w_noise_random(tokenizer, 1, 500, incremental=5)
@@ -57,10 +61,10 @@ def make_prompts(
     """Makes `number` prompts, each with the beginning of its answer as question: from each text as many."""
     parts, delimiter = [], "\n\n" if task == "cwe" else " "
     for i, text in enumerate(texts[:number]):
-        samples = len(range(i, number, len(texts)))
-        for x in make_samples(task, tokenizer, length, samples, text, f"{task} {length} {i} {seed}"):
-            end = f"{delimiter}{x['gen_prefix']}"
-            parts.append((x["input"], [Question(task, end, x["outputs"], generated=GENERATED[task])]))
+        of_text, own_seed = len(range(i, number, len(texts))), f"{task} {length} {i} {seed}"
+        for x in make_samples(task, tokenizer, length, of_text, text, own_seed):
+            question = Question(task, delimiter + x["gen_prefix"], x["outputs"], generated=GENERATED[task])
+            parts.append((x["input"], [question]))
     return parts
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 from typing import Any, NamedTuple
 
 import torch
@@ -53,8 +53,7 @@ def make_tasks(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> 
         return tasks
     fillers = [tokenizer.decode(texts[name]) for name in names]
     if args.task == "conversation":
-        users = ((i, fillers[i % len(fillers)]) for i in range(args.number))
-        make = conversation.make_conversation
+        make, users = conversation.make_conversation, zip(range(args.number), cycle(fillers), strict=False)
         return [Task(f"user {i}", parts=[make(filler, tokenizer, f"{i} {args.seed}")]) for i, filler in users]
     make = partial(ruler.make_prompts, tokenizer, args.number, fillers, args.seed)
     kinds = product(args.lengths, ruler.GENERATED)

@@ -301,10 +301,10 @@ def ruler_texts() -> list[str]:
 @pytest.mark.parametrize("task", ruler.GENERATED)
 def test_prompts_of_ruler_can_be_solved(task, tokenizer):
     """What an answer must contain is what a program finds in the prompt, which has the length that was asked for."""
-    parts = ruler.make_prompts(tokenizer, 5, [BOOK, "Another text. It goes on. " * 200], 0, task, 1024)
-    assert len(parts) == 5 == len({prompt for prompt, _ in parts})
+    parts = ruler.make_prompts(tokenizer, 4, [BOOK, "Another text. It goes on. " * 200], 0, task, 2048)
+    assert len(parts) == 4 == len({prompt for prompt, _ in parts})
     for prompt, ((kind, end, wanted, _, generated),) in parts:
-        assert kind == task and 400 < len(tokenizer(prompt).input_ids) + (task != "fwe") * generated <= 1024
+        assert kind == task and 400 < len(tokenizer(prompt).input_ids) + (task != "fwe") * generated <= 2048
         if task.startswith("niah"):
             found = re.findall(r"One of the special magic \w+ for (\S+) is: (\S+)\.", prompt)
             assert [x[1] for x in found] == wanted and found[0][0] in end
@@ -318,8 +318,9 @@ def test_prompts_of_ruler_can_be_solved(task, tokenizer):
             counts = Counter(x for x in words if x != "-" and (task == "cwe" or len(x) == 6))
             assert {x for x, _ in counts.most_common(len(wanted))} == set(wanted)
     assert ruler.score("no", wanted) == 0 and ruler.score(" ".join(wanted).upper(), wanted) == 1
-    with pytest.raises(ValueError, match="needs a tokenizer whose tokens have three letters"):
-        ruler.make_prompts(byte_tokenizer(), 1, [BOOK], 0, task, 1024)
+    if task in ("vt", "cwe"):
+        with pytest.raises(ValueError, match=f"--lengths 300 is too short for {task}"):
+            ruler.make_prompts(byte_tokenizer(), 1, [BOOK], 0, task, 300)
 
 
 def test_a_conversation_has_the_answers_of_its_questions(tokenizer):
@@ -377,19 +378,17 @@ def test_a_record_has_the_model_s_own_answers(task, tokenizer, tmp_path, capsys,
         text = "\n".join(lines + [x.replace(place, "attic") for x in lines])
         (tmp_path / "stories" / f"{kind}_x_test.txt").write_text(text)
     monkeypatch.setattr(ruler, "GENERATED", {"niah_single_2": 12, "fwe": 9})
-    monkeypatch.setattr(conversation, "SESSIONS", 3)
-    monkeypatch.setattr(conversation, "EACH", {"persons": 1, "changed": 1, "told": 6})
     output = ["--output", str(tmp_path / "runs.jsonl")]
     command = [str(tmp_path / "model"), "--task", task, "--methods", "full", "window+match", "--window=64",
                "--number=2", "--choice_tokens=200", "--text", str(tmp_path / "book.txt"), "--choice_text",
                str(tmp_path / "book.txt"), "--stories", str(tmp_path / "stories"), "--place=0", *output]  # fmt: skip
-    lengths = {"ruler": ["1024"], "babilong": ["0", "300"], "conversation": []}[task]
+    lengths = {"ruler": ["1500"], "babilong": ["0", "300"], "conversation": []}[task]
     made, asked = [], tasks.ask
     monkeypatch.setattr(tasks, "ask", lambda stream, parts, _: made.append(parts) or asked(stream, parts, _))
     main([*command, *(["--lengths", *lengths] if lengths else [])])
     records = [json.loads(x) for x in (tmp_path / "runs.jsonl").read_text().splitlines()]
     full = [x for x in records if x["run"]["method"] == "full"]
-    assert len(records) == 2 * len(full) == len(made) * 2 and all(x["bytes"] > 0 and x["config"] for x in records)
+    assert len(records) == 2 * len(full) == len(made) and all(x["bytes"] > 0 and x["config"] for x in records)
     for record, parts in zip(full, made, strict=False):
         questions = [(context, x) for context, asked in parts for x in asked]
         for (context, question), (kind, value, said, right, *log_p) in zip(
