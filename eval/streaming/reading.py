@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from eval.streaming.mixtures import MIXTURES, Found, fit_shares
 from eval.streaming.readers import Reader
-from titans_hf.remember import MemoryCache
 
 
 class Link(NamedTuple):
@@ -64,8 +63,8 @@ def load_texts(path: Path, tokenizer: PreTrainedTokenizerBase, tokens: int, plac
 
 
 def copy_state(value: Any) -> Any:
-    """Copies a part of a state. A cache of `remember` shares its tensors with its copy, which are never changed."""
-    return copy.copy(value) if isinstance(value, MemoryCache) else copy.deepcopy(value)
+    """Copies a part of a state. Tensors outside of a DynamicCache are never changed in place, so they are shared."""
+    return copy.deepcopy(value) if isinstance(value, DynamicCache) else copy.copy(value)
 
 
 class Stream:

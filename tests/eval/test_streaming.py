@@ -314,8 +314,9 @@ def test_prompts_of_ruler_can_be_solved(task, tokenizer):
                 values[name] = values.get(value, value)
             assert [name for name, value in values.items() if value == asked[1]] == wanted
         else:
-            words = re.findall(r"[a-z-]+", prompt.split("\n")[1] if task == "cwe" else prompt.split("coded words. ")[1])
-            counts = Counter(x for x in words if x != "-" and (task == "cwe" or len(x) == 6))
+            pattern = r"\d+\. (.+?)(?= \d+\. |$)" if task == "cwe" else r"\b[a-z]{6}\b"
+            words = prompt.split("\n")[1] if task == "cwe" else prompt.split("coded words. ")[1].split("\n")[0]
+            counts = Counter(re.findall(pattern, words))
             assert {x for x, _ in counts.most_common(len(wanted))} == set(wanted)
     assert ruler.score("no", wanted) == 0 and ruler.score(" ".join(wanted).upper(), wanted) == 1
     if task in ("vt", "cwe"):
@@ -379,8 +380,9 @@ def test_a_record_has_the_model_s_own_answers(task, tokenizer, tmp_path, capsys,
         (tmp_path / "stories" / f"{kind}_x_test.txt").write_text(text)
     monkeypatch.setattr(ruler, "GENERATED", {"niah_single_2": 12, "fwe": 9})
     output = ["--output", str(tmp_path / "runs.jsonl")]
+    number = f"--number={1 if task == 'conversation' else 2}"
     command = [str(tmp_path / "model"), "--task", task, "--methods", "full", "window+match", "--window=64",
-               "--number=2", "--choice_tokens=200", "--text", str(tmp_path / "book.txt"), "--choice_text",
+               number, "--choice_tokens=200", "--text", str(tmp_path / "book.txt"), "--choice_text",
                str(tmp_path / "book.txt"), "--stories", str(tmp_path / "stories"), "--place=0", *output]  # fmt: skip
     lengths = {"ruler": ["1500"], "babilong": ["0", "300"], "conversation": []}[task]
     made, asked = [], tasks.ask
