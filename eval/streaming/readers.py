@@ -163,7 +163,7 @@ class Attention(Reader):
         """Keeps of the cached columns the window, and of those before it the `extra` best."""
         held = min(self.start, self.window - 1)
         for i, layer in enumerate(self.cache.layers):
-            keys, values = layer.keys[..., num_sinks:, :].detach(), layer.values[..., num_sinks:, :].detach()
+            keys, values = (x[..., num_sinks:, :].detach().clone() for x in (layer.keys, layer.values))
             old, (heads, size) = keys.shape[-2] - held, keys.shape[1::2]
             best = torch.arange(0).expand(heads, -1)
             if self.bits < 16:
@@ -172,9 +172,7 @@ class Attention(Reader):
             if self.extra and old > 0:
                 seen = weights[i][0, ..., num_sinks : num_sinks + old] if weights else None
                 scores = score_columns(self.score, keys[0, :, :old], seen).float()
-                if (
-                    self.start == held + old > held + self.extra
-                ):  # the text's first token goes first, for the sink comes
+                if self.start == held + old > held + self.extra:  # the first token goes first: the sink comes
                     scores = scores.index_fill(1, torch.tensor([0]), -torch.inf)
                 best = scores.topk(min(self.extra, old)).indices.sort().values
             best = best[None, ..., None].expand(-1, -1, -1, size)

@@ -63,8 +63,11 @@ def load_texts(path: Path, tokenizer: PreTrainedTokenizerBase, tokens: int, plac
 
 
 def copy_state(value: Any) -> Any:
-    """Copies a part of a state. Tensors outside of a DynamicCache are never changed in place, so they are shared."""
-    return copy.deepcopy(value) if isinstance(value, DynamicCache) else copy.copy(value)
+    """Copies a part of a state. Tensors are replaced and never changed in place, so they are shared."""
+    result = copy.copy(value)
+    if isinstance(value, DynamicCache):
+        result.layers = [copy.copy(layer) for layer in value.layers]
+    return result
 
 
 class Stream:
