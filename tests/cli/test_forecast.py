@@ -40,7 +40,7 @@ def test_rows_follow_in_the_units_of_the_file(trained):
     assert (future.index == pd.date_range("2020-01-05 05:00", periods=10, freq="h")).all()
     assert future["c1"].between(1e8 - 0.1, 1e8 + 0.1).all() and future["c1"].nunique() == 10
     assert future["c0"].between(-3, 3).all()
-    assert {"README.md", "series.json", "forecast.png", "model.safetensors"} <= {x.name for x in output.iterdir()}
+    assert {"series.json", "forecast.png", "model.safetensors"} <= {x.name for x in output.iterdir()}
 
 
 def test_rows_are_the_forecast_of_the_last_rows(trained):
@@ -81,9 +81,10 @@ def test_times_follow_the_calendar(frequency, trained, tmp_path):
         assert frequency_of(times.delete(5)) == "15min"
 
 
-def test_a_model_is_saved_before_its_errors_are_measured(tmp_path, monkeypatch):
+def test_a_model_is_saved_before_its_errors_are_measured(tmp_path, monkeypatch, capsys):
     """A training is not lost if measuring the errors fails: the saved model forecasts. Neither the evaluation nor the
-    measurement takes more windows at once than --batch_size; else 200 columns would need a gigabyte.
+    measurement takes more windows at once than --batch_size; else 200 columns would need a gigabyte. The errors are in
+    the units of the file, over all windows of the last fifth of the rows.
     """
     sizes, run = [], TitansForTimeSeriesPrediction.forward
     monkeypatch.setattr(
@@ -96,6 +97,10 @@ def test_a_model_is_saved_before_its_errors_are_measured(tmp_path, monkeypatch):
     data = write_series(tmp_path / "waves.csv", rows=200)
     call(data, tmp_path / "whole", "--horizon", 8, *STEPS)
     assert max(sizes) == 8
+    c0 = read_series(data)["c0"].to_numpy()
+    repeated = np.mean([np.abs(c0[now : now + 8] - c0[now - 1]) for now in range(160, 193)])
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("| c0 |")]
+    assert float(line.split("|")[3]) == pytest.approx(repeated, rel=1e-3) != float(line.split("|")[2])
     monkeypatch.setattr(forecast, "absolute_errors", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         call(data, tmp_path / "model", "--horizon", 8, *STEPS)

@@ -15,16 +15,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from huggingface_hub import ModelCard, ModelCardData
 from matplotlib.figure import Figure
 from transformers import set_seed
 
 from titans_hf import TitansForTimeSeriesPrediction, TitansTimeSeriesConfig
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
-from titans_hf.cli.shared.cards import fill_template
 from titans_hf.cli.shared.checkpoints import load_config, loading_weights
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
-from titans_hf.cli.shared.finished_runs import write_record
 from titans_hf.cli.shared.fitting import fit_forecaster
 from titans_hf.cli.shared.markdown_tables import markdown_table
 from titans_hf.cli.shared.time_series import (
@@ -117,7 +114,7 @@ def absolute_errors(
 
 
 def train(args: argparse.Namespace, series: pd.DataFrame) -> tuple[TitansForTimeSeriesPrediction, dict[str, Any]]:
-    """Trains a model and saves it with its facts; then measures its errors and adds the card. Returns model and facts.
+    """Trains a model and saves it with its facts; then measures its errors and prints them. Returns model and facts.
 
     Raises ValueError for a file with too few rows, and where no validation loss was a number.
     """
@@ -152,41 +149,13 @@ def train(args: argparse.Namespace, series: pd.DataFrame) -> tuple[TitansForTime
         "options": {name: getattr(args, name) for name in ("horizon", *TRAINING)},
     }
     model.save_pretrained(args.output)
-    write_record(facts, args.output / FACTS)
+    (args.output / FACTS).write_text(json.dumps(facts) + "\n", encoding="utf-8")
     errors = pd.DataFrame(absolute_errors(model, validation, scaling, args.batch_size), ERRORS, list(series)).T
-    make_card(args.output, model, facts, errors).save(args.output / "README.md")
-    print(error_table(errors), flush=True)
+    lines = [[name, *(f"{error:.4g}" for error in row)] for name, *row in errors.itertuples()]
+    print(markdown_table(["column", *ERRORS], lines), flush=True)
     if worse := errors.index[errors[ERRORS[0]] > errors[ERRORS[1]]].tolist():
         print(f"the model is worse than the last value repeated for: {', '.join(worse)}", flush=True)
     return model, facts
-
-
-def error_table(errors: pd.DataFrame) -> str:
-    """Makes the table of the errors on the validation part, in the units of the series."""
-    rows = [[name, *(f"{error:.4g}" for error in row)] for name, *row in errors.itertuples()]
-    return markdown_table(["column", *ERRORS], rows)
-
-
-def make_card(
-    output: Path, model: TitansForTimeSeriesPrediction, facts: dict[str, Any], errors: pd.DataFrame
-) -> ModelCard:
-    """Makes the card of a trained model, from its facts and errors."""
-    options = facts["options"]
-    metadata = ModelCardData(
-        library_name="transformers", pipeline_tag="time-series-forecasting", tags=[model.config.model_type]
-    )
-    text = fill_template(
-        "forecast",
-        name=output.name,
-        parameters=model.num_parameters(),
-        table=error_table(errors),
-        trained=facts["rows"][0],
-        held_out=facts["rows"][1],
-        given=", ".join(f"`--{name} {value}`" for name, value in options.items()),
-        **facts,
-        **options,
-    )
-    return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{text}")
 
 
 def load(folder: Path) -> tuple[TitansForTimeSeriesPrediction, dict[str, Any]]:
