@@ -1,13 +1,17 @@
-"""read and ask take any causal language model: it gets a memory."""
+"""read, ask and surprise take any causal language model: it gets a memory."""
+
+import json
+import re
+from itertools import pairwise
 
 import pytest
 import torch
 from remember_models import small_config, small_model
 from transformers import AutoModelForCausalLM
 
-from titans_hf.cli import ask, read
+from titans_hf.cli import ask, read, surprise
 from titans_hf.cli.training.tokenizer import byte_tokenizer
-from titans_hf.remember import MemoryCache, remember
+from titans_hf.remember import MemoryCache, remember, save_adapter
 
 TEXTS = ["The old king had twelve daughters. ", "One of them kept a black dog, and the dog a bone."]
 PROMPT = "The old king had"
@@ -52,3 +56,27 @@ def test_the_memory_of_another_window(folder):
     read.main(["llama", "a.txt", "--memory", "memory", "--window", "16"])
     with pytest.raises(ValueError, match=r"memory.*its window is 16, not 20"):
         ask.main(["llama", "--memory", "memory", "--window", "20", "--prompt", PROMPT])
+
+
+def test_surprise(folder, monkeypatch):
+    """The page of an adapter has each word's loss, and what the memory gains: by pieces the numbers of one call."""
+    monkeypatch.setattr(surprise, "PIECE", 10)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained("llama").eval(), byte_tokenizer()
+    save_adapter(remember(model, 16), "adapter")
+    tokenizer.save_pretrained("adapter")
+    (folder / "text.txt").write_text(text := TEXTS[0] * 3)
+    surprise.main(["adapter", "text.txt", "--output", "look"])
+    assert (folder / "look" / "surprise.png").stat().st_size > 1000
+    shown = json.loads(re.search(r"const rows = (.*);", (folder / "look" / "surprise.html").read_text()).group(1))
+    ids, losses = tokenizer(text, return_tensors="pt").input_ids, []
+    for learning in (True, False):
+        model.set_memory_learning(learning)
+        with torch.no_grad():
+            log_p = model(ids).logits.log_softmax(-1)[0, :-1]
+        losses.append(-log_p.gather(1, ids[0, 1:, None])[:, 0])
+    ends = [0, *(i + 1 for i, x in enumerate(text) if x == " ")]
+    for name, values in (("loss (surprise)", losses[0]), ("gain by the memory", losses[1] - losses[0])):
+        values = torch.cat([torch.zeros(1), values])
+        means = [values[a:b].mean().item() for a, b in pairwise(ends)]
+        assert shown[f"{name}, nats, whole model"] == pytest.approx(means, rel=1e-3, abs=1e-4)
+    assert max(map(abs, means)) > 1e-3  # the memory has an effect

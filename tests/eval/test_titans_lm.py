@@ -3,7 +3,7 @@
 import pytest
 import torch
 from common import make_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from remember_models import remembering
 
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 
@@ -45,8 +45,10 @@ def make_lm(lm_class: type[HFLM], model: torch.nn.Module, **kwargs) -> HFLM:
     return lm_class(pretrained=model, tokenizer=byte_tokenizer(), **kwargs)
 
 
-@pytest.fixture(scope="module", params=["mac", "mag"])
+@pytest.fixture(scope="module", params=["mac", "mag", "remember"])
 def model(request):
+    if request.param == "remember":
+        return remembering(vocab_size=259, eos_token_id=1)
     return make_model(request.param, vocab_size=259, eos_token_id=1, pad_token_id=0)
 
 
@@ -91,7 +93,7 @@ def test_texts_are_those_of_lm_eval(model, batch_size):
 def columns_read(model):
     """The number of tokens of each call, padding left out."""
     found = []
-    hook = model.model.register_forward_pre_hook(
+    hook = model.register_forward_pre_hook(
         lambda module, args, kwargs: found.append(kwargs["attention_mask"].sum().item()), with_kwargs=True
     )
     yield found
@@ -137,9 +139,8 @@ def test_nothing_is_cut(model):
 
 
 def test_bad_arguments():
-    """A model without a memory and a batch size that is no number raise an error that names them."""
-    llama = LlamaForCausalLM(LlamaConfig(vocab_size=259, hidden_size=8, intermediate_size=8, num_attention_heads=1))
-    with pytest.raises(ValueError, match="must be a Titans checkpoint, but its model_type is 'llama'"):
-        make_lm(TitansLM, llama)
+    """A window for a Titans and a batch size that is no number raise an error that names them."""
+    with pytest.raises(ValueError, match="`window` is for models without a memory"):
+        make_lm(TitansLM, make_model("mag"), window=16)
     with pytest.raises(ValueError, match="`batch_size` must be a number"):
         make_lm(TitansLM, make_model("mag"), batch_size="auto")

@@ -2,10 +2,11 @@
 
     titans-hf surprise MODEL TEXT --output DIR
 
-TEXT is a file, or - for standard input. The page colours each word by the surprise of its tokens, the norm of the
-gradient by which the memory learns them (paper, eq. 12), or by a gate of that update: theta (learning rate), eta
+TEXT is a file, or - for standard input. Of a Titans, the page colours each word by the surprise of its tokens, the norm
+of the gradient by which the memory learns them (paper, eq. 12), or by a gate of that update: theta (learning rate), eta
 (momentum decay, 0 without momentum), alpha (forgetting rate); of one layer, or the mean of all layers. The plot shows
-all quantities by layer and token.
+all quantities by layer and token. Of another model, which gets a memory, surprise is the loss of a token; what the
+memory gains is how much more it would be if the memory did not learn from the text.
 """
 
 import argparse
@@ -22,21 +23,23 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from titans_hf import TitansCache
-from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
-from titans_hf.cli.shared.checkpoints import load_titans
+from titans_hf.cli.shared.argument_checks import add_model_options, check_folder, check_minimums
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
+from titans_hf.cli.shared.memories import load_with_memory, new_cache
 from titans_hf.cli.shared.text_ids import encode, normalize_newlines
 
 PIECE = 2048  # tokens read at once
-TOKEN_MEMORY = "token memory"
+TOKEN_MEMORY, WHOLE_MODEL = "token memory", "whole model"  # rows that are no layers: of a Titans, of another model
 QUANTITIES = {
     "gradient_norm": "gradient norm (surprise)",
     "inner_lr": "learning rate θ",
     "momentum_decay": "momentum decay η",
     "forget": "forgetting rate α",
 }
+LOSSES = {"loss": "loss (surprise), nats", "gain": "gain by the memory, nats"}  # of models that are no Titans
 EXPLANATIONS = {
+    "loss": "its surprise, -log of its probability",
+    "gain": "the loss that the memory has saved by learning from the words before",
     "gradient_norm": "its surprise, the norm of the gradient by which the memory learns it",
     "inner_lr": "the learning rate θ of the step by which the memory learns it",
     "momentum_decay": "the share η of the previous steps that the memory adds to the step for it",
@@ -101,19 +104,39 @@ colour();
 """
 
 
-@torch.inference_mode()
 def measure(model: PreTrainedModel, ids: list[int]) -> np.ndarray:
-    """Reads ids and returns the QUANTITIES of each layer and token, (quantities, layers, tokens), means of heads; 0 in
-    layers without a memory.
+    """Reads ids and returns the QUANTITIES of each layer and token of a Titans, (quantities, layers, tokens), means of
+    heads, 0 in layers without a memory; of another model the LOSSES, of one layer.
     """
-    cache, values = TitansCache(model.config), []
-    for piece in tqdm(torch.tensor(ids, device=model.device).split(PIECE), desc="reading", unit="piece"):
-        surprise = model.base_model(piece[None], cache=cache, output_surprise=True).surprise
-        layers = [
-            torch.stack([getattr(layer, name)[0].mean(0).nan_to_num() for name in QUANTITIES]) for layer in surprise
-        ]
-        values.append(torch.stack(layers, dim=1).float().cpu().numpy())
+    if model.config.model_type != "titans":
+        losses = _losses(model, ids)
+        model.set_memory_learning(False)
+        return np.stack([losses, _losses(model, ids) - losses])[:, None]
+    cache, values = new_cache(model), []
+    with torch.inference_mode():
+        for piece in _pieces(model, ids):
+            surprise = model.base_model(piece[None], cache=cache, output_surprise=True).surprise
+            layers = [
+                torch.stack([getattr(layer, name)[0].mean(0).nan_to_num() for name in QUANTITIES]) for layer in surprise
+            ]
+            values.append(torch.stack(layers, dim=1).float().cpu().numpy())
     return np.concatenate(values, axis=-1)
+
+
+def _pieces(model: PreTrainedModel, ids: list[int]) -> tqdm:
+    return tqdm(torch.tensor(ids, device=model.device).split(PIECE), desc="reading", unit="piece")
+
+
+@torch.no_grad()
+def _losses(model: PreTrainedModel, ids: list[int]) -> np.ndarray:
+    """Reads ids and returns -log p of each; 0 of the first one, which follows nothing."""
+    cache, last, losses = new_cache(model), None, [np.zeros(1)]
+    for piece in _pieces(model, ids):
+        logits = model(piece[None], cache=cache).logits[0].float()
+        before = logits[:-1] if last is None else torch.cat([last, logits[:-1]])
+        targets, last = piece[len(piece) - len(before) :], logits[-1:]
+        losses.append(torch.nn.functional.cross_entropy(before, targets, reduction="none").cpu().numpy())
+    return np.concatenate(losses)
 
 
 def word_means(text: str, spans: list[tuple[int, int]], values: np.ndarray) -> tuple[list[str], np.ndarray]:
@@ -131,19 +154,21 @@ def word_means(text: str, spans: list[tuple[int, int]], values: np.ndarray) -> t
 
 
 def write_page(path: Path, title: str, words: list[str], values: np.ndarray, num_layers: int) -> None:
-    """Writes the page of a text. values (quantities, layers, words); the token memory follows `num_layers` layers."""
-    rows_by_name, explanations = {}, {}
-    for quantity, layers in zip(QUANTITIES, values, strict=True):
-        rows = {"mean of the layers": layers[:num_layers].mean(0)}
+    """Writes the page of a text. values (quantities, layers, words), as `measure` returns them; the token memory
+    follows the `num_layers` layers of a Titans, and another model has no layers but one row for all.
+    """
+    rows_by_name, explanations, quantities = {}, {}, QUANTITIES if num_layers else LOSSES
+    for quantity, layers in zip(quantities, values, strict=True):
+        rows = {"mean of the layers": layers[:num_layers].mean(0)} if num_layers else {}
         rows |= {f"layer {i}": layer for i, layer in enumerate(layers[:num_layers], 1)}
         if len(layers) > num_layers:
-            rows[TOKEN_MEMORY] = layers[num_layers]
+            rows[TOKEN_MEMORY if num_layers else WHOLE_MODEL] = layers[num_layers]
         for layer_name, row in rows.items():
-            name = f"{QUANTITIES[quantity]}, {layer_name}"
+            name = f"{quantities[quantity]}, {layer_name}"
             rows_by_name[name] = [float(f"{x:.4g}") for x in row]
+            mean = "the word's tokens and the memory's heads" if num_layers else "the word's tokens"
             explanations[name] = (
-                f"The darker a word, the larger {EXPLANATIONS[quantity]} ({layer_name}; mean of the word's tokens and "
-                "the memory's heads)."
+                f"The darker a word, the larger {EXPLANATIONS[quantity]} ({layer_name}; mean of {mean})."
             )
     text = "".join(f"<span>{html.escape(word)}</span>" for word in words)
     values, explanations = json.dumps(rows_by_name), json.dumps(explanations)
@@ -152,25 +177,26 @@ def write_page(path: Path, title: str, words: list[str], values: np.ndarray, num
 
 
 def draw(path: Path, title: str, values: np.ndarray, num_layers: int) -> None:
-    """Plots values (quantities, layers, tokens); the token memory follows the `num_layers` layers. Every layer has its
-    own colour scale: beside a layer with large values another one would look constant.
+    """Plots values (quantities, layers, tokens), as `write_page` takes them. Every layer has its own colour scale:
+    beside a layer with large values another one would look constant.
     """
     num_rows, num_tokens = values.shape[1:]
+    quantities = QUANTITIES if num_layers else LOSSES
     low, high = np.quantile(values, (0.01, 0.99), axis=-1, keepdims=True)
     shares = ((values - low) / np.maximum(high - low, 1e-12)).clip(0, 1)
     figure = Figure(figsize=(12, 1.2 + 4 * (0.5 + 0.22 * num_rows)), layout="constrained")
-    panels = figure.subplots(len(QUANTITIES), 1, sharex=True)
-    for axes, (quantity, name), rows in zip(panels, QUANTITIES.items(), shares, strict=True):
+    panels = figure.subplots(len(quantities), 1, sharex=True)
+    for axes, (quantity, name), rows in zip(panels, quantities.items(), shares, strict=True):
         image = axes.imshow(
             rows,
             aspect="auto",
             interpolation="none",
-            cmap="magma" if quantity == "gradient_norm" else "viridis",
+            cmap="magma" if quantity in ("gradient_norm", "loss") else "viridis",
             vmin=0,
             vmax=1,
             extent=(0, num_tokens, num_rows + 0.5, 0.5),
         )
-        names = [*range(1, num_layers + 1), *[TOKEN_MEMORY] * (num_rows - num_layers)]
+        names = [*range(1, num_layers + 1), *[TOKEN_MEMORY if num_layers else WHOLE_MODEL] * (num_rows - num_layers)]
         axes.set_yticks(range(1, num_rows + 1), names)
         axes.set_ylabel("layer")
         axes.set_title(name, loc="left", fontsize=10)
@@ -201,24 +227,22 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    parser.add_argument("model", metavar="MODEL", help="a Titans checkpoint: a folder or a name on the Hub")
+    add_model_options(parser)
     parser.add_argument("text", metavar="TEXT", help="a file, or - for standard input")
     parser.add_argument("--output", type=Path, required=True, help="the folder for surprise.html and surprise.png")
     parser.add_argument("--max_tokens", type=int, default=20_000, help="the longest text that is drawn")
-    parser.add_argument("--device", help="cpu, cuda, ... (default: the GPU if there is one)")
     args = parser.parse_args(argv)
     check_minimums(args, max_tokens=1)
     check_folder(args.output, "--output")
-    text = read_text(args.text)
-    model, tokenizer = load_titans(args.model, args.device)
+    text, title = read_text(args.text), " ".join(f"{Path(args.model).name}: {Path(args.text).name}".split())
+    model, tokenizer = load_with_memory(args)
     ids, spans = tokenize(tokenizer, text)
     if not 0 < len(ids) <= args.max_tokens:
         raise ValueError(f"TEXT {args.text} has {len(ids)} tokens; it may have 1 to {args.max_tokens} (--max_tokens)")
     values = measure(model, ids)
-    title = " ".join(f"{Path(args.model).name}: {Path(args.text).name}".split())
     args.output.mkdir(parents=True, exist_ok=True)
     words, means = word_means(text, spans, values.reshape(-1, len(ids)))
-    num_layers = model.config.num_hidden_layers
+    num_layers = model.config.num_hidden_layers if model.config.model_type == "titans" else 0
     write_page(args.output / "surprise.html", title, words, means.reshape(*values.shape[:2], -1), num_layers)
     draw(args.output / "surprise.png", title, values, num_layers)
     print(f"{args.output / 'surprise.html'}\n{args.output / 'surprise.png'}")

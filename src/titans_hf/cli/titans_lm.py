@@ -1,4 +1,5 @@
-"""lm-eval's model class for Titans: `lm_eval.simple_evaluate("titans", {"pretrained": FOLDER})` after importing this.
+"""lm-eval's model class for models with a memory: `lm_eval.simple_evaluate("titans", {"pretrained": FOLDER})` after
+importing this.
 
 Nothing is cut: a context may have any length and is read in pieces, in constant memory. The choices of one question
 share the reading of their context.
@@ -15,8 +16,9 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 from tqdm import tqdm
 
-from titans_hf import TitansCache
 from titans_hf.cli.shared.checkpoints import check_checkpoint
+from titans_hf.cli.shared.memories import AnyCache, new_cache
+from titans_hf.remember import forget, remember
 
 Tokens = list[int]
 UNLIMITED = 1 << 40  # tokens
@@ -25,26 +27,31 @@ NO_LOGITS = torch.tensor([], dtype=torch.long)
 
 @register_model("titans")
 class TitansLM(HFLM):
-    """`HFLM` with a Titans checkpoint.
+    """`HFLM` with a Titans, with an adapter of `titans-hf fit`, or with another model, which gets a memory.
 
     Args, beyond the arguments of `HFLM`:
+        window, adapter: of `remember`, for a model that is no Titans.
         max_length: unlimited unless given. Then lm-eval cuts, as it does for other models.
         piece_length: tokens read at once.
 
-    Raises ValueError for a checkpoint of another model type, or without a language model's head, and for
+    Raises ValueError for a model that can have no memory, for `window` or `adapter` beside a Titans, and for
     batch_size="auto", which lm-eval determines by trying the longest context.
     """
 
-    def __init__(self, pretrained, *args, piece_length: int = 512, **kwargs):
+    def __init__(self, pretrained, *args, piece_length: int = 512, window=None, adapter=None, **kwargs):
         if not str(kwargs.get("batch_size", 1)).isdigit():
-            raise ValueError(f"`batch_size` must be a number for a Titans model, but is {kwargs['batch_size']!r}.")
+            raise ValueError(f"`batch_size` must be a number for this model class, but is {kwargs['batch_size']!r}.")
         if isinstance(pretrained, str):
             check_checkpoint(pretrained, "`pretrained`")
         super().__init__(pretrained, *args, **kwargs)
-        if self.config.model_type != "titans":
-            raise ValueError(
-                f"`pretrained` must be a Titans checkpoint, but its model_type is {self.config.model_type!r}."
-            )
+        given = {name: x for name, x in (("window", window), ("adapter", adapter)) if x is not None}
+        if self.config.model_type == "titans" and given:
+            raise ValueError(f"`{min(given)}` is for models without a memory: `pretrained` is a Titans.")
+        if self.config.model_type == "remember" and given:  # the base model has the adapter's memory
+            forget(self.model)
+            given.setdefault("adapter", pretrained)
+        if self.config.model_type != "titans" and not hasattr(self.model, "memory"):
+            remember(self.model, **given)
         self.piece_length = piece_length
 
     @property
@@ -65,7 +72,7 @@ class TitansLM(HFLM):
         same_context = [list(same) for _, same in groupby(order, key=contexts.__getitem__)]
         with tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Loglikelihoods") as progress:
             for batch in _batches(same_context, self.batch_size):
-                cache = TitansCache(self.config)
+                cache = new_cache(self.model)
                 for _ in self._read(cache, *_pad([contexts[same[0]][:-1] for same in batch]), NO_LOGITS):
                     pass
                 rows = [(row, i) for row, same in enumerate(batch) for i in same]
@@ -80,9 +87,7 @@ class TitansLM(HFLM):
                     progress.update(len(part))
         return results
 
-    def _read(
-        self, cache: TitansCache, ids: Tensor, real: Tensor, keep: Tensor | int
-    ) -> Iterator[tuple[slice, Tensor]]:
+    def _read(self, cache: AnyCache, ids: Tensor, real: Tensor, keep: Tensor | int) -> Iterator[tuple[slice, Tensor]]:
         """Reads ids (B, T) where `real` (B, T), and yields each piece with the logits of the columns to `keep`."""
         starts = range(0, ids.shape[1], self.piece_length)
         for start in tqdm(starts, desc="Reading", unit_scale=self.piece_length, unit="token", leave=False, delay=5):
@@ -91,7 +96,7 @@ class TitansLM(HFLM):
             with torch.autocast(self.device.type, self.mixed_precision_dtype, enabled=bool(self.mixed_precision_dtype)):
                 yield piece, self.model(ids[:, piece].to(self.device), cache=cache, use_cache=True, **given).logits
 
-    def _score(self, cache: TitansCache, ends: list[tuple[int, Tokens]]) -> list[tuple[float, bool]]:
+    def _score(self, cache: AnyCache, ends: list[tuple[int, Tokens]]) -> list[tuple[float, bool]]:
         """Scores (last token of the context, continuation) of each row: its log-probability, and whether greedy."""
         ids, real = _pad([[last, *continuation[:-1]] for last, continuation in ends])
         targets, _ = _pad([continuation for _, continuation in ends])

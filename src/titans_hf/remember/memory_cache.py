@@ -225,7 +225,9 @@ class MemoryCache(Cache):
         self._become(lambda x: x.repeat_interleave(repeats, 0))
 
     def _become(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Applies a function of rows to everything, snapshots included."""
+        """Applies a function of rows to everything, snapshots included. A cache that has read nothing has no rows."""
+        if not len(self.seen):
+            return
         snapshots, unread = self.snapshots, self.unread
         self.__dict__.update(self.map(function).__dict__)
         if snapshots is not None:

@@ -18,7 +18,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from titans_hf.cli.shared.devices import choose_device
 from titans_hf.cli.shared.hub import go_offline_without_network
 
 SIZES_DIFFER = "ignore_mismatched_sizes"  # in the RuntimeError of transformers
@@ -136,12 +135,3 @@ def load_model(path: str | Path, argument: str, **options: Any) -> PreTrainedMod
             f"{missing[0]}" + (f" and {len(missing) - 1} other weights" if missing[1:] else "")
         )
     return model
-
-
-def load_titans(path: str, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Loads a Titans checkpoint and its tokenizer: the argument MODEL of a command. Raises ValueError if it is none."""
-    config = load_config(path, "MODEL")
-    if config.model_type != "titans":
-        raise ValueError(f"MODEL {path} is a {config.model_type} model, which has no memory")
-    device, tokenizer = choose_device(device), load_tokenizer(path, "MODEL")
-    return load_model(path, "MODEL").to(device).eval(), tokenizer
