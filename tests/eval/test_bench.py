@@ -44,8 +44,9 @@ def test_models(tmp_path, monkeypatch, capsys):
         raise torch.OutOfMemoryError("none left")
 
     command = ["models", "--lengths", "16", "32", "--repeats", "1", "--models", "lmm", "llama"]
-    rows = run(tmp_path, *command, "--set", "memory_form=delta")
+    rows = run(tmp_path, *command, "--set", "memory_form=delta", "intermediate_size=8")
     assert [(row["model"], row["tokens"]) for row in rows] == [("lmm", 16), ("lmm", 32), ("llama", 16), ("llama", 32)]
+    assert rows[0]["parameters"] < 900_000 < rows[2]["parameters"]
     assert all(row["train tokens/s"] > 0 and row["train peak KB/token"] > 1 for row in rows)
     assert "| llama | 32 |" in capsys.readouterr().out
     monkeypatch.setattr(bench, "peak_bytes", too_little)
