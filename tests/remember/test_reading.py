@@ -7,7 +7,11 @@ import pytest
 import torch
 from remember_models import remembering, small_fast_weights, small_list, small_model
 from remember_reference import mix_slowly, read_slowly
+from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
+from transformers import AttentionInterface, AttentionMaskInterface, modeling_flash_attention_utils
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.masking_utils import flash_attention_mask
 
 from titans_hf.cache_titans import CACHE_NAME
 from titans_hf.remember import MemoryCache, forget, reading, remember
@@ -288,10 +292,40 @@ def test_another_attention():
     expected = whole(model, TOKENS)
     model.set_attn_implementation("eager")
     close(whole(model, TOKENS), expected, atol=1e-4)  # eager attention has a softmax in float32
-    with pytest.raises(ValueError, match='attn_implementation="flex_attention"'):
-        model.set_attn_implementation("flex_attention")
-    close(whole(model, TOKENS), expected, atol=1e-4)  # eager attention has a softmax in float32
+    with pytest.raises(ValueError, match='"unknown"'):
+        model.set_attn_implementation("unknown")
+    close(whole(model, TOKENS), expected, atol=1e-4)
     assert forget(model).config._attn_implementation == "eager"
+
+
+def flash_stand_in(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0):
+    """FlashAttention as its callers know it: q, k, v (B, T, H, D), causal from the right, and no mask."""
+    assert causal and window_size == (-1, -1)
+    mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, mask, scale=softmax_scale, enable_gqa=True).transpose(1, 2)
+
+
+@pytest.mark.parametrize("kernel", ["flash_stand_in", "flex_attention"])
+def test_kernels_without_a_mask(kernel, monkeypatch):
+    """FlashAttention and FlexAttention: the model is its own up to the window, and one softmax with a mask beyond it."""
+    AttentionInterface.register("flash_stand_in", flash_attention_forward)
+    AttentionMaskInterface.register("flash_stand_in", flash_attention_mask)
+    imports = {"flash_stand_in": (flash_stand_in, flash_stand_in, None, None, None)}
+    monkeypatch.setattr(modeling_flash_attention_utils, "_loaded_implementation", None)
+    monkeypatch.setattr(modeling_flash_attention_utils, "_lazy_imports", lambda name, *args, **_: imports[name])
+    memory = ("fast_weights", "list") if kernel == "flash_stand_in" else ("list",)  # Flex has no backward on a CPU
+    expected, model = whole(remembering(40, memory), TOKENS), small_model(attn_implementation=kernel)
+    with torch.compiler.set_stance("force_eager"):
+        before = whole(model, TOKENS[:, :40])
+        remember(model, 40, memory, fast_weights=small_fast_weights(model), token_list=small_list())
+        close(whole(model, TOKENS), expected, atol=1e-10)
+        mask = torch.ones_like(TOKENS)
+        mask[0, :5] = 0
+        close(whole(model, TOKENS, attention_mask=mask)[1:], expected[1:], atol=1e-10)
+        remember(forget(model), 40, ())
+        assert whole(model, TOKENS[:, :40]).equal(before)
+        assert whole(forget(model), TOKENS[:, :40]).equal(before)
 
 
 def test_memory_off_writes_nothing(model):

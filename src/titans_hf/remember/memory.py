@@ -278,10 +278,10 @@ class RememberingModel:
         self.memory.learning = bool(learning)
 
     def set_attn_implementation(self, attn_implementation: str, **kwargs) -> None:
-        """Sets the attention inside of the window: "sdpa" or "eager"."""
-        if attn_implementation.startswith(PREFIX):
-            return super().set_attn_implementation(attn_implementation, **kwargs)
-        self.memory.own_attention = set_window_attention(self, attn_implementation)
+        """Sets the attention inside of the window."""
+        super().set_attn_implementation(attn_implementation, **kwargs)
+        if not str(attn_implementation).startswith(PREFIX):
+            self.memory.own_attention = set_window_attention(self)
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         """Gives `generate()` a `MemoryCache`: Transformers would make a cache by the configuration."""

@@ -2,7 +2,9 @@
 
 Three public points of Transformers are used: a name in `AttentionInterface` and `AttentionMaskInterface`, which
 `model.set_attn_implementation` sets; and cache layers, which hand the model keys and values and say which columns these
-are. The attention itself stays the model's own ("sdpa" or "eager"); only its mask is made here.
+are. The attention itself stays the model's own; only its mask is made here. FlashAttention takes no mask: it reads what
+lies within the window, and "sdpa" the rest. (Its own window and the sink could be joined by the log-sum-exp of its
+scores, but Transformers does not return that, and it has no gradient.)
 
 A query at position q of its row sees the keys of positions q - window + 1 to q. Once the first position has left its
 window (q >= window) it also sees the sink: the keys and values that the model computes for one token read alone, which
@@ -15,12 +17,14 @@ Shapes: B rows, T tokens of a call, P columns of the past, H heads of keys and v
 """
 
 import copy
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicCache,
@@ -29,11 +33,11 @@ from transformers.cache_utils import (
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
 )
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 PREFIX = "remember_"  # before the name of the model's own attention
-SUPPORTED = ("sdpa", "eager")
+NOT_IN_SDPA = ("softcap", "s_aux")  # arguments of an attention function that "sdpa" does not take
 
 
 class LayerOffset(int):
@@ -261,31 +265,53 @@ def make_layers(model: PreTrainedModel, window: int | None, extra: int) -> list:
     return layers
 
 
-def set_window_attention(model: PreTrainedModel, own: str | None = None) -> str:
-    """Lets a model make its masks here, with its own attention unless one is named, whose name is returned.
+def set_window_attention(model: PreTrainedModel) -> str:
+    """Lets a model make its masks here, and returns the name of its own attention, which it keeps.
 
-    Raises ValueError if the model cannot take another attention, or has one that needs no mask.
+    Raises ValueError if the model cannot take another attention.
     """
-    own = own or model.config.get_text_config(decoder=True)._attn_implementation
-    if own not in SUPPORTED:
-        names = " or ".join(f'"{x}"' for x in SUPPORTED)
-        raise ValueError(f'`model` has attn_implementation="{own}": load it with {names}.')
     if not model._can_set_attn_implementation():
         raise ValueError(
             f"`model` is a {type(model).__name__}, which does not use the attention interface of Transformers: it can "
             "have no window."
         )
-    model.set_attn_implementation(PREFIX + own)
+    own = model.config.get_text_config(decoder=True)._attn_implementation
+    name = PREFIX + re.sub("flash|/", "-", own)  # of a name with these, Transformers would look for a kernel
+    AttentionInterface.register(name, _attention(own))
+    AttentionMaskInterface.register(name, _mask(own))
+    model.set_attn_implementation(name)
     return own
 
 
 def _attention(own: str) -> Callable:
-    def attention(module: nn.Module, *args, **kwargs):
-        if own == "eager":  # each modeling file has its own
-            return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)
-        return ALL_ATTENTION_FUNCTIONS[own](module, *args, **kwargs)
+    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args, **kwargs):
+        used = own
+        if mask is not None and _takes_no_mask(own):
+            used = "sdpa"
+            if any(kwargs.get(x) is not None for x in NOT_IN_SDPA):
+                used, mask = "eager", _additive(mask, query.dtype)
+        if used == "eager":  # each modeling file has its own
+            function = sys.modules[type(module).__module__].eager_attention_forward
+        else:
+            function = ALL_ATTENTION_FUNCTIONS[used]
+        with _named(module.config, own):
+            return function(module, query, key, value, mask, *args, **kwargs)
 
     return attention
+
+
+@contextmanager
+def _named(config: PreTrainedConfig, own: str) -> Iterator[None]:
+    """Gives a configuration the name of the model's own attention in the block: kernels are looked up by it."""
+    name, config._attn_implementation_internal = config._attn_implementation, own
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = name
+
+
+def _takes_no_mask(own: str) -> bool:
+    return ALL_MASK_ATTENTION_FUNCTIONS[own] is flash_attention_mask
 
 
 def _mask(own: str) -> Callable:
@@ -300,24 +326,28 @@ def _mask(own: str) -> Callable:
         device: torch.device | str = "cpu",
         **kwargs,
     ) -> Tensor | None:
-        layer = getattr(kv_offset, "layer", None)
+        layer, make = getattr(kv_offset, "layer", None), ALL_MASK_ATTENTION_FUNCTIONS[own]
+        sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
         if layer is None or _is_plain(layer, q_length):
-            arguments = {"dtype": dtype, "device": device, "mask_function": mask_function, **kwargs}
             q_offset = q_offset if layer is None else int(layer.seen.max())
-            return ALL_MASK_ATTENTION_FUNCTIONS[own](
-                batch_size=batch_size,
-                q_length=q_length,
-                kv_length=kv_length,
-                q_offset=q_offset,
-                kv_offset=int(kv_offset),
-                **arguments,
-            )
+            offsets = {"q_offset": q_offset, "kv_offset": int(kv_offset), "mask_function": mask_function}
+            return make(**sizes, **offsets, dtype=dtype, device=device, **kwargs)
         allowed = visible_columns(layer, q_length, mask_function)
-        if own == "sdpa":
-            return None if q_length == 1 and bool(allowed.all()) else allowed.to(device)
-        return torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min).to(device)
+        if own == "sdpa" and q_length == 1 and bool(allowed.all()):
+            return None
+        allowed = allowed.to(device)
+        if own == "eager":
+            return _additive(allowed, dtype)
+        if own == "sdpa" or _takes_no_mask(own):
+            return allowed
+        sees = lambda row, head, query, column: allowed[row, 0, query, column]  # noqa: E731
+        return make(**sizes, mask_function=sees, device=device)
 
     return mask
+
+
+def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(~allowed, torch.finfo(dtype).min)
 
 
 def _is_plain(layer: KeyValueLayer, length: int) -> bool:
@@ -359,8 +389,3 @@ def _put_states(old: dict, new: dict, rows: Tensor, num_rows: int) -> None:
             old[i] = target.index_copy(0, rows.to(x.device), x)
         elif i not in old:
             old[i] = None
-
-
-for _own in SUPPORTED:
-    AttentionInterface.register(PREFIX + _own, _attention(_own))
-    AttentionMaskInterface.register(PREFIX + _own, _mask(_own))
