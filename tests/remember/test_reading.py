@@ -308,7 +308,7 @@ def flash_stand_in(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, win
 
 @pytest.mark.parametrize("kernel", ["flash_stand_in", "flex_attention"])
 def test_kernels_without_a_mask(kernel, monkeypatch):
-    """FlashAttention and FlexAttention: the model is its own up to the window, and one softmax with a mask beyond it."""
+    """With FlashAttention or FlexAttention, a model is its own up to the window, and one softmax beyond it."""
     AttentionInterface.register("flash_stand_in", flash_attention_forward)
     AttentionMaskInterface.register("flash_stand_in", flash_attention_mask)
     imports = {"flash_stand_in": (flash_stand_in, flash_stand_in, None, None, None)}

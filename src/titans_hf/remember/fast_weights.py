@@ -7,13 +7,14 @@
 
 The step of a chunk is taken when the token after it arrives, because that is the last label. A chunk's keys and values
 are never computed again: they stay as the weights of their chunk left them. S, B and the steps are float32 at least,
-whatever the model's dtype. A step whose gradient is longer than `max_gradient` is shortened to it (the norm over all
+whatever the model's dtype, in which B (A x) is added. A step whose gradient is longer than `max_gradient` is shortened to it (the norm over all
 matrices of the row).
 
 Sources: dynamic evaluation (Krause et al. 2018), test-time training (Sun et al. 2024), Titans (Behrouz et al. 2024).
 Shapes: R rows, T tokens, r rank, `in` and `out` the sizes of a linear layer.
 """
 
+import functools
 from collections.abc import Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,12 +22,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 from transformers.utils.generic import maybe_autocast
 
 BASE_LAYER = ".base_layer"  # what PEFT calls the layer inside of an adapted one
 IGNORED = -100  # the label of a token that is not learned
+BLOCK = 8  # tokens whose distributions a processor's cache holds
 _ACTIVE: ContextVar["tuple[FastWeights, dict[str, Tensor]] | None"] = ContextVar("fast_weights", default=None)
 
 
@@ -60,28 +61,19 @@ class FastWeights:
             if name not in modules:
                 raise ValueError(f"`fast_weights` has weights for {name}, which {type(model).__name__} does not have.")
             layer = modules.get(name + BASE_LAYER, modules[name])
-            hooks.append(layer.register_forward_hook(self._hook(name)))
+            hooks.append(layer.register_forward_hook(functools.partial(_add_term, name)))
         return hooks
 
-    @staticmethod
-    def _hook(name: str):
-        def add(module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
-            active = _ACTIVE.get()
-            if active is None:
-                return None
-            fast_weights, weights = active
-            return output + fast_weights._term(name, args[0], weights[name]).to(output.dtype).view_as(output)
-
-        return add
-
-    def _term(self, name: str, inputs: Tensor, weights: Tensor) -> Tensor:
-        """Computes B (A x), (R, T, out), from x (R, T, in), or (R * T, in), and B (R, out, r)."""
+    def add_term(self, name: str, inputs: Tensor, output: Tensor, weights: Tensor) -> Tensor:
+        """Computes y + B (A x) from x (R, T, in), y (R, T, out), or (R * T, ...), and B (R, out, r); in y's dtype."""
         if (directions := self.directions[name]).device != inputs.device:
             directions = self.directions[name] = directions.to(inputs.device)
+        rows, dtype = len(weights), output.dtype
+        x, y = (z.reshape(rows, -1, z.shape[-1]) for z in (inputs, output))
         with maybe_autocast(inputs.device.type, enabled=False):
-            x = inputs.view(len(weights), -1, inputs.shape[-1]).to(weights.dtype)
-            low = x @ directions.to(weights.dtype).mT  # (R, T, in) @ (in, r)
-            return low @ weights.to(inputs.device).mT  # (R, T, r) @ (R, r, out)
+            low = x.to(dtype) @ directions.to(dtype).mT  # (R, T, in) @ (in, r)
+            added = torch.baddbmm(y, low, weights.to(inputs.device, dtype).mT)  # (R, T, r) @ (R, r, out)
+        return added.view_as(output)
 
     @contextmanager
     def active(self, weights: dict[str, Tensor]):
@@ -108,11 +100,17 @@ class FastWeights:
         """Returns B by name, from a state."""
         return {name: state[f"B.{name}"] for name in self.directions}
 
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Computes the sum over rows of L, from logits (R, C, V) and labels (R, C), IGNORED where not learned."""
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
-        labels = labels.to(logits.device).flatten()
-        return cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum") / self.step.chunk
+    @torch.no_grad()
+    def gradient_of_logits(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Computes dL / d logits, (p - 1 at the label) / C, (R, C, V), from labels (R, C), IGNORED where not learned."""
+        gradient, dtype = torch.empty_like(logits), torch.promote_types(logits.dtype, torch.float32)
+        labels = labels.to(logits.device).flatten()[:, None]
+        shares = (labels != IGNORED).to(dtype) / self.step.chunk
+        blocks = (x.split(BLOCK) for x in (gradient.flatten(0, 1), logits.flatten(0, 1), labels.clamp(min=0), shares))
+        for out, of_block, label, share in zip(*blocks, strict=True):
+            p = of_block.softmax(-1, dtype=dtype).mul_(share)
+            out.copy_(p.scatter_add_(1, label, -share))
+        return gradient
 
     def take_step(self, state: dict[str, Tensor], gradients: Sequence[Tensor]) -> dict[str, Tensor]:
         """Returns the state after a step, from dL/dB (R, out, r) in the order of `directions`."""
@@ -125,7 +123,7 @@ class FastWeights:
         for name, gradient in zip(self.directions, gradients, strict=True):
             before = state[f"B.{name}"]
             factor = scale if isinstance(scale, float) else scale.to(before.device)
-            surprise = -self.rates[name] * factor * gradient.nan_to_num()
+            surprise = -self.rates[name] * factor * gradient.to(before.dtype).nan_to_num()
             if self.step.momentum:
                 surprise = new[f"S.{name}"] = self.step.momentum * state[f"S.{name}"] + surprise
             if self.step.retain != 1:
@@ -133,6 +131,14 @@ class FastWeights:
                 before = start + self.step.retain * (before - start)
             new[f"B.{name}"] = before + surprise
         return new
+
+
+def _add_term(name: str, module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
+    """A forward hook of a linear layer: adds the term of the fast weights that are active."""
+    if (active := _ACTIVE.get()) is None:
+        return None
+    fast_weights, weights = active
+    return fast_weights.add_term(name, args[0], output, weights[name])
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:

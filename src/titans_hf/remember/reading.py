@@ -186,8 +186,10 @@ def learn(
     leaves = {name: x.detach().requires_grad_() for name, x in fast.weights(cache.state).items()}
     with torch.enable_grad():
         output = call(model, cache, ids, leaves, arguments)
-        loss = fast.loss(output.logits, labels)
-        gradients = torch.autograd.grad(loss, list(leaves.values()), retain_graph=with_graph, allow_unused=True)
+        of_logits = fast.gradient_of_logits(output.logits, labels)
+        gradients = torch.autograd.grad(
+            output.logits, [*leaves.values()], of_logits, retain_graph=with_graph, allow_unused=True
+        )
     with torch.no_grad():
         gradients = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves.values(), gradients, strict=True)]
         moves = (labels != IGNORED).any(1)

@@ -92,7 +92,7 @@ class KeyValueLayer(CacheLayerMixin):
     def _kept(self, x: Tensor, length: int) -> Tensor:
         if self.window is not None and x.shape[-2] > (kept := self.window - 1 + self.extra):
             x = x[..., x.shape[-2] - kept :, :]
-            x = x.contiguous() if length > 1 else x  # a token's view drops the one column before it
+            x = x.contiguous() if length > max(1, self.extra) else x  # a view keeps all columns, which may be many
         return x.detach()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
