@@ -1,6 +1,7 @@
 """A model with `remember` reads a text in one way, however the text is cut, batched, padded or continued."""
 
 import copy
+import pickle
 import random
 
 import pytest
@@ -9,7 +10,13 @@ from remember_models import remembering, small_fast_weights, small_list, small_m
 from remember_reference import mix_slowly, read_slowly
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
-from transformers import AttentionInterface, AttentionMaskInterface, modeling_flash_attention_utils
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    MixtralConfig,
+    modeling_flash_attention_utils,
+)
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
@@ -147,15 +154,24 @@ def test_calls_of_few_tokens(model):
     close(logits, whole(model, TOKENS[:2, :40]))
 
 
-def test_a_call_that_fails(model):
-    """After an error in the middle of a call, the cache is as it was before the call."""
-    cache, bad = MemoryCache(model), TOKENS[:1, 20:40].clone()
-    bad[0, 15] = 53
+@pytest.mark.parametrize("window", [12, None])
+def test_a_call_that_fails(window):
+    """After an error in the middle of a call, of all rows or of some, the cache is as it was; no key is held twice."""
+    model, is_shared = remembering(window), []
+    cache, bad, mask = MemoryCache(model), TOKENS[:2, 20:40].clone(), torch.ones(2, 20, dtype=torch.int64)
+    bad[0, 15], mask[1, 2] = 53, 0
     with torch.no_grad():
-        model(TOKENS[:1, :20], cache=cache)
+        model(TOKENS[:2, :20], cache=cache)
+        layer = cache.layers[0]
+        note = lambda *_: is_shared.append(layer.before.keys.data_ptr() == layer.keys.data_ptr())  # noqa: E731
+        hook = model.lm_head.register_forward_pre_hook(note)
         with pytest.raises(IndexError):
             model(bad, cache=cache)
-        close(model(TOKENS[:1, 20:60], cache=cache).logits, whole(model, TOKENS[:1, :60])[:, 20:])
+        hook.remove()
+        with pytest.raises(IndexError):
+            model(bad, attention_mask=mask, cache=cache)
+        close(model(TOKENS[:2, 20:60], cache=cache).logits, whole(model, TOKENS[:2, :60])[:, 20:])
+    assert all(is_shared) == (window is None) and all(x.before is None for x in cache.layers)
 
 
 def test_the_cache_of_another_model(model):
@@ -394,13 +410,46 @@ def test_gradients_of_a_loss(model):
 
 
 def test_copies(model):
-    """A copied model learns by itself, and a deep copy of a cache goes its own way."""
-    other = copy.deepcopy(model)
-    cache = MemoryCache(other)
+    """A copied or pickled model learns by itself, and forgets; a deep copy of a cache goes its own way."""
+    expected = whole(model, TOKENS[:1, :50])
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        cache = MemoryCache(other)
+        with torch.no_grad():
+            other(TOKENS[:1, :30], cache=cache)
+            close(other(TOKENS[:1, 30:50], cache=copy.deepcopy(cache)).logits, expected[:, 30:])
+            close(other(TOKENS[:1, 30:50], cache=cache).logits, expected[:, 30:])
+        assert not any(x._forward_hooks or x._forward_pre_hooks for x in forget(other).modules())
+    close(whole(model, TOKENS[:1, :50]), expected)
+
+
+def test_logits_that_are_not_kept():
+    """Of a prompt whose last logits alone are wanted, the head sees no other column, or those of a piece at most."""
+    for memory in ((), ("list",)):
+        model, columns = remembering(None, memory), []
+        model.lm_head.register_forward_pre_hook(lambda _, args, columns=columns: columns.append(args[0].shape[1]))
+        prompt = TOKENS.flatten()[None].repeat(1, 4)
+        expected = whole(model, prompt)[:, -2:]
+        columns.clear()
+        close(whole(model, prompt, logits_to_keep=2), expected)
+        assert max(columns) == (2 if memory == () else reading.PIECE)
+
+
+def test_auxiliary_loss():
+    """A mixture of experts has the loss, auxiliary loss and router logits that it has without a memory."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 53, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, output_router_logits=True)
+    model, mask = AutoModelForCausalLM.from_config(config).eval(), torch.ones(2, 40, dtype=torch.int64)
+    mask[0, 35:] = 0
+    ids = TOKENS[:2, :40]
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
     with torch.no_grad():
-        other(TOKENS[:1, :30], cache=cache)
-        close(other(TOKENS[:1, 30:50], cache=copy.deepcopy(cache)).logits, whole(model, TOKENS[:1, :50])[:, 30:])
-        close(other(TOKENS[:1, 30:50], cache=cache).logits, whole(model, TOKENS[:1, :50])[:, 30:])
+        before = model(**inputs)
+        remember(model, 40, ())
+        after = model(**inputs)
+    assert_close([after.loss, after.aux_loss], [before.loss, before.aux_loss])
+    for x, y in zip(after.router_logits, before.router_logits, strict=True):
+        assert_close(x[mask.flatten() > 0], y[mask.flatten() > 0])
 
 
 def test_reset(model):

@@ -7,8 +7,8 @@
 
 The step of a chunk is taken when the token after it arrives, because that is the last label. A chunk's keys and values
 are never computed again: they stay as the weights of their chunk left them. S, B and the steps are float32 at least,
-whatever the model's dtype, in which B (A x) is added. A step whose gradient is longer than `max_gradient` is shortened to it (the norm over all
-matrices of the row).
+whatever the model's dtype, in which B (A x) is computed. A step whose gradient is longer than `max_gradient` is
+shortened to it (the norm over all matrices of the row).
 
 Sources: dynamic evaluation (Krause et al. 2018), test-time training (Sun et al. 2024), Titans (Behrouz et al. 2024).
 Shapes: R rows, T tokens, r rank, `in` and `out` the sizes of a linear layer.
@@ -102,7 +102,7 @@ class FastWeights:
 
     @torch.no_grad()
     def gradient_of_logits(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Computes dL / d logits, (p - 1 at the label) / C, (R, C, V), from labels (R, C), IGNORED where not learned."""
+        """Computes dL / d logits (R, C, V), (p - 1 at the label) / C, from labels (R, C), IGNORED where not learned."""
         gradient, dtype = torch.empty_like(logits), torch.promote_types(logits.dtype, torch.float32)
         labels = labels.to(logits.device).flatten()[:, None]
         shares = (labels != IGNORED).to(dtype) / self.step.chunk

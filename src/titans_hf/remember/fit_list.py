@@ -49,8 +49,9 @@ class Recorder:
         }
 
     def read(
-        self, state: dict[str, Tensor], tokens: Tensor, mlp_inputs: Tensor, logits: Tensor, learns: Tensor, seen: Tensor
+        self, state: dict[str, Tensor], tokens: Tensor, mlp_inputs: Tensor, logits: Tensor, learns: Tensor, *others
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        seen = others[0]  # what follows, the number of logits that are kept, is of no account: all are noted
         if self.note is not None:
             before = torch.cat([state["list.logits"][:, None].to(logits), logits[:, :-1]], 1)
             self.note(state, surprise(before, tokens), mlp_inputs.detach(), seen)
@@ -136,8 +137,9 @@ class Collector(TokenList):
         return super().initial_state(rows, vocabulary, dtype, device) | {DOCUMENT: torch.arange(rows, device=device)}
 
     def read(
-        self, state: dict[str, Tensor], tokens: Tensor, mlp_inputs: Tensor, logits: Tensor, learns: Tensor, seen: Tensor
+        self, state: dict[str, Tensor], tokens: Tensor, mlp_inputs: Tensor, logits: Tensor, learns: Tensor, *others
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        seen = others[0]  # what follows, the number of logits that are kept, is of no account: all are noted
         blocks, after = self.find(state, tokens, mlp_inputs, logits, learns, seen)
         begin = 0
         for of_block, found in blocks if len(self.documents) else ():

@@ -6,6 +6,7 @@ The model keeps its weights, its class's name and its files. Its class becomes a
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from . import reading
 from .fast_weights import FastWeights, decoder_layers, random_fast_weights
 from .memory_cache import Columns, MemoryCache
 from .token_list import TokenList
-from .window import PREFIX, set_window_attention
+from .window import PREFIX, register_attention, set_window_attention
 
 FAST_WEIGHTS, LIST = PARTS = ("fast_weights", "list")
 FEED_FORWARD = ("mlp", "feed_forward", "ffn", "feedforward", "block_sparse_moe", "moe", "mixer")
@@ -50,6 +51,7 @@ class Memory:
     learning: bool = True
     has_states: bool = False
     takes_positions: bool = True
+    takes_logits_to_keep: bool = True
     hooks: list = field(default_factory=list)
 
     @property
@@ -137,6 +139,7 @@ def remember(
     if token_list is not None:
         token_list = replace(token_list, window=window)
     own = type(model)
+    parameters = inspect.signature(own.forward).parameters
     new = Memory(
         window=window,
         fast_weights=fast_weights if FAST_WEIGHTS in memory else None,
@@ -144,7 +147,8 @@ def remember(
         first_token=choose_first_token(model, first_token),
         learn_from=learn_from,
         forward=own.forward,
-        takes_positions="position_ids" in inspect.signature(own.forward).parameters,
+        takes_positions="position_ids" in parameters,
+        takes_logits_to_keep="logits_to_keep" in parameters,
     )
     new.own_attention = set_window_attention(model)
     try:
@@ -268,6 +272,15 @@ class RememberingModel:
 
     memory: Memory
 
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        """Copies and pickles the model: its class has no name of its own by which it could be found."""
+        return _new_instance, (type(self).__bases__[1],), self.__dict__
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        register_attention(self.memory.own_attention)
+        _set_hooked_forward(self)
+
     @property
     def memory_learning(self) -> bool:
         """Whether the memory learns while the model reads."""
@@ -314,6 +327,12 @@ def remembering_class(own: type) -> type:
     return type(own.__name__, (RememberingModel, own), names)
 
 
+def _new_instance(own: type) -> RememberingModel:
+    """Returns a model without state, whose class reads with a memory."""
+    made = remembering_class(own)
+    return made.__new__(made)
+
+
 def _bound(own: type, model: PreTrainedModel, args: tuple, kwargs: dict) -> dict:
     """Returns the arguments of a call by name."""
     names = list(inspect.signature(own.forward).parameters)[1 : 1 + len(args)]
@@ -331,33 +350,47 @@ def _forward(model: PreTrainedModel, own: type, arguments: dict):
         raise ValueError("`input_ids` must be given to a model with a memory: it learns which token follows.")
     returns_cache = arguments.pop("use_cache", None) is not False or cache is not None
     return_dict, to_keep = arguments.pop("return_dict", None), arguments.pop("logits_to_keep", 0)
-    asked = {x: arguments.pop(x) for x in ("output_hidden_states",) if x in arguments}
+    asked = {x: arguments.pop(x) for x in ("output_hidden_states", "output_router_logits") if x in arguments}
     mask, positions = arguments.pop("attention_mask", None), arguments.pop("position_ids", None)
     cache = MemoryCache(model) if cache is None else cache
     columns = _columns(model, cache, ids, mask, positions)
     loss_arguments = {x: arguments.pop(x) for x in ("num_items_in_batch",) if x in arguments}
     _check_others(arguments)
     number = to_keep if isinstance(to_keep, int) and to_keep and labels is None else ids.shape[1]
-    logits, states, output = reading.read(model, cache, columns, min(number, ids.shape[1]), asked)
+    logits, of_layers, output = reading.read(model, cache, columns, min(number, ids.shape[1]), asked)
     if not isinstance(to_keep, int):
         logits = logits[:, to_keep]
     output.logits, output.loss = logits, None
-    if states is not None:
-        output.hidden_states = tuple(states)
+    for name, x in of_layers.items():
+        output[name] = x
     if labels is not None:
         size = model.config.get_text_config(decoder=True).vocab_size
         output.loss = model.loss_function(logits=logits, labels=labels, vocab_size=size, **loss_arguments)
+    if "router_logits" in of_layers:
+        _add_auxiliary_loss(model, own, output, columns.real)
     output[CACHE_NAME] = cache if returns_cache else None
     given = {x: value for x, value in output.items() if value is not None}
     result = type(output)(**given)
     return result.to_tuple() if return_dict is False else result
 
 
+def _add_auxiliary_loss(model: PreTrainedModel, own: type, output, real: Tensor) -> None:
+    """Adds the loss of a mixture of experts over all tokens of a call, from router logits (R, T, experts), which become
+    (R * T, experts), as the model returns them.
+    """
+    output.router_logits = tuple(x.flatten(0, 1) for x in output.router_logits)
+    of_routers = getattr(sys.modules[own.__module__], "load_balancing_loss_func", None)
+    if of_routers is not None:
+        mask = None if bool(real.all()) else real
+        output.aux_loss = of_routers(output.router_logits, model.num_experts, model.num_experts_per_tok, mask)
+        if output.loss is not None:
+            output.loss = output.loss + model.router_aux_loss_coef * output.aux_loss.to(output.loss.device)
+
+
 def _check_others(arguments: dict) -> None:
     """Raises ValueError for an argument that reading in pieces would change."""
-    for name in ("output_attentions", "output_router_logits"):
-        if arguments.pop(name, None):
-            raise ValueError(f"`{name}` must be False for a model with a memory: a call is read in pieces.")
+    if arguments.pop("output_attentions", None):
+        raise ValueError("`output_attentions` must be False for a model with a memory: a call is read in pieces.")
     for name, value in arguments.items():
         if isinstance(value, Tensor) and name != "cache_position" and value.numel() > 1:
             raise ValueError(f"`{name}` has no meaning for a model with a memory, which reads `input_ids` in pieces.")

@@ -67,13 +67,19 @@ class MemoryCache(Cache):
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Restores the cache if the block raises an error. Without a window that would keep all keys twice."""
-        before = None if self.memory.window is None else copy.copy(self)
+        """Restores the cache if the block raises an error."""
+        before = copy.copy(self)
+        layers = [(x, y) for x, y in zip(self.layers, before.layers, strict=True) if isinstance(x, KeyValueLayer)]
+        for layer, kept in layers:
+            layer.before = kept
         try:
             yield
         except BaseException:
-            self.__dict__.update({} if before is None else before.__dict__)
+            self.__dict__.update(before.__dict__)
             raise
+        finally:
+            for layer, _ in layers:
+                layer.before = None
 
     @property
     def num_tokens_seen(self) -> Tensor:
@@ -181,9 +187,11 @@ class MemoryCache(Cache):
                 own.put(rows, new, len(self.seen))
         self.seen = self.seen.index_copy(0, rows, other.seen)
         self.steps = self.steps.index_copy(0, rows, other.steps)
-        self.state = {
-            name: x.index_copy(0, rows.to(x.device), other.state[name].to(x)) for name, x in self.state.items()
-        }
+        self.put_state(rows, other.state)
+
+    def put_state(self, rows: Tensor, state: dict[str, Tensor]) -> None:
+        """Replaces some rows (I,) int64 of the tensors of `state`."""
+        self.state = {name: x.index_copy(0, rows.to(x.device), state[name].to(x)) for name, x in self.state.items()}
 
     def reset_rows(self, model: PreTrainedModel, rows: Tensor) -> None:
         """Lets some rows (I,) int64 begin a new text with an empty memory."""

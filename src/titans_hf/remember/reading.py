@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from .memory import Memory
 
 SINK_BLOCK = 1024  # tokens that share a sink: it is `window` to `window` + SINK_BLOCK tokens away
+PIECE = 1024  # most tokens of a piece whose logits are all needed
+OF_LAYERS = ("hidden_states", "router_logits")  # what a model may return for each layer
 _CAPTURED: ContextVar[dict | None] = ContextVar("captured", default=None)
 
 
@@ -40,12 +42,12 @@ def capture_mlp_inputs(module, args: tuple) -> None:
 
 def read(
     model: PreTrainedModel, cache: MemoryCache, columns: Columns, num_kept: int, arguments: dict
-) -> tuple[Tensor, list[Tensor] | None, object]:
-    """Reads columns, updates the cache, and returns the logits (R, num_kept, V) of the last ones, 0 at padding; the
-    hidden states (R, T, D) of all layers, None unless the model returns them; and the model's output for the last
-    piece. A call that raises an error leaves a cache with a window as it was.
+) -> tuple[Tensor, dict[str, tuple[Tensor, ...]], object]:
+    """Reads columns, updates the cache, and returns the logits (R, num_kept, V) of the last ones, 0 at padding; those
+    of OF_LAYERS that the model returns, for each layer (R, T, ...), 0 at padding; and the model's output for the last
+    piece. A call that raises an error leaves the cache as it was.
     """
-    with_graph, kept, states = torch.is_grad_enabled(), [], []
+    with_graph, kept, of_layers = torch.is_grad_enabled(), [], {name: [] for name in OF_LAYERS}
     output = CausalLMOutputWithPast()
     with torch.inference_mode(False), torch.set_grad_enabled(with_graph), without_checkpointing(model), cache.guarded():
         cache.begin(model, len(columns.ids), columns.ids.device)
@@ -58,26 +60,29 @@ def read(
         length, begin = ids.shape[1], 0
         while begin < length:
             end, rows = next_piece(model.memory, cache, on_cpu, begin)
-            piece = on_cpu.at(begin, end)
+            piece, wanted = on_cpu.at(begin, end), min(end - begin, end - (length - num_kept))
             if len(rows):
                 part = cache if len(rows) == len(ids) else cache.take(rows)
                 following = on_cpu.map(lambda x, rows=rows, end=end: x[rows.to(x.device), end : end + 1])
                 of_rows = piece.map(lambda x, rows=rows: x[rows.to(x.device)])
-                output, logits = _read_piece(model, part, of_rows, following, arguments)
+                output, logits = _read_piece(model, part, of_rows, following, max(1, wanted), arguments)
                 if part is not cache:
                     cache.put(rows, part)
-                if end > length - num_kept:
-                    kept.append((begin, _of_all_rows(logits, rows, len(ids))))
-                if output.get("hidden_states") is not None:
-                    states.append([(begin, _of_all_rows(x, rows, len(ids))) for x in output.hidden_states])
+                if wanted > 0:
+                    kept.append((end - logits.shape[1], _of_all_rows(logits, rows, len(ids))))
+                for name, found in of_layers.items():
+                    if (given := output.get(name)) is not None:
+                        given = [x if with_graph else x.detach() for x in given]
+                        given = [x.view(len(rows), end - begin, -1) for x in given]
+                        found.append([(begin, _of_all_rows(x, rows, len(ids))) for x in given])
             cache.num_columns += end - begin
             cache.record(piece)
             begin = end
     if not kept:  # no token is real
         size = model.get_output_embeddings().weight.shape[0]
         kept.append((length, torch.zeros(len(ids), 0, size, dtype=model.dtype, device=cache.device)))
-    hidden = [_joined(of_layer, 0, length) for of_layer in zip(*states, strict=True)] or None
-    return _joined(kept, length - num_kept, length), hidden, output
+    joined = {name: tuple(_joined(x, 0, length) for x in zip(*found, strict=True)) for name, found in of_layers.items()}
+    return _joined(kept, length - num_kept, length), {name: x for name, x in joined.items() if x}, output
 
 
 def next_piece(memory: "Memory", cache: MemoryCache, columns: Columns, begin: int) -> tuple[int, Tensor]:
@@ -95,13 +100,17 @@ def next_piece(memory: "Memory", cache: MemoryCache, columns: Columns, begin: in
         limits.append(memory.chunk - seen % memory.chunk)
     if memory.window is not None:
         limits.append(torch.where(seen < memory.window, memory.window - seen, SINK_BLOCK - seen % SINK_BLOCK))
+    if memory.token_list is not None:
+        limits.append(PIECE - seen % PIECE)
     return min([end, *(begin + int(x.min()) for x in limits)]), rows
 
 
 def _read_piece(
-    model: PreTrainedModel, cache: MemoryCache, piece: Columns, following: Columns, arguments: dict
+    model: PreTrainedModel, cache: MemoryCache, piece: Columns, following: Columns, num_kept: int, arguments: dict
 ) -> tuple[object, Tensor]:
-    """Reads a piece without padding; following: the columns (R, 1) after it, (R, 0) at the end of the call."""
+    """Reads a piece without padding; following: the columns (R, 1) after it, (R, 0) at the end of the call. Returns the
+    model's output, and the logits (R, num_kept, V) of the last columns.
+    """
     memory, with_graph = model.memory, torch.is_grad_enabled()
     starts = piece.starts[:, 0] & (cache.seen > 0)
     if bool(starts.any()):
@@ -121,6 +130,8 @@ def _read_piece(
     try:
         if labels is None:
             weights = None if fast is None else fast.weights(cache.state)
+            if memory.token_list is None and memory.takes_logits_to_keep:
+                arguments = arguments | {"logits_to_keep": num_kept}
             output = call(model, cache, piece.ids, weights, arguments)
         else:
             output = learn(model, cache, piece.ids, labels, with_graph, arguments)
@@ -135,9 +146,9 @@ def _read_piece(
         mlp_inputs = captured["mlp_inputs"] if with_graph else captured["mlp_inputs"].detach()
         mlp_inputs = mlp_inputs.reshape(*piece.ids.shape, -1)
         tokens = piece.ids.to(logits.device)
-        logits, new = memory.token_list.read(cache.state, tokens, mlp_inputs, logits, piece.learns, seen)
+        logits, new = memory.token_list.read(cache.state, tokens, mlp_inputs, logits, piece.learns, seen, num_kept)
         cache.state.update(new)
-    return output, logits
+    return output, logits[:, -num_kept:]
 
 
 def take_due_steps(model: PreTrainedModel, cache: MemoryCache, piece: Columns) -> None:
@@ -154,15 +165,13 @@ def take_due_steps(model: PreTrainedModel, cache: MemoryCache, piece: Columns) -
             due &= (labels != IGNORED).any(1).cpu()
             rows = due.nonzero()[:, 0]
             if len(rows):
-                part = cache.take(rows)
-                again = part.map(lambda x: x)
+                again = (cache if len(rows) == len(due) else cache.take(rows)).map(lambda x: x)
                 for layer in again.layers:
                     if isinstance(layer, (KeyValueLayer, StateLayer)):
                         layer.rewind(chunk)
-                again.seen = part.seen - chunk
+                again.seen = again.seen - chunk
                 learn(model, again, *(x[rows.to(x.device)] for x in (ids, labels)), False, {})
-                part.state = again.state
-                cache.put(rows, part)
+                cache.put_state(rows, again.state)
     cache.steps = torch.where(cache.seen % chunk == 0, cache.seen // chunk, cache.steps)
 
 

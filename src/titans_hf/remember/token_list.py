@@ -151,7 +151,14 @@ class TokenList:
             return normalize(centred @ self.projection.to(dtype), dim=-1)  # (R, T, D) @ (D, K)
 
     def read(
-        self, state: dict[str, Tensor], tokens: Tensor, mlp_inputs: Tensor, logits: Tensor, learns: Tensor, seen: Tensor
+        self,
+        state: dict[str, Tensor],
+        tokens: Tensor,
+        mlp_inputs: Tensor,
+        logits: Tensor,
+        learns: Tensor,
+        seen: Tensor,
+        num_kept: int | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Mixes the model's logits (R, T, V) of a call, and returns them with the state after the call.
 
@@ -161,14 +168,22 @@ class TokenList:
             mlp_inputs (R, T, D): y.
             learns (R, T) bool: whether a token may be written.
             seen (R,) int64: how many tokens of each row were read before.
+            num_kept: how many of the last logits are mixed and returned, None for all.
         """
-        found, after = self.find(state, tokens, mlp_inputs, logits, learns, seen)
+        found, after = self.find(state, tokens, mlp_inputs, logits, learns, seen, num_kept)
         return torch.cat([self.mix(of_block, x) for of_block, x in found], dim=1), after
 
     def find(
-        self, state: dict[str, Tensor], tokens: Tensor, mlp_inputs: Tensor, logits: Tensor, learns: Tensor, seen: Tensor
+        self,
+        state: dict[str, Tensor],
+        tokens: Tensor,
+        mlp_inputs: Tensor,
+        logits: Tensor,
+        learns: Tensor,
+        seen: Tensor,
+        num_kept: int | None = None,
     ) -> tuple[Iterator[tuple[Tensor, Found]], dict[str, Tensor]]:
-        """Returns blocks of logits (R, Q, V) with what the list finds at their tokens, and the state after the call."""
+        """Returns blocks of the kept logits (R, Q, V) with what the list finds at their tokens, and the state after."""
         self.to(logits.device)
         seen, learns = seen.to(logits.device), learns.to(logits.device)
         keys, length = self.keys(mlp_inputs.to(logits.device)), tokens.shape[1]
@@ -191,11 +206,12 @@ class TokenList:
         index = counts[:, -1:] + torch.arange(number, device=counts.device)
         after = {name: _rows_at(x, index) for name, x in entries.items()}
         after |= {"list.recent": recent[:, -1], "list.key": keys[:, -1].detach(), "list.logits": logits[:, -1].detach()}
-        queries = (keys, recent[:, 1:], positions, counts)
+        begin = 0 if num_kept is None else length - num_kept
+        *queries, logits = (x[:, begin:] for x in (keys, recent[:, 1:], positions, counts, logits))
         return self._compare_blocks(entries, queries, logits), after
 
     def _compare_blocks(
-        self, entries: dict[str, Tensor], queries: tuple[Tensor, Tensor, Tensor, Tensor], logits: Tensor
+        self, entries: dict[str, Tensor], queries: list[Tensor], logits: Tensor
     ) -> Iterator[tuple[Tensor, Found]]:
         for begin in range(0, logits.shape[1], BLOCK):
             key, recent, position, count = (x[:, begin : begin + BLOCK] for x in queries)

@@ -57,6 +57,7 @@ class KeyValueLayer(CacheLayerMixin):
     window: tokens that a query sees, itself included; None for all. extra: further columns that are kept, from which
     tokens can be read again. seen (B,) int64, on the CPU: tokens that each row has read; columns before a row's first
     token are not valid. sink: keys and values (B, H, 1, D) in front of the others; None while no query sees them.
+    before: the layer as it was before a call that may fail, None outside of such a call.
     """
 
     is_croppable = True
@@ -66,6 +67,7 @@ class KeyValueLayer(CacheLayerMixin):
         self.window, self.extra, self.is_sliding = window, extra, is_sliding
         self.seen = torch.zeros(1, dtype=torch.int64)
         self.sink: tuple[Tensor, Tensor] | None = None
+        self.before: KeyValueLayer | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.keys, self.values = key_states[..., :0, :].detach(), value_states[..., :0, :].detach()
@@ -83,6 +85,9 @@ class KeyValueLayer(CacheLayerMixin):
         length = key_states.shape[-2]
         number = self.num_past() + length
         new = [torch.cat([past, x], -2) for past, x in ((self.keys, key_states), (self.values, value_states))]
+        before, is_whole = self.before, self.window is None
+        if before is not None and before.is_initialized and is_whole and before.keys.data_ptr() == self.keys.data_ptr():
+            before.keys, before.values = (x[..., : before.keys.shape[-2], :].detach() for x in new)  # not kept twice
         self.keys, self.values = (self._kept(x, length) for x in new)
         visible = [x[..., -number:, :] for x in new]
         if self.sink is not None:
@@ -107,6 +112,7 @@ class KeyValueLayer(CacheLayerMixin):
     def map(self, function: Callable[[Tensor], Tensor]) -> "KeyValueLayer":
         """Returns a copy with `function` of each tensor that has a row dimension."""
         new = copy.copy(self)
+        new.before = None
         if self.is_initialized:
             new.keys, new.values = function(self.keys), function(self.values)
         return new
@@ -227,6 +233,7 @@ class StateAndKeyValueLayer(StateLayer, KeyValueLayer):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "StateAndKeyValueLayer":
         new = StateLayer.map(self, function)
+        new.before = None
         if self.is_initialized:
             new.keys, new.values = function(self.keys), function(self.values)
         return new
@@ -276,11 +283,16 @@ def set_window_attention(model: PreTrainedModel) -> str:
             "have no window."
         )
     own = model.config.get_text_config(decoder=True)._attn_implementation
+    model.set_attn_implementation(register_attention(own))
+    return own
+
+
+def register_attention(own: str) -> str:
+    """Registers the attention `own` with masks that are made here, and returns its name."""
     name = PREFIX + re.sub("flash|/", "-", own)  # of a name with these, Transformers would look for a kernel
     AttentionInterface.register(name, _attention(own))
     AttentionMaskInterface.register(name, _mask(own))
-    model.set_attn_implementation(name)
-    return own
+    return name
 
 
 def _attention(own: str) -> Callable:
