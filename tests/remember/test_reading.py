@@ -41,16 +41,15 @@ def whole(model, ids, **arguments):
     return model(ids, **arguments).logits
 
 
-def states(cache):
-    return cache.state | {"seen": cache.seen} | {f"{i}": x.keys for i, x in enumerate(cache.layers)}
-
-
 @pytest.mark.parametrize("length", [7, 8, 9, 41])
 def test_the_slow_reference(length, monkeypatch):
-    """Logits and fast weights are those of weights merged by hand, full keys under a mask, and loops over the list."""
+    """Logits and fast weights are those of weights merged by hand, full keys under a mask, and loops over the list; the
+    sink is made anew at every block of positions.
+    """
+    monkeypatch.setattr(reading, "SINK_BLOCK", 16)
     model, ids = small_model(), TOKENS[0, :length]
     fast, chosen = small_fast_weights(model), small_list(window=12)
-    own, weights = read_slowly(model, fast, 12, ids, first_token=1, sink_block=reading.SINK_BLOCK)
+    own, weights = read_slowly(model, fast, 12, ids, first_token=1, sink_block=16)
     remember(model, 12, ("fast_weights",), fast_weights=fast)
     cache, inputs = MemoryCache(model), []
     with torch.no_grad():
@@ -63,16 +62,6 @@ def test_the_slow_reference(length, monkeypatch):
     keys = TokenList.keys
     monkeypatch.setattr(TokenList, "keys", lambda self, x: inputs.append(x[0]) or keys(self, x))
     close(whole(model, ids[None])[0], mix_slowly(chosen, ids, torch.cat(inputs), own))
-
-
-def test_the_reference_over_a_moved_sink(monkeypatch):
-    """The sink is made anew at every block of positions."""
-    monkeypatch.setattr(reading, "SINK_BLOCK", 16)
-    model, ids = small_model(), TOKENS[0, :60]
-    fast = small_fast_weights(model)
-    own, _ = read_slowly(model, fast, 12, ids, first_token=1, sink_block=16)
-    remember(model, 12, ("fast_weights",), fast_weights=fast)
-    close(whole(model, ids[None])[0], own)
 
 
 def test_sinks_of_many_rows(model, monkeypatch):
@@ -105,10 +94,14 @@ def test_random_programs(window):
             for i in range(len(rows)):
                 found[i].append(logits[i, mask[i].bool()])
                 places[i] += int(mask[i].sum())
-            action = choose.choice(["none", "order", "copy"])
-            if action == "order":
+            action = choose.choice(["none", "order", "repeat", "copy"])
+            if action in ("order", "repeat"):
                 order = torch.tensor(choose.choice([[3, 2, 1, 0], [1, 0, 3, 2], [0, 0, 2, 3]]))
-                cache.reorder_cache(order)
+                if action == "order":
+                    cache.reorder_cache(order)
+                else:
+                    cache.batch_repeat_interleave(2)
+                    cache.batch_select_indices(2 * order + 1)
                 rows, places, found = ([x[i] for i in order] for x in (rows, places, found))
                 found = [list(x) for x in found]
             if action == "copy":
@@ -118,17 +111,6 @@ def test_random_programs(window):
         for row, pieces in zip(rows, found, strict=True):
             logits = torch.cat(pieces)
             close(logits, alone[row][: len(logits)])
-
-
-def test_state_of_pieces(model):
-    """The state after pieces is the state after the whole."""
-    a, b = MemoryCache(model), MemoryCache(model)
-    with torch.no_grad():
-        model(TOKENS, cache=a)
-        for x in TOKENS.split([5, 1, 1, 9, 1, 20, 24, 29], 1):
-            model(x, cache=b)
-    for name, x in states(a).items():
-        close(states(b)[name], x)
 
 
 @pytest.mark.parametrize("begins", [(21, 7), (24, 7), (24, 16)])
@@ -174,21 +156,15 @@ def test_a_call_that_fails(window):
     assert all(is_shared) == (window is None) and all(x.before is None for x in cache.layers)
 
 
-def test_the_cache_of_another_model(model):
-    """A cache that was made for another model is an error."""
-    with pytest.raises(ValueError, match="`MemoryCache"):
-        model(TOKENS, **{CACHE_NAME: MemoryCache(remembering())})
-
-
-def test_repeat_and_select(model):
-    """Rows that are repeated, and rows that are kept, read on as they would have."""
+def test_a_cache_that_does_not_fit(model):
+    """A cache that was made for another model is an error, as is one of two rows in a call of four."""
     cache = MemoryCache(model)
     with torch.no_grad():
-        model(TOKENS[:2, :21], cache=cache)
-        cache.batch_repeat_interleave(2)
-        cache.batch_select_indices(torch.tensor([3, 0]))
-        logits = model(TOKENS[[1, 0], 21:50], cache=cache).logits
-    close(logits, whole(model, TOKENS[[1, 0], :50])[:, 21:])
+        with pytest.raises(ValueError, match="`MemoryCache"):
+            model(TOKENS, **{CACHE_NAME: MemoryCache(remembering())})
+        model(TOKENS[:2, :5], cache=cache)
+        with pytest.raises(ValueError, match="the 2 rows of `cache`, got 4"):
+            model(TOKENS[:, :5], cache=cache)
 
 
 @pytest.mark.parametrize("removed", [1, 3, 8, 15])
@@ -489,15 +465,6 @@ def test_files(model, tmp_path):
     other = remembering(window=14)
     with pytest.raises(ValueError, match=f"{tmp_path}.*window"):
         MemoryCache.from_pretrained(tmp_path, other)
-
-
-def test_batches_of_rows_are_refused(model):
-    """A cache of two rows does not read four."""
-    cache = MemoryCache(model)
-    with torch.no_grad():
-        model(TOKENS[:2, :5], cache=cache)
-        with pytest.raises(ValueError, match="the 2 rows of `cache`, got 4"):
-            model(TOKENS[:, :5], cache=cache)
 
 
 @pytest.mark.parametrize(

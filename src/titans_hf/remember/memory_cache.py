@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -289,17 +289,19 @@ class MemoryCache(Cache):
         own = {name: getattr(self, name) for name in ("first_column", "about", "seen_in_folders")}
         self.__dict__.update(copy.copy(kept).__dict__ | own)
         self.snapshots = [*snapshots[:-1], Snapshot(kept, Columns.none(len(self.seen)))]
-        unread = columns.first(target - kept.num_columns)
+        unread = columns.at(0, target - kept.num_columns)
         self.unread = unread if unread.ids.shape[1] else None
 
 
-class Columns:
+class Columns(NamedTuple):
     """Columns of a call: ids (R, T) int64, real, starts and learns (R, T) bool: whether a column is a token, begins a
     document, and may be learned.
     """
 
-    def __init__(self, ids: Tensor, real: Tensor, starts: Tensor, learns: Tensor):
-        self.ids, self.real, self.starts, self.learns = ids, real, starts, learns
+    ids: Tensor
+    real: Tensor
+    starts: Tensor
+    learns: Tensor
 
     @classmethod
     def none(cls, rows: int) -> "Columns":
@@ -307,30 +309,20 @@ class Columns:
         return cls(empty.long(), empty, empty, empty)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Columns":
-        return Columns(*(function(x) for x in (self.ids, self.real, self.starts, self.learns)))
+        return Columns(*map(function, self))
 
     def at(self, begin: int, end: int) -> "Columns":
         return self.map(lambda x: x[:, begin:end])
 
-    def first(self, number: int) -> "Columns":
-        return self.at(0, number)
-
     def join(self, other: "Columns") -> "Columns":
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return Columns(*(torch.cat([x.to(y.device), y], 1) for x, y in pairs))
+        return Columns(*(torch.cat([x.to(y.device), y], 1) for x, y in zip(self, other, strict=True)))
 
 
-class Snapshot:
+class Snapshot(NamedTuple):
     """A cache as it was, and the columns that were read since."""
 
-    def __init__(self, cache: MemoryCache, columns: Columns):
-        self.cache, self.columns = cache, columns
-
-    def _replace(self, columns: Columns) -> "Snapshot":
-        return Snapshot(self.cache, columns)
-
-    def __iter__(self):
-        return iter((self.cache, self.columns))
+    cache: MemoryCache
+    columns: Columns
 
 
 def memory_of(model: PreTrainedModel) -> "Memory":
