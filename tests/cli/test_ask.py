@@ -1,10 +1,6 @@
 """titans-hf ask: answers are those of a model that has just read, and asking leaves the memory unchanged."""
 
-from pathlib import Path
-
-import pytest
 import torch
-from covering import in_one_test
 from reading_runs import SPECIAL, flags, ids_of, load, run_read, whole_text
 from transformers import GenerationConfig
 from vocabularies import sentencepiece
@@ -116,19 +112,3 @@ def test_questions_share_the_memory(paths):
     cache.batch_repeat_interleave(100)
     parts = [x for layer in cache.layers for x in layer.state.tensors()]
     assert all(len(x) == 100 and x.untyped_storage().nbytes() <= size for x in parts)
-
-
-@in_one_test(
-    "options", [{"max_new_tokens": 0}, {"temperature": -1}, {"temperature": "nan"}, {"seed": -1}, {"seed": 2**64}]
-)
-def test_bad_input_to_ask(options, paths):
-    """Options out of range, an empty prompt and a missing memory raise an error that names them, before the weights are
-    loaded.
-    """
-    Path(paths.model, "model.safetensors").unlink(missing_ok=True)
-    with pytest.raises(ValueError, match=f"--{next(iter(options))}"):
-        run_ask(paths, "X", **options)
-    with pytest.raises(ValueError, match="--prompt is empty"):
-        run_ask(paths, "")
-    with pytest.raises(FileNotFoundError, match="is not a memory folder"):
-        run_ask(paths, "X")

@@ -5,7 +5,6 @@ import random
 import pytest
 import torch
 from byte_model import save_llama
-from covering import in_one_test
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import titans_hf
@@ -82,18 +81,3 @@ def test_answers_are_what_counts_in_a_recall():
         for start, end in runs:
             assert tokenizer.decode(ids[start:end]) in told and tokenizer.decode(ids[start:end]) in asked
     assert len(make_recalls([torch.arange(100)], tokenizer, 3, seed=0)) == 3
-
-
-@in_one_test("arguments,message", [
-    (["--entries=0"], "--entries must be at least 1"),
-    (["--text", "nowhere"], "--text nowhere does not exist"),
-    (["--rank=0"], "--rank must be at least 1, but is 0"),
-])  # fmt: skip
-def test_bad_arguments(folder, arguments, message):
-    """A wrong option is refused by name, before the model reads."""
-    given = [str(folder / "model"), "--text", str(folder / "texts"), "--output", str(folder / "new"), *OPTIONS]
-    with pytest.raises(Exception, match=message):
-        fit.main([*given, *arguments])
-    assert not (folder / "new").exists()
-    with pytest.raises(ValueError, match="exists: give the name of a new folder"):
-        fit.main([*given, "--output", str(folder)])

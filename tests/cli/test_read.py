@@ -6,34 +6,24 @@ import math
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import threading
-import time
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from covering import in_one_test
-from memory_folders import assert_equal
 from reading_runs import (
     SPECIAL,
     TEXT,
     assert_has_read,
     expected,
-    flags,
     ids_of,
-    load,
     run_read,
     stop_reading_at,
     whole_text,
 )
-from tiny_run import SCRIPT
 
 from titans_hf import cache_files, cache_titans
-from titans_hf.cache_files import read_description
 from titans_hf.cli import read, surprise
 from titans_hf.cli.shared import text_files, text_ids
 from titans_hf.cli.training.data import load_splits
@@ -127,33 +117,6 @@ def test_every_text_is_read_once(commands, expected, paths, monkeypatch):
     assert_has_read(paths, expected.format(**SHORT))
 
 
-def test_a_killed_reading_goes_on(paths):
-    """A reading killed with SIGKILL and repeated gives the memory of an uninterrupted one, and reads from the last save
-    on.
-    """
-    sizes = dict(piece=480, save_seconds=0)
-    text = " ".join(str(i) for i in range(9000)).encode()
-    options = [paths.model, "-", *flags(memory=paths.memory, **sizes)]
-    process = subprocess.Popen([sys.executable, SCRIPT.with_name("read.py"), *options], stdin=subprocess.PIPE)
-    process.stdin.write(text[:33_000])  # two windows
-    process.stdin.flush()
-    deadline = time.monotonic() + 120
-    while not (paths.memory / "memory.json").exists() or read_description(paths.memory)["tokens_seen"] < [1000]:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    num_seen = read_description(paths.memory)["tokens_seen"][0]
-    assert num_seen % 480 == 0
-    length = num_seen + 2000
-    (paths.texts / "all.txt").write_bytes(text[:length])
-    resumed = run_read(paths, paths.texts / "all.txt", **sizes | {"save_seconds": 99})
-    assert resumed.num_read == length
-    whole = paths.memory.with_name("whole")
-    run_read(paths, paths.texts / "all.txt", memory=whole, **sizes | {"save_seconds": 99})
-    assert_equal(load(paths), load(paths, whole))
-
-
 def test_the_memory_is_saved_by_time(paths, monkeypatch):
     """Between two saves lie --save_seconds and the time of a piece, however many tokens that are."""
     saved, clock = [], iter(range(10**6))
@@ -223,20 +186,3 @@ def test_other_texts_are_refused(paths):
     cache.save_pretrained(paths.memory, paths.net)
     with pytest.raises(ValueError, match="was not made by reading texts"):
         run_read(paths, a)
-
-
-@in_one_test(
-    "name,content,message",
-    [
-        ("bad.txt", b"caf\xe9 au lait", "TEXT .*bad.txt is not UTF-8"),
-        ("torn.txt", b"caf\xc3", "TEXT .*torn.txt is not UTF-8"),
-        ("empty.txt", b"", "TEXT empty.txt holds no text"),
-    ],
-)
-def test_texts_that_cannot_be_read(name, content, message, paths, monkeypatch):
-    """A text in another encoding, or none, raises an error that names it before anything is saved."""
-    monkeypatch.chdir(paths.texts)
-    Path(name).write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        run_read(paths, name)
-    assert not paths.memory.exists()

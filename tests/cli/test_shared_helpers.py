@@ -10,11 +10,11 @@ from tqdm import tqdm
 from tqdm.auto import tqdm as auto_tqdm
 
 from titans_hf.cli.shared import command_line
-from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
+from titans_hf.cli.shared.argument_checks import check_minimums
 from titans_hf.cli.shared.checkpoints import load_config, load_tokenizer
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.markdown_tables import markdown_table
-from titans_hf.cli.shared.text_files import describe_files, find_files, read_text
+from titans_hf.cli.shared.text_files import describe_files, find_files
 
 
 def test_a_cell_stays_within_its_row_and_column():
@@ -41,10 +41,6 @@ def test_files_are_those_of_the_suffixes_in_all_subfolders(tmp_path):
     assert describe_files(tmp_path / "b.txt", [tmp_path / "b.txt"]) is None
     assert find_files(tmp_path, "--text", (".md",)) == [tmp_path / "notes.md"]
     assert find_files(tmp_path / "notes.md", "--text") == [tmp_path / "notes.md"]
-    with pytest.raises(ValueError, match=r"--text .*folder.txt holds no .txt or .md files"):
-        find_files(tmp_path / "folder.txt", "--text")
-    with pytest.raises(ValueError, match=r"--text .*missing does not exist"):
-        find_files(tmp_path / "missing", "--text")
 
 
 def test_progress_in_a_log_file_is_a_line_a_minute(monkeypatch, capsys):
@@ -104,20 +100,3 @@ def test_numbers_below_their_minimum_are_refused():
     for value, message in ((0, "is 0"), (float("nan"), "is nan"), ([3, -1], "is -1")):
         with pytest.raises(ValueError, match=f"^--steps must be at least 1, but {message}$"):
             check_minimums(Namespace(steps=value), steps=1)
-
-
-def test_a_folder_to_write_to_is_no_file(tmp_path):
-    """A path that is a file, or lies in one, is refused, and a new one is not."""
-    (tmp_path / "file").touch()
-    for path in ("new", "new/deeper", "."):
-        check_folder(tmp_path / path, "--output")
-    for path in ("file", "file/new/deeper"):
-        with pytest.raises(ValueError, match=rf"^--output .*{path} cannot be a folder: .*file is a file$"):
-            check_folder(tmp_path / path, "--output")
-
-
-def test_a_text_in_another_encoding_is_named(tmp_path):
-    """A text that is not UTF-8 raises an error with its name."""
-    (tmp_path / "bad.txt").write_bytes(b"caf\xe9 au lait")
-    with pytest.raises(ValueError, match=r"^--text .*bad\.txt is not UTF-8: "):
-        read_text(tmp_path / "bad.txt", "--text")

@@ -121,22 +121,3 @@ def test_words(text, ends, words):
     assert found == words
     bounds = np.cumsum([0, *map(len, words)])
     assert values[0] == pytest.approx([np.mean([x for x in ends if a < x <= b]) for a, b in pairwise(bounds)])
-
-
-@in_one_test(
-    "change,message",
-    [
-        (["bad.txt"], "TEXT bad.txt is not UTF-8"),
-        (["text.txt", "--max_tokens=-1"], "--max_tokens must be at least 1, but is -1"),
-        (["text.txt", "--output=bad.txt/page"], "--output bad.txt/page cannot be a folder: bad.txt is a file"),
-        (["text.txt", "--max_tokens=5"], r"TEXT text.txt has \d+ tokens; it may have 1 to 5"),
-    ],
-)
-def test_bad_input(change, message, paths, monkeypatch, tmp_path):
-    """An unreadable or too long text raises an error that names it before anything is written."""
-    monkeypatch.chdir(tmp_path)
-    Path("bad.txt").write_bytes(b"caf\xe9 au lait")
-    Path("text.txt").write_text(TEXT, encoding="utf-8")
-    with pytest.raises(ValueError, match=message):
-        surprise.main([paths.model, "--output", "out", *change])
-    assert not Path("out").exists()

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from datasets import Dataset
 from tiny_run import real_tokens
-from transformers import AutoTokenizer, ByT5Tokenizer
+from transformers import ByT5Tokenizer
 
 from titans_hf.cli import train
 from titans_hf.cli.training.arguments import RunArguments
@@ -111,36 +111,20 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
     assert large < small + 4e6
 
 
-def test_processes_tokenize_like_one():
-    """Two processes give the tokens of one, in order."""
-    documents = Dataset.from_dict({"text": [f"document {i} " * (i % 7) for i in range(50)]})
-    tokenizer = load_tokenizer("bytes")
-    given = [RunArguments(train_data="", block_length=32, preprocessing_num_workers=number) for number in (None, 2)]
-    alone, together = (real_tokens(make_blocks(documents, run, tokenizer)[0]) for run in given)
-    assert together == alone
-
-
-def test_byte_tokenizer_is_byt5_without_the_eos(tmp_path):
-    """The saved byte tokenizer has ByT5's ids, without an eos, and decodes exactly."""
-    load_tokenizer("bytes").save_pretrained(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    text = "Ünïcode 東京 🎉\r\n\t\x00  end "
-    byt5 = ByT5Tokenizer(extra_ids=0)
-    assert len(tokenizer) == len(byt5) == 259
-    assert tokenizer(text)["input_ids"] == byt5(text, add_special_tokens=False)["input_ids"]
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    for name in ("pad_token_id", "eos_token_id", "unk_token_id"):
-        assert getattr(tokenizer, name) == getattr(byt5, name)
-
-
-def test_the_byte_tokenizer_is_recognized(tmp_path):
-    """The byte tokenizer, made or loaded, is recognized and encodes as itself; with another token it is not."""
+def test_the_byte_tokenizer(tmp_path):
+    """The byte tokenizer, made or saved and loaded, has ByT5's ids without an eos, decodes exactly, is recognized and
+    encodes fast as itself; with another token it is not recognized.
+    """
     byte_tokenizer().save_pretrained(tmp_path)
-    assert is_byte_tokenizer(byte_tokenizer()) and is_byte_tokenizer(load_tokenizer(str(tmp_path)))
-    other = byte_tokenizer()
+    text = "".join(map(chr, range(0x2FF))) + "東京 🎉</s>"
+    lines, byt5, other = text.replace("\r", "\n"), ByT5Tokenizer(extra_ids=0), byte_tokenizer()  # as every text is read
+    for tokenizer in (byte_tokenizer(), load_tokenizer(str(tmp_path))):
+        ids = tokenizer(text, split_special_tokens=True).input_ids
+        assert len(tokenizer) == len(byt5) == 259 and tokenizer.decode(ids) == text
+        assert tokenizer(text[:-4]).input_ids == byt5(text[:-4], add_special_tokens=False).input_ids == ids[:-4]
+        for name in ("pad_token_id", "eos_token_id", "unk_token_id"):
+            assert getattr(tokenizer, name) == getattr(byt5, name)
+        (tokens,) = encode_texts([lines], tokenizer)
+        assert is_byte_tokenizer(tokenizer) and tokens.tolist() == tokenizer(lines, split_special_tokens=True).input_ids
     other.add_tokens(["whale"])
     assert not is_byte_tokenizer(other)
-    text = "".join(map(chr, range(0x2FF))) + "東京 🎉</s>"
-    lines = text.replace("\r", "\n")  # as every text is read
-    (tokens,) = encode_texts([lines], byte_tokenizer())
-    assert tokens.tolist() == byte_tokenizer()(lines, split_special_tokens=True)["input_ids"]

@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 from unittest.mock import ANY
 
 import pytest
@@ -97,51 +96,6 @@ def test_configurations_and_overrides(tmp_path, config, overrides, expected):
     found = load_config(arguments, byte_tokenizer())
     assert {name: getattr(found, name) for name in expected} == expected
     assert "rope_theta" not in overrides or found.rope_parameters["rope_theta"] == 7.0
-
-
-MODEL = "give either --config and --tokenizer, .*, or --model_name_or_path"
-
-
-@in_one_test(
-    "changes,message",
-    [
-        ({"train_data": "/no/such/folder"}, "/no/such/folder is neither a file, nor a folder, nor a data set"),
-        ({"train_data": "empty"}, r"--train_data empty holds no \.txt or \.md or .*files"),
-        ({"eval_data": "no-such/data"}, "no-such/data is neither"),
-        ({"config": "/no/such/config.json"}, "/no/such/config.json is not a checkpoint: no such folder"),
-        ({"config": __file__}, "--config .*test_train_options.py is not a checkpoint: its configuration does not load"),
-        ({"block_length": 1}, "--block_length must be at least 2, but is 1"),
-        ({"block_length": 4096, "tokens_per_step": 8192}, "give --eval_data"),
-        ({"config_overrides": "vocab_size=100"}, "has 259 tokens, more than the vocab_size 100: .* vocab_size=259"),
-        ({"config_overrides": "hiden_size=64"}, "llama has no hiden_size"),
-        ({"config_overrides": "hidden_size"}, "(?s)--config_overrides hidden_size: .*int"),
-        ({"config_overrides": "use_cache=maybe"}, "(?s)--config_overrides use_cache=maybe: .*bool"),
-        ({"resume_from_checkpoint": "true"}, "true: no complete checkpoint"),
-        ({"resume_from_checkpoint": "/no/such/checkpoint"}, "/no/such/checkpoint: no complete checkpoint"),
-        ({"config": None}, MODEL),
-        ({"model_name_or_path": "x"}, MODEL),
-        ({"tokenizer": None}, MODEL),
-        ({"tokens_per_step": -128}, "--tokens_per_step must be at least 1, but is -128"),
-        ({"gradient_accumulation_steps": 0}, "--gradient_accumulation_steps must be at least 1, but is 0"),
-        ({"max_eval_blocks": -3}, "--max_eval_blocks must be at least 1, but is -3"),
-        ({"tokenizer": "without-eos"}, "no eos token"),
-        ({"tokenizer": "no-such-tokenizer"}, "--tokenizer no-such-tokenizer has no tokenizer: no such folder"),
-        (
-            {"config": None, "tokenizer": None, "model_name_or_path": "no-such-model"},
-            "--model_name_or_path no-such-model has no tokenizer: no such folder",
-        ),
-    ],
-)
-def test_bad_inputs_are_named(options, tmp_path, monkeypatch, changes, message):
-    """Wrong, missing or contradicting options raise an error that names them before any file is written."""
-    monkeypatch.chdir(tmp_path)
-    Path("empty").mkdir(exist_ok=True)
-    tokenizer = byte_tokenizer()
-    tokenizer.eos_token = None
-    tokenizer.save_pretrained("without-eos")
-    with pytest.raises((ValueError, FileNotFoundError), match=message) as error:
-        train.main(options(**changes))
-    assert not Path("out").exists() and "StrictDataclass" not in str(error.value)
 
 
 def test_too_few_steps_are_warned_of(options, capsys):

@@ -11,7 +11,6 @@ import urllib.request
 from contextlib import contextmanager
 
 import torch
-from clean_environment import as_installed
 from common import make_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -52,23 +51,21 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(checkpoint, home, *options, command=None):
+def serving(checkpoint, home, *options):
     """As `running_server`; yields the address."""
-    with running_server(checkpoint, home, *options, command=command) as (url, _):
+    with running_server(checkpoint, home, *options) as (url, _):
         yield url
 
 
 @contextmanager
-def running_server(checkpoint, home, *options, command=None):
-    """Runs `command` serve, by default that of this checkout, in `home` with caches below it; yields its address and
-    the process.
-    """
-    port, start = free_port(), COMMAND if command is None else [command]
+def running_server(checkpoint, home, *options):
+    """Runs `titans-hf serve` in `home` with caches below it; yields its address and the process."""
+    port = free_port()
     own = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     with (home / "log").open("w") as log:
         process = subprocess.Popen(
-            [*start, "serve", checkpoint, "--device", "cpu", "--host", "127.0.0.1", "--port", str(port), *options],
-            env=(os.environ if command is None else as_installed()) | own,
+            [*COMMAND, "serve", checkpoint, "--device", "cpu", "--host", "127.0.0.1", "--port", str(port), *options],
+            env=os.environ | own,
             cwd=home,
             stdout=log,
             stderr=subprocess.STDOUT,

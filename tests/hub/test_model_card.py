@@ -11,10 +11,10 @@ from tiny_run import SHORT, TITANS
 
 from titans_hf.cli import train
 from titans_hf.cli.training.checkpoints import RECORD
-from titans_hf.cli.training.model_card import PROCEDURE, escape, fill_card
+from titans_hf.cli.training.model_card import PROCEDURE, fill_card
 
 HOSTILE = "a\n---\nb: *c* | [d](e) <f> `g` $h$ _{i\r\n# j"
-SHOWN = "a --- b: *c* | [d](e) <f> `g` $h$ _{i # j"
+SHOWN = r"a --- b: \*c\* \| \[d\](e) \<f\> \`g\` \$h\$ \_\{i \# j"
 
 
 @pytest.fixture
@@ -36,14 +36,8 @@ def test_names_that_are_markup(record, variant, field):
     again = ModelCard(hostile.content)
     assert again.data.to_dict().keys() == plain.data.to_dict().keys()
     assert len(hostile.text.splitlines()) == len(plain.text.splitlines())
-    assert escape(SHOWN) in hostile.text
+    assert SHOWN in hostile.text
     assert again.text.endswith(f"{PROCEDURE}\n\nby Trainer\n") and "draft" not in again.text
-
-
-def test_escape():
-    """Markup in a text is escaped once."""
-    assert escape("a_b*c|d") == r"a\_b\*c\|d"
-    assert escape("cc-by-4.0 (1)") == "cc-by-4.0 (1)"
 
 
 def test_code_with_a_hostile_name_is_code(record):

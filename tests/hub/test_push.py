@@ -1,19 +1,20 @@
 """What titans-hf train publishes: the card, and the files of a push."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from clean_environment import clean_site, run_clean
 from huggingface_hub import ModelCard, get_token
-from test_remote_code import CODE, assert_brings_its_code
-from tiny_run import LLAMA, TITANS
+from test_remote_code import CODE, assert_brings_its_code, run_alone
+from tiny_run import LLAMA, SHORT, TITANS
 
 from titans_hf.cli import train
 
 pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
-SHORT = dict(max_steps=2, eval_steps=2, save_steps=2)
+FILES = CODE | {"config.json", "model.safetensors", "tokenizer.json"}
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -40,23 +41,18 @@ def pushes(monkeypatch):
 
 
 def test_a_push_uploads_the_run_without_its_checkpoints(options, tmp_path, pushes):
-    """The last push has the files of the run's folder but checkpoints and names with an underscore first."""
+    """Every push has code, configuration and tokenizer. The last has the files of the run's folder but checkpoints and
+    names with an underscore first.
+    """
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "_notes.txt").write_text("not for others")
-    train.main(options(TITANS, push_to_hub="true", **SHORT))
+    train.main(options(TITANS, push_to_hub="true", **SHORT | dict(max_steps=4)))
+    assert len(pushes) > 1 and all(push.keys() >= FILES for push in pushes)
     assert list((tmp_path / "out").glob("checkpoint-*"))
     published = {name: data for name, data in files(tmp_path / "out").items() if not name.startswith(("check", "_"))}
     assert published == pushes[-1]
     assert ModelCard(pushes[-1]["README.md"].decode()).data.model_name == "out"
     assert "someone/out" in pushes[-1]["README.md"].decode()
-
-
-def test_what_is_pushed_while_training_brings_its_code(options, tmp_path, pushes):
-    """Every push during training has code, configuration and tokenizer."""
-    train.main(options(TITANS, push_to_hub="true", max_steps=4, eval_steps=2, save_steps=2))
-    assert len(pushes) > 1
-    for push in pushes:
-        assert push.keys() >= CODE | {"config.json", "model.safetensors", "tokenizer.json"}
 
 
 def test_the_folder_of_a_run(options, tmp_path, texts):
@@ -110,12 +106,12 @@ def test_a_token_is_not_published(options, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_card_tells_how_to_load_it(options, tmp_path):
-    """The card's code runs unchanged without the package."""
+    """The card's code runs unchanged with the pushed files on the Hub, by their own code."""
     train.main(options(TITANS, hub_model_id="someone/small", **SHORT))
-    text = run_clean(
-        clean_site(tmp_path),
-        Path(__file__).parents[1] / "helpers" / "card_worker.py",
-        tmp_path / "out",
-        "someone/small",
-    )
+    pushed, commit = tmp_path / "hub" / "models--someone--small", 40 * "a"
+    shutil.copytree(tmp_path / "out", pushed / "snapshots" / commit)
+    (pushed / "refs").mkdir()
+    (pushed / "refs" / "main").write_text(commit)
+    (program,) = re.findall(r"```python\n(.*?)```", (tmp_path / "out" / "README.md").read_text(), re.DOTALL)
+    text = run_alone(f"{program}\nimport sys; assert 'titans_hf' not in sys.modules", tmp_path)
     assert text.startswith("It was a dark night, and")

@@ -1,24 +1,23 @@
 """Checkpoints include their code: they load where titans_hf is not installed, with the same outputs."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import remote_worker
 import torch
 import transformers
-from clean_environment import clean_site, run_clean
 from common import STAY, VARIANTS, make_config, make_ids, make_model, redraw
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoConfig
 from transformers.dynamic_module_utils import get_imports
 
 import titans_hf
 from titans_hf import TitansConfig, TitansForCausalLM
-from titans_hf.cli.training.tokenizer import byte_tokenizer
 
 PACKAGE = Path(titans_hf.__file__).parent
-TIME_SERIES = {file.name for file in PACKAGE.glob("*time_series*.py")}  # tests/time_series/test_time_series.py
+TIME_SERIES = {file.name for file in PACKAGE.glob("*time_series*.py")}
 CODE = {file.name for file in PACKAGE.glob("*.py")} - STAY - TIME_SERIES
 AUTO_CLASSES = {
     "AutoConfig": "TitansConfig",
@@ -28,7 +27,17 @@ AUTO_CLASSES = {
         for head in ("CausalLM", "QuestionAnswering", "SequenceClassification", "TokenClassification")
     },
 }
-SIZES = dict(vocab_size=320, eos_token_id=1, pad_token_id=0)
+SIZES = dict(vocab_size=320, pad_token_id=0)
+GREEDY = dict(do_sample=False)
+
+
+def run_alone(program: str, folder: Path) -> str:
+    """Runs Python code in `folder`, offline and with caches of its own there; returns what it prints."""
+    own = {"HF_MODULES_CACHE": str(folder / "modules"), "HF_HUB_CACHE": str(folder / "hub"), "HF_HUB_OFFLINE": "1"}
+    command, options = [sys.executable, "-c", program], dict(capture_output=True, text=True, timeout=280)
+    ran = subprocess.run(command, env=os.environ | own, cwd=folder, **options)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return ran.stdout
 
 
 def assert_brings_its_code(folder: Path) -> None:
@@ -51,21 +60,16 @@ def test_whatever_is_saved_brings_all_the_code(name, tmp_path):
     assert_brings_its_code(tmp_path)
 
 
+def test_a_forecaster_brings_its_code(tmp_path):
+    """So does the config of a model of time series."""
+    titans_hf.TitansTimeSeriesConfig().save_pretrained(tmp_path)
+    assert {file.name for file in tmp_path.glob("*.py")} == CODE | TIME_SERIES
+
+
 def test_code_that_travels_needs_nothing_else():
     """The saved code imports torch, transformers, huggingface_hub and safetensors alone."""
     needed = {package for name in CODE for package in get_imports(PACKAGE / name)}
     assert needed - {"torch", "transformers", "huggingface_hub", "safetensors"} <= sys.stdlib_module_names
-
-
-def test_checkpoints_of_the_trainer_bring_their_code(tmp_path):
-    """Trainer's checkpoints include the code."""
-    rows = [{"input_ids": row, "labels": row} for row in make_ids(2, 12)]
-    args = TrainingArguments(tmp_path, max_steps=1, save_steps=1, report_to="none", use_cpu=True)
-    trainer = Trainer(TitansForCausalLM(make_config("lmm")), args, train_dataset=rows)
-    trainer.train()
-    trainer.save_model()
-    assert_brings_its_code(tmp_path / "checkpoint-1")
-    assert_brings_its_code(tmp_path)
 
 
 def test_a_checkpoint_names_its_own_code(tmp_path):
@@ -80,14 +84,6 @@ def test_a_checkpoint_names_its_own_code(tmp_path):
     auto_map = json.loads((tmp_path / "config.json").read_text())["auto_map"]
     assert auto_map.pop("AutoModelForMaskedLM") == "my.Masked"
     (tmp_path / "config.json").write_text(json.dumps({"auto_map": auto_map}))
-    assert_brings_its_code(tmp_path)
-
-
-def test_a_merged_adapter_brings_its_code(tmp_path):
-    """A merged adapter saves the code."""
-    peft = pytest.importorskip("peft")
-    tuned = peft.get_peft_model(make_model("mag"), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    tuned.merge_and_unload().save_pretrained(tmp_path)
     assert_brings_its_code(tmp_path)
 
 
@@ -108,46 +104,58 @@ def test_the_package_goes_before_the_code_of_a_checkpoint(trust, tmp_path, monke
         assert type(model) is getattr(titans_hf, expected)
 
 
-@torch.no_grad()
-def save_with_expectations(folder: Path) -> None:
-    """Saves checkpoints for `remote_worker`, and their outputs as loaded here."""
-    ids = make_ids(2, 30, vocab_size=320)
-    for variant in VARIANTS:
-        make_model(variant, dtype=torch.float32, **SIZES).save_pretrained(folder / variant)
-        byte_tokenizer().save_pretrained(folder / variant)
-        model = AutoModelForCausalLM.from_pretrained(folder / variant)
-        greedy = dict(do_sample=False, pad_token_id=0)
-        first = model.generate(ids, max_new_tokens=25, return_dict_in_generate=True, **greedy)
-        more = model.generate(first.sequences, cache=first.cache, max_new_tokens=9, **greedy)
-        expected = {
-            "ids": ids,
-            "logits": model(ids).logits,
-            "hidden": model.model(ids).last_hidden_state,
-            "first": first.sequences,
-            "more": more,
-            "lm_head": model.lm_head.weight,
-        }
-        torch.save(expected, folder / f"{variant}.pt")
-    for name in ("SequenceClassification", "TokenClassification", "QuestionAnswering"):
-        saved = folder / f"heads-{name}"
-        redraw(getattr(titans_hf, f"TitansFor{name}")(make_config("mag", **SIZES))).save_pretrained(saved)
-        model = getattr(transformers, f"AutoModelFor{name}").from_pretrained(saved)
-        torch.save(model(ids[:1])[0], folder / f"heads-{name}.pt")
-    make_config("mag", **SIZES).save_pretrained(folder / "config")
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("clean")
-    save_with_expectations(folder)
-    run_clean(clean_site(folder), Path(remote_worker.__file__), folder)
-    return json.loads((folder / "results.json").read_text())
+LOAD = """
+import sys
+from pathlib import Path
+import torch, transformers
+torch.set_num_threads(1)
+for name, (auto_class, inputs, expected) in torch.load("expected.pt").items():
+    folder, load = Path(name), getattr(transformers, auto_class).from_pretrained
+    for _ in range(2):
+        model = load(folder, trust_remote_code=True)
+        assert type(model).__module__.startswith("transformers_modules")
+        with torch.no_grad():
+            assert torch.equal(model(**inputs)[0], expected), folder
+        model.save_pretrained(folder / "again")
+        for file in [*folder.glob("*.py"), folder / "config.json"]:
+            assert (folder / "again" / file.name).read_bytes() == file.read_bytes(), file
+        folder = folder / "again"
+model = transformers.AutoModelForCausalLM.from_pretrained("mag", trust_remote_code=True)
+tokens = torch.load("tokens.pt")
+made = model.generate(tokens[:, :30], do_sample=False, max_new_tokens=25, return_dict_in_generate=True)
+made.cache.save_pretrained("memory", model)
+cache = model.cache_class.from_pretrained("memory", model)
+assert torch.equal(model.generate(made.sequences, cache=cache, do_sample=False, max_new_tokens=9), tokens)
+assert "titans_hf" not in sys.modules
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", remote_worker.CHECKS, ids=lambda check: check.__name__)
-def test_without_the_package(check, results):
-    """Without titans_hf a checkpoint passes each check of `remote_worker`."""
-    if check is remote_worker.lm_eval:
-        pytest.importorskip("lm_eval")
-    assert not results[check.__name__], results[check.__name__]
+@torch.no_grad()
+def test_without_the_package(tmp_path):
+    """By its own code a checkpoint loads, saves that code again, and has the outputs, the generated tokens and the
+    memory that it has by this package.
+    """
+    ids, checkpoints = make_ids(2, 30, vocab_size=320), {}
+    values = torch.randn(2, 60, 3, generator=torch.Generator().manual_seed(0))
+    for variant in VARIANTS:
+        model = make_model(variant, dtype=torch.float32, **SIZES)
+        checkpoints[variant] = ("AutoModelForCausalLM", {"input_ids": ids}, model)
+        if variant == "mag":
+            checkpoints["body"] = ("AutoModel", {"input_ids": ids}, model.model)
+            tokens = model.generate(model.generate(ids, max_new_tokens=25, **GREEDY), max_new_tokens=9, **GREEDY)
+    for name in ("SequenceClassification", "TokenClassification", "QuestionAnswering"):
+        model = redraw(getattr(titans_hf, f"TitansFor{name}")(make_config("mag", **SIZES))).eval()
+        checkpoints[name] = (f"AutoModelFor{name}", {"input_ids": ids[:1]}, model)
+    model = redraw(titans_hf.TitansForTimeSeriesPrediction(titans_hf.TitansTimeSeriesConfig(context_length=56))).eval()
+    checkpoints["series"] = ("AutoModelForTimeSeriesPrediction", {"past_values": values[:, :56]}, model)
+    expected = {}
+    for name, (auto_class, inputs, model) in checkpoints.items():
+        model.save_pretrained(tmp_path / name)
+        loaded = getattr(transformers, auto_class).from_pretrained(
+            tmp_path / name
+        )  # not `model`, whose weights lie elsewhere
+        expected[name] = (auto_class, inputs, loaded(**inputs)[0])
+    torch.save(expected, tmp_path / "expected.pt")
+    torch.save(tokens, tmp_path / "tokens.pt")
+    run_alone(LOAD, tmp_path)
