@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from byte_model import save_byte_model
 from covering import in_one_test
-from tiny_run import LLAMA
+from tiny_run import LLAMA, TITANS
 
 import titans_hf_console as console
 from titans_hf.cli.training.tokenizer import byte_tokenizer
@@ -27,6 +27,7 @@ def folder(tmp_path, monkeypatch):
     tokenizer.eos_token = None
     tokenizer.save_pretrained("without-eos")
     Path("tiny.json").write_text(json.dumps(LLAMA))
+    Path("titans.json").write_text(json.dumps(TITANS))
     for name, content in {
         "a": b"Es war einmal. " * 99,
         "bad": b"caf\xe9 au lait",
@@ -34,8 +35,10 @@ def folder(tmp_path, monkeypatch):
         "empty": b"",
     }.items():
         Path(f"{name}.txt").write_bytes(content)
-    for name in ("no-files", "adapter", "mixed"):
-        Path(name).mkdir()
+    for name in ("no-files", "adapter", "mixed", "run/checkpoint-4", "run-1", "run-2", "run-3"):
+        Path(name).mkdir(parents=True)
+    for name in ("run-1/run.json", "run-2/model.safetensors", "run-3/adapter_model.bin"):
+        Path(name).touch()
     rows = {"mixed/a": {"text": "a"}, "numbers": {"text": 5}, "chats": {"messages": [{"role": "user"}]}}
     for name, row in rows.items():
         Path(f"{name}.jsonl").write_text(json.dumps(row))
@@ -51,6 +54,7 @@ TRAIN = (
 )
 TUNE = "train --train_data a.txt --output_dir out --use_cpu true"
 START = "give either --config and --tokenizer, .*, or --model_name_or_path"
+CARRY = f"{TRAIN} --config titans.json --carry_memory true"
 FORECAST = "forecast data.csv --output out"
 FIT = "fit model --text a.txt --output out"
 INPUTS = {
@@ -71,6 +75,18 @@ INPUTS = {
     f"{TRAIN} --config_overrides use_cache=maybe": "--config_overrides use_cache=maybe: .*bool",
     f"{TRAIN} --resume_from_checkpoint true": "true: no complete checkpoint",
     f"{TRAIN} --resume_from_checkpoint no/such": "no/such: no complete checkpoint",
+    f"{TRAIN} --output_dir run": "run holds checkpoints: pass --resume_from_checkpoint true",
+    f"{TRAIN} --output_dir run-1": r"run-1 holds a trained model \(run.json\): give another --output_dir",
+    f"{TRAIN} --output_dir run-2": r"run-2 holds a trained model \(model.safetensors\)",
+    f"{TRAIN} --output_dir run-3": r"run-3 holds a trained model \(adapter_model.bin\)",
+    f"{TRAIN} --train_only memory": "--train_only memory: this model has no memory",
+    f"{TRAIN} --carry_memory true": "--carry_memory cannot be combined with a llama model",
+    f"{CARRY} --gradient_checkpointing true": "--carry_memory cannot be combined with gradient checkpointing",
+    f"{CARRY} --auto_find_batch_size true": "--carry_memory cannot be combined with --auto_find_batch_size",
+    f"{CARRY} --max_eval_blocks 1": "--carry_memory cannot be combined with --max_eval_blocks",
+    f"{CARRY} --streaming true": "--carry_memory cannot be combined with --streaming",
+    f"{TRAIN} --streaming true --max_steps 2": "no text beside the held-out documents: give --eval_data",
+    f"{TRAIN} --streaming true --eval_data a.txt": "max_steps has to be specified",
     f"{TRAIN} --model_name_or_path x": START,
     TUNE: START,
     f"{TUNE} --config tiny.json": START,

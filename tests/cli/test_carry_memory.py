@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import TWO_VARIANTS, make_ids, make_model
-from covering import covering, in_one_test
+from covering import covering
 from datasets import Dataset
-from tiny_run import LAUNCH, LLAMA, TITANS, StopAt
+from tiny_run import LAUNCH, TITANS, StopAt
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from titans_hf import TitansCache
@@ -134,22 +134,6 @@ def test_resuming_with_other_rows_is_refused(options, tmp_path):
     (tmp_path / "out" / "checkpoint-4" / "carried_memory_0.pt").unlink()
     with pytest.raises(FileNotFoundError, match=r"carried_memory_0\.pt"):
         train.main(options(TITANS, **common))
-
-
-@in_one_test(
-    "model,changes,message",
-    [
-        (LLAMA, {}, "a llama model"),
-        (TITANS, {"gradient_checkpointing": "true"}, "gradient checkpointing, which"),
-        (TITANS, {"auto_find_batch_size": "true"}, "--auto_find_batch_size"),
-        (TITANS, {"max_eval_blocks": 1}, "--max_eval_blocks"),
-    ],
-)
-def test_what_cannot_be_combined_is_refused(options, tmp_path, model, changes, message):
-    """Options that shuffle or skip blocks are refused with --carry_memory."""
-    with pytest.raises(ValueError, match=f"--carry_memory cannot be combined with .*{message}"):
-        train.main(options(model, carry_memory="true", **changes))
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

@@ -50,21 +50,18 @@ def server(checkpoint, tmp_path_factory):
 
 
 def test_a_completion_is_what_generate_says(server, checkpoint, expected):
-    """A served completion equals generate(), and the served model alone is listed."""
-    with complete(f"{server}/v1/chat/completions", checkpoint, messages=MESSAGES) as response:
+    """A served completion equals generate(), and so do the parts of a streamed one, joined. The served model alone is
+    listed.
+    """
+    with complete(f"{server}/v1/{CHAT}", checkpoint, messages=MESSAGES) as response:
         answer = json.load(response)
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": expected}
     assert answer["usage"]["completion_tokens"] == NUM_TOKENS
+    pieces = streamed(f"{server}/v1/{CHAT}", checkpoint)
+    assert "".join(pieces) == expected and sum(map(bool, pieces)) > NUM_TOKENS // 4
     with urllib.request.urlopen(f"{server}/v1/models", timeout=60) as response:
         listed = json.load(response)["data"]
     assert [(model["id"], model["object"]) for model in listed] == [(str(checkpoint), "model")]
-
-
-def test_a_streamed_completion_is_what_generate_says(server, checkpoint, expected):
-    """Streamed text arrives in parts that join to the answer of generate()."""
-    pieces = streamed(f"{server}/v1/chat/completions", checkpoint)
-    assert "".join(pieces) == expected
-    assert sum(map(bool, pieces)) > NUM_TOKENS // 4
 
 
 CHAT = "chat/completions"
@@ -137,47 +134,33 @@ def test_endless_requests_end(end, checkpoint, tmp_path):
         started.close()
 
 
-@pytest.mark.parametrize(
-    "endpoint,body", [("chat/completions", {"messages": MESSAGES}), ("responses", {"input": PROMPT})]
-)
-def test_a_chat_without_a_template(endpoint, body, checkpoint, tmp_path):
+def test_a_chat_without_a_template(checkpoint, tmp_path):
     """A chat with a model that has no chat template gets error 400 that names it."""
     shutil.copytree(checkpoint, tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").unlink()
     with serving(tmp_path / "model", tmp_path) as url:
-        request = urllib.request.Request(
-            f"{url}/v1/{endpoint}",
-            json.dumps({"model": str(tmp_path / "model"), **body}).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with pytest.raises(urllib.error.HTTPError) as error:
-            urllib.request.urlopen(request, timeout=60)
-        assert error.value.code == 400
-        assert "has no chat template" in json.load(error.value)["detail"]
+        for endpoint, body in ((CHAT, {"messages": MESSAGES}), ("responses", {"input": PROMPT})):
+            with pytest.raises(urllib.error.HTTPError) as error:
+                complete(f"{url}/v1/{endpoint}", tmp_path / "model", **body)
+            assert error.value.code == 400 and "has no chat template" in json.load(error.value)["detail"]
 
 
-def test_chat(server, checkpoint, expected):
-    """The chat interface prints the answer of generate(); the empty line declines to continue after the limit."""
-    flags = [f"max_new_tokens={NUM_TOKENS}", "do_sample=False"]
+@pytest.mark.parametrize("model", ["served", "./missing/model"])
+def test_chat(model, server, checkpoint, expected):
+    """The chat interface prints the answer of generate(); the empty line declines to continue after the limit. A model
+    that the server cannot load is one line.
+    """
+    flags = [f"max_new_tokens={NUM_TOKENS}", "do_sample=False", "--user", "me"]
+    name = str(checkpoint) if model == "served" else model
+    options = dict(input=f"{MESSAGES[0]['content']}\n\n!exit\n", capture_output=True, text=True, timeout=120)
     chat = subprocess.run(
-        [*COMMAND, "chat", str(checkpoint), f"{server}/v1", *flags, "--user", "me"],
-        input=f"{MESSAGES[0]['content']}\n\n!exit\n",
-        env=os.environ | {"COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=120,
+        [*COMMAND, "chat", name, f"{server}/v1", *flags], env=os.environ | {"COLUMNS": "200"}, **options
     )
-    assert chat.returncode == 0, chat.stderr
-    assert expected in chat.stdout.split()
-
-
-def test_a_chat_with_a_missing_model(server):
-    """A chat with a model that the server cannot load ends in one line."""
-    chat = subprocess.run(
-        [*COMMAND, "chat", "./missing/model", f"{server}/v1"], input="", capture_output=True, text=True, timeout=120
-    )
-    assert chat.returncode == 2 and "Traceback" not in chat.stderr
-    assert chat.stderr.splitlines()[-1].startswith("titans-hf: error: the server cannot load the model: ")
+    if model == "served":
+        assert chat.returncode == 0 and expected in chat.stdout.split(), chat.stderr
+    else:
+        assert chat.returncode == 2 and "Traceback" not in chat.stderr
+        assert chat.stderr.splitlines()[-1].startswith("titans-hf: error: the server cannot load the model: ")
 
 
 def save_memory(checkpoint, folder) -> None:

@@ -17,7 +17,7 @@ from covering import in_one_test
 from titans_hf.cli import surprise
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 
-TEXT = '  Es war <einmal> ein König & "sonst"\nniemand: 東京 ist weit. ' * 4
+TEXT = '  Es war <einmal> ein König & "sonst"\nniemand: </s> 東京 ist weit. ' * 4
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def paths(tmp_path_factory):
     """A model whose layers have gates of their own, a text, and where to save."""
     folder = tmp_path_factory.mktemp("surprise")
     model = save_byte_model(folder / "model", "mag", memory_gates="layer", memory_depth=2)
-    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    (folder / "text.txt").write_bytes(TEXT.replace("\n", "\r\n").encode())
     return SimpleNamespace(net=model, model=str(folder / "model"), text=str(folder / "text.txt"), out=folder / "out")
 
 
@@ -43,15 +43,16 @@ def values_of(page: str) -> dict[str, list[float]]:
 
 
 def test_the_page_shows_the_text_and_each_words_surprise(paths, monkeypatch):
-    """The page has the whole text, each word with the mean of its tokens, and says what each value is. It refers to no
-    other file or address. The picture has a coloured panel for each quantity.
+    r"""The page has the whole text, each word with the mean of its tokens, and says what each value is. As in training,
+    `</s>` is text and a line's end is \n. The page refers to no other file or address. The picture has a coloured panel
+    for each quantity.
     """
     monkeypatch.setattr(surprise, "PIECE", 50)
     page = page_of(paths, paths.text)
     words = words_of(page)
     assert "".join(words) == TEXT
     assert [word.strip() for word in words if word.strip()] == TEXT.split()
-    ids = byte_tokenizer()(TEXT, return_tensors="pt").input_ids
+    ids = byte_tokenizer()(TEXT, split_special_tokens=True, return_tensors="pt").input_ids
     with torch.no_grad():
         measured = paths.net(ids, output_surprise=True).surprise
     shown, ends = values_of(page), np.cumsum([len(word.encode()) for word in words])
@@ -80,18 +81,6 @@ def test_names_of_files(paths, tmp_path):
     name = "<b>&{title} $\\frac{ a$b_{c\nlines.txt"
     (tmp_path / name).write_text(TEXT, encoding="utf-8")
     assert f"<title>model: {escape(' '.join(name.split()))}</title>" in page_of(paths, tmp_path / name)
-
-
-def test_ids_are_those_of_training(paths, tmp_path):
-    r"""`</s>` is text and a line's end is \n, as in training."""
-    (tmp_path / "text.txt").write_bytes(b"one </s> two\r\nthree\r\n")
-    page = page_of(paths, tmp_path / "text.txt")
-    assert words_of(page) == ["one ", "</s> ", "two\n", "three\n"]
-    ids = byte_tokenizer()("one </s> two\nthree\n", split_special_tokens=True).input_ids
-    measured = surprise.measure(paths.net, ids)[0, 0]  # 22 bytes
-    assert values_of(page)["gradient norm (surprise), layer 1"] == pytest.approx(
-        [measured[a:b].mean() for a, b in pairwise([0, 4, 9, 13, 19])], rel=1e-3
-    )
 
 
 def test_every_layer_has_a_scale_of_its_own(tmp_path):

@@ -41,19 +41,6 @@ def test_time_limit_stops_evaluates_and_saves(options, tmp_path):
     assert [step for step, _ in losses(tmp_path / "out", "eval_loss")] == [1]
 
 
-def test_checkpoints_are_not_trained_over(options, tmp_path):
-    """An output folder with checkpoints raises an error unless resumed, and one with a model too."""
-    (tmp_path / "out" / "checkpoint-4").mkdir(parents=True)
-    with pytest.raises(ValueError, match="pass --resume_from_checkpoint true"):
-        train.main(options())
-    (tmp_path / "out" / "checkpoint-4").rmdir()
-    for name in ("run.json", "model.safetensors", "adapter_model.safetensors"):
-        (tmp_path / "out" / name).touch()
-        with pytest.raises(ValueError, match=rf"holds a trained model \({name}\): give another --output_dir"):
-            train.main(options())
-        (tmp_path / "out" / name).unlink()
-
-
 def test_what_is_resumed(options, tmp_path):
     """A finished run is resumed with more steps alone: Trainer would make one step more than planned. Another seed,
     other data or another model raises an error that names what differs.

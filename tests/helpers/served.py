@@ -51,32 +51,26 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(checkpoint, home, *options):
-    """As `running_server`; yields the address."""
-    with running_server(checkpoint, home, *options) as (url, _):
-        yield url
-
-
-@contextmanager
 def running_server(checkpoint, home, *options):
     """Runs `titans-hf serve` in `home` with caches below it; yields its address and the process."""
-    port = free_port()
-    own = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    with (home / "log").open("w") as log:
-        process = subprocess.Popen(
-            [*COMMAND, "serve", checkpoint, "--device", "cpu", "--host", "127.0.0.1", "--port", str(port), *options],
-            env=os.environ | own,
-            cwd=home,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+    port, own = free_port(), {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [*COMMAND, "serve", checkpoint, "--device", "cpu", "--host", "127.0.0.1", "--port", str(port), *options]
     url = f"http://127.0.0.1:{port}"
+    with (home / "log").open("w") as log:
+        process = subprocess.Popen(command, env=os.environ | own, cwd=home, stdout=log, stderr=subprocess.STDOUT)
     try:
         wait_for(url, process, home / "log")
         yield url, process
     finally:
         process.terminate()
         process.wait()
+
+
+@contextmanager
+def serving(checkpoint, home, *options):
+    """As `running_server`; yields the address."""
+    with running_server(checkpoint, home, *options) as (url, _):
+        yield url
 
 
 def wait_for(url: str, process: subprocess.Popen, log) -> None:

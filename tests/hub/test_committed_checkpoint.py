@@ -14,21 +14,13 @@ he was up all night, was seated at the breakfast table. I stood upon the hearth-
 visitor had left behind him the night before."""
 
 
-def test_it_is_small_and_carries_no_code():
-    """The folder has at most 9 MB, and no code: importing titans_hf is what makes it load."""
-    files = [file for file in FOLDER.rglob("*") if file.is_file()]
-    assert {"README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= {
-        file.name for file in files
-    }
-    assert sum(file.stat().st_size for file in files) < 9e6
-    assert not [file for file in files if file.suffix == ".py"]
-    assert "auto_map" not in (FOLDER / "config.json").read_text()
-
-
-def test_it_loads_and_predicts_english():
-    """The Auto classes load it in bfloat16, with every weight from the file; it predicts a novel far better than by
-    chance (8.3 nats per token), and goes on from a text.
+def test_it_is_small_and_predicts_english():
+    """The folder has at most 9 MB, a card, and no code: importing titans_hf is what makes it load. The Auto classes load
+    it in bfloat16, with every weight from the file; it predicts a novel far better than by chance (8.3 nats per token).
     """
+    files = [file for file in FOLDER.rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) < 9e6 and (FOLDER / "README.md").exists()
+    assert not [x for x in files if x.suffix == ".py"] and "auto_map" not in (FOLDER / "config.json").read_text()
     model, found = AutoModelForCausalLM.from_pretrained(FOLDER, output_loading_info=True)
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     assert type(model) is TitansForCausalLM and model.dtype == torch.bfloat16
@@ -38,4 +30,3 @@ def test_it_loads_and_predicts_english():
     assert tokenizer.decode(inputs.input_ids[0]) == TEXT and len(tokenizer) == model.config.vocab_size
     with torch.no_grad():
         assert model(**inputs, labels=inputs.input_ids).loss < 5
-    assert model.generate(**inputs, max_new_tokens=3).shape[1] == inputs.input_ids.shape[1] + 3
