@@ -77,8 +77,8 @@ def test_pipes_and_standard_input(paths, monkeypatch, capsys):
     os.mkfifo(paths.texts / "pipe")
     for text, said in itertools.product((paths.texts / "pipe", "-"), ("", "All of TEXT had been read already")):
         monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(TEXT.encode())))
-        writer = threading.Thread(target=(paths.texts / "pipe").write_text, args=["Ein Rohr. "], daemon=True)
-        writer.start()
+        if text != "-":
+            threading.Thread(target=text.write_text, args=["Ein Rohr. "]).start()
         run_read(paths, text, append=True)
         errors = capsys.readouterr().err
         assert said in errors and ("already" in errors) == bool(said)
