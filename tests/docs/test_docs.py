@@ -187,7 +187,8 @@ def stage(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stage")
     for name in ("checkpoints", "src", "scripts", "eval", "tests"):
         (folder / name).symlink_to(ROOT / name)
-    (folder / "docs").mkdir()
+    for name in ("docs", "titans"):
+        (folder / name).mkdir()
     data = make_data(folder / "data")
     for name in ("data/books/train", "data/books/valid", "my_texts", "books", "data/ett", "my_dna", "my_chats"):
         (folder / name).mkdir()
