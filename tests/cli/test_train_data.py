@@ -70,9 +70,10 @@ def test_errors_name_the_file(tmp_path, name, content, message):
 
 def test_empty_files(tmp_path):
     """Empty files beside others hold nothing."""
-    (tmp_path / "a.jsonl").touch()
-    write_rows(tmp_path / "b.jsonl", [{"text": "b"}])
-    assert decoded(tmp_path) == "b</s>"
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some" / "a.jsonl").touch()
+    write_rows(tmp_path / "some" / "b.jsonl", [{"text": "b"}])
+    assert decoded(tmp_path / "some") == "b</s>"
 
 
 def test_held_out_blocks_are_the_last(texts):
