@@ -64,7 +64,7 @@ def test_a_missing_package_names_the_extra(command, package, module, extra, monk
     for name in [name for name in sys.modules if name.startswith((f"{package}.", module))]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(SystemExit):
-        call(monkeypatch, command)
+        call(monkeypatch, command, "--help")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(f': error: the package {package} is missing: pip install -e ".[{extra}]"')
 
