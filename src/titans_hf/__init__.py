@@ -14,22 +14,23 @@ from transformers import (
 )
 
 from .cache_titans import TitansCache
-from .configuration_time_series_titans import TitansTimeSeriesConfig
 from .configuration_titans import TitansConfig
-from .heads_titans import (
-    TitansForQuestionAnswering,
-    TitansForSequenceClassification,
-    TitansForTokenClassification,
-)
 from .memory_network import UpdateRule
 from .memory_ops import memorize
 from .memory_reference import memorize_reference
 from .memory_state import MemorizeOutput, MemoryInputs, MemoryState
-from .modeling_titans import TitansForCausalLM, TitansModel, TitansPreTrainedModel
+from .modeling_titans import (
+    TitansForCausalLM,
+    TitansForQuestionAnswering,
+    TitansForSequenceClassification,
+    TitansForTokenClassification,
+    TitansModel,
+    TitansPreTrainedModel,
+)
 from .neural_memory import NeuralMemory
 from .remember import MemoryCache, fit_memory, forget, remember, save_adapter
 from .remember.adapter import RememberConfig, RememberForCausalLM
-from .time_series_titans import TitansForTimeSeriesPrediction
+from .time_series_titans import TitansForTimeSeriesPrediction, TitansTimeSeriesConfig
 
 AutoConfig.register("titans", TitansConfig)
 AutoModel.register(TitansConfig, TitansModel)

@@ -21,8 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .cache_layer import KeyValueCache, WindowCache
 from .configuration_titans import TitansConfig
 from .neural_memory import OutputProjection
-from .rotary_titans import rotary_factors, rotate
-from .token_grid import TokenGrid
+from .token_grid import TokenGrid, rotary_factors
 
 
 def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, arrange=None, **kwargs):
@@ -46,6 +45,16 @@ def _undo(arrange: Callable[[Tensor], Tensor], arranged: Tensor, shape: torch.Si
     origin = arrange(torch.arange(1, size + 1, device=arranged.device).view(1, 1, *shape[2:]))  # 0: not from x
     flat = arranged.new_zeros(*shape[:2], size + 1)
     return flat.scatter(2, origin.flatten(2).expand(*shape[:2], -1), arranged.flatten(2))[..., 1:].view(shape)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Applies rotary embedding to the first rotary_dim entries of x (B, N, h, D); cos, sin (..., N, 1, rotary_dim)."""
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    rotated, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
+    first, second = rotated.chunk(2, dim=-1)
+    half = torch.cat([-second, first], dim=-1)
+    rotated = torch.addcmul(rotated * cos, half, sin)
+    return torch.cat([rotated, rest], dim=-1) if rest.shape[-1] else rotated
 
 
 def mask_for(name: str, mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,11 +12,9 @@ from huggingface_hub.dataclasses import strict
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
-from .parallel_titans import tensor_parallel_plan
-
 if TYPE_CHECKING:  # never executed: makes save_pretrained copy every sibling module
     # Transformers finds these files by a regular expression, which reads this line too.
-    from .heads_titans import TitansHead  # noqa: F401
+    from .modeling_titans import TitansModel  # noqa: F401
 
 logger = logging.get_logger(__name__)
 
@@ -25,9 +23,9 @@ AUTO_MAP = {
     "AutoConfig": "configuration_titans.TitansConfig",
     "AutoModel": "modeling_titans.TitansModel",
     "AutoModelForCausalLM": "modeling_titans.TitansForCausalLM",
-    "AutoModelForQuestionAnswering": "heads_titans.TitansForQuestionAnswering",
-    "AutoModelForSequenceClassification": "heads_titans.TitansForSequenceClassification",
-    "AutoModelForTokenClassification": "heads_titans.TitansForTokenClassification",
+    "AutoModelForQuestionAnswering": "modeling_titans.TitansForQuestionAnswering",
+    "AutoModelForSequenceClassification": "modeling_titans.TitansForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_titans.TitansForTokenClassification",
 }
 # Version of the fields' meaning. It rises when the function that a saved model computes changes.
 TITANS_VERSION = 2
@@ -327,8 +325,28 @@ class TitansConfig(PreTrainedConfig):
 
     @property
     def base_model_tp_plan(self) -> dict[str, str]:
-        """Returns the tensor parallel style of each module of a `TitansModel`."""
-        return tensor_parallel_plan(self)
+        """Returns the tensor parallel style of each module of a `TitansModel`; `modeling_titans` has those that begin
+        with "titans".
+        """
+        mixer, mlp = "layers.*.mixer", "layers.*.mlp"
+        plan, columns, rows, shared = {mixer: "titans_whole_heads"}, [], [], []
+        plan[f"{mixer}.memory.initial_weights"] = "titans_heads"
+        columns += [f"{mixer}.memory.{name}" for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "inner_lr")]
+        rows, shared = [f"{mixer}.memory.o_proj"], [f"{mixer}.memory.norm"]
+        for name, exists in (("momentum", self.memory_momentum), ("forget", self.memory_forget)):
+            columns += [f"{mixer}.memory.{name}"] * exists
+        if self.memory_conv_kernel > 1:
+            plan |= {f"{mixer}.memory.{part}_conv": "titans_heads" for part in "qkv"}
+        if self.variant == "mac":
+            columns, rows = [*columns, f"{mixer}.recall.q_proj"], [*rows, f"{mixer}.recall.o_proj"]
+            shared.append(f"{mixer}.recall.norm")
+        if self.variant != "lmm":
+            columns += [f"{mixer}.attention.{name}" for name in ("q_proj", "k_proj", "v_proj")]
+            rows.append(f"{mixer}.attention.o_proj")
+        columns += [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
+        rows.append(f"{mlp}.down_proj")
+        styles = (("colwise", columns), ("rowwise", rows), ("titans_shared_by_heads", shared))
+        return plan | {name: style for style, names in styles for name in names}
 
     @property
     def layer_types(self) -> list[str]:

@@ -10,14 +10,30 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
 from .cache_titans import CACHE_NAME, TitansCache, check_cache_class, rename_cache
-from .surprise_titans import SurpriseCollector
-from .token_layout import check_not_empty
+from .mixers_titans import LayerSurprise
+from .token_grid import check_not_empty
 
 logger = logging.get_logger(__name__)
 
 # By `cache_implementation`. All others give the same cache: the size of every Titans cache is limited.
 CACHES = {"static": {"compileable": True}, "offloaded": {"offloading": True}, "offloaded_static": {"offloading": True}}
 SEQUENTIAL_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+
+
+class SurpriseCollector:
+    """Collects the surprise of consecutive calls of a model: pass it to each as `output_surprise`."""
+
+    def __init__(self):
+        self.calls: list[tuple[LayerSurprise, ...]] = []
+
+    def joined(self, num_columns: int | None = None) -> tuple[LayerSurprise, ...]:
+        """Returns one `LayerSurprise` per layer, with the tokens of all calls; with `num_columns`, without a last call
+        beyond them, which `generate()` has undone: on MPS it decodes a token more than it returns.
+        """
+        calls = self.calls
+        if num_columns is not None and sum(call[0].num_columns for call in calls) > num_columns:
+            calls = calls[:-1]
+        return tuple(map(LayerSurprise.joined, zip(*calls, strict=True)))
 
 
 class FinishedRows(StoppingCriteriaList):

@@ -2,9 +2,16 @@
 `memory_chunk_backward`.
 
 All gradients of a chunk are taken at the weights of its start (eq. 16), so each token's gradient is rank one in every
-layer, all can be had at once (eq. 17), and the weights after every token follow from a few matrix products
-(`memory_gates`), exactly. No per-token weights are formed. Factors per token are applied where the tensor is narrower:
-before a matrix product or after it.
+layer, and all are computed at once (eq. 17). With the products of the gates, in log space, a few matrix products give
+the weights after every token, exactly. Unrolling eq. 13-14 from the chunk's start, where the weights minus the decay
+target are W_0, the momentum is S_0 and all gradients g_i are taken:
+
+    W_t = beta_t W_0 + f_t S_0 - sum_{i<=t} G_ti g_i        G = (R E) diag(theta)     f = R m
+    S_T = m_T S_0 - sum_i E_Ti theta_i g_i                  R_tj = prod_{j<l<=t} (1 - alpha_l)
+                                                            E_ji = prod_{i<l<=j} eta_l
+
+No per-token weights are formed. Factors per token are applied where the tensor is narrower: before a matrix product or
+after it.
 
 From chunk to chunk go only the deltas and the state. Everything else is computed for all chunks of the group at once,
 because larger products take less time: before the chunks the products of the gates, after them the reads, whose weights
@@ -19,13 +26,13 @@ equations,
 
     delta_i = c_i (beta h_i W + f h_i S + h_i M_0 - v_i - sum_{j<i} G_{i-1,j} (h_i . h_j) delta_j)
 
-with beta, f and G (`memory_gates`) after token i-1, and c_i = 2 / max(1, |h_i|^2) (divided by c_i, so that the matrix
+with beta, f and G after token i-1, and c_i = 2 / max(1, |h_i|^2) (divided by c_i, so that the matrix
 of the system is (h h^T) o G with 1 / c_i on its diagonal). A step of theta = 1/2 makes the
 memory return v_i for h_i (if |h_i| >= 1); smaller steps do not overshoot. With one layer and without momentum, this is
 the gated delta rule (arXiv 2412.06464).
 
-Shapes: N batch and heads, P chunks of the group, C tokens of a chunk; weights (N, d_in, d_out). Tensors of the whole
-group have P * N in the place of N, chunk after chunk.
+Shapes: ... or N batch and heads, P chunks of the group, C tokens of a chunk; weights (N, d_in, d_out). Tensors of the
+whole group have P * N in the place of N, chunk after chunk.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +45,6 @@ from torch import Tensor
 from torch.linalg import solve_triangular
 from torch.nn.functional import pad
 
-from .memory_gates import GateProducts, gate_products
 from .memory_network import (
     GradientFactors,
     TokenNorms,
@@ -50,6 +56,65 @@ from .memory_network import (
     with_last_deltas,
 )
 from .memory_state import MemorizeOutput, MemoryInputs, MemoryState, where_rows
+
+
+class GateProducts(NamedTuple):
+    """Factors by which the start of a chunk and its tokens' gradients enter later weights and momenta."""
+
+    gradient_to_weights: Tensor  # G (..., C, C): share of token i's gradient in the weights after token t
+    weights_decay: Tensor  # beta (..., C): share of the chunk-start weights in the weights after token t
+    # None without momentum:
+    momentum_to_weights: Tensor | None  # f (..., C): share of the chunk-start momentum in the weights after token t
+    gradient_to_momentum: Tensor | None  # E_Ti theta_i (..., C): of token i's gradient in the momentum at the end
+    momentum_decay: Tensor | None  # m_T (...): share of the chunk-start momentum in the momentum at the chunk's end
+
+
+def segment_products(log_decay: Tensor) -> Tensor:
+    """Computes the product of the decays at j < l <= t at entry [t, j], 0 above the diagonal: (..., C) -> (..., C, C).
+
+    The logarithms are summed directly, not as a difference of two cumulative sums: exact for decays of any size, -inf
+    (a gate of 0) included. The sum runs along rows and is transposed: twice as fast as along columns.
+    """
+    terms = log_decay[..., None, :].expand(*log_decay.shape, log_decay.shape[-1])
+    return terms.triu(1).cumsum(-1).exp().triu().mT
+
+
+def zero_empty_slots(filled: Tensor | None, *per_slot: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Sets values per slot (..., C) to 0 at slots without a token."""
+    if filled is None:
+        return per_slot
+    return tuple(None if x is None else x.masked_fill(~filled, 0.0) for x in per_slot)
+
+
+def gate_products(
+    inner_lr: Tensor, log_momentum_decay: Tensor | None, log_retain: Tensor, filled: Tensor | None = None
+) -> tuple[GateProducts, tuple[Tensor | None, ...]]:
+    """Computes the products from theta, log eta (None without momentum) and log(1 - alpha), each (..., C); `filled`
+    (..., C) is False at slots without a token.
+
+    Also returns what the backward needs: R, whose columns at empty slots are 0, and R E (R without momentum),
+    (..., C, C) each; E (..., C, C) and eta of the first token (..., 1), both None without momentum.
+    """
+    inner_lr, log_momentum_decay, log_retain = zero_empty_slots(filled, inner_lr, log_momentum_decay, log_retain)
+    retain_products = segment_products(log_retain)  # R
+    if filled is not None:
+        # An empty slot leaves the weights unchanged: it must not add the momentum to them once more.
+        retain_products = retain_products * filled[..., None, :]
+    weights_decay = log_retain.cumsum(-1).exp()  # beta
+    if log_momentum_decay is None:  # the gradients are the steps: E is the identity
+        products = GateProducts(retain_products * inner_lr[..., None, :], weights_decay, None, None, None)
+        return products, (retain_products, retain_products, None, None)
+    momentum_products = segment_products(log_momentum_decay)  # E
+    first_decay = log_momentum_decay[..., :1].exp()  # m is eta_0 times the first column of E, so that f is that of R E
+    combined_products = retain_products @ momentum_products  # R E: (..., C, C) @ (..., C, C)
+    products = GateProducts(
+        gradient_to_weights=combined_products * inner_lr[..., None, :],  # G = (R E) diag(theta)
+        weights_decay=weights_decay,
+        momentum_to_weights=combined_products[..., 0] * first_decay,  # f = R m
+        gradient_to_momentum=momentum_products[..., -1, :] * inner_lr,  # E_T diag(theta)
+        momentum_decay=momentum_products[..., -1, 0] * first_decay[..., 0],  # m_T
+    )
+    return products, (retain_products, combined_products, momentum_products, first_decay)
 
 
 class ChunkLayer(NamedTuple):

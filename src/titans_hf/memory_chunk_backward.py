@@ -1,4 +1,5 @@
-"""The hand-written backward of a group of consecutive chunks of the memory's update (`memory_chunk` is the forward).
+"""The hand-written backward of a group of consecutive chunks of the memory's update, and of its gates' products
+(`memory_chunk` is the forward).
 
 From the last chunk to the first go only the gradients with respect to the state and to the deltas. Everything else is
 computed for all chunks of the group at once: before the chunks the backward of the reads, after them the backward of
@@ -20,13 +21,14 @@ from .memory_chunk import (
     ChunkLayer,
     EarlierGates,
     EndGates,
+    GateProducts,
     GroupIntermediates,
     add_scaled_product,
     reads_of_layers,
     stack,
     unstack,
+    zero_empty_slots,
 )
-from .memory_gates import GateProducts, gate_products_backward
 from .memory_network import (
     FactorsDerivatives,
     factors_derivatives,
@@ -34,7 +36,7 @@ from .memory_network import (
     layer_inputs,
     tokens_backward,
 )
-from .memory_state import MemoryInputs, MemoryState, where_rows
+from .memory_state import Gates, MemoryInputs, MemoryState, where_rows
 
 
 def with_anchor_backward(grads: MemoryState, starts: Tensor | None) -> MemoryState:
@@ -67,7 +69,7 @@ def group_backward(
     the gradient factors, `grads` and `starts`, the gradients with respect to the states at the ends of all chunks, and
     at the group's start.
     """
-    num_chunks, depth = len(group.chunks), len(group.layers)
+    depth = len(group.layers)
     # 1. The queries' way through the layers once more: the input of each, and silu' before it
     inputs, slopes = layer_inputs(group.inputs.queries, reads_of_layers(group))
     # 2. The reads of each layer, from the last to the first. `layers` collects the gradients of all chunks.
@@ -82,33 +84,7 @@ def group_backward(
     num_rows = len(grads.weights[0])
     if chunk_gradients is not None:
         grads, at_start = chunk_gradients(group, layers, derivatives, grads, starts)
-    of_chunks = zip(
-        group.chunks,
-        zip(*(unstack(x._replace(decay_target=None), num_chunks) for x in layers), strict=True),
-        unstack(group.end_gates[0], num_chunks),
-        unstack(group.earlier_gates, num_chunks),
-        unstack(derivatives, num_chunks),
-        range(num_chunks),
-        strict=True,
-    )
-    of_ends, of_deltas, of_factors = [], [], []
-    for chunk, total, end, earlier, of_factor, p in reversed(list(of_chunks)):
-        momentum = grads.momentum or [None] * depth
-        arguments = zip(grads.weights, momentum, chunk.layers, total, strict=True)
-        of_ends.insert(0, [_end_backward(*x, end) for x in arguments])
-        h, deltas = [x.inputs for x in total], [x.deltas for x in total]
-        if chunk.system is not None:
-            of_deltas.insert(0, _token_deltas_backward(deltas[-1], chunk, earlier, total[-1]))
-            deltas[-1] = None
-        grad_anchor = ()
-        if chunk.anchor:
-            of_weights, of_tokens = gradient_factors_backward(chunk.factors, of_factor, chunk.anchor, h, deltas)
-            of_factors.insert(0, of_tokens)
-            grad_anchor = tuple(map(torch.add, of_weights, grads.anchor) if grads.anchor else of_weights)
-        of_momentum = tuple(x.momentum for x in total if x.momentum is not None)
-        grads = MemoryState(tuple(x.offset for x in total), of_momentum, grad_anchor)
-        if p > 0:
-            grads = with_anchor_backward(grads, None if starts is None else starts[p])
+    grads, of_ends, of_deltas, of_factors = _chunks_backward(group, layers, derivatives, grads, starts)
     grads = grads if at_start is None else at_start
     # 4. The decay target, and the products of the gates at the ends and before each token
     grad_target = []
@@ -136,6 +112,51 @@ def group_backward(
     inner_lr, filled = group.inputs.inner_lr, group.inputs.filled
     grad_gates = gate_products_backward(products, group.gates[0], group.gate_intermediates, inner_lr, filled)
     return MemoryInputs(grad, layers[0].inputs, grad_values, *grad_gates), grads, grad_target
+
+
+def _chunks_backward(
+    group: GroupIntermediates,
+    layers: Sequence[ChunkLayer],
+    derivatives: FactorsDerivatives | None,
+    grads: MemoryState,
+    starts: Tensor | None,
+) -> tuple[MemoryState, list[list], list[tuple], list[tuple]]:
+    """Computes the backward of the chunks' ends, of `token_deltas` and of the gradient factors, from the last chunk to
+    the first; adds the gradients with respect to `layers` to them, in place.
+
+    Returns the gradients with respect to the state at the group's start, and for each chunk what `_end_backward`
+    returns for each layer, what `_token_deltas_backward` returns (with the delta rule) and what
+    `gradient_factors_backward` returns for the tokens (with an anchor).
+    """
+    num_chunks, depth = len(group.chunks), len(group.layers)
+    of_chunks = zip(
+        group.chunks,
+        zip(*(unstack(x._replace(decay_target=None), num_chunks) for x in layers), strict=True),
+        unstack(group.end_gates[0], num_chunks),
+        unstack(group.earlier_gates, num_chunks),
+        unstack(derivatives, num_chunks),
+        range(num_chunks),
+        strict=True,
+    )
+    of_ends, of_deltas, of_factors = [], [], []
+    for chunk, total, end, earlier, of_factor, p in reversed(list(of_chunks)):
+        momentum = grads.momentum or [None] * depth
+        arguments = zip(grads.weights, momentum, chunk.layers, total, strict=True)
+        of_ends.insert(0, [_end_backward(*x, end) for x in arguments])
+        h, deltas = [x.inputs for x in total], [x.deltas for x in total]
+        if chunk.system is not None:
+            of_deltas.insert(0, _token_deltas_backward(deltas[-1], chunk, earlier, total[-1]))
+            deltas[-1] = None
+        grad_anchor = ()
+        if chunk.anchor:
+            of_weights, of_tokens = gradient_factors_backward(chunk.factors, of_factor, chunk.anchor, h, deltas)
+            of_factors.insert(0, of_tokens)
+            grad_anchor = tuple(map(torch.add, of_weights, grads.anchor) if grads.anchor else of_weights)
+        of_momentum = tuple(x.momentum for x in total if x.momentum is not None)
+        grads = MemoryState(tuple(x.offset for x in total), of_momentum, grad_anchor)
+        if p > 0:
+            grads = with_anchor_backward(grads, None if starts is None else starts[p])
+    return grads, of_ends, of_deltas, of_factors
 
 
 def _derivatives(group: GroupIntermediates) -> FactorsDerivatives | None:
@@ -296,3 +317,48 @@ def _earlier_gates_backward(
         grad_f = pad((layer.inputs * from_momentum).sum(-1), (-1, 1))
     grad_beta = pad((layer.inputs * from_weights).sum(-1), (-1, 1))
     return GateProducts(pad(products, (0, 0, -1, 1)), grad_beta, grad_f, None, None)
+
+
+def gate_products_backward(
+    grad: GateProducts,
+    products: GateProducts,
+    intermediates: tuple[Tensor | None, ...],
+    inner_lr: Tensor,
+    filled: Tensor | None = None,
+) -> Gates:
+    """Computes the gradients with respect to the gates from the gradients with respect to their products."""
+    (inner_lr,) = zero_empty_slots(filled, inner_lr)
+    retain, combined, momentum, first_decay = intermediates
+    # 1. G = (R E) diag(theta), f = eta_0 (R E)_0 and E_T diag(theta), with respect to theta and R E
+    grad_lr = (grad.gradient_to_weights * combined).sum(-2)
+    grad_combined = grad.gradient_to_weights * inner_lr[..., None, :]
+    grad_beta = _suffix_sums(grad.weights_decay * products.weights_decay)
+    if momentum is None:
+        grad_log_retain = _segment_sums_backward(grad_combined * retain) + grad_beta
+        return Gates(*zero_empty_slots(filled, grad_lr, None, grad_log_retain))
+    grad_lr = grad_lr + grad.gradient_to_momentum * momentum[..., -1, :]
+    grad_combined[..., 0] += grad.momentum_to_weights * first_decay
+    # 2. The same, E_T diag(theta) and m_T = eta_0 E_T0, with respect to R and E
+    grad_retain = grad_combined @ momentum.mT
+    grad_momentum = retain.mT @ grad_combined
+    grad_momentum[..., -1, :] += grad.gradient_to_momentum * inner_lr
+    grad_momentum[..., -1, 0] += grad.momentum_decay * first_decay[..., 0]
+    # 3. R and beta with respect to log(1 - alpha), E and eta_0 with respect to log eta
+    grad_log_decay = _segment_sums_backward(grad_momentum * momentum)
+    of_first = (grad.momentum_to_weights * products.momentum_to_weights).sum(-1)
+    grad_log_decay[..., 0] += of_first + grad.momentum_decay * products.momentum_decay
+    grads = (grad_lr, grad_log_decay, _segment_sums_backward(grad_retain * retain) + grad_beta)
+    return Gates(*zero_empty_slots(filled, *grads))
+
+
+def _suffix_sums(x: Tensor) -> Tensor:
+    """Sums each entry and those after it: (..., C)."""
+    return x.flip(-1).cumsum(-1).flip(-1)
+
+
+def _segment_sums_backward(grad: Tensor) -> Tensor:
+    """Computes the gradients with respect to x_l (..., C) from the gradients of the sums over j < l <= t at [t, j], 0
+    above the diagonal.
+    """
+    # Not as the sum of the columns j < l less that of the rows t < l: eta's gradient would be ten times less exact.
+    return pad(grad.cumsum(-1).tril(-1).sum(-2)[..., :-1], (1, 0))

@@ -8,20 +8,19 @@ Shapes: B batch, H heads, T tokens, D head size; weights (B, H, d_in, d_out). Wi
 tokens, C tokens of a chunk; weights (N, d_in, d_out).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
+from transformers.utils import logging
 
 from .memory_chunk import GroupFunctions, group_forward, group_intermediates, unstack, with_anchor
 from .memory_chunk_backward import group_backward, with_anchor_backward
-from .memory_gates import zero_of
-from .memory_kernel import choose_kernel, memorize_by_kernel, triton_functions
 from .memory_network import (
     GradientFactors,
     UpdateRule,
@@ -31,7 +30,16 @@ from .memory_network import (
     token_surprise,
     with_last_deltas,
 )
-from .memory_state import MemorizeOutput, MemoryInputs, MemoryState, map_tensors, tensors_of, where_rows, with_tensors
+from .memory_state import (
+    MemorizeOutput,
+    MemoryInputs,
+    MemoryState,
+    map_tensors,
+    tensors_of,
+    where_rows,
+    with_tensors,
+    zero_of,
+)
 from .token_grid import TokenGrid
 
 # Chunks of a group: the scan keeps every fourth state for the backward, and larger products take less time.
@@ -39,6 +47,13 @@ CHECKPOINT_INTERVAL = 4
 KERNEL_INTERVAL = 16  # where a kernel goes from chunk to chunk: fewer launches, more states in memory at once
 GROUP_FUNCTIONS = GroupFunctions(group_forward, group_intermediates, group_backward)
 _compiled: GroupFunctions | None = None
+
+logger = logging.get_logger(f"transformers.{__name__}")  # `transformers.logging.set_verbosity_info()` shows its lines
+
+LARGEST_KEY = 256  # of fla's chunk kernels
+SMALLEST_LOG_RETAIN = -30.0  # fla returns nan for -inf; exp(-30) is 1e-13
+# Of the Triton kernels, whose tiles are powers of two: tokens of a chunk, head sizes, sizes of a hidden layer.
+CHUNK_SIZES, HEAD_SIZES, HIDDEN_SIZES = (16, 32, 64), (16, 32, 64, 128), (16, 32, 64, 128, 256)
 
 
 def compile_chunks(**options) -> None:
@@ -51,52 +66,38 @@ def compile_chunks(**options) -> None:
 ScanArguments = tuple[MemoryInputs, MemoryState, tuple[Tensor, ...]]
 
 
-class Group(NamedTuple):
-    """Consecutive chunks of equal size: how many they are, their tokens, what computes them, and their `chunk_starts`
-    (`ScanOptions`).
+# A group of consecutive chunks of equal size: how many they are, their tokens, what computes them, and (number of
+# chunks, N) bool, True where a non-empty chunk starts in this call; None for everywhere. A chunk that started in an
+# earlier call keeps its anchor.
+Group = tuple[int, int, GroupFunctions, Tensor | None]
+
+
+def groups_of_chunks(
+    num_tokens: int,
+    chunk_size: int,
+    chunk_starts: Tensor | None,
+    compiled: GroupFunctions | None,
+    kernel: GroupFunctions | None,
+) -> list[Group]:
+    """Returns the groups of chunks in which T tokens are read: of `CHECKPOINT_INTERVAL` chunks (with a kernel:
+    `KERNEL_INTERVAL`), of the full chunks that are left (compiled: one by one, so that only two shapes are compiled),
+    and of the last chunk if it is shorter.
+
+    compiled, kernel: the functions of groups of full chunks, at most one of them; None for those of `memory_chunk` as
+    they are.
     """
-
-    num_chunks: int
-    chunk_size: int
-    functions: GroupFunctions
-    starts: Tensor | None
-
-
-class ScanOptions(NamedTuple):
-    """The options of a scan.
-
-    chunk_starts: (number of chunks, N) bool, True where a non-empty chunk starts in this call; None for everywhere. A
-    chunk that started in an earlier call keeps its anchor. Unused where the state has none.
-    needs_surprise: compute the tokens' surprise, None without.
-    compiled: the functions for groups of full chunks; None for the functions of `memory_chunk` as they are.
-    kernel: kernel-backed functions for full groups; excludes `compiled`.
-    """
-
-    chunk_size: int
-    rule: UpdateRule
-    chunk_starts: Tensor | None
-    needs_surprise: bool
-    compiled: GroupFunctions | None
-    kernel: GroupFunctions | None = None
-
-    def groups(self, num_tokens: int) -> list[Group]:
-        """Returns the groups of chunks in which T tokens are read: of `CHECKPOINT_INTERVAL` chunks (with a kernel:
-        `KERNEL_INTERVAL`), of the full chunks that are left (compiled: one by one, so that only two shapes are
-        compiled), and of the last chunk if it is shorter.
-        """
-        num_chunks, rest = num_tokens // self.chunk_size, num_tokens % self.chunk_size
-        interval = CHECKPOINT_INTERVAL if self.kernel is None else KERNEL_INTERVAL
-        left = num_chunks % interval
-        numbers = [interval] * (num_chunks // interval)
-        if left:
-            numbers += [1] * left if self.compiled is not None else [left]
-        functions = self.kernel or self.compiled or GROUP_FUNCTIONS
-        sizes = [(number, self.chunk_size, functions) for number in numbers]
-        sizes += [(1, rest, GROUP_FUNCTIONS)] if rest else []
-        starts = [None] * len(sizes)
-        if self.chunk_starts is not None:
-            starts = self.chunk_starts.split([number for number, *_ in sizes])
-        return [Group(*size, of_group) for size, of_group in zip(sizes, starts, strict=True)]
+    num_chunks, rest = num_tokens // chunk_size, num_tokens % chunk_size
+    interval = CHECKPOINT_INTERVAL if kernel is None else KERNEL_INTERVAL
+    left = num_chunks % interval
+    numbers = [interval] * (num_chunks // interval)
+    if left:
+        numbers += [1] * left if compiled is not None else [left]
+    groups = [(number, chunk_size, kernel or compiled or GROUP_FUNCTIONS) for number in numbers]
+    groups += [(1, rest, GROUP_FUNCTIONS)] if rest else []
+    starts = [None] * len(groups)
+    if chunk_starts is not None:
+        starts = chunk_starts.split([number for number, *_ in groups])
+    return [(*group, of_group) for group, of_group in zip(groups, starts, strict=True)]
 
 
 def memorize(
@@ -168,14 +169,14 @@ def memorize_on_grid(
     arguments, chunk_starts = _scan_arguments(inputs, state, decay_target, grid, chunk_size)
     by_hand = rule.network == "mlp" and not inputs.has_gates_per_layer  # the backward
     compiled = _compiled if by_hand and not compiling and functions is None else None
-    options = ScanOptions(chunk_size, rule, chunk_starts, grid.needs_surprise, compiled, functions)
-    if compiling or not _needs_gradients(arguments):  # in a compiled model, the compiler makes the backward
-        output = scan_chunks(options, arguments)
-    elif by_hand:
-        retrieved, surprise, *after = _ChunkScan.apply(options, _form(arguments), *tensors_of(arguments))
+    groups = groups_of_chunks(grid.num_slots, chunk_size, chunk_starts, compiled, functions)
+    scan = (groups, rule, grid.needs_surprise)
+    needs_backward = not compiling and _needs_gradients(arguments)  # a compiler makes its own
+    if needs_backward and by_hand:
+        retrieved, surprise, *after = _ChunkScan.apply(*scan, _form(arguments), *tensors_of(arguments))
         output = MemorizeOutput(retrieved, surprise, with_tensors(arguments[1], after))
     else:
-        output = scan_chunks_by_autograd(options, arguments)
+        output = scan_chunks(*scan, arguments, recomputes=needs_backward)
     retrieved, surprise, after = map_tensors(lambda x: x.unflatten(0, rows_and_heads), output)
     after = replace(after, num_seen=state.num_seen + grid.row_ends - grid.row_starts)
     return MemorizeOutput(retrieved, None if surprise is None else surprise.detach(), after)
@@ -302,29 +303,32 @@ def _of_layers(gate: Tensor, inputs: MemoryInputs, depth: int) -> tuple[Tensor, 
 
 
 def scan_chunks(
-    options: ScanOptions, arguments: ScanArguments, checkpoints: list[MemoryState] | None = None
+    groups: Sequence[Group],
+    rule: UpdateRule,
+    needs_surprise: bool,
+    arguments: ScanArguments,
+    checkpoints: list[MemoryState] | None = None,
+    recomputes: bool = False,
 ) -> MemorizeOutput:
-    """Updates and reads the memory, group of chunks after group. Appends the state at the start of each group to
-    `checkpoints`.
+    """Updates and reads the memory, group of chunks after group. The surprise is None unless it is needed. Appends the
+    state at the start of each group to `checkpoints`.
+
+    recomputes: for autograd, keep of each group its state at the start and compute it again in the backward; for forms
+    of the memory whose backward is not written by hand.
     """
     (inputs, state, decay_target), retrieved, surprise = arguments, [], []
-    groups = options.groups(inputs.keys.shape[1])
-    for group, tokens in zip(groups, _split_inputs(inputs, groups), strict=True):
-        starts = group.starts
+    for (num_chunks, _, functions, starts), tokens in zip(groups, _split_inputs(inputs, groups), strict=True):
         state = with_anchor(state, None if starts is None else starts[0])
         if checkpoints is not None:
             checkpoints.append(state)
-        forward = group.functions.forward
-        output = forward(tokens, state, decay_target, starts, options.rule, options.needs_surprise)
-        retrieved += unstack(output.retrieved, group.num_chunks)
-        surprise += unstack(output.surprise, group.num_chunks)
+        forward = functions.forward
+        if recomputes:
+            forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+        output = forward(tokens, state, decay_target, starts, rule, needs_surprise)
+        retrieved += unstack(output.retrieved, num_chunks)
+        surprise += unstack(output.surprise, num_chunks)
         state = output.state
-    return MemorizeOutput(torch.cat(retrieved, dim=1), _join_surprise(surprise), state)
-
-
-def _join_surprise(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Concatenates the surprise of consecutive tokens (N, T), None if it was not computed."""
-    return None if parts[0] is None else torch.cat(parts, dim=1)
+    return MemorizeOutput(torch.cat(retrieved, dim=1), torch.cat(surprise, dim=1) if needs_surprise else None, state)
 
 
 def _form(tree: Any) -> Any:
@@ -333,60 +337,44 @@ def _form(tree: Any) -> Any:
     return map_tensors(lambda _: nothing, tree)
 
 
-def scan_chunks_by_autograd(options: ScanOptions, arguments: ScanArguments) -> MemorizeOutput:
-    """Runs `scan_chunks` with a backward by autograd: for forms of the memory whose backward is not written by hand."""
-    (inputs, state, decay_target), outputs = arguments, []
-    length = CHECKPOINT_INTERVAL * options.chunk_size
-    parts = list(zip(*(x.split(length, dim=1) for x in tensors_of(inputs)), strict=True))
-    starts = [None] * len(parts)
-    if options.chunk_starts is not None:
-        starts = options.chunk_starts.split(CHECKPOINT_INTERVAL)
-    for tensors, chunk_starts in zip(parts, starts, strict=True):
-        part, group = options._replace(chunk_starts=chunk_starts), (with_tensors(inputs, tensors), state, decay_target)
-        outputs.append(checkpoint(scan_chunks, part, group, use_reentrant=False, preserve_rng_state=False))
-        state = outputs[-1].state
-    retrieved = torch.cat([x.retrieved for x in outputs], dim=1)
-    return MemorizeOutput(retrieved, _join_surprise([x.surprise for x in outputs]), state)
-
-
 class _ChunkScan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, options: ScanOptions, form: ScanArguments, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx, groups: Sequence[Group], rule: UpdateRule, needs_surprise: bool, form: ScanArguments, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         (inputs, state, decay_target), checkpoints = with_tensors(form, tensors), []
         detached = map_tensors(Tensor.detach, (inputs, state, decay_target))
-        output = scan_chunks(options, detached, checkpoints)
+        output = scan_chunks(groups, rule, needs_surprise, detached, checkpoints)
         if output.surprise is not None:
             ctx.mark_non_differentiable(output.surprise)
         saved = (inputs, checkpoints, decay_target)
-        ctx.options, ctx.form = options, _form(saved)
+        ctx.groups, ctx.rule, ctx.form = groups, rule, _form(saved)
         ctx.save_for_backward(*tensors_of(saved))
         return output.retrieved, output.surprise, *tensors_of(output.state)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_retrieved: Tensor, _: Tensor, *grad_state: Tensor) -> tuple[Tensor | None, ...]:
-        options = ctx.options
         # Read once: under checkpointing, reading `saved_tensors` recomputes them.
         # Detached, and the gradients contiguous, so that a compiled function fits every call.
         inputs, checkpoints, decay_target = with_tensors(ctx.form, map(Tensor.detach, ctx.saved_tensors))
-        groups = options.groups(inputs.keys.shape[1])
+        groups = ctx.groups
         tokens, grad_outputs = _split_inputs(inputs, groups), _split(grad_retrieved, groups)
         grads, grad_inputs = with_tensors(checkpoints[0], map(Tensor.contiguous, grad_state)), []
         grad_target = [torch.zeros_like(x) for x in decay_target]
         with torch.autocast(grad_retrieved.device.type, enabled=False):
-            for group, state in zip(reversed(groups), reversed(checkpoints), strict=True):
-                functions, starts = group.functions, group.starts
-                recomputed = functions.intermediates(tokens.pop(), state, decay_target, starts, options.rule)
+            for (num_chunks, _, functions, starts), state in zip(groups[::-1], checkpoints[::-1], strict=True):
+                recomputed = functions.intermediates(tokens.pop(), state, decay_target, starts, ctx.rule)
                 grad_output = grad_outputs.pop().flatten(0, 1)
                 of_inputs, of_state, of_target = functions.backward(grad_output, recomputed, grads, starts)
-                grad_inputs = unstack(of_inputs, group.num_chunks) + grad_inputs
+                grad_inputs = unstack(of_inputs, num_chunks) + grad_inputs
                 for total, gradient in zip(grad_target, of_target, strict=True):
                     total.add_(gradient)
                 grads = with_anchor_backward(of_state, None if starts is None else starts[0])
                 if state.anchor and not grads.anchor:
                     grads = replace(grads, anchor=tuple(map(torch.zeros_like, state.anchor)))
         joined = zip(inputs, _join_inputs(grad_inputs), strict=True)
-        return None, None, *(grad for x, grad in joined if x is not None), *tensors_of(grads), *grad_target
+        return *(None,) * 4, *(grad for x, grad in joined if x is not None), *tensors_of(grads), *grad_target
 
 
 def _split(x: Tensor, groups: Sequence[Group]) -> list[Tensor]:
@@ -395,11 +383,9 @@ def _split(x: Tensor, groups: Sequence[Group]) -> list[Tensor]:
     They are contiguous, so that their strides do not depend on T: a compiled function then fits every length.
     """
     # Not by indexing: the backward of an index is a tensor of the full size for every chunk, which is quadratic.
-    parts = x.split([group.num_chunks * group.chunk_size for group in groups], dim=1)
-    return [
-        part.unflatten(1, (group.num_chunks, group.chunk_size)).transpose(0, 1).contiguous()
-        for part, group in zip(parts, groups, strict=True)
-    ]
+    sizes = [(num_chunks, chunk_size) for num_chunks, chunk_size, *_ in groups]
+    parts = x.split([num_chunks * chunk_size for num_chunks, chunk_size in sizes], dim=1)
+    return [part.unflatten(1, size).transpose(0, 1).contiguous() for part, size in zip(parts, sizes, strict=True)]
 
 
 def _split_inputs(inputs: MemoryInputs, groups: Sequence[Group]) -> list[MemoryInputs]:
@@ -410,3 +396,131 @@ def _split_inputs(inputs: MemoryInputs, groups: Sequence[Group]) -> list[MemoryI
 def _join_inputs(chunks: Sequence[MemoryInputs]) -> MemoryInputs:
     """Concatenates the gradients of all chunks; `filled` has none."""
     return MemoryInputs(*(None if parts[0] is None else torch.cat(parts, dim=1) for parts in zip(*chunks, strict=True)))
+
+
+def choose_kernel(
+    requested: str, inputs: MemoryInputs, state: MemoryState, rule: UpdateRule
+) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Returns fla's `chunk_comba` if it is to compute an update, None if PyTorch is; logs once which of them and why.
+
+    requested: `TitansConfig.memory_kernel`. "auto" takes the kernel where it can compute the update, but not in a
+    compiled model, whose graph it would break.
+
+    Raises ValueError for "fla" where the kernel cannot compute the update, with all that does not fit.
+    """
+    if requested == "torch" or (requested == "auto" and torch.compiler.is_compiling()):
+        return None
+    misfits = _misfits(inputs, state, rule)
+    # fla is imported on a GPU only: with fla installed, nothing changes on a CPU.
+    kernel, failure = (None, None) if misfits else _import_chunk_comba()
+    if kernel is not None:
+        logger.info_once("The memory is updated by fla's chunk_comba.")
+        return kernel
+    reason = "; ".join(misfits) or f"{failure}. The kernel needs pip install -e '.[gpu]'"
+    if requested == "fla":
+        raise ValueError(f"`memory_kernel` must be 'auto' or 'torch' here, but is 'fla': {reason}.")
+    log_once = logger.info_once if misfits else logger.warning_once
+    log_once(f"The memory is updated by PyTorch, not by fla's kernel: {reason}.")
+    return None
+
+
+def _misfits(inputs: MemoryInputs, state: MemoryState, rule: UpdateRule) -> list[str]:
+    """Returns what keeps `chunk_comba` from computing an update; nothing if it can."""
+    weights, key_size = state.weights[0], inputs.keys.shape[-1]
+    misfits = _misfits_of_any_kernel(weights) | {
+        f"the memory has {len(state.weights)} layers, not 1": len(state.weights) != 1,
+        "the memory has momentum": bool(state.momentum),
+        "the update rule is 'chunk', not 'delta'": not rule.delta_rule,
+        f"the keys have {key_size} entries, more than {LARGEST_KEY}": key_size > LARGEST_KEY,
+    }
+    return [reason for reason, applies in misfits.items() if applies]
+
+
+def _misfits_of_any_kernel(weights: Tensor) -> dict[str, bool]:
+    return {
+        f"the memory is on the device {weights.device.type!r}, not 'cuda'": weights.device.type != "cuda",
+        f"the memory is in {weights.dtype}, not torch.float32": weights.dtype != torch.float32,
+    }
+
+
+def triton_functions(inputs: MemoryInputs, state: MemoryState, rule: UpdateRule, chunk_size: int) -> GroupFunctions:
+    """Returns the functions of a group whose chain of chunks is computed by the Triton kernels, for `memorize`.
+
+    Raises ValueError where the kernels cannot compute the update, with all that does not fit, and without Triton.
+    """
+    (_, hidden_size), head_size = state.weights[0].shape[-2:], inputs.keys.shape[-1]
+    misfits = _misfits_of_any_kernel(state.weights[0]) | {
+        "the model is being compiled": torch.compiler.is_compiling(),
+        f"the memory has {len(state.weights)} layers, more than 2": len(state.weights) > 2,
+        f"the memory's network is {rule.network!r}, not 'mlp'": rule.network != "mlp",
+        "the memory's layers have gates of their own": inputs.has_gates_per_layer,
+        f"a chunk has {chunk_size} tokens, not {_one_of(CHUNK_SIZES)}": chunk_size not in CHUNK_SIZES,
+        f"a head has {head_size} entries, not {_one_of(HEAD_SIZES)}": head_size not in HEAD_SIZES,
+        f"the hidden layer has {hidden_size} units, not {_one_of(HIDDEN_SIZES)}": hidden_size not in HIDDEN_SIZES,
+    }
+    reasons = [reason for reason, applies in misfits.items() if applies]
+    functions, failure = (None, None) if reasons else _import_kernel_functions()
+    if functions is None:
+        reason = "; ".join(reasons) or failure
+        raise ValueError(f"`memory_kernel` must be 'auto' or 'torch' here, but is 'triton': {reason}.")
+    logger.info_once("The memory is updated by its Triton kernels.")
+    return functions
+
+
+def _one_of(sizes: tuple[int, ...]) -> str:
+    return f"{', '.join(map(str, sizes[:-1]))} or {sizes[-1]}"
+
+
+@cache
+def _import_kernel_functions() -> tuple[GroupFunctions | None, str | None]:
+    """Returns the functions with the Triton kernels, or None and why there are none."""
+    from .memory_triton import KERNEL_FUNCTIONS, triton
+
+    return (KERNEL_FUNCTIONS, None) if triton else (None, "Triton cannot be imported")
+
+
+@cache
+def _import_chunk_comba() -> tuple[Callable[..., tuple[Tensor, Tensor]] | None, str | None]:
+    """Returns fla's `chunk_comba`, or None and why it cannot be imported."""
+    try:
+        from fla.ops.comba import chunk_comba
+    except Exception as error:  # an fla that does not fit torch or Triton raises anything
+        return None, f"fla cannot be imported ({error})"
+    return chunk_comba, None
+
+
+def memorize_by_kernel(
+    chunk_comba: Callable[..., tuple[Tensor, Tensor]],
+    inputs: MemoryInputs,
+    state: MemoryState,
+    grid: TokenGrid,
+    decay_target: tuple[Tensor, ...] = (),
+) -> MemorizeOutput:
+    """Computes `memorize` of a linear memory with the delta rule by `chunk_comba`, for tokens on the slots of a grid.
+
+    Of S = M - M_0, with v' = v - M_0 k and b = 2 theta / max(1, |k|^2):
+
+        S_t = (1 - alpha_t) S_{t-1} + b_t (v'_t - S_{t-1} k_t) k_t^T    y_t = (S_t + M_0) q_t    (eq. 10, 13, 15)
+
+    The surprise of the output is None.
+    """
+    inputs, (weights,) = inputs.map(lambda x: x.to(state.weights[0].dtype)), state.weights
+    queries, keys, values = inputs.queries, inputs.keys, inputs.values
+    # With gates per layer, (R, H, G, 1)
+    inner_lr, log_retain = (x.reshape(keys.shape[:3]) for x in (inputs.inner_lr, inputs.log_retain))
+    beta = 2 * inner_lr / keys.square().sum(-1).clamp(min=1.0)
+    g = log_retain.clamp(min=SMALLEST_LOG_RETAIN)
+    if (filled := grid.filled) is not None:  # an empty slot writes nothing and forgets nothing
+        beta, g = (x.masked_fill(~filled[:, None], 0.0) for x in (beta, g))
+    target = decay_target[0] if decay_target else None  # M_0 (H, D, D)
+    if target is not None:
+        values, weights = values - keys @ target, weights - target  # (G, D) @ (D, D)
+    q, k, v, g, beta = (x.transpose(1, 2) for x in (queries, keys, values, g, beta))  # (R, G, H, ...)
+    retrieved, weights = chunk_comba(
+        q, k, v, p=k, g=g, beta=beta, scale=1.0, initial_state=weights, output_final_state=True
+    )
+    retrieved = retrieved.transpose(1, 2)
+    if target is not None:
+        retrieved, weights = retrieved + queries @ target, weights + target  # (G, D) @ (D, D)
+    num_seen = state.num_seen + grid.row_ends - grid.row_starts
+    return MemorizeOutput(retrieved, None, MemoryState((weights,), (), (), num_seen))

@@ -116,6 +116,16 @@ class MemoryInputs(NamedTuple):
         return map_tensors(fn, self)
 
 
+class Gates(NamedTuple):
+    """theta, log eta (None without momentum) and log(1 - alpha) of each token, or the gradients with respect to them:
+    (B, H, T), or (B, H, T, layers).
+    """
+
+    inner_lr: Tensor
+    log_momentum_decay: Tensor | None
+    log_retain: Tensor
+
+
 class MemorizeOutput(NamedTuple):
     """The result of an update of the memory: retrieved (B, H, T, D) in the state's dtype; surprise (B, H, T), the norm
     of each token's gradient, which carries no gradient itself, None where a call does not need it; and the state
@@ -130,3 +140,8 @@ class MemorizeOutput(NamedTuple):
 def where_rows(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
     """Selects `new` in the batch rows where `rows` (B,) is True, and `old` in the other rows; new and old (B, ...)."""
     return torch.where(rows.view(-1, *[1] * (new.dim() - 1)), new, old)
+
+
+def zero_of(x: Tensor) -> Tensor:
+    """Returns a 0 that depends on x in the autograd graph, so that the gradient of x is 0 and not None."""
+    return x[..., :0].sum()

@@ -1,9 +1,11 @@
 """The token mixers of the decoder layers: one per variant (paper section 4), on the same memory and attention.
 
-Their base, `SequenceMixer`, is a function of a call's tokens and of the state before them.
+Their base, `SequenceMixer`, is a function of a call's tokens and of the state before them. On request
+(`output_surprise=True` in a call), a mixer also returns the surprise of each token, `LayerSurprise`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -14,24 +16,86 @@ from .attention_titans import SegmentAttention, WindowAttention
 from .cache_layer import LayerState, WindowCache
 from .cache_titans import TitansCache
 from .configuration_titans import TitansConfig
-from .memory_state import map_tensors, where_rows
+from .memory_state import Gates, map_tensors, where_rows
 from .neural_memory import MemoryRecall, NeuralMemory, TitansRMSNorm
-from .surprise_titans import LayerSurprise, TokenUpdates
-from .token_grid import TokenGrid
-from .token_layout import TokenLayout
+from .token_grid import TokenGrid, TokenLayout
+
+Update = tuple[Tensor | None, Gates]  # of a memory with the tokens on the slots of a grid: their surprise and gates
+
+
+@dataclass(frozen=True)
+class LayerSurprise:
+    """The update that each token causes in one memory: the surprise and the gates theta, eta and alpha, (B, H, T)
+    each, persistent tokens excluded.
+
+    The properties are computed when they are read; they carry no gradient and are 0 at padding. With
+    `memory_gates="layer"`, a gate is the mean over the layers of the network.
+
+    parts: for each call, the surprise and gates of its updates (in MAC one update per segment, in order), of the tokens
+        on the slots of a grid, (R, H, G) each, and the grid. With `memory_gates="layer"` gates are (R, H, G, layers).
+        The surprise may be None if the grid does not ask for it.
+    """
+
+    parts: tuple[tuple[Sequence[Update], TokenGrid], ...]
+
+    @property
+    def num_columns(self) -> int:
+        """Number T of columns."""
+        return sum(grid.num_columns for _, grid in self.parts)
+
+    @property
+    def gradient_norm(self) -> Tensor:
+        """The surprise: the norm of the gradient of |M(k) - v|^2 (eq. 12), clipped as in the update."""
+        return self._of_tokens(lambda surprise, gates: surprise)
+
+    @property
+    def inner_lr(self) -> Tensor:
+        """theta (eq. 10), the factor of the gradient."""
+        return self._of_tokens(lambda surprise, gates: gates.inner_lr)
+
+    @property
+    def momentum_decay(self) -> Tensor:
+        """eta (eq. 10), the factor of the previous momentum; 0 without momentum."""
+
+        def momentum_decay(surprise: Tensor, gates: Gates) -> Tensor:
+            logarithm = gates.log_momentum_decay
+            return torch.zeros_like(gates.inner_lr) if logarithm is None else logarithm.exp()
+
+        return self._of_tokens(momentum_decay)
+
+    @property
+    def forget(self) -> Tensor:
+        """alpha (eq. 13): 1 - alpha is the factor of the previous weights."""
+        return self._of_tokens(lambda surprise, gates: -gates.log_retain.expm1())
+
+    def _of_tokens(self, quantity: Callable[..., Tensor]) -> Tensor:
+        """Gathers a quantity of the updates (R, H, G) or (R, H, G, layers) for the tokens of all calls: (B, H, T)."""
+        calls = []
+        for updates, grid in self.parts:
+            parts = (quantity(*x) for x in updates)
+            slots = torch.cat([x if x.dim() == 3 else x.mean(-1) for x in parts], dim=-1)
+            if grid.is_padding is not None:
+                slots = slots.masked_fill(grid.is_padding[:, None, None], 0)
+            calls.append(grid.gather(slots.mT).mT)
+        return torch.cat(calls, dim=-1)
+
+    @classmethod
+    def joined(cls, calls: Iterable["LayerSurprise"]) -> "LayerSurprise":
+        """Concatenates the surprise of consecutive calls."""
+        return cls(tuple(part for call in calls for part in call.parts))
 
 
 class MixerOutput(NamedTuple):
     """The result of a mixer for the tokens of a call, or for the slots of a grid (`SequenceMixer.mix`).
 
     hidden_states: (B, T, hidden), or (R, G, hidden). attentions: (B, h, T, K), or (R, h, G, K), or None. state: B or R
-    rows, after the last token. surprise: the tokens' surprise; for slots, the memory's updates.
+    rows, after the last token. surprise: the tokens' surprise; for slots, surprise and gates of the memory's updates.
     """
 
     hidden_states: Tensor
     attentions: Tensor | None
     state: LayerState
-    surprise: LayerSurprise | Sequence[TokenUpdates]
+    surprise: LayerSurprise | Sequence[Update]
 
 
 class SequenceMixer(nn.Module):
@@ -157,7 +221,7 @@ class LMMMixer(TitansMixer):
 
     def mix(self, hidden_states, state, grid, **kwargs):
         output = self.memory.update(hidden_states, state.memory, state.conv_state, grid)
-        return MixerOutput(output.output, None, LayerState(output.state, output.conv_state), [output.updates])
+        return MixerOutput(output.output, None, LayerState(output.state, output.conv_state), [output.update])
 
 
 class MALMixer(TitansMixer):
@@ -284,7 +348,7 @@ class MACMixer(TitansMixer):
             update = self.memory.update(y, *before, part, decay_target, projects=False)  # M_t: eq. 24
             kept = weights if self.keeps_segment_weights else ()
             state = LayerState(update.state, update.conv_state, attended.kv_cache, kept)
-            results.append((attended.hidden_states, update.output, attended.weights, update.updates))
+            results.append((attended.hidden_states, update.output, attended.weights, update.update))
         attended, retrieved, attentions, updates = zip(*results, strict=True)
         attended = torch.cat(attended, dim=1)
         y = hidden_states + attended

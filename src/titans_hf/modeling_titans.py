@@ -1,13 +1,28 @@
 """Titans for Transformers: the four variants of section 4 of "Titans: Learning to Memorize at Test Time"."""
 
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import wraps
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    QuestionAnsweringModelOutput,
+    SequenceClassifierOutputWithPast,
+)
 from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.processing_utils import Unpack
@@ -15,21 +30,32 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .cache_titans import CACHE_NAME, CACHE_NAMES, TitansCache, takes_either_name, undone_on_error
+from .cache_titans import (
+    CACHE_NAME,
+    CACHE_NAMES,
+    TitansCache,
+    check_cache_class,
+    rename_cache,
+    takes_either_name,
+    undone_on_error,
+)
 from .configuration_titans import TitansConfig, check_config
-from .generation_titans import TitansGenerationMixin
+from .generation_titans import SurpriseCollector, TitansGenerationMixin
 from .memory_ops import compile_chunks
-from .mixers_titans import SequenceMixer, TitansMixer, make_mixer
+from .mixers_titans import LayerSurprise, SequenceMixer, TitansMixer, make_mixer
 from .neural_memory import OUTPUT_SCALE, ChannelConv, InitialWeights, OutputProjection, TitansRMSNorm, TokenGate
-from .surprise_titans import LayerSurprise, SurpriseCollector
-from .token_layout import TokenLayout, check_cache, check_inputs
+from .token_grid import TokenLayout, check_inputs
 from .token_memory import TitansTokenMemoryLayer, TokenMemory
+
+if torch.distributed.is_available():
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 try:
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as TARGETS_BY_MODEL_TYPE
 except ImportError:  # PEFT is optional
     TARGETS_BY_MODEL_TYPE = {}
 
+CACHE_PLACE = 3  # of the cache among the arguments of a generic head
 # The projections of attention and of the memory: both name their queries, keys, values and output so.
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
@@ -267,7 +293,8 @@ class TitansModel(TitansPreTrainedModel):
         """Returns `cache`, or a new one with `use_cache`; raises ValueError for a cache that does not fit."""
         if cache is None:
             return TitansCache(self.config) if use_cache else None
-        check_cache(cache, self.config, batch_size)
+        check_cache_class("cache", cache)
+        cache.check_fits(self.config, batch_size)
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             raise ValueError(
                 "`cache` cannot be used in training with gradient checkpointing: call model.eval() or give "
@@ -338,7 +365,190 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
         return TitansCausalLMOutput(loss, logits, *kept)
 
 
+class TitansHead(TitansPreTrainedModel):
+    """Base class of Transformers' generic heads, which create their base model by AutoModel."""
+
+    accepts_loss_kwargs = False  # the losses are means over the batch, whatever number of items Trainer counts
+
+    def __init__(self, config: TitansConfig):
+        # AutoModel has no entry for the config class of a checkpoint that was loaded with its own code.
+        AutoModel.register(type(config), TitansModel, exist_ok=True)
+        super().__init__(config)
+
+
+def leaving_cache_on_error(forward: Callable) -> Callable:
+    """Makes a head's `forward` leave the cache as it was if it raises, as for labels that do not fit."""
+
+    @wraps(forward)
+    def undone(self, *args, **kwargs):
+        with undone_on_error(rename_cache(kwargs).get("cache", args[CACHE_PLACE] if len(args) > CACHE_PLACE else None)):
+            return forward(self, *args, **kwargs)
+
+    return undone
+
+
+class TitansForSequenceClassification(GenericForSequenceClassification, TitansHead):
+    """Classifies a text by its last token. A batch of several texts needs a mask, or `pad_token_id`."""
+
+    @takes_either_name
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: TitansCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> SequenceClassifierOutputWithPast:
+        """Computes the logits (B, labels) of the last token of each row, and, with labels (B,) or (B, labels), the loss
+        that fits the config's `problem_type`; other arguments are those of `TitansModel.forward`.
+
+        The last token is the last column whose mask is 1 and whose id is not `pad_token_id`. Transformers' own head
+        looks at ids alone: it would classify the undefined output at padding with other ids or of embeddings.
+
+        Raises ValueError for several rows of ids without a mask and without `pad_token_id`.
+        """
+        several = input_ids is not None and len(input_ids) > 1
+        if several and attention_mask is None and self.config.pad_token_id is None:
+            raise ValueError(
+                "`attention_mask` must be given for several texts if the config has no `pad_token_id`: the ends of the "
+                "texts are unknown."
+            )
+        with undone_on_error(cache):
+            outputs = self.model(
+                input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                cache=cache,
+                inputs_embeds=inputs_embeds,
+                use_cache=use_cache,
+                **kwargs,
+            )
+            states, loss = outputs.last_hidden_state, None
+            last = self._last_tokens(input_ids, attention_mask, states)
+            logits = self.score(states[torch.arange(len(states), device=states.device), last])
+            if labels is not None:
+                loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+        kept = (outputs.cache, outputs.hidden_states, outputs.attentions)
+        return SequenceClassifierOutputWithPast(loss, logits, *kept)
+
+    def _last_tokens(self, input_ids: Tensor | None, attention_mask: Tensor | None, states: Tensor) -> Tensor:
+        """Returns the column (B,) of the last token of each row of states (B, T, hidden); 0 in a row of padding."""
+        real = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
+        if attention_mask is not None:
+            real = attention_mask[:, attention_mask.shape[1] - states.shape[1] :].to(states.device) != 0
+        if input_ids is not None and self.config.pad_token_id is not None:
+            real = real & (input_ids.to(states.device) != self.config.pad_token_id)
+        return (torch.arange(states.shape[1], device=states.device) * real).argmax(-1)
+
+
+class TitansForTokenClassification(GenericForTokenClassification, TitansHead):
+    """Classifies each token, given the tokens before it."""
+
+    forward = leaving_cache_on_error(GenericForTokenClassification.forward)
+
+
+class TitansForQuestionAnswering(GenericForQuestionAnswering, TitansHead):
+    """Predicts the first and the last token of an answer."""
+
+    @takes_either_name
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: TitansCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> QuestionAnsweringModelOutput:
+        """Computes start_logits and end_logits (B, T), and with start_positions and end_positions (B,) the loss; other
+        arguments are those of `TitansModel.forward`.
+
+        The logits of padding are the least number of their dtype: the loss of a row is the same however far the row is
+        padded, and no answer lies in padding.
+        """
+        with undone_on_error(cache):
+            outputs = self.model(
+                input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                cache=cache,
+                inputs_embeds=inputs_embeds,
+                **kwargs,
+            )
+            logits, loss = self.qa_outputs(outputs.last_hidden_state), None  # (B, T, 2)
+            if attention_mask is not None:
+                padding = attention_mask[:, attention_mask.shape[1] - logits.shape[1] :].to(logits.device) == 0
+                logits = logits.masked_fill(padding[..., None], torch.finfo(logits.dtype).min)
+            start_logits, end_logits = logits.unbind(-1)
+            if start_positions is not None and end_positions is not None:
+                loss = self.loss_function(start_logits, end_logits, start_positions, end_positions, **kwargs)
+        return QuestionAnsweringModelOutput(loss, start_logits, end_logits, outputs.hidden_states, outputs.attentions)
+
+
+class WholeHeads(TensorParallelLayer):
+    """Raises ValueError unless the numbers of heads of a mixer are multiples of the number of ranks."""
+
+    def install_forward(self, module, mesh):
+        names = ["memory_num_heads"] + ["num_key_value_heads"] * (module.config.variant != "lmm")
+        for name in names:
+            if (heads := getattr(module.config, name)) % mesh.size():
+                raise ValueError(f"`{name}` ({heads}) must be a multiple of the tensor parallel size ({mesh.size()}).")
+        return module
+
+
+class Heads(TensorParallelLayer):
+    """Splits parameters along their first dimension, which is ordered by heads."""
+
+    def shard_param(self, module, param, mesh):
+        whole = module._parameters[param]
+        part = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+        module._parameters[param] = torch.nn.Parameter(part, requires_grad=whole.requires_grad)
+
+    def should_use_local_tensors(self, module):
+        return True
+
+
+class SharedByHeads(TensorParallelLayer):
+    """Replicates parameters that all heads use. Their gradient is summed over the ranks, and thus over the heads, at
+    each use: summing the accumulated gradient, as `replicated_with_grad_allreduce` does, counts the first of several
+    backward passes twice.
+    """
+
+    @contextlib.contextmanager
+    def context_around_forward(self, module, mesh):
+        own = dict(module._parameters)
+        for name, parameter in own.items():
+            everywhere = DTensor.from_local(parameter, mesh, [Replicate()], run_check=False)
+            module._parameters[name] = everywhere.to_local(grad_placements=[Partial()])
+        try:
+            yield
+        finally:
+            module._parameters.update(own)
+
+
+if torch.distributed.is_available():
+    ALL_PARALLEL_STYLES.register("titans_whole_heads", WholeHeads())
+    ALL_PARALLEL_STYLES.register("titans_heads", Heads())
+    ALL_PARALLEL_STYLES.register("titans_shared_by_heads", SharedByHeads())
+
 TitansModel.register_for_auto_class("AutoModel")
 TitansForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+TitansForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
+TitansForTokenClassification.register_for_auto_class("AutoModelForTokenClassification")
+TitansForQuestionAnswering.register_for_auto_class("AutoModelForQuestionAnswering")
 
-__all__ = ["TitansForCausalLM", "TitansModel", "TitansPreTrainedModel"]
+__all__ = [
+    "TitansForCausalLM",
+    "TitansForQuestionAnswering",
+    "TitansForSequenceClassification",
+    "TitansForTokenClassification",
+    "TitansModel",
+    "TitansPreTrainedModel",
+]

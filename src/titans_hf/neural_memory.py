@@ -15,11 +15,9 @@ from transformers.utils.generic import maybe_autocast
 
 from .cache_layer import LayerState
 from .configuration_titans import TitansConfig
-from .memory_gates import Gates, zero_of
 from .memory_network import UpdateRule, clip_scale, layer_shapes, read
 from .memory_ops import memorize_on_grid
-from .memory_state import MemoryInputs, MemoryState
-from .surprise_titans import TokenUpdates
+from .memory_state import Gates, MemoryInputs, MemoryState, zero_of
 from .token_grid import TokenGrid
 
 # Added to squared norms that may be 0: a new memory outputs 0, and the key of a sequence's first token is 0 in a new
@@ -160,13 +158,14 @@ class MemoryOutput(NamedTuple):
     """The result of the memory for the tokens on the slots of a grid.
 
     output: hidden states (B, T, hidden), or, before the output projection, what the queries retrieve (B, H, T, D) in
-    the state's dtype. state and conv_state after the last token; surprise and gates per token.
+    the state's dtype. state and conv_state after the last token. update: the surprise (None if the grid does not ask
+    for it) and the gates of each token.
     """
 
     output: Tensor
     state: MemoryState
     conv_state: Tensor
-    updates: TokenUpdates
+    update: tuple[Tensor | None, Gates]
 
 
 def is_updated(config: TitansConfig, grid: TokenGrid) -> bool:
@@ -289,7 +288,7 @@ class NeuralMemory(nn.Module):
                 inputs, state, self.rule, grid, decay_target=decay_target, **options
             )
         output = self.project_output(hidden_states, output) if projects else output
-        return MemoryOutput(output, state, conv_state, TokenUpdates(surprise, gates))
+        return MemoryOutput(output, state, conv_state, (surprise, gates))
 
     def _normalize(self, projected: Tensor) -> Tensor:
         """Normalises queries, keys and values (3, B, H, T, D), in the memory's dtype: the squares may exceed the range

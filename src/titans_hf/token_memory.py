@@ -25,14 +25,12 @@ from transformers.utils.generic import maybe_autocast
 from .cache_layer import LayerState
 from .cache_titans import TitansCache
 from .configuration_titans import TitansConfig
-from .memory_gates import Gates, zero_of
 from .memory_network import UpdateRule
 from .memory_ops import memorize_on_grid
-from .memory_state import MemoryInputs, MemoryState
+from .memory_state import Gates, MemoryInputs, MemoryState, zero_of
 from .mixers_titans import MixerOutput, SequenceMixer
 from .neural_memory import TokenGate, is_updated, l2_normalize
-from .surprise_titans import TokenUpdates
-from .token_layout import TokenLayout
+from .token_grid import TokenLayout
 
 RULE = UpdateRule(error_clip=None, delta_rule=True)
 MAX_LR = 0.5  # of theta: a step of 1/2 replaces what the memory returns for a key
@@ -91,8 +89,8 @@ class TokenMemory(SequenceMixer):
             retrieved, surprise, memory = memorize_on_grid(memory_inputs, state.memory, RULE, grid, **options)
             strength = 2 * torch.sigmoid(self.output_gate(hidden_states).to(dtype))
             output = self.scale.to(dtype) * strength * retrieved[:, 0]
-        updates = [TokenUpdates(surprise, gates)]
-        return MixerOutput(output.to(hidden_states.dtype), None, LayerState(memory, conv_state), updates)
+        state = LayerState(memory, conv_state)
+        return MixerOutput(output.to(hidden_states.dtype), None, state, [(surprise, gates)])
 
     def _gates(self, hidden_states: Tensor, dtype: torch.dtype, updates: bool) -> Gates:
         """Computes theta and log(1 - alpha), (R, 1, G) each; both are 0 unless the memory is updated."""

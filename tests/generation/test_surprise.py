@@ -11,7 +11,7 @@ from covering import in_one_test
 from transformers.generation.utils import DeferredStopCheck
 
 from titans_hf import TitansCache
-from titans_hf.surprise_titans import LayerSurprise
+from titans_hf.mixers_titans import LayerSurprise
 
 QUANTITIES = ("gradient_norm", "inner_lr", "momentum_decay", "forget")
 GREEDY = dict(max_new_tokens=9, do_sample=False, pad_token_id=0)

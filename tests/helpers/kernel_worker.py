@@ -9,7 +9,7 @@ import torch
 from covering import covering
 from torch import Tensor
 
-from titans_hf import memory_kernel
+from titans_hf import memory_ops
 from titans_hf.configuration_titans import TitansConfig
 from titans_hf.memory_network import UpdateRule, layer_shapes
 from titans_hf.memory_ops import memorize_on_grid
@@ -165,7 +165,7 @@ if __name__ == "__main__":
         for computed in (run, run_token):
             of_case = computed(True, torch.float32, case), computed(False, torch.float64, case)
             found[f"{computed.__name__} {case}"] = largest_error(*of_case)
-    memory_kernel._misfits_of_any_kernel = lambda weights: {}  # the interpreter has no GPU
+    memory_ops._misfits_of_any_kernel = lambda weights: {}  # the interpreter has no GPU
     found["packed documents"] = largest_error(packed_documents("triton"), packed_documents("torch"))
     found["single tokens"] = largest_error(single_tokens("triton"), single_tokens("torch"))
     print(json.dumps(found))

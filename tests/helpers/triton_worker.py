@@ -32,9 +32,8 @@ Autotuner._bench = lambda *args, **kwargs: [0.0]  # the first setting; there is 
 
 from fla.ops.comba import chunk_comba  # noqa: E402
 
-from titans_hf.memory_kernel import memorize_by_kernel  # noqa: E402
 from titans_hf.memory_network import UpdateRule  # noqa: E402
-from titans_hf.memory_ops import memorize_on_grid  # noqa: E402
+from titans_hf.memory_ops import memorize_by_kernel, memorize_on_grid  # noqa: E402
 from titans_hf.memory_state import MemoryInputs, MemoryState  # noqa: E402
 from titans_hf.token_grid import TokenGrid  # noqa: E402
 

@@ -29,9 +29,9 @@ from common import (
 from memorize_runs import B, H, make_inputs, make_state, without_momentum
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from titans_hf import MemoryInputs, MemoryState, NeuralMemory, TitansConfig, UpdateRule, memory_kernel
-from titans_hf.memory_kernel import SMALLEST_LOG_RETAIN, choose_kernel, memorize_by_kernel, triton_functions
+from titans_hf import MemoryInputs, MemoryState, NeuralMemory, TitansConfig, UpdateRule, memory_ops
 from titans_hf.memory_listing import torch_chunk_comba
+from titans_hf.memory_ops import SMALLEST_LOG_RETAIN, choose_kernel, memorize_by_kernel, triton_functions
 from titans_hf.token_grid import TokenGrid
 
 DELTA = UpdateRule(None, delta_rule=True)
@@ -48,12 +48,12 @@ def stand_in(monkeypatch):
         sizes.append(tuple(q.shape))
         return torch_chunk_comba(q, k, v, p, g, beta, scale, initial_state, output_final_state)
 
-    misfits = memory_kernel._misfits
+    misfits = memory_ops._misfits
     own = ("device", "torch.float32")  # what keeps the kernel from the CPU and from float64
     monkeypatch.setattr(
-        memory_kernel, "_misfits", lambda *args: [x for x in misfits(*args) if not any(name in x for name in own)]
+        memory_ops, "_misfits", lambda *args: [x for x in misfits(*args) if not any(name in x for name in own)]
     )
-    monkeypatch.setattr(memory_kernel, "_import_chunk_comba", lambda: (chunk_comba, None))
+    monkeypatch.setattr(memory_ops, "_import_chunk_comba", lambda: (chunk_comba, None))
     return SimpleNamespace(sizes=sizes)
 
 
@@ -176,12 +176,12 @@ def test_what_does_not_fit(reason, monkeypatch):
     """Where the kernel does not fit, `memory_kernel="fla"` raises an error that says why; "auto" takes PyTorch and
     logs one line. fla is not imported.
     """
-    monkeypatch.setattr(memory_kernel, "_import_chunk_comba", lambda: pytest.fail("imported"))
+    monkeypatch.setattr(memory_ops, "_import_chunk_comba", lambda: pytest.fail("imported"))
     messages = []
     monkeypatch.setattr(
         logging.getLogger("transformers").handlers[0], "emit", lambda x: messages.append(x.getMessage())
     )
-    memory_kernel.logger.info_once.__func__.cache_clear()
+    memory_ops.logger.info_once.__func__.cache_clear()
     with pytest.raises(ValueError, match=f"`memory_kernel` must be 'auto' or 'torch' here, but is 'fla': .*{reason}"):
         choose_kernel("fla", *update(**MISFITS[reason]))
     before = transformers.logging.get_verbosity()
@@ -202,16 +202,16 @@ def test_several_things_do_not_fit():
 def test_the_kernel_is_chosen_where_fla_is_installed(monkeypatch):
     """On a GPU "auto" and "fla" take the kernel, "torch" does not; without fla, "fla" says how to install it."""
     kernel = object()
-    monkeypatch.setattr(memory_kernel, "_import_chunk_comba", lambda: (kernel, None))
+    monkeypatch.setattr(memory_ops, "_import_chunk_comba", lambda: (kernel, None))
     chosen = {name: choose_kernel(name, *update()) for name in ("auto", "fla", "torch")}
     assert chosen == {"auto": kernel, "fla": kernel, "torch": None}
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "fla.ops.comba", None)  # what makes its import fail
-    memory_kernel._import_chunk_comba.cache_clear()
+    memory_ops._import_chunk_comba.cache_clear()
     assert choose_kernel("auto", *update()) is None
     with pytest.raises(ValueError, match=r"fla cannot be imported.*pip install -e '\.\[gpu\]'"):
         choose_kernel("fla", *update())
-    memory_kernel._import_chunk_comba.cache_clear()
+    memory_ops._import_chunk_comba.cache_clear()
 
 
 def test_the_token_memory_of_many_features(monkeypatch):
@@ -279,7 +279,7 @@ TRITON_MISFITS = {
 @pytest.mark.parametrize("reason", TRITON_MISFITS)
 def test_what_does_not_fit_the_triton_kernels(reason, monkeypatch):
     """Where the Triton kernels do not fit, `memory_kernel="triton"` raises an error that says why."""
-    monkeypatch.setattr(memory_kernel, "_import_kernel_functions", lambda: pytest.fail("imported"))
+    monkeypatch.setattr(memory_ops, "_import_kernel_functions", lambda: pytest.fail("imported"))
     options = dict(size=16, depth=2, momentum=True) | TRITON_MISFITS[reason]
     with pytest.raises(ValueError, match=f"must be 'auto' or 'torch' here, but is 'triton': .*{reason}"):
         triton_functions(*update(**options), 64)
@@ -297,16 +297,16 @@ def test_gates_chunks_and_compiled_models_that_do_not_fit(monkeypatch):
 
 def test_triton_is_asked_for_where_it_is_not_installed(monkeypatch):
     """Without Triton, "triton" says so, and no module fails to import; with it, the functions are those of the file."""
-    memory_kernel._import_kernel_functions.cache_clear()
+    memory_ops._import_kernel_functions.cache_clear()
     from titans_hf import memory_triton
 
     monkeypatch.setattr(memory_triton, "triton", None)
     with pytest.raises(ValueError, match="Triton cannot be imported"):
         triton_functions(*update(size=16, depth=2, momentum=True), 64)
-    memory_kernel._import_kernel_functions.cache_clear()
+    memory_ops._import_kernel_functions.cache_clear()
     monkeypatch.setattr(memory_triton, "triton", object())
     assert triton_functions(*update(size=16, depth=2), 16) is memory_triton.KERNEL_FUNCTIONS
-    memory_kernel._import_kernel_functions.cache_clear()
+    memory_ops._import_kernel_functions.cache_clear()
 
 
 def test_a_model_asks_for_the_triton_kernels():

@@ -19,10 +19,9 @@ from memorize_runs import (
     without_momentum,
 )
 
-from titans_hf.memory_kernel import memorize_by_kernel
 from titans_hf.memory_listing import torch_chunk_comba, torch_chunk_titans
 from titans_hf.memory_network import UpdateRule
-from titans_hf.memory_ops import memorize
+from titans_hf.memory_ops import memorize, memorize_by_kernel
 from titans_hf.memory_reference import memorize_reference
 from titans_hf.memory_state import MemorizeOutput, MemoryInputs, MemoryState
 from titans_hf.token_grid import TokenGrid
