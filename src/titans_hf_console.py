@@ -1,4 +1,4 @@
-"""The command `titans-hf`: its subcommands are the scripts of the package `titans_hf`.
+"""The command `titans-hf`: its subcommands are the modules of `titans_hf.cli`.
 
 This module lies beside the package, because importing anything of the package imports torch and transformers first.
 That takes seconds, which `titans-hf --help` does not need.
@@ -8,45 +8,35 @@ import __future__
 
 import ast
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.metadata import version
 from importlib.util import find_spec, module_from_spec
-from typing import NamedTuple
-
-
-class Command(NamedTuple):
-    """A subcommand: the module whose `main()` it runs, what it does, and the extra of the wheel that it needs."""
-
-    module: str
-    summary: str
-    extra: str | None = None
-
 
 TRANSFORMERS_CLI = "titans_hf.cli.serve"
+# By name: the module whose `main()` a command runs, a summary, and the extra of the wheel that it needs.
 COMMANDS = {
-    "train": Command("titans_hf.cli.train", "train or fine-tune a causal language model", "train"),
-    "fit": Command("titans_hf.cli.fit", "fit a memory to texts, for any causal language model"),
-    "merge": Command("titans_hf.cli.merge", "merge a LoRA adapter into its model", "finetune"),
-    "read": Command("titans_hf.cli.read", "read texts into a memory and save it", "train"),
-    "ask": Command("titans_hf.cli.ask", "answer prompts from a saved memory", "train"),
-    "surprise": Command("titans_hf.cli.surprise", "show how much each word changed the memory", "train"),
-    "serve": Command(TRANSFORMERS_CLI, "serve a checkpoint over HTTP, with OpenAI's API", "serve"),
-    "chat": Command(TRANSFORMERS_CLI, "chat with a served checkpoint", "serve"),
-    "forecast": Command("titans_hf.cli.forecast", "forecast the time series of a CSV file", "train"),
-    "lm-eval": Command("titans_hf.cli.lm_eval_command", "run lm-eval's own command line, for any task", "eval"),
-    "demo": Command("titans_hf.cli.demo", "train two small models and compare their recall", "demo"),
+    "train": ("titans_hf.cli.train", "train or fine-tune a causal language model", "train"),
+    "fit": ("titans_hf.cli.fit", "fit a memory to texts, for any causal language model", None),
+    "merge": ("titans_hf.cli.merge", "merge a LoRA adapter into its model", "finetune"),
+    "read": ("titans_hf.cli.read", "read texts into a memory and save it", "train"),
+    "ask": ("titans_hf.cli.ask", "answer prompts from a saved memory", "train"),
+    "surprise": ("titans_hf.cli.surprise", "show how much each word changed the memory", "train"),
+    "serve": (TRANSFORMERS_CLI, "serve a checkpoint over HTTP, with OpenAI's API", "serve"),
+    "chat": (TRANSFORMERS_CLI, "chat with a served checkpoint", "serve"),
+    "forecast": ("titans_hf.cli.forecast", "forecast the time series of a CSV file", "train"),
+    "lm-eval": ("titans_hf.cli.lm_eval_command", "run lm-eval's own command line, for any task", "eval"),
+    "demo": ("titans_hf.cli.demo", "train two small models and compare their recall", "demo"),
 }
-# The help of these commands is that of transformers and of lm-eval; `argparse` alone makes that of the others.
+# Transformers and lm-eval make the help of these commands; `argparse` alone makes the help of the others.
 OTHER_PARSERS = {"serve", "chat", "lm-eval"}
 
 
 def usage() -> str:
     """Returns the help of `titans-hf`."""
-    rows = "\n".join(f"  {name:<12}{command.summary}" for name, command in COMMANDS.items())
+    rows = "\n".join(f"  {name:<12}{summary}" for name, (_, summary, _) in COMMANDS.items())
     return (
         f"usage: titans-hf COMMAND [options]\n\ncommands:\n{rows}\n\n"
         "titans-hf COMMAND --help shows the options of a command, titans-hf --version the version.\n"
@@ -87,7 +77,7 @@ def show_help(name: str) -> None:
     sys.meta_path.insert(0, _StandardLibraryAlone())
     sys.modules["titans_hf"] = module_from_spec(find_spec("titans_hf"))  # without running its __init__
     sys.argv = [f"titans-hf {name}", "--help"]
-    spec = find_spec(COMMANDS[name].module)
+    spec = find_spec(COMMANDS[name][0])
     tree = ast.parse(spec.loader.get_source(spec.name))
     module = {"__name__": spec.name, "__doc__": ast.get_docstring(tree, clean=False)}
     for statement in tree.body:
@@ -98,18 +88,17 @@ def show_help(name: str) -> None:
 
 
 def _run(name: str) -> None:
-    command = COMMANDS[name]
-    # transformers' command line parses `serve` and `chat` itself; the scripts parse what follows their own name.
-    sys.argv[:2] = ["titans-hf", name] if command.module == TRANSFORMERS_CLI else [f"titans-hf {name}"]
-    _load(command)()
-
-
-def _load(command: Command) -> Callable[[], object]:
-    """Imports the command's `main`. Raises ModuleNotFoundError that names the extra to install."""
+    """Imports the command's module and runs its `main`. Raises ModuleNotFoundError that names the extra to install."""
+    module, _, extra = COMMANDS[name]
+    # transformers' command line parses `serve` and `chat` itself; the others parse the arguments after their own name.
+    sys.argv[:2] = ["titans-hf", name] if module == TRANSFORMERS_CLI else [f"titans-hf {name}"]
     try:
-        return import_module(command.module).main
+        main = import_module(module).main
     except ModuleNotFoundError as error:
-        if command.extra is None or (error.name or "").startswith("titans_hf"):
+        if extra is None or (error.name or "").startswith("titans_hf"):
             raise
-        name, hint = (error.name or "").partition(".")[0], f'pip install -e ".[{command.extra}]"'
-        raise ModuleNotFoundError(f"the package {name} is missing: {hint}", name=name) from error
+        missing = (error.name or "").partition(".")[0]
+        raise ModuleNotFoundError(
+            f'the package {missing} is missing: pip install -e ".[{extra}]"', name=missing
+        ) from error
+    main()

@@ -8,7 +8,7 @@ Eager attention, whose weights are recorded, and the masks for the other values 
 Shapes: B batch, T query slots, K key slots, P persistent tokens, W window, L segment length, h heads, D head size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -207,11 +207,11 @@ class WindowAttention(TitansAttention):
     def _attend_token(
         self, queries: Tensor, new: KeyValueCache, kv_cache: WindowCache, oldest: Tensor, grid: TokenGrid, **kwargs
     ) -> tuple[Tensor, Tensor | None, KeyValueCache]:
-        """Computes attention of one token of each row (B, 1, h, D). Returns what `attend` does, and the keys and values
-        of the window and of the token (B, N + 1, h, D).
+        """Computes attention of one token of each row (B, 1, h, D). Returns the results of `attend`, and the keys and
+        values of the window and of the token (B, N + 1, h, D).
         """
         persistent = kv_cache.persistent.keys
-        if self.keeps_plain_queries:  # rotated like the query, so that their score is that of no rotation
+        if self.keeps_plain_queries:  # rotated like the query: the score is the same as without rotations
             persistent = rotate(persistent, *grid.rotary)
         keys = torch.cat([persistent, kv_cache.window.keys, new.keys], dim=1)
         values = torch.cat([kv_cache.persistent.values, kv_cache.window.values, new.values], dim=1)
@@ -282,26 +282,9 @@ class WindowAttention(TitansAttention):
         return torch.cat([persistent, band.gather(-1, columns.expand(*band.shape[:2], -1, -1))], dim=-1)
 
 
-class SegmentProjections(NamedTuple):
-    """queries, keys and values (B, T, h, D) of a segment S, rotated (queries by `rotate_queries`); cos (B or 1, T, 1,
-    rotary_dim) and sin for h.
-    """
-
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-    cos: Tensor
-    sin: Tensor
-
-    def split(self, length: int) -> list["SegmentProjections"]:
-        """Splits several segments of `length` tokens."""
-        # Not by indexing: the backward of an index is a tensor of the full size for every segment, which is quadratic.
-        return [SegmentProjections(*parts) for parts in zip(*(x.split(length, dim=1) for x in self), strict=True)]
-
-
 class SegmentAttention(TitansAttention):
-    """Causal attention within a segment over [P | h | S] (eq. 22-23): persistent tokens, what the memory recalls for
-    each token of the segment (h), and the segment (S). Token i attends to h_j and S_j for j <= i, since h_j is computed
+    """Causal attention within a segment over [P | h | S] (eq. 22-23): persistent tokens, the memory's recall for each
+    token of the segment (h), and the segment (S). Token i attends to h_j and S_j for j <= i, since h_j is computed
     from token j (paper section 4.1).
 
     The cache holds the rotated keys of h and of S for every slot of the segment.
@@ -315,39 +298,45 @@ class SegmentAttention(TitansAttention):
 
         return self.persistent_keys_and_values(persistent).map(pad)
 
-    def project(self, hidden_states: Tensor, slots: Tensor) -> SegmentProjections:
-        """Projects and rotates hidden_states (B, T, hidden); each token is at `slots` (B or 1, T) of its segment."""
-        # For all segments at once: a decoded token takes less time than with factors for each segment.
+    def project(self, hidden_states: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
+        """Projects and rotates hidden_states (B, T, hidden); each token is at `slots` (B or 1, T) of its segment.
+
+        Returns queries (rotated by `rotate_queries`), keys and values (B, T, h, D), and cos and sin (B or 1, T, 1,
+        rotary_dim) for h.
+        """
+        # The factors of all segments at once, so that a decoded token is faster.
         queries, new = self.project_queries(hidden_states), self.project_keys_and_values(hidden_states)
         positions = torch.cat([slots, slots + self.config.segment_length])
         cos, sin = rotary_factors(self.config, positions, queries.dtype)
         (cos, own_cos), (sin, own_sin) = cos.chunk(2), sin.chunk(2)
         queries, keys = self.rotate_queries(queries, own_cos, own_sin), rotate(new.keys, own_cos, own_sin)
-        return SegmentProjections(queries, keys, new.values, cos, sin)
+        return queries, keys, new.values, cos, sin
 
     def forward(
         self,
-        projected: SegmentProjections,
+        projected: Sequence[Tensor],
         recalled: Tensor,
         kv_cache: KeyValueCache,
         slots: Tensor | None = None,
         filled: Tensor | None = None,
         **kwargs,
     ) -> AttentionOutput:
-        """Computes attention of the projected tokens of a segment, with the recalled tokens h (B, T, hidden).
+        """Computes attention of the tokens of a segment, as `project` returns them, with the recalled tokens h
+        (B, T, hidden).
 
         slots: (B, T) int64, of the tokens in the segment; None for its first T. filled: (B, T) bool, True at slots with
         a token; None if all have one. `kwargs` go to the attention function. Returns weights (B, h, T, P + 2 L).
         """
         length, num_persistent = self.config.segment_length, self.config.num_persistent_tokens
+        queries, keys, values, cos, sin = projected
         num_keys = recalled.shape[1] if slots is None else length
         positions = torch.arange(num_keys, device=recalled.device)
         query_positions = positions[None] if slots is None else slots
         new = self.project_keys_and_values(recalled)
-        recalled_keys = rotate(new.keys, projected.cos, projected.sin)
+        recalled_keys = rotate(new.keys, cos, sin)
         kv_cache = KeyValueCache(
-            self._store(kv_cache.keys, recalled_keys, projected.keys, slots, filled),
-            self._store(kv_cache.values, new.values, projected.values, slots, filled),
+            self._store(kv_cache.keys, recalled_keys, keys, slots, filled),
+            self._store(kv_cache.values, new.values, values, slots, filled),
         )
         mask = positions <= query_positions[..., None]
         mask = torch.cat([mask.new_ones(*mask.shape[:2], num_persistent), mask, mask], dim=-1)
@@ -358,7 +347,7 @@ class SegmentAttention(TitansAttention):
             parts = weights.split([num_persistent, num_keys, num_keys], dim=-1)
             return torch.cat([parts[0], *(nn.functional.pad(x, (0, length - num_keys)) for x in parts[1:])], dim=-1)
 
-        output, weights = self.attend(projected.queries, used.keys, used.values, mask, by_slot, **kwargs)
+        output, weights = self.attend(queries, used.keys, used.values, mask, by_slot, **kwargs)
         return AttentionOutput(self.o_proj(output), weights, kv_cache)
 
     def _split(self, cached: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,7 +2,8 @@
 
 `memory.json` is replaced last, atomically: after an interrupted save, the folder still holds the previous memory.
 Processes that save into one folder wait for each other (a lock); a process that loads during a save gets either the
-previous memory or the new one. A save that would remove what another process has saved meanwhile goes beside it.
+previous memory or the new one. If another process has saved meanwhile, its memory stays, and the
+save goes into a folder beside it.
 Whatever fails while a folder is read or written is one ValueError or OSError that names the folder.
 """
 
@@ -39,8 +40,8 @@ ADAPTER_ATTRIBUTES = ("active_adapters", "disable_adapters", "merged_adapters", 
 class SavedMemory(NamedTuple):
     """The content of a memory folder.
 
-    description: the content of memory.json; before a save, without what `write_memory` adds. tensors: by name;
-    "0.state.conv_state" is a tensor of layer 0. num_columns, record_past: attributes of the cache's layers
+    description: the content of memory.json; before a save, without the entries that `write_memory` adds. tensors: by
+    name; "0.state.conv_state" is a tensor of layer 0. num_columns, record_past: attributes of the cache's layers
     (`TitansCacheLayer`), the same in all of them.
     """
 
@@ -251,7 +252,7 @@ class TensorReader:
             wanted[1] = self.sizes.setdefault(f"{group} columns", min(x.shape[1], most))
         if [*x.shape] != wanted:
             raise ValueError(f"{name} has the shape {tuple(x.shape)}, not {tuple(wanted)}")
-        autocast = "kv_cache" in name or part in ("conv_state", "inputs")  # their dtype may be that of a call
+        autocast = "kv_cache" in name or part in ("conv_state", "inputs")  # written in a call's dtype
         if x.dtype != form.dtype and not (autocast and x.dtype in (torch.bfloat16, torch.float16)):
             raise ValueError(f"{name} has the dtype {x.dtype}, not {form.dtype}")
         _check_finite(name, x)
@@ -277,7 +278,7 @@ def _current(folder: Path) -> dict[str, Any] | None:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Removes the file of the previous memory and what interrupted saves have left. The caller holds the lock."""
+    """Removes the file of the previous memory and the leftovers of interrupted saves. The caller holds the lock."""
     try:
         named = read_description(folder)["file"]
     except FileNotFoundError:

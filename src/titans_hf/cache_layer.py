@@ -20,8 +20,9 @@ from .token_grid import Columns, pad_before
 
 @dataclass
 class KeyValueCache:
-    """Keys and values of attention, (B, N, h, D) each: in MAG and MAL the parts of a `WindowCache`, in MAC those of the
-    persistent tokens, of the recalled tokens h and of the segment (N = P + 2 L). All but persistent keys are rotated.
+    """Keys and values of attention, (B, N, h, D) each: in MAG and MAL the parts of a `WindowCache`, in MAC the keys
+    and values of the persistent tokens, the recalled tokens h and the segment (N = P + 2 L). All but persistent keys
+    are rotated.
     """
 
     keys: Tensor
@@ -72,7 +73,7 @@ class LayerState:
         return map_tensors(fn, self, *others)
 
     def where_rows(self, rows: Tensor, other: "LayerState") -> "LayerState":
-        """Returns a state with the rows of this one where `rows` (B,) bool is True, and those of `other` elsewhere."""
+        """Returns a state with this state's rows where `rows` (B,) bool is True, and the rows of `other` elsewhere."""
         states = (self, other)
         if isinstance(self.kv_cache, WindowCache):  # one may have room for more tokens than the other
             length = max(state.kv_cache.window.keys.shape[1] for state in states)

@@ -195,7 +195,7 @@ class TitansCache(Cache):
         Raises ValueError for a weight outside of 0 to 1, for caches of different models, and for a cache that has read
         nothing, has reset rows or has columns to read again; RuntimeError for a cache that records.
         """
-        # The mean keeps what each memory holds. A sum of their changes fails far from the trained length.
+        # The mean keeps the content of each memory. A sum of their changes fails far from the trained length.
         if not 0 <= weight <= 1:
             raise ValueError(f"`weight` must be from 0 to 1, but is {weight}.")
         check_cache_class("other", other)
@@ -295,7 +295,7 @@ class TitansCache(Cache):
             return api.upload_folder(repo_id=repo_id, folder_path=folder, **kwargs)
 
     def check_fits(self, config: TitansConfig, batch_size: int) -> None:
-        """Raises ValueError, naming what differs, for another config or batch size than the cache was made for."""
+        """Raises ValueError, naming the difference, for another config or batch size than the cache was made for."""
         _check_equal("`cache` does not fit the model:", self.made_for, _shaping_fields(config))
         if self.batch_size not in (-1, batch_size):
             advice = (

@@ -92,8 +92,8 @@ def _update_rule(config: "TitansConfig") -> str:
 @strict
 class TitansConfig(PreTrainedConfig):
     r"""
-    Configures a Titans model. Fields that are not listed here are those of Transformers. *By form* is a default that
-    `memory_form` sets: the value of `"titans"`, then those of the other forms if they differ.
+    Configures a Titans model. Fields that are not listed here are as in Transformers. *By form* is a default that
+    `memory_form` sets: the value of `"titans"`, then the values of the other forms if they differ.
 
     Args:
         variant (`str`, defaults to `"mag"`):
@@ -134,8 +134,9 @@ class TitansConfig(PreTrainedConfig):
         memory_chunk_size (`int`, by form 64; `"paper"` 16):
             Tokens whose gradients are taken at the same weights (section 3.2).
         memory_update_rule (`str`, by form `"delta"`; `"paper"`, and with `memory_network="residual"`, `"chunk"`):
-            Weights at which the error of the last layer is taken. `"chunk"`: those of the chunk's start (eq. 16).
-            `"delta"`: those before each token (eq. 10), exactly, so that one write can replace what a key retrieves.
+            Weights at which the error of the last layer is taken. `"chunk"`: the weights at the chunk's start (eq. 16).
+            `"delta"`: the weights before each token (eq. 10), exactly, so that one write can replace the value that a
+            key retrieves.
         memory_max_lr (`float`, *optional*):
             Largest factor of a gradient (theta, eq. 10); 0 turns the memory and the token memory off. Default: 1/2 with
             the delta rule, otherwise 1 / b in chunks of b tokens, and 2 / (L b) from L = 3 layers on. A larger value
@@ -155,8 +156,8 @@ class TitansConfig(PreTrainedConfig):
             Share n of noise in the initial filters, from 0 to 1: sqrt(1 - n^2) times the identity (on keys a delay of
             one token) plus n times noise of norm 1. With 0, recall is learned fastest; with 1, language.
         memory_output_norm (`str`, by form `"clip"`; `"paper"` `"rms"`):
-            Normalises what a head retrieves (section 4.4): `"rms"` always; `"clip"` only lengths above 1, the length of
-            a value, so that small retrievals stay small.
+            Normalises the values that a head retrieves (section 4.4): `"rms"` always; `"clip"` only lengths above 1,
+            the length of a value, so that small retrievals stay small.
         memory_residual (`bool`, by form `True`; `"paper"` `False`):
             Adds the memory's output m to attention's y in MAG, MAL and MAC: `y * sigmoid(norm(m)) + m` instead of eq.
             28, 31 and 25, and attention reads `norm(x + m)` in MAL instead of `norm(m)`.

@@ -92,8 +92,8 @@ def gate_products(
     """Computes the products from theta, log eta (None without momentum) and log(1 - alpha), each (..., C); `filled`
     (..., C) is False at slots without a token.
 
-    Also returns what the backward needs: R, whose columns at empty slots are 0, and R E (R without momentum),
-    (..., C, C) each; E (..., C, C) and eta of the first token (..., 1), both None without momentum.
+    Also returns the factors that the backward needs: R, whose columns at empty slots are 0, and R E (R without
+    momentum), (..., C, C) each; E (..., C, C) and eta of the first token (..., 1), both None without momentum.
     """
     inner_lr, log_momentum_decay, log_retain = zero_empty_slots(filled, inner_lr, log_momentum_decay, log_retain)
     retain_products = segment_products(log_retain)  # R
@@ -105,7 +105,7 @@ def gate_products(
         products = GateProducts(retain_products * inner_lr[..., None, :], weights_decay, None, None, None)
         return products, (retain_products, retain_products, None, None)
     momentum_products = segment_products(log_momentum_decay)  # E
-    first_decay = log_momentum_decay[..., :1].exp()  # m is eta_0 times the first column of E, so that f is that of R E
+    first_decay = log_momentum_decay[..., :1].exp()  # times the first column of E it is m, and of R E it is f
     combined_products = retain_products @ momentum_products  # R E: (..., C, C) @ (..., C, C)
     products = GateProducts(
         gradient_to_weights=combined_products * inner_lr[..., None, :],  # G = (R E) diag(theta)
@@ -120,7 +120,7 @@ def gate_products(
 class ChunkLayer(NamedTuple):
     """One layer of the memory network in a chunk, or the gradients with respect to it.
 
-    offset (W), momentum (S) (N, d_in, d_out): at the chunk's start; the offset is the weights less the decay target,
+    offset (W), momentum (S) (N, d_in, d_out): at the chunk's start; the offset is the weights minus the decay target,
     the momentum None without momentum.
     inputs h (N, C, d_in), deltas (N, C, d_out): the factors of the tokens' gradients; deltas None before the delta rule
     computes them.
@@ -155,7 +155,7 @@ class EndGates(NamedTuple):
 
 
 class EarlierGates(NamedTuple):
-    """The gate products before each token: those after the token before, of which the first has none."""
+    """The gate products before each token, which are the products after the token before it."""
 
     system: Tensor  # row i: G_{i-1} (N, C, C), 1/2 at column i and 0 from there on
     weights_decay: Tensor  # beta (N, C, 1), 1 before the first token
@@ -163,7 +163,7 @@ class EarlierGates(NamedTuple):
 
     @classmethod
     def of(cls, gates: GateProducts) -> "EarlierGates":
-        """Shifts the products after each token to those before each token."""
+        """Shifts the products after each token by one token."""
         f, system = gates.momentum_to_weights, pad(gates.gradient_to_weights, (0, 0, 1, -1))
         system.diagonal(dim1=-2, dim2=-1).fill_(0.5)
         return cls(
@@ -220,7 +220,7 @@ class GroupFunctions(NamedTuple):
 
 
 def unstack(tree: Any, num_chunks: int) -> list[Any]:
-    """Splits tensors of a group (P * N, ...) into those of its chunks (N, ...), which are views."""
+    """Splits tensors of a group (P * N, ...) into views, one for each of its chunks (N, ...)."""
     if tree is None:
         return [None] * num_chunks
     if num_chunks == 1:
@@ -266,7 +266,7 @@ def group_forward(
     chunk_states: Callable[..., tuple[MemoryState, MemoryState]] | None = None,
 ) -> MemorizeOutput:
     """Computes the retrieved values of a group's queries, the tokens' surprise if it is needed, both (P * N, C, ...),
-    and the state at the group's end. The arguments are those of `group_intermediates`.
+    and the state at the group's end. The arguments are as in `group_intermediates`.
     """
     group = group_intermediates(inputs, state, decay_target, starts, rule, chunk_states)
     retrieved = apply_layers(group.inputs.queries, reads_of_layers(group), rule.network)

@@ -61,9 +61,9 @@ def group_backward(
     chunk_gradients: Callable[..., tuple[MemoryState, MemoryState]] | None = None,
 ) -> tuple[MemoryInputs, MemoryState, list[Tensor]]:
     """Computes the backward of `group_forward` of an MLP whose layers have the same gates, from the gradients with
-    respect to what the queries retrieve (P * N, C, D) and to the state at the end; an empty anchor there is 0. Returns
-    the gradients with respect to the inputs (P * N, C, ...), the state at the group's start and the decay target (empty
-    for 0).
+    respect to the values that the queries retrieve (P * N, C, D) and to the state at the end; an empty anchor there is
+    0. Returns the gradients with respect to the inputs (P * N, C, ...), the state at the group's start and the decay
+    target (empty for 0).
 
     chunk_gradients: computes, from the group, the gradients with respect to its layers by the reads, the derivatives of
     the gradient factors, `grads` and `starts`, the gradients with respect to the states at the ends of all chunks, and
@@ -79,7 +79,7 @@ def group_backward(
         layers.insert(0, of_layer)
         gates.insert(0, of_gates)
         grad = grad.mul_(slopes[i - 1]) if i > 0 else grad
-    # 3. From the last chunk to the first: what the state at a chunk's end and the deltas depend on
+    # 3. From the last chunk to the first: the states at the chunks' ends and the deltas
     derivatives, at_start = _derivatives(group), None
     num_rows = len(grads.weights[0])
     if chunk_gradients is not None:
@@ -91,7 +91,7 @@ def group_backward(
     for i, (layer, total) in enumerate(zip(group.layers, layers, strict=True)):
         of_weights, *of_end = stack([x[i] for x in of_ends])
         gates[i] = _with_end_gates(gates[i], layer, of_weights, *of_end)
-        if layer.decay_target is not None:  # the offset is the weights less the target
+        if layer.decay_target is not None:  # the offset is the weights minus the target
             grad_target.append(total.decay_target.add_(of_weights).sub_(total.offset))
     grad_values = None
     if of_deltas:
@@ -124,9 +124,9 @@ def _chunks_backward(
     """Computes the backward of the chunks' ends, of `token_deltas` and of the gradient factors, from the last chunk to
     the first; adds the gradients with respect to `layers` to them, in place.
 
-    Returns the gradients with respect to the state at the group's start, and for each chunk what `_end_backward`
-    returns for each layer, what `_token_deltas_backward` returns (with the delta rule) and what
-    `gradient_factors_backward` returns for the tokens (with an anchor).
+    Returns the gradients with respect to the state at the group's start, and for each chunk three results: of
+    `_end_backward` for each layer, of `_token_deltas_backward` (with the delta rule), and of
+    `gradient_factors_backward` for the tokens (with an anchor).
     """
     num_chunks, depth = len(group.chunks), len(group.layers)
     of_chunks = zip(
@@ -253,9 +253,9 @@ def _end_backward(
     grad_weights: Tensor, grad_momentum: Tensor | None, layer: ChunkLayer, total: ChunkLayer, end: EndGates
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Computes the backward of `_end_of_chunk` for one layer; adds the gradients with respect to the layer to `total`,
-    in place. Returns what the gradients with respect to the gates need: the given gradients with respect to weights and
-    momentum at the end (N, d_in, d_out), and their products with the deltas (N, C, d_in), or with the inputs if they
-    are wider (N, C, d_out).
+    in place. Returns the tensors that the gradients with respect to the gates need: the given gradients with respect to
+    weights and momentum at the end (N, d_in, d_out), and their products with the deltas (N, C, d_in), or with the
+    inputs if they are wider (N, C, d_out).
     """
     total.offset.addcmul_(end.weights_decay, grad_weights)
     weights_product = _subtract_steps_backward(grad_weights, layer, total, end.gradient_to_weights)
@@ -291,8 +291,8 @@ def _with_end_gates(
     weights_product: Tensor,
     momentum_product: Tensor | None,
 ) -> GateProducts:
-    """Adds the gradients with respect to `EndGates`, from what `_end_backward` returned, to those of the gate products
-    of one layer.
+    """Adds the gradients with respect to `EndGates`, computed from the results of `_end_backward`, to `total`, the
+    gradients with respect to the gate products of one layer.
     """
     narrower = layer.deltas if layer.inputs.shape[-1] > layer.deltas.shape[-1] else layer.inputs
     total.gradient_to_weights[..., -1, :] -= (narrower * weights_product).sum(-1)
@@ -309,8 +309,8 @@ def _with_end_gates(
 def _earlier_gates_backward(
     products: Tensor, from_weights: Tensor, from_momentum: Tensor | None, layer: ChunkLayer
 ) -> GateProducts:
-    """Shifts the gradients with respect to `EarlierGates`, from what `_token_deltas_backward` returned, to those of the
-    gate products: the products before token i are the products after token i - 1.
+    """Computes the gradients with respect to the gate products from the results of `_token_deltas_backward`, which are
+    of `EarlierGates`: the products before token i are the products after token i - 1.
     """
     grad_f = None
     if from_momentum is not None:
@@ -352,7 +352,7 @@ def gate_products_backward(
 
 
 def _suffix_sums(x: Tensor) -> Tensor:
-    """Sums each entry and those after it: (..., C)."""
+    """Sums each entry and all entries after it: (..., C)."""
     return x.flip(-1).cumsum(-1).flip(-1)
 
 
@@ -360,5 +360,5 @@ def _segment_sums_backward(grad: Tensor) -> Tensor:
     """Computes the gradients with respect to x_l (..., C) from the gradients of the sums over j < l <= t at [t, j], 0
     above the diagonal.
     """
-    # Not as the sum of the columns j < l less that of the rows t < l: eta's gradient would be ten times less exact.
+    # Not as the sum of the columns j < l minus the sum of the rows t < l: its error is ten times as large for eta.
     return pad(grad.cumsum(-1).tril(-1).sum(-2)[..., :-1], (1, 0))

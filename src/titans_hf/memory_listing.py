@@ -4,8 +4,8 @@
 `torch_chunk_titans` is the deep form: an MLP of any depth, the gradients of a chunk at the weights of its start, the
 last layer's by the delta rule, momentum, clipping, forgetting to the initial weights.
 
-`memory_ops.memorize` computes the same faster or with less memory; it also knows padding, documents and rows that start
-within a chunk. Equation numbers are the paper's (arXiv 2501.00663).
+`memory_ops.memorize` computes the same faster or in a smaller space; it also knows padding, documents and rows that
+start within a chunk. Equation numbers are the paper's (arXiv 2501.00663).
 """
 
 import torch
@@ -26,7 +26,7 @@ def torch_chunk_comba(
     output_final_state: bool = False,
     chunk_size: int = 64,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes a linear memory with the delta rule; names and layout are those of `fla.ops.comba.chunk_comba`.
+    """Computes a linear memory with the delta rule; names and layout as in `fla.ops.comba.chunk_comba`.
 
         S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - p_t S_{t-1})        o_t = scale q_t S_t
 
@@ -57,10 +57,10 @@ def torch_chunk_comba(
     # First phase: all chunks at once. decay[t, j] = prod_{j<l<=t} exp(g_l), 0 for j > t, from sums of logarithms.
     decay = g[..., None, :].expand(*g.shape, chunk_size).triu(1).cumsum(-1).exp().triu().mT  # (C, C)
     from_start = g.cumsum(-1).exp()[..., None]  # (C, 1), of S_0 after token t
-    # Row i holds the factors before token i: those after token i - 1.
+    # Row i holds the factors before token i, which are the factors after token i - 1.
     decay_before, from_start_before = F.pad(decay, (0, 0, 1, -1)), F.pad(from_start, (0, 0, 1, -1), value=1.0)
 
-    # u_i = beta_i (v_i - p_i S_{i-1}) is what token i writes. S_{i-1} holds what the tokens j < i wrote, so u solves
+    # Token i writes u_i = beta_i (v_i - p_i S_{i-1}). S_{i-1} holds the writes of the tokens j < i, so u solves
     # (I + A) u = beta (v - from_start_before p S_0), A_ij = beta_i decay_before_ij (p_i . k_j).
     beta = beta[..., None]
     system = beta * decay_before * (p @ k.mT)  # (C, K) @ (K, C), strictly lower triangular
@@ -68,7 +68,7 @@ def torch_chunk_comba(
     solved = torch.linalg.solve_triangular(system, right_sides, upper=False, unitriangular=True)
     written, reads_of_start = solved.split([v.shape[-1], p.shape[-1]], dim=-1)  # u = written - reads_of_start S_0
 
-    scores = decay * (q @ k.mT) * scale  # (C, K) @ (K, C): what token t reads of the chunk's tokens
+    scores = decay * (q @ k.mT) * scale  # (C, K) @ (K, C): token t's reads of the chunk's tokens
     q, k = scale * from_start * q, decay[..., -1, :, None] * k
     state = v.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1]) if initial_state is None else initial_state.to(v)
 
@@ -107,7 +107,7 @@ def torch_chunk_titans(
     Args:
         q, k, v: (B, T, H, D).
         theta, log_eta, log_retain: (B, T, H); log_retain is log(1 - alpha).
-        initial_weights: M_0 of each layer, (H, d_in, d_out) or (B, H, d_in, d_out): what forgetting leads to.
+        initial_weights: M_0 of each layer, (H, d_in, d_out) or (B, H, d_in, d_out); forgetting leads to it.
         weights, momentum: M and S before the first token, which starts a chunk: (B, H, d_in, d_out) of each layer.
         error_clip: kappa; None for no clip. The error M(k) - v is clipped at kappa |v|, a layer's gradient at
             4 kappa |v|.
@@ -141,8 +141,8 @@ def torch_chunk_titans(
         steps = (retain @ decay) * theta_c[..., None, :]  # G: of u_i in M_t, (C, C) @ (C, C) (eq. 13 and 14, unrolled)
         from_momentum = retain @ m  # f: of S_0 in M_t, (C, C) @ (C, 1)
 
-        # 4. The delta rule: the last layer's errors at the weights before each token contain what the tokens before it
-        #    wrote in this chunk, so its deltas solve a triangular system. Row i of a factor is that after token i - 1.
+        # 4. The delta rule: the last layer's errors at the weights before each token contain the writes of the chunk's
+        #    earlier tokens, so its deltas solve a triangular system. Row i of a factor is its row after token i - 1.
         if hidden_step is not None:
             x, w, s, m_0 = h[-1], weights[-1], momentum[-1], initial_weights[-1]
             beta_before, f_before = F.pad(beta, (0, 0, 1, -1), value=1.0), F.pad(from_momentum, (0, 0, 1, -1))

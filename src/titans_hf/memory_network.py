@@ -129,7 +129,7 @@ class GradientFactors(NamedTuple):
     """
 
     inputs: list[Tensor]  # h (..., T, d_in)
-    deltas: list[Tensor]  # (..., T, d_out), clipped; those of the hidden layers times `hidden_step`
+    deltas: list[Tensor]  # (..., T, d_out), clipped; in hidden layers times `hidden_step`
     intermediates: FactorsIntermediates | None  # None in a residual network, and without an anchor
     hidden_step: float = 1.0
 
@@ -245,7 +245,7 @@ def single_layer_factors(keys: Tensor, deltas: Tensor) -> GradientFactors:
 
 
 def with_last_deltas(factors: GradientFactors, deltas: Tensor) -> GradientFactors:
-    """Replaces the deltas (..., T, d_out) of the last layer by those of the delta rule."""
+    """Replaces the deltas of the last layer by the delta rule's (..., T, d_out)."""
     return factors._replace(deltas=[*factors.deltas[:-1], deltas])
 
 
@@ -373,8 +373,8 @@ def tokens_backward(
     first_weights: Tensor,
     grad_keys: Tensor,
 ) -> Tensor:
-    """Adds the gradients with respect to the keys to `grad_keys`, in place, and returns those with respect to the
-    values, from what `gradient_factors_backward` returned.
+    """Adds the gradients with respect to the keys to `grad_keys`, in place, and returns the gradients with respect to
+    the values, from the results of `gradient_factors_backward`.
     """
     grad_keys.baddbmm_(grad_output, first_weights.mT)  # (N, T, d_out) @ (N, d_out, d_in)
     grad_values = -grad_error

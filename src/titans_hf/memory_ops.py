@@ -66,8 +66,8 @@ def compile_chunks(**options) -> None:
 ScanArguments = tuple[MemoryInputs, MemoryState, tuple[Tensor, ...]]
 
 
-# A group of consecutive chunks of equal size: how many they are, their tokens, what computes them, and (number of
-# chunks, N) bool, True where a non-empty chunk starts in this call; None for everywhere. A chunk that started in an
+# A group of consecutive chunks of equal size: their number, their tokens, the functions that compute them, and (number
+# of chunks, N) bool, True where a non-empty chunk starts in this call; None for everywhere. A chunk that started in an
 # earlier call keeps its anchor.
 Group = tuple[int, int, GroupFunctions, Tensor | None]
 
@@ -83,8 +83,8 @@ def groups_of_chunks(
     `KERNEL_INTERVAL`), of the full chunks that are left (compiled: one by one, so that only two shapes are compiled),
     and of the last chunk if it is shorter.
 
-    compiled, kernel: the functions of groups of full chunks, at most one of them; None for those of `memory_chunk` as
-    they are.
+    compiled, kernel: the functions of groups of full chunks, at most one of them; without either, the functions of
+    `memory_chunk` as they are.
     """
     num_chunks, rest = num_tokens // chunk_size, num_tokens % chunk_size
     interval = CHECKPOINT_INTERVAL if kernel is None else KERNEL_INTERVAL
@@ -145,8 +145,9 @@ def memorize_on_grid(
     """Computes `memorize` for tokens on the slots of a grid for a multiple of `chunk_size`, in the state's dtype. The
     results at empty slots are undefined. The surprise may be None unless the grid asks for it.
 
-    kernel: what computes the update, by its name (`TitansConfig.memory_kernel`), or the functions themselves. That of
-    fla only if several tokens are read and no surprise is needed. A single token of a compiled model is PyTorch's.
+    kernel: the program of the update, by its name (`TitansConfig.memory_kernel`), or its functions themselves. The
+    kernel of fla only if several tokens are read and no surprise is needed. A single token of a compiled model is
+    PyTorch's.
     updates: False to read the memory only.
     """
     _check(inputs, state, rule)
@@ -425,7 +426,7 @@ def choose_kernel(
 
 
 def _misfits(inputs: MemoryInputs, state: MemoryState, rule: UpdateRule) -> list[str]:
-    """Returns what keeps `chunk_comba` from computing an update; nothing if it can."""
+    """Returns the reasons why `chunk_comba` cannot compute an update; none if it can."""
     weights, key_size = state.weights[0], inputs.keys.shape[-1]
     misfits = _misfits_of_any_kernel(weights) | {
         f"the memory has {len(state.weights)} layers, not 1": len(state.weights) != 1,

@@ -66,7 +66,7 @@ def memorize_reference(
     """Updates and reads the memory token by token; arguments and results are as in `memory_ops.memorize`, for inputs
     without empty slots.
 
-    With a `decay_target` M_0, eq. 13 is stated for the weights less M_0.
+    With a `decay_target` M_0, eq. 13 is stated for the weights minus M_0.
     """
     rule.check()
     queries, keys, values, inner_lr, log_momentum_decay, log_retain, _ = inputs

@@ -7,7 +7,7 @@ PyTorch, as if the group were one chunk of P * N rows.
 
 A state is as large as a multiprocessor's registers and shared memory together. So both kernels keep it in global
 memory, where the next chunk finds it in the second-level cache, and pass over it in tiles: `BLOCK` hidden units at a
-time. `tl.debug_barrier` stands where a program reads what its other threads have written. No loop is pipelined
+time. `tl.debug_barrier` stands before a program reads the writes of its other threads. No loop is pipelined
 (`num_stages=1`): Triton would load tiles of the next chunk before this chunk has written them.
 
 The step of one token is a kernel of its own, without gradients: a program has one layer of its row and head's state in
@@ -113,7 +113,7 @@ def write_next_state(
     weights, momentum, anchor, target, start, end, of_target, tile, inputs, deltas, vectors, scalars,
     C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Writes a tile of one layer's state at the next chunk's start: of the weights less M_0, of the momentum, and of
+    """Writes a tile of one layer's state at the next chunk's start: of the weights minus M_0, of the momentum, and of
     the anchor, which becomes the weights where the chunk starts (eq. 13-14, unrolled, 16 and 18).
 
     W_T = beta_T W + f_T S - h^T diag(G_T) delta        S_T = m_T S - h^T diag(E_T theta) delta
@@ -249,8 +249,9 @@ def write_previous_gradients(
     grad_weights, grad_momentum, grad_anchor, start, end, of_anchors, tile, inputs, grad_start_error, of_anchor,
     vectors, scalars, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds to a tile of the gradients with respect to one layer's state at a chunk's start, which holds those of the
-    reads, what comes by the state at the chunk's end, by the delta rule and by the anchor.
+    """Adds gradients to a tile of the gradients with respect to one layer's state at a chunk's start. The tile holds
+    the gradients by the reads; added are the gradients by the state at the chunk's end, by the delta rule and by the
+    anchor.
 
     start, end, of_anchors: where the tile begins in the gradients at this chunk's start, at its end, and in the
     anchor's. tile: its places. inputs: h^T. grad_start_error: places of the gradient with respect to e_0, None without
@@ -502,7 +503,7 @@ def token_kernel(
         error = tl.sum(inputs[:, None] * tl.load(weights_2 + last), 0) - value
         delta = 2 / tl.maximum(square, 1.0) * error
     tl.store(surprise + row, tl.sqrt(hidden_square + square * tl.sum(delta * delta, 0)))
-    # 3. The step, and what the query then retrieves (eq. 15)
+    # 3. The step, and the value that the query then retrieves (eq. 15)
     x = tl.load(queries + row * D + tl.arange(0, D))
     if weights_1 is not None:
         w = write_step(
@@ -519,8 +520,8 @@ def token_kernel(
 
 
 def by_layer(depth: int, *fields: Sequence[Tensor]) -> list[Tensor | None]:
-    """Returns the tensors of the hidden layer, and then those of the last, from fields of one tensor per layer: None
-    for those of an empty field, and of a hidden layer that there is not.
+    """Returns the tensors of the hidden layer, and then of the last layer, from fields of one tensor per layer: None
+    for an empty field, and for the hidden layer of a memory without one.
     """
     of_layers = zip(*(x or [None] * depth for x in fields), strict=True)
     return [None] * len(fields) * (2 - depth) + [x for layer in of_layers for x in layer]
@@ -602,7 +603,7 @@ def chunk_gradients(
     starts: Tensor | None,
 ) -> tuple[MemoryState, MemoryState]:
     """Computes the gradients with respect to the states at the ends of all chunks of a group (P * N, ...), without
-    those of the anchors, and to the state at its start (N, ...).
+    the anchors' gradients, and to the state at its start (N, ...).
 
     reads: the gradients by the group's reads. grads: with respect to the state at the group's end.
     """
@@ -610,7 +611,7 @@ def chunk_gradients(
     keys, is_deep = group.inputs.keys, len(group.layers) > 1
 
     def slots(of_reads: Sequence[Tensor], at_end: Sequence[Tensor]) -> list[Tensor]:
-        """Puts a layer's gradients at the end after those by the reads: (P + 1, N, ...)."""
+        """Puts a layer's gradients at the end after its gradients by the reads: (P + 1, N, ...)."""
         pairs = zip(of_reads, at_end, strict=True)
         return [torch.cat([x.unflatten(0, (-1, num_rows)), end[None]]) for x, end in pairs]
 

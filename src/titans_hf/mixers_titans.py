@@ -288,7 +288,7 @@ class MAGMixer(TitansMixer):
 
 
 class MACMixer(TitansMixer):
-    """Memory as context: attention over what the memory recalls for a segment and over the segment; the memory is then
+    """Memory as context: attention over the memory's recall for a segment and over the segment; the memory is then
     updated with the result and gates it (eq. 21-25). Segments are processed in order: each recalls from the memory at
     the end of the one before.
 
@@ -320,8 +320,8 @@ class MACMixer(TitansMixer):
         return self.config.segment_length != self.config.memory_chunk_size or not self.memory.has_anchor
 
     def mix(self, hidden_states, state, grid, **kwargs):
-        """Mixes segment after segment; what needs no memory is computed for all segments at once: in fewer, larger
-        products.
+        """Mixes segment after segment. Parts that need no memory are computed for all segments at once, in fewer and
+        larger products.
         """
         length, slots = self.config.segment_length, None
         if grid.is_single_token:
@@ -333,7 +333,8 @@ class MACMixer(TitansMixer):
         segments = zip(
             hidden_states.split(length, dim=1),
             queries.split(length, dim=1),
-            projected.split(length),
+            # Not by indexing: its backward makes a tensor of the full size for every segment, which is quadratic.
+            zip(*(x.split(length, dim=1) for x in projected), strict=True),
             grid.split(length),
             strict=True,
         )

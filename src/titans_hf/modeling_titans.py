@@ -340,7 +340,7 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
                 entropy, or their sum divided by `num_items_in_batch` where given.
             logits_to_keep: compute logits only for the last n positions, or for the positions given; 0 for all.
             output_surprise: return the surprise of each token and its gates; a `SurpriseCollector` also collects them.
-        Returns loss where there are labels, logits (B, T or fewer, vocab_size), and what `TitansModel` returns.
+        Returns loss where there are labels, logits (B, T or fewer, vocab_size), and the outputs of `TitansModel`.
         """
         with undone_on_error(cache):
             outputs = self.model(
@@ -404,7 +404,7 @@ class TitansForSequenceClassification(GenericForSequenceClassification, TitansHe
         **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutputWithPast:
         """Computes the logits (B, labels) of the last token of each row, and, with labels (B,) or (B, labels), the loss
-        that fits the config's `problem_type`; other arguments are those of `TitansModel.forward`.
+        that fits the config's `problem_type`; other arguments are as in `TitansModel.forward`.
 
         The last token is the last column whose mask is 1 and whose id is not `pad_token_id`. Transformers' own head
         looks at ids alone: it would classify the undefined output at padding with other ids or of embeddings.
@@ -468,7 +468,7 @@ class TitansForQuestionAnswering(GenericForQuestionAnswering, TitansHead):
         **kwargs: Unpack[TransformersKwargs],
     ) -> QuestionAnsweringModelOutput:
         """Computes start_logits and end_logits (B, T), and with start_positions and end_positions (B,) the loss; other
-        arguments are those of `TitansModel.forward`.
+        arguments are as in `TitansModel.forward`.
 
         The logits of padding are the least number of their dtype: the loss of a row is the same however far the row is
         padded, and no answer lies in padding.

@@ -157,7 +157,7 @@ class OutputProjection(nn.Linear):
 class MemoryOutput(NamedTuple):
     """The result of the memory for the tokens on the slots of a grid.
 
-    output: hidden states (B, T, hidden), or, before the output projection, what the queries retrieve (B, H, T, D) in
+    output: hidden states (B, T, hidden), or, before the output projection, the retrieved values (B, H, T, D) in
     the state's dtype. state and conv_state after the last token. update: the surprise (None if the grid does not ask
     for it) and the gates of each token.
     """
@@ -174,8 +174,8 @@ def is_updated(config: TitansConfig, grid: TokenGrid) -> bool:
 
 
 class NeuralMemory(nn.Module):
-    """Projects tokens to keys, values and queries, learns key -> value at test time and returns what the queries
-    retrieve.
+    """Projects tokens to keys, values and queries, learns key -> value at test time and returns the values that the
+    queries retrieve.
 
     The initial state is learned. It is a layer for any network; the state has the same size after any number of tokens:
 
@@ -274,8 +274,8 @@ class NeuralMemory(nn.Module):
     ) -> MemoryOutput:
         """Updates the memory with hidden_states (R, G, hidden) on the slots of `grid` and reads it for each of them.
 
-        decay_target: of an earlier call of `decay_target`, which is called without it. projects: False for what the
-        queries retrieve, to which `project_output` is to be applied.
+        decay_target: of an earlier call of `decay_target`, which is called without it. projects: False to return the
+        retrieved values, to which `project_output` is to be applied.
         """
         decay_target = self.decay_target(state, grid) if decay_target is None else decay_target
         projected, conv_state = self._project_inputs(hidden_states, conv_state, grid)

@@ -33,7 +33,7 @@ from .neural_memory import TokenGate, is_updated, l2_normalize
 from .token_grid import TokenLayout
 
 RULE = UpdateRule(error_clip=None, delta_rule=True)
-MAX_LR = 0.5  # of theta: a step of 1/2 replaces what the memory returns for a key
+MAX_LR = 0.5  # of theta: a step of 1/2 replaces the value that the memory returns for a key
 THRESHOLD = 1.5  # of the features, which are standard normal before it: 1 in 15 is above
 
 

@@ -47,10 +47,10 @@ def test_help_imports_no_model(name, monkeypatch, capsys):
 @in_one_test("name", console.COMMANDS)
 def test_a_command_gets_its_own_arguments(monkeypatch, name):
     """Each command receives the arguments after its name."""
-    command, received = console.COMMANDS[name], []
-    monkeypatch.setattr(import_module(command.module), "main", lambda: received.append(list(sys.argv)))
+    (module, *_), received = console.COMMANDS[name], []
+    monkeypatch.setattr(import_module(module), "main", lambda: received.append(list(sys.argv)))
     call(monkeypatch, name, "x", "--y")
-    own = command.module == console.TRANSFORMERS_CLI
+    own = module == console.TRANSFORMERS_CLI
     assert received == [["titans-hf", name, "x", "--y"] if own else [f"titans-hf {name}", "x", "--y"]]
 
 

@@ -4,7 +4,6 @@ import io
 import itertools
 import math
 import os
-import re
 import shutil
 import threading
 from contextlib import nullcontext
@@ -20,7 +19,6 @@ from reading_runs import (
     ids_of,
     run_read,
     stop_reading_at,
-    whole_text,
 )
 
 from titans_hf import cache_files, cache_titans
@@ -125,18 +123,6 @@ def test_the_memory_is_saved_by_time(paths, monkeypatch):
     total = run_read(paths, paths.texts, save_seconds=3, piece=32).num_read
     assert saved[:-1] == list(range(saved[0], total, saved[0])) and saved[-1] == total
     assert saved[0] in (64, 96)
-
-
-def test_what_there_is_to_read_is_said_before(paths, capsys, monkeypatch):
-    """A reading that takes long begins with what it reads and how long that takes, by a trial that leaves no trace."""
-    monkeypatch.setattr(read, "TRIAL", 8)
-    run_read(paths, paths.texts)
-    assert_has_read(paths, whole_text(paths))
-    number = len(ids_of(whole_text(paths))[0])
-    said = re.search(
-        r"reading 3 files, 0.0 MB: about ([\d,]+) tokens, which take about .* here \(cpu\)", capsys.readouterr().err
-    )
-    assert abs(int(said[1].replace(",", "")) - number) < 0.1 * number
 
 
 def test_the_weights_are_hashed_once(paths, monkeypatch):

@@ -58,8 +58,8 @@ def answer(
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: GenerationConfig) -> list[int]:
-    """Returns the tokens at which generation ends: those of `options`, else those of the checkpoint's generation
-    config, of which there may be several, else the tokenizer's.
+    """Returns the tokens at which generation ends, by `options`, else by the checkpoint's generation config, which may
+    have several, else by the tokenizer.
     """
     for found in (options.eos_token_id, model.generation_config.eos_token_id, tokenizer.eos_token_id):
         if found is not None:

@@ -56,7 +56,7 @@ def cut_texts(
 
 
 def parts_of(file: Path, tokenizer: PreTrainedTokenizerBase, length: int, choose: random.Random) -> Iterator[Tensor]:
-    """Yields the parts of a file in an order that is drawn, in each of its blocks those shorter than `length` last."""
+    """Yields the parts of a file in an order that is drawn; parts shorter than `length` come last in their block."""
     text = read_text(file, "--text")
     blocks = [text[begin : begin + BLOCK] for begin in range(0, len(text), BLOCK)]
     for block in choose.sample(blocks, len(blocks)):
@@ -86,7 +86,7 @@ def describe_gains(gains: Gains, number: int) -> str:
 
 
 def report(result: FitResult) -> str:
-    """Describes what a fit gains, in nats per token."""
+    """Describes the gains of a fit, in nats per token."""
     fast = describe_gains(result.fast_weights, len(result.fast_weights.columns))
     return (
         f"rate {result.rate:g}\n"

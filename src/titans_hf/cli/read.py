@@ -11,7 +11,6 @@ nothing if it was complete. A memory contains the texts that it has read: treat 
 """
 
 import argparse
-import copy
 import hashlib
 import sys
 import time
@@ -35,10 +34,9 @@ from titans_hf.cli.shared.memories import (
     new_cache,
 )
 from titans_hf.cli.shared.text_files import TEXT_SUFFIXES, describe_files, find_files
-from titans_hf.cli.shared.text_ids import encode, encode_in_windows, newline_decoder
+from titans_hf.cli.shared.text_ids import encode_in_windows, newline_decoder
 
 BLOCK = 1 << 14  # bytes of a text that are read at once
-TRIAL = 256  # tokens that are read twice, to tell before a long reading how long it takes
 
 
 def list_texts(texts: list[str], suffixes: list[str]) -> list[Path | None]:
@@ -120,7 +118,7 @@ class Reading:
 
     def resume(self, append: bool) -> None:
         """Loads the memory of the folder, if it has one, and skips the tokens that it has read. With `append` it skips
-        tokens only if TEXT is the text that the memory has read last, or begins with what it has read of it.
+        tokens only if TEXT is the text that the memory has read last, or begins with the part that the memory has read.
 
         Raises ValueError if it has read other texts, unless `append` is set.
         """
@@ -146,32 +144,16 @@ class Reading:
                 "has read, or --append to read on with others"
             )
 
-    def seconds_of_a_token(self) -> float | None:
-        """Returns the seconds that a token takes, by a trial with the next tokens, without a change of the memory; None
-        if there are too few of them.
-        """
-        tokens, trial = self.stream.next_tokens(2 * TRIAL), copy.copy(self.cache)
-        self.stream.put_back(tokens)
-        if len(tokens) < 2 * TRIAL:
-            return None
-        for part in np.array_split(tokens, 2):  # the first one warms up
-            begin = time.monotonic()
-            self._forward(part, trial)
-        return (time.monotonic() - begin) / TRIAL
-
     def read(self) -> bool:
         """Reads the next tokens; returns False if there were none."""
         tokens = self.stream.next_tokens(self.piece)
         if len(tokens):
-            self._forward(tokens, self.cache)
+            ids = torch.tensor(tokens[None], dtype=torch.int64, device=self.model.device)
+            with torch.inference_mode():
+                self.model(ids, cache=self.cache, use_cache=True, logits_to_keep=1).logits.cpu()  # waits for a GPU
             self._count(tokens)
         self.finished = not len(tokens)
         return not self.finished
-
-    def _forward(self, tokens: np.ndarray, cache: AnyCache) -> None:
-        ids = torch.tensor(tokens[None], dtype=torch.int64, device=self.model.device)
-        with torch.inference_mode():
-            self.model(ids, cache=cache, use_cache=True, logits_to_keep=1).logits.cpu()  # waits for a GPU
 
     def _count(self, tokens: np.ndarray) -> None:
         self.digest.update(tokens.astype("<i4").tobytes())
@@ -206,37 +188,9 @@ def num_listed(cache: AnyCache) -> int | None:
     return int(cache.seen[0] - positions[0, 0])
 
 
-def announce(reading: Reading, files: list[Path | None], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Prints what there is to read, and about how long it takes."""
-    size, text = size_of(files), "reading standard input or a pipe"
-    if size is not None:
-        text = f"reading {len(files):,} file{'s'[: len(files) > 1]}, {size / 1e6:,.1f} MB"
-        left = tokens_per_byte(max(files, key=lambda file: file.stat().st_size), tokenizer) * size - reading.num_read
-        if left > 8 * TRIAL and (seconds := reading.seconds_of_a_token()) is not None:  # else it is over at once
-            took = duration(left * seconds)
-            text += f": about {left:,.0f} tokens, which take about {took} here ({reading.model.device.type})"
-    read = f"; {reading.num_read:,} tokens have been read before" if reading.num_read else ""
-    print(text + read, file=sys.stderr)
-
-
-def tokens_per_byte(file: Path, tokenizer: PreTrainedTokenizerBase) -> float:
-    """Returns the number of tokens of a byte in the middle of a file."""
-    with file.open("rb") as stream:
-        stream.seek(max(0, file.stat().st_size - BLOCK) // 2)
-        data = stream.read(BLOCK)
-    return len(encode(tokenizer, data.decode(errors="ignore")).input_ids) / max(1, len(data))
-
-
 def size_of(files: list[Path | None]) -> int | None:
     """Returns the number of bytes; None if there is standard input or another pipe."""
     return sum(file.stat().st_size for file in files) if all(file and file.is_file() for file in files) else None
-
-
-def duration(seconds: float) -> str:
-    """Returns a duration in words: "20 seconds", "3 minutes", "2.5 hours"."""
-    if seconds < 90:
-        return f"{max(1, seconds):.0f} seconds"
-    return f"{seconds / 60:.0f} minutes" if seconds < 90 * 60 else f"{seconds / 3600:.1f} hours"
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -261,7 +215,8 @@ def main(argv: list[str] | None = None) -> Reading:
     stream = TokenStream(files, tokenizer)
     reading = Reading(model, args.memory, stream, args.piece)
     reading.resume(args.append)
-    announce(reading, files, tokenizer)
+    before = f"; {reading.num_read:,} tokens have been read before" if reading.num_read else ""
+    print(f"reading {len(files):,} text{'s'[: len(files) > 1]}{before}", file=sys.stderr)
     skipped, saved_at, warned = reading.num_read, time.monotonic(), False
     with tqdm(total=size_of(files), unit="B", unit_scale=True, desc="reading") as bar:
         while reading.read():
@@ -271,7 +226,7 @@ def main(argv: list[str] | None = None) -> Reading:
                 warned = True
                 tqdm.write(
                     f"The memory's list of tokens is full: it now holds the last {listed:,} tokens or so, and will "
-                    "forget what stands before the last ones.",
+                    "forget the tokens before them.",
                     file=sys.stderr,
                 )
             if time.monotonic() - saved_at >= args.save_seconds:

@@ -1,4 +1,4 @@
-"""The texts of the model cards that commands write, with places for what is known of a model."""
+"""The texts of the model cards that commands write, with places for the facts of a model."""
 
 from pathlib import Path
 

@@ -45,7 +45,7 @@ def new_cache(model: PreTrainedModel) -> AnyCache:
 
 
 def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
-    """Returns what a memory folder of the model depends on."""
+    """Returns the facts of the model on which its memory folders depend."""
     files = cache_files if model.config.model_type == "titans" else memory_files
     return files.fingerprint(model)
 

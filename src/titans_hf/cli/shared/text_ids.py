@@ -49,7 +49,7 @@ def encode_in_windows(tokenizer: PreTrainedTokenizerBase, pieces: Iterable[str])
     if not tokenizer.is_fast:
         yield encode(tokenizer, "".join(pieces)).input_ids
         return
-    text, tokens, new = "", [], ""  # the tokens of `text` that were not yielded; what has come since
+    text, tokens, new = "", [], ""  # the tokens of `text` that were not yielded; the text since
     for piece in pieces:
         new += piece
         if len(new) >= WINDOW:

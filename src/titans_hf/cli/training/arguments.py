@@ -82,8 +82,8 @@ OURS = dict(
 
 
 def show_help(description: str, argv: list[str] | None) -> None:
-    """Where the arguments ask for help, exits with that of the command's own options; --help_all has those of
-    TrainingArguments too, but needs the seconds in which transformers is imported.
+    """Where the arguments ask for help, shows the help of the command's own options and exits. --help_all shows the
+    options of TrainingArguments too, but needs the seconds in which transformers is imported.
     """
     given = sys.argv[1:] if argv is None else argv
     if HELP_ALL in given:

@@ -1,4 +1,4 @@
-"""The model card of a run: what a Titans is, how it is loaded and what it read, before Trainer's own sections."""
+"""The model card of a run: Titans in a paragraph, loading, and the texts read, before Trainer's own sections."""
 
 import json
 import re
@@ -14,7 +14,7 @@ PROCEDURE = "## Training procedure"  # Trainer's section of hyperparameters, res
 
 
 def fill_card(card: ModelCard, config: TitansConfig, record: dict) -> ModelCard:
-    """Replaces the general part of Trainer's card of a Titans. `record` is what `save_results` writes to run.json."""
+    """Replaces the general part of Trainer's card of a Titans. `record`: the content of run.json (`save_results`)."""
     name, metrics, best = " ".join(record["name"].split()), record["metrics"], record["best_step"]
     card.data.license, card.data.model_name = record["license"], name.split("/")[-1]
     card.data.pipeline_tag, card.data.tags = "text-generation", [config.model_type, config.variant]

@@ -1,4 +1,4 @@
-"""The parser of titans-hf train: its own options, and those of transformers' TrainingArguments with other defaults."""
+"""The parser of titans-hf train: its own options, and transformers' TrainingArguments with other defaults."""
 
 import sys
 from dataclasses import dataclass
