@@ -194,6 +194,6 @@ def test_surprise_keeps_no_graph(variant):
     assert output.logits.requires_grad
     for layer in output.surprise:
         for updates, _ in layer.parts:
-            for surprise, _ in updates:
+            for surprise, gates in updates:
                 assert not surprise.requires_grad
-                assert not any(gate is not None and gate.requires_grad for gate in update.gates)
+                assert not any(gate is not None and gate.requires_grad for gate in gates)
