@@ -232,7 +232,7 @@ class Steps(Attention):
                     x.data -= self.rate * g
                 else:
                     relative = (self.rms[i] / self.mean_rms).clamp(max=1 / self.decay)
-                    x.data -= self.rate * g / (self.rms[i] + self.rms[i].mean())  # rare words have tiny roots
+                    x.data -= self.rate * g / (self.rms[i] + self.mean_rms)  # rare words have tiny roots
                     x.data += self.decay * relative * (self.trained[i] - x.data)
         read = super().read(ids)
         self.pending = read.log_p, ids

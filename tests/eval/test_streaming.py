@@ -112,6 +112,16 @@ def test_steps_are_those_of_sgd():
     torch.testing.assert_close(losses[10:], second.detach().double(), atol=1e-4, rtol=0)
 
 
+def test_a_tiny_root_makes_no_large_step():
+    """Weights without a gradient in the choice texts, as those of rare words, move about as far as the others do."""
+    reader, ids = small_pieces(READERS["rms"](tiny_model())), torch.randint(60, (100,))
+    reader.prepare([ids])
+    reader.rms[0].mul_(1e-9)  # the embedding
+    read_text(reader, {"": []}, ids)
+    moved = [(x - y).abs().max() for x, y in zip(reader.model.parameters(), reader.trained, strict=True)]
+    assert 0 < moved[0] < 10 * max(moved[1:]), moved
+
+
 def test_eviction_keeps_what_a_score_names():
     """Of three equal keys and another the other stays (KeyDiff), and the column that is attended to (TOVA, SnapKV); the
     cache never grows beyond window and budget."""
