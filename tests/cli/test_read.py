@@ -151,24 +151,17 @@ def test_two_readings_of_one_memory_lose_nothing(paths, monkeypatch):
     assert_has_read(paths, b.read_text())
 
 
-@in_one_test("reading", [5, {}, {"tokens": "5"}, {"tokens": 5, "sha256": "0", "finished": None}])
-def test_a_reading_that_cannot_have_been(reading, paths):
-    """An inconsistent record of the reading in a memory raises ValueError."""
-    cache = expected(paths, "by other means")
-    cache.about["reading"] = reading
-    cache.save_pretrained(paths.memory, paths.net)
-    with pytest.raises(ValueError, match="its reading is"):
-        run_read(paths, paths.texts)
-
-
 def test_other_texts_are_refused(paths):
-    """Continuing a memory with other texts raises an error."""
+    """Going on with other texts raises an error. So does a memory whose record of its texts is missing or damaged."""
     a, b = paths.texts / "a.txt", paths.texts / "b.txt"
     run_read(paths, a, b)
     for texts in ([b], [a]):
         with pytest.raises(ValueError, match=r"has read [\d,]+ tokens of other texts: give the texts that it has read"):
             run_read(paths, *texts)
-    cache = expected(paths, "by other means")
-    cache.save_pretrained(paths.memory, paths.net)
-    with pytest.raises(ValueError, match="was not made by reading texts"):
-        run_read(paths, a)
+    for reading in (None, 5, {}, {"tokens": "5"}, {"tokens": 5, "sha256": "0", "finished": None}):
+        cache = expected(paths, "by other means")
+        cache.about["reading"] = reading
+        cache.save_pretrained(paths.memory, paths.net)
+        message = "was not made by reading texts" if reading is None else "its reading is"
+        with pytest.raises(ValueError, match=message):
+            run_read(paths, a)

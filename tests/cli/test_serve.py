@@ -140,8 +140,10 @@ def test_a_chat_without_a_template(checkpoint, tmp_path):
     (tmp_path / "model" / "chat_template.jinja").unlink()
     with serving(tmp_path / "model", tmp_path) as url:
         for endpoint, body in ((CHAT, {"messages": MESSAGES}), ("responses", {"input": PROMPT})):
+            data = json.dumps({"model": str(tmp_path / "model"), **body}).encode()
+            request = urllib.request.Request(f"{url}/v1/{endpoint}", data, {"Content-Type": "application/json"})
             with pytest.raises(urllib.error.HTTPError) as error:
-                complete(f"{url}/v1/{endpoint}", tmp_path / "model", **body)
+                urllib.request.urlopen(request, timeout=60)
             assert error.value.code == 400 and "has no chat template" in json.load(error.value)["detail"]
 
 
