@@ -150,27 +150,9 @@ class TokenList:
         with maybe_autocast(mlp_inputs.device.type, enabled=False):
             return normalize(centred @ self.projection.to(dtype), dim=-1)  # (R, T, D) @ (D, K)
 
-    def read(
-        self,
-        state: dict[str, Tensor],
-        tokens: Tensor,
-        mlp_inputs: Tensor,
-        logits: Tensor,
-        learns: Tensor,
-        seen: Tensor,
-        num_kept: int | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mixes the model's logits (R, T, V) of a call, and returns them with the state after the call.
-
-        Args:
-            state: as `initial_state` returns it.
-            tokens (R, T) int64: x; every one is a real token.
-            mlp_inputs (R, T, D): y.
-            learns (R, T) bool: whether a token may be written.
-            seen (R,) int64: how many tokens of each row were read before.
-            num_kept: how many of the last logits are mixed and returned, None for all.
-        """
-        found, after = self.find(state, tokens, mlp_inputs, logits, learns, seen, num_kept)
+    def read(self, *arguments) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns the kept logits of a call, mixed with the list, and the state after it; arguments: those of `find`."""
+        found, after = self.find(*arguments)
         return torch.cat([self.mix(of_block, x) for of_block, x in found], dim=1), after
 
     def find(
@@ -183,7 +165,17 @@ class TokenList:
         seen: Tensor,
         num_kept: int | None = None,
     ) -> tuple[Iterator[tuple[Tensor, Found]], dict[str, Tensor]]:
-        """Returns blocks of the kept logits (R, Q, V) with what the list finds at their tokens, and the state after."""
+        """Returns blocks of the kept logits (R, Q, V) with what the list finds at their tokens, and the state after.
+
+        Args:
+            state: as `initial_state` returns it.
+            tokens (R, T) int64: x; every one is a real token.
+            mlp_inputs (R, T, D): y.
+            logits (R, T, V): the model's.
+            learns (R, T) bool: whether a token may be written.
+            seen (R,) int64: how many tokens of each row were read before.
+            num_kept: how many of the last logits are kept, None for all.
+        """
         self.to(logits.device)
         seen, learns = seen.to(logits.device), learns.to(logits.device)
         keys, length = self.keys(mlp_inputs.to(logits.device)), tokens.shape[1]
