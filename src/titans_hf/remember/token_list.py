@@ -151,7 +151,7 @@ class TokenList:
             return normalize(centred @ self.projection.to(dtype), dim=-1)  # (R, T, D) @ (D, K)
 
     def read(self, *arguments) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the kept logits of a call, mixed with the list, and the state after it; arguments: those of `find`."""
+        """Mixes the kept logits of a call; returns them and the state after it, from the arguments of `find`."""
         found, after = self.find(*arguments)
         return torch.cat([self.mix(of_block, x) for of_block, x in found], dim=1), after
 
