@@ -1,36 +1,35 @@
 """Random programs of cache operations, and threads that generate: every row equals a plain forward pass of it alone."""
 
 import copy
+import itertools
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from common import FORMS, VARIANTS, assert_same, full_logits, make_ids, make_model, shared_model
+from common import FORMS, PAPER, VARIANTS, assert_same, full_logits, make_ids, make_model, read, shared_model
 
 from titans_hf import TitansCache
 
 NUM_PROGRAMS, NUM_OPERATIONS, MAX_ROWS = 12, 14, 4
-NUM_SLOW = (
-    3  # of the programs: the first runs with the fast tests, two with the slow ones, the others with the long ones
-)
-CHANGES = {"": {}, "+delta": FORMS["delta"]}
-CHANGES |= {"+token memory": FORMS["token memory"]}
-PROGRAMS = [(variant, changes) for variant in VARIANTS for changes in CHANGES]
+NUM_SLOW = 3  # the first of the programs is fast, two are slow, and the others are long
+CHANGES = {"": {}, "+delta": FORMS["delta"], "+token memory": FORMS["token memory"], "+paper": PAPER}
+PROGRAMS = list(itertools.product(VARIANTS, CHANGES))
 
 
 class Program:
-    """A cache and the columns it should have read. `rows`: per row since its reset, (id, starts a document) or None at
-    padding. `num_removable`: columns that crop() can remove. `was_cropped`: crop() removed some since the last read.
+    """A cache and the columns it should have read. `rows`: per row since its reset, (id, starts a document, is learned)
+    or None at padding. `num_columns`: that the cache counts. `num_removable`: that crop() can remove. `was_cropped`:
+    crop() removed some since the last read.
     """
 
     def __init__(self, variant: str, changes: str, seed: int, folder):
         self.model, self.folder = make_model(variant, **CHANGES[changes]), folder
         self.random = random.Random(f"{variant}{changes} {seed}")
-        self.cache = TitansCache(self.model.config)
+        self.cache = TitansCache(self.model.config, compileable=self.random.random() < 0.5)
         self.rows: list[list] = [[] for _ in range(self.random.randint(1, 3))]
-        self.recording, self.num_removable, self.was_cropped = False, 0, False
+        self.recording, self.num_columns, self.num_removable, self.was_cropped = False, 0, 0, False
 
     def run(self) -> None:
         operations = [
@@ -42,6 +41,7 @@ class Program:
             self.record,
             self.crop,
             self.file,
+            self.switch,
         ]
         self.read()
         for _ in range(NUM_OPERATIONS):
@@ -52,25 +52,34 @@ class Program:
         self.read()
 
     def read(self) -> None:
-        """Reads a random number of columns with padding anywhere, and documents that follow each other."""
+        """Reads a random number of columns with padding anywhere, told by a mask of these columns or of all, and
+        documents that follow each other, told in one of two ways.
+        """
         num_columns = self.random.choice([1, 1, 2, 5, 9, 14])
         padding, documents = self.random.choice([0, 0.3, 0.9]), self.random.choice([0, 0, 0.2])
         ids = torch.tensor([[self.random.randrange(50) for _ in range(num_columns)] for _ in self.rows])
         mask = torch.tensor([[int(self.random.random() >= padding) for _ in range(num_columns)] for _ in self.rows])
         seq_idx = torch.tensor([[self.random.random() < documents for _ in range(num_columns)] for _ in self.rows])
-        seq_idx = seq_idx.cumsum(1)
-        with torch.no_grad():
-            logits = self.model(ids, mask, cache=self.cache, seq_idx=seq_idx).logits
+        seq_idx, positions = seq_idx.cumsum(1), torch.zeros_like(ids)
         for i, row in enumerate(self.rows):
             previous = None
             for column in range(num_columns):
                 if mask[i, column]:
                     starts = previous is not None and seq_idx[i, column] != seq_idx[i, previous]
+                    if previous is not None and not starts:
+                        positions[i, column] = positions[i, previous] + 1
                     previous = column
-                    row.append((int(ids[i, column]), bool(starts)))
+                    row.append((int(ids[i, column]), bool(starts), self.model.memory_learning))
                 else:
                     row.append(None)
-            self.check_logits(logits[i], row, num_columns)
+        told = self.random.choice([{"seq_idx": seq_idx}, {"position_ids": positions}])
+        whole = torch.cat([torch.ones(len(self.rows), self.num_columns, dtype=torch.long), mask], dim=1)
+        given = self.random.choice([mask, whole])
+        with torch.no_grad():
+            logits = self.model(ids, given, cache=self.cache, **told).logits
+        self.num_columns += num_columns
+        for ours, row in zip(logits, self.rows, strict=True):
+            self.check_logits(ours, row, num_columns)
         self.num_removable = num_columns + (0 if self.was_cropped else self.num_removable) if self.recording else 0
         self.was_cropped = False
 
@@ -81,21 +90,33 @@ class Program:
             if column is not None:
                 if column[1]:
                     documents.append([])
-                documents[-1].append((column[0], at - (len(row) - num_columns)))
+                documents[-1].append((column[0], column[2], at - (len(row) - num_columns)))
         for document in documents:
-            new = [(i, at) for i, (_, at) in enumerate(document) if at >= 0]
+            new = [(i, at) for i, (_, _, at) in enumerate(document) if at >= 0]
             if new:
-                alone = full_logits(self.model, torch.tensor([[token for token, _ in document]]))[0]
+                alone = self.alone(document)
                 assert_same(logits[[at for _, at in new]], alone[[i for i, _ in new]], 1e-9)
 
+    def alone(self, document: list) -> torch.Tensor:
+        """Returns the logits of a document, in one call unless learning was turned on or off within."""
+        if all(learned for _, learned, _ in document):
+            return full_logits(self.model, torch.tensor([[token for token, _, _ in document]]))[0]
+        learning, cache, logits = self.model.memory_learning, TitansCache(self.model.config), []
+        for learned, run in itertools.groupby(document, key=lambda x: x[1]):
+            self.model.set_memory_learning(learned)
+            logits.append(read(self.model, torch.tensor([[token for token, _, _ in run]]), None, cache)[0][0])
+        self.model.set_memory_learning(learning)
+        return torch.cat(logits)
+
     def check_counts(self) -> None:
-        """Checks the tokens of each row's document, where no columns have to be read again."""
+        """Checks the columns, and the tokens of each row's document where no columns have to be read again."""
+        assert {int(self.cache.get_seq_length(layer)) for layer in (0, 1)} == {self.num_columns}
         if self.cache.batch_size == -1 or self.cache.columns_to_reread() is not None:
             return
         counts = []
         for row in self.rows:
             tokens = [column for column in row if column is not None]
-            starts = [i for i, (_, start) in enumerate(tokens) if start]
+            starts = [i for i, (_, start, _) in enumerate(tokens) if start]
             counts.append(len(tokens) - (starts[-1] if starts else 0))
         assert self.cache.num_tokens_seen.tolist() == counts
 
@@ -103,6 +124,9 @@ class Program:
         if self.recording:
             with pytest.raises(RuntimeError, match="cannot be undone"):
                 self.cache.reset(torch.ones(len(self.rows), dtype=torch.bool))
+        elif self.random.random() < 0.3:
+            self.cache.reset()
+            self.rows, self.num_columns = [[] for _ in self.rows], 0
         else:
             rows = [self.random.random() < 0.4 for _ in self.rows]
             self.cache.reset(torch.tensor(rows))
@@ -152,7 +176,7 @@ class Program:
         removed = self.random.randint(0, self.num_removable)
         self.cache.crop(-removed)
         if removed:
-            self.rows = [row[: len(row) - removed] for row in self.rows]
+            self.rows, self.num_columns = [row[: len(row) - removed] for row in self.rows], self.num_columns - removed
             self.num_removable, self.was_cropped = self.num_removable - removed, True
         elif not self.was_cropped:
             self.num_removable = 0
@@ -161,7 +185,11 @@ class Program:
         if self.cache.batch_size == -1:
             return
         self.cache.save_pretrained(self.folder, self.model)
-        self.cache = TitansCache.from_pretrained(self.folder, self.model)
+        compileable = self.random.random() < 0.5
+        self.cache = TitansCache.from_pretrained(self.folder, self.model, compileable=compileable)
+
+    def switch(self) -> None:
+        self.model.set_memory_learning(not self.model.memory_learning)
 
 
 @pytest.mark.parametrize(
@@ -174,8 +202,8 @@ class Program:
 )
 @pytest.mark.parametrize("variant,changes", PROGRAMS)
 def test_random_programs(variant, changes, seed, tmp_path):
-    """Every row has its own logits after any order of reads, padding, documents, resets, selections, copies, crops and
-    files.
+    """Every row has its own logits after any order of reads, padding, documents, resets, selections, copies, crops,
+    files, and learning turned off and on.
     """
     Program(variant, changes, seed, tmp_path).run()
 
