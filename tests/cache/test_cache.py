@@ -1,4 +1,4 @@
-"""The cache: its constant size, learning at every token, operations on its rows, and prompts after what was read."""
+"""The cache: its constant size, calls that fail, rows that are reset, merging, and prompts after what was read."""
 
 import copy
 
@@ -7,8 +7,8 @@ import torch
 from common import (
     ATTENTIONS,
     TWO_VARIANTS,
-    VARIANTS,
     assert_same,
+    assert_same_cache,
     full_logits,
     left_pad,
     make_ids,
@@ -40,101 +40,10 @@ def test_size_does_not_grow(variant):
     assert storage_bytes(long) <= long.num_bytes
 
 
-def test_a_window_holds_what_was_read():
-    """The cache of a window has a key for every column read, 11 at most; where steps are compiled, always 11."""
-    model = shared_model("mag")
-    for compileable, expected in ((False, [5, 6, 11, 11]), (True, [11] * 4)):
-        cache, found = TitansCache(model.config, compileable=compileable), []
-        for length in (5, 1, 6, 30):
-            read(model, make_ids(2, length), None, cache)
-            found.append(cache.layers[-1].state.kv_cache.window.keys.shape[1])
-        assert found == expected
-
-
-@pytest.mark.parametrize("variant", ATTENTIONS)
-def test_size_is_per_row(variant):
-    """The size of a cache is proportional to its rows."""
-    model = shared_model(variant)
-    assert read(model, make_ids(3, 9))[1].num_bytes == 3 * read(model, make_ids(1, 9))[1].num_bytes
-
-
-@pytest.mark.parametrize("variant", ATTENTIONS)
-def test_every_token_is_learned(variant):
-    """Every decoded token changes the weights and momentum of every head."""
-    model, cache = shared_model(variant), TitansCache(shared_model(variant).config)
-    read(model, make_ids(2, 9), None, cache)
-    for token in make_ids(2, 10, seed=3).split(1, 1):
-        before = [layer.state.memory for layer in cache.layers]
-        read(model, token, None, cache)
-        for old, layer in zip(before, cache.layers, strict=True):
-            new = layer.state.memory
-            for a, b in zip((*old.weights, *old.momentum), (*new.weights, *new.momentum), strict=True):
-                assert ((a - b).abs().amax((2, 3)) > 1e-6).all()
-
-
-@covering(1, {"variant": TWO_VARIANTS, "forget": [False, True]})
-def test_nothing_is_learned_at_rate_zero(variant, forget):
-    """With memory_max_lr = 0 the weights stay the initial ones and the momentum 0."""
-    model = make_model(variant, memory_max_lr=0.0, memory_forget=forget)
-    cache = TitansCache(model.config)
-    for sizes in ([13], [1] * 5):
-        read(model, make_ids(2, sum(sizes)), sizes, cache)
-        for layer, decoder in zip(cache.layers, model.model.layers, strict=True):
-            memory = layer.state.memory
-            assert not any(x.any() for x in memory.momentum)
-            for now, start in zip(memory.weights, decoder.mixer.memory.initial_weights.parameters(), strict=True):
-                assert torch.equal(now, start.expand_as(now))
-
-
-@pytest.mark.parametrize("variant", ATTENTIONS)
-def test_reset_forgets_everything(variant):
-    """A cache that was reset gives the logits of a new one."""
-    model, ids = shared_model(variant), make_ids(2, 21)
-    cache = read(model, make_ids(2, 30, seed=8))[1]
-    cache.reset()
-    assert cache.get_seq_length() == 0 and cache.num_bytes == 0 and not cache.is_initialized
-    assert_same(read(model, ids, [5, 16], cache)[0], full_logits(model, ids))
-
-
-@pytest.mark.parametrize("variant", ATTENTIONS)
-def test_offload_and_prefetch_keep_the_state(variant):
-    """Offloading a cache and fetching it again keeps the logits."""
-    model, ids = shared_model(variant), make_ids(2, 30)
-    cache = read(model, ids[:, :17])[1]
-    for layer in cache.layers:
-        layer.offload()
-        layer.prefetch()
-    assert_same(read(model, ids[:, 17:], None, cache)[0], full_logits(model, ids)[:, 17:])
-
-
-@pytest.mark.parametrize("variant", ATTENTIONS)
-def test_lengths_count_columns(variant):
-    """get_seq_length() and get_mask_sizes() count all columns that were read, in every layer."""
-    model, cache = shared_model(variant), TitansCache(shared_model(variant).config)
-    assert cache.get_seq_length() == 0 and len(cache) == 2 and not cache.is_initialized
-    for sizes, total in (([7], 7), ([1, 1], 9), ([30], 39)):
-        read(model, make_ids(2, sum(sizes)), sizes, cache)
-        assert {cache.get_seq_length(layer) for layer in (0, 1)} == {total}
-        assert cache.get_mask_sizes(3, 0) == (total + 3, 0)
-    assert cache.get_max_length() == -1 and cache.is_initialized
-    assert not cache.is_compileable and not any(cache.is_sliding)
-
-
 def test_update_is_refused():
     """update() raises NotImplementedError."""
     with pytest.raises(NotImplementedError, match="TitansCache"):
         TitansCache(shared_model("mag").config).update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), 0)
-
-
-@pytest.mark.parametrize("variant", TWO_VARIANTS)
-def test_state_is_float32_at_least(variant):
-    """The memory's states are float32 or wider for every model dtype."""
-    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float64,) * 2):
-        cache = read(make_model(variant, dtype=dtype), make_ids(1, 20), [9, 1, 10])[1]
-        for layer in cache.layers:
-            memory = layer.state.memory
-            parts = (*memory.weights, *memory.momentum, *memory.anchor, *layer.state.segment_weights)
-            assert {x.dtype for x in parts} == {expected}
 
 
 @pytest.mark.parametrize("variant", TWO_VARIANTS)
@@ -205,23 +114,6 @@ def test_weights_of_the_memory():
     assert all(map(torch.equal, weights, kept)) and not torch.equal(cache.memory_weights(1)[0], kept[0])
 
 
-def test_a_cache_is_printed():
-    """`print(cache)` says tokens per row, bytes, and which memories there are."""
-    model = make_model("mag", token_memory_features=24, tie_word_embeddings=True)
-    cache = TitansCache(model.config)
-    layers = "memories of 2 layers and the token memory"
-    assert str(cache) == f"TitansCache: nothing read yet\n{layers}"
-    ids, mask = left_pad([make_ids(19), make_ids(11)])
-    model(ids, attention_mask=mask, cache=cache)
-    size = sum(x.nbytes for x in tensors(cache))
-    assert str(cache) == f"TitansCache: tokens read by 2 rows: 19, 11; {size:,} bytes\n{layers}"
-    cache = TitansCache(model.config)
-    cache.activate_past_recording()
-    read(model, make_ids(9, 3), None, cache)
-    cache.crop(-1)  # back to the columns before the first token
-    assert "9 rows: 0, 0, 0, 0, 0, 0, 0, 0, ...;" in str(cache)
-
-
 @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 def test_the_cache_has_two_names():
     """`past_key_values`, its name before transformers 5.24, is the cache too: no call ignores it. Both are refused."""
@@ -250,23 +142,87 @@ def test_a_cache_by_an_unknown_name_is_an_error():
             call(ids[:, 20:], kv_state=cache)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_batch_operations(variant):
-    """Reordering, selecting and repeating rows of a cache gives the logits of rows read in that order."""
-    model, ids, more = shared_model(variant), make_ids(3, 21), make_ids(5, 8, seed=1)
-    index = torch.tensor([2, 0, 0])
-    operations = {
-        "reorder_cache": (lambda cache: cache.reorder_cache(index), [2, 0, 0]),
-        "batch_select_indices": (lambda cache: cache.batch_select_indices(torch.tensor([1, 2])), [1, 2]),
-        "batch_repeat_interleave": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
-    }
-    for operation, rows in operations.values():
-        cache = read(model, ids)[1]
-        assert operation(cache) is None
-        later = more[torch.arange(len(rows)) % 5]
-        expected = full_logits(model, torch.cat([ids[rows], later], 1))[:, 21:]
-        assert_same(read(model, later, [1, 7], cache)[0], expected)
+def test_a_cache_is_printed():
+    """`print(cache)` says tokens per row, bytes, and which memories there are."""
+    model = make_model("mag", token_memory_features=24, tie_word_embeddings=True)
+    cache = TitansCache(model.config)
+    layers = "memories of 2 layers and the token memory"
+    assert str(cache) == f"TitansCache: nothing read yet\n{layers}"
+    ids, mask = left_pad([make_ids(19), make_ids(11)])
+    model(ids, attention_mask=mask, cache=cache)
+    assert str(cache) == f"TitansCache: tokens read by 2 rows: 19, 11; {cache.num_bytes:,} bytes\n{layers}"
+
+
+def reset_cache(model, ids: torch.Tensor) -> TitansCache:
+    """Returns a cache that has read two rows, of which the first was reset."""
     cache = read(model, ids)[1]
-    cache.batch_select_indices(torch.tensor([True, False, True]))
-    expected = full_logits(model, torch.cat([ids[[0, 2]], more[:2]], 1))[:, 21:]
-    assert_same(read(model, more[:2], None, cache)[0], expected)
+    cache.reset(torch.tensor([True, False]))
+    return cache
+
+
+@pytest.mark.parametrize("variant", ATTENTIONS)
+def test_nothing_of_a_reset_row_stays_in_the_cache(variant):
+    """A reset row has zero tensors and count 0, and the others theirs; a mask without True leaves all as it is."""
+    model, ids = shared_model(variant), make_ids(2, 21)
+    cache, before = reset_cache(model, ids), read(model, ids)[1]
+    assert cache.num_tokens_seen.tolist() == [0, 21]
+    for x, y in zip(tensors(cache), tensors(before), strict=True):
+        assert not x[0].any() and torch.equal(x[1], y[1])
+    held = tensors(before)
+    before.reset(torch.zeros(2, dtype=torch.bool))
+    assert before.rows_to_restart() is None and all(x is y for x, y in zip(held, tensors(before), strict=True))
+
+
+@pytest.mark.parametrize("rows", [torch.tensor([0, 1]), torch.tensor([True]), torch.tensor([True] * 3)], ids=str)
+def test_rows_to_reset_are_a_mask(rows):
+    """Indices and masks of other lengths raise an error."""
+    cache = read(shared_model("lmm"), make_ids(2, 9))[1]
+    with pytest.raises((ValueError, RuntimeError), match=r"boolean tensor|must have one entry per row"):
+        cache.reset(rows)
+    assert cache.rows_to_restart() is None
+
+
+@pytest.mark.parametrize("variant", TWO_VARIANTS)
+def test_merging_lies_between(variant):
+    """merge() interpolates weights, momentum and anchors alone, also with one memory for many rows, and leaves the
+    other cache unchanged.
+    """
+    model = shared_model(variant)
+    for rows, weight in ((3, 0.25), (1, 0.5), (3, 1)):
+        cache, other = read(model, make_ids(3, 21))[1], read(model, make_ids(rows, 34, seed=1))[1]
+        ours, theirs = copy.deepcopy(cache), copy.deepcopy(other)
+        cache.merge(other, weight)
+        assert_same_cache(other, theirs, 0)
+        for layer, a, b in zip(cache.layers, ours.layers, theirs.layers, strict=True):
+            for name, x in layer.named_tensors().items():
+                before, taken = a.named_tensors()[name], b.named_tensors()[name]
+                is_memory = any(part in name for part in ("weights", "momentum", "anchor"))
+                assert_same(x, (1 - weight) * before + weight * taken if is_memory else before)
+        assert cache.get_seq_length() == 21
+
+
+def test_what_cannot_be_merged():
+    """Merging with a wrong weight or model, with a cache that has read nothing (since a reset), or with one that
+    records or was cropped, raises an error and leaves the cache.
+    """
+    model, ids = shared_model("mag"), make_ids(2, 21)
+    cache, reset, recording = read(model, ids)[1], reset_cache(model, ids), read(model, ids)[1]
+    kept = copy.deepcopy(tensors(cache))
+    recording.activate_past_recording()
+    cropped = read(model, ids, cache=copy.copy(recording))[1]
+    cropped.crop(-3)
+    for ours, other, weight, message in (
+        (cache, cache, 1.5, r"`weight` must be from 0 to 1, but is 1\.5"),
+        (cache, read(shared_model("mal"), ids)[1], 0.5, "same model, but its variant is mal, not mag"),
+        (cache, read(make_model("mag", memory_update_rule="chunk"), ids)[1], 0.5, "rule is chunk, not delta"),
+        (cache, TitansCache(model.config), 0.5, "`other` has read nothing"),
+        (cache, None, 0.5, "`other` must be a TitansCache of .*, but is a NoneType"),
+        (cache, reset, 0.5, "`other` has read nothing since rows were reset"),
+        (cache, cropped, 0.5, "`other` has columns to read again"),
+        (TitansCache(model.config), cache, 0.5, "this cache has read nothing"),
+        (reset, cache, 0.5, "this cache has read nothing since rows were reset"),
+        (recording, cache, 0.5, "cannot be undone"),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            ours.merge(other, weight)
+    assert all(map(torch.equal, kept, tensors(cache)))

@@ -8,7 +8,6 @@ from common import (
     ATTENTIONS,
     VARIANTS,
     assert_same,
-    assert_same_cache,
     full_logits,
     make_ids,
     make_model,
@@ -27,18 +26,6 @@ def recording_cache(model, ids, sizes=None) -> TitansCache:
     cache = read(model, ids, sizes)[1] if ids.shape[1] else TitansCache(model.config)
     cache.activate_past_recording()
     return cache
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_the_state_is_that_of_never_having_read(variant):
-    """After crop() and reading on, every tensor equals that of a cache that never read the columns."""
-    model, ids = shared_model(variant), make_ids(2, 40)
-    cache = recording_cache(model, ids[:, :13])
-    read(model, ids[:, 13:31], [18], cache)
-    cache.crop(-7)
-    read(model, ids[:, 24:], [16], cache)
-    cache.crop(0)
-    assert_same_cache(cache, read(model, ids, [40])[1])
 
 
 def test_what_was_not_recorded_cannot_be_taken_back():
@@ -84,21 +71,6 @@ def test_recording_ends():
             each.reset(torch.tensor([True, False]))
             each.start_prompt()
         assert_same(*(read(model, ids[:, 12:], None, each)[0] for each in (cache, plain)))
-
-
-def test_recording_is_bounded_by_what_can_be_taken_back():
-    """The cache keeps its size over rounds of reading and cropping."""
-    for variant in VARIANTS:
-        model = shared_model(variant)
-        cache = recording_cache(model, make_ids(1, 30))
-        sizes = []
-        for _ in range(4):
-            read(model, make_ids(1, 10), None, cache)
-            cache.crop(-6)
-            read(model, make_ids(1, 2), None, cache)
-            cache.crop(0)
-            sizes.append(cache.num_bytes)
-        assert sizes[0] == sizes[-1] == read(model, make_ids(1, 54))[1].num_bytes
 
 
 @pytest.mark.parametrize("variant", ATTENTIONS)

@@ -1,13 +1,19 @@
-"""Memories of another model, and folders that are damaged or altered: loading them raises an error."""
+"""Folders that are no memory of the model: every such description, file or tensor is a ValueError that names the
+folder.
+"""
 
 import copy
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
-from common import make_model, read, shared_model
+from common import make_ids, make_model, read, shared_model
 from covering import in_one_test
-from memory_folders import IDS, copied, describe
+from memory_folders import IDS, copied, describe, names
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from titans_hf import TitansCache, cache_files
@@ -25,9 +31,7 @@ def changed(model: PreTrainedModel, name: str) -> PreTrainedModel:
     "make,message",
     [
         (lambda _: make_model("mal"), "its variant is 'mag', not 'mal'"),
-        (lambda _: make_model("mag", memory_max_lr=0.125), "its memory_max_lr is 0.5, not 0.125"),
         (lambda _: make_model("mag", rope_parameters={"rope_theta": 5.0}), "its rope_parameters is {'"),
-        (lambda _: make_model("mag", sliding_window=8), "its sliding_window is 12, not 8"),
         (lambda model: copy.deepcopy(model).float(), "its dtype is 'float64', not 'float32'"),
         (lambda model: changed(model, "model.layers.1.mixer.memory.k_proj.weight"), "its weights is '"),
         (lambda model: changed(model, "model.embed_tokens.weight"), "its weights is '"),
@@ -49,53 +53,149 @@ def test_what_does_not_shape_a_memory_may_differ(memory):
     TitansCache.from_pretrained(folder, make_model("mag", initializer_range=0.5, attention="eager"))
 
 
-def cut(folder):
+def tensor_file(folder: Path) -> Path:
     (file,) = folder.glob("*.safetensors")
-    os.truncate(file, file.stat().st_size - 8)
+    return file
 
 
-def alter(folder):
-    (file,) = folder.glob("*.safetensors")
-    data = bytearray(file.read_bytes())
+def alter(folder: Path) -> None:
+    data = bytearray(tensor_file(folder).read_bytes())
     data[-5] ^= 1
-    file.write_bytes(data)
+    tensor_file(folder).write_bytes(data)
 
 
-def remove(folder):
-    next(folder.glob("*.safetensors")).unlink()
+def no_tensors(folder: Path) -> None:
+    """Puts a file that is no safetensors file in the place of the tensors, with its checksum."""
+    tensor_file(folder).write_bytes(b"hello")
+    describe(folder, sha256=cache_files._checksum(tensor_file(folder)))
 
 
-def half_a_description(folder):
-    path = folder / "memory.json"
-    path.write_text(path.read_text()[:100])
+def move_to(place: str):
+    def damage(folder: Path) -> None:
+        elsewhere = folder / place if place == "below" else folder.parent / f"{folder.name}-elsewhere"
+        elsewhere.mkdir()
+        moved = shutil.move(tensor_file(folder), elsewhere)
+        describe(folder, file=str(moved) if place == "absolute" else os.path.relpath(moved, folder))
+
+    return damage
 
 
-@in_one_test(
-    "damage,message",
-    [
-        (cut, "is damaged or was altered: its sha256"),
-        (alter, "is damaged or was altered: its sha256"),
-        (remove, "names the file 'memory-.*', which is not there"),
-        (half_a_description, "cannot be loaded: Unterminated string"),
-        (
-            lambda folder: describe(folder, format_version=4),
-            "has the format 'titans-memory', version 4, not 'titans-memory', version 3",
-        ),
-        (lambda folder: describe(folder, format="other"), "has the format 'other', version 3, not 'titans-memory'"),
-        (lambda folder: describe(folder, format_version=None), "has the format 'titans-memory', version None"),
-        (lambda folder: describe(folder, file="../memory.json"), "names the file '../memory.json'"),
-        (
-            lambda folder: describe(folder, "file"),
-            "cannot be loaded: it lacks 'file'",
-        ),
-    ],
-)
-def test_what_is_not_the_saved_file_is_refused(damage, message, memory, tmp_path_factory):
-    """A damaged, altered, missing or newer file raises an error."""
+def described(*lost: str, **changes):
+    return lambda folder: describe(folder, *lost, **changes)
+
+
+def written(content: str | bytes):
+    content = content if isinstance(content, bytes) else content.encode()
+    return lambda folder: (folder / "memory.json").write_bytes(content)
+
+
+def rewritten(change):
+    """Saves the folder's tensors again after `change(tensors, metadata)`, with the right size and checksum."""
+
+    def damage(folder: Path) -> None:
+        file = tensor_file(folder)
+        with safe_open(file, framework="pt") as opened:
+            tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
+            metadata = opened.metadata()
+        metadata = change(tensors, metadata) or metadata
+        file.unlink()
+        save_file(tensors, file, metadata)
+        describe(folder, bytes=file.stat().st_size, sha256=cache_files._checksum(file))
+
+    return damage
+
+
+def without(prefix: str):
+    def change(tensors, metadata):
+        for name in [name for name in tensors if name.startswith(prefix)]:
+            del tensors[name]
+
+    return rewritten(change)
+
+
+def replaced(name: str, make):
+    return rewritten(lambda tensors, metadata: tensors.update({name: make(tensors.get(name))}))
+
+
+def filled(name: str, value: float):
+    def change(tensors, metadata):
+        tensors[name].view(-1)[-1] = value
+
+    return rewritten(change)
+
+
+def restarts(tensors, metadata):
+    tensors |= {f"{i}.restart": torch.zeros(3, dtype=torch.bool) for i in range(2)}
+
+
+def says(scalars: dict | str):
+    return rewritten(lambda tensors, metadata: scalars if isinstance(scalars, dict) else {"cache": scalars})
+
+
+CONV, KEYS, WEIGHTS = "1.state.conv_state", "0.state.kv_cache.window.keys", "0.state.memory.weights.0"
+NO_ROWS = torch.zeros(2, dtype=torch.bool)
+DAMAGES = {
+    "a file that is cut": (lambda x: os.truncate(tensor_file(x), 900), "is damaged or was altered: its sha256"),
+    "one bit": (alter, "is damaged or was altered: its sha256"),
+    "no file": (lambda folder: tensor_file(folder).unlink(), "names the file 'memory-.*', which is not there"),
+    "no tensors": (no_tensors, ""),
+    "above": (move_to(".."), "names the file"),
+    "absolute": (move_to("absolute"), "names the file"),
+    "below": (move_to("below"), "names the file"),
+    "lost": (described("file"), "it lacks 'file'"),
+    "model None": (described(model=None), "AttributeError"),
+    "about None": (described(about=None), "TypeError"),
+    "about text": (described(about="text"), "sequence"),
+    "file 5": (described(file=5), "TypeError"),
+    "sha256": (described(sha256=None), "its sha256 is not the one"),
+    "format": (described(format=["titans-memory"]), "has the format .'titans-memory'., version 3, not"),
+    "version": (described(format_version="3"), "version '3', not 'titans-memory', version 3"),
+    "half": (lambda x: os.truncate(x / "memory.json", 100), "Unterminated string"),
+    "deep": (written("[" * 100_000), ""),
+    "list": (written("[]"), ""),
+    "null": (written("null"), ""),
+    "object": (written("{}"), ""),
+    "nothing": (written(""), ""),
+    "bytes": (written(b"\xff\xfe"), ""),
+    "number": (written("9" * 10_000), ""),
+    "lacks a layer": (without("1."), "lacks the tensor 1.state.conv_state"),
+    "lacks momentum": (without("0.state.memory.momentum.1"), "lacks the tensor 0.state.memory.momentum.1"),
+    "long window": (replaced(KEYS, lambda x: torch.cat([x, x], 1)), r"keys has the shape \(2, 22, .*, not \(2, 11, "),
+    "third layer": (replaced("2.state.conv_state", lambda _: torch.zeros(1)), "has the tensor 2.state.conv_state"),
+    "one restart": (replaced("0.restart", lambda _: NO_ROWS), "lacks the tensor 1.restart"),
+    "other restart": (replaced("1.restart", lambda _: NO_ROWS), "1.restart, which another layer lacks"),
+    "three restarts": (rewritten(restarts), "has the shape"),
+    "part of a record": (replaced("0.recorded.inputs", lambda _: torch.zeros(2, 3, 32)), "lacks the tensor 0.recorded"),
+    "short": (replaced(CONV, lambda x: x[:, 1:].clone()), r"conv_state has the shape \(2, 2, 96\), not \(2, 3"),
+    "one row": (replaced(CONV, lambda x: x[:1].clone()), r"conv_state has the shape"),
+    "a scalar": (replaced(CONV, lambda x: torch.zeros(())), r"conv_state has the shape"),
+    "nan": (filled(CONV, float("nan")), "conv_state holds numbers that are not finite"),
+    "float32": (replaced(WEIGHTS, torch.Tensor.float), "weights.0 has the dtype torch.float32, not torch.f"),
+    "count": (filled("0.state.memory.num_seen", -1), "num_seen holds numbers from -1 to 60, not from 0"),
+    "no scalars": (says({"others": ""}), "it lacks 'cache'"),
+    "no columns": (says("{}"), "it lacks 'num_columns'"),
+    "columns": (says('{"num_columns": -1, "record_past": false}'), "has num_columns -1"),
+    "record": (says('{"num_columns": 60, "record_past": 0}'), "and record_past 0"),
+}
+
+
+@in_one_test("name", DAMAGES)
+def test_what_is_not_the_saved_memory_is_refused(name, memory, tmp_path_factory):
+    """A damaged, altered, missing or newer file, and tensors that no cache has, raise an error that names the folder,
+    despite right checksums.
+    """
+    damage, message = DAMAGES[name]
     model, folder = copied(memory, tmp_path_factory.mktemp("memory"))
     damage(folder)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"the memory in {folder} cannot be loaded: .*{message}"):
         TitansCache.from_pretrained(folder, model)
+
+
+def test_a_rewritten_file_loads(memory):
+    """A file that is rewritten without a change loads: what is refused above is refused for the change."""
+    model, folder = memory
+    rewritten(lambda tensors, metadata: None)(folder)
+    assert TitansCache.from_pretrained(folder, model).get_seq_length() == 60
 
 
 def test_a_folder_without_a_memory(tmp_path):
@@ -104,15 +204,39 @@ def test_a_folder_without_a_memory(tmp_path):
         TitansCache.from_pretrained(tmp_path, shared_model("mag"))
 
 
-def test_the_cache_of_another_model_is_not_saved(tmp_path):
-    """Saving a cache for another model raises an error and writes nothing."""
-    cache = read(shared_model("mag"), IDS)[1]
-    with pytest.raises(ValueError, match="its variant is mag, not mal"):
-        cache.save_pretrained(tmp_path, shared_model("mal"))
-    assert not list(tmp_path.iterdir())
+def circular() -> dict:
+    about: dict = {}
+    about["about"] = about
+    return about
 
 
-def test_a_sharded_model_is_refused():
-    """A model whose weights are not all in this process raises an error."""
-    with pytest.raises(ValueError, match="neither sharded nor offloaded"):
-        cache_files.fingerprint(make_model("mag").to("meta"))
+def nested() -> dict:
+    about: dict = {}
+    for _ in range(100_000):
+        about = {"about": about}
+    return about
+
+
+@in_one_test("make", [lambda: {"when": object()}, circular, nested, lambda: None, lambda: "text"])
+def test_an_about_that_is_not_json_leaves_nothing(make, tmp_path):
+    """An `about` that is not JSON raises an error before anything is written."""
+    cache = read(shared_model("mag"), make_ids(2, 9))[1]
+    cache.about = make()
+    with pytest.raises(ValueError, match=f"the memory in {tmp_path / 'new'} cannot be saved: "):
+        cache.save_pretrained(tmp_path / "new", shared_model("mag"))
+    assert not (tmp_path / "new").exists() or not names(tmp_path / "new")
+
+
+def test_what_cannot_be_saved_leaves_the_memory_before(memory):
+    """A memory with nan, of another model, or of a model that is not all in this process is not saved."""
+    model, folder = memory
+    cache = read(model, make_ids(2, 9))[1]
+    cache.layers[1].apply(lambda x: x.clone().fill_(float("nan")) if x.is_floating_point() else x)
+    for other, target, message in (
+        (cache, model, "not finite"),
+        (read(model, IDS)[1], shared_model("mal"), "its variant is mag, not mal"),
+        (read(model, IDS)[1], make_model("mag").to("meta"), "neither sharded nor offloaded"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            other.save_pretrained(folder, target)
+    assert TitansCache.from_pretrained(folder, model).get_seq_length() == 60

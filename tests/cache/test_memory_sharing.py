@@ -1,12 +1,8 @@
 """Several processes save to and load from one memory folder, which holds one complete memory at any time."""
 
 import multiprocessing
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
 import torch
 from common import make_ids, read, shared_model
 from memory_folders import assert_equal, names
@@ -33,45 +29,23 @@ def save_in_turn(number: int, folders: list[Path], barrier, errors) -> None:
             errors.put(repr(error))
 
 
-@contextmanager
-def two_savers(folders: list[Path]) -> Iterator[list]:
-    """Runs two processes of `save_in_turn`; on leaving, asserts that no save failed."""
+def test_concurrent_saves(tmp_path):
+    """Of two simultaneous saves one complete memory remains."""
+    folders = [tmp_path / str(i) for i in range(10)]
     barrier, errors = PROCESSES.Barrier(2), PROCESSES.Queue()
     savers = [PROCESSES.Process(target=save_in_turn, args=(i, folders, barrier, errors)) for i in range(2)]
     for saver in savers:
         saver.start()
-    yield savers
     for saver in savers:
         saver.join(240)
         assert saver.exitcode == 0
     assert errors.empty(), errors.get()
-
-
-@pytest.mark.parametrize("num_pairs", [10, pytest.param(100, marks=pytest.mark.slow)])
-def test_concurrent_saves(num_pairs, tmp_path):
-    """Of two simultaneous saves one complete memory remains."""
-    folders = [tmp_path / str(i) for i in range(num_pairs)]
-    with two_savers(folders):
-        pass
-    memories, kept = [memory_of(i) for i in range(2)], []
+    memories = [memory_of(i) for i in range(2)]
     for folder in folders:
         cache = TitansCache.from_pretrained(folder, shared_model("mag"))
         same = [torch.equal(cache.layers[0].state.conv_state, memory.layers[0].state.conv_state) for memory in memories]
-        kept.append(same.index(True))
-        assert_equal(cache, memories[kept[-1]])
+        assert_equal(cache, memories[same.index(True)])
         assert len(names(folder)) == 2
-
-
-def test_loading_during_saves(tmp_path):
-    """Loading during saves always gives a memory."""
-    memory_of(0).save_pretrained(tmp_path, shared_model("mag"))
-    num_loaded, deadline = 0, time.monotonic() + 240
-    with two_savers([tmp_path] * 60) as savers:
-        while any(saver.is_alive() for saver in savers):
-            assert time.monotonic() < deadline
-            TitansCache.from_pretrained(tmp_path, shared_model("mag"))
-            num_loaded += 1
-    assert num_loaded > 10
 
 
 def test_a_save_between_description_and_tensors(tmp_path, monkeypatch):
@@ -104,7 +78,7 @@ def test_what_killed_saves_left_is_removed(tmp_path):
 
 def test_one_memory_has_one_checksum(tmp_path):
     """The same memory saved several times has one checksum."""
-    for i in range(12):
+    for i in range(5):
         memory_of(0).save_pretrained(tmp_path / str(i), shared_model("mag"))
-    sums = {cache_files.read_description(tmp_path / str(i))["sha256"] for i in range(12)}
+    sums = {cache_files.read_description(tmp_path / str(i))["sha256"] for i in range(5)}
     assert len(sums) == 1

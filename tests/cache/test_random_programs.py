@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from common import FORMS, PAPER, VARIANTS, assert_same, full_logits, make_ids, make_model, read, shared_model
+from common import FORMS, PAPER, VARIANTS, assert_same, full_logits, make_ids, make_model, read
 
 from titans_hf import TitansCache
 
@@ -25,8 +25,8 @@ class Program:
     """
 
     def __init__(self, variant: str, changes: str, seed: int, folder):
-        self.model, self.folder = make_model(variant, **CHANGES[changes]), folder
-        self.random = random.Random(f"{variant}{changes} {seed}")
+        self.folder, self.random = folder, random.Random(f"{variant}{changes} {seed}")
+        self.model = make_model(variant, attention=self.random.choice(["sdpa", "eager"]), **CHANGES[changes])
         self.cache = TitansCache(self.model.config, compileable=self.random.random() < 0.5)
         self.rows: list[list] = [[] for _ in range(self.random.randint(1, 3))]
         self.recording, self.num_columns, self.num_removable, self.was_cropped = False, 0, 0, False
@@ -208,11 +208,11 @@ def test_random_programs(variant, changes, seed, tmp_path):
     Program(variant, changes, seed, tmp_path).run()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["mag", *(pytest.param(x, marks=pytest.mark.slow) for x in ("mac", "mal", "lmm"))])
 def test_four_threads_generate(variant):
-    """Threads that share a model generate what each does alone, in every mode."""
-    model = shared_model(variant)
+    """Threads that share a model and its starting memory generate what each does alone, in every mode."""
+    model = make_model(variant)
+    model.start_from(read(model, make_ids(1, 21))[1])
     common = dict(max_new_tokens=12, pad_token_id=0, return_dict_in_generate=True)
     modes = [
         dict(do_sample=False),
@@ -241,3 +241,4 @@ def test_four_threads_generate(variant):
         ours = together[i % 4][i // 4]
         assert torch.equal(ours[0], sequences)
         assert_same(ours[1], norms)
+    assert not model._forward_hooks

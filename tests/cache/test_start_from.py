@@ -1,7 +1,6 @@
 """model.start_from(cache): every generate() starts from the memory and leaves it unchanged."""
 
 import copy
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
@@ -42,7 +41,7 @@ def expected(model, prompt, **options):
 
 
 def test_prompts_follow_the_text_of_the_memory(started):
-    """Each prompt, alone, padded or with beams, is continued as after the memory's text, repeatedly."""
+    """Each prompt, alone, padded, with beams or drafts, is continued as after the memory's text, repeatedly."""
     model, cache, before = started
     prompts = [make_ids(1, 12, seed=1), make_ids(1, 5, seed=2)]
     wanted = [expected(model, prompt) for prompt in prompts]
@@ -55,6 +54,9 @@ def test_prompts_follow_the_text_of_the_memory(started):
         assert torch.equal(row[-9:], tokens[0, prompt.shape[1] :])
     beams = model.generate(prompts[0], num_beams=3, num_return_sequences=2, **GREEDY)
     assert torch.equal(beams, expected(model, prompts[0], num_beams=3, num_return_sequences=2))
+    repeated = prompts[1].repeat(1, 3)
+    drafted = model.generate(repeated, prompt_lookup_num_tokens=3, **GREEDY)
+    assert torch.equal(drafted, expected(model, repeated))
     assert_same_cache(cache, before, tolerance=0)
     assert_same_cache(model._starting_cache, before, tolerance=0)
 
@@ -68,24 +70,6 @@ def test_without_a_memory_it_is_as_before(started):
     model.start_from(None)
     assert torch.equal(model.generate(prompt, **GREEDY), given)
     assert not torch.equal(given, with_memory)
-
-
-def test_prompt_lookup_starts_from_the_memory(started):
-    """Prompt lookup gives the greedy tokens after the memory's text."""
-    model, _, _ = started
-    prompt = make_ids(1, 6, seed=1).repeat(1, 3)
-    assert torch.equal(model.generate(prompt, prompt_lookup_num_tokens=3, **GREEDY), expected(model, prompt))
-
-
-def test_threads_share_the_memory(started):
-    """Parallel requests get the answers they get alone."""
-    model, cache, before = started
-    prompts = [make_ids(1, 4 + seed, seed=seed) for seed in range(8)]
-    alone = [model.generate(prompt, **GREEDY) for prompt in prompts]
-    with ThreadPoolExecutor(4) as threads:
-        together = list(threads.map(lambda prompt: model.generate(prompt, **GREEDY), prompts))
-    assert all(map(torch.equal, together, alone))
-    assert_same_cache(cache, before, tolerance=0)
 
 
 def test_the_graph_of_what_was_read_is_not_kept():

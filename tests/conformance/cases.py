@@ -1,4 +1,4 @@
-"""The test classes of `run.py`: one per variant of Titans, and per hybrid of transformers to compare with.
+"""The test classes of `run.py`: one per variant of Titans, and MAG with the token memory.
 
 Each inherits the tests from transformers' mixins and adds a tiny configuration and its input, long enough to cross
 windows, chunks and segments several times.
@@ -10,7 +10,6 @@ import unittest
 from unittest import mock
 
 import torch
-import transformers
 from tests.generation.test_utils import GenerationTesterMixin
 from tests.test_configuration_common import ConfigTester
 from tests.test_fsdp_mixin import FSDPTesterMixin
@@ -191,63 +190,3 @@ class TitansTokenMemoryTest(TitansMagTest):
     @property
     def settings(self):
         return super().settings | dict(token_memory_features=8, tie_word_embeddings=True)
-
-
-class HybridTests(CommonTests):
-    """What the baselines' own test files in transformers override: one layer of two has attention."""
-
-    layer_types = ("linear_attention", "full_attention")
-
-    def test_attention_outputs(self):
-        self.model_tester.num_hidden_layers = self.layer_types.count("full_attention")
-        super().test_attention_outputs()
-
-    def _get_conv_state_shape(self, batch_size, config):
-        keys = config.linear_num_key_heads * config.linear_key_head_dim
-        values = config.linear_num_value_heads * config.linear_value_head_dim
-        return batch_size, 2 * keys + values, config.linear_conv_kernel_dim
-
-    def _get_recurrent_state_shape(self, batch_size, config):
-        return batch_size, config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
-
-
-class OlmoHybridTest(HybridTests, unittest.TestCase):
-    all_model_classes = (transformers.OlmoHybridModel, transformers.OlmoHybridForCausalLM)
-    settings = dict(
-        layer_types=list(HybridTests.layer_types),
-        max_position_embeddings=512,
-        linear_num_key_heads=4,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        linear_conv_kernel_dim=4,
-        linear_allow_neg_eigval=False,
-    )
-
-
-class Qwen3NextTest(HybridTests, unittest.TestCase):
-    all_model_classes = (
-        transformers.Qwen3NextModel,
-        transformers.Qwen3NextForCausalLM,
-        transformers.Qwen3NextForSequenceClassification,
-        transformers.Qwen3NextForTokenClassification,
-        transformers.Qwen3NextForQuestionAnswering,
-    )
-    settings = dict(
-        layer_types=list(HybridTests.layer_types),
-        max_position_embeddings=512,
-        head_dim=16,  # of which a quarter is rotated
-        linear_conv_kernel_dim=2,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        linear_num_key_heads=4,
-        linear_num_value_heads=8,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-    )
-
-    @unittest.skip("Not compatible with a quantized cache: skipped by its own test file too")
-    def test_generate_with_quant_cache(self):
-        pass

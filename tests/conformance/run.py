@@ -1,6 +1,6 @@
-"""Runs transformers' own common model tests against Titans, and against its recurrent hybrids for comparison.
+"""Runs transformers' own common model tests against Titans.
 
-    python tests/conformance/run.py --baselines --markdown conformance.md
+    python tests/conformance/run.py --markdown conformance.md
     python tests/conformance/run.py -k "training or fsdp"
     python tests/conformance/run.py --source transformers/    # with its generation and export tests
 
@@ -35,7 +35,6 @@ STANDINS = HERE / "standins"
 LEFT_OUT = {"generation/test_utils.py": "generation", "exporters/test_export.py": "export"}
 TITANS = ("TitansMacTest", "TitansMagTest", "TitansMalTest", "TitansLmmTest")
 TITANS += ("TitansTokenMemoryTest",)
-BASELINES = ("OlmoHybridTest", "Qwen3NextTest")
 
 
 def fetch_archive() -> Path:
@@ -71,20 +70,6 @@ def unpack_tests(folder: Path, checkout: Path | None) -> list[str]:
     return used
 
 
-def check_checkout(checkout: Path) -> None:
-    """Raises ValueError for a folder that is no checkout of the installed transformers."""
-    for path in (*(f"tests/{name}" for name in LEFT_OUT), "src/transformers/__init__.py"):
-        if not (checkout / path).is_file():
-            raise ValueError(f"--source {checkout} is no checkout of transformers: it has no {path}")
-    version = re.search(r'^__version__ = "(.*)"', (checkout / "src/transformers/__init__.py").read_text(), re.MULTILINE)
-    if version is None or version[1] != transformers.__version__:
-        found = version[1] if version else "unknown"
-        raise ValueError(
-            f"--source {checkout} is transformers {found}, and installed is {transformers.__version__}: "
-            f"git checkout v{transformers.__version__}"
-        )
-
-
 def what_is_missing(standins: list[str]) -> str:
     """Lists the tests that did not run, and the modules that were stood in for; empty if all are transformers' own."""
     missing = [f"{kind} tests ({name})" for name, kind in LEFT_OUT.items() if name in standins]
@@ -115,7 +100,7 @@ class Outcomes:
         self.by_class[name][report.outcome][test] = " ".join(reason.split())
 
 
-def table(outcomes: dict, names: list[str]) -> str:
+def table(outcomes: dict, names: tuple[str, ...]) -> str:
     """Counts of every test class, then failures and skips by their reasons, as Markdown."""
     kinds = ("passed", "failed", "skipped")
     rows = [[_short(name), *(len(outcomes[name][kind]) for kind in kinds)] for name in names]
@@ -128,7 +113,7 @@ def table(outcomes: dict, names: list[str]) -> str:
                 groups[reason, tuple(which)].append(test)
         rows = []
         for (reason, which), tests in sorted(groups.items()):
-            rows.append([reason, "all" if list(which) == names else ", ".join(map(_short, which)), _list_tests(tests)])
+            rows.append([reason, "all" if which == names else ", ".join(map(_short, which)), _list_tests(tests)])
         if rows:
             parts.append(markdown_table([f"{outcome} because", "of", "tests"], rows))
     return "\n\n".join(parts)
@@ -144,7 +129,7 @@ def _list_tests(tests: list[str]) -> str:
     return ", ".join(name if number == 1 else f"{name} ({number})" for name, number in counts.items())
 
 
-def run_tests(folder: Path, names: list[str], chosen: str | None) -> tuple[int, dict]:
+def run_tests(folder: Path, chosen: str | None) -> tuple[int, dict]:
     """Runs the tests by pytest; returns its exit status, and the outcomes by test class."""
     # Slow tests too; and nothing from the Hub, whatever this machine has in its cache.
     os.environ |= {"RUN_SLOW": "1", "HF_HUB_OFFLINE": "1"}
@@ -152,7 +137,7 @@ def run_tests(folder: Path, names: list[str], chosen: str | None) -> tuple[int, 
     options += ["--confcutdir", str(HERE)]  # our own tests' fixtures are not transformers'
     options += ["-o", f"pythonpath={folder}", "-n", "auto"]
     outcomes = Outcomes()
-    cases = [f"{HERE / 'cases.py'}::{name}" for name in names]
+    cases = [f"{HERE / 'cases.py'}::{name}" for name in TITANS]
     status = pytest.main([*options, "-W", "ignore", *(["-k", chosen] if chosen else []), *cases], plugins=[outcomes])
     return int(status), outcomes.by_class
 
@@ -160,20 +145,13 @@ def run_tests(folder: Path, names: list[str], chosen: str | None) -> tuple[int, 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-k", metavar="EXPRESSION", help="run only matching tests, as in pytest")
-    parser.add_argument("--baselines", action="store_true", help="run OLMo-hybrid and Qwen3-Next too")
     parser.add_argument("--markdown", type=Path, help="write the table into this file")
     parser.add_argument("--source", type=Path, help="a checkout of transformers to take the tests from")
     args = parser.parse_args()
-    if args.source:
-        try:
-            check_checkout(args.source)
-        except ValueError as error:
-            parser.error(str(error))
-    names = [*TITANS, *(BASELINES if args.baselines else ())]
     with tempfile.TemporaryDirectory() as folder:
         standins = unpack_tests(Path(folder), args.source)
-        status, outcomes = run_tests(Path(folder), names, args.k)
-    text = table(outcomes, names)
+        status, outcomes = run_tests(Path(folder), args.k)
+    text = table(outcomes, TITANS)
     if standins:
         text += f"\n\n{what_is_missing(standins)}"
     print(f"\n{text}")

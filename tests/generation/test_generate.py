@@ -1,7 +1,5 @@
 """`generate()`: in every mode, the tokens are those of recomputing the whole sequence at every step."""
 
-import copy
-
 import pytest
 import torch
 from common import (
@@ -47,33 +45,6 @@ def test_greedy_equals_recomputing(variant):
     assert output.cache.get_seq_length() == 40  # the last token has not been read
     logits = torch.stack(output.logits, 1).double()  # `generate()` makes them float32
     assert_same(logits, full_logits(model, expected)[:, 10:-1], 1e-5)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_left_padded_batch(variant):
-    """Every row of a left-padded batch has the tokens it would have alone."""
-    model, rows = shared_model(variant), [make_ids(n, seed=n) for n in (19, 12, 5, 1)]
-    ids, mask = left_pad(rows)
-    output = model.generate(ids, attention_mask=mask, max_new_tokens=20, **GREEDY)
-    for row, answer in zip(rows, output[:, 19:], strict=True):
-        assert is_greedy(model, torch.cat([row, answer])[None], len(row))
-
-
-@covering(1, {"variant": ATTENTIONS, "padded": [False, True]})
-def test_continuing_from_a_cache(variant, padded):
-    """Generating again with the returned cache and the whole transcript gives greedy tokens."""
-    model, ids, mask = shared_model(variant), make_ids(2, 13), torch.ones(2, 13, dtype=torch.int64)
-    if padded:
-        mask[1, :6] = 0
-    first = model.generate(ids, attention_mask=mask, max_new_tokens=9, return_dict_in_generate=True, **GREEDY)
-    question = make_ids(2, 12, seed=5)
-    transcript = torch.cat([first.sequences, question], 1)
-    mask = torch.cat([mask, torch.ones(2, 21, dtype=torch.int64)], 1)
-    cache = first.cache
-    continued = model.generate(transcript, attention_mask=mask, cache=cache, max_new_tokens=9, **GREEDY)
-    assert torch.equal(continued[:, :34], transcript)
-    assert is_greedy(model, continued, 34, torch.cat([mask, torch.ones(2, 9, dtype=torch.int64)], 1))
-    assert cache.get_seq_length() == transcript.shape[1] + 8
 
 
 @pytest.mark.parametrize("variant", ATTENTIONS)
@@ -130,31 +101,6 @@ def test_logits_to_keep(variant):
     with torch.no_grad():
         assert_same(model(ids, logits_to_keep=index, cache=cache).logits, whole[:, index])
     assert all(torch.equal(a, b) for a, b in zip(tensors(cache), tensors(after), strict=True))
-
-
-@pytest.mark.parametrize("variant", ATTENTIONS)
-def test_one_prompt_many_answers(variant):
-    """Copies of one prompt's cache give greedy tokens for several continuations."""
-    model, prompt = shared_model(variant), make_ids(1, 25)
-    _, cache = read(model, prompt[:, :-1])
-    for seed in (1, 2):
-        ids = torch.cat([prompt, make_ids(1, 3, seed=seed)], 1)
-        answer = model.generate(ids, cache=copy.deepcopy(cache), max_new_tokens=8, **GREEDY)
-        assert torch.equal(answer[:, :28], ids) and is_greedy(model, answer, 28)
-
-
-@pytest.mark.parametrize("variant", ATTENTIONS)
-def test_end_of_sequence(variant):
-    """Rows that have ended are padded and leave the others as they are."""
-    model, ids = shared_model(variant), make_ids(3, 11)
-    free = model.generate(ids, max_new_tokens=20, **GREEDY)
-    eos = free[0, 14].item()
-    answer = model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=eos, pad_token_id=0)
-    for ours, whole in zip(answer, free, strict=True):
-        ends = (whole[11:] == eos).nonzero()
-        stop = 12 + ends[0].item() if len(ends) else 31
-        assert torch.equal(ours[:stop], whole[:stop])
-        assert not ours[stop:].any()
 
 
 @covering(2, {"variant": ATTENTIONS, "implementation": ["dynamic", "static"], "padded": [False, True]})

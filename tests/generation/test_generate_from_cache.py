@@ -9,7 +9,7 @@ from common import TWO_VARIANTS, assert_same, make_ids, make_model, read, shared
 from covering import covering, in_one_test
 from transformers.generation.utils import DeferredStopCheck
 
-from titans_hf import TitansCache, generation_titans
+from titans_hf import TitansCache
 
 GREEDY = dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
 
@@ -41,15 +41,6 @@ def test_a_prompt_that_lacks_what_was_read_is_refused(length):
     assert all(map(torch.equal, kept, tensors(cache)))
 
 
-def test_an_early_exit_is_refused():
-    """`assistant_early_exit` raises an error and leaves the config."""
-    model = make_model("mag")
-    with pytest.raises(ValueError, match="`assistant_early_exit` is not possible"):
-        model.generate(make_ids(1, 9), assistant_early_exit=1, **GREEDY)
-    assert model.config.num_hidden_layers == 2
-    model.generate(make_ids(1, 9), **GREEDY)
-
-
 def test_what_would_read_twice_or_not_at_all_is_refused():
     """A cache with `use_cache=False`, embeddings of new tokens with the mask of all, embeddings in pieces, and a cache
     of fewer rows raise an error that says what to do.
@@ -78,7 +69,7 @@ def test_what_would_read_twice_or_not_at_all_is_refused():
 @pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_a_cache_records_only_while_drafts_are_tried(variant):
     """After assisted decoding, and after such a call that fails, the user's cache has a constant size again and takes
-    the next prompt.
+    the next prompt; a cache that the user lets record goes on recording.
     """
     model, turns = shared_model(variant), [make_ids(1, 6, seed=seed).repeat(1, 3) for seed in (1, 2)]
     cache, plain = TitansCache(model.config), TitansCache(model.config)
@@ -93,31 +84,30 @@ def test_a_cache_records_only_while_drafts_are_tried(variant):
     assert not any(layer.record_past or layer.recorded for layer in cache.layers)
     assert_same(read(model, turns[0], None, cache)[0], read(model, turns[0], None, plain)[0])
     assert cache.num_bytes == plain.num_bytes
+    recording = TitansCache(model.config)
+    recording.activate_past_recording()
+    model.generate(turns[0], cache=recording, prompt_lookup_num_tokens=3, **GREEDY)
+    assert all(layer.record_past for layer in recording.layers)
 
 
-@pytest.mark.parametrize("as_dict", [True, False])
-def test_a_token_that_generate_undoes_is_not_in_the_users_cache(as_dict, monkeypatch):
-    """Where Transformers decodes a token more and undoes it, as on MPS, the user's cache has not read it."""
+def test_a_token_that_generate_undoes_is_neither_read_nor_told(monkeypatch):
+    """Where Transformers decodes a token more and undoes it, as on MPS, the user's cache has not read it, and its
+    surprise is left out.
+    """
     model, ids = shared_model("mag"), make_ids(1, 21)
-    options = dict(GREEDY, max_new_tokens=9, return_dict_in_generate=as_dict)
+    options = dict(GREEDY, max_new_tokens=9, return_dict_in_generate=True, output_surprise=True)
     options["eos_token_id"] = int(model.generate(ids, **{**GREEDY, "max_new_tokens": 9})[0, 21 + 4])
     expected, cache = TitansCache(model.config), TitansCache(model.config)
-    model.generate(ids, cache=expected, **options)
+    plain = model.generate(ids, cache=expected, **options)
     monkeypatch.setattr(DeferredStopCheck, "is_supported", lambda *args, **kwargs: args[2])
     monkeypatch.setattr(torch, "Event", MagicMock())
-    model.generate(ids, cache=cache, **options)
-    assert cache.get_seq_length() == expected.get_seq_length() < 21 + 8
+    result = model.generate(ids, cache=cache, **options)
+    assert torch.equal(result.sequences, plain.sequences)
+    for ours, layer in zip(result.surprise, plain.surprise, strict=True):
+        assert_same(ours.gradient_norm, layer.gradient_norm)
+    assert cache.get_seq_length() == expected.get_seq_length() == result.surprise[0].gradient_norm.shape[-1] < 21 + 8
     more = make_ids(1, 5, seed=2)
     assert_same(read(model, more, None, cache)[0], read(model, more, None, expected)[0])
-
-
-def test_a_recording_of_the_user_goes_on():
-    """A cache that records goes on recording after assisted decoding."""
-    model, prompt = shared_model("mag"), make_ids(1, 6).repeat(1, 3)
-    cache = TitansCache(model.config)
-    cache.activate_past_recording()
-    model.generate(prompt, cache=cache, prompt_lookup_num_tokens=3, **GREEDY)
-    assert all(layer.record_past for layer in cache.layers)
 
 
 def test_a_prompt_that_has_started_cannot_be_cropped():
@@ -138,11 +128,12 @@ def test_a_prompt_that_has_started_cannot_be_cropped():
 
 
 def test_options_that_would_be_misread_are_refused():
-    """Documents by index and documents in pieces raise an error before anything is read."""
+    """An early exit, documents by index and documents in pieces raise an error before anything is read."""
     model, ids = shared_model("mag"), make_ids(1, 12)
     cache = TitansCache(model.config)
     starts = torch.cat([torch.arange(7), torch.arange(5)])[None]
     refused = {
+        "`assistant_early_exit` is not possible": dict(assistant_early_exit=1),
         "`seq_idx` must be None in generate": dict(seq_idx=(starts.cumsum(1) > 21).int()),
         "`cu_seq_lens_q` must be None in generate": dict(cu_seq_lens_q=torch.tensor([0, 7, 12])),
         "`prefill_chunk_size` must be None with several documents": dict(position_ids=starts, prefill_chunk_size=7),
@@ -157,12 +148,3 @@ def test_options_that_would_be_misread_are_refused():
     assert torch.equal(model.generate(ids, attention_mask=mask, prefill_chunk_size=3, **GREEDY), expected)
     whole = model.generate(ids, position_ids=starts, **GREEDY)
     assert torch.equal(whole[:, 12:], model.generate(ids[:, 7:], **GREEDY)[:, 5:])
-
-
-def test_attention_maps_of_drafts_are_said_to_be_cut(caplog):
-    """Attention maps of assisted decoding come with a warning."""
-    model = make_model("mag", attention="eager")
-    options = dict(output_attentions=True, return_dict_in_generate=True, **GREEDY)
-    generation_titans.logger.warning_once.cache_clear()
-    model.generate(make_ids(1, 12), prompt_lookup_num_tokens=3, **options)
-    assert "The attention maps of assisted generation lack columns" in caplog.text

@@ -144,16 +144,6 @@ def left_pad(rows: list[torch.Tensor], fill: int = 0) -> tuple[torch.Tensor, tor
     return ids, mask
 
 
-def load_aligned(folder) -> TitansForCausalLM:
-    """Loads a saved model in float64 and copies its weights: those of a file lie anywhere in memory, and on processors
-    without AVX-512 the last bit of a product depends on that.
-    """
-    model = TitansForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    for x in (*model.parameters(), *model.buffers()):
-        x.data = x.data.clone()
-    return model
-
-
 def tensors(cache: TitansCache) -> list[torch.Tensor]:
     return [x for layer in cache.layers if layer.state is not None for x in layer.state.tensors()]
 

@@ -1,7 +1,16 @@
-"""Compares the Triton kernels in the interpreter with the token loop; prints each case's largest error as JSON."""
+"""Compares kernels in Triton's interpreter, in float32, with the token loop in float64; prints the largest errors as
+JSON: "triton", the project's kernels in all cases, or "fla", the kernel of flash-linear-attention in its case.
+"""
 
+import importlib.util
 import json
 import os
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from importlib.machinery import PathFinder
+from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -12,7 +21,7 @@ from torch import Tensor
 from titans_hf import memory_ops
 from titans_hf.configuration_titans import TitansConfig
 from titans_hf.memory_network import UpdateRule, layer_shapes
-from titans_hf.memory_ops import memorize_on_grid
+from titans_hf.memory_ops import memorize_by_kernel, memorize_on_grid
 from titans_hf.memory_reference import memorize_reference
 from titans_hf.memory_state import MemoryInputs, MemoryState, named_tensors
 from titans_hf.memory_triton import KERNEL_FUNCTIONS
@@ -31,18 +40,49 @@ CHOICES = {
     "target": [False, True],
     "expansion": [1, 2],
 }
+# The form of a memory that fla's kernel computes.
+FLA = dict(depth=1, delta_rule=True, momentum=False, clip=None, target=True, expansion=1, heads=2)
 
 
-def draw(depth: int, delta_rule: bool, momentum: bool, target: bool, expansion: int, **_) -> dict[str, Tensor]:
-    """Draws the tensors of an update of two rows of one head: float32 numbers in float64. With the delta rule, all
-    keys of a row are equal, the worst case of the triangular system.
+class WithoutConversion:
+    """Imports one module of fla with a conversion left out: in the interpreter the number is a Python int."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "fla.ops.common.chunk_delta_h":
+            return None
+        source = Path(PathFinder.find_spec(name, path).origin).read_text()
+        copy = Path(tempfile.mkdtemp(), "chunk_delta_h.py")  # the interpreter reads the source again
+        copy.write_text(source.replace("i_t.to(tl.int64)", "i_t"))
+        return importlib.util.spec_from_file_location(name, copy)
+
+
+def kernel_of_fla() -> Callable:
+    """Imports `chunk_comba`, for the interpreter."""
+    from triton.runtime.autotuner import Autotuner
+
+    sys.meta_path.insert(0, WithoutConversion())
+    Autotuner._bench = lambda *args, **kwargs: [0.0]  # the first setting; there is no GPU to time them on
+    from fla.ops.comba import chunk_comba
+
+    return chunk_comba
+
+
+def update_by_fla(kernel: Callable, inputs, state, rule, grid, *, decay_target, **_):
+    return memorize_by_kernel(kernel, inputs, state, grid, decay_target)
+
+
+def draw(
+    depth: int, delta_rule: bool, momentum: bool, target: bool, expansion: int, heads: int = 1, **_
+) -> dict[str, Tensor]:
+    """Draws the tensors of an update of two rows: float32 numbers in float64. With the delta rule, all keys of a row
+    are equal, the worst case of the triangular system.
     """
     torch.manual_seed(0)
-    vectors = torch.randn(3, 2, 1, TOKENS, SIZE).double()
+    vectors = torch.randn(3, 2, heads, TOKENS, SIZE).double()
     queries, keys, values = vectors / vectors.norm(dim=-1, keepdim=True)
     if delta_rule:
         keys[1] = keys[1, :, :1]
-    theta, eta, alpha = torch.rand(3, 2, 1, TOKENS).double()
+    theta, eta, alpha = torch.rand(3, 2, heads, TOKENS).double()
     found = dict(
         queries=queries,
         keys=1.2 * keys,
@@ -54,14 +94,14 @@ def draw(depth: int, delta_rule: bool, momentum: bool, target: bool, expansion: 
         found["log_momentum_decay"] = (0.8 * eta).log()
     for i, shape in enumerate(layer_shapes(SIZE, depth, expansion)):
         for name in ("weights", *["momentum"] * momentum, "anchor"):
-            found[f"{name} {i}"] = 0.5 * torch.randn(2, 1, *shape).double() / shape[0] ** 0.5
+            found[f"{name} {i}"] = 0.5 * torch.randn(2, heads, *shape).double() / shape[0] ** 0.5
         if target:
-            found[f"target {i}"] = 0.3 * torch.randn(1, *shape).double() / shape[0] ** 0.5
+            found[f"target {i}"] = 0.3 * torch.randn(heads, *shape).double() / shape[0] ** 0.5
     return {name: x.float().double() for name, x in found.items()}
 
 
-def run(by_kernel: bool, dtype: torch.dtype, case: dict) -> dict[str, Tensor]:
-    """Computes outputs, state and the gradients of a random function of both."""
+def run(by_kernel: Callable | None, dtype: torch.dtype, case: dict) -> dict[str, Tensor]:
+    """Computes outputs, state and the gradients of a random function of both, by a kernel or the token loop."""
     given = {name: x.to(dtype).requires_grad_() for name, x in draw(**case).items()}
 
     def layers(name: str) -> tuple[Tensor, ...]:
@@ -76,7 +116,7 @@ def run(by_kernel: bool, dtype: torch.dtype, case: dict) -> dict[str, Tensor]:
     if by_kernel:
         grid = TokenGrid.build(state.num_seen, TOKENS, CHUNK, Columns(mask))
         slots = inputs.map(lambda x: grid.scatter(x.transpose(1, 2)).transpose(1, 2))
-        output = memorize_on_grid(slots, state, rule, grid, kernel=KERNEL_FUNCTIONS, **options)
+        output = by_kernel(slots, state, rule, grid, **options)
         retrieved, after = grid.gather(output.retrieved.transpose(1, 2)).transpose(1, 2), output.state
     else:  # row by row, its tokens alone
         retrieved, states = [], []
@@ -97,9 +137,9 @@ def run(by_kernel: bool, dtype: torch.dtype, case: dict) -> dict[str, Tensor]:
     return results | {f"gradient of {name}": x for name, x in zip(given, gradients, strict=True)}
 
 
-def run_token(by_kernel: bool, dtype: torch.dtype, case: dict) -> dict[str, Tensor]:
-    """Computes outputs, surprise and state of one token, two heads of rows at the start, in the middle and at the end
-    of a chunk.
+def run_token(by_kernel: Callable | None, dtype: torch.dtype, case: dict) -> dict[str, Tensor]:
+    """Computes outputs, surprise and state of one token by a kernel or PyTorch, two heads of rows at the start, in the
+    middle and at the end of a chunk.
     """
     given = {name: x.to(dtype) for name, x in draw(**case).items()}
 
@@ -112,9 +152,9 @@ def run_token(by_kernel: bool, dtype: torch.dtype, case: dict) -> dict[str, Tens
     state = MemoryState(layers("weights"), layers("momentum"), layers("anchor"), torch.tensor([32, 37, 47]))
     rule = UpdateRule(case["clip"], case["delta_rule"], hidden_step=0.25 if case["delta_rule"] else 1.0)
     target = tuple(torch.cat([x, x.flip(-1)]) for key, x in given.items() if key.startswith("target "))
-    options = dict(chunk_size=CHUNK, decay_target=target, kernel=KERNEL_FUNCTIONS if by_kernel else "torch")
+    by_pytorch = partial(memorize_on_grid, kernel="torch")
     grid = TokenGrid.identity(3, 1, "cpu")
-    output = memorize_on_grid(inputs, state, rule, grid, **options)
+    output = (by_kernel or by_pytorch)(inputs, state, rule, grid, chunk_size=CHUNK, decay_target=target)
     return {name: x.to(dtype) for name, x in named_tensors(output)}
 
 
@@ -158,14 +198,23 @@ def largest_error(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> float
     return max(errors).item()
 
 
-if __name__ == "__main__":
-    found = {}
-    for values in covering(2, CHOICES).args[1]:
-        case = dict(zip(CHOICES, values.values, strict=True))
-        for computed in (run, run_token):
-            of_case = computed(True, torch.float32, case), computed(False, torch.float64, case)
-            found[f"{computed.__name__} {case}"] = largest_error(*of_case)
-    memory_ops._misfits_of_any_kernel = lambda weights: {}  # the interpreter has no GPU
-    found["packed documents"] = largest_error(packed_documents("triton"), packed_documents("torch"))
-    found["single tokens"] = largest_error(single_tokens("triton"), single_tokens("torch"))
+def compare(computed: Callable, kernel: Callable, case: dict) -> float:
+    return largest_error(computed(kernel, torch.float32, case), computed(None, torch.float64, case))
+
+
+def main(name: str) -> None:
+    if name == "fla":
+        found = {"fla": compare(run, partial(update_by_fla, kernel_of_fla()), FLA)}
+    else:
+        found, kernel = {}, partial(memorize_on_grid, kernel=KERNEL_FUNCTIONS)
+        for values in covering(2, CHOICES).args[1]:
+            case = dict(zip(CHOICES, values.values, strict=True))
+            found |= {f"{computed.__name__} {case}": compare(computed, kernel, case) for computed in (run, run_token)}
+        memory_ops._misfits_of_any_kernel = lambda weights: {}  # the interpreter has no GPU
+        for of_model in (packed_documents, single_tokens):
+            found[of_model.__name__] = largest_error(of_model("triton"), of_model("torch"))
     print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

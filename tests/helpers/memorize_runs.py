@@ -6,12 +6,9 @@ import torch
 
 from titans_hf import MemoryInputs, MemoryState, UpdateRule
 from titans_hf.memory_network import layer_shapes
-from titans_hf.memory_ops import memorize
-from titans_hf.memory_reference import memorize_reference
 
 B, H, D, CHUNK = 3, 2, 4, 4
 TOLERANCE = 1e-10
-GATES = ("inner_lr", "log_momentum_decay", "log_retain")
 
 
 def make_state(depth: int, num_seen: list[int], scale: float = 0.7) -> MemoryState:
@@ -68,15 +65,3 @@ def assert_same(ours, theirs):
     for group_a, group_b in zip(ours, theirs, strict=True):
         for a, b in zip(group_a, group_b, strict=True):
             torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE)
-
-
-def assert_equals_reference(inputs: MemoryInputs, state: MemoryState, rule: UpdateRule, decay_target=()) -> None:
-    """Asserts that `memorize` gives outputs, state and gradients of the token loop."""
-    rest = (inputs, state, rule, decay_target)
-    assert_same(run(memorize, *rest), run(memorize_reference, *rest))
-
-
-def per_layer(inputs: MemoryInputs, depth: int, momentum: bool = True) -> MemoryInputs:
-    """Draws gates for each of `depth` layers: (B, H, T) -> (B, H, T, depth)."""
-    drawn = [make_inputs(inputs.inner_lr.shape[2], momentum) for _ in range(depth)]
-    return inputs._replace(**{gate: torch.stack([getattr(x, gate) for x in drawn], -1) for gate in GATES})

@@ -53,6 +53,10 @@ class NaiveMemory:
         s = self.state
         self.state = MemoryState(s.weights, s.momentum, s.weights, torch.zeros_like(s.num_seen))
 
+    def weights(self):
+        """Returns the weights (H, d_in, d_out) of each layer."""
+        return [w[0] for w in self.state.weights]
+
     def __call__(self, x):
         """Updates and reads the memory with one token: (hidden,) -> (hidden,)."""
         m, c = self.m, self.c
@@ -130,21 +134,21 @@ def window_attention(attention, config, x, persistent):
     return attend(attention, config, x, x, (positions, positions), mask, persistent)
 
 
-def primed_memory(mixer, config):
+def primed_memory(mixer, config, make_memory):
     """Returns the memory after reading P, and its output for P."""
-    memory = NaiveMemory(mixer.memory, config)
+    memory = make_memory(mixer.memory, config)
     outputs = [memory(token) for token in mixer.persistent]
     memory.start_counting()
     return memory, torch.stack(outputs) if outputs else mixer.persistent
 
 
-def lmm(mixer, config, x):
-    memory, _ = primed_memory(mixer, config)
+def lmm(mixer, config, x, make_memory):
+    memory, _ = primed_memory(mixer, config, make_memory)
     return torch.stack([memory(token) for token in x]), None
 
 
-def mal(mixer, config, x):
-    memory, persistent_output = primed_memory(mixer, config)
+def mal(mixer, config, x, make_memory):
+    memory, persistent_output = primed_memory(mixer, config, make_memory)
     m, eps = torch.stack([memory(token) for token in x]), config.rms_norm_eps  # eq. 30
     if config.memory_residual:
         norm, parts = mixer.sum_norm, (x + m, mixer.persistent + persistent_output)
@@ -157,14 +161,15 @@ def mal(mixer, config, x):
     return y, weights
 
 
-def mag(mixer, config, x):
-    memory, _ = primed_memory(mixer, config)
-    y, weights = window_attention(mixer.attention, config, x, mixer.persistent)
+def mag(mixer, config, x, make_memory):
+    memory, _ = primed_memory(mixer, config, make_memory)
+    y, weights = window_attention(mixer.attention, config, x, mixer.persistent)  # eq. 27
     m = torch.stack([memory(token) for token in x])
     normed = rms_norm(m, mixer.memory_norm.weight, config.rms_norm_eps)
     if config.memory_residual:
         return y * torch.sigmoid(normed) + m, weights
-    return rms_norm(y, mixer.attention_norm.weight, config.rms_norm_eps) * torch.sigmoid(normed), weights
+    y = rms_norm(y, mixer.attention_norm.weight, config.rms_norm_eps)
+    return y * torch.sigmoid(normed), weights  # eq. 28
 
 
 def recall(module, config, x, weights):
@@ -181,13 +186,13 @@ def recall(module, config, x, weights):
     return rms_norm(torch.stack(rows), module.output_norm.weight, EPSILON)
 
 
-def mac(mixer, config, x):
+def mac(mixer, config, x, make_memory):
     """Weights are (heads, T, P + 2 L): P, recalled tokens and segment slots of each token's own segment."""
-    memory, length, eps = NaiveMemory(mixer.memory, config), config.segment_length, config.rms_norm_eps
+    memory, length, eps = make_memory(mixer.memory, config), config.segment_length, config.rms_norm_eps
     outputs, attentions = [], []
     for segment in x.split(length):
         size = len(segment)
-        h = recall(mixer.recall, config, segment, [w[0] for w in memory.state.weights])
+        h = recall(mixer.recall, config, segment, memory.weights())  # eq. 21
         at = torch.arange(size)
         causal = at[:, None] >= at
         attended, weights = attend(
@@ -199,13 +204,13 @@ def mac(mixer, config, x):
             torch.cat([causal, causal], 1),
             mixer.persistent,
         )
-        y = segment + attended
-        m = torch.stack([memory(token) for token in y])
+        y = segment + attended  # eq. 23
+        m = torch.stack([memory(token) for token in y])  # eq. 24
         gate = torch.sigmoid(rms_norm(m, mixer.memory_norm.weight, eps))
         if config.memory_residual:
             outputs.append(attended * gate + m)
         else:
-            outputs.append(rms_norm(y, mixer.attention_norm.weight, eps) * gate)
+            outputs.append(rms_norm(y, mixer.attention_norm.weight, eps) * gate)  # eq. 25
         parts = weights.split([config.num_persistent_tokens, size, size], -1)
         empty = weights.new_zeros(*weights.shape[:2], length - size)
         attentions.append(torch.cat([parts[0], parts[1], empty, parts[2], empty], -1))
@@ -236,16 +241,16 @@ def token_memory(mixer, config, hidden_states, embeddings):
 
 
 @torch.no_grad()
-def naive_forward(model, ids, mixers=MIXERS):
+def naive_forward(model, ids, make_memory=NaiveMemory):
     """Computes logits (T, vocab) of ids (T,), and the attention weights per layer: (heads, T, P + T), in MAC (heads, T,
-    P + 2 L).
+    P + 2 L). `make_memory`: the class of the layers' memories.
     """
     config, eps = model.config, model.config.rms_norm_eps
     embeddings = x = model.model.embed_tokens.weight[ids]
     weights = []
     for layer in model.model.layers:
         normed = rms_norm(x, layer.mixer_norm.weight, eps)
-        mixed, attention = mixers[config.variant](layer.mixer, config, normed)
+        mixed, attention = MIXERS[config.variant](layer.mixer, config, normed, make_memory)
         x, mlp = x + mixed, layer.mlp
         normed = rms_norm(x, layer.mlp_norm.weight, eps)
         up = silu(normed @ mlp.gate_proj.weight.T) * (normed @ mlp.up_proj.weight.T)

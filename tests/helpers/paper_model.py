@@ -1,11 +1,11 @@
 """Computes the paper's literal model: eq. 10-16 and 21-31 as stated, and the memory network of its second version.
 
-One row, token by token, head by head. It knows no limit of steps or errors, no initial weights that forgetting leads
-back to, no length of values. Attention, norms and the loop over layers are those of `naive_model`.
+One row, token by token, head by head. The memory knows no limit of steps or errors, no initial weights that forgetting
+leads back to, no length of values. All else is `naive_model`, whose config has the paper's form.
 """
 
 import torch
-from naive_model import EPSILON, attend, l2_normalize, naive_forward, rms_norm, window_attention
+from naive_model import EPSILON, l2_normalize, naive_forward, rms_norm
 from torch.nn.functional import gelu, silu
 
 
@@ -26,6 +26,14 @@ class PaperMemory:
         self.heads = [[w[head] for w in layers] for head in range(config.memory_num_heads)]
         self.momenta = [[torch.zeros_like(w) for w in weights] for weights in self.heads]
         self.anchors = self.heads
+
+    def start_counting(self):
+        """Starts a new chunk at the next token."""
+        self.num_seen = 0
+
+    def weights(self):
+        """Returns the weights (H, d_in, d_out) of each layer."""
+        return [torch.stack(layer) for layer in zip(*self.heads, strict=True)]
 
     def __call__(self, x):
         """Updates and reads the memory with one token: (hidden,) -> (hidden,)."""
@@ -65,58 +73,6 @@ class PaperMemory:
             return torch.autograd.grad((network(weights, k) - v).square().sum(), weights)
 
 
-def primed_memory(mixer, config):
-    """Returns the memory after reading P, and its output for P; the next token starts a chunk."""
-    memory = PaperMemory(mixer.memory, config)
-    outputs = torch.stack([memory(token) for token in mixer.persistent])
-    memory.num_seen = 0
-    return memory, outputs
-
-
-def lmm(mixer, config, x):
-    memory, _ = primed_memory(mixer, config)
-    return torch.stack([memory(token) for token in x]), None
-
-
-def mal(mixer, config, x):
-    memory, of_persistent = primed_memory(mixer, config)
-    m = torch.stack([memory(token) for token in x])  # eq. 30
-    m, of_persistent = (rms_norm(y, mixer.memory_norm.weight, config.rms_norm_eps) for y in (m, of_persistent))
-    return window_attention(mixer.attention, config, m, of_persistent)  # eq. 31
-
-
-def product(mixer, config, y, m):
-    """norm(y) * sigmoid(norm(m)), y (x) M(x) in eq. 25 and 28"""
-    y = rms_norm(y, mixer.attention_norm.weight, config.rms_norm_eps)
-    return y * torch.sigmoid(rms_norm(m, mixer.memory_norm.weight, config.rms_norm_eps))
-
-
-def mag(mixer, config, x):
-    memory, _ = primed_memory(mixer, config)
-    y, weights = window_attention(mixer.attention, config, x, mixer.persistent)  # eq. 27
-    return product(mixer, config, y, torch.stack([memory(token) for token in x])), weights  # eq. 28
-
-
-def mac(mixer, config, x):
-    memory, recall, length, outputs = PaperMemory(mixer.memory, config), mixer.recall, config.segment_length, []
-    for segment in x.split(length):
-        rows = []
-        for token in segment:  # h = M*(q), eq. 21
-            q = silu(recall.q_proj.weight @ token).view(config.memory_num_heads, -1)
-            y = [network(w, l2_normalize(query)) for w, query in zip(memory.heads, q, strict=True)]
-            rows.append(recall.o_proj.weight @ rms_norm(torch.stack(y), recall.norm.weight, EPSILON).flatten())
-        h, at = rms_norm(torch.stack(rows), recall.output_norm.weight, EPSILON), torch.arange(len(segment))
-        mask, positions = (at[:, None] >= at).repeat(1, 2), (length + at, torch.cat([at, length + at]))
-        keys = torch.cat([h, segment])  # eq. 22
-        y = segment + attend(mixer.attention, config, segment, keys, positions, mask, mixer.persistent)[0]  # eq. 23
-        m = torch.stack([memory(token) for token in y])  # eq. 24
-        outputs.append(product(mixer, config, y, m))  # eq. 25
-    return torch.cat(outputs), None
-
-
-MIXERS = {"mac": mac, "mag": mag, "mal": mal, "lmm": lmm}
-
-
 def paper_forward(model, ids):
     """Computes logits (T, vocab) of ids (T,)."""
-    return naive_forward(model, ids, MIXERS)[0]
+    return naive_forward(model, ids, PaperMemory)[0]

@@ -5,12 +5,10 @@ import copy
 import pytest
 import torch
 from common import (
-    TWO_VARIANTS,
     assert_same,
     assert_same_cache,
     full_logits,
     gradients,
-    left_pad,
     make_ids,
     make_model,
     read,
@@ -82,73 +80,6 @@ def test_it_is_a_memory_without_steps(variant, changes):
     assert None not in found[0][1].values()
     for name, gradient in found[0][1].items():
         assert_same(gradient, found[1][1][name], 1e-12)
-
-
-@pytest.mark.parametrize(("variant", "changes"), [CASES[0], CASES[1]])
-def test_padding_and_documents(variant, changes):
-    """A padded row and a packed document are read with learning off as each is alone; the document starts from the
-    model's initial memory.
-    """
-    model = make_model(variant, **changes)
-    model.set_memory_learning(False)
-    rows = [make_ids(19), make_ids(11, seed=1)]
-    alone = [full_logits(model, row[None])[0] for row in rows]
-    ids, mask = left_pad(rows)
-    padded = full_logits(model, ids, mask)
-    packed = full_logits(
-        model, torch.cat(rows)[None], position_ids=torch.cat([torch.arange(len(row)) for row in rows])[None]
-    )
-    assert_same(padded[0], alone[0])
-    assert_same(padded[1, 8:], alone[1])
-    assert_same(packed[0], torch.cat(alone))
-
-
-@pytest.mark.parametrize(("variant", "changes"), CASES)
-def test_columns_are_read_again_as_they_were_read(variant, changes, tmp_path):
-    """A crop to any column, also through a file, gives the state of reading up to there with the same switches."""
-    model, ids = make_model(variant, **changes), make_ids(2, 30)
-    sizes, learning = [6, 5, 1, 7], [True, False, False, True]
-    for kept in (4, 11, 15):
-        cache = read(model, ids[:, :5])[1]
-        cache.activate_past_recording()
-        read_switching(model, ids[:, 5:24], sizes, learning, cache)
-        cache.crop(kept - 19)
-        cache.save_pretrained(tmp_path, model)
-        cache = TitansCache.from_pretrained(tmp_path, model)
-        model.set_memory_learning(False)  # the record says how its columns are read again
-        logits, _ = read(model, ids[:, 24:], None, cache)
-        model.set_memory_learning(True)
-        ends = [min(max(kept - sum(sizes[:i]), 0), size) for i, size in enumerate(sizes)]
-        calls = [(n, on) for n, on in zip(ends, learning, strict=True) if n]
-        expected = read(model, ids[:, :5])[1]
-        read_switching(model, ids[:, 5 : 5 + kept], *zip(*calls, strict=True), expected)
-        model.set_memory_learning(False)
-        assert_same(logits, read(model, ids[:, 24:], None, expected)[0])
-        assert_same_cache(cache, expected)
-        model.set_memory_learning(True)
-
-
-@pytest.mark.parametrize("variant", TWO_VARIANTS)
-def test_generate(variant):
-    """`generate()` reads prompt and generated tokens with learning off, as calls of the model do."""
-    model, ids = make_model(variant), make_ids(2, 13)
-    _, cache = read(model, ids)
-    before = memory_tensors(cache)
-    cache.start_prompt()
-    model.set_memory_learning(False)
-    prompt = make_ids(2, 5, seed=1)
-    out = model.generate(prompt, cache=cache, max_new_tokens=12, do_sample=False)
-    assert cache.num_tokens_seen.tolist() == [29, 29] and all(map(torch.equal, memory_tensors(cache), before))
-    again = read(model, out[:, :-1], None, read_learning(model, ids))[0]
-    assert torch.equal(again[:, 4:].argmax(-1), out[:, 5:])
-
-
-def read_learning(model, ids) -> TitansCache:
-    """Reads `ids` with learning on, then turns it off."""
-    model.set_memory_learning(True)
-    cache = read(model, ids)[1]
-    model.set_memory_learning(False)
-    return cache
 
 
 def test_surprise_while_learning_is_off():

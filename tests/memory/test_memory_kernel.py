@@ -4,15 +4,14 @@ The update by the project's Triton kernels, in Triton's interpreter.
 
 import importlib.util
 import json
-import logging
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
 from common import (
     TWO_VARIANTS,
     VARIANTS,
@@ -29,9 +28,10 @@ from common import (
 from memorize_runs import B, H, make_inputs, make_state, without_momentum
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from titans_hf import MemoryInputs, MemoryState, NeuralMemory, TitansConfig, UpdateRule, memory_ops
+from titans_hf import MemoryInputs, MemoryState, UpdateRule, memory_ops
 from titans_hf.memory_listing import torch_chunk_comba
 from titans_hf.memory_ops import SMALLEST_LOG_RETAIN, choose_kernel, memorize_by_kernel, triton_functions
+from titans_hf.memory_reference import memorize_reference
 from titans_hf.token_grid import TokenGrid
 
 DELTA = UpdateRule(None, delta_rule=True)
@@ -120,35 +120,15 @@ def test_surprise_is_computed_by_pytorch(variant, stand_in):
         assert all(torch.equal(x.gradient_norm, y.gradient_norm) for x, y in zip(ours, expected, strict=True))
 
 
-def test_the_memory_as_a_layer(stand_in):
-    """The layer for other networks takes the kernel too."""
-    config = TitansConfig(variant="lmm", hidden_size=16, memory_num_heads=2, memory_form="delta")
-    memory, x = NeuralMemory(config).double(), torch.randn(2, 9, 16, dtype=torch.float64)
-    ours, _ = memory(x)
-    assert stand_in.sizes == [(2, 9, 2, 8)]
-    config.memory_kernel = "torch"
-    assert_same(ours, memory(x)[0])
-
-
-def test_forgetting_everything():
+def test_forgetting_everything(stand_in):
     """A gate of 0, whose logarithm is -inf, reaches the kernel as a finite number, and all is forgotten."""
     inputs, state = without_momentum(make_inputs(5), make_state(1, [0, 0, 0]))
     inputs = inputs._replace(log_retain=torch.full_like(inputs.log_retain, -torch.inf))
-    seen = []
-
-    def kernel(q, k, v, p, g, beta, **rest):
-        seen.append(g)
-        return torch_chunk_comba(q, k, v, p, g, beta, **rest)
-
-    grid = TokenGrid.identity(B, 5, torch.device("cpu"))
-    output = memorize_by_kernel(kernel, inputs, state, grid)
-    assert seen[0].isfinite().all()
-    last = torch.einsum("bhk,bhv->bhkv", inputs.keys[:, :, -1], inputs.values[:, :, -1])
-    expected = 2 * inputs.inner_lr[:, :, -1, None, None] * last
-    before = memorize_by_kernel(kernel, inputs.map(lambda x: x[:, :, :4]), state, TokenGrid.identity(B, 4, "cpu"))
-    error = inputs.keys[:, :, -1, None] @ before.state.weights[0]
-    expected = expected - 2 * inputs.inner_lr[:, :, -1, None, None] * (inputs.keys[:, :, -1, :, None] @ error)
-    assert_same(output.state.weights[0], expected)
+    kernel, _ = memory_ops._import_chunk_comba()  # which asserts that the gates are finite
+    output = memorize_by_kernel(kernel, inputs, state, TokenGrid.identity(B, 5, torch.device("cpu")))
+    expected = memorize_reference(inputs, replace(state, anchor=state.weights), UpdateRule(None, True), chunk_size=5)
+    assert_same(output.retrieved, expected.retrieved)
+    assert_same(output.state.weights, expected.state.weights)
 
 
 def update(device="cuda", dtype=torch.float32, depth=1, momentum=False, size=8, rule=DELTA):
@@ -161,42 +141,36 @@ def update(device="cuda", dtype=torch.float32, depth=1, momentum=False, size=8, 
     return inputs, MemoryState(layers, layers if momentum else (), ()), rule
 
 
-MISFITS = {
-    "the device 'cpu', not 'cuda'": dict(device="cpu"),
-    "in torch.float64, not torch.float32": dict(dtype=torch.float64),
-    "2 layers, not 1": dict(depth=2),
-    "has momentum": dict(momentum=True),
-    "the update rule is 'chunk', not 'delta'": dict(rule=UpdateRule(1.0)),
-    "257 entries, more than 256": dict(size=257),
-}
+ON_CPU, IN_FLOAT64 = "the device 'cpu', not 'cuda'", "in torch.float64, not torch.float32"
+MISFITS = [
+    ("fla", ON_CPU, dict(device="cpu")),
+    ("fla", IN_FLOAT64, dict(dtype=torch.float64)),
+    ("fla", "2 layers, not 1; the memory has momentum", dict(depth=2, momentum=True)),
+    ("fla", "the update rule is 'chunk', not 'delta'", dict(rule=UpdateRule(1.0))),
+    ("fla", "257 entries, more than 256", dict(size=257)),
+    ("triton", ON_CPU, dict(device="cpu", size=16)),
+    ("triton", IN_FLOAT64, dict(dtype=torch.float64, size=16)),
+    ("triton", "3 layers, more than 2", dict(depth=3, size=16)),
+    ("triton", "network is 'residual', not 'mlp'", dict(rule=UpdateRule(1.0, network="residual"), size=16)),
+    ("triton", "8 entries, not 16, 32, 64 or 128; the hidden layer has 8 units, not 16, 32", dict(size=8)),
+]
 
 
-@pytest.mark.parametrize("reason", MISFITS)
-def test_what_does_not_fit(reason, monkeypatch):
-    """Where the kernel does not fit, `memory_kernel="fla"` raises an error that says why; "auto" takes PyTorch and
-    logs one line. fla is not imported.
+@pytest.mark.parametrize("kernel,reason,changes", MISFITS)
+def test_what_does_not_fit(kernel, reason, changes, monkeypatch):
+    """Where a kernel does not fit, asking for it raises an error that says all that does not fit; "auto" takes PyTorch
+    and logs one line. Nothing is imported.
     """
-    monkeypatch.setattr(memory_ops, "_import_chunk_comba", lambda: pytest.fail("imported"))
-    messages = []
-    monkeypatch.setattr(
-        logging.getLogger("transformers").handlers[0], "emit", lambda x: messages.append(x.getMessage())
-    )
-    memory_ops.logger.info_once.__func__.cache_clear()
-    with pytest.raises(ValueError, match=f"`memory_kernel` must be 'auto' or 'torch' here, but is 'fla': .*{reason}"):
-        choose_kernel("fla", *update(**MISFITS[reason]))
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_info()
-    assert choose_kernel("auto", *update(**MISFITS[reason])) is None
-    assert choose_kernel("auto", *update(**MISFITS[reason])) is None
-    transformers.logging.set_verbosity(before)
-    assert len(messages) == 1 and reason in messages[0]
-    assert choose_kernel("torch", *update(**MISFITS[reason])) is None
-
-
-def test_several_things_do_not_fit():
-    """The error for a default model on a CPU names the device, the layers, the momentum and the rule."""
-    with pytest.raises(ValueError, match=r"'cpu'.*2 layers.*momentum.*'chunk'"):
-        choose_kernel("fla", *update(device="cpu", depth=2, momentum=True, rule=UpdateRule(1.0)))
+    for name in ("_import_chunk_comba", "_import_kernel_functions"):
+        monkeypatch.setattr(memory_ops, name, lambda: pytest.fail("imported"))
+    with pytest.raises(ValueError, match=f"must be 'auto' or 'torch' here, but is '{kernel}': .*{reason}"):
+        triton_functions(*update(**changes), 64) if kernel == "triton" else choose_kernel("fla", *update(**changes))
+    if kernel == "fla":
+        messages = []
+        memory_ops.logger.info_once.__func__.cache_clear()
+        monkeypatch.setattr(memory_ops.logger, "info", lambda message, *_: messages.append(message))
+        assert [choose_kernel(name, *update(**changes)) for name in ("auto", "auto", "torch")] == [None] * 3
+        assert len(messages) == 1 and reason in messages[0]
 
 
 def test_the_kernel_is_chosen_where_fla_is_installed(monkeypatch):
@@ -214,15 +188,18 @@ def test_the_kernel_is_chosen_where_fla_is_installed(monkeypatch):
     memory_ops._import_chunk_comba.cache_clear()
 
 
-def test_the_token_memory_of_many_features(monkeypatch):
-    """With "fla", a token memory that does not fit is computed by PyTorch: the field is for the layers' memory."""
-    model = make_model("lmm", memory_form="delta", memory_kernel="fla", **FORMS["token memory"])
-    asked = []
-    monkeypatch.setattr(
-        "titans_hf.memory_ops.choose_kernel", lambda requested, inputs, *_: asked.append((requested, inputs))
-    )
-    full_logits(model, make_ids(2, 9))
-    assert {(requested, inputs.keys.shape[-1]) for requested, inputs in asked} == {("fla", 8), ("auto", 24)}
+def test_the_field_is_for_the_memory_of_the_layers(monkeypatch):
+    """A model with "fla" or "triton" asks for the kernel where one or several tokens are read; its token memory, which
+    may not fit, takes PyTorch.
+    """
+    options = dict(memory_form="delta", num_persistent_tokens=0, **FORMS["token memory"])
+    model, asked = make_model("lmm", memory_kernel="triton", **options), []
+    for length in (9, 1):
+        with pytest.raises(ValueError, match="is 'triton': the memory is on the device 'cpu'"):
+            full_logits(model, make_ids(2, length))
+    monkeypatch.setattr("titans_hf.memory_ops.choose_kernel", lambda name, inputs, *_: asked.append((name, inputs)))
+    full_logits(with_kernel(model, "fla"), make_ids(2, 9))
+    assert {(name, inputs.keys.shape[-1]) for name, inputs in asked} == {("fla", 8), ("auto", 24)}
 
 
 def skip_without(*names: str) -> None:
@@ -240,10 +217,10 @@ def run_helper(name: str, *arguments: str) -> list[dict]:
 
 
 def test_the_published_kernel():
-    """In Triton's interpreter, fla's kernel has the outputs, state and gradients of `memorize` in float64."""
+    """In Triton's interpreter, fla's kernel has the outputs, state and gradients of the token loop in float64."""
     skip_without("fla", "triton", "einops")
-    (errors,) = run_helper("triton_worker.py")
-    assert len(errors) == 10 and max(errors.values()) < 1e-5, errors
+    (errors,) = run_helper("kernel_worker.py", "fla")
+    assert errors["fla"] < 1e-5, errors
 
 
 def test_the_triton_kernels():
@@ -254,8 +231,8 @@ def test_the_triton_kernels():
     whose row is padded.
     """
     skip_without("triton")
-    (errors,) = run_helper("kernel_worker.py")
-    assert len(errors) >= 16 and {"packed documents", "single tokens"} <= errors.keys()
+    (errors,) = run_helper("kernel_worker.py", "triton")
+    assert len(errors) >= 16 and {"packed_documents", "single_tokens"} <= errors.keys()
     assert all(error < 1e-5 for error in errors.values()), errors  # nan is no number below
 
 
@@ -264,25 +241,6 @@ def test_the_triton_kernels_compile_ahead_of_time():
     skip_without("triton")
     found = run_helper("kernel_compile.py", "64", "at", "90")
     assert len(found) == 9 and all(x["shared"] < 227 * 1024 and x["stack"] == 0 for x in found), found
-
-
-TRITON_MISFITS = {
-    "the device 'cpu', not 'cuda'": dict(device="cpu"),
-    "in torch.float64, not torch.float32": dict(dtype=torch.float64),
-    "3 layers, more than 2": dict(depth=3),
-    "network is 'residual', not 'mlp'": dict(rule=UpdateRule(1.0, network="residual")),
-    "8 entries, not 16, 32, 64 or 128": dict(size=8),
-    "hidden layer has 8 units, not 16, 32": dict(size=8),
-}
-
-
-@pytest.mark.parametrize("reason", TRITON_MISFITS)
-def test_what_does_not_fit_the_triton_kernels(reason, monkeypatch):
-    """Where the Triton kernels do not fit, `memory_kernel="triton"` raises an error that says why."""
-    monkeypatch.setattr(memory_ops, "_import_kernel_functions", lambda: pytest.fail("imported"))
-    options = dict(size=16, depth=2, momentum=True) | TRITON_MISFITS[reason]
-    with pytest.raises(ValueError, match=f"must be 'auto' or 'torch' here, but is 'triton': .*{reason}"):
-        triton_functions(*update(**options), 64)
 
 
 def test_gates_chunks_and_compiled_models_that_do_not_fit(monkeypatch):
@@ -307,12 +265,3 @@ def test_triton_is_asked_for_where_it_is_not_installed(monkeypatch):
     monkeypatch.setattr(memory_triton, "triton", object())
     assert triton_functions(*update(size=16, depth=2), 16) is memory_triton.KERNEL_FUNCTIONS
     memory_ops._import_kernel_functions.cache_clear()
-
-
-def test_a_model_asks_for_the_triton_kernels():
-    """A model with "triton" asks for the kernels where one or several tokens are read; the token memory does not."""
-    options = dict(memory_kernel="triton", num_persistent_tokens=0, **FORMS["token memory"])
-    model = make_model("lmm", memory_form="delta", **options)
-    for length in (9, 1):
-        with pytest.raises(ValueError, match="is 'triton': the memory is on the device 'cpu'"):
-            full_logits(model, make_ids(2, length))

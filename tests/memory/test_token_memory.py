@@ -4,12 +4,11 @@ equations.
 
 import pytest
 import torch
-from common import TWO_VARIANTS, assert_same, full_logits, gradients, load_aligned, make_config, make_ids, make_model
-from huggingface_hub.errors import StrictDataclassError
+from common import TWO_VARIANTS, assert_same, full_logits, gradients, make_config, make_ids, make_model
 from naive_model import naive_forward
 from torch.nn.functional import cross_entropy
 
-from titans_hf import TitansForCausalLM, TitansTimeSeriesConfig
+from titans_hf import TitansForCausalLM
 
 CHANGES = dict(token_memory_features=24, tie_word_embeddings=True)
 
@@ -61,16 +60,3 @@ def test_memory_off_adds_nothing(variant):
     result = without.load_state_dict(model.state_dict(), strict=False)
     assert not result.missing_keys and all(name.startswith("model.token_memory") for name in result.unexpected_keys)
     assert_same(full_logits(model, ids), full_logits(without, ids))
-
-
-def test_directions_are_saved(tmp_path):
-    """A loaded model has the random directions of the saved one."""
-    model, ids = make_model("mag", **CHANGES), make_ids(1, 30)
-    model.save_pretrained(tmp_path)
-    assert_same(full_logits(load_aligned(tmp_path), ids), full_logits(model, ids), 0)
-
-
-def test_time_series_have_no_token_memory():
-    """A token memory for time series is refused by name: there is no head that could read what it retrieves."""
-    with pytest.raises(StrictDataclassError, match="`token_memory_features` must be 0"):
-        TitansTimeSeriesConfig(token_memory_features=8, tie_word_embeddings=True)

@@ -13,7 +13,26 @@ from safetensors.torch import load_file
 from tiny_run import TITANS
 
 CONFIGS = Path(__file__).parents[2] / "src" / "titans_hf" / "cli" / "configs" / "accelerate"
-FSDP_WORKER = Path(__file__).parents[1] / "helpers" / "fsdp_train_worker.py"
+# Runs titans-hf train with FSDP on CPU, where Accelerate would use DDP instead.
+FSDP_WORKER = """
+import os, sys
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from titans_hf.cli import train
+
+plain_init = AcceleratorState.__init__
+
+def init_with_fsdp(self, *args, fsdp_plugin=None, **kwargs):
+    plain_init(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+    if fsdp_plugin is not None:
+        self.fsdp_plugin = fsdp_plugin
+
+assert os.environ["ACCELERATE_USE_FSDP"] == "true"
+AcceleratorState.__init__ = init_with_fsdp
+# A property counts more than what Accelerate writes into the state.
+AcceleratorState.distributed_type = property(lambda self: DistributedType.FSDP, lambda self, value: None)
+train.main(sys.argv[1:])
+"""
 
 
 @pytest.fixture
@@ -62,7 +81,8 @@ def test_two_processes_train_like_one(start, tmp_path):
     nodes = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port, "--machine_rank"]
     ddp = [*launch, str(CONFIGS / "ddp.yaml"), *nodes]
     wait([start([*ddp, rank, "-m", "titans_hf", "train"], "ddp", 2) for rank in "01"], tmp_path)
-    wait([start([*launch, str(CONFIGS / "fsdp2.yaml"), str(FSDP_WORKER)], "fsdp2", 2)], tmp_path)
+    (tmp_path / "worker.py").write_text(FSDP_WORKER)
+    wait([start([*launch, str(CONFIGS / "fsdp2.yaml"), "worker.py"], "fsdp2", 2)], tmp_path)
 
     expected = load_file(tmp_path / "alone" / "model.safetensors")
     for name in ("ddp", "fsdp2"):

@@ -32,26 +32,22 @@ def register():
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_masks_are_of_the_registered_form(variant, form, register):
-    """An implementation gets masks in the form that it is registered with."""
-    name, ids = register("registered", *FORMS[form]), make_ids(2, 40)
-    model = make_model(variant, attention=name)
-    tolerance = 1e-4 if form == "added" else 1e-10  # that softmax is in float32
-    assert_same(full_logits(model, ids), full_logits(make_model(variant), ids), tolerance)
-    assert not any(weights is not None for weights in model(ids, output_attentions=True).attentions or ())
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_arguments_of_a_call_reach_the_attention_function(variant, register):
-    """A keyword of the model's call that the model does not read is an argument of every call of the attention."""
-    found = []
+def test_a_registered_function_gets_its_form_of_masks_and_arguments(variant, form, register):
+    """An implementation gets masks in the form that it is registered with, and in every call the keywords of the
+    model's call that the model does not read.
+    """
+    (function, mask), found = FORMS[form], []
 
     def attention(*args, softcap=None, **kwargs):
         found.append(softcap)
-        return sdpa_attention_forward(*args, **kwargs)
+        return function(*args, **kwargs)
 
-    model = make_model(variant, attention=register("registered", attention, sdpa_mask))
-    model(make_ids(2, 40), softcap=30.0)
+    ids, model = make_ids(2, 40), make_model(variant, attention=register("registered", attention, mask))
+    tolerance = 1e-4 if form == "added" else 1e-10  # that softmax is in float32
+    assert_same(full_logits(model, ids), full_logits(make_model(variant), ids), tolerance)
+    found.clear()
+    output = model(ids, output_attentions=True, softcap=30.0)
+    assert not any(weights is not None for weights in output.attentions or ())
     assert len(found) >= 2 and set(found) == {30.0}
 
 

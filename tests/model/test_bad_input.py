@@ -53,6 +53,7 @@ def test_refused_calls_leave_the_cache_alone(variant):
     for arguments in (
         dict(input_ids=IDS + 50),
         dict(input_ids=IDS, attention_mask=torch.ones(2, 7)),
+        dict(input_ids=IDS, labels=IDS[:, :3]),  # fails behind the model
         dict(input_ids=IDS[:1]),
         dict(input_ids=IDS[:, :0]),
     ):
@@ -61,105 +62,69 @@ def test_refused_calls_leave_the_cache_alone(variant):
     assert_same(read(model, ids[:, 9:], None, cache)[0], full_logits(model, ids)[:, 9:])
 
 
-def test_a_call_that_fails_behind_the_model_is_undone():
-    """Labels that do not fit fail behind the model and leave the cache as it was, call after call."""
-    for _ in range(2):
-        refuse(shared_model("mag"), "batch_size", input_ids=IDS, labels=IDS[:, :3])
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_no_tokens(variant):
-    """Inputs of length 0 raise an error that names the argument."""
-    model = shared_model(variant)
-    refuse(model, "input_ids", input_ids=IDS[:, :0])
-    refuse(model, "inputs_embeds", inputs_embeds=torch.zeros(2, 0, 32, dtype=torch.float64))
-
-
-@covering(
-    1,
-    {
-        "variant": VARIANTS,
-        "shape": [(2, 5), (2, 7), (2, 14), (2, 16), (1, 6), (3, 6), (2, 1, 6, 15), (2, 1, 6, 6), (6,)],
-    },
-)
-def test_masks_of_the_wrong_shape(variant, shape):
+@in_one_test("shape", [(2, 5), (2, 7), (2, 14), (2, 16), (1, 6), (3, 6), (2, 1, 6, 15), (2, 1, 6, 6), (6,)])
+def test_masks_of_the_wrong_shape(shape):
     """Masks other than (2, 6) or (2, 9 + 6) raise an error."""
-    refuse(shared_model(variant), "attention_mask", input_ids=IDS, attention_mask=torch.ones(shape))
+    refuse(shared_model("mag"), "attention_mask", input_ids=IDS, attention_mask=torch.ones(shape))
 
 
 @in_one_test("value", [float("-inf"), float("nan"), 0.5, -1.0, 2, -1])
 def test_masks_of_other_values(value):
     """A mask has 1 at tokens and 0 at padding. An additive mask would exchange tokens and padding."""
-    for at in (0, 5):
-        mask = torch.ones(2, 6, dtype=torch.tensor(value).dtype)
+    message = "`attention_mask` must be 1 at tokens"
+    # The whole mask; and of ten columns, nine read before and the new one.
+    for width, at in ((6, 0), (6, 5), (10, 0), (10, 8), (10, 9)):
+        mask = torch.ones(2, width, dtype=torch.tensor(value).dtype)
         mask[1, at] = value
-        refuse(shared_model("mag"), "`attention_mask` must be 1 at tokens", input_ids=IDS, attention_mask=mask)
-    for at in (0, 8, 9):  # of nine columns read before, and of the new one
-        mask = torch.ones(2, 10, dtype=torch.tensor(value).dtype)
-        mask[1, at] = value
-        refuse(shared_model("mag"), "`attention_mask` must be 1 at tokens", input_ids=IDS[:, :1], attention_mask=mask)
-    nothing_masked = torch.zeros(2, 6)
-    refuse(shared_model("mag"), "not additive", input_ids=IDS, attention_mask=nothing_masked)
+        refuse(shared_model("mag"), message, input_ids=IDS[:, : 6 if width == 6 else 1], attention_mask=mask)
+    refuse(shared_model("mag"), "not additive", input_ids=IDS, attention_mask=torch.zeros(2, 6))  # masks nothing
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_inputs_of_other_shapes_and_dtypes(variant):
-    """Ids must be (B, T) and embeddings (B, T, hidden), with at least one row: some other shapes would be computed."""
-    model = shared_model(variant)
-    for ids in (IDS[0], IDS[None], IDS[:0]):
-        refuse(model, r"`input_ids` must be \(B, T\) with at least one row and one column, but is", input_ids=ids)
-    for shape in ((2, 6), (0, 6, 32)):
-        embeds = torch.zeros(shape, dtype=torch.float64)
-        refuse(
-            model,
-            r"`inputs_embeds` must be \(B, T, hidden\) with at least one row and one column, but is",
-            inputs_embeds=embeds,
-        )
-    with pytest.raises(
-        ValueError, match=r"`input_ids` must be \(B, T\) with at least one row and one column, but is \(6,\)"
-    ):
-        model.generate(IDS[0], max_new_tokens=2, pad_token_id=0)
-    for options in ({}, dict(prompt_lookup_num_tokens=2)):
-        with pytest.raises(ValueError, match=r"`input_ids` must be \(B, T\) with at least one row"):
-            model.generate(IDS[:0], max_new_tokens=2, pad_token_id=0, **options)
+NOT_IDS = r"`input_ids` must be \(B, T\) with at least one row and one column, but is"
+NOT_EMBEDDINGS = r"`inputs_embeds` must be \(B, T, hidden\) with at least one row and one column, but is"
+EMBEDDINGS = torch.zeros(2, 6, 32, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_both_or_neither_input(variant):
-    """Exactly one of `input_ids` and `inputs_embeds` is required."""
-    model = shared_model(variant)
-    embeds = model.model.embed_tokens(IDS)
-    for arguments in (dict(input_ids=IDS, inputs_embeds=embeds), {}):
-        refuse(model, "input_ids", **arguments)
-        refuse(model, "inputs_embeds", **arguments)
-
-
-@covering(
-    1,
-    {
-        "variant": VARIANTS,
-        "argument,value": [
-            ("position_ids", [[5, 4, 3, 2, 1, 0]] * 2),
-            ("position_ids", [[0, 1, 2, 2, 3, 4]] * 2),
-            ("position_ids", [[0, 1, 2]] * 2),
-            ("position_ids", [0, 1, 2, 3, 4, 5]),
-            ("position_ids", [[[0, 1, 2, 3, 4, 5]] * 2] * 3),
-            ("seq_idx", [[0, 0, 1]] * 2),
-            ("cu_seq_lens_q", [0, 3, 6]),  # two rows
-        ],
-    },
+@in_one_test(
+    "message,arguments",
+    [
+        *((NOT_IDS, dict(input_ids=x)) for x in (IDS[0], IDS[None], IDS[:0], IDS[:, :0])),
+        *((NOT_EMBEDDINGS, dict(inputs_embeds=x)) for x in (EMBEDDINGS[0], EMBEDDINGS[:0], EMBEDDINGS[:, :0])),
+        ("`input_ids` and `inputs_embeds`", dict(input_ids=IDS, inputs_embeds=EMBEDDINGS)),
+        ("`input_ids` and `inputs_embeds`", {}),
+        ("`cache`", dict(input_ids=make_ids(1, 4))),
+        ("`cache`", dict(input_ids=make_ids(3, 1))),
+        ("position_ids", dict(position_ids=[[5, 4, 3, 2, 1, 0]] * 2)),
+        ("position_ids", dict(position_ids=[[0, 1, 2, 2, 3, 4]] * 2)),
+        ("position_ids", dict(position_ids=[[0, 1, 2]] * 2)),
+        ("position_ids", dict(position_ids=[0, 1, 2, 3, 4, 5])),
+        ("position_ids", dict(position_ids=[[[0, 1, 2, 3, 4, 5]] * 2] * 3)),
+        ("seq_idx", dict(seq_idx=[[0, 0, 1]] * 2)),
+        ("cu_seq_lens_q", dict(cu_seq_lens_q=[0, 3, 6])),  # of one row
+    ],
 )
-def test_documents_that_make_no_sense(variant, argument, value):
-    """Inconsistent `position_ids`, `seq_idx` and `cu_seq_lens_q` raise an error."""
-    refuse(shared_model(variant), argument, input_ids=IDS, **{argument: torch.tensor(value)})
+def test_arguments_that_make_no_sense(message, arguments):
+    """Ids must be (B, T) and embeddings (B, T, hidden), one of them, with at least one row: some other shapes would be
+    computed. Documents must fit them, and rows those of the cache.
+    """
+    arguments = {name: torch.tensor(x) if isinstance(x, list) else x for name, x in arguments.items()}
+    if not {"input_ids", "inputs_embeds"} & arguments.keys() and arguments:
+        arguments["input_ids"] = IDS
+    refuse(shared_model("mag"), message, **arguments)
+
+
+def test_generate_checks_its_inputs():
+    """generate() refuses ids of another shape, with and without drafts."""
+    for ids, options in ((IDS[0], {}), (IDS[:0], {}), (IDS[:0], dict(prompt_lookup_num_tokens=2))):
+        with pytest.raises(ValueError, match=NOT_IDS):
+            shared_model("mag").generate(ids, max_new_tokens=2, pad_token_id=0, **options)
 
 
 @in_one_test("value", [[], [[0, 6]], [0, 3], [1, 6], [0, 4, 3, 6], [0, 3, 7]])
 def test_cumulative_lengths_that_make_no_sense(value):
     """`cu_seq_lens_q` must rise from 0 to the length of the row."""
-    refuse_row = dict(input_ids=IDS[:1], cu_seq_lens_q=torch.tensor(value, dtype=torch.int32))
     with pytest.raises(ValueError, match="cu_seq_lens_q"):
-        shared_model("mag")(**refuse_row)
+        shared_model("mag")(input_ids=IDS[:1], cu_seq_lens_q=torch.tensor(value, dtype=torch.int32))
 
 
 def test_cache_of_a_checkpoints_own_code():
@@ -175,22 +140,6 @@ def test_cache_of_a_checkpoints_own_code():
         shared_model("mag").start_from(other)
     with pytest.raises(ValueError, match=r"`other` must be a TitansCache of titans_hf\."):
         TitansCache(shared_model("mag").config).merge(other)
-
-
-@covering(1, {"variant": TWO_VARIANTS, "batch_size": [1, 3]})
-def test_cache_of_another_batch_size(variant, batch_size):
-    """A cache of another batch size raises an error."""
-    refuse(shared_model(variant), "`cache`", input_ids=make_ids(batch_size, 4))
-    refuse(shared_model(variant), "`cache`", input_ids=make_ids(batch_size, 1))
-
-
-@in_one_test("variant,other", list(itertools.combinations(VARIANTS, 2)))
-def test_cache_of_another_variant(variant, other):
-    """A cache of another variant, read or reset, raises an error."""
-    cache = read(make_model(other), make_ids(2, 9))[1]
-    refuse(shared_model(variant), "`cache`", cache, input_ids=IDS)
-    cache.reset()
-    refuse(shared_model(variant), "`cache`", cache, input_ids=IDS)
 
 
 SIZES_THAT_SHOW = dict(
@@ -228,12 +177,15 @@ def test_cache_of_a_model_of_other_sizes(variant, name, swap):
     refuse(target, "`cache`", cache, input_ids=IDS)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_cache_of_another_kind(variant):
-    """A cache of another class raises an error that names `cache`."""
-    model = shared_model(variant)
-    cache = DynamicCache()
-    refuse(model, "`cache`", cache, input_ids=IDS)
+def test_cache_of_another_kind():
+    """A cache of another variant, read or reset, or of another class raises an error that names `cache`."""
+    for variant, other in itertools.combinations(VARIANTS, 2):
+        cache = read(shared_model(other), make_ids(2, 9))[1]
+        refuse(shared_model(variant), "`cache`", cache, input_ids=IDS)
+        cache.reset()
+        refuse(shared_model(variant), "`cache`", cache, input_ids=IDS)
+    model = shared_model("mag")
+    refuse(model, "`cache`", DynamicCache(), input_ids=IDS)
     with pytest.raises(ValueError, match="`cache`"):
         model(IDS, cache=((torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8)),) * 2)
     with pytest.raises(ValueError, match="`cache`"):

@@ -10,7 +10,6 @@ import torch
 from common import (
     ATTENTIONS,
     PAPER,
-    TWO_VARIANTS,
     VARIANTS,
     assert_same,
     assert_same_cache,
@@ -52,20 +51,34 @@ def read_rows_out_of_step(variant, compileable=False):
     return model, cache
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_decoding_step_is_one_graph_compiled_once(variant):
-    """A compiled step is one graph, compiled at most twice, with the same logits."""
-    model, cache = read_rows_out_of_step(variant)
-    later = make_ids(2, 30, seed=3)
-    with torch.no_grad():
-        plain = copy.deepcopy(cache)
-        counter = CompileCounter()
-        step = torch.compile(model.forward, fullgraph=True, backend=counter)
-        for token in later.split(1, 1):
-            ours = step(input_ids=token, cache=cache).logits
-            assert_same(ours, model(input_ids=token, cache=plain).logits)
-    assert counter.frame_count <= 2  # the count of columns is a constant once, then a variable
-    assert cache.get_seq_length() == 51
+@covering(
+    2,
+    {
+        "variant": VARIANTS,
+        "compileable": [False, True],
+        "masked": [False, True],
+        "size": [1, pytest.param(11, marks=pytest.mark.slow)],
+    },
+)
+def test_a_decoding_step_is_one_graph_compiled_once(variant, compileable, masked, size):
+    """A compiled step of one token, or of several, is one graph with the plain logits, without a mask and with the
+    growing mask of all columns. That of one token is compiled at most twice.
+    """
+    model, cache = read_rows_out_of_step(variant, compileable)
+    later, mask = make_ids(2, 33, seed=3), torch.ones(2, 54, dtype=torch.long)
+    mask[:, 21:] = torch.rand(2, 33, generator=torch.Generator().manual_seed(0)) < 0.7
+    plain, end = copy.deepcopy(cache), 21
+    counter = CompileCounter()
+    step = torch.compile(model.forward, fullgraph=True, backend=counter)
+    for tokens in later.split(size, 1):
+        end += size
+        given = mask[:, :end] if masked else None
+        real = mask[:, end - size : end] == 1 if masked else torch.ones_like(tokens).bool()
+        with torch.no_grad():
+            ours = step(input_ids=tokens, attention_mask=given, cache=cache).logits
+            assert_same(ours[real], model(tokens, given, cache=plain).logits[real])
+    assert size > 1 or counter.frame_count <= 2  # the count of columns is a constant once, then a variable
+    assert cache.get_seq_length() == 54
 
 
 def generate_compiled(model, ids, dynamic, **settings):
@@ -89,68 +102,6 @@ def test_generate_compiles_the_step(variant, dynamic):
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("variant", ATTENTIONS)
-def test_outputs_of_a_compiled_step(variant):
-    """A compiled step returns the plain logits, hidden states and attention maps, from embeddings too."""
-    model = make_model(variant, attention="eager")
-    settings = dict(max_new_tokens=5, do_sample=False, pad_token_id=0, return_dict_in_generate=True)
-    settings |= dict(output_logits=True, output_hidden_states=True, output_attentions=variant != "lmm")
-    inputs = dict(inputs_embeds=model.get_input_embeddings()(make_ids(2, 9)).detach())
-    ours, expected = generate_compiled(model, None, False, **inputs, **settings), model.generate(**inputs, **settings)
-    assert_same(ours.logits, expected.logits)
-    for name in ("hidden_states", "attentions") if variant != "lmm" else ("hidden_states",):
-        for step, plain in zip(ours[name], expected[name], strict=True):
-            assert_same(step, plain)
-
-
-@pytest.mark.parametrize("variant", ATTENTIONS)
-def test_a_compileable_cache_is_like_any_other(variant, tmp_path):
-    """A compileable cache counts its columns in a branch, after a crop, a reset and from a file as others do, with any
-    mask.
-    """
-    model, ids = shared_model(variant), make_ids(2, 30)
-    mask = torch.ones(2, 30, dtype=torch.long)
-    mask[0, :3] = mask[1, 20:24] = 0
-    cache = TitansCache(model.config, compileable=True)
-    with torch.no_grad():
-        model(ids[:, :9], attention_mask=mask[:, :9], cache=cache)
-        branch = copy.copy(cache)
-        branch.activate_past_recording()
-        model(ids[:, 9:25], attention_mask=mask[:, :25], cache=branch)
-        assert (cache.get_seq_length(), branch.get_seq_length()) == (9, 25)
-        branch.crop(-14)
-        branch.save_pretrained(tmp_path, model)
-        loaded = TitansCache.from_pretrained(tmp_path, model, compileable=True)
-        assert loaded.get_seq_length() == 11 and loaded.is_initialized
-        logits = model(ids[:, 11:], attention_mask=mask, cache=loaded).logits
-        with pytest.raises(ValueError, match="with the 30 columns read before"):
-            model(ids[:, :1], attention_mask=mask, cache=loaded)
-    expected = full_logits(model, ids, mask)[:, 11:]
-    assert_same(logits[mask[:, 11:] == 1], expected[mask[:, 11:] == 1])
-    loaded.reset()
-    assert loaded.get_seq_length() == 0 and not loaded.is_initialized
-
-
-@covering(1, {"variant": TWO_VARIANTS, "compileable": [False, True]})
-def test_a_step_with_a_growing_mask(variant, compileable):
-    """A compiled step with the mask of all columns gives the plain logits."""
-    model, ids = shared_model(variant), make_ids(3, 40)
-    mask = torch.rand(3, 40, generator=torch.Generator().manual_seed(0)) < 0.7
-    mask[:, 9] = True
-    cache = TitansCache(model.config, compileable=compileable)
-    counter = CompileCounter()
-    step = torch.compile(model.forward, fullgraph=True, backend=counter)
-    with torch.no_grad():
-        model(ids[:, :10], attention_mask=mask[:, :10], cache=cache)
-        logits = [
-            step(input_ids=ids[:, t : t + 1], attention_mask=mask[:, : t + 1], cache=cache).logits
-            for t in range(10, 40)
-        ]
-    expected = full_logits(model, ids, mask)[:, 10:]
-    assert_same(torch.cat(logits, 1)[mask[:, 10:]], expected[mask[:, 10:]])
-    assert counter.frame_count <= 2
-
-
 @pytest.mark.parametrize(
     "padded", [pytest.param(False, marks=pytest.mark.long), pytest.param(True, marks=pytest.mark.slow)]
 )
@@ -168,18 +119,6 @@ def test_training_forward(variant, changes, padded):
     expected.backward()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert_same(ours.grad, theirs.grad, 1e-9 * max(1.0, theirs.grad.abs().max().item()))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_compiled_piece_goes_on_from_the_cache(variant):
-    """A compiled call of several tokens gives the plain logits from any cache."""
-    model, cache = read_rows_out_of_step(variant)
-    later = make_ids(2, 22, seed=3)
-    with torch.no_grad():
-        expected = model(later, cache=copy.deepcopy(cache)).logits
-        piece = torch.compile(model.forward, fullgraph=True, backend="eager")
-        assert_same(torch.cat([piece(x, cache=cache).logits for x in later.split(11, 1)], 1), expected)
 
 
 def test_packed_documents_are_refused_when_compiled():
@@ -216,27 +155,19 @@ def test_a_compiled_memory_compiles_no_length(variant, monkeypatch):
     assert graphs == counter.frame_count > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_export(variant):
-    """The exported program gives the same logits, padded or not."""
-    model, (ids, mask) = shared_model(variant), left_pad([make_ids(18, seed=1), make_ids(11, seed=2)])
+@pytest.mark.parametrize(
+    "variant,dynamic", [("lmm", True), *(pytest.param(x, False, marks=pytest.mark.slow) for x in VARIANTS)]
+)
+def test_export_of_a_text(variant, dynamic):
+    """Transformers' exporter captures the reading of padded texts of one length, or of texts of any length, which the
+    number of chunks depends on, with the same logits.
+    """
+    model, lengths = make_model(variant, num_hidden_layers=1), (18, 18) if dynamic else (18, 11)
+    ids, mask = left_pad([make_ids(length, seed=length) for length in lengths])
+    arguments = dict(input_ids=ids, attention_mask=mask, use_cache=False)
+    program = DynamoExporter().export(model, dict(arguments), DynamoConfig(dynamic=dynamic))
     with torch.no_grad():
-        for arguments in (dict(input_ids=ids), dict(input_ids=ids, attention_mask=mask)):
-            program = torch.export.export(model, (), {**arguments, "use_cache": False}, strict=False)
-            exported = program.module()(**arguments, use_cache=False).logits
-            expected = full_logits(model, ids, arguments.get("attention_mask"))
-            kept = mask.bool() if "attention_mask" in arguments else torch.ones_like(mask).bool()
-            assert_same(exported[kept], expected[kept])
-
-
-def test_export_of_texts_of_any_length():
-    """Transformers' exporter captures the reading of a text for any length, which the number of chunks depends on."""
-    model, ids = make_model("lmm", num_hidden_layers=1), make_ids(2, 18, seed=1)
-    arguments = dict(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-    program = DynamoExporter().export(model, dict(arguments), DynamoConfig(dynamic=True))
-    with torch.no_grad():
-        assert_same(program(**arguments).logits, full_logits(model, ids))
+        assert_same(program(**arguments).logits[mask == 1], full_logits(model, ids, mask)[mask == 1])
 
 
 @pytest.mark.parametrize("variant", ATTENTIONS)

@@ -47,15 +47,6 @@ def watch(fn) -> Watch:
 WAITS = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2"}
 
 
-def test_the_watch_sees():
-    """`watch` reports sizes of results and operations that wait for the device."""
-    x = torch.rand(7)
-    assert watch(lambda: x[:, None] * x).largest == 49
-    assert watch(lambda: x.sum().item()).operations & WAITS
-    assert watch(lambda: bool(x.any())).operations & WAITS
-    assert watch(lambda: x[x > 2]).operations & {"nonzero", "index"}
-
-
 @pytest.mark.parametrize(
     "variant,attention",
     [(variant, "sdpa") for variant in VARIANTS]
@@ -115,19 +106,6 @@ def test_a_decoding_step_does_not_wait(variant, attention):
             assert not watched.operations & WAITS
             assert "mm" in watched.operations or "addmm" in watched.operations or "bmm" in watched.operations
     assert_same(torch.cat(parts, 1)[0], full_logits(model, torch.cat([ids, later], 1))[0, 13:])
-
-
-@covering(1, {"variant": ATTENTIONS, "attention": ["sdpa", "eager"]})
-def test_decoding_runs_without_data(variant, attention):
-    """Decoding runs on the meta device, where tensors have no values."""
-    model = make_model(variant, attention=attention).to("meta")
-    cache = TitansCache(model.config)
-    for _ in range(3):
-        logits = model(torch.zeros(2, 1, dtype=torch.int64, device="meta"), cache=cache).logits
-        assert logits.is_meta and logits.shape == (2, 1, 50)
-    assert cache.get_seq_length() == 3
-    fresh = model(torch.zeros(2, 30, dtype=torch.int64, device="meta"), use_cache=True)
-    assert fresh.logits.shape == (2, 30, 50)
 
 
 @pytest.mark.parametrize("variant", TWO_VARIANTS)

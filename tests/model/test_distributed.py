@@ -17,15 +17,12 @@ from titans_hf import TitansCache
 # The ranks' packages are imported once, in the process that forks for each rank.
 multiprocessing.set_forkserver_preload(["accelerate", "transformers.generation", "titans_hf.modeling_titans"])
 CHECKS = {
-    "ddp": "a parameter has no gradient, or a wrong one, on several devices",
-    "ddp_without_persistent_tokens": "a setting leaves a parameter that nothing uses, at which DDP stops",
-    "ddp_memory_off": "a gate of a memory that never learns has no gradient, at which DDP stops",
+    "ddp": "a parameter has a wrong gradient on several devices, or none, at which DDP stops",
     "fsdp": "parameters are looked at outside of the layer that gathers them, or a sharded model is saved in parts",
     "fsdp_checkpointed": "the second forward pass of a layer finds its parameters sharded",
     "fsdp_over_calls": "a state that is carried over keeps parameters that are gathered no more",
     "fsdp_accelerate": "Accelerate cuts a layer in two",
     "fsdp_bfloat16": "a layer with parameters of two dtypes cannot be sharded, or the memory learns in bfloat16",
-    "fsdp_mixed_precision": "the memory learns in the dtype of the matrix products",
     "tensor_parallel": "a rank has the wrong heads, or a gradient is that of its own heads only",
     "tensor_parallel_settings": "a plan holds for one configuration only, or a head is cut in two",
 }

@@ -1,6 +1,5 @@
 """Outputs and states are finite for any input and any gates."""
 
-import pytest
 import torch
 from common import VARIANTS
 from covering import covering
@@ -31,18 +30,6 @@ def make_inputs(kind: str, length: int, size: int) -> torch.Tensor:
     return 1e3 * torch.nn.functional.normalize(inputs, dim=-1)
 
 
-def check(variant, depth, kind, dtype, length, rule):
-    model = make_reckless(variant, depth, dtype, rule)
-    inputs, cache = make_inputs(kind, length, 16).to(dtype), TitansCache(model.config)
-    with torch.no_grad():
-        logits = model(inputs_embeds=inputs, cache=cache).logits
-        last = model(inputs_embeds=inputs[:, -1:], cache=cache).logits
-    state = cache.layers[0].state
-    assert all(x.isfinite().all() for x in (logits, last, *state.tensors()))
-    assert max(x.abs().max() for x in state.memory.weights) < 4 * length  # at most linear growth
-    assert {x.dtype for x in (*state.memory.weights, *state.memory.momentum)} == {torch.float32}
-
-
 @covering(
     2,
     {
@@ -56,22 +43,15 @@ def test_huge_embeddings_stay_finite(variant, rule, depth, kind, dtype):
     """Logits and cache are finite and weights limited after 2,000 embeddings of norm 1000, also where a key comes in
     bursts (with momentum, the delta rule's weights grow to 1e30).
     """
-    check(variant, depth, kind, dtype, 2_000, rule)
-
-
-@pytest.mark.slow
-@covering(
-    2,
-    {
-        "variant": ["mag"],  # the memory alone could diverge, and all variants share it
-        "rule,depth": [("delta", 1), ("delta", 3), ("chunk", 1), ("chunk", 3)],
-        "kind": ["alternating", "bursts"],
-        "dtype": [torch.float32, torch.bfloat16],
-    },
-)
-def test_huge_embeddings_stay_finite_for_long(variant, rule, depth, kind, dtype):
-    """Logits and cache are finite after 20,000 tokens."""
-    check(variant, depth, kind, dtype, 20_000, rule)
+    model = make_reckless(variant, depth, dtype, rule)
+    inputs, cache = make_inputs(kind, 2_000, 16).to(dtype), TitansCache(model.config)
+    with torch.no_grad():
+        logits = model(inputs_embeds=inputs, cache=cache).logits
+        last = model(inputs_embeds=inputs[:, -1:], cache=cache).logits
+    state = cache.layers[0].state
+    assert all(x.isfinite().all() for x in (logits, last, *state.tensors()))
+    assert max(x.abs().max() for x in state.memory.weights) < 4 * 2_000  # at most linear growth
+    assert {x.dtype for x in (*state.memory.weights, *state.memory.momentum)} == {torch.float32}
 
 
 @covering(1, {"length": [2, 200], "variant": VARIANTS})

@@ -90,21 +90,3 @@ def test_generation_and_memory_files(variant, dtype, fused, form, tmp_path):
 
     runs = [logits(fused, dtype), logits("torch", dtype), logits("torch", torch.float64)]
     assert_as_good_as_pytorch(*runs, dtype)
-
-
-@pytest.mark.parametrize("fused,form", KERNELS)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_generate(variant, fused, form):
-    """generate() has the kernel in its prefill, and decides the first token by the logits of the model in float64."""
-    ids, mask = texts()
-    options = dict(max_new_tokens=8, do_sample=False, pad_token_id=0, output_logits=True, return_dict_in_generate=True)
-
-    def first_logits(kernel: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        result = make(variant, dtype, memory_form=form, memory_kernel=kernel).generate(
-            ids, attention_mask=mask, **options
-        )
-        assert result.sequences.shape == (2, 158)
-        return result.logits[:1]
-
-    runs = [first_logits(*x) for x in ((fused, torch.float32), ("torch", torch.float32), ("torch", torch.float64))]
-    assert_as_good_as_pytorch(*runs, torch.float32)

@@ -6,45 +6,106 @@ import pytest
 import torch
 from common import ATTENTIONS, PAPER, VARIANTS, make_config
 from covering import covering
-from initial_values import STD, check_initial_values
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from titans_hf import TitansForCausalLM
+from titans_hf.neural_memory import OUTPUT_SCALE
 
+STD = 0.05  # `initializer_range` of the checked models: not the default, which a parameter could have by accident
 SIZES = dict(hidden_size=64, num_persistent_tokens=16, memory_depth=3, initializer_range=STD, num_hidden_layers=2)
 SIZES |= dict(memory_conv_noise=0.7)
 
 
-@pytest.fixture(params=ATTENTIONS)
-def config(request):
-    torch.manual_seed(0)
-    return make_config(request.param, **SIZES)
+def normal(std):
+    def check(x):
+        tolerance = 5 / (2 * x.numel()) ** 0.5
+        assert abs(x.std(correction=0) / std - 1) < tolerance, f"std {x.std():.4f}, not {std:.4f}"
+        assert abs(x.mean()) < 5 * std / x.numel() ** 0.5, f"mean {x.mean():.4f}, not 0"
+        beyond = (x.abs() > std).double().mean()  # 0.317 of a normal distribution
+        assert abs(beyond - 0.317) < 2.5 / x.numel() ** 0.5, f"{beyond:.3f} beyond one std: not normal"
+
+    return check
 
 
-def test_construction(config):
-    """A constructed model has the documented initial values."""
-    check_initial_values(TitansForCausalLM(config))
+def constant(value):
+    def check(x):
+        assert (x == value).all(), f"from {x.min()} to {x.max()}, not {value}"
+
+    return check
 
 
-def test_filters_without_noise():
-    """With memory_conv_noise = 0 the filters are pure delays."""
-    check_initial_values(TitansForCausalLM(make_config("mag", **SIZES | dict(memory_conv_noise=0))))
+def delay(num_tokens, noise):
+    """Returns a check that filters (channels, 1, kernel) are a delay of `num_tokens` plus noise, whose squared norms
+    add up to 1.
+    """
+
+    def check(x):
+        rest = x.clone()
+        rest[..., -1 - num_tokens] -= (1 - noise**2) ** 0.5
+        normal(noise * x.shape[-1] ** -0.5)(rest) if noise else constant(0)(rest)
+
+    return check
 
 
-def test_the_papers_recurrence_starts_from_a_network_with_a_gradient():
-    """With forgetting towards 0, or a norm behind it, the last layer is drawn too."""
-    for form in (dict(memory_recurrence="paper"), dict(memory_network="residual"), dict(memory_gates="layer"), PAPER):
-        check_initial_values(TitansForCausalLM(make_config("mag", **SIZES | dict(memory_update_rule="chunk") | form)))
+def rules(config) -> dict:
+    """Returns {pattern of parameter names: check of the initial values}; every parameter matches exactly one
+    pattern.
+    """
+    head_dim = config.memory_head_dim
+    hidden = config.memory_expansion * head_dim
+    layer = r"model\.layers\.\d+\."
+    memory, token_memory = layer + r"mixer\.memory\.", r"model\.token_memory\.mixer\."
+    fan_ins = [head_dim] + [hidden] * (config.memory_depth - 1)
+    weights = {memory + rf"initial_weights\.{i}": normal(fan_in**-0.5) for i, fan_in in enumerate(fan_ins)}
+    if config.memory_recurrence == "stable" and config.memory_network == "mlp":
+        weights[memory + rf"initial_weights\.{config.memory_depth - 1}"] = constant(0)
+    return weights | {
+        r"model\.embed_tokens\.weight": normal(STD),
+        r"lm_head\.weight": normal(STD),
+        layer + r"mixer\.(memory|attention)\.o_proj\.weight": normal(OUTPUT_SCALE * STD),
+        layer + r"(?!mixer\.(memory|attention)\.o_).*(q|k|v|o|gate|up|down)_proj\.weight": normal(STD),
+        r".*norm\.weight": constant(1),
+        memory + r"(inner_lr|momentum|forget)\.weight": constant(0),
+        memory + r"(inner_lr|momentum)\.bias": constant(0),
+        memory + r"forget\.bias": constant(-5),
+        memory + r"[qv]_conv\.weight": delay(0, config.memory_conv_noise),
+        memory + r"k_conv\.weight": delay(1, config.memory_conv_noise),
+        layer + r"mixer\.persistent": normal(STD),
+        token_memory + r"scale": constant(1),
+        token_memory + r"(inner_lr|output_gate|forget)\.weight": constant(0),
+        token_memory + r"(inner_lr|output_gate)\.bias": constant(0),
+        token_memory + r"forget\.bias": constant(-7),
+    }
 
 
-def test_from_config(config):
-    """AutoModelForCausalLM.from_config() gives the documented initial values."""
-    check_initial_values(AutoModelForCausalLM.from_config(config))
+def check_initial_values(model, only=None) -> None:
+    """Checks the parameters, or those named in `only`, against the one rule that each name matches."""
+    known = rules(model.config)
+    for name, parameter in model.named_parameters():
+        matching = [check for pattern, check in known.items() if re.fullmatch(pattern, name)]
+        assert len(matching) == 1, f"{name}: {len(matching)} rules"
+        if only is None or name in only:
+            try:
+                matching[0](parameter.detach().double())
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {error}") from None
+    if model.config.token_memory_features and (only is None or "model.token_memory.mixer.directions" in only):
+        normal(1)(model.model.token_memory.mixer.directions.double())
+    values = [p for p in model.parameters() if p.unique().numel() > 2]
+    for i, a in enumerate(values):
+        assert not any(a.shape == b.shape and torch.equal(a, b) for b in values[:i]), "two parameters drawn alike"
 
 
-def test_after_the_meta_device(config):
-    """A model made on the meta device has the documented values after init_weights()."""
+def constructed(config) -> TitansForCausalLM:
+    return TitansForCausalLM(config)
+
+
+def from_config(config) -> TitansForCausalLM:
+    return AutoModelForCausalLM.from_config(config)
+
+
+def after_the_meta_device(config) -> TitansForCausalLM:
     with torch.device("meta"):
         model = TitansForCausalLM(config)
     model.to_empty(device="cpu")
@@ -52,36 +113,40 @@ def test_after_the_meta_device(config):
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
     model.init_weights()
-    check_initial_values(model)
+    return model
 
 
-def test_initialising_again(config):
-    """init_weights() sets every parameter again."""
-    model = TitansForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(torch.nan)
-    for module in model.modules():
-        module._is_hf_initialized = False
-    for parameter in model.parameters():
-        parameter._is_hf_initialized = False
-    model.init_weights()
-    check_initial_values(model)
+CHANGES = {
+    "default": {},
+    "no noise": dict(memory_conv_noise=0),
+    "token memory": dict(token_memory_features=96, tie_word_embeddings=True),
+    # With forgetting towards 0, or a norm behind it, the last layer is drawn too: otherwise it would have no gradient.
+    "paper's recurrence": dict(memory_update_rule="chunk", memory_recurrence="paper"),
+    "residual": dict(memory_network="residual", memory_update_rule="chunk"),
+    "gates per layer": dict(memory_gates="layer", memory_update_rule="chunk"),
+    "paper": PAPER,
+}
+
+
+@covering(2, {"changes": CHANGES, "make": [constructed, from_config, after_the_meta_device]})
+def test_a_new_model(changes, make):
+    """A model made in any way has the documented initial values."""
+    torch.manual_seed(0)
+    check_initial_values(make(make_config("mag", **SIZES | CHANGES[changes])))
+
+
+@covering(1, {"variant": ATTENTIONS, "make": [constructed, from_config, after_the_meta_device]})
+def test_a_new_model_of_each_variant(variant, make):
+    """Every variant has the documented initial values."""
+    torch.manual_seed(0)
+    check_initial_values(make(make_config(variant, **SIZES)))
 
 
 @pytest.mark.parametrize("missing", [r"token_memory\.", r"token_memory.*directions", r"token_memory.*scale"])
 def test_the_token_memory(missing, tmp_path):
-    """A token memory has the documented values when it is constructed, after the meta device, and where a checkpoint
-    lacks a part of it.
-    """
+    """A token memory has the documented values where a checkpoint lacks a part of it, and the saved ones otherwise."""
     torch.manual_seed(0)
-    config = make_config("lmm", **SIZES, token_memory_features=96, tie_word_embeddings=True)
-    model = TitansForCausalLM(config)
-    check_initial_values(model)
-    with torch.device("meta"):
-        on_meta = TitansForCausalLM(config)
-    on_meta.to_empty(device="cpu").init_weights()
-    check_initial_values(on_meta)
+    model = TitansForCausalLM(make_config("lmm", **SIZES, token_memory_features=96, tie_word_embeddings=True))
     model.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     kept = {name: x for name, x in load_file(file).items() if not re.search(missing, name)}
@@ -128,14 +193,6 @@ def test_checkpoint_with_missing_keys(variant, kind, tmp_path):
         assert name in missing or torch.equal(parameter, stored[name]), f"{name} was loaded, then changed"
 
 
-def test_empty_checkpoint(config, tmp_path):
-    """A checkpoint with the output layer alone loads with all others initialised."""
-    TitansForCausalLM(config).save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    save_file({"lm_head.weight": load_file(file)["lm_head.weight"]}, file, metadata={"format": "pt"})
-    check_initial_values(AutoModelForCausalLM.from_pretrained(tmp_path))
-
-
 def test_switches_own_their_parameters():
     """Parts that are turned off have no parameters."""
     off = dict(memory_momentum=False, memory_forget=False, memory_conv_kernel=1, num_persistent_tokens=0)
@@ -143,20 +200,16 @@ def test_switches_own_their_parameters():
     assert not any(re.search(r"memory\.(momentum|forget|[qkv]_conv)|persistent", name) for name in names)
 
 
-def test_a_new_model_predicts_at_chance(config):
-    """A new model's loss is that of a uniform guess."""
-    model, ids = TitansForCausalLM(config), torch.randint(50, (4, 40))
-    with torch.no_grad():
-        loss = model(ids, labels=ids).loss
-    assert abs(loss - torch.tensor(50.0).log()) < 0.25
-
-
-def test_no_gradient_of_a_new_model_outgrows_the_others(config):
-    """No parameter's first gradient exceeds 30 times the output layer's. Vectors of length 0 are the risk: normalising
-    divides by their length.
+@covering(1, {"variant": ATTENTIONS, "changes": [{}, PAPER]})
+def test_a_new_model_predicts_at_chance_and_its_gradients_are_alike(variant, changes):
+    """A new model's loss is that of a uniform guess, and no parameter's first gradient exceeds 30 times the output
+    layer's. Vectors of length 0 are the risk: normalising divides by their length.
     """
-    model, ids = TitansForCausalLM(config), torch.randint(50, (4, 40))
-    model(ids, labels=ids).loss.backward()
+    torch.manual_seed(0)
+    model, ids = TitansForCausalLM(make_config(variant, **SIZES | changes)), torch.randint(50, (4, 40))
+    loss = model(ids, labels=ids).loss
+    assert abs(loss - torch.tensor(50.0).log()) < 0.25
+    loss.backward()
     lengths = {name: parameter.grad.norm().item() for name, parameter in model.named_parameters()}
     longest = max(lengths, key=lengths.get)
     assert lengths[longest] < 30 * lengths["lm_head.weight"], f"{longest}: {lengths[longest]:.2g}"

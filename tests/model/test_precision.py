@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from common import ATTENTIONS, TWO_VARIANTS, VARIANTS, assert_same, full_logits, left_pad, make_ids, make_model, read
+from common import ATTENTIONS, TWO_VARIANTS, VARIANTS, assert_same, full_logits, make_ids, make_model, read
 from covering import covering
 from transformers import AutoModelForCausalLM
 
@@ -69,36 +69,24 @@ def test_positions_of_millions(dtype, tolerance):
         assert_same(logits[:, 39:], expected, tolerance)
 
 
-@covering(1, {"variant": ATTENTIONS, "dtype": HALVES})
-def test_generation(variant, dtype):
-    """Logits of generate() in half precision, with padding, are near float32's."""
-    model = make_model(variant, dtype=torch.float32)
-    ids, mask = left_pad([make_ids(31), make_ids(18, seed=1)])
-    half = make_model(variant, dtype=torch.float32).to(dtype)
-    options = dict(do_sample=False, pad_token_id=0, return_dict_in_generate=True, output_logits=True)
-    output = half.generate(ids, attention_mask=mask, max_new_tokens=30, **options)
-    mask = torch.cat([mask, mask.new_ones(2, 30)], 1)
-    expected = full_logits(model, output.sequences, mask)[:, 30:-1]
-    assert distance(torch.stack(output.logits, 1), expected) < HALVES[dtype]
-    assert memory_dtypes(output.cache) == {torch.float32}
-
-
 @covering(
     1,
     {
         "variant,attention": list(itertools.product(VARIANTS, ["sdpa", "eager"])),
         "first,then": list(itertools.permutations([torch.float32, *HALVES], 2)),
+        "autocast": [False, True],
     },
 )
-def test_cache_of_another_precision(variant, first, then, attention):
-    """A cache can be read on with in another precision, near float32's logits."""
+def test_cache_of_another_precision(variant, first, then, attention, autocast):
+    """A cache can be read on with in another precision of the model or of autocast, near float32's logits."""
     model, ids = make_model(variant, dtype=torch.float32, attention=attention), make_ids(2, LENGTH)
-    expected = full_logits(model, ids)
-    _, cache = read(model.to(first), ids[:, :31])
-    logits, cache = read(model.to(then), ids[:, 31:], [1, 20, 15], cache)  # `model` is rounded twice
-    assert logits.dtype == then
+    expected, cache = full_logits(model, ids), None
+    for dtype, part, sizes in ((first, ids[:, :31], [31]), (then, ids[:, 31:], [1, 20, 15])):
+        model = model if autocast else model.to(dtype)  # rounded twice
+        with torch.autocast("cpu", dtype, enabled=autocast and dtype in HALVES):
+            logits, cache = read(model, part, sizes, cache)
+        assert logits.dtype == dtype and memory_dtypes(cache) == {torch.float32}
     assert distance(logits, expected[:, 31:]) < max(HALVES.get(dtype, 0) for dtype in (first, then))
-    assert memory_dtypes(cache) == {torch.float32}
 
 
 @covering(1, {"variant": TWO_VARIANTS, "dtype": HALVES})
@@ -150,17 +138,3 @@ def test_autocast_training(variant, dtype):
         assert gradient.isfinite().all(), name
     everything = [torch.cat([x.flatten() for x in g.values()]) for g in (gradients, exact)]
     assert torch.cosine_similarity(*everything, dim=0) > (0.98 if dtype == torch.bfloat16 else 0.9995)
-
-
-@covering(1, {"variant": ATTENTIONS, "dtype": HALVES})
-def test_a_cache_crosses_autocast(variant, dtype):
-    """A cache made under autocast can be read on with outside of it, and the other way round."""
-    model, ids = make_model(variant, dtype=torch.float32), make_ids(2, LENGTH)
-    expected = full_logits(model, ids)
-    for inside_first in (False, True):
-        with torch.autocast("cpu", dtype, enabled=inside_first):
-            _, cache = read(model, ids[:, :31])
-        with torch.autocast("cpu", dtype, enabled=not inside_first):
-            logits, cache = read(model, ids[:, 31:], [1, 20, 15], cache)
-        assert distance(logits, expected[:, 31:]) < HALVES[dtype]
-        assert memory_dtypes(cache) == {torch.float32}

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from common import ATTENTIONS, assert_same, make_model
+from common import ATTENTIONS, make_model
 from covering import covering
 from datasets import load_dataset
 
@@ -44,7 +44,7 @@ def chats(tmp_path):
     return load_dataset("json", data_files=str(tmp_path / "chats.jsonl"), split="train")
 
 
-def fine_tune(variant: str, folder, tokenizer, chats, adapter=None, **options):
+def fine_tune(variant: str, folder, tokenizer, chats, **options):
     """Makes two steps of plain gradient descent on all conversations, so that parameters show the gradients."""
     common = dict(output_dir=folder, use_cpu=True, bf16=False, report_to="none", save_strategy="no", disable_tqdm=True)
     common |= dict(optim="sgd", max_grad_norm=0.0, lr_scheduler_type="constant", learning_rate=RATE, max_steps=2)
@@ -52,7 +52,7 @@ def fine_tune(variant: str, folder, tokenizer, chats, adapter=None, **options):
     common |= dict(gradient_checkpointing=False, dataloader_pin_memory=False)
     model = make_model(variant, vocab_size=260)
     arguments = trl.SFTConfig(**common | options)
-    trainer = trl.SFTTrainer(model, arguments, train_dataset=chats, processing_class=tokenizer, peft_config=adapter)
+    trainer = trl.SFTTrainer(model, arguments, train_dataset=chats, processing_class=tokenizer)
     trainer.train()
     return trainer
 
@@ -63,15 +63,9 @@ def fine_tune_naively(variant: str, tokenizer, chats) -> torch.nn.Module:
     for _ in range(2):
         losses = []
         for messages in chats["messages"]:
-            text, assistants = "", []
-            for message in messages:
-                content = message["content"]
-                assistant = message["role"] == "assistant"
-                text += "a:" + content + "\x00" if assistant else "u:" + content + "\n"
-                assistants += [False] * 2 + [assistant] * (len(content) + 1)
-            ids = torch.tensor([byte + 3 if byte else tokenizer.eos_token_id for byte in text.encode()])
+            chat = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+            ids, learnt = torch.tensor(chat["input_ids"]), torch.tensor(chat["assistant_masks"])[1:] == 1
             logits = model(ids[None]).logits[0, :-1]
-            learnt = torch.tensor(assistants[1:])
             losses.append(F.cross_entropy(logits[learnt], ids[1:][learnt], reduction="none"))
         torch.cat(losses).mean().backward()
         with torch.no_grad():
@@ -100,24 +94,3 @@ def test_conversations_are_learnt_alike(variant, way, tmp_path, tokenizer, chats
         moved = (other - start[name]).abs().max().item()
         assert moved > 0, name
         assert (parameter - other).abs().max().item() < 1e-3 * moved, name  # TRL's loss is in float32
-
-
-@pytest.mark.parametrize("variant", ["mac", "mag"])
-def test_an_adapter_learns_packed_conversations(variant, tmp_path, tokenizer, chats):
-    """LoRA with TRL's defaults trains all adapters, the same with and without checkpointing."""
-    peft = pytest.importorskip("peft", reason="adapters need peft: pip install -e '.[finetune]'")
-    found = []
-    for checkpointing in (True, False):
-        adapter = peft.LoraConfig(target_modules="all-linear", r=4, task_type="CAUSAL_LM")
-        options = dict(gradient_checkpointing=checkpointing, learning_rate=1.0, **WAYS["packed"])
-        torch.manual_seed(0)
-        trainer = fine_tune(variant, tmp_path, tokenizer, chats, adapter, **options)
-        losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
-        assert losses[-1] < losses[0]
-        assert trainer.model.is_activation_checkpointing == checkpointing
-        learnt = {name: p.detach() for name, p in trainer.model.named_parameters() if p.requires_grad}
-        assert learnt and all("lora_" in name for name in learnt)
-        assert all(p.any() for name, p in learnt.items() if "lora_B" in name)  # zero before
-        found.append(learnt)
-    for name, parameter in found[0].items():
-        assert_same(parameter.double(), found[1][name].double(), 1e-6)
