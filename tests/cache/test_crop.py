@@ -96,15 +96,29 @@ def test_assisted_decoding_equals_greedy(variant):
     assert_same(read(model, later, None, answer.cache)[0], full_logits(model, whole)[:, read_already:])
 
 
-@covering(1, {"variant": ATTENTIONS, "before": [0, 3, 21]})
-def test_crop_goes_back_to_any_column(variant, before):
-    """After crop() of 1 to 17 recorded columns, reading on gives the logits of never having read them."""
-    model, ids, more = shared_model(variant), make_ids(2, before + 17), make_ids(2, 9, seed=1)
+@covering(1, {"variant": ATTENTIONS, "before": [0, 3, 21], "learning": [(True, True, True), (True, False, True)]})
+def test_crop_goes_back_to_any_column(variant, before, learning):
+    """After crop() of 1 to 17 recorded columns, and of some that were read after them, reading on gives the logits of
+    never having read them. Columns are read again with learning on or off as they were read.
+    """
+    model, ids, more = make_model(variant), make_ids(2, before + 17), make_ids(2, 9, seed=1)
+
+    def read_on(cache: TitansCache, num_columns: int) -> TitansCache:
+        """Reads columns after `before` in three calls, each with learning on or off."""
+        for first, end, learns in zip((0, 4, 5), (4, 5, 17), learning, strict=True):
+            if first < num_columns:
+                model.set_memory_learning(learns)
+                read(model, ids[:, before + first : before + min(end, num_columns)], None, cache)
+        model.set_memory_learning(True)
+        return cache
+
     for removed in range(1, 18):
-        cache = recording_cache(model, ids[:, :before])
-        read(model, ids[:, before:], [4, 1, 12], cache)
+        cache = read_on(recording_cache(model, ids[:, :before]), 17)
         cache.crop(-removed)
         kept = before + 17 - removed
         assert cache.get_seq_length() == kept and cache.is_initialized == (kept > 0)
-        expected = full_logits(model, torch.cat([ids[:, :kept], more], 1))[:, kept:]
+        plain = read(model, ids[:, :before])[1] if before else TitansCache(model.config)
+        expected = read(model, more, None, read_on(plain, 17 - removed))[0]
         assert_same(read(model, more, [1, 5, 3], cache)[0], expected)
+        cache.crop(-4)
+        assert_same(read(model, more[:, 5:], None, cache)[0], expected[:, 5:])

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import VARIANTS, make_ids, read, shared_model
+from common import VARIANTS, make_ids, make_model, read, shared_model
 from covering import covering
 from memory_folders import IDS, assert_equal, names, saved
 
@@ -28,6 +28,29 @@ def test_going_on_from_a_file_equals_never_having_stopped(variant, num_read, tmp
     rest, after = read(model, IDS[:, num_read:], cache=loaded)
     assert torch.equal(rest, whole[:, num_read:])
     assert after.get_seq_length() == 60
+
+
+def test_what_a_cache_can_be(tmp_path):
+    """A cache is the same after loading when it is empty, has a row that was reset, has recorded columns that were read
+    with learning on and off, and has columns to read again.
+    """
+    model = make_model("mac")
+    cache = TitansCache(model.config)
+    assert_equal(saved(cache, model, tmp_path), cache)
+    read(model, IDS[:, :13], cache=cache)
+    cache.reset(torch.tensor([True, False]))
+    assert_equal(saved(cache, model, tmp_path), cache)
+    cache.activate_past_recording()
+    for piece, learns in zip(IDS[:, 13:19].split(3, 1), (True, False), strict=True):
+        model.set_memory_learning(learns)
+        read(model, piece, cache=cache)
+    assert_equal(saved(cache, model, tmp_path), cache)
+    cache.crop(-2)
+    loaded = saved(cache, model, tmp_path)
+    assert_equal(loaded, cache)
+    for x in (cache, loaded):
+        x.crop(0)
+    assert torch.equal(read(model, IDS[:, 17:], cache=loaded)[0], read(model, IDS[:, 17:], cache=cache)[0])
 
 
 def test_a_file_is_of_one_size(tmp_path):

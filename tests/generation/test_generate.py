@@ -60,20 +60,6 @@ def test_beam_search(variant):
     assert moves.any()  # otherwise no beam was ever reordered
 
 
-@pytest.mark.parametrize("variant", TWO_VARIANTS)
-def test_sampling_in_a_left_padded_batch(variant):
-    """A sampled row of a left-padded batch has the logits it has alone."""
-    model, rows = shared_model(variant), [make_ids(length, seed=length) for length in (19, 12, 7, 1)]
-    ids, mask = left_pad(rows)
-    torch.manual_seed(0)
-    options = dict(do_sample=True, max_new_tokens=20, pad_token_id=0, return_dict_in_generate=True, output_logits=True)
-    answer = model.generate(ids, attention_mask=mask, **options)
-    assert len(answer.sequences[:, 19:].unique(dim=0)) == 4
-    for row, sampled, logits in zip(rows, answer.sequences, torch.stack(answer.logits, 1), strict=True):
-        alone = full_logits(model, torch.cat([row, sampled[19:]])[None])[0]
-        assert_same(logits.double(), alone[len(row) - 1 : -1], 1e-6)  # `generate()` returns float32
-
-
 @covering(1, {"variant": TWO_VARIANTS, "padded": [False, True]})
 def test_inputs_embeds(variant, padded):
     """`inputs_embeds` gives the logits and tokens of the ids, padded or not."""

@@ -188,6 +188,7 @@ def check_rough_step(model, reference, rank: int, relative: float, least_cosine:
     loss, expected = step(model, [IDS[rank : rank + 1]]), step(reference, list(IDS.split(1)))
     assert_same(averaged(loss), expected, relative * expected.item())
     gradients = [torch.cat([whole(p.grad).float().flatten() for p in net.parameters()]) for net in (model, reference)]
+    assert all(p.grad.dtype == p.dtype for p in model.parameters())
     assert gradients[0].isfinite().all() and torch.cosine_similarity(*gradients, dim=0) > least_cosine
     with torch.no_grad():
         cache = model(IDS, use_cache=True).cache
@@ -211,7 +212,6 @@ def fsdp_bfloat16(rank, variant, folder):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     # MAL in bfloat16 is at .96 to .99, the others above .996
     check_rough_step(sharded(model, mp_policy=policy), reference, rank, 0.03, 0.95)
-    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 
 
 def tensor_parallel(rank, variant, folder):

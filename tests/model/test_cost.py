@@ -6,14 +6,12 @@ import pytest
 import torch
 from common import (
     ATTENTIONS,
-    TWO_VARIANTS,
     VARIANTS,
     assert_same,
     full_logits,
     make_ids,
     make_model,
     read,
-    shared_model,
 )
 from covering import covering
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -106,10 +104,3 @@ def test_a_decoding_step_does_not_wait(variant, attention):
             assert not watched.operations & WAITS
             assert "mm" in watched.operations or "addmm" in watched.operations or "bmm" in watched.operations
     assert_same(torch.cat(parts, 1)[0], full_logits(model, torch.cat([ids, later], 1))[0, 13:])
-
-
-@pytest.mark.parametrize("variant", TWO_VARIANTS)
-def test_a_call_leaves_the_graph_alone_without_gradients(variant):
-    """Without gradients no state requires one."""
-    cache = read(shared_model(variant), make_ids(1, 9), [8, 1])[1]
-    assert not any(x.requires_grad for layer in cache.layers for x in layer.state.tensors())

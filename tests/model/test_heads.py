@@ -20,7 +20,6 @@ from common import (
 from covering import covering
 from torch.nn.functional import cross_entropy
 from transformers import (
-    AutoModelForCausalLM,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -124,11 +123,11 @@ def test_loss_and_gradients(variant, auto_class):
 
 
 @covering(1, {"variant": ATTENTIONS, "auto_class": HEADS})
-def test_from_a_causal_checkpoint_and_back(variant, auto_class, tmp_path):
-    """A head on a causal checkpoint keeps the body and initialises only new parameters, and back."""
+def test_from_a_causal_checkpoint(variant, auto_class, tmp_path):
+    """A head on a causal checkpoint keeps the body and initialises only new parameters."""
     source = make_model(variant, dtype=torch.float32)
-    source.save_pretrained(tmp_path / "causal")
-    model, info = auto_class.from_pretrained(tmp_path / "causal", num_labels=3, output_loading_info=True)
+    source.save_pretrained(tmp_path)
+    model, info = auto_class.from_pretrained(tmp_path, num_labels=3, output_loading_info=True)
     new = {name for name, _ in model.named_parameters() if not name.startswith("model.")}
     assert new and set(info["missing_keys"]) == new
     body = dict(source.model.named_parameters())
@@ -139,12 +138,6 @@ def test_from_a_causal_checkpoint_and_back(variant, auto_class, tmp_path):
             assert 0.5 < parameter.std() / model.config.initializer_range < 1.5, name
         else:
             assert torch.equal(parameter, body[name.removeprefix("model.")]), name
-    model.save_pretrained(tmp_path / "head")
-    again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "head", output_loading_info=True)
-    assert set(info["missing_keys"]) == {"lm_head.weight"}
-    assert 0.5 < again.lm_head.weight.std() / model.config.initializer_range < 1.5
-    with torch.no_grad():
-        assert_same(again.model(make_ids(1, 30))[0], source.model(make_ids(1, 30))[0], 1e-4)
 
 
 @covering(2, {"variant": TWO_VARIANTS, "tied": [False, True], "size": [40, 61]})
