@@ -67,7 +67,7 @@ def make_reader(name: str, budget: float | None, args: argparse.Namespace) -> re
         "window": lambda: readers.Attention(model, window),
         "streaming": lambda: readers.Attention(model, window, near=False),
         "sgd": lambda: readers.Steps(model, window, rate=args.rate or 5e-3),
-        "rms": lambda: readers.Steps(model, window, rate=args.rate or 5e-5, decay=args.decay),
+        "rms": lambda: readers.Steps(model, window, rate=args.rate or 1e-5, decay=args.decay),
         "bm25": lambda: readers.Retrieval(model, window),
     }
     return make[name]()
@@ -129,7 +129,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the frozen weights")
     parser.add_argument("--adapter", type=Path, help="a fitted memory, for readers of titans_hf.remember")
-    parser.add_argument("--rate", type=float, help="of sgd (5e-3) or rms (5e-5)")
+    parser.add_argument("--rate", type=float, help="of sgd (5e-3) or rms (1e-5)")
     parser.add_argument("--decay", type=float, default=0.01, help="of rms: to the weights at the start")
     parser.add_argument("--seed", type=int, default=0, help="of the facts; with --task loss, of the adapter's fit")
     parser.add_argument("--output", type=Path, required=True, help="a file of JSON lines, to which lines are added")
