@@ -128,20 +128,19 @@ def test_rows_of_any_runs(capsys):
     file = RESULTS / "state_tracking.jsonl"
     tables.main([str(file), "--baselines", "lmm"])
     printed = capsys.readouterr().out.splitlines()
-    found = [x for x in read_records(file, "state_tracking") if x["run"]["task"] == "parity"]
-    accuracy = {
-        row: np.array(
-            [x["result"]["4"] for seed in range(3) for x in found if (x["run"]["row"], x["run"]["seed"]) == (row, seed)]
-        )
-        for row in ("lmm", "gated-deltanet")
+    results = {
+        tuple(x["run"][y] for y in ("row", "task", "seed")): x["result"]["4"]
+        for x in read_records(file, "state_tracking")
     }
-    (line,) = [x for x in printed if x.startswith("| lmm | parity | 3 |")]
-    assert f"| {accuracy['lmm'].mean():.3f} [" in line
-    change = accuracy["gated-deltanet"] - accuracy["lmm"]
-    half = 4.302653 * change.std(ddof=1) / 3**0.5  # Student's t with two degrees of freedom
-    expected = f"{change.mean():+.3f} [{change.mean() - half:+.3f}, {change.mean() + half:+.3f}] |"
-    (line,) = [x for x in printed if x.startswith("| gated-deltanet | parity |") and "+" in x]
-    assert line.endswith(expected)
+    for task in ("parity", "s3"):
+        lmm, other = (np.array([results[row, task, seed] for seed in range(3)]) for row in ("lmm", "gated-deltanet"))
+        (line,) = [x for x in printed if x.startswith(f"| lmm | {task} | 3 |")]
+        assert f"| {lmm.mean():.3f} [" in line
+        change = other - lmm
+        half = 4.302653 * change.std(ddof=1) / 3**0.5  # Student's t with two degrees of freedom
+        expected = f"{change.mean():+.3f} [{change.mean() - half:+.3f}, {change.mean() + half:+.3f}] |"
+        (line,) = [x for x in printed if x.startswith(f"| gated-deltanet | {task} |") and "+" in x]
+        assert line.endswith(expected)
     tables.main([str(file), "--rows", "lmm", "--each_seed"])
-    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("| lmm | parity | 3 |")]
-    assert line.endswith(f"| {', '.join(f'{x:.3f}' for x in accuracy['lmm'])} |")
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("| lmm | s3 | 3 |")]
+    assert line.endswith(f"| {', '.join(f'{x:.3f}' for x in lmm)} |")
