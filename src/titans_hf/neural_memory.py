@@ -344,12 +344,10 @@ class NeuralMemory(nn.Module):
             if self.stable:
                 # Times 1 - eta_t: then a gradient's steps sum to theta_t whatever eta is, |S| <= max theta |gradient|.
                 inner_lr = inner_lr * one_minus_eta
-        if self.forget is None or not updates:
-            log_retain = torch.zeros_like(inner_lr)  # alpha_t = 0
-            if self.forget is not None:
-                log_retain = log_retain + zero_of(self._logits(self.forget, hidden_states, dtype))
-            return Gates(inner_lr, log_momentum_decay, log_retain)
-        log_retain = logsigmoid(-self._logits(self.forget, hidden_states, dtype))  # log(1 - alpha_t): eq. 13
+        log_retain = torch.zeros_like(inner_lr)  # alpha_t = 0
+        if self.forget is not None:
+            logits = self._logits(self.forget, hidden_states, dtype)
+            log_retain = logsigmoid(-logits) if updates else log_retain + zero_of(logits)  # log(1 - alpha_t): eq. 13
         return Gates(inner_lr, log_momentum_decay, log_retain)
 
     def _logits(self, gate: TokenGate, hidden_states: Tensor, dtype: torch.dtype) -> Tensor:

@@ -19,12 +19,7 @@ from transformers.utils import logging
 from titans_hf.cache_files import read_description
 from titans_hf.cli.shared.argument_checks import add_model_options, check_minimums
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
-from titans_hf.cli.shared.memories import (
-    AnyCache,
-    fingerprint,
-    load_cache,
-    load_with_memory,
-)
+from titans_hf.cli.shared.memories import AnyCache, fingerprint, load_cache, load_with_memory
 from titans_hf.cli.shared.text_ids import decode_answer, encode, pad_left
 
 

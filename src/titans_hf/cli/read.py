@@ -12,9 +12,10 @@ nothing if it was complete. A memory contains the texts that it has read: treat 
 
 import argparse
 import hashlib
+import io
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +27,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from titans_hf.cache_files import DESCRIPTION
 from titans_hf.cli.shared.argument_checks import add_model_options, check_folder, check_minimums
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
-from titans_hf.cli.shared.memories import (
-    AnyCache,
-    fingerprint,
-    load_cache,
-    load_with_memory,
-    new_cache,
-)
+from titans_hf.cli.shared.memories import AnyCache, fingerprint, load_cache, load_with_memory, new_cache
 from titans_hf.cli.shared.text_files import TEXT_SUFFIXES, describe_files, find_files
-from titans_hf.cli.shared.text_ids import encode_in_windows, newline_decoder
+from titans_hf.cli.shared.text_ids import encode_in_windows
 
-BLOCK = 1 << 14  # bytes of a text that are read at once
+BLOCK = 1 << 14  # letters of a text that are read at once
 
 
 def list_texts(texts: list[str], suffixes: list[str]) -> list[Path | None]:
@@ -52,25 +47,10 @@ def list_texts(texts: list[str], suffixes: list[str]) -> list[Path | None]:
     return files
 
 
-def text_decoder(file: Path | None) -> Callable[..., str]:
-    """Returns a function that decodes the next bytes of a file; it raises ValueError, naming the file, for bytes that
-    are not UTF-8, and with `final` for half a letter at the end.
-    """
-    decoder = newline_decoder()
-
-    def decode(data: bytes, final: bool = False) -> str:
-        try:
-            return decoder.decode(data, final=final)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"TEXT {file or '-'} is not UTF-8: {error}") from error
-
-    return decode
-
-
 class TokenStream:
     """Tokenizes the texts in order, as one text with a line end between two of them.
 
-    num_bytes: number of bytes read from the files so far.
+    num_bytes: number of bytes of the texts so far, without byte order marks and with a byte for a line end.
     """
 
     def __init__(self, files: list[Path | None], tokenizer: PreTrainedTokenizerBase):
@@ -82,12 +62,14 @@ class TokenStream:
         for number, file in enumerate(files):
             if number:
                 yield "\n"
-            decode = text_decoder(file)
-            with sys.stdin.buffer if file is None else file.open("rb") as stream:
-                while data := stream.read(BLOCK):
-                    self.num_bytes += len(data)
-                    yield decode(data)
-                yield decode(b"", final=True)
+            data = sys.stdin.buffer if file is None else file.open("rb")
+            with io.TextIOWrapper(data, encoding="utf-8-sig") as stream:
+                try:
+                    while text := stream.read(BLOCK):
+                        self.num_bytes += len(text.encode())
+                        yield text
+                except UnicodeDecodeError as error:
+                    raise ValueError(f"TEXT {file or '-'} is not UTF-8: {error}") from error
 
     def next_tokens(self, number: int) -> np.ndarray:
         """Returns the next `number` tokens; fewer at the end of the texts."""

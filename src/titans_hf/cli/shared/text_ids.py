@@ -1,8 +1,6 @@
 """Converts text to token ids and back, in the same way for all commands."""
 
-import io
 import itertools
-from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator
 from difflib import SequenceMatcher
 
@@ -16,15 +14,6 @@ WINDOW, OVERLAP = 1 << 14, 1 << 10  # characters of a text that are tokenized at
 def normalize_newlines(text: str) -> str:
     r"""Replaces the line ends \r\n and \r by \n, as Python's text mode does."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def newline_decoder() -> io.IncrementalNewlineDecoder:
-    """Returns an incremental UTF-8 decoder that leaves out a byte order mark, and whose output has its line ends
-    normalised as by `normalize_newlines`.
-
-    Its `decode(data, final)` raises UnicodeDecodeError.
-    """
-    return io.IncrementalNewlineDecoder(getincrementaldecoder("utf-8-sig")(), translate=True)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: str | list[str], **options) -> BatchEncoding:
