@@ -47,19 +47,6 @@ def test_greedy_equals_recomputing(variant):
     assert_same(logits, full_logits(model, expected)[:, 10:-1], 1e-5)
 
 
-@pytest.mark.parametrize("variant", ATTENTIONS)
-def test_beam_search(variant):
-    """Beam search has the same beams and scores with and without a cache."""
-    model, (ids, mask) = shared_model(variant), left_pad([make_ids(9), make_ids(5, seed=1)])
-    options = dict(attention_mask=mask, num_beams=3, num_return_sequences=3, max_new_tokens=10, **GREEDY)
-    options |= dict(return_dict_in_generate=True, output_scores=True)
-    ours, expected = (model.generate(ids, use_cache=use_cache, **options) for use_cache in (True, False))
-    assert torch.equal(ours.sequences, expected.sequences)
-    assert_same(ours.sequences_scores, expected.sequences_scores, 1e-5)
-    moves = ours.beam_indices[:, 1:10] - ours.beam_indices[:, :9]
-    assert moves.any()  # otherwise no beam was ever reordered
-
-
 @covering(1, {"variant": TWO_VARIANTS, "padded": [False, True]})
 def test_inputs_embeds(variant, padded):
     """`inputs_embeds` gives the logits and tokens of the ids, padded or not."""

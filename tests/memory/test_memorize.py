@@ -22,7 +22,7 @@ from memorize_runs import (
 from titans_hf.memory_network import UpdateRule
 from titans_hf.memory_ops import CHECKPOINT_INTERVAL, memorize
 from titans_hf.memory_reference import memorize_reference
-from titans_hf.memory_state import MemoryInputs, MemoryState, tensors_of
+from titans_hf.memory_state import MemoryState, tensors_of
 
 GATES = ("inner_lr", "log_momentum_decay", "log_retain")
 # The rule, whether each layer has gates of its own, and a factor of the steps: the paper's loss diverges within 13
@@ -85,25 +85,6 @@ def test_forgetting_leads_back_to_the_initial_weights():
         after = memorize(first, still, UpdateRule(1.0), chunk_size=CHUNK, decay_target=decay_target).state
         for actual, expected in zip(after.weights, decay_target, strict=True):
             torch.testing.assert_close(actual, expected.expand_as(actual), rtol=TOLERANCE, atol=TOLERANCE)
-
-
-@covering(1, {"split": [1, 3, 4, 5, 8, 12], "network": ["mlp", "residual"]})
-def test_state_carries_on(split, network):
-    """Two calls equal one, wherever the first ends in a chunk, and so do single tokens."""
-    torch.manual_seed(1)
-    state, inputs = make_state(2, [5, 0, 3]), make_inputs(13)
-    inputs = inputs._replace(**make_gates(13, 2)) if network == "residual" else inputs
-    rule = UpdateRule(1.0, network=network)
-    options = dict(chunk_size=CHUNK, decay_target=make_decay_target(2))
-    whole = memorize(inputs, state, rule, **options)
-    for lengths in ([split, 13 - split], [1] * 13):
-        parts = []
-        for part in zip(*(x.split(lengths, dim=2) for x in inputs if x is not None), strict=True):
-            parts.append(memorize(MemoryInputs(*part), parts[-1].state if parts else state, rule, **options))
-        retrieved, surprise = (torch.cat([getattr(x, name) for x in parts], 2) for name in ("retrieved", "surprise"))
-        actual = (retrieved, surprise, *tensors_of(parts[-1].state))
-        for a, b in zip(actual, (whole.retrieved, whole.surprise, *tensors_of(whole.state)), strict=True):
-            torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_gradient_at_zero_error_is_finite():
