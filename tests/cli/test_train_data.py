@@ -71,8 +71,8 @@ def test_errors_name_the_file(tmp_path, name, content, message):
 def test_empty_files(tmp_path):
     """Empty files beside others hold nothing."""
     (tmp_path / "some").mkdir()
-    (tmp_path / "some" / "a.jsonl").touch()
-    write_rows(tmp_path / "some" / "b.jsonl", [{"text": "b"}])
+    (tmp_path / "some" / "a.csv").touch()
+    write_rows(tmp_path / "some" / "b.csv", [{"text": "b"}])
     assert decoded(tmp_path / "some") == "b</s>"
 
 
