@@ -1,10 +1,11 @@
-"""Measures how long the turns of a chat take on a server, by the length of the text that the chat began with.
+"""Measures how long the turns of a chat take on a server, by the length of the text that the chat began with; and how
+many tokens it makes for several clients at once.
 
-python -m scripts.served_turns --lengths 1000 4000 -- titans-hf serve my-adapter --device cpu --port 8000
+python -m scripts.served_turns --lengths 1000 4000 --clients 1 8 -- titans-hf serve my-adapter --device cpu --port 8000
 
 The command after `--` starts the server; the model is the argument after `serve`. Prints the rows of a table: tokens of
 the first prompt, processor seconds of the server for the first turn, which reads the text, and for the second, a short
-question. An answer has 8 tokens.
+question. An answer has 8 tokens. For clients: their number, tokens of all answers, and tokens by processor second.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import json
 import subprocess
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 
@@ -24,7 +26,8 @@ WORDS = 15  # tokens of a sentence, about; the exact number is in the server's a
 def main() -> None:
     """Prints the table of a server."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 4000], help="tokens of the text")
+    parser.add_argument("--lengths", type=int, nargs="*", default=[], help="tokens of the text")
+    parser.add_argument("--clients", type=int, nargs="*", default=[], help="that ask at once, 64 tokens each")
     parser.add_argument("command", nargs="+", help="starts the server")
     arguments = parser.parse_args()
     command = arguments.command
@@ -37,6 +40,9 @@ def main() -> None:
             for length in arguments.lengths:
                 tokens, first, second = measure(url, model, length, psutil.Process(server.pid))
                 print(f"| {' '.join(command)} | {tokens:,} | {first:.1f} | {second:.1f} |", flush=True)
+            for number in arguments.clients:
+                tokens, seconds = measure_clients(url, model, number, psutil.Process(server.pid))
+                print(f"| {' '.join(command)} | {number} | {tokens:,} | {tokens / seconds:.1f} |", flush=True)
         finally:
             server.terminate()
 
@@ -69,9 +75,18 @@ def measure(url: str, model: str, length: int, server: psutil.Process) -> tuple[
     return tokens[0], times[1] - times[0], times[2] - times[1]
 
 
-def ask(url: str, model: str, messages: list[dict]) -> dict:
-    """Returns the answer of the server, of at most 8 tokens."""
-    body = {"model": model, "messages": messages, "temperature": 0, "max_tokens": 8}
+def measure_clients(url: str, model: str, number: int, server: psutil.Process) -> tuple[int, float]:
+    """Returns the tokens of all answers to clients that ask at once, and the processor seconds of the server."""
+    before = sum(server.cpu_times()[:2])
+    messages = [[user(f"Tell me the long story of ship {i}.")] for i in range(number)]
+    with ThreadPoolExecutor(number) as clients:
+        answers = list(clients.map(lambda given: ask(url, model, given, 64), messages))
+    return sum(x["usage"]["completion_tokens"] for x in answers), sum(server.cpu_times()[:2]) - before
+
+
+def ask(url: str, model: str, messages: list[dict], max_tokens: int = 8) -> dict:
+    """Returns the answer of the server."""
+    body = {"model": model, "messages": messages, "temperature": 0, "max_tokens": max_tokens}
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request) as response:

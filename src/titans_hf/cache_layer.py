@@ -74,11 +74,19 @@ class LayerState:
 
     def where_rows(self, rows: Tensor, other: "LayerState") -> "LayerState":
         """Returns a state with this state's rows where `rows` (B,) bool is True, and the rows of `other` elsewhere."""
-        states = (self, other)
-        if isinstance(self.kv_cache, WindowCache):  # one may have room for more tokens than the other
+        return map_tensors(partial(where_rows, rows), *self._of_equal_length(other))
+
+    def joined(self, other: "LayerState") -> "LayerState":
+        """Returns a state with the rows of this one and, after them, those of `other`."""
+        return map_tensors(lambda *rows: torch.cat(rows), *self._of_equal_length(other))
+
+    def _of_equal_length(self, other: "LayerState") -> "list[LayerState]":
+        """Returns both states with room for as many tokens in their windows."""
+        states = [self, other]
+        if isinstance(self.kv_cache, WindowCache):
             length = max(state.kv_cache.window.keys.shape[1] for state in states)
             states = [replace(state, kv_cache=state.kv_cache.with_length(length)) for state in states]
-        return map_tensors(partial(where_rows, rows), *states)
+        return states
 
     def merged(self, other: "LayerState", weight: float) -> "LayerState":
         """Returns the state with the memory (1 - weight) * self + weight * other; all else as in this state."""
@@ -293,6 +301,17 @@ class TitansCacheLayer(CacheLayerMixin):
             self.apply(lambda x: x.expand(repeats, *x.shape[1:]))
         else:
             self.apply(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def append_rows(self, other: "TitansCacheLayer") -> None:
+        """Appends the rows of another layer, with their resets."""
+        if self.to_reread is not None or other.to_reread is not None:
+            raise RuntimeError("append_rows() after crop() must wait for the next token: read on first.")
+        if self.restart is not None or other.restart is not None:
+            counts = [layer.state.memory.num_seen for layer in (self, other)]
+            none = [torch.zeros_like(x, dtype=torch.bool) for x in counts]
+            given = [layer.restart for layer in (self, other)]
+            self.restart = torch.cat([x if y is None else y for x, y in zip(none, given, strict=True)])
+        self.state = self.state.joined(other.state)
 
     def offload(self) -> None:
         """Moves the state to the CPU. Returns when it is there, because whoever reads it does not wait."""

@@ -155,15 +155,26 @@ class TitansCache(Cache):
         for layer in self.layers:
             layer.reset(rows)
 
-    def start_prompt(self) -> None:
-        """Sets the count of columns to 0, so that `generate()` takes a prompt that has only the tokens to read next.
+    def start_prompt(self, num_read: int = 0) -> None:
+        """Sets the count of columns to `num_read`, so that `generate()` takes a prompt whose first `num_read` tokens
+        were read last: with 0, a prompt that has only the tokens to read next.
 
         Otherwise `generate()` needs all ids since the cache was created, or a mask for them. Raises RuntimeError for a
         cache that records.
         """
         self._check_not_recording("start_prompt()")
         for layer in self.layers:
-            layer.set_num_columns(0)
+            layer.set_num_columns(num_read)
+
+    def append_rows(self, other: "TitansCache") -> None:
+        """Appends the rows of another cache of the same model. The count of columns stays that of this one.
+
+        Both must have read something. Raises RuntimeError if one of them records, or has columns to read again.
+        """
+        for cache in (self, other):
+            cache._check_not_recording("append_rows()")
+        for ours, theirs in zip(self.layers, other.layers, strict=True):
+            ours.append_rows(theirs)
 
     def _check_not_recording(self, call: str) -> None:
         if any(layer.record_past for layer in self.layers):

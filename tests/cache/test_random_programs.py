@@ -37,6 +37,7 @@ class Program:
             self.reorder,
             self.select,
             self.repeat,
+            self.append,
             self.branch,
             self.record,
             self.crop,
@@ -152,6 +153,15 @@ class Program:
         if 2 * len(self.rows) <= MAX_ROWS:
             self.cache.batch_repeat_interleave(2)
             self.take([i for i in range(len(self.rows)) for _ in range(2)])
+
+    def append(self) -> None:
+        """Appends a row that has read some tokens alone, where nothing can be undone."""
+        if len(self.rows) < MAX_ROWS and not self.recording and self.cache.columns_to_reread() is None:
+            ids, other = make_ids(1, self.random.choice([1, 7, 20])), TitansCache(self.model.config)
+            with torch.no_grad():
+                self.model(ids, cache=other)
+            self.cache.append_rows(other)
+            self.rows.append([(int(token), False) for token in ids[0]])
 
     def branch(self) -> None:
         """Continues with a copy, after the original has read other tokens."""

@@ -5,7 +5,6 @@ import shutil
 import sys
 from pathlib import Path
 
-import click
 import pytest
 from byte_model import save_byte_model
 from peft import LoraConfig, get_peft_model
@@ -13,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from titans_hf import TitansForSequenceClassification
 from titans_hf.cli import merge, read
-from titans_hf.cli.serving.options import add_checks
+from titans_hf.cli.serving.server import check_options
 from titans_hf.cli.shared.checkpoints import find_damage
 from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.training.tokenizer import byte_tokenizer
@@ -109,15 +108,11 @@ def test_adapters_that_cannot_be_merged(folder):
 
 def test_serving_checks_the_checkpoint(folder):
     """`serve` refuses a damaged checkpoint and passes on a whole one, none, and a name."""
-    served = []
-    command = click.Command("serve", callback=lambda **options: served.append(options["force_model"]))
-    add_checks(command)
     for model in (None, "model", "you/on-the-hub"):
-        command.callback(force_model=model, port=1)
-    assert served == [None, "model", "you/on-the-hub"]
+        check_options(model, None, False)
     expected = cut(sorted((folder / "model").glob("*.safetensors"))[0])
     with pytest.raises(ValueError, match=expected):
-        command.callback(force_model="model", port=1)
+        check_options("model", None, False)
 
 
 def test_files_that_are_cut_off(folder, tmp_path_factory):

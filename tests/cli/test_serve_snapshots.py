@@ -54,7 +54,7 @@ def user(text) -> dict:
     "kind,number,turns,options",
     [
         ("mag", 8, 3, ("--snapshots", "32")),
-        ("remember", 2, 2, ("--snapshots", "32")),
+        ("remember", 2, 2, ("--snapshots", "1", "--snapshot_folder", "spilled")),
         ("mag", 3, 3, ("--snapshots", "2", "--snapshot_folder", "spilled")),
     ],
 )
@@ -73,7 +73,7 @@ def test_chats_side_by_side(kind, number, turns, options, checkpoints, tmp_path)
                 messages += [{"role": "assistant", "content": text}, user(f"And then? {turn}")]
         before = read_before(tmp_path)
         assert (tmp_path / "spilled").exists() == ("spilled" in options)
-        assert bool(list(tmp_path.glob("spilled/*/*.safetensors"))) == ("spilled" in options)
+        assert bool(list(tmp_path.glob("spilled/*/*/*.safetensors"))) == ("spilled" in options)
     assert len(before) == turns * number and all(0 < total - known < 100 for known, total in before[number:])
     assert not list(tmp_path.glob("spilled/*"))
 

@@ -66,8 +66,8 @@ def test_the_slow_reference(length, monkeypatch):
 
 @pytest.mark.parametrize("window", [12, None])
 def test_random_programs(window, monkeypatch):
-    """Random pieces, padding anywhere, copies, orders and repetitions of rows leave each row's logits and state, with
-    sinks of as many positions as there are rows.
+    """Random pieces, padding anywhere, copies, orders and repetitions of rows, and rows that leave for others that have
+    read alone, keep each row's logits and state, with sinks of as many positions as there are rows.
     """
     monkeypatch.setattr(reading, "SINK_BLOCK", 16)
     model, choose = remembering(window), random.Random(3)
@@ -86,7 +86,7 @@ def test_random_programs(window, monkeypatch):
             for i in range(len(rows)):
                 found[i].append(logits[i, mask[i].bool()])
                 places[i] += int(mask[i].sum())
-            action = choose.choice(["none", "order", "repeat", "copy"])
+            action = choose.choice(["none", "order", "repeat", "copy", "replace"])
             if action in ("order", "repeat"):
                 order = torch.tensor(choose.choice([[3, 2, 1, 0], [1, 0, 3, 2], [0, 0, 2, 3]]))
                 if action == "order":
@@ -96,6 +96,13 @@ def test_random_programs(window, monkeypatch):
                     cache.batch_select_indices(2 * order + 1)
                 rows, places, found = ([x[i] for i in order] for x in (rows, places, found))
                 found = [list(x) for x in found]
+            if action == "replace" and min(places):
+                new, length = MemoryCache(model), choose.choice([1, 20, 50])
+                with torch.no_grad():
+                    logits = model(TOKENS[rows[0]][None, :length], cache=new).logits[0]
+                cache.batch_select_indices(torch.tensor([1, 2, 3]))
+                cache.append_rows(new)
+                rows, places, found = [*rows[1:], rows[0]], [*places[1:], length], [*found[1:], [logits]]
             if action == "copy":
                 branch = copy.copy(cache)
                 with torch.no_grad():

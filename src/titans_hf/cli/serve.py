@@ -31,10 +31,9 @@ def main() -> None:
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TitansConfig.model_type] = TitansForCausalLM.__name__
     sys.modules["transformers"].RememberForCausalLM = AutoModelForCausalLM  # loads the base model, with its memory
     if sys.argv[1] == "serve":
-        from titans_hf.cli.serving.options import add_checks, add_options
+        from titans_hf.cli.serving.server import extend
 
-        add_options(app.commands["serve"])
-        add_checks(app.commands["serve"])
+        extend(app.commands["serve"])
     try:
         transformers_main()
     except (httpx.HTTPError, ValueError) as error:

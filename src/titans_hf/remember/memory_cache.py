@@ -90,9 +90,12 @@ class MemoryCache(Cache):
     def batch_size(self) -> int:
         return len(self.seen) or -1
 
-    def start_prompt(self) -> None:
-        """Lets `generate()` take the next ids as new ones, not as a text that begins with what the cache has read."""
-        self.first_column = self.num_columns
+    def start_prompt(self, num_read: int = 0) -> None:
+        """Lets `generate()` take the next prompt as a text whose first `num_read` tokens were read last: with 0, as a
+        new text, not as one that begins with what the cache has read.
+        """
+        self.num_columns = max(self.num_columns, num_read)
+        self.first_column = self.num_columns - num_read
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Returns the number of columns read since the last `start_prompt`."""
@@ -172,13 +175,16 @@ class MemoryCache(Cache):
         """Returns the cache of some rows (I,) int64."""
         new = self.map(lambda x: x.index_select(0, rows.to(x.device)))
         new.snapshots = None
-        most = int(new.seen.max())
-        for layer in new.layers:
+        new._drop_empty_columns()
+        return new
+
+    def _drop_empty_columns(self) -> None:
+        most = int(self.seen.max())
+        for layer in self.layers:
             if isinstance(layer, KeyValueLayer):
                 layer.last_columns(most)
             if isinstance(layer, StateLayer) and not most:
                 layer.forget_empty_rows()
-        return new
 
     def put(self, rows: Tensor, other: "MemoryCache") -> None:
         """Replaces some rows (I,) int64 by those of another cache."""
@@ -192,6 +198,13 @@ class MemoryCache(Cache):
     def put_state(self, rows: Tensor, state: dict[str, Tensor]) -> None:
         """Replaces some rows (I,) int64 of the tensors of `state`."""
         self.state = {name: x.index_copy(0, rows.to(x.device), state[name].to(x)) for name, x in self.state.items()}
+
+    def append_rows(self, other: "MemoryCache") -> None:
+        """Appends the rows of another cache of the same model. Both must have read something; neither may record."""
+        number = len(other.seen)
+        self._become(lambda x: torch.cat([x, x[:1].expand(number, *x.shape[1:])]))
+        self.put(torch.arange(len(self.seen) - number, len(self.seen)), other)
+        self.sinks = self.sinks | other.sinks
 
     def reset_rows(self, model: PreTrainedModel, rows: Tensor) -> None:
         """Lets some rows (I,) int64 begin a new text with an empty memory."""
@@ -227,6 +240,7 @@ class MemoryCache(Cache):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps some rows (I,) int64."""
         self.reorder_cache(indices)
+        self._drop_empty_columns()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each row."""

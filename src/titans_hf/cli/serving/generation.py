@@ -1,122 +1,76 @@
-"""Generates the answers of a server: from snapshots, up to a limit, without the stop string, while the client is there.
+"""Generates the answers of a server: side by side, from snapshots, up to a limit, while the client is there.
 
 The server of transformers asks a `GenerateManager` for each answer; `TitansGenerateManager` takes its place.
 """
 
 import asyncio
 import copy
+import functools
 import json
-from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
+import random
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
+from typing import Any, NamedTuple
 
+import regex
 import torch
 from fastapi import HTTPException
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
 from transformers.cli.serving.utils import GenerateManager
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.utils import logging
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from titans_hf import TitansCache
 from titans_hf.cache_titans import CACHE_NAME
-from titans_hf.cli.serving.snapshots import (
-    OPENING,
-    Snapshots,
-    empty_cache,
-    learns_from_answers,
-    num_common,
-    read,
-    starting,
-)
+from titans_hf.cli.serving.requests import REQUEST, ServedRequest
+from titans_hf.cli.serving.slots import Slot, Slots, Turn
+from titans_hf.cli.serving.snapshots import OPENING, Snapshots, kind_of_cache
 
-if TYPE_CHECKING:
-    from titans_hf.cli.serving.checks import Body
-
-logger = logging.get_logger(__name__)
 LEAST_LIMIT = 4096
-REWRITTEN = (
-    "A chat came back changed: of the {length} tokens read for its last turn, those from {first} on are read again. "
-    "Either the client has changed its messages, or the chat template writes earlier messages in another way (it drops "
-    "thinking blocks, or tells the time): a template that does not is answered faster. This is said once."
-)
-
-
-@dataclass(eq=False)
-class ServedRequest(StoppingCriteria):
-    """What a request says beside its prompt and its generation config.
-
-    user: what the client has sent to tell users apart. seed, samples: None, False if the request has none, asks for no
-    sampling. asks_length: it names how many tokens it wants. chat, earlier_chat: hashes of its messages, and of those
-    up to the last answer; None without. gone: set when nobody waits for the answer.
-    """
-
-    user: tuple = ()
-    seed: int | None = None
-    samples: bool = False
-    asks_length: bool = False
-    chat: int | None = None
-    earlier_chat: int | None = None
-    gone: bool = False
-    running: ClassVar[WeakSet] = WeakSet()
-
-    @classmethod
-    def of(cls, body: "Body", authorization: str | None) -> "ServedRequest":
-        messages = body.model_dump(include={"messages"})["messages"] or []
-        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        lengths = (body.max_tokens, body.max_completion_tokens, body.max_output_tokens, body.generation_config)
-        return cls(
-            (authorization, body.user),
-            body.seed,
-            bool(body.temperature) or (body.temperature is None and body.top_p is not None),
-            any(x is not None for x in lengths),
-            _hash(messages) if messages else None,
-            _hash(messages[: answers[-1]]) if answers else None,
-        )
-
-    def check(self) -> None:
-        """Raises HTTPException (503) if nobody waits for the answer."""
-        if self.gone:
-            raise HTTPException(503, "the answer was given up: the client has gone, or the server ends")
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs) -> Tensor:
-        self.check()
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-
-def _hash(messages: list[dict]) -> int:
-    return hash(json.dumps(messages, sort_keys=True))
-
-
-REQUEST: ContextVar[ServedRequest] = ContextVar("REQUEST")
+PIECE = 1024  # tokens of a prompt that are read between the steps of those that generate
 
 
 class ServerOptions(NamedTuple):
-    """max_tokens: of an answer; None for the default. snapshots: of each model; 0 for none."""
+    """max_tokens: of an answer; None for the default. slots: requests that a model answers at once. snapshots: of each
+    model; 0 for none. memory: the folder of the one from which every request starts.
+    """
 
     max_tokens: int | None = None
+    slots: int = 1
     snapshots: int = 0
-    snapshot_folder: Any = None
+    snapshot_folder: str | None = None
+    memory: str | None = None
 
 
 class TitansGenerateManager(GenerateManager):
-    """Runs `generate()` for one request after the other."""
+    """Answers requests in threads, as many at once as there are slots."""
 
     options = ServerOptions()
-    snapshots: WeakKeyDictionary[PreTrainedModel, Snapshots] = WeakKeyDictionary()
+
+    def __init__(self):
+        super().__init__()
+        self.threads = ThreadPoolExecutor(self.options.slots)
+
+    def submit(self, fn, *args, **kwargs) -> Future:
+        return self.threads.submit(fn, *args, **kwargs)
+
+    def async_submit(self, fn, *args, **kwargs) -> asyncio.Future:
+        return asyncio.wrap_future(self.submit(fn, *args, **kwargs))
 
     def generate_streaming(self, model, processor, inputs, gen_config, **kwargs) -> tuple:
         served = self._prepare(model, inputs, gen_config)
         queue, streamer = super().generate_streaming(served, processor, inputs, gen_config, **kwargs)
-        return TextUntilStop(queue, _stop_strings(gen_config)), streamer
+        return TextUntilStop(queue, _stop_pattern(gen_config)), streamer
 
     async def generate_non_streaming(self, model, processor, inputs, gen_config, **kwargs) -> tuple:
         served = self._prepare(model, inputs, gen_config)
         text, *others = await super().generate_non_streaming(served, processor, inputs, gen_config, **kwargs)
-        return text[: _find_stop(text, _stop_strings(gen_config))], *others
+        return _stop_pattern(gen_config).split(text, 1)[0], *others
 
-    def _prepare(self, model: PreTrainedModel, inputs: dict, config: GenerationConfig) -> "ServedModel":
+    def _prepare(self, model: PreTrainedModel, inputs: dict, config: GenerationConfig) -> PreTrainedModel:
         """Returns what generates for the request of this context. Raises HTTPException (400) for an empty prompt, and
         for a longer answer than the limit.
         """
@@ -131,74 +85,133 @@ class TitansGenerateManager(GenerateManager):
             config.max_new_tokens = limit
         if request.samples:  # transformers samples only where the checkpoint says so
             config.do_sample = True
-        if self.options.snapshots and model not in self.snapshots:
-            self.snapshots[model] = Snapshots(model, *self.options[1:])
-        return ServedModel(model, request, self.snapshots.get(model))
+        asking = copy.copy(model)
+        asking.generate = functools.partial(model.served.generate, request)
+        return asking
 
 
 class ServedModel:
-    """Stands for a model in one request."""
+    """A model that answers the requests of many threads. It runs in a thread of its own, and all snapshots stay there.
 
-    def __init__(self, model: PreTrainedModel, request: ServedRequest, snapshots: Snapshots | None):
-        self.model, self.request, self.snapshots = model, request, snapshots
+    Raises FileNotFoundError for a folder without a memory, ValueError for a model without one, and for the memory of
+    another model.
+    """
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
+    def __init__(self, model: PreTrainedModel, options: ServerOptions):
+        self.model, self.start, self.kind = model, None, kind_of_cache(model)
+        if options.memory is not None:
+            if self.kind is None:
+                name = model.config.name_or_path
+                raise ValueError(f"--memory {options.memory}: {name} is a {model.config.model_type} without a memory")
+            self.start = self.kind.from_pretrained(options.memory, model)
+            self.start.start_prompt()
+        self.thread = ThreadPoolExecutor(1)
+        self.slots = Slots(model, self.thread.submit)
+        self.snapshots = Snapshots(model, options.snapshots, options.snapshot_folder)
+        self.turn, self.seeds = threading.Lock(), random.Random(torch.initial_seed())
 
-    def generate(self, input_ids: Tensor, generation_config: GenerationConfig, **inputs) -> Tensor:
+    def new_cache(self) -> Cache:
+        """Returns a cache from which a request starts."""
+        if self.start is not None:
+            return copy.copy(self.start)
+        return self.kind(self.model.config if self.kind is TitansCache else self.model)
+
+    def bytes_of_snapshot(self) -> int:
+        """Returns the bytes of a cache with a full window, for which it reads as many tokens; 0 for other models."""
+        if self.kind is None:
+            return 0
+        window = self.model.config.kv_cache_length if self.kind is TitansCache else self.model.memory.window or 0
+        ids, cache = torch.zeros(1, window + 1, dtype=torch.long, device=self.model.device), self.new_cache()
+        self._call(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache})
+        return cache.num_bytes if self.kind is TitansCache else sum(cache.num_bytes().values())
+
+    def generate(
+        self, request: ServedRequest, input_ids: Tensor, generation_config: GenerationConfig, **inputs
+    ) -> Tensor:
         """Generates from input_ids (1, T) as the model does. Raises HTTPException (503) once nobody waits for it."""
-        self.request.check()
-        if self.request.seed is not None:
-            torch.manual_seed(self.request.seed)
-        branches = self._can_branch(generation_config, inputs)
-        cache = self._read_prompt(input_ids) if branches else copy.copy(starting.get(self.model))
-        if cache is not None:
-            inputs[CACHE_NAME] = cache
-        while_waited_for = StoppingCriteriaList([self.request])
-        ids = self.model.generate(input_ids, generation_config, stopping_criteria=while_waited_for, **inputs)
-        if cache is not None and branches and learns_from_answers(self.model):
-            self.snapshots.keep(self.request.user, ids[0, : cache.get_seq_length()].cpu(), cache)
+        request.check()
+        inputs |= {"generation_config": generation_config, "stopping_criteria": StoppingCriteriaList([request.check])}
+        seed = self.seeds.getrandbits(63) if request.seed is None else request.seed
+        turn = Turn(self.turn, self.model.device, seed)
+        if not self._takes_slot(generation_config, inputs):
+            return self._run(self._generate_alone, turn, input_ids, inputs)
+        slot = Slot(self._read_prompt(request, input_ids))
+        asking, inputs[CACHE_NAME] = copy.copy(self.model), slot.cache
+        asking.forward = functools.wraps(self.model.forward)(functools.partial(self._forward, slot, turn))
+        try:
+            with turn:
+                ids = asking.generate(input_ids, **inputs)
+        finally:
+            cache = self.slots.leave(slot)
+        learns_from_answers = self.kind is TitansCache or self.model.memory.learn_from == "all"
+        if self.snapshots.most and learns_from_answers:  # else the cache is not that of a model which has read them
+            self._run(self.snapshots.keep, request.owner, ids[0, : cache.get_seq_length()].cpu(), cache)
         return ids
 
-    def _can_branch(self, config: GenerationConfig, inputs: dict) -> bool:
+    def _takes_slot(self, config: GenerationConfig, inputs: dict) -> bool:
         return (
-            self.snapshots is not None
+            self.kind is not None
             and config.get_generation_mode() in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
             and config.num_return_sequences in (None, 1)
             and config.use_cache is not False
             and config.cache_implementation is None
+            and not config.return_dict_in_generate
             and bool(inputs.get("attention_mask", torch.ones(1)).all())
         )
 
-    def _read_prompt(self, input_ids: Tensor) -> Cache | None:
-        """Returns a cache that has read all but the last tokens of a prompt, from the longest snapshot on; None for a
-        model whose cache cannot branch. New snapshots are kept where the prompt parts from others, and near its end.
-        """
-        ids, user, snapshots = input_ids[0].cpu(), self.request.user, self.snapshots
-        found, shared = snapshots.find(user, ids)
-        self._tell_of_changes(ids)
-        cache = empty_cache(self.model) if found is None else snapshots.branch(found)
-        at = 0 if found is None else len(found.ids)
-        logger.warning(f"[Snapshot] {at} of {len(ids)} tokens were read before")
-        last = len(ids) - OPENING
-        for end in sorted({min(shared, last), last}) if cache is not None else ():
-            if end - at >= OPENING:
-                read(self.model, cache, input_ids[:, at:end], self.request.check)
-                snapshots.keep(user, ids[:end], copy.copy(cache), self.request.chat if end == last else None)
-                at = end
-        return cache
+    def _generate_alone(self, turn: Turn, input_ids: Tensor, inputs: dict) -> Tensor:
+        if self.start is not None:
+            config = inputs["generation_config"]
+            inputs[CACHE_NAME] = self.new_cache()
+            inputs[CACHE_NAME].batch_repeat_interleave(max(config.num_beams or 1, config.num_return_sequences or 1))
+        with turn:
+            return self.model.generate(input_ids, **inputs)
 
-    def _tell_of_changes(self, ids: Tensor) -> None:
-        earlier = self.request.earlier_chat
-        same = [x.ids for x in self.snapshots.kept if earlier is not None and x.chat == earlier]
-        if same and (first := max(num_common(x, ids) for x in same)) < min(map(len, same)) - OPENING:
-            logger.warning_once(REWRITTEN.format(length=min(map(len, same)), first=first))
+    def _forward(self, slot: Slot, turn: Turn, **arguments) -> CausalLMOutputWithPast:
+        """The forward pass of a request: the prompt alone, later tokens beside those of other requests."""
+        ids = arguments["input_ids"]
+        with turn.paused():
+            if slot.has_read and ids.shape[1] == 1:
+                return CausalLMOutputWithPast(**{"logits": self.slots.logits(slot, ids), CACHE_NAME: slot.cache})
+            slot.has_read = True
+            return self._run(copy_context().run, functools.partial(self._call, **arguments))
+
+    def _run(self, fn, *args) -> Any:
+        return self.thread.submit(fn, *args).result()
+
+    @torch.no_grad()
+    def _call(self, **arguments) -> Any:
+        return self.model(**arguments)
+
+    def _read_prompt(self, request: ServedRequest, input_ids: Tensor) -> Cache:
+        """Returns a cache that has read all but the last tokens of a prompt, from the longest snapshot. Snapshots are
+        kept where the prompt parts from others, and near its end.
+        """
+        ids, last = input_ids[0].cpu(), input_ids.shape[1] - OPENING
+        if not self.snapshots.most:
+            return self.new_cache()
+        found, at, shared = self._run(self.snapshots.branch, request, ids)
+        cache = self.new_cache() if found is None else found
+        for end in sorted({min(shared, last), last}):
+            if end - at < OPENING:
+                continue
+            for piece in input_ids[:, at:end].split(PIECE, dim=1):
+                request.check()
+                self._run(
+                    functools.partial(
+                        self._call, input_ids=piece, use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache}
+                    )
+                )
+            kept = copy.copy(cache)
+            self._run(self.snapshots.keep, request.owner, ids[:end], kept, request.chat() if end == last else None)
+            at = end
+        return cache
 
 
 class TextUntilStop:
     """A queue of streamed text without the first stop string and what follows it."""
 
-    def __init__(self, queue: asyncio.Queue, stops: list[str]):
+    def __init__(self, queue: asyncio.Queue, stops: regex.Pattern):
         self.queue, self.stops, self.ended = queue, stops, False
         self.held = ""  # the beginning of a stop string, perhaps
         self.ready: list = []
@@ -214,27 +227,19 @@ class TextUntilStop:
         return self.ready.pop(0)
 
     def _take(self, item: Any) -> None:
-        if type(item) is not str:  # the end, an error, reasoning or a call of a tool
-            if hasattr(item, "msg"):  # transformers writes it between quotes
-                item.msg = json.dumps(item.msg)[1:-1]
-            self.ready += [self.held, item] if self.held else [item]
-            self.held = ""
-        elif not self.ended:
-            text = self.held + item
-            at = _find_stop(text, self.stops)
-            self.ended = at is not None
-            lengths = range(max(map(len, self.stops), default=0), 0, -1)
-            starts = (n for n in lengths if any(text[-n:] == x[:n] for x in self.stops))
-            shown = text[:at] if self.ended else text[: len(text) - next(starts, 0)]
-            self.held = "" if self.ended else text[len(shown) :]
-            self.ready += [shown] if shown else []
+        is_text = type(item) is str  # else the end, an error, reasoning or a call of a tool
+        text = "" if self.ended else self.held + item if is_text else self.held
+        found = self.stops.search(text, partial=is_text)
+        shown = text[: found.start()] if found else text
+        self.held = text[len(shown) :] if found and found.partial else ""
+        self.ended = self.ended or bool(found and not found.partial)
+        if hasattr(item, "msg"):  # transformers writes it between quotes
+            item.msg = json.dumps(item.msg)[1:-1]
+        self.ready += ([shown] if shown else []) + ([] if is_text else [item])
 
 
-def _stop_strings(config: GenerationConfig) -> list[str]:
+def _stop_pattern(config: GenerationConfig) -> regex.Pattern:
+    """Returns what finds the first stop string; without any, it finds nothing."""
     stops = config.stop_strings or []
-    return [stops] if isinstance(stops, str) else list(stops)
-
-
-def _find_stop(text: str, stops: list[str]) -> int | None:
-    """Returns where the first stop string begins, None if there is none."""
-    return min((at for x in stops if (at := text.find(x)) >= 0), default=None)
+    stops = [stops] if isinstance(stops, str) else stops
+    return regex.compile("|".join(map(regex.escape, stops)) or "(?!)")

@@ -5,18 +5,20 @@ What is wrong in a request, or is asked for and not served, is status 422 with o
 
 import asyncio
 import json
+from contextvars import ContextVar
 from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI
+import torch
+from fastapi import FastAPI, HTTPException
 from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
-from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError
+from pydantic import BaseModel, Field, Json, ValidationError
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from torch import Tensor
 from transformers.utils import logging
 
-from titans_hf.cli.serving.generation import REQUEST, ServedRequest
 from titans_hf.cli.shared.command_line import message_of
 
 logger = logging.get_logger(__name__)
@@ -25,35 +27,17 @@ PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 NumTokens = Annotated[int, Field(ge=1)]
 StopString = Annotated[str, Field(min_length=1)]
 Zero = Annotated[float, Field(ge=0, le=0)]
+TextFormat = dict[Literal["type"], Literal["text"]]
 
 
-class Fields(BaseModel):
-    """Fields of JSON; those that are not named may have any value."""
-
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
-
-
-class Part(Fields):
-    type: str
-    text: str = ""
-
-
-class ChatMessage(Fields):
+class ChatMessage(BaseModel, extra="allow"):
     role: str
-    content: str | list[Part] | None = None
+    content: str | list[dict[str, Any]] | None = None
 
 
-class TextFormat(Fields):
-    type: Literal["text"]
-
-
-class TextOptions(Fields):
-    format: TextFormat | None = None
-
-
-class Body(Fields):
-    """The fields of a request. Those below the comment would change the answer, but transformers ignores them: only the
-    value that changes nothing is allowed.
+class ServedRequest(BaseModel):
+    """The fields of a request. Those that are not served would change the answer, but transformers ignores them: only
+    the value that changes nothing is allowed. Fields that are not named may have any value.
     """
 
     messages: list[ChatMessage] = Field(None, min_length=1)
@@ -80,7 +64,7 @@ class Body(Fields):
     echo: Literal[False] | None = None
     presence_penalty: Zero | None = None
     response_format: TextFormat | None = None
-    text: TextOptions | None = None
+    text: dict[Literal["format"], TextFormat] | None = None
     tool_choice: Literal["auto"] | None = None
     functions: None = None
     function_call: None = None
@@ -92,6 +76,40 @@ class Body(Fields):
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
     max_tool_calls: None = None
+    # Set by the server: the header, and whether nobody waits for the answer.
+    authorization: str | None = None
+    gone: bool = False
+
+    @property
+    def owner(self) -> tuple:
+        """What the client has sent to tell users apart."""
+        return self.authorization, self.user
+
+    @property
+    def samples(self) -> bool:
+        return bool(self.temperature) or (self.temperature is None and self.top_p is not None)
+
+    @property
+    def asks_length(self) -> bool:
+        lengths = (self.max_tokens, self.max_completion_tokens, self.max_output_tokens, self.generation_config)
+        return any(x is not None for x in lengths)
+
+    def chat(self, before_last_answer: bool = False) -> int | None:
+        """Returns a hash of the messages, or of those before the last answer; None without."""
+        messages = self.messages or []
+        if before_last_answer:
+            answers = [i for i, x in enumerate(messages) if x.role == "assistant"]
+            messages = messages[: answers[-1]] if answers else []
+        return hash(json.dumps([x.model_dump() for x in messages], sort_keys=True)) if messages else None
+
+    def check(self, input_ids: Tensor | None = None, scores: Tensor | None = None, **kwargs) -> Tensor | None:
+        """Raises HTTPException (503) if nobody waits for the answer. As a stopping criterion, ends no row otherwise."""
+        if self.gone:
+            raise HTTPException(503, "the answer was given up: the client has gone, or the server ends")
+        return None if input_ids is None else torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+REQUEST: ContextVar[ServedRequest] = ContextVar("REQUEST")
 
 
 def check_requests(app: FastAPI) -> FastAPI:
@@ -117,13 +135,12 @@ class CheckedRequests:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in PATHS:
             return await self.app(scope, receive, send)
-        request = Request(scope, receive)
-        raw = await request.body()
+        raw = await Request(scope, receive).body()
         try:
-            body = Body.model_validate_json(raw)
+            served = ServedRequest.model_validate_json(raw)
         except ValidationError as error:
             return await JSONResponse({"detail": _line(error)}, status_code=422)(scope, receive, send)
-        served = ServedRequest.of(body, request.headers.get("authorization"))
+        served.authorization, served.gone = Request(scope).headers.get("authorization"), False
         left = asyncio.Event()
 
         async def watch() -> None:
@@ -141,7 +158,6 @@ class CheckedRequests:
             return {"type": "http.disconnect"}
 
         REQUEST.set(served)
-        served.running.add(served)
         watcher = asyncio.create_task(watch())
         try:
             await self.app(scope, replay, send)

@@ -1,0 +1,86 @@
+"""Requests that a served model answers at once: each gets the answer that it gets alone."""
+
+import functools
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from common import make_model
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from titans_hf.cli.serving.generation import ServedModel, ServerOptions
+from titans_hf.cli.serving.requests import ServedRequest
+from titans_hf.remember import remember
+
+SIZES = {"vocab_size": 100, "eos_token_id": 1, "pad_token_id": 0}
+
+
+def make_served(kind: str) -> tuple:
+    """Returns a random model, of a variant or with `remember`, and a ServedModel of it."""
+    if kind in ("mac", "mag", "mal", "lmm"):
+        model = make_model(kind, dtype=torch.float32, **SIZES)
+    else:
+        torch.manual_seed(0)
+        shapes = {"num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.3, "bos_token_id": None}
+        config = LlamaConfig(hidden_size=32, intermediate_size=48, **shapes, **SIZES)
+        window = None if kind == "full" else 32
+        model = remember(LlamaForCausalLM(config).eval(), window, learn_from="all" if kind == "all" else "read")
+    model.generation_config.eos_token_id = None
+    return model, ServedModel(model, ServerOptions(slots=8, snapshots=8))
+
+
+def settings(number: int) -> GenerationConfig:
+    """Returns other lengths, and every third time sampling, another penalty."""
+    options = {"max_new_tokens": 5 + 9 * (number % 5), "do_sample": number % 3 == 1, "pad_token_id": 0}
+    return GenerationConfig(**options, repetition_penalty=1.3 if number % 3 == 2 else None)
+
+
+@pytest.mark.parametrize("kind", ["mac", "mag", "lmm", "read", "all", "full"])
+def test_answers_side_by_side(kind):
+    """Requests of other lengths and settings, which come and go while others are answered, get their own answers,
+    greedy or with a seed. Most tokens come from calls with several rows.
+    """
+    model, served = make_served(kind)
+    choose, rows, forward = random.Random(0), [], model.forward
+    lengths = [3, 40, 64, 90, 40, 64]
+    prompts = [torch.tensor([[choose.randrange(2, 100) for _ in range(length)]]) for length in lengths]
+    prompts += [torch.cat([prompts[i], prompts[0]], 1) for i in (1, 3)]
+    expected = []
+    for number, ids in enumerate(prompts):
+        torch.manual_seed(number)
+        expected.append(model.generate(ids, settings(number))[0].tolist())
+    count = lambda **given: rows.append(len(given["input_ids"])) or forward(**given)  # noqa: E731
+    model.forward = functools.wraps(forward)(count)
+
+    def answer(number: int) -> list[int]:
+        return served.generate(ServedRequest(seed=number), prompts[number], settings(number))[0].tolist()
+
+    with ThreadPoolExecutor(5) as users:
+        found = list(users.map(answer, range(8)))
+    assert found == expected
+    assert len({tuple(x[-5:]) for x in expected}) == 8
+    assert max(rows) > 2 and sum(x for x in rows if x > 1) > sum(rows) / 2
+    assert served.slots.cache is None and not served.slots.rows
+
+
+def test_a_failed_step():
+    """An error while several requests are answered ends these, and later ones are answered."""
+    model, served = make_served("mag")
+    ids, forward, failing = torch.tensor([[5, 6, 7]]), model.forward, threading.Event()
+
+    @functools.wraps(forward)
+    def fail(**given):
+        if failing.is_set() and len(given["input_ids"]) > 1:
+            raise MemoryError("full")
+        return forward(**given)
+
+    expected = model.generate(ids, settings(9))
+    model.forward = fail
+    failing.set()
+    with ThreadPoolExecutor(4) as users:
+        answers = [users.submit(served.generate, ServedRequest(), ids, settings(9)) for _ in range(4)]
+    assert any(isinstance(x.exception(), MemoryError) for x in answers)
+    failing.clear()
+    assert served.generate(ServedRequest(), ids, settings(9)).equal(expected)
