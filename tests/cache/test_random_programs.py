@@ -156,12 +156,13 @@ class Program:
 
     def append(self) -> None:
         """Appends a row that has read some tokens alone, where nothing can be undone."""
-        if len(self.rows) < MAX_ROWS and not self.recording and self.cache.columns_to_reread() is None:
+        full = len(self.rows) == MAX_ROWS or self.cache.batch_size == -1
+        if not full and not self.recording and self.cache.columns_to_reread() is None:
             ids, other = make_ids(1, self.random.choice([1, 7, 20])), TitansCache(self.model.config)
             with torch.no_grad():
                 self.model(ids, cache=other)
             self.cache.append_rows(other)
-            self.rows.append([(int(token), False) for token in ids[0]])
+            self.rows.append([(int(token), False, self.model.memory_learning) for token in ids[0]])
 
     def branch(self) -> None:
         """Continues with a copy, after the original has read other tokens."""
