@@ -12,7 +12,6 @@ from titans_hf.cli import fit
 from titans_hf.cli.shared.text_files import find_files
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 from titans_hf.remember import fit_list
-from titans_hf.remember.recalls import make_recall, make_recalls
 
 OPTIONS = ["--tokens=1200", "--length=400", "--recalls=1", "--window=32", "--rank=2", "--device=cpu"]
 
@@ -64,20 +63,3 @@ def test_as_many_tokens_as_asked_for(tmp_path, number, characters):
     assert len(found) == (number if characters != 50 else 120)
     assert [x.tolist() for x in parts] == [x.tolist() for x in fit.cut_texts(files, tokenizer, 500, 6000, seed=0)]
     assert [x.tolist() for x in parts] != [x.tolist() for x in fit.cut_texts(files, tokenizer, 500, 6000, seed=1)]
-
-
-def test_answers_are_what_counts_in_a_recall():
-    """In a conversation, with or without a chat template, and in prose, exactly the values that were told count."""
-    tokenizer = byte_tokenizer()
-    chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    for template, is_chat in ((None, True), (chat_template, True), (chat_template, False)):
-        tokenizer.chat_template = template
-        ids, is_answer = make_recall(tokenizer, "A filler.", random.Random(3), is_chat)
-        text = tokenizer.decode(ids)
-        told, asked = text.split("A filler.")
-        assert ("<user>" in text) == (is_chat and template is not None)
-        runs = is_answer.diff(prepend=torch.tensor([False])).nonzero()[:, 0].split(2)
-        assert len(runs) == 4 and not is_answer[: len(tokenizer(told, add_special_tokens=False).input_ids)].any()
-        for start, end in runs:
-            assert tokenizer.decode(ids[start:end]) in told and tokenizer.decode(ids[start:end]) in asked
-    assert len(make_recalls([torch.arange(100)], tokenizer, 3, seed=0)) == 3

@@ -228,7 +228,7 @@ def collect(
 
 
 class _Numbers(NamedTuple):
-    """The numbers that are fitted: log of the sharpness (1,), weights of an entry's facts (7,), and of the gate (9,),
+    """The numbers that are fitted: log of the sharpness (1,), weights of an entry's facts (8,), and of the gate (11,),
     the last one its bias.
     """
 

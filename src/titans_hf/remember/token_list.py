@@ -5,17 +5,23 @@ With y_t the input of the last layer's feed-forward network, x_t the tokens, p_t
 
     k_t = W (y_t - c) / |W (y_t - c)|
     s_t = -log p_{t-1}(x_t), the surprise
-    the entry i = (k_{t-1}, x_{t-4} ... x_{t-1}, x_t, s_t) is written if s_t >= threshold
+    the entry i = (k_{t-1}, x_{t-8} ... x_{t-1}, x_t, s_t) is written if s_t >= threshold
     a_ti = softmax_i(beta k_t k_i + u e_ti),  m_t(v) = sum of a_ti over the entries i whose token is v
     l_t = sigmoid(w f_t + b)
     output logits = log((1 - l_t) p_t + l_t m_t) + log Z_t
 
-The list holds the newest N entries of a row, with keys in 8 bits. e_ti are seven facts about an entry: log p_t of its
-token; its surprise; whether its token has left the window; and whether the last 1, 2, 3 and 4 tokens up to x_t are the
-tokens before the entry's token. f_t are eight features: s, the log of the sum of exp(scores); m, which is m_t of the
-best entry's token; h, the entropy of p_t in nats; the log of the number of entries; n, the mean over a_t of how many
-tokens are the same; and the products m s, m h and m n. Z_t is the sum of exp(logits) of the model, so that a list
-without entries leaves the logits as they are.
+The list holds the newest N entries of a row, with keys in 8 bits. e_ti are eight facts about an entry: log p_t of its
+token; its surprise; whether its token has left the window; whether the last 1, 2, 3 and 4 tokens up to x_t are the
+tokens before the entry's token; and d_ti, the share of the query's surprise that the entry knows. f_t are ten
+features: s, the log of the sum of exp(scores); m, which is m_t of the best entry's token; h, the entropy of p_t in
+nats; the log of the number of entries; n, the mean over a_t of how many tokens are the same; the products m s, m h and
+m n; d, the mean over a_t of d_ti; and m d. Z_t is the sum of exp(logits) of the model, so that a list without entries
+leaves the logits as they are.
+
+d_ti tells an entry of one person from that of another of whom the same was said. Over the last 8 tokens x_j up to x_t
+with s_j >= threshold,
+
+    d_ti = sum of the s_j whose x_j is one of the 8 tokens before the entry's token / sum of all s_j,  0 without any
 
 A kNN language model (Khandelwal et al. 2020) and a neural cache (Grave et al. 2017) of surprising tokens alone.
 Shapes: R rows, T tokens, N entries, K key size, D hidden size, V vocabulary, E entries that a block of queries may see.
@@ -33,13 +39,14 @@ from transformers.utils.generic import maybe_autocast
 
 BLOCK = 64  # queries that are compared at once: this bounds the memory needed
 KEY_UNITS = 127  # an entry's key is in multiples of 1 / 127: in 8 bits
-CONTEXT = 4  # tokens before an entry's token that are compared
+CONTEXT = 4  # tokens before an entry's token that are compared in order
+AROUND = 8  # tokens before an entry's token that are compared in any order
 UNITS = (10, 1, 4, 5, 2)  # the features of the gate are divided by these, so that each is of the order of 1
-NUM_FACTS, NUM_FEATURES = 3 + CONTEXT, 8
+NUM_FEATURES = 10
 
 
 class ReadOut(NamedTuple):
-    """The fitted numbers: log_sharpness (1,), log beta; entry_weight (7,), u; gate_weight (8,), w; gate_bias (1,)."""
+    """The fitted numbers: log_sharpness (1,), log beta; entry_weight (8,), u; gate_weight (10,), w; gate_bias (1,)."""
 
     log_sharpness: Tensor
     entry_weight: Tensor
@@ -49,18 +56,18 @@ class ReadOut(NamedTuple):
     @classmethod
     def cautious(cls) -> "ReadOut":
         """Returns the numbers before a fit: rounded results of a fit to novels, and a share below .007."""
-        weight = torch.tensor([0.3, 0.3, 2.0, 1.0, 1.0, 1.0, 1.0])
+        weight = torch.tensor([0.3, 0.3, 2.0, 1.0, 1.0, 1.0, 1.0, 0.0])
         return cls(torch.tensor([math.log(9.0)]), weight, torch.zeros(NUM_FEATURES), torch.tensor([-5.0]))
 
 
 class Found(NamedTuple):
     """What Q queries find: similarity (R, Q, E), k_t k_i; facts of e_ti, which expand to (R, Q, E): log p_t, surprise,
-    whether it is far, and how many of the tokens before are the same; visible (R, Q, E) bool; tokens (R, 1, E) of the
-    entries, -1 where there is none; entropy (R, Q) of p in nats.
+    whether it is far, d_ti, and how many of the tokens before are the same; visible (R, Q, E) bool; tokens (R, 1, E)
+    of the entries, -1 where there is none; entropy (R, Q) of p in nats.
     """
 
     similarity: Tensor
-    facts: tuple[Tensor, Tensor, Tensor, Tensor]
+    facts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
     visible: Tensor
     tokens: Tensor
     entropy: Tensor
@@ -76,11 +83,11 @@ class Found(NamedTuple):
         return Found(similarity, tuple(facts), visible, self.tokens[..., seen].cpu(), self.entropy[:, queries].cpu())
 
     def read(self, log_sharpness: Tensor, entry_weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes the features f of the gate (R, Q, 8) and the weights a of the entries (R, Q, E)."""
+        """Computes the features f of the gate (R, Q, 10) and the weights a of the entries (R, Q, E)."""
         dtype, any_visible = self.similarity.dtype, self.visible.any(-1, keepdim=True)
         scores = log_sharpness.exp() * self.similarity
-        *facts, num_same = self.facts
-        facts += [num_same >= number for number in range(1, CONTEXT + 1)]
+        *facts, known, num_same = self.facts
+        facts += [*(num_same >= number for number in range(1, CONTEXT + 1)), known]
         for weight, fact in zip(entry_weight, facts, strict=True):
             scores = scores + weight * fact.to(dtype)
         scores = scores.masked_fill(~self.visible & any_visible, -torch.inf)  # finite where none is
@@ -91,7 +98,8 @@ class Found(NamedTuple):
         mean_same = (weights * num_same).sum(-1)
         features = (scores.logsumexp(-1), largest, self.entropy, number.log(), mean_same)
         s, m, h, count, n = (x / unit for x, unit in zip(features, UNITS, strict=True))
-        return torch.stack([s, m, h, count, n, m * s, m * h, m * n], dim=-1), weights
+        d = (weights * known).sum(-1)
+        return torch.stack([s, m, h, count, n, m * s, m * h, m * n, d, m * d], dim=-1), weights
 
 
 @dataclass
@@ -125,9 +133,10 @@ class TokenList:
     def initial_state(self, rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
         """Returns the state before the first token.
 
-        list.keys (R, N, K) int8; list.tokens, list.positions (R, N) int32, list.contexts (R, N, 4) int32, the latest
-        token first, -1 where there is none; list.losses (R, N); list.recent (R, 4) int32, the last tokens, the latest
-        first; list.key (R, K), that of the last token; list.logits (R, V), the model's own after the last token.
+        list.keys (R, N, K) int8; list.tokens, list.positions (R, N) int32, list.contexts (R, N, 8) int32, the latest
+        token first, -1 where there is none; list.losses (R, N); list.recent (R, 8) int32, the last tokens, the latest
+        first; list.surprises (R, 8), s of these, 0 below the threshold; list.key (R, K), that of the last token;
+        list.logits (R, V), the model's own after the last token.
         """
         number, size = self.entries, self.projection.shape[1]
         none = lambda *shape: torch.full((rows, *shape), -1, dtype=torch.int32, device=device)  # noqa: E731
@@ -136,9 +145,10 @@ class TokenList:
             "list.keys": zeros(number, size, of=torch.int8),
             "list.tokens": none(number),
             "list.positions": none(number),
-            "list.contexts": none(number, CONTEXT),
+            "list.contexts": none(number, AROUND),
             "list.losses": zeros(number, of=torch.float32),
-            "list.recent": none(CONTEXT),
+            "list.recent": none(AROUND),
+            "list.surprises": zeros(AROUND, of=torch.promote_types(dtype, torch.float32)),
             "list.key": zeros(size, of=torch.promote_types(dtype, torch.float32)),
             "list.logits": zeros(vocabulary),
         }
@@ -181,9 +191,12 @@ class TokenList:
         keys, length = self.keys(mlp_inputs.to(logits.device)), tokens.shape[1]
         positions = seen[:, None] + torch.arange(length, device=logits.device)
         losses = surprise(torch.cat([state["list.logits"][:, None].to(logits.dtype), logits[:, :-1]], 1), tokens)
-        is_new = (losses >= self.threshold) & learns & (positions > 0)
-        earlier = torch.cat([state["list.recent"].flip(1), tokens.to(torch.int32)], 1)  # (R, 4 + T)
-        recent = earlier.unfold(1, CONTEXT, 1).flip(-1)  # (R, 1 + T, 4): before the call, and after each token
+        is_surprising = (losses >= self.threshold) & (positions > 0)
+        is_new = is_surprising & learns
+        earlier = torch.cat([state["list.recent"].flip(1), tokens.to(torch.int32)], 1)  # (R, 8 + T)
+        recent = earlier.unfold(1, AROUND, 1).flip(-1)  # (R, 1 + T, 8): before the call, and after each token
+        surprises = torch.where(is_surprising, losses, 0).to(state["list.surprises"])
+        surprises = torch.cat([state["list.surprises"].flip(1), surprises], 1).unfold(1, AROUND, 1).flip(-1)
         previous_keys = torch.cat([state["list.key"][:, None], keys[:, :-1]], 1)
         new = {
             "list.keys": (previous_keys * KEY_UNITS).round().to(torch.int8),
@@ -197,29 +210,32 @@ class TokenList:
         entries = {name: _append(state[name], x, slots) for name, x in new.items()}
         index = counts[:, -1:] + torch.arange(number, device=counts.device)
         after = {name: _rows_at(x, index) for name, x in entries.items()}
-        after |= {"list.recent": recent[:, -1], "list.key": keys[:, -1].detach(), "list.logits": logits[:, -1].detach()}
+        after |= {"list.recent": recent[:, -1], "list.surprises": surprises[:, -1]}
+        after |= {"list.key": keys[:, -1].detach(), "list.logits": logits[:, -1].detach()}
         begin = 0 if num_kept is None else length - num_kept
-        *queries, logits = (x[:, begin:] for x in (keys, recent[:, 1:], positions, counts, logits))
+        queries = (keys, recent[:, 1:], surprises[:, 1:], positions, counts)
+        *queries, logits = (x[:, begin:] for x in (*queries, logits))
         return self._compare_blocks(entries, queries, logits), after
 
     def _compare_blocks(
         self, entries: dict[str, Tensor], queries: list[Tensor], logits: Tensor
     ) -> Iterator[tuple[Tensor, Found]]:
         for begin in range(0, logits.shape[1], BLOCK):
-            key, recent, position, count = (x[:, begin : begin + BLOCK] for x in queries)
+            key, recent, surprises, position, count = (x[:, begin : begin + BLOCK] for x in queries)
             of_block, counts = logits[:, begin : begin + BLOCK], count[..., None]
             index = counts[:, 0] + torch.arange(self.entries + key.shape[1] - 1, device=counts.device)
             index = index.clamp(max=entries["list.tokens"].shape[1] - 1)
             here = {name: _rows_at(x, index) for name, x in entries.items()}
             places = counts[:, 0, None] + torch.arange(index.shape[1], device=counts.device)  # (R, 1, E)
             visible = (places >= counts) & (places < counts + self.entries) & (here["list.tokens"] >= 0)[:, None]
-            yield of_block, self._compare(here, key, recent, position, of_block, visible)
+            yield of_block, self._compare(here, key, recent, surprises, position, of_block, visible)
 
     def _compare(
         self,
         entries: dict[str, Tensor],
         keys: Tensor,
         recent: Tensor,
+        surprises: Tensor,
         position: Tensor,
         logits: Tensor,
         visible: Tensor,
@@ -230,7 +246,9 @@ class TokenList:
         of_entries = log_p.gather(-1, tokens.clamp(min=0).long().expand_as(similarity))
         window = math.inf if self.window is None else self.window
         far = position[..., None] - entries["list.positions"][:, None] > window
-        facts = (of_entries, entries["list.losses"][:, None], far, _number_same(recent, entries["list.contexts"]))
+        same = _number_same(recent, entries["list.contexts"])
+        known = _known_surprise(entries["list.contexts"], recent, surprises.to(keys.dtype))
+        facts = (of_entries, entries["list.losses"][:, None], far, known, same)
         return Found(similarity, facts, visible, tokens, -(log_p.exp() * log_p).sum(-1))
 
     def mix(self, logits: Tensor, found: Found) -> Tensor:
@@ -265,8 +283,8 @@ def surprise(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _number_same(recent: Tensor, contexts: Tensor) -> Tensor:
-    """Counts (R, Q, E) how many of the last tokens, recent (R, Q, 4), are those before an entry, contexts (R, E, 4), up
-    to the first that is not.
+    """Counts (R, Q, E) how many of the last 4 tokens, recent (R, Q, 8), are those before an entry, contexts
+    (R, E, 8), up to the first that is not.
     """
     same, number = True, 0
     for lag in range(CONTEXT):
@@ -274,6 +292,19 @@ def _number_same(recent: Tensor, contexts: Tensor) -> Tensor:
         same = (token == contexts[:, None, :, lag]) & (token >= 0) & same
         number = number + same.to(torch.int8)
     return number
+
+
+def _known_surprise(contexts: Tensor, recent: Tensor, surprises: Tensor) -> Tensor:
+    """Computes d (R, Q, E) from the tokens before the entries, contexts (R, E, 8), the last tokens of the queries,
+    recent (R, Q, 8), and s of these, surprises (R, Q, 8), 0 below the threshold.
+    """
+    tokens = torch.cat([recent[:, 0].flip(1), recent[:, 1:, 0]], 1)[..., None]  # (R, 7 + Q, 1)
+    known = tokens == contexts[:, None, :, 0]
+    for lag in range(1, AROUND):
+        known = known | (tokens == contexts[:, None, :, lag])
+    total = surprises.sum(-1, keepdim=True).clamp(min=torch.finfo(surprises.dtype).tiny)
+    shares = (surprises / total).flip(-1)[:, :, None]  # (R, Q, 1, 8), the latest token last
+    return (known.unfold(1, AROUND, 1) * shares).sum(-1)
 
 
 def _append(old: Tensor, new: Tensor, slots: Tensor) -> Tensor:
