@@ -15,6 +15,19 @@ from titans_hf.cli.shared.markdown_tables import markdown_table
 EDGES = (0, 1024, 2048, 4096, 8192, 16384, 32768)
 BY_LENGTH = ("ruler", "babilong")  # tasks whose lengths are columns
 BASE, RIVAL = "window", "full"
+LABELS = {"both": "fast weights and list", "fast": "fast weights", "start": "fitted start, no learning"}
+LABELS |= {
+    "full": "full attention",
+    "list": "the list",
+    "window+match": "longest match",
+    "window+knn": "kNN, all tokens",
+}
+LABELS |= {
+    "tova 4 MB": "TOVA",
+    "snapkv 4 MB": "SnapKV",
+    "keydiff 4 MB": "KeyDiff",
+    "window+knn-4mb": "kNN, last tokens",
+}
 
 
 def interval(values: np.ndarray, form: str = ".3f") -> str:
@@ -110,17 +123,22 @@ def tables(records: list[Record]) -> list[str]:
 
 
 def plot(records: list[Record], path: Path) -> None:
-    """Draws the gain of each method against its bytes beyond the window."""
-    groups = {key: x for key, x in group(records, "loss").items() if BASE in x}
-    figure = Figure(figsize=(5.5 * len(groups), 4.5), layout="constrained")
-    for axes, ((data, window), methods) in zip(np.ravel(figure.subplots(1, len(groups))), groups.items(), strict=True):
-        for name in methods:
-            gain, more = gains(methods, name)
-            if name != BASE and len(gain):
-                axes.semilogx(max(more, 1e3), gain.mean(), "o")
-                axes.annotate(
-                    name, (max(more, 1e3), gain.mean()), fontsize=7, xytext=(4, 2), textcoords="offset points"
-                )
+    """Draws the gain of each method that has read all texts against its bytes beyond the window; of fits, the first."""
+    groups = {key: x for key, x in group(records, "loss").items() if BASE in x and RIVAL in x}
+    rows = (len(groups) + 1) // 2
+    figure = Figure(figsize=(12, 4.5 * rows), layout="constrained")
+    for axes, ((data, window), methods) in zip(
+        np.ravel(figure.subplots(rows, 2, squeeze=False)), groups.items(), strict=False
+    ):
+        found = {name: gains(methods, name) for name in methods if name != BASE and ", fit" not in name}
+        found = {name: (more, gain.mean()) for name, (gain, more) in found.items() if len(gain) == len(methods[BASE])}
+        top, lowest = max(y for _, y in found.values()), np.inf
+        for name, (x, y) in sorted(found.items(), key=lambda item: -item[1][1]):
+            axes.semilogx(x, y, "o")
+            lowest = min(y, lowest - top / 22)  # labels do not lie on each other
+            label = (x * 1.3, lowest) if name != RIVAL else (x / 1.3, lowest)
+            axes.text(*label, LABELS.get(name, name), fontsize=9, va="center", ha="right" if name == RIVAL else "left")
         axes.axhline(0, color="gray", linewidth=1)
-        axes.set(title=f"{data}, window {window}", xlabel="bytes beyond the window", ylabel="gain (nats per token)")
+        axes.set(title=f"{data}, {len(methods[BASE])} texts, window {window}", ylabel="gain (nats per token)")
+        axes.set(xlabel="bytes beyond the window", xlim=(2e4, 3e8))
     save_figure(figure, path)
