@@ -2,11 +2,16 @@
 
     python -m scripts.bench models --models mag llama --lengths 1024 4096
     python -m scripts.bench decode --models lmm llama --contexts 256 65536
+    python -m scripts.bench memory --program torch --lengths 1024 4096
+    python -m scripts.bench remember --models llama --contexts 4096 --size tiny
+    python -m scripts.bench gpu --output runs/gpu.jsonl
 
 `models` has tokens per second of reading and of training, and the peak memory of training, by length; what needs more
 memory than a GPU has is a row without figures. `decode` has the time of one more token and the size of the cache, by
 context. Titans read all of the context; the others read its first 256 tokens, and layers with full attention get these
-keys and values repeated, because the cost of a step depends on their number alone.
+keys and values repeated, because the cost of a step depends on their number alone. `memory` has the layer of a memory
+alone. `remember` has a random model of another kind, with full attention and with the memory of `remember`: the rate of
+reading in pieces, the time of one more token, and the peak memory. `gpu` runs all that is asked of a GPU.
 
 Times are processor time of one thread in float32, and wall-clock time on a GPU. Before a model is timed, a step with
 its cache must give the logits of the whole text. Models that are compared by `decode` take turns, so that ratios hold
@@ -14,22 +19,24 @@ on a busy machine; `models` takes the least of several times.
 """
 
 import argparse
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from eval.common.compared_models import VARIANTS, Sizes, check_fields, fit_config, named_errors, parse_settings
 from eval.common.records import append_record, describe_commit
-from titans_hf import TitansConfig
+from scripts import memory_alone, on_a_gpu
+from scripts.measure import least_seconds, peak_bytes, seconds, unless_out_of_memory
+from titans_hf import MemoryCache, TitansConfig
+from titans_hf import remember as give_memory
 from titans_hf.cache_titans import CACHE_NAMES
 from titans_hf.cli.shared.argument_checks import check_minimums
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
@@ -46,7 +53,19 @@ SIZES = {  # the fields, and the number of parameters
     "170m": ((768, 12, 12, 32_000), 170_000_000),
     "340m": ((1024, 24, 16, 32_000), 340_000_000),
 }
+REMEMBERING = {  # the configurations of Llama-3.2-1B and Qwen3-1.7B, and small ones
+    "llama": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
+    | {"num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128_256},
+    "qwen3": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16}
+    | {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936},
+}
+TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+TINY |= {"num_key_value_heads": 1, "head_dim": 32, "vocab_size": 259}
+FULL_ATTENTION = "full attention"
+MEMORIES = {FULL_ATTENTION: None, "window": (), "fast weights": ("fast_weights",), "all": ("fast_weights", "list")}
+WINDOWS_READ = 4  # windows that a model with a memory has read: later tokens cost as much
 CHECKED_TOKENS, READ_TOKENS, TOKENS_PER_CALL = 200, 256, 4096
+COUNTS = ("lengths", "repeats", "contexts", "steps", "pieces", "tokens", "heads", "batch_size")
 
 
 def build(name: str, args: argparse.Namespace) -> PreTrainedModel:
@@ -90,42 +109,6 @@ def check(model: PreTrainedModel) -> None:
         raise AssertionError(f"{type(model).__name__}: a step is off by {distance:.1e} of its length, above {most:g}")
 
 
-def seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Measures the seconds of `run`: processor time, which other processes do not change; wall-clock time on a GPU."""
-    if device.type == "cpu":
-        start = time.process_time()
-        run()
-        return time.process_time() - start
-    torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    run()
-    torch.cuda.synchronize(device)
-    return time.perf_counter() - start
-
-
-def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Measures the peak of what `run` allocates for tensors, in bytes."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        run()
-        return torch.cuda.max_memory_allocated(device) - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
-        run()
-    events = [event for event in measured.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = torch.tensor([0, *(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))])
-    return int(held.cumsum(0).max())
-
-
-def unless_out_of_memory(measure: Callable[[], float]) -> float | None:
-    """Returns the result of `measure`; None where the GPU has too little memory for it."""
-    try:
-        return measure()
-    except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
-        return None
-
-
 def forward(model: PreTrainedModel, ids: Tensor) -> None:
     """Reads ids without gradients."""
     with torch.no_grad():
@@ -138,11 +121,6 @@ def train(model: PreTrainedModel, ids: Tensor) -> None:
     model.zero_grad()
 
 
-def least_seconds(run: Callable[[], None], args: argparse.Namespace) -> float:
-    """Measures the least of several times, after a first that does not count."""
-    return min([seconds(run, args.device) for _ in range(args.repeats + 1)][1:])
-
-
 def models(args: argparse.Namespace) -> Iterator[dict]:
     """Times every model at every length; yields a row of each."""
     for name in args.models:
@@ -151,7 +129,8 @@ def models(args: argparse.Namespace) -> Iterator[dict]:
             ids = draw_tokens(model, length)
             row = {"model": name, "tokens": length, "parameters": model.num_parameters()}
             for what, run in (("read", forward), ("train", train)):
-                least = unless_out_of_memory(partial(least_seconds, partial(run, model, ids), args))
+                run_once = partial(run, model, ids)
+                least = unless_out_of_memory(partial(least_seconds, run_once, args.device, args.repeats))
                 row[f"{what} tokens/s"] = least and length / least
             peak = unless_out_of_memory(partial(peak_bytes, partial(train, model, ids), args.device))
             row["train peak KB/token"] = peak and peak / 1e3 / length
@@ -161,7 +140,7 @@ def models(args: argparse.Namespace) -> Iterator[dict]:
 
 def cache_of(model: PreTrainedModel, context: int) -> dict[str, Any]:
     """Returns the cache of `context` tokens by the name of its argument."""
-    titans, given = model.config.model_type == "titans", {}
+    titans, given = model.config.model_type == "titans" or hasattr(model, "memory"), {}
     ids = draw_tokens(model, context if titans else min(context, READ_TOKENS))
     for piece in ids.split(TOKENS_PER_CALL, dim=1):
         given = read(model, piece, **given)[1]
@@ -193,8 +172,51 @@ def decode(args: argparse.Namespace) -> Iterator[dict]:
             }
 
 
+def make_remembering(name: str, memory: str, args: argparse.Namespace) -> PreTrainedModel:
+    """Makes a model with random weights, always the same ones, and gives it a memory."""
+    torch.manual_seed(0)
+    sizes = TINY if args.size == "tiny" else REMEMBERING[name]
+    config = AutoConfig.for_model(name, **SHAPE | sizes | {"max_position_embeddings": 1 << 20})
+    with args.device:
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype)).eval()
+    parts = MEMORIES[memory]
+    return model if parts is None else give_memory(model, window=args.window, memory=parts, first_token=2)
+
+
+def remember(args: argparse.Namespace) -> Iterator[dict]:
+    """Times reading in pieces and decoding of every model, memory and context; yields a row of each."""
+    for name, memory in product(args.models, MEMORIES):
+        model = make_remembering(name, memory, args)
+        for context in args.contexts if memory == FULL_ATTENTION else [WINDOWS_READ * args.window]:
+            given = cache_of(model, context)
+            held = num_bytes(given)
+            step = partial(read, model, draw_tokens(model, 1), **given)
+            decoding = median(seconds(step, args.device) for _ in range(args.steps + 3))
+            for piece in args.pieces:
+                pieces = draw_tokens(model, args.tokens).split(piece, dim=1)
+                run = partial(read_pieces, model, pieces, given)
+                yield {
+                    "model": name,
+                    "memory": memory,
+                    "context": context,
+                    "piece": piece,
+                    "read tokens/s": args.tokens / least_seconds(run, args.device, 1),
+                    "read peak MB": peak_bytes(run, args.device) / 1e6,
+                    "decode ms/token": 1e3 * decoding,
+                    "cache MB": held / 1e6,
+                }
+
+
+def read_pieces(model: PreTrainedModel, pieces: Sequence[Tensor], given: dict[str, Any]) -> None:
+    """Reads pieces of a text with one cache."""
+    for piece in pieces:
+        read(model, piece, **given)
+
+
 def num_bytes(held: object) -> int:
     """Counts the bytes of all tensors that a cache holds."""
+    if isinstance(held, MemoryCache):
+        return sum(held.num_bytes().values())
     if isinstance(held, Tensor):
         return held.numel() * held.element_size()
     if isinstance(held, dict):
@@ -211,28 +233,57 @@ def cell(value: object) -> str:
     return "–" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def main(argv: list[str] | None = None) -> None:
+def make_parser() -> argparse.ArgumentParser:
+    """Makes the parser of all benchmarks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     commands = parser.add_subparsers(dest="benchmark", required=True)
-    for benchmark, size in ((models, "tiny"), (decode, "30m")):
-        command = commands.add_parser(benchmark.__name__, help=benchmark.__doc__, description=__doc__)
-        command.set_defaults(run=benchmark)
-        command.add_argument("--models", nargs="+", choices=NAMES, default=list(NAMES[:-1]))
-        command.add_argument("--size", choices=SIZES, default=size)
-        command.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="fields of the Titans' configs")
+    about = {"description": __doc__, "formatter_class": HelpFormatter}
+    for benchmark, size in ((models, "tiny"), (decode, "30m"), (remember, "1b"), (memory_alone.memory, None)):
+        command = commands.add_parser(benchmark.__name__, help=benchmark.__doc__, **about)
+        command.set_defaults(run=benchmark, size=None, set=[])
+        if benchmark is remember:
+            command.add_argument("--models", nargs="+", choices=REMEMBERING, default=list(REMEMBERING))
+            command.add_argument("--size", choices=("tiny", size), default=size)
+            command.add_argument("--contexts", type=int, nargs="+", default=[32768, 131072], help="of full attention")
+            command.add_argument("--pieces", type=int, nargs="+", default=[64, 256, 1024], help="tokens of a call")
+            command.add_argument("--tokens", type=int, default=4096, help="tokens that are read in pieces")
+            command.add_argument("--window", type=int, default=1024)
+        else:
+            if size:
+                command.add_argument("--models", nargs="+", choices=NAMES, default=list(NAMES[:-1]))
+                command.add_argument("--size", choices=SIZES, default=size)
+            else:
+                command.description = memory_alone.__doc__
+                command.add_argument("--program", choices=memory_alone.PROGRAMS, default="torch")
+                command.add_argument("--heads", type=int, default=6, help=f"heads of {memory_alone.HEAD_DIM}")
+                command.add_argument("--batch_size", type=int, default=2)
+            command.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="fields of Titans' configs")
         command.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-        command.add_argument("--device", default="cpu")
-        command.add_argument("--output", type=Path, help="a JSON Lines file, to which rows are added")
-        if benchmark is models:
+        if benchmark in (models, memory_alone.memory):
             command.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 8192, 32768])
             command.add_argument("--repeats", type=int, default=5, help="times that each is measured")
         else:
-            command.add_argument("--contexts", type=int, nargs="+", default=[256, 1024, 4096, 16384, 65536])
             command.add_argument("--steps", type=int, default=20)
+        if benchmark is decode:
+            command.add_argument("--contexts", type=int, nargs="+", default=[256, 1024, 4096, 16384, 65536])
             command.add_argument("--compile", action="store_true", help="compile the models by torch.compile")
-    args = parser.parse_args(argv)
-    check_minimums(args, **{name: 1 for name in ("lengths", "repeats", "contexts", "steps") if name in args})
+    command = commands.add_parser("gpu", help="Runs all that is asked of a GPU.", **about)
+    command.description = on_a_gpu.__doc__
+    command.add_argument("--parts", nargs="+", choices=on_a_gpu.NAMES, default=on_a_gpu.NAMES, metavar="PART")
+    command.add_argument("--seconds", type=float, default=120, help="most that a part may take")
+    command.add_argument("--smallest", action="store_true", help="tiny models and short texts, as for a CPU")
+    for name, command in commands.choices.items():
+        command.add_argument("--device", default="cuda" if name == "gpu" else "cpu")
+        command.add_argument("--output", type=Path, help="a JSON Lines file, to which rows are added")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = make_parser().parse_args(argv)
+    check_minimums(args, **{name: 1 for name in COUNTS if name in args})
     args.device = choose_device(args.device)
+    if args.benchmark == "gpu":
+        return on_a_gpu.run_parts(args)
     torch.set_num_threads(1)
     rows = []
     for row in args.run(args):

@@ -35,9 +35,11 @@ OPTIONAL = {"from torchao": "torchao", "BitsAndBytesConfig": "bitsandbytes"}
 # since it needs the network, a GPU, other machines or minutes.
 OPTIONS = {
     **dict.fromkeys(("git", "pip", "hf", "make", "accelerate", "python -m pytest")),
-    **dict.fromkeys(("python -m scripts.bench*--device cuda", "python -m scripts.bench decode --compile")),
+    **dict.fromkeys(("python -m scripts.bench gpu --output", "python -m scripts.bench decode --compile")),
     **dict.fromkeys(("python -m scripts.served_turns", "python -m eval.language.train_and_score")),
     "curl": "--fail --silent --show-error",
+    "python -m scripts.bench memory": "",
+    "python -m scripts.bench gpu": "",
     "python -m scripts.bench models": "--lengths 32 --size tiny --repeats 1",
     "python -m scripts.bench decode": "--contexts 32 --steps 2 --size tiny",
     "titans-hf serve": "--device cpu",

@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from eval.common.compared_models import count_parameters
-from scripts import bench
+from scripts import bench, on_a_gpu
+from titans_hf import neural_memory
 
 
 def run(tmp_path, *arguments):
-    bench.main([*arguments, "--size", "tiny", "--output", str(tmp_path / "rows.jsonl")])
+    size = ["--size", "tiny"] * (arguments[0] not in ("memory", "gpu"))
+    bench.main([*arguments, *size, "--output", str(tmp_path / "rows.jsonl")])
     return [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
 
 
@@ -74,3 +76,62 @@ def test_decoding(tmp_path):
     sizes = [row["cache MB"] for row in rows]
     assert sizes[0] == sizes[1]
     assert sizes[2:] == pytest.approx([4 * 2 * context * 128 * 4 / 1e6 for context in (256, 263)])
+
+
+MEMORY = ["memory", "--heads", "1", "--batch_size", "1", "--repeats", "1", "--lengths"]
+
+
+def test_the_memory_alone(tmp_path):
+    """The memory benchmark has a row of each length, with shares of a large product; peaks grow with the length."""
+    rows = run(tmp_path, *MEMORY, "64", "200", "--set", "memory_form=delta")
+    assert [row["tokens"] for row in rows] == [64, 200]
+    assert all(0 < row[f"{what} of large product"] < 2 for row in rows for what in ("forward", "both"))
+    assert rows[0]["forward peak MB"] < rows[0]["both peak MB"] < rows[1]["both peak MB"]
+
+
+def test_a_wrong_memory_is_not_timed(monkeypatch, tmp_path):
+    """A program whose outputs differ from those of float64 stops the benchmark before timing."""
+    right = neural_memory.memorize_on_grid
+
+    def wrong(inputs, *args, **options):
+        factor = 1.01 if inputs.keys.dtype == torch.float32 else 1
+        return right(inputs._replace(inner_lr=factor * inputs.inner_lr), *args, **options)
+
+    monkeypatch.setattr(neural_memory, "memorize_on_grid", wrong)
+    with pytest.raises(AssertionError, match="torch: the output is off by"):
+        run(tmp_path, *MEMORY, "64")
+
+
+def test_remembering(tmp_path):
+    """A row of each memory and piece; full attention's cache is of the context, a memory's of its window."""
+    sizes = ["--contexts", "64", "640", "--window", "64", "--tokens", "64", "--pieces", "16", "64", "--steps", "1"]
+    rows = run(tmp_path, "remember", "--models", "llama", *sizes)
+    assert [row["memory"] for row in rows[2::2]] == list(bench.MEMORIES) and rows[-1]["piece"] == 64
+    assert (
+        rows[2]["cache MB"] == pytest.approx(10 * rows[0]["cache MB"]) and rows[2]["cache MB"] > 2 * rows[4]["cache MB"]
+    )
+    assert all(row["read tokens/s"] > 0 and row["read peak MB"] > 0 for row in rows)
+
+
+GPU = ["gpu", "--device", "cpu", "--smallest", "--parts"]
+
+
+def test_parts_of_the_command_for_a_gpu(tmp_path):
+    """Every part of `gpu` is a command. A part that takes too long says so, and the next part begins."""
+    for options in (on_a_gpu.FULL, on_a_gpu.SMALLEST):
+        for _, command in list(on_a_gpu.parts(options))[1:]:
+            assert bench.make_parser().parse_args(command).benchmark == command[0]
+    with pytest.raises(SystemExit, match="failed: test-gpu, remember-qwen3"):
+        run(tmp_path, *GPU, "test-gpu", "remember-qwen3", "--seconds", "0.01")
+    first, second = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
+    assert second["part"] == "remember-qwen3" and first["status"] == second["status"] == "longer than 0.01 seconds"
+
+
+@pytest.mark.slow
+def test_a_part_that_fails_for_a_gpu(tmp_path):
+    """A part that fails says why, and the rows of the next part follow."""
+    with pytest.raises(SystemExit, match="failed: memory-titans-triton"):
+        run(tmp_path, *GPU, "memory-titans-triton", "memory-delta-torch")
+    failed, row, part = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
+    assert failed["status"] == 2 and "not 'cuda'" in failed["printed"][-1]
+    assert row["both tokens/s"] > 0 and (part["part"], part["status"]) == ("memory-delta-torch", 0)

@@ -1,0 +1,117 @@
+"""The layer of a memory alone, by the program of its update, or a Gated DeltaNet layer of equal size.
+
+"of large product" is the share of the layer's time that as many multiply-adds take in one large matrix product. That
+product is measured in the same run, in the layer's dtype. Forward and backward together count as three forwards.
+Triangular systems are not counted. Before a program is timed, its outputs and gradients must be those of float64.
+"""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from copy import deepcopy
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from eval.common.compared_models import check_fields, named_errors, parse_settings
+from scripts.measure import least_seconds, peak_bytes, unless_out_of_memory
+from titans_hf import TitansConfig
+from titans_hf.memory_ops import compile_chunks
+from titans_hf.neural_memory import NeuralMemory
+
+HEAD_DIM, CHECKED_TOKENS, COUNTED_TOKENS = 64, 342, 1024  # of 342, a group of four chunks, a chunk and a part
+OTHER = "gated-deltanet"
+COMPILED = {"compiled": {}, "cuda-graphs": {"mode": "reduce-overhead"}}  # and the options of the compiler
+PROGRAMS = ("torch", *COMPILED, "triton", "fla", OTHER)
+TOLERANCES = {"cpu": 1e-4, "cuda": 1e-2}  # of float32 by a kernel, which may multiply in TF32
+
+
+def make_layer(args: Namespace) -> nn.Module:
+    """Makes the layer of a program, in float32. Raises ValueError for a setting that is not possible."""
+    torch.manual_seed(0)
+    size, settings = args.heads * HEAD_DIM, parse_settings(args.set)
+    if args.program == OTHER:
+        from fla.layers import GatedDeltaNet
+
+        return GatedDeltaNet(size, expand_v=1, head_dim=HEAD_DIM, num_heads=args.heads).to(args.device)
+    check_fields("TitansConfig", TitansConfig(), settings)
+    kernel = args.program if args.program in ("triton", "fla") else "torch"
+    sizes = {"hidden_size": size, "memory_num_heads": args.heads, "memory_kernel": kernel}
+    with named_errors("--set"):
+        return NeuralMemory(TitansConfig(variant="lmm", **sizes | settings)).to(args.device)
+
+
+def in_pytorch(layer: NeuralMemory, dtype: torch.dtype) -> NeuralMemory:
+    """Copies a layer, for plain PyTorch."""
+    copy = deepcopy(layer).to(dtype)
+    copy.config.memory_kernel = "torch"
+    return copy
+
+
+def draw(args: Namespace, length: int, dtype: torch.dtype) -> Tensor:
+    """Draws the hidden states (B, length, hidden) that a layer reads."""
+    return torch.randn(args.batch_size, length, args.heads * HEAD_DIM, device=args.device, dtype=dtype)
+
+
+def forward(layer: nn.Module, hidden_states: Tensor) -> None:
+    """Reads hidden states without gradients."""
+    with torch.no_grad():
+        layer(hidden_states)
+
+
+def both(layer: nn.Module, hidden_states: Tensor) -> None:
+    """Computes the gradients of all parameters."""
+    torch.autograd.backward(layer(hidden_states)[0], torch.ones_like(hidden_states))
+    layer.zero_grad()
+
+
+def check(args: Namespace, layer: NeuralMemory) -> None:
+    """Raises AssertionError unless a program's outputs and gradients are those of PyTorch in float64; compiles the
+    memory for the programs that are compiled.
+    """
+    layer = deepcopy(layer)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    hidden_states, results = draw(args, CHECKED_TOKENS, torch.float64), []
+    for program in (in_pytorch(layer, torch.float64), layer):
+        output = program(hidden_states.to(program.o_proj.weight.dtype))[0]
+        results.append([output, *torch.autograd.grad(output.square().sum(), list(program.parameters()))])
+        if args.program in COMPILED and program is not layer:
+            compile_chunks(**COMPILED[args.program])
+    names = ["the output", *(f"the gradient of {name}" for name, _ in layer.named_parameters())]
+    for name, expected, actual in zip(names, *results, strict=True):
+        distance = (actual - expected).norm() / expected.norm().clamp_min(1e-30)
+        if not distance <= TOLERANCES[args.device.type]:
+            raise AssertionError(f"{args.program}: {name} is off by {distance:.1e} of its length")
+
+
+def large_product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Measures the operations per second, two for each multiply-add, of one large matrix product."""
+    size = 1024 if device.type == "cpu" else 8192
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / least_seconds(lambda: a @ b, device, 10)
+
+
+def memory(args: Namespace) -> Iterator[dict]:
+    """Times the layer at every length; yields a row of each."""
+    dtype = getattr(torch, args.dtype)
+    rate, layer, per_token = large_product_rate(args.device, dtype), make_layer(args), None
+    if args.program != OTHER:
+        with FlopCounterMode(display=False) as counter:
+            forward(in_pytorch(layer, dtype), draw(args, COUNTED_TOKENS, dtype))
+        per_token = counter.get_total_flops() / COUNTED_TOKENS / args.batch_size
+        check(args, layer)
+    layer = layer.to(dtype)
+    for length in args.lengths:
+        hidden_states, tokens = draw(args, length, dtype), args.batch_size * length
+        row = {"program": args.program, "tokens": length}
+        for run, forwards in ((forward, 1), (both, 3)):
+            run_once = partial(run, layer, hidden_states)
+            least = unless_out_of_memory(partial(least_seconds, run_once, args.device, args.repeats))
+            peak = unless_out_of_memory(partial(peak_bytes, run_once, args.device))
+            row[f"{run.__name__} tokens/s"] = least and tokens / least
+            share = least and per_token and forwards * per_token * tokens / rate / least
+            row |= {f"{run.__name__} of large product": share, f"{run.__name__} peak MB": peak and peak / 1e6}
+            layer.zero_grad()  # what a backward without enough memory has left
+        yield row | {"large product TFLOP/s": rate / 1e12}
