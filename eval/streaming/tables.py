@@ -112,6 +112,8 @@ def tables(records: list[Record]) -> list[str]:
     """Makes the table of each task, texts and window."""
     result = []
     for (data, window), methods in group(records, "loss").items():
+        if BASE not in methods:  # a gain is over the window alone
+            continue
         result.append(f"## {data}, window {window}\n\n{loss_table(methods, 256)}")
     for task in ("facts", *BY_LENGTH, "conversation"):
         by_window = defaultdict(lambda: defaultdict(dict))

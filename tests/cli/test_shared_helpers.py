@@ -78,7 +78,7 @@ def test_help_shows_defaults():
 
 
 def test_the_traceback_of_an_error_can_be_had(monkeypatch):
-    """With TITANS_HF_DEBUG=1 an error is raised; tests/cli/test_bad_input.py has the line that is printed otherwise."""
+    """With TITANS_HF_DEBUG=1 an error is raised; test_command_refusals.py has the line that is printed otherwise."""
     monkeypatch.setenv("TITANS_HF_DEBUG", "1")
     with pytest.raises(FileNotFoundError):
         run_command(Path("missing").read_bytes)

@@ -179,7 +179,7 @@ class MemoryCache(Cache):
         return new
 
     def _drop_empty_columns(self) -> None:
-        most = int(self.seen.max())
+        most = max(self.seen.tolist(), default=0)
         for layer in self.layers:
             if isinstance(layer, KeyValueLayer):
                 layer.last_columns(most)
