@@ -18,8 +18,10 @@ from dna_files import write_table
 from eval_common import BOOK, make_data
 from series_files import write_series
 from served import free_port
+from transformers import AutoModelForCausalLM
 
 from scripts import api_page
+from titans_hf.cli import demo
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "eval" / "README.md"]
@@ -209,6 +211,9 @@ def stage(tmp_path_factory):
     for name, variant in {"runs/tiny-lmm": "lmm", "runs/novels-chat": "mag", "you/your-model": "mag"}.items():
         save_byte_model(folder / name, variant)
     shutil.copy(ROOT / "src" / "titans_hf" / "cli" / "configs" / "chat_template.jinja", folder / "runs" / "novels-chat")
+    demo_model = folder / "runs" / "demo" / "titans-lmm"
+    AutoModelForCausalLM.from_config(demo.make_configs("lmm")["Titans LMM"]).save_pretrained(demo_model)
+    demo.make_tokenizer().save_pretrained(demo_model)
     return folder
 
 
