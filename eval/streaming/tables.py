@@ -15,17 +15,17 @@ from titans_hf.cli.shared.markdown_tables import markdown_table
 EDGES = (0, 1024, 2048, 4096, 8192, 16384, 32768)
 BY_LENGTH = ("ruler", "babilong")  # tasks whose lengths are columns
 BASE, RIVAL = "window", "full"
-LABELS = {"both": "fast weights and list", "fast": "fast weights", "start": "fitted start, no learning"}
-LABELS |= {
-    "full": "full attention",
+LABELS = {  # of the picture, where a method's name does not say enough
+    "both": "fast weights and list",
+    "fast": "fast weights",
+    "start": "fitted start, no learning",
     "list": "the list",
-    "window+match": "longest match",
-    "window+knn": "kNN, all tokens",
-}
-LABELS |= {
+    "full": "full attention",
     "tova 4 MB": "TOVA",
     "snapkv 4 MB": "SnapKV",
     "keydiff 4 MB": "KeyDiff",
+    "window+match": "longest match",
+    "window+knn": "kNN, all tokens",
     "window+knn-4mb": "kNN, last tokens",
 }
 

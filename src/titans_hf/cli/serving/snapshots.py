@@ -4,7 +4,9 @@ import copy
 import shutil
 import tempfile
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,7 +81,7 @@ class Snapshots:
         self.kept.remove(snapshot)
         if snapshot.cache is None:
             kind = kind_of_cache(self.model)
-            snapshot.cache = kind.from_pretrained(snapshot.folder, self.model, **self._fingerprint())
+            snapshot.cache = kind.from_pretrained(snapshot.folder, self.model, model_fingerprint=self.fingerprint)
         self._append(snapshot)
         return copy.copy(snapshot.cache)
 
@@ -106,14 +108,14 @@ class Snapshots:
         if snapshot.folder is None:
             Path(self.folder).mkdir(exist_ok=True)
             snapshot.folder = Path(tempfile.mkdtemp(dir=self.folder))
-            snapshot.cache.save_pretrained(snapshot.folder, self.model, **self._fingerprint())
+            snapshot.cache.save_pretrained(snapshot.folder, self.model, model_fingerprint=self.fingerprint)
         snapshot.cache = None
 
-    def _fingerprint(self) -> dict:
-        if not hasattr(self, "fingerprint"):
-            files = cache_files if kind_of_cache(self.model) is TitansCache else memory_files
-            self.fingerprint = files.fingerprint(self.model)  # of all weights, once
-        return {"model_fingerprint": self.fingerprint}
+    @cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """What a saved cache of the model depends on: weights are read for it, once."""
+        files = cache_files if kind_of_cache(self.model) is TitansCache else memory_files
+        return files.fingerprint(self.model)
 
 
 def num_common(a: Tensor, b: Tensor) -> int:
