@@ -79,15 +79,16 @@ def build(name: str, args: argparse.Namespace) -> PreTrainedModel:
     with named_errors(f"--set for {name}"):
         config = fit_config(name, parameters, settings if name in VARIANTS else {}, sizes)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).to(args.device, getattr(torch, args.dtype)).eval()
+    with args.device:
+        model = AutoModelForCausalLM.from_config(config).to(getattr(torch, args.dtype)).eval()
     if name != WITHOUT_CACHE:
         check(model)
     return model
 
 
-def draw_tokens(model: PreTrainedModel, length: int) -> Tensor:
-    """Draws token ids (1, length) on the model's device."""
-    return torch.randint(2, model.config.vocab_size, (1, length), device=model.device)
+def draw_tokens(model: PreTrainedModel, length: int, rows: int = 1) -> Tensor:
+    """Draws token ids (rows, length) on the model's device."""
+    return torch.randint(2, model.config.vocab_size, (rows, length), device=model.device)
 
 
 @torch.no_grad()
@@ -138,10 +139,10 @@ def models(args: argparse.Namespace) -> Iterator[dict]:
             yield row
 
 
-def cache_of(model: PreTrainedModel, context: int) -> dict[str, Any]:
-    """Returns the cache of `context` tokens by the name of its argument."""
+def cache_of(model: PreTrainedModel, context: int, rows: int = 1) -> dict[str, Any]:
+    """Returns the cache of `context` tokens of each row by the name of its argument."""
     titans, given = model.config.model_type == "titans" or hasattr(model, "memory"), {}
-    ids = draw_tokens(model, context if titans else min(context, READ_TOKENS))
+    ids = draw_tokens(model, context if titans else min(context, READ_TOKENS), rows)
     for piece in ids.split(TOKENS_PER_CALL, dim=1):
         given = read(model, piece, **given)[1]
     for layer in () if titans else next(iter(given.values())).layers:
@@ -188,19 +189,19 @@ def remember(args: argparse.Namespace) -> Iterator[dict]:
     for name, memory in product(args.models, MEMORIES):
         model = make_remembering(name, memory, args)
         for context in args.contexts if memory == FULL_ATTENTION else [WINDOWS_READ * args.window]:
-            given = cache_of(model, context)
+            given = cache_of(model, context, args.batch_size)
             held = num_bytes(given)
-            step = partial(read, model, draw_tokens(model, 1), **given)
+            step = partial(read, model, draw_tokens(model, 1, args.batch_size), **given)
             decoding = median(seconds(step, args.device) for _ in range(args.steps + 3))
             for piece in args.pieces:
-                pieces = draw_tokens(model, args.tokens).split(piece, dim=1)
+                pieces = draw_tokens(model, args.tokens, args.batch_size).split(piece, dim=1)
                 run = partial(read_pieces, model, pieces, given)
                 yield {
                     "model": name,
                     "memory": memory,
                     "context": context,
                     "piece": piece,
-                    "read tokens/s": args.tokens / least_seconds(run, args.device, 1),
+                    "read tokens/s": args.batch_size * args.tokens / least_seconds(run, args.device, 1),
                     "read peak MB": peak_bytes(run, args.device) / 1e6,
                     "decode ms/token": 1e3 * decoding,
                     "cache MB": held / 1e6,
@@ -248,6 +249,7 @@ def make_parser() -> argparse.ArgumentParser:
             command.add_argument("--pieces", type=int, nargs="+", default=[64, 256, 1024], help="tokens of a call")
             command.add_argument("--tokens", type=int, default=4096, help="tokens that are read in pieces")
             command.add_argument("--window", type=int, default=1024)
+            command.add_argument("--batch_size", type=int, default=1)
         else:
             if size:
                 command.add_argument("--models", nargs="+", choices=NAMES, default=list(NAMES[:-1]))
@@ -269,8 +271,9 @@ def make_parser() -> argparse.ArgumentParser:
             command.add_argument("--compile", action="store_true", help="compile the models by torch.compile")
     command = commands.add_parser("gpu", help="Runs all that is asked of a GPU.", **about)
     command.description = on_a_gpu.__doc__
-    command.add_argument("--parts", nargs="+", choices=on_a_gpu.NAMES, default=on_a_gpu.NAMES, metavar="PART")
-    command.add_argument("--seconds", type=float, default=120, help="most that a part may take")
+    command.add_argument("--parts", nargs="+", choices=on_a_gpu.PARTS, default=list(on_a_gpu.PARTS), metavar="PART")
+    command.add_argument("--seconds", type=float, default=120, help="most that a part may take alone")
+    command.add_argument("--seconds_of_short_texts", type=float, default=300, help="most that all at once may take")
     command.add_argument("--smallest", action="store_true", help="tiny models and short texts, as for a CPU")
     for name, command in commands.choices.items():
         command.add_argument("--device", default="cuda" if name == "gpu" else "cpu")
@@ -281,9 +284,9 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
     check_minimums(args, **{name: 1 for name in COUNTS if name in args})
-    args.device = choose_device(args.device)
     if args.benchmark == "gpu":
-        return on_a_gpu.run_parts(args)
+        return on_a_gpu.run_parts(args, main)
+    args.device = choose_device(args.device)
     torch.set_num_threads(1)
     rows = []
     for row in args.run(args):

@@ -24,7 +24,7 @@ HEAD_DIM, CHECKED_TOKENS, COUNTED_TOKENS = 64, 342, 1024  # of 342, a group of f
 OTHER = "gated-deltanet"
 COMPILED = {"compiled": {}, "cuda-graphs": {"mode": "reduce-overhead"}}  # and the options of the compiler
 PROGRAMS = ("torch", *COMPILED, "triton", "fla", OTHER)
-TOLERANCES = {"cpu": 1e-4, "cuda": 1e-2}  # of float32 by a kernel, which may multiply in TF32
+TOLERANCES = {"cpu": 1e-4, "cuda": 5e-2}  # of float32 by a kernel, which may multiply in TF32
 
 
 def make_layer(args: Namespace) -> nn.Module:
@@ -66,9 +66,9 @@ def both(layer: nn.Module, hidden_states: Tensor) -> None:
     layer.zero_grad()
 
 
-def check(args: Namespace, layer: NeuralMemory) -> None:
-    """Raises AssertionError unless a program's outputs and gradients are those of PyTorch in float64; compiles the
-    memory for the programs that are compiled.
+def check(args: Namespace, layer: NeuralMemory) -> float:
+    """Raises AssertionError unless a program's outputs and gradients are those of PyTorch in float64, and returns the
+    largest distance, as a share of the length; compiles the memory for the programs that are compiled.
     """
     layer = deepcopy(layer)
     for parameter in layer.parameters():
@@ -79,11 +79,13 @@ def check(args: Namespace, layer: NeuralMemory) -> None:
         results.append([output, *torch.autograd.grad(output.square().sum(), list(program.parameters()))])
         if args.program in COMPILED and program is not layer:
             compile_chunks(**COMPILED[args.program])
-    names = ["the output", *(f"the gradient of {name}" for name, _ in layer.named_parameters())]
+    names, distances = ["the output", *(f"the gradient of {name}" for name, _ in layer.named_parameters())], []
     for name, expected, actual in zip(names, *results, strict=True):
         distance = (actual - expected).norm() / expected.norm().clamp_min(1e-30)
         if not distance <= TOLERANCES[args.device.type]:
             raise AssertionError(f"{args.program}: {name} is off by {distance:.1e} of its length")
+        distances.append(distance.item())
+    return max(distances)
 
 
 def large_product_rate(device: torch.device, dtype: torch.dtype) -> float:
@@ -97,11 +99,12 @@ def memory(args: Namespace) -> Iterator[dict]:
     """Times the layer at every length; yields a row of each."""
     dtype = getattr(torch, args.dtype)
     rate, layer, per_token = large_product_rate(args.device, dtype), make_layer(args), None
+    distance = None
     if args.program != OTHER:
         with FlopCounterMode(display=False) as counter:
             forward(in_pytorch(layer, dtype), draw(args, COUNTED_TOKENS, dtype))
         per_token = counter.get_total_flops() / COUNTED_TOKENS / args.batch_size
-        check(args, layer)
+        distance = check(args, layer)
     layer = layer.to(dtype)
     for length in args.lengths:
         hidden_states, tokens = draw(args, length, dtype), args.batch_size * length
@@ -114,4 +117,4 @@ def memory(args: Namespace) -> Iterator[dict]:
             share = least and per_token and forwards * per_token * tokens / rate / least
             row |= {f"{run.__name__} of large product": share, f"{run.__name__} peak MB": peak and peak / 1e6}
             layer.zero_grad()  # what a backward without enough memory has left
-        yield row | {"large product TFLOP/s": rate / 1e12}
+        yield row | {"large product TFLOP/s": rate / 1e12, "off by": distance}

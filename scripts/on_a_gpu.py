@@ -1,83 +1,133 @@
 """All that is asked of a GPU in one command: parts by other commands, a process each.
 
-A part that fails, or takes longer than --seconds, says why, and the next part begins. --output has a line of every
-part, with the end of what it printed, and the rows of the part itself. Each line is written at once. In this order:
+First every part runs with short texts, all at once: kernels are compiled and kept on disk, and faults show early. Then
+each part runs alone. A part that fails, or takes longer than --seconds, says why. --output has a line of every part,
+with the end of what it printed, and the rows of the part itself. Each line is written at once. In this order:
 
 """
 
-import subprocess
+import multiprocessing
+import os
 import sys
+import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Iterator
-
-from transformers.utils.import_utils import is_flash_linear_attention_available
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 
 from eval.common.records import append_record, describe_commit
 
-FORMS = {
-    "titans": ("torch", "compiled", "cuda-graphs", "triton"),
-    "delta": ("torch", "compiled", "cuda-graphs", "triton", "fla", "gated-deltanet"),
+TESTS = "-m gpu -rs -s --noconftest -p no:cacheprovider tests/model/test_gpu.py"
+MEMORY = "memory --heads 16 --batch_size 4 --repeats 3 --dtype bfloat16 --lengths 4096 32768"
+MODELS = "models --repeats 1 --dtype bfloat16 --size 170m --lengths 2048 8192"
+LARGER = "models --repeats 1 --dtype bfloat16 --size 340m --lengths 4096 16384"
+DECODE = "decode --dtype bfloat16 --size 170m --contexts 1024 4096 16384"
+REMEMBER = "remember --dtype bfloat16 --contexts 4096 32768 131072 --tokens 2048 --pieces 64 1024 --models"
+TRITON = "memory_form=titans memory_kernel=triton"
+PARTS = {
+    "test-gpu": "",
+    "memory-titans-torch": f"{MEMORY} --program torch",
+    "memory-titans-cuda-graphs": f"{MEMORY} --program cuda-graphs",
+    "memory-titans-triton": f"{MEMORY} --program triton",
+    "memory-delta-torch": f"{MEMORY} --program torch --set memory_form=delta",
+    "memory-delta-cuda-graphs": f"{MEMORY} --program cuda-graphs --set memory_form=delta",
+    "memory-delta-triton": f"{MEMORY} --program triton --set memory_form=delta",
+    "memory-delta-fla": f"{MEMORY} --program fla --set memory_form=delta",
+    "memory-gated-deltanet": f"{MEMORY} --program gated-deltanet",
+    "remember-llama": f"{REMEMBER} llama",
+    "remember-llama-rows": f"{REMEMBER} llama --contexts 4096 --batch_size 16",
+    "models-others": f"{MODELS} 32768 --models llama gated-deltanet",
+    "models-titans-torch": f"{MODELS} --models mag lmm",
+    "models-titans-triton": f"{MODELS} 32768 --models mag lmm --set {TRITON}",
+    "models-delta": f"{MODELS} 32768 --models mag lmm --set memory_form=delta",
+    "larger-others": f"{LARGER} --models llama",
+    "larger-titans-triton": f"{LARGER} --models mag --set {TRITON}",
+    "larger-delta": f"{LARGER} --models mag --set memory_form=delta",
+    "decode": f"{DECODE} --models llama mag lmm",
+    "decode-titans-triton": f"{DECODE} --models mag lmm --set {TRITON}",
+    "decode-delta": f"{DECODE} --models mag lmm --set memory_form=delta",
+    "remember-qwen3": f"{REMEMBER} qwen3",
 }
-FULL = {  # the options that differ in the smallest form, by command
-    "memory": "--lengths 4096 32768 --heads 16 --batch_size 4 --repeats 3 --dtype bfloat16",
-    "models": "--lengths 2048 8192 32768 --repeats 2 --dtype bfloat16 --size 170m",
-    "decode": "--contexts 1024 16384 --dtype bfloat16 --size 170m",
-    "remember": "--contexts 32768 131072 --dtype bfloat16 --size 1b",
+__doc__ += "\n".join(PARTS)
+# A later option replaces an earlier one: short texts, and the smallest of all for a CPU.
+SHORT = {
+    "memory": "--lengths 1024 --repeats 1",
+    "models": "--lengths 512 --repeats 1",
+    "decode": "--contexts 256 --steps 1",
+    "remember": "--contexts 256 --tokens 128 --pieces 64 --window 64 --steps 1 --batch_size 1",
 }
 SMALLEST = {
-    "memory": "--lengths 64 --heads 1 --batch_size 1 --repeats 1",
-    "models": "--lengths 32 --repeats 1 --size tiny",
-    "decode": "--contexts 32 --steps 1 --size tiny",
-    "remember": "--contexts 64 --tokens 32 --pieces 32 --window 16 --steps 1 --size tiny",
+    "memory": "--lengths 64 --heads 1 --batch_size 1 --repeats 1 --dtype float32",
+    "models": "--lengths 32 --repeats 1 --size tiny --dtype float32",
+    "decode": "--contexts 32 --steps 1 --size tiny --dtype float32",
+    "remember": "--contexts 64 --tokens 32 --pieces 32 --window 16 --steps 1 --size tiny --dtype float32",
 }
-TESTS = ["-m", "pytest", "-m", "gpu", "-rs", "-s", "tests/model/test_gpu.py"]
-LAST_LINES = 12  # of what a part printed, in its line of --output
+LAST_LINES = 30  # of what a part printed, in its line of --output
 
 
-def parts(options: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
-    """Yields the name of each part and the arguments of `scripts.bench`; none for the tests."""
-    yield "test-gpu", []
-    for form, programs in FORMS.items():
-        for program in programs:
-            command = f"memory {options['memory']} --program {program} --set memory_form={form}"
-            yield f"memory-{form}-{program}", command.split()
-    others = ["llama"] + ["gated-deltanet"] * is_flash_linear_attention_available()
-    for benchmark in ("models", "decode"):
-        models = f"{benchmark} {options[benchmark]} --models"
-        yield f"{benchmark}-others", [*models.split(), *others[: None if benchmark == "models" else 1]]
-        for form in FORMS:
-            yield f"{benchmark}-{form}", f"{models} mag lmm --set memory_form={form}".split()
-        kernel = "memory_form=titans memory_kernel=triton"
-        yield f"{benchmark}-titans-triton", f"{models} mag lmm --set {kernel}".split()
-    for name in ("llama", "qwen3"):
-        yield f"remember-{name}", f"remember {options['remember']} --models {name}".split()
+def command_of(part: str, others: dict[str, str]) -> list[str]:
+    """Returns the arguments of `scripts.bench` for a part, with other options; none for the tests."""
+    command = PARTS[part].split()
+    return [*command, *others.get(command[0], "").split()] if command else []
 
 
-NAMES = [name for name, _ in parts(FULL)]
-__doc__ += "\n".join(NAMES)
+def run_part(main: Callable[[list[str]], None], command: list[str], printed: Path) -> None:
+    """Runs a part in this process, a new one, and exits with its status. What it prints is in the file `printed`."""
+    os.setpgid(0, 0)  # with the processes that it starts, so that all of them can be stopped
+    with printed.open("w") as stream:
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+        with redirect_stdout(stream), redirect_stderr(stream):
+            if not command:
+                import pytest
+
+                sys.exit(pytest.main(TESTS.split()))
+            main(command)
 
 
-def run_parts(args: Namespace) -> None:
-    """Runs the parts that --parts names. If one fails, the exit status is 1 at the end."""
-    failed, rows = [], ["--device", str(args.device), *(["--output", str(args.output)] if args.output else [])]
-    for name, command in parts(SMALLEST if args.smallest else FULL):
-        if name not in args.parts:
-            continue
-        command = ["-m", "scripts.bench", *command, *rows] if command else TESTS
-        print(f"\n{name}: python {' '.join(command)}", flush=True)
-        start, pipe = time.perf_counter(), {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        try:
-            ended = subprocess.run([sys.executable, *command], timeout=args.seconds, check=False, **pipe)
-            status, printed = ended.returncode, ended.stdout
-        except subprocess.TimeoutExpired as error:
-            status, printed = f"longer than {args.seconds} seconds", error.stdout or b""
-        text = printed.decode(errors="replace").strip()
-        print(text, flush=True)
-        failed += [name] if status else []
-        if args.output:
-            last = text.splitlines()[-LAST_LINES:]
-            record = {"benchmark": "gpu", "part": name, "status": status, "seconds": time.perf_counter() - start}
-            append_record(record | {"printed": last, "commit": describe_commit()}, args.output)
+class Running:
+    """A part that runs in a process of its own. The process is forked, so that nothing is imported again."""
+
+    def __init__(self, part: str, main: Callable[[list[str]], None], command: list[str], folder: Path):
+        self.part, self.start, self.printed = part, time.perf_counter(), folder / part
+        self.printed.touch()
+        target = (main, command, self.printed)
+        self.process = multiprocessing.get_context("fork").Process(target=run_part, args=target)
+        self.process.start()
+
+    def end(self, seconds: float, about: dict, output: Path | None) -> bool:
+        """Waits until the part ends, at most some seconds from its start; prints the part's end; True if it is well."""
+        self.process.join(max(0, self.start + seconds - time.perf_counter()))
+        status = self.process.exitcode
+        if status is None:
+            status = f"longer than {seconds:g} seconds"
+            os.killpg(self.process.pid, 9)
+            self.process.join()
+        about = about | {"part": self.part, "status": status, "seconds": round(time.perf_counter() - self.start, 1)}
+        print(*about.values(), flush=True)
+        last = self.printed.read_text(errors="replace").strip().splitlines()[-LAST_LINES:]
+        print(*(last if status or about["texts"] == "full" else ()), "", sep="\n", flush=True)
+        if output:
+            append_record({"benchmark": "gpu"} | about | {"printed": last, "commit": describe_commit()}, output)
+        return status == 0
+
+
+def run_parts(args: Namespace, main: Callable[[list[str]], None]) -> None:
+    """Runs the parts that --parts names by `main` of `scripts.bench`. If one fails, the exit status is 1 at the end."""
+    # Without NVML, the question whether there is a GPU would open it, and a forked process could not.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    rows, failed = ["--device", str(args.device)], []
+    with tempfile.TemporaryDirectory() as folder:
+        start = lambda part, command: Running(part, main, command, Path(folder))  # noqa: E731
+        if not args.smallest:
+            short = [start(part, [*command_of(part, SHORT), *rows] if PARTS[part] else []) for part in args.parts]
+            about = {"texts": "short"}
+            failed = [x.part for x in short if not x.end(args.seconds_of_short_texts, about, args.output)]
+        rows += ["--output", str(args.output)] if args.output else []
+        for part in args.parts:
+            if PARTS[part] and part not in failed:
+                command = [*command_of(part, SMALLEST if args.smallest else {}), *rows]
+                failed += [] if start(part, command).end(args.seconds, {"texts": "full"}, args.output) else [part]
     if failed:
         raise SystemExit(f"These parts failed: {', '.join(failed)}.")

@@ -106,7 +106,8 @@ class FastWeights:
         gradient, dtype = torch.empty_like(logits), torch.promote_types(logits.dtype, torch.float32)
         labels = labels.to(logits.device).flatten()[:, None]
         shares = (labels != IGNORED).to(dtype) / self.step.chunk
-        blocks = (x.split(BLOCK) for x in (gradient.flatten(0, 1), logits.flatten(0, 1), labels.clamp(min=0), shares))
+        size = BLOCK if logits.device.type == "cpu" else max(1, labels.numel())
+        blocks = (x.split(size) for x in (gradient.flatten(0, 1), logits.flatten(0, 1), labels.clamp(min=0), shares))
         for out, of_block, label, share in zip(*blocks, strict=True):
             p = of_block.softmax(-1, dtype=dtype).mul_(share)
             out.copy_(p.scatter_add_(1, label, -share))
