@@ -28,10 +28,10 @@ TRITON = "memory_form=titans memory_kernel=triton"
 PARTS = {
     "test-gpu": "",
     "memory-titans-torch": f"{MEMORY} --program torch",
-    "memory-titans-cuda-graphs": f"{MEMORY} --program cuda-graphs",
+    "memory-titans-compiled": f"{MEMORY} --program compiled",
     "memory-titans-triton": f"{MEMORY} --program triton",
     "memory-delta-torch": f"{MEMORY} --program torch --set memory_form=delta",
-    "memory-delta-cuda-graphs": f"{MEMORY} --program cuda-graphs --set memory_form=delta",
+    "memory-delta-compiled": f"{MEMORY} --program compiled --set memory_form=delta",
     "memory-delta-triton": f"{MEMORY} --program triton --set memory_form=delta",
     "memory-delta-fla": f"{MEMORY} --program fla --set memory_form=delta",
     "memory-gated-deltanet": f"{MEMORY} --program gated-deltanet",

@@ -344,7 +344,8 @@ def _mask(own: str) -> Callable:
             q_offset = q_offset if layer is None else int(layer.seen.max())
             offsets = {"q_offset": q_offset, "kv_offset": int(kv_offset), "mask_function": mask_function}
             return make(**sizes, **offsets, dtype=dtype, device=device, **kwargs)
-        allowed = visible_columns(layer, q_length, mask_function)
+        # Of one query on the CPU, which then need not wait for a GPU; it is much work for many queries.
+        allowed = visible_columns(layer, q_length, mask_function, "cpu" if q_length == 1 else device)
         if own == "sdpa" and q_length == 1 and bool(allowed.all()):
             return None
         allowed = allowed.to(device)
@@ -369,12 +370,12 @@ def _is_plain(layer: KeyValueLayer, length: int) -> bool:
     return fits and layer.sink is None and layer.num_past() == seen == int(layer.seen.min())
 
 
-def visible_columns(layer: KeyValueLayer, length: int, mask_function: Callable) -> Tensor:
-    """Returns (B, 1, T, sink + P + T) bool, True where a query sees a key; on the CPU."""
-    past, seen = layer.num_past(), layer.seen[:, None, None, None]
-    queries = seen + torch.arange(length)[:, None]  # (B, 1, T, 1) positions in the row
-    keys = seen - past + torch.arange(past + length)  # (B, 1, 1, P + T)
-    rows = torch.arange(len(seen))[:, None, None, None]
+def visible_columns(layer: KeyValueLayer, length: int, mask_function: Callable, device: torch.device | str) -> Tensor:
+    """Returns (B, 1, T, sink + P + T) bool on a device, True where a query sees a key."""
+    past, seen = layer.num_past(), layer.seen.to(device)[:, None, None, None]
+    queries = seen + torch.arange(length, device=device)[:, None]  # (B, 1, T, 1) positions in the row
+    keys = seen - past + torch.arange(past + length, device=device)  # (B, 1, 1, P + T)
+    rows = torch.arange(len(seen), device=device)[:, None, None, None]
     allowed = mask_function(rows, torch.zeros_like(rows), queries, keys) & (keys >= 0)
     if layer.window is not None:
         allowed = allowed & (queries - keys < layer.window)
