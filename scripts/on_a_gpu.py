@@ -14,9 +14,11 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 
 from eval.common.records import append_record, describe_commit
+from titans_hf.cli.shared.command_line import run_command
 
 TESTS = "-m gpu -rs -s --noconftest -p no:cacheprovider tests/model/test_gpu.py"
 MEMORY = "memory --heads 16 --batch_size 4 --repeats 3 --dtype bfloat16 --lengths 4096 32768"
@@ -24,29 +26,28 @@ MODELS = "models --repeats 1 --dtype bfloat16 --size 170m --lengths 2048 8192"
 LARGER = "models --repeats 1 --dtype bfloat16 --size 340m --lengths 4096 16384"
 DECODE = "decode --dtype bfloat16 --size 170m --contexts 1024 4096 16384"
 REMEMBER = "remember --dtype bfloat16 --contexts 4096 32768 131072 --tokens 2048 --pieces 64 1024 --models"
-TRITON = "memory_form=titans memory_kernel=triton"
+DELTA = "--set memory_form=delta"
+TRITON = f"{DELTA} memory_kernel=triton"
 PARTS = {
     "test-gpu": "",
     "memory-titans-torch": f"{MEMORY} --program torch",
     "memory-titans-compiled": f"{MEMORY} --program compiled",
-    "memory-titans-triton": f"{MEMORY} --program triton",
-    "memory-delta-torch": f"{MEMORY} --program torch --set memory_form=delta",
-    "memory-delta-compiled": f"{MEMORY} --program compiled --set memory_form=delta",
-    "memory-delta-triton": f"{MEMORY} --program triton --set memory_form=delta",
-    "memory-delta-fla": f"{MEMORY} --program fla --set memory_form=delta",
+    "memory-delta-torch": f"{MEMORY} --program torch {DELTA}",
+    "memory-delta-compiled": f"{MEMORY} --program compiled {DELTA}",
+    "memory-delta-triton": f"{MEMORY} --program triton {DELTA}",
+    "memory-delta-fla": f"{MEMORY} --program fla {DELTA}",
     "memory-gated-deltanet": f"{MEMORY} --program gated-deltanet",
     "remember-llama": f"{REMEMBER} llama",
     "remember-llama-rows": f"{REMEMBER} llama --contexts 4096 --batch_size 16",
-    "models-others": f"{MODELS} 32768 --models llama gated-deltanet",
+    "models-llama": f"{MODELS} 32768 --models llama",
+    "models-gated-deltanet": f"{MODELS} 32768 --models gated-deltanet",
     "models-titans-torch": f"{MODELS} --models mag lmm",
-    "models-titans-triton": f"{MODELS} 32768 --models mag lmm --set {TRITON}",
-    "models-delta": f"{MODELS} 32768 --models mag lmm --set memory_form=delta",
-    "larger-others": f"{LARGER} --models llama",
-    "larger-titans-triton": f"{LARGER} --models mag --set {TRITON}",
-    "larger-delta": f"{LARGER} --models mag --set memory_form=delta",
+    "models-delta-fla": f"{MODELS} 32768 --models mag lmm {DELTA} memory_kernel=fla",
+    "models-delta-triton": f"{MODELS} 32768 --models mag lmm {TRITON}",
+    "larger-llama": f"{LARGER} --models llama",
+    "larger-delta-triton": f"{LARGER} --models mag {TRITON}",
     "decode": f"{DECODE} --models llama mag lmm",
-    "decode-titans-triton": f"{DECODE} --models mag lmm --set {TRITON}",
-    "decode-delta": f"{DECODE} --models mag lmm --set memory_form=delta",
+    "decode-delta-triton": f"{DECODE} --models mag lmm {TRITON}",
     "remember-qwen3": f"{REMEMBER} qwen3",
 }
 __doc__ += "\n".join(PARTS)
@@ -74,7 +75,6 @@ def command_of(part: str, others: dict[str, str]) -> list[str]:
 
 def run_part(main: Callable[[list[str]], None], command: list[str], printed: Path) -> None:
     """Runs a part in this process, a new one, and exits with its status. What it prints is in the file `printed`."""
-    os.setpgid(0, 0)  # with the processes that it starts, so that all of them can be stopped
     with printed.open("w") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
@@ -83,7 +83,7 @@ def run_part(main: Callable[[list[str]], None], command: list[str], printed: Pat
                 import pytest
 
                 sys.exit(pytest.main(TESTS.split()))
-            main(command)
+            run_command(partial(main, command))
 
 
 class Running:
@@ -95,9 +95,10 @@ class Running:
         target = (main, command, self.printed)
         self.process = multiprocessing.get_context("fork").Process(target=run_part, args=target)
         self.process.start()
+        os.setpgid(self.process.pid, self.process.pid)  # the group of all that the part starts, which can be stopped
 
-    def end(self, seconds: float, about: dict, output: Path | None) -> bool:
-        """Waits until the part ends, at most some seconds from its start; prints the part's end; True if it is well."""
+    def end(self, seconds: float, about: dict, output: Path | None) -> int | str:
+        """Waits until the part ends, at most some seconds from its start; prints its end, and returns its status."""
         self.process.join(max(0, self.start + seconds - time.perf_counter()))
         status = self.process.exitcode
         if status is None:
@@ -110,7 +111,7 @@ class Running:
         print(*(last if status or about["texts"] == "full" else ()), "", sep="\n", flush=True)
         if output:
             append_record({"benchmark": "gpu"} | about | {"printed": last, "commit": describe_commit()}, output)
-        return status == 0
+        return status
 
 
 def run_parts(args: Namespace, main: Callable[[list[str]], None]) -> None:
@@ -122,12 +123,13 @@ def run_parts(args: Namespace, main: Callable[[list[str]], None]) -> None:
         start = lambda part, command: Running(part, main, command, Path(folder))  # noqa: E731
         if not args.smallest:
             short = [start(part, [*command_of(part, SHORT), *rows] if PARTS[part] else []) for part in args.parts]
-            about = {"texts": "short"}
-            failed = [x.part for x in short if not x.end(args.seconds_of_short_texts, about, args.output)]
+            ended = {x.part: x.end(args.seconds_of_short_texts, {"texts": "short"}, args.output) for x in short}
+            failed = [part for part, status in ended.items() if isinstance(status, int) and status]
         rows += ["--output", str(args.output)] if args.output else []
         for part in args.parts:
             if PARTS[part] and part not in failed:
                 command = [*command_of(part, SMALLEST if args.smallest else {}), *rows]
-                failed += [] if start(part, command).end(args.seconds, {"texts": "full"}, args.output) else [part]
+                status = start(part, command).end(args.seconds, {"texts": "full"}, args.output)
+                failed += [part] if status else []
     if failed:
         raise SystemExit(f"These parts failed: {', '.join(failed)}.")

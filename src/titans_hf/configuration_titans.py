@@ -165,13 +165,13 @@ class TitansConfig(PreTrainedConfig):
             Largest error |M(k) - v| that is not clipped, in lengths of v. `None`: the paper's squared error. The last
             layer's errors are never clipped with the delta rule.
         memory_kernel (`str`, defaults to `"auto"`):
-            The program that updates the memory. `"torch"`: PyTorch. `"fla"`: the kernel `chunk_comba` of
-            flash-linear-attention (`pip install -e ".[gpu]"`), for several tokens and a linear memory with the delta
-            rule and without momentum, with heads of at most 256. `"triton"`: the project's kernels, never run on a GPU
-            so far, for an MLP of at most two layers with gates per head, heads of 16 to 128, at most 256 hidden units
-            and chunks of 16 to 64 tokens, all powers of two. Both need CUDA and float32, and raise an error elsewhere.
-            `"auto"`: fla's where possible, PyTorch elsewhere, in compiled models too. Single tokens, calls with
-            `output_surprise` (not with `"triton"`) and a token memory of more than 256 features are PyTorch's.
+            The program that updates the memory. `"torch"`: PyTorch. `"fla"`: the kernel `chunk_comba` of flash-linear-
+            attention (`pip install -e ".[gpu]"`), for several tokens and a linear memory with the delta rule and
+            without momentum, with heads of at most 256. `"triton"`: the project's kernels, for a linear memory with
+            gates per head, heads of 16 to 128 and chunks of 16 to 64 tokens, all powers of two. Both need CUDA and
+            float32, and raise an error elsewhere. `"auto"`: fla's where possible, PyTorch elsewhere, in compiled models
+            too. Single tokens, calls with `output_surprise` (not with `"triton"`) and a token memory of more than 256
+            features are PyTorch's.
 
         > Behind the last layer
 

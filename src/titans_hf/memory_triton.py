@@ -13,7 +13,8 @@ time. `tl.debug_barrier` stands before a program reads the writes of its other t
 The step of one token is a kernel of its own, without gradients: a program has one layer of its row and head's state in
 registers at a time, and where it reads a tensor a second time, a cache has it.
 
-Never run on a GPU: tested in Triton's interpreter, and compiled ahead of time (docs/speed.md).
+On a GPU a memory of one layer is exact. A memory of two layers is exact in Triton's interpreter. On a GPU it stops with
+an illegal access (docs/speed.md); `memory_ops.KERNEL_LAYERS` refuses it.
 
 Shapes: N rows and heads, P chunks, C tokens of a chunk, D head size, F hidden size (D in a memory of one layer). The
 last layer is (F, D), the hidden layer (D, F); a chunk is at `slot` p * N + n of a group's tensors.

@@ -63,7 +63,7 @@ def test_models(tmp_path, monkeypatch, capsys):
 
 def test_a_wrong_cache_is_not_timed(monkeypatch):
     """A step that differs from the whole text stops the benchmark before timing."""
-    args = bench.argparse.Namespace(size="tiny", set=[], dtype="float32", device="cpu")
+    args = bench.argparse.Namespace(size="tiny", set=[], dtype="float32", device=torch.device("cpu"))
     right = bench.read
     monkeypatch.setattr(bench, "read", lambda model, ids, **given: right(model, ids))  # the cache is not read
     with pytest.raises(AssertionError, match="TitansForCausalLM: a step is off by"):
@@ -118,20 +118,21 @@ GPU = ["gpu", "--device", "cpu", "--smallest", "--parts"]
 
 def test_parts_of_the_command_for_a_gpu(tmp_path):
     """Every part of `gpu` is a command. A part that takes too long says so, and the next part begins."""
-    for options in (on_a_gpu.FULL, on_a_gpu.SMALLEST):
-        for _, command in list(on_a_gpu.parts(options))[1:]:
+    for part in list(on_a_gpu.PARTS)[1:]:
+        for others in ({}, on_a_gpu.SHORT, on_a_gpu.SMALLEST):
+            command = on_a_gpu.command_of(part, others)
             assert bench.make_parser().parse_args(command).benchmark == command[0]
-    with pytest.raises(SystemExit, match="failed: test-gpu, remember-qwen3"):
-        run(tmp_path, *GPU, "test-gpu", "remember-qwen3", "--seconds", "0.01")
+    with pytest.raises(SystemExit, match="failed: remember-qwen3, remember-llama"):
+        run(tmp_path, *GPU, "remember-qwen3", "remember-llama", "--seconds", "0.01")
     first, second = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
-    assert second["part"] == "remember-qwen3" and first["status"] == second["status"] == "longer than 0.01 seconds"
+    assert second["part"] == "remember-llama" and first["status"] == second["status"] == "longer than 0.01 seconds"
 
 
 @pytest.mark.slow
 def test_a_part_that_fails_for_a_gpu(tmp_path):
     """A part that fails says why, and the rows of the next part follow."""
-    with pytest.raises(SystemExit, match="failed: memory-titans-triton"):
-        run(tmp_path, *GPU, "memory-titans-triton", "memory-delta-torch")
+    with pytest.raises(SystemExit, match="failed: memory-delta-triton"):
+        run(tmp_path, *GPU, "memory-delta-triton", "memory-delta-torch")
     failed, row, part = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
-    assert failed["status"] == 2 and "not 'cuda'" in failed["printed"][-1]
+    assert failed["status"] and "not 'cuda'" in failed["printed"][-1]
     assert row["both tokens/s"] > 0 and (part["part"], part["status"]) == ("memory-delta-torch", 0)

@@ -150,7 +150,7 @@ MISFITS = [
     ("fla", "257 entries, more than 256", dict(size=257)),
     ("triton", ON_CPU, dict(device="cpu", size=16)),
     ("triton", IN_FLOAT64, dict(dtype=torch.float64, size=16)),
-    ("triton", "3 layers, more than 2", dict(depth=3, size=16)),
+    ("triton", "2 layers, more than 1", dict(depth=2, size=16)),
     ("triton", "network is 'residual', not 'mlp'", dict(rule=UpdateRule(1.0, network="residual"), size=16)),
     ("triton", "8 entries, not 16, 32, 64 or 128; the hidden layer has 8 units, not 16, 32", dict(size=8)),
 ]
@@ -246,7 +246,7 @@ def test_the_triton_kernels_compile_ahead_of_time():
 def test_gates_chunks_and_compiled_models_that_do_not_fit(monkeypatch):
     """Gates per layer, a chunk of another size and a compiled model are named together in one error."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    inputs, state, rule = update(size=16, depth=2)
+    inputs, state, rule = update(size=16)
     inputs = inputs._replace(inner_lr=inputs.keys)
     expected = r"being compiled; the memory's layers have gates of their own; a chunk has 24 tokens, not 16, 32 or 64\."
     with pytest.raises(ValueError, match=expected):
@@ -260,8 +260,8 @@ def test_triton_is_asked_for_where_it_is_not_installed(monkeypatch):
 
     monkeypatch.setattr(memory_triton, "triton", None)
     with pytest.raises(ValueError, match="Triton cannot be imported"):
-        triton_functions(*update(size=16, depth=2, momentum=True), 64)
+        triton_functions(*update(size=16, momentum=True), 64)
     memory_ops._import_kernel_functions.cache_clear()
     monkeypatch.setattr(memory_triton, "triton", object())
-    assert triton_functions(*update(size=16, depth=2), 16) is memory_triton.KERNEL_FUNCTIONS
+    assert triton_functions(*update(size=16), 16) is memory_triton.KERNEL_FUNCTIONS
     memory_ops._import_kernel_functions.cache_clear()
