@@ -69,7 +69,7 @@ class _StandardLibraryAlone(MetaPathFinder):
 
 
 def show_help(name: str) -> None:
-    """Exits with the help of a command of `argparse`, without torch and transformers, whose import takes seconds.
+    """Shows a command's help without importing torch and transformers, which takes seconds, and exits.
 
     A command parses its arguments before anything else. So its module is run without the statements that need other
     packages, and its `main` ends when its parser has shown the help.

@@ -3,7 +3,8 @@
 The cost is linear in the sequence length: queries are processed in blocks of one window (or segment), and no score or
 mask larger than a block is formed. Persistent keys are outside of the window and carry no rotary position: with partial
 rotation they are compared with the unrotated part of the query; with full rotation, with the query before rotation.
-Eager attention, whose weights are recorded, and the masks for the other values of `attn_implementation` come first.
+The file begins with eager attention, which records its weights, and the masks for other values of
+`attn_implementation`.
 
 Shapes: B batch, T query slots, K key slots, P persistent tokens, W window, L segment length, h heads, D head size.
 """
@@ -113,7 +114,7 @@ class TitansAttention(nn.Module):
 
     @property
     def keeps_plain_queries(self) -> bool:
-        """True if queries are needed without rotation as well: for persistent keys where a whole head is rotated."""
+        """True if unrotated queries are needed too: with persistent tokens and heads that are rotated as a whole."""
         return self.config.num_persistent_tokens > 0 and self.config.rotary_dim == self.head_dim
 
     def rotate_queries(self, queries: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -124,8 +125,8 @@ class TitansAttention(nn.Module):
         return torch.cat([rotated, queries], dim=-1) if self.keeps_plain_queries else rotated
 
     def persistent_keys_and_values(self, persistent: Tensor) -> KeyValueCache:
-        """Returns the keys and values of persistent tokens (B, P, hidden), of which `attend` compares the keys with
-        queries that are not rotated.
+        """Returns keys and values of persistent tokens (B, P, hidden). `attend` compares these keys with unrotated
+        entries of the queries.
         """
         projected = self.project_keys_and_values(persistent)
         keys = projected.keys
@@ -143,9 +144,9 @@ class TitansAttention(nn.Module):
         arrange: Callable[[Tensor], Tensor],
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
-        """Computes attention of queries from `rotate_queries` over keys and values (B, K, h, D), the persistent ones
-        first, where mask (B or 1, T, K) is True: (B, T, h * D), and the weights (B, h, T, K) as `arrange` returns them,
-        or None where they are not recorded. `kwargs` go to the attention function.
+        """Computes attention of queries from `rotate_queries` over keys and values (B, K, h, D), persistent tokens
+        first, where mask (B or 1, T, K) is True. Returns (B, T, h * D), and the weights (B, h, T, K) as `arrange`
+        returns them, None if they are not recorded. `kwargs` go to the attention function.
         """
         if queries.shape[-1] > self.head_dim:  # [rotated, plain]; the plain half is for persistent keys
             persistent, rest = keys.tensor_split([self.config.num_persistent_tokens], dim=1)
@@ -153,7 +154,7 @@ class TitansAttention(nn.Module):
             keys = torch.cat([nn.functional.pad(persistent, (size, 0)), nn.functional.pad(rest, (0, size))], dim=1)
         name = self.config._attn_implementation
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
-        arranges = attention is eager_attention_forward  # only it returns weights in the order of the attention map
+        arranges = attention is eager_attention_forward  # other weights are not in the order of the map
         output, weights = attention(
             self,
             *(x.transpose(1, 2) for x in (queries, keys, values)),
@@ -226,8 +227,8 @@ class WindowAttention(TitansAttention):
     def _attend_blocks(
         self, queries: Tensor, extended: KeyValueCache, persistent: KeyValueCache, oldest: Tensor | None, **kwargs
     ) -> tuple[Tensor, Tensor | None]:
-        """Computes attention of queries from `rotate_queries` (B, T, h, D) in blocks of W queries, on the batch
-        dimension; extended (B, N + T, h, D): the keys and values before the tokens and their own.
+        """Computes attention of queries from `rotate_queries` (B, T, h, D) in blocks of W queries, which become rows of
+        a batch. extended (B, N + T, h, D): keys and values of the N tokens before and of the T tokens.
 
         The first block is computed apart, because only its window can reach back to slots before the first token.
         """
@@ -304,7 +305,7 @@ class SegmentAttention(TitansAttention):
         Returns queries (rotated by `rotate_queries`), keys and values (B, T, h, D), and cos and sin (B or 1, T, 1,
         rotary_dim) for h.
         """
-        # The factors of all segments at once, so that a decoded token is faster.
+        # The factors for h and for S in one call, so that a decoded token is faster.
         queries, new = self.project_queries(hidden_states), self.project_keys_and_values(hidden_states)
         positions = torch.cat([slots, slots + self.config.segment_length])
         cos, sin = rotary_factors(self.config, positions, queries.dtype)
@@ -324,8 +325,9 @@ class SegmentAttention(TitansAttention):
         """Computes attention of the tokens of a segment, as `project` returns them, with the recalled tokens h
         (B, T, hidden).
 
-        slots: (B, T) int64, of the tokens in the segment; None for its first T. filled: (B, T) bool, True at slots with
-        a token; None if all have one. `kwargs` go to the attention function. Returns weights (B, h, T, P + 2 L).
+        slots: (B, T) int64, the tokens' slots in the segment; None for the first T slots. filled: (B, T) bool, True at
+        slots with a token; None if every slot has one. `kwargs` go to the attention function. Returns weights (B, h, T,
+        P + 2 L).
         """
         length, num_persistent = self.config.segment_length, self.config.num_persistent_tokens
         queries, keys, values, cos, sin = projected

@@ -2,9 +2,8 @@
 
 `memory.json` is replaced last, atomically: after an interrupted save, the folder still holds the previous memory.
 Processes that save into one folder wait for each other (a lock); a process that loads during a save gets either the
-previous memory or the new one. If another process has saved meanwhile, its memory stays, and the
-save goes into a folder beside it.
-Whatever fails while a folder is read or written is one ValueError or OSError that names the folder.
+previous memory or the new one. If another process has saved meanwhile, its memory stays, and the save goes into a
+folder beside it. Whatever fails while a folder is read or written is one ValueError or OSError that names the folder.
 """
 
 import hashlib
@@ -89,8 +88,8 @@ def _parts(name: str, x: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def naming_folder(folder: str | os.PathLike, doing: str, others: type[Exception] = ValueError) -> Iterator[None]:
-    """Turns whatever fails in the block into one ValueError or OSError that names the folder. `others`: the class for
-    an error that is neither.
+    """Turns any exception of the block into one ValueError or OSError that names the folder. `others`: the class for
+    exceptions that are neither.
     """
     try:
         yield
@@ -105,9 +104,9 @@ def write_memory(folder: str | os.PathLike, memory: SavedMemory, seen: dict[Path
     """Replaces the memory of a folder, atomically; waits while another process saves there. Format, file name, size
     and checksum are added to the description.
 
-    seen: by folder, the description that the caller has last read or written there, None for a folder that had none; it
-    is updated. Where another process has saved since, this memory goes into a new folder beside, and ValueError is
-    raised. Other errors are those of `naming_folder`; they leave the memory that the folder had.
+    seen: by folder, the description that the caller last read or wrote there, None for a folder without one; updated.
+    If another process has saved since, this memory goes into a new folder beside, and ValueError is raised. Other
+    errors, as in `naming_folder`, leave the folder's memory as it was.
     """
     folder = Path(folder)
     with naming_folder(folder, "saved"):
@@ -130,15 +129,15 @@ def write_memory(folder: str | os.PathLike, memory: SavedMemory, seen: dict[Path
 
 
 def _write(folder: Path, memory: SavedMemory) -> dict[str, Any]:
-    """Writes the file of a memory and then its description, which is returned as it is read."""
+    """Writes the file of a memory, then its description, and returns the description as JSON reads it."""
     # A folder, because safetensors creates a temporary file beside the file that it writes.
     new = folder / f"memory-{uuid.uuid4().hex}.tmp"
     new.mkdir()
     try:
         # Copies, because safetensors refuses tensors that share their storage.
         tensors = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in memory.tensors.items()}
-        # One entry, because safetensors writes several in random order: equal memories have equal checksums.
-        # Of one length, so that the file's size does not depend on how much was read.
+        # One metadata entry, because safetensors writes several in random order: equal memories have equal checksums.
+        # Padded, so that the file's size does not depend on the number of tokens read.
         scalars = json.dumps({"num_columns": memory.num_columns, "record_past": memory.record_past}).ljust(64)
         save_file(tensors, new / "tensors", {"cache": scalars})
         checksum, size = _checksum(new / "tensors"), (new / "tensors").stat().st_size
@@ -189,13 +188,13 @@ def read_description(folder: str | os.PathLike) -> dict[str, Any]:
 def _check_model(saved: dict[str, Any], expected: dict[str, Any]) -> None:
     """Raises ValueError, naming the first difference, if the memory's model has another fingerprint than `expected`."""
     for name, value in expected.items():
-        # A field that is newer than the memory had its default.
+        # A memory that is older than a field was made with the field's default.
         if (other := saved.get(name, getattr(TitansConfig, name, None))) != value:
             raise ValueError(f"it is the memory of another model: its {name} is {other!r:.200}, not {value!r}")
 
 
 def _read_tensors(folder: Path, description: dict[str, Any]) -> SavedMemory:
-    """Reads the file that memory.json names. Raises ValueError if it is not as it was saved."""
+    """Reads the file that memory.json names. Raises ValueError if the file is not as it was saved."""
     name = description["file"]
     file = folder / name
     if not TENSOR_FILE.fullmatch(name) or not file.is_file():
@@ -218,12 +217,12 @@ class TensorReader:
 
     def __init__(self, tensors: dict[str, Tensor], config: TitansConfig):
         self.remaining, self.config = dict(tensors), config
-        self.sizes: dict[str, int] = {}  # that a form does not tell; of the first tensor that has one
+        self.sizes: dict[str, int] = {}  # sizes that forms leave open, set by the first tensor
 
     def take(self, layer: int, part: str, form: Any) -> Any:
-        """Returns a tree like `form` with the tensors of a part of a layer, as "state"; None if it has none of them.
+        """Returns a tree like `form` with the tensors of a layer's part, such as "state"; None if there are none.
 
-        Raises ValueError, naming the tensor, if some are missing or cannot be in a cache.
+        Raises ValueError, naming the tensor, if one is missing or cannot be in a cache.
         """
         forms = {f"{layer}.{part}.{path}".removesuffix("."): x for path, x in named_tensors(form)}
         missing = forms.keys() - self.remaining.keys()
@@ -242,8 +241,8 @@ class TensorReader:
             raise ValueError(f"it has the tensor {min(self.remaining)}, which no layer has")
 
     def _checked(self, name: str, x: Tensor, form: Tensor) -> Tensor:
-        """Returns x. Raises ValueError unless it has the form's dtype, its shape but for rows and columns, and numbers
-        that are finite, and that count tokens where they are integers.
+        """Returns x. Raises ValueError unless x has the form's dtype and, except for rows and columns, its shape. Its
+        numbers must be finite, and integers must be possible counts of tokens.
         """
         wanted = [self.sizes.setdefault("rows", len(x) if x.dim() else 0), *form.shape[1:]]
         group, part = name.split(".", 1)[1].rpartition(".")[::2]

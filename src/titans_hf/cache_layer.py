@@ -47,7 +47,7 @@ class WindowCache:
         return map_tensors(fn, self)
 
     def with_length(self, length: int) -> "WindowCache":
-        """Returns the cache with room for `length` tokens, N or more of them."""
+        """Returns the cache with room for `length` >= N tokens."""
         return replace(self, window=self.window.map(lambda x: pad_before(x, length - x.shape[1])))
 
 
@@ -77,11 +77,11 @@ class LayerState:
         return map_tensors(partial(where_rows, rows), *self._of_equal_length(other))
 
     def joined(self, other: "LayerState") -> "LayerState":
-        """Returns a state with the rows of this one and, after them, those of `other`."""
+        """Returns a state with the rows of this state, then the rows of `other`."""
         return map_tensors(lambda *rows: torch.cat(rows), *self._of_equal_length(other))
 
     def _of_equal_length(self, other: "LayerState") -> "list[LayerState]":
-        """Returns both states with room for as many tokens in their windows."""
+        """Returns both states with windows of the same length."""
         states = [self, other]
         if isinstance(self.kv_cache, WindowCache):
             length = max(state.kv_cache.window.keys.shape[1] for state in states)
@@ -89,7 +89,7 @@ class LayerState:
         return states
 
     def merged(self, other: "LayerState", weight: float) -> "LayerState":
-        """Returns the state with the memory (1 - weight) * self + weight * other; all else as in this state."""
+        """Returns the state with the memory (1 - weight) * self + weight * other; its other parts are this state's."""
 
         def interpolate(ours: Tensor, theirs: Tensor) -> Tensor:
             return torch.lerp(ours, theirs.to(ours).expand_as(ours), weight)
@@ -109,9 +109,9 @@ class LayerState:
 class RecordedColumns:
     """What is kept to undo recent columns: the layer's state before them, and their inputs.
 
-    state: None before the first token. inputs: (B, T, input size), of the mixer. mask, document_starts: (B, T) bool, as
-    in `Columns`. restart: (B,) bool, True in rows that were reset before the first column; None if none was. learned:
-    (B, T) bool, False at columns that were read while learning was off, the same in every row; None if none was.
+    state: None before the first token. inputs: (B, T, input size), the mixer's inputs. mask, document_starts: (B, T)
+    bool, as in `Columns`. restart: (B,) bool, True in rows that were reset before the first column; None if no row was.
+    learned: (B, T) bool, False at columns read with learning off, the same in every row; None if there are none.
     """
 
     state: LayerState | None
@@ -160,7 +160,7 @@ class RecordedColumns:
         return self._part(0, num_columns)
 
     def runs(self) -> "list[RecordedColumns]":
-        """Splits the record where learning was turned on or off; `columns.learns` says it of a run."""
+        """Splits the record into runs of columns read with learning on, or off (`columns.learns`)."""
         if self.learned is None:
             return [self]
         learned = self.learned[0].tolist()
@@ -177,10 +177,10 @@ class RecordedColumns:
 class TitansCacheLayer(CacheLayerMixin):
     """The `LayerState` of one layer; None before the first token.
 
-    States are replaced, never modified in place: earlier ones, and the graph of a training step, stay intact.
+    States are replaced, never modified in place: earlier states, and the graph of a training step, stay intact.
 
-    num_columns: number of columns read; in a compileable layer a 0-d tensor, because a compiled step is compiled again
-    for every other number.
+    num_columns: number of columns read; in a compileable layer a 0-d tensor, because a Python number would trigger a
+    recompilation whenever it changes.
     recorded: with `record_past`, the columns read since the last `crop`.
     to_reread: after `crop(-k)`, the recorded columns that were not removed. `state` is then the state before them, and
     the next call reads them again before its own tokens.
@@ -188,7 +188,7 @@ class TitansCacheLayer(CacheLayerMixin):
     document, from the learned initial state.
     """
 
-    # A crop reads the kept columns again. That is exact, while an update cannot be inverted without rounding.
+    # A crop reads the kept columns again, because an update cannot be inverted without rounding.
 
     is_sliding = False
     is_croppable = True
@@ -206,7 +206,7 @@ class TitansCacheLayer(CacheLayerMixin):
 
     def state_before_call(self) -> tuple[LayerState | None, list[RecordedColumns]]:
         """Returns the state from which a call continues, on the layer's device (None before the first token), and the
-        columns that a crop has left, which are to be read again before the call's own: the `runs` of their record.
+        `runs` of the columns kept by a crop, which the call reads again before its own.
         """
         if self.offloading:
             self.prefetch()
@@ -232,7 +232,7 @@ class TitansCacheLayer(CacheLayerMixin):
     lazy_initialization = update
 
     def set_num_columns(self, number: int) -> None:
-        """Sets the number of columns read; a tensor where the layer is compileable."""
+        """Sets the number of columns read, as a tensor if the layer is compileable."""
         self.num_columns = torch.tensor(number) if self.is_compileable else number
 
     def get_seq_length(self) -> int | Tensor:
@@ -262,7 +262,8 @@ class TitansCacheLayer(CacheLayerMixin):
 
     def restore(self, take: Callable[[str, Any], Any], like: LayerState, inputs: Tensor) -> None:
         """Sets the layer to saved tensors. `take(part, form)` returns a tree of them like `form`, None if there are
-        none; like: any state of this layer; inputs: any inputs, of which dtype and last dimension count.
+        none. like: any state of this layer. inputs: any inputs of this layer; only their dtype and last dimension
+        count.
         """
         form = RecordedColumns.empty(None, inputs, None)
         rows, columns = form.mask.any(1), form.mask
@@ -314,7 +315,7 @@ class TitansCacheLayer(CacheLayerMixin):
         self.state = self.state.joined(other.state)
 
     def offload(self) -> None:
-        """Moves the state to the CPU. Returns when it is there, because whoever reads it does not wait."""
+        """Moves the state to the CPU. Returns only then, because code that reads CPU tensors does not wait."""
         if tensors := self.tensors():
             self.device = tensors[0].device
             self.apply(lambda x: x.to("cpu"))
@@ -329,13 +330,13 @@ class TitansCacheLayer(CacheLayerMixin):
         self.record_past = True
 
     def stop_past_recording(self) -> None:
-        """Ends the recording. Raises RuntimeError while there are columns that a crop has left to read again."""
+        """Ends the recording. Raises RuntimeError while columns kept by a crop are to be read again."""
         if self.to_reread is not None:
             raise RuntimeError("stop_past_recording() after crop() must wait for the next token: read on first.")
         self.record_past, self.recorded = False, None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last -`tokens_to_remove` columns, `tokens_to_remove` being negative or 0, and empties the record.
+        """Removes the last -`tokens_to_remove` columns and empties the record; `tokens_to_remove` is at most 0.
 
         Raises ValueError for a positive number, and RuntimeError for columns that were not recorded: an update of the
         memory cannot be inverted.

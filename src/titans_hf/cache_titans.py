@@ -30,9 +30,9 @@ CACHE_NAME = next(
 
 
 def rename_cache(arguments: dict[str, Any], name: str = "cache") -> dict[str, Any]:
-    """Returns keyword arguments whose cache has the given name, whichever of its two names it had.
+    """Returns keyword arguments with the given name for the cache, which may come by either of its two names.
 
-    Raises ValueError for a cache by each name, and for a cache by any other name: it would not be read.
+    Raises ValueError if both names are given, and for a cache by any other name, which would not be read.
     """
     given = [arguments[x] for x in CACHE_NAMES if arguments.get(x) is not None]
     if len(given) > 1:
@@ -44,7 +44,7 @@ def rename_cache(arguments: dict[str, Any], name: str = "cache") -> dict[str, An
 
 
 def takes_either_name(forward: Callable) -> Callable:
-    """Lets a `forward` with an argument `cache` also take it as `past_key_values`, and not ignore it."""
+    """Lets a `forward` with an argument `cache` also take it as `past_key_values`."""
 
     @wraps(forward)
     def renamed(*args, **kwargs):
@@ -57,9 +57,9 @@ class TitansCache(Cache):
     """The state of a Titans model between calls: memory weights, and momentum if there is one, window or segment, and
     convolution inputs.
 
-    `generate()` and `model(..., use_cache=True)` create one; pass it back as `cache` to continue. Its size
-    depends on the model and the batch size; on the number of tokens read only until they fill the window. A cache is
-    valid only for the weights it was made with: forward() checks only the config, `from_pretrained` the weights too.
+    `generate()` and `model(..., use_cache=True)` create one; pass it back as `cache` to continue. Its size depends on
+    the model and the batch size, and on the number of tokens read only until the window is full. A cache is valid only
+    for the weights it was made with: forward() checks only the config, `from_pretrained` the weights too.
 
     ```python
     cache = TitansCache(model.config)
@@ -71,8 +71,8 @@ class TitansCache(Cache):
     Args:
         config: the model's configuration.
         offloading: keep the state of each layer on the CPU except while the layer runs.
-        compileable: let `generate()` compile the decoding step, once for any number of tokens read: the count of
-            columns is then a tensor, on whose value no graph depends.
+        compileable: let `generate()` compile the decoding step, once for any number of tokens read. The number of
+            columns is then a tensor.
 
     Attributes:
         about: a description for people, a dictionary that JSON can represent; saved with the memory.
@@ -104,7 +104,7 @@ class TitansCache(Cache):
     @property
     def num_tokens_seen(self) -> Tensor | None:
         """Number of tokens that each row has read of its current document, (B,) int64, padding excluded; None before
-        the first. Columns that a crop has left are counted when they have been read again.
+        the first. Columns kept by crop() count once they have been read again.
         """
         state = self.layers[0].state
         return None if state is None else state.memory.num_seen
@@ -112,9 +112,8 @@ class TitansCache(Cache):
     def memory_weights(self, layer: int) -> tuple[Tensor, ...]:
         """Returns the weights of the memory in a layer: (B, H, d_in, d_out) for each layer of the memory's network.
 
-        Empty before the first token.
-        Reading on puts new tensors in their place: tensors that were returned do not change. Columns that a crop has
-        left count when they have been read again; a row that has been reset has zeros until its next token.
+        Empty before the first token. Reading on replaces the tensors: returned tensors do not change. Columns kept by
+        crop() count once they have been read again. A row that has been reset has zeros until its next token.
 
         Args:
             layer: index of the decoder layer; `num_hidden_layers`, or -1, for the token memory.
@@ -137,14 +136,14 @@ class TitansCache(Cache):
         return self.layers[0].to_reread
 
     def rows_to_restart(self) -> Tensor | None:
-        """Returns (B,) bool, True in rows that have been reset since the last call; None if none has."""
+        """Returns (B,) bool, True in rows that have been reset since the last call; None if there are none."""
         return self.layers[0].restart
 
     def reset(self, rows: Tensor | None = None) -> None:
         """Resets the cache, or the rows where `rows` (B,) bool is True: their states are erased, and their next token
         starts from the learned initial memory.
 
-        Raises ValueError for `rows` of another length, and RuntimeError for some rows of a cache that records.
+        Raises ValueError for `rows` of another length, and RuntimeError for `rows` of a cache that records.
         """
         if rows is not None:
             if self.batch_size not in (-1, len(rows)):  # a single entry would reset all rows
@@ -156,20 +155,20 @@ class TitansCache(Cache):
             layer.reset(rows)
 
     def start_prompt(self, num_read: int = 0) -> None:
-        """Sets the count of columns to `num_read`, so that `generate()` takes a prompt whose first `num_read` tokens
-        were read last: with 0, a prompt that has only the tokens to read next.
+        """Sets the number of columns read to `num_read`: `generate()` then expects a prompt that begins with the last
+        `num_read` tokens read. With 0, the prompt has only the tokens to read next.
 
-        Otherwise `generate()` needs all ids since the cache was created, or a mask for them. Raises RuntimeError for a
-        cache that records.
+        Without this call, `generate()` expects all ids since the cache was created, or a mask for them. Raises
+        RuntimeError for a cache that records.
         """
         self._check_not_recording("start_prompt()")
         for layer in self.layers:
             layer.set_num_columns(num_read)
 
     def append_rows(self, other: "TitansCache") -> None:
-        """Appends the rows of another cache of the same model. The count of columns stays that of this one.
+        """Appends the rows of another cache of the same model. The number of columns stays this cache's.
 
-        Both must have read something. Raises RuntimeError if one of them records, or has columns to read again.
+        Both caches must have read something. Raises RuntimeError if one of them records, or has columns to read again.
         """
         for cache in (self, other):
             cache._check_not_recording("append_rows()")
@@ -200,8 +199,8 @@ class TitansCache(Cache):
         """Merges the memory of another cache of the same model into this one: (1 - weight) ours + weight theirs.
 
         Key-value cache, convolution inputs and number of columns stay as they are in this cache. For the mean of n
-        memories, merge with weights 1/2, 1/3, ..., 1/n. `other` has as many rows as this cache, or one, which is merged
-        into all.
+        memories, merge with weights 1/2, 1/3, ..., 1/n. `other` has as many rows as this cache, or one row, which is
+        merged into every row.
 
         Raises ValueError for a weight outside of 0 to 1, for caches of different models, and for a cache that has read
         nothing, has reset rows or has columns to read again; RuntimeError for a cache that records.
@@ -235,12 +234,12 @@ class TitansCache(Cache):
         """Writes `memory.json` and a safetensors file, replacing the memory in the folder atomically: an interrupted
         save leaves the old one. The memory can be loaded only for `model`, with the weights it has now.
 
-        Where this cache was loaded from the folder, or saved to it, and another process has saved there since, the
-        other memory stays, this one goes into a new folder beside it, and an error names both.
+        If another process has saved into the folder since this cache was loaded from it or saved to it, that memory
+        stays. This memory goes into a new folder beside it, and an error names both.
 
         The file contains the text that was read: treat it like the text itself. Raises ValueError for the cache of
         another model, for a model that is sharded or offloaded, and for numbers that are not finite; ValueError or
-        OSError, naming the folder, for whatever fails while it is written.
+        OSError, naming the folder, for any failure while it is written.
 
         Args:
             model_fingerprint: `cache_files.fingerprint(model)`, if the model has not changed since. Otherwise a hash
@@ -293,8 +292,8 @@ class TitansCache(Cache):
         return cache
 
     def push_to_hub(self, repo_id: str, model: PreTrainedModel, *, private: bool = True, **kwargs) -> CommitInfo:
-        """Uploads what `save_pretrained` writes; to a private repository, because a memory contains the text that was
-        read.
+        """Uploads the files of `save_pretrained`. The repository is private by default, because a memory contains the
+        text that was read.
 
         kwargs: arguments of `HfApi.upload_folder`, such as `token`, `revision` and `commit_message`.
         """
@@ -326,7 +325,7 @@ def undone_on_error(cache: TitansCache | None) -> AbstractContextManager:
 
 @contextmanager
 def _undone_on_error(cache: TitansCache) -> Iterator[None]:
-    if cache.is_guarded:  # a head and its model each ask for it: once per call
+    if cache.is_guarded:  # by the head around this model: once per call
         yield
         return
     before, cache.is_guarded = [dict(vars(layer)) for layer in cache.layers], True
@@ -342,8 +341,8 @@ def _undone_on_error(cache: TitansCache) -> Iterator[None]:
 
 
 def check_cache_class(name: str, cache: TitansCache) -> None:
-    """Raises ValueError, naming the argument, for a cache of another class, or of the same name and other code: a
-    checkpoint may have brought its own.
+    """Raises ValueError, naming the argument, for a cache of another class, even one of the same name that a checkpoint
+    brought in its own code.
     """
     if not isinstance(cache, TitansCache):
         raise ValueError(
@@ -360,11 +359,11 @@ def _check_equal(problem: str, fields: dict, expected: dict) -> None:
 
 
 def _model_of_transformers(model: torch.nn.Module) -> PreTrainedModel:
-    """Returns the model, or, if an adapter of PEFT is around it, the adapted model."""
+    """Returns the model without PEFT's wrapper, if it has one."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-# The fields on which state shapes and chunk boundaries depend, by variant; not computed in a call, which is compiled.
+# By variant, the fields on which state shapes and chunk boundaries depend; outside of calls, which may be compiled.
 _SHAPING_FIELDS = {
     variant: tuple(
         name

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # never executed: makes save_pretrained copy every sibling mo
 
 logger = logging.get_logger(__name__)
 
-# The classes that load a checkpoint where this package is not installed, whichever class it was saved from.
+# Classes that load a checkpoint without this package, whichever class saved it.
 AUTO_MAP = {
     "AutoConfig": "configuration_titans.TitansConfig",
     "AutoModel": "modeling_titans.TitansModel",
@@ -29,8 +29,8 @@ AUTO_MAP = {
 }
 # Version of the fields' meaning. It rises when the function that a saved model computes changes.
 TITANS_VERSION = 2
-OWN_NAMES = ("memory_", "token_memory_")  # so begin the names of fields that no other config has
-# Keywords of any config, which are no attributes of its class.
+OWN_NAMES = ("memory_", "token_memory_")  # prefixes of fields that other configs do not have
+# Keywords that every config takes, although its class has no such attribute.
 TRANSFORMERS_NAMES = {
     *("attn_implementation", "experts_implementation", "per_layer_config", "auto_map", "quantization_config"),
     *("rope_scaling", "rope_theta", "partial_rotary_factor", *vars(GenerationConfig())),
@@ -51,15 +51,15 @@ def setting(
     state: Literal["shape", "content", "none"] = "content",
     card: str | None = None,
 ) -> Any:
-    """Declares a field of a config, with all that other code has to know about it (`field_facts`).
+    """Declares a field of a config with the facts that other code needs (`field_facts`).
 
     Args:
         default: the field's default.
         at_least, above, at_most: its range; values are finite. None is allowed if the field's type allows it.
-        derived: computes the value from the other fields if it is still the default, None in general.
+        derived: computes the value from the other fields if it is still the default, usually None.
         variants: the variants in which the field has an effect.
-        state: how the state of a layer depends on the field. "shape": a cache of another value does not fit the model.
-            "content": a saved memory belongs to this value. "none": not at all.
+        state: how a layer's state depends on the field. "shape": a cache made with another value does not fit the
+            model. "content": a saved memory is valid only with this value. "none": it does not.
         card: the name of the field in the table of sizes of a model card; None if the table does not show it.
     """
     facts = dict(default=default, at_least=at_least, above=above, at_most=at_most, derived=derived)
@@ -70,7 +70,7 @@ def setting(
 def field_facts(config_class: type) -> dict[str, Mapping[str, Any]]:
     """Returns the arguments of `setting` for every field of a config class, in the order of declaration.
 
-    A subclass that only changes a field's default inherits the rest.
+    A subclass that changes only a field's default inherits the other facts.
     """
     facts = {}
     for base in reversed([c for c in config_class.__mro__ if is_dataclass(c)]):
@@ -80,12 +80,12 @@ def field_facts(config_class: type) -> dict[str, Mapping[str, Any]]:
 
 
 def by_form(*, titans: Any, delta: Any, paper: Any) -> Callable[["TitansConfig"], Any]:
-    """Returns a function from a config to its field's value by `memory_form`, for `setting(derived=...)`."""
+    """Returns a function that picks a field's value by the config's `memory_form`, for `setting(derived=...)`."""
     return lambda config: {"titans": titans, "delta": delta, "paper": paper}[config.memory_form]
 
 
 def _update_rule(config: "TitansConfig") -> str:
-    """Returns the default of `memory_update_rule`: the delta rule, which a residual network does not have."""
+    """Returns the default of `memory_update_rule`. A residual network cannot have the delta rule."""
     return "chunk" if config.memory_form == "paper" or config.memory_network == "residual" else "delta"
 
 
@@ -115,12 +115,12 @@ class TitansConfig(PreTrainedConfig):
         > Memory
 
         memory_form (`str`, defaults to `"titans"`):
-            Sets the defaults below. `"titans"`: a memory of two layers with momentum and stabilisers, the last layer by
-            the delta rule. `"delta"`: a linear memory without momentum by the delta rule, with the same stabilisers,
-            which is faster. `"paper"`: the paper's second version, literally.
+            Sets the defaults below. `"titans"`: a memory of two layers with momentum and stabilisers, whose last layer
+            learns by the delta rule. `"delta"`: a faster one: a linear memory without momentum, by the delta rule, with
+            the same stabilisers. `"paper"`: the paper's second version, literally.
         memory_depth (`int`, by form 2; `"delta"` 1): Layers of the memory network (L_M); 1 is a linear memory.
         memory_expansion (`int`, by form 1; `"delta"` 2, `"paper"` 4):
-            Units of the network's hidden layers, in sizes of a memory head. No effect on a linear memory.
+            Width of the network's hidden layers, in multiples of a memory head's size. No effect on a linear memory.
         memory_network (`str`, by form `"mlp"`; `"paper"` `"residual"`):
             Form of the network M: `"mlp"` linear layers with SiLU between them (the paper's first version),
             `"residual"` M(x) = x + LN(W_L gelu(... gelu(W_1 x))) (its second). `"residual"` has a slower backward and
@@ -138,9 +138,9 @@ class TitansConfig(PreTrainedConfig):
             `"delta"`: the weights before each token (eq. 10), exactly, so that one write can replace the value that a
             key retrieves.
         memory_max_lr (`float`, *optional*):
-            Largest factor of a gradient (theta, eq. 10); 0 turns the memory and the token memory off. Default: 1/2 with
-            the delta rule, otherwise 1 / b in chunks of b tokens, and 2 / (L b) from L = 3 layers on. A larger value
-            warns: where keys repeat it overshoots, and rounding and gradients grow exponentially. With the delta rule,
+            Largest step size (theta, eq. 10); 0 turns the memory and the token memory off. Default: 1/2 with the delta
+            rule, otherwise 1 / b in chunks of b tokens, and 2 / (L b) from L = 3 layers on. A larger value warns: with
+            repeated keys updates overshoot, and rounding errors and gradients grow exponentially. With the delta rule,
             hidden layers take steps of theta / (2 b), theta / 128 at most.
         memory_recurrence (`str`, by form `"stable"`; `"paper"` `"paper"`):
             `"paper"`: eq. 10-14 as stated. `"stable"`: forgetting leads back to the learned initial weights instead of
@@ -148,10 +148,10 @@ class TitansConfig(PreTrainedConfig):
             steps sum to theta; values have length 1, as keys and queries, because the largest stable step decreases
             with their square; and the network starts as 0.
         memory_momentum (`bool`, by form `True`; `"delta"` with the delta rule `False`):
-            Momentum of the update (eta, eq. 10). With the delta rule, eta is at most 1/3: with a larger one the memory
-            can grow exponentially where a key comes in bursts.
-        memory_forget (`bool`, defaults to `True`): Decay of the memory (alpha, eq. 13), to where the recurrence says.
-        memory_conv_kernel (`int`, defaults to 4): Tokens of the causal convolutions on q, k and v; 1 for none.
+            Momentum of the update (eta, eq. 10). With the delta rule, eta is at most 1/3: above it, bursts of one key
+            can make the memory grow exponentially.
+        memory_forget (`bool`, defaults to `True`): Decay of the memory (alpha, eq. 13).
+        memory_conv_kernel (`int`, defaults to 4): Width of the causal convolutions on q, k and v; 1 for none.
         memory_conv_noise (`float`, by form 0.7; `"paper"` 1):
             Share n of noise in the initial filters, from 0 to 1: sqrt(1 - n^2) times the identity (on keys a delay of
             one token) plus n times noise of norm 1. With 0, recall is learned fastest; with 1, language.
@@ -162,7 +162,7 @@ class TitansConfig(PreTrainedConfig):
             Adds the memory's output m to attention's y in MAG, MAL and MAC: `y * sigmoid(norm(m)) + m` instead of eq.
             28, 31 and 25, and attention reads `norm(x + m)` in MAL instead of `norm(m)`.
         memory_error_clip (`float` or `None`, defaults to `"form"`, which is 1; `"paper"` `None`):
-            Largest error |M(k) - v| that is not clipped, in lengths of v. `None`: the paper's squared error. The last
+            Clips errors |M(k) - v| at this multiple of |v|. `None`: no clip, the paper's squared error. The last
             layer's errors are never clipped with the delta rule.
         memory_kernel (`str`, defaults to `"auto"`):
             The program that updates the memory. `"torch"`: PyTorch. `"fla"`: the kernel `chunk_comba` of flash-linear-
@@ -170,8 +170,8 @@ class TitansConfig(PreTrainedConfig):
             without momentum, with heads of at most 256. `"triton"`: the project's kernels, for a linear memory with
             gates per head, heads of 16 to 128 and chunks of 16 to 64 tokens, all powers of two. Both need CUDA and
             float32, and raise an error elsewhere. `"auto"`: fla's where possible, PyTorch elsewhere, in compiled models
-            too. Single tokens, calls with `output_surprise` (not with `"triton"`) and a token memory of more than 256
-            features are PyTorch's.
+            too. PyTorch computes single tokens and calls with `output_surprise`, except with `"triton"`, and always a
+            token memory of more than 256 features.
 
         > Behind the last layer
 
@@ -182,11 +182,11 @@ class TitansConfig(PreTrainedConfig):
         > Version
 
         titans_version (`int`, *optional*):
-            Version of the fields' meaning. A saved config of another version is refused. Not to be given.
+            Version of the fields' meaning. Do not set it: a saved config of another version is refused.
 
     Raises `ValueError` or huggingface_hub's `StrictDataclassError`, naming the field, for a value that is not possible,
-    and `ValueError` for an unknown keyword that begins as the fields of a memory do. A saved config may have such a
-    field of a newer version: loading it warns. Any other unknown keyword warns.
+    and `ValueError` for an unknown keyword that begins with `memory_` or `token_memory_`. In a saved config, such a
+    field of a newer version only warns. Any other unknown keyword warns.
     """
 
     model_type = "titans"
@@ -282,10 +282,10 @@ class TitansConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
-        """Makes a config from config.json. Fields of the memory that are given beside it replace the fields in the
-        file before other fields derive from them.
+        """Makes a config from config.json. Keywords of the memory's fields replace the file's values before other
+        fields derive from them.
 
-        Raises ValueError for another `memory_form` beside a saved config, which has a value for every field.
+        Raises ValueError for another `memory_form` than a saved config's, which has a value for every field.
         """
         form, saved = kwargs.get("memory_form"), config_dict.get("memory_form")
         if config_dict.get("titans_version") is not None and form not in (None, saved):
@@ -326,8 +326,8 @@ class TitansConfig(PreTrainedConfig):
 
     @property
     def base_model_tp_plan(self) -> dict[str, str]:
-        """Returns the tensor parallel style of each module of a `TitansModel`; `modeling_titans` has those that begin
-        with "titans".
+        """Returns the tensor parallel style of each module of a `TitansModel`; `modeling_titans` defines the styles
+        whose names begin with "titans".
         """
         mixer, mlp = "layers.*.mixer", "layers.*.mlp"
         plan, columns, rows, shared = {mixer: "titans_whole_heads"}, [], [], []
@@ -351,8 +351,8 @@ class TitansConfig(PreTrainedConfig):
 
     @property
     def layer_types(self) -> list[str]:
-        """Transformers' name of each decoder layer's kind, by which its caches and tools tell models apart: attention
-        with a state of constant size, "hybrid" or over a window "hybrid_sliding"; or the state alone.
+        """Transformers' name of each decoder layer's kind: "hybrid", attention and a state of constant size;
+        "hybrid_sliding", whose attention has a window; "linear_attention", the state alone.
         """
         of_variant = {"mac": "hybrid", "mag": "hybrid_sliding", "mal": "hybrid_sliding", "lmm": "linear_attention"}
         return [of_variant[self.variant]] * self.num_hidden_layers
@@ -400,7 +400,7 @@ class TitansConfig(PreTrainedConfig):
     @property
     def n_positions(self) -> int:
         """Returns 2^40 tokens, because the context has no limit. Not a field of config.json: programs such as lm-eval
-        read it, and assume a limit (2,048) without it.
+        read it, and otherwise assume 2,048.
         """
         return 2**40
 
@@ -413,7 +413,7 @@ class TitansConfig(PreTrainedConfig):
         super().save_pretrained(save_directory, push_to_hub, **kwargs)
 
     def standardize_rope_params(self) -> None:
-        """Keeps `rope_parameters`, which are complete: Transformers would look for a largest position."""
+        """Does nothing: `rope_parameters` are complete. Transformers would look for a largest position."""
 
     def validate_rope(self) -> None:
         """Does nothing: `validate_architecture` checks `rope_parameters`. Transformers would compare them with a
@@ -457,7 +457,7 @@ class TitansConfig(PreTrainedConfig):
 
 
 def _check_names(kwargs: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raises ValueError for an unknown keyword that begins as a field of a memory does, and warns of any other that
+    """Raises ValueError for an unknown keyword with a prefix of the memory's fields, and warns of any other that
     Transformers does not know. `names`: the fields.
     """
     for name in kwargs:
@@ -471,7 +471,7 @@ def _check_names(kwargs: Mapping[str, Any], names: Iterable[str]) -> None:
 
 
 def _rope_parameters(given: dict, partial_rotary_factor: float) -> dict:
-    """Returns `given` with the values that it lacks. Raises ValueError for another `rope_type` than "default"."""
+    """Returns `given` with defaults for missing values. Raises ValueError for another `rope_type` than "default"."""
     rope_type = given.get("rope_type", given.get("type", "default"))
     if rope_type != "default":
         raise ValueError(
@@ -493,9 +493,8 @@ def _check_range(name: str, value: Any, at_least: int | None, above: int | None,
 
 
 def check_config(config: TitansConfig) -> None:
-    """Raises ValueError for a value that a new config refuses, since fields may have been set later, and for a
-    `pad_token_id` outside of the vocabulary. Warns of updates that can overshoot, and of a token memory whose retrieved
-    embeddings the LM head does not know.
+    """Raises ValueError for a value that a new config refuses, since fields may have been set later. Warns of updates
+    that can overshoot, and of a token memory without tied embeddings.
     """
     config.validate_architecture()
     if config.memory_max_lr > config.max_stable_lr:  # for example in a saved model whose rule or chunk was changed
@@ -504,7 +503,7 @@ def check_config(config: TitansConfig) -> None:
             f"memory_update_rule={config.memory_update_rule!r}, memory_depth={config.memory_depth} and chunks of "
             f"{config.memory_chunk_size}: steps can overshoot, and training can diverge."
         )
-    if config.token_memory_features and not config.tie_word_embeddings:  # as a merged adapter of one side leaves it
+    if config.token_memory_features and not config.tie_word_embeddings:  # after merging an adapter of one
         logger.warning_once(
             "`tie_word_embeddings` is False with `token_memory_features`: the token memory retrieves input embeddings, "
             "which an LM head of other weights has to learn to read."

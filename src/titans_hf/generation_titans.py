@@ -15,7 +15,7 @@ from .token_grid import check_not_empty
 
 logger = logging.get_logger(__name__)
 
-# By `cache_implementation`. All others give the same cache: the size of every Titans cache is limited.
+# Options of the cache by `cache_implementation`; none for other values: every Titans cache has a limited size.
 CACHES = {"static": {"compileable": True}, "offloaded": {"offloading": True}, "offloaded_static": {"offloading": True}}
 SEQUENTIAL_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
@@ -27,8 +27,8 @@ class SurpriseCollector:
         self.calls: list[tuple[LayerSurprise, ...]] = []
 
     def joined(self, num_columns: int | None = None) -> tuple[LayerSurprise, ...]:
-        """Returns one `LayerSurprise` per layer, with the tokens of all calls; with `num_columns`, without a last call
-        beyond them, which `generate()` has undone: on MPS it decodes a token more than it returns.
+        """Returns one `LayerSurprise` per layer, with the tokens of all calls. With `num_columns`, a last call beyond
+        them is left out: on MPS, `generate()` decodes one token more than it returns, and undoes it.
         """
         calls = self.calls
         if num_columns is not None and sum(call[0].num_columns for call in calls) > num_columns:
@@ -37,7 +37,7 @@ class SurpriseCollector:
 
 
 class FinishedRows(StoppingCriteriaList):
-    """The stopping criteria of a `generate()` call, which keep the rows that have ended while others go on.
+    """The stopping criteria of a `generate()` call, which remember the rows that have ended.
 
     rows: (B,) bool, True in rows to which Transformers appends padding from now on; None if it never does.
     reads_no_padding: True once the prompt is read, if no row gets padding: a step then needs no mask.
@@ -45,11 +45,11 @@ class FinishedRows(StoppingCriteriaList):
     """
 
     def __init__(self, criteria: StoppingCriteriaList, input_ids: Tensor, without_mask: bool, fixed_length: bool):
-        """`fixed_length`: the end of a text cannot come before the last token."""
+        """`fixed_length`: no text can end before the last token."""
         super().__init__(criteria)
         self.without_mask = without_mask
         pads = len(input_ids) > 1 and any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        if fixed_length:  # as the exporter of Transformers asks for: a mask would be one more input of the step
+        if fixed_length:  # Transformers' exporter: a mask would be one more input of the step
             pads = pads and any(type(criterion) not in (EosTokenCriteria, MaxLengthCriteria) for criterion in criteria)
         self.rows = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device) if pads else None
         self.reads_no_padding = False
@@ -61,7 +61,9 @@ class FinishedRows(StoppingCriteriaList):
         return ended
 
     def masked(self, mask: Tensor | None) -> Tensor | None:
-        """Sets the last column of the mask (B, columns) to 0 in rows that have ended; for None, makes that column."""
+        """Sets the last column of the mask (B, columns) to 0 in rows that have ended. Without a mask, returns that
+        column.
+        """
         if self.rows is None:
             return mask
         if mask is None:
@@ -106,13 +108,13 @@ class TitansGenerationMixin(GenerationMixin):
         Raises ValueError for `output_surprise` with beams, assisted decoding or a compiled step, and for empty inputs.
         """
         kwargs, ids = rename_cache(kwargs, CACHE_NAME), kwargs.get("input_ids") if inputs is None else inputs
-        if (embeds := kwargs.get("inputs_embeds")) is not None:  # Transformers then makes the ids that are missing
+        if (embeds := kwargs.get("inputs_embeds")) is not None:  # Transformers then creates the ids
             check_not_empty("inputs_embeds", embeds, 3)
         elif ids is not None:
             check_not_empty("input_ids", ids, 2)
         if not output_surprise:
             return super().generate(inputs, *args, **kwargs)
-        collector = SurpriseCollector()  # not an attribute of the model: other threads may use it
+        collector = SurpriseCollector()  # not an attribute: other threads may use the model
         given = kwargs.get(CACHE_NAME)
         num_before = given.get_seq_length() if isinstance(given, TitansCache) else 0
         result = super().generate(inputs, *args, output_surprise=collector, **kwargs)
@@ -160,7 +162,7 @@ class TitansGenerationMixin(GenerationMixin):
         return branch
 
     def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        """Samples, or decodes greedily; the padding that follows the end of a row is not read."""
+        """Samples or decodes greedily. The padding after the end of a row is not read."""
         least, most = generation_config.min_new_tokens, generation_config.max_new_tokens
         fixed_length = None not in (least, most) and least >= most
         finished = FinishedRows(stopping_criteria, input_ids, kwargs.get("attention_mask") is None, fixed_length)
@@ -169,7 +171,7 @@ class TitansGenerationMixin(GenerationMixin):
         )
 
     def _assisted_decoding(self, *args, **kwargs):
-        """Decodes with drafts. The cache records only while this runs, so that rejected ones can be removed."""
+        """Decodes with drafts. The cache records only while this runs, so that rejected tokens can be removed."""
         cache = kwargs.get(CACHE_NAME)  # a TitansCache; Transformers refuses a call without one
         new = [] if cache is None else [layer for layer in cache.layers if not layer.record_past]
         try:

@@ -17,19 +17,17 @@ From chunk to chunk go only the deltas and the state. Everything else is compute
 because larger products take less time: before the chunks the products of the gates, after them the reads, whose weights
 are known by then.
 
-The delta rule (`UpdateRule.delta_rule`) takes the last layer's error at the weights before each token. By eq. 16, all
-errors of a chunk are taken at the weights of its start: where the keys of several tokens agree, each of their steps
-corrects the whole error, and the sum of the steps overshoots. The delta rule takes the last layer's error
-e_i = h_i M_{i-1} - v_i as eq. 10 does, at the weights before token i, but the inputs h_i of that layer still at the
-chunk's start. M_{i-1} contains the deltas of the chunk's earlier tokens, so the deltas solve a triangular system of C
-equations,
+By eq. 16, all errors of a chunk are taken at the weights of its start: where the keys of several tokens agree, each of
+their steps corrects the whole error, and the sum of the steps overshoots. The delta rule (`UpdateRule.delta_rule`)
+takes the last layer's error e_i = h_i M_{i-1} - v_i at the weights before token i, as in eq. 10. The inputs h_i of that
+layer are still computed at the chunk's start. M_{i-1} contains the deltas of the chunk's earlier tokens, so the deltas
+solve a triangular system of C equations,
 
     delta_i = c_i (beta h_i W + f h_i S + h_i M_0 - v_i - sum_{j<i} G_{i-1,j} (h_i . h_j) delta_j)
 
-with beta, f and G after token i-1, and c_i = 2 / max(1, |h_i|^2) (divided by c_i, so that the matrix
-of the system is (h h^T) o G with 1 / c_i on its diagonal). A step of theta = 1/2 makes the
-memory return v_i for h_i (if |h_i| >= 1); smaller steps do not overshoot. With one layer and without momentum, this is
-the gated delta rule (arXiv 2412.06464).
+with beta, f and G after token i-1, and c_i = 2 / max(1, |h_i|^2). Divided by c_i, the system has the matrix (h h^T) o G
+with 1 / c_i on its diagonal. A step of theta = 1/2 makes the memory return v_i for h_i (if |h_i| >= 1); smaller steps
+do not overshoot. With one layer and without momentum, this is the gated delta rule (arXiv 2412.06464).
 
 Shapes: ... or N batch and heads, P chunks of the group, C tokens of a chunk; weights (N, d_in, d_out). Tensors of the
 whole group have P * N in the place of N, chunk after chunk.
@@ -65,7 +63,7 @@ class GateProducts(NamedTuple):
     weights_decay: Tensor  # beta (..., C): share of the chunk-start weights in the weights after token t
     # None without momentum:
     momentum_to_weights: Tensor | None  # f (..., C): share of the chunk-start momentum in the weights after token t
-    gradient_to_momentum: Tensor | None  # E_Ti theta_i (..., C): of token i's gradient in the momentum at the end
+    gradient_to_momentum: Tensor | None  # E_Ti theta_i (..., C): share of token i's gradient in the final momentum
     momentum_decay: Tensor | None  # m_T (...): share of the chunk-start momentum in the momentum at the chunk's end
 
 
@@ -135,7 +133,7 @@ class ChunkLayer(NamedTuple):
 
 
 class EndGates(NamedTuple):
-    """The gate products after a chunk's last token, by which its end contains the start and the tokens' gradients."""
+    """The gate products after a chunk's last token: shares of the chunk's start and of the gradients in the end."""
 
     weights_decay: Tensor  # beta_T (N, 1, 1)
     gradient_to_weights: Tensor  # G_T (N, C, 1)
@@ -174,9 +172,9 @@ class EarlierGates(NamedTuple):
 
 
 class ChunkFactors(NamedTuple):
-    """The layers of the memory network in one chunk, the weights at which gradients were taken (empty where none were),
+    """The layers of the memory network in one chunk, the weights at which gradients were taken (empty if none were),
     and the gradient factors. With the delta rule also the scores h h^T of the last layer's inputs and the lower
-    triangular matrix A of the system that its deltas solve, (N, C, C) each; None without.
+    triangular matrix A of the system that its deltas solve, (N, C, C) each; None without the delta rule.
     """
 
     layers: list[ChunkLayer]
@@ -190,9 +188,9 @@ class GroupIntermediates(NamedTuple):
     """The gate products and gradient factors of a group, with which the reads and the backward start, and the state at
     the end of the group.
 
-    inputs and layers: of the whole group. gates: of the whole group, one for each layer of the memory network, all the
-    same unless `inputs` has gates per layer. gate_intermediates: of `gate_products`. end_gates: as `gates`, but one
-    alone if all are the same. earlier_gates: with the delta rule, of the last layer.
+    inputs, layers: of the whole group. gates: of the whole group, one entry per layer of the memory network, all equal
+    unless `inputs` has gates per layer. gate_intermediates: from `gate_products`. end_gates: as `gates`, but only one
+    entry if all are equal. earlier_gates: of the last layer, with the delta rule.
     """
 
     inputs: MemoryInputs
@@ -287,9 +285,9 @@ def group_intermediates(
 ) -> GroupIntermediates:
     """Computes gate products and gradient factors from a group's inputs and the state at its start.
 
-    inputs: (P, N, C, ...). state: with the anchor of the first chunk. starts: (P, N) bool, True where a chunk starts;
-    None for everywhere. chunk_states: computes the states at the starts of all chunks (P * N, ...) and at the group's
-    end; where given, `chunks` has one entry, with the tensors of the whole group.
+    inputs: (P, N, C, ...). state: its anchor is the first chunk's. starts: (P, N) bool, True where a chunk starts; None
+    for everywhere. chunk_states: computes the states at the starts of all chunks (P * N, ...) and at the group's end;
+    if given, `chunks` has one entry, with the tensors of the whole group.
     """
     num_chunks, depth = len(inputs.keys), len(state.weights)
     inputs = inputs.map(lambda x: x.flatten(0, 1))
@@ -429,7 +427,7 @@ def token_deltas(layer: ChunkLayer, values: Tensor, gates: EarlierGates) -> tupl
 
 def add_scaled_product(total: Tensor, inputs: Tensor, factor: Tensor, grad: Tensor, alpha: float = 1.0) -> Tensor:
     """Adds alpha x^T diag(factor) grad to the total (N, d_in, d_out) in place: x (N, C, d_in), factor (N, C, 1), grad
-    (N, C, d_out). The factor is applied to the narrower.
+    (N, C, d_out). The factor is applied to the narrower of x and grad.
     """
     if inputs.shape[-1] > grad.shape[-1]:
         return total.baddbmm_(inputs.mT, factor * grad, alpha=alpha)  # (N, d_in, C) @ (N, C, d_out)

@@ -41,7 +41,7 @@ from .memory_state import Gates, MemoryInputs, MemoryState, where_rows
 
 def with_anchor_backward(grads: MemoryState, starts: Tensor | None) -> MemoryState:
     """Computes the backward of `with_anchor`: the anchor's gradient goes to the weights where the chunk starts, and to
-    the previous anchor elsewhere; an empty anchor is 0.
+    the previous anchor elsewhere. An empty anchor has gradient 0.
     """
     if not grads.anchor:
         return grads
@@ -60,14 +60,14 @@ def group_backward(
     starts: Tensor | None,
     chunk_gradients: Callable[..., tuple[MemoryState, MemoryState]] | None = None,
 ) -> tuple[MemoryInputs, MemoryState, list[Tensor]]:
-    """Computes the backward of `group_forward` of an MLP whose layers have the same gates, from the gradients with
-    respect to the values that the queries retrieve (P * N, C, D) and to the state at the end; an empty anchor there is
-    0. Returns the gradients with respect to the inputs (P * N, C, ...), the state at the group's start and the decay
+    """Computes the backward of `group_forward` of an MLP whose layers share their gates, from the gradients with
+    respect to the retrieved values (P * N, C, D) and to the state at the group's end (an empty anchor has gradient 0).
+    Returns the gradients with respect to the inputs (P * N, C, ...), the state at the group's start and the decay
     target (empty for 0).
 
-    chunk_gradients: computes, from the group, the gradients with respect to its layers by the reads, the derivatives of
-    the gradient factors, `grads` and `starts`, the gradients with respect to the states at the ends of all chunks, and
-    at the group's start.
+    chunk_gradients: computes the gradients with respect to the states at the ends of all chunks, and at the group's
+    start. Its arguments: the group, the reads' gradients with respect to its layers, the derivatives of the gradient
+    factors, `grads` and `starts`.
     """
     depth = len(group.layers)
     # 1. The queries' way through the layers once more: the input of each, and silu' before it
@@ -122,7 +122,7 @@ def _chunks_backward(
     starts: Tensor | None,
 ) -> tuple[MemoryState, list[list], list[tuple], list[tuple]]:
     """Computes the backward of the chunks' ends, of `token_deltas` and of the gradient factors, from the last chunk to
-    the first; adds the gradients with respect to `layers` to them, in place.
+    the first. Adds gradients to `layers`, in place.
 
     Returns the gradients with respect to the state at the group's start, and for each chunk three results: of
     `_end_backward` for each layer, of `_token_deltas_backward` (with the delta rule), and of
@@ -170,7 +170,7 @@ def _derivatives(group: GroupIntermediates) -> FactorsDerivatives | None:
 
 
 def _sum_of_given(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Sums the gradients that are not None, in place of the first; None if all are."""
+    """Sums the gradients that are not None, in place of the first; None if there are none."""
     given = [x for x in parts if x is not None]
     return reduce(Tensor.add_, given) if given else None
 
@@ -180,7 +180,7 @@ def _token_deltas_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Computes the backward of `token_deltas` from the gradient with respect to the deltas. Adds the gradients with
     respect to W, S and h to `total`, in place. Returns the gradients with respect to the error at the chunk's start
-    (N, C, d_out) and to G_{i-1} (N, C, C), and the error's gradient through W and through S (N, C, d_in).
+    (N, C, d_out) and to G_{i-1} (N, C, C), and the products of the error's gradient with W^T and S^T (N, C, d_in).
     """
     layer = chunk.layers[-1]
     h, deltas = layer.inputs, layer.deltas
@@ -309,8 +309,8 @@ def _with_end_gates(
 def _earlier_gates_backward(
     products: Tensor, from_weights: Tensor, from_momentum: Tensor | None, layer: ChunkLayer
 ) -> GateProducts:
-    """Computes the gradients with respect to the gate products from the results of `_token_deltas_backward`, which are
-    of `EarlierGates`: the products before token i are the products after token i - 1.
+    """Computes the gradients with respect to the gate products from the results of `_token_deltas_backward`. These
+    concern `EarlierGates`, whose products before token i are the products after token i - 1.
     """
     grad_f = None
     if from_momentum is not None:
@@ -338,7 +338,7 @@ def gate_products_backward(
         return Gates(*zero_empty_slots(filled, grad_lr, None, grad_log_retain))
     grad_lr = grad_lr + grad.gradient_to_momentum * momentum[..., -1, :]
     grad_combined[..., 0] += grad.momentum_to_weights * first_decay
-    # 2. The same, E_T diag(theta) and m_T = eta_0 E_T0, with respect to R and E
+    # 2. R E, E_T diag(theta) and m_T = eta_0 E_T0, with respect to R and E
     grad_retain = grad_combined @ momentum.mT
     grad_momentum = retain.mT @ grad_combined
     grad_momentum[..., -1, :] += grad.gradient_to_momentum * inner_lr

@@ -1,10 +1,10 @@
-"""The two rules of the memory in chunks, a page of plain PyTorch each, whose backward is autograd's.
+"""The two rules of the memory in chunks, a page of plain PyTorch each, with autograd's backward.
 
 `torch_chunk_comba` is the delta form: one linear layer, the delta rule, forgetting to the initial weights.
-`torch_chunk_titans` is the deep form: an MLP of any depth, the gradients of a chunk at the weights of its start, the
-last layer's by the delta rule, momentum, clipping, forgetting to the initial weights.
+`torch_chunk_titans` is the deep form: an MLP of any depth with the gradients of a chunk at the weights of its start
+(the last layer's by the delta rule), momentum, clipping and forgetting to the initial weights.
 
-`memory_ops.memorize` computes the same faster or in a smaller space; it also knows padding, documents and rows that
+`memory_ops.memorize` computes the same results faster or in less memory, also with padding, documents and rows that
 start within a chunk. Equation numbers are the paper's (arXiv 2501.00663).
 """
 
@@ -112,7 +112,8 @@ def torch_chunk_titans(
         error_clip: kappa; None for no clip. The error M(k) - v is clipped at kappa |v|, a layer's gradient at
             4 kappa |v|.
         hidden_step: with the delta rule, the factor of the hidden layers' steps. The last layer's error is
-            taken at M_{t-1} (eq. 10) and is not clipped. None for the chunk's start in all layers.
+            taken at M_{t-1} (eq. 10) and is not clipped. None: no delta rule, so all layers' errors are taken at the
+            chunk's start.
 
     Returns o (B, T, H, D), and weights and momentum after the last token.
     """

@@ -4,7 +4,7 @@ M(x) = W_L silu(... silu(W_1 x)), "mlp", or M(x) = x + LN(W_L gelu(... gelu(W_1 
 second version; one weight matrix per layer, multiplied from the right: x @ W. LN has no weights of its own.
 
 This file contains the layers' shapes, the read, the gradient of the loss as rank-one factors per layer, and the
-backward of both, for "residual" left to autograd. The update of the weights (`memory_chunk`) uses the factors; with the
+backward of both (for "residual", autograd's). The update of the weights (`memory_chunk`) uses the factors; with the
 delta rule, `memory_chunk` computes the last layer's factors.
 
 Shapes: ... batch and heads, T tokens, D head size, F hidden size; layer l maps d_in to d_out.
@@ -21,7 +21,7 @@ from torch.nn.functional import gelu, layer_norm, silu
 
 Network = Literal["mlp", "residual"]
 SMALLEST_LIMIT = 1e-30  # of a clip, where a value is 0
-NORM_EPSILON = 1e-5  # of LN, PyTorch's own: the paper gives none
+NORM_EPSILON = 1e-5  # of LN: PyTorch's default, because the paper gives none
 
 
 def layer_shapes(head_dim: int, depth: int, expansion: int) -> list[tuple[int, int]]:
@@ -79,8 +79,8 @@ class UpdateRule(NamedTuple):
     delta_rule: take the last layer's error at the weights before each token (`memory_chunk`), not at the chunk's
     start; with an MLP only.
     network: "mlp", or "residual" with the delta rule off.
-    hidden_step: with the delta rule, the hidden layers' steps are theta times this, because a chunk's gradients of
-    theirs are taken at the same weights, and their sum can overshoot where the last layer's cannot.
+    hidden_step: with the delta rule, the factor of theta in hidden layers. Their gradients in a chunk are all taken at
+    the same weights, so the sum of their steps can overshoot; the last layer's cannot.
     """
 
     error_clip: float | None
@@ -94,15 +94,15 @@ class UpdateRule(NamedTuple):
         return self.hidden_step if self.delta_rule else 1.0
 
     def check(self) -> None:
-        """Raises ValueError for an unknown network, and for the delta rule with another than an MLP."""
+        """Raises ValueError for an unknown network, and for the delta rule with a network other than an MLP."""
         if self.network not in get_args(Network):
             raise ValueError(f"`network` must be one of {', '.join(get_args(Network))}, but is {self.network!r}.")
         if self.delta_rule and self.network != "mlp":
             raise ValueError(f"`delta_rule` must be False with the network {self.network!r}, but is True.")
 
     def needs_anchor(self, depth: int) -> bool:
-        """True if any gradient is taken at the weights of the chunk's start. With the delta rule, the gradients of all
-        layers but the last are.
+        """True if any gradient is taken at the weights of the chunk's start. With the delta rule, only the last layer's
+        is not.
         """
         return depth > 1 or not self.delta_rule
 
@@ -117,7 +117,7 @@ class FactorsIntermediates(NamedTuple):
     grad_activations: list[Tensor]  # gradient of the loss with respect to silu(z)
     unclipped_deltas: list[Tensor]  # (..., T, d_out)
     delta_norms: list[Tensor]  # (..., T, 1), of the unclipped deltas whose layers' gradients are clipped
-    delta_scales: list[Tensor]  # (..., T, 1), by which the unclipped deltas were multiplied; none without a factor
+    delta_scales: list[Tensor]  # (..., T, 1), by which the unclipped deltas were multiplied; empty without a clip
     error: Tensor  # M(k) - v, before clipping
     error_norm: Tensor | None  # (..., T, 1); None without a clip
     error_scale: Tensor | None  # (..., T, 1): delta_L = error_scale * error; None without a clip, and then 2
@@ -160,7 +160,7 @@ def gradient_factors(
     weights then grow at most linearly with the number of tokens, whatever the tokens are. The last layer's gradient is
     not clipped with the delta rule, which replaces it.
 
-    norms: where they are known already.
+    norms: `TokenNorms.of(keys, values, rule)`, if already known.
     """
     norms = TokenNorms.of(keys, values, rule) if norms is None else norms
     if rule.network == "residual":
@@ -192,8 +192,8 @@ def _clip_deltas(
     inputs: list[Tensor], unclipped: list[Tensor], norms: TokenNorms | None, number: int, hidden_step: float = 1.0
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Clips the gradient of each of the first `number` layers at 4 kappa |v|, and multiplies it by `hidden_step`. The
-    delta rule leaves the last layer's gradient as it is. Returns the deltas, and of the clipped layers the norms before
-    the clip and the factors.
+    delta rule leaves the last layer's gradient as it is. Returns the deltas, and for each clipped layer the norm before
+    the clip and the factor.
     """
     if norms is None:
         stepped = [d if hidden_step == 1 else hidden_step * d for d in unclipped[:number]]
@@ -278,7 +278,7 @@ def factors_derivatives(
 ) -> FactorsDerivatives:
     """Computes silu'' and the derivatives of the clips.
 
-    inputs (..., T, d_in): of each layer. clip_norms (..., T, 1): `delta_norms`, and last `error_norm`; none without a
+    inputs (..., T, d_in): of each layer. clip_norms (..., T, 1): `delta_norms`, and last `error_norm`; empty without a
     clip.
     """
     result = FactorsDerivatives([], [], [], [])

@@ -44,7 +44,7 @@ from .token_grid import TokenGrid
 
 # Chunks of a group: the scan keeps every fourth state for the backward, and larger products take less time.
 CHECKPOINT_INTERVAL = 4
-KERNEL_INTERVAL = 16  # where a kernel goes from chunk to chunk: fewer launches, more states in memory at once
+KERNEL_INTERVAL = 16  # with a kernel: fewer launches, more states in memory at once
 GROUP_FUNCTIONS = GroupFunctions(group_forward, group_intermediates, group_backward)
 _compiled: GroupFunctions | None = None
 
@@ -80,12 +80,12 @@ def groups_of_chunks(
     compiled: GroupFunctions | None,
     kernel: GroupFunctions | None,
 ) -> list[Group]:
-    """Returns the groups of chunks in which T tokens are read: of `CHECKPOINT_INTERVAL` chunks (with a kernel:
-    `KERNEL_INTERVAL`), of the full chunks that are left (compiled: one by one, so that only two shapes are compiled),
-    and of the last chunk if it is shorter.
+    """Returns the groups of chunks in which T tokens are read: groups of `CHECKPOINT_INTERVAL` chunks (with a kernel:
+    `KERNEL_INTERVAL`), a group of the remaining full chunks (compiled: a group for each, so that only two shapes are
+    compiled), and the last chunk if it is shorter.
 
-    compiled, kernel: the functions of groups of full chunks, at most one of them; without either, the functions of
-    `memory_chunk` as they are.
+    compiled, kernel: functions for groups of full chunks; at most one of the two is given. Without either, the plain
+    functions of `memory_chunk`.
     """
     num_chunks, rest = num_tokens // chunk_size, num_tokens % chunk_size
     interval = CHECKPOINT_INTERVAL if kernel is None else KERNEL_INTERVAL
@@ -120,9 +120,8 @@ def memorize(
         chunk_size: number of tokens whose gradients are taken at the same weights.
         decay_target: weights (H, d_in, d_out) of each layer that forgetting decays to; empty for 0, as in eq. 13.
 
-    Raises ValueError for a rule that cannot be, for `inputs.filled`, which is for slots of a grid, and for a state
-    without the anchor that the rule needs, or with a momentum where the inputs have no `log_momentum_decay` and the
-    other way round.
+    Raises ValueError for an impossible rule, for `inputs.filled`, for a state without the anchor that the rule needs,
+    and if only one of the state's momentum and `inputs.log_momentum_decay` is given.
     """
     grid = replace(TokenGrid.build(state.num_seen, inputs.keys.shape[2], chunk_size), needs_surprise=True)
     dtype = state.weights[0].dtype
@@ -143,12 +142,11 @@ def memorize_on_grid(
     kernel: str | GroupFunctions = "torch",
     updates: bool = True,
 ) -> MemorizeOutput:
-    """Computes `memorize` for tokens on the slots of a grid for a multiple of `chunk_size`, in the state's dtype. The
-    results at empty slots are undefined. The surprise may be None unless the grid asks for it.
+    """Computes `memorize` for tokens on the slots of a grid whose size is a multiple of `chunk_size`, in the state's
+    dtype. The results at empty slots are undefined. The surprise may be None unless the grid asks for it.
 
-    kernel: the program of the update, by its name (`TitansConfig.memory_kernel`), or its functions themselves. The
-    kernel of fla only if several tokens are read and no surprise is needed. A single token of a compiled model is
-    PyTorch's.
+    kernel: a value of `TitansConfig.memory_kernel`, or the update's functions themselves. fla's kernel reads only
+    several tokens without surprise. PyTorch reads a single token of a compiled model.
     updates: False to read the memory only.
     """
     _check(inputs, state, rule)
@@ -173,7 +171,7 @@ def memorize_on_grid(
     compiled = _compiled if by_hand and not compiling and functions is None else None
     groups = groups_of_chunks(grid.num_slots, chunk_size, chunk_starts, compiled, functions)
     scan = (groups, rule, grid.needs_surprise)
-    needs_backward = not compiling and _needs_gradients(arguments)  # a compiler makes its own
+    needs_backward = not compiling and _needs_gradients(arguments)  # a compiler makes its own backward
     if needs_backward and by_hand:
         retrieved, surprise, *after = _ChunkScan.apply(*scan, _form(arguments), *tensors_of(arguments))
         output = MemorizeOutput(retrieved, surprise, with_tensors(arguments[1], after))
@@ -241,8 +239,9 @@ def read_constant_memory(
 def _factors_at(
     inputs: MemoryInputs, anchor: tuple[Tensor, ...], weights: tuple[Tensor, ...], rule: UpdateRule
 ) -> GradientFactors:
-    """Computes the gradient of the memory's loss at the anchor A, grad l(A; k, v) (eq. 12, 16), by the delta rule in
-    the last layer at the weights before the token, grad l(M_{t-1}; k, v) (eq. 10); without an anchor (), there only.
+    """Computes the gradient of the memory's loss at the anchor A, grad l(A; k, v) (eq. 12, 16). With the delta rule,
+    the last layer's is taken at the weights before the token, grad l(M_{t-1}; k, v) (eq. 10); without an anchor (),
+    only this one is computed.
     """
     if not anchor:
         return single_layer_factors(inputs.keys, single_token_delta(inputs.keys, inputs.values, weights[0]))
@@ -315,8 +314,8 @@ def scan_chunks(
     """Updates and reads the memory, group of chunks after group. The surprise is None unless it is needed. Appends the
     state at the start of each group to `checkpoints`.
 
-    recomputes: for autograd, keep of each group its state at the start and compute it again in the backward; for forms
-    of the memory whose backward is not written by hand.
+    recomputes: keep only the state at each group's start for autograd, and recompute the group in the backward; for
+    memories whose backward is not written by hand.
     """
     (inputs, state, decay_target), retrieved, surprise = arguments, [], []
     for (num_chunks, _, functions, starts), tokens in zip(groups, _split_inputs(inputs, groups), strict=True):
@@ -403,12 +402,13 @@ def _join_inputs(chunks: Sequence[MemoryInputs]) -> MemoryInputs:
 def choose_kernel(
     requested: str, inputs: MemoryInputs, state: MemoryState, rule: UpdateRule
 ) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """Returns fla's `chunk_comba` if it is to compute an update, None if PyTorch is; logs once which of them and why.
+    """Returns fla's `chunk_comba` if it is to compute an update, None if PyTorch is; logs the choice and its reason
+    once.
 
     requested: `TitansConfig.memory_kernel`. "auto" takes the kernel where it can compute the update, but not in a
     compiled model, whose graph it would break.
 
-    Raises ValueError for "fla" where the kernel cannot compute the update, with all that does not fit.
+    Raises ValueError for "fla" if the kernel cannot compute the update, naming every misfit.
     """
     if requested == "torch" or (requested == "auto" and torch.compiler.is_compiling()):
         return None
@@ -448,7 +448,7 @@ def _misfits_of_any_kernel(weights: Tensor) -> dict[str, bool]:
 def triton_functions(inputs: MemoryInputs, state: MemoryState, rule: UpdateRule, chunk_size: int) -> GroupFunctions:
     """Returns the functions of a group whose chain of chunks is computed by the Triton kernels, for `memorize`.
 
-    Raises ValueError where the kernels cannot compute the update, with all that does not fit, and without Triton.
+    Raises ValueError, naming every misfit, if the kernels cannot compute the update, and without Triton.
     """
     (_, hidden_size), head_size = state.weights[0].shape[-2:], inputs.keys.shape[-1]
     misfits = _misfits_of_any_kernel(state.weights[0]) | {
@@ -486,7 +486,7 @@ def _import_chunk_comba() -> tuple[Callable[..., tuple[Tensor, Tensor]] | None, 
     """Returns fla's `chunk_comba`, or None and why it cannot be imported."""
     try:
         from fla.ops.comba import chunk_comba
-    except Exception as error:  # an fla that does not fit torch or Triton raises anything
+    except Exception as error:  # an fla that does not fit torch or Triton can raise any error
         return None, f"fla cannot be imported ({error})"
     return chunk_comba, None
 

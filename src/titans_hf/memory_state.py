@@ -93,8 +93,8 @@ class MemoryInputs(NamedTuple):
     gradients with respect to them.
 
     queries, keys, values: (B, H, T, D). inner_lr (theta), log_momentum_decay (log eta), log_retain (log(1 - alpha)):
-    (B, H, T), or (B, H, T, L) with gates of their own for each layer of the memory network; -inf is a gate of 0.
-    log_momentum_decay is None without momentum, as the state's momentum is empty then.
+    (B, H, T), or (B, H, T, L) with separate gates for each layer of the memory network; -inf is the logarithm of 0.
+    log_momentum_decay is None without momentum.
     filled: (B, H, T) bool, False at slots without a token; None if every slot holds one.
     """
 
@@ -128,8 +128,7 @@ class Gates(NamedTuple):
 
 class MemorizeOutput(NamedTuple):
     """The result of an update of the memory: retrieved (B, H, T, D) in the state's dtype; surprise (B, H, T), the norm
-    of each token's gradient, which carries no gradient itself, None where a call does not need it; and the state
-    after the last token.
+    of each token's gradient, detached, None if a call does not need it; and the state after the last token.
     """
 
     retrieved: Tensor

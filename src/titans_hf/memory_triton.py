@@ -53,7 +53,7 @@ except ImportError:  # then `memory_kernel` says so; a model's folder on the Hub
 
 
 def jit(fn: Callable) -> Any:
-    """Makes a kernel of a function where Triton is installed; of one kernel for all numbers of chunks and rows."""
+    """Makes a function a kernel, if Triton is installed; one kernel for all numbers of chunks and rows."""
     numbers = {"num_chunks", "num_rows"} & set(inspect.signature(fn).parameters)
     return fn if triton is None else triton.jit(fn, do_not_specialize=sorted(numbers))
 
@@ -67,15 +67,15 @@ def multiply(a, b, PRECISION: tl.constexpr):
 @jit
 def places(ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
     """Computes the places of a tile (ROWS, COLUMNS) in a matrix of WIDTH columns, from the tile's first entry on."""
-    if WIDTH == COLUMNS:  # then all of a thread's places are its first and constants, and it needs one address
+    if WIDTH == COLUMNS:  # then a thread's places are its first one plus constants, and it needs one address
         return tl.reshape(tl.arange(0, ROWS * COLUMNS), (ROWS, COLUMNS))
     return tl.arange(0, ROWS)[:, None] * WIDTH + tl.arange(0, COLUMNS)[None, :]
 
 
 @jit
 def begins(scalars):
-    """Returns True, which the compiler does not know: then registers keep no places in memory from one step of a kernel
-    for a later step.
+    """Returns True, which the compiler cannot know. So registers keep no addresses from one step of a kernel for a
+    later one.
     """
     return tl.load(scalars + 3) >= 0
 
@@ -151,8 +151,8 @@ def chunk_states_kernel(
 
     keys, values (P, N, C, D); vectors (P, N, 6, C): G_T, E_T theta, beta and f before each token, kappa |v|, |k|;
     scalars (P, N, 4): beta_T, f_T, m_T, and 1 where the next chunk starts; system (P, N, C, C): `EarlierGates.system`.
-    States (P + 1, N, ...), the first given; targets M_0 (N, ...). The hidden layer's are None in a memory of one
-    layer, momenta and targets without momentum and forgetting, anchors without gradients at the chunk's start.
+    States (P + 1, N, ...), the first given; targets M_0 (N, ...). None: the hidden layer's in a memory of one layer,
+    momenta without momentum, targets without forgetting, anchors without gradients at the chunk's start.
     hidden, slopes (N, C, F), errors, deltas (N, C, D): scratch.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -297,7 +297,7 @@ def chunk_gradients_kernel(
     """
     for back in tl.range(0, num_chunks, disable_licm=True):
         slot = (num_chunks - 1 - back) * num_rows + tl.program_id(0)
-        slot, row = slot.to(tl.int64), (slot % num_rows).to(tl.int64)  # nor places in a row from chunk to chunk
+        slot, row = slot.to(tl.int64), (slot % num_rows).to(tl.int64)  # here, not carried from chunk to chunk
         own, token, start, end = row * C, slot * C, slot * F * D, (slot + num_rows) * F * D
         vector, scalar = vectors + slot * 11 * C, scalars + slot * 4
         if begins(scalar):
@@ -521,8 +521,8 @@ def token_kernel(
 
 
 def by_layer(depth: int, *fields: Sequence[Tensor]) -> list[Tensor | None]:
-    """Returns the tensors of the hidden layer, and then of the last layer, from fields of one tensor per layer: None
-    for an empty field, and for the hidden layer of a memory without one.
+    """Returns the hidden layer's tensors, then the last layer's, from fields of one tensor per layer; None for an empty
+    field, and for the hidden layer of a memory without one.
     """
     of_layers = zip(*(x or [None] * depth for x in fields), strict=True)
     return [None] * len(fields) * (2 - depth) + [x for layer in of_layers for x in layer]

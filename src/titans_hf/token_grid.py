@@ -1,10 +1,10 @@
 """The grid of chunks (or segments) on which the tokens of a call are placed, for each row.
 
 A row that has already read `num_seen` tokens is `num_seen % grid_size` slots into a chunk. The rows of a batch may be
-at different positions in their chunk, and contain padding or several documents. Each document gets a row of slots, and
-its tokens (without padding) consecutive slots from its position in the chunk on: then all rows share the same chunk
-boundaries. Empty slots are masked out and never count as tokens: gates of 0 would not do, because a token adds the
-momentum once more whatever its gates are.
+at different positions in their chunk, and contain padding or several documents. Each document gets a row of slots. Its
+tokens (without padding) take consecutive slots, from the document's position in the chunk on, so all rows share the
+same chunk boundaries. Empty slots are masked out and never count as tokens. Gates of 0 are not enough: any token adds
+the momentum once more.
 
 Shapes: B batch rows, T tokens, R rows of slots (one per document; B where there is one document per batch row), G slots
 of a row, P entries that precede a row's first slot.
@@ -37,7 +37,7 @@ class Columns(NamedTuple):
 
     @property
     def are_tokens(self) -> bool:
-        """True if every column is a token of the document before."""
+        """True if there is no padding and no document starts."""
         return self.mask is None and self.document_starts is None
 
 
@@ -55,16 +55,16 @@ class TokenGrid:
     num_slots: G.
     row_starts, row_ends: (R,) int64, each row's first slot with a token, and one past its last. All slots between them
     have a token.
-    token_slots: (B, T) int64, the slot of every token among all R * G, R * G for padding; None where token t of batch
-    row b is at slot t of row b.
-    source_rows: (R,) int64, the batch row whose state a row continues, -1 for a new document; None where each row
-    continues its own.
+    token_slots: (B, T) int64, the slot of every token among all R * G slots (R * G for padding); None if token t of
+    batch row b is at slot t of row b.
+    source_rows: (R,) int64, the batch row whose state a row continues, -1 for a new document; None if row b continues
+    batch row b.
     last_rows: (B,) int64, the row of each batch row's last document; None if every batch row has one document.
-    is_padding: (B,) bool, in a call of one column, True in rows where it is padding; None without padding.
+    is_padding: (B,) bool, in a call of one column, True in rows whose column is padding; None without padding.
     needs_surprise: True if the call returns the surprise of its tokens.
     learns: False if the memory is read with these tokens, but not updated.
-    rotary: cos and sin (2, R or 1, G, 1, rotary_dim) at each slot's position in its document; None where no
-    attention needs them.
+    rotary: cos and sin (2, R or 1, G, 1, rotary_dim) at each slot's position in its document; None if no attention
+    needs them.
     full_window: True if the cache of a window has its full length after the call, whatever the number of columns read.
     """
 
@@ -121,7 +121,7 @@ class TokenGrid:
         return cls(num_slots, row_starts, row_ends, token_slots, source_rows, last_rows, learns=columns.learns)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "TokenGrid":
-        """Copies the grid to a device. Accelerate calls it where layers are on several devices."""
+        """Copies the grid to a device. Accelerate calls it when layers are on several devices."""
         tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
         return replace(self, **{name: x.to(device, non_blocking=non_blocking) for name, x in tensors.items()})
 
@@ -203,8 +203,8 @@ class TokenGrid:
             extended = pad_before(extended, length - extended.shape[1])
             last = extended[:, extended.shape[1] - length :]
             if self.num_slots == 1 and not torch.compiler.is_compiling():
-                return last  # a view keeps little more alive than itself
-            # A view would keep all of `extended` alive, and its strides would trigger a recompilation.
+                return last  # a view keeps little more in memory than itself
+            # A view would keep all of `extended` in memory, and its strides would trigger a recompilation.
             return last.clone(memory_format=torch.contiguous_format)
         extended = pad_before(extended, length - (extended.shape[1] - self.num_slots))
         index = self.row_ends[:, None] + torch.arange(length, device=self.row_ends.device)
@@ -230,8 +230,8 @@ def rotary_factors(config: TitansConfig, positions: Tensor, dtype: torch.dtype) 
     """Computes cos and sin (2, ..., 1, rotary_dim) of the rotary angles at `positions` (...) int64, the same for all
     heads, in float32 at least.
 
-    Angles are computed in float64 and cos and sin are rounded once: a score depends on the distance of its key alone,
-    at position 5 million as at position 5.
+    Angles are computed in float64 and cos and sin are rounded once: a score depends only on the distance to its key,
+    even at position 5 million.
     """
     precise, device = torch.promote_types(dtype, torch.float32), positions.device
     size, base = config.rotary_dim, config.rope_parameters["rope_theta"]
@@ -289,8 +289,8 @@ class TokenLayout(NamedTuple):
         """Returns the layout of new tokens (B, T, hidden) after the tokens of `cache`, if there is one; `learns`:
         whether the memory is updated with them.
 
-        Raises ValueError, naming the argument, for shapes that do not fit and for positions that decrease to another
-        value than 0.
+        Raises ValueError, naming the argument, for shapes that do not fit and for positions that decrease to a value
+        other than 0.
         """
         (batch_size, num_tokens), device = inputs_embeds.shape[:2], inputs_embeds.device
         columns = _columns((batch_size, num_tokens), attention_mask, documents, cache)._replace(learns=learns)
@@ -376,7 +376,7 @@ def _check_documents(shape: tuple[int, int], documents: Documents) -> None:
 
 
 def _document_starts(shape: tuple[int, int], mask: Tensor | None, documents: Documents) -> Tensor | None:
-    """Returns (B, T) bool, True where a document follows another in a row; None where none does."""
+    """Returns (B, T) bool, True where a document follows another in a row; None if none does."""
     given = {name: x for name, x in documents.items() if x is not None}
     if not given:
         return None
@@ -384,13 +384,13 @@ def _document_starts(shape: tuple[int, int], mask: Tensor | None, documents: Doc
     mask = torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask
     columns = torch.arange(shape[1], device=device)
     last_token = torch.where(mask, columns, -1).cummax(1).values
-    previous = torch.nn.functional.pad(last_token, (1, -1), value=-1)  # column of the token before; -1 without one
+    previous = torch.nn.functional.pad(last_token, (1, -1), value=-1)  # column of the token before; -1 if there is none
     has_previous = mask & (previous >= 0)
     starts = torch.zeros(shape, dtype=torch.bool, device=device)
     if "position_ids" in given:
         positions = given["position_ids"].expand(shape)
         decreases = has_previous & (positions <= positions.gather(1, previous.clamp(min=0)))
-        # Transformers gives padding position 0 and counts on from there, in right-padded prompts that are read again.
+        # In right-padded prompts that are read again, Transformers gives padding position 0 and counts on from there.
         adjacent = previous == columns - 1
         message = "`position_ids` must increase within a row, or be 0 where a new document starts"
         _require(not_any=decreases & adjacent & (positions != 0), message=message, values=positions)
@@ -420,8 +420,8 @@ def _starts_of_lengths(cu_seq_lens_q: Tensor, shape: tuple[int, int]) -> Tensor:
 
 
 def _require(*, not_any: Tensor, message: str, values: Tensor | None = None) -> None:
-    """Raises ValueError, with the first of `values` there, if any entry is True; RuntimeError in a compiled call, when
-    it runs.
+    """Raises ValueError, with the first of `values` there, if any entry is True. A compiled call raises RuntimeError
+    when it runs.
     """
     if torch.compiler.is_compiling():
         torch._assert_async(~not_any.any(), message)

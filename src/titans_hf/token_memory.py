@@ -34,7 +34,7 @@ from .token_grid import TokenLayout
 
 RULE = UpdateRule(error_clip=None, delta_rule=True)
 MAX_LR = 0.5  # of theta: a step of 1/2 replaces the value that the memory returns for a key
-THRESHOLD = 1.5  # of the features, which are standard normal before it: 1 in 15 is above
+THRESHOLD = 1.5  # of the features: 1 in 15 exceeds it, as they are standard normal before
 
 
 class TokenMemory(SequenceMixer):
@@ -82,7 +82,7 @@ class TokenMemory(SequenceMixer):
             values = l2_normalize(embeddings.to(dtype))[:, None]
             gates = self._gates(hidden_states, dtype, updates)
             memory_inputs = MemoryInputs(phi[:, :, 1:], phi[:, :, :-1], values, *gates)
-            # "fla" is for the memory of the layers: more features than the kernel takes are no error.
+            # "fla" is meant for the layers: here, more features than the kernel takes are no error.
             kernel = "torch" if self.config.memory_kernel == "torch" else "auto"
             options = {"chunk_size": self.config.memory_chunk_size, "kernel": kernel, "updates": updates}
             # M_t(q_t) (R, 1, G, D)
