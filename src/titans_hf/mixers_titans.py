@@ -20,7 +20,7 @@ from .memory_state import Gates, map_tensors, where_rows
 from .neural_memory import MemoryRecall, NeuralMemory, TitansRMSNorm
 from .token_grid import TokenGrid, TokenLayout
 
-Update = tuple[Tensor | None, Gates]  # of a memory with the tokens on the slots of a grid: their surprise and gates
+Update = tuple[Tensor | None, Gates]  # of one memory: surprise and gates of the tokens on the slots of a grid
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class LayerSurprise:
     The properties are computed when they are read; they carry no gradient and are 0 at padding. With
     `memory_gates="layer"`, a gate is the mean over the layers of the network.
 
-    parts: for each call, the surprise and gates of its updates (in MAC one update per segment, in order), of the tokens
-        on the slots of a grid, (R, H, G) each, and the grid. With `memory_gates="layer"` gates are (R, H, G, layers).
-        The surprise may be None if the grid does not ask for it.
+    parts: for each call, its updates (in MAC one per segment, in order) and its grid. An update is the surprise and the
+        gates of the tokens on the grid's slots, (R, H, G) each. With `memory_gates="layer"` gates are (R, H, G,
+        layers). The surprise may be None if the grid does not ask for it.
     """
 
     parts: tuple[tuple[Sequence[Update], TokenGrid], ...]
@@ -115,8 +115,8 @@ class SequenceMixer(nn.Module):
         raise NotImplementedError
 
     def forward(self, inputs: Tensor, layout: TokenLayout, cache: TitansCache | None = None, **kwargs) -> MixerOutput:
-        """Mixes inputs (B, T, input_size) after the tokens of the cache, if any, whose layer is updated. `kwargs` are
-        the further arguments of the model's call, for the attention function.
+        """Mixes inputs (B, T, input_size) after the tokens of the cache, if there is one, and updates its layer.
+        `kwargs` go to the attention function.
         """
         layer = None if cache is None else cache.layers[self.layer_idx]
         state, recorded = (None, ()) if layer is None else layer.state_before_call()
@@ -139,8 +139,8 @@ class SequenceMixer(nn.Module):
         return MixerOutput(grid.gather(output.hidden_states), weights, state, surprise)
 
     def _state_of_rows(self, state: LayerState | None, dtype: torch.dtype, grid: TokenGrid) -> LayerState:
-        """Returns the state from which each row of the grid continues, given the states of the B batch rows, None
-        before the first token of every row.
+        """Returns the state from which each row of the grid continues, given the state of the batch rows (None before
+        their first token).
         """
         if state is not None and grid.source_rows is None:
             return state
@@ -176,7 +176,7 @@ class TitansMixer(SequenceMixer):
         """Returns the state before the first token: after P, which precedes every sequence (x~ = P || x: eq. 26, 29).
 
         P does not count as tokens of the first chunk. The state is the same for every row: computed once and expanded,
-        unless an adapter may project each row in another way.
+        unless adapters may differ between rows.
         """
         persistent = self.persistent_rows(batch_size)
         memory = self.memory.initial_state(len(persistent), dtype)
@@ -227,8 +227,8 @@ class LMMMixer(TitansMixer):
 class MALMixer(TitansMixer):
     """Memory as a layer: sliding-window attention over the memory's output (eq. 29-31).
 
-    With `memory_residual`, attention reads the input plus the memory's output, which also gates attention's output and
-    is added.
+    With `memory_residual`, attention reads the input plus the memory's output. The memory's output also gates
+    attention's output and is added to it.
     """
 
     def __init__(self, config: TitansConfig, layer_idx: int):
@@ -258,7 +258,7 @@ class MALMixer(TitansMixer):
 
 
 class MAGMixer(TitansMixer):
-    """Memory as a gate: attention and memory in parallel, the memory's output gates attention's (eq. 26-28).
+    """Memory as a gate: attention and memory in parallel; the memory's output gates attention's output (eq. 26-28).
 
     With `memory_residual`, the memory's output is also added.
     """
@@ -288,11 +288,12 @@ class MAGMixer(TitansMixer):
 
 
 class MACMixer(TitansMixer):
-    """Memory as context: attention over the memory's recall for a segment and over the segment; the memory is then
-    updated with the result and gates it (eq. 21-25). Segments are processed in order: each recalls from the memory at
-    the end of the one before.
+    """Memory as context: attention over a segment and the memory's recall for it. The memory is then updated with the
+    result and gates it (eq. 21-25). Segments are processed in order: each recalls from the memory at the end of the
+    segment before.
 
-    With `memory_residual`, attention's output is gated without its input, and the memory's output is added.
+    With `memory_residual`, the gate applies to attention's output without the residual input, and the memory's output
+    is added.
     """
 
     def __init__(self, config: TitansConfig, layer_idx: int):

@@ -55,8 +55,8 @@ try:
 except ImportError:  # PEFT is optional
     TARGETS_BY_MODEL_TYPE = {}
 
-CACHE_PLACE = 3  # of the cache among the arguments of a generic head
-# The projections of attention and of the memory: both name their queries, keys, values and output so.
+CACHE_PLACE = 3  # position of the cache among the arguments of a generic head
+# The projections of attention and of the memory, which share these names.
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
@@ -141,7 +141,7 @@ class TitansPreTrainedModel(PreTrainedModel):
 
     config: TitansConfig
     config_class = TitansConfig
-    cache_class = TitansCache  # of the same code as the model: a checkpoint may have brought its own
+    cache_class = TitansCache  # from the model's own code, which may be a checkpoint's
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["TitansDecoderLayer"]
@@ -157,7 +157,7 @@ class TitansPreTrainedModel(PreTrainedModel):
     }
 
     def compile_memory(self, **options) -> None:
-        """Compiles the memory's update with four full chunks, and with one, forward and backward, at its next use: for
+        """Compiles the memory's update, forward and backward, with four full chunks and with one, at its next use: for
         all Titans models of the process and any sequence length, once per chunk size and product of rows and heads. It
         has no effect with `memory_network="residual"` or `memory_gates="layer"`, whose backward is autograd's.
 
@@ -174,10 +174,9 @@ class TitansPreTrainedModel(PreTrainedModel):
     def set_memory_learning(self, learning: bool) -> None:
         """Turns learning at test time off or on again, for all calls that begin later.
 
-        While it is off, every memory is read with its weights as they are: nothing is written or forgotten, its weights
-        and momentum stay equal to the bit, and the token memory writes nothing. Attention's window,
-        the inputs of the convolutions and the count of tokens go on as ever. What precedes the first token of a
-        document, its initial memory after the persistent tokens, is the same with learning on or off.
+        While it is off, every memory, the token memory included, is only read: nothing is written or forgotten, and
+        weights and momentum stay equal to the bit. Attention's window, the inputs of the convolutions and the count of
+        tokens go on. A document's initial memory, after the persistent tokens, is the same with learning on or off.
 
         The switch belongs to this object, which `save_pretrained` does not save. A call reads it once, when it begins;
         `generate()` makes a call for each token. Threads that share the model share the switch.
@@ -259,7 +258,7 @@ class TitansModel(TitansPreTrainedModel):
                 removed: it neither counts as a token nor changes a state, and the output at padding is undefined.
             position_ids (B, T) or (1, T): needed only to mark packed documents, since the cache counts positions. A new
                 document starts where they restart at 0 within a row.
-            cache: the cache that the first token continues; updated to the last document of each row. It must
+            cache: the cache that the first token continues; after the call it holds each row's last document. It must
                 have been made with the model's present weights: memory files are checked for that, calls are not.
             cu_seq_lens_q (N + 1,) int: cumulative lengths of the documents packed in a single row, from 0 to T.
             seq_idx (B, T) or (1, T) int: document of each token, which is independent of the documents before it.
@@ -270,7 +269,8 @@ class TitansModel(TitansPreTrainedModel):
         and the window up to the token, oldest first; in MAC (B, heads, T, P + 2 L): persistent tokens, recalled tokens
         and segment slots. Attention maps assembled from several windows or segments carry no gradient.
 
-        Raises ValueError for an empty sequence or batch, ids out of range, or a mask, positions or cache that misfit.
+        Raises ValueError for an empty sequence or batch, ids out of range, and a mask, positions or a cache that do not
+        fit.
         """
         check_inputs(input_ids, inputs_embeds)
         if inputs_embeds is None:
@@ -334,13 +334,13 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
         seq_idx: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> TitansCausalLMOutput:
-        """Computes logits and, with labels, the loss; further arguments than in `TitansModel.forward`:
+        """Computes logits and, with labels, the loss; arguments beyond those of `TitansModel.forward`:
 
-            labels (B, T) int64: usually `input_ids`; shifted inside, -100 is ignored. The loss is their mean cross
-                entropy, or their sum divided by `num_items_in_batch` where given.
+            labels (B, T) int64: usually `input_ids`; shifted inside, -100 is ignored. The loss is the mean cross
+                entropy, or, with `num_items_in_batch`, the sum divided by it.
             logits_to_keep: compute logits only for the last n positions, or for the positions given; 0 for all.
             output_surprise: return the surprise of each token and its gates; a `SurpriseCollector` also collects them.
-        Returns loss where there are labels, logits (B, T or fewer, vocab_size), and the outputs of `TitansModel`.
+        Returns the loss if there are labels, logits (B, T or fewer, vocab_size), and the outputs of `TitansModel`.
         """
         with undone_on_error(cache):
             outputs = self.model(
@@ -377,7 +377,7 @@ class TitansHead(TitansPreTrainedModel):
 
 
 def leaving_cache_on_error(forward: Callable) -> Callable:
-    """Makes a head's `forward` leave the cache as it was if it raises, as for labels that do not fit."""
+    """Makes a head's `forward` leave the cache as it was if it raises, for example for labels that do not fit."""
 
     @wraps(forward)
     def undone(self, *args, **kwargs):
@@ -407,7 +407,7 @@ class TitansForSequenceClassification(GenericForSequenceClassification, TitansHe
         that fits the config's `problem_type`; other arguments are as in `TitansModel.forward`.
 
         The last token is the last column whose mask is 1 and whose id is not `pad_token_id`. Transformers' own head
-        looks at ids alone: it would classify the undefined output at padding with other ids or of embeddings.
+        looks at ids alone: it would classify the undefined output at padding that has other ids, or in embeddings.
 
         Raises ValueError for several rows of ids without a mask and without `pad_token_id`.
         """
@@ -470,8 +470,8 @@ class TitansForQuestionAnswering(GenericForQuestionAnswering, TitansHead):
         """Computes start_logits and end_logits (B, T), and with start_positions and end_positions (B,) the loss; other
         arguments are as in `TitansModel.forward`.
 
-        The logits of padding are the least number of their dtype: the loss of a row is the same however far the row is
-        padded, and no answer lies in padding.
+        The logits at padding are the smallest number of their dtype: padding does not change a row's loss, and no
+        answer lies in it.
         """
         with undone_on_error(cache):
             outputs = self.model(

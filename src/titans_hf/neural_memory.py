@@ -21,16 +21,16 @@ from .memory_state import Gates, MemoryInputs, MemoryState, zero_of
 from .token_grid import TokenGrid
 
 # Added to squared norms that may be 0: a new memory outputs 0, and the key of a sequence's first token is 0 in a new
-# model. With an epsilon as small as usual, the gradients of these tokens would exceed all other gradients.
+# model. With a usual, smaller epsilon, the gradients of these tokens would exceed all other gradients.
 EPSILON = 1e-4
 # Factor of the initial weights of the output projections of memory and attention: untrained, their output is noise,
 # which costs more than the memory gains. With 0, a memory whose last layer starts at 0 would have no gradient.
 OUTPUT_SCALE = 0.1
-# Limit of eta, the decay of the momentum, with the delta rule: at a larger one, a memory can grow exponentially where
-# a key comes in bursts.
+# Limit of eta, the decay of the momentum, with the delta rule: above it, bursts of one key can make a memory grow
+# exponentially.
 LARGEST_ETA_OF_DELTA_RULE = 1 / 3
-# Limit of the steps of hidden layers with the delta rule, in units of theta: in small chunks, larger steps change
-# the last layer's inputs, under which it has stored values.
+# Limit of the steps of hidden layers with the delta rule, in units of theta: in small chunks, larger steps change the
+# last layer's inputs so much that stored values are no longer found.
 LARGEST_HIDDEN_STEP = 1 / 128
 
 
@@ -52,8 +52,8 @@ class TitansRMSNorm(nn.RMSNorm):
 class HeadNorm(nn.RMSNorm):
     """RMSNorm in the dtype of its input: the memory's output may exceed the range of a half-precision model.
 
-    With `only_above`, the length of a vector (..., D) is clipped at 1 and then multiplied by
-    sqrt(D), so that a clipped vector has RMS 1: a memory that has stored little for a query outputs little.
+    With `only_above`, the length of a vector (..., D) is clipped at 1, then multiplied by sqrt(D), so that a clipped
+    vector has RMS 1 and small retrievals stay small.
     """
 
     def __init__(self, size: int, only_above: bool = False):
@@ -129,12 +129,12 @@ class TokenGate(nn.Module):
     """One logit per token and head, or per layer of each head's network; the logits of a head's layers are side by
     side. Zero-initialised weight: every token's logit starts as `initial_logit`.
 
-    No nn.Linear, because quantisers convert every nn.Linear: a gate has few weights, and all updates depend on it.
+    Not an nn.Linear, because quantisers convert every nn.Linear: a gate has few weights, and all updates depend on it.
     """
 
     def __init__(self, hidden_size: int, num_gates: int, initial_logit: float):
         super().__init__()
-        self.in_features, self.out_features = hidden_size, num_gates  # tensor parallelism asks for them
+        self.in_features, self.out_features = hidden_size, num_gates  # read by tensor parallelism
         self.initial_logit = initial_logit
         self.weight = nn.Parameter(torch.zeros(num_gates, hidden_size))
         self.bias = nn.Parameter(torch.full((num_gates,), initial_logit))
@@ -246,8 +246,8 @@ class NeuralMemory(nn.Module):
         """Updates the memory with tokens and reads it for each of them (eq. 10-16).
 
         hidden_states (B, T, hidden), T at least 1; state: returned by the call before, None before the first token.
-        Returns the output (B, T, hidden) and the state after the last token, in float32 at least. `state` stays as it
-        is: it can be continued in several ways. `state.map(Tensor.detach)` cuts the graph of a training step.
+        Returns the output (B, T, hidden) and the state after the last token, in float32 at least. `state` is not
+        changed: several calls can continue it. `state.map(Tensor.detach)` cuts the graph of a training step.
         """
         if state is None:
             memory = self.initial_state(len(hidden_states), hidden_states.dtype)
@@ -274,8 +274,8 @@ class NeuralMemory(nn.Module):
     ) -> MemoryOutput:
         """Updates the memory with hidden_states (R, G, hidden) on the slots of `grid` and reads it for each of them.
 
-        decay_target: of an earlier call of `decay_target`, which is called without it. projects: False to return the
-        retrieved values, to which `project_output` is to be applied.
+        decay_target: a result of the method `decay_target`, which is called if it is None. projects: False to return
+        the retrieved values, to which `project_output` is to be applied.
         """
         decay_target = self.decay_target(state, grid) if decay_target is None else decay_target
         projected, conv_state = self._project_inputs(hidden_states, conv_state, grid)
@@ -325,7 +325,7 @@ class NeuralMemory(nn.Module):
 
     def _gates(self, hidden_states: Tensor, dtype: torch.dtype, updates: bool) -> Gates:
         """Computes the data-dependent gates (paper section 3.1) of eq. 10 and 13: (B, H, T), or (B, H, T, layers) with
-        gates of their own for each layer of the memory network. All are 0 unless the memory is updated.
+        separate gates for each layer of the memory network. All are 0 unless the memory is updated.
         """
         logits = self._logits(self.inner_lr, hidden_states, dtype)
         inner_lr = (self.config.memory_max_lr if updates else 0.0) * torch.sigmoid(logits)  # theta_t: eq. 10

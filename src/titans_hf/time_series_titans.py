@@ -36,7 +36,7 @@ class TitansTimeSeriesConfig(TitansConfig):
         cycle_length (`int`, defaults to 0):
             Number of values of a cycle that is learned for each channel, 24 for the days of hourly values; 0 for none.
             It is subtracted from the input and added to the forecast, in the units of the values. Before training,
-            `model.cycle.fit(training values)` sets it to their means; from 0, it is learned too slowly.
+            `model.cycle.fit(training values)` sets it to their means; a cycle that starts from 0 is learned too slowly.
         num_input_channels (`int`, defaults to 1):
             Number of channels of the cycle. No effect without a cycle: any number of channels is then read.
 
@@ -57,7 +57,7 @@ class TitansTimeSeriesConfig(TitansConfig):
     head_dropout: int | float = setting(0.0, at_least=0, at_most=1)
     cycle_length: int = setting(0, at_least=0)
     num_input_channels: int = setting(1, at_least=1)
-    # All figures of series are of this form.
+    # All measured figures of time series are for this form.
     memory_form: Literal["titans", "delta", "paper"] = "delta"
     vocab_size: int = 1  # of a table that the embedding of patches replaces
     hidden_size: int = 64
@@ -85,9 +85,9 @@ class TitansTimeSeriesConfig(TitansConfig):
 class TimeSeriesState:
     """The state of B series of C channels; its size does not depend on the number of values read.
 
-    values (B * C, context_length): the last values, less their cycle. hidden_states (B * C, patches of them, hidden):
-    what the linear head sees. memory: the `TitansCache` of the layers, B * C rows. cycle_position (B,) int64: place of
-    the next value in the cycle.
+    values (B * C, context_length): the last values minus their cycle. hidden_states (B * C, their patches, hidden): the
+    linear head's inputs. memory: the `TitansCache` of the layers, B * C rows. cycle_position (B,) int64: place of the
+    next value in the cycle.
     """
 
     values: Tensor
@@ -111,10 +111,10 @@ class TimeSeriesState:
 class TitansForTimeSeriesPredictionOutput(ModelOutput):
     """The forecast of a call.
 
-    loss: a scalar, where there are `future_values`. prediction_outputs (B, prediction_length, C): the forecast, in the
-    units of `past_values`. loc, scale (B, 1, C): mean and standard deviation of the last `context_length` values, less
-    their cycle. state: after the last value, with `use_cache=True`. hidden_states, attentions, surprise: on request,
-    as `TitansModel` returns them for the new patches, B * C rows.
+    loss: a scalar, with `future_values`. prediction_outputs (B, prediction_length, C): the forecast, in the units of
+    `past_values`. loc, scale (B, 1, C): mean and standard deviation of the last `context_length` values minus their
+    cycle. state: after the last value, with `use_cache=True`. hidden_states, attentions, surprise: on request, as
+    `TitansModel` returns them for the new patches, B * C rows.
     """
 
     loss: Tensor | None = None
@@ -141,9 +141,9 @@ register_lora_targets(TitansTimeSeriesConfig.model_type)
 
 
 class LearnedCycle(nn.Module):
-    """A value for each place of a cycle and each channel: what repeats in all training data; 0 before `fit`.
+    """A learned value for each place of a cycle and each channel; 0 before `fit`.
 
-    Residual cycle forecasting (Lin et al. 2024, arXiv 2409.18479): the model forecasts the series less its cycle.
+    Residual cycle forecasting (Lin et al. 2024, arXiv 2409.18479): the model forecasts the series minus its cycle.
     """
 
     def __init__(self, cycle_length: int, num_channels: int):
@@ -157,7 +157,7 @@ class LearnedCycle(nn.Module):
 
     @torch.no_grad()
     def fit(self, values: Tensor) -> None:
-        """Sets the cycle to the mean of the training values (T, C) at each place, less the mean over all places. The
+        """Sets the cycle to the mean of the training values (T, C) at each place, minus the mean over all places. The
         first value is at place 0. Training goes on from these means. Raises ValueError for less than one cycle, other
         channels or values that are not finite.
         """
@@ -170,8 +170,8 @@ class LearnedCycle(nn.Module):
 
 
 class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
-    """Forecasts each channel by itself, by the same weights: patches -> Titans without its final norm, which would take
-    the amplitudes of patches away -> linear head on the last patches.
+    """Forecasts each channel by itself, by the same weights: patches -> Titans without its final norm -> linear head on
+    the last patches.
 
     Reversible instance normalisation: a patch is normalised by the mean and standard deviation of the `context_length`
     values that end with it. The patches of the first `context_length` values share the mean and deviation of all these
@@ -194,7 +194,7 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         super().__init__(config)
         self.model = TitansModel(config)
         self.model.set_input_embeddings(nn.Linear(config.patch_length, config.hidden_size))
-        # Without the final norm, which would take each patch's amplitude from the head.
+        # The final norm would hide each patch's amplitude from the head.
         self.model.norm = nn.Identity()
         self.head_dropout = nn.Dropout(config.head_dropout)
         self.head = nn.Linear(config.num_patches * config.hidden_size, config.prediction_length)
@@ -224,12 +224,12 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
                 `patch_length`, and at least `context_length` at the beginning of a series.
             future_values (B, prediction_length, C): the values that follow; with them there is a loss.
             state: returned by the call before; None at the beginning of a series. It is not changed.
-            cycle_position (B,) int64: place of the first value in the cycle, 0 by default; the state has that of later
-                values. Without a cycle it has no meaning.
+            cycle_position (B,) int64: place of the first value in the cycle, 0 by default. Only at the beginning of a
+                series: a state has its place. No effect without a cycle.
             use_cache: return the state after the last value.
 
         Raises ValueError for missing values, another shape, a state of another model or number of series, and
-        other arguments, as `past_observed_mask` of transformers' own models.
+        other arguments, such as `past_observed_mask` of transformers' own models.
         """
         options = {name: value for name, value in kwargs.items() if value is not None}
         self._check_values(past_values, future_values, state, options)
@@ -246,7 +246,7 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         forecast = self.head(self.head_dropout(hidden_states.flatten(1))).to(values) * scale + loc
         forecast, loc, scale = (x.unflatten(0, (len(past_values), -1)).mT for x in (forecast, loc, scale))
         forecast = forecast + future_cycle
-        if use_cache:  # of copies: views would keep everything that was read
+        if use_cache:  # copies: views would keep everything that was read
             kept = values[:, -self.config.context_length :].clone(), hidden_states.clone()
             state = TimeSeriesState(*kept, memory, position + past_values.shape[1])
         loss = None if future_values is None else LOSSES[self.config.loss](forecast, future_values.to(forecast))
@@ -274,8 +274,8 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
 
         past_values, state, cycle_position: as in `forward`. prediction_length: the config's by default.
 
-        Raises ValueError as `forward` does, and for a length below 1 or, where forecasts must be read, for a model that
-        forecasts less than a patch.
+        Raises ValueError as `forward` does, for a length below 1, and for one above `config.prediction_length` if a
+        forecast is shorter than a patch.
         """
         length = self.config.prediction_length if prediction_length is None else prediction_length
         num_read = self.config.prediction_length // self.config.patch_length * self.config.patch_length
@@ -306,7 +306,7 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         return cycle_position
 
     def _split_cycle(self, past_values: Tensor, position: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Returns past_values (B, T, C) less their cycle, in float32 at least, and the cycle of the values that
+        """Returns past_values (B, T, C) minus their cycle, in float32 at least, and the cycle of the values that
         follow, (B, prediction_length, C).
         """
         past_values = past_values.to(torch.promote_types(past_values.dtype, torch.float32))
@@ -319,10 +319,11 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
     def _normalize(self, values: Tensor, at_start: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Cuts values (rows, T) into patches, each normalised by the context_length values that end with it. Returns
         patches (rows, T, patch_length), and the mean and deviation (rows, 1) of the last context_length values. The
-        first context_length values give patches only `at_start`; later, these patches have been read before.
+        first context_length values give patches only `at_start`; later, these patches have been read already.
 
-        The deviation is taken of the values divided by the largest value of their context, plus a rounding error, so
-        that a constant series can be normalised: forecasts do not depend on the unit, and no square overflows.
+        Mean and deviation are computed from values divided by their context's largest value: forecasts do not depend on
+        the unit, and no square overflows. A rounding error is added to the variance, so that a constant series can be
+        normalised.
         """
         size = self.config.patch_length
         contexts = values.unfold(1, self.config.context_length, size)
