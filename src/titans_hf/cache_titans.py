@@ -308,9 +308,7 @@ class TitansCache(Cache):
         """Raises ValueError, naming the difference, for another config or batch size than the cache was made for."""
         _check_equal("`cache` does not fit the model:", self.made_for, _shaping_fields(config))
         if self.batch_size not in (-1, batch_size):
-            advice = (
-                f"; `batch_repeat_interleave({batch_size})` gives a copy so many rows" if self.batch_size == 1 else ""
-            )
+            advice = f"; `batch_repeat_interleave({batch_size})` repeats a copy's row" if self.batch_size == 1 else ""
             sizes = f"its batch size is {self.batch_size}, not {batch_size}"
             raise ValueError(f"`cache` does not fit the input: {sizes}{advice}.")
 

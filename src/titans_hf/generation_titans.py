@@ -249,7 +249,7 @@ def _check_inputs(generation_config, generation_mode: GenerationMode, model_kwar
     if is_new and isinstance(mask, Tensor) and mask.dim() == 2 and not (mask[:, -1:] != 0).logical_or(mask == 0).all():
         logger.warning_once(
             "A prompt ends in padding (`attention_mask` is 0 in its last column; without one, its last id is "
-            "`pad_token_id`), whose output is undefined, and the next token is chosen by it: pad on the left "
+            "`pad_token_id`). The next token is chosen by the output there, which is undefined: pad on the left "
             "(`tokenizer.padding_side = 'left'`)."
         )
 

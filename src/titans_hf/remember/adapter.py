@@ -1,4 +1,4 @@
-"""Adapter folders: what a fit has made for a base model, 1 to 3 MB, without a weight of the base model.
+"""Adapter folders: the result of a fit for a base model, 1 to 3 MB, without the base model's weights.
 
     save_adapter(model, "my-adapter")
     remember(base_model, adapter="my-adapter")                    # a folder, or a name on the Hub
@@ -30,7 +30,7 @@ from .token_list import ReadOut, TokenList
 
 WEIGHTS = "adapter.safetensors"
 SETTINGS = ("entries", "threshold")  # of the list
-OLDER_SIZES = {"entry_weight": 7, "gate_weight": 8}  # of adapters from before the last fact and the last two features
+OLDER_SIZES = {"entry_weight": 7, "gate_weight": 8}  # in adapters from before d_ti (`token_list`)
 CARD = """# {name}
 
 A memory for {base}: fast weights that learn while the model reads, by the gradient of
@@ -60,8 +60,9 @@ The adapter: {licence}. The base model: its own.
 class RememberConfig(PreTrainedConfig):
     """The settings of an adapter.
 
-    base_model_name_or_path: the base model. window, memory, learn_from, first_token: of `remember`. step: of the fast
-    weights. rank: r. token_list: settings of the list. fit: what the fit states: seed, texts, tokens.
+    base_model_name_or_path: the base model. window, memory, learn_from, first_token: arguments of `remember`. step: of
+    the fast weights. rank: r. token_list: settings of the list. fit: facts about the fit, such as seed, texts and
+    tokens.
     """
 
     model_type = "remember"
@@ -84,8 +85,8 @@ class RememberForCausalLM(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, adapter: str | Path, *args: Any, **options: Any) -> PreTrainedModel:
-        """Returns the base model of an adapter with its memory. `options` are those of the base model, as `dtype`,
-        `device_map` and `quantization_config`, or fields of the adapter's configuration, as `window`.
+        """Returns the base model of an adapter with its memory. `options` are arguments for the base model, such as
+        `dtype`, `device_map` and `quantization_config`, or fields of the adapter's configuration, such as `window`.
 
         Raises ValueError for a bad adapter.
         """
@@ -129,9 +130,9 @@ def save_adapter(
 
     Args:
         model: a model with `remember`.
-        folder: is made if it does not exist.
-        fit: what to state of the fit, as {"texts": [...], "tokens": 90000, "seed": 0}.
-        licence: of the adapter, for its card.
+        folder: created if it does not exist.
+        fit: facts about the fit for the card, such as {"texts": [...], "tokens": 90000, "seed": 0}.
+        licence: the adapter's licence, for its card.
         half: write directions, start and projection in float16, which halves the file.
         push_to_hub: a name on the Hub, to which the folder is uploaded. `options`: of `HfApi.create_repo`.
 
@@ -189,13 +190,13 @@ def load_adapter(
 ) -> tuple[RememberConfig, FastWeights | None, TokenList | None]:
     """Loads an adapter for a model: its settings, fast weights and list.
 
-    Raises ValueError, with the adapter's name, for one that is not there, is damaged, or is of another model.
+    Raises ValueError, naming the adapter, if it is missing, damaged or made for another model.
     """
     try:
         config = RememberConfig.from_pretrained(adapter)
         tensors = load_file(cached_file(adapter, WEIGHTS))
         if config.memory is None or not set(config.memory) <= {FAST_WEIGHTS, LIST}:
-            raise ValueError(f"its config.json is of no adapter, but of a {config.to_dict().get('model_type')} model")
+            raise ValueError(f"its config.json describes a {config.to_dict().get('model_type')} model, not an adapter")
         parts = (
             _fast_weights(model, config, tensors) if FAST_WEIGHTS in config.memory else None,
             _token_list(model, config, tensors) if LIST in config.memory else None,

@@ -6,9 +6,8 @@
     B <- B_0 + alpha (B - B_0) + S            Titans eq. 13: alpha = 1 forgets nothing
 
 The step of a chunk is taken when the token after it arrives, because that is the last label. A chunk's keys and values
-are never computed again: they stay as the weights of their chunk left them. S, B and the steps are float32 at least,
-whatever the model's dtype, in which B (A x) is computed. A step whose gradient is longer than `max_gradient` is
-shortened to it (the norm over all matrices of the row).
+are kept as they were computed before its step. S, B and the steps are float32 at least; B (A x) is computed in the
+model's dtype. A gradient whose norm over all matrices of a row exceeds `max_gradient` is scaled down to it.
 
 Sources: dynamic evaluation (Krause et al. 2018), test-time training (Sun et al. 2024), Titans (Behrouz et al. 2024).
 Shapes: R rows, T tokens, r rank, `in` and `out` the sizes of a linear layer.
@@ -33,7 +32,7 @@ _ACTIVE: ContextVar["tuple[FastWeights, dict[str, Tensor]] | None"] = ContextVar
 
 @dataclass
 class Step:
-    """How a step is taken: chunk C (tokens), momentum eta, retain alpha, max_gradient (None: never shortened)."""
+    """How a step is taken: chunk C (tokens), momentum eta, retain alpha, max_gradient (None: no limit)."""
 
     chunk: int = 64
     momentum: float = 0.0
@@ -55,7 +54,7 @@ class FastWeights:
     step: Step = field(default_factory=Step)
 
     def attach(self, model: PreTrainedModel) -> list:
-        """Adds the terms to a model's linear layers, by hooks, which are returned. They act inside `active` alone."""
+        """Adds the terms to a model's linear layers by hooks, which it returns. They act only inside `active`."""
         modules, hooks = dict(model.named_modules()), []
         for name in self.directions:
             if name not in modules:
@@ -143,7 +142,7 @@ def _add_term(name: str, module: nn.Module, args: tuple, output: Tensor) -> Tens
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """Returns the decoder layers of a model and their name: its list of as many modules as it has layers."""
+    """Returns name and list of a model's decoder layers: a list of as many modules as the model has layers."""
     number = model.config.get_text_config(decoder=True).num_hidden_layers
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == number:
@@ -155,7 +154,7 @@ def linear_layers(model: PreTrainedModel, kinds: Sequence[str], layers: Sequence
     """Returns the sizes (in, out) by name of the linear layers of `kinds` ("v_proj", ...) in some decoder layers.
 
     Experts of a mixture are left out: their inputs are not the tokens of the call in order. A layer with an adapter of
-    PEFT keeps its name; the adapter's term is added after that of the fast weights.
+    PEFT keeps its name; the adapter's term is added after the fast weights' term.
     """
     root, found = decoder_layers(model)[0], {}
     for index in layers:

@@ -1,9 +1,9 @@
-"""Fits what `remember` adds to a model to texts: no weight of the model itself is trained.
+"""Fits the memory of `remember` to texts: no weight of the model itself is trained.
 
 1. Directions: with G the mean gradient of a linear layer's weights W over a text, at the original weights, V and s the
    eigenvectors and eigenvalues of the sum of G^T G over texts: A = diag((s_i / s_1)^(-1/4)) V_r^T. The sum is sketched
    by random rows, so that no matrix of (in, in) is needed.
-2. Rate: of the rates that are tried, each twice or half the one before, the one with the least loss of texts.
+2. Rate: the tried rate with the least loss of texts; each tried rate is twice or half the rate before.
 3. Start: two passes through texts, one after another; B_0 is the mean of B over the second pass.
 4. List: see `fit_list`. It is fitted to texts that are read with the fast weights.
 
@@ -47,7 +47,7 @@ FIT_TOKENS, COMPARED_TOKENS = 12 * TEXT, 4 * COMPARED  # in all, but at most a q
 
 @contextmanager
 def frozen(model: PreTrainedModel) -> Iterator[None]:
-    """Lets no parameter have a gradient, in evaluation mode, inside of the block."""
+    """Turns the gradients of all parameters off, and evaluation mode on, inside of the block."""
     trained, training = [x for x in model.parameters() if x.requires_grad], model.training
     model.eval()
     try:
@@ -82,7 +82,7 @@ class Saved:
             folder.mkdir(parents=True, exist_ok=True)
 
     def load(self, stage: str) -> dict[str, Tensor]:
-        """Returns what a stage has saved; an empty dictionary for none, and for that of a fit of other arguments."""
+        """Returns a stage's saved tensors; an empty dictionary without any, or if the fit had other arguments."""
         if self.folder is None:
             return {}
         try:
@@ -91,7 +91,7 @@ class Saved:
             return {}
 
     def save(self, stage: str, tensors: dict[str, Tensor]) -> None:
-        """Replaces what a stage has saved, in one step."""
+        """Replaces a stage's saved tensors, atomically."""
         if self.folder is not None:
             file = self.folder / f"{stage}-{self.key}.safetensors"
             save_file({name: x.contiguous().cpu() for name, x in tensors.items()}, file.with_suffix(".new"))
@@ -105,7 +105,7 @@ def fast_layers(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     number = len(decoder_layers(model)[1])
     sizes = linear_layers(model, KINDS, range(number // 2, max(number - 1, number // 2 + 1)))
     if not sizes:
-        raise ValueError(f"`model` is a {type(model).__name__}, of whose linear layers none is of {', '.join(KINDS)}.")
+        raise ValueError(f"`model` is a {type(model).__name__}, without a linear layer named {', '.join(KINDS)}.")
     return sizes
 
 
@@ -261,8 +261,8 @@ def fit_start(
 
 
 class FitResult(NamedTuple):
-    """What a fit has gained. rate: theta. fast_weights: on texts of the documents that rates were compared by, over the
-    window alone. token_list: on the documents and recalls, over the fast weights. `number` of them are documents.
+    """The gains of a fit. rate: theta. fast_weights: over the window alone, on the texts by which rates were compared.
+    token_list: over the fast weights, on the documents and recalls; the first `number` texts are documents.
     """
 
     rate: float
@@ -290,12 +290,12 @@ def fit_memory(
         model: a causal language model, with a memory or without.
         documents: ids (T,) of texts of the kind that the model is to read, each read by itself; some 90,000 tokens.
         recalls: texts in which facts are asked for, ids (T,) and is_answer (T,) bool, as `make_recalls` returns them.
-        window: tokens that a query of full attention sees; None for all; "model" for the model's, 1,024 without memory.
+        window: tokens that a query of full attention sees; None for all; "model" for its memory's, else 1,024.
         rank: r, of the fast weights.
         entries: of the list.
-        recall_share: the weight of all answers together in the fit of the list, where the documents have 1.
+        recall_share: the weight of all answers together in the fit of the list; the documents have weight 1.
         seed: of the sketches of gradients.
-        folder: keeps the state of the fit, from which a fit with the same arguments goes on after an interruption.
+        folder: keeps the state of the fit: after an interruption, a fit with the same arguments continues there.
         progress: show bars on standard error.
 
     Raises ValueError for bad arguments, and for documents without a surprising token. A model for which an error is
@@ -329,7 +329,7 @@ def fit_memory(
 
 
 def parts_of(fast_weights: FastWeights | None, token_list: TokenList | None) -> list[str]:
-    """Returns the names of the parts that are there."""
+    """Returns the names of the parts that are not None."""
     return [name for name, x in ((FAST_WEIGHTS, fast_weights), (LIST, token_list)) if x is not None]
 
 
@@ -365,7 +365,7 @@ def parts_for(documents: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def num_readings(documents: Sequence[Tensor], recalls: Sequence[tuple[Tensor, Tensor]]) -> int:
-    """Returns how many tokens a fit reads at most, those that it reads several times counted so often."""
+    """Returns how many tokens a fit reads at most; a token counts as often as it is read."""
     texts, compared = (sum(map(len, x)) for x in parts_for(documents))
     return 3 * texts + (NUM_RATES + 2) * compared + sum(map(len, documents)) + sum(len(x) for x, _ in recalls)
 

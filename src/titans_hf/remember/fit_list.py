@@ -1,10 +1,10 @@
-"""Fits the list of surprising tokens to texts, which are read with the fast weights that the model has.
+"""Fits the list of surprising tokens to texts, which are read with the model's fast weights.
 
 1. Keys: the center c is the mean of y, the input of the last layer's feed-forward network, and the projection W its
    first principal directions, each divided by the fourth root of its variance.
 2. The numbers of the read-out, the sharpness, the weights of an entry's facts and the gate, minimise the mean of
-   -log((1 - l) p + l m) of the next token. The gate's weights, of features of deviation 1, have a normal prior of
-   deviation 1.
+   -log((1 - l) p + l m) of the next token. The gate's weights, for features scaled to deviation 1, have a normal prior
+   of deviation 1.
 
 Shapes: R rows, T tokens of a text, D hidden size, K key size, C columns, E entries.
 """
@@ -25,7 +25,7 @@ from .memory_cache import MemoryCache
 from .token_list import NUM_FEATURES, Found, ReadOut, TokenList, surprise
 
 START = -3.0  # the gate's bias before the fit: a share of .05, which is near the best constant share
-NUM_COLUMNS = 8000  # the read-out is fitted to so many columns, spread over the texts
+NUM_COLUMNS = 8000  # columns to which the read-out is fitted, spread over the texts
 ROWS = 4  # texts that are read at once
 MERGED = 128  # columns of a part of the evidence
 DOCUMENT = "list.document"  # in the state: the number of each row's text in the call
@@ -33,7 +33,7 @@ DOCUMENT = "list.document"  # in the state: the number of each row's text in the
 
 @dataclass
 class Recorder:
-    """Stands in the place of a model's list: notes what is read, and leaves the logits as they are.
+    """Replaces a model's list: calls `note` after each piece, and leaves the logits as they are.
 
     note(state, losses, mlp_inputs, seen) is called with the state, the losses (R, T) of the tokens that were read,
     their y (R, T, D), and the number of tokens (R,) that each row had read before.
@@ -51,7 +51,7 @@ class Recorder:
     def read(
         self, state: dict[str, Tensor], tokens: Tensor, mlp_inputs: Tensor, logits: Tensor, learns: Tensor, *others
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        seen = others[0]  # what follows, the number of logits that are kept, is of no account: all are noted
+        seen = others[0]  # the number of kept logits, which follows, does not matter: all are noted
         if self.note is not None:
             before = torch.cat([state["list.logits"][:, None].to(logits), logits[:, :-1]], 1)
             self.note(state, surprise(before, tokens), mlp_inputs.detach(), seen)
@@ -81,7 +81,8 @@ class Moments:
 
 class Evidence(NamedTuple):
     """Some columns of a text: columns (C,), their places; targets (1, C), the tokens after them; log_p (1, C), the
-    model's log probabilities of the targets; weight (1, C) of the targets' losses; found, what the columns find.
+    model's log probabilities of the targets; weight (1, C) of the targets' losses; found, the entries that the columns
+    find.
     """
 
     columns: Tensor
@@ -103,7 +104,7 @@ class Evidence(NamedTuple):
 
 
 def merge(parts: Sequence[Evidence]) -> list[Evidence]:
-    """Joins the parts of a text, so that each has MERGED columns at least but for the last: few are fast to fit to."""
+    """Joins a text's parts until each but the last has MERGED columns: few parts are fast to fit to."""
     merged: list[list[Evidence]] = []
     for x in parts:
         if not merged or sum(len(y.columns) for y in merged[-1]) >= MERGED:
@@ -113,7 +114,7 @@ def merge(parts: Sequence[Evidence]) -> list[Evidence]:
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Joins tensors (C,), (1, C) or (1, C, E), where entries that are missing are token -1, which nothing sees."""
+    """Joins tensors (C,), (1, C) or (1, C, E), where missing entries get token -1, which no query sees."""
     if tensors[0].dim() < 3:
         return torch.cat(tuple(tensors), -1)
     number = max(x.shape[-1] for x in tensors)
@@ -122,9 +123,9 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class Collector(TokenList):
-    """A list that notes what chosen columns find, and leaves the logits as they are.
+    """A list that notes the entries found at chosen columns, and leaves the logits as they are.
 
-    documents: ids (T,) of the texts of a call, one in a row. weights: of the loss of each of their tokens. wanted (T,)
+    documents: ids (T,) of the texts of a call, one per row. weights: of the loss of each of their tokens. wanted (T,)
     bool: the columns that are noted.
     """
 
@@ -139,7 +140,7 @@ class Collector(TokenList):
     def read(
         self, state: dict[str, Tensor], tokens: Tensor, mlp_inputs: Tensor, logits: Tensor, learns: Tensor, *others
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        seen = others[0]  # what follows, the number of logits that are kept, is of no account: all are noted
+        seen = others[0]  # the number of kept logits, which follows, does not matter: all are noted
         blocks, after = self.find(state, tokens, mlp_inputs, logits, learns, seen)
         begin = 0
         for of_block, found in blocks if len(self.documents) else ():
@@ -161,7 +162,7 @@ class Collector(TokenList):
 
 
 def _row(found: Found, row: int) -> Found:
-    """Returns what one row finds."""
+    """Returns the part of one row."""
     return Found(*(tuple(y[row, None] for y in x) if isinstance(x, tuple) else x[row, None] for x in found))
 
 
@@ -176,7 +177,7 @@ class Gains(NamedTuple):
 
 
 def read_texts(model: PreTrainedModel, texts: Sequence[Tensor]) -> None:
-    """Reads texts (T,), one in a row, each with an empty memory, in one call."""
+    """Reads texts (T,), one per row, each with an empty memory, in one call."""
     device, length = model.get_input_embeddings().weight.device, max(map(len, texts))
     ids = torch.stack([pad(x, (0, length - len(x))) for x in texts])
     mask = torch.stack([pad(torch.ones_like(x), (0, length - len(x))) for x in texts])
@@ -187,8 +188,8 @@ def read_texts(model: PreTrainedModel, texts: Sequence[Tensor]) -> None:
 def choose_columns(weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Returns for each text (T,) bool, the columns to look at, and (T,), the weights of the tokens after them.
 
-    These are all columns whose next token has a weight above 1, and every n-th of the others with a positive weight,
-    NUM_COLUMNS in all, which stand for the columns between them.
+    Chosen are all columns whose next token has a weight above 1, and every n-th of the other columns with a positive
+    weight, about NUM_COLUMNS of them, with n times the weight.
     """
     others = sum(int(((x[1:] > 0) & (x[1:] <= 1)).sum()) for x in weights)
     stride, wanted, counted = max(1, math.ceil(others / NUM_COLUMNS)), [], []
@@ -203,7 +204,7 @@ def choose_columns(weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor
 def collect(
     model: PreTrainedModel, documents: Sequence[Tensor], weights: Sequence[Tensor], saved: Any, bar: tqdm
 ) -> list[list[Evidence]]:
-    """Reads the documents with a memory whose list is a `Collector`; returns on the CPU what their columns find."""
+    """Reads the documents with a memory whose list is a `Collector`; returns the evidence on the CPU."""
     collector, (wanted, weights) = model.memory.token_list, choose_columns(weights)
     evidence: list[list[Evidence]] = [[] for _ in documents]
     order = sorted(range(len(documents)), key=lambda i: len(documents[i]))

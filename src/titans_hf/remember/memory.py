@@ -26,10 +26,8 @@ from .window import PREFIX, register_attention, set_window_attention
 FAST_WEIGHTS, LIST = PARTS = ("fast_weights", "list")
 FEED_FORWARD = ("mlp", "feed_forward", "ffn", "feedforward", "block_sparse_moe", "moe", "mixer")
 CHECK_LENGTH, CHECK_WINDOW = 24, 8  # of the text that a new memory is tried with, in tokens
-TOLERANCE = {
-    torch.float64: 1e-5,
-    torch.float32: 1e-3,
-}  # of logits, relative to the largest; else .1: many models compute in float32 inside
+# Of logits, relative to the largest; 0.1 in other dtypes. Many float64 models compute partly in float32.
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 _PROMPT: ContextVar[int | None] = ContextVar("prompt", default=None)  # columns of the prompt of `generate()`
 
 
@@ -104,10 +102,10 @@ def remember(
         fast_weights: fitted fast weights; by default random directions on the value projections, which need no fit.
         token_list: a fitted list; by default a random projection with a cautious read-out.
         first_token: the token of the sink, by default the model's begin token.
-        learn_from: "read", prompts and texts alone, or "all", the tokens that `generate()` makes too.
+        learn_from: "read" learns only from prompts and texts, "all" also from the tokens that `generate()` makes.
 
     Raises ValueError for a model that already has a memory, for a bad argument, and for a model that does not read
-    exactly with a window: this is tried with a random text. A model for which an error is raised is unchanged.
+    exactly with a window, as a random text shows. After an error, the model is unchanged.
     """
     whole, model = model, _base_model(model)
     if hasattr(model, "memory"):
@@ -161,7 +159,7 @@ def remember(
 
 
 def forget(model: PreTrainedModel) -> PreTrainedModel:
-    """Takes the memory from a model, in place, and returns the model as it was before `remember`."""
+    """Removes the memory from a model, in place, and returns the model as it was before `remember`."""
     whole, model = model, _base_model(model)
     memory = model.__dict__.pop("memory", None)
     if memory is None:
@@ -176,7 +174,7 @@ def forget(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _base_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Returns the model inside of a model of PEFT, another model itself."""
+    """Returns the model inside of PEFT's model; any other model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -193,13 +191,13 @@ def attach(model: PreTrainedModel, memory: Memory) -> None:
 
 
 def _set_hooked_forward(model: PreTrainedModel) -> None:
-    """Lets the hooks of accelerate, which keep the forward that a model had, call that of its class."""
+    """Lets accelerate's hooks, which keep a model's former forward, call the forward of its class."""
     if "_old_forward" in model.__dict__:
         model._old_forward = type(model).forward.__get__(model)
 
 
 def default_fast_weights(model: PreTrainedModel) -> FastWeights:
-    """Returns random directions on the value projections of the upper half of the layers but the last."""
+    """Returns random directions on the value projections of the upper half of the layers, without the last layer."""
     number = len(decoder_layers(model)[1])
     layers = range(number // 2, max(number - 1, number // 2 + 1))
     for kinds in (("v_proj",), ("qkv_proj", "c_attn", "query_key_value", "Wqkv"), ("o_proj", "out_proj", "down_proj")):
@@ -226,7 +224,7 @@ def choose_first_token(model: PreTrainedModel, given: int | None) -> int:
 
 
 def feed_forward(model: PreTrainedModel) -> torch.nn.Module:
-    """Returns the feed-forward network of a model's last layer, or what stands for it: the output embeddings."""
+    """Returns the feed-forward network of a model's last layer, or, if it is not found, its output embeddings."""
     last = decoder_layers(model)[1][-1]
     for name in FEED_FORWARD:
         if isinstance(getattr(last, name, None), torch.nn.Module):
@@ -259,21 +257,21 @@ def check_reading(model: PreTrainedModel) -> None:
     full, whole, in_pieces = (x[0].double() for x in results)
     allowed = TOLERANCE.get(results[0].dtype, 0.1) * float(full.abs().max())
     if not float((whole - in_pieces).abs().max()) <= allowed:
-        raise ValueError(f"`model` is a {type(model).__name__}, which does not read in pieces what it reads whole.")
+        raise ValueError(f"`model` is a {type(model).__name__}, whose logits differ if a text is read in pieces.")
     has_window = any(not getattr(x, "is_sliding", True) for x in MemoryCache(model).layers)
     if has_window and float((full[:CHECK_WINDOW] - whole[:CHECK_WINDOW]).abs().max()) > allowed:
-        raise ValueError(f"`model` is a {type(model).__name__}, which reads otherwise within its window.")
+        raise ValueError(f"`model` is a {type(model).__name__}, whose window changes the logits within the window.")
     if has_window and torch.equal(full[CHECK_WINDOW:], whole[CHECK_WINDOW:]):
         raise ValueError(f"`model` is a {type(model).__name__}, which ignores a window of attention.")
 
 
 class RememberingModel:
-    """The methods of a model with a memory, before those of its own class."""
+    """The methods that a model with a memory has before those of its own class."""
 
     memory: Memory
 
     def __reduce_ex__(self, protocol: int) -> tuple:
-        """Copies and pickles the model: its class has no name of its own by which it could be found."""
+        """Copies and pickles the model, whose class cannot be found by its name."""
         return _new_instance, (type(self).__bases__[1],), self.__dict__
 
     def __setstate__(self, state: dict) -> None:
@@ -307,7 +305,9 @@ class RememberingModel:
             model_kwargs[CACHE_NAME].activate_past_recording()
 
     def generate(self, inputs: Tensor | None = None, *args, **kwargs):
-        """Generates as the model's own class does; with learn_from="read" the memory does not learn what it makes."""
+        """Generates as the model's own class does; with learn_from="read" the memory does not learn the generated
+        tokens.
+        """
         prompt = kwargs.get("input_ids") if inputs is None else inputs
         token = _PROMPT.set(None if prompt is None else prompt.shape[-1])
         try:
@@ -405,7 +405,7 @@ def _columns(
     if mask is not None:
         if mask.dim() != 2 or mask.shape[1] < length or len(mask) != len(ids):
             raise ValueError(
-                f"`attention_mask` must be {tuple(ids.shape)}, or that with earlier columns, got {tuple(mask.shape)}."
+                f"`attention_mask` must be {tuple(ids.shape)}, or with earlier columns, got {tuple(mask.shape)}."
             )
         if prompt is None or begin < prompt:  # `generate()` makes tokens, not padding: a GPU need not be waited for
             real = (mask[:, -length:] != 0).cpu()

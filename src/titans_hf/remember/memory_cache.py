@@ -24,16 +24,17 @@ if TYPE_CHECKING:
 
 
 class MemoryCache(Cache):
-    """What a model with `remember` keeps of the texts that it reads; use it as any cache of Transformers.
+    """The cache of a model with `remember`: its memory of the texts that it reads. Use it as any cache of Transformers.
 
         cache = MemoryCache(model)
         model(ids, cache=cache)                # reads on
         model.generate(ids, cache=cache)
-        branch = copy.copy(cache)              # shares all tensors, which are replaced and never changed in place
+        branch = copy.copy(cache)              # shares all tensors: none is changed in place
 
     layers: keys and values of the window, states of recurrent layers. seen (R,) int64, on the CPU: tokens that each row
-    has read. steps (R,) int64, on the CPU: chunks that are done with. state: other tensors with rows by name: "B.*" and
-    "S.*" of the fast weights, "list.*", and "chunk.ids" (R, C) and "chunk.learns" (R, C), the last C tokens.
+    has read. steps (R,) int64, on the CPU: chunks whose step was taken or left out. state: other tensors with rows by
+    name: "B.*" and "S.*" of the fast weights, "list.*", and "chunk.ids" (R, C) and "chunk.learns" (R, C), the last C
+    tokens.
     num_columns: columns that were read, padding included.
 
     Raises ValueError for a model without `remember`.
@@ -91,8 +92,8 @@ class MemoryCache(Cache):
         return len(self.seen) or -1
 
     def start_prompt(self, num_read: int = 0) -> None:
-        """Lets `generate()` take the next prompt as a text whose first `num_read` tokens were read last: with 0, as a
-        new text, not as one that begins with what the cache has read.
+        """Lets `generate()` expect a prompt that begins with the last `num_read` tokens read. With 0, the prompt has
+        only the tokens to read next.
         """
         self.num_columns = max(self.num_columns, num_read)
         self.first_column = self.num_columns - num_read
@@ -187,7 +188,7 @@ class MemoryCache(Cache):
                 layer.forget_empty_rows()
 
     def put(self, rows: Tensor, other: "MemoryCache") -> None:
-        """Replaces some rows (I,) int64 by those of another cache."""
+        """Replaces some rows (I,) int64 by the rows of another cache."""
         for own, new in zip(self.layers, other.layers, strict=True):
             if hasattr(own, "put"):
                 own.put(rows, new, len(self.seen))
@@ -281,8 +282,8 @@ class MemoryCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last columns: -n removes n, as in Transformers.
 
-        Raises ValueError without `activate_past_recording`, and for more columns than were recorded: those since the
-        start of the last full chunk at least.
+        Raises ValueError without `activate_past_recording`, and for more columns than were recorded. At least the
+        columns since the start of the last full chunk are recorded.
         """
         number = abs(tokens_to_remove)
         if tokens_to_remove > 0:

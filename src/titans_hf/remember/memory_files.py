@@ -23,8 +23,8 @@ STATES = ("conv_states", "recurrent_states")
 def save(cache: "MemoryCache", folder: str | os.PathLike, facts: dict[str, Any]) -> None:
     """Saves a cache, and the `fingerprint` of its model.
 
-    Raises ValueError or OSError that names the folder, which keeps the memory that it had. Where another process has
-    saved since this cache was loaded or saved there, this memory goes beside it, and the error names both.
+    Raises ValueError or OSError that names the folder, whose memory stays. If another process has saved there since
+    this cache was loaded or saved there, this memory goes into a folder beside it, and the error names both.
     """
     tensors = {f"state.{name}": x for name, x in cache.state.items()} | {"seen": cache.seen, "steps": cache.steps}
     tensors["columns"] = torch.tensor([cache.num_columns, cache.first_column])
@@ -73,8 +73,8 @@ def load(
 
 
 def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
-    """Returns what a memory depends on: the kind and the sizes of the model, a hash of some of its weights, and one of
-    its memory's parameters.
+    """Returns the facts that a memory depends on: the model's type and sizes, a hash of some of its weights, and a hash
+    of its memory's parameters.
     """
     config, memory = model.config.get_text_config(decoder=True), model.memory
     total, parts = hashlib.sha256(), []
@@ -115,7 +115,7 @@ def layer_tensors(cache: "MemoryCache") -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _of_one_token(model: PreTrainedModel, device: torch.device) -> "MemoryCache":
-    """Returns a cache that has read one token without the memory: the form of what any cache holds."""
+    """Returns a cache that has read one token without the memory: the form of any cache's tensors."""
     from . import reading
     from .memory_cache import MemoryCache
 
@@ -126,9 +126,9 @@ def _of_one_token(model: PreTrainedModel, device: torch.device) -> "MemoryCache"
 
 
 def _check_like(name: str, x: Tensor, form: Tensor, layer, seen: Tensor) -> None:
-    """Raises ValueError for a tensor of a layer that is not of a form of one row and one token."""
+    """Raises ValueError unless a layer's tensor fits `form`, the tensor after one token of one row."""
     wanted = [len(seen), *form.shape[1:]]
-    if name.endswith(KEYS):  # the columns of all tokens that are kept, at least those that were read
+    if name.endswith(KEYS):  # at least the tokens read, at most those that are kept
         most = int(seen.max()) if layer.window is None else layer.window - 1 + layer.extra
         wanted[-2] = min(max(x.shape[-2] if x.dim() == 4 else 0, min(most, int(seen.max()))), most)
     _check(name, x, torch.Size(wanted), (form.dtype, torch.bfloat16, torch.float16))  # the dtype of a call's autocast

@@ -5,7 +5,8 @@ A piece ends where a row's chunk of fast weights is full, where its text leaves 
 where a document begins. Rows are thereby read as if each were alone, whatever the batch, the padding and the cuts.
 
 The step of a chunk is taken when the next token of the row arrives. If the whole chunk was one piece, its graph is
-used; otherwise the chunk is read once more, from the columns before it, by the same weights: the same numbers.
+used; otherwise the chunk is read once more, from the columns before it, with the same weights and so with the same
+numbers.
 
 Shapes: R rows, T columns, C tokens of a chunk, V vocabulary.
 """
@@ -43,9 +44,9 @@ def capture_mlp_inputs(module, args: tuple) -> None:
 def read(
     model: PreTrainedModel, cache: MemoryCache, columns: Columns, num_kept: int, arguments: dict
 ) -> tuple[Tensor, dict[str, tuple[Tensor, ...]], object]:
-    """Reads columns, updates the cache, and returns the logits (R, num_kept, V) of the last ones, 0 at padding; those
-    of OF_LAYERS that the model returns, for each layer (R, T, ...), 0 at padding; and the model's output for the last
-    piece. A call that raises an error leaves the cache as it was.
+    """Reads columns, updates the cache, and returns the logits (R, num_kept, V) of the last columns, 0 at padding; the
+    outputs OF_LAYERS that the model returns, for each layer (R, T, ...), 0 at padding; and the model's output for the
+    last piece. A call that raises an error leaves the cache as it was.
     """
     with_graph, kept, of_layers = torch.is_grad_enabled(), [], {name: [] for name in OF_LAYERS}
     output = CausalLMOutputWithPast()
@@ -176,8 +177,8 @@ def take_due_steps(model: PreTrainedModel, cache: MemoryCache, piece: Columns) -
 
 
 def _labels(chunk: Columns, following: Columns) -> Tensor | None:
-    """Returns the labels (R, C) of a chunk, IGNORED where not learned; None if a row's last one has not arrived, or
-    none is learned.
+    """Returns the labels (R, C) of a chunk, IGNORED where not learned; None if a row's last label has not arrived, or
+    no label is learned.
     """
     if not following.ids.shape[1] or not bool(following.real.all()):
         return None

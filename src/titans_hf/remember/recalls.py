@@ -1,7 +1,8 @@
-"""Made texts to which a memory is fitted beside real ones: facts are told, a filler follows, the facts are asked for.
+"""Generated texts for the fit of a memory, beside real texts: facts are told, a filler follows, the facts are asked
+for.
 
-A list that is fitted to novels alone does not learn to trust what answers a question. One that is fitted to facts that
-were all told does not learn to distrust an entry that was told of another person.
+A list fitted only to novels does not learn to trust entries that answer a question. A list fitted only to facts that
+were all told does not learn to distrust an entry about another person.
 """
 
 import random
@@ -63,8 +64,8 @@ def draw_facts(choose: random.Random) -> tuple[list[str], list[tuple[str, str, s
     """Draws the told sentences in their order, and for each fact: how it is told and asked for, how the answer begins,
     and the answer.
 
-    Of a pair, the same was told of two persons. An updated fact was told twice: the last value counts. An absent one
-    was told of another person: its answer is a value that was not told.
+    A pair is told of two persons. An updated fact is told twice: the last value counts. An absent fact is told of
+    another person: its answer is a value that was not told.
     """
     people, told, updates, asked = choose.sample(PEOPLE, len(PEOPLE)), [], [], []
     values = {kind: choose.sample(x, len(x)) for kind, x in KINDS.items()}

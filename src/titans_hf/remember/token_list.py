@@ -1,5 +1,5 @@
-"""The list of surprising tokens: remembers which token followed where, if it was a surprise, and mixes what it finds
-with the model's distribution of the next token.
+"""The list of surprising tokens: remembers a surprising token with the place that it followed, and mixes the tokens
+that it finds into the model's distribution of the next token.
 
 With y_t the input of the last layer's feed-forward network, x_t the tokens, p_t the model's distribution after x_t:
 
@@ -18,12 +18,12 @@ nats; the log of the number of entries; n, the mean over a_t of how many tokens 
 m n; d, the mean over a_t of d_ti; and m d. Z_t is the sum of exp(logits) of the model, so that a list without entries
 leaves the logits as they are.
 
-d_ti tells an entry of one person from that of another of whom the same was said. Over the last 8 tokens x_j up to x_t
-with s_j >= threshold,
+d_ti distinguishes the entries of two persons of whom the same was said. Over the last 8 tokens x_j up to x_t with s_j
+>= threshold,
 
     d_ti = sum of the s_j whose x_j is one of the 8 tokens before the entry's token / sum of all s_j,  0 without any
 
-A kNN language model (Khandelwal et al. 2020) and a neural cache (Grave et al. 2017) of surprising tokens alone.
+A kNN language model (Khandelwal et al. 2020) and a neural cache (Grave et al. 2017) of surprising tokens only.
 Shapes: R rows, T tokens, N entries, K key size, D hidden size, V vocabulary, E entries that a block of queries may see.
 """
 
@@ -61,9 +61,9 @@ class ReadOut(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What Q queries find: similarity (R, Q, E), k_t k_i; facts of e_ti, which expand to (R, Q, E): log p_t, surprise,
-    whether it is far, d_ti, and how many of the tokens before are the same; visible (R, Q, E) bool; tokens (R, 1, E)
-    of the entries, -1 where there is none; entropy (R, Q) of p in nats.
+    """The entries for Q queries: similarity (R, Q, E), k_t k_i; facts of e_ti, which expand to (R, Q, E): log p_t,
+    surprise, whether the token has left the window, d_ti, and how many of the tokens before are the same; visible (R,
+    Q, E) bool; tokens (R, 1, E) of the entries, -1 where there is none; entropy (R, Q) of p in nats.
     """
 
     similarity: Tensor
@@ -73,7 +73,7 @@ class Found(NamedTuple):
     entropy: Tensor
 
     def at(self, queries: Tensor) -> "Found":
-        """Returns on the CPU what some queries (Q,) of the only row find, without entries that none of them sees."""
+        """Selects queries (Q,) of the only row, and the entries that any of them sees; on the CPU."""
         shape, visible = self.similarity.shape, self.visible[:, queries]
         seen = visible[0].any(0)
         expanded = (x.expand(shape) for x in self.facts)
@@ -90,7 +90,7 @@ class Found(NamedTuple):
         facts += [*(num_same >= number for number in range(1, CONTEXT + 1)), known]
         for weight, fact in zip(entry_weight, facts, strict=True):
             scores = scores + weight * fact.to(dtype)
-        scores = scores.masked_fill(~self.visible & any_visible, -torch.inf)  # finite where none is
+        scores = scores.masked_fill(~self.visible & any_visible, -torch.inf)  # finite if none is visible
         weights = scores.softmax(-1)
         best = self.tokens.expand(scores.shape).gather(-1, scores.argmax(-1, keepdim=True))
         largest = torch.where(self.tokens == best, weights, 0).sum(-1)
@@ -107,7 +107,7 @@ class TokenList:
     """A list of surprising tokens.
 
     center c (D,), projection W (D, K), read_out: set by a fit. entries N: how many are kept for a row. threshold: the
-    least surprise that is written, in nats. window: tokens of the model's window, None for all.
+    least surprise of a written token, in nats. window: tokens of the model's window, None for all.
     """
 
     center: Tensor
@@ -135,8 +135,8 @@ class TokenList:
 
         list.keys (R, N, K) int8; list.tokens, list.positions (R, N) int32, list.contexts (R, N, 8) int32, the latest
         token first, -1 where there is none; list.losses (R, N); list.recent (R, 8) int32, the last tokens, the latest
-        first; list.surprises (R, 8), s of these, 0 below the threshold; list.key (R, K), that of the last token;
-        list.logits (R, V), the model's own after the last token.
+        first; list.surprises (R, 8), their s, 0 below the threshold; list.key (R, K), the last token's k; list.logits
+        (R, V), the model's own after the last token.
         """
         number, size = self.entries, self.projection.shape[1]
         none = lambda *shape: torch.full((rows, *shape), -1, dtype=torch.int32, device=device)  # noqa: E731
@@ -175,7 +175,7 @@ class TokenList:
         seen: Tensor,
         num_kept: int | None = None,
     ) -> tuple[Iterator[tuple[Tensor, Found]], dict[str, Tensor]]:
-        """Returns blocks of the kept logits (R, Q, V) with what the list finds at their tokens, and the state after.
+        """Returns blocks of the kept logits (R, Q, V) with the entries for their tokens, and the state after the call.
 
         Args:
             state: as `initial_state` returns it.
@@ -296,7 +296,7 @@ def _number_same(recent: Tensor, contexts: Tensor) -> Tensor:
 
 def _known_surprise(contexts: Tensor, recent: Tensor, surprises: Tensor) -> Tensor:
     """Computes d (R, Q, E) from the tokens before the entries, contexts (R, E, 8), the last tokens of the queries,
-    recent (R, Q, 8), and s of these, surprises (R, Q, 8), 0 below the threshold.
+    recent (R, Q, 8), and their s, surprises (R, Q, 8), 0 below the threshold.
     """
     tokens = torch.cat([recent[:, 0].flip(1), recent[:, 1:, 0]], 1)[..., None]  # (R, 7 + Q, 1)
     known = tokens == contexts[:, None, :, 0]

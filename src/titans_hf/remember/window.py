@@ -2,9 +2,9 @@
 
 Three public points of Transformers are used: a name in `AttentionInterface` and `AttentionMaskInterface`, which
 `model.set_attn_implementation` sets; and cache layers, which hand the model keys and values and say which columns these
-are. The attention itself stays the model's own; only its mask is made here. FlashAttention takes no mask: it reads what
-lies within the window, and "sdpa" the rest. (Its own window and the sink could be joined by the log-sum-exp of its
-scores, but Transformers does not return that, and it has no gradient.)
+are. The attention itself stays the model's own; only its mask is made here. FlashAttention takes no mask: it computes
+calls that stay within the window, and "sdpa" all others. (Its own window and the sink could be joined by the
+log-sum-exp of its scores, but Transformers does not return that, and it has no gradient.)
 
 A query at position q of its row sees the keys of positions q - window + 1 to q. Once the first position has left its
 window (q >= window) it also sees the sink: the keys and values that the model computes for one token read alone, which
@@ -74,7 +74,7 @@ class KeyValueLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def num_past(self) -> int:
-        """Returns how many columns of the past the next call sees, the sink not counted."""
+        """Returns how many columns of the past the next call sees, without the sink."""
         held = self.keys.shape[-2] if self.is_initialized else 0
         return held if self.window is None else min(held, self.window - 1)
 
@@ -127,7 +127,7 @@ class KeyValueLayer(CacheLayerMixin):
         self.keys, self.values = (x[..., : x.shape[-2] - number, :] for x in (self.keys, self.values))
 
     def put(self, rows: Tensor, other: "KeyValueLayer", num_rows: int) -> None:
-        """Replaces the rows `rows` by those of another layer, which may hold another number of columns."""
+        """Replaces the rows `rows` by the rows of another layer, which may have another number of columns."""
         columns = max(x.keys.shape[-2] if x.is_initialized else 0 for x in (self, other))
         for name in ("keys", "values"):
             new = _left_padded(getattr(other, name), columns)
@@ -196,7 +196,7 @@ class StateLayer(LinearAttentionLayer):
         return new
 
     def forget_empty_rows(self) -> None:
-        """Makes a layer whose rows have read nothing a new one."""
+        """Resets a layer whose rows have read nothing."""
         self.__init__(number_of_states=self.number_of_states)
 
     def rewind(self, number: int) -> None:
@@ -344,7 +344,7 @@ def _mask(own: str) -> Callable:
             q_offset = q_offset if layer is None else int(layer.seen.max())
             offsets = {"q_offset": q_offset, "kv_offset": int(kv_offset), "mask_function": mask_function}
             return make(**sizes, **offsets, dtype=dtype, device=device, **kwargs)
-        # Of one query on the CPU, which then need not wait for a GPU; it is much work for many queries.
+        # For one query on the CPU, which then need not wait for a GPU; for many queries the CPU would be slow.
         allowed = visible_columns(layer, q_length, mask_function, "cpu" if q_length == 1 else device)
         if own == "sdpa" and q_length == 1 and bool(allowed.all()):
             return None
