@@ -37,7 +37,7 @@ def settings(number: int) -> GenerationConfig:
     return GenerationConfig(**options, repetition_penalty=1.3 if number % 3 == 2 else None)
 
 
-@pytest.mark.parametrize("kind", ["mac", "mag", "lmm", "read", "all", "full"])
+@pytest.mark.parametrize("kind", ["mac", "mag", "mal", "lmm", "read", "all", "full"])
 def test_answers_side_by_side(kind):
     """Requests of other lengths and settings, which come and go while others are answered, get their own answers,
     greedy or with a seed. Most tokens come from calls with several rows.

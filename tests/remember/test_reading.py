@@ -135,6 +135,21 @@ def test_calls_of_few_tokens(model):
     close(logits, whole(model, TOKENS[:2, :40]))
 
 
+def test_a_chunk_is_read_whole_once(monkeypatch):
+    """A call that ends a chunk and has the token after it computes the chunk's tokens in one pass, also where a call
+    before has read some of them.
+    """
+    model, lengths = remembering(None), []
+    forward = model.memory.forward
+    model.memory.forward = lambda *args, **given: lengths.append(given["input_ids"].shape[1]) or forward(*args, **given)
+    cache, logits = MemoryCache(model), []
+    with torch.no_grad():
+        for ids in TOKENS[:1].split([5, 5, 7, 73], 1):
+            logits.append(model(ids, cache=cache).logits)
+    assert lengths == [5, 8, 2, 8, 1, *[8] * 9, 2]
+    close(torch.cat(logits, 1), whole(model, TOKENS[:1]))
+
+
 @pytest.mark.parametrize("window", [12, None])
 def test_a_call_that_fails(window):
     """After an error in the middle of a call, of all rows or of some, the cache is as it was; no key is held twice."""

@@ -4,9 +4,10 @@ A call is cut into pieces so that the model itself never meets padding: within a
 A piece ends where a row's chunk of fast weights is full, where its text leaves the window, where its sink moves, and
 where a document begins. Rows are thereby read as if each were alone, whatever the batch, the padding and the cuts.
 
-The step of a chunk is taken when the next token of the row arrives. If the whole chunk was one piece, its graph is
-used; otherwise the chunk is read once more, from the columns before it, with the same weights and so with the same
-numbers.
+The step of a chunk is taken when the next token of the row arrives. If the call in which a chunk ends has that token too,
+the chunk is read whole in one call of the model, whose graph gives the step. Tokens of the chunk that an earlier call
+has read are then read once more, from the columns before the chunk and with the same weights, so with the same numbers.
+If the next token arrives in a later call, the whole chunk is read once more there.
 
 Shapes: R rows, T columns, C tokens of a chunk, V vocabulary.
 """
@@ -74,7 +75,7 @@ def read(
                 for name, found in of_layers.items():
                     if (given := output.get(name)) is not None:
                         given = [x if with_graph else x.detach() for x in given]
-                        given = [x.view(len(rows), end - begin, -1) for x in given]
+                        given = [x.view(len(rows), -1, x.shape[-1])[:, begin - end :] for x in given]
                         found.append([(begin, _of_all_rows(x, rows, len(ids))) for x in given])
             cache.num_columns += end - begin
             cache.record(piece)
@@ -123,29 +124,29 @@ def _read_piece(
         for layer in cache.layers if bool(at_start.any()) else ():
             if isinstance(layer, StateLayer):
                 layer.mark_start(at_start)
-    seen, labels = cache.seen, None
-    if fast is not None and piece.ids.shape[1] == chunk and bool((seen % chunk == 0).all()):
-        labels = None if bool(following.starts.any()) else _labels(piece, following)
+    seen, length = cache.seen, piece.ids.shape[1]
+    finished = None if fast is None else _finished_chunk(memory, cache, piece, following)
     captured: dict = {}
     token = _CAPTURED.set(captured)
     try:
-        if labels is None:
+        if finished is None:
             weights = None if fast is None else fast.weights(cache.state)
             if memory.token_list is None and memory.takes_logits_to_keep:
                 arguments = arguments | {"logits_to_keep": num_kept}
             output = call(model, cache, piece.ids, weights, arguments)
         else:
-            output = learn(model, cache, piece.ids, labels, with_graph, arguments)
+            rewind(cache, chunk - length)
+            output = learn(model, cache, *finished, with_graph, arguments)
     finally:
         _CAPTURED.reset(token)
-    logits = output.logits if with_graph else output.logits.detach()
+    logits = (output.logits if with_graph else output.logits.detach())[:, -length:]
     if fast is not None:
         for name, x in (("chunk.ids", piece.ids), ("chunk.learns", piece.learns)):
             old = cache.state[name]
             cache.state[name] = torch.cat([old, x.to(old)], 1)[:, -chunk:]
     if memory.token_list is not None:
         mlp_inputs = captured["mlp_inputs"] if with_graph else captured["mlp_inputs"].detach()
-        mlp_inputs = mlp_inputs.reshape(*piece.ids.shape, -1)
+        mlp_inputs = mlp_inputs.reshape(len(seen), -1, mlp_inputs.shape[-1])[:, -length:]
         tokens = piece.ids.to(logits.device)
         logits, new = memory.token_list.read(cache.state, tokens, mlp_inputs, logits, piece.learns, seen, num_kept)
         cache.state.update(new)
@@ -167,13 +168,34 @@ def take_due_steps(model: PreTrainedModel, cache: MemoryCache, piece: Columns) -
             rows = due.nonzero()[:, 0]
             if len(rows):
                 again = (cache if len(rows) == len(due) else cache.take(rows)).map(lambda x: x)
-                for layer in again.layers:
-                    if isinstance(layer, (KeyValueLayer, StateLayer)):
-                        layer.rewind(chunk)
-                again.seen = again.seen - chunk
+                rewind(again, chunk)
                 learn(model, again, *(x[rows.to(x.device)] for x in (ids, labels)), False, {})
                 cache.put_state(rows, again.state)
     cache.steps = torch.where(cache.seen % chunk == 0, cache.seen // chunk, cache.steps)
+
+
+def rewind(cache: MemoryCache, number: int) -> None:
+    """Takes back the last tokens of each row from the layers, so that they can be read again by the same weights."""
+    for layer in cache.layers if number else ():
+        if isinstance(layer, (KeyValueLayer, StateLayer)):
+            layer.rewind(number)
+    cache.seen = cache.seen - number
+
+
+def _finished_chunk(
+    memory: "Memory", cache: MemoryCache, piece: Columns, following: Columns
+) -> tuple[Tensor, Tensor] | None:
+    """Returns ids and labels (R, C) of the chunk that a piece ends, if that is so in all rows and a step is due after
+    it; None otherwise, and where the chunk's first tokens have another sink.
+    """
+    length, earlier = piece.ids.shape[1], cache.seen % memory.chunk
+    ends = (earlier + length == memory.chunk) & (cache.seen % SINK_BLOCK >= earlier)
+    if not memory.learning or not bool(ends.all()) or bool(following.starts.any()):
+        return None
+    ids, learns = (cache.state[x][:, length:] for x in ("chunk.ids", "chunk.learns"))
+    whole = Columns(ids, learns, learns, learns).join(piece.map(lambda x: x.to(ids.device)))
+    labels = _labels(whole, following)
+    return None if labels is None else (whole.ids, labels)
 
 
 def _labels(chunk: Columns, following: Columns) -> Tensor | None:

@@ -195,7 +195,9 @@ class ServedModel:
         for end in sorted({min(shared, last), last}):
             if end - at < OPENING:
                 continue
-            for piece in input_ids[:, at:end].split(PIECE, dim=1):
+            # A token after the multiples: it is the label of a chunk that ends there.
+            cuts = tuple(range(PIECE - at % PIECE + 1, end - at, PIECE))
+            for piece in input_ids[:, at:end].tensor_split(cuts, 1):
                 request.check()
                 self._run(
                     functools.partial(
