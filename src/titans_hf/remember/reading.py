@@ -4,10 +4,10 @@ A call is cut into pieces so that the model itself never meets padding: within a
 A piece ends where a row's chunk of fast weights is full, where its text leaves the window, where its sink moves, and
 where a document begins. Rows are thereby read as if each were alone, whatever the batch, the padding and the cuts.
 
-The step of a chunk is taken when the next token of the row arrives. If the call in which a chunk ends has that token too,
-the chunk is read whole in one call of the model, whose graph gives the step. Tokens of the chunk that an earlier call
-has read are then read once more, from the columns before the chunk and with the same weights, so with the same numbers.
-If the next token arrives in a later call, the whole chunk is read once more there.
+The step of a chunk is taken when the next token of the row arrives. If the call in which a chunk ends also has that
+token, the chunk is read whole in one call of the model, whose graph gives the step. Tokens of the chunk that an earlier
+call has read are then read once more, from the columns before the chunk and with the same weights, so with the same
+numbers. If the next token arrives in a later call, the whole chunk is read once more there.
 
 Shapes: R rows, T columns, C tokens of a chunk, V vocabulary.
 """
