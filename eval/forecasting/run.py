@@ -30,8 +30,8 @@ POSITIVE = ("look_back", "max_steps", "eval_steps", "patience")
 def parse_args(argv: list[str] | None) -> Namespace:
     parser = make_parser(__doc__, NAMES, NAMES, batch_size=32)
     parser.add_argument("files", nargs="+", type=Path, metavar="DATA.csv")
-    parser.add_argument("--time_column", help="name of the column of dates; default: the first")
-    parser.add_argument("--date_format", help="format of the dates, as %%d/%%m/%%Y, or s, ms, ... since 1970")
+    parser.add_argument("--time_column", help="name of the column of dates; default: the first column")
+    parser.add_argument("--date_format", help="format of the dates, such as %%d/%%m/%%Y, or s, ms, ... since 1970")
     parser.add_argument(
         "--split",
         nargs=3,

@@ -464,7 +464,7 @@ def _check_names(kwargs: Mapping[str, Any], names: Iterable[str]) -> None:
         if name in TRANSFORMERS_NAMES or name.startswith("_") or hasattr(PreTrainedConfig, name):
             continue
         similar = get_close_matches(name, names, 1)
-        text = f"`{name}` is no field of TitansConfig" + (f": is `{similar[0]}` meant?" if similar else ".")
+        text = f"`{name}` is not a field of TitansConfig" + (f": is `{similar[0]}` meant?" if similar else ".")
         if name.startswith(OWN_NAMES):
             raise ValueError(text)
         logger.warning_once(f"{text} It is kept as an attribute, and has no effect.")

@@ -343,7 +343,7 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
     ) -> None:
         """Raises ValueError for values, a state or other arguments that `forward` does not take."""
         if unknown := options.keys() - OPTIONS:
-            raise ValueError(f"`{min(unknown)}` is no argument of a forecast: it has no effect.")
+            raise ValueError(f"`{min(unknown)}` is not an argument of a forecast and has no effect.")
         _check_finite("past_values", past_values)
         if future_values is not None:
             _check_finite("future_values", future_values)

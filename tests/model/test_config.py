@@ -108,11 +108,11 @@ def test_a_misspelt_field_is_no_silent_ablation(tmp_path):
     one is a warning.
     """
     for make in (TitansConfig, lambda **given: AutoConfig.from_pretrained(tmp_path, **given)):
-        with pytest.raises(ValueError, match="`memory_from` is no field of TitansConfig: is `memory_form` meant"):
+        with pytest.raises(ValueError, match="`memory_from` is not a field of TitansConfig: is `memory_form` meant"):
             TitansConfig().save_pretrained(tmp_path)
             make(memory_from="delta")
     config, text = warnings_of(lambda: TitansConfig(sliding_windw=5, note="mine"))
-    assert "`sliding_windw` is no field of TitansConfig: is `sliding_window` meant?" in text and "`note`" in text
+    assert "`sliding_windw` is not a field of TitansConfig: is `sliding_window` meant?" in text and "`note`" in text
     assert config.sliding_window == 512 and config.note == "mine"
 
 

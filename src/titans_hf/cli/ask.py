@@ -90,15 +90,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     read_description(args.memory)  # before the weights are loaded
-    logging.disable_progress_bar()  # of the loading of weights, which would stand before every answer
+    logging.disable_progress_bar()  # the bar of loading weights would stand before every answer
     model, tokenizer = load_with_memory(args)
-    facts = fingerprint(model)  # of all weights of a Titans: once, and not for every prompt
+    facts = fingerprint(model)  # hashes all weights of a Titans: once, not for every prompt
     cache = load_cache(args.memory, model, facts)
     torch.manual_seed(args.seed)
     options = GenerationConfig(max_new_tokens=args.max_new_tokens, do_sample=args.temperature > 0)
     if options.do_sample:
         options.temperature = args.temperature
-    else:  # without the checkpoint's settings of a draw, of which Transformers would warn
+    else:  # Transformers would warn of the checkpoint's settings for draws
         options.update(temperature=1.0, top_p=1.0, top_k=50)
 
     def reply(prompts: list[str]) -> None:

@@ -70,7 +70,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_configs(variant: str) -> dict[str, PreTrainedConfig]:
-    """Makes configs of two models with the same window, Mistral with a third more parameters; the rest are defaults."""
+    """Makes configs of two models with equal windows, Mistral with a third more parameters; other fields are defaults."""
     common = dict(vocab_size=VOCAB_SIZE, hidden_size=64, num_hidden_layers=2, num_attention_heads=2)
     common |= dict(num_key_value_heads=2, pad_token_id=None, bos_token_id=None, eos_token_id=None)
     common |= dict(sliding_window=WINDOW)
@@ -174,8 +174,8 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
     console.print(
         f"Trained with at most {TRAINED_FILLER} tokens between fact and question and asked after {DISTANCES[-1]}, "
         f"Titans recalls {titans:.0%} of the facts; with its memory off it recalls {off:.0%}; "
-        f"a Transformer with a window of {WINDOW} tokens {window:.0%}, since it cannot see that far. "
-        "Another recurrence, Gated DeltaNet, recalls them too if it starts as Titans do: docs/results.md."
+        f"a Transformer with a window of {WINDOW} tokens, which cannot see that far, recalls {window:.0%}. "
+        "Gated DeltaNet with our initialisation recalls them too: docs/results.md."
     )
     console.print(f"Plot, figures and both models: {args.output_dir}. README.md shows how to ask the Titans yourself.")
     return results

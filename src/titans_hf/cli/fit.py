@@ -4,7 +4,7 @@ titans-hf fit HuggingFaceTB/SmolLM2-135M-Instruct --text books/ --output my-adap
 
 The output is an adapter of 1 to 3 MB, which `remember`, `AutoModelForCausalLM` and the other commands load with its
 model. Texts of the kind that the model is to read serve best. The fit also reads --recalls made texts: facts are told,
-a part of the given texts follows, and the facts are asked for. Interrupted and run again, the same command goes on.
+a part of the given texts follows, and the facts are asked for. After an interruption, the same command continues.
 --tokens 8000 is a fit of minutes.
 """
 
@@ -39,7 +39,7 @@ def cut_texts(
 ) -> list[Tensor]:
     """Returns parts of at most `length` ids (T,) each, `number` ids in all if the files have as many.
 
-    In every round each file gives one part, from a place that is drawn; files come in an order that is drawn.
+    In every round each file gives one part. The order of files, and of each file's parts, is random.
     """
     choose, order, parts, left = random.Random(seed), list(files), [], number
     choose.shuffle(order)
@@ -56,7 +56,7 @@ def cut_texts(
 
 
 def parts_of(file: Path, tokenizer: PreTrainedTokenizerBase, length: int, choose: random.Random) -> Iterator[Tensor]:
-    """Yields the parts of a file in an order that is drawn; parts shorter than `length` come last in their block."""
+    """Yields the parts of a file in random order; parts shorter than `length` come last in their block."""
     text = read_text(file, "--text")
     blocks = [text[begin : begin + BLOCK] for begin in range(0, len(text), BLOCK)]
     for block in choose.sample(blocks, len(blocks)):
@@ -65,7 +65,7 @@ def parts_of(file: Path, tokenizer: PreTrainedTokenizerBase, length: int, choose
 
 
 def seconds_per_token(model: PreTrainedModel, ids: Tensor, window: int | None) -> float:
-    """Measures how long a token takes that the model reads with fast weights."""
+    """Measures the seconds that the model takes to read a token with fast weights."""
     remember(model, window, ("fast_weights",))
     try:
         with torch.no_grad():
@@ -102,15 +102,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--text", nargs="+", required=True, help="files, or folders of files, to fit the memory to")
     parser.add_argument("--output", type=Path, required=True, help="a new folder for the adapter")
     parser.add_argument("--window", type=int, default=1024, help="tokens that a token attends to, itself included")
-    parser.add_argument("--tokens", type=int, default=90_000, help="tokens of text to read, from all of the files")
-    parser.add_argument("--length", type=int, default=6144, help="tokens of a part that is read at a stretch")
-    parser.add_argument("--rank", type=int, default=8, help="of the fast weights")
-    parser.add_argument("--entries", type=int, default=5400, help="of the list of surprising tokens")
+    parser.add_argument("--tokens", type=int, default=90_000, help="tokens of text to read, from all files together")
+    parser.add_argument("--length", type=int, default=6144, help="tokens of a text's part, which is read by itself")
+    parser.add_argument("--rank", type=int, default=8, help="rank of the fast weights")
+    parser.add_argument("--entries", type=int, default=5400, help="entries of the list of surprising tokens")
     text = "texts to recall facts from, half of them chats; by default one for 2,800 of --tokens"
     parser.add_argument("--recalls", type=int, help=text)
-    parser.add_argument("--recall_share", type=float, default=0.05, help="weight of all answers; the texts have 1")
-    parser.add_argument("--licence", help="of the adapter, for its card, as apache-2.0")
-    parser.add_argument("--seed", type=int, default=0, help="of the parts, the recalls and the fit")
+    parser.add_argument("--recall_share", type=float, default=0.05, help="weight of all answers; texts have weight 1")
+    parser.add_argument("--licence", help="the adapter's licence, for its card, such as apache-2.0")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the parts, the recalls and the fit")
     parser.add_argument("--device", help="cpu, cuda, ... (default: the GPU if there is one)")
     args = parser.parse_args(argv)
     check_minimums(args, tokens=2, length=2, window=2, rank=1, entries=1, recalls=0, recall_share=0)

@@ -37,10 +37,10 @@ from titans_hf.cli.shared.time_series import (
 TABLE, PICTURE = "forecast.csv", "forecast.png"
 FACTS = "series.json"  # beside a model: facts of its training data
 TRAINING = {  # options: their defaults and helps
-    "look_back": (96, "rows that a forecast is made from, a multiple of 8"),
-    "cycle_length": (0, "rows of a cycle, as 24 for hours; 0: none"),
-    "loss": ("mse", "mse, the squared error, or mae, the absolute one"),
-    "validation": (0.2, "share of the rows, the last, to choose weights by"),
+    "look_back": (96, "rows that a forecast reads, a multiple of 8"),
+    "cycle_length": (0, "rows of a cycle, such as 24 for hourly rows; 0: none"),
+    "loss": ("mse", "mse, the squared error, or mae, the absolute error"),
+    "validation": (0.2, "share of the rows, at the end, that chooses the weights"),
     "learning_rate": (3e-3, "AdamW's learning rate at first; it falls to 0 as a cosine"),
     "batch_size": (32, "windows of a training step, and of a step of the evaluation; each has all columns"),
     "max_steps": (1000, "training steps at most"),
@@ -57,10 +57,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("data", type=Path, metavar="DATA.csv", help="a column of dates, and one for each channel")
     parser.add_argument("--output", type=Path, required=True, help="folder of forecast.csv, the picture and the model")
-    parser.add_argument("--horizon", type=int, help="rows to forecast; with --model by default as many as in training")
+    parser.add_argument("--horizon", type=int, help="rows to forecast; default with --model: as in training")
     parser.add_argument("--model", type=Path, help="folder of a model of this command: nothing is trained")
-    parser.add_argument("--time_column", help="name of the column of dates; default: the first")
-    parser.add_argument("--date_format", help="format of the dates, as %%d/%%m/%%Y, or s, ms, ... since 1970")
+    parser.add_argument("--time_column", help="name of the column of dates; default: the first column")
+    parser.add_argument("--date_format", help="format of the dates, such as %%d/%%m/%%Y, or s, ms, ... since 1970")
     training = parser.add_argument_group("training (not with --model)")
     for name, (default, text) in TRAINING.items():
         choices = ("mse", "mae") if name == "loss" else None
@@ -69,7 +69,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def check_args(args: argparse.Namespace) -> None:
-    """Raises ValueError for options that cannot be, or that have no effect."""
+    """Raises ValueError for impossible options, and for options without effect."""
     check_minimums(args, horizon=1, cycle_length=0, seed=0)
     check_minimums(args, **dict.fromkeys(("look_back", "batch_size", "max_steps", "eval_steps", "patience"), 1))
     check_folder(args.output, "--output")
@@ -116,7 +116,7 @@ def absolute_errors(
 def train(args: argparse.Namespace, series: pd.DataFrame) -> tuple[TitansForTimeSeriesPrediction, dict[str, Any]]:
     """Trains a model and saves it with its facts; then measures its errors and prints them. Returns model and facts.
 
-    Raises ValueError for a file with too few rows, and where no validation loss was a number.
+    Raises ValueError for a file with too few rows, and if no validation loss is a number.
     """
     rows = range(len(series))
     middle = round(len(rows) * (1 - args.validation))
@@ -162,7 +162,7 @@ def load(folder: Path) -> tuple[TitansForTimeSeriesPrediction, dict[str, Any]]:
     """Loads a model of this command with its facts; raises ValueError for another folder."""
     config = load_config(folder, "--model")
     if not isinstance(config, TitansTimeSeriesConfig) or not (folder / FACTS).is_file():
-        raise ValueError(f"--model {folder} is no model of titans-hf forecast: it has no {FACTS}")
+        raise ValueError(f"--model {folder} is not a model of titans-hf forecast: it has no {FACTS}")
     with loading_weights(folder, "--model"):
         model = TitansForTimeSeriesPrediction.from_pretrained(folder)
     return model.eval(), json.loads((folder / FACTS).read_text(encoding="utf-8"))
@@ -170,7 +170,7 @@ def load(folder: Path) -> tuple[TitansForTimeSeriesPrediction, dict[str, Any]]:
 
 def select_columns(series: pd.DataFrame, facts: dict[str, Any], args: argparse.Namespace) -> pd.DataFrame:
     """Returns the columns of the model, in its order; raises ValueError for a missing one, for too few rows and for
-    rows of another step.
+    rows at another step.
     """
     if missing := [name for name in facts["columns"] if name not in series]:
         raise ValueError(f"DATA {args.data} has no column {missing[0]}, on which --model {args.model} was trained")
@@ -196,7 +196,7 @@ def forecast(
     scaling = Scaling(np.array(facts["mean"]), np.array(facts["std"]))
     look_back, step, end = model.config.context_length, frequency_of(series.index), series.index[-1]
     past = scaling.scale(series.to_numpy()[-look_back:])[None].to(model.device)
-    # The cycle counts rows. Where rows are missing, its place is right at the end of the training data.
+    # The cycle counts rows. If rows are missing, its place is counted from the end of the training data.
     last = sum(facts["rows"]) - 1 + steps_between(pd.Timestamp(facts["last_time"]), end, step)
     position = torch.tensor([last - look_back + 1], device=model.device)
     try:

@@ -71,7 +71,7 @@ def merge_adapter(adapted: PeftModel) -> PreTrainedModel:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("adapter", type=Path, help="the folder of the adapter; it names the model's")
+    parser.add_argument("adapter", type=Path, help="the folder of the adapter, which names its model")
     parser.add_argument("output", type=Path, help="a new folder for the merged model")
     args = parser.parse_args(argv)
     if not (args.adapter / "adapter_config.json").is_file():
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
         model.resize_token_embeddings(len(tokenizer))
     with loading_weights(base, f"ADAPTER {args.adapter}: its model"):
         merged = merge_adapter(PeftModel.from_pretrained(model, args.adapter))
-    merged.config.use_cache = True  # Trainer saves it as false: a model that is called plainly would forget
+    merged.config.use_cache = True  # Trainer saves false: plain calls of the model would return no cache
     merged.save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)
 

@@ -93,7 +93,7 @@ class Reading:
 
     def __init__(self, model: PreTrainedModel, folder: Path, stream: TokenStream, piece: int):
         self.model, self.folder, self.stream, self.piece = model, folder, stream, piece
-        self.fingerprint = fingerprint(model)  # of all weights of a Titans: once, and not at every save
+        self.fingerprint = fingerprint(model)  # hashes all weights of a Titans: once, not at every save
         self.num_read, self.finished, self.digest = 0, False, hashlib.sha256()
         self.cache = new_cache(model)
         self.cache.seen_in_folders[folder.resolve()] = None  # a memory of another process is not replaced
@@ -123,7 +123,7 @@ class Reading:
         else:
             raise ValueError(
                 f"--memory {self.folder} has read {before['tokens']:,} tokens of other texts: give the texts that it "
-                "has read, or --append to read on with others"
+                "has read, or --append to read other texts after them"
             )
 
     def read(self) -> bool:
@@ -162,8 +162,8 @@ def read_before(about: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def num_listed(cache: AnyCache) -> int | None:
-    """Returns how many of the last tokens a list of surprising tokens reaches back, once it is full and forgets the
-    first ones; None before, and for a model without it.
+    """Returns how many of the last tokens a full list of surprising tokens covers; None for a list that is not full,
+    and for a model without a list.
     """
     if (positions := getattr(cache, "state", {}).get("list.positions")) is None or positions[0, 0] < 0:
         return None
@@ -171,7 +171,7 @@ def num_listed(cache: AnyCache) -> int | None:
 
 
 def size_of(files: list[Path | None]) -> int | None:
-    """Returns the number of bytes; None if there is standard input or another pipe."""
+    """Returns the bytes of all files; None if one is standard input or another pipe."""
     return sum(file.stat().st_size for file in files) if all(file and file.is_file() for file in files) else None
 
 
@@ -180,10 +180,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add_model_options(parser)
     parser.add_argument("texts", metavar="TEXT", nargs="+", help="a file, a folder, or - for standard input")
     parser.add_argument("--memory", type=Path, required=True, help="the folder to save to, and to go on from")
-    parser.add_argument("--suffixes", nargs="+", default=TEXT_SUFFIXES, help="ends of the names of a folder's files")
-    parser.add_argument("--save_seconds", type=float, default=60, help="save after every so many seconds")
-    parser.add_argument("--piece", type=int, default=4096, help="tokens read at once: they bound the memory needed")
-    parser.add_argument("--append", action="store_true", help="read TEXT after whatever the memory has read")
+    parser.add_argument("--suffixes", nargs="+", default=TEXT_SUFFIXES, help="endings of a folder's files to read")
+    parser.add_argument("--save_seconds", type=float, default=60, help="seconds between two saves")
+    parser.add_argument("--piece", type=int, default=4096, help="tokens read at once; fewer need less working memory")
+    parser.add_argument("--append", action="store_true", help="read TEXT after all texts that the memory has read")
     args = parser.parse_args(argv)
     check_minimums(args, save_seconds=0, piece=1)
     check_folder(args.memory, "--memory")

@@ -11,14 +11,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from titans_hf import TitansConfig, TitansForCausalLM
 
-for _package in ("accelerate", "fastapi", "openai", "uvicorn"):  # transformers finds them missing late
+for _package in ("accelerate", "fastapi", "openai", "uvicorn"):  # transformers would notice late that one is missing
     if find_spec(_package) is None:
         raise ModuleNotFoundError(name=_package)
 
 
 def main() -> None:
     """Runs the command in `sys.argv`. Raises ValueError for --continuous-batching, which Titans does not support, and
-    for a chat with a model that the server cannot load; ConnectionError where a chat gets no answer.
+    for a chat with a model that the server cannot load; ConnectionError if a chat gets no answer.
     """
     if "--continuous-batching" in sys.argv:  # every request would fail
         try:

@@ -2,11 +2,11 @@
 
     titans-hf surprise MODEL TEXT --output DIR
 
-TEXT is a file, or - for standard input. Of a Titans, the page colours each word by the surprise of its tokens, the norm
-of the gradient by which the memory learns them (paper, eq. 12), or by a gate of that update: theta (learning rate), eta
-(momentum decay, 0 without momentum), alpha (forgetting rate); of one layer, or the mean of all layers. The plot shows
-all quantities by layer and token. Of another model, which gets a memory, surprise is the loss of a token; what the
-memory gains is how much more it would be if the memory did not learn from the text.
+TEXT is a file, or - for standard input. For a Titans, the page colours each word by the surprise of its tokens, the
+norm of the gradient by which the memory learns them (paper, eq. 12), or by a gate of that update: theta (learning
+rate), eta (momentum decay, 0 without momentum), alpha (forgetting rate). It shows one layer, or the mean of all layers.
+The plot shows all quantities by layer and token. Any other model gets a memory. Its surprise is the loss of a token;
+the memory's gain is the loss with learning off minus this loss.
 """
 
 import argparse
@@ -105,8 +105,8 @@ colour();
 
 
 def measure(model: PreTrainedModel, ids: list[int]) -> np.ndarray:
-    """Reads ids and returns the QUANTITIES of each layer and token of a Titans, (quantities, layers, tokens), means of
-    heads, 0 in layers without a memory; of another model the LOSSES, of one layer.
+    """Reads ids and returns (quantities, layers, tokens): for a Titans the QUANTITIES, means over heads; for another
+    model the LOSSES, as one layer.
     """
     if model.config.model_type != "titans":
         losses = _losses(model, ids)
@@ -129,7 +129,7 @@ def _pieces(model: PreTrainedModel, ids: list[int]) -> tqdm:
 
 @torch.no_grad()
 def _losses(model: PreTrainedModel, ids: list[int]) -> np.ndarray:
-    """Reads ids and returns -log p of each; 0 of the first one, which follows nothing."""
+    """Reads ids and returns -log p of each token; 0 for the first token, which follows nothing."""
     cache, last, losses = new_cache(model), None, [np.zeros(1)]
     for piece in _pieces(model, ids):
         logits = model(piece[None], cache=cache).logits[0].float()
@@ -143,7 +143,8 @@ def word_means(text: str, spans: list[tuple[int, int]], values: np.ndarray) -> t
     """Returns the words of a text, each with the white space after it, and the means (..., words) of their tokens'
     values (..., tokens).
 
-    spans: the characters of each token. Tokens belong to the word in which they end; words without any join the next.
+    spans: the characters of each token. Tokens belong to the word in which they end; words without tokens join the next
+    word.
     """
     ends = np.array([match.end() for match in re.finditer(r"\S+\s*|^\s+", text)])
     word = np.searchsorted(ends, [max(end - 1, start) for start, end in spans], side="right")
@@ -155,7 +156,7 @@ def word_means(text: str, spans: list[tuple[int, int]], values: np.ndarray) -> t
 
 def write_page(path: Path, title: str, words: list[str], values: np.ndarray, num_layers: int) -> None:
     """Writes the page of a text. values (quantities, layers, words), as `measure` returns them; the token memory
-    follows the `num_layers` layers of a Titans, and another model has no layers but one row for all.
+    follows the `num_layers` layers of a Titans, and another model has 0 layers and one row.
     """
     rows_by_name, explanations, quantities = {}, {}, QUANTITIES if num_layers else LOSSES
     for quantity, layers in zip(quantities, values, strict=True):
@@ -178,7 +179,7 @@ def write_page(path: Path, title: str, words: list[str], values: np.ndarray, num
 
 def draw(path: Path, title: str, values: np.ndarray, num_layers: int) -> None:
     """Plots values (quantities, layers, tokens), as `write_page` takes them. Every layer has its own colour scale:
-    beside a layer with large values another one would look constant.
+    beside a layer with large values, another layer would look constant.
     """
     num_rows, num_tokens = values.shape[1:]
     quantities = QUANTITIES if num_layers else LOSSES

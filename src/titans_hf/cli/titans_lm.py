@@ -1,5 +1,5 @@
 """lm-eval's model class for models with a memory: `lm_eval.simple_evaluate("titans", {"pretrained": FOLDER})` after
-importing this.
+importing this module.
 
 Nothing is cut: a context may have any length and is read in pieces, in constant memory. The choices of one question
 share the reading of their context.
@@ -30,8 +30,8 @@ class TitansLM(HFLM):
     """`HFLM` with a Titans, with an adapter of `titans-hf fit`, or with another model, which gets a memory.
 
     Args, beyond the arguments of `HFLM`:
-        window, adapter: of `remember`, for a model that is no Titans.
-        max_length: unlimited unless given. Then lm-eval cuts, as it does for other models.
+        window, adapter: arguments of `remember`, for a model other than a Titans.
+        max_length: unlimited by default. If given, lm-eval cuts contexts, as for other models.
         piece_length: tokens read at once.
 
     Raises ValueError for a model that can have no memory, for `window` or `adapter` beside a Titans, and for
@@ -97,7 +97,9 @@ class TitansLM(HFLM):
                 yield piece, self.model(ids[:, piece].to(self.device), cache=cache, use_cache=True, **given).logits
 
     def _score(self, cache: AnyCache, ends: list[tuple[int, Tokens]]) -> list[tuple[float, bool]]:
-        """Scores (last token of the context, continuation) of each row: its log-probability, and whether greedy."""
+        """Scores (last token of the context, continuation) of each row: its log-probability, and whether it is the
+        greedy one.
+        """
         ids, real = _pad([[last, *continuation[:-1]] for last, continuation in ends])
         targets, _ = _pad([continuation for _, continuation in ends])
         total = torch.zeros(len(ends), dtype=torch.float64)

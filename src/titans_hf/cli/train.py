@@ -79,7 +79,7 @@ def check_arguments(run: RunArguments, training: TrainingArguments) -> None:
     if training.hub_token:  # Trainer would write the token to training_args.bin, and push it
         os.environ["HF_TOKEN"], training.hub_token = training.hub_token, None
     num_processes = int(os.environ.get("WORLD_SIZE", 1))
-    if num_processes != training.world_size:  # Trainer would go on, as many times
+    if num_processes != training.world_size:  # Trainer would train once in each
         raise ValueError(f"{num_processes} processes were started, but each would train by itself: pass --use_cpu true")
     if training.gradient_accumulation_steps is None:
         device_tokens = training.train_batch_size * training.world_size * run.block_length

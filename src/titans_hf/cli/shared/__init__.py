@@ -1,1 +1,1 @@
-"""Helpers of several commands: errors, Markdown tables, text files, models to compare."""
+"""Helpers that several commands use."""

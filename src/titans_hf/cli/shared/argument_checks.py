@@ -9,9 +9,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Adds MODEL, --adapter, --window and --device to a command that reads with a memory."""
     text = "a Titans, any causal language model, or an adapter of `titans-hf fit`: a folder or a name on the Hub"
     parser.add_argument("model", metavar="MODEL", help=text)
-    parser.add_argument("--adapter", help="for a MODEL that is no Titans: the fitted memory, a folder or a name")
+    parser.add_argument("--adapter", help="for a MODEL other than a Titans: the fitted memory, a folder or a name")
     parser.add_argument(
-        "--window", type=int, help="for a MODEL that is no Titans: tokens of attention (default: all, or the adapter's)"
+        "--window", type=int, help="for a MODEL other than Titans: tokens of attention (default: the adapter's, or all)"
     )
     parser.add_argument("--device", help="cpu, cuda, ... (default: the GPU if there is one)")
 
@@ -28,7 +28,7 @@ def check_minimums(args: argparse.Namespace | Any, **minimums: float) -> None:
 
 
 def check_folder(path: str | Path, argument: str) -> None:
-    """Raises ValueError for a path to write to that is a file, or that lies in one. It need not exist."""
+    """Raises ValueError for an output path that is a file or lies in a file. It need not exist."""
     path = Path(path)
     for part in (path, *path.parents):
         if part.exists():

@@ -1,4 +1,6 @@
-"""Checks and loads the parts of a checkpoint. What does not load raises a ValueError that names checkpoint and file."""
+"""Checks and loads the parts of a checkpoint. A part that does not load raises a ValueError that names checkpoint and
+file.
+"""
 
 import json
 import zipfile
@@ -24,9 +26,7 @@ SIZES_DIFFER = "ignore_mismatched_sizes"  # in the RuntimeError of transformers
 
 
 def find_damage(folder: Path) -> str | None:
-    """Returns which file of the weights is damaged or missing, and how; None if all are whole. Only their headers are
-    read.
-    """
+    """Returns which weights file is damaged or missing, and how; None if all are whole. Only headers are read."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, "pt"):
@@ -62,7 +62,7 @@ def check_checkpoint(path: str | Path, argument: str) -> None:
     """
     go_offline_without_network(path)
     if Path(path).is_dir():
-        is_titans = load_config(path, argument).model_type == "titans"  # others may be no causal language models
+        is_titans = load_config(path, argument).model_type == "titans"  # another model may have another head
         check_weights(path, argument)
         if is_titans:
             load_model(path, argument, device_map="meta")
@@ -89,7 +89,7 @@ def loading_weights(path: str | Path, argument: str) -> Iterator[None]:
 
 
 def load_config(path: str | Path, argument: str) -> PreTrainedConfig:
-    """Loads the configuration of a checkpoint, or of a JSON file. Raises ValueError where there is none, or a bad one.
+    """Loads the configuration of a checkpoint, or of a JSON file. Raises ValueError if there is none, or a bad one.
 
     argument: the name of the path in errors, as in "MODEL".
     """
@@ -105,7 +105,7 @@ def load_config(path: str | Path, argument: str) -> PreTrainedConfig:
 
 
 def load_tokenizer(path: str | Path, argument: str) -> PreTrainedTokenizerBase:
-    """Loads a tokenizer by its folder or name on the Hub. Raises ValueError where there is none, or a damaged one."""
+    """Loads a tokenizer by its folder or name on the Hub. Raises ValueError if there is none, or a damaged one."""
     go_offline_without_network(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
@@ -121,7 +121,7 @@ def load_tokenizer(path: str | Path, argument: str) -> PreTrainedTokenizerBase:
 
 def load_model(path: str | Path, argument: str, **options: Any) -> PreTrainedModel:
     """Loads a causal language model; `options` are arguments of `from_pretrained`. With another `config` than the
-    checkpoint's, weights that the checkpoint lacks are new.
+    checkpoint's, weights that the checkpoint lacks are initialised.
 
     Raises ValueError as `loading_weights` does. Without a `config` it also raises ValueError for a checkpoint that
     lacks weights: a classifier's checkpoint has no language model's head.
@@ -131,7 +131,7 @@ def load_model(path: str | Path, argument: str, **options: Any) -> PreTrainedMod
     if "config" not in options and (missing := sorted(found["missing_keys"])):
         made_as = " and ".join(model.config.architectures or ["no class that it names"])
         raise ValueError(
-            f"{argument} {path} is no whole {type(model).__name__}: it was saved as {made_as} and has no "
+            f"{argument} {path} is not a complete {type(model).__name__}: it was saved as {made_as} and has no "
             f"{missing[0]}" + (f" and {len(missing) - 1} other weights" if missing[1:] else "")
         )
     return model

@@ -8,7 +8,7 @@ from functools import partialmethod
 from pathlib import Path
 
 DEBUG = "TITANS_HF_DEBUG"
-LINE_SECONDS = 60  # between two lines of a bar of progress in a log file
+LINE_SECONDS = 60  # between two lines of a progress bar in a log file
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -53,5 +53,5 @@ def run_command(main: Callable[[], object]) -> None:
 
 
 def message_of(error: Exception) -> str:
-    """Returns the error's message on one line; the name of its class where it has none."""
+    """Returns the error's message on one line; the name of its class if it has no message."""
     return " ".join(str(error).split()) or type(error).__name__

@@ -6,8 +6,8 @@ from matplotlib.figure import Figure
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Writes the figure, with one legend for all panels to their right. Labels and titles are shown literally, also
-    names of runs with a `$`.
+    """Writes the figure, with one legend for all panels to their right. Labels and titles are shown literally, even
+    with a `$`.
     """
     panels = [axes.get_legend_handles_labels() for axes in figure.axes]
     lines = {label: line for handles, labels in panels for line, label in zip(handles, labels, strict=True)}

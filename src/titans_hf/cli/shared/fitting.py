@@ -1,4 +1,4 @@
-"""Trains a small model by Trainer, with an early end and the best weights."""
+"""Trains a small model by Trainer, with early stopping and the best weights."""
 
 import sys
 import tempfile
@@ -11,10 +11,10 @@ from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
 
 
 def fit(run: Any, model: nn.Module, every: int, options: dict[str, Any], **parts: Any) -> Trainer:
-    """Trains with an evaluation `every` so many steps, whose losses are printed, and leaves the model with its best
-    weights.
+    """Trains with an evaluation after each `every` steps, prints its loss, and leaves the model with its best weights.
 
-    `run` has `learning_rate`, `batch_size` and `seed`. `options` replace TrainingArguments, `parts` are of the Trainer.
+    `run` has `learning_rate`, `batch_size` and `seed`. `options` replace TrainingArguments; `parts` are arguments of
+    Trainer.
     """
     shared = dict(
         per_device_train_batch_size=run.batch_size,
@@ -46,8 +46,8 @@ def fit(run: Any, model: nn.Module, every: int, options: dict[str, Any], **parts
 def fit_forecaster(run: Any, model: nn.Module, train: Dataset, valid: Dataset) -> Trainer:
     """Trains a model of time series until its validation loss has not fallen for `run.patience` evaluations.
 
-    `run` has `max_steps` and `eval_steps` too. A window has all channels, so that an evaluation takes no more windows
-    at once than a training step. Raises ValueError where no validation loss was a number.
+    `run` has `max_steps` and `eval_steps` too. Because a window has all channels, an evaluation takes no more windows
+    at once than a training step. Raises ValueError if no validation loss was a number.
     """
     options = {"max_steps": run.max_steps, "weight_decay": 0.0, "metric_for_best_model": "eval_loss"}
     options |= {"prediction_loss_only": True, "label_names": ["future_values"]}

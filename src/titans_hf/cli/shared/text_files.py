@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 TEXT_SUFFIXES = (".txt", ".md")
-NAMED = 5  # so many files that are left out are named; further files are counted
+NAMED = 5  # files left out that are named; further files are only counted
 
 
 def find_files(path: str | Path, argument: str, suffixes: Sequence[str] = TEXT_SUFFIXES) -> list[Path]:
@@ -14,7 +14,7 @@ def find_files(path: str | Path, argument: str, suffixes: Sequence[str] = TEXT_S
     the path in errors, as in "--text". Raises ValueError if the path is empty or does not exist, or the folder contains
     no such file.
     """
-    if not str(path):  # as an unset variable of a shell; Path("") is the current folder
+    if not str(path):  # for example an unset variable of a shell; Path("") is the current folder
         raise ValueError(f"{argument} is empty")
     path = Path(path)
     if path.exists() and not path.is_dir():  # a file, or a pipe
@@ -49,9 +49,7 @@ def _visible_files(folder: Path) -> list[Path]:
 
 
 def read_text(file: Path, argument: str) -> str:
-    """Reads a file in UTF-8, without its byte order mark. Raises ValueError, with the file's name, for a file in
-    another encoding.
-    """
+    """Reads a file in UTF-8, without its byte order mark. Raises ValueError, naming the file, for another encoding."""
     try:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

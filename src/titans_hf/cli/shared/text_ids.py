@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
-WINDOW, OVERLAP = 1 << 14, 1 << 10  # characters of a text that are tokenized at once, and again with the next ones
+WINDOW, OVERLAP = 1 << 14, 1 << 10  # characters of a window, and of its overlap with the next window
 
 
 def normalize_newlines(text: str) -> str:
@@ -29,11 +29,10 @@ def encode_in_windows(tokenizer: PreTrainedTokenizerBase, pieces: Iterable[str])
     """Yields the token ids of a text that comes in pieces, the same ids as `encode` makes of the whole text, in limited
     memory.
 
-    The ends of a window differ from the same place in the text: many vocabularies put a space before whatever they
-    tokenize. So windows overlap, and one window's ids go on with the next one's in the middle of the longest run of
-    tokens that is in both. Where that run is short, the overlap grows, up to all of the window. (Only a unigram
-    vocabulary may cut one letter repeated a thousand times in another way.) A tokenizer that does not tell the places
-    of tokens gets the whole text at once.
+    At the ends of a window, tokens may differ from the tokens of the whole text: many vocabularies put a space before
+    any text. So windows overlap. The ids change from one window to the next in the middle of the longest run of tokens
+    that both have. If that run is short, the overlap grows, up to the whole window. (Only a unigram vocabulary may
+    split one letter repeated a thousand times differently.) A tokenizer without offsets gets the whole text at once.
     """
     if not tokenizer.is_fast:
         yield encode(tokenizer, "".join(pieces)).input_ids
@@ -57,7 +56,7 @@ Token = tuple[int, int, int]  # its first and its last place in the text, and it
 def _next_window(
     tokenizer: PreTrainedTokenizerBase, text: str, tokens: list[Token], new: str
 ) -> tuple[list[int], str, list[Token]]:
-    """Returns the ids that end a window, then the text of the next one, in which `new` follows, and its tokens."""
+    """Returns the ids that end a window, then the text of the next window, which ends with `new`, and its tokens."""
     overlap = OVERLAP
     while True:
         start = max(0, len(text) - overlap)
@@ -86,8 +85,8 @@ def pad_left(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
 
 
 def decode_answer(tokenizer: PreTrainedTokenizerBase, prompt: list[int], answer: list[int]) -> str:
-    """Returns the text that an answer's ids add to a prompt's, without special tokens. Both are decoded together: the
-    space before an answer's first word would be lost if its ids were decoded alone.
+    """Returns the text that an answer's ids add to a prompt's text, without special tokens. Both are decoded together:
+    the space before an answer's first word would be lost if its ids were decoded alone.
     """
     before, whole = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, [*prompt, *answer]))
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, whole, strict=False))

@@ -34,8 +34,8 @@ class Scaling(NamedTuple):
         return cls(values.mean(0), np.where(constant, 1.0, values.std(0)))
 
     def scale(self, values: np.ndarray) -> torch.Tensor:
-        """Returns values (T, C) float32 with mean 0 and deviation 1. The difference is taken in float64: a level may be
-        large against the deviation.
+        """Returns values (T, C) float32 with mean 0 and deviation 1. The difference is taken in float64: the mean may
+        be much larger than the deviation.
         """
         return torch.from_numpy(((values - self.mean) / self.std).astype(np.float32))
 
@@ -58,8 +58,8 @@ class Windows(torch.utils.data.Dataset):
         return max(0, self.rows.stop - self.horizon - self.first_forecast + 1)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Returns past_values (look_back, C), future_values (horizon, C) and cycle_position, the row of the first value
-        as a scalar: of values at equal steps, it gives the place in a cycle of any length.
+        """Returns past_values (look_back, C), future_values (horizon, C) and cycle_position, the row of the first
+        value, a scalar: at equal steps, it gives the place in a cycle of any length.
         """
         if not 0 <= index < len(self):
             raise IndexError(index)
@@ -74,8 +74,8 @@ class Windows(torch.utils.data.Dataset):
 def split_series(
     series: pd.DataFrame, parts: dict[str, range], look_back: int, horizon: int
 ) -> tuple[list[Windows], Scaling]:
-    """Cuts the windows of each part, given by its name and rows, and returns the scaling of the first one, by which all
-    are scaled. Raises ValueError for a part that has no window.
+    """Cuts the windows of each part, given by its name and rows, and returns the scaling of the first part, which
+    scales all parts. Raises ValueError for a part that has no window.
     """
     first = next(iter(parts.values()))
     scaling = Scaling.of(series.to_numpy()[: max(1, first.stop)])
@@ -85,21 +85,21 @@ def split_series(
         if not len(cut):
             raise ValueError(
                 f"the {name} part has {len(rows)} of {len(values)} rows, in which there is no window of {look_back} "
-                f"rows to read and {horizon} to forecast: give less to read or to forecast, or more rows"
+                f"rows to read and {horizon} to forecast: read or forecast fewer rows, or give more"
             )
     return windows, scaling
 
 
 def read_series(path: Path, time_column: str | None = None, date_format: str | None = None) -> pd.DataFrame:
-    """Reads a CSV file: a time column, the first unless named, and one column per channel. The separator is a comma, a
-    semicolon or a tab, whichever the header has most of. Without commas as separators, the decimal sign of the file may
+    """Reads a CSV file: a time column, the first unless named, and one column per channel. The separator is the comma,
+    semicolon or tab that is most frequent in the header. Without commas as separators, the decimal sign of the file may
     be a comma.
 
-    Raises ValueError for a file that is no CSV file or has no header, and, naming the column, for times that
+    Raises ValueError for a file that is not a CSV file or has no header, and, naming the column, for times that
     `read_times` cannot read or that do not increase, and for values that are not finite numbers.
     """
     if not path.is_file():
-        raise ValueError(f"{path} is no file")
+        raise ValueError(f"{path} is not a file")
     try:
         with path.open(encoding="utf-8-sig") as stream:
             header = re.sub('"[^"]*"', "", stream.readline())
@@ -113,7 +113,7 @@ def read_series(path: Path, time_column: str | None = None, date_format: str | N
         if decimal_comma:
             table = read(dtype={name: str}, decimal=",")
     except ValueError as error:
-        raise ValueError(f"{path} is no CSV file in UTF-8 with a header: {error}") from error
+        raise ValueError(f"{path} is not a CSV file in UTF-8 with a header: {error}") from error
     if name not in table:
         raise ValueError(f"--time_column {name}: {path} has the columns {', '.join(names)}")
     times = _times_of(path, table.pop(name), date_format)
@@ -126,8 +126,8 @@ def read_series(path: Path, time_column: str | None = None, date_format: str | N
             row = int(wrong.argmax())
             sign = " with a decimal comma, as this file has them" if decimal_comma else ""
             raise ValueError(
-                f"{path}: the column {channel} has {table[channel][row]} in row {row + 1}, no number{sign}: leave such "
-                "rows out, or fill them in, for example by pandas.DataFrame.interpolate"
+                f"{path}: the column {channel} has {table[channel][row]} in row {row + 1}, not a number{sign}: leave "
+                "such rows out, or fill them in, for example by pandas.DataFrame.interpolate"
             )
     if not len(table.columns):
         raise ValueError(f"{path} has no column but {name}")
@@ -152,10 +152,10 @@ def _times_of(path: Path, column: pd.Series, date_format: str | None) -> pd.Date
 def read_times(column: pd.Series, date_format: str | None) -> pd.DatetimeIndex:
     """Returns the times of a column of strings, in UTC without a zone, by pandas and in one format for the column.
 
-    Without `date_format`, the column holds dates as ISO 8601 has them (2020-01-31), or with day, month and a year of
-    four digits, which increase in only one of the two orders. `date_format` is one of Python's, or a unit of UNITS.
+    Without `date_format`, the column holds dates in ISO 8601 (2020-01-31), or dates with day, month and a year of four
+    digits that increase in only one of the two orders. `date_format` is a Python format, or a unit of UNITS.
 
-    Raises ValueError, saying what the column has, for anything else: a guess could be another date.
+    Raises ValueError, naming a value, for any other column: a guess could be another date.
     """
     column = column.fillna("").str.strip()
     parse = partial(pd.to_datetime, column, utc=True, errors="coerce")
@@ -173,13 +173,13 @@ def read_times(column: pd.Series, date_format: str | None) -> pd.DatetimeIndex:
         wrong = np.all([reading.isna() for reading in readings], axis=0)
         form = f"of --date_format {date_format}" if date_format else "with a year of four digits"
         raise ValueError(
-            f"holds no dates {form}, but {column.iloc[int(wrong.argmax())]!r}: give a --date_format, as %d/%m/%y, or "
-            "another --time_column"
+            f"holds no dates {form}, but {column.iloc[int(wrong.argmax())]!r}: give a --date_format, such as %d/%m/%y, "
+            "or another --time_column"
         )
     increasing = [reading for reading in whole if reading.is_monotonic_increasing]
     if any(not reading.equals(increasing[0]) for reading in increasing):
         raise ValueError(
-            f"has dates as {column.iloc[0]}, which increase in two readings: give --date_format, as %d/%m/%Y"
+            f"has dates as {column.iloc[0]}, which increase in two readings: give --date_format, such as %d/%m/%Y"
         )
     return [*increasing, *whole][0].tz_localize(None)
 
@@ -191,9 +191,8 @@ def digest_of(series: pd.DataFrame) -> str:
 
 
 def uneven_step(times: pd.DatetimeIndex) -> int | None:
-    """Returns the first row whose time since the row before is less than half the usual one (the median) or more than
-    one and a half times that, counted from 1; None if all steps are usual. With such a row, a cycle of rows is no cycle
-    of time.
+    """Returns the first row, counted from 1, whose step from the row before is below 0.5 or above 1.5 times the median
+    step; None if there is none. With such a row, a cycle of rows is not a cycle of time.
     """
     shares = np.diff(times) / np.median(np.diff(times))
     uneven = np.flatnonzero((shares < 0.5) | (shares > 1.5))
@@ -202,12 +201,12 @@ def uneven_step(times: pd.DatetimeIndex) -> int | None:
 
 def frequency_of(times: pd.DatetimeIndex) -> str:
     """Names the step of times as pandas does: "h", "D", "MS" for the first days of months, "B" for business days.
-    Where pandas finds none, since rows are left out, it is the usual step (the median).
+    If pandas finds none, because rows are missing, it is the median step.
     """
     return pd.DatetimeIndex(times, freq="infer").freqstr or to_offset(pd.Timedelta(np.median(np.diff(times)))).freqstr
 
 
 def steps_between(first: pd.Timestamp, time: pd.Timestamp, frequency: str) -> int:
-    """Counts the steps from one time to another, negative where it is earlier."""
+    """Counts the steps from one time to another, negative if the second is earlier."""
     number = len(pd.date_range(*sorted((first, time)), freq=frequency)) - 1
     return number if first <= time else -number

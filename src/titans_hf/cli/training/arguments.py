@@ -1,4 +1,4 @@
-"""The options of titans-hf train itself, and its help, which needs the standard library alone."""
+"""The options of titans-hf train itself, and its help, which needs only the standard library."""
 
 import sys
 import textwrap
@@ -24,32 +24,35 @@ class RunArguments:
         "input_ids and labels are used as blocks."
     )
     config: str | None = option(
-        "Train from scratch: a JSON file with a model_type, a folder with a config.json, or a name, as tiny-mag.", None
+        "Train from scratch: a JSON file with a model_type, a folder with a config.json, or a name such as tiny-mag.",
+        None,
     )
-    model_name_or_path: str | None = option("Go on from the weights of a checkpoint: a folder or a Hub name.", None)
-    config_overrides: str = option("As hidden_size=64,memory_forget=false,sliding_window=null: JSON, else text.", "")
+    model_name_or_path: str | None = option("Start from the weights of a checkpoint: a folder or a Hub name.", None)
+    config_overrides: str = option(
+        "Such as hidden_size=64,memory_forget=false,sliding_window=null; values in JSON, else text.", ""
+    )
     tokenizer: str | None = option(
-        "A folder, a Hub name, or `bytes`: one token per byte of UTF-8. Default: by --model_name_or_path.", None
+        "A folder, a Hub name, or `bytes`: one token per byte of UTF-8. Default: the checkpoint's.", None
     )
     eval_data: str | None = option(
-        "Like train_data. Default: its validation split, else its last --eval_fraction of blocks.", None
+        "Like train_data. Default: train_data's validation split, else its last --eval_fraction of blocks.", None
     )
     dataset_config: str | None = option("Configuration of a data set on the Hub.", None)
     text_column: str = option("Column of the data that holds the text.", "text")
     eval_fraction: float = option("Share of the blocks held out without eval data.", 0.01)
     streaming: bool = option(
         "Read the data while training, without a copy on disk; needs --max_steps. Evaluation takes --max_eval_blocks "
-        "(default 100) blocks, without --eval_data of as many documents at the start of the training data.",
+        "(default 100) blocks; without --eval_data, from as many documents at the start of the training data.",
         False,
     )
     block_length: int = option("Tokens in a training sequence.", 1024)
     max_eval_blocks: int | None = option("Evaluate on this many blocks, evenly spread, instead of all.", None)
     preprocessing_num_workers: int | None = option("Processes that tokenize.", None)
     tokens_per_step: int = option(
-        "Tokens in an optimizer step (paper: 0.5M), to the nearest multiple of a batch on all devices.", 2**19
+        "Tokens in an optimizer step (paper: 0.5M), rounded to a multiple of the batch on all devices.", 2**19
     )
     train_only: Literal["memory"] | None = option(
-        "`memory`: the parameters of the memories alone are trained; the optimizer keeps no state of the others.",
+        "`memory`: train only the parameters of the memories; the optimizer keeps no state of other parameters.",
         None,
     )
     carry_memory: bool = option(
@@ -82,7 +85,7 @@ OURS = dict(
 
 
 def show_help(description: str, argv: list[str] | None) -> None:
-    """Where the arguments ask for help, shows the help of the command's own options and exits. --help_all shows the
+    """If the arguments ask for help, shows the help of the command's own options and exits. --help_all shows the
     options of TrainingArguments too, but needs the seconds in which transformers is imported.
     """
     given = sys.argv[1:] if argv is None else argv

@@ -1,7 +1,7 @@
 """Truncated backpropagation through time: every batch continues from the memory state after the batch before.
 
-The stream of all documents is cut into as many stretches of about the same length as a batch has rows. Row b of batch t
-is block t of stretch b. A stretch may start within a document; every token is in exactly one batch.
+The stream of all documents is cut into stretches of about equal length, one per row of a batch. Row b of batch t is
+block t of stretch b. A stretch may start within a document; every token is in exactly one batch.
 """
 
 from pathlib import Path
@@ -117,7 +117,7 @@ class CarriedMemoryTrainer(CardTrainer):
         return super().prediction_step(model, {**inputs, "cache": cache}, *args, **kwargs)
 
     def _cache(self, row_starts: torch.Tensor, training: bool) -> TitansCache:
-        """Returns the cache of the batch before, with the rows reset that start a document."""
+        """Returns the cache of the batch before; rows that start a document are reset."""
         if row_starts.all():
             self.caches[training] = TitansCache(self.model.config)
         else:

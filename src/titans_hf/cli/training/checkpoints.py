@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which one it goes on from, and the facts that both runs must share."""
+"""The checkpoints of a run: the checkpoint to resume, and the facts that both runs must share."""
 
 import json
 import re
@@ -16,14 +16,14 @@ from titans_hf.cli.shared.checkpoints import find_damage
 FEW_STEPS = 100
 RECORD = "run.json"  # the file that a run writes once it has ended
 PATTERN = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
-# Facts that a run shares with the checkpoint that it goes on from, as `run_folder.describe` names them.
+# Facts that a run shares with the checkpoint that it resumes, as `run_folder.describe` names them.
 COMPARED = ("block_length", "rows", "seed", "train_tokens", "eval_tokens")
 # Fields of a configuration that do not change what is trained.
 NOT_COMPARED = ("transformers_version", "auto_map", "use_cache", "dtype", "architectures", "_name_or_path")
 
 
 class RunFacts(TrainerCallback, ExportableState):
-    """Facts of a run and its configuration's fields, in every checkpoint: a run goes on only if they are the same."""
+    """Facts of a run and its configuration's fields, in every checkpoint: a run resumes it only if they are equal."""
 
     def __init__(self, model: PreTrainedModel, record: dict[str, Any]):
         fields = json.loads(json.dumps(model.config.to_dict(), default=str))
@@ -54,10 +54,11 @@ class RunFacts(TrainerCallback, ExportableState):
 
 
 def find_checkpoint(args: TrainingArguments) -> str | None:
-    """Returns the checkpoint that --resume_from_checkpoint names, for `true` the last complete one; None without it.
+    """Returns the checkpoint that --resume_from_checkpoint names, for `true` the last complete checkpoint; None without
+    the option.
 
-    Raises ValueError for an --output_dir with checkpoints or a model from which nothing is resumed: a run never
-    overwrites another. Raises FileNotFoundError if no checkpoint is complete.
+    Raises ValueError for an --output_dir with checkpoints or a model if nothing is resumed: a run never overwrites
+    another run. Raises FileNotFoundError if no checkpoint is complete.
     """
     folder, wanted = Path(args.output_dir), args.resume_from_checkpoint or "false"
     steps = {int(match[1]): path for path in folder.glob("*") if (match := PATTERN.fullmatch(path.name))}

@@ -39,7 +39,7 @@ STREAMED_EVAL_BLOCKS = 100
 class PackedBlocks(torch.utils.data.Dataset):
     """The tokens of all documents as one stream, cut into blocks of `block_length`; the last one may be shorter.
 
-    The tokens stay in the file of `datasets`, and a block is read from there when it is asked for.
+    The tokens stay in the file of `datasets`, and a block is read from there on request.
 
     tokens: (all tokens,), the stream.
     chosen: the numbers of the blocks; by default all.
@@ -83,7 +83,7 @@ def load_blocks(args: RunArguments, tokenizer: Tokenizer, seed: int = 0) -> Bloc
         validation = load_splits(args.eval_data, "--eval_data", "validation", **options)["validation"]
     if args.streaming:
         num_blocks = args.max_eval_blocks or STREAMED_EVAL_BLOCKS
-        if validation is None:  # every document is a block at least
+        if validation is None:  # every document is at least one block
             validation, train = train.take(num_blocks), train.skip(num_blocks)
         evaluation, tokens_per_byte = make_blocks(Dataset.from_list(list(validation.take(num_blocks))), args, tokenizer)
         evaluation = evaluation.select(range(min(num_blocks, len(evaluation))))
@@ -104,7 +104,8 @@ def load_blocks(args: RunArguments, tokenizer: Tokenizer, seed: int = 0) -> Bloc
 def make_blocks(
     documents: Dataset, args: RunArguments, tokenizer: Tokenizer
 ) -> tuple[PackedBlocks | Dataset, float | None]:
-    """Tokenizes documents into the cache of `datasets` and makes their blocks; rows that are blocks already stay.
+    """Tokenizes documents into the cache of `datasets` and makes their blocks; rows that are blocks already stay as
+    they are.
 
     Returns the blocks and the number of tokens per byte, None for rows that were blocks. Raises ValueError for
     documents without text.
@@ -208,7 +209,7 @@ def load_splits(
         source: a file, a folder of files, a data set saved by `save_to_disk`, or the name of one on the Hub.
         argument: the name of the option in errors, as in "--train_data".
 
-    Raises ValueError, which names the file, for data that cannot be read; FileNotFoundError where there is none.
+    Raises ValueError, which names the file, for data that cannot be read; FileNotFoundError if there is none.
     """
     path = Path(source)
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():  # of save_to_disk
@@ -231,7 +232,7 @@ def load_splits(
 
 
 def _load_files(path: Path, argument: str, streaming: bool) -> Dataset | IterableDataset:
-    """Loads a file, of text if its suffix is unknown, or the files of a folder, which are all of one kind."""
+    """Loads a file (as text if its suffix is unknown), or the files of a folder, which must be of one kind."""
     found = find_files(path, argument, tuple(BUILDERS))
     if description := describe_files(path, found):
         PartialState().print(description)

@@ -18,9 +18,9 @@ PYTHON_WORDS = {"True": True, "False": False, "None": None}
 def load_config(args: RunArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
     """Loads the configuration with its overrides; from scratch it gets the tokenizer's special tokens.
 
-    It is built anew, so that values derived from an overridden value follow it. Raises ValueError for a name that is
-    none of CONFIGS and no checkpoint, for overrides that the configuration does not take, and for a vocabulary smaller
-    than the tokenizer's.
+    The configuration is built anew, so that derived values follow overridden values. Raises ValueError for a name that
+    is neither in CONFIGS nor a checkpoint, for overrides that the configuration does not take, and for a vocabulary
+    smaller than the tokenizer's.
     """
     source, argument = args.model_name_or_path, "--model_name_or_path"
     if args.config is not None:
@@ -53,7 +53,7 @@ def load_config(args: RunArguments, tokenizer: PreTrainedTokenizerBase) -> PreTr
 
 
 def freeze_all_but_memory(model: PreTrainedModel) -> None:
-    """Leaves a gradient to the parameters of the memories alone: in the layers, behind the last layer, and the norms of
+    """Leaves gradients only to the parameters of the memories: in the layers, behind the last layer, and the norms of
     their outputs. Raises ValueError for a model without a memory.
     """
     for name, parameter in model.named_parameters():

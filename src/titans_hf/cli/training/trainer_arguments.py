@@ -13,7 +13,7 @@ from titans_hf.cli.training.arguments import OURS, PAPER, RunArguments
 
 @dataclass
 class TrainingArguments(transformers.TrainingArguments):
-    """Options of saving and evaluation that were not given follow the options that were."""
+    """Missing options of saving and evaluation follow the given ones."""
 
     def __post_init__(self):
         self.save_strategy = self.save_strategy or ("steps" if self.eval_strategy == "no" else self.eval_strategy)
