@@ -70,7 +70,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_configs(variant: str) -> dict[str, PreTrainedConfig]:
-    """Makes configs of two models with equal windows, Mistral with a third more parameters; other fields are defaults."""
+    """Makes configs of two models with one window, Mistral with a third more parameters; other fields are defaults."""
     common = dict(vocab_size=VOCAB_SIZE, hidden_size=64, num_hidden_layers=2, num_attention_heads=2)
     common |= dict(num_key_value_heads=2, pad_token_id=None, bos_token_id=None, eos_token_id=None)
     common |= dict(sliding_window=WINDOW)
