@@ -57,7 +57,7 @@ def without_head(file: Path) -> str:
     TitansForSequenceClassification.from_pretrained("whole").save_pretrained("model")
     byte_tokenizer().save_pretrained("model")
     made_as = "it was saved as TitansForSequenceClassification and has no lm_head.weight"
-    return f"MODEL model is no whole TitansForCausalLM: {made_as}"
+    return f"MODEL model is not a complete TitansForCausalLM: {made_as}"
 
 
 def configure(**changes):
@@ -97,7 +97,7 @@ def test_adapters_that_cannot_be_merged(folder):
         merge.main(["adapter", "out"])
     file.write_text(whole)
     without_head(file)
-    with pytest.raises(ValueError, match="ADAPTER adapter: its model model is no whole TitansForCausalLM"):
+    with pytest.raises(ValueError, match="ADAPTER adapter: its model model is not a complete TitansForCausalLM"):
         merge.main(["adapter", "out"])
     cut(folder / "adapter" / "adapter_model.safetensors")
     shutil.copytree("whole", "model", dirs_exist_ok=True)

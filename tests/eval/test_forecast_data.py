@@ -146,6 +146,6 @@ def test_other_separators_are_read(separator, tmp_path):
         changed = text.replace("1,05" if value.endswith("5") else f"{separator}-2", value.rjust(6, separator), 9)
         (tmp_path / "x.csv").write_text(changed, encoding="utf-8")
         with pytest.raises(
-            ValueError, match=rf"the column {column} has {value} in row \d, no number with a decimal comma"
+            ValueError, match=rf"the column {column} has {value} in row \d, not a number with a decimal comma"
         ):
             read_series(tmp_path / "x.csv")

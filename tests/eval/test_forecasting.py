@@ -246,9 +246,9 @@ def test_bad_options(csv, options, message):
         (lambda t: t.assign(c1=1.0), "the channel c1 is constant in the training part"),
         (
             lambda t: t.assign(c1=t.c1.where(t.index != 7)),
-            "the column c1 has nan in row 8, no number: leave such rows out",
+            "the column c1 has nan in row 8, not a number: leave such rows out",
         ),
-        (lambda t: t.assign(c1=["?"] * len(t)), r"the column c1 has \? in row 1, no number"),
+        (lambda t: t.assign(c1=["?"] * len(t)), r"the column c1 has \? in row 1, not a number"),
         (lambda t: t.iloc[::-1], "the dates of the column date must increase"),
         (lambda t: t[["date"]], "has no column but date"),
     ],
@@ -259,7 +259,7 @@ def test_bad_files(csv, change, message):
     change(pd.read_csv(csv)).to_csv(bad, index=False)
     with pytest.raises(ValueError, match=message):
         forecasting.main(command(bad))
-    with pytest.raises(ValueError, match=r"nothing\.csv is no file"):
+    with pytest.raises(ValueError, match=r"nothing\.csv is not a file"):
         forecasting.main(command(csv.with_name("nothing.csv")))
 
 

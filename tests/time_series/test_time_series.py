@@ -288,7 +288,7 @@ NO_ARGUMENTS = ("past_observed_mask", "labels", "inputs_embeds")
             (0, 40, 3): "but is .0, 40, 3.",
         }.items()),
         *(({}, {"past_values": x}, "`past_values` must be finite") for x in (NAN, NAN.nan_to_num(float("inf")))),
-        *(({}, {name: torch.zeros(2, 15)}, f"`{name}` is no argument of a forecast") for name in NO_ARGUMENTS),
+        *(({}, {name: torch.zeros(2, 15)}, f"`{name}` is not an argument of a forecast") for name in NO_ARGUMENTS),
         ({}, {"future_values": torch.zeros(2, 1, 3)}, r"`future_values` must be \(2, 10, 3\), but is \(2, 1, 3\)"),
         ({}, {"state": {}, "past_values": torch.zeros(1, 60, 3)}, "`state` must have `series` 1, but has 2"),
         ({}, {"state": {}, "past_values": torch.zeros(3, 60, 2)}, "`state` must have `series` 3, but has 2"),
