@@ -248,6 +248,8 @@ class Remember(Reader):
         super().__init__(model, window)
         self.settings |= {name: Path(x).name for name, x in options.items()}
         remember(model, window, memory, **options).set_memory_learning(learning)
+        if not learning:  # the whole start: its share could not be learned
+            model.memory.fast_weights.step.start_rate = None
 
     def begin(self) -> None:
         """Forgets the text."""

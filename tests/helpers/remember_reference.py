@@ -21,7 +21,11 @@ def read_slowly(model, fast, window: int, ids: torch.Tensor, first_token: int, s
     model = copy.deepcopy(model)
     modules = dict(model.named_modules())
     original = {name: modules[name].weight.detach().clone() for name in fast.directions}
-    B = {name: torch.zeros(fast.outputs[name], len(a), dtype=ids_dtype(model)) for name, a in fast.directions.items()}
+    dtype, rate = ids_dtype(model), fast.step.start_rate
+    start = {name: x.to(dtype) for name, x in fast.start.items()}
+    share = 1.0 if rate is None else 0.0
+    learned = {name: torch.zeros_like(x) for name, x in start.items()}  # B without its share of the start
+    B = {name: share * x for name, x in start.items()}
     S = {name: torch.zeros_like(x) for name, x in B.items()}
     past = [[], []]  # keys and values of all layers so far, (1, H, P, D)
     logits, chunk = [], fast.step.chunk
@@ -55,10 +59,14 @@ def read_slowly(model, fast, window: int, ids: torch.Tensor, first_token: int, s
             log_p = output.logits[0].log_softmax(-1)
             loss = -sum(log_p[i, labels[i]] for i in range(chunk)) / chunk
             gradients = torch.autograd.grad(loss, [modules[name].weight for name in original])
+            gradients = [
+                g @ fast.directions[name].to(dtype).T for name, g in zip(original, gradients, strict=True)
+            ]  # of B
+            share -= sum((rate or 0.0) * (g * start[name]).sum() for name, g in zip(original, gradients, strict=True))
             for name, g in zip(original, gradients, strict=True):
-                surprise = -fast.rates[name] * g @ fast.directions[name].to(g.dtype).T
-                S[name] = fast.step.momentum * S[name] + surprise
-                B[name] = fast.step.retain * B[name] + S[name]
+                S[name] = fast.step.momentum * S[name] - fast.rates[name] * g
+                learned[name] = fast.step.retain * learned[name] + S[name]
+                B[name] = share * start[name] + learned[name]
     return torch.cat(logits), B
 
 

@@ -41,20 +41,22 @@ def whole(model, ids, **arguments):
     return model(ids, **arguments).logits
 
 
-@pytest.mark.parametrize("length", [7, 8, 9, 41])
-def test_the_slow_reference(length, monkeypatch):
+@pytest.mark.parametrize("length,start_rate", [(7, 0.5), (8, None), (9, 0.5), (41, 0.5), (41, None)])
+def test_the_slow_reference(length, start_rate, monkeypatch):
     """Logits and fast weights are those of weights merged by hand, full keys under a mask, and loops over the list; the
-    sink is made anew at every block of positions.
+    sink is made anew at every block of positions. The first chunk is the model itself, if the start's share is learned.
     """
     monkeypatch.setattr(reading, "SINK_BLOCK", 16)
     model, ids = small_model(), TOKENS[0, :length]
-    fast, chosen = small_fast_weights(model), small_list(window=12)
+    fast, chosen = small_fast_weights(model, start_rate=start_rate), small_list(window=12)
+    first = whole(model, ids[None, :7])
     own, weights = read_slowly(model, fast, 12, ids, first_token=1, sink_block=16)
     remember(model, 12, ("fast_weights",), fast_weights=fast)
     cache, inputs = MemoryCache(model), []
     with torch.no_grad():
         logits = model(ids[None], cache=cache).logits[0]
     close(logits, own)
+    assert ((logits[:7] - first[0]).abs().max() < 1e-12) == (start_rate is not None)
     for name, x in weights.items():
         close(cache.state[f"B.{name}"][0], x)
     forget(model)

@@ -3,7 +3,9 @@
     y = W x + B (A x)                         A (r, in) is fixed, B (out, r) belongs to one row of the batch
     L = (1 / C) sum of -log p(x_{i+1})        over the C tokens x_i of a chunk, keys and values of earlier chunks fixed
     S <- eta S - theta dL/dB                  the surprise, Titans eq. 10 with the model's own loss
-    B <- B_0 + alpha (B - B_0) + S            Titans eq. 13: alpha = 1 forgets nothing
+    c' = c - theta_0 <dL/dB, B_0>             the share of the start B_0 that the row takes, 0 at first: a sum over
+                                              all matrices, since dL/dc = <dL/dB, B_0>
+    B <- c' B_0 + alpha (B - c B_0) + S       Titans eq. 13 toward c B_0: alpha = 1 forgets nothing
 
 The step of a chunk is taken when the token after it arrives, because that is the last label. A chunk's keys and values
 are kept as they were computed before its step. S, B and the steps are float32 at least; B (A x) is computed in the
@@ -26,18 +28,22 @@ from transformers.utils.generic import maybe_autocast
 
 BASE_LAYER = ".base_layer"  # what PEFT calls the layer inside of an adapted one
 IGNORED = -100  # the label of a token that is not learned
+SHARE = "start"  # the name of c in the state
 BLOCK = 8  # tokens whose distributions a processor's cache holds
 _ACTIVE: ContextVar["tuple[FastWeights, dict[str, Tensor]] | None"] = ContextVar("fast_weights", default=None)
 
 
 @dataclass
 class Step:
-    """How a step is taken: chunk C (tokens), momentum eta, retain alpha, max_gradient (None: no limit)."""
+    """How a step is taken: chunk C (tokens), momentum eta, retain alpha, max_gradient (None: no limit), start_rate
+    theta_0 (None: c is 1).
+    """
 
     chunk: int = 64
     momentum: float = 0.0
     retain: float = 1.0
     max_gradient: float | None = 20.0
+    start_rate: float | None = 2.0
 
 
 @dataclass
@@ -84,13 +90,17 @@ class FastWeights:
             _ACTIVE.reset(token)
 
     def initial_state(self, rows: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        """Returns B, and S if there is momentum, before the first token: (R, out, r) by "B.name" and "S.name"."""
-        state = {}
+        """Returns the state before the first token: B, and S if there is momentum, (R, out, r) by "B.name" and
+        "S.name"; c (R, 1, 1) by SHARE, if there is a start.
+        """
+        state, share = {}, 1.0 if self.step.start_rate is None else 0.0
+        if self.start:
+            state[SHARE] = torch.full((rows, 1, 1), share, dtype=dtype, device=device)
         for name, directions in self.directions.items():
             shape = (rows, self.outputs[name], len(directions))
             zeros = torch.zeros(shape, dtype=dtype, device=device)
             start = self.start.get(name)
-            state[f"B.{name}"] = zeros if start is None else zeros + start.to(zeros)
+            state[f"B.{name}"] = zeros if start is None else zeros + share * start.to(zeros)
             if self.step.momentum:
                 state[f"S.{name}"] = torch.zeros_like(zeros)
         return state
@@ -114,22 +124,34 @@ class FastWeights:
 
     def take_step(self, state: dict[str, Tensor], gradients: Sequence[Tensor]) -> dict[str, Tensor]:
         """Returns the state after a step, from dL/dB (R, out, r) in the order of `directions`."""
-        scale = 1.0
+        device, scale = gradients[0].device, torch.ones(())
         if self.step.max_gradient is not None:
-            squares = torch.stack([g.square().sum((1, 2)).to(gradients[0].device) for g in gradients])
+            squares = torch.stack([g.square().sum((1, 2)).to(device) for g in gradients])
             scale = (self.step.max_gradient / squares.sum(0).sqrt()).clamp(max=1.0)  # (R,)
             scale = torch.nan_to_num(scale, nan=0.0)[:, None, None]
-        new = {}
+        by_name, new = {}, {}
         for name, gradient in zip(self.directions, gradients, strict=True):
-            before = state[f"B.{name}"]
-            factor = scale if isinstance(scale, float) else scale.to(before.device)
-            surprise = -self.rates[name] * factor * gradient.to(before.dtype).nan_to_num()
+            gradient = gradient.to(state[f"B.{name}"].dtype).nan_to_num()
+            by_name[name] = scale.to(gradient) * gradient
+        if self.start:
+            old = share = state[SHARE]
+            if self.step.start_rate is not None:
+                pairs = [(by_name[name], self.start[name]) for name in sorted(self.start)]  # the order changes digits
+                dots = [(g * start.to(g)).sum((1, 2)).to(device) for g, start in pairs]
+                share = old - self.step.start_rate * torch.stack(dots).sum(0).to(old)[:, None, None]
+            new[SHARE] = share
+        for name, gradient in by_name.items():
+            after = before = state[f"B.{name}"]
+            if name in self.start:
+                start = self.start[name].to(before)
+                after = before + (share - old).to(start) * start
+            if self.step.retain != 1:
+                kept = old.to(start) * start if name in self.start else 0.0
+                after = after - (1 - self.step.retain) * (before - kept)
+            surprise = -self.rates[name] * gradient
             if self.step.momentum:
                 surprise = new[f"S.{name}"] = self.step.momentum * state[f"S.{name}"] + surprise
-            if self.step.retain != 1:
-                start = self.start[name].to(before) if name in self.start else 0.0
-                before = start + self.step.retain * (before - start)
-            new[f"B.{name}"] = before + surprise
+            new[f"B.{name}"] = after + surprise
         return new
 
 

@@ -117,7 +117,7 @@ class MemoryCache(Cache):
     def num_bytes(self) -> dict[str, int]:
         """Returns the bytes of the state by part: "window", "fast_weights", "list" and "chunk" (its token ids)."""
         parts = {"window": sum(x.numel() * x.element_size() for x in _layer_tensors(self.layers))}
-        names = {"B": "fast_weights", "S": "fast_weights", "list": "list", "chunk": "chunk"}
+        names = {**dict.fromkeys(("B", "S", "start"), "fast_weights"), "list": "list", "chunk": "chunk"}
         for name, x in self.state.items():
             part = names[name.partition(".")[0]]
             parts[part] = parts.get(part, 0) + x.numel() * x.element_size()
