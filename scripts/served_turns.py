@@ -4,8 +4,9 @@ many tokens it makes for several clients at once.
 python -m scripts.served_turns --lengths 1000 4000 --clients 1 8 -- titans-hf serve my-adapter --device cpu --port 8000
 
 The command after `--` starts the server; the model is the argument after `serve`. Prints the rows of a table: tokens of
-the first prompt, processor seconds of the server for the first turn, which reads the text, and for the second, a short
-question. An answer has 8 tokens. For clients: their number, tokens of all answers, and tokens by processor second.
+the first prompt; for the first turn, which reads the text, and for the second, a short question, the processor seconds
+of the server and the seconds that the client waits. An answer has 8 tokens. For clients: their number, tokens of all
+answers, and tokens by processor second.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import psutil
 
 from titans_hf.cli.shared.command_line import run_command
@@ -38,8 +40,9 @@ def main() -> None:
             wait_for(url, server)
             ask(url, model, [user("Hello.")])
             for length in arguments.lengths:
-                tokens, first, second = measure(url, model, length, psutil.Process(server.pid))
-                print(f"| {' '.join(command)} | {tokens:,} | {first:.1f} | {second:.1f} |", flush=True)
+                tokens, *turns = measure(url, model, length, psutil.Process(server.pid))
+                seconds = " | ".join(f"{x:.2f}" for turn in turns for x in turn)
+                print(f"| {' '.join(command)} | {tokens:,} | {seconds} |", flush=True)
             for number in arguments.clients:
                 tokens, seconds = measure_clients(url, model, number, psutil.Process(server.pid))
                 print(f"| {' '.join(command)} | {number} | {tokens:,} | {tokens / seconds:.1f} |", flush=True)
@@ -63,25 +66,32 @@ def user(text: str) -> dict:
     return {"role": "user", "content": text}
 
 
-def measure(url: str, model: str, length: int, server: psutil.Process) -> tuple[int, float, float]:
-    """Returns the tokens of the first prompt, and the processor seconds of the first and the second turn."""
+def measure(url: str, model: str, length: int, server: psutil.Process) -> tuple[int, np.ndarray, np.ndarray]:
+    """Returns the tokens of the first prompt; and for the first and the second turn, the processor seconds of the
+    server and the seconds until the answer (2,).
+    """
     text = "".join(SENTENCE.format(length + number) for number in range(length // WORDS))
-    messages, tokens, times = [user(text)], [], [sum(server.cpu_times()[:2])]
+    messages, tokens, times = [user(text)], [], [spent(server)]
     for _ in range(2):
         answer = ask(url, model, messages)
-        times.append(sum(server.cpu_times()[:2]))
+        times.append(spent(server))
         tokens.append(answer["usage"]["prompt_tokens"])
         messages += [answer["choices"][0]["message"], user("And then?")]
-    return tokens[0], times[1] - times[0], times[2] - times[1]
+    return tokens[0], *np.diff(times, axis=0)
+
+
+def spent(server: psutil.Process) -> tuple[float, float]:
+    """Returns the processor seconds of the server so far, and the time."""
+    return sum(server.cpu_times()[:2]), time.perf_counter()
 
 
 def measure_clients(url: str, model: str, number: int, server: psutil.Process) -> tuple[int, float]:
     """Returns the tokens of all answers to clients that ask at once, and the processor seconds of the server."""
-    before = sum(server.cpu_times()[:2])
+    before = spent(server)[0]
     messages = [[user(f"Tell me the long story of ship {i}.")] for i in range(number)]
     with ThreadPoolExecutor(number) as clients:
         answers = list(clients.map(lambda given: ask(url, model, given, 64), messages))
-    return sum(x["usage"]["completion_tokens"] for x in answers), sum(server.cpu_times()[:2]) - before
+    return sum(x["usage"]["completion_tokens"] for x in answers), spent(server)[0] - before
 
 
 def ask(url: str, model: str, messages: list[dict], max_tokens: int = 8) -> dict:

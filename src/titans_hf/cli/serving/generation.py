@@ -9,6 +9,7 @@ import functools
 import json
 import random
 import threading
+from collections.abc import AsyncIterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Any, NamedTuple
@@ -83,7 +84,8 @@ class TitansGenerateManager(GenerateManager):
             if request.asks_length:
                 raise HTTPException(400, f"`max_tokens` is {length}, but may be at most {limit}")
             config.max_new_tokens = limit
-        if request.samples:  # transformers samples only where the checkpoint says so
+        if request.temperature or (request.temperature is None and request.top_p is not None):
+            # transformers samples only where the checkpoint says so
             config.do_sample = True
         asking = copy.copy(model)
         asking.generate = functools.partial(model.served.generate, request)
@@ -122,7 +124,7 @@ class ServedModel:
             return 0
         window = self.model.config.kv_cache_length if self.kind is TitansCache else self.model.memory.window or 0
         ids, cache = torch.zeros(1, window + 1, dtype=torch.long, device=self.model.device), self.new_cache()
-        self._call(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache})
+        self._read(ids, cache)
         return cache.num_bytes if self.kind is TitansCache else sum(cache.num_bytes().values())
 
     def generate(
@@ -183,6 +185,9 @@ class ServedModel:
     def _call(self, **arguments) -> Any:
         return self.model(**arguments)
 
+    def _read(self, ids: Tensor, cache: Cache) -> None:
+        self._call(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache})
+
     def _read_prompt(self, request: ServedRequest, input_ids: Tensor) -> Cache:
         """Returns a cache that has read all but the last tokens of a prompt, from the longest snapshot. Snapshots are
         kept where the prompt parts from others, and near its end.
@@ -199,11 +204,7 @@ class ServedModel:
             cuts = tuple(range(PIECE - at % PIECE + 1, end - at, PIECE))
             for piece in input_ids[:, at:end].tensor_split(cuts, 1):
                 request.check()
-                self._run(
-                    functools.partial(
-                        self._call, input_ids=piece, use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache}
-                    )
-                )
+                self._run(self._read, piece, cache)
             kept = copy.copy(cache)
             self._run(self.snapshots.keep, request.owner, ids[:end], kept, request.chat() if end == last else None)
             at = end
@@ -214,30 +215,26 @@ class TextUntilStop:
     """A queue of streamed text without the first stop string and what follows it."""
 
     def __init__(self, queue: asyncio.Queue, stops: regex.Pattern):
-        self.queue, self.stops, self.ended = queue, stops, False
-        self.held = ""  # the beginning of a stop string, perhaps
-        self.ready: list = []
-
-    async def get(self) -> Any:
-        while not self.ready:
-            self._take(await self.queue.get())
-        return self.ready.pop(0)
+        self.get = _until_stop(queue, stops).__anext__
 
     def get_nowait(self) -> Any:
-        while not self.ready:
-            self._take(self.queue.get_nowait())
-        return self.ready.pop(0)
+        raise asyncio.QueueEmpty  # transformers then waits for the next
 
-    def _take(self, item: Any) -> None:
+
+async def _until_stop(queue: asyncio.Queue, stops: regex.Pattern) -> AsyncIterator[Any]:
+    held, ended = "", False  # held: the beginning of a stop string, perhaps
+    while True:
+        item = await queue.get()
         is_text = type(item) is str  # else the end, an error, reasoning or a call of a tool
-        text = "" if self.ended else self.held + item if is_text else self.held
-        found = self.stops.search(text, partial=is_text)
+        text = "" if ended else held + item if is_text else held
+        found = stops.search(text, partial=is_text)
         shown = text[: found.start()] if found else text
-        self.held = text[len(shown) :] if found and found.partial else ""
-        self.ended = self.ended or bool(found and not found.partial)
+        held = text[len(shown) :] if found and found.partial else ""
+        ended = ended or bool(found and not found.partial)
         if hasattr(item, "msg"):  # transformers writes it between quotes
             item.msg = json.dumps(item.msg)[1:-1]
-        self.ready += ([shown] if shown else []) + ([] if is_text else [item])
+        for x in ([shown] if shown else []) + ([] if is_text else [item]):
+            yield x
 
 
 def _stop_pattern(config: GenerationConfig) -> regex.Pattern:

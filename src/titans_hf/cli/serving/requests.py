@@ -5,6 +5,7 @@ What is wrong in a request, or is asked for and not served, is status 422 with o
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Annotated, Any, Literal
 
@@ -14,8 +15,9 @@ from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
 from pydantic import BaseModel, Field, Json, ValidationError
 from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.requests import Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.responses import Response
 from torch import Tensor
 from transformers.utils import logging
 
@@ -86,10 +88,6 @@ class ServedRequest(BaseModel):
         return self.authorization, self.user
 
     @property
-    def samples(self) -> bool:
-        return bool(self.temperature) or (self.temperature is None and self.top_p is not None)
-
-    @property
     def asks_length(self) -> bool:
         lengths = (self.max_tokens, self.max_completion_tokens, self.max_output_tokens, self.generation_config)
         return any(x is not None for x in lengths)
@@ -105,7 +103,7 @@ class ServedRequest(BaseModel):
     def check(self, input_ids: Tensor | None = None, scores: Tensor | None = None, **kwargs) -> Tensor | None:
         """Raises HTTPException (503) if nobody waits for the answer. As a stopping criterion, ends no row otherwise."""
         if self.gone:
-            raise HTTPException(503, "the answer was given up: the client has gone, or the server ends")
+            raise HTTPException(503, "the answer was given up: the client has gone")
         return None if input_ids is None else torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
@@ -114,7 +112,7 @@ REQUEST: ContextVar[ServedRequest] = ContextVar("REQUEST")
 
 def check_requests(app: FastAPI) -> FastAPI:
     """Adds the checks to a server. An error of the request that the server finds later is status 400 with one line."""
-    app.user_middleware.append(Middleware(CheckedRequests))
+    app.user_middleware.append(Middleware(BaseHTTPMiddleware, dispatch=check))
     for kind in (ValueError, TypeError, KeyError, TemplateError):
         app.add_exception_handler(kind, _refuse)
     return app
@@ -126,44 +124,24 @@ async def _refuse(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"detail": line}, status_code=400)
 
 
-class CheckedRequests:
-    """Answers bad requests; sets `REQUEST` for all others, and marks it when its client has gone."""
+async def check(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
+    """Answers a bad request; sets `REQUEST` for every other, and marks it when its client has gone."""
+    if request.method != "POST" or request.url.path not in PATHS:
+        return await answer(request)
+    try:
+        served = ServedRequest.model_validate_json(await request.body())
+    except ValidationError as error:
+        return JSONResponse({"detail": _line(error)}, status_code=422)
+    served.authorization, served.gone = request.headers.get("authorization"), False
+    REQUEST.set(served)
 
-    def __init__(self, app: ASGIApp):
-        self.app = app
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        served.gone = True
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in PATHS:
-            return await self.app(scope, receive, send)
-        raw = await Request(scope, receive).body()
-        try:
-            served = ServedRequest.model_validate_json(raw)
-        except ValidationError as error:
-            return await JSONResponse({"detail": _line(error)}, status_code=422)(scope, receive, send)
-        served.authorization, served.gone = Request(scope).headers.get("authorization"), False
-        left = asyncio.Event()
-
-        async def watch() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            served.gone = True
-            left.set()
-
-        unread = [{"type": "http.request", "body": raw}]
-
-        async def replay() -> Message:
-            if unread:
-                return unread.pop()
-            await left.wait()
-            return {"type": "http.disconnect"}
-
-        REQUEST.set(served)
-        watcher = asyncio.create_task(watch())
-        try:
-            await self.app(scope, replay, send)
-        finally:  # also when the server ends
-            served.gone = True
-            watcher.cancel()
+    request.state.watcher = asyncio.create_task(watch())  # ends with the answer, or before
+    return await answer(request)
 
 
 def _line(error: ValidationError) -> str:

@@ -25,9 +25,9 @@ logger = logging.get_logger(__name__)
 OPENING = 16
 IN_FOLDER = 16  # snapshots that a folder holds, for each in memory
 REWRITTEN = (
-    "A chat came back changed: of the {length} tokens read for its last turn, those from {first} on are read again. "
-    "Either the client has changed its messages, or the chat template writes earlier messages in another way (it drops "
-    "thinking blocks, or tells the time): a template that does not is answered faster. This is said once."
+    "A chat came back changed, and is read again from the change on. Either the client has changed its messages, or "
+    "the chat template writes earlier messages in another way (it drops thinking blocks, or tells the time): one "
+    "that does not is answered faster. This is said once."
 )
 
 
@@ -70,10 +70,8 @@ class Snapshots:
         logger.warning(f"[Snapshot] {at} of {len(ids)} tokens were read before")
         chat = request.chat(before_last_answer=True)
         earlier = [x for x in self.kept if x.chat is not None and x.chat == chat]
-        length = min((len(x.ids) for x in earlier), default=0)
-        first = max((num_common(x.ids, ids) for x in earlier), default=0)
-        if first < length - OPENING:
-            logger.warning_once(REWRITTEN.format(length=length, first=first))
+        if earlier and all(num_common(x.ids, ids) < len(x.ids) - OPENING for x in earlier):
+            logger.warning_once(REWRITTEN)
         shared = max((number for number, _ in common), default=0)
         return None if found is None else self._copy(found), at, shared
 
