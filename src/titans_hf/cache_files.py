@@ -157,7 +157,7 @@ def read_memory(folder: str | os.PathLike, expected: dict[str, Any]) -> SavedMem
     """Reads the memory of a folder and checks that the model with the fingerprint `expected` wrote it.
 
     Tensors are memory-mapped: they are read from the file when they are used. Raises FileNotFoundError for a folder
-    without a memory; other errors are those of `naming_folder`.
+    without a memory; other errors as in `naming_folder`.
     """
     failed = None
     while True:

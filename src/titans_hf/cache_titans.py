@@ -270,8 +270,8 @@ class TitansCache(Cache):
         `options` are the keyword arguments of the class; `model_fingerprint` as in `save_pretrained`.
 
         Raises FileNotFoundError for a folder without a memory; otherwise ValueError or OSError, naming the folder and
-        what differs, for the memory of a model with another config, dtype or weights, for a file that was truncated or
-        altered, for tensors that no cache of the model has, and for another format.
+        the difference, for the memory of a model with another config, dtype or weights, for a file that was truncated
+        or altered, for tensors that no cache of the model has, and for another format.
         """
         model = _model_of_transformers(model)
         saved = read_memory(folder, model_fingerprint or fingerprint(model))

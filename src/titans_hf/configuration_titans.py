@@ -388,7 +388,7 @@ class TitansConfig(PreTrainedConfig):
 
     @property
     def kv_cache_length(self) -> int:
-        """Largest number of keys in the key-value cache of a layer, without the persistent ones; 0 in LMM."""
+        """Largest number of keys in the key-value cache of a layer, without the persistent keys; 0 in LMM."""
         lengths = {
             "mac": 2 * self.segment_length,
             "mag": self.sliding_window - 1,

@@ -206,7 +206,7 @@ class GroupIntermediates(NamedTuple):
 
 class GroupFunctions(NamedTuple):
     """The functions of one group of chunks: `group_forward`, `group_intermediates` and `group_backward` as they are,
-    compiled, or with a kernel for the sequential part of a group; the rest then runs as one batch of P * N rows.
+    compiled, or with a kernel for the sequential part of a group; all other work then runs as one batch of P * N rows.
 
     token: the kernel's step of one token without gradients; None without a kernel.
     """

@@ -334,7 +334,7 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
         seq_idx: Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> TitansCausalLMOutput:
-        """Computes logits and, with labels, the loss; arguments beyond those of `TitansModel.forward`:
+        """Computes logits and, with labels, the loss; arguments beyond `TitansModel.forward`'s:
 
             labels (B, T) int64: usually `input_ids`; shifted inside, -100 is ignored. The loss is the mean cross
                 entropy, or, with `num_items_in_batch`, the sum divided by it.

@@ -177,7 +177,8 @@ class NeuralMemory(nn.Module):
     """Projects tokens to keys, values and queries, learns key -> value at test time and returns the values that the
     queries retrieve.
 
-    The initial state is learned. It is a layer for any network; the state has the same size after any number of tokens:
+    The initial state is learned. The memory is a layer for any network; its state has the same size after any number of
+    tokens:
 
     ```python
     memory = NeuralMemory(TitansConfig(variant="lmm", hidden_size=256, memory_num_heads=4))

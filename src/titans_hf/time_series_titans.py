@@ -158,7 +158,7 @@ class LearnedCycle(nn.Module):
     @torch.no_grad()
     def fit(self, values: Tensor) -> None:
         """Sets the cycle to the mean of the training values (T, C) at each place, minus the mean over all places. The
-        first value is at place 0. Training goes on from these means. Raises ValueError for less than one cycle, other
+        first value is at place 0. Training starts from these means. Raises ValueError for less than one cycle, other
         channels or values that are not finite.
         """
         length, channels = self.weight.shape
@@ -170,8 +170,8 @@ class LearnedCycle(nn.Module):
 
 
 class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
-    """Forecasts each channel by itself, by the same weights: patches -> Titans without its final norm -> linear head on
-    the last patches.
+    """Forecasts each channel by itself, with the same weights: patches -> Titans without its final norm -> linear head
+    on the last patches.
 
     Reversible instance normalisation: a patch is normalised by the mean and standard deviation of the `context_length`
     values that end with it. The patches of the first `context_length` values share the mean and deviation of all these

@@ -62,7 +62,7 @@ def test_a_name_without_a_network_fails_at_once(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     start = time.monotonic()
     for load in (load_config, load_tokenizer):
-        with pytest.raises(ValueError, match=r"MODEL runs/tiny-mug .*: no such folder, nor to be had from the Hub"):
+        with pytest.raises(ValueError, match=r"MODEL runs/tiny-mug .*: no such folder, and not available from the Hub"):
             load("runs/tiny-mug", "MODEL")
     assert time.monotonic() - start < 10
 

@@ -64,7 +64,7 @@ def test_errors_name_the_file(tmp_path, name, content, message):
     good = folder / f"a{Path(name).suffix}"
     good.write_text("fine") if good.suffix == ".txt" else write_rows(good, [{"text": "fine"}])
     (folder / name).write_bytes(content)
-    with pytest.raises(ValueError, match=f"{name} is no valid {message}"):
+    with pytest.raises(ValueError, match=f"{name} is not a valid {message}"):
         decoded(folder)
 
 

@@ -146,9 +146,9 @@ def differences(family: str) -> dict[str, float]:
 def page() -> Iterator[str]:
     """Yields the lines of docs/families.md."""
     yield "# Families of models that `remember` was tried with\n"
-    yield "Random models of four layers in float64, window 12, chunks of 8 tokens, all linear layers but those of"
-    yield "queries and keys with fast weights, and a list. The columns are the largest differences of logits from one"
-    yield f"call over 45 tokens. *Learning* is how much learning changes them. Transformers {transformers.__version__};"
+    yield "Random models of four layers in float64, window 12, chunks of 8 tokens, a list, and fast weights on all"
+    yield "linear layers but queries and keys. The columns are the largest differences of logits from one call over 45"
+    yield f"tokens. *Learning* is the largest change of logits by learning. Transformers {transformers.__version__};"
     yield "made by `python tests/helpers/families.py > docs/families.md`.\n"
     yield "| model_type | in pieces | left padding | row alone | learning |"
     yield "|---|---|---|---|---|"

@@ -6,8 +6,8 @@ TEXT is a file, a folder or - for standard input. In a folder and its subfolders
 read, sorted by path. A README.md is read only if there is no other file. All texts are tokenized as one text, with a
 line end between two of them. The memory is saved every --save_seconds. After an interruption, the same command checks
 that the texts are the same and resumes from the last save; further texts may be given at the end. With --append, TEXT
-is read after all texts that the memory has read. A repeated --append goes on where the first was interrupted, and reads
-nothing if it was complete. A memory contains the texts that it has read: treat it like the texts themselves.
+is read after all texts that the memory has read. A repeated --append continues an interrupted one, and reads nothing if
+the first was complete. A memory contains the texts that it has read: treat it like the texts themselves.
 """
 
 import argparse
@@ -179,7 +179,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add_model_options(parser)
     parser.add_argument("texts", metavar="TEXT", nargs="+", help="a file, a folder, or - for standard input")
-    parser.add_argument("--memory", type=Path, required=True, help="the folder to save to, and to go on from")
+    parser.add_argument("--memory", type=Path, required=True, help="the folder to save to, and to resume from")
     parser.add_argument("--suffixes", nargs="+", default=TEXT_SUFFIXES, help="endings of a folder's files to read")
     parser.add_argument("--save_seconds", type=float, default=60, help="seconds between two saves")
     parser.add_argument("--piece", type=int, default=4096, help="tokens read at once; fewer need less working memory")

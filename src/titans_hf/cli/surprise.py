@@ -29,14 +29,14 @@ from titans_hf.cli.shared.memories import load_with_memory, new_cache
 from titans_hf.cli.shared.text_ids import encode, normalize_newlines
 
 PIECE = 2048  # tokens read at once
-TOKEN_MEMORY, WHOLE_MODEL = "token memory", "whole model"  # rows that are no layers: of a Titans, of another model
+TOKEN_MEMORY, WHOLE_MODEL = "token memory", "whole model"  # rows beside the layers: of a Titans, of another model
 QUANTITIES = {
     "gradient_norm": "gradient norm (surprise)",
     "inner_lr": "learning rate θ",
     "momentum_decay": "momentum decay η",
     "forget": "forgetting rate α",
 }
-LOSSES = {"loss": "loss (surprise), nats", "gain": "gain by the memory, nats"}  # of models that are no Titans
+LOSSES = {"loss": "loss (surprise), nats", "gain": "gain by the memory, nats"}  # of models other than a Titans
 EXPLANATIONS = {
     "loss": "its surprise, -log of its probability",
     "gain": "the loss that the memory has saved by learning from the words before",

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.generic import maybe_autocast
 
-BASE_LAYER = ".base_layer"  # what PEFT calls the layer inside of an adapted one
+BASE_LAYER = ".base_layer"  # PEFT's name of the layer inside of an adapted layer
 IGNORED = -100  # the label of a token that is not learned
 SHARE = "start"  # the name of c in the state
 BLOCK = 8  # tokens whose distributions a processor's cache holds
@@ -201,7 +201,7 @@ def random_fast_weights(
 ) -> FastWeights:
     """Returns fast weights with random directions, A ~ N(0, 1 / in): they need no fit.
 
-    Raises ValueError if no layer of the model is of `kinds`.
+    Raises ValueError if the model has no layer of `kinds`.
     """
     sizes = linear_layers(model, kinds, layers)
     if not sizes:

@@ -99,8 +99,8 @@ class Saved:
 
 
 def fast_layers(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
-    """Returns the sizes (in, out) by name of the linear layers that get fast weights: those of KINDS in the upper half
-    of the layers but the last. Raises ValueError if there are none.
+    """Returns the sizes (in, out) by name of the linear layers that get fast weights: the layers of KINDS in the upper
+    half of the decoder layers, without the last. Raises ValueError if there are none.
     """
     number = len(decoder_layers(model)[1])
     sizes = linear_layers(model, KINDS, range(number // 2, max(number - 1, number // 2 + 1)))
@@ -355,7 +355,7 @@ def _check(documents, recalls, rank, recall_share) -> None:
 
 
 def parts_for(documents: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns the texts for directions and start, and those by which rates are compared."""
+    """Returns the texts for directions and start, and the texts by which rates are compared."""
     quarter = sum(map(len, documents)) // 4
     are_long = max(map(len, documents)) > 2 * TEXT
     return (

@@ -211,7 +211,7 @@ def default_fast_weights(model: PreTrainedModel) -> FastWeights:
 
 
 def choose_first_token(model: PreTrainedModel, given: int | None) -> int:
-    """Returns the token of the sink: the one given, or the model's begin token, or its end token."""
+    """Returns the token of the sink: the given token, or the model's begin token, or its end token."""
     config = model.config.get_text_config(decoder=True)
     size = model.get_input_embeddings().weight.shape[0]
     for token in (given, config.bos_token_id, config.eos_token_id, 0):
@@ -234,8 +234,8 @@ def feed_forward(model: PreTrainedModel) -> torch.nn.Module:
 
 @torch.no_grad()
 def check_reading(model: PreTrainedModel) -> None:
-    """Reads a random text beyond a small window, whole and in pieces. Raises ValueError where the logits differ, or
-    where the window has no effect.
+    """Reads a random text beyond a small window, whole and in pieces. Raises ValueError if the logits differ, or if the
+    window has no effect.
     """
     memory, training = model.memory, model.training
     window, learning = memory.window, memory.learning
@@ -266,7 +266,7 @@ def check_reading(model: PreTrainedModel) -> None:
 
 
 class RememberingModel:
-    """The methods that a model with a memory has before those of its own class."""
+    """The methods that a model with a memory has before its own class's methods."""
 
     memory: Memory
 

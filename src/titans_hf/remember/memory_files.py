@@ -128,7 +128,7 @@ def _of_one_token(model: PreTrainedModel, device: torch.device) -> "MemoryCache"
 def _check_like(name: str, x: Tensor, form: Tensor, layer, seen: Tensor) -> None:
     """Raises ValueError unless a layer's tensor fits `form`, the tensor after one token of one row."""
     wanted = [len(seen), *form.shape[1:]]
-    if name.endswith(KEYS):  # at least the tokens read, at most those that are kept
+    if name.endswith(KEYS):  # at least the tokens read, at most the tokens kept
         most = int(seen.max()) if layer.window is None else layer.window - 1 + layer.extra
         wanted[-2] = min(max(x.shape[-2] if x.dim() == 4 else 0, min(most, int(seen.max()))), most)
     _check(name, x, torch.Size(wanted), (form.dtype, torch.bfloat16, torch.float16))  # the dtype of a call's autocast

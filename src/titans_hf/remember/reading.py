@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 SINK_BLOCK = 1024  # tokens that share a sink: it is `window` to `window` + SINK_BLOCK tokens away
 PIECE = 1024  # most tokens of a piece whose logits are all needed
-OF_LAYERS = ("hidden_states", "router_logits")  # what a model may return for each layer
+OF_LAYERS = ("hidden_states", "router_logits")  # outputs that a model may return for each layer
 _CAPTURED: ContextVar[dict | None] = ContextVar("captured", default=None)
 
 
@@ -256,7 +256,7 @@ def call(
 
 
 def _sinks(model: PreTrainedModel, cache: MemoryCache, length: int) -> list:
-    """Returns keys and values (R, H, 1, D) of the sink for each layer; None where no query of a call sees it."""
+    """Returns keys and values (R, H, 1, D) of the sink for each layer; None if no query of a call sees it."""
     window = model.memory.window
     if window is None or int(cache.seen.max()) + length <= window:
         return [None] * len(cache.layers)

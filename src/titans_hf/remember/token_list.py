@@ -283,8 +283,8 @@ def surprise(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _number_same(recent: Tensor, contexts: Tensor) -> Tensor:
-    """Counts (R, Q, E) how many of the last 4 tokens, recent (R, Q, 8), are those before an entry, contexts
-    (R, E, 8), up to the first that is not.
+    """Counts (R, Q, E) how many of the last 4 tokens, recent (R, Q, 8), are the tokens before an entry, contexts (R, E,
+    8), up to the first that is not.
     """
     same, number = True, 0
     for lag in range(CONTEXT):

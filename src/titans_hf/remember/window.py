@@ -4,7 +4,7 @@ Three public points of Transformers are used: a name in `AttentionInterface` and
 `model.set_attn_implementation` sets; and cache layers, which hand the model keys and values and say which columns these
 are. The attention itself stays the model's own; only its mask is made here. FlashAttention takes no mask: it computes
 calls that stay within the window, and "sdpa" all others. (Its own window and the sink could be joined by the
-log-sum-exp of its scores, but Transformers does not return that, and it has no gradient.)
+log-sum-exp of its scores, but Transformers does not return the log-sum-exp, and it has no gradient.)
 
 A query at position q of its row sees the keys of positions q - window + 1 to q. Once the first position has left its
 window (q >= window) it also sees the sink: the keys and values that the model computes for one token read alone, which
@@ -79,7 +79,7 @@ class KeyValueLayer(CacheLayerMixin):
         return held if self.window is None else min(held, self.window - 1)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Appends keys and values (B, H, T, D) and returns those that the call sees, (B, H, sink + P + T, D)."""
+        """Appends keys and values (B, H, T, D) and returns all visible to the call, (B, H, sink + P + T, D)."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         length = key_states.shape[-2]
@@ -175,7 +175,7 @@ class StateLayer(LinearAttentionLayer):
         self.recurrent_states = {i: None if x is None else x.clone() for i, x in self.recurrent_states.items()}
 
     def mark_start(self, rows: Tensor) -> None:
-        """Notes the states of rows (B,) bool as those before a chunk."""
+        """Notes the states of rows (B,) bool as the states before a chunk."""
         now = (self.conv_states, self.recurrent_states)
         if self.start is None or bool(rows.all()):
             self.start = (dict(now[0]), dict(now[1]))
@@ -207,7 +207,7 @@ class StateLayer(LinearAttentionLayer):
             self.has_previous_state[i] = self.conv_states[i] is not None or self.recurrent_states[i] is not None
 
     def put(self, rows: Tensor, other: "StateLayer", num_rows: int) -> None:
-        """Replaces the rows `rows` by those of another layer."""
+        """Replaces the rows `rows` by the rows of another layer."""
         for name in ("conv_states", "recurrent_states"):
             _put_states(getattr(self, name), getattr(other, name), rows, num_rows)
         if other.start is not None:

@@ -43,7 +43,7 @@ def find_damage(folder: Path) -> str | None:
     for file in sorted(folder.glob("*.bin")):
         with file.open("rb") as stream:
             start = stream.read(2)
-        if not start or (start == b"PK" and not zipfile.is_zipfile(file)):  # older files are no archives
+        if not start or (start == b"PK" and not zipfile.is_zipfile(file)):  # older files are not archives
             return f"{file.name} is cut off"
     return None
 
@@ -98,7 +98,7 @@ def load_config(path: str | Path, argument: str) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError, StrictDataclassError) as error:
         if not Path(path).exists():
-            reason = "no such folder, nor to be had from the Hub"
+            reason = "no such folder, and not available from the Hub"
         else:
             reason = f"its configuration does not load ({error})"
         raise ValueError(f"{argument} {path} is not a checkpoint: {reason}") from error
@@ -112,7 +112,7 @@ def load_tokenizer(path: str | Path, argument: str) -> PreTrainedTokenizerBase:
         usable = bool(tokenizer("a b").input_ids)
     except Exception as error:  # the classes raise different errors without their files, or with damaged ones
         known = Path(path).exists()
-        reason = f"it does not load ({error})" if known else "no such folder, nor to be had from the Hub"
+        reason = f"it does not load ({error})" if known else "no such folder, and not available from the Hub"
         raise ValueError(f"{argument} {path} has no tokenizer: {reason}") from error
     if not usable:
         raise ValueError(f"{argument} {path} has no tokenizer: its vocabulary is empty")

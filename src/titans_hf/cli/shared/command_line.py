@@ -20,7 +20,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 
 
 def quieten_progress() -> None:
-    """Turns off Transformers' bars of loading and writing weights. Where standard error is no terminal but a log file,
+    """Turns off Transformers' bars of loading and writing weights. If standard error is not a terminal but a log file,
     every other bar of tqdm, of all packages, becomes a line a minute.
     """
     from tqdm import tqdm

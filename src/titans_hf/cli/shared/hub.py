@@ -10,7 +10,7 @@ SECONDS = 10.0  # until an answer of the Hub
 
 
 def go_offline_without_network(name: str | Path) -> None:
-    """Turns Hugging Face's offline mode on if `name` is no path on this machine and the Hub does not answer.
+    """Turns Hugging Face's offline mode on if `name` is not a path on this machine and the Hub does not answer.
 
     A name then comes from the cache or fails at once. Otherwise every request would be repeated for half a minute.
     """

@@ -23,7 +23,7 @@ from titans_hf.cli.training.arguments import RunArguments
 from titans_hf.cli.training.tokenizer import FIRST_BYTE, is_byte_tokenizer
 
 # A document at a time: the builder of `datasets` would otherwise hold a thousand of them before it writes any.
-# A byte order mark at the beginning of a text is no text.
+# A byte order mark at the beginning of a text is not part of it.
 TEXT = ("text", {"sample_by": "document", "writer_batch_size": 1, "encoding": "utf-8-sig"})
 # The builder of `datasets` for the files with a suffix, and its options.
 BUILDERS = {".txt": TEXT, ".md": TEXT, ".json": ("json", {}), ".jsonl": ("json", {}), ".parquet": ("parquet", {})}
@@ -257,5 +257,5 @@ def _load_files(path: Path, argument: str, streaming: bool) -> Dataset | Iterabl
                 load([file])
             except UNREADABLE as reason:
                 cause = reason.__cause__ or reason
-                raise ValueError(f"{argument}: {file} is no valid {builder} file: {cause}") from reason
+                raise ValueError(f"{argument}: {file} is not a valid {builder} file: {cause}") from reason
         raise ValueError(f"{argument} {path}: {error.__cause__ or error}") from error
