@@ -216,7 +216,7 @@ class TitansCache(Cache):
                 "has columns to read again": cache.columns_to_reread() is not None,
             }
             for reason in [reason for reason, holds in reasons.items() if holds]:
-                raise ValueError(f"A cache must have read something to be merged, but {name} {reason}.")
+                raise ValueError(f"A cache cannot be merged: {name} {reason}.")
         _check_equal("`other` must be a cache of the same model, but", other.made_for, self.made_for)
         self._check_not_recording("merge()")
         for ours, theirs in zip(self.layers, other.layers, strict=True):

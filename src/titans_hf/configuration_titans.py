@@ -291,7 +291,7 @@ class TitansConfig(PreTrainedConfig):
         if config_dict.get("titans_version") is not None and form not in (None, saved):
             raise ValueError(
                 f"`memory_form` cannot become {form!r} in a saved config, whose fields were made for {saved!r}: give "
-                "the fields that are to change."
+                "the fields to change."
             )
         given = {name: kwargs.pop(name) for name in [*kwargs] if name.startswith(OWN_NAMES)}
         for name in [name for name in config_dict if name.startswith(OWN_NAMES) and name not in field_facts(cls)]:
@@ -314,8 +314,8 @@ class TitansConfig(PreTrainedConfig):
         """Raises ValueError for a saved config whose model would compute another function with this code."""
         if self.titans_version not in (None, TITANS_VERSION):
             raise ValueError(
-                f"`titans_version` must be {TITANS_VERSION} here, but is {self.titans_version}: a titans_hf saved it "
-                "whose models compute something else."
+                f"`titans_version` must be {TITANS_VERSION} here, but is {self.titans_version}: it was saved by a "
+                "titans_hf whose models compute another function."
             )
         self.titans_version = TITANS_VERSION
 
@@ -506,7 +506,7 @@ def check_config(config: TitansConfig) -> None:
     if config.token_memory_features and not config.tie_word_embeddings:  # after merging an adapter of one
         logger.warning_once(
             "`tie_word_embeddings` is False with `token_memory_features`: the token memory retrieves input embeddings, "
-            "which an LM head of other weights has to learn to read."
+            "which an untied LM head has to learn to read."
         )
 
 

@@ -242,8 +242,8 @@ def _check_inputs(generation_config, generation_mode: GenerationMode, model_kwar
     recorded = generation_config.output_attentions and generation_config.return_dict_in_generate
     if recorded and generation_mode == GenerationMode.ASSISTED_GENERATION:
         logger.warning_once(
-            "The attention maps of assisted generation lack columns of the newest tokens while the sequence is shorter "
-            "than a map is wide: Transformers cuts them as if they had a column for each token since the first."
+            "The attention maps of assisted generation lack columns for the newest tokens until the sequence is as "
+            "long as a map is wide: Transformers cuts a map to one column for each token since the first."
         )
     is_new = model_kwargs.get(CACHE_NAME) is None and not generation_config.is_assistant
     if is_new and isinstance(mask, Tensor) and mask.dim() == 2 and not (mask[:, -1:] != 0).logical_or(mask == 0).all():

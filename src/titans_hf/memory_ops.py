@@ -212,7 +212,7 @@ def _check(inputs: MemoryInputs, state: MemoryState, rule: UpdateRule) -> None:
             f"{'None' if inputs.log_momentum_decay is None else 'given'}: both or none."
         )
     if rule.needs_anchor(len(state.weights)) and not state.anchor:
-        raise ValueError(f"`state` must have an anchor for {rule}, but has none: it is of another memory.")
+        raise ValueError(f"`state` must have an anchor for {rule}, but has none: it belongs to another memory.")
 
 
 def read_constant_memory(

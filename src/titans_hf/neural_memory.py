@@ -30,7 +30,7 @@ OUTPUT_SCALE = 0.1
 # exponentially.
 LARGEST_ETA_OF_DELTA_RULE = 1 / 3
 # Limit of the steps of hidden layers with the delta rule, in units of theta: in small chunks, larger steps change the
-# last layer's inputs so much that stored values are no longer found.
+# last layer's inputs, with which its values were stored.
 LARGEST_HIDDEN_STEP = 1 / 128
 
 

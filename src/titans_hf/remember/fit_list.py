@@ -255,7 +255,7 @@ def fit_read_out(documents: Sequence[Sequence[Evidence]]) -> tuple[ReadOut, Gain
     """
     evidence = [x for parts in documents for x in parts]
     if not evidence:
-        raise ValueError("`documents` must have surprising tokens that are followed by others: none was written.")
+        raise ValueError("`documents` must have surprising tokens with tokens after them, but the list wrote none.")
     total, number = sum(x.weight.sum() for x in evidence), sum(x.weight.numel() for x in evidence)
     cautious = [x.to(total.dtype) for x in ReadOut.cautious()]
     with torch.no_grad():

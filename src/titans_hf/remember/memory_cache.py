@@ -58,7 +58,7 @@ class MemoryCache(Cache):
         Raises ValueError for another number of rows than before, and for another model's cache.
         """
         if self.memory is not model.memory:
-            raise ValueError(f"`{CACHE_NAME}` must be of this model: make it by `MemoryCache(model)`.")
+            raise ValueError(f"`{CACHE_NAME}` must belong to this model: create it by `MemoryCache(model)`.")
         if not len(self.seen):
             self.seen = self.steps = torch.zeros(rows, dtype=torch.int64)
             self.state, self.device = self.memory.initial_state(model, rows, device), device
@@ -298,7 +298,7 @@ class MemoryCache(Cache):
         fitting = [i for i, x in enumerate(self.snapshots) if x.cache.num_columns <= target]
         if not fitting:
             most = self.num_columns - self.snapshots[0].cache.num_columns if self.snapshots else 0
-            raise ValueError(f"`tokens_to_remove` must be at least -{most}, as many as were recorded, got {-number}.")
+            raise ValueError(f"`tokens_to_remove` must be at least -{most}, by the recorded columns, got {-number}.")
         snapshots = self.snapshots[: fitting[-1] + 1]
         kept, columns = snapshots[-1]
         own = {name: getattr(self, name) for name in ("first_column", "about", "seen_in_folders")}
