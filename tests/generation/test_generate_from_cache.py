@@ -61,7 +61,7 @@ def test_what_would_read_twice_or_not_at_all_is_refused():
     with pytest.raises(ValueError, match="`prefill_chunk_size` must be None with `inputs_embeds`"):
         model.generate(inputs_embeds=embeds, prefill_chunk_size=4, **GREEDY)
     one = read(model, ids[:1, :9])[1]
-    with pytest.raises(ValueError, match=r"batch size is 1, not 2; `batch_repeat_interleave\(2\)` gives"):
+    with pytest.raises(ValueError, match=r"batch size is 1, not 2; `batch_repeat_interleave\(2\)` repeats"):
         model(ids[:, 9:], cache=one)
     assert cache.num_tokens_seen.tolist() == [9, 9]
 
