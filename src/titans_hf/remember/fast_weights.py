@@ -28,6 +28,7 @@ from transformers.utils.generic import maybe_autocast
 
 BASE_LAYER = ".base_layer"  # PEFT's name of the layer inside of an adapted layer
 IGNORED = -100  # the label of a token that is not learned
+SHARES = (-1.0, 2.0)  # bounds of c, for bursts of garbage: ordinary text stays within -0.4 and 1.6
 SHARE = "start"  # the name of c in the state
 BLOCK = 8  # tokens whose distributions a processor's cache holds
 _ACTIVE: ContextVar["tuple[FastWeights, dict[str, Tensor]] | None"] = ContextVar("fast_weights", default=None)
@@ -94,6 +95,7 @@ class FastWeights:
         "S.name"; c (R, 1, 1) by SHARE, if there is a start.
         """
         state, share = {}, 1.0 if self.step.start_rate is None else 0.0
+        self.start = {name: x.to(device) for name, x in self.start.items()}
         if self.start:
             state[SHARE] = torch.full((rows, 1, 1), share, dtype=dtype, device=device)
         for name, directions in self.directions.items():
@@ -139,6 +141,7 @@ class FastWeights:
                 pairs = [(by_name[name], self.start[name]) for name in sorted(self.start)]  # the order changes digits
                 dots = [(g * start.to(g)).sum((1, 2)).to(device) for g, start in pairs]
                 share = old - self.step.start_rate * torch.stack(dots).sum(0).to(old)[:, None, None]
+                share = share.clamp(*SHARES)
             new[SHARE] = share
         for name, gradient in by_name.items():
             after = before = state[f"B.{name}"]
