@@ -24,6 +24,8 @@ LABELS = {  # of the picture, where a method's name does not say enough
     "tova 4 MB": "TOVA",
     "snapkv 4 MB": "SnapKV",
     "keydiff 4 MB": "KeyDiff",
+    "random 4 MB": "keys at random",
+    "full-both": "full attention, fast weights and list",
     "window+match": "longest match",
     "window+knn": "kNN, all tokens",
     "window+knn-4mb": "kNN, last tokens",
@@ -138,8 +140,8 @@ def plot(records: list[Record], path: Path) -> None:
         for name, (x, y) in sorted(found.items(), key=lambda item: -item[1][1]):
             axes.semilogx(x, y, "o")
             lowest = min(y, lowest - top / 22)  # labels do not lie on each other
-            label = (x * 1.3, lowest) if name != RIVAL else (x / 1.3, lowest)
-            axes.text(*label, LABELS.get(name, name), fontsize=9, va="center", ha="right" if name == RIVAL else "left")
+            side, place = ("left", x * 1.3) if x < 1e8 else ("right", x / 1.3)
+            axes.text(place, lowest, LABELS.get(name, name), fontsize=9, va="center", ha=side)
         axes.axhline(0, color="gray", linewidth=1)
         axes.set(title=f"{data}, {len(methods[BASE])} texts, window {window}", ylabel="gain (nats per token)")
         axes.set(xlabel="bytes beyond the window", xlim=(2e4, 3e8))

@@ -28,7 +28,7 @@ from transformers.utils.generic import maybe_autocast
 
 BASE_LAYER = ".base_layer"  # PEFT's name of the layer inside of an adapted layer
 IGNORED = -100  # the label of a token that is not learned
-SHARES = (-1.0, 2.0)  # bounds of c, for bursts of garbage: ordinary text stays within -0.4 and 1.6
+SHARES = (-1.0, 2.0)  # bounds of c, for bursts of garbage: texts of four kinds stayed within 0 and 1.4
 SHARE = "start"  # the name of c in the state
 BLOCK = 8  # tokens whose distributions a processor's cache holds
 _ACTIVE: ContextVar["tuple[FastWeights, dict[str, Tensor]] | None"] = ContextVar("fast_weights", default=None)
