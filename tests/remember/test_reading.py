@@ -66,6 +66,16 @@ def test_the_slow_reference(length, start_rate, monkeypatch):
     close(whole(model, ids[None])[0], mix_slowly(chosen, ids, torch.cat(inputs), own))
 
 
+def test_the_share_of_the_start_is_bounded():
+    """A burst of large gradients leaves the share at one of its bounds."""
+    model = small_model()
+    fast = small_fast_weights(model, start_rate=1e6, max_gradient=1.0)
+    cache = MemoryCache(remember(model, 12, ("fast_weights",), fast_weights=fast))
+    whole(model, TOKENS, cache=cache)
+    share = cache.state["start"].flatten()
+    assert ((share == -1) | (share == 2)).all() and all(x.isfinite().all() for x in cache.state.values())
+
+
 @pytest.mark.parametrize("window", [12, None])
 def test_random_programs(window, monkeypatch):
     """Random pieces, padding anywhere, copies, orders and repetitions of rows, and rows that leave for others that have
