@@ -290,7 +290,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.benchmark == "gpu":
         return on_a_gpu.run_parts(args, main)
     args.device = choose_device(args.device)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for each length: 4 ms of a layer for each token
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it seems to plan anew for each length of a cache
     torch.set_num_threads(1)
     rows = []
     for row in args.run(args):

@@ -23,7 +23,7 @@ from titans_hf.neural_memory import NeuralMemory
 HEAD_DIM, CHECKED_TOKENS, COUNTED_TOKENS = 64, 342, 1024  # of 342, a group of four chunks, a chunk and a part
 OTHER = "gated-deltanet"
 PROGRAMS = ("torch", "compiled", "triton", "fla", OTHER)
-TOLERANCES = {"cpu": 1e-4, "cuda": 5e-2}  # of float32 by a kernel, which may multiply in TF32
+TOLERANCES = {"cpu": 1e-4, "cuda": 1e-2}  # of float32 by a kernel, which may multiply in TF32
 
 
 def make_layer(args: Namespace) -> nn.Module:

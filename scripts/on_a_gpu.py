@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -67,10 +67,12 @@ SMALLEST = {
 LAST_LINES = 30  # of what a part printed, in its line of --output
 
 
-def command_of(part: str, others: dict[str, str]) -> list[str]:
-    """Returns the arguments of `scripts.bench` for a part, with other options; none for the tests."""
+def command_of(part: str, others: dict[str, str], rows: Sequence[str] = ()) -> list[str]:
+    """Returns the arguments of `scripts.bench` for a part, with other options, and where its rows are made and written;
+    none for the tests.
+    """
     command = PARTS[part].split()
-    return [*command, *others.get(command[0], "").split()] if command else []
+    return [*command, *others.get(command[0], "").split(), *rows] if command else []
 
 
 def run_part(main: Callable[[list[str]], None], command: list[str], printed: Path) -> None:
@@ -118,18 +120,17 @@ def run_parts(args: Namespace, main: Callable[[list[str]], None]) -> None:
     """Runs the parts that --parts names by `main` of `scripts.bench`. If one fails, the exit status is 1 at the end."""
     # Without NVML, the question whether there is a GPU would open it, and a forked process could not.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    rows, failed = ["--device", str(args.device)], []
+    rows, statuses = ["--device", str(args.device)], {}
     with tempfile.TemporaryDirectory() as folder:
-        start = lambda part, command: Running(part, main, command, Path(folder))  # noqa: E731
+        start = lambda part, others: Running(part, main, command_of(part, others, rows), Path(folder))  # noqa: E731
         if not args.smallest:
-            short = [start(part, [*command_of(part, SHORT), *rows] if PARTS[part] else []) for part in args.parts]
-            ended = {x.part: x.end(args.seconds_of_short_texts, {"texts": "short"}, args.output) for x in short}
-            failed = [part for part, status in ended.items() if isinstance(status, int) and status]
+            short = [start(part, SHORT) for part in args.parts]
+            statuses = {x.part: x.end(args.seconds_of_short_texts, {"texts": "short"}, args.output) for x in short}
         rows += ["--output", str(args.output)] if args.output else []
         for part in args.parts:
-            if PARTS[part] and part not in failed:
-                command = [*command_of(part, SMALLEST if args.smallest else {}), *rows]
-                status = start(part, command).end(args.seconds, {"texts": "full"}, args.output)
-                failed += [part] if status else []
-    if failed:
+            has_failed = isinstance(statuses.get(part), int) and statuses[part] != 0
+            if (PARTS[part] or args.smallest) and not has_failed:
+                running = start(part, SMALLEST if args.smallest else {})
+                statuses[part] = running.end(args.seconds, {"texts": "full"}, args.output)
+    if failed := [part for part, status in statuses.items() if status]:
         raise SystemExit(f"These parts failed: {', '.join(failed)}.")

@@ -122,10 +122,10 @@ def test_parts_of_the_command_for_a_gpu(tmp_path):
         for others in ({}, on_a_gpu.SHORT, on_a_gpu.SMALLEST):
             command = on_a_gpu.command_of(part, others)
             assert bench.make_parser().parse_args(command).benchmark == command[0]
-    with pytest.raises(SystemExit, match="failed: remember-qwen3, remember-llama"):
-        run(tmp_path, *GPU, "remember-qwen3", "remember-llama", "--seconds", "0.01")
+    with pytest.raises(SystemExit, match="failed: test-gpu, remember-qwen3"):
+        run(tmp_path, *GPU, "test-gpu", "remember-qwen3", "--seconds", "0.01")
     first, second = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
-    assert second["part"] == "remember-llama" and first["status"] == second["status"] == "longer than 0.01 seconds"
+    assert second["part"] == "remember-qwen3" and first["status"] == second["status"] == "longer than 0.01 seconds"
 
 
 @pytest.mark.slow
