@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> None:
         check_checkpoint(path, "MODEL")
         config, tokenizer = load_config(path, "MODEL"), load_tokenizer(path, "MODEL")
         tasks = {length: make_task(args, tokenizer, length) for length in args.lengths}
-        kind = TitansLM if config.model_type == "titans" else HFLM
+        kind = TitansLM if config.model_type in ("titans", "remember") else HFLM
         lm = kind(pretrained=path, batch_size=args.batch_size, device=str(choose_device(args.device)))
         facts = {"benchmark": args.task, "name": Path(path).resolve().name, "commit": describe_commit()}
         facts |= {"parameters": lm.model.num_parameters(), "config": config.to_diff_dict()}

@@ -121,7 +121,7 @@ INPUTS = {
     "surprise model a.txt --output out --max_tokens 5": r"TEXT a.txt has \d+ tokens; it may have 1 to 5",
     f"{FIT} --entries 0": "--entries must be at least 1, but is 0",
     f"{FIT} --rank 0": "--rank must be at least 1, but is 0",
-    f"{FIT} --text bad.txt": "MODEL model is of the type titans",
+    f"{FIT} --text bad.txt": "bad.txt is not UTF-8",
     f"{FIT} --output adapter": "--output adapter exists: give the name of a new folder",
     FORECAST: "--horizon is missing",
     f"{FORECAST} --horizon 0": "--horizon must be at least 1, but is 0",

@@ -140,7 +140,7 @@ def test_nothing_is_cut(model):
 
 def test_bad_arguments():
     """A window for a Titans and a batch size that is no number raise an error that names them."""
-    with pytest.raises(ValueError, match="`window` is for models without a memory"):
+    with pytest.raises(ValueError, match="`window` must be None for a Titans"):
         make_lm(TitansLM, make_model("mag"), window=16)
     with pytest.raises(ValueError, match="`batch_size` must be a number"):
         make_lm(TitansLM, make_model("mag"), batch_size="auto")

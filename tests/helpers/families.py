@@ -111,15 +111,15 @@ def small_memory(model: PreTrainedModel) -> tuple[FastWeights, TokenList]:
 
 
 @torch.no_grad()
-def differences(family: str) -> dict[str, float]:
+def differences(model: PreTrainedModel, window: int | None = WINDOW) -> dict[str, float]:
     """Returns the largest differences of logits: of pieces, of a left-padded row and of a row alone from the whole; of
     tokens that `generate()` makes; of the forgotten model from the original; and how much learning changes.
     """
-    model, ids = small_model(family), torch.randint(3, 53, (2, 45), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(3, 53, (2, 45), generator=torch.Generator().manual_seed(1))
     with as_double():
         before = model(ids).logits
         fast, chosen = small_memory(model)
-        remember(model, WINDOW, fast_weights=fast, token_list=chosen)
+        remember(model, window, fast_weights=fast, token_list=chosen)
         whole, cache = model(ids).logits, MemoryCache(model)
         pieces = torch.cat([model(x, **{CACHE_NAME: cache}).logits for x in ids.split(PIECES, 1)], 1)
         padded, mask = ids.clone(), torch.ones_like(ids)
@@ -153,7 +153,7 @@ def page() -> Iterator[str]:
     yield "| model_type | in pieces | left padding | row alone | learning |"
     yield "|---|---|---|---|---|"
     for family in sorted(CHOSEN + OTHERS):
-        found = differences(family)
+        found = differences(small_model(family))
         if found["generated"] or found["forgotten"]:
             raise ValueError(f"{family} generates otherwise, or is not the original when it is forgotten: {found}")
         cells = [f"{found[x]:.0e}" for x in ("pieces", "padding", "row alone")]

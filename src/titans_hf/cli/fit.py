@@ -125,8 +125,10 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     files = [file for path in args.text for file in find_files(path, "--text")]
     kind, device = load_config(args.model, "MODEL").model_type, choose_device(args.device)
-    if kind in ("titans", "remember"):
-        raise ValueError(f"MODEL {args.model} is of the type {kind}: give the name of a model without a memory")
+    if kind == "remember":
+        raise ValueError(f"MODEL {args.model} is an adapter: give the name of its base model")
+    if kind == "titans":
+        args.window = None  # it has its own
     tokenizer = load_tokenizer(args.model, "MODEL")
     documents = cut_texts(files, tokenizer, args.length, args.tokens, args.seed)
     if not documents:

@@ -108,7 +108,7 @@ def measure(model: PreTrainedModel, ids: list[int]) -> np.ndarray:
     """Reads ids and returns (quantities, layers, tokens): for a Titans the QUANTITIES, means over heads; for another
     model the LOSSES, as one layer.
     """
-    if model.config.model_type != "titans":
+    if hasattr(model, "memory"):
         losses = _losses(model, ids)
         model.set_memory_learning(False)
         return np.stack([losses, _losses(model, ids) - losses])[:, None]
@@ -243,7 +243,7 @@ def main(argv: list[str] | None = None) -> None:
     values = measure(model, ids)
     args.output.mkdir(parents=True, exist_ok=True)
     words, means = word_means(text, spans, values.reshape(-1, len(ids)))
-    num_layers = model.config.num_hidden_layers if model.config.model_type == "titans" else 0
+    num_layers = 0 if hasattr(model, "memory") else model.config.num_hidden_layers
     write_page(args.output / "surprise.html", title, words, means.reshape(*values.shape[:2], -1), num_layers)
     draw(args.output / "surprise.png", title, values, num_layers)
     print(f"{args.output / 'surprise.html'}\n{args.output / 'surprise.png'}")

@@ -30,12 +30,12 @@ class TitansLM(HFLM):
     """`HFLM` with a Titans, with an adapter of `titans-hf fit`, or with another model, which gets a memory.
 
     Args, beyond the arguments of `HFLM`:
-        window, adapter: arguments of `remember`, for a model other than a Titans.
+        window, adapter: arguments of `remember`. A Titans gets an adapter's memory beside its own.
         max_length: unlimited by default. If given, lm-eval cuts contexts, as for other models.
         piece_length: tokens read at once.
 
-    Raises ValueError for a model that can have no memory, for `window` or `adapter` beside a Titans, and for
-    batch_size="auto", which lm-eval determines by trying the longest context.
+    Raises ValueError for a model that can have no memory, for `window` beside a Titans, and for batch_size="auto",
+    which lm-eval determines by trying the longest context.
     """
 
     def __init__(self, pretrained, *args, piece_length: int = 512, window=None, adapter=None, **kwargs):
@@ -45,12 +45,10 @@ class TitansLM(HFLM):
             check_checkpoint(pretrained, "`pretrained`")
         super().__init__(pretrained, *args, **kwargs)
         given = {name: x for name, x in (("window", window), ("adapter", adapter)) if x is not None}
-        if self.config.model_type == "titans" and given:
-            raise ValueError(f"`{min(given)}` is for models without a memory: `pretrained` is a Titans.")
         if self.config.model_type == "remember" and given:  # the base model has the adapter's memory
             forget(self.model)
             given.setdefault("adapter", pretrained)
-        if self.config.model_type != "titans" and not hasattr(self.model, "memory"):
+        if given or (self.config.model_type != "titans" and not hasattr(self.model, "memory")):
             remember(self.model, **given)
         self.piece_length = piece_length
 

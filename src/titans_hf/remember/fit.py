@@ -29,6 +29,7 @@ from .fast_weights import FastWeights, decoder_layers, linear_layers
 from .fit_list import DOCUMENT, ROWS, Collector, Gains, Moments, Recorder, collect, fit_read_out, read_texts
 from .memory import FAST_WEIGHTS, LIST, Memory, forget, remember
 from .memory_cache import MemoryCache
+from .titans_layer import is_titans
 from .token_list import ReadOut, TokenList
 
 KINDS = (  # of the linear layers that get fast weights: values, outputs and feed-forward networks, by families' names
@@ -290,7 +291,8 @@ def fit_memory(
         model: a causal language model, with a memory or without.
         documents: ids (T,) of texts of the kind that the model is to read, each read by itself; some 90,000 tokens.
         recalls: texts in which facts are asked for, ids (T,) and is_answer (T,) bool, as `make_recalls` returns them.
-        window: tokens that a query of full attention sees; None for all; "model" for its memory's, else 1,024.
+        window: tokens that a query of full attention sees; None for all; "model" for its memory's, else 1,024, and
+            for a Titans, which has its own, None.
         rank: r, of the fast weights.
         entries: of the list.
         recall_share: the weight of all answers together in the fit of the list; the documents have weight 1.
@@ -304,7 +306,7 @@ def fit_memory(
     _check(documents, recalls, rank, recall_share)
     own = getattr(model, "memory", None)
     if window == "model":
-        window = 1024 if own is None else own.window
+        window = own.window if own is not None else None if is_titans(model) else 1024
     ids = torch.cat([*documents, *(x for pair in recalls for x in pair)]).long().cpu()
     digest = hashlib.sha256(ids.numpy().tobytes()).hexdigest()
     lengths = [len(x) for x in documents], [len(x) for x, _ in recalls]

@@ -20,6 +20,7 @@ from ..cache_titans import CACHE_NAME, CACHE_NAMES
 from . import reading
 from .fast_weights import FastWeights, decoder_layers, random_fast_weights
 from .memory_cache import Columns, MemoryCache
+from .titans_layer import is_titans
 from .token_list import TokenList
 from .window import PREFIX, register_attention, set_window_attention
 
@@ -46,6 +47,7 @@ class Memory:
     learn_from: str
     forward: Callable
     own_attention: str = ""
+    own_learning: bool = True
     learning: bool = True
     has_states: bool = False
     takes_positions: bool = True
@@ -123,8 +125,8 @@ def remember(
         window = settings.window if window == "auto" else window
         first_token = settings.first_token if first_token is None else first_token
     window = None if window == "auto" else window
-    if model.config.model_type == "titans":
-        raise ValueError("`model` is a Titans, which has a memory of its own: `remember` is for other models.")
+    if window is not None and is_titans(model):
+        raise ValueError(f"`window` must be None for a Titans, which has a window of its own, got {window!r}.")
     if window is not None and (not isinstance(window, int) or window < 2):
         raise ValueError(f"`window` must be None or a whole number of at least 2, got {window!r}.")
     if learn_from not in ("read", "all"):
@@ -145,10 +147,14 @@ def remember(
         first_token=choose_first_token(model, first_token),
         learn_from=learn_from,
         forward=own.forward,
-        takes_positions="position_ids" in parameters,
+        takes_positions="position_ids" in parameters and not is_titans(model),
         takes_logits_to_keep="logits_to_keep" in parameters,
     )
-    new.own_attention = set_window_attention(model)
+    own_attention = model.config.get_text_config(decoder=True)._attn_implementation
+    if is_titans(model):
+        new.own_attention, new.own_learning = own_attention, model.memory_learning
+    else:
+        new.own_attention = set_window_attention(model)
     try:
         attach(model, new)
         check_reading(model)
@@ -170,6 +176,8 @@ def forget(model: PreTrainedModel) -> PreTrainedModel:
         model.__class__ = type(model).__bases__[1]
         _set_hooked_forward(model)
     model.set_attn_implementation(memory.own_attention)
+    if is_titans(model):
+        model.set_memory_learning(memory.own_learning)
     return whole
 
 
@@ -243,11 +251,13 @@ def check_reading(model: PreTrainedModel) -> None:
     size, device = len(embeddings), "cpu" if embeddings.is_meta else embeddings.device  # accelerate moves inputs
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(min(size, 1000), (1, CHECK_LENGTH), generator=generator).to(device)
+    has_window = any(not getattr(x, "is_sliding", True) for x in MemoryCache(model).layers)
+    tried_window = CHECK_WINDOW if has_window else None
     model.eval()
     memory.learning = False
     try:
         results = []
-        for tried, pieces in ((None, [CHECK_LENGTH]), (CHECK_WINDOW, [CHECK_LENGTH]), (CHECK_WINDOW, [5, 1, 9, 9])):
+        for tried, pieces in ((None, [CHECK_LENGTH]), (tried_window, [CHECK_LENGTH]), (tried_window, [5, 1, 9, 9])):
             memory.window = tried
             cache = MemoryCache(model)
             results.append(torch.cat([model(x, **{CACHE_NAME: cache}).logits for x in ids.split(pieces, 1)], 1))
@@ -258,7 +268,6 @@ def check_reading(model: PreTrainedModel) -> None:
     allowed = TOLERANCE.get(results[0].dtype, 0.1) * float(full.abs().max())
     if not float((whole - in_pieces).abs().max()) <= allowed:
         raise ValueError(f"`model` is a {type(model).__name__}, whose logits differ if a text is read in pieces.")
-    has_window = any(not getattr(x, "is_sliding", True) for x in MemoryCache(model).layers)
     if has_window and float((full[:CHECK_WINDOW] - whole[:CHECK_WINDOW]).abs().max()) > allowed:
         raise ValueError(f"`model` is a {type(model).__name__}, whose window changes the logits within the window.")
     if has_window and torch.equal(full[CHECK_WINDOW:], whole[CHECK_WINDOW:]):
@@ -287,11 +296,15 @@ class RememberingModel:
     def set_memory_learning(self, learning: bool = True) -> None:
         """Lets the memory learn while the model reads, or read without learning."""
         self.memory.learning = bool(learning)
+        if is_titans(self):
+            super().set_memory_learning(learning)
 
     def set_attn_implementation(self, attn_implementation: str, **kwargs) -> None:
         """Sets the attention inside of the window."""
         super().set_attn_implementation(attn_implementation, **kwargs)
-        if not str(attn_implementation).startswith(PREFIX):
+        if is_titans(self):
+            self.memory.own_attention = attn_implementation
+        elif not str(attn_implementation).startswith(PREFIX):
             self.memory.own_attention = set_window_attention(self)
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):

@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 
 from ..cache_titans import CACHE_NAME
 from . import memory_files
+from .titans_layer import TitansLayer, is_titans
 from .window import KeyValueLayer, StateLayer, make_layers
 
 if TYPE_CHECKING:
@@ -50,7 +51,11 @@ class MemoryCache(Cache):
         self.unread: Columns | None = None
         self.about: dict[str, Any] = {}  # any JSON, saved with the memory
         self.seen_in_folders: dict[Path, dict | None] = {}  # see `cache_files.write_memory`
-        super().__init__(layers=make_layers(model, self.memory.window, self.memory.extra_columns))
+        if is_titans(model):
+            layers = [TitansLayer(x) for x in model.base_model.modules_with_state]
+        else:
+            layers = make_layers(model, self.memory.window, self.memory.extra_columns)
+        super().__init__(layers=layers)
 
     def begin(self, model: PreTrainedModel, rows: int, device: torch.device) -> None:
         """Makes the state of `rows` rows that have read nothing, unless there is one.
@@ -62,6 +67,9 @@ class MemoryCache(Cache):
         if not len(self.seen):
             self.seen = self.steps = torch.zeros(rows, dtype=torch.int64)
             self.state, self.device = self.memory.initial_state(model, rows, device), device
+            for layer in self.layers:
+                if isinstance(layer, TitansLayer):
+                    layer.begin(rows)
             self.record(None)
         elif len(self.seen) != rows:
             raise ValueError(f"`input_ids` must have the {len(self.seen)} rows of `cache`, got {rows}.")
@@ -213,13 +221,14 @@ class MemoryCache(Cache):
         new.begin(model, len(rows), self.device)
         old = self.take(rows)
         for layer, empty in zip(old.layers, new.layers, strict=True):
-            if isinstance(layer, StateLayer):
+            if isinstance(layer, StateLayer) and not isinstance(layer, TitansLayer):
                 zeros = layer.map(torch.zeros_like)
                 for name in ("conv_states", "recurrent_states", "start"):
                     setattr(layer, name, getattr(zeros, name))
             if isinstance(layer, KeyValueLayer) and layer.is_initialized:
                 empty.keys, empty.values, empty.is_initialized = layer.keys[..., :0, :], layer.values[..., :0, :], True
-        new.layers = [y if isinstance(y, StateLayer) else x for x, y in zip(new.layers, old.layers, strict=True)]
+        is_old = [isinstance(x, StateLayer) and not isinstance(x, TitansLayer) for x in old.layers]
+        new.layers = [y if kept else x for x, y, kept in zip(new.layers, old.layers, is_old, strict=True)]
         self.put(rows, new)
 
     def reset(self) -> None:

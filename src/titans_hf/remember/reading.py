@@ -25,6 +25,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ..cache_titans import CACHE_NAME
 from .fast_weights import IGNORED
 from .memory_cache import Columns, MemoryCache
+from .titans_layer import is_titans, titans_cache
 from .window import KeyValueLayer, StateLayer
 
 if TYPE_CHECKING:
@@ -243,7 +244,8 @@ def call(
             layer.seen, layer.sink = cache.seen, None if layer.is_sliding else sinks[index]
         if isinstance(layer, StateLayer) and ids.shape[1] == 1:
             layer.before_token()
-    arguments = {"input_ids": ids, CACHE_NAME: cache, "use_cache": True, "return_dict": True, **arguments}
+    given = titans_cache(model, cache.layers, cache.seen) if is_titans(model) else cache
+    arguments = {"input_ids": ids, CACHE_NAME: given, "use_cache": True, "return_dict": True, **arguments}
     if memory.takes_positions:
         arguments["position_ids"] = positions.to(ids.device)
     if weights is None:
@@ -251,6 +253,9 @@ def call(
     else:
         with memory.fast_weights.active(weights):
             output = memory.forward(model, **arguments)
+    if given is not cache:
+        for layer, of_titans in zip(cache.layers, given.layers, strict=True):
+            layer.set_state(of_titans.state)
     cache.seen = cache.seen + ids.shape[1]
     return output
 

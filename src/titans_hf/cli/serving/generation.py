@@ -145,7 +145,7 @@ class ServedModel:
                 ids = asking.generate(input_ids, **inputs)
         finally:
             cache = self.slots.leave(slot)
-        learns_from_answers = self.kind is TitansCache or self.model.memory.learn_from == "all"
+        learns_from_answers = self.model.config.model_type == "titans" or self.model.memory.learn_from == "all"
         if self.snapshots.most and learns_from_answers:  # else the cache is not that of a model which has read them
             self._run(self.snapshots.keep, request.owner, ids[0, : cache.get_seq_length()].cpu(), cache)
         return ids

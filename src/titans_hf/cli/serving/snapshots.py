@@ -33,9 +33,9 @@ REWRITTEN = (
 
 def kind_of_cache(model: PreTrainedModel) -> type[Cache] | None:
     """Returns the class of the model's memories; None for a model without."""
-    if isinstance(model, TitansForCausalLM):
-        return TitansCache
-    return MemoryCache if isinstance(getattr(model, "memory", None), Memory) else None
+    if isinstance(getattr(model, "memory", None), Memory):
+        return MemoryCache
+    return TitansCache if isinstance(model, TitansForCausalLM) else None
 
 
 @dataclass(eq=False)

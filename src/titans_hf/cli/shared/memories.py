@@ -17,13 +17,13 @@ AnyCache = TitansCache | MemoryCache
 def load_with_memory(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads the model that the options of `add_model_options` name, with a memory, and its tokenizer.
 
-    Raises ValueError for --adapter or --window beside a Titans, and as `remember` does.
+    A Titans has its own memory, and with --adapter also the adapter's. Raises ValueError for --window beside a Titans,
+    and as `remember` does.
     """
     kind, device = load_config(args.model, "MODEL").model_type, choose_device(args.device)
-    if kind == "titans":
-        for name in ("adapter", "window"):
-            if getattr(args, name) is not None:
-                raise ValueError(f"--{name} {getattr(args, name)} is for models without a memory: MODEL is a Titans")
+    if kind == "titans" and args.window is not None:
+        raise ValueError(f"--window {args.window} is for other models: MODEL is a Titans, which has its own")
+    if kind == "titans" and args.adapter is None:
         return load_model(args.model, "MODEL").to(device).eval(), load_tokenizer(args.model, "MODEL")
     if kind == "remember":
         if args.adapter is not None:
@@ -41,12 +41,12 @@ def load_with_memory(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrai
 
 def new_cache(model: PreTrainedModel) -> AnyCache:
     """Returns the cache of a model that has read nothing."""
-    return TitansCache(model.config) if model.config.model_type == "titans" else MemoryCache(model)
+    return MemoryCache(model) if hasattr(model, "memory") else TitansCache(model.config)
 
 
 def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
     """Returns the facts of the model on which its memory folders depend."""
-    files = cache_files if model.config.model_type == "titans" else memory_files
+    files = memory_files if hasattr(model, "memory") else cache_files
     return files.fingerprint(model)
 
 

@@ -1,0 +1,93 @@
+"""`remember` on a Titans: fast weights and list beside its own memory."""
+
+import pytest
+import torch
+from families import CHUNK, differences, small_memory
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
+
+from titans_hf import MemoryCache, TitansConfig, TitansForCausalLM, fit_memory, remember, save_adapter
+
+IDS = torch.randint(3, 53, (2, 45), generator=torch.Generator().manual_seed(1))
+TOKEN_MEMORY = {"memory_form": "delta", "token_memory_features": 16, "tie_word_embeddings": True}
+MODELS = {
+    **{variant: {"variant": variant} for variant in ("lmm", "mag", "mal", "mac")},
+    "token memory": {"variant": "mag", **TOKEN_MEMORY},
+    "paper's mac": {"variant": "mac", "memory_form": "paper"},
+}
+
+
+def titans(**fields) -> TitansForCausalLM:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    lengths = {"sliding_window": 9, "segment_length": 8, "memory_chunk_size": 4}
+    torch.manual_seed(0)
+    model = TitansForCausalLM(TitansConfig(vocab_size=53, eos_token_id=None, **sizes, **lengths, **fields))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p) if p.dim() > 1 else 0)
+    return model.double().eval()
+
+
+def with_memory(model: TitansForCausalLM) -> TitansForCausalLM:
+    fast, chosen = small_memory(model)
+    return remember(model, fast_weights=fast, token_list=chosen)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_titans_reads_exactly(name):
+    """Pieces, padding and a row alone give the logits of the whole; a forgotten Titans is the original to the bit."""
+    found = differences(titans(**MODELS[name]), None)
+    assert found["learning"] > 0.1
+    assert found["forgotten"] == found["generated"] == 0
+    assert max(found["pieces"], found["padding"], found["row alone"]) < 1e-12, found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["mag", "mac"])
+def test_a_cache_is_saved_cropped_and_reset(name, tmp_path):
+    """A cache saved within a chunk, a cropped one, and one whose row began anew give the logits of the whole text."""
+    model = with_memory(titans(**MODELS[name]))
+    whole = model(IDS).logits
+    cache = MemoryCache(model)
+    model(IDS[:, : 2 * CHUNK + 3], cache=cache)
+    cache.save_pretrained(tmp_path, model)
+    loaded = MemoryCache.from_pretrained(tmp_path, model)
+    assert_close(model(IDS[:, 2 * CHUNK + 3 :], cache=loaded).logits, whole[:, 2 * CHUNK + 3 :], atol=1e-12, rtol=0)
+    cache.activate_past_recording()
+    model(IDS[:, 20:26].flip(1), cache=cache)
+    cache.crop(-6)
+    assert_close(model(IDS[:, 19:], cache=cache).logits, whole[:, 19:], atol=1e-12, rtol=0)
+    cache.reset_rows(model, torch.tensor([1]))
+    assert_close(model(IDS, cache=cache).logits[1], whole[1], atol=1e-12, rtol=0)
+
+
+def test_every_weight_is_trained():
+    """A loss within the first chunk has a gradient for every weight that it has without `remember`."""
+    gradients = []
+    for make in (lambda x: x, with_memory):
+        model = make(titans(variant="mag")).train()
+        model(IDS[:, :CHUNK], labels=IDS[:, :CHUNK], use_cache=False).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    model.zero_grad()
+    assert gradients[0].keys() == gradients[1].keys()
+    assert all((gradients[1][name] is None) == (x is None) for name, x in gradients[0].items())
+
+
+def test_a_fit_and_its_adapter(tmp_path):
+    """A Titans is fitted without a window, and loads with its adapter by its name."""
+    base = titans(variant="lmm").float()
+    base.save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    documents = [torch.randint(3, 53, (300,), generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    fit_memory(model, documents, rank=2, entries=50, progress=False)
+    assert model.memory.window is None
+    save_adapter(model, tmp_path / "adapter", half=False)
+    with torch.no_grad():
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
+        assert_close(loaded(IDS).logits, model(IDS).logits)
+
+
+def test_a_window_is_an_error():
+    """A Titans has a window of its own."""
+    with pytest.raises(ValueError, match="`window` must be None for a Titans, which has a window of its own, got 16"):
+        remember(titans(variant="lmm"), window=16)
