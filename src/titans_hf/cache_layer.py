@@ -56,8 +56,7 @@ class LayerState:
     """All that a decoder layer needs to continue a sequence; the first dimension of every tensor is the batch.
 
     memory: weights, momentum, anchor and number of tokens (`MemoryState`).
-    conv_state: (B, kernel - 1, 3 * hidden), the last inputs of the memory's convolutions. In the token memory it is the
-    last hidden state, (B, 1, hidden).
+    conv_state: (B, kernel - 1, 3 * hidden), the last inputs of the memory's convolutions.
     kv_cache: None in LMM, a `WindowCache` in MAG and MAL.
     segment_weights: in MAC, the memory's weights at the start of the current segment. Empty if they are the memory's
     anchor.
@@ -109,7 +108,7 @@ class LayerState:
 class RecordedColumns:
     """What is kept to undo recent columns: the layer's state before them, and their inputs.
 
-    state: None before the first token. inputs: (B, T, input size), the mixer's inputs. mask, document_starts: (B, T)
+    state: None before the first token. inputs: (B, T, hidden), the mixer's inputs. mask, document_starts: (B, T)
     bool, as in `Columns`. restart: (B,) bool, True in rows that were reset before the first column; None if no row was.
     learned: (B, T) bool, False at columns read with learning off, the same in every row; None if there are none.
     """
@@ -213,7 +212,7 @@ class TitansCacheLayer(CacheLayerMixin):
         return self.state, [] if self.to_reread is None else self.to_reread.runs()
 
     def finish_call(self, before: LayerState | None, after: LayerState, inputs: Tensor, columns: Columns) -> None:
-        """Stores the state after a call that read `inputs` (B, T, input size) from the state `before`."""
+        """Stores the state after a call that read `inputs` (B, T, hidden) from the state `before`."""
         if self.record_past:
             empty = RecordedColumns.empty(before, inputs, self.restart)
             recorded = empty if self.recorded is None else self.recorded

@@ -79,12 +79,9 @@ class TitansCache(Cache):
     """
 
     def __init__(self, config: TitansConfig, *, offloading: bool = False, compileable: bool = False):
-        super().__init__(
-            layers=[TitansCacheLayer(compileable, offloading) for _ in range(config.num_layers_with_state)]
-        )
+        super().__init__(layers=[TitansCacheLayer(compileable, offloading) for _ in range(config.num_hidden_layers)])
         self.offloading = offloading  # done by the layers, because the base class's update() is never called
         self.made_for = _shaping_fields(config)
-        self.num_decoder_layers = config.num_hidden_layers
         self.about: dict[str, Any] = {}
         self.is_guarded = False  # by `undone_on_error`
         # By folder, the description of the memory that was last loaded from it or saved to it: for `write_memory`.
@@ -116,7 +113,7 @@ class TitansCache(Cache):
         crop() count once they have been read again. A row that has been reset has zeros until its next token.
 
         Args:
-            layer: index of the decoder layer; `num_hidden_layers`, or -1, for the token memory.
+            layer: index of the decoder layer.
         """
         state = self.layers[layer].state
         return () if state is None else state.memory.weights
@@ -128,8 +125,7 @@ class TitansCache(Cache):
             counts = [0] * self.batch_size if self.num_tokens_seen is None else self.num_tokens_seen.tolist()
             shown = ", ".join(f"{n:,}" for n in counts[:8]) + (", ..." if len(counts) > 8 else "")
             read = f"tokens read by {len(counts)} row{'s'[: len(counts) > 1]}: {shown}; {self.num_bytes:,} bytes"
-        token_memory = " and the token memory" if len(self.layers) > self.num_decoder_layers else ""
-        return f"TitansCache: {read}\nmemories of {self.num_decoder_layers} layers{token_memory}"
+        return f"TitansCache: {read}\nmemories of {len(self.layers)} layers"
 
     def columns_to_reread(self) -> RecordedColumns | None:
         """Returns the columns kept by crop(), to be read again on the next call; None if there are none."""
@@ -279,11 +275,12 @@ class TitansCache(Cache):
         with naming_folder(folder, "loaded"):
             cache.about = dict(saved.description["about"])
             reader = TensorReader(saved.tensors, model.config)
-            for i, (layer, module) in enumerate(zip(cache.layers, model.base_model.modules_with_state, strict=True)):
-                parameter = next(module.parameters())
+            for i, (layer, decoder_layer) in enumerate(zip(cache.layers, model.base_model.layers, strict=True)):
+                mixer = decoder_layer.mixer
+                parameter = next(mixer.parameters())
                 with torch.no_grad():
-                    like = module.initial_state(1, parameter.dtype)
-                layer.restore(partial(reader.take, i), like, parameter.new_zeros(1, 0, module.input_size))
+                    like = mixer.initial_state(1, parameter.dtype)
+                layer.restore(partial(reader.take, i), like, parameter.new_zeros(1, 0, model.config.hidden_size))
                 layer.record_past, layer.is_initialized = saved.record_past, saved.num_columns > 0
                 layer.set_num_columns(saved.num_columns)
                 layer.apply(methodcaller("to", parameter.device))

@@ -30,6 +30,8 @@ AUTO_MAP = {
 # Version of the fields' meaning. It rises when the function that a saved model computes changes.
 TITANS_VERSION = 2
 OWN_NAMES = ("memory_", "token_memory_")  # prefixes of fields that other configs do not have
+# Fields that this class no longer has, with the value at which a saved model computes the same without them.
+FORMER_FIELDS = {"token_memory_features": 0}
 # Keywords that every config takes, although its class has no such attribute.
 TRANSFORMERS_NAMES = {
     *("attn_implementation", "experts_implementation", "per_layer_config", "auto_map", "quantization_config"),
@@ -138,7 +140,7 @@ class TitansConfig(PreTrainedConfig):
             `"delta"`: the weights before each token (eq. 10), exactly, so that one write can replace the value that a
             key retrieves.
         memory_max_lr (`float`, *optional*):
-            Largest step size (theta, eq. 10); 0 turns the memory and the token memory off. Default: 1/2 with the delta
+            Largest step size (theta, eq. 10); 0 turns the memory off. Default: 1/2 with the delta
             rule, otherwise 1 / b in chunks of b tokens, and 2 / (L b) from L = 3 layers on. A larger value warns: with
             repeated keys updates overshoot, and rounding errors and gradients grow exponentially. With the delta rule,
             hidden layers take steps of theta / (2 b), theta / 128 at most.
@@ -170,14 +172,7 @@ class TitansConfig(PreTrainedConfig):
             without momentum, with heads of at most 256. `"triton"`: the project's kernels, for a linear memory with
             gates per head, heads of 16 to 128 and chunks of 16 to 64 tokens, all powers of two. Both need CUDA and
             float32, and raise an error elsewhere. `"auto"`: fla's where possible, PyTorch elsewhere, in compiled models
-            too. PyTorch computes single tokens and calls with `output_surprise`, except with `"triton"`, and always a
-            token memory of more than 256 features.
-
-        > Behind the last layer
-
-        token_memory_features (`int`, defaults to 0):
-            Sparse features of the token memory's keys; 0 for no token memory. It learns at test time which token
-            follows which final hidden state, an extension beyond the paper, and needs tied embeddings.
+            too. PyTorch computes single tokens and calls with `output_surprise`, except with `"triton"`.
 
         > Version
 
@@ -186,7 +181,8 @@ class TitansConfig(PreTrainedConfig):
 
     Raises `ValueError` or huggingface_hub's `StrictDataclassError`, naming the field, for a value that is not possible,
     and `ValueError` for an unknown keyword that begins with `memory_` or `token_memory_`. In a saved config, such a
-    field of a newer version only warns. Any other unknown keyword warns.
+    field of a newer version only warns, and `token_memory_features` above 0, of an older version, raises `ValueError`.
+    Any other unknown keyword warns.
     """
 
     model_type = "titans"
@@ -275,8 +271,6 @@ class TitansConfig(PreTrainedConfig):
         "form", above=0, derived=by_form(titans=1.0, delta=1.0, paper=None)
     )
     memory_kernel: Literal["auto", "torch", "fla", "triton"] = setting("auto", state="none")
-    # Behind the last layer
-    token_memory_features: int = setting(0, at_least=0, state="shape")
     # Version
     titans_version: int | None = setting(None, state="none")
 
@@ -285,7 +279,8 @@ class TitansConfig(PreTrainedConfig):
         """Makes a config from config.json. Keywords of the memory's fields replace the file's values before other
         fields derive from them.
 
-        Raises ValueError for another `memory_form` than a saved config's, which has a value for every field.
+        Raises ValueError for another `memory_form` than a saved config's, which has a value for every field, and for a
+        saved model with a part that is no longer there.
         """
         form, saved = kwargs.get("memory_form"), config_dict.get("memory_form")
         if config_dict.get("titans_version") is not None and form not in (None, saved):
@@ -295,7 +290,13 @@ class TitansConfig(PreTrainedConfig):
             )
         given = {name: kwargs.pop(name) for name in [*kwargs] if name.startswith(OWN_NAMES)}
         for name in [name for name in config_dict if name.startswith(OWN_NAMES) and name not in field_facts(cls)]:
-            logger.warning_once(f"`{name}` in a saved config has no effect: this titans_hf has no such field.")
+            if name not in FORMER_FIELDS:
+                logger.warning_once(f"`{name}` in a saved config has no effect: this titans_hf has no such field.")
+            elif config_dict[name] != FORMER_FIELDS[name]:
+                raise ValueError(
+                    f"`{name}` in a saved config must be {FORMER_FIELDS[name]}, but is {config_dict[name]}: it was "
+                    "saved by a titans_hf whose models had this part."
+                )
             config_dict = {x: value for x, value in config_dict.items() if x != name}
         return super().from_dict(config_dict | given, **kwargs)
 
@@ -356,11 +357,6 @@ class TitansConfig(PreTrainedConfig):
         """
         of_variant = {"mac": "hybrid", "mag": "hybrid_sliding", "mal": "hybrid_sliding", "lmm": "linear_attention"}
         return [of_variant[self.variant]] * self.num_hidden_layers
-
-    @property
-    def num_layers_with_state(self) -> int:
-        """Number of layers of a cache: the decoder layers and the token memory."""
-        return self.num_hidden_layers + (self.token_memory_features > 0)
 
     @property
     def max_stable_lr(self) -> float:
@@ -494,7 +490,7 @@ def _check_range(name: str, value: Any, at_least: int | None, above: int | None,
 
 def check_config(config: TitansConfig) -> None:
     """Raises ValueError for a value that a new config refuses, since fields may have been set later. Warns of updates
-    that can overshoot, and of a token memory without tied embeddings.
+    that can overshoot.
     """
     config.validate_architecture()
     if config.memory_max_lr > config.max_stable_lr:  # for example in a saved model whose rule or chunk was changed
@@ -502,11 +498,6 @@ def check_config(config: TitansConfig) -> None:
             f"`memory_max_lr` ({config.memory_max_lr:g}) is above {config.max_stable_lr:g}, its limit and default with "
             f"memory_update_rule={config.memory_update_rule!r}, memory_depth={config.memory_depth} and chunks of "
             f"{config.memory_chunk_size}: steps can overshoot, and training can diverge."
-        )
-    if config.token_memory_features and not config.tie_word_embeddings:  # after merging an adapter of one
-        logger.warning_once(
-            "`tie_word_embeddings` is False with `token_memory_features`: the token memory retrieves input embeddings, "
-            "which an untied LM head has to learn to read."
         )
 
 

@@ -1,6 +1,6 @@
 """The token mixers of the decoder layers: one per variant (paper section 4), on the same memory and attention.
 
-Their base, `SequenceMixer`, is a function of a call's tokens and of the state before them. On request
+Their base, `TitansMixer`, is a function of a call's tokens and of the state before them. On request
 (`output_surprise=True` in a call), a mixer also returns the surprise of each token, `LayerSurprise`.
 """
 
@@ -86,7 +86,7 @@ class LayerSurprise:
 
 
 class MixerOutput(NamedTuple):
-    """The result of a mixer for the tokens of a call, or for the slots of a grid (`SequenceMixer.mix`).
+    """The result of a mixer for the tokens of a call, or for the slots of a grid (`TitansMixer.mix`).
 
     hidden_states: (B, T, hidden), or (R, G, hidden). attentions: (B, h, T, K), or (R, h, G, K), or None. state: B or R
     rows, after the last token. surprise: the tokens' surprise; for slots, surprise and gates of the memory's updates.
@@ -98,24 +98,26 @@ class MixerOutput(NamedTuple):
     surprise: LayerSurprise | Sequence[Update]
 
 
-class SequenceMixer(nn.Module):
-    """Mixes the tokens of a call with the state before them. Subclasses implement `initial_state`, and `mix` for tokens
-    on the slots of a grid.
+class TitansMixer(nn.Module):
+    """Combines memory, persistent tokens P and, in most variants, attention.
 
-    input_size: size of the inputs' last dimension.
+    A mixer is a function of the normalised input x (B, T, hidden) and of the state before it. Subclasses are the
+    paper's variants and implement `mix` for tokens on the slots of a grid.
     """
 
-    def __init__(self, layer_idx: int, input_size: int):
+    def __init__(self, config: TitansConfig, layer_idx: int):
         super().__init__()
+        self.config = config
         self.layer_idx = layer_idx
-        self.input_size = input_size
-
-    def initial_state(self, batch_size: int, dtype: torch.dtype) -> LayerState:
-        """Returns the state before the first token."""
-        raise NotImplementedError
+        persistent = torch.empty(config.num_persistent_tokens, config.hidden_size)
+        if len(persistent):
+            self.persistent = nn.Parameter(persistent)
+        else:  # an empty parameter gets no gradient, and DDP would wait for it; so it is a buffer
+            self.register_buffer("persistent", persistent, persistent=False)
+        self.memory = NeuralMemory(config, layer_idx)
 
     def forward(self, inputs: Tensor, layout: TokenLayout, cache: TitansCache | None = None, **kwargs) -> MixerOutput:
-        """Mixes inputs (B, T, input_size) after the tokens of the cache, if there is one, and updates its layer.
+        """Mixes inputs (B, T, hidden) after the tokens of the cache, if there is one, and updates its layer.
         `kwargs` go to the attention function.
         """
         layer = None if cache is None else cache.layers[self.layer_idx]
@@ -151,26 +153,8 @@ class SequenceMixer(nn.Module):
         return initial.where_rows(grid.source_rows < 0, state.map(lambda x: x[grid.source_rows]))
 
     def mix(self, inputs: Tensor, state: LayerState, grid: TokenGrid, **kwargs) -> MixerOutput:
-        """Mixes inputs (R, G, input_size) on the slots of `grid`."""
+        """Mixes inputs (R, G, hidden) on the slots of `grid`."""
         raise NotImplementedError
-
-
-class TitansMixer(SequenceMixer):
-    """Combines memory, persistent tokens P and, in most variants, attention.
-
-    A mixer is a function of the normalised input x (B, T, hidden) and of the state before it. Subclasses are the
-    paper's variants and implement `mix` for tokens on the slots of a grid.
-    """
-
-    def __init__(self, config: TitansConfig, layer_idx: int):
-        super().__init__(layer_idx, config.hidden_size)
-        self.config = config
-        persistent = torch.empty(config.num_persistent_tokens, config.hidden_size)
-        if len(persistent):
-            self.persistent = nn.Parameter(persistent)
-        else:  # an empty parameter gets no gradient, and DDP would wait for it; so it is a buffer
-            self.register_buffer("persistent", persistent, persistent=False)
-        self.memory = NeuralMemory(config, layer_idx)
 
     def initial_state(self, batch_size: int, dtype: torch.dtype) -> LayerState:
         """Returns the state before the first token: after P, which precedes every sequence (x~ = P || x: eq. 26, 29).

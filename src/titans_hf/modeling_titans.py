@@ -42,10 +42,9 @@ from .cache_titans import (
 from .configuration_titans import TitansConfig, check_config
 from .generation_titans import SurpriseCollector, TitansGenerationMixin
 from .memory_ops import compile_chunks
-from .mixers_titans import LayerSurprise, SequenceMixer, TitansMixer, make_mixer
+from .mixers_titans import LayerSurprise, TitansMixer, make_mixer
 from .neural_memory import OUTPUT_SCALE, ChannelConv, InitialWeights, OutputProjection, TitansRMSNorm, TokenGate
 from .token_grid import TokenLayout, check_inputs
-from .token_memory import TitansTokenMemoryLayer, TokenMemory
 
 if torch.distributed.is_available():
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -91,7 +90,7 @@ class TitansModelOutput(NamesCache, BaseModelOutputWithPast):
 
 @dataclass
 class TitansCausalLMOutput(NamesCache, CausalLMOutputWithPast):
-    """surprise: one `LayerSurprise` per layer, and one of the token memory, if any."""
+    """surprise: one `LayerSurprise` per layer."""
 
     surprise: tuple[LayerSurprise, ...] | None = None
 
@@ -153,7 +152,7 @@ class TitansPreTrainedModel(PreTrainedModel):
     _can_record_outputs = {
         "hidden_states": TitansDecoderLayer,
         "attentions": OutputRecorder(TitansMixer, index=1),
-        "surprise": OutputRecorder(SequenceMixer, index=3),
+        "surprise": OutputRecorder(TitansMixer, index=3),
     }
 
     def compile_memory(self, **options) -> None:
@@ -174,9 +173,9 @@ class TitansPreTrainedModel(PreTrainedModel):
     def set_memory_learning(self, learning: bool) -> None:
         """Turns learning at test time off or on again, for all calls that begin later.
 
-        While it is off, every memory, the token memory included, is only read: nothing is written or forgotten, and
-        weights and momentum stay equal to the bit. Attention's window, the inputs of the convolutions and the count of
-        tokens go on. A document's initial memory, after the persistent tokens, is the same with learning on or off.
+        While it is off, the memory is only read: nothing is written or forgotten, and weights and momentum stay equal
+        to the bit. Attention's window, the inputs of the convolutions and the count of tokens go on. A document's
+        initial memory, after the persistent tokens, is the same with learning on or off.
 
         The switch belongs to this object, which `save_pretrained` does not save. A call reads it once, when it begins;
         `generate()` makes a call for each token. Threads that share the model share the switch.
@@ -207,14 +206,14 @@ class TitansPreTrainedModel(PreTrainedModel):
             init.copy_(module.weight, module.initial_weight())
         elif isinstance(module, nn.RMSNorm):
             init.ones_(module.weight)
-        elif isinstance(module, (InitialWeights, TokenMemory)):
+        elif isinstance(module, InitialWeights):
             module.reset_parameters(init)
         elif isinstance(module, TitansMixer):
             init.normal_(module.persistent, std=std)
 
 
 class TitansModel(TitansPreTrainedModel):
-    """Embeddings, decoder layers, the final norm and, if the config has one, the token memory."""
+    """Embeddings, decoder layers and the final norm."""
 
     def __init__(self, config: TitansConfig):
         check_config(config)
@@ -222,18 +221,8 @@ class TitansModel(TitansPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(TitansDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = TitansRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.token_memory = None
-        if config.token_memory_features:
-            self.token_memory = TitansTokenMemoryLayer(config, config.num_hidden_layers)
-            # Set on the instance, because accelerate fails for a class name that the model does not contain.
-            self._no_split_modules = [*self._no_split_modules, "TitansTokenMemoryLayer"]
         self.gradient_checkpointing = False
         self.post_init()
-
-    @property
-    def modules_with_state(self) -> list[nn.Module]:
-        """The modules to which the layers of a cache belong, in order; each has `initial_state` and `input_size`."""
-        return [layer.mixer for layer in (*self.layers, self.token_memory) if layer is not None]
 
     @merge_with_config_defaults
     @takes_either_name
@@ -263,11 +252,11 @@ class TitansModel(TitansPreTrainedModel):
             cu_seq_lens_q (N + 1,) int: cumulative lengths of the documents packed in a single row, from 0 to T.
             seq_idx (B, T) or (1, T) int: document of each token, which is independent of the documents before it.
 
-        Returns last_hidden_state (B, T, hidden), cache; on request hidden_states; with
-        `output_surprise=True` surprise, one `LayerSurprise` per layer and one of the token memory, if any; with
-        `attn_implementation="eager"` attentions: one (B, heads, T, P + W) per layer, its columns the persistent tokens
-        and the window up to the token, oldest first; in MAC (B, heads, T, P + 2 L): persistent tokens, recalled tokens
-        and segment slots. Attention maps assembled from several windows or segments carry no gradient.
+        Returns last_hidden_state (B, T, hidden), cache; on request hidden_states; with `output_surprise=True` surprise,
+        one `LayerSurprise` per layer; with `attn_implementation="eager"` attentions: one (B, heads, T, P + W) per
+        layer, its columns the persistent tokens and the window up to the token, oldest first; in MAC (B, heads, T,
+        P + 2 L): persistent tokens, recalled tokens and segment slots. Attention maps assembled from several windows or
+        segments carry no gradient.
 
         Raises ValueError for an empty sequence or batch, ids out of range, and a mask, positions or a cache that do not
         fit.
@@ -285,8 +274,6 @@ class TitansModel(TitansPreTrainedModel):
             for layer in self.layers:
                 hidden_states = layer(hidden_states, layout, cache=cache, **kwargs)
             hidden_states = self.norm(hidden_states)
-            if self.token_memory is not None:
-                hidden_states = self.token_memory(hidden_states, inputs_embeds, layout, cache=cache)
         return TitansModelOutput(hidden_states, cache if use_cache else None)
 
     def _make_or_check_cache(self, cache: TitansCache | None, use_cache: bool, batch_size: int) -> TitansCache | None:

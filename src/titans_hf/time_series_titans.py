@@ -76,8 +76,6 @@ class TitansTimeSeriesConfig(TitansConfig):
     def validate_architecture(self):
         """Checks that the fields of this class fit each other too; part of the validation of `@strict`."""
         super().validate_architecture()
-        if size := self.token_memory_features:
-            raise ValueError(f"`token_memory_features` must be 0, but is {size}: a time series has no tokens.")
         check_multiple("context_length", self.context_length, "patch_length", self.patch_length)
 
 

@@ -14,7 +14,7 @@ from titans_hf import TitansCache
 
 NUM_PROGRAMS, NUM_OPERATIONS, MAX_ROWS = 12, 14, 4
 NUM_SLOW = 3  # the first of the programs is fast, two are slow, and the others are long
-CHANGES = {"": {}, "+delta": FORMS["delta"], "+token memory": FORMS["token memory"], "+paper": PAPER}
+CHANGES = {"": {}, "+delta": FORMS["delta"], "+paper": PAPER}
 PROGRAMS = list(itertools.product(VARIANTS, CHANGES))
 
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from titans_hf.cli import merge
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 
-TIED = dict(tie_word_embeddings=True, token_memory_features=24)
+TIED = dict(tie_word_embeddings=True)
 
 
 @pytest.mark.parametrize(

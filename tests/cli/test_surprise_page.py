@@ -87,7 +87,7 @@ def test_every_layer_has_a_scale_of_its_own(tmp_path):
     """Each layer's colours use its own range."""
     ramp = np.linspace(0, 1, 100)
     values = np.broadcast_to(np.stack([ramp, 1000 * ramp + 5]), (len(surprise.QUANTITIES), 2, 100))
-    surprise.draw(tmp_path / "surprise.png", "title", values, len(values[0]))
+    surprise.draw(tmp_path / "surprise.png", "title", values, is_titans=True)
     picture, coloured = matplotlib.image.imread(tmp_path / "surprise.png"), coloured_rows(tmp_path / "surprise.png")
     top, bottom = np.flatnonzero(coloured)[0], np.flatnonzero(np.diff(coloured) == -1)[0]
     rows = [picture[round(top + (bottom - top) * share), :, :3] for share in (0.25, 0.75)]

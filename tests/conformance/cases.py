@@ -1,4 +1,4 @@
-"""The test classes of `run.py`: one per variant of Titans, and MAG with the token memory.
+"""The test classes of `run.py`: one per variant of Titans.
 
 Each inherits the tests from transformers' mixins and adds a tiny configuration and its input, long enough to cross
 windows, chunks and segments several times.
@@ -182,11 +182,3 @@ class TitansMalTest(TitansTests, unittest.TestCase):
 class TitansLmmTest(TitansTests, unittest.TestCase):
     variant = "lmm"
     has_attentions = False
-
-
-class TitansTokenMemoryTest(TitansMagTest):
-    """MAG with the token memory, which needs tied embeddings."""
-
-    @property
-    def settings(self):
-        return super().settings | dict(token_memory_features=8, tie_word_embeddings=True)

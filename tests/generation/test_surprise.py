@@ -45,23 +45,6 @@ def test_surprise_does_not_depend_on_how_a_sequence_is_cut(variant):
         assert_same(torch.cat([surprise_of(model, piece, cache) for piece in ids.split(sizes, 1)], dim=-1), whole)
 
 
-@pytest.mark.parametrize("variant", TWO_VARIANTS)
-def test_the_token_memory_is_told_last(variant):
-    """After the layers comes the surprise of the token memory, in one call or several. If it were left out, a reader
-    would not see the memory that gains most on text.
-    """
-    model, ids = make_model(variant, token_memory_features=24, tie_word_embeddings=True), make_ids(2, 21)
-    with torch.no_grad():
-        *layers, whole = model(ids, output_surprise=True).surprise
-        cache = TitansCache(model.config)
-        pieces = [model(piece, cache=cache, output_surprise=True).surprise[-1] for piece in ids.split(8, 1)]
-    assert len(layers) == 2 and whole.gradient_norm.shape == (2, 1, 21)
-    # A few of these hidden states have no feature above the threshold, and nothing is stored for them.
-    assert (whole.gradient_norm > 0).double().mean() > 0.5 and not whole.momentum_decay.any()
-    for name in QUANTITIES:
-        assert_same(torch.cat([getattr(piece, name) for piece in pieces], dim=-1), getattr(whole, name))
-
-
 @pytest.mark.parametrize("variant", ATTENTIONS)
 def test_padding_does_not_surprise(variant):
     """Tokens of padded rows have their own values and padding has 0."""

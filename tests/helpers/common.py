@@ -39,7 +39,7 @@ PAPER = dict(
     memory_conv_noise=1,
     rope_parameters={"partial_rotary_factor": 1.0},
 )
-# The forms of the memory and of its place in the model.
+# The forms of the memory.
 FORMS = {
     "delta": dict(memory_form="delta"),
     "delta rule": dict(memory_update_rule="delta", memory_momentum=True),
@@ -53,7 +53,6 @@ FORMS = {
     "paper": PAPER,
     "normalised output": dict(memory_output_norm="rms"),
     "gated output": dict(memory_residual=False),
-    "token memory": dict(token_memory_features=24, tie_word_embeddings=True),
 }
 
 # Files of the package that travel with no checkpoint: the references, and those that make a model.
@@ -66,8 +65,7 @@ def make_config(variant: str, **changes) -> TitansConfig:
 
 @torch.no_grad()
 def redraw(model: torch.nn.Module, seed: int = 0, scale: float = 0.2) -> torch.nn.Module:
-    """Draws every parameter anew, and the token memory's directions: as initialised, the memory outputs 0 and its
-    gates are independent of the token.
+    """Draws every parameter anew: as initialised, the memory outputs 0 and its gates are independent of the token.
 
     At this scale a change of the input grows less than 100 times over 200 tokens. At 0.3 it grows 1e8 times in MAC, and
     with it the rounding.
@@ -76,10 +74,6 @@ def redraw(model: torch.nn.Module, seed: int = 0, scale: float = 0.2) -> torch.n
     for parameter in model.parameters():
         noise = scale * torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype)
         parameter.copy_(noise if parameter.dim() > 1 else parameter + noise)
-    for module in model.modules():
-        if hasattr(module, "directions"):
-            noise = torch.randn(module.directions.shape, generator=generator, dtype=torch.float64)
-            module.directions.copy_(noise)
     return model
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-from common import FORMS, PAPER, VARIANTS, assert_same, assert_same_cache, left_pad, make_ids, make_model, read
+from common import PAPER, VARIANTS, assert_same, assert_same_cache, left_pad, make_ids, make_model, read
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -173,14 +173,12 @@ def fsdp_over_calls(rank, variant, folder):
 def fsdp_accelerate(rank, variant, folder):
     """Compares FSDP2 as Accelerate wraps a model, by `_no_split_modules`; called directly, since on CPU it uses DDP."""
     accelerator = Accelerator(cpu=True)
-    for changes in ({}, FORMS["token memory"]):
-        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
-        )
-        model = fsdp2_prepare_model(accelerator, make_model(variant, **changes).train())
-        layers = [layer for layer in (*model.model.layers, model.model.token_memory) if layer is not None]
-        assert all(type(layer).__name__.startswith("FSDP") for layer in layers)
-        check_data_parallel_step(model, make_model(variant, **changes).train(), rank)
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+    )
+    model = fsdp2_prepare_model(accelerator, make_model(variant).train())
+    assert all(type(layer).__name__.startswith("FSDP") for layer in model.model.layers)
+    check_data_parallel_step(model, make_model(variant).train(), rank)
 
 
 def check_rough_step(model, reference, rank: int, relative: float, least_cosine: float) -> None:

@@ -220,34 +220,13 @@ def mac(mixer, config, x, make_memory):
 MIXERS = {"mac": mac, "mag": mag, "mal": mal, "lmm": lmm}
 
 
-def token_memory(mixer, config, hidden_states, embeddings):
-    """Computes the token memory's output (T, hidden) from the final hidden states and the embeddings of the tokens."""
-
-    def gate(module, h):
-        return torch.sigmoid(module.weight[0] @ h + module.bias[0])
-
-    def phi(h):
-        return l2_normalize((l2_normalize(h) @ mixer.directions - 1.5).clamp(min=0))
-
-    memory = embeddings.new_zeros(config.token_memory_features, config.hidden_size)
-    previous, outputs = torch.zeros_like(hidden_states[0]), []
-    for h, e in zip(hidden_states, embeddings, strict=True):
-        key, alpha = phi(previous), gate(mixer.forget, h) if config.memory_forget else 0
-        gradient = 2 * torch.outer(key, key @ memory - l2_normalize(e))  # of |M(k) - v|^2
-        memory = (1 - alpha) * memory - 0.5 * gate(mixer.inner_lr, h) * gradient
-        outputs.append(mixer.scale * 2 * gate(mixer.output_gate, h) * (phi(h) @ memory))
-        previous = h
-    return torch.stack(outputs)
-
-
 @torch.no_grad()
 def naive_forward(model, ids, make_memory=NaiveMemory):
     """Computes logits (T, vocab) of ids (T,), and the attention weights per layer: (heads, T, P + T), in MAC (heads, T,
     P + 2 L). `make_memory`: the class of the layers' memories.
     """
     config, eps = model.config, model.config.rms_norm_eps
-    embeddings = x = model.model.embed_tokens.weight[ids]
-    weights = []
+    x, weights = model.model.embed_tokens.weight[ids], []
     for layer in model.model.layers:
         normed = rms_norm(x, layer.mixer_norm.weight, eps)
         mixed, attention = MIXERS[config.variant](layer.mixer, config, normed, make_memory)
@@ -256,7 +235,4 @@ def naive_forward(model, ids, make_memory=NaiveMemory):
         up = silu(normed @ mlp.gate_proj.weight.T) * (normed @ mlp.up_proj.weight.T)
         x = x + up @ mlp.down_proj.weight.T
         weights.append(attention)
-    x = rms_norm(x, model.model.norm.weight, eps)
-    if model.model.token_memory is not None:
-        x = x + token_memory(model.model.token_memory.mixer, config, x, embeddings)
-    return x @ model.lm_head.weight.T, weights
+    return rms_norm(x, model.model.norm.weight, eps) @ model.lm_head.weight.T, weights

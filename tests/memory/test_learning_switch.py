@@ -16,11 +16,10 @@ from common import (
 
 from titans_hf import TitansCache
 
-TOKEN_MEMORY = dict(token_memory_features=24, tie_word_embeddings=True)
 # In MAC with segments of a chunk, the anchor is also the copy of the weights at the segment's start.
 CASES = [
     ("mac", dict(memory_chunk_size=8)),
-    ("mag", dict(memory_form="delta", **TOKEN_MEMORY)),
+    ("mag", dict(memory_form="delta")),
     ("mal", dict(memory_depth=2, memory_update_rule="delta", memory_momentum=True)),
     ("lmm", dict(memory_recurrence="paper", memory_gates="layer", memory_network="residual", memory_momentum=True)),
 ]
@@ -84,7 +83,7 @@ def test_it_is_a_memory_without_steps(variant, changes):
 
 def test_surprise_while_learning_is_off():
     """theta, eta and alpha are 0, and the surprise is that of the memory as it is, in calls of any size."""
-    for changes in (dict(memory_momentum=True), TOKEN_MEMORY):
+    for changes in (dict(memory_momentum=True), dict(memory_form="delta")):
         model, ids = make_model("mag", **changes), make_ids(1, 20)
         model.set_memory_learning(False)
         whole = model(ids, output_surprise=True).surprise

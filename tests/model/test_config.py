@@ -20,8 +20,6 @@ def test_a_changed_default_keeps_the_rest_of_a_field():
     for name in ("hidden_size", "patch_length"):
         with pytest.raises(ValueError, match=f"`{name}` must be at least 1, but is 0"):
             TitansTimeSeriesConfig(**{name: 0})
-    with pytest.raises(StrictDataclassError, match="`token_memory_features` must be 0"):  # no head could read it
-        TitansTimeSeriesConfig(token_memory_features=8, tie_word_embeddings=True)
 
 
 def test_derived_defaults():
@@ -93,6 +91,25 @@ def test_a_config_of_another_version_is_refused(tmp_path):
         ValueError, match=f"`titans_version` must be {TITANS_VERSION} here, but is {TITANS_VERSION + 1}"
     ):
         AutoConfig.from_pretrained(tmp_path)
+
+
+def test_a_model_with_a_former_part_is_refused(tmp_path):
+    """A saved model with a token memory, which models no longer have, is refused; one without it loads without a word.
+    Loaded without its token memory, such a model would compute something else.
+    """
+    make_model("lmm").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    saved = json.loads(file.read_text())
+    file.write_text(json.dumps(saved | {"token_memory_features": 512}))
+    for load in (AutoConfig.from_pretrained, TitansForCausalLM.from_pretrained):
+        with pytest.raises(ValueError, match="`token_memory_features` in a saved config must be 0, but is 512"):
+            load(tmp_path)
+    file.write_text(json.dumps(saved | {"token_memory_features": 0}))
+    config, text = warnings_of(lambda: AutoConfig.from_pretrained(tmp_path))
+    assert not text and not hasattr(config, "token_memory_features")
+    for make in (TitansConfig, TitansTimeSeriesConfig):
+        with pytest.raises(ValueError, match="`token_memory_features` is not a field"):
+            make(token_memory_features=8)
 
 
 def warnings_of(make) -> tuple[TitansConfig, str]:
@@ -214,7 +231,7 @@ def test_sizes_that_do_not_fit_are_refused_by_name(changes):
     assert all(name in str(error.value) for name in list(changes)[-2:])
 
 
-@in_one_test("name,value", [("memory_max_lr", -1.0), ("segment_length", 12), ("token_memory_features", -1)])
+@in_one_test("name,value", [("memory_max_lr", -1.0), ("segment_length", 12)])
 def test_a_value_that_is_set_later_is_refused_too(name, value, tmp_path):
     """A model refuses a wrong value by its name, set on a config or given to `from_pretrained`."""
     shared_model("mac", segment_length=16, memory_chunk_size=8).save_pretrained(tmp_path)

@@ -2,7 +2,6 @@
 
 import re
 
-import pytest
 import torch
 from common import ATTENTIONS, PAPER, VARIANTS, make_config
 from covering import covering
@@ -55,7 +54,7 @@ def rules(config) -> dict:
     head_dim = config.memory_head_dim
     hidden = config.memory_expansion * head_dim
     layer = r"model\.layers\.\d+\."
-    memory, token_memory = layer + r"mixer\.memory\.", r"model\.token_memory\.mixer\."
+    memory = layer + r"mixer\.memory\."
     fan_ins = [head_dim] + [hidden] * (config.memory_depth - 1)
     weights = {memory + rf"initial_weights\.{i}": normal(fan_in**-0.5) for i, fan_in in enumerate(fan_ins)}
     if config.memory_recurrence == "stable" and config.memory_network == "mlp":
@@ -72,10 +71,6 @@ def rules(config) -> dict:
         memory + r"[qv]_conv\.weight": delay(0, config.memory_conv_noise),
         memory + r"k_conv\.weight": delay(1, config.memory_conv_noise),
         layer + r"mixer\.persistent": normal(STD),
-        token_memory + r"scale": constant(1),
-        token_memory + r"(inner_lr|output_gate|forget)\.weight": constant(0),
-        token_memory + r"(inner_lr|output_gate)\.bias": constant(0),
-        token_memory + r"forget\.bias": constant(-7),
     }
 
 
@@ -90,8 +85,6 @@ def check_initial_values(model, only=None) -> None:
                 matching[0](parameter.detach().double())
             except AssertionError as error:
                 raise AssertionError(f"{name}: {error}") from None
-    if model.config.token_memory_features and (only is None or "model.token_memory.mixer.directions" in only):
-        normal(1)(model.model.token_memory.mixer.directions.double())
     values = [p for p in model.parameters() if p.unique().numel() > 2]
     for i, a in enumerate(values):
         assert not any(a.shape == b.shape and torch.equal(a, b) for b in values[:i]), "two parameters drawn alike"
@@ -119,7 +112,6 @@ def after_the_meta_device(config) -> TitansForCausalLM:
 CHANGES = {
     "default": {},
     "no noise": dict(memory_conv_noise=0),
-    "token memory": dict(token_memory_features=96, tie_word_embeddings=True),
     # With forgetting towards 0, or a norm behind it, the last layer is drawn too: otherwise it would have no gradient.
     "paper's recurrence": dict(memory_update_rule="chunk", memory_recurrence="paper"),
     "residual": dict(memory_network="residual", memory_update_rule="chunk"),
@@ -140,21 +132,6 @@ def test_a_new_model_of_each_variant(variant, make):
     """Every variant has the documented initial values."""
     torch.manual_seed(0)
     check_initial_values(make(make_config(variant, **SIZES)))
-
-
-@pytest.mark.parametrize("missing", [r"token_memory\.", r"token_memory.*directions", r"token_memory.*scale"])
-def test_the_token_memory(missing, tmp_path):
-    """A token memory has the documented values where a checkpoint lacks a part of it, and the saved ones otherwise."""
-    torch.manual_seed(0)
-    model = TitansForCausalLM(make_config("lmm", **SIZES, token_memory_features=96, tie_word_embeddings=True))
-    model.save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    kept = {name: x for name, x in load_file(file).items() if not re.search(missing, name)}
-    save_file(kept, file, metadata={"format": "pt"})
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    check_initial_values(loaded)
-    directions = "model.token_memory.mixer.directions"
-    assert torch.equal(loaded.state_dict()[directions], model.state_dict()[directions]) == (directions in kept)
 
 
 KINDS = {

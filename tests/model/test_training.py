@@ -6,7 +6,6 @@ import pytest
 import torch
 from common import (
     ATTENTIONS,
-    FORMS,
     PAPER,
     TWO_VARIANTS,
     VARIANTS,
@@ -43,7 +42,7 @@ def test_loss_is_cross_entropy_of_the_next_token(variant):
         assert model(ids).loss is None
 
 
-@covering(1, {"variant": VARIANTS, "changes": [{}, PAPER, FORMS["token memory"]]})
+@covering(1, {"variant": VARIANTS, "changes": [{}, PAPER]})
 def test_every_parameter_has_a_gradient_with_memory_off(variant, changes):
     """With memory off, every parameter has a gradient, which is 0 for the gates. DistributedDataParallel would fail in
     the second step for a parameter without one.

@@ -9,10 +9,9 @@ from transformers import AutoModelForCausalLM
 from titans_hf import MemoryCache, TitansConfig, TitansForCausalLM, fit_memory, remember, save_adapter
 
 IDS = torch.randint(3, 53, (2, 45), generator=torch.Generator().manual_seed(1))
-TOKEN_MEMORY = {"memory_form": "delta", "token_memory_features": 16, "tie_word_embeddings": True}
 MODELS = {
     **{variant: {"variant": variant} for variant in ("lmm", "mag", "mal", "mac")},
-    "token memory": {"variant": "mag", **TOKEN_MEMORY},
+    "delta": {"variant": "mag", "memory_form": "delta", "tie_word_embeddings": True},
     "paper's mac": {"variant": "mac", "memory_form": "paper"},
 }
 

@@ -29,7 +29,7 @@ from titans_hf.cli.shared.memories import load_with_memory, new_cache
 from titans_hf.cli.shared.text_ids import encode, normalize_newlines
 
 PIECE = 2048  # tokens read at once
-TOKEN_MEMORY, WHOLE_MODEL = "token memory", "whole model"  # rows beside the layers: of a Titans, of another model
+WHOLE_MODEL = "whole model"  # the row of a model other than a Titans
 QUANTITIES = {
     "gradient_norm": "gradient norm (surprise)",
     "inner_lr": "learning rate θ",
@@ -154,20 +154,20 @@ def word_means(text: str, spans: list[tuple[int, int]], values: np.ndarray) -> t
     return words, np.stack([values[:, word == i].mean(1) for i in used], axis=1)
 
 
-def write_page(path: Path, title: str, words: list[str], values: np.ndarray, num_layers: int) -> None:
-    """Writes the page of a text. values (quantities, layers, words), as `measure` returns them; the token memory
-    follows the `num_layers` layers of a Titans, and another model has 0 layers and one row.
+def write_page(path: Path, title: str, words: list[str], values: np.ndarray, is_titans: bool) -> None:
+    """Writes the page of a text. values (quantities, layers, words), as `measure` returns them: a Titans has a row for
+    each layer, another model has one row.
     """
-    rows_by_name, explanations, quantities = {}, {}, QUANTITIES if num_layers else LOSSES
+    rows_by_name, explanations, quantities = {}, {}, QUANTITIES if is_titans else LOSSES
     for quantity, layers in zip(quantities, values, strict=True):
-        rows = {"mean of the layers": layers[:num_layers].mean(0)} if num_layers else {}
-        rows |= {f"layer {i}": layer for i, layer in enumerate(layers[:num_layers], 1)}
-        if len(layers) > num_layers:
-            rows[TOKEN_MEMORY if num_layers else WHOLE_MODEL] = layers[num_layers]
+        rows = {WHOLE_MODEL: layers[0]}
+        if is_titans:
+            rows = {"mean of the layers": layers.mean(0)}
+            rows |= {f"layer {i}": layer for i, layer in enumerate(layers, 1)}
         for layer_name, row in rows.items():
             name = f"{quantities[quantity]}, {layer_name}"
             rows_by_name[name] = [float(f"{x:.4g}") for x in row]
-            mean = "the word's tokens and the memory's heads" if num_layers else "the word's tokens"
+            mean = "the word's tokens and the memory's heads" if is_titans else "the word's tokens"
             explanations[name] = (
                 f"The darker a word, the larger {EXPLANATIONS[quantity]} ({layer_name}; mean of {mean})."
             )
@@ -177,12 +177,12 @@ def write_page(path: Path, title: str, words: list[str], values: np.ndarray, num
     path.write_text(page, encoding="utf-8")
 
 
-def draw(path: Path, title: str, values: np.ndarray, num_layers: int) -> None:
+def draw(path: Path, title: str, values: np.ndarray, is_titans: bool) -> None:
     """Plots values (quantities, layers, tokens), as `write_page` takes them. Every layer has its own colour scale:
     beside a layer with large values, another layer would look constant.
     """
     num_rows, num_tokens = values.shape[1:]
-    quantities = QUANTITIES if num_layers else LOSSES
+    quantities = QUANTITIES if is_titans else LOSSES
     low, high = np.quantile(values, (0.01, 0.99), axis=-1, keepdims=True)
     shares = ((values - low) / np.maximum(high - low, 1e-12)).clip(0, 1)
     figure = Figure(figsize=(12, 1.2 + 4 * (0.5 + 0.22 * num_rows)), layout="constrained")
@@ -197,8 +197,7 @@ def draw(path: Path, title: str, values: np.ndarray, num_layers: int) -> None:
             vmax=1,
             extent=(0, num_tokens, num_rows + 0.5, 0.5),
         )
-        names = [*range(1, num_layers + 1), *[TOKEN_MEMORY if num_layers else WHOLE_MODEL] * (num_rows - num_layers)]
-        axes.set_yticks(range(1, num_rows + 1), names)
+        axes.set_yticks(range(1, num_rows + 1), range(1, num_rows + 1) if is_titans else [WHOLE_MODEL])
         axes.set_ylabel("layer")
         axes.set_title(name, loc="left", fontsize=10)
         bar = figure.colorbar(image, ax=axes, pad=0.01, ticks=[0, 1])
@@ -243,9 +242,9 @@ def main(argv: list[str] | None = None) -> None:
     values = measure(model, ids)
     args.output.mkdir(parents=True, exist_ok=True)
     words, means = word_means(text, spans, values.reshape(-1, len(ids)))
-    num_layers = 0 if hasattr(model, "memory") else model.config.num_hidden_layers
-    write_page(args.output / "surprise.html", title, words, means.reshape(*values.shape[:2], -1), num_layers)
-    draw(args.output / "surprise.png", title, values, num_layers)
+    is_titans = not hasattr(model, "memory")
+    write_page(args.output / "surprise.html", title, words, means.reshape(*values.shape[:2], -1), is_titans)
+    draw(args.output / "surprise.png", title, values, is_titans)
     print(f"{args.output / 'surprise.html'}\n{args.output / 'surprise.png'}")
 
 

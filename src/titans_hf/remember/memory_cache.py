@@ -52,7 +52,7 @@ class MemoryCache(Cache):
         self.about: dict[str, Any] = {}  # any JSON, saved with the memory
         self.seen_in_folders: dict[Path, dict | None] = {}  # see `cache_files.write_memory`
         if is_titans(model):
-            layers = [TitansLayer(x) for x in model.base_model.modules_with_state]
+            layers = [TitansLayer(layer.mixer) for layer in model.base_model.layers]
         else:
             layers = make_layers(model, self.memory.window, self.memory.extra_columns)
         super().__init__(layers=layers)

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from ..cache_layer import LayerState
 from ..cache_titans import TitansCache
 from ..memory_state import tensors_of, with_tensors
-from ..mixers_titans import SequenceMixer
+from ..mixers_titans import TitansMixer
 from .window import StateLayer
 
 
@@ -19,7 +19,7 @@ class TitansLayer(StateLayer):
     module: the layer's mixer. form: a state of one row, of which only the structure counts.
     """
 
-    def __init__(self, module: SequenceMixer):
+    def __init__(self, module: TitansMixer):
         self.module = module
         with torch.no_grad():
             self.form = with_whole_window(self.initial_state(1), module)
@@ -49,7 +49,7 @@ class TitansLayer(StateLayer):
         """Does nothing: rows that have read nothing have the learned state."""
 
 
-def with_whole_window(state: LayerState, module: SequenceMixer) -> LayerState:
+def with_whole_window(state: LayerState, module: TitansMixer) -> LayerState:
     """Returns a state whose window has its full length, so that rows of any length read can be in one batch."""
     if not hasattr(state.kv_cache, "with_length"):  # only a window has it; a checkpoint's own code has its own class
         return state
