@@ -1,6 +1,6 @@
 """Asks models for a pass-key, or for the answers of BABILong, at given lengths, and prints the accuracies.
 
-    python -m eval.needles.run passkey runs/passkey-lmm --lengths 1024 16384 --output runs/passkey.jsonl
+    python -m eval.needles.run passkey MODEL --lengths 1024 16384 --output runs/passkey.jsonl
     python -m eval.needles.run qa1 MODEL --lengths 0 4096 --stories data/babi/en-10k --books data/books/test \
         --output runs/babilong.jsonl
 

@@ -63,7 +63,6 @@ OPTIONS = {
     "python -m eval.tables": "",
     "python -m eval.streaming*--text": "--tokens 300 --choice_tokens 80 --window 32 --lengths 80",
     "python -m eval.streaming": "",
-    "python -m eval.needles.passkey": "--number 64 --length 600",
     "python -m eval.needles.run": "--limit 1 --lengths 1024",
     "python -m eval.language.compare_runs": "",
 }

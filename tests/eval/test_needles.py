@@ -1,4 +1,4 @@
-"""eval.needles: what is hidden, where and at which length; scores are of the model's own texts; data to learn it."""
+"""eval.needles: what is hidden, where and at which length; scores are of the model's own texts."""
 
 import itertools
 import json
@@ -6,7 +6,6 @@ import json
 import pytest
 from byte_model import save_byte_model, save_llama
 from covering import in_one_test
-from datasets import load_from_disk
 from eval_common import BOOK, SHARED, STORIES, needs_shared_data
 
 from titans_hf.cli.training.tokenizer import byte_tokenizer
@@ -48,29 +47,6 @@ def test_a_pass_key_fills_its_length(length):
         tokens = num_tokens(sample["input"]) + passkey.GENERATED_TOKENS
         assert length - len(passkey.NOISE) - 16 < tokens <= length
         assert sample["input"].count(sample["target"]) == 1
-
-
-def test_training_data_end_with_the_task(tmp_path):
-    """Documents grow to --length, the first fifth without the task's question. They have their number once, and only
-    the answer is learnt. The validation documents are the task's own.
-    """
-    arguments = ["--output", str(tmp_path / "data"), "--number", "200", "--length", "900"]
-    passkey.main(arguments)
-    data = load_from_disk(str(tmp_path / "data"))
-    sizes = [len(row["input_ids"]) for row in data["train"]]
-    assert ["quiz you" in row["prompt"] for row in data["train"]] == [False] * 40 + [True] * 160
-    assert max(sizes[:40]) < max(sizes[40:80]) < max(sizes[120:]) <= 901 and max(sizes[120:]) > 700
-    for row in itertools.chain(data["train"], data["validation"]):
-        assert row["prompt"].count(row["completion"].strip(" .")) == 1
-        learnt = [token for token in row["labels"] if token != -100]
-        assert TOKENIZER.decode(learnt) == row["completion"] + TOKENIZER.eos_token
-        assert row["input_ids"][-len(learnt) :] == learnt
-    noise = [passkey.NOISE in row["prompt"] for row in data["train"]][40:]
-    assert 0.1 < sum(noise) / 160 < 0.35 and all(passkey.NOISE in row["prompt"] for row in data["validation"])
-    with pytest.raises(ValueError, match="exists"):
-        passkey.main(arguments)
-    with pytest.raises(ValueError, match=r"--length 300: the shortest documents take up to \d+ tokens"):
-        passkey.main(["--output", str(tmp_path / "new"), "--length", "300"])
 
 
 def test_questions_have_the_facts_before_them(folder):

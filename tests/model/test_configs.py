@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "src" / "titans_hf" / "cli" / "configs"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
-TINY = [name for name in NAMES if name.startswith(("tiny", "passkey"))]
+TINY = [name for name in NAMES if name.startswith("tiny")]
 
 
 def read(name: str) -> dict:
@@ -26,7 +26,7 @@ def load(name: str):
 def promised(name: str) -> float:
     """Returns the number of parameters that the name of a configuration gives."""
     size = name.removeprefix("paper-").split("-")[0]
-    known = {"tiny": 1e6, "passkey": 2.34e5, "1.3b": 1.3e9}
+    known = {"tiny": 1e6, "1.3b": 1.3e9}
     return known.get(size) or 1e6 * int(size.removesuffix("m"))
 
 
