@@ -46,7 +46,6 @@ OPTIONS = {
     "python -m scripts.bench decode": "--contexts 32 --steps 2 --size tiny",
     "titans-hf serve": "--device cpu",
     "titans-hf train": "--max_steps 2 --use_cpu true",
-    "torchrun*titans_hf train": "--max_steps 2 --use_cpu true",
     "trl sft": "--max_steps 2 --report_to none",
     "titans-hf fit": "--tokens 600 --length 300 --recalls 2 --window 64",
     "titans-hf ask": "--max_new_tokens 4",
@@ -67,7 +66,7 @@ OPTIONS = {
     "python -m eval.language.compare_runs": "",
 }
 # How each program of the pages is started. What is typed into a chat: the first !exit may answer whether to continue.
-PROGRAMS = {"python": "", "titans-hf": "-m titans_hf", "torchrun": "-m torch.distributed.run", "trl": "-m trl.cli.main"}
+PROGRAMS = {"python": "", "titans-hf": "-m titans_hf", "trl": "-m trl.cli.main"}
 STARTS = {name: f"{sys.executable} {start}" for name, start in PROGRAMS.items()} | {"curl": "/usr/bin/curl"}
 STARTS |= dict.fromkeys(("pip", "git", "make", "hf", "accelerate"), "false")
 DO = {known: "return 0" if short is None else f'set -- "$@" {short}' for known, short in OPTIONS.items()}
