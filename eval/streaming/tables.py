@@ -118,11 +118,8 @@ def tables(records: list[Record]) -> list[str]:
             continue
         result.append(f"## {data}, window {window}\n\n{loss_table(methods, 256)}")
     for task in ("facts", *BY_LENGTH, "conversation"):
-        by_window = defaultdict(lambda: defaultdict(dict))
         for (data, window), methods in group(records, task).items():
-            for name, texts in methods.items():
-                by_window[window][name] |= {f"{data} {text}": record for text, record in texts.items()}
-        result += [f"## {task}, window {window}\n\n{answers_table(x)}" for window, x in by_window.items()]
+            result.append(f"## {task}, {data}, window {window}\n\n{answers_table(methods)}")
     return result
 
 

@@ -26,7 +26,7 @@ def test_it_is_small_and_predicts_english():
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     assert type(model) is TitansForCausalLM and model.dtype == torch.bfloat16
     assert not found["missing_keys"] and not found["unexpected_keys"]
-    assert (model.config.memory_form, model.config.memory_update_rule) == ("titans", "chunk")
+    assert (model.config.memory_form, model.config.memory_update_rule) == ("titans", "delta")
     inputs = tokenizer(TEXT, return_tensors="pt")
     assert tokenizer.decode(inputs.input_ids[0]) == TEXT and len(tokenizer) == model.config.vocab_size
     with torch.no_grad():
