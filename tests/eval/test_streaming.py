@@ -424,7 +424,7 @@ def test_a_record_has_the_model_s_own_answers(task, tokenizer, tmp_path, capsys,
     main(output)
     printed = capsys.readouterr().out
     right = sum(x[3] for x in full[0]["result"]["answers"] if x[0] == full[0]["result"]["answers"][0][0])
-    assert f"## {task}, window 64" in printed and f"{right:.3g} of " in printed
+    assert f"## {task}, texts, window 64" in printed and f"{right:.3g} of " in printed
     if task == "babilong":
         assert {x["run"]["text"] for x in records} == {f"qa{i}, 0 tokens" for i in (1, 2, 3)}  # at chance: it stops
         with pytest.raises(ValueError, match="babilong needs --methods full --lengths 0 first, of qa1"):
