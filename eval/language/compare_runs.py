@@ -5,8 +5,7 @@
 Runs that differ in their seed alone are one row, which has their name. A difference is the mean over seeds and texts of
 (loss - loss of the baseline with the same seed on the same stretches), in nats per token. Its 95 % interval is a
 bootstrap over both seeds and texts (not over stretches, because stretches of one novel resemble each other); a row of
-one seed has none. The share of a gap that a model closes is (loss of the window - its loss) / (loss of the window -
-loss of full attention).
+one seed has none.
 """
 
 import argparse
@@ -22,7 +21,7 @@ from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.markdown_tables import markdown_table
 
 NUM_RESAMPLES = 2000
-PAIR, GAP = "NAME:BASELINE", "NAME:WINDOW:FULL"
+PAIR = "NAME:BASELINE"
 Rows = dict[str, pd.DataFrame]  # losses by position of each row; the index has seed, stretch and text
 
 
@@ -78,38 +77,23 @@ def resampled_means(change: pd.DataFrame) -> np.ndarray:
     return change.to_numpy().reshape(seeds, texts, -1)[picked_seeds, picked_texts].mean((1, 2))
 
 
-def with_intervals(change: pd.DataFrame, values: pd.Series, samples: np.ndarray, form: str) -> list[str]:
-    """Formats the number of seeds of a difference and the values of the ranges, with 95 % intervals over the samples
-    (resamples, ranges) if there are several seeds: an interval over the texts of one seed would leave out the effect of
-    the seed.
-    """
-    seeds = change.index.unique("seed").size
-    if seeds < 2:
-        return [str(seeds), *("-" if np.isnan(x) else f"{x:{form}}" for x in values)]
-    low, high = np.quantile(samples, [0.025, 0.975], axis=0)
-    return [str(seeds), *(f"{x:{form}} [{a:{form}}, {b:{form}}]" for x, a, b in zip(values, low, high, strict=True))]
-
-
 def paired_difference(losses: pd.DataFrame, baseline: pd.DataFrame) -> list[str]:
-    """Formats the number of seeds that both have, and the difference in every range with its interval."""
+    """Formats the number of seeds that both have, and the difference in every range, with its 95 % interval if there
+    are several seeds: an interval over the texts of one seed would leave out the effect of the seed.
+    """
     change = difference(losses, baseline)
-    return with_intervals(change, change.mean(), resampled_means(change), "+.3f")
+    values, seeds = change.mean(), change.index.unique("seed").size
+    if seeds < 2:
+        return [str(seeds), *("-" if np.isnan(x) else f"{x:+.3f}" for x in values)]
+    low, high = np.quantile(resampled_means(change), [0.025, 0.975], axis=0)
+    return [str(seeds), *(f"{x:+.3f} [{a:+.3f}, {b:+.3f}]" for x, a, b in zip(values, low, high, strict=True))]
 
 
-def share_of_gap(losses: pd.DataFrame, window: pd.DataFrame, full: pd.DataFrame) -> list[str]:
-    """Formats the number of seeds that all have, and (window - row) / (window - full) by range, with intervals."""
-    gained, gap = difference(window, losses), difference(window, full)
-    common = gained.index.intersection(gap.index)
-    gained, gap = gained.loc[common], gap.loc[common]
-    samples = resampled_means(gained) / resampled_means(gap)
-    return with_intervals(gained, gained.mean() / gap.mean(), samples, ".2f")
-
-
-def parse_names(option: str, form: str, given: list[str], rows: Rows) -> list[list[str]]:
-    """Splits names of rows given as `form`, such as NAME:BASELINE. Raises ValueError for other names and forms."""
+def parse_pairs(given: list[str], rows: Rows) -> list[list[str]]:
+    """Splits names of rows given as NAME:BASELINE. Raises ValueError for other names and forms."""
     for text in given:
-        if len(text.split(":")) != len(form.split(":")) or not rows.keys() >= set(text.split(":")):
-            raise ValueError(f"{option} must be {form}, all of {', '.join(rows)}, but has {text}")
+        if len(text.split(":")) != 2 or not rows.keys() >= set(text.split(":")):
+            raise ValueError(f"--pairs must be {PAIR}, all of {', '.join(rows)}, but has {text}")
     return [text.split(":") for text in given]
 
 
@@ -121,13 +105,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--texts", nargs="+", metavar="TEXT", help="texts that count; by default all that were scored")
     parser.add_argument("--pairs", nargs="+", default=[], metavar=PAIR, help="rows to be compared")
-    parser.add_argument(
-        "--gaps", nargs="+", default=[], metavar=GAP, help="gaps; the table shows the share of each that NAME closes"
-    )
     args = parser.parse_args(argv)
     rows, sizes = read_rows(args.runs, args.rows, args.texts)
-    pairs = parse_names("--pairs", PAIR, args.pairs, rows)
-    gaps = parse_names("--gaps", GAP, args.gaps, rows)
+    pairs = parse_pairs(args.pairs, rows)
     ranges = list(next(iter(rows.values())))
     lines = [
         [name, f"{sizes[name]:,}", losses.index.unique("seed").size, *mean_with_spread(losses)]
@@ -137,9 +117,6 @@ def main(argv: list[str] | None = None) -> None:
     if pairs:
         lines = [[f"{name} less {base}", *paired_difference(rows[name], rows[base])] for name, base in pairs]
         print("\n" + markdown_table(["difference", "seeds", *ranges], lines))
-    if gaps:
-        lines = [[f"{x}, from {a} to {b}", *share_of_gap(rows[x], rows[a], rows[b])] for x, a, b in gaps]
-        print("\n" + markdown_table(["share of the gap closed", "seeds", *ranges], lines))
 
 
 if __name__ == "__main__":

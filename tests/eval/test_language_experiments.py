@@ -92,14 +92,12 @@ def changed_rows(folder, losses: dict[str, dict[int, list]]) -> dict:
     return compare_runs.read_rows([folder], ["*"])[0]
 
 
-def test_difference_and_share_by_hand(tmp_path):
-    """A difference, and the share of a gap, is of means over texts, not stretches."""
-    losses = {"a": (1.0, 1.0, 4.0), "b": (0.5, 0.5, 3.0), "full": (0.0, 0.0, 0.0)}
+def test_difference_by_hand(tmp_path):
+    """A difference is of means over texts, not stretches."""
+    losses = {"a": (1.0, 1.0, 4.0), "b": (0.5, 0.5, 3.0)}
     stretches = {name: [[*x] for x in zip("xxy", found, strict=True)] for name, found in losses.items()}
     rows = changed_rows(tmp_path, {name: {0: found, 1: found} for name, found in stretches.items()})
     assert compare_runs.paired_difference(rows["b"], rows["a"]) == ["2", "-0.750 [-1.000, -0.500]"]  # x -0.5, y -1
-    share = compare_runs.share_of_gap(rows["b"], rows["a"], rows["full"])
-    assert share == ["2", "0.30 [0.25, 0.50]"]  # 0.5 of 1 in x and 1 of 4 in y; the mean of the shares would be 0.375
 
 
 def test_intervals_are_over_seeds_and_texts(tmp_path):
