@@ -15,20 +15,21 @@ from titans_hf.cli.shared.markdown_tables import markdown_table
 EDGES = (0, 1024, 2048, 4096, 8192, 16384, 32768)
 BY_LENGTH = ("ruler", "babilong")  # tasks whose lengths are columns
 BASE, RIVAL = "window", "full"
-LABELS = {  # of the picture, where a method's name does not say enough
+LABELS = {  # of the methods in the picture
     "both": "fast weights and list",
     "fast": "fast weights",
     "start": "fitted start, no learning",
     "list": "the list",
     "full": "full attention",
-    "tova 4 MB": "TOVA",
-    "snapkv 4 MB": "SnapKV",
-    "keydiff 4 MB": "KeyDiff",
-    "random 4 MB": "keys at random",
     "full-both": "full attention, fast weights and list",
+    "longer 18 MB": "a longer window",
+    "tova 4 MB": "TOVA",
+    "tova 4 MB 4 bits": "TOVA, 4 bits",
+    "sgd": "SGD",
+    "bm25": "BM25",
+    "window+knn-4mb": "kNN",
+    "window+neural+match": "neural cache and match",
     "window+match": "longest match",
-    "window+knn": "kNN, all tokens",
-    "window+knn-4mb": "kNN, last tokens",
 }
 
 
@@ -124,22 +125,22 @@ def tables(records: list[Record]) -> list[str]:
 
 
 def plot(records: list[Record], path: Path) -> None:
-    """Draws the gain of each method that has read all texts against its bytes beyond the window; of fits, the first."""
+    """Draws the gain of each method of LABELS that has read all texts against its bytes beyond the window."""
     groups = {key: x for key, x in group(records, "loss").items() if BASE in x and RIVAL in x}
     rows = (len(groups) + 1) // 2
     figure = Figure(figsize=(12, 4.5 * rows), layout="constrained")
     for axes, ((data, window), methods) in zip(
         np.ravel(figure.subplots(rows, 2, squeeze=False)), groups.items(), strict=False
     ):
-        found = {name: gains(methods, name) for name in methods if name != BASE and ", fit" not in name}
+        found = {name: gains(methods, name) for name in LABELS if name in methods}
         found = {name: (more, gain.mean()) for name, (gain, more) in found.items() if len(gain) == len(methods[BASE])}
-        top, lowest = max(y for _, y in found.values()), np.inf
+        top, lowest = max(y for _, y in found.values()), {}
         for name, (x, y) in sorted(found.items(), key=lambda item: -item[1][1]):
             axes.semilogx(x, y, "o")
-            lowest = min(y, lowest - top / 22)  # labels do not lie on each other
-            side, place = ("left", x * 1.3) if x < 1e8 else ("right", x / 1.3)
-            axes.text(place, lowest, LABELS.get(name, name), fontsize=9, va="center", ha=side)
+            side, place = ("left", x * 1.3) if x < 1e5 or 2e6 < x < 1e8 else ("right", x / 1.3)
+            height = lowest[side, x > 2e6] = min(y, lowest.get((side, x > 2e6), np.inf) - top / 22)  # one below another
+            axes.text(place, height, LABELS[name], fontsize=9, va="bottom" if x > 1e8 else "center", ha=side)
         axes.axhline(0, color="gray", linewidth=1)
         axes.set(title=f"{data}, {len(methods[BASE])} texts, window {window}", ylabel="gain (nats per token)")
-        axes.set(xlabel="bytes beyond the window", xlim=(2e4, 3e8))
+        axes.set(xlabel="bytes beyond the window", xlim=(5e3, 1e9))
     save_figure(figure, path)
