@@ -67,9 +67,7 @@ class MemoryCache(Cache):
         if not len(self.seen):
             self.seen = self.steps = torch.zeros(rows, dtype=torch.int64)
             self.state, self.device = self.memory.initial_state(model, rows, device), device
-            for layer in self.layers:
-                if isinstance(layer, TitansLayer):
-                    layer.begin(rows)
+            self._clear_layers()
             self.record(None)
         elif len(self.seen) != rows:
             raise ValueError(f"`input_ids` must have the {len(self.seen)} rows of `cache`, got {rows}.")
@@ -217,19 +215,16 @@ class MemoryCache(Cache):
 
     def reset_rows(self, model: PreTrainedModel, rows: Tensor) -> None:
         """Lets some rows (I,) int64 begin a new text with an empty memory."""
-        new = MemoryCache(model)
-        new.begin(model, len(rows), self.device)
-        old = self.take(rows)
-        for layer, empty in zip(old.layers, new.layers, strict=True):
-            if isinstance(layer, StateLayer) and not isinstance(layer, TitansLayer):
-                zeros = layer.map(torch.zeros_like)
-                for name in ("conv_states", "recurrent_states", "start"):
-                    setattr(layer, name, getattr(zeros, name))
-            if isinstance(layer, KeyValueLayer) and layer.is_initialized:
-                empty.keys, empty.values, empty.is_initialized = layer.keys[..., :0, :], layer.values[..., :0, :], True
-        is_old = [isinstance(x, StateLayer) and not isinstance(x, TitansLayer) for x in old.layers]
-        new.layers = [y if kept else x for x, y, kept in zip(new.layers, old.layers, is_old, strict=True)]
+        new = self.take(rows)
+        new.seen = new.steps = torch.zeros(len(rows), dtype=torch.int64)
+        new.state = self.memory.initial_state(model, len(rows), self.device)
+        new._clear_layers()
         self.put(rows, new)
+
+    def _clear_layers(self) -> None:
+        for layer in self.layers:
+            if hasattr(layer, "clear"):
+                layer.clear(len(self.seen))
 
     def reset(self) -> None:
         """Forgets everything that was read."""

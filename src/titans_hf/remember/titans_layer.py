@@ -29,9 +29,10 @@ class TitansLayer(StateLayer):
         """Returns the learned state of `rows` rows that have read nothing, with its graph."""
         return self.module.initial_state(rows, next(self.module.parameters()).dtype)
 
-    def begin(self, rows: int) -> None:
+    def clear(self, rows: int) -> None:
         """Sets the state of `rows` rows that have read nothing."""
         self.set_state(self.initial_state(rows))
+        self.start = None
 
     def set_state(self, state: LayerState) -> None:
         """Keeps a state, without its graph."""

@@ -122,6 +122,11 @@ class KeyValueLayer(CacheLayerMixin):
         if self.is_initialized and self.keys.shape[-2] > number:
             self.keys, self.values = (x[..., x.shape[-2] - number :, :] for x in (self.keys, self.values))
 
+    def clear(self, rows: int) -> None:
+        """Lets the layer's `rows` rows have read nothing."""
+        if self.is_initialized:
+            self.keys, self.values = self.keys[..., :0, :], self.values[..., :0, :]
+
     def rewind(self, number: int) -> None:
         """Drops the last `number` columns."""
         self.keys, self.values = (x[..., : x.shape[-2] - number, :] for x in (self.keys, self.values))
@@ -199,6 +204,12 @@ class StateLayer(LinearAttentionLayer):
         """Resets a layer whose rows have read nothing."""
         self.__init__(number_of_states=self.number_of_states)
 
+    def clear(self, rows: int) -> None:
+        """Lets the layer's `rows` rows have read nothing."""
+        zeros = StateLayer.map(self, torch.zeros_like)
+        for name in ("conv_states", "recurrent_states", "start"):
+            setattr(self, name, getattr(zeros, name))
+
     def rewind(self, number: int) -> None:
         """Goes back to the states before the unfinished chunk."""
         conv, recurrent = self.start
@@ -240,6 +251,10 @@ class StateAndKeyValueLayer(StateLayer, KeyValueLayer):
 
     def forget_empty_rows(self) -> None:
         self.__init__(self.window, self.extra, self.number_of_states)
+
+    def clear(self, rows: int) -> None:
+        StateLayer.clear(self, rows)
+        KeyValueLayer.clear(self, rows)
 
     def rewind(self, number: int) -> None:
         StateLayer.rewind(self, number)
