@@ -119,6 +119,7 @@ INPUTS = {
     "surprise model a.txt --output out --max_tokens -1": "--max_tokens must be at least 1, but is -1",
     "surprise model a.txt --output bad.txt": "--output bad.txt cannot be a folder: bad.txt is a file",
     "surprise model a.txt --output out --max_tokens 5": r"TEXT a.txt has \d+ tokens; it may have 1 to 5",
+    f"{FIT} --window 64": "`window` must be None for a Titans",
     f"{FIT} --entries 0": "--entries must be at least 1, but is 0",
     f"{FIT} --rank 0": "--rank must be at least 1, but is 0",
     f"{FIT} --text bad.txt": "bad.txt is not UTF-8",

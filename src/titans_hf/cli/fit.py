@@ -101,7 +101,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("model", metavar="MODEL", help="a causal language model: a folder or a name on the Hub")
     parser.add_argument("--text", nargs="+", required=True, help="files, or folders of files, to fit the memory to")
     parser.add_argument("--output", type=Path, required=True, help="a new folder for the adapter")
-    parser.add_argument("--window", type=int, default=1024, help="tokens that a token attends to, itself included")
+    window = "tokens that a token attends to, itself included (default: 1024; a Titans has its own)"
+    parser.add_argument("--window", type=int, help=window)
     parser.add_argument("--tokens", type=int, default=90_000, help="tokens of text to read, from all files together")
     parser.add_argument("--length", type=int, default=6144, help="tokens of a text's part, which is read by itself")
     parser.add_argument("--rank", type=int, default=8, help="rank of the fast weights")
@@ -127,8 +128,8 @@ def main(argv: list[str] | None = None) -> None:
     kind, device = load_config(args.model, "MODEL").model_type, choose_device(args.device)
     if kind == "remember":
         raise ValueError(f"MODEL {args.model} is an adapter: give the name of its base model")
-    if kind == "titans":
-        args.window = None  # it has its own
+    if args.window is None and kind != "titans":
+        args.window = 1024
     tokenizer = load_tokenizer(args.model, "MODEL")
     documents = cut_texts(files, tokenizer, args.length, args.tokens, args.seed)
     if not documents:
