@@ -92,24 +92,6 @@ def test_directions_are_those_of_the_gradients():
         assert float(rows[1].norm()) == pytest.approx(share**-0.25, rel=0.3)
 
 
-def test_rates_by_kind(monkeypatch):
-    """Of rates whose losses are known, the best common one is found, and the kinds for which twice that is better."""
-    model = remember(small_model(num_hidden_layers=6), 24, ("fast_weights",))
-    fast = model.memory.fast_weights
-    fast.directions = dict.fromkeys(fast_layers(model))
-    wanted = {"self_attn.v_proj": -1.0, "self_attn.o_proj": 0.8, "mlp.up_proj": 0.0, "mlp.gate_proj": 0.0}
-    wanted["mlp.down_proj"] = 0.8  # in powers of two of the first rate; the best common one is between 0 and 1
-
-    def losses_of(model, texts, bar) -> list[torch.Tensor]:
-        powers = {name: torch.tensor(rate / fit.FIRST_RATE).log2() for name, rate in fast.rates.items()}
-        return [torch.stack([(x - wanted[name.split(".", 3)[3]]) ** 2 for name, x in powers.items()])]
-
-    monkeypatch.setattr(fit, "losses_of", losses_of)
-    rates = fit.choose_rates(model, [], Saved(None, ""), fit.tqdm(disable=True))
-    assert rates == {kind: fit.FIRST_RATE * (2 if x == 0.8 else 1) for kind, x in wanted.items()}
-    assert len(fast.rates) == 10 and all(rates[name.split(".", 3)[3]] == x for name, x in fast.rates.items())
-
-
 @pytest.mark.parametrize(
     "config",
     [GPT2Config(n_layer=4, n_embd=32, n_head=4, vocab_size=50, bos_token_id=1, eos_token_id=2), Phi3Config(**SIZES)],

@@ -89,7 +89,7 @@ def report(result: FitResult) -> str:
     """Describes the gains of a fit, in nats per token."""
     fast = describe_gains(result.fast_weights, len(result.fast_weights.columns))
     return (
-        f"rates {', '.join(f'{kind} {rate:g}' for kind, rate in result.rates.items())}\n"
+        f"rate {result.rate:g}\n"
         f"fast weights over the window alone: {fast}\n"
         f"list over the fast weights: {describe_gains(result.token_list, result.number)}\n"
         "measured on the texts of the fit themselves"
@@ -137,8 +137,7 @@ def main(argv: list[str] | None = None) -> None:
     recalls = make_recalls(documents, tokenizer, args.recalls, args.seed)
     model = load_model(args.model, "MODEL", dtype="auto").to(device).eval().requires_grad_(False)
     number = sum(map(len, documents))
-    tokens = num_readings(model, documents, recalls)
-    minutes = seconds_per_token(model, documents[0], args.window) * tokens / 60
+    minutes = seconds_per_token(model, documents[0], args.window) * num_readings(documents, recalls) / 60
     for path in args.text:
         if (line := describe_files(path, find_files(path, "--text"))) is not None:
             print(line)
@@ -152,7 +151,7 @@ def main(argv: list[str] | None = None) -> None:
     print(report(result))
     names = sorted({file.name for file in files})
     shown = ", ".join(names[:20]) + (f" and {len(names) - 20} others" if len(names) > 20 else "")
-    facts = {"texts": shown, "tokens": number, "recalls": len(recalls), "seed": args.seed, "rates": result.rates}
+    facts = {"texts": shown, "tokens": number, "recalls": len(recalls), "seed": args.seed, "rate": result.rate}
     save_adapter(model, args.output, fit=facts, licence=args.licence)
     tokenizer.save_pretrained(args.output)
     shutil.rmtree(state)

@@ -3,8 +3,7 @@
 1. Directions: with G the mean gradient of a linear layer's weights W over a text, at the original weights, V and s the
    eigenvectors and eigenvalues of the sum of G^T G over texts: A = diag((s_i / s_1)^(-1/4)) V_r^T. The sum is sketched
    by random rows, so that no matrix of (in, in) is needed.
-2. Rates: the tried rate with the least loss of texts; each tried rate is twice or half the rate before. Then twice
-   that rate for each kind of linear layer with which the loss falls.
+2. Rate: the tried rate with the least loss of texts; each tried rate is twice or half the rate before.
 3. Start: two passes through texts, one after another; B_0 is the mean of B over the second pass.
 4. List: see `fit_list`. It is fitted to texts that are read with the fast weights.
 
@@ -12,8 +11,7 @@ Shapes: T tokens, r rank, R rows of a sketch, `in` and `out` the sizes of a line
 """
 
 import hashlib
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -205,43 +203,27 @@ def noting(model: PreTrainedModel, note: Callable) -> Iterator[None]:
         model.memory.token_list.note = None
 
 
-def kinds_of(names: Iterable[str]) -> dict[str, str]:
-    """Returns the kind by the name of a linear layer: the part of the name behind the decoder layer's number."""
-    return {name: re.split(r"\.\d+\.", name)[-1] for name in names}
-
-
-def choose_rates(model: PreTrainedModel, texts: Sequence[Tensor], saved: Saved, bar: tqdm) -> dict[str, float]:
-    """Sets the rates of the fast weights, and returns them by kind.
-
-    One rate for all comes first: the best of at most NUM_RATES, found by doubling or halving FIRST_RATE as long as the
-    mean loss of the texts falls. Then kind after kind is doubled, if the loss falls.
+def choose_rate(model: PreTrainedModel, texts: Sequence[Tensor], saved: Saved, bar: tqdm) -> float:
+    """Sets one rate for all fast weights, and returns it: the best of at most NUM_RATES, found by doubling or halving
+    FIRST_RATE as long as the mean loss of the texts falls.
     """
     fast, tried = model.memory.fast_weights, {}
-    kinds = kinds_of(fast.directions)
 
-    def set_rates(powers: dict[str, int]) -> dict[str, float]:
-        rates = {kind: FIRST_RATE * 2.0**power for kind, power in powers.items()}
-        fast.rates = {name: rates[kind] for name, kind in kinds.items()}
-        return rates
-
-    def loss(powers: dict[str, int]) -> float:
-        key = "".join(f"{power:+}" for power in powers.values())
-        if key not in tried:
-            set_rates(powers)
-            if not (values := saved.load(f"rates{key}")):
+    def loss(power: int) -> float:
+        if power not in tried:
+            stage, fast.rates = f"rate{power:+}", dict.fromkeys(fast.directions, FIRST_RATE * 2.0**power)
+            if not (values := saved.load(stage)):
                 values = {"loss": torch.cat(losses_of(model, texts, bar)).mean()[None]}
-                saved.save(f"rates{key}", values)
-            tried[key] = float(values["loss"].nan_to_num(torch.inf))
-        return tried[key]
+                saved.save(stage, values)
+            tried[power] = float(values["loss"].nan_to_num(torch.inf))
+        return tried[power]
 
-    best = dict.fromkeys(sorted(kinds.values()), 0)  # in an order that a continued fit has too
-    for step in (1, -1):
-        while len(tried) < NUM_RATES and loss(other := {kind: x + step for kind, x in best.items()}) < loss(best):
-            best = other
-    for kind in best:
-        if loss(other := best | {kind: best[kind] + 1}) < loss(best):
-            best = other
-    return set_rates(best)
+    best = 0
+    for direction in (1, -1):
+        while len(tried) < NUM_RATES and loss(best + direction) < loss(best):
+            best += direction
+    fast.rates = dict.fromkeys(fast.directions, FIRST_RATE * 2.0**best)
+    return FIRST_RATE * 2.0**best
 
 
 def fit_start(
@@ -280,12 +262,11 @@ def fit_start(
 
 
 class FitResult(NamedTuple):
-    """The gains of a fit. rates: theta by kind of layer. fast_weights: over the window alone, on the texts by which
-    rates were compared. token_list: over the fast weights, on the documents and recalls; the first `number` texts are
-    documents.
+    """The gains of a fit. rate: theta. fast_weights: over the window alone, on the texts by which rates were compared.
+    token_list: over the fast weights, on the documents and recalls; the first `number` texts are documents.
     """
 
-    rates: dict[str, float]
+    rate: float
     fast_weights: Gains
     token_list: Gains
     number: int
@@ -337,7 +318,7 @@ def fit_memory(
     try:
         with frozen(model):
             fit = _Fit(model, window, first_token, saved, progress)
-            fast_weights, moments, rates, gains = fit.fast_weights(documents, rank, seed)
+            fast_weights, moments, rate, gains = fit.fast_weights(documents, rank, seed)
             token_list, of_list = fit.token_list(fast_weights, moments, documents, recalls, entries, recall_share)
         remember(model, window, fast_weights=fast_weights, token_list=token_list, first_token=first_token)
     except BaseException:
@@ -346,7 +327,7 @@ def fit_memory(
         raise
     if own is not None:
         model.memory.learn_from, model.memory.learning = own.learn_from, own.learning
-    return FitResult(rates, gains, of_list, len(documents))
+    return FitResult(rate, gains, of_list, len(documents))
 
 
 def parts_of(fast_weights: FastWeights | None, token_list: TokenList | None) -> list[str]:
@@ -385,15 +366,10 @@ def parts_for(documents: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     )
 
 
-def most_rates(model: PreTrainedModel) -> int:
-    """Returns how many choices of rates are tried at most."""
-    return NUM_RATES + len(set(kinds_of(fast_layers(model)).values()))
-
-
-def num_readings(model: PreTrainedModel, documents: Sequence[Tensor], recalls: Sequence[tuple[Tensor, Tensor]]) -> int:
+def num_readings(documents: Sequence[Tensor], recalls: Sequence[tuple[Tensor, Tensor]]) -> int:
     """Returns how many tokens a fit reads at most; a token counts as often as it is read."""
     texts, compared = (sum(map(len, x)) for x in parts_for(documents))
-    return 3 * texts + (most_rates(model) + 2) * compared + sum(map(len, documents)) + sum(len(x) for x, _ in recalls)
+    return 3 * texts + (NUM_RATES + 2) * compared + sum(map(len, documents)) + sum(len(x) for x, _ in recalls)
 
 
 class _Fit:
@@ -419,8 +395,8 @@ class _Fit:
 
     def fast_weights(
         self, documents: Sequence[Tensor], rank: int, seed: int
-    ) -> tuple[FastWeights, Moments, dict[str, float], Gains]:
-        """Fits directions, rates and start; returns the moments of y and the gains too."""
+    ) -> tuple[FastWeights, Moments, float, Gains]:
+        """Fits directions, rate and start; returns the moments of y and the gains too."""
         model, saved, (texts, compared) = self.model, self.saved, parts_for(documents)
         number, number_compared = sum(map(len, texts)), sum(map(len, compared))
         with self.memory(None, None), self.bar("directions", number) as bar:
@@ -428,8 +404,8 @@ class _Fit:
         outputs = {name: out for name, (_, out) in fast_layers(model).items()}
         fast = FastWeights(directions, dict.fromkeys(directions, FIRST_RATE), outputs)
         with self.memory(fast, Recorder()):
-            with self.bar("rates", most_rates(model) * number_compared) as bar:
-                rates = choose_rates(model, compared, saved, bar)
+            with self.bar("rate", NUM_RATES * number_compared) as bar:
+                rate = choose_rate(model, compared, saved, bar)
             with self.bar("start", 2 * number) as bar:
                 start, moments = fit_start(model, texts, saved, bar)
             with tqdm(desc="measuring", total=2 * number_compared, unit="token", disable=not self.progress) as bar:
@@ -438,7 +414,7 @@ class _Fit:
                 model.set_memory_learning(True)
                 fast.start = start
                 after = losses_of(model, compared, bar)
-        return fast, moments, rates, Gains([torch.arange(len(x)) for x in before], before, after)
+        return fast, moments, rate, Gains([torch.arange(len(x)) for x in before], before, after)
 
     def token_list(
         self,
