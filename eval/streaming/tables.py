@@ -21,6 +21,7 @@ LABELS = {  # of the methods in the picture
     "start": "fitted start, no learning",
     "list": "the list",
     "full": "full attention",
+    "full-start": "full attention, fitted start",
     "full-both": "full attention, fast weights and list",
     "longer 18 MB": "a longer window",
     "tova 4 MB": "TOVA",
