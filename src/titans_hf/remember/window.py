@@ -411,9 +411,13 @@ def _where_rows(rows: Tensor, new: Tensor | None, old: Tensor | None) -> Tensor 
 
 
 def _put_states(old: dict, new: dict, rows: Tensor, num_rows: int) -> None:
+    """Replaces the rows `rows` of the states `old` by those of `new`. None is the state of rows that have read nothing:
+    zeros, if other rows have read.
+    """
     for i, x in new.items():
-        if x is not None:
-            target = x.new_zeros(num_rows, *x.shape[1:]) if old.get(i) is None else old[i]
-            old[i] = target.index_copy(0, rows.to(x.device), x)
-        elif i not in old:
-            old[i] = None
+        own = old.get(i)
+        if own is None and x is not None:
+            own = x.new_zeros(num_rows, *x.shape[1:])
+        if x is None and own is not None:
+            x = own.new_zeros(len(rows), *own.shape[1:])
+        old[i] = None if x is None else own.index_copy(0, rows.to(own.device), x)
