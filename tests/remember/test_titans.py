@@ -60,6 +60,22 @@ def test_a_cache_is_saved_cropped_and_reset(name, tmp_path):
     assert_close(model(IDS, cache=cache).logits[1], whole[1], atol=1e-12, rtol=0)
 
 
+@torch.no_grad()
+def test_learning_turned_on_within_a_chunk():
+    """Tokens that were read with learning off are not learned later, in a batch or alone."""
+    model, logits = with_memory(titans(variant="mag")), []
+    for rows, begins in (([0, 1], [3, 6]), ([0], [3]), ([1], [6])):
+        cache, mask = MemoryCache(model), torch.ones(len(rows), 6, dtype=torch.int64)
+        for row, begin in zip(mask, begins, strict=True):
+            row[begin:] = 0
+        model.set_memory_learning(False)
+        model(IDS[rows, :6], attention_mask=mask, cache=cache)
+        model.set_memory_learning(True)
+        following = torch.stack([IDS[row, begin : begin + 30] for row, begin in zip(rows, begins, strict=True)])
+        logits.append(model(following, cache=cache).logits)
+    assert_close(logits[0], torch.cat(logits[1:]), atol=1e-12, rtol=0)
+
+
 def test_every_weight_is_trained():
     """A loss within the first chunk has a gradient for every weight that it has without `remember`."""
     gradients = []

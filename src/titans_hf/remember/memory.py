@@ -64,11 +64,6 @@ class Memory:
         """Columns that the window keeps beyond what a query sees, from which a chunk can be read again."""
         return 0 if self.fast_weights is None else self.chunk
 
-    @property
-    def cuts_chunks(self) -> bool:
-        """Whether a call is cut where a chunk is full."""
-        return self.fast_weights is not None and (self.learning or self.has_states)
-
     def initial_state(self, model: PreTrainedModel, rows: int, device: torch.device) -> dict[str, Tensor]:
         """Returns the tensors of a `MemoryCache` before the first token."""
         state, dtype = {}, model.dtype
@@ -426,7 +421,8 @@ def _columns(
     if positions is not None and positions.dim() == 2 and length > 1:
         is_first = positions[:, -length:].cpu() == 0
         starts = is_first & real & (real.cumsum(1) > 1)
-    learns = real
+    learning = torch.full_like(real, model.memory.learning)
+    learns = real & learning
     if prompt is not None and model.memory.learn_from == "read":
-        learns = real & (begin + torch.arange(length) < prompt)
-    return Columns(ids, real, starts, learns)
+        learns = learns & (begin + torch.arange(length) < prompt)
+    return Columns(ids, real, starts, learns, learning)

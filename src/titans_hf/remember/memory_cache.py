@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -68,7 +69,7 @@ class MemoryCache(Cache):
             self.seen = self.steps = torch.zeros(rows, dtype=torch.int64)
             self.state, self.device = self.memory.initial_state(model, rows, device), device
             self._clear_layers()
-            self.record(None)
+            self._restart_recording()
         elif len(self.seen) != rows:
             raise ValueError(f"`input_ids` must have the {len(self.seen)} rows of `cache`, got {rows}.")
 
@@ -148,9 +149,7 @@ class MemoryCache(Cache):
         self, folder: str | os.PathLike, model: PreTrainedModel, *, model_fingerprint: dict | None = None
     ) -> None:
         """Saves the memory in a folder, atomically. See `memory_files.save`."""
-        if self.unread is not None:
-            with torch.no_grad():
-                model(input_ids=self.unread.ids[:, :0], **{CACHE_NAME: self})
+        self.read_unread(model)
         memory_files.save(self, folder, model_fingerprint or memory_files.fingerprint(model))
 
     @classmethod
@@ -167,6 +166,7 @@ class MemoryCache(Cache):
             new.layers = [layer.map(function) if hasattr(layer, "map") else layer for layer in self.layers]
             new.seen, new.steps = function(self.seen), function(self.steps)
             new.state = {name: function(x) for name, x in self.state.items()}
+            new.unread = None if self.unread is None else self.unread.map(function)
         return new
 
     def __copy__(self) -> "MemoryCache":
@@ -207,19 +207,44 @@ class MemoryCache(Cache):
         self.state = {name: x.index_copy(0, rows.to(x.device), state[name].to(x)) for name, x in self.state.items()}
 
     def append_rows(self, other: "MemoryCache") -> None:
-        """Appends the rows of another cache of the same model. Both must have read something; neither may record."""
-        number = len(other.seen)
+        """Appends the rows of another cache of the same model. Both must have read something. A cache that records can
+        be cropped from here on.
+        """
+        number, length = len(other.seen), self.get_seq_length()
+        unread = [Columns.none(len(x.seen)) if x.unread is None else x.unread for x in (self, other)]
+        self.unread = None
         self._become(lambda x: torch.cat([x, x[:1].expand(number, *x.shape[1:])]))
         self.put(torch.arange(len(self.seen) - number, len(self.seen)), other)
         self.sinks = self.sinks | other.sinks
+        most = max(x.ids.shape[1] for x in unread)
+        if most:  # the shorter of the two has padding in front
+            padded = (x.map(lambda y: pad(y.to(self.device), (most - y.shape[1], 0))) for x in unread)
+            self.unread = Columns(*map(torch.cat, zip(*padded, strict=True)))
+        self.num_columns += length - self.get_seq_length()
+        self._restart_recording()
 
     def reset_rows(self, model: PreTrainedModel, rows: Tensor) -> None:
-        """Lets some rows (I,) int64 begin a new text with an empty memory."""
+        """Lets some rows (I,) int64 begin a new text with an empty memory. A cache that records can be cropped from
+        here on.
+        """
+        self.read_unread(model)
+        if len(self.seen):
+            self.clear_rows(model, rows)
+            self._restart_recording()
+
+    def clear_rows(self, model: PreTrainedModel, rows: Tensor) -> None:
+        """Empties the memory of some rows (I,) int64, of a cache without unread columns."""
         new = self.take(rows)
         new.seen = new.steps = torch.zeros(len(rows), dtype=torch.int64)
         new.state = self.memory.initial_state(model, len(rows), self.device)
         new._clear_layers()
         self.put(rows, new)
+
+    def read_unread(self, model: PreTrainedModel) -> None:
+        """Reads the columns that `crop` has left to be read again."""
+        if self.unread is not None:
+            with torch.no_grad():
+                model(input_ids=self.unread.ids[:, :0], **{CACHE_NAME: self})
 
     def _clear_layers(self) -> None:
         for layer in self.layers:
@@ -255,39 +280,54 @@ class MemoryCache(Cache):
         """Applies a function of rows to everything, snapshots included. A cache that has read nothing has no rows."""
         if not len(self.seen):
             return
-        snapshots, unread = self.snapshots, self.unread
+        snapshots = self.snapshots
         self.__dict__.update(self.map(function).__dict__)
         if snapshots is not None:
             self.snapshots = [Snapshot(x.cache.map(function), x.columns.map(function)) for x in snapshots]
-        self.unread = None if unread is None else unread.map(function)
 
     def activate_past_recording(self) -> None:
         """Lets `crop` remove columns from here on: the state at the starts of the last chunks is kept."""
         if self.snapshots is None:
             self.snapshots = []
-        if len(self.seen):
-            self.record(None)
+            self._restart_recording()
 
-    def record(self, columns: "Columns | None") -> None:
-        """Notes columns that were read, and the state after them if a chunk was read since the last one noted."""
+    def _restart_recording(self) -> None:
+        if self.snapshots is not None:
+            self.snapshots = []
+            if len(self.seen):
+                self._note_state(Columns.none(len(self.seen)) if self.unread is None else self.unread)
+
+    def _note_state(self, columns: "Columns") -> None:
+        before = copy.copy(self)
+        before.snapshots = before.unread = None
+        self.snapshots.append(Snapshot(before, columns))
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a row has learned its next token already, as the last label of a chunk."""
+        chunk = self.memory.chunk
+        full = (self.seen > 0) & (self.seen % chunk == 0) & (self.steps == self.seen // chunk)
+        return self.memory.fast_weights is not None and bool(full.any())
+
+    def record(self, columns: "Columns", first: int, notes_state: bool) -> None:
+        """Notes columns that were read by a call that began at the column `first`. With `notes_state` it notes the
+        state after them too, if a chunk was read since the last one noted and no row is ahead.
+        """
         if self.snapshots is None:
             return
-        if columns is not None and self.snapshots:
-            last = self.snapshots[-1]
-            self.snapshots[-1] = last._replace(columns=last.columns.join(columns))
-        chunk = self.memory.chunk
-        if not self.snapshots or columns is None or self.num_columns - self.snapshots[-1].cache.num_columns >= chunk:
-            before = copy.copy(self)
-            before.snapshots = None
-            self.snapshots.append(Snapshot(before, Columns.none(len(self.seen))))
-        while len(self.snapshots) > 2 and self.num_columns - self.snapshots[1].cache.num_columns >= 2 * chunk:
+        last, chunk = self.snapshots[-1], self.memory.chunk
+        self.snapshots[-1] = last._replace(columns=last.columns.join(columns))
+        if notes_state and self.num_columns - last.cache.num_columns >= chunk and not self.is_ahead:
+            self._note_state(Columns.none(len(self.seen)))
+        needed = min(first, self.num_columns - 2 * chunk)
+        while len(self.snapshots) > 2 and self.snapshots[1].cache.num_columns <= needed:
             del self.snapshots[0]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last columns: -n removes n, as in Transformers.
 
         Raises ValueError without `activate_past_recording`, and for more columns than were recorded. At least the
-        columns since the start of the last full chunk are recorded.
+        columns since the start of the last full chunk are recorded, and those of the last call.
         """
         number = abs(tokens_to_remove)
         if tokens_to_remove > 0:
@@ -298,34 +338,35 @@ class MemoryCache(Cache):
             raise ValueError(
                 "`crop` needs a cache that records: call `cache.activate_past_recording()` before reading."
             )
-        target = self.num_columns - number
-        fitting = [i for i, x in enumerate(self.snapshots) if x.cache.num_columns <= target]
+        end = self.num_columns + (0 if self.unread is None else self.unread.ids.shape[1])
+        fitting = [i for i, x in enumerate(self.snapshots) if x.cache.num_columns <= end - number]
         if not fitting:
-            most = self.num_columns - self.snapshots[0].cache.num_columns if self.snapshots else 0
+            most = end - self.snapshots[0].cache.num_columns if self.snapshots else 0
             raise ValueError(f"`tokens_to_remove` must be at least -{most}, by the recorded columns, got {-number}.")
         snapshots = self.snapshots[: fitting[-1] + 1]
         kept, columns = snapshots[-1]
+        columns = columns.at(0, end - number - kept.num_columns)
         own = {name: getattr(self, name) for name in ("first_column", "about", "seen_in_folders")}
         self.__dict__.update(copy.copy(kept).__dict__ | own)
-        self.snapshots = [*snapshots[:-1], Snapshot(kept, Columns.none(len(self.seen)))]
-        unread = columns.at(0, target - kept.num_columns)
-        self.unread = unread if unread.ids.shape[1] else None
+        self.snapshots = [*snapshots[:-1], Snapshot(kept, columns)]
+        self.unread = columns if columns.ids.shape[1] else None
 
 
 class Columns(NamedTuple):
-    """Columns of a call: ids (R, T) int64, real, starts and learns (R, T) bool: whether a column is a token, begins a
-    document, and may be learned.
+    """Columns of a call: ids (R, T) int64; real, starts, learns and learning (R, T) bool: whether a column is a token,
+    begins a document, may be learned, and was read with learning on.
     """
 
     ids: Tensor
     real: Tensor
     starts: Tensor
     learns: Tensor
+    learning: Tensor
 
     @classmethod
     def none(cls, rows: int) -> "Columns":
         empty = torch.zeros(rows, 0, dtype=torch.bool)
-        return cls(empty.long(), empty, empty, empty)
+        return cls(empty.long(), empty, empty, empty, empty)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Columns":
         return Columns(*map(function, self))
@@ -338,7 +379,7 @@ class Columns(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """A cache as it was, and the columns that were read since."""
+    """A cache as it was, and the columns that were read, or are to be read again, from there to the next snapshot."""
 
     cache: MemoryCache
     columns: Columns

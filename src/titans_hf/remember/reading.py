@@ -56,11 +56,12 @@ def read(
         cache.begin(model, len(columns.ids), columns.ids.device)
         if cache.unread is not None:
             unread, cache.unread = cache.unread, None
+            if cache.snapshots:  # they are recorded again
+                cache.snapshots[-1] = cache.snapshots[-1]._replace(columns=unread.at(0, 0))
             read(model, cache, unread, 0, {})
-        learns = columns.learns & model.memory.learning
         ids = columns.ids.to(torch.int64, copy=True)  # ids from `inference_mode` cannot be part of a graph
-        on_cpu = Columns(ids, *(x.cpu() for x in (columns.real, columns.starts, learns)))
-        length, begin = ids.shape[1], 0
+        on_cpu = Columns(ids, *(x.cpu() for x in columns[1:]))
+        length, begin, first = ids.shape[1], 0, cache.num_columns
         while begin < length:
             end, rows = next_piece(model.memory, cache, on_cpu, begin)
             piece, wanted = on_cpu.at(begin, end), min(end - begin, end - (length - num_kept))
@@ -79,7 +80,7 @@ def read(
                         given = [x.view(len(rows), -1, x.shape[-1])[:, begin - end :] for x in given]
                         found.append([(begin, _of_all_rows(x, rows, len(ids))) for x in given])
             cache.num_columns += end - begin
-            cache.record(piece)
+            cache.record(piece, first, notes_state=length - begin <= 2 * model.memory.chunk)
             begin = end
     if not kept:  # no token is real
         size = model.get_output_embeddings().weight.shape[0]
@@ -90,8 +91,9 @@ def read(
 
 def next_piece(memory: "Memory", cache: MemoryCache, columns: Columns, begin: int) -> tuple[int, Tensor]:
     """Returns the end of the piece that starts at a column, and its rows (I,) int64."""
-    real = columns.real
+    real, learning = columns.real, columns.learning
     changes = (real[:, begin + 1 :] != real[:, begin : begin + 1]) | columns.starts[:, begin + 1 :]
+    changes |= learning[:, begin + 1 :] != learning[:, begin : begin + 1]
     changes = changes.any(0).nonzero()
     end = begin + 1 + int(changes[0]) if len(changes) else real.shape[1]
     rows = real[:, begin].nonzero()[:, 0]
@@ -99,8 +101,10 @@ def next_piece(memory: "Memory", cache: MemoryCache, columns: Columns, begin: in
         return end, rows
     seen = torch.where(columns.starts[rows, begin], 0, cache.seen[rows])
     limits = []
-    if memory.cuts_chunks:
+    if memory.fast_weights is not None and (memory.has_states or bool(learning[:, begin].any())):
         limits.append(memory.chunk - seen % memory.chunk)
+    if cache.snapshots is not None and real.shape[1] - begin <= 2 * memory.chunk and cache.is_ahead:
+        end = begin + 1  # the state before the next token has learned it: after that token, it can be kept
     if memory.window is not None:
         limits.append(torch.where(seen < memory.window, memory.window - seen, SINK_BLOCK - seen % SINK_BLOCK))
     if memory.token_list is not None:
@@ -117,7 +121,7 @@ def _read_piece(
     memory, with_graph = model.memory, torch.is_grad_enabled()
     starts = piece.starts[:, 0] & (cache.seen > 0)
     if bool(starts.any()):
-        cache.reset_rows(model, starts.nonzero()[:, 0])
+        cache.clear_rows(model, starts.nonzero()[:, 0])
     fast, chunk = memory.fast_weights, memory.chunk
     if fast is not None:
         take_due_steps(model, cache, piece)
@@ -145,6 +149,9 @@ def _read_piece(
         for name, x in (("chunk.ids", piece.ids), ("chunk.learns", piece.learns)):
             old = cache.state[name]
             cache.state[name] = torch.cat([old, x.to(old)], 1)[:, -chunk:]
+        if is_titans(model) and not bool(piece.learning.any()):
+            # In a second reading of the chunk, its own memory would learn these tokens: the chunk's step is left out.
+            cache.steps = torch.maximum(cache.steps, (cache.seen + chunk - 1) // chunk)
     if memory.token_list is not None:
         mlp_inputs = captured["mlp_inputs"] if with_graph else captured["mlp_inputs"].detach()
         mlp_inputs = mlp_inputs.reshape(len(seen), -1, mlp_inputs.shape[-1])[:, -length:]
@@ -160,10 +167,8 @@ def take_due_steps(model: PreTrainedModel, cache: MemoryCache, piece: Columns) -
     due = (cache.seen % chunk == 0) & (cache.steps < cache.seen // chunk)
     if not bool(due.any()):
         return
-    if model.memory.learning:
-        flags = cache.state["chunk.learns"].to(ids.device)
-        last = Columns(ids, flags, flags, flags)
-        labels = _labels(last, piece.at(0, 1))
+    if bool(piece.learning.any()):
+        labels = _labels(ids, cache.state["chunk.learns"], piece.at(0, 1))
         if labels is not None:
             due &= (labels != IGNORED).any(1).cpu()
             rows = due.nonzero()[:, 0]
@@ -191,24 +196,24 @@ def _finished_chunk(
     """
     length, earlier = piece.ids.shape[1], cache.seen % memory.chunk
     ends = (earlier + length == memory.chunk) & (cache.seen % SINK_BLOCK >= earlier)
-    if not memory.learning or not bool(ends.all()) or bool(following.starts.any()):
+    ends &= cache.steps <= cache.seen // memory.chunk
+    if not bool(piece.learning.any()) or not bool(ends.all()) or bool(following.starts.any()):
         return None
-    ids, learns = (cache.state[x][:, length:] for x in ("chunk.ids", "chunk.learns"))
-    whole = Columns(ids, learns, learns, learns).join(piece.map(lambda x: x.to(ids.device)))
-    labels = _labels(whole, following)
-    return None if labels is None else (whole.ids, labels)
+    kept = ((cache.state["chunk.ids"], piece.ids), (cache.state["chunk.learns"], piece.learns))
+    ids, learns = (torch.cat([x[:, length:], new.to(x.device)], 1) for x, new in kept)
+    labels = _labels(ids, learns, following)
+    return None if labels is None else (ids, labels)
 
 
-def _labels(chunk: Columns, following: Columns) -> Tensor | None:
+def _labels(ids: Tensor, learns: Tensor, following: Columns) -> Tensor | None:
     """Returns the labels (R, C) of a chunk, IGNORED where not learned; None if a row's last label has not arrived, or
     no label is learned.
     """
     if not following.ids.shape[1] or not bool(following.real.all()):
         return None
-    device = chunk.ids.device
-    ids = torch.cat([chunk.ids[:, 1:], following.ids.to(device)], 1)
-    learns = torch.cat([chunk.learns[:, 1:].to(device), following.learns.to(device)], 1)
-    return torch.where(learns, ids, IGNORED) if bool(learns.any()) else None
+    labels = torch.cat([ids[:, 1:], following.ids.to(ids.device)], 1)
+    learns = torch.cat([learns[:, 1:].to(ids.device), following.learns.to(ids.device)], 1)
+    return torch.where(learns, labels, IGNORED) if bool(learns.any()) else None
 
 
 def learn(

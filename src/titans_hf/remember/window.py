@@ -133,14 +133,18 @@ class KeyValueLayer(CacheLayerMixin):
 
     def put(self, rows: Tensor, other: "KeyValueLayer", num_rows: int) -> None:
         """Replaces the rows `rows` by the rows of another layer, which may have another number of columns."""
-        columns = max(x.keys.shape[-2] if x.is_initialized else 0 for x in (self, other))
-        for name in ("keys", "values"):
-            new = _left_padded(getattr(other, name), columns)
-            old = new.new_zeros(num_rows, *new.shape[1:])
-            if self.is_initialized:
-                old = _left_padded(getattr(self, name), columns)
+        known = [x for x in (self, other) if x.is_initialized]
+        columns = max((x.keys.shape[-2] for x in known), default=0)
+
+        def padded(layer: KeyValueLayer, name: str, number: int) -> Tensor:
+            form = getattr(known[0], name)
+            x = getattr(layer, name) if layer in known else form.new_zeros(number, *form.shape[1:])
+            return _left_padded(x, columns)
+
+        for name in ("keys", "values") if known else ():
+            old, new = padded(self, name, num_rows), padded(other, name, len(rows))
             setattr(self, name, old.index_copy(0, rows.to(old.device), new.to(old.dtype)))
-        self.is_initialized = True
+        self.is_initialized = bool(known)
 
 
 class StateLayer(LinearAttentionLayer):
