@@ -66,6 +66,22 @@ def test_an_adapter_gives_the_same_model(model, base, adapter):
     assert only.memory.fast_weights is None and only.memory.window is None
 
 
+def test_an_adapter_of_a_relative_path(base, tmp_path, monkeypatch):
+    """An adapter whose base model was loaded by a relative path loads in another working directory."""
+    monkeypatch.chdir(tmp_path)
+    model = remember(AutoModelForCausalLM.from_pretrained(base.name), 12)
+    save_adapter(model, "adapter", half=False)
+    monkeypatch.chdir("/")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")), logits(model))
+
+
+def test_settings_and_place_of_an_adapter(adapter):
+    """A field of the configuration that is given replaces the adapter's, and a subfolder may hold the adapter."""
+    given = {"step": {"chunk": 4}, "token_list": {"entries": 7}, "subfolder": adapter.name}
+    memory = AutoModelForCausalLM.from_pretrained(adapter.parent, **given).memory
+    assert (memory.fast_weights.step.chunk, memory.token_list.entries, memory.window) == (4, 7, 12)
+
+
 def test_what_a_folder_holds(model, base, adapter, tmp_path):
     """An adapter has no weight of the base model; float16 halves it; its config and card state base, fit, licence."""
     parts = model.memory.fast_weights

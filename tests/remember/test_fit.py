@@ -1,9 +1,11 @@
 """Fitting a memory: it lowers the loss of other texts, trains no weight of the model, and can be interrupted."""
 
+import copy
 from collections import Counter
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM, Phi3Config
 
@@ -92,6 +94,16 @@ def test_directions_are_those_of_the_gradients():
         assert float(rows[1].norm()) == pytest.approx(share**-0.25, rel=0.3)
 
 
+def test_a_model_of_peft():
+    """A model inside of PEFT's, and ids as a list, are fitted as they are read: with PEFT's adapter."""
+    config = LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted, arguments = get_peft_model(small_model(), config), {"window": 24, "rank": 2, "progress": False}
+    merged, texts = copy.deepcopy(adapted).merge_and_unload(), [names_text(0)]
+    fit_memory(adapted, [x.tolist() for x in texts], **arguments)
+    fit_memory(merged, texts, **arguments)
+    assert loss(adapted, names_text(9)) == pytest.approx(loss(merged, names_text(9)), abs=0.02)
+
+
 @pytest.mark.parametrize(
     "config",
     [GPT2Config(n_layer=4, n_embd=32, n_head=4, vocab_size=50, bos_token_id=1, eos_token_id=2), Phi3Config(**SIZES)],
@@ -106,8 +118,8 @@ def test_layers_of_other_families(config):
 
 
 def test_an_interrupted_fit_goes_on(tmp_path, monkeypatch):
-    """A fit that was interrupted at any stage and run again has the numbers of one that was not; a fit to other texts
-    does not take its state.
+    """A fit that was interrupted at any stage and run again has the numbers of one that was not; a fit to other texts,
+    or of a model that was trained since, does not take its state.
     """
     texts = [names_text(i, 30) for i in range(5)]
     whole, parts, stages = small_model(), small_model(), []
@@ -138,6 +150,13 @@ def test_an_interrupted_fit_goes_on(tmp_path, monkeypatch):
     known = sorted(tmp_path.iterdir())
     fit_memory(forget(parts), texts[1:], window=24, rank=2, progress=False, folder=tmp_path)
     assert len(sorted(tmp_path.iterdir())) > len(known)
+    with torch.no_grad():
+        forget(parts).model.norm.weight.mul_(1.1)
+    trained = copy.deepcopy(parts)
+    for x, folder in ((parts, tmp_path), (trained, None)):
+        fit_memory(x, texts, window=24, rank=2, progress=False, folder=folder)
+    with torch.no_grad():
+        assert torch.equal(parts(ids[None]).logits, trained(ids[None]).logits)
 
 
 def test_a_fit_that_fails_changes_nothing():

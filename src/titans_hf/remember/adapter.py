@@ -91,16 +91,19 @@ class RememberForCausalLM(PreTrainedModel):
         Raises ValueError for a bad adapter.
         """
         config = options.pop("config")
-        for name in ("revision", "subfolder", "adapter_kwargs", "use_safetensors"):
+        for name in ("adapter_kwargs", "use_safetensors"):
             options.pop(name, None)
+        place = {name: options.pop(name) for name in ("revision", "subfolder") if name in options}  # of the adapter
         base = config.base_model_name_or_path
         if not base:
             raise ValueError(
                 f"{adapter} names no base model: load it yourself and call `remember(model, adapter=...)`."
             )
         loaded = AutoModelForCausalLM.from_pretrained(base, *args, **options)
+        config, fast_weights, token_list = load_adapter(loaded, adapter, config, **place)
         given = {"first_token": config.first_token, "learn_from": config.learn_from}
-        return remember(loaded, config.window, config.memory, adapter=adapter, **given)
+        parts = {"fast_weights": fast_weights, "token_list": token_list}
+        return remember(loaded, config.window, config.memory, **parts, **given)
 
 
 def adapter_tensors(memory: Memory) -> dict[str, Tensor]:
@@ -145,10 +148,11 @@ def save_adapter(
         tensors = {name: x.half() if x.dim() == 2 else x for name, x in tensors.items()}
     else:
         tensors = {name: x.float() if x.dim() else x for name, x in tensors.items()}
-    fast, found = memory.fast_weights, memory.token_list
+    fast, found, base = memory.fast_weights, memory.token_list, model.name_or_path
     config = RememberConfig(
         architectures=[RememberForCausalLM.__name__],
-        base_model_name_or_path=model.name_or_path,
+        # The path of a folder must hold in any working directory.
+        base_model_name_or_path=str(Path(base).resolve()) if base and Path(base).is_dir() else base,
         window=memory.window,
         memory=[name for name, x in ((FAST_WEIGHTS, fast), (LIST, found)) if x is not None],
         learn_from=memory.learn_from,
@@ -186,15 +190,16 @@ def write_card(folder: Path, config: RememberConfig, licence: str | None) -> Non
 
 
 def load_adapter(
-    model: PreTrainedModel, adapter: str | Path
+    model: PreTrainedModel, adapter: str | Path, config: RememberConfig | None = None, **place: str
 ) -> tuple[RememberConfig, FastWeights | None, TokenList | None]:
-    """Loads an adapter for a model: its settings, fast weights and list.
+    """Loads an adapter for a model: its settings, or those of `config`; fast weights and list. `place`: the arguments
+    `revision` and `subfolder` of `cached_file`.
 
     Raises ValueError, naming the adapter, if it is missing, damaged or made for another model.
     """
     try:
-        config = RememberConfig.from_pretrained(adapter)
-        tensors = load_file(cached_file(adapter, WEIGHTS))
+        config = RememberConfig.from_pretrained(adapter, **place) if config is None else config
+        tensors = load_file(cached_file(adapter, WEIGHTS, **place))
         if config.memory is None or not set(config.memory) <= {FAST_WEIGHTS, LIST}:
             raise ValueError(f"its config.json describes a {config.to_dict().get('model_type')} model, not an adapter")
         parts = (

@@ -27,8 +27,9 @@ from transformers import PreTrainedModel
 from ..cache_titans import CACHE_NAME
 from .fast_weights import FastWeights, decoder_layers, linear_layers
 from .fit_list import DOCUMENT, ROWS, Collector, Gains, Moments, Recorder, collect, fit_read_out, read_texts
-from .memory import FAST_WEIGHTS, LIST, Memory, forget, remember
+from .memory import FAST_WEIGHTS, LIST, Memory, base_model, forget, remember
 from .memory_cache import MemoryCache
+from .memory_files import digest_of_weights
 from .titans_layer import is_titans
 from .token_list import ReadOut, TokenList
 
@@ -288,7 +289,7 @@ def fit_memory(
     """Fits fast weights and list to texts, and gives the model a memory with them, in place.
 
     Args:
-        model: a causal language model, with a memory or without.
+        model: a causal language model, with a memory or without, also inside of PEFT's.
         documents: ids (T,) of texts of the kind that the model is to read, each read by itself; some 90,000 tokens.
         recalls: texts in which facts are asked for, ids (T,) and is_answer (T,) bool, as `make_recalls` returns them.
         window: tokens that a query of full attention sees; None for all; "model" for its memory's, else 1,024, and
@@ -303,6 +304,7 @@ def fit_memory(
     Raises ValueError for bad arguments, and for documents without a surprising token. A model for which an error is
     raised is as it was before.
     """
+    model, documents = base_model(model), [torch.as_tensor(x).long() for x in documents]
     _check(documents, recalls, rank, recall_share)
     own = getattr(model, "memory", None)
     if window == "model":
@@ -310,7 +312,18 @@ def fit_memory(
     ids = torch.cat([*documents, *(x for pair in recalls for x in pair)]).long().cpu()
     digest = hashlib.sha256(ids.numpy().tobytes()).hexdigest()
     lengths = [len(x) for x in documents], [len(x) for x, _ in recalls]
-    key = (model.name_or_path, type(model).__name__, window, rank, entries, recall_share, seed, lengths, digest)
+    key = (
+        model.name_or_path,
+        type(model).__name__,
+        digest_of_weights(model),
+        window,
+        rank,
+        entries,
+        recall_share,
+        seed,
+        lengths,
+        digest,
+    )
     saved = Saved(None if folder is None else Path(folder), repr(key))
     first_token = None if own is None else own.first_token
     if own is not None:

@@ -104,7 +104,7 @@ def remember(
     Raises ValueError for a model that already has a memory, for a bad argument, and for a model that does not read
     exactly with a window, as a random text shows. After an error, the model is unchanged.
     """
-    whole, model = model, _base_model(model)
+    whole, model = model, base_model(model)
     if hasattr(model, "memory"):
         raise ValueError("`model` has a memory already: call `forget(model)` first.")
     memory = (memory,) if isinstance(memory, str) else memory
@@ -161,7 +161,7 @@ def remember(
 
 def forget(model: PreTrainedModel) -> PreTrainedModel:
     """Removes the memory from a model, in place, and returns the model as it was before `remember`."""
-    whole, model = model, _base_model(model)
+    whole, model = model, base_model(model)
     memory = model.__dict__.pop("memory", None)
     if memory is None:
         raise ValueError(f"`model` is a {type(model).__name__} without a memory.")
@@ -176,7 +176,7 @@ def forget(model: PreTrainedModel) -> PreTrainedModel:
     return whole
 
 
-def _base_model(model: PreTrainedModel) -> PreTrainedModel:
+def base_model(model: PreTrainedModel) -> PreTrainedModel:
     """Returns the model inside of PEFT's model; any other model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 

@@ -88,14 +88,19 @@ def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
         total.update(f"{chosen.entries} {chosen.threshold}".encode())
     for name, x in sorted(parts, key=lambda part: part[0]):
         total.update(f"{name} {tuple(x.shape)}".encode() + x.detach().cpu().float().contiguous().numpy().tobytes())
+    names = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
+    sizes = {name: getattr(config, name, None) for name in names}
+    own = {"window": memory.window, "first_token": memory.first_token, "memory": total.hexdigest()}
+    return {**sizes, **own, "weights": digest_of_weights(model)}
+
+
+def digest_of_weights(model: PreTrainedModel) -> str:
+    """Returns a hash of some of a model's weights."""
     some = hashlib.sha256()
     for x in model.parameters():
         if not x.is_meta and x.is_floating_point() and not hasattr(x, "__tensor_flatten__"):
             some.update(x.detach().flatten()[:64].cpu().float().numpy().tobytes())
-    names = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
-    sizes = {name: getattr(config, name, None) for name in names}
-    own = {"window": memory.window, "first_token": memory.first_token, "memory": total.hexdigest()}
-    return {**sizes, **own, "weights": some.hexdigest()}
+    return some.hexdigest()
 
 
 def layer_tensors(cache: "MemoryCache") -> dict[str, Tensor]:
