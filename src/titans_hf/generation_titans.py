@@ -72,12 +72,45 @@ class FinishedRows(StoppingCriteriaList):
         return mask
 
 
-class TitansGenerationMixin(GenerationMixin):
+class EndedRowsMixin(GenerationMixin):
+    """`generate()` that does not read the padding after the end of a row.
+
+    Two private methods of Transformers are overridden, because no public one is called at these places: where rows end
+    (`_sample`), and where a step's mask grows (`_update_model_kwargs_for_generation`).
+    """
+
+    def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        """Samples or decodes greedily, and notes which rows have ended."""
+        least, most = generation_config.min_new_tokens, generation_config.max_new_tokens
+        fixed_length = None not in (least, most) and least >= most
+        finished = FinishedRows(stopping_criteria, input_ids, kwargs.get("attention_mask") is None, fixed_length)
+        return super()._sample(
+            input_ids, logits_processor, finished, generation_config, finished_rows=finished, **kwargs
+        )
+
+    @wraps(GenerationMixin.prepare_inputs_for_generation)  # Transformers reads the arguments' names
+    def prepare_inputs_for_generation(self, *args, finished_rows: FinishedRows | None = None, **kwargs) -> dict:
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        if finished_rows is not None and finished_rows.reads_no_padding and inputs.get(CACHE_NAME) is not None:
+            inputs.pop("attention_mask", None)
+        return inputs
+
+    def _update_model_kwargs_for_generation(self, outputs, model_kwargs: dict, *args, **kwargs) -> dict:
+        """Adds the next token's column to the mask: 0 in rows that have ended."""
+        finished = model_kwargs.get("finished_rows")
+        if finished is not None and finished.without_mask:  # the mask made here has only one column
+            model_kwargs["attention_mask"] = None
+        model_kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
+        if finished is not None and model_kwargs.get(CACHE_NAME) is not None:
+            model_kwargs["attention_mask"] = finished.masked(model_kwargs.get("attention_mask"))
+        return model_kwargs
+
+
+class TitansGenerationMixin(EndedRowsMixin):
     """`generate()` for Titans. The memory is updated with every token that is generated.
 
-    Four private methods of Transformers are overridden, because no public one is called at these places: where a
-    cache is made (`_prepare_cache_for_generation`), where rows end (`_sample`), where a step's mask grows
-    (`_update_model_kwargs_for_generation`), and where drafts end (`_assisted_decoding`).
+    Two further private methods are overridden: where a cache is made (`_prepare_cache_for_generation`), and where
+    drafts end (`_assisted_decoding`).
     """
 
     _starting_cache: TitansCache | None = None
@@ -161,15 +194,6 @@ class TitansGenerationMixin(GenerationMixin):
         branch.batch_repeat_interleave(num_rows)
         return branch
 
-    def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        """Samples or decodes greedily. The padding after the end of a row is not read."""
-        least, most = generation_config.min_new_tokens, generation_config.max_new_tokens
-        fixed_length = None not in (least, most) and least >= most
-        finished = FinishedRows(stopping_criteria, input_ids, kwargs.get("attention_mask") is None, fixed_length)
-        return super()._sample(
-            input_ids, logits_processor, finished, generation_config, finished_rows=finished, **kwargs
-        )
-
     def _assisted_decoding(self, *args, **kwargs):
         """Decodes with drafts. The cache records only while this runs, so that rejected tokens can be removed."""
         cache = kwargs.get(CACHE_NAME)  # a TitansCache; Transformers refuses a call without one
@@ -179,23 +203,6 @@ class TitansGenerationMixin(GenerationMixin):
         finally:
             for layer in new:
                 layer.record_past, layer.recorded = False, None
-
-    @wraps(GenerationMixin.prepare_inputs_for_generation)  # Transformers reads the arguments' names
-    def prepare_inputs_for_generation(self, *args, finished_rows: FinishedRows | None = None, **kwargs) -> dict:
-        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
-        if finished_rows is not None and finished_rows.reads_no_padding and inputs.get(CACHE_NAME) is not None:
-            inputs.pop("attention_mask", None)
-        return inputs
-
-    def _update_model_kwargs_for_generation(self, outputs, model_kwargs: dict, *args, **kwargs) -> dict:
-        """Adds the next token's column to the mask: 0 in rows that have ended."""
-        finished = model_kwargs.get("finished_rows")
-        if finished is not None and finished.without_mask:  # the mask made here has only one column
-            model_kwargs["attention_mask"] = None
-        model_kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
-        if finished is not None and model_kwargs.get(CACHE_NAME) is not None:
-            model_kwargs["attention_mask"] = finished.masked(model_kwargs.get("attention_mask"))
-        return model_kwargs
 
     def init_continuous_batching(self, *args, **kwargs):
         """Raises NotImplementedError."""

@@ -295,6 +295,26 @@ def test_generation(model):
     assert assisted.equal(batch[1:])
 
 
+@pytest.mark.parametrize("given", ["mask", "no mask"])
+def test_rows_that_end_early(model, given):
+    """A row that ends before the others of its batch reads its end token, and no padding."""
+    ids = TOKENS[:2, :20]
+    made = model.generate(ids, max_new_tokens=12, do_sample=False)[:, 20:].tolist()
+    ends = next(x for x in made[0] if x not in made[1])
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": ends, "pad_token_id": 0}
+    batch, alone = MemoryCache(model), MemoryCache(model)
+    masks = {"attention_mask": torch.ones_like(ids)} if given == "mask" else {}
+    together = model.generate(ids, cache=batch, **masks, **options)
+    by_itself = model.generate(ids[:1], cache=alone, **options)
+    length = by_itself.shape[1]
+    assert together[:1, :length].equal(by_itself) and batch.seen.tolist() == [length, 31]
+    with torch.no_grad():
+        model.set_memory_learning(False)  # as for the tokens of `generate()`
+        model(by_itself[:, -1:], cache=alone)
+        model.set_memory_learning(True)
+        close(model(TOKENS[:2, 20:60], cache=batch).logits[:1], model(TOKENS[:1, 20:60], cache=alone).logits)
+
+
 def test_columns_of_prompt_lookup():
     """Columns that assisted generation takes back cost no second reading of the whole prompt at each step."""
     model, columns = remembering(None, ("list",)), []

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..cache_titans import CACHE_NAME, CACHE_NAMES
+from ..generation_titans import EndedRowsMixin
 from . import reading
 from .fast_weights import FastWeights, decoder_layers, random_fast_weights
 from .memory_cache import Columns, MemoryCache
@@ -269,7 +270,7 @@ def check_reading(model: PreTrainedModel) -> None:
         raise ValueError(f"`model` is a {type(model).__name__}, which ignores a window of attention.")
 
 
-class RememberingModel:
+class RememberingModel(EndedRowsMixin):
     """The methods that a model with a memory has before its own class's methods."""
 
     memory: Memory
@@ -415,8 +416,7 @@ def _columns(
             raise ValueError(
                 f"`attention_mask` must be {tuple(ids.shape)}, or with earlier columns, got {tuple(mask.shape)}."
             )
-        if prompt is None or begin < prompt:  # `generate()` makes tokens, not padding: a GPU need not be waited for
-            real = (mask[:, -length:] != 0).cpu()
+        real = (mask[:, -length:] != 0).cpu()
     starts = torch.zeros_like(real)
     if positions is not None and positions.dim() == 2 and length > 1:
         is_first = positions[:, -length:].cpu() == 0
