@@ -194,8 +194,8 @@ def test_a_cache_that_does_not_fit(model):
             model(TOKENS[:, :5], cache=cache)
 
 
-@pytest.mark.parametrize("removed", [1, 8, 15])
-@pytest.mark.parametrize("read", [17, 24, 45])
+@pytest.mark.parametrize("removed", [1, 3, 8, 15])
+@pytest.mark.parametrize("read", [17, 24, 25, 45])
 def test_crop(model, read, removed):
     """Columns that were removed, at once or one after another, leave no trace in what is read after them; columns of
     the last full chunk and of the last call can be removed. Kept columns stay learned if learning is turned off.
@@ -534,7 +534,8 @@ def test_files(model, tmp_path):
         cache.crop(-2)
         cache.save_pretrained(tmp_path, model)
         loaded = MemoryCache.from_pretrained(tmp_path, model)
-        close(model(TOKENS[:2], cache=loaded).logits, model(TOKENS[:2], cache=cache).logits)
+        loaded.activate_past_recording()  # as the other cache: a call is then cut at the same columns
+        close(model(TOKENS[:2], cache=loaded).logits, model(TOKENS[:2], cache=cache).logits, atol=0)
     MemoryCache(model).save_pretrained(tmp_path / "new", model)
     assert not len(MemoryCache.from_pretrained(tmp_path / "new", model).seen)
     description = tmp_path / "memory.json"

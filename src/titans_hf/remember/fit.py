@@ -312,18 +312,8 @@ def fit_memory(
     ids = torch.cat([*documents, *(x for pair in recalls for x in pair)]).long().cpu()
     digest = hashlib.sha256(ids.numpy().tobytes()).hexdigest()
     lengths = [len(x) for x in documents], [len(x) for x, _ in recalls]
-    key = (
-        model.name_or_path,
-        type(model).__name__,
-        digest_of_weights(model),
-        window,
-        rank,
-        entries,
-        recall_share,
-        seed,
-        lengths,
-        digest,
-    )
+    own_key = (model.name_or_path, type(model).__name__, digest_of_weights(model))
+    key = (*own_key, window, rank, entries, recall_share, seed, lengths, digest)
     saved = Saved(None if folder is None else Path(folder), repr(key))
     first_token = None if own is None else own.first_token
     if own is not None:
