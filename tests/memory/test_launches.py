@@ -1,0 +1,57 @@
+"""How many kernels a GPU would be asked for, counted on a CPU: the host, not the GPU, sets the speed of a memory there.
+
+Figures are upper bounds. A change that needs fewer launches lowers them.
+"""
+
+import pytest
+import torch
+from launches import Launches, count
+
+from titans_hf import TitansConfig, TitansForCausalLM
+
+SIZES = dict(hidden_size=32, intermediate_size=32, num_attention_heads=2, vocab_size=256, tie_word_embeddings=True)
+
+
+def make(num_layers: int, **changes) -> TitansForCausalLM:
+    torch.manual_seed(0)
+    return TitansForCausalLM(TitansConfig(**dict(variant="mag") | SIZES | changes, num_hidden_layers=num_layers)).eval()
+
+
+def draw(length: int) -> torch.Tensor:
+    return torch.randint(2, 256, (1, length))
+
+
+@torch.no_grad()
+def read(model, length: int) -> Launches:
+    return count(lambda: model(draw(length), use_cache=False, logits_to_keep=1))
+
+
+def train(model, length: int) -> Launches:
+    ids = draw(length)
+    return count(lambda: model(ids, labels=ids, use_cache=False).loss.backward())
+
+
+FORMS = [(read, "titans", 67.75, 303), (train, "titans", 252.125, 979), (train, "delta", 84, 604)]
+
+
+@pytest.mark.parametrize("run,form,of_chunk,fixed", FORMS)
+def test_launches_of_a_layer(run, form, of_chunk, fixed):
+    """The launches of a layer for 64 tokens more, and for a call; none makes the host wait."""
+    counts = [[run(make(layers, memory_form=form), length) for layers in (1, 2)] for length in (1024, 2048)]
+    assert not any(x.reads for pair in counts for x in pair)
+    short, long = (two.total - one.total for one, two in counts)
+    assert (long - short) / 16 <= of_chunk and 2 * short - long <= fixed
+
+
+def test_launches_of_a_token():
+    """The launches of one more token in twelve layers."""
+
+    def of_layers(number: int) -> int:
+        model = make(number)
+        with torch.no_grad():
+            cache = model(draw(100), use_cache=True).cache
+            model(draw(1), cache=cache)
+            return count(lambda: model(draw(1), cache=cache)).total
+
+    one = of_layers(1)
+    assert one + 11 * (of_layers(2) - one) <= 2019
