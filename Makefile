@@ -30,7 +30,7 @@ test: .venv/dev.stamp
 test-gpu: .venv/dev.stamp .venv/gpu.stamp
 	$(BIN)/pytest -m gpu -rs -s
 
-# The oldest Transformers, and the GPU's kernels in Triton's interpreter: environments of their own, beside .venv.
+# The oldest Transformers, and fla's kernel in Triton's interpreter: environments of their own, beside .venv.
 test-oldest: build/oldest.stamp
 	build/oldest/bin/python -c 'import transformers; assert transformers.__version__.startswith("$(OLDEST)")'
 	build/oldest/bin/python -m pytest tests/model/test_model.py tests/cache/test_cache.py tests/cli/test_carry_memory.py

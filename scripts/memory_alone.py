@@ -22,7 +22,7 @@ from titans_hf.neural_memory import NeuralMemory
 
 HEAD_DIM, CHECKED_TOKENS, COUNTED_TOKENS = 64, 342, 1024  # of 342, a group of four chunks, a chunk and a part
 OTHER = "gated-deltanet"
-PROGRAMS = ("torch", "compiled", "triton", "fla", OTHER)
+PROGRAMS = ("torch", "compiled", "fla", OTHER)
 TOLERANCES = {"cpu": 1e-4, "cuda": 1e-2}  # of float32 by a kernel, which may multiply in TF32
 
 
@@ -35,7 +35,7 @@ def make_layer(args: Namespace) -> nn.Module:
 
         return GatedDeltaNet(size, expand_v=1, head_dim=HEAD_DIM, num_heads=args.heads).to(args.device)
     check_fields("TitansConfig", TitansConfig(), settings)
-    kernel = args.program if args.program in ("triton", "fla") else "torch"
+    kernel = "fla" if args.program == "fla" else "torch"
     sizes = {"hidden_size": size, "memory_num_heads": args.heads, "memory_kernel": kernel}
     with named_errors("--set"):
         return NeuralMemory(TitansConfig(variant="lmm", **sizes | settings)).to(args.device)

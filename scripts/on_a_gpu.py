@@ -27,14 +27,12 @@ LARGER = "models --repeats 1 --dtype bfloat16 --size 340m --lengths 4096 16384"
 DECODE = "decode --dtype bfloat16 --size 170m --contexts 1024 4096 16384"
 REMEMBER = "remember --dtype bfloat16 --contexts 4096 32768 131072 --tokens 2048 --pieces 64 1024 --models"
 DELTA = "--set memory_form=delta"
-TRITON = f"{DELTA} memory_kernel=triton"
 PARTS = {
     "test-gpu": "",
     "memory-titans-torch": f"{MEMORY} --program torch",
     "memory-titans-compiled": f"{MEMORY} --program compiled",
     "memory-delta-torch": f"{MEMORY} --program torch {DELTA}",
     "memory-delta-compiled": f"{MEMORY} --program compiled {DELTA}",
-    "memory-delta-triton": f"{MEMORY} --program triton {DELTA}",
     "memory-delta-fla": f"{MEMORY} --program fla {DELTA}",
     "memory-gated-deltanet": f"{MEMORY} --program gated-deltanet",
     "remember-llama": f"{REMEMBER} llama",
@@ -43,11 +41,10 @@ PARTS = {
     "models-gated-deltanet": f"{MODELS} 32768 --models gated-deltanet",
     "models-titans-torch": f"{MODELS} --models mag lmm",
     "models-delta-fla": f"{MODELS} 32768 --models mag lmm {DELTA} memory_kernel=fla",
-    "models-delta-triton": f"{MODELS} 32768 --models mag lmm {TRITON}",
     "larger-llama": f"{LARGER} --models llama",
-    "larger-delta-triton": f"{LARGER} --models mag {TRITON}",
+    "larger-delta-fla": f"{LARGER} --models mag {DELTA} memory_kernel=fla",
     "decode": f"{DECODE} --models llama mag lmm",
-    "decode-delta-triton": f"{DECODE} --models mag lmm {TRITON}",
+    "decode-delta": f"{DECODE} --models mag lmm {DELTA}",
     "remember-qwen3": f"{REMEMBER} qwen3",
 }
 __doc__ += "\n".join(PARTS)

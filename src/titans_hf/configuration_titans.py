@@ -169,10 +169,9 @@ class TitansConfig(PreTrainedConfig):
         memory_kernel (`str`, defaults to `"auto"`):
             The program that updates the memory. `"torch"`: PyTorch. `"fla"`: the kernel `chunk_comba` of flash-linear-
             attention (`pip install -e ".[gpu]"`), for several tokens and a linear memory with the delta rule and
-            without momentum, with heads of at most 256. `"triton"`: the project's kernels, for a linear memory with
-            gates per head, heads of 16 to 128 and chunks of 16 to 64 tokens, all powers of two. Both need CUDA and
-            float32, and raise an error elsewhere. `"auto"`: fla's where possible, PyTorch elsewhere, in compiled models
-            too. PyTorch computes single tokens and calls with `output_surprise`, except with `"triton"`.
+            without momentum, with heads of at most 256. It needs CUDA and float32, and raises an error elsewhere.
+            `"auto"`: fla's where possible, PyTorch elsewhere, in compiled models too. PyTorch computes single tokens
+            and calls with `output_surprise`.
 
         > Version
 
@@ -270,7 +269,7 @@ class TitansConfig(PreTrainedConfig):
     memory_error_clip: int | float | Literal["form"] | None = setting(
         "form", above=0, derived=by_form(titans=1.0, delta=1.0, paper=None)
     )
-    memory_kernel: Literal["auto", "torch", "fla", "triton"] = setting("auto", state="none")
+    memory_kernel: Literal["auto", "torch", "fla"] = setting("auto", state="none")
     # Version
     titans_version: int | None = setting(None, state="none")
 

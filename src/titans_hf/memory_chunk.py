@@ -205,16 +205,13 @@ class GroupIntermediates(NamedTuple):
 
 
 class GroupFunctions(NamedTuple):
-    """The functions of one group of chunks: `group_forward`, `group_intermediates` and `group_backward` as they are,
-    compiled, or with a kernel for the sequential part of a group; all other work then runs as one batch of P * N rows.
-
-    token: the kernel's step of one token without gradients; None without a kernel.
+    """The functions of one group of chunks: `group_forward`, `group_intermediates` and `group_backward`, as they are or
+    compiled.
     """
 
     forward: Callable[..., MemorizeOutput]
     intermediates: Callable[..., GroupIntermediates]
     backward: Callable[..., tuple[MemoryInputs, MemoryState, list[Tensor]]]
-    token: Callable[..., MemorizeOutput] | None = None
 
 
 def unstack(tree: Any, num_chunks: int) -> list[Any]:
@@ -261,12 +258,11 @@ def group_forward(
     starts: Tensor | None,
     rule: UpdateRule,
     needs_surprise: bool,
-    chunk_states: Callable[..., tuple[MemoryState, MemoryState]] | None = None,
 ) -> MemorizeOutput:
     """Computes the retrieved values of a group's queries, the tokens' surprise if it is needed, both (P * N, C, ...),
     and the state at the group's end. The arguments are as in `group_intermediates`.
     """
-    group = group_intermediates(inputs, state, decay_target, starts, rule, chunk_states)
+    group = group_intermediates(inputs, state, decay_target, starts, rule)
     retrieved = apply_layers(group.inputs.queries, reads_of_layers(group), rule.network)
     surprise = None
     if needs_surprise:
@@ -281,13 +277,11 @@ def group_intermediates(
     decay_target: Sequence[Tensor],
     starts: Tensor | None,
     rule: UpdateRule,
-    chunk_states: Callable[..., tuple[MemoryState, MemoryState]] | None = None,
 ) -> GroupIntermediates:
     """Computes gate products and gradient factors from a group's inputs and the state at its start.
 
     inputs: (P, N, C, ...). state: its anchor is the first chunk's. starts: (P, N) bool, True where a chunk starts; None
-    for everywhere. chunk_states: computes the states at the starts of all chunks (P * N, ...) and at the group's end;
-    if given, `chunks` has one entry, with the tensors of the whole group.
+    for everywhere.
     """
     num_chunks, depth = len(inputs.keys), len(state.weights)
     inputs = inputs.map(lambda x: x.flatten(0, 1))
@@ -296,11 +290,6 @@ def group_intermediates(
     end_gates = [EndGates.of(gates[0])] if shared else [EndGates.of(x) for x in gates]
     earlier_gates = EarlierGates.of(gates[-1]) if rule.delta_rule else None
     norms = TokenNorms.of(inputs.keys, inputs.values, rule) if state.anchor else None
-    after = None
-    if chunk_states is not None:
-        of_state = (state, decay_target, starts, rule)
-        state, after = chunk_states(inputs, norms, end_gates[0], earlier_gates, *of_state)
-        decay_target, num_chunks = [torch.cat([x] * num_chunks) for x in decay_target], 1
     of_chunks = zip(
         unstack(inputs.keys, num_chunks),
         unstack(inputs.values, num_chunks),
@@ -314,7 +303,7 @@ def group_intermediates(
         if chunk > 0:
             state = with_anchor(state, None if starts is None else starts[chunk])
         chunks.append(_chunk_factors(keys, values, norms_of_chunk, state, decay_target, earlier, rule))
-        state = _end_of_chunk(chunks[-1].layers, end, state.anchor) if after is None else after
+        state = _end_of_chunk(chunks[-1].layers, end, state.anchor)
     of_group = []
     for i, of_layer in enumerate(zip(*(x.layers for x in chunks), strict=True)):
         target = of_layer[0].decay_target

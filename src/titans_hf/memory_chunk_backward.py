@@ -8,7 +8,7 @@ the gates' products.
 Shapes: as in `memory_chunk`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial, reduce
 
 import torch
@@ -58,16 +58,11 @@ def group_backward(
     group: GroupIntermediates,
     grads: MemoryState,
     starts: Tensor | None,
-    chunk_gradients: Callable[..., tuple[MemoryState, MemoryState]] | None = None,
 ) -> tuple[MemoryInputs, MemoryState, list[Tensor]]:
     """Computes the backward of `group_forward` of an MLP whose layers share their gates, from the gradients with
     respect to the retrieved values (P * N, C, D) and to the state at the group's end (an empty anchor has gradient 0).
     Returns the gradients with respect to the inputs (P * N, C, ...), the state at the group's start and the decay
     target (empty for 0).
-
-    chunk_gradients: computes the gradients with respect to the states at the ends of all chunks, and at the group's
-    start. Its arguments: the group, the reads' gradients with respect to its layers, the derivatives of the gradient
-    factors, `grads` and `starts`.
     """
     depth = len(group.layers)
     # 1. The queries' way through the layers once more: the input of each, and silu' before it
@@ -80,12 +75,8 @@ def group_backward(
         gates.insert(0, of_gates)
         grad = grad.mul_(slopes[i - 1]) if i > 0 else grad
     # 3. From the last chunk to the first: the states at the chunks' ends and the deltas
-    derivatives, at_start = _derivatives(group), None
-    num_rows = len(grads.weights[0])
-    if chunk_gradients is not None:
-        grads, at_start = chunk_gradients(group, layers, derivatives, grads, starts)
+    derivatives, num_rows = _derivatives(group), len(grads.weights[0])
     grads, of_ends, of_deltas, of_factors = _chunks_backward(group, layers, derivatives, grads, starts)
-    grads = grads if at_start is None else at_start
     # 4. The decay target, and the products of the gates at the ends and before each token
     grad_target = []
     for i, (layer, total) in enumerate(zip(group.layers, layers, strict=True)):

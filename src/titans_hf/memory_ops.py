@@ -44,7 +44,6 @@ from .token_grid import TokenGrid
 
 # Chunks of a group: the scan keeps every fourth state for the backward, and larger products take less time.
 CHECKPOINT_INTERVAL = 4
-KERNEL_INTERVAL = 16  # with a kernel: fewer launches, more states in memory at once
 GROUP_FUNCTIONS = GroupFunctions(group_forward, group_intermediates, group_backward)
 _compiled: GroupFunctions | None = None
 
@@ -52,15 +51,12 @@ logger = logging.get_logger(f"transformers.{__name__}")  # `transformers.logging
 
 LARGEST_KEY = 256  # of fla's chunk kernels
 SMALLEST_LOG_RETAIN = -30.0  # fla returns nan for -inf; exp(-30) is 1e-13
-# Of the Triton kernels, whose tiles are powers of two: tokens of a chunk, head sizes, sizes of a hidden layer.
-CHUNK_SIZES, HEAD_SIZES, HIDDEN_SIZES = (16, 32, 64), (16, 32, 64, 128), (16, 32, 64, 128, 256)
-KERNEL_LAYERS = 1  # with two, the kernels are exact in Triton's interpreter and stop by an illegal access on an H200
 
 
 def compile_chunks(**options) -> None:
     """Compiles the functions of full chunks for the whole process: see `TitansPreTrainedModel.compile_memory`."""
     global _compiled
-    _compiled = GroupFunctions(*(torch.compile(fn, dynamic=False, **options) for fn in GROUP_FUNCTIONS[:3]))
+    _compiled = GroupFunctions(*(torch.compile(fn, dynamic=False, **options) for fn in GROUP_FUNCTIONS))
 
 
 # The inputs (N, T, ...) of a scan, the state before them, and one decay target per layer (none for 0).
@@ -78,22 +74,19 @@ def groups_of_chunks(
     chunk_size: int,
     chunk_starts: Tensor | None,
     compiled: GroupFunctions | None,
-    kernel: GroupFunctions | None,
 ) -> list[Group]:
-    """Returns the groups of chunks in which T tokens are read: groups of `CHECKPOINT_INTERVAL` chunks (with a kernel:
-    `KERNEL_INTERVAL`), a group of the remaining full chunks (compiled: a group for each, so that only two shapes are
-    compiled), and the last chunk if it is shorter.
+    """Returns the groups of chunks in which T tokens are read: groups of `CHECKPOINT_INTERVAL` chunks, a group of the
+    remaining full chunks (compiled: a group for each, so that only two shapes are compiled), and the last chunk if it
+    is shorter.
 
-    compiled, kernel: functions for groups of full chunks; at most one of the two is given. Without either, the plain
-    functions of `memory_chunk`.
+    compiled: functions for groups of full chunks; None for the plain functions of `memory_chunk`.
     """
     num_chunks, rest = num_tokens // chunk_size, num_tokens % chunk_size
-    interval = CHECKPOINT_INTERVAL if kernel is None else KERNEL_INTERVAL
-    left = num_chunks % interval
-    numbers = [interval] * (num_chunks // interval)
+    left = num_chunks % CHECKPOINT_INTERVAL
+    numbers = [CHECKPOINT_INTERVAL] * (num_chunks // CHECKPOINT_INTERVAL)
     if left:
         numbers += [1] * left if compiled is not None else [left]
-    groups = [(number, chunk_size, kernel or compiled or GROUP_FUNCTIONS) for number in numbers]
+    groups = [(number, chunk_size, compiled or GROUP_FUNCTIONS) for number in numbers]
     groups += [(1, rest, GROUP_FUNCTIONS)] if rest else []
     starts = [None] * len(groups)
     if chunk_starts is not None:
@@ -139,37 +132,32 @@ def memorize_on_grid(
     *,
     chunk_size: int,
     decay_target: tuple[Tensor, ...] = (),
-    kernel: str | GroupFunctions = "torch",
+    kernel: str = "torch",
     updates: bool = True,
 ) -> MemorizeOutput:
     """Computes `memorize` for tokens on the slots of a grid whose size is a multiple of `chunk_size`, in the state's
     dtype. The results at empty slots are undefined. The surprise may be None unless the grid asks for it.
 
-    kernel: a value of `TitansConfig.memory_kernel`, or the update's functions themselves. fla's kernel reads only
-    several tokens without surprise. PyTorch reads a single token of a compiled model.
+    kernel: a value of `TitansConfig.memory_kernel`. fla's kernel reads only several tokens without surprise.
     updates: False to read the memory only.
     """
     _check(inputs, state, rule)
     is_single, compiling = grid.is_single_token, torch.compiler.is_compiling()
-    functions = None if isinstance(kernel, str) else kernel
     if not updates:
         return read_constant_memory(inputs, state, rule, chunk_size, grid)
     if not rule.needs_anchor(len(state.weights)):
         state = replace(state, anchor=())
-    if kernel == "triton" and not (is_single and compiling):
-        functions = triton_functions(inputs, state, rule, chunk_size)
-    elif functions is None and not (is_single or grid.needs_surprise):
+    if not (is_single or grid.needs_surprise):
         chunk_comba = choose_kernel(kernel, inputs, state, rule)
         if chunk_comba is not None:
             return memorize_by_kernel(chunk_comba, inputs, state, grid, decay_target)
     if is_single:
-        step = functions.token if functions and not _needs_gradients((inputs, state, decay_target)) else _memorize_token
-        return step(inputs, state, decay_target, chunk_size, rule)
+        return _memorize_token(inputs, state, decay_target, chunk_size, rule)
     rows_and_heads = inputs.inner_lr.shape[:2]
     arguments, chunk_starts = _scan_arguments(inputs, state, decay_target, grid, chunk_size)
     by_hand = rule.network == "mlp" and not inputs.has_gates_per_layer  # the backward
-    compiled = _compiled if by_hand and not compiling and functions is None else None
-    groups = groups_of_chunks(grid.num_slots, chunk_size, chunk_starts, compiled, functions)
+    compiled = _compiled if by_hand and not compiling else None
+    groups = groups_of_chunks(grid.num_slots, chunk_size, chunk_starts, compiled)
     scan = (groups, rule, grid.needs_surprise)
     needs_backward = not compiling and _needs_gradients(arguments)  # a compiler makes its own backward
     if needs_backward and by_hand:
@@ -429,56 +417,15 @@ def choose_kernel(
 def _misfits(inputs: MemoryInputs, state: MemoryState, rule: UpdateRule) -> list[str]:
     """Returns the reasons why `chunk_comba` cannot compute an update; none if it can."""
     weights, key_size = state.weights[0], inputs.keys.shape[-1]
-    misfits = _misfits_of_any_kernel(weights) | {
+    misfits = {
+        f"the memory is on the device {weights.device.type!r}, not 'cuda'": weights.device.type != "cuda",
+        f"the memory is in {weights.dtype}, not torch.float32": weights.dtype != torch.float32,
         f"the memory has {len(state.weights)} layers, not 1": len(state.weights) != 1,
         "the memory has momentum": bool(state.momentum),
         "the update rule is 'chunk', not 'delta'": not rule.delta_rule,
         f"the keys have {key_size} entries, more than {LARGEST_KEY}": key_size > LARGEST_KEY,
     }
     return [reason for reason, applies in misfits.items() if applies]
-
-
-def _misfits_of_any_kernel(weights: Tensor) -> dict[str, bool]:
-    return {
-        f"the memory is on the device {weights.device.type!r}, not 'cuda'": weights.device.type != "cuda",
-        f"the memory is in {weights.dtype}, not torch.float32": weights.dtype != torch.float32,
-    }
-
-
-def triton_functions(inputs: MemoryInputs, state: MemoryState, rule: UpdateRule, chunk_size: int) -> GroupFunctions:
-    """Returns the functions of a group whose chain of chunks is computed by the Triton kernels, for `memorize`.
-
-    Raises ValueError, naming every misfit, if the kernels cannot compute the update, and without Triton.
-    """
-    (_, hidden_size), head_size = state.weights[0].shape[-2:], inputs.keys.shape[-1]
-    misfits = _misfits_of_any_kernel(state.weights[0]) | {
-        "the model is being compiled": torch.compiler.is_compiling(),
-        f"the memory has {len(state.weights)} layers, more than {KERNEL_LAYERS}": len(state.weights) > KERNEL_LAYERS,
-        f"the memory's network is {rule.network!r}, not 'mlp'": rule.network != "mlp",
-        "the memory's layers have gates of their own": inputs.has_gates_per_layer,
-        f"a chunk has {chunk_size} tokens, not {_one_of(CHUNK_SIZES)}": chunk_size not in CHUNK_SIZES,
-        f"a head has {head_size} entries, not {_one_of(HEAD_SIZES)}": head_size not in HEAD_SIZES,
-        f"the hidden layer has {hidden_size} units, not {_one_of(HIDDEN_SIZES)}": hidden_size not in HIDDEN_SIZES,
-    }
-    reasons = [reason for reason, applies in misfits.items() if applies]
-    functions, failure = (None, None) if reasons else _import_kernel_functions()
-    if functions is None:
-        reason = "; ".join(reasons) or failure
-        raise ValueError(f"`memory_kernel` must be 'auto' or 'torch' here, but is 'triton': {reason}.")
-    logger.info_once("The memory is updated by its Triton kernels.")
-    return functions
-
-
-def _one_of(sizes: tuple[int, ...]) -> str:
-    return f"{', '.join(map(str, sizes[:-1]))} or {sizes[-1]}"
-
-
-@cache
-def _import_kernel_functions() -> tuple[GroupFunctions | None, str | None]:
-    """Returns the functions with the Triton kernels, or None and why there are none."""
-    from .memory_triton import KERNEL_FUNCTIONS, triton
-
-    return (KERNEL_FUNCTIONS, None) if triton else (None, "Triton cannot be imported")
 
 
 @cache

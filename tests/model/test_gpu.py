@@ -1,4 +1,4 @@
-"""On a GPU, with fla's and our own kernels: a training step, generation and memory files against PyTorch.
+"""On a GPU, with fla's kernel: a training step, generation and memory files against PyTorch.
 `make test-gpu`
 """
 
@@ -20,9 +20,6 @@ pytestmark = [
 # Largest error that a kernel adds to PyTorch's error in the same dtype, as a share of the result's norm: an estimate.
 # In float32 the kernel may multiply in TF32, numbers of 10 bits.
 ALLOWED = {torch.float32: 1e-2, torch.bfloat16: 5e-2}
-
-
-KERNELS = [("fla", "delta"), ("triton", "delta")]  # and the form of a memory that it computes
 
 
 def make(variant: str, dtype: torch.dtype, **changes):
@@ -53,32 +50,30 @@ def assert_as_good_as_pytorch(kernel, pytorch, exact, dtype: torch.dtype) -> Non
     assert errors[0] < 2 * errors[1] + ALLOWED[dtype]
 
 
-@pytest.mark.parametrize("fused,form", KERNELS)
 @covering(1, {"variant": VARIANTS, "dtype": ALLOWED})
-def test_a_training_step(variant, dtype, fused, form):
+def test_a_training_step(variant, dtype):
     """The loss and all gradients are those of the model in float64, with padding."""
     ids, mask = texts()
 
     def step(kernel: str, dtype: torch.dtype) -> tuple:
-        model = make(variant, dtype, memory_form=form, memory_kernel=kernel)
+        model = make(variant, dtype, memory_form="delta", memory_kernel=kernel)
         loss = model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
         loss.backward()
         return [loss], [x for x in gradients(model).values() if x is not None]
 
-    runs = [step(fused, dtype), step("torch", dtype), step("torch", torch.float64)]
+    runs = [step("fla", dtype), step("torch", dtype), step("torch", torch.float64)]
     for results in zip(*runs, strict=True):
         assert_as_good_as_pytorch(*results, dtype)
 
 
-@pytest.mark.parametrize("fused,form", KERNELS)
 @covering(1, {"variant": VARIANTS, "dtype": ALLOWED})
-def test_generation_and_memory_files(variant, dtype, fused, form, tmp_path):
+def test_generation_and_memory_files(variant, dtype, tmp_path):
     """A prompt in two calls, decoding, and the memory saved and loaded give the logits of the model in float64."""
     ids, mask = texts()
 
     @torch.no_grad()
     def logits(kernel: str, dtype: torch.dtype) -> list[torch.Tensor]:
-        model = make(variant, dtype, memory_form=form, memory_kernel=kernel)
+        model = make(variant, dtype, memory_form="delta", memory_kernel=kernel)
         cache = model(ids[:, :70], attention_mask=mask[:, :70], use_cache=True).cache
         prefill = model(ids[:, 70:140], attention_mask=mask[:, 70:140], cache=cache).logits
         folder = tmp_path / f"{kernel}-{dtype}"
@@ -88,5 +83,5 @@ def test_generation_and_memory_files(variant, dtype, fused, form, tmp_path):
         steps = [model(column, cache=loaded).logits for column in ids[:, 140:].split(1, dim=1)]
         return [torch.cat([prefill, *steps], dim=1)[mask[:, 70:] == 1]]
 
-    runs = [logits(fused, dtype), logits("torch", dtype), logits("torch", torch.float64)]
+    runs = [logits("fla", dtype), logits("torch", dtype), logits("torch", torch.float64)]
     assert_as_good_as_pytorch(*runs, dtype)
