@@ -38,7 +38,7 @@ OPTIONAL = {"from torchao": "torchao", "BitsAndBytesConfig": "bitsandbytes"}
 OPTIONS = {
     **dict.fromkeys(("git", "pip", "hf", "make", "accelerate", "python -m pytest")),
     **dict.fromkeys(("python -m scripts.bench gpu --output", "python -m scripts.bench decode --compile")),
-    **dict.fromkeys(("python -m scripts.served_turns", "python -m eval.language.train_and_score")),
+    "python -m eval.language.train_and_score": None,
     "curl": "--fail --silent --show-error",
     "python -m scripts.bench memory": "",
     "python -m scripts.bench gpu": "",
