@@ -71,6 +71,7 @@ def members_of(described: type) -> Iterator[tuple[str, object]]:
 def entry(name: str) -> str:
     """Makes the part of one public name."""
     described = getattr(titans_hf, name)
+    described = described.__call__ if inspect.ismodule(described) else described
     is_config = inspect.isclass(described) and issubclass(described, TitansConfig)
     source = Path(inspect.getsourcefile(inspect.unwrap(described))).relative_to(ROOT)
     signature = fields_of(described) if is_config else parameters_of(described)

@@ -3,6 +3,8 @@
 Importing this package registers the model with AutoConfig, AutoModel and the AutoModelFor... class of every head.
 """
 
+from typing import TYPE_CHECKING
+
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -28,9 +30,11 @@ from .modeling_titans import (
     TitansPreTrainedModel,
 )
 from .neural_memory import NeuralMemory
-from .remember import MemoryCache, fit_memory, forget, remember, save_adapter
-from .remember.adapter import RememberConfig, RememberForCausalLM
+from .remember import MemoryCache, RememberConfig, RememberForCausalLM, fit_memory, forget, save_adapter
 from .time_series_titans import TitansForTimeSeriesPrediction, TitansTimeSeriesConfig
+
+if TYPE_CHECKING:
+    from .remember import remember  # the package itself can be called
 
 AutoConfig.register("titans", TitansConfig)
 AutoModel.register(TitansConfig, TitansModel)

@@ -11,7 +11,7 @@ import titans_hf
 from titans_hf.cli import fit
 from titans_hf.cli.shared.text_files import find_files
 from titans_hf.cli.training.tokenizer import byte_tokenizer
-from titans_hf.remember import fit_list
+from titans_hf.remember.fit import fit_list
 
 OPTIONS = ["--tokens=1200", "--length=400", "--recalls=1", "--window=32", "--rank=2", "--device=cpu"]
 

@@ -1,24 +1,33 @@
-"""Imports go down only: scripts, benchmarks (eval), the console, commands (titans_hf.cli), the model (titans_hf)."""
+"""Imports go down only: scripts, benchmarks (eval), the console, commands (titans_hf.cli), `remember`, the model."""
 
 import ast
+import inspect
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
+import titans_hf.remember.window
+
 ROOT = Path(__file__).parents[2]
 LAYERS = {
     "titans_hf": "src/titans_hf/*.py",
+    "titans_hf.remember": "src/titans_hf/remember",
     "titans_hf.cli": "src/titans_hf/cli",
     "titans_hf_console": "src/*.py",
     "eval": "eval",
     "scripts": "scripts",
 }
+FRONT = [ROOT / "src/titans_hf" / name for name in ("__init__.py", "__main__.py")]
 
 
 def files_of(pattern: str) -> list[Path]:
-    """Returns the Python files that match a pattern, or lie in a folder; __main__.py is the commands' own."""
+    """Returns the Python files that match a pattern, or lie in a folder. What the package shows (__init__.py) and runs
+    (__main__.py) stands above all layers.
+    """
     found = ROOT.glob(pattern if "*" in pattern else f"{pattern}/**/*.py")
-    return [file for file in found if file.name != "__main__.py"]
+    return [file for file in found if file not in FRONT]
 
 
 def layer_of(module: str) -> int:
@@ -26,13 +35,39 @@ def layer_of(module: str) -> int:
     return max((i for i, name in enumerate(LAYERS) if f"{module}.".startswith(f"{name}.")), default=0)
 
 
+def imports_of(file: Path) -> Iterator[str]:
+    """Yields the full names of all modules, and of all names in modules, that a file imports anywhere."""
+    package = file.relative_to(ROOT / "src" if (ROOT / "src") in file.parents else ROOT).parts[:-1]
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (x.name for x in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*above, *filter(None, [node.module])])
+            yield from (f"{module}.{x.name}" for x in node.names)
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_imports_go_down_only(name):
     """A file imports nothing of a layer above its own."""
     assert files_of(LAYERS[name])
     for file in files_of(LAYERS[name]):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            names = [x.name for x in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            above = [x for x in names if layer_of(x) > list(LAYERS).index(name)]
-            assert not above, f"{file.relative_to(ROOT)} imports {', '.join(above)}"
+        above = [x for x in imports_of(file) if layer_of(x) > list(LAYERS).index(name)]
+        assert not above, f"{file.relative_to(ROOT)} imports {', '.join(above)}"
+
+
+def test_the_files_of_remember_import_each_other_without_a_circle():
+    """Neither inside of a function nor for types alone does a file import one that needs it."""
+    files = {".".join(x.relative_to(ROOT / "src").with_suffix("").parts): x for x in files_of("src/titans_hf/remember")}
+    graph = {
+        name: {x for x in files for y in imports_of(file) if f"{y}.".startswith(f"{x}.")}
+        for name, file in files.items()
+    }
+    assert graph["titans_hf.remember.attach"]
+    TopologicalSorter(graph).prepare()
+
+
+def test_remember_is_a_package_and_a_function():
+    """`titans_hf.remember` has the modules that were imported by its name, and the signature of the function."""
+    assert titans_hf.remember.window.KeyValueLayer
+    assert inspect.signature(titans_hf.remember) == inspect.signature(titans_hf.remember.remember)

@@ -10,8 +10,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM, Phi3Config
 
 from titans_hf import fit_memory, forget, remember
-from titans_hf.remember import fit, fit_list
-from titans_hf.remember.fit import Saved, fast_layers, fit_directions
+from titans_hf.remember.fit import fit, fit_list
+from titans_hf.remember.fit.fit import Saved, fast_layers, fit_directions
 
 SIZES = dict(
     vocab_size=50,

@@ -7,7 +7,7 @@ import torch
 
 from eval.streaming import facts
 from titans_hf.cli.training.tokenizer import byte_tokenizer
-from titans_hf.remember import recalls
+from titans_hf.remember.fit import recalls
 
 FILLER = "It rained on the moor all day."
 

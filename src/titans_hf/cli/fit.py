@@ -27,8 +27,8 @@ from titans_hf.cli.shared.devices import choose_device
 from titans_hf.cli.shared.text_files import describe_files, find_files, read_text
 from titans_hf.cli.shared.text_ids import encode
 from titans_hf.remember.fit import FitResult, fit_memory, num_readings
-from titans_hf.remember.fit_list import Gains
-from titans_hf.remember.recalls import make_recalls
+from titans_hf.remember.fit.fit_list import Gains
+from titans_hf.remember.fit.recalls import make_recalls
 
 BLOCK = 2_000_000  # characters that are tokenized at once
 TIMED = 129  # tokens by which the time is estimated

@@ -1,8 +1,26 @@
-"""A memory for any causal language model of Transformers: a window, a sink, fast weights and a list."""
+"""A memory for any causal language model of Transformers: a window, a sink, fast weights and a list.
 
-from .adapter import RememberConfig, RememberForCausalLM, save_adapter
+The package can be called: `titans_hf.remember(model)` is `titans_hf.remember.remember(model)`. The files import each
+other in this order: parts, columns, files, cache, reading, adapter, attach, auto, fit.
+"""
+
+import sys
+from inspect import signature
+from types import ModuleType
+
+from .adapter import RememberConfig, save_adapter
+from .attach import forget, remember
+from .auto import RememberForCausalLM
+from .cache import MemoryCache
 from .fit import fit_memory
-from .memory import forget, remember
-from .memory_cache import MemoryCache
 
 __all__ = ["MemoryCache", "RememberConfig", "RememberForCausalLM", "fit_memory", "forget", "remember", "save_adapter"]
+
+
+class CallablePackage(ModuleType):
+    """The package's own class: `from titans_hf import remember` is both the package and its function."""
+
+    __call__, __signature__ = staticmethod(remember), signature(remember)
+
+
+sys.modules[__name__].__class__ = CallablePackage

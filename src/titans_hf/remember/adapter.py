@@ -20,12 +20,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
 from .fast_weights import BASE_LAYER, FastWeights, Step, linear_sizes
-from .memory import FAST_WEIGHTS, LIST, Memory, remember
-from .memory_cache import memory_of
+from .parts import FAST_WEIGHTS, LIST, Memory, memory_of
 from .token_list import ReadOut, TokenList
 
 WEIGHTS = "adapter.safetensors"
@@ -78,34 +77,6 @@ class RememberConfig(PreTrainedConfig):
     fit: dict | None = None
 
 
-class RememberForCausalLM(PreTrainedModel):
-    """Loads base models with a memory; no model is of this class."""
-
-    config_class = RememberConfig
-
-    @classmethod
-    def from_pretrained(cls, adapter: str | Path, *args: Any, **options: Any) -> PreTrainedModel:
-        """Returns the base model of an adapter with its memory. `options` are arguments for the base model, such as
-        `dtype`, `device_map` and `quantization_config`, or fields of the adapter's configuration, such as `window`.
-
-        Raises ValueError for a bad adapter.
-        """
-        config = options.pop("config")
-        for name in ("adapter_kwargs", "use_safetensors"):
-            options.pop(name, None)
-        place = {name: options.pop(name) for name in ("revision", "subfolder") if name in options}  # of the adapter
-        base = config.base_model_name_or_path
-        if not base:
-            raise ValueError(
-                f"{adapter} names no base model: load it yourself and call `remember(model, adapter=...)`."
-            )
-        loaded = AutoModelForCausalLM.from_pretrained(base, *args, **options)
-        config, fast_weights, token_list = load_adapter(loaded, adapter, config, **place)
-        given = {"first_token": config.first_token, "learn_from": config.learn_from}
-        parts = {"fast_weights": fast_weights, "token_list": token_list}
-        return remember(loaded, config.window, config.memory, **parts, **given)
-
-
 def adapter_tensors(memory: Memory) -> dict[str, Tensor]:
     """Returns the tensors of an adapter by their names in the file."""
     tensors = {}
@@ -150,7 +121,7 @@ def save_adapter(
         tensors = {name: x.float() if x.dim() else x for name, x in tensors.items()}
     fast, found, base = memory.fast_weights, memory.token_list, model.name_or_path
     config = RememberConfig(
-        architectures=[RememberForCausalLM.__name__],
+        architectures=["RememberForCausalLM"],
         # The path of a folder must hold in any working directory.
         base_model_name_or_path=str(Path(base).resolve()) if base and Path(base).is_dir() else base,
         window=memory.window,

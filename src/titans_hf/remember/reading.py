@@ -15,7 +15,6 @@ Shapes: R rows, T columns, C tokens of a chunk, V vocabulary.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,13 +22,12 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..cache_titans import CACHE_NAME
+from .cache import MemoryCache
+from .columns import CallColumns
 from .fast_weights import IGNORED
-from .memory_cache import Columns, MemoryCache
+from .parts import Memory
 from .titans_layer import is_titans, titans_cache
 from .window import KeyValueLayer, StateLayer
-
-if TYPE_CHECKING:
-    from .memory import Memory
 
 SINK_BLOCK = 1024  # tokens that share a sink: it is `window` to `window` + SINK_BLOCK tokens away
 PIECE = 1024  # most tokens of a piece whose logits are all needed
@@ -44,7 +42,7 @@ def capture_mlp_inputs(module, args: tuple) -> None:
 
 
 def read(
-    model: PreTrainedModel, cache: MemoryCache, columns: Columns, num_kept: int, arguments: dict
+    model: PreTrainedModel, cache: MemoryCache, columns: CallColumns, num_kept: int, arguments: dict
 ) -> tuple[Tensor, dict[str, tuple[Tensor, ...]], object]:
     """Reads columns, updates the cache, and returns the logits (R, num_kept, V) of the last columns, 0 at padding; the
     outputs OF_LAYERS that the model returns, for each layer (R, T, ...), 0 at padding; and the model's output for the
@@ -56,11 +54,11 @@ def read(
         cache.begin(model, len(columns.ids), columns.ids.device)
         if cache.unread is not None:
             unread, cache.unread = cache.unread, None
-            if cache.snapshots:  # they are recorded again
-                cache.snapshots[-1] = cache.snapshots[-1]._replace(columns=unread.at(0, 0))
+            if cache.recorded:  # they are recorded again
+                cache.recorded[-1] = cache.recorded[-1]._replace(columns=unread.at(0, 0))
             read(model, cache, unread, 0, {})
         ids = columns.ids.to(torch.int64, copy=True)  # ids from `inference_mode` cannot be part of a graph
-        on_cpu = Columns(ids, *(x.cpu() for x in columns[1:]))
+        on_cpu = CallColumns(ids, *(x.cpu() for x in columns[1:]))
         length, begin, first = ids.shape[1], 0, cache.num_columns
         while begin < length:
             end, rows = next_piece(model.memory, cache, on_cpu, begin)
@@ -89,7 +87,7 @@ def read(
     return _joined(kept, length - num_kept, length), {name: x for name, x in joined.items() if x}, output
 
 
-def next_piece(memory: "Memory", cache: MemoryCache, columns: Columns, begin: int) -> tuple[int, Tensor]:
+def next_piece(memory: Memory, cache: MemoryCache, columns: CallColumns, begin: int) -> tuple[int, Tensor]:
     """Returns the end of the piece that starts at a column, and its rows (I,) int64."""
     real, learning = columns.real, columns.learning
     changes = (real[:, begin + 1 :] != real[:, begin : begin + 1]) | columns.starts[:, begin + 1 :]
@@ -103,7 +101,7 @@ def next_piece(memory: "Memory", cache: MemoryCache, columns: Columns, begin: in
     limits = []
     if memory.fast_weights is not None and (memory.has_states or bool(learning[:, begin].any())):
         limits.append(memory.chunk - seen % memory.chunk)
-    if cache.snapshots is not None and real.shape[1] - begin <= 2 * memory.chunk and cache.is_ahead:
+    if cache.recorded is not None and real.shape[1] - begin <= 2 * memory.chunk and cache.is_ahead:
         end = begin + 1  # the state before the next token has learned it: after that token, it can be kept
     if memory.window is not None:
         limits.append(torch.where(seen < memory.window, memory.window - seen, SINK_BLOCK - seen % SINK_BLOCK))
@@ -113,7 +111,12 @@ def next_piece(memory: "Memory", cache: MemoryCache, columns: Columns, begin: in
 
 
 def _read_piece(
-    model: PreTrainedModel, cache: MemoryCache, piece: Columns, following: Columns, num_kept: int, arguments: dict
+    model: PreTrainedModel,
+    cache: MemoryCache,
+    piece: CallColumns,
+    following: CallColumns,
+    num_kept: int,
+    arguments: dict,
 ) -> tuple[object, Tensor]:
     """Reads a piece without padding; following: the columns (R, 1) after it, (R, 0) at the end of the call. Returns the
     model's output, and the logits (R, num_kept, V) of the last columns.
@@ -161,7 +164,7 @@ def _read_piece(
     return output, logits[:, -num_kept:]
 
 
-def take_due_steps(model: PreTrainedModel, cache: MemoryCache, piece: Columns) -> None:
+def take_due_steps(model: PreTrainedModel, cache: MemoryCache, piece: CallColumns) -> None:
     """Takes the steps of rows whose chunk is full, at the first token of the next one."""
     chunk, ids = model.memory.chunk, cache.state["chunk.ids"]
     due = (cache.seen % chunk == 0) & (cache.steps < cache.seen // chunk)
@@ -189,7 +192,7 @@ def rewind(cache: MemoryCache, number: int) -> None:
 
 
 def _finished_chunk(
-    memory: "Memory", cache: MemoryCache, piece: Columns, following: Columns
+    memory: Memory, cache: MemoryCache, piece: CallColumns, following: CallColumns
 ) -> tuple[Tensor, Tensor] | None:
     """Returns ids and labels (R, C) of the chunk that a piece ends, if that is so in all rows and a step is due after
     it; None otherwise, and where the chunk's first tokens have another sink.
@@ -205,7 +208,7 @@ def _finished_chunk(
     return None if labels is None else (ids, labels)
 
 
-def _labels(ids: Tensor, learns: Tensor, following: Columns) -> Tensor | None:
+def _labels(ids: Tensor, learns: Tensor, following: CallColumns) -> Tensor | None:
     """Returns the labels (R, C) of a chunk, IGNORED where not learned; None if a row's last label has not arrived, or
     no label is learned.
     """

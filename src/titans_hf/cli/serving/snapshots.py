@@ -16,8 +16,8 @@ from transformers.utils import logging
 
 from titans_hf import TitansCache, TitansForCausalLM, cache_files
 from titans_hf.cli.serving.requests import ServedRequest
-from titans_hf.remember import MemoryCache, memory_files
-from titans_hf.remember.memory import Memory
+from titans_hf.remember import MemoryCache, files
+from titans_hf.remember.parts import Memory
 
 logger = logging.get_logger(__name__)
 # A chat template opens the answer with a few tokens, which it writes in another way once the answer is there: the
@@ -112,8 +112,8 @@ class Snapshots:
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
         """What a saved cache of the model depends on: weights are read for it, once."""
-        files = cache_files if kind_of_cache(self.model) is TitansCache else memory_files
-        return files.fingerprint(self.model)
+        module = cache_files if kind_of_cache(self.model) is TitansCache else files
+        return module.fingerprint(self.model)
 
 
 def num_common(a: Tensor, b: Tensor) -> int:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from titans_hf import TitansCache, cache_files
 from titans_hf.cli.shared.checkpoints import load_config, load_model, load_tokenizer
 from titans_hf.cli.shared.devices import choose_device
-from titans_hf.remember import MemoryCache, memory_files, remember
+from titans_hf.remember import MemoryCache, files, remember
 
 AnyCache = TitansCache | MemoryCache
 
@@ -46,8 +46,8 @@ def new_cache(model: PreTrainedModel) -> AnyCache:
 
 def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
     """Returns the facts of the model on which its memory folders depend."""
-    files = memory_files if hasattr(model, "memory") else cache_files
-    return files.fingerprint(model)
+    module = files if hasattr(model, "memory") else cache_files
+    return module.fingerprint(model)
 
 
 def load_cache(folder: Path, model: PreTrainedModel, facts: dict[str, Any]) -> AnyCache:

@@ -24,14 +24,15 @@ from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..cache_titans import CACHE_NAME
-from .fast_weights import FastWeights, decoder_layers, linear_layers
+from ...cache_titans import CACHE_NAME
+from ..attach import forget, remember
+from ..cache import MemoryCache
+from ..fast_weights import FastWeights, decoder_layers, linear_layers
+from ..files import digest_of_weights
+from ..parts import FAST_WEIGHTS, LIST, Memory, base_model
+from ..titans_layer import is_titans
+from ..token_list import ReadOut, TokenList
 from .fit_list import DOCUMENT, ROWS, Collector, Gains, Moments, Recorder, collect, fit_read_out, read_texts
-from .memory import FAST_WEIGHTS, LIST, Memory, base_model, forget, remember
-from .memory_cache import MemoryCache
-from .memory_files import digest_of_weights
-from .titans_layer import is_titans
-from .token_list import ReadOut, TokenList
 
 KINDS = (  # of the linear layers that get fast weights: values, outputs and feed-forward networks, by families' names
     *("v_proj", "o_proj", "up_proj", "gate_proj", "down_proj"),

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +17,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..cache_titans import CACHE_NAME
-from . import memory_files
+from . import files
+from .columns import CallColumns
+from .parts import memory_of
 from .titans_layer import TitansLayer, is_titans
 from .window import KeyValueLayer, StateLayer, make_layers
-
-if TYPE_CHECKING:
-    from .memory import Memory
 
 
 class MemoryCache(Cache):
@@ -48,8 +47,8 @@ class MemoryCache(Cache):
         self.state: dict[str, Tensor] = {}
         self.sinks: dict[int, list] = {}  # by block of positions, see `reading.sink_of`
         self.num_columns = self.first_column = 0
-        self.snapshots: list[Snapshot] | None = None
-        self.unread: Columns | None = None
+        self.recorded: list[Recorded] | None = None
+        self.unread: CallColumns | None = None
         self.about: dict[str, Any] = {}  # any JSON, saved with the memory
         self.seen_in_folders: dict[Path, dict | None] = {}  # see `cache_files.write_memory`
         if is_titans(model):
@@ -119,7 +118,7 @@ class MemoryCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        return self.snapshots is not None
+        return self.recorded is not None
 
     def num_bytes(self) -> dict[str, int]:
         """Returns the bytes of the state by part: "window", "fast_weights", "list" and "chunk" (its token ids)."""
@@ -142,22 +141,22 @@ class MemoryCache(Cache):
 
     def __deepcopy__(self, memo: dict) -> "MemoryCache":
         new = self.map(torch.clone)
-        new.snapshots = None if self.snapshots is None else list(self.snapshots)
+        new.recorded = None if self.recorded is None else list(self.recorded)
         return new
 
     def save_pretrained(
         self, folder: str | os.PathLike, model: PreTrainedModel, *, model_fingerprint: dict | None = None
     ) -> None:
-        """Saves the memory in a folder, atomically. See `memory_files.save`."""
+        """Saves the memory in a folder, atomically. See `files.save`."""
         self.read_unread(model)
-        memory_files.save(self, folder, model_fingerprint or memory_files.fingerprint(model))
+        files.save(self, folder, model_fingerprint or files.fingerprint(model))
 
     @classmethod
     def from_pretrained(
         cls, folder: str | os.PathLike, model: PreTrainedModel, *, model_fingerprint: dict | None = None
     ) -> "MemoryCache":
-        """Loads the memory of a folder for the model that wrote it. See `memory_files.load`."""
-        return memory_files.load(cls(model), folder, model, model_fingerprint or memory_files.fingerprint(model))
+        """Loads the memory of a folder for the model that wrote it. See `files.load`."""
+        return files.load(cls(model), folder, model, model_fingerprint or files.fingerprint(model))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "MemoryCache":
         """Returns a copy with `function` of each tensor that has a row dimension."""
@@ -175,13 +174,13 @@ class MemoryCache(Cache):
         new.layers = [layer.map(lambda x: x) if hasattr(layer, "map") else layer for layer in self.layers]
         new.state, new.about = dict(self.state), copy.deepcopy(self.about)
         new.seen_in_folders = dict(self.seen_in_folders)
-        new.snapshots = None if self.snapshots is None else list(self.snapshots)
+        new.recorded = None if self.recorded is None else list(self.recorded)
         return new
 
     def take(self, rows: Tensor) -> "MemoryCache":
         """Returns the cache of some rows (I,) int64."""
         new = self.map(lambda x: x.index_select(0, rows.to(x.device)))
-        new.snapshots = None
+        new.recorded = None
         new._drop_empty_columns()
         return new
 
@@ -211,7 +210,7 @@ class MemoryCache(Cache):
         be cropped from here on.
         """
         number, length = len(other.seen), self.get_seq_length()
-        unread = [Columns.none(len(x.seen)) if x.unread is None else x.unread for x in (self, other)]
+        unread = [CallColumns.none(len(x.seen)) if x.unread is None else x.unread for x in (self, other)]
         self.unread = None
         self._become(lambda x: torch.cat([x, x[:1].expand(number, *x.shape[1:])]))
         self.put(torch.arange(len(self.seen) - number, len(self.seen)), other)
@@ -219,7 +218,7 @@ class MemoryCache(Cache):
         most = max(x.ids.shape[1] for x in unread)
         if most:  # the shorter of the two has padding in front
             padded = (x.map(lambda y: pad(y.to(self.device), (most - y.shape[1], 0))) for x in unread)
-            self.unread = Columns(*map(torch.cat, zip(*padded, strict=True)))
+            self.unread = CallColumns(*map(torch.cat, zip(*padded, strict=True)))
         self.num_columns += length - self.get_seq_length()
         self._restart_recording()
 
@@ -255,7 +254,7 @@ class MemoryCache(Cache):
         """Forgets everything that was read."""
         self.seen = self.steps = torch.zeros(0, dtype=torch.int64)
         self.state, self.unread, self.num_columns, self.first_column = {}, None, 0, 0
-        self.snapshots = None if self.snapshots is None else []
+        self.recorded = None if self.recorded is None else []
         for layer in self.layers:
             if isinstance(layer, StateLayer):
                 layer.forget_empty_rows()
@@ -277,30 +276,30 @@ class MemoryCache(Cache):
         self._become(lambda x: x.repeat_interleave(repeats, 0))
 
     def _become(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Applies a function of rows to everything, snapshots included. A cache that has read nothing has no rows."""
+        """Applies a function of rows to everything, recorded caches too. A cache that has read nothing has no rows."""
         if not len(self.seen):
             return
-        snapshots = self.snapshots
+        recorded = self.recorded
         self.__dict__.update(self.map(function).__dict__)
-        if snapshots is not None:
-            self.snapshots = [Snapshot(x.cache.map(function), x.columns.map(function)) for x in snapshots]
+        if recorded is not None:
+            self.recorded = [Recorded(x.cache.map(function), x.columns.map(function)) for x in recorded]
 
     def activate_past_recording(self) -> None:
         """Lets `crop` remove columns from here on: the state at the starts of the last chunks is kept."""
-        if self.snapshots is None:
-            self.snapshots = []
+        if self.recorded is None:
+            self.recorded = []
             self._restart_recording()
 
     def _restart_recording(self) -> None:
-        if self.snapshots is not None:
-            self.snapshots = []
+        if self.recorded is not None:
+            self.recorded = []
             if len(self.seen):
-                self._note_state(Columns.none(len(self.seen)) if self.unread is None else self.unread)
+                self._note_state(CallColumns.none(len(self.seen)) if self.unread is None else self.unread)
 
-    def _note_state(self, columns: "Columns") -> None:
+    def _note_state(self, columns: CallColumns) -> None:
         before = copy.copy(self)
-        before.snapshots = before.unread = None
-        self.snapshots.append(Snapshot(before, columns))
+        before.recorded = before.unread = None
+        self.recorded.append(Recorded(before, columns))
 
     @property
     def is_ahead(self) -> bool:
@@ -309,19 +308,19 @@ class MemoryCache(Cache):
         full = (self.seen > 0) & (self.seen % chunk == 0) & (self.steps == self.seen // chunk)
         return self.memory.fast_weights is not None and bool(full.any())
 
-    def record(self, columns: "Columns", first: int, notes_state: bool) -> None:
+    def record(self, columns: CallColumns, first: int, notes_state: bool) -> None:
         """Notes columns that were read by a call that began at the column `first`. With `notes_state` it notes the
         state after them too, if a chunk was read since the last one noted and no row is ahead.
         """
-        if self.snapshots is None:
+        if self.recorded is None:
             return
-        last, chunk = self.snapshots[-1], self.memory.chunk
-        self.snapshots[-1] = last._replace(columns=last.columns.join(columns))
+        last, chunk = self.recorded[-1], self.memory.chunk
+        self.recorded[-1] = last._replace(columns=last.columns.join(columns))
         if notes_state and self.num_columns - last.cache.num_columns >= chunk and not self.is_ahead:
-            self._note_state(Columns.none(len(self.seen)))
+            self._note_state(CallColumns.none(len(self.seen)))
         needed = min(first, self.num_columns - 2 * chunk)
-        while len(self.snapshots) > 2 and self.snapshots[1].cache.num_columns <= needed:
-            del self.snapshots[0]
+        while len(self.recorded) > 2 and self.recorded[1].cache.num_columns <= needed:
+            del self.recorded[0]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last columns: -n removes n, as in Transformers.
@@ -334,63 +333,29 @@ class MemoryCache(Cache):
             raise ValueError(f"`tokens_to_remove` must be 0 or negative, got {tokens_to_remove}.")
         if not number:
             return
-        if self.snapshots is None:
+        if self.recorded is None:
             raise ValueError(
                 "`crop` needs a cache that records: call `cache.activate_past_recording()` before reading."
             )
         end = self.num_columns + (0 if self.unread is None else self.unread.ids.shape[1])
-        fitting = [i for i, x in enumerate(self.snapshots) if x.cache.num_columns <= end - number]
+        fitting = [i for i, x in enumerate(self.recorded) if x.cache.num_columns <= end - number]
         if not fitting:
-            most = end - self.snapshots[0].cache.num_columns if self.snapshots else 0
+            most = end - self.recorded[0].cache.num_columns if self.recorded else 0
             raise ValueError(f"`tokens_to_remove` must be at least -{most}, by the recorded columns, got {-number}.")
-        snapshots = self.snapshots[: fitting[-1] + 1]
-        kept, columns = snapshots[-1]
+        recorded = self.recorded[: fitting[-1] + 1]
+        kept, columns = recorded[-1]
         columns = columns.at(0, end - number - kept.num_columns)
         own = {name: getattr(self, name) for name in ("first_column", "about", "seen_in_folders")}
         self.__dict__.update(copy.copy(kept).__dict__ | own)
-        self.snapshots = [*snapshots[:-1], Snapshot(kept, columns)]
+        self.recorded = [*recorded[:-1], Recorded(kept, columns)]
         self.unread = columns if columns.ids.shape[1] else None
 
 
-class Columns(NamedTuple):
-    """Columns of a call: ids (R, T) int64; real, starts, learns and learning (R, T) bool: whether a column is a token,
-    begins a document, may be learned, and was read with learning on.
-    """
-
-    ids: Tensor
-    real: Tensor
-    starts: Tensor
-    learns: Tensor
-    learning: Tensor
-
-    @classmethod
-    def none(cls, rows: int) -> "Columns":
-        empty = torch.zeros(rows, 0, dtype=torch.bool)
-        return cls(empty.long(), empty, empty, empty, empty)
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "Columns":
-        return Columns(*map(function, self))
-
-    def at(self, begin: int, end: int) -> "Columns":
-        return self.map(lambda x: x[:, begin:end])
-
-    def join(self, other: "Columns") -> "Columns":
-        return Columns(*(torch.cat([x.to(y.device), y], 1) for x, y in zip(self, other, strict=True)))
-
-
-class Snapshot(NamedTuple):
-    """A cache as it was, and the columns that were read, or are to be read again, from there to the next snapshot."""
+class Recorded(NamedTuple):
+    """A cache as it was, and the columns that were read, or are to be read again, from there to the next one."""
 
     cache: MemoryCache
-    columns: Columns
-
-
-def memory_of(model: PreTrainedModel) -> "Memory":
-    """Returns the memory that `remember` gave to a model. Raises ValueError for a model without it."""
-    memory = getattr(model, "memory", None)
-    if type(memory).__name__ != "Memory":
-        raise ValueError(f"`model` is a {type(model).__name__} without a memory: call `remember(model)` first.")
-    return memory
+    columns: CallColumns
 
 
 def _layer_tensors(layers: list) -> list[Tensor]:

@@ -20,9 +20,9 @@ from torch.nn.functional import logsigmoid, pad
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..cache_titans import CACHE_NAME
-from .memory_cache import MemoryCache
-from .token_list import NUM_FEATURES, Found, ReadOut, TokenList, surprise
+from ...cache_titans import CACHE_NAME
+from ..cache import MemoryCache
+from ..token_list import NUM_FEATURES, Found, ReadOut, TokenList, surprise
 
 START = -3.0  # the gate's bias before the fit: a share of .05, which is near the best constant share
 NUM_COLUMNS = 8000  # columns to which the read-out is fitted, spread over the texts

@@ -7,9 +7,9 @@ The model keeps its weights, its class's name and its files. Its class becomes a
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,63 +19,20 @@ from transformers import PreTrainedModel
 from ..cache_titans import CACHE_NAME, CACHE_NAMES
 from ..generation_titans import EndedRowsMixin
 from . import reading
+from .adapter import load_adapter
+from .cache import MemoryCache
+from .columns import CallColumns
 from .fast_weights import FastWeights, decoder_layers, random_fast_weights
-from .memory_cache import Columns, MemoryCache
+from .parts import FAST_WEIGHTS, LIST, PARTS, Memory, base_model
 from .titans_layer import is_titans
 from .token_list import TokenList
 from .window import PREFIX, register_attention, set_window_attention
 
-FAST_WEIGHTS, LIST = PARTS = ("fast_weights", "list")
 FEED_FORWARD = ("mlp", "feed_forward", "ffn", "feedforward", "block_sparse_moe", "moe", "mixer")
 CHECK_LENGTH, CHECK_WINDOW = 24, 8  # of the text that a new memory is tried with, in tokens
 # Of logits, relative to the largest; 0.1 in other dtypes. Many float64 models compute partly in float32.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 _PROMPT: ContextVar[int | None] = ContextVar("prompt", default=None)  # columns of the prompt of `generate()`
-
-
-@dataclass
-class Memory:
-    """What `remember` adds to a model; the states of texts are in `MemoryCache`.
-
-    window: tokens that a query of full attention sees, None for all. fast_weights, token_list: None if there is none.
-    first_token: the token of the sink. learn_from: "read" or "all". forward: the model's own.
-    """
-
-    window: int | None
-    fast_weights: FastWeights | None
-    token_list: TokenList | None
-    first_token: int
-    learn_from: str
-    forward: Callable
-    own_attention: str = ""
-    own_learning: bool = True
-    learning: bool = True
-    has_states: bool = False
-    takes_positions: bool = True
-    takes_logits_to_keep: bool = True
-    hooks: list = field(default_factory=list)
-
-    @property
-    def chunk(self) -> int:
-        """Tokens of a chunk."""
-        return 64 if self.fast_weights is None else self.fast_weights.step.chunk
-
-    @property
-    def extra_columns(self) -> int:
-        """Columns that the window keeps beyond what a query sees, from which a chunk can be read again."""
-        return 0 if self.fast_weights is None else self.chunk
-
-    def initial_state(self, model: PreTrainedModel, rows: int, device: torch.device) -> dict[str, Tensor]:
-        """Returns the tensors of a `MemoryCache` before the first token."""
-        state, dtype = {}, model.dtype
-        if self.fast_weights is not None:
-            state |= self.fast_weights.initial_state(rows, torch.promote_types(dtype, torch.float32), device)
-            state["chunk.ids"] = torch.zeros(rows, self.chunk, dtype=torch.int64, device=device)
-            state["chunk.learns"] = torch.zeros(rows, self.chunk, dtype=torch.bool, device=device)
-        if self.token_list is not None:
-            vocabulary = model.get_output_embeddings().weight.shape[0]
-            state |= self.token_list.initial_state(rows, vocabulary, dtype, device)
-        return state
 
 
 def remember(
@@ -112,8 +69,6 @@ def remember(
     if unknown := set(memory) - set(PARTS):
         raise ValueError(f"`memory` may hold {' and '.join(map(repr, PARTS))}, got {sorted(unknown)}.")
     if adapter is not None:
-        from .adapter import load_adapter  # that module imports this one
-
         settings, *fitted = load_adapter(model, adapter)
         fast_weights = fitted[0] if fast_weights is None else fast_weights
         token_list = fitted[1] if token_list is None else token_list
@@ -175,11 +130,6 @@ def forget(model: PreTrainedModel) -> PreTrainedModel:
     if is_titans(model):
         model.set_memory_learning(memory.own_learning)
     return whole
-
-
-def base_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Returns the model inside of PEFT's model; any other model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def attach(model: PreTrainedModel, memory: Memory) -> None:
@@ -407,7 +357,7 @@ def _check_others(arguments: dict) -> None:
 
 def _columns(
     model: PreTrainedModel, cache: MemoryCache, ids: Tensor, mask: Tensor | None, positions: Tensor | None
-) -> Columns:
+) -> CallColumns:
     """Returns the columns of a call. A token whose position is 0 begins a document, if the call has one before."""
     length, prompt, begin = ids.shape[1], _PROMPT.get(), cache.get_seq_length()
     real = torch.ones(ids.shape, dtype=torch.bool)
@@ -425,4 +375,4 @@ def _columns(
     learns = real & learning
     if prompt is not None and model.memory.learn_from == "read":
         learns = learns & (begin + torch.arange(length) < prompt)
-    return Columns(ids, real, starts, learns, learning)
+    return CallColumns(ids, real, starts, learns, learning)

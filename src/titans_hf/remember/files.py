@@ -3,24 +3,23 @@
 import hashlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from ..cache_files import SavedMemory, naming_folder, read_memory, write_memory
+from ..cache_titans import CACHE_NAME
 from .window import KeyValueLayer, StateLayer
-
-if TYPE_CHECKING:
-    from .memory_cache import MemoryCache
 
 KEYS = ("keys", "values")
 TOKENS = ("chunk.ids", "list.tokens", "list.contexts", "list.recent")  # tensors that hold tokens of the model
 STATES = ("conv_states", "recurrent_states")
 
 
-def save(cache: "MemoryCache", folder: str | os.PathLike, facts: dict[str, Any]) -> None:
+def save(cache: Cache, folder: str | os.PathLike, facts: dict[str, Any]) -> None:
     """Saves a cache, and the `fingerprint` of its model.
 
     Raises ValueError or OSError that names the folder, whose memory stays. If another process has saved there since
@@ -33,9 +32,7 @@ def save(cache: "MemoryCache", folder: str | os.PathLike, facts: dict[str, Any])
     write_memory(folder, SavedMemory(description, tensors, cache.num_columns, False), cache.seen_in_folders)
 
 
-def load(
-    cache: "MemoryCache", folder: str | os.PathLike, model: PreTrainedModel, facts: dict[str, Any]
-) -> "MemoryCache":
+def load(cache: Cache, folder: str | os.PathLike, model: PreTrainedModel, facts: dict[str, Any]) -> Cache:
     """Fills a new cache from a folder, for a model with the fingerprint `facts`.
 
     Raises FileNotFoundError for a folder without a memory, ValueError that names the folder for a memory of another
@@ -59,7 +56,7 @@ def load(
             if name in TOKENS:
                 _check_range(name, new, -1 if x.dtype == torch.int32 else 0, size)
             cache.state[name] = new.to(device)
-        forms = layer_tensors(_of_one_token(model, device)) if rows and int(cache.seen.max()) else {}
+        forms = layer_tensors(_of_one_token(cache, model)) if rows and int(cache.seen.max()) else {}
         if missing := forms.keys() - tensors.keys():
             raise ValueError(f"it lacks the tensor {min(missing)}")
         for index, layer in enumerate(cache.layers):
@@ -103,7 +100,7 @@ def digest_of_weights(model: PreTrainedModel) -> str:
     return some.hexdigest()
 
 
-def layer_tensors(cache: "MemoryCache") -> dict[str, Tensor]:
+def layer_tensors(cache: Cache) -> dict[str, Tensor]:
     """Returns the tensors of a cache's layers by name, such as "0.keys" and "1.conv_states.0"."""
     found = {}
     for index, layer in enumerate(cache.layers):
@@ -119,15 +116,11 @@ def layer_tensors(cache: "MemoryCache") -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _of_one_token(model: PreTrainedModel, device: torch.device) -> "MemoryCache":
-    """Returns a cache that has read one token without the memory: the form of any cache's tensors."""
-    from . import reading
-    from .memory_cache import MemoryCache
-
-    cache = MemoryCache(model)
-    cache.begin(model, 1, device)
-    reading.call(model, cache, torch.full((1, 1), model.memory.first_token, device=device), None, {})
-    return cache
+def _of_one_token(cache: Cache, model: PreTrainedModel) -> Cache:
+    """Returns a cache that has read one token: the form of any cache's tensors."""
+    new = type(cache)(model)
+    model(input_ids=torch.full((1, 1), model.memory.first_token, device=cache.device), **{CACHE_NAME: new})
+    return new
 
 
 def _check_like(name: str, x: Tensor, form: Tensor, layer, seen: Tensor) -> None:

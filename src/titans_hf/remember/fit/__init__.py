@@ -1,0 +1,5 @@
+"""Fits the memory of `remember` to texts: fast weights (`fit`), the list (`fit_list`), invented texts (`recalls`)."""
+
+from .fit import FitResult, fit_memory, num_readings
+
+__all__ = ["FitResult", "fit_memory", "num_readings"]

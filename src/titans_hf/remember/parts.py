@@ -1,0 +1,71 @@
+"""What `remember` adds to a model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .fast_weights import FastWeights
+from .token_list import TokenList
+
+FAST_WEIGHTS, LIST = PARTS = ("fast_weights", "list")
+
+
+@dataclass
+class Memory:
+    """What `remember` adds to a model; the states of texts are in `MemoryCache`.
+
+    window: tokens that a query of full attention sees, None for all. fast_weights, token_list: None if there is none.
+    first_token: the token of the sink. learn_from: "read" or "all". forward: the model's own.
+    """
+
+    window: int | None
+    fast_weights: FastWeights | None
+    token_list: TokenList | None
+    first_token: int
+    learn_from: str
+    forward: Callable
+    own_attention: str = ""
+    own_learning: bool = True
+    learning: bool = True
+    has_states: bool = False
+    takes_positions: bool = True
+    takes_logits_to_keep: bool = True
+    hooks: list = field(default_factory=list)
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a chunk."""
+        return 64 if self.fast_weights is None else self.fast_weights.step.chunk
+
+    @property
+    def extra_columns(self) -> int:
+        """Columns that the window keeps beyond what a query sees, from which a chunk can be read again."""
+        return 0 if self.fast_weights is None else self.chunk
+
+    def initial_state(self, model: PreTrainedModel, rows: int, device: torch.device) -> dict[str, Tensor]:
+        """Returns the tensors of a `MemoryCache` before the first token."""
+        state, dtype = {}, model.dtype
+        if self.fast_weights is not None:
+            state |= self.fast_weights.initial_state(rows, torch.promote_types(dtype, torch.float32), device)
+            state["chunk.ids"] = torch.zeros(rows, self.chunk, dtype=torch.int64, device=device)
+            state["chunk.learns"] = torch.zeros(rows, self.chunk, dtype=torch.bool, device=device)
+        if self.token_list is not None:
+            vocabulary = model.get_output_embeddings().weight.shape[0]
+            state |= self.token_list.initial_state(rows, vocabulary, dtype, device)
+        return state
+
+
+def memory_of(model: PreTrainedModel) -> Memory:
+    """Returns the memory that `remember` gave to a model. Raises ValueError for a model without it."""
+    memory = getattr(model, "memory", None)
+    if not isinstance(memory, Memory):
+        raise ValueError(f"`model` is a {type(model).__name__} without a memory: call `remember(model)` first.")
+    return memory
+
+
+def base_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Returns the model inside of PEFT's model; any other model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
