@@ -4,10 +4,7 @@ BIN := .venv/bin
 # One thread a process: pytest runs one process per core.
 export OMP_NUM_THREADS ?= 1
 
-# The oldest Transformers that pyproject.toml allows.
-OLDEST := $(shell sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)
-
-.PHONY: demo novels test test-gpu test-kernels test-oldest slow long conformance lint format clean
+.PHONY: demo novels test test-gpu test-kernels slow long conformance lint format clean
 
 demo: .venv/demo.stamp
 	OMP_NUM_THREADS=$$(nproc) $(BIN)/python -m titans_hf demo
@@ -30,11 +27,7 @@ test: .venv/dev.stamp
 test-gpu: .venv/dev.stamp .venv/gpu.stamp
 	$(BIN)/pytest -m gpu -rs -s
 
-# The oldest Transformers, and fla's kernel in Triton's interpreter: environments of their own, beside .venv.
-test-oldest: build/oldest.stamp
-	build/oldest/bin/python -c 'import transformers; assert transformers.__version__.startswith("$(OLDEST)")'
-	build/oldest/bin/python -m pytest tests/model/test_model.py tests/cache/test_cache.py tests/cli/test_carry_memory.py
-
+# fla's kernel in Triton's interpreter: an environment of its own, beside .venv.
 test-kernels: build/kernels.stamp
 	build/kernels/bin/python -m pytest -rs tests/memory/test_memory_kernel.py
 
@@ -63,15 +56,12 @@ format: .venv/dev.stamp
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[$*]"
 	touch $@
 
-build/oldest.stamp: INSTALLED = transformers==$(OLDEST)
-build/kernels.stamp: INSTALLED = --constraint constraints.txt flash-linear-attention triton
-
-# An environment that takes from .venv all packages but those INSTALLED.
-build/%.stamp: .venv/dev.stamp
-	$(BIN)/python -m venv --clear --without-pip build/$*
+# An environment that takes from .venv all packages but those of the kernels.
+build/kernels.stamp: .venv/dev.stamp
+	$(BIN)/python -m venv --clear --without-pip build/kernels
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
-		"$$(build/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/everything_else.pth"
-	$(BIN)/pip --python build/$*/bin/python install --quiet $(INSTALLED)
+		"$$(build/kernels/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/everything_else.pth"
+	$(BIN)/pip --python build/kernels/bin/python install --quiet --constraint constraints.txt flash-linear-attention triton
 	touch $@
 
 clean:

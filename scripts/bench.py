@@ -37,7 +37,6 @@ from scripts import memory_alone, on_a_gpu
 from scripts.measure import least_seconds, peak_bytes, seconds, unless_out_of_memory
 from titans_hf import MemoryCache, TitansConfig
 from titans_hf import remember as give_memory
-from titans_hf.cache_titans import CACHE_NAMES
 from titans_hf.cli.shared.argument_checks import check_minimums
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.devices import choose_device
@@ -95,7 +94,7 @@ def draw_tokens(model: PreTrainedModel, length: int, rows: int = 1) -> Tensor:
 def read(model: PreTrainedModel, ids: Tensor, **given: Any) -> tuple[Tensor, dict[str, Any]]:
     """Reads ids with a cache: the last logits, and the cache by the name of the argument that takes it."""
     output = model(ids, use_cache=True, logits_to_keep=1, **given)
-    name = next(name for name in (*CACHE_NAMES, "cache_params") if name in output)  # the last is Mamba's
+    name = next(name for name in ("cache", "cache_params") if name in output)  # the last is Mamba's
     return output.logits[:, -1], {name: output[name]}
 
 

@@ -3,10 +3,9 @@
 import copy
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial, wraps
-from inspect import signature
+from functools import partial
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -16,41 +15,10 @@ from huggingface_hub import CommitInfo, HfApi
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.generation import GenerationMixin
 
 from .cache_files import LOCK, SavedMemory, TensorReader, fingerprint, naming_folder, read_memory, write_memory
 from .cache_layer import RecordedColumns, TitansCacheLayer
 from .configuration_titans import VARIANTS, TitansConfig, field_facts
-
-# The name of a cache among the arguments and outputs of Transformers: `cache` from 5.24 on, `past_key_values` before.
-CACHE_NAMES = ("cache", "past_key_values")
-CACHE_NAME = next(
-    name for name in CACHE_NAMES if name in signature(GenerationMixin.prepare_inputs_for_generation).parameters
-)
-
-
-def rename_cache(arguments: dict[str, Any], name: str = "cache") -> dict[str, Any]:
-    """Returns keyword arguments with the given name for the cache, which may come by either of its two names.
-
-    Raises ValueError if both names are given, and for a cache by any other name, which would not be read.
-    """
-    given = [arguments[x] for x in CACHE_NAMES if arguments.get(x) is not None]
-    if len(given) > 1:
-        raise ValueError("`past_key_values` must be None with `cache`: both are names of the cache.")
-    others = {x: value for x, value in arguments.items() if x not in CACHE_NAMES}
-    if unread := next((x for x, value in others.items() if isinstance(value, Cache)), None):
-        raise ValueError(f"`{unread}` is a {type(others[unread]).__name__}, but a cache is only read as `cache`.")
-    return others | {name: given[0]} if given else others
-
-
-def takes_either_name(forward: Callable) -> Callable:
-    """Lets a `forward` with an argument `cache` also take it as `past_key_values`."""
-
-    @wraps(forward)
-    def renamed(*args, **kwargs):
-        return forward(*args, **rename_cache(kwargs))
-
-    return renamed
 
 
 class TitansCache(Cache):

@@ -185,7 +185,6 @@ class TitansConfig(PreTrainedConfig):
     """
 
     model_type = "titans"
-    keys_to_ignore_at_inference = ["cache", "past_key_values"]
     auto_classes = AUTO_MAP
     default_theta = 10000.0
 

@@ -8,8 +8,9 @@ from torch import Tensor
 from transformers.generation import EosTokenCriteria, GenerationMixin, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
+from transformers.utils.deprecation import deprecate_kwarg
 
-from .cache_titans import CACHE_NAME, TitansCache, check_cache_class, rename_cache
+from .cache_titans import TitansCache, check_cache_class
 from .mixers_titans import LayerSurprise
 from .token_grid import check_not_empty
 
@@ -91,7 +92,7 @@ class EndedRowsMixin(GenerationMixin):
     @wraps(GenerationMixin.prepare_inputs_for_generation)  # Transformers reads the arguments' names
     def prepare_inputs_for_generation(self, *args, finished_rows: FinishedRows | None = None, **kwargs) -> dict:
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)
-        if finished_rows is not None and finished_rows.reads_no_padding and inputs.get(CACHE_NAME) is not None:
+        if finished_rows is not None and finished_rows.reads_no_padding and inputs.get("cache") is not None:
             inputs.pop("attention_mask", None)
         return inputs
 
@@ -101,7 +102,7 @@ class EndedRowsMixin(GenerationMixin):
         if finished is not None and finished.without_mask:  # the mask made here has only one column
             model_kwargs["attention_mask"] = None
         model_kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
-        if finished is not None and model_kwargs.get(CACHE_NAME) is not None:
+        if finished is not None and model_kwargs.get("cache") is not None:
             model_kwargs["attention_mask"] = finished.masked(model_kwargs.get("attention_mask"))
         return model_kwargs
 
@@ -133,6 +134,7 @@ class TitansGenerationMixin(EndedRowsMixin):
             cache.start_prompt()
         self._starting_cache = cache
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     def generate(self, inputs: Tensor | None = None, *args, output_surprise: bool = False, **kwargs):
         """Generates as in Transformers. With `output_surprise` (and `return_dict_in_generate`) the result has
         `surprise`, one `LayerSurprise` per layer, for the prompt's tokens and all generated tokens but the last, which
@@ -140,7 +142,7 @@ class TitansGenerationMixin(EndedRowsMixin):
 
         Raises ValueError for `output_surprise` with beams, assisted decoding or a compiled step, and for empty inputs.
         """
-        kwargs, ids = rename_cache(kwargs, CACHE_NAME), kwargs.get("input_ids") if inputs is None else inputs
+        ids = kwargs.get("input_ids") if inputs is None else inputs
         if (embeds := kwargs.get("inputs_embeds")) is not None:  # Transformers then creates the ids
             check_not_empty("inputs_embeds", embeds, 3)
         elif ids is not None:
@@ -148,10 +150,10 @@ class TitansGenerationMixin(EndedRowsMixin):
         if not output_surprise:
             return super().generate(inputs, *args, **kwargs)
         collector = SurpriseCollector()  # not an attribute: other threads may use the model
-        given = kwargs.get(CACHE_NAME)
+        given = kwargs.get("cache")
         num_before = given.get_seq_length() if isinstance(given, TitansCache) else 0
         result = super().generate(inputs, *args, output_surprise=collector, **kwargs)
-        result["surprise"] = collector.joined(result[CACHE_NAME].get_seq_length() - num_before)
+        result["surprise"] = collector.joined(result["cache"].get_seq_length() - num_before)
         return result
 
     def _prepare_cache_for_generation(
@@ -162,7 +164,7 @@ class TitansGenerationMixin(EndedRowsMixin):
         The size of a cache is always limited; with `cache_implementation="static"` it is constant, and `generate()`
         compiles the decoding step where Transformers does: on accelerators, or as `compile_config` sets.
         """
-        given = model_kwargs.get(CACHE_NAME)
+        given = model_kwargs.get("cache")
         _check_inputs(generation_config, generation_mode, model_kwargs)
         if model_kwargs.get("output_surprise"):
             _check_surprise(generation_config, generation_mode)
@@ -181,7 +183,7 @@ class TitansGenerationMixin(EndedRowsMixin):
             return
         if generation_config.is_assistant:
             cache.activate_past_recording()
-        model_kwargs[CACHE_NAME] = cache
+        model_kwargs["cache"] = cache
 
     def _branch_of_starting_cache(self, generation_config, num_rows: int) -> TitansCache:
         """Returns a branch of the cache of `start_from` with `num_rows` rows.
@@ -196,7 +198,7 @@ class TitansGenerationMixin(EndedRowsMixin):
 
     def _assisted_decoding(self, *args, **kwargs):
         """Decodes with drafts. The cache records only while this runs, so that rejected tokens can be removed."""
-        cache = kwargs.get(CACHE_NAME)  # a TitansCache; Transformers refuses a call without one
+        cache = kwargs.get("cache")  # a TitansCache; Transformers refuses a call without one
         new = [] if cache is None else [layer for layer in cache.layers if not layer.record_past]
         try:
             return super()._assisted_decoding(*args, **kwargs)
@@ -252,7 +254,7 @@ def _check_inputs(generation_config, generation_mode: GenerationMode, model_kwar
             "The attention maps of assisted generation lack columns for the newest tokens until the sequence is as "
             "long as a map is wide: Transformers cuts a map to one column for each token since the first."
         )
-    is_new = model_kwargs.get(CACHE_NAME) is None and not generation_config.is_assistant
+    is_new = model_kwargs.get("cache") is None and not generation_config.is_assistant
     if is_new and isinstance(mask, Tensor) and mask.dim() == 2 and not (mask[:, -1:] != 0).logical_or(mask == 0).all():
         logger.warning_once(
             "A prompt ends in padding (`attention_mask` is 0 in its last column; without one, its last id is "
@@ -273,7 +275,7 @@ def _check_prompt(generation_config, model_kwargs: dict, generation_mode: Genera
     contains all ids, or embeddings, since the cache was created. With ids, the mask may cover columns that the cache
     has read; with embeddings it may not.
     """
-    num_read, mask = model_kwargs[CACHE_NAME].get_seq_length(), model_kwargs.get("attention_mask")
+    num_read, mask = model_kwargs["cache"].get_seq_length(), model_kwargs.get("attention_mask")
     num_columns, embeds = (
         generation_config._mask_length if mask is None else mask.shape[1],
         model_kwargs.get("inputs_embeds"),

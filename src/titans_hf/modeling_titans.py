@@ -27,18 +27,11 @@ from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .cache_titans import (
-    CACHE_NAME,
-    CACHE_NAMES,
-    TitansCache,
-    check_cache_class,
-    rename_cache,
-    takes_either_name,
-    undone_on_error,
-)
+from .cache_titans import TitansCache, check_cache_class, undone_on_error
 from .configuration_titans import TitansConfig, check_config
 from .generation_titans import SurpriseCollector, TitansGenerationMixin
 from .memory_ops import compile_chunks
@@ -71,25 +64,15 @@ register_lora_targets(TitansConfig.model_type)
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(TitansConfig.model_type, "TitansForCausalLM")
 
 
-class NamesCache:
-    """An output whose cache is called `cache` before transformers 5.24 too."""
-
-    if CACHE_NAME != "cache":
-
-        @property
-        def cache(self) -> TitansCache | None:
-            return self.past_key_values
-
-
 @dataclass
-class TitansModelOutput(NamesCache, BaseModelOutputWithPast):
+class TitansModelOutput(BaseModelOutputWithPast):
     """surprise: one `LayerSurprise` per layer."""
 
     surprise: tuple[LayerSurprise, ...] | None = None
 
 
 @dataclass
-class TitansCausalLMOutput(NamesCache, CausalLMOutputWithPast):
+class TitansCausalLMOutput(CausalLMOutputWithPast):
     """surprise: one `LayerSurprise` per layer."""
 
     surprise: tuple[LayerSurprise, ...] | None = None
@@ -144,7 +127,6 @@ class TitansPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["TitansDecoderLayer"]
-    _skip_keys_device_placement = list(CACHE_NAMES)
     _supports_sdpa = True
     _supports_attention_backend = True
     _memory_learning = True
@@ -225,7 +207,7 @@ class TitansModel(TitansPreTrainedModel):
         self.post_init()
 
     @merge_with_config_defaults
-    @takes_either_name
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @capture_outputs
     def forward(
         self,
@@ -304,7 +286,7 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    @takes_either_name
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @can_return_tuple
     def forward(
         self,
@@ -366,9 +348,10 @@ class TitansHead(TitansPreTrainedModel):
 def leaving_cache_on_error(forward: Callable) -> Callable:
     """Makes a head's `forward` leave the cache as it was if it raises, for example for labels that do not fit."""
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @wraps(forward)
     def undone(self, *args, **kwargs):
-        with undone_on_error(rename_cache(kwargs).get("cache", args[CACHE_PLACE] if len(args) > CACHE_PLACE else None)):
+        with undone_on_error(kwargs.get("cache", args[CACHE_PLACE] if len(args) > CACHE_PLACE else None)):
             return forward(self, *args, **kwargs)
 
     return undone
@@ -377,7 +360,7 @@ def leaving_cache_on_error(forward: Callable) -> Callable:
 class TitansForSequenceClassification(GenericForSequenceClassification, TitansHead):
     """Classifies a text by its last token. A batch of several texts needs a mask, or `pad_token_id`."""
 
-    @takes_either_name
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @can_return_tuple
     def forward(
         self,
@@ -441,7 +424,7 @@ class TitansForTokenClassification(GenericForTokenClassification, TitansHead):
 class TitansForQuestionAnswering(GenericForQuestionAnswering, TitansHead):
     """Predicts the first and the last token of an answer."""
 
-    @takes_either_name
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @can_return_tuple
     def forward(
         self,

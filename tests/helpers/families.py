@@ -11,7 +11,6 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from titans_hf.cache_titans import CACHE_NAME
 from titans_hf.remember import MemoryCache, forget, remember
 from titans_hf.remember.fast_weights import FastWeights, decoder_layers, linear_sizes, random_fast_weights
 from titans_hf.remember.token_list import TokenList
@@ -121,7 +120,7 @@ def differences(model: PreTrainedModel, window: int | None = WINDOW) -> dict[str
         fast, chosen = small_memory(model)
         remember(model, window, fast_weights=fast, token_list=chosen)
         whole, cache = model(ids).logits, MemoryCache(model)
-        pieces = torch.cat([model(x, **{CACHE_NAME: cache}).logits for x in ids.split(PIECES, 1)], 1)
+        pieces = torch.cat([model(x, cache=cache).logits for x in ids.split(PIECES, 1)], 1)
         padded, mask = ids.clone(), torch.ones_like(ids)
         padded[0, :5], padded[0, 5:], mask[0, :5] = 0, ids[0, :40], 0
         of_padded = model(padded, attention_mask=mask).logits

@@ -10,8 +10,6 @@ import math
 import torch
 from transformers import DynamicCache
 
-from titans_hf.cache_titans import CACHE_NAME
-
 
 def read_slowly(model, fast, window: int, ids: torch.Tensor, first_token: int, sink_block: int):
     """Returns the logits (T, V) of ids (T,) of the model itself, and B by name after the last token.
@@ -50,7 +48,7 @@ def read_slowly(model, fast, window: int, ids: torch.Tensor, first_token: int, s
         allowed[:, 0] = query[:, 0] >= window
         mask = torch.zeros(allowed.shape, dtype=merged.dtype).masked_fill(~allowed, torch.finfo(merged.dtype).min)
         positions = torch.arange(begin, begin + here.shape[1])[None]
-        output = model(here, attention_mask=mask[None, None], position_ids=positions, **{CACHE_NAME: cache})
+        output = model(here, attention_mask=mask[None, None], position_ids=positions, cache=cache)
         logits.append(output.logits[0].detach())
         for kind, name in zip(past, ("keys", "values"), strict=True):
             kind.append([getattr(x, name)[..., 1 + begin :, :].detach() for x in cache.layers])
@@ -79,7 +77,7 @@ def sink_of(model, original, modules, first_token: int, position: int) -> list:
     for name, w in original.items():
         modules[name].weight = torch.nn.Parameter(w)
     cache = DynamicCache()
-    model(torch.tensor([[first_token]]), position_ids=torch.tensor([[position]]), **{CACHE_NAME: cache})
+    model(torch.tensor([[first_token]]), position_ids=torch.tensor([[position]]), cache=cache)
     return [(x.keys, x.values) for x in cache.layers]
 
 

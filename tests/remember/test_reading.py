@@ -21,7 +21,6 @@ from transformers import (
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
-from titans_hf.cache_titans import CACHE_NAME
 from titans_hf.remember import MemoryCache, forget, reading, remember
 from titans_hf.remember.token_list import TokenList
 
@@ -188,7 +187,7 @@ def test_a_cache_that_does_not_fit(model):
     cache = MemoryCache(model)
     with torch.no_grad():
         with pytest.raises(ValueError, match="`MemoryCache"):
-            model(TOKENS, **{CACHE_NAME: MemoryCache(remembering())})
+            model(TOKENS, cache=MemoryCache(remembering()))
         model(TOKENS[:2, :5], cache=cache)
         with pytest.raises(ValueError, match="the 2 rows of `cache`, got 4"):
             model(TOKENS[:, :5], cache=cache)

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils.deprecation import deprecate_kwarg
 
-from ..cache_titans import CACHE_NAME, CACHE_NAMES
 from ..generation_titans import EndedRowsMixin
 from . import reading
 from .adapter import load_adapter
@@ -206,7 +206,7 @@ def check_reading(model: PreTrainedModel) -> None:
         for tried, pieces in ((None, [CHECK_LENGTH]), (tried_window, [CHECK_LENGTH]), (tried_window, [5, 1, 9, 9])):
             memory.window = tried
             cache = MemoryCache(model)
-            results.append(torch.cat([model(x, **{CACHE_NAME: cache}).logits for x in ids.split(pieces, 1)], 1))
+            results.append(torch.cat([model(x, cache=cache).logits for x in ids.split(pieces, 1)], 1))
     finally:
         memory.window, memory.learning = window, learning
         model.train(training)
@@ -255,13 +255,13 @@ class RememberingModel(EndedRowsMixin):
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         """Gives `generate()` a `MemoryCache`: Transformers would make a cache by the configuration."""
-        if model_kwargs.get(CACHE_NAME) is None and generation_config.use_cache is not False:
+        if model_kwargs.get("cache") is None and generation_config.use_cache is not False:
             if generation_config.cache_implementation is not None:
                 kind = generation_config.cache_implementation
                 raise ValueError(f"`cache_implementation` must be None for a model with a memory, got {kind!r}.")
-            model_kwargs[CACHE_NAME] = MemoryCache(self)
+            model_kwargs["cache"] = MemoryCache(self)
         if generation_config.is_assistant:
-            model_kwargs[CACHE_NAME].activate_past_recording()
+            model_kwargs["cache"].activate_past_recording()
 
     def generate(self, inputs: Tensor | None = None, *args, **kwargs):
         """Generates as the model's own class does; with learn_from="read" the memory does not learn the generated
@@ -278,6 +278,7 @@ class RememberingModel(EndedRowsMixin):
 def remembering_class(own: type) -> type:
     """Returns the subclass of a model's class that reads with a memory, under the same name."""
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @functools.wraps(own.forward)
     def forward(self, *args, **kwargs):
         return _forward(self, own, _bound(own, self, args, kwargs))
@@ -300,10 +301,9 @@ def _bound(own: type, model: PreTrainedModel, args: tuple, kwargs: dict) -> dict
 
 def _forward(model: PreTrainedModel, own: type, arguments: dict):
     """The forward pass with a memory: logits of every column, 0 at padding."""
-    caches = [arguments.pop(x) for x in CACHE_NAMES if x in arguments]
-    cache = next((x for x in caches if x is not None), None)
+    cache = arguments.pop("cache", None)
     if cache is not None and not isinstance(cache, MemoryCache):
-        raise ValueError(f"`{CACHE_NAME}` must be a MemoryCache for a model with a memory, got {type(cache).__name__}.")
+        raise ValueError(f"`cache` must be a MemoryCache for a model with a memory, got {type(cache).__name__}.")
     ids, labels = arguments.pop("input_ids", None), arguments.pop("labels", None)
     if ids is None:
         raise ValueError("`input_ids` must be given to a model with a memory: it learns which token follows.")
@@ -327,7 +327,7 @@ def _forward(model: PreTrainedModel, own: type, arguments: dict):
         output.loss = model.loss_function(logits=logits, labels=labels, vocab_size=size, **loss_arguments)
     if "router_logits" in of_layers:
         _add_auxiliary_loss(model, own, output, columns.real)
-    output[CACHE_NAME] = cache if returns_cache else None
+    output["cache"] = cache if returns_cache else None
     given = {x: value for x, value in output.items() if value is not None}
     result = type(output)(**given)
     return result.to_tuple() if return_dict is False else result

@@ -16,7 +16,6 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ..cache_titans import CACHE_NAME
 from . import files
 from .columns import CallColumns
 from .parts import memory_of
@@ -63,7 +62,7 @@ class MemoryCache(Cache):
         Raises ValueError for another number of rows than before, and for another model's cache.
         """
         if self.memory is not model.memory:
-            raise ValueError(f"`{CACHE_NAME}` must belong to this model: create it by `MemoryCache(model)`.")
+            raise ValueError("`cache` must belong to this model: create it by `MemoryCache(model)`.")
         if not len(self.seen):
             self.seen = self.steps = torch.zeros(rows, dtype=torch.int64)
             self.state, self.device = self.memory.initial_state(model, rows, device), device
@@ -243,7 +242,7 @@ class MemoryCache(Cache):
         """Reads the columns that `crop` has left to be read again."""
         if self.unread is not None:
             with torch.no_grad():
-                model(input_ids=self.unread.ids[:, :0], **{CACHE_NAME: self})
+                model(input_ids=self.unread.ids[:, :0], cache=self)
 
     def _clear_layers(self) -> None:
         for layer in self.layers:

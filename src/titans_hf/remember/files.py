@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..cache_files import SavedMemory, naming_folder, read_memory, write_memory
-from ..cache_titans import CACHE_NAME
 from .window import KeyValueLayer, StateLayer
 
 KEYS = ("keys", "values")
@@ -119,7 +118,7 @@ def layer_tensors(cache: Cache) -> dict[str, Tensor]:
 def _of_one_token(cache: Cache, model: PreTrainedModel) -> Cache:
     """Returns a cache that has read one token: the form of any cache's tensors."""
     new = type(cache)(model)
-    model(input_ids=torch.full((1, 1), model.memory.first_token, device=cache.device), **{CACHE_NAME: new})
+    model(input_ids=torch.full((1, 1), model.memory.first_token, device=cache.device), cache=new)
     return new
 
 

@@ -21,7 +21,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..cache_titans import CACHE_NAME
 from .cache import MemoryCache
 from .columns import CallColumns
 from .fast_weights import IGNORED
@@ -253,7 +252,7 @@ def call(
         if isinstance(layer, StateLayer) and ids.shape[1] == 1:
             layer.before_token()
     given = titans_cache(model, cache.layers, cache.seen) if is_titans(model) else cache
-    arguments = {"input_ids": ids, CACHE_NAME: given, "use_cache": True, "return_dict": True, **arguments}
+    arguments = {"input_ids": ids, "cache": given, "use_cache": True, "return_dict": True, **arguments}
     if memory.takes_positions:
         arguments["position_ids"] = positions.to(ids.device)
     if weights is None:
@@ -290,7 +289,7 @@ def sink_of(model: PreTrainedModel, cache: MemoryCache, block: int) -> list:
     if block not in cache.sinks:
         memory, empty = model.memory, MemoryCache(model)
         device = cache.device
-        arguments = {"input_ids": torch.full((1, 1), memory.first_token, device=device), CACHE_NAME: empty}
+        arguments = {"input_ids": torch.full((1, 1), memory.first_token, device=device), "cache": empty}
         if memory.takes_positions:
             position = max(0, block * SINK_BLOCK - memory.window)
             arguments["position_ids"] = torch.full((1, 1), position, device=device)

@@ -25,7 +25,6 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from titans_hf import TitansCache
-from titans_hf.cache_titans import CACHE_NAME
 from titans_hf.cli.serving.requests import REQUEST, ServedRequest
 from titans_hf.cli.serving.slots import Slot, Slots, Turn
 from titans_hf.cli.serving.snapshots import OPENING, Snapshots, kind_of_cache
@@ -138,7 +137,7 @@ class ServedModel:
         if not self._takes_slot(generation_config, inputs):
             return self._run(self._generate_alone, turn, input_ids, inputs)
         slot = Slot(self._read_prompt(request, input_ids))
-        asking, inputs[CACHE_NAME] = copy.copy(self.model), slot.cache
+        asking, inputs["cache"] = copy.copy(self.model), slot.cache
         asking.forward = functools.wraps(self.model.forward)(functools.partial(self._forward, slot, turn))
         try:
             with turn:
@@ -164,8 +163,8 @@ class ServedModel:
     def _generate_alone(self, turn: Turn, input_ids: Tensor, inputs: dict) -> Tensor:
         if self.start is not None:
             config = inputs["generation_config"]
-            inputs[CACHE_NAME] = self.new_cache()
-            inputs[CACHE_NAME].batch_repeat_interleave(max(config.num_beams or 1, config.num_return_sequences or 1))
+            inputs["cache"] = self.new_cache()
+            inputs["cache"].batch_repeat_interleave(max(config.num_beams or 1, config.num_return_sequences or 1))
         with turn:
             return self.model.generate(input_ids, **inputs)
 
@@ -174,7 +173,7 @@ class ServedModel:
         ids = arguments["input_ids"]
         with turn.paused():
             if slot.has_read and ids.shape[1] == 1:
-                return CausalLMOutputWithPast(**{"logits": self.slots.logits(slot, ids), CACHE_NAME: slot.cache})
+                return CausalLMOutputWithPast(logits=self.slots.logits(slot, ids), cache=slot.cache)
             slot.has_read = True
             return self._run(copy_context().run, functools.partial(self._call, **arguments))
 
@@ -186,7 +185,7 @@ class ServedModel:
         return self.model(**arguments)
 
     def _read(self, ids: Tensor, cache: Cache) -> None:
-        self._call(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache})
+        self._call(input_ids=ids, use_cache=True, logits_to_keep=1, cache=cache)
 
     def _read_prompt(self, request: ServedRequest, input_ids: Tensor) -> Cache:
         """Returns a cache that has read all but the last tokens of a prompt, from the longest snapshot. Snapshots are

@@ -17,8 +17,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from titans_hf.cache_titans import CACHE_NAME
-
 
 @dataclass(eq=False)
 class Slot:
@@ -72,7 +70,7 @@ class Slots:
             first = self.rows[0]
             self.cache.start_prompt(first.cache.get_seq_length())
             ids = torch.cat([slot.ids for slot in self.rows])
-            output = first.context.run(self.model, input_ids=ids, use_cache=True, **{CACHE_NAME: self.cache})
+            output = first.context.run(self.model, input_ids=ids, use_cache=True, cache=self.cache)
         except Exception as error:
             self.rows, self.cache = [], None
             for slot in asked:

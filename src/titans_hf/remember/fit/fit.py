@@ -24,7 +24,6 @@ from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ...cache_titans import CACHE_NAME
 from ..attach import forget, remember
 from ..cache import MemoryCache
 from ..fast_weights import FastWeights, decoder_layers, linear_layers
@@ -160,7 +159,7 @@ def _sketches(
     try:
         for tokens, labels in zip(ids.split(PIECE), targets.split(PIECE), strict=True):
             with torch.enable_grad():
-                logits = model(tokens.to(device)[None], **{CACHE_NAME: cache}).logits[0].float()
+                logits = model(tokens.to(device)[None], cache=cache).logits[0].float()
                 loss = cross_entropy(logits, labels.to(logits.device), reduction="sum") / len(ids)
                 names = [(name, i) for name, of_calls in probes.items() for i in range(len(of_calls))]
                 gradients = torch.autograd.grad(loss, [probes[name][i] for name, i in names], allow_unused=True)
@@ -255,7 +254,7 @@ def fit_start(
         cache.begin(model, 1, device)
         cache.state |= {name: x.to(cache.state[name]) for name, x in weights.items()}
         with noting(model, note), torch.no_grad():
-            model(ids[None].to(device), logits_to_keep=1, **{CACHE_NAME: cache})
+            model(ids[None].to(device), logits_to_keep=1, cache=cache)
         weights = {name: x for name, x in cache.state.items() if name.startswith("B.")}
         numbers = {"begin": torch.tensor(index + 1)} | vars(moments)
         saved.save("start", weights | {f"sum.{name}": x for name, x in sums.items()} | numbers)

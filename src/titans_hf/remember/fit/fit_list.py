@@ -20,7 +20,6 @@ from torch.nn.functional import logsigmoid, pad
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ...cache_titans import CACHE_NAME
 from ..cache import MemoryCache
 from ..token_list import NUM_FEATURES, Found, ReadOut, TokenList, surprise
 
@@ -182,7 +181,7 @@ def read_texts(model: PreTrainedModel, texts: Sequence[Tensor]) -> None:
     ids = torch.stack([pad(x, (0, length - len(x))) for x in texts])
     mask = torch.stack([pad(torch.ones_like(x), (0, length - len(x))) for x in texts])
     with torch.no_grad():
-        model(ids.to(device), attention_mask=mask.to(device), logits_to_keep=1, **{CACHE_NAME: MemoryCache(model)})
+        model(ids.to(device), attention_mask=mask.to(device), logits_to_keep=1, cache=MemoryCache(model))
 
 
 def choose_columns(weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
