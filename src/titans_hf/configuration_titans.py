@@ -27,11 +27,7 @@ AUTO_MAP = {
     "AutoModelForSequenceClassification": "modeling_titans.TitansForSequenceClassification",
     "AutoModelForTokenClassification": "modeling_titans.TitansForTokenClassification",
 }
-# Version of the fields' meaning. It rises when the function that a saved model computes changes.
-TITANS_VERSION = 2
-OWN_NAMES = ("memory_", "token_memory_")  # prefixes of fields that other configs do not have
-# Fields that this class no longer has, with the value at which a saved model computes the same without them.
-FORMER_FIELDS = {"token_memory_features": 0}
+PREFIX = "memory_"  # of fields that other configs do not have
 # Keywords that every config takes, although its class has no such attribute.
 TRANSFORMERS_NAMES = {
     *("attn_implementation", "experts_implementation", "per_layer_config", "auto_map", "quantization_config"),
@@ -40,6 +36,21 @@ TRANSFORMERS_NAMES = {
 VARIANTS = ("mac", "mag", "mal", "lmm")
 WITH_ATTENTION = ("mac", "mag", "mal")
 WITH_WINDOW = ("mag", "mal")
+# The defaults that `memory_form` sets.
+FORMS = {
+    "memory_depth": {"titans": 2, "delta": 1, "paper": 2},
+    "memory_expansion": {"titans": 1, "delta": 2, "paper": 4},
+    "memory_network": {"titans": "mlp", "delta": "mlp", "paper": "residual"},
+    "memory_gates": {"titans": "head", "delta": "head", "paper": "layer"},
+    "memory_chunk_size": {"titans": 64, "delta": 64, "paper": 16},
+    "memory_update_rule": {"titans": "delta", "delta": "delta", "paper": "chunk"},
+    "memory_recurrence": {"titans": "stable", "delta": "stable", "paper": "paper"},
+    "memory_momentum": {"titans": True, "delta": False, "paper": True},
+    "memory_conv_noise": {"titans": 0.7, "delta": 0.7, "paper": 1.0},
+    "memory_output_norm": {"titans": "clip", "delta": "clip", "paper": "rms"},
+    "memory_residual": {"titans": True, "delta": True, "paper": False},
+    "memory_error_clip": {"titans": 1.0, "delta": 1.0, "paper": None},
+}
 
 
 def setting(
@@ -58,7 +69,8 @@ def setting(
     Args:
         default: the field's default.
         at_least, above, at_most: its range; values are finite. None is allowed if the field's type allows it.
-        derived: computes the value from the other fields if it is still the default, usually None.
+        derived: computes the value from the other fields if it is still the default, usually None. Fields in FORMS are
+            derived too.
         variants: the variants in which the field has an effect.
         state: how a layer's state depends on the field. "shape": a cache made with another value does not fit the
             model. "content": a saved memory is valid only with this value. "none": it does not.
@@ -81,21 +93,11 @@ def field_facts(config_class: type) -> dict[str, Mapping[str, Any]]:
     return facts
 
 
-def by_form(*, titans: Any, delta: Any, paper: Any) -> Callable[["TitansConfig"], Any]:
-    """Returns a function that picks a field's value by the config's `memory_form`, for `setting(derived=...)`."""
-    return lambda config: {"titans": titans, "delta": delta, "paper": paper}[config.memory_form]
-
-
-def _update_rule(config: "TitansConfig") -> str:
-    """Returns the default of `memory_update_rule`. A residual network cannot have the delta rule."""
-    return "chunk" if config.memory_form == "paper" or config.memory_network == "residual" else "delta"
-
-
 @strict
 class TitansConfig(PreTrainedConfig):
     r"""
     Configures a Titans model. Fields that are not listed here are as in Transformers. *By form* is a default that
-    `memory_form` sets: the value of `"titans"`, then the values of the other forms if they differ.
+    `memory_form` sets; the last table has its values.
 
     Args:
         variant (`str`, defaults to `"mag"`):
@@ -120,22 +122,22 @@ class TitansConfig(PreTrainedConfig):
             Sets the defaults below. `"titans"`: a memory of two layers with momentum and stabilisers, whose last layer
             learns by the delta rule. `"delta"`: a faster one: a linear memory without momentum, by the delta rule, with
             the same stabilisers. `"paper"`: the paper's second version, literally.
-        memory_depth (`int`, by form 2; `"delta"` 1): Layers of the memory network (L_M); 1 is a linear memory.
-        memory_expansion (`int`, by form 1; `"delta"` 2, `"paper"` 4):
+        memory_depth (`int`, by form): Layers of the memory network (L_M); 1 is a linear memory.
+        memory_expansion (`int`, by form):
             Width of the network's hidden layers, in multiples of a memory head's size. No effect on a linear memory.
-        memory_network (`str`, by form `"mlp"`; `"paper"` `"residual"`):
+        memory_network (`str`, by form):
             Form of the network M: `"mlp"` linear layers with SiLU between them (the paper's first version),
             `"residual"` M(x) = x + LN(W_L gelu(... gelu(W_1 x))) (its second). `"residual"` has a slower backward and
             needs `memory_update_rule="chunk"`.
-        memory_gates (`str`, by form `"head"`; `"paper"` `"layer"`):
+        memory_gates (`str`, by form):
             One theta, eta and alpha per token for each head, or for each layer of a head's network. `"layer"` has a
             slower backward.
         memory_num_heads (`int`, *optional*):
             Independent memories per layer, of `hidden_size // memory_num_heads` entries each. Default:
             `num_attention_heads`.
-        memory_chunk_size (`int`, by form 64; `"paper"` 16):
+        memory_chunk_size (`int`, by form):
             Tokens whose gradients are taken at the same weights (section 3.2).
-        memory_update_rule (`str`, by form `"delta"`; `"paper"`, and with `memory_network="residual"`, `"chunk"`):
+        memory_update_rule (`str`, by form; `"chunk"` with `memory_network="residual"`):
             Weights at which the error of the last layer is taken. `"chunk"`: the weights at the chunk's start (eq. 16).
             `"delta"`: the weights before each token (eq. 10), exactly, so that one write can replace the value that a
             key retrieves.
@@ -144,26 +146,26 @@ class TitansConfig(PreTrainedConfig):
             rule, otherwise 1 / b in chunks of b tokens, and 2 / (L b) from L = 3 layers on. A larger value warns: with
             repeated keys updates overshoot, and rounding errors and gradients grow exponentially. With the delta rule,
             hidden layers take steps of theta / (2 b), theta / 128 at most.
-        memory_recurrence (`str`, by form `"stable"`; `"paper"` `"paper"`):
+        memory_recurrence (`str`, by form):
             `"paper"`: eq. 10-14 as stated. `"stable"`: forgetting leads back to the learned initial weights instead of
             0, where a network of several layers has no gradient; theta is multiplied by 1 - eta, so that a gradient's
             steps sum to theta; values have length 1, as keys and queries, because the largest stable step decreases
             with their square; and the network starts as 0.
-        memory_momentum (`bool`, by form `True`; `"delta"` with the delta rule `False`):
+        memory_momentum (`bool`, by form; `True` with `memory_update_rule="chunk"`):
             Momentum of the update (eta, eq. 10). With the delta rule, eta is at most 1/3: above it, bursts of one key
             can make the memory grow exponentially.
         memory_forget (`bool`, defaults to `True`): Decay of the memory (alpha, eq. 13).
         memory_conv_kernel (`int`, defaults to 4): Width of the causal convolutions on q, k and v; 1 for none.
-        memory_conv_noise (`float`, by form 0.7; `"paper"` 1):
+        memory_conv_noise (`float`, by form):
             Share n of noise in the initial filters, from 0 to 1: sqrt(1 - n^2) times the identity (on keys a delay of
             one token) plus n times noise of norm 1. With 0, recall is learned fastest; with 1, language.
-        memory_output_norm (`str`, by form `"clip"`; `"paper"` `"rms"`):
+        memory_output_norm (`str`, by form):
             Normalises the values that a head retrieves (section 4.4): `"rms"` always; `"clip"` only lengths above 1,
             the length of a value, so that small retrievals stay small.
-        memory_residual (`bool`, by form `True`; `"paper"` `False`):
+        memory_residual (`bool`, by form):
             Adds the memory's output m to attention's y in MAG, MAL and MAC: `y * sigmoid(norm(m)) + m` instead of eq.
             28, 31 and 25, and attention reads `norm(x + m)` in MAL instead of `norm(m)`.
-        memory_error_clip (`float` or `None`, defaults to `"form"`, which is 1; `"paper"` `None`):
+        memory_error_clip (`float` or `None`, defaults to `"form"`: by form):
             Clips errors |M(k) - v| at this multiple of |v|. `None`: no clip, the paper's squared error. The last
             layer's errors are never clipped with the delta rule.
         memory_kernel (`str`, defaults to `"auto"`):
@@ -173,15 +175,13 @@ class TitansConfig(PreTrainedConfig):
             `"auto"`: fla's where possible, PyTorch elsewhere, in compiled models too. PyTorch computes single tokens
             and calls with `output_surprise`.
 
-        > Version
+        > Defaults by form
 
-        titans_version (`int`, *optional*):
-            Version of the fields' meaning. Do not set it: a saved config of another version is refused.
+        TABLE
 
     Raises `ValueError` or huggingface_hub's `StrictDataclassError`, naming the field, for a value that is not possible,
-    and `ValueError` for an unknown keyword that begins with `memory_` or `token_memory_`. In a saved config, such a
-    field of a newer version only warns, and `token_memory_features` above 0, of an older version, raises `ValueError`.
-    Any other unknown keyword warns.
+    and `ValueError` for an unknown keyword that begins with `memory_`. In a saved config, such a field of another
+    version only warns. Any other unknown keyword warns.
     """
 
     model_type = "titans"
@@ -226,102 +226,73 @@ class TitansConfig(PreTrainedConfig):
     attention_dropout: int | float = setting(0.0, at_least=0, at_most=1, variants=WITH_ATTENTION, state="none")
     # Memory
     memory_form: Literal["titans", "delta", "paper"] = setting("titans", state="none")
-    memory_depth: int | None = setting(
-        None, at_least=1, derived=by_form(titans=2, delta=1, paper=2), state="shape", card="depth of the memory"
-    )
-    memory_expansion: int | None = setting(
-        None, at_least=1, derived=by_form(titans=1, delta=2, paper=4), state="shape", card="expansion of the memory"
-    )
-    memory_network: Literal["mlp", "residual"] | None = setting(
-        None, derived=by_form(titans="mlp", delta="mlp", paper="residual"), state="shape"
-    )
-    memory_gates: Literal["head", "layer"] | None = setting(
-        None, derived=by_form(titans="head", delta="head", paper="layer")
-    )
+    memory_depth: int | None = setting(None, at_least=1, state="shape", card="depth of the memory")
+    memory_expansion: int | None = setting(None, at_least=1, state="shape", card="expansion of the memory")
+    memory_network: Literal["mlp", "residual"] | None = setting(None, state="shape")
+    memory_gates: Literal["head", "layer"] | None = setting(None)
     memory_num_heads: int | None = setting(
         None, at_least=1, derived=lambda config: config.num_attention_heads, state="shape", card="memory heads"
     )
-    memory_chunk_size: int | None = setting(
-        None, at_least=1, derived=by_form(titans=64, delta=64, paper=16), state="shape", card="chunk of the memory"
+    memory_chunk_size: int | None = setting(None, at_least=1, state="shape", card="chunk of the memory")
+    memory_update_rule: Literal["chunk", "delta"] | None = setting(
+        None,  # a residual network cannot have the delta rule
+        derived=lambda config: "chunk" if config.memory_network == "residual" else config.of_form("memory_update_rule"),
+        state="shape",
     )
-    memory_update_rule: Literal["chunk", "delta"] | None = setting(None, derived=_update_rule, state="shape")
     memory_max_lr: int | float | None = setting(None, at_least=0, derived=lambda config: config.max_stable_lr)
-    memory_recurrence: Literal["stable", "paper"] | None = setting(
-        None, derived=by_form(titans="stable", delta="stable", paper="paper")
-    )
+    memory_recurrence: Literal["stable", "paper"] | None = setting(None)
     memory_momentum: bool | None = setting(
         None,
-        derived=lambda config: config.memory_form != "delta" or config.memory_update_rule == "chunk",
+        derived=lambda config: config.memory_update_rule == "chunk" or config.of_form("memory_momentum"),
         state="shape",
     )
     memory_forget: bool = setting(True)
     memory_conv_kernel: int = setting(4, at_least=1, state="shape")
-    memory_conv_noise: int | float | None = setting(
-        None, at_least=0, at_most=1, derived=by_form(titans=0.7, delta=0.7, paper=1.0)
-    )
-    memory_output_norm: Literal["rms", "clip"] | None = setting(
-        None, derived=by_form(titans="clip", delta="clip", paper="rms")
-    )
-    memory_residual: bool | None = setting(
-        None, derived=by_form(titans=True, delta=True, paper=False), variants=WITH_ATTENTION
-    )
-    memory_error_clip: int | float | Literal["form"] | None = setting(
-        "form", above=0, derived=by_form(titans=1.0, delta=1.0, paper=None)
-    )
+    memory_conv_noise: int | float | None = setting(None, at_least=0, at_most=1)
+    memory_output_norm: Literal["rms", "clip"] | None = setting(None)
+    memory_residual: bool | None = setting(None, variants=WITH_ATTENTION)
+    memory_error_clip: int | float | Literal["form"] | None = setting("form", above=0)
     memory_kernel: Literal["auto", "torch", "fla"] = setting("auto", state="none")
-    # Version
-    titans_version: int | None = setting(None, state="none")
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
         """Makes a config from config.json. Keywords of the memory's fields replace the file's values before other
         fields derive from them.
 
-        Raises ValueError for another `memory_form` than a saved config's, which has a value for every field, and for a
-        saved model with a part that is no longer there.
+        Raises ValueError for another `memory_form` than a saved config's, which has a value for every field.
         """
         form, saved = kwargs.get("memory_form"), config_dict.get("memory_form")
-        if config_dict.get("titans_version") is not None and form not in (None, saved):
+        if "transformers_version" in config_dict and form not in (None, saved):
             raise ValueError(
                 f"`memory_form` cannot become {form!r} in a saved config, whose fields were made for {saved!r}: give "
                 "the fields to change."
             )
-        given = {name: kwargs.pop(name) for name in [*kwargs] if name.startswith(OWN_NAMES)}
-        for name in [name for name in config_dict if name.startswith(OWN_NAMES) and name not in field_facts(cls)]:
-            if name not in FORMER_FIELDS:
-                logger.warning_once(f"`{name}` in a saved config has no effect: this titans_hf has no such field.")
-            elif config_dict[name] != FORMER_FIELDS[name]:
-                raise ValueError(
-                    f"`{name}` in a saved config must be {FORMER_FIELDS[name]}, but is {config_dict[name]}: it was "
-                    "saved by a titans_hf whose models had this part."
-                )
+        given = {name: kwargs.pop(name) for name in [*kwargs] if name.startswith(PREFIX)}
+        for name in [name for name in config_dict if name.startswith(PREFIX) and name not in field_facts(cls)]:
+            logger.warning_once(f"`{name}` in a saved config has no effect: this titans_hf has no such field.")
             config_dict = {x: value for x, value in config_dict.items() if x != name}
         return super().from_dict(config_dict | given, **kwargs)
 
     def __post_init__(self, **kwargs):
         _check_names(kwargs, field_facts(type(self)))
-        self._check_version()
         self._check_ranges()
         for name in self._fields_to_derive():
-            setattr(self, name, field_facts(type(self))[name]["derived"](self))
+            derived = field_facts(type(self))[name]["derived"]
+            setattr(self, name, derived(self) if derived else self.of_form(name))
         self.rope_parameters = _rope_parameters(
             kwargs.pop("rope_scaling", None) or self.rope_parameters or {}, kwargs.pop("partial_rotary_factor", 0.5)
         )
         super().__post_init__(**kwargs)
 
-    def _check_version(self) -> None:
-        """Raises ValueError for a saved config whose model would compute another function with this code."""
-        if self.titans_version not in (None, TITANS_VERSION):
-            raise ValueError(
-                f"`titans_version` must be {TITANS_VERSION} here, but is {self.titans_version}: it was saved by a "
-                "titans_hf whose models compute another function."
-            )
-        self.titans_version = TITANS_VERSION
+    def of_form(self, name: str) -> Any:
+        """Returns the default that `memory_form` sets for a field."""
+        return FORMS[name][self.memory_form]
 
     def _fields_to_derive(self) -> list[str]:
         """Returns the derived fields that have no value yet."""
         facts = field_facts(type(self)).items()
-        return [name for name, x in facts if x["derived"] is not None and getattr(self, name) == x["default"]]
+        derived = [(name, x["default"]) for name, x in facts if x["derived"] or name in FORMS]
+        return [name for name, default in derived if getattr(self, name) == default]
 
     @property
     def base_model_tp_plan(self) -> dict[str, str]:
@@ -417,7 +388,7 @@ class TitansConfig(PreTrainedConfig):
     def _check_ranges(self):
         for name, facts in field_facts(type(self)).items():
             value, has_effect = getattr(self, name), self.variant in facts["variants"]
-            if value not in (None, facts["default"]) and (has_effect or facts["derived"] is None):
+            if value not in (None, facts["default"]) and (has_effect or not (facts["derived"] or name in FORMS)):
                 _check_range(name, value, facts["at_least"], facts["above"], facts["at_most"])
 
     def validate_architecture(self):
@@ -459,7 +430,7 @@ def _check_names(kwargs: Mapping[str, Any], names: Iterable[str]) -> None:
             continue
         similar = get_close_matches(name, names, 1)
         text = f"`{name}` is not a field of TitansConfig" + (f": is `{similar[0]}` meant?" if similar else ".")
-        if name.startswith(OWN_NAMES):
+        if name.startswith(PREFIX):
             raise ValueError(text)
         logger.warning_once(f"{text} It is kept as an attribute, and has no effect.")
 
@@ -505,6 +476,12 @@ def check_multiple(name: str, value: int, divisor_name: str, divisor: int) -> No
         raise ValueError(f"`{name}` ({value}) must be a multiple of `{divisor_name}` ({divisor}).")
 
 
+TitansConfig.__doc__ = TitansConfig.__doc__.replace(
+    "TABLE",
+    "\n        ".join(
+        f"{name}: {', '.join(f'{form} {x!r}' for form, x in row.items())}" for name, row in FORMS.items()
+    ),
+)
 TitansConfig.register_for_auto_class()
 
 __all__ = ["TitansConfig"]

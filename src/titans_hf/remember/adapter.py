@@ -19,7 +19,6 @@ from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
@@ -29,7 +28,6 @@ from .token_list import ReadOut, TokenList
 
 WEIGHTS = "adapter.safetensors"
 SETTINGS = ("entries", "threshold")  # of the list
-OLDER_SIZES = {"entry_weight": 7, "gate_weight": 8}  # in adapters from before d_ti (`token_list`)
 CARD = """# {name}
 
 A memory for {base}: fast weights that learn while the model reads, by the gradient of
@@ -214,9 +212,8 @@ def _token_list(model: PreTrainedModel, config: RememberConfig, tensors: dict[st
     shapes = {name: x.shape for name, x in ReadOut.cautious()._asdict().items()}
     numbers = {name: _taken(tensors, f"list.{name}", None) for name in shapes}
     for name, (number,) in shapes.items():
-        if len(numbers[name]) not in (number, OLDER_SIZES.get(name)):
+        if len(numbers[name]) != number:
             raise ValueError(f"list.{name} has {len(numbers[name])} numbers, not {number}")
-        numbers[name] = pad(numbers[name], (0, number - len(numbers[name])))
     read_out = ReadOut(**numbers)
     center, projection = _taken(tensors, "list.center", size), _taken(tensors, "list.projection", size, None)
     return TokenList(center, projection, read_out, **(config.token_list or {}))
