@@ -126,6 +126,8 @@ def forget(model: PreTrainedModel) -> PreTrainedModel:
     if issubclass(type(model), RememberingModel):
         model.__class__ = type(model).__bases__[1]
         _set_hooked_forward(model)
+    for module in memory.checkpointed:
+        module.gradient_checkpointing = True
     model.set_attn_implementation(memory.own_attention)
     if is_titans(model):
         model.set_memory_learning(memory.own_learning)
@@ -139,9 +141,17 @@ def attach(model: PreTrainedModel, memory: Memory) -> None:
         memory.hooks += memory.fast_weights.attach(model)
     if memory.token_list is not None:
         memory.hooks.append(feed_forward(model).register_forward_pre_hook(reading.capture_mlp_inputs))
+    stop_checkpointing(model)
     memory.has_states = any(hasattr(x, "mark_start") for x in MemoryCache(model).layers)
     model.__class__ = remembering_class(type(model))
     _set_hooked_forward(model)
+
+
+def stop_checkpointing(model: PreTrainedModel) -> None:
+    """Turns gradient checkpointing off until `forget`: in training it takes the cache from the layers."""
+    model.memory.checkpointed = [x for x in model.modules() if getattr(x, "gradient_checkpointing", False)]
+    for module in model.memory.checkpointed:
+        module.gradient_checkpointing = False
 
 
 def _set_hooked_forward(model: PreTrainedModel) -> None:
@@ -252,6 +262,16 @@ class RememberingModel(EndedRowsMixin):
             self.memory.own_attention = attn_implementation
         elif not str(attn_implementation).startswith(PREFIX):
             self.memory.own_attention = set_window_attention(self)
+
+    def gradient_checkpointing_enable(self, *args, **kwargs) -> None:
+        """Turns gradient checkpointing on from `forget` on."""
+        super().gradient_checkpointing_enable(*args, **kwargs)
+        stop_checkpointing(self)
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Turns gradient checkpointing off."""
+        super().gradient_checkpointing_disable()
+        stop_checkpointing(self)
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         """Gives `generate()` a `MemoryCache`: Transformers would make a cache by the configuration."""

@@ -34,6 +34,7 @@ class Memory:
     takes_positions: bool = True
     takes_logits_to_keep: bool = True
     hooks: list = field(default_factory=list)
+    checkpointed: list = field(default_factory=list)  # modules that had gradient checkpointing, which is off
 
     @property
     def chunk(self) -> int:

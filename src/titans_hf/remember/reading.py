@@ -12,8 +12,7 @@ numbers. If the next token arrives in a later call, the whole chunk is read once
 Shapes: R rows, T columns, C tokens of a chunk, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from contextvars import ContextVar
 
 import torch
@@ -49,7 +48,7 @@ def read(
     """
     with_graph, kept, of_layers = torch.is_grad_enabled(), [], {name: [] for name in OF_LAYERS}
     output = CausalLMOutputWithPast()
-    with torch.inference_mode(False), torch.set_grad_enabled(with_graph), without_checkpointing(model), cache.guarded():
+    with torch.inference_mode(False), torch.set_grad_enabled(with_graph), cache.guarded():
         cache.begin(model, len(columns.ids), columns.ids.device)
         if cache.unread is not None:
             unread, cache.unread = cache.unread, None
@@ -301,21 +300,6 @@ def sink_of(model: PreTrainedModel, cache: MemoryCache, block: int) -> list:
         while len(cache.sinks) > len(cache.seen) + 3:
             del cache.sinks[next(iter(cache.sinks))]  # the oldest, never this block
     return cache.sinks[block]
-
-
-@contextmanager
-def without_checkpointing(model: PreTrainedModel) -> Iterator[None]:
-    """Turns gradient checkpointing off in the block: in training it takes the cache from the layers."""
-    changed = []
-    if model.training:
-        changed = [x for x in model.modules() if getattr(x, "gradient_checkpointing", False)]
-    for module in changed:
-        module.gradient_checkpointing = False
-    try:
-        yield
-    finally:
-        for module in changed:
-            module.gradient_checkpointing = True
 
 
 def _joined(pieces: Sequence[tuple[int, Tensor]], begin: int, end: int) -> Tensor:

@@ -19,12 +19,12 @@ Shapes: B rows, T tokens of a call, P columns of the past, H heads of keys and v
 import copy
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicCache,
@@ -33,7 +33,7 @@ from transformers.cache_utils import (
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
 )
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, flash_attention_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 PREFIX = "remember_"  # before the name of the model's own attention
@@ -325,20 +325,21 @@ def _attention(own: str) -> Callable:
             function = sys.modules[type(module).__module__].eager_attention_forward
         else:
             function = ALL_ATTENTION_FUNCTIONS[used]
-        with _named(module.config, own):
-            return function(module, query, key, value, mask, *args, **kwargs)
+        if used not in ("eager", "sdpa"):  # a kernel may be looked up by the name in the configuration
+            module = View(module, config=View(module.config, _attn_implementation=own))
+        return function(module, query, key, value, mask, *args, **kwargs)
 
     return attention
 
 
-@contextmanager
-def _named(config: PreTrainedConfig, own: str) -> Iterator[None]:
-    """Gives a configuration the name of the model's own attention in the block: kernels are looked up by it."""
-    name, config._attn_implementation_internal = config._attn_implementation, own
-    try:
-        yield
-    finally:
-        config._attn_implementation_internal = name
+class View:
+    """An object as one call sees it, with other values of some attributes: the object itself is shared by threads."""
+
+    def __init__(self, viewed: Any, **values: Any):
+        self.__dict__.update(values, _viewed=viewed)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_viewed"], name)
 
 
 def _takes_no_mask(own: str) -> bool:
@@ -365,12 +366,12 @@ def _mask(own: str) -> Callable:
             return make(**sizes, **offsets, dtype=dtype, device=device, **kwargs)
         # For one query on the CPU, which then need not wait for a GPU; for many queries the CPU would be slow.
         allowed = visible_columns(layer, q_length, mask_function, "cpu" if q_length == 1 else device)
-        if own == "sdpa" and q_length == 1 and bool(allowed.all()):
+        if make is sdpa_mask and q_length == 1 and bool(allowed.all()):
             return None
         allowed = allowed.to(device)
-        if own == "eager":
+        if make is eager_mask:
             return _additive(allowed, dtype)
-        if own == "sdpa" or _takes_no_mask(own):
+        if make in (sdpa_mask, flash_attention_mask):
             return allowed
         sees = lambda row, head, query, column: allowed[row, 0, query, column]  # noqa: E731
         return make(**sizes, mask_function=sees, device=device)
