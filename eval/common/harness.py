@@ -1,13 +1,11 @@
-"""The harness of the benchmarks that train small models: their options, a run, its training by Trainer, its record."""
+"""The harness of the benchmarks that train small models: their options, a run, its record."""
 
 import re
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,12 +13,8 @@ from transformers import PreTrainedConfig, set_seed
 
 from eval.common.compared_models import parse_settings
 from eval.common.records import FILE, Record, append_record, describe_commit, file_of, find_finished, read_records
-from eval.common.tables import check_alike
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
 from titans_hf.cli.shared.command_line import HelpFormatter
-
-DECIMALS = 4
-ConfigOf = Callable[[Any], PreTrainedConfig | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,32 +62,13 @@ def run_of(kind: type[Run], args: Namespace, **own: Any) -> Run:
     return kind(**{name: value for name, value in vars(args).items() if name in names} | own)
 
 
-@contextmanager
-def reported(
-    benchmark: str, tables: ModuleType, runs: Sequence[Run], config_of: ConfigOf, output: Path
-) -> Iterator[None]:
-    """Compares the runs of a command with the runs in its folder before the first is made, and prints their number.
-    Prints the tables of the benchmark's module `tables` after the last.
-
-    Raises ValueError for a finished run of other settings, and for runs that would not be comparable.
-    """
-    records = read_records(output, benchmark)
-    finished = [run for run in runs if find_finished(records, run, config_of(run))]
-    check_alike([*(record["run"] for record in records), *map(asdict, runs)], tables.ALIKE)
-    print(f"{len(runs)} runs, {len(finished)} of them finished", flush=True)
-    yield
-    print("\n\n".join(tables.make_report(read_records(output, benchmark), [])))
-
-
 def record_run(
     benchmark: str, run: Run, config: PreTrainedConfig | None, make: Callable[[], dict[str, Any]], output: Path
 ) -> Record:
     """Returns the record of a run. If `output`, a folder or a JSON Lines file, has none, `make` trains and returns
-    the results.
-
-    Nothing is written before the run has finished.
+    the results, and the record is written.
     """
-    if record := find_finished(read_records(output, benchmark), run, config):
+    if record := find_finished(read_records(output, benchmark), run):
         return record
     start = time.time()
     set_seed(run.seed)

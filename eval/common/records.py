@@ -7,10 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
-
 FILE = "runs.jsonl"  # in the folder of --output
-VERSION = "transformers_version"  # in every config, and no property of the model
 Record = dict[str, Any]
 
 
@@ -52,27 +49,16 @@ def append_record(record: Record, file: Path) -> None:
         stream.write(json.dumps(record).encode() + b"\n")
 
 
-def find_finished(records: list[Record], run: Any, config: PreTrainedConfig | None) -> Record | None:
-    """Returns the record of this run, a dataclass, of a model of this config; None where it is not finished.
-
-    Raises ValueError for a record of the run's name with other settings, or of a model whose defaults were others.
+def find_finished(records: list[Record], run: Any) -> Record | None:
+    """Returns the record of this run, a dataclass; None if it is not finished. Raises ValueError for a record of the
+    run's name with other settings.
     """
     record = next((record for record in records if record["name"] == run.name), None)
-    if record is None:
-        return None
-    for name, value in asdict(run).items():
+    for name, value in asdict(run).items() if record else ():
         if record["run"].get(name, value) != value:  # a field that was added since then is not compared
             raise ValueError(
                 f"{run.name} is finished with {name}={record['run'][name]}, not {value}: "
                 "give another --label or --output"
-            )
-    then = record.get("config") or {}
-    now = {} if config is None else json.loads(json.dumps(config.to_diff_dict()))
-    for name in sorted(then.keys() & now.keys() - {VERSION}):
-        if then[name] != now[name]:
-            raise ValueError(
-                f"{run.name} is finished with a model with {name}={then[name]}, which is {now[name]} by default now: "
-                "give another --output"
             )
     return record
 

@@ -1,7 +1,7 @@
 """The tables that the benchmarks share."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -12,29 +12,12 @@ from scipy.stats import t as student
 from eval.common.records import Record
 from titans_hf.cli.shared.markdown_tables import markdown_table
 
-Alike = dict[tuple[str, ...], tuple[str, ...]]  # runs that are equal in the key's fields must be equal in the value's
-
 NO_RESULTS = ["parameters", "minutes"]  # beside the results of early runs
 
 
 def read_paper(benchmark: str) -> dict[str, Any]:
     """Returns the paper's figures of a benchmark, such as "dna"."""
     return json.loads(Path(__file__).with_name("paper_tables.json").read_text(encoding="utf-8"))[benchmark]
-
-
-def check_alike(runs: Iterable[dict[str, Any]], alike: Alike) -> None:
-    """Raises ValueError, naming the setting, for runs that were made with different settings. Old runs may lack
-    a field."""
-    first: dict[tuple, dict[str, Any]] = {}
-    for run in runs:
-        for names, shared in alike.items():
-            other = first.setdefault((names, *(run[name] for name in names)), run)
-            for name in shared:
-                if run.get(name) != other.get(name) and None not in (run.get(name), other.get(name)):
-                    raise ValueError(
-                        f"{run['data']}, {run['row']}: {name} is {run[name]}, elsewhere {other[name]}: give another "
-                        "--label or --output"
-                    )
 
 
 def frame_of(records: Sequence[Record], *index: str) -> pd.DataFrame:

@@ -63,26 +63,26 @@ def _shared(keys: np.ndarray, owners: np.ndarray) -> np.ndarray:
     return np.stack([owners[:-1][joined], owners[1:][joined]], 1)
 
 
-def split_groups(labels: np.ndarray, groups: np.ndarray, parts: int, name: str) -> Iterator[tuple[np.ndarray, ...]]:
-    """Yields rows outside and inside of each of `parts` parts, of similar size and share of labels; a group is whole.
-
-    Raises ValueError, naming the option `name`, where a class has fewer groups than there are parts.
-    """
-    fewest = pd.Series(groups).groupby(labels).nunique().min()
-    if fewest < parts:
-        raise ValueError(f"{name}: {parts} parts need as many groups of sequences in each class, but one has {fewest}")
-    splitter = StratifiedGroupKFold(parts, shuffle=True, random_state=0)
-    yield from splitter.split(np.zeros(len(labels)), labels, groups)
-
-
-def hold_out(labels: np.ndarray, groups: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Splits `rows` into a training part and a tenth to validate on; a group is in one part."""
-    train, valid = next(split_groups(labels[rows], groups[rows], VALIDATION_PARTS, "the validation part"))
-    return rows[train], rows[valid]
-
-
 def make_folds(sequences: pd.DataFrame, number: int) -> list[Fold]:
-    """Returns `number` folds, whose test parts are all sequences once; no group is in two parts of a fold."""
+    """Returns `number` folds, whose test parts are all sequences once; of the others, a tenth is the validation part.
+    The parts have similar shares of labels, and no group is in two parts of a fold.
+
+    Raises ValueError if a class has fewer groups than there are folds, or a tenth cannot be held out.
+    """
     groups, labels = group_sequences(sequences), sequences["label"].to_numpy()
-    splits = split_groups(labels, groups, number, f"--folds {number}")
-    return [Fold(*hold_out(labels, groups, rest), test) for rest, test in splits]
+
+    def split(rows: np.ndarray, parts: int, name: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        fewest = pd.Series(groups[rows]).groupby(labels[rows]).nunique().min()
+        if fewest < parts:
+            raise ValueError(
+                f"{name}: {parts} parts need as many groups of sequences in each class, but one has {fewest}"
+            )
+        splitter = StratifiedGroupKFold(parts, shuffle=True, random_state=0)
+        for outside, inside in splitter.split(np.zeros(len(rows)), labels[rows], groups[rows]):
+            yield rows[outside], rows[inside]
+
+    def hold_out(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return next(split(rows, VALIDATION_PARTS, "the validation part"))
+
+    splits = split(np.arange(len(labels)), number, f"--folds {number}")
+    return [Fold(*hold_out(rest), test) for rest, test in splits]

@@ -1,7 +1,6 @@
 """Labelled DNA sequences: tables as data frames, the reverse complement, and a token per base."""
 
 import zlib
-from collections.abc import Iterable
 from pathlib import Path
 
 import pandas as pd
@@ -23,23 +22,20 @@ def tokenize(text: str) -> list[int]:
     return [*map(TOKENS.__getitem__, text), END]
 
 
-def read_sequences(paths: Iterable[Path]) -> pd.DataFrame:
-    """Reads tables with the columns `seq` and `label`, comma-separated or tab-separated (.tsv), also gzipped, into one
-    table. `seq` is of A, C, G, T and N.
+def read_sequences(path: Path) -> pd.DataFrame:
+    """Reads a table with the columns `seq`, of A, C, G, T and N, and `label`; comma-separated or tab-separated (.tsv),
+    also gzipped.
 
     Raises ValueError, naming file and sequence, for a file that cannot be read, an empty label or another letter.
     """
-    tables = []
-    for path in paths:
-        options = {"dtype": str, "encoding": "utf-8-sig", "keep_default_na": False, "usecols": ["seq", "label"]}
-        try:
-            table = pd.read_csv(path, sep="\t" if ".tsv" in path.suffixes else ",", **options)
-        except (ValueError, EOFError, OSError, zlib.error) as error:
-            raise ValueError(f"{path} cannot be read: {error}") from error
-        table["seq"] = table["seq"].str.upper()
-        wrong = table[~table["seq"].str.fullmatch(f"[{BASES}]+") | (table["label"] == "")]
-        if table.empty or len(wrong):
-            row = f"sequence {wrong.index[0] + 1} is {dict(wrong.iloc[0])}" if len(wrong) else "it has none"
-            raise ValueError(f"{path}: a sequence must have a label and letters of {BASES}, but {row}")
-        tables.append(table[["seq", "label"]])
-    return pd.concat(tables, ignore_index=True)
+    options = {"dtype": str, "encoding": "utf-8-sig", "keep_default_na": False, "usecols": ["seq", "label"]}
+    try:
+        table = pd.read_csv(path, sep="\t" if ".tsv" in path.suffixes else ",", **options)
+    except (ValueError, EOFError, OSError, zlib.error) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    table["seq"] = table["seq"].str.upper()
+    wrong = table[~table["seq"].str.fullmatch(f"[{BASES}]+") | (table["label"] == "")]
+    if table.empty or len(wrong):
+        row = f"sequence {wrong.index[0] + 1} is {dict(wrong.iloc[0])}" if len(wrong) else "it has none"
+        raise ValueError(f"{path}: a sequence must have a label and letters of {BASES}, but {row}")
+    return table[["seq", "label"]]

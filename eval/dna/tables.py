@@ -14,7 +14,6 @@ from eval.common.tables import frame_of, read_paper, with_spread
 from eval.dna.models import NAMES
 from titans_hf.cli.shared.markdown_tables import markdown_table
 
-ALIKE = {("data",): ("digest", "folds", "batch_size", "epochs", "reverse_complement", "shape")}
 HEADING = ["model", "parameters", "folds", "accuracy", "each seed", "validation accuracy", "learning rate", "minutes"]
 
 

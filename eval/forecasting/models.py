@@ -2,28 +2,26 @@
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from transformers import PatchTSTConfig, PatchTSTForPrediction
 
 from eval.common.compared_models import check_fields, named_errors
 from titans_hf import TitansForTimeSeriesPrediction, TitansTimeSeriesConfig
-from titans_hf.time_series_titans import LOSSES, LearnedCycle
+from titans_hf.time_series_titans import LearnedCycle
 
-NAMES = ("titans", "titans-off", "patchtst", "rlinear", "dlinear", "repeat-last")
+NAMES = ("titans", "titans-off", "patchtst", "rlinear", "repeat-last")
 EPSILON = 1e-5
 
 
 class ForecastTask(NamedTuple):
-    """The task of every model: the numbers of channels, of values to read and to forecast, the length of a learned
-    cycle (0 for none), and the loss, `"mse"` or `"mae"`.
+    """The task of every model: the numbers of channels, of values to read and to forecast, and the length of a learned
+    cycle (0 for none).
     """
 
     num_channels: int
     look_back: int
     horizon: int
     cycle_length: int = 0
-    loss: str = "mse"
 
 
 class Forecaster(nn.Module):
@@ -48,7 +46,7 @@ class Forecaster(nn.Module):
             look_back = self.task.look_back
             cycle = self.cycle(cycle_position, look_back + self.task.horizon)
             forecast = self.forecast(past_values - cycle[:, :look_back]) + cycle[:, look_back:]
-        loss = {} if future_values is None else {"loss": LOSSES[self.task.loss](forecast, future_values)}
+        loss = {} if future_values is None else {"loss": nn.functional.mse_loss(forecast, future_values)}
         return loss | {"prediction_outputs": forecast}
 
 
@@ -70,23 +68,6 @@ class RLinear(Forecaster):
         mean = past_values.mean(1, keepdim=True)
         std = (past_values.var(1, keepdim=True, correction=0) + EPSILON).sqrt()
         return self.linear(((past_values - mean) / std).mT).mT * std + mean
-
-
-class DLinear(Forecaster):
-    """The sum of two linear maps for all channels: of a moving average over 25 values, and of the rest."""
-
-    KERNEL = 25
-
-    def __init__(self, task: ForecastTask):
-        super().__init__(task)
-        self.trend, self.rest = (nn.Linear(task.look_back, task.horizon) for _ in range(2))
-        for linear in (self.trend, self.rest):  # a mean at first
-            nn.init.constant_(linear.weight, 1 / task.look_back)
-
-    def forecast(self, past_values):
-        x = past_values.mT
-        trend = nn.functional.avg_pool1d(nn.functional.pad(x, 2 * (self.KERNEL // 2,), "replicate"), self.KERNEL, 1)
-        return (self.trend(trend) + self.rest(x - trend)).mT
 
 
 class PatchTST(Forecaster):
@@ -117,7 +98,7 @@ class PatchTST(Forecaster):
         return self.model(past_values=past_values).prediction_outputs
 
 
-BASELINES = {"patchtst": PatchTST, "rlinear": RLinear, "dlinear": DLinear, "repeat-last": RepeatLast}
+BASELINES = {"patchtst": PatchTST, "rlinear": RLinear, "repeat-last": RepeatLast}
 
 
 def config_of(name: str, task: ForecastTask, settings: dict[str, Any]) -> TitansTimeSeriesConfig | None:
@@ -128,10 +109,9 @@ def config_of(name: str, task: ForecastTask, settings: dict[str, Any]) -> Titans
     if name in BASELINES:
         return None
     check_fields("TitansTimeSeriesConfig", TitansTimeSeriesConfig(), settings)
-    of_task = dict(prediction_length=task.horizon, cycle_length=task.cycle_length, loss=task.loss)
+    of_task = dict(prediction_length=task.horizon, cycle_length=task.cycle_length)
     of_task["num_input_channels"] = task.num_channels
-    given = settings.keys() & of_task.keys()
-    if given:
+    if given := settings.keys() & of_task.keys():
         raise ValueError(f"--set {', '.join(sorted(given))}: set by the command for all models")
     off = {"memory_max_lr": 0} if name == "titans-off" else {}
     with named_errors(f"--set for {name}"):
@@ -142,9 +122,3 @@ def build_model(name: str, task: ForecastTask, settings: dict[str, Any]) -> nn.M
     """Builds a model with random weights; raises what `config_of` does."""
     config = config_of(name, task, settings)
     return BASELINES[name](task) if config is None else TitansForTimeSeriesPrediction(config)
-
-
-@torch.inference_mode()
-def forecasts(model: nn.Module, past_values: Tensor, cycle_position: Tensor) -> Tensor:
-    """Returns the forecast (B, horizon, C) of any of the models."""
-    return model(past_values=past_values, cycle_position=cycle_position)["prediction_outputs"]

@@ -10,10 +10,6 @@ from titans_hf.cli.shared.markdown_tables import markdown_table
 
 PAPER = read_paper("forecasting")
 METRICS = ("mse", "mae")
-ALIKE = {
-    ("data",): ("digest", "split"),
-    ("data", "look_back", "row"): ("settings", "learning_rate", "batch_size", "max_steps", "eval_steps", "patience"),
-}
 NOTES = (
     "- Mean squared / mean absolute error of values scaled by the training part, over all windows of the test part.",
     '- The column "mean" is of the seeds that have all horizons; ± is the standard deviation over seeds.',

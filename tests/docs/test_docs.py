@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 from byte_model import save_byte_model, save_llama
 from covering import in_one_test
-from dna_files import write_table
 from eval_common import BOOK, make_data
 from series_files import write_series
 from served import free_port
@@ -192,17 +192,17 @@ def stage(tmp_path_factory):
     for name in ("docs", "titans"):
         (folder / name).mkdir()
     data = make_data(folder / "data")
-    for name in ("data/books/train", "data/books/valid", "my_texts", "books", "data/ett", "my_dna", "my_chats"):
+    for name in ("data/books/train", "data/books/valid", "my_texts", "books", "data/ett", "my_chats"):
         (folder / name).mkdir()
-        (folder / name / "a.txt").write_text(BOOK) if "dna" not in name and "chats" not in name else None
+        (folder / name / "a.txt").write_text(BOOK) if "chats" not in name else None
     for name in ("notes.txt", "chapter.txt"):
         (folder / name).write_text(BOOK[:300])
     for name in ("data/ett/ETTh1.csv", "my_series.csv"):
         write_series(folder / name, rows=1000)
     (data / "dna" / "human_nontata_promoters").mkdir(parents=True)
-    write_table(data / "dna" / "human_nontata_promoters" / "test.tsv", length=80)
-    write_table(folder / "my_dna" / "train.csv", length=80)
-    write_table(folder / "my_dna" / "test.csv", number=10, length=80, seed=1)
+    letters = torch.tensor([*b"ACGT"], dtype=torch.uint8)[torch.randint(4, (60, 80))]
+    rows = [f"{bytes(x.tolist()).decode()}\t{i % 2}" for i, x in enumerate(letters)]
+    (data / "dna" / "human_nontata_promoters" / "test.tsv").write_text("\n".join(["seq\tlabel", *rows, ""]))
     chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Nobody."}]
     (folder / "my_chats" / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 32)
     save_llama(folder / "HuggingFaceTB" / "SmolLM2-135M-Instruct", max_position_embeddings=8192, hidden_size=64)

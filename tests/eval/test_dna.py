@@ -1,34 +1,126 @@
-"""eval.dna: models, training and its records, runs that go on, files to train and to test on, bad options."""
+"""eval.dna: files and folds by hand, models, runs that go on, tables."""
 
-import random
+import gzip
 import re
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 from covering import in_one_test
-from dna_files import write_table
 
-from eval.common.records import FILE, read_records
+from eval import tables
+from eval.common.records import FILE, append_record, read_records
+from eval.dna import folds as dna_folds
 from eval.dna import run as dna
+from eval.dna.folds import group_sequences, make_folds
 from eval.dna.models import NAMES, build_model, config_of
-from eval.dna.sequences import END, PAD, TOKENS, tokenize
-from eval.dna.training import DataOfRun, collate
+from eval.dna.run import collate
+from eval.dna.sequences import read_sequences, reverse_complement
+from eval.dna.tables import differences, results_of, table
 
 SHAPE = {"parameters": 30_000, "hidden_size": 32, "num_hidden_layers": 2}
 TINY = ["--parameters", "4000", "--hidden_size", "16", "--num_hidden_layers", "1", "--folds", "2", "--evaluations", "2"]
+DATA = "human_nontata_promoters-test"
+PUBLISHED = read_records(Path(tables.__file__).parent / "results" / "dna.jsonl", "dna")[0]
+SHARES = {"negative": (0.55, 0.15, 0.15, 0.15), "positive": (0.15, 0.55, 0.15, 0.15)}  # rich in A, and in C
+
+
+def random_text(generator: np.random.Generator, length: int, shares: tuple[float, ...] = (0.25,) * 4) -> str:
+    return "".join(generator.choice(list("ACGT"), length, p=shares))
 
 
 @pytest.fixture
 def tsv(tmp_path):
-    (tmp_path / "data").mkdir()
-    return write_table(tmp_path / "data" / "bases.tsv", number=100)
+    """A file of 100 sequences of 40 bases, whose composition gives the class away."""
+    generator, file = np.random.default_rng(0), tmp_path / "data" / "bases.tsv"
+    file.parent.mkdir()
+    rows = [f"{random_text(generator, 40, SHARES[x])}\t{x}\n" for _ in range(50) for x in SHARES]
+    file.write_text("seq\tlabel\n" + "".join(rows))
+    return file
 
 
 def command(tsv, *options):
     rates = ["--learning_rates", "1e-2", "--epochs", "1", "--output", str(tsv.parents[1] / "out")]
     return [str(tsv), *TINY, *rates, *map(str, options)]
+
+
+def test_tables_are_read(tmp_path):
+    """A table is read with either separator, other columns, small letters, a byte order mark, and gzipped."""
+    (tmp_path / "b.csv").write_text("region,label,seq\nchr1,x,aaNA\n", encoding="utf-8-sig")
+    (tmp_path / "c.tsv.gz").write_bytes(gzip.compress(b"seq\tlabel\nNACN\t1\n"))
+    found = [read_sequences(tmp_path / name).to_dict("list") for name in ("b.csv", "c.tsv.gz")]
+    assert found == [{"seq": ["AANA"], "label": ["x"]}, {"seq": ["NACN"], "label": ["1"]}]
+
+
+@in_one_test(
+    "content,message",
+    [
+        (b"seq,label\ncaf\xe9,1\n", "cannot be read: .*utf-8"),
+        (b"seq,label\nACGT,0\nACXT,1\n", "letters of ACGTN, but sequence 2 is .*ACXT"),
+        (b"seq,label\nACGT,\n", "sequence 1 is .*'label': ''"),
+        (b"seq,label\n", "it has none"),
+        (b"seq,class\nACGT,1\n", "cannot be read: .*label"),
+    ],
+)
+def test_bad_files_are_named(tmp_path, content, message):
+    """File and sequence are named."""
+    (tmp_path / "x.csv").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"(?s)x\.csv.*{message}"):
+        read_sequences(tmp_path / "x.csv")
+
+
+def table_of(texts: list[str]) -> pd.DataFrame:
+    return pd.DataFrame({"seq": texts, "label": [str(i % 2) for i in range(len(texts))]})
+
+
+def test_groups_by_hand():
+    """32 bases in common join two sequences, 31 do not; so does the other strand; what joins two joins their groups; N
+    stands for no base in common. Sequences shorter than 32 are joined if they are equal on either strand, N included.
+    """
+    generator = np.random.default_rng(0)
+    long = random_text(generator, 200)
+    other = [random_text(generator, 40) for _ in range(6)]
+    texts = [
+        long[:100],
+        other[0] + long[68:100],  # 32 in common with the first
+        reverse_complement(long[90:140]) + other[1],
+        long[100:132] + other[2],  # 32 in common with the one before, on the other strand
+        long[:31] + other[3],  # 31 in common with the first
+        long[100:131] + "N" + other[4],
+        other[5],
+    ]
+    assert group_sequences(table_of(texts)).tolist() == [0, 0, 1, 1, 2, 3, 4]
+    assert group_sequences(table_of([*texts, long[60:140]])).tolist() == [0, 0, 0, 0, 1, 2, 3, 0]
+    assert group_sequences(table_of(["AACC", "GGTT", "AACG", "AANC", "GNTT"])).tolist() == [0, 0, 1, 2, 2]
+
+
+def stretches(texts: list[str]) -> set[str]:
+    both = [*texts, *map(reverse_complement, texts)]
+    return {text[i : i + dna_folds.K] for text in both for i in range(len(text) - dna_folds.K + 1)}
+
+
+def test_no_stretch_is_on_both_sides_of_a_split():
+    """Training, validation and test part share no stretch, by comparing all of them. Every sequence is tested once, and
+    the shares of labels are alike. A class with fewer groups than folds is an error.
+    """
+    generator = np.random.default_rng(0)
+    texts = [random_text(generator, 60) for _ in range(200)]
+    for _ in range(50):
+        long = random_text(generator, 120)
+        texts += [long[:60], reverse_complement(long[20:80]), long[40:100], long[60:]]
+    sequences = table_of([texts[i] for i in generator.permutation(400)])
+    folds = make_folds(sequences, 5)
+    assert sorted(np.concatenate([fold.test for fold in folds]).tolist()) == list(range(400))
+    for fold in folds:
+        assert sorted(np.concatenate(fold).tolist()) == list(range(400))
+        parts = [stretches(sequences["seq"][rows].tolist()) for rows in fold]
+        assert not parts[0] & parts[1] and not parts[0] & parts[2] and not parts[1] & parts[2]
+        assert 70 <= len(fold.test) <= 90 and 25 <= len(fold.valid) <= 40
+        assert 0.4 < (sequences["label"][fold.test] == "1").mean() < 0.6
+    with pytest.raises(ValueError, match="--folds 5: 5 parts need as many groups of sequences in each class"):
+        make_folds(sequences[:8], 5)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -39,77 +131,27 @@ def test_models_are_of_one_size_and_padding_changes_nothing(name):
     model = build_model(name, config, 61).eval()
     if name != "cnn":
         assert abs(sum(x.numel() for x in model.parameters()) / SHAPE["parameters"] - 1) < 0.1
-        assert config.id2label[2] == "c"
-    texts = ["ACGT" * 15, "GATTACA"]
+    batch = [{"seq": "ACGT" * 15, "labels": 0}, {"seq": "GATTACA", "labels": 0}]
     with torch.no_grad():
-        together, alone = (
-            model(**collate([{"seq": text, "labels": 0, "augment": False} for text in batch])).logits
-            for batch in (texts, texts[1:])
-        )
+        together, alone = (model(**collate(x)).logits for x in (batch, batch[1:]))
     assert together.shape == (2, 3)
-    if name != "lmm-off":  # its only mixers, convolutions into a constant memory, return next to nothing at first
-        assert not torch.equal(together[0], together[1])
     torch.testing.assert_close(together[1:], alone, atol=1e-5, rtol=1e-4)
-
-
-def test_the_cnn_cuts_long_sequences():
-    """Tokens beyond the length are not read."""
-    model = build_model("cnn", config_of("cnn", ["0", "1"], SHAPE, {}), 60).eval()
-    ids = torch.randint(2, 6, (1, 80))
-    torch.testing.assert_close(model(ids).logits, model(ids[:, :60]).logits)
-    with pytest.raises(ValueError, match="the model cnn needs longer sequences than 30 bases"):
-        build_model("cnn", config_of("cnn", ["0", "1"], SHAPE, {}), 31)
-
-
-@pytest.mark.parametrize("variant", ["lmm", "mac"])
-def test_a_model_with_memory_off_is_the_same_but_for_its_memory(variant):
-    """A model with memory off differs from the other in the size of its steps alone, which is 0."""
-    configs = [config_of(name, ["0", "1"], SHAPE, {}).to_dict() for name in (variant, f"{variant}-off")]
-    assert configs[0].pop("memory_max_lr") > 0 and configs[1].pop("memory_max_lr") == 0
-    assert configs[0] == configs[1]
-
-
-def test_augmentation_draws_either_strand():
-    """Both strands of every sequence come, with the same label, and only where asked for."""
-    texts = ["AACC", "CCGA", "ACAC"]
-    sequences = pd.DataFrame({"seq": texts, "label": ["x", "y", "x"]})
-    data = DataOfRun(sequences, ["x", "y"], ())
-    base_of = {token: base for base, token in TOKENS.items()} | {PAD: "", END: ""}
-    random.seed(0)
-    batches = [collate(data.examples([2, 1], augment=True)) for _ in range(40)]
-    drawn = [
-        ("".join(map(base_of.get, ids)), label)
-        for x in batches
-        for ids, label in zip(x["input_ids"].tolist(), x["labels"].tolist(), strict=True)
-    ]
-    assert set(drawn) == {("ACAC", 0), ("GTGT", 0), ("CCGA", 1), ("TCGG", 1)}
-    assert 10 < sum(text == "GTGT" for text, _ in drawn) < 30
-    plain = collate(data.examples([2, 1]))
-    assert plain["input_ids"].tolist() == [tokenize("ACAC"), tokenize("CCGA")]
 
 
 @pytest.mark.slow
 def test_runs_learn_and_go_on(tsv, capsys):
-    """Composition is learned to nearly all of the test sequences; all a run depends on is recorded; the same command
-    makes nothing again.
-    """
+    """Composition is learned to nearly all of the test sequences, and the same command makes nothing again."""
     options = command(tsv, "--models", "lmm", "mamba2", "--epochs", "6", "--learning_rates", "1e-2", "3e-2")
     dna.main(options)
     out = tsv.parents[1] / "out"
     records = read_records(out, "dna")
     assert len(records) == 6  # two rates on the first fold, the better on the other
     assert np.mean([record["test"] for record in records]) > 0.8
-    for record in records:
-        assert record["sequences"]["test"] == 50 and record["commit"] == records[0]["commit"]
-        assert record["valid"] == max(row[3] for row in record["curve"]) and record["curve"][-1][0] == 6
-        assert next(row[3] for row in record["curve"] if row[0] == record["best_epoch"]) == record["valid"]
-        assert record["config"]["vocab_size"] == 7 and record["run"]["data"] == "data-bases"
+    assert all(record["valid"] == max(row[3] for row in record["curve"]) for record in records)
     written = (out / FILE).read_text()
     capsys.readouterr()
     dna.main(options)
-    printed = capsys.readouterr().out
-    assert "epoch " not in printed and "| mamba2 |" in printed
-    assert (out / FILE).read_text() == written
+    assert "| mamba2 |" in capsys.readouterr().out and (out / FILE).read_text() == written
 
 
 def test_the_rate_is_chosen_on_the_first_fold(tsv, monkeypatch):
@@ -124,22 +166,9 @@ def test_the_rate_is_chosen_on_the_first_fold(tsv, monkeypatch):
 
     monkeypatch.setattr(dna, "make_run", make)
     monkeypatch.setattr(dna.tables, "make_report", lambda *_: [])  # the runs leave no record
-    dna.main(command(tsv, "--models", "lmm", "--folds", "2", "--learning_rates", "0.01", "0.02", "0.03"))
-    assert made == [(0, 0, 0.01), (0, 0, 0.02), (0, 0, 0.03), (0, 1, 0.02)]
-    made.clear()
-    dna.main(command(tsv, "--models", "lmm", "--learning_rates", "0.01", "0.02", "--seeds", "3", "1"))
-    assert made == [(3, 0, 0.01), (3, 0, 0.02), (3, 1, 0.02), (1, 0, 0.02), (1, 1, 0.02)]
-
-
-def test_files_to_train_and_to_test_on(tsv, capsys):
-    """All test sequences are tested, none is trained on, and those that overlap are counted."""
-    test = write_table(tsv.parent / "test.tsv", number=20, seed=5)
-    test.write_text(test.read_text() + tsv.read_text().splitlines()[1] + "\n")
-    files = ["--train", str(tsv), "--test", str(test), "--models", "lmm", "--reverse_complement"]
-    dna.main([*files, *command(tsv)[1:]])
-    assert "1 of 21 test sequences overlap" in capsys.readouterr().out
-    (record,) = read_records(tsv.parents[1] / "out", "dna")
-    assert record["sequences"] == {"train": 90, "valid": 10, "test": 21} and record["run"]["reverse_complement"]
+    dna.main(command(tsv, "--models", "lmm", "--learning_rates", "0.01", "0.02", "0.03", "--seeds", "3", "1"))
+    assert made[:3] == [(3, 0, 0.01), (3, 0, 0.02), (3, 0, 0.03)]
+    assert made[3:] == [(3, 0, 0.02), (3, 1, 0.02), (1, 0, 0.02), (1, 1, 0.02)]
 
 
 @in_one_test(
@@ -147,13 +176,9 @@ def test_files_to_train_and_to_test_on(tsv, capsys):
     [
         (["--epochs", "0"], "--epochs must be at least 1, but is 0"),
         (["--learning_rates", "0"], "--learning_rates must be above 0, but has 0.0"),
-        (["--folds", "1"], "--folds must be at least 2, but is 1"),
         (["--folds", "51"], "--folds 51: 51 parts need as many groups"),
-        (["--test", "x.tsv"], "give either DATA files, or --train and --test files"),
-        (["--train", "x.tsv", "--test", "x.tsv"], "give either DATA files, or --train and --test files"),
         (["--set", "memory_dept=2", "--label", "x"], "--set memory_dept: TitansConfig has no such field"),
         (["--set", "memory_depth=0", "--label", "x"], "the model lmm: .*memory_depth"),
-        (["--models", "lmm", "--hidden_size", "15", "--set", "memory_num_heads=2", "--label", "x"], "hidden_size"),
     ],
 )
 def test_bad_options(tsv, options, message):
@@ -164,25 +189,37 @@ def test_bad_options(tsv, options, message):
     assert not (tsv.parents[1] / "out").exists()
 
 
-def test_files_to_train_on_are_not_taken_for_files_to_test_on(tsv, monkeypatch):
-    """The same files divided in another way are other data."""
-    monkeypatch.setattr(dna, "make_run", lambda run, *args: pytest.fail(run.digest))
-    second = write_table(tsv.with_name("second.tsv"), seed=1)
-    third = write_table(tsv.with_name("third.tsv"), seed=2)
-    digests = []
-    for train, test in (([tsv, second], [third]), ([tsv], [second, third])):
-        with pytest.raises(pytest.fail.Exception) as called:
-            dna.main(["--train", *map(str, train), "--test", *map(str, test), *command(tsv, "--models", "lmm")[1:]])
-        digests.append(str(called.value))
-    assert digests[0] != digests[1]
+def save(folder, model, rate, fold, valid, test, data=DATA, seed=0):
+    """Appends a published record with another model, rate, fold and score."""
+    run = {"data": data, "row": model, "model": model, "learning_rate": rate, "fold": fold, "seed": seed}
+    scores = {"valid": valid, "test": test, "parameters": 1234, "minutes": 2.0}
+    about = {"name": f"{data}-{model}-{rate}-{fold}-{seed}", "run": PUBLISHED["run"] | run}
+    append_record(PUBLISHED | about | scores, folder / FILE)
 
 
-def test_data_of_one_class_or_name_are_refused(tsv):
-    """One class, a label in the test files alone, two files of one name: each is named."""
-    (tsv.parent / "one.tsv").write_text("seq\tlabel\n" + "".join(f"{'ACGT' * i}\tx\n" for i in range(1, 30)))
-    with pytest.raises(ValueError, match=r"one\.tsv has one class only: x"):
-        dna.main(command(tsv.parent / "one.tsv"))
-    with pytest.raises(ValueError, match="--test has the label x, --train only negative, positive"):
-        dna.main(["--train", str(tsv), "--test", str(tsv.parent / "one.tsv"), *command(tsv)[1:]])
-    with pytest.raises(ValueError, match="two DATA files have the same name"):
-        dna.main([str(tsv), *command(tsv)])
+def test_figures_are_of_the_chosen_rate_and_of_folds(tmp_path, capsys):
+    """The rate with the best validation is chosen, of equal ones the one with more folds. The spread is over folds,
+    each the mean of its seeds, and differences are of equal seed and fold. The paper stands beside its own data only.
+    """
+    for rate, fold, valid, test in ((1e-3, 0, 0.7, 0.9), (1e-2, 0, 0.8, 0.6), (1e-2, 1, 0.6, 0.8)):
+        save(tmp_path, "cnn", rate, fold, valid, test)
+    for fold, test in enumerate((0.7, 0.7, 0.85)):
+        save(tmp_path, "lmm", 1e-3, fold, 0.9, test)
+    save(tmp_path, "mag", 1e-3, 1, 0.9, 0.9)  # not on the first fold: no rate
+    save(tmp_path, "cnn", 1e-3, 0, 0.5, 0.5, data="mine")
+    results = results_of(read_records(tmp_path, "dna"))
+    lines = table(DATA, results[DATA]).splitlines()
+    assert lines[2] == "| lmm | 1,234 | 3 | 75.0 ± 8.7 | 75.0 | 90.0 ± 0.0 | 0.001 | 2.0 |"
+    assert lines[3] == "| cnn | 1,234 | 2 | 70.0 ± 14.1 | 70.0 | 70.0 ± 14.1 | 0.01 | 2.0 |"
+    assert "| the paper's neural memory | – | – | 96.6 | – | – | – | – |" in lines and len(lines) == 4 + 8
+    assert table("mine", results["mine"]).splitlines()[2:] == ["| cnn | 1,234 | 1 | 50.0 | 50.0 | 50.0 | 0.001 | 2.0 |"]
+    for model, rate, fold, test in (("cnn", 1e-2, 0, 0.8), ("cnn", 1e-2, 1, 0.8), ("lmm", 1e-3, 0, 0.9)):
+        save(tmp_path, model, rate, fold, 0.1, test, seed=1)
+    rows = results_of(read_records(tmp_path, "dna"))[DATA]
+    lines = table(DATA, rows).splitlines()
+    assert lines[2].startswith("| lmm | 1,234 | 3 | 78.3 ± 7.6 | 75.0 |")  # folds .8, .7, .85
+    assert lines[3].startswith("| cnn | 1,234 | 2 | 75.0 ± 7.1 | 70.0, 80.0 |")  # folds .7, .8
+    # lmm less cnn: .1 and .1 in the first fold, -.1 in the second
+    assert differences(rows, "cnn").splitlines()[2:] == ["| lmm | +0.0 ± 14.1 | +0.0 | 2 |"]
+    with pytest.raises(ValueError, match="--baselines must be of cnn, lmm, mag, but has llama"):
+        tables.main([str(tmp_path), "--baselines", "llama"])
