@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ TENSOR_FILE = re.compile(r"memory-[0-9a-f]{16}\.safetensors")
 TEMPORARY_FOLDER = re.compile(r"memory-[0-9a-f]{32}\.tmp")
 # Attributes of PEFT's layers that say which of a model's adapters are applied, and by which factor.
 ADAPTER_ATTRIBUTES = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+AUTOCAST = (torch.bfloat16, torch.float16)  # dtypes of a call under autocast
 
 
 class SavedMemory(NamedTuple):
@@ -50,40 +51,58 @@ class SavedMemory(NamedTuple):
     record_past: bool
 
 
-def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
-    """Returns everything that the states of a model depend on: the config's fields, the parameters' dtypes, and a hash
-    of the base model's weights and of how PEFT's adapters are applied. All weights are read.
-
-    Raises ValueError for a model whose weights are sharded or offloaded.
+def model_fingerprint(model: PreTrainedModel) -> dict[str, Any]:
+    """Returns everything that the states of a Titans depend on: the config's fields, and `weight_facts` of all weights
+    of the base model.
     """
     facts = field_facts(TitansConfig).items()
     fields = {name: getattr(model.config, name) for name, fact in facts if fact["state"] != "none"}
+    return json.loads(json.dumps(fields)) | weight_facts(model.base_model)
+
+
+def weight_facts(model: PreTrainedModel, most: int | None = None) -> dict[str, str]:
+    """Returns the dtypes of a model's weights, and a hash of them and of how PEFT's adapters are applied. With `most`,
+    only the first `most` numbers of each weight count. Weights that accelerate has offloaded are read.
+
+    Raises ValueError for weights that are not completely in this process, such as sharded ones.
+    """
     total, dtypes = hashlib.sha256(), set()
-    for name, x in sorted(model.base_model.state_dict().items()):
+    tied = tuple(getattr(model, "all_tied_weights_keys", ()))  # accelerate keeps them once
+    for name, x in sorted(model.state_dict().items()):
+        if name.endswith(tied):
+            continue
+        x = _offloaded(model, name, x) if x.is_meta else x
         if hasattr(x, "full_tensor") or x.is_meta:
             raise ValueError(
                 f"A memory folder records a hash of the model's weights, but {name} is not completely in this process: "
-                "save and load memories with a model that is neither sharded nor offloaded."
+                "save and load memories with a model that is not sharded."
             )
         dtypes.add(str(x.dtype).removeprefix("torch."))
-        for part, y in _parts(name, x):
-            total.update(f"{part} {y.dtype} {tuple(y.shape)}\n".encode())
-            total.update(y.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    for name, module in model.base_model.named_modules():
+        for y in _parts(x):  # without the name: a wrapper such as torch.compile's adds to it
+            total.update(f"{y.dtype} {tuple(y.shape)}\n".encode())
+            total.update(y.detach().flatten()[:most].cpu().contiguous().view(torch.uint8).numpy())
+    for module in model.modules():
         if hasattr(module, "base_layer") or hasattr(module, "original_module"):  # of PEFT, around a module
             used = {key: getattr(module, key, None) for key in ADAPTER_ATTRIBUTES}
-            total.update(f"{name} {used}\n".encode())
-    return json.loads(json.dumps(fields)) | {"dtype": " ".join(sorted(dtypes)), "weights": total.hexdigest()}
+            total.update(f"{used}\n".encode())
+    return {"dtype": " ".join(sorted(dtypes)), "weights": total.hexdigest()}
 
 
-def _parts(name: str, x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yields a tensor and its name; a quantised tensor is split into its parts."""
+def _offloaded(model: PreTrainedModel, name: str, x: Tensor) -> Tensor:
+    """Returns the weight that accelerate's hook keeps in place of x, on the meta device; x itself if there is none."""
+    module, _, own = name.rpartition(".")
+    hook = getattr(model.get_submodule(module), "_hf_hook", None)
+    held = next((y.weights_map for y in (hook, *getattr(hook, "hooks", ())) if getattr(y, "weights_map", None)), {})
+    return held[own] if held else x
+
+
+def _parts(x: Tensor) -> Iterator[Tensor]:
+    """Yields the tensors that a quantised tensor consists of; any other tensor itself."""
     if not hasattr(x, "__tensor_flatten__"):
-        yield name, x
+        yield x
         return
-    parts, _ = x.__tensor_flatten__()
-    for part in parts:
-        yield from _parts(f"{name}.{part}", getattr(x, part))
+    for name in x.__tensor_flatten__()[0]:
+        yield from _parts(getattr(x, name))
 
 
 @contextmanager
@@ -241,24 +260,39 @@ class TensorReader:
             raise ValueError(f"it has the tensor {min(self.remaining)}, which no layer has")
 
     def _checked(self, name: str, x: Tensor, form: Tensor) -> Tensor:
-        """Returns x. Raises ValueError unless x has the form's dtype and, except for rows and columns, its shape. Its
-        numbers must be finite, and integers must be possible counts of tokens.
+        """Returns x, as `check_tensor` does: with the form's dtype, except for rows and columns its shape, and integers
+        that are possible counts of tokens.
         """
         wanted = [self.sizes.setdefault("rows", len(x) if x.dim() else 0), *form.shape[1:]]
         group, part = name.split(".", 1)[1].rpartition(".")[::2]
         if x.dim() > 1 and form.shape[1:2] == (0,) and part != "conv_state":  # tokens of a window, or columns
             most = self.config.kv_cache_length if group.endswith("window") else x.shape[1]
             wanted[1] = self.sizes.setdefault(f"{group} columns", min(x.shape[1], most))
-        if [*x.shape] != wanted:
-            raise ValueError(f"{name} has the shape {tuple(x.shape)}, not {tuple(wanted)}")
         autocast = "kv_cache" in name or part in ("conv_state", "inputs")  # written in a call's dtype
-        if x.dtype != form.dtype and not (autocast and x.dtype in (torch.bfloat16, torch.float16)):
-            raise ValueError(f"{name} has the dtype {x.dtype}, not {form.dtype}")
-        _check_finite(name, x)
-        most = self.config.n_positions
-        if x.dtype == torch.int64 and x.numel() and not 0 <= x.min() <= x.max() < most:  # numbers of tokens
-            raise ValueError(f"{name} holds numbers from {x.min()} to {x.max()}, not from 0 to below {most}")
-        return x
+        dtypes = (form.dtype, *AUTOCAST) if autocast else (form.dtype,)
+        return check_tensor(name, x, wanted, dtypes, end=self.config.n_positions if x.dtype == torch.int64 else None)
+
+
+def check_tensor(
+    name: str,
+    x: Tensor,
+    shape: Sequence[int | None],
+    dtypes: Sequence[torch.dtype],
+    least: int = 0,
+    end: int | None = None,
+) -> Tensor:
+    """Returns x. Raises ValueError that names it, unless x has the shape (None: any size), one of the dtypes, finite
+    numbers and, with `end`, numbers from `least` to below `end`.
+    """
+    if x.dim() != len(shape) or any(n not in (None, size) for n, size in zip(shape, x.shape, strict=True)):
+        wanted = str(tuple("any" if n is None else n for n in shape)).replace("'", "")
+        raise ValueError(f"{name} has the shape {tuple(x.shape)}, not {wanted}")
+    if x.dtype not in dtypes:
+        raise ValueError(f"{name} has the dtype {x.dtype}, not {dtypes[0]}")
+    _check_finite(name, x)
+    if end is not None and x.numel() and not least <= x.min() <= x.max() < end:
+        raise ValueError(f"{name} holds numbers from {x.min()} to {x.max()}, not from {least} to below {end}")
+    return x
 
 
 def _check_finite(name: str, x: Tensor) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from .cache_files import LOCK, SavedMemory, TensorReader, fingerprint, naming_folder, read_memory, write_memory
+from .cache_files import LOCK, SavedMemory, TensorReader, naming_folder, read_memory, write_memory
+from .cache_files import model_fingerprint as fingerprint_of
 from .cache_layer import RecordedColumns, TitansCacheLayer
 from .configuration_titans import VARIANTS, TitansConfig, field_facts
 
@@ -202,11 +203,11 @@ class TitansCache(Cache):
         stays. This memory goes into a new folder beside it, and an error names both.
 
         The file contains the text that was read: treat it like the text itself. Raises ValueError for the cache of
-        another model, for a model that is sharded or offloaded, and for numbers that are not finite; ValueError or
+        another model, for a model that is sharded, and for numbers that are not finite; ValueError or
         OSError, naming the folder, for any failure while it is written.
 
         Args:
-            model_fingerprint: `cache_files.fingerprint(model)`, if the model has not changed since. Otherwise a hash
+            model_fingerprint: `cache_files.model_fingerprint(model)`, if the model has not changed since. Else a hash
                 of all weights is computed.
         """
         model = _model_of_transformers(model)
@@ -215,7 +216,7 @@ class TitansCache(Cache):
         tensors = {f"{i}.{path}": x for i, layer in enumerate(layers) for path, x in layer.items()}
         num_seen = self.num_tokens_seen
         tokens_seen = [] if num_seen is None else num_seen.tolist()
-        facts = model_fingerprint or fingerprint(model)
+        facts = model_fingerprint or fingerprint_of(model)
         description = {"model": facts, "tokens_seen": tokens_seen, "about": self.about}
         first = self.layers[0]
         memory = SavedMemory(description, tensors, int(first.num_columns), first.record_past)
@@ -238,7 +239,7 @@ class TitansCache(Cache):
         or altered, for tensors that no cache of the model has, and for another format.
         """
         model = _model_of_transformers(model)
-        saved = read_memory(folder, model_fingerprint or fingerprint(model))
+        saved = read_memory(folder, model_fingerprint or fingerprint_of(model))
         cache = cls(model.config, **options)
         with naming_folder(folder, "loaded"):
             cache.about = dict(saved.description["about"])

@@ -235,7 +235,7 @@ def test_what_cannot_be_saved_leaves_the_memory_before(memory):
     for other, target, message in (
         (cache, model, "not finite"),
         (read(model, IDS)[1], shared_model("mal"), "its variant is mag, not mal"),
-        (read(model, IDS)[1], make_model("mag").to("meta"), "neither sharded nor offloaded"),
+        (read(model, IDS)[1], make_model("mag").to("meta"), "is not completely in this process"),
     ):
         with pytest.raises(ValueError, match=message):
             other.save_pretrained(folder, target)

@@ -21,7 +21,7 @@ from reading_runs import (
     stop_reading_at,
 )
 
-from titans_hf import cache_files, cache_titans
+from titans_hf import cache_files
 from titans_hf.cli import read, surprise
 from titans_hf.cli.shared import text_files, text_ids
 from titans_hf.cli.training.data import load_splits
@@ -127,9 +127,8 @@ def test_the_memory_is_saved_by_time(paths, monkeypatch):
 
 def test_the_weights_are_hashed_once(paths, monkeypatch):
     """A reading of many saves computes the hash of all weights once."""
-    calls, works = [], cache_files.fingerprint
-    for module in (read, cache_titans):
-        monkeypatch.setattr(module, "fingerprint", lambda model: calls.append(1) or works(model))
+    calls, works = [], cache_files.weight_facts
+    monkeypatch.setattr(cache_files, "weight_facts", lambda model: calls.append(1) or works(model))
     run_read(paths, paths.texts)
     run_read(paths, paths.texts)
     assert len(calls) == 2

@@ -6,7 +6,7 @@ from common import TWO_VARIANTS, assert_same, full_logits, make_ids, make_model,
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from titans_hf.cache_files import fingerprint
+from titans_hf.cache_files import model_fingerprint
 
 GATES = ("inner_lr", "momentum", "forget")
 
@@ -42,5 +42,5 @@ def test_fingerprint_of_tensors_put_together():
     weight = model.model.layers[0].mlp.up_proj.weight.detach()
     for scale in (weight, weight.clone(), weight + 1e-6):
         model.model.layers[0].mlp.up_proj.weight = nn.Parameter(TwoTensor(weight, scale))
-        hashes.append(fingerprint(model)["weights"])
+        hashes.append(model_fingerprint(model)["weights"])
     assert hashes[0] == hashes[1] != hashes[2]

@@ -515,37 +515,6 @@ def test_reset(model):
         close(model(TOKENS[:1], cache=cache).logits, whole(model, TOKENS[:1]))
 
 
-def test_files(model, tmp_path):
-    """A memory that was saved in the middle of a chunk goes on as it would have."""
-    cache = MemoryCache(model)
-    with torch.no_grad():
-        model(TOKENS[:2, :45], cache=cache)
-        cache.about["texts"] = ["a"]
-        cache.save_pretrained(tmp_path, model)
-        loaded = MemoryCache.from_pretrained(tmp_path, model)
-        close(model(TOKENS[:2, 45:], cache=loaded).logits, model(TOKENS[:2, 45:], cache=cache).logits, atol=0)
-    assert loaded.get_seq_length() == 90 and loaded.about == {"texts": ["a"]}
-    cache.activate_past_recording()
-    with torch.no_grad():
-        cache.save_pretrained(tmp_path, model)
-        model(TOKENS[:2, :3], cache=cache)
-        cache.save_pretrained(tmp_path, model)
-        cache.crop(-2)
-        cache.save_pretrained(tmp_path, model)
-        loaded = MemoryCache.from_pretrained(tmp_path, model)
-        loaded.activate_past_recording()  # as the other cache: a call is then cut at the same columns
-        close(model(TOKENS[:2], cache=loaded).logits, model(TOKENS[:2], cache=cache).logits, atol=0)
-    MemoryCache(model).save_pretrained(tmp_path / "new", model)
-    assert not len(MemoryCache.from_pretrained(tmp_path / "new", model).seen)
-    description = tmp_path / "memory.json"
-    description.write_text(description.read_text().replace('"about"', '"of"'))
-    with pytest.raises(ValueError, match=f"{tmp_path}.*lacks 'about'"):
-        MemoryCache.from_pretrained(tmp_path, model)
-    other = remembering(window=14)
-    with pytest.raises(ValueError, match=f"{tmp_path}.*window"):
-        MemoryCache.from_pretrained(tmp_path, other)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -561,26 +530,3 @@ def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         remember(model, **arguments)
     assert not hasattr(model, "memory") and model.config._attn_implementation == "sdpa"
-
-
-def test_crafted_files(model, tmp_path):
-    """Tensors that no cache has, under right checksums, are one ValueError that names the folder, not a later fault."""
-    cache = MemoryCache(model)
-    with torch.no_grad():
-        model(TOKENS[:2, :45], cache=cache)
-    changes = {
-        "fewer columns": lambda x: setattr(x.layers[0], "keys", x.layers[0].keys[..., 1:, :]),
-        "other heads": lambda x: setattr(x.layers[1], "values", x.layers[1].values[:, :1]),
-        "one row": lambda x: setattr(x.layers[1], "values", x.layers[1].values[:1]),
-        "no layer": lambda x: setattr(x.layers[2], "is_initialized", False),
-        "a token beyond the vocabulary": lambda x: x.state.update({"chunk.ids": x.state["chunk.ids"] + 53}),
-        "another dtype": lambda x: x.state.update({"list.keys": x.state["list.keys"].int()}),
-        "negative counts": lambda x: setattr(x, "seen", x.seen - 100),
-        "no steps": lambda x: setattr(x, "steps", x.steps[:1]),
-    }
-    for name, change in changes.items():
-        crafted = copy.copy(cache)
-        change(crafted)
-        crafted.save_pretrained(tmp_path / name.replace(" ", "-"), model)
-        with pytest.raises(ValueError, match="cannot be loaded"):
-            MemoryCache.from_pretrained(tmp_path / name.replace(" ", "-"), model)

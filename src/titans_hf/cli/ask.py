@@ -19,7 +19,7 @@ from transformers.utils import logging
 from titans_hf.cache_files import read_description
 from titans_hf.cli.shared.argument_checks import add_model_options, check_minimums
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
-from titans_hf.cli.shared.memories import AnyCache, fingerprint, load_cache, load_with_memory
+from titans_hf.cli.shared.memories import AnyCache, fingerprint_for_memories, load_cache, load_with_memory
 from titans_hf.cli.shared.text_ids import decode_answer, encode, pad_left
 
 
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
     read_description(args.memory)  # before the weights are loaded
     logging.disable_progress_bar()  # the bar of loading weights would stand before every answer
     model, tokenizer = load_with_memory(args)
-    facts = fingerprint(model)  # hashes all weights of a Titans: once, not for every prompt
+    facts = fingerprint_for_memories(model)  # hashes all weights of a Titans: once, not for every prompt
     cache = load_cache(args.memory, model, facts)
     torch.manual_seed(args.seed)
     options = GenerationConfig(max_new_tokens=args.max_new_tokens, do_sample=args.temperature > 0)

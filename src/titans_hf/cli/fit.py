@@ -152,8 +152,9 @@ def main(argv: list[str] | None = None) -> None:
     names = sorted({file.name for file in files})
     shown = ", ".join(names[:20]) + (f" and {len(names) - 20} others" if len(names) > 20 else "")
     facts = {"texts": shown, "tokens": number, "recalls": len(recalls), "seed": args.seed, "rate": result.rate}
-    save_adapter(model, args.output, fit=facts, licence=args.licence)
-    tokenizer.save_pretrained(args.output)
+    new = state / args.output.name  # renamed when it is whole: an interrupted command goes on by its state
+    save_adapter(model, new, fit=facts, licence=args.licence, tokenizer=tokenizer)
+    new.rename(args.output)
     shutil.rmtree(state)
     print(args.output)
 

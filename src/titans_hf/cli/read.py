@@ -27,7 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from titans_hf.cache_files import DESCRIPTION
 from titans_hf.cli.shared.argument_checks import add_model_options, check_folder, check_minimums
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
-from titans_hf.cli.shared.memories import AnyCache, fingerprint, load_cache, load_with_memory, new_cache
+from titans_hf.cli.shared.memories import AnyCache, fingerprint_for_memories, load_cache, load_with_memory, new_cache
 from titans_hf.cli.shared.text_files import TEXT_SUFFIXES, describe_files, find_files
 from titans_hf.cli.shared.text_ids import encode_in_windows
 
@@ -93,7 +93,7 @@ class Reading:
 
     def __init__(self, model: PreTrainedModel, folder: Path, stream: TokenStream, piece: int):
         self.model, self.folder, self.stream, self.piece = model, folder, stream, piece
-        self.fingerprint = fingerprint(model)  # hashes all weights of a Titans: once, not at every save
+        self.fingerprint = fingerprint_for_memories(model)  # hashes all weights of a Titans: once, not at every save
         self.num_read, self.finished, self.digest = 0, False, hashlib.sha256()
         self.cache = new_cache(model)
         self.cache.seen_in_folders[folder.resolve()] = None  # a memory of another process is not replaced

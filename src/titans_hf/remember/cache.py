@@ -148,14 +148,14 @@ class MemoryCache(Cache):
     ) -> None:
         """Saves the memory in a folder, atomically. See `files.save`."""
         self.read_unread(model)
-        files.save(self, folder, model_fingerprint or files.fingerprint(model))
+        files.save(self, folder, model_fingerprint or files.memory_fingerprint(model))
 
     @classmethod
     def from_pretrained(
         cls, folder: str | os.PathLike, model: PreTrainedModel, *, model_fingerprint: dict | None = None
     ) -> "MemoryCache":
         """Loads the memory of a folder for the model that wrote it. See `files.load`."""
-        return files.load(cls(model), folder, model, model_fingerprint or files.fingerprint(model))
+        return files.load(cls(model), folder, model, model_fingerprint or files.memory_fingerprint(model))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "MemoryCache":
         """Returns a copy with `function` of each tensor that has a row dimension."""
@@ -237,6 +237,7 @@ class MemoryCache(Cache):
         new.state = self.memory.initial_state(model, len(rows), self.device)
         new._clear_layers()
         self.put(rows, new)
+        self._drop_empty_columns()
 
     def read_unread(self, model: PreTrainedModel) -> None:
         """Reads the columns that `crop` has left to be read again."""

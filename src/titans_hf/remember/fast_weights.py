@@ -128,7 +128,8 @@ class FastWeights:
         """Returns the state after a step, from dL/dB (R, out, r) in the order of `directions`."""
         device, scale = gradients[0].device, torch.ones(())
         if self.step.max_gradient is not None:
-            squares = torch.stack([g.square().sum((1, 2)).to(device) for g in gradients])
+            in_order = [g for _, g in sorted(zip(self.directions, gradients, strict=True), key=lambda x: x[0])]
+            squares = torch.stack([g.square().sum((1, 2)).to(device) for g in in_order])
             scale = (self.step.max_gradient / squares.sum(0).sqrt()).clamp(max=1.0)  # (R,)
             scale = torch.nan_to_num(scale, nan=0.0)[:, None, None]
         by_name, new = {}, {}

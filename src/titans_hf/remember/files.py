@@ -1,4 +1,4 @@
-"""A `MemoryCache` as a folder: see `cache_files`, which writes and reads it."""
+"""A `MemoryCache` as a folder: see `cache_files`, which writes, reads and checks it."""
 
 import hashlib
 import os
@@ -10,93 +10,80 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ..cache_files import SavedMemory, naming_folder, read_memory, write_memory
+from ..cache_files import AUTOCAST, SavedMemory, check_tensor, naming_folder, read_memory, weight_facts, write_memory
+from .titans_layer import is_titans
 from .window import KeyValueLayer, StateLayer
 
 KEYS = ("keys", "values")
-TOKENS = ("chunk.ids", "list.tokens", "list.contexts", "list.recent")  # tensors that hold tokens of the model
 STATES = ("conv_states", "recurrent_states")
+TOKENS = ("ids", "tokens", "contexts", "recent")  # ends of the names of tensors that hold tokens of the model
+NUMBER = 64  # of numbers of each weight that the fingerprint depends on
 
 
-def save(cache: Cache, folder: str | os.PathLike, facts: dict[str, Any]) -> None:
-    """Saves a cache, and the `fingerprint` of its model.
+def save(cache: Cache, folder: str | os.PathLike, fingerprint: dict[str, Any]) -> None:
+    """Saves a cache, and the `memory_fingerprint` of its model. Rows that have read nothing have no state in the file.
 
     Raises ValueError or OSError that names the folder, whose memory stays. If another process has saved there since
     this cache was loaded or saved there, this memory goes into a folder beside it, and the error names both.
     """
     tensors = {f"state.{name}": x for name, x in cache.state.items()} | {"seen": cache.seen, "steps": cache.steps}
-    tensors["columns"] = torch.tensor([cache.num_columns, cache.first_column])
-    tensors |= layer_tensors(cache)
-    description = {"model": facts, "tokens_seen": cache.seen.tolist(), "about": cache.about}
+    tensors["first_column"] = torch.tensor(cache.first_column)
+    tensors |= layer_tensors(cache) if cache.seen.any() else {}
+    description = {"model": fingerprint, "tokens_seen": cache.seen.tolist(), "about": cache.about}
     write_memory(folder, SavedMemory(description, tensors, cache.num_columns, False), cache.seen_in_folders)
 
 
-def load(cache: Cache, folder: str | os.PathLike, model: PreTrainedModel, facts: dict[str, Any]) -> Cache:
-    """Fills a new cache from a folder, for a model with the fingerprint `facts`.
+def load(cache: Cache, folder: str | os.PathLike, model: PreTrainedModel, fingerprint: dict[str, Any]) -> Cache:
+    """Fills a new cache from a folder, for a model with a `memory_fingerprint`.
 
     Raises FileNotFoundError for a folder without a memory, ValueError that names the folder for a memory of another
     model or a damaged one.
     """
-    saved = read_memory(folder, facts)
+    saved = read_memory(folder, fingerprint)
     cache.seen_in_folders[Path(folder).resolve()] = saved.description
     with naming_folder(folder, "loaded"):
-        cache.about = dict(saved.description["about"])
-        tensors = dict(saved.tensors)
-        device = next(x.device for x in model.parameters() if x.device.type != "meta")
-        columns, cache.seen, cache.steps = (tensors.pop(x) for x in ("columns", "seen", "steps"))
-        cache.num_columns, cache.first_column = columns.tolist()
-        rows, size = len(cache.seen), model.get_input_embeddings().weight.shape[0]
-        _check_range("seen", cache.seen, 0, 2**62)
-        _check("steps", cache.steps, cache.seen.shape, (torch.int64,))
-        cache.device, cache.state = device, model.memory.initial_state(model, rows, device) if rows else {}
-        for name, x in cache.state.items():
-            new = tensors.pop(f"state.{name}")
-            _check(f"state.{name}", new, x.shape, (x.dtype,))
-            if name in TOKENS:
-                _check_range(name, new, -1 if x.dtype == torch.int32 else 0, size)
-            cache.state[name] = new.to(device)
-        forms = layer_tensors(_of_one_token(cache, model)) if rows and int(cache.seen.max()) else {}
+        cache.about, tensors, whole = dict(saved.description["about"]), dict(saved.tensors), (torch.int64,)
+        seen = check_tensor("seen", tensors.pop("seen"), (None,), whole, end=2**62)
+        steps = check_tensor("steps", tensors.pop("steps"), seen.shape, whole, end=2**62)
+        first = check_tensor("first_column", tensors.pop("first_column"), (), whole, end=saved.num_columns + 1)
+        if len(seen):
+            cache.begin(model, len(seen), next(x.device for x in model.parameters() if x.device.type != "meta"))
+        cache.seen, cache.steps, cache.num_columns, cache.first_column = seen, steps, saved.num_columns, int(first)
+        of_layers = layer_tensors(_of_one_token(cache, model)) if seen.any() else {}
+        forms = {f"state.{name}": x for name, x in cache.state.items()} | of_layers
         if missing := forms.keys() - tensors.keys():
             raise ValueError(f"it lacks the tensor {min(missing)}")
-        for index, layer in enumerate(cache.layers):
-            own = {x: tensors.pop(x) for x in [*tensors] if x.startswith(f"{index}.")}
-            for name, x in own.items():
-                _check_like(name, x, forms[name.replace(".start.", ".")], layer, cache.seen)
-            _fill(layer, {x.removeprefix(f"{index}."): y.to(device) for x, y in own.items()})
-        if tensors:
-            raise ValueError(f"it has the tensor {min(tensors)}, which no layer has")
+        for name, x in tensors.items():
+            if (form := forms.get(name.replace(".start.", "."))) is None:
+                raise ValueError(f"it has the tensor {name}, which no layer has")
+            _check_like(name, x, form, cache, model)
+            tensors[name] = x.to(cache.device)
+        cache.state = {name: tensors[f"state.{name}"] for name in cache.state}
+        for index, layer in enumerate(cache.layers) if of_layers else ():
+            _fill(layer, {x.removeprefix(f"{index}."): y for x, y in tensors.items() if x.startswith(f"{index}.")})
     return cache
 
 
-def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
-    """Returns the facts that a memory depends on: the model's type and sizes, a hash of some of its weights, and a hash
-    of its memory's parameters.
+def memory_fingerprint(model: PreTrainedModel) -> dict[str, Any]:
+    """Returns the facts that a memory depends on: the model's type and sizes, a hash of its memory's parameters, and
+    the dtypes and a hash of its weights.
     """
     config, memory = model.config.get_text_config(decoder=True), model.memory
-    total, parts = hashlib.sha256(), []
+    total, parts = hashlib.sha256(), {}
     if memory.fast_weights is not None:
         fast = memory.fast_weights
-        parts = [(f"A.{x}", y) for x, y in fast.directions.items()] + [(f"B.{x}", y) for x, y in fast.start.items()]
-        total.update(f"{fast.rates} {fast.step}".encode())
+        parts |= {f"A.{x}": y for x, y in fast.directions.items()} | {f"B.{x}": y for x, y in fast.start.items()}
+        total.update(f"{sorted(fast.rates.items())} {fast.step}".encode())
     if memory.token_list is not None:
         chosen = memory.token_list
-        parts += [("center", chosen.center), ("projection", chosen.projection)]
+        parts |= {"center": chosen.center, "projection": chosen.projection}
         total.update(f"{chosen.entries} {chosen.threshold}".encode())
-    for name, x in sorted(parts, key=lambda part: part[0]):
+    for name, x in sorted(parts.items()):
         total.update(f"{name} {tuple(x.shape)}".encode() + x.detach().cpu().float().contiguous().numpy().tobytes())
     names = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
     sizes = {name: getattr(config, name, None) for name in names}
     own = {"window": memory.window, "first_token": memory.first_token, "memory": total.hexdigest()}
-    return {**sizes, **own, "weights": digest_of_weights(model)}
-
-
-def digest_of_weights(model: PreTrainedModel) -> str:
-    """Returns a hash of some of a model's weights."""
-    some = hashlib.sha256()
-    for x in model.parameters():
-        if not x.is_meta and x.is_floating_point() and not hasattr(x, "__tensor_flatten__"):
-            some.update(x.detach().flatten()[:64].cpu().float().numpy().tobytes())
-    return some.hexdigest()
+    return {**sizes, **own, **weight_facts(model, NUMBER)}
 
 
 def layer_tensors(cache: Cache) -> dict[str, Tensor]:
@@ -116,19 +103,30 @@ def layer_tensors(cache: Cache) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _of_one_token(cache: Cache, model: PreTrainedModel) -> Cache:
-    """Returns a cache that has read one token: the form of any cache's tensors."""
-    new = type(cache)(model)
-    model(input_ids=torch.full((1, 1), model.memory.first_token, device=cache.device), cache=new)
-    return new
+    """Returns a cache that has read one token without the memory, whose tensors have the form of any cache's; `cache`
+    itself if it has read none, and its layers have a state.
+    """
+    if is_titans(model):
+        return cache
+    empty, ids = type(cache)(model), torch.full((1, 1), model.memory.first_token, device=cache.device)
+    model.memory.forward(model, input_ids=ids, use_cache=True, return_dict=True, cache=empty)
+    return empty
 
 
-def _check_like(name: str, x: Tensor, form: Tensor, layer, seen: Tensor) -> None:
-    """Raises ValueError unless a layer's tensor fits `form`, the tensor after one token of one row."""
-    wanted = [len(seen), *form.shape[1:]]
-    if name.endswith(KEYS):  # at least the tokens read, at most the tokens kept
-        most = int(seen.max()) if layer.window is None else layer.window - 1 + layer.extra
-        wanted[-2] = min(max(x.shape[-2] if x.dim() == 4 else 0, min(most, int(seen.max()))), most)
-    _check(name, x, torch.Size(wanted), (form.dtype, torch.bfloat16, torch.float16))  # the dtype of a call's autocast
+def _check_like(name: str, x: Tensor, form: Tensor, cache: Cache, model: PreTrainedModel) -> None:
+    """Raises ValueError unless a tensor fits `form`, the tensor of a cache that has read one token or none."""
+    index, _, own = name.partition(".")
+    shape: list[int | None] = [len(cache.seen), *form.shape[1:]]
+    if index == "state":
+        shape[1:2] = [None if n == 0 else n for n in shape[1:2]]  # it grows
+        is_token = name.rpartition(".")[2] in TOKENS
+        end = model.get_input_embeddings().weight.shape[0] if is_token else None
+        check_tensor(name, x, shape, (form.dtype,), -1 if x.dtype == torch.int32 else 0, end)
+        return
+    if own in KEYS:  # of the tokens read, at most of those that are kept
+        layer, read = cache.layers[int(index)], int(cache.seen.max())
+        shape[-2] = read if layer.window is None else min(read, layer.window - 1 + layer.extra)
+    check_tensor(name, x, shape, (form.dtype, *AUTOCAST))
 
 
 def _fill(layer, tensors: dict[str, Tensor]) -> None:
@@ -149,17 +147,3 @@ def _fill(layer, tensors: dict[str, Tensor]) -> None:
             if conv is not None:
                 layer.conv_kernel_size[i], layer.device, layer.dtype = conv.shape[-1], conv.device, conv.dtype
         layer.start = start
-    if tensors:
-        raise ValueError(f"it has the tensor {min(tensors)}, which its layer does not have")
-
-
-def _check(name: str, x: Tensor, shape: torch.Size, dtypes: tuple[torch.dtype, ...]) -> None:
-    if x.shape != shape or x.dtype not in dtypes:
-        raise ValueError(f"{name} has the shape {tuple(x.shape)} and the dtype {x.dtype}, not {tuple(shape)}")
-    if x.is_floating_point() and not x.isfinite().all():
-        raise ValueError(f"{name} holds numbers that are not finite")
-
-
-def _check_range(name: str, x: Tensor, least: int, end: int) -> None:
-    if x.numel() and not least <= x.min() <= x.max() < end:
-        raise ValueError(f"{name} holds numbers from {x.min()} to {x.max()}, not from {least} to below {end}")

@@ -47,7 +47,9 @@ class TitansLayer(StateLayer):
         """Does nothing: a Titans replaces its state."""
 
     def forget_empty_rows(self) -> None:
-        """Does nothing: rows that have read nothing have the learned state."""
+        """Sets the learned state, if the layer has rows."""
+        if (x := self.recurrent_states[0]) is not None:
+            self.clear(len(x))
 
 
 def with_whole_window(state: LayerState, module: TitansMixer) -> LayerState:

@@ -120,12 +120,12 @@ class KeyValueLayer(CacheLayerMixin):
     def last_columns(self, number: int) -> None:
         """Keeps the last `number` columns."""
         if self.is_initialized and self.keys.shape[-2] > number:
-            self.keys, self.values = (x[..., x.shape[-2] - number :, :] for x in (self.keys, self.values))
+            self.keys, self.values = (x[..., x.shape[-2] - number :, :].clone() for x in (self.keys, self.values))
 
     def clear(self, rows: int) -> None:
         """Lets the layer's `rows` rows have read nothing."""
         if self.is_initialized:
-            self.keys, self.values = self.keys[..., :0, :], self.values[..., :0, :]
+            self.keys, self.values = self.keys[..., :0, :].clone(), self.values[..., :0, :].clone()
 
     def rewind(self, number: int) -> None:
         """Drops the last `number` columns."""
@@ -225,10 +225,11 @@ class StateLayer(LinearAttentionLayer):
         """Replaces the rows `rows` by the rows of another layer."""
         for name in ("conv_states", "recurrent_states"):
             _put_states(getattr(self, name), getattr(other, name), rows, num_rows)
-        if other.start is not None:
-            self.start = ({}, {}) if self.start is None else self.start
-            for old, new in zip(self.start, other.start, strict=True):
-                _put_states(old, new, rows, num_rows)
+        if self.start is not None or other.start is not None:
+            nothing = dict.fromkeys(range(self.number_of_states))
+            self.start, new = ((nothing.copy(), nothing.copy()) if x is None else x for x in (self.start, other.start))
+            for own, of_rows in zip(self.start, new, strict=True):
+                _put_states(own, of_rows, rows, num_rows)
         for name in ("has_previous_state", "is_conv_states_initialized", "is_recurrent_states_initialized"):
             getattr(self, name).update(getattr(other, name))
         self.conv_kernel_size, self.device, self.dtype = dict(other.conv_kernel_size), other.device, other.dtype

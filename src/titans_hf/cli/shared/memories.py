@@ -44,12 +44,13 @@ def new_cache(model: PreTrainedModel) -> AnyCache:
     return MemoryCache(model) if hasattr(model, "memory") else TitansCache(model.config)
 
 
-def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
+def fingerprint_for_memories(model: PreTrainedModel) -> dict[str, Any]:
     """Returns the facts of the model on which its memory folders depend."""
-    module = files if hasattr(model, "memory") else cache_files
-    return module.fingerprint(model)
+    if hasattr(model, "memory"):
+        return files.memory_fingerprint(model)
+    return cache_files.model_fingerprint(model)
 
 
 def load_cache(folder: Path, model: PreTrainedModel, facts: dict[str, Any]) -> AnyCache:
-    """Loads a memory folder for the model with the fingerprint `facts`."""
+    """Loads a memory folder for the model with these facts, `fingerprint_for_memories`."""
     return type(new_cache(model)).from_pretrained(folder, model, model_fingerprint=facts)

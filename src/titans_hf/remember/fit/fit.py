@@ -24,10 +24,11 @@ from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from ...cache_files import weight_facts
 from ..attach import forget, remember
 from ..cache import MemoryCache
 from ..fast_weights import FastWeights, decoder_layers, linear_layers
-from ..files import digest_of_weights
+from ..files import NUMBER
 from ..parts import FAST_WEIGHTS, LIST, Memory, base_model
 from ..titans_layer import is_titans
 from ..token_list import ReadOut, TokenList
@@ -312,7 +313,7 @@ def fit_memory(
     ids = torch.cat([*documents, *(x for pair in recalls for x in pair)]).long().cpu()
     digest = hashlib.sha256(ids.numpy().tobytes()).hexdigest()
     lengths = [len(x) for x in documents], [len(x) for x, _ in recalls]
-    own_key = (model.name_or_path, type(model).__name__, digest_of_weights(model))
+    own_key = (model.name_or_path, type(model).__name__, weight_facts(model, NUMBER)["weights"])
     key = (*own_key, window, rank, entries, recall_share, seed, lengths, digest)
     saved = Saved(None if folder is None else Path(folder), repr(key))
     first_token = None if own is None else own.first_token
