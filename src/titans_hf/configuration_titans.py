@@ -155,8 +155,14 @@ class TitansConfig(PreTrainedConfig):
             Momentum of the update (eta, eq. 10). With the delta rule, eta is at most 1/3: above it, bursts of one key
             can make the memory grow exponentially.
         memory_forget (`bool`, defaults to `True`): Decay of the memory (alpha, eq. 13).
+        memory_start (`str`, defaults to `"random"`):
+            Initial weights of a new memory. `"recall"`: W_q = W_k and W_o = 3 W_v^T, so that an untrained memory finds
+            the token that it stored for a query and its output points at this token's embedding. Also sets the defaults
+            of `memory_forget_bias` and `memory_conv_noise`.
+        memory_forget_bias (`float`, defaults to -5; with `memory_start="recall"` to -7):
+            Initial logit of alpha: half of what is stored is forgotten after 103 tokens, with -7 after 760.
         memory_conv_kernel (`int`, defaults to 4): Width of the causal convolutions on q, k and v; 1 for none.
-        memory_conv_noise (`float`, by form):
+        memory_conv_noise (`float`, by form; 0 with `memory_start="recall"`):
             Share n of noise in the initial filters, from 0 to 1: sqrt(1 - n^2) times the identity (on keys a delay of
             one token) plus n times noise of norm 1. With 0, recall is learned fastest; with 1, language.
         memory_output_norm (`str`, by form):
@@ -247,8 +253,17 @@ class TitansConfig(PreTrainedConfig):
         state="shape",
     )
     memory_forget: bool = setting(True)
+    memory_start: Literal["random", "recall"] = setting("random", state="none")
+    memory_forget_bias: int | float | None = setting(
+        None, derived=lambda config: -7.0 if config.memory_start == "recall" else -5.0, state="none"
+    )
     memory_conv_kernel: int = setting(4, at_least=1, state="shape")
-    memory_conv_noise: int | float | None = setting(None, at_least=0, at_most=1)
+    memory_conv_noise: int | float | None = setting(
+        None,
+        at_least=0,
+        at_most=1,
+        derived=lambda config: 0.0 if config.memory_start == "recall" else config.of_form("memory_conv_noise"),
+    )
     memory_output_norm: Literal["rms", "clip"] | None = setting(None)
     memory_residual: bool | None = setting(None, variants=WITH_ATTENTION)
     memory_error_clip: int | float | Literal["form"] | None = setting("form", above=0)

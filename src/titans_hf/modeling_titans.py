@@ -189,9 +189,10 @@ class TitansPreTrainedModel(PreTrainedModel):
         elif isinstance(module, nn.RMSNorm):
             init.ones_(module.weight)
         elif isinstance(module, InitialWeights):
-            module.reset_parameters(init)
+            module.reset_parameters()
         elif isinstance(module, TitansMixer):
             init.normal_(module.persistent, std=std)
+            module.memory.tie_projections()  # after its projections, whose modules come first
 
 
 class TitansModel(TitansPreTrainedModel):

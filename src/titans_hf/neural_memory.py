@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, silu
+from transformers import initialization as init
 from transformers.integrations import use_kernel_forward_from_hub
 from transformers.utils.generic import maybe_autocast
 
@@ -32,6 +33,8 @@ LARGEST_ETA_OF_DELTA_RULE = 1 / 3
 # Limit of the steps of hidden layers with the delta rule, in units of theta: in small chunks, larger steps change the
 # last layer's inputs, with which its values were stored.
 LARGEST_HIDDEN_STEP = 1 / 128
+# W_o / W_v^T at the start of a memory that recalls: with less, what is retrieved hardly changes the logits.
+RECALL_SCALE = 3.0
 
 
 def l2_normalize(x: Tensor) -> Tensor:
@@ -112,8 +115,7 @@ class InitialWeights(nn.Module):
             self.register_parameter(str(layer), nn.Parameter(torch.empty(num_heads, *shape)))
         self.reset_parameters()
 
-    def reset_parameters(self, init=nn.init) -> None:
-        """Initialises with the functions of `init`."""
+    def reset_parameters(self) -> None:
         weights = list(self.parameters())
         for weight in weights[:-1] if self.starts_as_zero else weights:
             init.normal_(weight, std=weight.shape[-2] ** -0.5)
@@ -207,7 +209,7 @@ class NeuralMemory(nn.Module):
         num_gates = num_heads * (config.memory_depth if config.memory_gates == "layer" else 1)
         self.inner_lr = TokenGate(size, num_gates, initial_logit=0.0)  # theta
         self.momentum = TokenGate(size, num_gates, initial_logit=0.0) if config.memory_momentum else None  # eta
-        self.forget = TokenGate(size, num_gates, initial_logit=-5.0) if config.memory_forget else None  # alpha
+        self.forget = TokenGate(size, num_gates, config.memory_forget_bias) if config.memory_forget else None  # alpha
         is_delta = config.memory_update_rule == "delta"
         # A hidden layer's gradients of a chunk are taken at the same weights: the sum of larger steps overshoots.
         hidden_step = min(LARGEST_HIDDEN_STEP, 1 / (2 * config.memory_chunk_size)) if is_delta else 1.0
@@ -219,6 +221,14 @@ class NeuralMemory(nn.Module):
         self.norm = HeadNorm(self.head_dim, config.memory_output_norm == "clip")
         self.gate_proj = nn.Linear(size, size, bias=False)
         self.o_proj = OutputProjection(size, size, bias=False)
+        self.tie_projections()
+
+    @torch.no_grad()
+    def tie_projections(self) -> None:
+        """With `memory_start="recall"`, sets W_q = W_k and W_o = 3 W_v^T, where they come from no checkpoint."""
+        if self.config.memory_start == "recall":
+            init.copy_(self.q_proj.weight, self.k_proj.weight)
+            init.copy_(self.o_proj.weight, RECALL_SCALE * self.v_proj.weight.T)
 
     def _convolution(self, initial_delay: int) -> ChannelConv | None:
         kernel = self.config.memory_conv_kernel

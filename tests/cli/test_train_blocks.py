@@ -4,6 +4,7 @@ import json
 import math
 import tracemalloc
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from datasets import Dataset
@@ -13,6 +14,8 @@ from transformers import ByT5Tokenizer
 from titans_hf.cli import train
 from titans_hf.cli.training.arguments import RunArguments
 from titans_hf.cli.training.data import (
+    PackedBlocks,
+    RepeatedPassages,
     collate,
     count_tokens,
     encode_texts,
@@ -128,3 +131,19 @@ def test_the_byte_tokenizer(tmp_path):
         assert is_byte_tokenizer(tokenizer) and tokens.tolist() == tokenizer(lines, split_special_tokens=True).input_ids
     other.add_tokens(["whale"])
     assert not is_byte_tokenizer(other)
+
+
+def test_passages_come_again():
+    """A block is the text with passages again, each at least 70 tokens after it ended: in all blocks, or in about the
+    given share of them.
+    """
+    tokens = PackedBlocks(pa.chunked_array([pa.array(range(200 * 1024), pa.int32())]), 1024)
+    for index in range(20):
+        block = RepeatedPassages(tokens, 1.0, seed=0)[index]["input_ids"].tolist()
+        first = {}
+        for place, token in enumerate(block):
+            assert place - first[token] > 70 if token in first else token == index * 1024 + len(first)
+            first.setdefault(token, place)
+        assert len(block) == 1024 and 0.15 < len(first) / 1024 < 0.95
+    share = np.mean([len(set(x["input_ids"].tolist())) < 1024 for x in RepeatedPassages(tokens, 0.3, seed=0)])
+    assert 0.2 < share < 0.4

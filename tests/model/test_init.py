@@ -1,9 +1,11 @@
 """Initialisation: however a model is made, every parameter starts from the documented distribution."""
 
+import json
 import re
 
+import pytest
 import torch
-from common import ATTENTIONS, PAPER, VARIANTS, make_config
+from common import ATTENTIONS, PAPER, VARIANTS, make_config, redraw
 from covering import covering
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -67,7 +69,7 @@ def rules(config) -> dict:
         r".*norm\.weight": constant(1),
         memory + r"(inner_lr|momentum|forget)\.weight": constant(0),
         memory + r"(inner_lr|momentum)\.bias": constant(0),
-        memory + r"forget\.bias": constant(-5),
+        memory + r"forget\.bias": constant(config.memory_forget_bias),
         memory + r"[qv]_conv\.weight": delay(0, config.memory_conv_noise),
         memory + r"k_conv\.weight": delay(1, config.memory_conv_noise),
         layer + r"mixer\.persistent": normal(STD),
@@ -111,7 +113,7 @@ def after_the_meta_device(config) -> TitansForCausalLM:
 
 CHANGES = {
     "default": {},
-    "no noise": dict(memory_conv_noise=0),
+    "no noise, slow forgetting": dict(memory_conv_noise=0, memory_forget_bias=-7.5),
     # With forgetting towards 0, or a norm behind it, the last layer is drawn too: otherwise it would have no gradient.
     "paper's recurrence": dict(memory_update_rule="chunk", memory_recurrence="paper"),
     "residual": dict(memory_network="residual", memory_update_rule="chunk"),
@@ -190,3 +192,38 @@ def test_a_new_model_predicts_at_chance_and_its_gradients_are_alike(variant, cha
     lengths = {name: parameter.grad.norm().item() for name, parameter in model.named_parameters()}
     longest = max(lengths, key=lengths.get)
     assert lengths[longest] < 30 * lengths["lm_head.weight"], f"{longest}: {lengths[longest]:.2g}"
+
+
+def later_token_rank(start: str) -> float:
+    """Returns the median rank, of 200 tokens, of the token that has followed, when 40 tokens are read again by the
+    memory of a new layer.
+    """
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(make_config("lmm", **RECALL, memory_start=start))
+    memory, embeddings = model.model.layers[0].mixer.memory, torch.randn(200, 128)
+    ids = torch.randperm(200)[:40]
+    retrieved = memory(embeddings[torch.cat([ids, ids])][None])[0][0, 40:-1]
+    scores = retrieved @ embeddings.T
+    return (scores > scores.gather(1, ids[1:, None])).sum(1).float().median().item()
+
+
+RECALL = dict(memory_form="delta", hidden_size=128, memory_num_heads=1)
+
+
+def test_a_new_memory_that_starts_with_recall_retrieves_what_it_stored():
+    """Its output points at the token that followed. Random weights rank this token at chance (100)."""
+    assert later_token_rank("recall") < 40 < 80 < later_token_rank("random")
+
+
+@pytest.mark.parametrize("is_former", [True, False])
+def test_saved_weights_are_no_new_start(is_former, tmp_path):
+    """Loading keeps saved projections, and a config of an earlier version keeps its random start."""
+    model = redraw(TitansForCausalLM(make_config("lmm", memory_start="random" if is_former else "recall")))
+    model.save_pretrained(tmp_path)
+    if is_former:
+        config = json.loads((tmp_path / "config.json").read_text())
+        former = {x: value for x, value in config.items() if x not in ("memory_start", "memory_forget_bias")}
+        (tmp_path / "config.json").write_text(json.dumps(former))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert (loaded.config.memory_forget_bias, loaded.config.memory_conv_noise) == ((-5, 0.7) if is_former else (-7, 0))
+    assert all(torch.equal(x, y) for x, y in zip(loaded.parameters(), model.parameters(), strict=True))

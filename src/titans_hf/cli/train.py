@@ -38,7 +38,7 @@ from titans_hf.cli.training.carried_memory import (
     collate_contiguous,
 )
 from titans_hf.cli.training.checkpoints import RunFacts, find_checkpoint
-from titans_hf.cli.training.data import Blocks, collate, load_blocks
+from titans_hf.cli.training.data import Blocks, PackedBlocks, RepeatedPassages, collate, load_blocks
 from titans_hf.cli.training.model import freeze_all_but_memory, load_config
 from titans_hf.cli.training.run_folder import CardTrainer, describe, save_results
 from titans_hf.cli.training.tokenizer import load_tokenizer
@@ -72,7 +72,8 @@ def perplexity(prediction: EvalPrediction, tokens_per_byte: float | None) -> dic
 
 def check_arguments(run: RunArguments, training: TrainingArguments) -> None:
     """Raises ValueError for options that contradict each other; fills in the options that depend on others."""
-    check_minimums(run, block_length=2, max_eval_blocks=1, tokens_per_step=1)
+    minimums = dict(block_length=256 if run.repeat_passages else 2, max_eval_blocks=1, tokens_per_step=1)
+    check_minimums(run, **minimums, repeat_passages=0)
     check_minimums(training, per_device_train_batch_size=1, per_device_eval_batch_size=1, gradient_accumulation_steps=1)
     if (run.config is None) == (run.model_name_or_path is None) or (run.config and run.tokenizer is None):
         raise ValueError("give either --config and --tokenizer, to train from scratch, or --model_name_or_path")
@@ -96,6 +97,13 @@ def make_trainer(
     blocks: Blocks,
 ) -> CardTrainer:
     (train_data, eval_data, tokens_per_byte), trainer_class, collator = blocks, CardTrainer, collate
+    if run.repeat_passages:
+        if run.carry_memory or not isinstance(train_data, PackedBlocks):
+            raise ValueError(
+                f"--repeat_passages must be 0 with --carry_memory, with --streaming and for rows of input_ids, but is "
+                f"{run.repeat_passages}: it makes blocks of texts anew"
+            )
+        train_data = RepeatedPassages(train_data, run.repeat_passages, training.seed)
     if run.carry_memory:
         trainer_class, collator = CarriedMemoryTrainer, collate_contiguous
         train_rows, eval_rows = (training.world_size * n for n in (training.train_batch_size, training.eval_batch_size))

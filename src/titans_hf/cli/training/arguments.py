@@ -55,6 +55,11 @@ class RunArguments:
         "`memory`: train only the parameters of the memories; the optimizer keeps no state of other parameters.",
         None,
     )
+    repeat_passages: float = option(
+        "Share of the training blocks in which earlier passages of 16 to 160 tokens come again, which gives a memory a "
+        "reason to recall (docs/train.md); 0 for none.",
+        0.0,
+    )
     carry_memory: bool = option(
         "For long documents (Titans only): every row of a batch continues the same row of the batch before, with its "
         "memory; gradients stay within a block. The blocks come in order, never shuffled.",

@@ -62,6 +62,33 @@ class PackedBlocks(torch.utils.data.Dataset):
         return {"input_ids": torch.from_numpy(block.to_numpy().astype(np.int64))}
 
 
+class RepeatedPassages(torch.utils.data.Dataset):
+    """Blocks of T tokens, in a share of which T / 256 to T / 128 earlier passages of 16 to 160 tokens come again, at
+    least 70 tokens after they ended. What no longer fits is cut off. A block is the same whenever it is read.
+    """
+
+    def __init__(self, blocks: PackedBlocks, share: float, seed: int):
+        self.blocks, self.share, self.seed = blocks, share, seed
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        source, random = self.blocks[index]["input_ids"], np.random.default_rng((self.seed, index))
+        length = len(source)
+        if random.random() >= self.share or length < 256:
+            return {"input_ids": source}
+        text, used = source[:0], 0
+        for place in sorted(random.integers(180, length, random.integers(length // 256, length // 128 + 1))):
+            read = max(0, place - len(text))
+            text, used = torch.cat([text, source[used : used + read]]), used + read
+            size = random.integers(16, 161)
+            if (last := len(text) - size - 70) >= 0:
+                start = random.integers(last + 1)
+                text = torch.cat([text, text[start : start + size]])
+        return {"input_ids": torch.cat([text, source[used:]])[:length]}
+
+
 class Blocks(NamedTuple):
     """The blocks of a run, and the tokens per byte of the text that evaluation blocks come from; None if unknown."""
 

@@ -66,6 +66,7 @@ def describe(run: RunArguments, args: TrainingArguments, blocks: Blocks) -> dict
         "hub": [] if Path(run.train_data).exists() else [run.train_data],
         "block_length": run.block_length,
         "rows": args.train_batch_size * args.world_size if run.carry_memory else None,  # the order of the blocks
+        "repeat_passages": run.repeat_passages,
         "seed": args.seed,
         "train_tokens": None if run.streaming else count_tokens(blocks.train),
         "eval_tokens": count_tokens(blocks.evaluation),
