@@ -175,13 +175,12 @@ class TitansCache(Cache):
             raise ValueError(f"`weight` must be from 0 to 1, but is {weight}.")
         check_cache_class("other", other)
         for name, cache in {"this cache": self, "`other`": other}.items():
-            reasons = {
-                "has read nothing": cache.batch_size == -1,
-                "has read nothing since rows were reset": cache.rows_to_restart() is not None,
-                "has columns to read again": cache.columns_to_reread() is not None,
-            }
-            for reason in [reason for reason, holds in reasons.items() if holds]:
-                raise ValueError(f"A cache cannot be merged: {name} {reason}.")
+            if cache.batch_size == -1:
+                raise ValueError(f"A cache cannot be merged: {name} has read nothing.")
+            if cache.rows_to_restart() is not None:
+                raise ValueError(f"A cache cannot be merged: {name} has read nothing since rows were reset.")
+            if cache.columns_to_reread() is not None:
+                raise ValueError(f"A cache cannot be merged: {name} has columns to read again.")
         _check_equal("`other` must be a cache of the same model, but", other.made_for, self.made_for)
         self._check_not_recording("merge()")
         for ours, theirs in zip(self.layers, other.layers, strict=True):

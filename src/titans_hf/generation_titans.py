@@ -230,24 +230,27 @@ def _check_inputs(generation_config, generation_mode: GenerationMode, model_kwar
     attention maps that are cut and of prompts that end in padding.
     """
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    in_pieces = generation_config.prefill_chunk_size is not None
-    several = in_pieces and isinstance(positions, Tensor) and _has_several_documents(positions, mask)
-    documents = next((name for name in ("seq_idx", "cu_seq_lens_q") if model_kwargs.get(name) is not None), None)
-    refused = {
-        "`assistant_early_exit` is not possible: while it drafts, Transformers changes the number of layers in the "
-        "model's config, which other calls may be using. Use `prompt_lookup_num_tokens` or `assistant_model`.": (
-            generation_config.assistant_early_exit is not None
-        ),
-        f"`{documents}` must be None in generate(), which adds tokens to the last document: mark documents by "
-        "`position_ids` that restart at 0.": documents is not None,
-        "`prefill_chunk_size` must be None with `inputs_embeds`: Transformers cuts `input_ids` only.": (
-            in_pieces and model_kwargs.get("inputs_embeds") is not None
-        ),
-        "`prefill_chunk_size` must be None with several documents (`position_ids` that restart at 0): a document that "
-        "begins at a piece's first token would not be recognised as new.": several,
-    }
-    for reason in [reason for reason, holds in refused.items() if holds]:
-        raise ValueError(reason)
+    if generation_config.assistant_early_exit is not None:
+        raise ValueError(
+            "`assistant_early_exit` is not possible: while it drafts, Transformers changes the number of layers in the "
+            "model's config, which other calls may be using. Use `prompt_lookup_num_tokens` or `assistant_model`."
+        )
+    for name in ("seq_idx", "cu_seq_lens_q"):
+        if model_kwargs.get(name) is not None:
+            raise ValueError(
+                f"`{name}` must be None in generate(), which adds tokens to the last document: mark documents by "
+                "`position_ids` that restart at 0."
+            )
+    if generation_config.prefill_chunk_size is not None:
+        if model_kwargs.get("inputs_embeds") is not None:
+            raise ValueError(
+                "`prefill_chunk_size` must be None with `inputs_embeds`: Transformers cuts `input_ids` only."
+            )
+        if isinstance(positions, Tensor) and _has_several_documents(positions, mask):
+            raise ValueError(
+                "`prefill_chunk_size` must be None with several documents (`position_ids` that restart at 0): a "
+                "document that begins at a piece's first token would not be recognised as new."
+            )
     recorded = generation_config.output_attentions and generation_config.return_dict_in_generate
     if recorded and generation_mode == GenerationMode.ASSISTED_GENERATION:
         logger.warning_once(
@@ -276,37 +279,38 @@ def _check_prompt(generation_config, model_kwargs: dict, generation_mode: Genera
     has read; with embeddings it may not.
     """
     num_read, mask = model_kwargs["cache"].get_seq_length(), model_kwargs.get("attention_mask")
-    num_columns, embeds = (
-        generation_config._mask_length if mask is None else mask.shape[1],
-        model_kwargs.get("inputs_embeds"),
-    )
+    num_columns = generation_config._mask_length if mask is None else mask.shape[1]
+    embeds = model_kwargs.get("inputs_embeds")
     advice = "call `cache.start_prompt()` and give only the tokens to read next."
-    refused = {
-        "`use_cache` must be True with `cache`, but is False: each step would read the prompt again.": (
-            generation_config.use_cache is False
-        ),
-        "Assisted generation (`assistant_model`, `prompt_lookup_num_tokens`) with a `cache` that has read "
-        f"{num_read} columns would read them again: {advice}": (
-            num_read and generation_mode == GenerationMode.ASSISTED_GENERATION
-        ),
-        f"`inputs_embeds` must have all {num_columns} columns of `attention_mask`, the {num_read} that "
-        f"`cache` has read too; or {advice}": (num_read and embeds is not None and embeds.shape[1] != num_columns),
-        f"The prompt has {num_columns} columns, its mask included, but `cache` has read {num_read} "
-        f"already, which come first in a prompt: {advice}": (
-            0 < num_columns <= num_read and not generation_config.is_assistant
-        ),
-    }
-    for reason in [reason for reason, holds in refused.items() if holds]:
-        raise ValueError(reason)
+    if generation_config.use_cache is False:
+        raise ValueError("`use_cache` must be True with `cache`, but is False: each step would read the prompt again.")
+    if num_read and generation_mode == GenerationMode.ASSISTED_GENERATION:
+        raise ValueError(
+            "Assisted generation (`assistant_model`, `prompt_lookup_num_tokens`) with a `cache` that has read "
+            f"{num_read} columns would read them again: {advice}"
+        )
+    if num_read and embeds is not None and embeds.shape[1] != num_columns:
+        raise ValueError(
+            f"`inputs_embeds` must have all {num_columns} columns of `attention_mask`, the {num_read} that "
+            f"`cache` has read too; or {advice}"
+        )
+    if 0 < num_columns <= num_read and not generation_config.is_assistant:
+        raise ValueError(
+            f"The prompt has {num_columns} columns, its mask included, but `cache` has read {num_read} "
+            f"already, which come first in a prompt: {advice}"
+        )
 
 
 def _check_surprise(generation_config, generation_mode: GenerationMode) -> None:
     """Raises ValueError unless every token is read exactly once, in order, in calls that are not compiled."""
-    refused = {
-        f"in {generation_mode.value}, which discards tokens that were read": generation_mode not in SEQUENTIAL_MODES,
-        "with `cache_implementation='static'`, which compiles": generation_config.cache_implementation == "static",
-        "with `use_cache=False`, which reads tokens again": generation_config.use_cache is False,
-        "without `return_dict_in_generate=True`, which returns it": not generation_config.return_dict_in_generate,
-    }
-    for reason in [reason for reason, holds in refused.items() if holds]:
-        raise ValueError(f"`output_surprise` is not possible {reason}.")
+    problem = None
+    if generation_mode not in SEQUENTIAL_MODES:
+        problem = f"in {generation_mode.value}, which discards tokens that were read"
+    elif generation_config.cache_implementation == "static":
+        problem = "with `cache_implementation='static'`, which compiles"
+    elif generation_config.use_cache is False:
+        problem = "with `use_cache=False`, which reads tokens again"
+    elif not generation_config.return_dict_in_generate:
+        problem = "without `return_dict_in_generate=True`, which returns it"
+    if problem:
+        raise ValueError(f"`output_surprise` is not possible {problem}.")
