@@ -83,18 +83,3 @@ def test_processes_that_know_nothing_of_each_other_are_refused(options, tmp_path
     run = subprocess.run([*LAUNCH, *options(use_cpu=None)], capture_output=True, text=True, timeout=240)
     assert run.returncode and "2 processes were started, but each would train by itself" in run.stderr
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_two_processes_train_like_one(options, tmp_path, texts, monkeypatch):
-    """Two processes give the loss of one and report once."""
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    alone = train.main(options(output_dir=tmp_path / "alone", eval_data=texts))
-    command = [*LAUNCH, *options(per_device_train_batch_size=1, per_device_eval_batch_size=4, eval_data=texts)]
-    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=240).stdout
-    assert output.count("eval_perplexity         =") == 1
-    assert output.count("model_type: llama") == 1
-    assert (tmp_path / "out" / "checkpoint-8" / "rng_state_1.pth").exists()  # the second process was there
-    together = json.loads((tmp_path / "out" / "eval_results.json").read_text())
-    assert together["eval_loss"] == pytest.approx(alone["eval_loss"], rel=1e-4)

@@ -102,20 +102,6 @@ def test_padding_after_an_end_is_not_read(variant, implementation, padded):
         assert is_greedy(model, alone[None], len(alone) - 9)
 
 
-@covering(
-    1, {"variant": VARIANTS, "implementation": ["dynamic", "quantized", "offloaded", "offloaded_static", "static"]}
-)
-def test_cache_implementations_change_nothing(variant, implementation):
-    """Supported cache implementations give the same tokens and do what their names say."""
-    model, (ids, mask) = shared_model(variant), left_pad([make_ids(19, seed=1), make_ids(6, seed=2)])
-    settings = dict(attention_mask=mask, max_new_tokens=20, return_dict_in_generate=True, **GREEDY)
-    expected = model.generate(ids, **settings)
-    ours = model.generate(ids, cache_implementation=implementation, **settings)
-    assert torch.equal(ours.sequences, expected.sequences)
-    assert ours.cache.layers[0].offloading == implementation.startswith("offloaded")
-    assert ours.cache.is_compileable == (implementation == "static")
-
-
 def test_what_needs_another_cache_is_refused():
     """A static cache, generate_batch() and a paged cache raise an error."""
     model, ids = shared_model("mag"), make_ids(1, 5)

@@ -7,14 +7,11 @@ import pytest
 import torch
 from common import (
     ATTENTIONS,
-    TWO_VARIANTS,
     assert_same,
-    full_logits,
     left_pad,
     make_config,
     make_ids,
     make_model,
-    read,
     redraw,
 )
 from covering import covering
@@ -138,21 +135,6 @@ def test_from_a_causal_checkpoint(variant, auto_class, tmp_path):
             assert 0.5 < parameter.std() / model.config.initializer_range < 1.5, name
         else:
             assert torch.equal(parameter, body[name.removeprefix("model.")]), name
-
-
-@covering(2, {"variant": TWO_VARIANTS, "tied": [False, True], "size": [40, 61]})
-def test_resize_token_embeddings(variant, tied, size):
-    """Resizing the vocabulary keeps the kept tokens' logits, tied embeddings and an earlier cache."""
-    model, ids = make_model(variant, tie_word_embeddings=tied), make_ids(2, 40, vocab_size=40)
-    expected, kept = full_logits(model, ids), min(size, 50)
-    _, cache = read(model, ids[:, :25])
-    model.resize_token_embeddings(size)
-    assert model.config.vocab_size == size
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
-    logits = full_logits(model, ids)
-    assert logits.shape[-1] == size
-    assert_same(logits[..., :kept], expected[..., :kept])
-    assert_same(read(model, ids[:, 25:], None, cache)[0][..., :kept], expected[:, 25:, :kept])
 
 
 def test_a_text_ends_where_its_mask_ends():

@@ -5,8 +5,8 @@ import re
 
 import pytest
 import torch
-from common import ATTENTIONS, PAPER, VARIANTS, make_config, redraw
-from covering import covering
+from common import ATTENTIONS, PAPER, make_config, redraw
+from covering import covering, in_one_test
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -92,14 +92,6 @@ def check_initial_values(model, only=None) -> None:
         assert not any(a.shape == b.shape and torch.equal(a, b) for b in values[:i]), "two parameters drawn alike"
 
 
-def constructed(config) -> TitansForCausalLM:
-    return TitansForCausalLM(config)
-
-
-def from_config(config) -> TitansForCausalLM:
-    return AutoModelForCausalLM.from_config(config)
-
-
 def after_the_meta_device(config) -> TitansForCausalLM:
     with torch.device("meta"):
         model = TitansForCausalLM(config)
@@ -111,72 +103,54 @@ def after_the_meta_device(config) -> TitansForCausalLM:
     return model
 
 
-CHANGES = {
-    "default": {},
-    "no noise, slow forgetting": dict(memory_conv_noise=0, memory_forget_bias=-7.5),
-    # With forgetting towards 0, or a norm behind it, the last layer is drawn too: otherwise it would have no gradient.
-    "paper's recurrence": dict(memory_update_rule="chunk", memory_recurrence="paper"),
-    "residual": dict(memory_network="residual", memory_update_rule="chunk"),
-    "gates per layer": dict(memory_gates="layer", memory_update_rule="chunk"),
-    "paper": PAPER,
-}
-
-
-@covering(2, {"changes": CHANGES, "make": [constructed, from_config, after_the_meta_device]})
-def test_a_new_model(changes, make):
+@covering(
+    2,
+    {
+        # With forgetting towards 0, or a norm behind it, the last layer is drawn too: else it would have no gradient.
+        "changes": [
+            {},
+            dict(memory_conv_noise=0, memory_forget_bias=-7.5),
+            dict(memory_update_rule="chunk", memory_recurrence="paper"),
+            PAPER,
+        ],
+        "make": [TitansForCausalLM, AutoModelForCausalLM.from_config, after_the_meta_device],
+        "variant": ATTENTIONS,
+    },
+)
+def test_a_new_model(changes, make, variant):
     """A model made in any way has the documented initial values."""
     torch.manual_seed(0)
-    check_initial_values(make(make_config("mag", **SIZES | CHANGES[changes])))
+    check_initial_values(make(make_config(variant, **SIZES | changes)))
 
 
-@covering(1, {"variant": ATTENTIONS, "make": [constructed, from_config, after_the_meta_device]})
-def test_a_new_model_of_each_variant(variant, make):
-    """Every variant has the documented initial values."""
-    torch.manual_seed(0)
-    check_initial_values(make(make_config(variant, **SIZES)))
+KINDS = [
+    r"(inner_lr|momentum|forget)\.",
+    r"initial_weights\.2",
+    r"persistent",
+    r"[qkv]_conv\.",
+    r"proj\.weight",
+    r"^model",
+]
 
 
-KINDS = {
-    "gates": r"(inner_lr|momentum|forget)\.",
-    "gate biases": r"(inner_lr|momentum|forget)\.bias",
-    "forget bias of one layer": r"layers\.1\..*forget\.bias",
-    "initial weights": r"initial_weights\.",
-    "one initial weight": r"layers\.0\..*initial_weights\.2",
-    "first initial weight": r"layers\.0\..*initial_weights\.0",
-    "persistent": r"persistent",
-    "convolution": r"[qkv]_conv\.",
-    "norms": r"norm\.weight",
-    "projections": r"proj\.weight",
-    "head": r"lm_head",
-    "all but the head": r"^model",
-}
-
-
-@covering(1, {"variant": VARIANTS, "kind": KINDS})
-def test_checkpoint_with_missing_keys(variant, kind, tmp_path):
+@in_one_test("kind", KINDS)
+def test_checkpoint_with_missing_keys(kind, tmp_path):
     """Parameters missing from a checkpoint are initialised and the loaded ones kept."""
     torch.manual_seed(0)
-    source = TitansForCausalLM(make_config(variant, **SIZES))
+    source = TitansForCausalLM(make_config("mag", **SIZES))
     with torch.no_grad():
         for parameter in source.parameters():
             parameter.copy_(7 + torch.rand(parameter.shape))  # like nothing that is ever initialised
     source.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     stored = load_file(file)
-    missing = {name for name in stored if re.search(KINDS[kind], name)}
+    missing = {name for name in stored if re.search(kind, name)}
     save_file({name: x for name, x in stored.items() if name not in missing}, file, metadata={"format": "pt"})
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert set(info["missing_keys"]) == missing
+    assert missing and set(info["missing_keys"]) == missing
     check_initial_values(model, only=missing)
     for name, parameter in model.named_parameters():
         assert name in missing or torch.equal(parameter, stored[name]), f"{name} was loaded, then changed"
-
-
-def test_switches_own_their_parameters():
-    """Parts that are turned off have no parameters."""
-    off = dict(memory_momentum=False, memory_forget=False, memory_conv_kernel=1, num_persistent_tokens=0)
-    names = [name for name, x in TitansForCausalLM(make_config("mag", **off)).named_parameters() if x.numel()]
-    assert not any(re.search(r"memory\.(momentum|forget|[qkv]_conv)|persistent", name) for name in names)
 
 
 @covering(1, {"variant": ATTENTIONS, "changes": [{}, PAPER]})

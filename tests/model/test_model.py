@@ -63,16 +63,6 @@ def test_settings_keep_one_model(variant, changes):
     assert_same_cache(cache, after)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_eager_and_sdpa_agree(variant):
-    """Eager and SDPA attention give the same logits."""
-    ids = make_ids(2, 40)
-    eager = make_model(variant, attention="eager")
-    assert eager.config._attn_implementation == "eager" and shared_model(variant).config._attn_implementation == "sdpa"
-    for pieces in ([40], [13, 1, 1, 25]):
-        assert_same(read(eager, ids, pieces)[0], read(shared_model(variant), ids, pieces)[0])
-
-
 @covering(1, {"variant": ATTENTIONS, "pieces": [[40], [1] * 40]})
 def test_float32_is_close(variant, pieces):
     """Logits in float32 are within 1e-4 of float64."""

@@ -1,11 +1,8 @@
 """Adapters (LoRA through PEFT): their gradients, saving, merging, and a memory that learns under them."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from common import (
-    ATTENTIONS,
     TWO_VARIANTS,
     assert_same,
     assert_same_cache,
@@ -131,28 +128,6 @@ def test_a_memory_is_of_the_adapter_that_was_active(tmp_path):
     next(x for x in model.modules() if isinstance(x, peft.tuners.lora.Linear)).scaling["default"] *= 2
     with pytest.raises(ValueError, match=another):
         TitansCache.from_pretrained(tmp_path, model)
-
-
-@pytest.mark.parametrize("variant", ATTENTIONS)
-def test_rows_have_adapters_of_their_own(variant):
-    """With `adapter_names`, each row has the logits and the continuation that its adapter alone gives it. If rows were
-    mixed up, a server of several adapters would answer one user by the adapter of another.
-    """
-    model = adapt(variant, "all-linear")
-    model.add_adapter("other", model.peft_config["default"])
-    redraw(torch.nn.ParameterList(p for name, p in model.named_parameters() if ".other." in name), seed=2)
-    names, rows = ["other", "default", "__base__"], [make_ids(length, seed=length) for length in (26, 37, 31)]
-    ids, mask = left_pad(rows)
-    options = dict(max_new_tokens=6, do_sample=False, pad_token_id=0)
-    mixed = model.generate(input_ids=ids, attention_mask=mask, adapter_names=names, **options)
-    logits = full_logits(model, ids, mask, adapter_names=names)
-    for row, (name, tokens) in enumerate(zip(names, rows, strict=True)):
-        with model.disable_adapter() if name == "__base__" else nullcontext():
-            if name != "__base__":
-                model.set_adapter(name)
-            assert_same(logits[row, -len(tokens) :], full_logits(model, tokens[None])[0], 1e-8)
-            alone = model.generate(input_ids=tokens[None], attention_mask=torch.ones_like(tokens[None]), **options)
-            assert torch.equal(mixed[row, -6:], alone[0, -6:])
 
 
 def test_activated_lora_is_refused():

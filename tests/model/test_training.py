@@ -144,24 +144,6 @@ def test_gradients_cross_calls_until_detached(variant):
         assert torch.autograd.grad(first.square().sum(), embeds)[0].any()  # the first call's graph is intact
 
 
-@pytest.mark.parametrize("variant", ATTENTIONS)
-def test_hidden_states(variant):
-    """`output_hidden_states` returns the tensors between the layers, the last one normalised."""
-    model, ids, seen = make_model(variant), make_ids(2, 13), []
-    for layer in model.model.layers:
-        layer.register_forward_hook(lambda module, args, output: seen.extend([args[0], output]))
-    with torch.no_grad():
-        output = model.model(ids, output_hidden_states=True)
-        states = output.hidden_states
-        assert len(states) == model.config.num_hidden_layers + 1
-        assert torch.equal(states[0], model.model.embed_tokens(ids))
-        assert torch.equal(states[0], seen[0]) and torch.equal(states[1], seen[1]) and torch.equal(states[1], seen[2])
-        assert torch.equal(states[-1], output.last_hidden_state)
-        assert torch.equal(model.model.norm(seen[-1]), output.last_hidden_state)
-        assert torch.equal(model(ids, output_hidden_states=True).hidden_states[1], states[1])
-        assert model(ids).hidden_states is None
-
-
 @pytest.mark.parametrize("variant", ["mac", "mag", "mal"])
 def test_attentions_over_pieces(variant):
     """Recorded attention weights are the same in one call, several and padded rows."""
@@ -180,17 +162,3 @@ def test_attentions_over_pieces(variant):
         assert_same(torch.cat([piece[layer] for piece in pieces], 2), whole[layer])
         assert_same(batch[layer][:1], whole[layer])
         assert_same(batch[layer][1:, :, 8:], alone[layer])
-
-
-@pytest.mark.parametrize("variant", ["mac", "mag", "mal"])
-def test_outputs_have_a_gradient_with_respect_to_attentions(variant):
-    """Recorded attention weights are part of the graph: queries' whole gradient passes through them."""
-    model, ids = make_model(variant, attention="eager", segment_length=12), make_ids(2, 10)
-    output = model(ids, output_attentions=True)
-    attention, chosen = output.attentions[-1], output.logits[0, 7, 3]
-    queries = model.model.layers[-1].mixer.attention.q_proj.weight
-    (to_map,) = torch.autograd.grad(chosen, attention, retain_graph=True)
-    (through_map,) = torch.autograd.grad(attention, queries, to_map, retain_graph=True)
-    (whole,) = torch.autograd.grad(chosen, queries)
-    assert whole.abs().max() > 1e-6
-    assert_same(through_map, whole)
