@@ -11,6 +11,8 @@ import titans_hf
 from titans_hf.cli import fit
 from titans_hf.cli.shared.text_files import find_files
 from titans_hf.cli.training.tokenizer import byte_tokenizer
+from titans_hf.remember import adapter
+from titans_hf.remember.fit import fit as stages
 from titans_hf.remember.fit import fit_list
 
 OPTIONS = ["--tokens=1200", "--length=400", "--recalls=1", "--window=32", "--rank=2", "--device=cpu"]
@@ -44,6 +46,23 @@ def test_an_adapter_from_texts(folder, capsys):
         fitted = model(ids, labels=ids).loss
         plain = titans_hf.forget(model)(ids, labels=ids).loss
     assert fitted < plain - 0.5
+    assert sorted(x.name for x in folder.iterdir()) == ["model", "new", "texts"]
+
+
+def test_a_full_disk_at_the_end(folder, monkeypatch):
+    """After a stop while it writes the adapter, the same command goes on by the state of its fit."""
+    arguments = [str(folder / "model"), "--text", str(folder / "texts"), "--output", str(folder / "new"), *OPTIONS]
+
+    def full(*_):
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
+        patched.setattr(adapter, "write_card", full)
+        fit.main(arguments)
+    assert not (folder / "new").exists()
+    monkeypatch.setattr(stages, "_sketches", full)  # the directions are not fitted again
+    fit.main(arguments)
+    assert AutoModelForCausalLM.from_pretrained(folder / "new").memory.window == 32
     assert sorted(x.name for x in folder.iterdir()) == ["model", "new", "texts"]
 
 

@@ -3,12 +3,15 @@
 import json
 import re
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from remember_models import small_config, small_model
-from transformers import AutoModelForCausalLM
+from tokenizers import normalizers
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from titans_hf.cache_files import read_description
 from titans_hf.cli import ask, read, surprise
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 from titans_hf.remember import MemoryCache, remember, save_adapter
@@ -27,6 +30,7 @@ def folder(tmp_path, monkeypatch):
     tokenizer.save_pretrained("llama")
     for name, text in zip("ab", TEXTS, strict=True):
         (tmp_path / f"{name}.txt").write_text(text)
+    (tmp_path / "c.txt").write_text("a" + 49 * "b")
     return tmp_path
 
 
@@ -80,3 +84,34 @@ def test_surprise(folder, monkeypatch):
         means = [values[a:b].mean().item() for a, b in pairwise(ends)]
         assert shown[f"{name}, nats, whole model"] == pytest.approx(means, rel=1e-3, abs=1e-4)
     assert max(map(abs, means)) > 1e-3  # the memory has an effect
+
+
+def test_the_tokenizer_of_an_adapter(folder, capsys):
+    """An adapter is saved with its model's tokenizer. A tokenizer that was put there reads the text, also where the
+    adapter is --adapter; without one the base model's does.
+    """
+    options = ["--prompt", "ab", "--max_new_tokens", "1"]
+    save_adapter(remember(AutoModelForCausalLM.from_pretrained("llama"), 16), "adapter")
+    assert AutoTokenizer.from_pretrained("adapter").get_vocab() == byte_tokenizer().get_vocab()
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("a", "bbb")
+    for change, number in ((lambda: tokenizer.save_pretrained("adapter"), 52), (remove_tokenizer, 50)):
+        change()
+        for i, model in enumerate((["adapter"], ["llama", "--adapter", "adapter"])):
+            memory = f"memory {number} {i}"
+            read.main([*model, "c.txt", "--memory", memory])
+            assert read_description(memory)["tokens_seen"] == [number]
+            ask.main([*model, "--memory", memory, *options])
+
+
+def remove_tokenizer():
+    for file in ("tokenizer_config.json", "tokenizer.json"):
+        Path("adapter", file).unlink()
+
+
+def test_a_base_model_that_has_gone(folder):
+    """An adapter whose base model has gone is one error that names both."""
+    save_adapter(remember(AutoModelForCausalLM.from_pretrained("llama"), 16), "adapter")
+    Path("llama").rename("moved")
+    with pytest.raises(OSError, match=f"adapter.* base model {folder}/llama does not load"):
+        read.main(["adapter", "a.txt", "--memory", "memory"])

@@ -1,6 +1,8 @@
 """Adapter folders: they load on their base model, by `remember` and by `AutoModelForCausalLM`, or say why not."""
 
 import json
+import math
+import re
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from titans_hf import forget, remember, save_adapter
 from titans_hf.remember import adapter as adapter_module
 from titans_hf.remember.adapter import WEIGHTS
+from titans_hf.remember.files import memory_fingerprint
 
 IDS = torch.randint(3, 53, (2, 60), generator=torch.Generator().manual_seed(0))
 FIT = {"texts": "novels", "tokens": 90_000, "seed": 3}
@@ -108,8 +111,71 @@ def test_a_push_uploads_what_was_saved(model, tmp_path, monkeypatch):
 
     monkeypatch.setattr(adapter_module, "HfApi", Api)
     save_adapter(model, tmp_path / "new", push_to_hub="me/memory", private=True)
-    files = ["README.md", WEIGHTS, "config.json"]
+    files = ["README.md", WEIGHTS, "config.json"]  # the base has no tokenizer
     assert calls == [("me/memory", {"exist_ok": True, "private": True}), ("me/memory", files)]
+
+
+def test_a_private_adapter(model, base, adapter, tmp_path, monkeypatch):
+    """What a caller says about the Hub holds for the adapter's weights too; revision and subfolder are the adapter's
+    alone; `output_loading_info` gives the loading info of the base model.
+    """
+    asked, works = [], adapter_module.cached_file
+    monkeypatch.setattr(adapter_module, "cached_file", lambda *x, **hub: asked.append(hub) or works(*x, **hub))
+    hub = {"token": "x", "cache_dir": str(tmp_path), "local_files_only": True}
+    loaded, info = AutoModelForCausalLM.from_pretrained(adapter, output_loading_info=True, revision="main", **hub)
+    assert loaded.memory.window == 12 and info["missing_keys"] == set()
+    assert asked == [hub | {"revision": "main"}]
+
+
+def test_learn_from(model, base, tmp_path):
+    """An adapter's `learn_from` holds in `remember` and in `from_pretrained`, unless another is given."""
+    model.memory.learn_from = "all"
+    save_adapter(model, tmp_path / "all")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "all").memory.learn_from == "all"
+    for given, expected in ((None, "all"), ("read", "read")):
+        found = remember(AutoModelForCausalLM.from_pretrained(base), adapter=tmp_path / "all", learn_from=given)
+        assert found.memory.learn_from == expected
+
+
+def test_a_memory_of_before_the_adapter(model, base, tmp_path):
+    """A memory saved by a model before its adapter was saved belongs to the model that the adapter gives."""
+    model.memory.fast_weights.rates = dict.fromkeys(model.memory.fast_weights.rates, 0.1)  # not a number of float32
+    save_adapter(model, tmp_path / "adapter", half=False)
+    loaded = remember(AutoModelForCausalLM.from_pretrained(base), adapter=tmp_path / "adapter")
+    assert memory_fingerprint(loaded) == memory_fingerprint(model)
+
+
+@pytest.mark.parametrize("change,message", [
+    ({"step": {"chunk": 0}}, "`step` chunk must be a whole number from 1 to 65536, got 0"),
+    ({"step": {"chunk": 8.0}}, "got 8.0"),
+    ({"step": {"momentum": math.nan}}, "`step` momentum must be a number from 0 to 1, got nan"),
+    ({"step": {"momentum": None}}, "got None"),
+    ({"step": {"retain": 1e300}}, "`step` retain must"),
+    ({"step": {"start_rate": math.inf}}, "`step` start_rate must"),
+    ({"step": {"max_gradient": "20"}}, "`step` max_gradient must"),
+    ({"step": {"x": 1}}, "unexpected keyword argument 'x'"),
+    ({"token_list": {"entries": True}}, "`token_list` entries must"),
+    ({"token_list": {"threshold": -1}}, "`token_list` threshold must"),
+    ({"first_token": 1.5}, "`first_token` must be a token of the model, 0 to 52, got 1.5"),
+    ({"first_token": "1"}, "got '1'"),
+    ({"window": "12"}, "`window` must"),
+    ({"learn_from": []}, "`learn_from` must"),
+    ({"memory": [["list"]]}, "unhashable"),
+])  # fmt: skip
+def test_settings_that_no_fit_makes(base, adapter, change, message):
+    """A setting of another type or range, and one that is not finite, is one error that names adapter and setting."""
+    config = json.loads((adapter / "config.json").read_text())
+    (adapter / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ValueError, match=f"{adapter.name} does not fit.*{re.escape(message)}"):
+        remember(AutoModelForCausalLM.from_pretrained(base), adapter=adapter)
+
+
+def test_an_adapter_that_is_its_own_base(adapter):
+    """An adapter that names itself as its base model is an error that says so."""
+    config = json.loads((adapter / "config.json").read_text()) | {"base_model_name_or_path": str(adapter)}
+    (adapter / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="names an adapter as its base model"):
+        AutoModelForCausalLM.from_pretrained(adapter)
 
 
 @pytest.mark.parametrize("change,reason", [
@@ -119,6 +185,9 @@ def test_a_push_uploads_what_was_saved(model, tmp_path, monkeypatch):
     (lambda x: x | {next(k for k in x if k[0] == "B"): torch.zeros(3, 3)}, "has the shape"),
     (lambda x: x | {next(k for k in x if k[0] == "A"): x[next(k for k in x if k[0] == "A")] * torch.nan}, "not finite"),
     (lambda x: {k: v for k, v in x.items() if k[0] == "l"}, "no fast weights"),
+    (lambda x: x | {k: v * 1e9 for k, v in x.items() if k[:4] == "rate"}, "rate.*must be a number from 0"),
+    (lambda x: x | {k: v.repeat(2) for k, v in x.items() if k[:4] == "rate"}, "rate.*has the shape"),
+    (lambda x: x | {"list.gate_weight": torch.zeros(8)}, "list.gate_weight has the shape"),
 ])  # fmt: skip
 def test_a_bad_adapter(base, adapter, change, reason):
     """An adapter that is damaged or of another model is one error that names the folder, and changes no model."""

@@ -19,11 +19,12 @@ from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
-from .fast_weights import BASE_LAYER, FastWeights, Step, linear_sizes
-from .parts import FAST_WEIGHTS, LIST, Memory, memory_of
+from ..cache_files import check_tensor
+from .fast_weights import FLOATS, FastWeights, Step, layer_sizes
+from .parts import FAST_WEIGHTS, LIST, Memory, check_settings, choose_first_token, memory_of
 from .token_list import ReadOut, TokenList
 
 WEIGHTS = "adapter.safetensors"
@@ -95,10 +96,11 @@ def save_adapter(
     fit: dict | None = None,
     licence: str | None = None,
     half: bool = True,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     push_to_hub: str | None = None,
     **options: Any,
 ) -> None:
-    """Writes the adapter of a model with a memory.
+    """Writes the adapter of a model with a memory, and the tokenizer with its chat template.
 
     Args:
         model: a model with `remember`.
@@ -106,6 +108,7 @@ def save_adapter(
         fit: facts about the fit for the card, such as {"texts": [...], "tokens": 90000, "seed": 0}.
         licence: the adapter's licence, for its card.
         half: write directions, start and projection in float16, which halves the file.
+        tokenizer: by default the one that lies beside the model on this machine, if there is one.
         push_to_hub: a name on the Hub, to which the folder is uploaded. `options`: of `HfApi.create_repo`.
 
     Raises ValueError for a model without a memory.
@@ -134,10 +137,25 @@ def save_adapter(
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     config.save_pretrained(folder)
     write_card(folder, config, licence)
+    tokenizer = tokenizer_of(base, local_files_only=True) if tokenizer is None and base else tokenizer
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
     if push_to_hub is not None:
         api = HfApi()
         api.create_repo(push_to_hub, exist_ok=True, **options)
         api.upload_folder(repo_id=push_to_hub, folder_path=folder)
+
+
+def tokenizer_of(path: str | Path, **options: Any) -> PreTrainedTokenizerBase | None:
+    """Returns the tokenizer in a folder or a repository on the Hub, None if it has none that loads.
+
+    options: of `from_pretrained`, such as `local_files_only`.
+    """
+    try:
+        cached_file(path, "tokenizer_config.json", **options)
+        return AutoTokenizer.from_pretrained(path, **options)
+    except (OSError, ValueError, ImportError):
+        return None
 
 
 def write_card(folder: Path, config: RememberConfig, licence: str | None) -> None:
@@ -159,61 +177,41 @@ def write_card(folder: Path, config: RememberConfig, licence: str | None) -> Non
 
 
 def load_adapter(
-    model: PreTrainedModel, adapter: str | Path, config: RememberConfig | None = None, **place: str
-) -> tuple[RememberConfig, FastWeights | None, TokenList | None]:
-    """Loads an adapter for a model: its settings, or those of `config`; fast weights and list. `place`: the arguments
-    `revision` and `subfolder` of `cached_file`.
+    model: PreTrainedModel, adapter: str | Path, config: RememberConfig | None = None, **hub: Any
+) -> dict[str, Any]:
+    """Loads an adapter for a model: returns arguments of `remember`, by the adapter's settings or those of `config`.
+    `hub`: arguments of `cached_file`, such as `revision` and `token`.
 
     Raises ValueError, naming the adapter, if it is missing, damaged or made for another model.
     """
     try:
-        config = RememberConfig.from_pretrained(adapter, **place) if config is None else config
-        tensors = load_file(cached_file(adapter, WEIGHTS, **place))
+        config = RememberConfig.from_pretrained(adapter, **hub) if config is None else config
+        tensors = load_file(cached_file(adapter, WEIGHTS, **hub))
         if config.memory is None or not set(config.memory) <= {FAST_WEIGHTS, LIST}:
             raise ValueError(f"its config.json describes a {config.to_dict().get('model_type')} model, not an adapter")
-        parts = (
-            _fast_weights(model, config, tensors) if FAST_WEIGHTS in config.memory else None,
-            _token_list(model, config, tensors) if LIST in config.memory else None,
-        )
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError, HFValidationError) as error:
+        fast_weights = _fast_weights(model, config, tensors) if FAST_WEIGHTS in config.memory else None
+        token_list = _token_list(config, tensors) if LIST in config.memory else None
+        for part in (fast_weights, token_list):
+            if part is not None:
+                part.check(model)
+        check_settings(model, config.window, config.learn_from)
+        first_token = choose_first_token(model, config.first_token)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError, HFValidationError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
         raise ValueError(f"`adapter` {adapter} does not fit this {type(model).__name__}: {reason}") from error
-    return config, *parts
-
-
-def _taken(tensors: dict[str, Tensor], name: str, *shape: int | None) -> Tensor:
-    """Takes a tensor of a shape, in float32; None stands for any number. Raises ValueError or KeyError."""
-    x = tensors[name]
-    if x.dim() != len(shape) or any(b is not None and a != b for a, b in zip(x.shape, shape, strict=True)):
-        wanted = tuple("any" if n is None else n for n in shape)
-        raise ValueError(f"{name} has the shape {tuple(x.shape)}, not {wanted}")
-    if not x.is_floating_point() or not bool(x.isfinite().all()):
-        raise ValueError(f"{name} has numbers that are not finite")
-    return x.float()
+    parts = {"memory": list(config.memory), "fast_weights": fast_weights, "token_list": token_list}
+    return {"window": config.window, "first_token": first_token, "learn_from": config.learn_from, **parts}
 
 
 def _fast_weights(model: PreTrainedModel, config: RememberConfig, tensors: dict[str, Tensor]) -> FastWeights:
-    modules, fast = dict(model.named_modules()), FastWeights({}, {}, {}, {}, Step(**(config.step or {})))
-    for name in (x.removeprefix("A.") for x in tensors if x.startswith("A.")):
-        sizes = linear_sizes(modules.get(name + BASE_LAYER, modules.get(name)))
-        if sizes is None:
-            raise ValueError(f"the model has no linear layer {name}")
-        fast.directions[name], fast.outputs[name] = _taken(tensors, f"A.{name}", None, sizes[0]), sizes[1]
-        fast.rates[name] = float(_taken(tensors, f"rate.{name}"))
-        if f"B_0.{name}" in tensors:
-            fast.start[name] = _taken(tensors, f"B_0.{name}", sizes[1], len(fast.directions[name]))
-    if not fast.directions:
-        raise ValueError("it has no fast weights, which its config.json names")
-    return fast
+    names = [name.removeprefix("A.") for name in tensors if name.startswith("A.")]
+    rates = {name: float(check_tensor(x := f"rate.{name}", tensors[x], (), FLOATS)) for name in names}
+    outputs = {name: layer_sizes(model, name)[1] for name in names}
+    directions = {name: tensors[f"A.{name}"].float() for name in names}
+    start = {name: tensors[f"B_0.{name}"].float() for name in names if f"B_0.{name}" in tensors}
+    return FastWeights(directions, rates, outputs, start, Step(**(config.step or {})))
 
 
-def _token_list(model: PreTrainedModel, config: RememberConfig, tensors: dict[str, Tensor]) -> TokenList:
-    size = model.config.get_text_config(decoder=True).hidden_size
-    shapes = {name: x.shape for name, x in ReadOut.cautious()._asdict().items()}
-    numbers = {name: _taken(tensors, f"list.{name}", None) for name in shapes}
-    for name, (number,) in shapes.items():
-        if len(numbers[name]) != number:
-            raise ValueError(f"list.{name} has {len(numbers[name])} numbers, not {number}")
-    read_out = ReadOut(**numbers)
-    center, projection = _taken(tensors, "list.center", size), _taken(tensors, "list.projection", size, None)
-    return TokenList(center, projection, read_out, **(config.token_list or {}))
+def _token_list(config: RememberConfig, tensors: dict[str, Tensor]) -> TokenList:
+    center, projection, *numbers = (tensors[f"list.{x}"].float() for x in ("center", "projection", *ReadOut._fields))
+    return TokenList(center, projection, ReadOut(*numbers), **(config.token_list or {}))

@@ -23,7 +23,7 @@ from .adapter import load_adapter
 from .cache import MemoryCache
 from .columns import CallColumns
 from .fast_weights import FastWeights, decoder_layers, random_fast_weights
-from .parts import FAST_WEIGHTS, LIST, PARTS, Memory, base_model
+from .parts import FAST_WEIGHTS, LIST, PARTS, Memory, base_model, check_settings, choose_first_token
 from .titans_layer import is_titans
 from .token_list import TokenList
 from .window import PREFIX, register_attention, set_window_attention
@@ -44,7 +44,7 @@ def remember(
     fast_weights: FastWeights | None = None,
     token_list: TokenList | None = None,
     first_token: int | None = None,
-    learn_from: str = "read",
+    learn_from: str | None = None,
 ) -> PreTrainedModel:
     """Gives a causal language model a memory that learns while the model reads, in place, and returns the model.
 
@@ -57,7 +57,8 @@ def remember(
         fast_weights: fitted fast weights; by default random directions on the value projections, which need no fit.
         token_list: a fitted list; by default a random projection with a cautious read-out.
         first_token: the token of the sink, by default the model's begin token.
-        learn_from: "read" learns only from prompts and texts, "all" also from the tokens that `generate()` makes.
+        learn_from: "read" learns only from prompts and texts, "all" also from the tokens that `generate()` makes. By
+            default the adapter's, and "read" without one.
 
     Raises ValueError for a model that already has a memory, for a bad argument, and for a model that does not read
     exactly with a window, as a random text shows. After an error, the model is unchanged.
@@ -69,19 +70,16 @@ def remember(
     if unknown := set(memory) - set(PARTS):
         raise ValueError(f"`memory` may hold {' and '.join(map(repr, PARTS))}, got {sorted(unknown)}.")
     if adapter is not None:
-        settings, *fitted = load_adapter(model, adapter)
-        fast_weights = fitted[0] if fast_weights is None else fast_weights
-        token_list = fitted[1] if token_list is None else token_list
-        memory = [x for x in memory if x in settings.memory]
-        window = settings.window if window == "auto" else window
-        first_token = settings.first_token if first_token is None else first_token
-    window = None if window == "auto" else window
-    if window is not None and is_titans(model):
-        raise ValueError(f"`window` must be None for a Titans, which has a window of its own, got {window!r}.")
-    if window is not None and (not isinstance(window, int) or window < 2):
-        raise ValueError(f"`window` must be None or a whole number of at least 2, got {window!r}.")
-    if learn_from not in ("read", "all"):
-        raise ValueError(f'`learn_from` must be "read" or "all", got {learn_from!r}.')
+        found = load_adapter(model, adapter)
+        memory = [x for x in memory if x in found["memory"]]
+        window = found["window"] if window == "auto" else window
+        given = {"first_token": first_token, "learn_from": learn_from, "fast_weights": fast_weights}
+        given["token_list"] = token_list
+        first_token, learn_from, fast_weights, token_list = (found[k] if x is None else x for k, x in given.items())
+    window, learn_from = None if window == "auto" else window, learn_from or "read"
+    check_settings(model, window, learn_from)
+    if fast_weights is not None:
+        fast_weights.check(model)
     config = model.config.get_text_config(decoder=True)
     if fast_weights is None and FAST_WEIGHTS in memory:
         fast_weights = default_fast_weights(model)
@@ -172,19 +170,6 @@ def default_fast_weights(model: PreTrainedModel) -> FastWeights:
     raise ValueError(
         f"`model` is a {type(model).__name__}, whose value projections were not found: pass `fast_weights`."
     )
-
-
-def choose_first_token(model: PreTrainedModel, given: int | None) -> int:
-    """Returns the token of the sink: the given token, or the model's begin token, or its end token."""
-    config = model.config.get_text_config(decoder=True)
-    size = model.get_input_embeddings().weight.shape[0]
-    for token in (given, config.bos_token_id, config.eos_token_id, 0):
-        token = token[0] if isinstance(token, list) and token else token
-        if token is not None and not isinstance(token, list):
-            break
-    if not 0 <= token < size:
-        raise ValueError(f"`first_token` must be a token of the model, 0 to {size - 1}, got {token}.")
-    return token
 
 
 def feed_forward(model: PreTrainedModel) -> torch.nn.Module:

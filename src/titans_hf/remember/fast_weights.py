@@ -20,17 +20,30 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.generic import maybe_autocast
 
+from ..cache_files import check_tensor
+
 BASE_LAYER = ".base_layer"  # PEFT's name of the layer inside of an adapted layer
 IGNORED = -100  # the label of a token that is not learned
 SHARES = (-1.0, 2.0)  # bounds of c, for bursts of garbage: texts of four kinds stayed within 0 and 1.4
 SHARE = "start"  # the name of c in the state
 BLOCK = 8  # tokens whose distributions a processor's cache holds
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+LARGEST = 1e6  # of a rate and of other numbers without a natural limit
+LIMITS = {  # of the fields of `Step`: least, most, and kinds other than int and float
+    "chunk": (1, 2**16, (int,)),
+    "momentum": (0, 1),
+    "retain": (0, 1),
+    "max_gradient": (0, LARGEST),
+    "start_rate": (0, LARGEST),
+}
+OPTIONAL = ("max_gradient", "start_rate")
 _ACTIVE: ContextVar["tuple[FastWeights, dict[str, Tensor]] | None"] = ContextVar("fast_weights", default=None)
 
 
@@ -60,12 +73,27 @@ class FastWeights:
     start: dict[str, Tensor] = field(default_factory=dict)
     step: Step = field(default_factory=Step)
 
+    def check(self, model: PreTrainedModel) -> None:
+        """Raises ValueError for a number that no fit makes, and for a layer that the model does not have."""
+        for name, limits in LIMITS.items():
+            x = getattr(self.step, name)
+            if x is not None or name not in OPTIONAL:
+                check_number(f"`step` {name}", x, *limits)
+        if not self.directions:
+            raise ValueError("it has no fast weights")
+        for name, x in self.directions.items():
+            size, out = layer_sizes(model, name)
+            check_tensor(f"A.{name}", x, (None, size), FLOATS)
+            check_number(f"rate.{name}", self.rates[name], 0, LARGEST)
+            if self.outputs[name] != out:
+                raise ValueError(f"{name} has {out} outputs, not {self.outputs[name]}")
+            if name in self.start:
+                check_tensor(f"B_0.{name}", self.start[name], (out, len(x)), FLOATS)
+
     def attach(self, model: PreTrainedModel) -> list:
         """Adds the terms to a model's linear layers by hooks, which it returns. They act only inside `active`."""
         modules, hooks = dict(model.named_modules()), []
         for name in self.directions:
-            if name not in modules:
-                raise ValueError(f"`fast_weights` has weights for {name}, which {type(model).__name__} does not have.")
             layer = modules.get(name + BASE_LAYER, modules[name])
             hooks.append(layer.register_forward_hook(functools.partial(_add_term, name)))
         return hooks
@@ -189,6 +217,22 @@ def linear_layers(model: PreTrainedModel, kinds: Sequence[str], layers: Sequence
             if name.rpartition(".")[2] in kinds and "expert" not in name and (sizes := linear_sizes(module)):
                 found[f"{root}.{index}.{name}"] = sizes
     return found
+
+
+def layer_sizes(model: PreTrainedModel, name: str) -> tuple[int, int]:
+    """Returns the sizes (in, out) of a linear layer by its name. Raises ValueError if the model has none of it."""
+    modules = dict(model.named_modules())
+    sizes = linear_sizes(modules.get(name + BASE_LAYER, modules.get(name)))
+    if sizes is None:
+        raise ValueError(f"the model has no linear layer {name}")
+    return sizes
+
+
+def check_number(name: str, x: Any, least: float, most: float, kinds: tuple[type, ...] = (int, float)) -> None:
+    """Raises ValueError that names it for anything but a number of some `kinds` from `least` to `most`."""
+    if isinstance(x, bool) or not isinstance(x, kinds) or not least <= x <= most:
+        whole = "" if float in kinds else "whole "
+        raise ValueError(f"{name} must be a {whole}number from {least} to {most}, got {x!r:.80}")
 
 
 def linear_sizes(module: nn.Module) -> tuple[int, int] | None:

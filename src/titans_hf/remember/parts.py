@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .fast_weights import FastWeights
+from .titans_layer import is_titans
 from .token_list import TokenList
 
 FAST_WEIGHTS, LIST = PARTS = ("fast_weights", "list")
@@ -70,3 +71,26 @@ def memory_of(model: PreTrainedModel) -> Memory:
 def base_model(model: PreTrainedModel) -> PreTrainedModel:
     """Returns the model inside of PEFT's model; any other model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def check_settings(model: PreTrainedModel, window: int | None, learn_from: str) -> None:
+    """Raises ValueError for a bad argument of `remember`."""
+    if window is not None and is_titans(model):
+        raise ValueError(f"`window` must be None for a Titans, which has a window of its own, got {window!r}.")
+    if window is not None and (not isinstance(window, int) or window < 2):
+        raise ValueError(f"`window` must be None or a whole number of at least 2, got {window!r}.")
+    if learn_from not in ("read", "all"):
+        raise ValueError(f'`learn_from` must be "read" or "all", got {learn_from!r}.')
+
+
+def choose_first_token(model: PreTrainedModel, given: int | None) -> int:
+    """Returns the token of the sink: the given token, or the model's begin token, or its end token."""
+    config = model.config.get_text_config(decoder=True)
+    size = model.get_input_embeddings().weight.shape[0]
+    for token in (given, config.bos_token_id, config.eos_token_id, 0):
+        token = token[0] if isinstance(token, list) and token else token
+        if token is not None and not isinstance(token, list):
+            break
+    if type(token) is not int or not 0 <= token < size:
+        raise ValueError(f"`first_token` must be a token of the model, 0 to {size - 1}, got {token!r}.")
+    return token

@@ -35,7 +35,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
+from transformers import PreTrainedModel
 from transformers.utils.generic import maybe_autocast
+
+from ..cache_files import check_tensor
+from .fast_weights import FLOATS, LARGEST, check_number
 
 BLOCK = 64  # queries that are compared at once: this bounds the memory needed
 KEY_UNITS = 127  # an entry's key is in multiples of 1 / 127: in 8 bits
@@ -123,6 +127,16 @@ class TokenList:
         generator = torch.Generator().manual_seed(seed)
         projection = torch.randn(hidden_size, min(key_size, hidden_size), generator=generator) / hidden_size**0.5
         return cls(torch.zeros(hidden_size), projection, ReadOut.cautious(), **settings)
+
+    def check(self, model: PreTrainedModel) -> None:
+        """Raises ValueError for a number that no fit makes, and for a list of another model."""
+        size = model.config.get_text_config(decoder=True).hidden_size
+        check_number("`token_list` entries", self.entries, 1, 2**24, (int,))
+        check_number("`token_list` threshold", self.threshold, 0, LARGEST)
+        check_tensor("list.center", self.center, (size,), FLOATS)
+        check_tensor("list.projection", self.projection, (size, None), FLOATS)
+        for (name, x), form in zip(self.read_out._asdict().items(), ReadOut.cautious(), strict=True):
+            check_tensor(f"list.{name}", x, form.shape, FLOATS)
 
     def to(self, device: torch.device) -> None:
         """Moves the parameters."""

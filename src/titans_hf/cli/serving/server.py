@@ -91,7 +91,8 @@ def replace_parts(options: ServerOptions) -> None:
         def _load_processor(self, name: str, **kwargs) -> object:
             config = AutoConfig.from_pretrained(name) if Path(name).is_dir() else None
             base = getattr(config, "base_model_name_or_path", None)  # of an adapter of `remember`
-            return super()._load_processor(base or name, **kwargs)
+            is_own = not base or (Path(name) / "tokenizer_config.json").is_file()
+            return super()._load_processor(name if is_own else base, **kwargs)
 
         def shutdown(self) -> None:
             super().shutdown()

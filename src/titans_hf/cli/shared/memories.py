@@ -10,6 +10,7 @@ from titans_hf import TitansCache, cache_files
 from titans_hf.cli.shared.checkpoints import load_config, load_model, load_tokenizer
 from titans_hf.cli.shared.devices import choose_device
 from titans_hf.remember import MemoryCache, files, remember
+from titans_hf.remember.adapter import tokenizer_of
 
 AnyCache = TitansCache | MemoryCache
 
@@ -17,26 +18,26 @@ AnyCache = TitansCache | MemoryCache
 def load_with_memory(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads the model that the options of `add_model_options` name, with a memory, and its tokenizer.
 
-    A Titans has its own memory, and with --adapter also the adapter's. Raises ValueError for --window beside a Titans,
-    and as `remember` does.
+    A Titans has its own memory, and with --adapter also the adapter's. The tokenizer is the adapter's, if the adapter
+    has one. Raises ValueError for --window beside a Titans, and as `remember` does.
     """
     kind, device = load_config(args.model, "MODEL").model_type, choose_device(args.device)
     if kind == "titans" and args.window is not None:
         raise ValueError(f"--window {args.window} is for other models: MODEL is a Titans, which has its own")
     if kind == "titans" and args.adapter is None:
         return load_model(args.model, "MODEL").to(device).eval(), load_tokenizer(args.model, "MODEL")
+    given = {} if args.window is None else {"window": args.window}
     if kind == "remember":
         if args.adapter is not None:
             raise ValueError(f"--adapter {args.adapter} is not needed: MODEL {args.model} is an adapter")
-        args.adapter = args.model
-        args.model = load_config(args.model, "MODEL").base_model_name_or_path
-    tokenizer, given = load_tokenizer(args.model, "MODEL"), {}
-    if args.adapter is not None:
-        given["adapter"] = args.adapter
-    if args.window is not None:
-        given["window"] = args.window
-    model = load_model(args.model, "MODEL", dtype="auto").to(device).eval()
-    return remember(model, **given), tokenizer
+        model, places = load_model(args.model, "MODEL", dtype="auto", **given).to(device).eval(), [args.model]
+        places.append(model.name_or_path)
+    else:
+        places = [args.model] if args.adapter is None else [args.adapter, args.model]
+        model = load_model(args.model, "MODEL", dtype="auto").to(device).eval()
+        remember(model, adapter=args.adapter, **given)
+    tokenizer = next((x for x in map(tokenizer_of, places[:-1]) if x is not None), None)
+    return model, load_tokenizer(places[-1], "MODEL") if tokenizer is None else tokenizer
 
 
 def new_cache(model: PreTrainedModel) -> AnyCache:
