@@ -8,11 +8,10 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from titans_hf import TitansConfig
 from titans_hf.cli.training.model import parse_value
-from titans_hf.neural_memory import OUTPUT_SCALE
 
 WINDOW = 64  # tokens that attention sees in Mistral, MAG and MAL, and of a segment in MAC
 VARIANTS = ("lmm", "mag", "mac", "mal")
@@ -94,14 +93,6 @@ def count_parameters(config: PreTrainedConfig) -> int:
 def num_trained(model: nn.Module) -> int:
     """Counts the parameters that are trained."""
     return sum(x.numel() for x in model.parameters() if x.requires_grad)
-
-
-@torch.no_grad()
-def scale_outputs(model: PreTrainedModel) -> None:
-    """Scales the last projection of every attention or recurrence of a baseline to a tenth, as Titans start."""
-    for name, module in model.named_modules():
-        if name.endswith(("self_attn.o_proj", "linear_attn.out_proj", "mixer.out_proj")):
-            module.weight.mul_(OUTPUT_SCALE)
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:

@@ -38,7 +38,6 @@ OPTIONAL = {"from torchao": "torchao", "BitsAndBytesConfig": "bitsandbytes"}
 OPTIONS = {
     **dict.fromkeys(("git", "pip", "hf", "make", "accelerate", "python -m pytest")),
     **dict.fromkeys(("python -m scripts.bench gpu --output", "python -m scripts.bench decode --compile")),
-    "python -m eval.language.train_and_score": None,
     "curl": "--fail --silent --show-error",
     "python -m scripts.bench memory": "",
     "python -m scripts.bench gpu": "",
@@ -63,7 +62,6 @@ OPTIONS = {
     "python -m eval.streaming*--text": "--tokens 300 --choice_tokens 80 --window 32 --lengths 80",
     "python -m eval.streaming": "",
     "python -m eval.needles.run": "--limit 1 --lengths 1024",
-    "python -m eval.language.compare_runs": "",
 }
 # How each program of the pages is started. What is typed into a chat: the first !exit may answer whether to continue.
 PROGRAMS = {"python": "", "titans-hf": "-m titans_hf", "trl": "-m trl.cli.main"}

@@ -1,0 +1,54 @@
+"""Models of equal size, and tables of any runs."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eval import tables
+from eval.common import compared_models as models
+from eval.common.records import read_records
+
+RESULTS = Path(tables.__file__).parent / "results"
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_models_are_of_equal_size(name):
+    """Every model has the parameters asked for, within 5 %."""
+    config = models.fit_config(name, 1_200_000, {"vocab_size": 2048})
+    assert abs(models.count_parameters(config) / 1_200_000 - 1) < 0.05
+
+
+@pytest.mark.parametrize("name", ["mag", "mamba2"])
+def test_a_model_too_small_for_mlps_is_an_error(name):
+    """The error says which size is possible, and that size is."""
+    with pytest.raises(ValueError, match=f"the parameters of {name} must be at least .*, but are 300000") as error:
+        models.fit_config(name, 300_000, {"vocab_size": 2048})
+    smallest = int(re.search(r"least (\d+)", str(error.value))[1])
+    assert models.count_parameters(models.fit_config(name, smallest, {"vocab_size": 2048})) == smallest
+
+
+def test_rows_of_any_runs(capsys):
+    """Runs of a study that has left print a line for each row with its mean and interval over seeds, and differences of
+    equal seed from a baseline, fields that differ apart.
+    """
+    file = RESULTS / "state_tracking.jsonl"
+    tables.main([str(file), "--baselines", "lmm"])
+    printed = capsys.readouterr().out.splitlines()
+    results = {
+        tuple(x["run"][y] for y in ("row", "task", "seed")): x["result"]["4"]
+        for x in read_records(file, "state_tracking")
+    }
+    for task in ("parity", "s3"):
+        lmm, other = (np.array([results[row, task, seed] for seed in range(3)]) for row in ("lmm", "gated-deltanet"))
+        (line,) = [x for x in printed if x.startswith(f"| lmm | {task} | 3 |")]
+        assert f"| {lmm.mean():.3f} [" in line
+        change = other - lmm
+        half = 4.302653 * change.std(ddof=1) / 3**0.5  # Student's t with two degrees of freedom
+        expected = f"{change.mean():+.3f} [{change.mean() - half:+.3f}, {change.mean() + half:+.3f}] |"
+        (line,) = [x for x in printed if x.startswith(f"| gated-deltanet | {task} |") and "+" in x]
+        assert line.endswith(expected)
+    tables.main([str(file), "--rows", "lmm", "--each_seed"])
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("| lmm | s3 | 3 |")]
+    assert line.endswith(f"| {', '.join(f'{x:.3f}' for x in lmm)} |")
