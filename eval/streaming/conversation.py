@@ -9,10 +9,10 @@ of the other person are among them. Between the facts the assistant reads a text
 """
 
 import random
+from bisect import bisect_right
 
 from transformers import PreTrainedTokenizerBase
 
-from eval.needles.passkey import largest
 from eval.streaming.facts import VALUES, WHO
 from eval.streaming.reading import Question
 
@@ -96,7 +96,8 @@ def make_conversation(text: str, tokenizer: PreTrainedTokenizerBase, seed: str) 
             ]
             return tokenizer.apply_chat_template(messages, tokenize=False)
 
-        size = largest(lambda n: len(tokenizer(session(n)).input_ids) <= SESSION_TOKENS, start=30)
+        sizes = range(1, SESSION_TOKENS)  # the largest that fits
+        size = bisect_right(sizes, SESSION_TOKENS, key=lambda n: len(tokenizer(session(n)).input_ids))
         chat += session(size)
         del words[: size * len(facts)]
     for question in questions:

@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from eval.needles.babilong import split_sentences
+from eval.streaming.babilong import split_sentences
 from eval.streaming.reading import Question
 
 GENERATED = {"niah_single_1": 128, "niah_single_2": 128, "niah_single_3": 128, "vt": 30, "cwe": 120, "fwe": 50}

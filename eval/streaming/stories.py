@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from eval.needles.babilong import load_task_config, make_samples, read_questions
+from eval.streaming.babilong import load_task_config, make_samples, read_questions
 from eval.streaming.reading import Question
 
 # A question, and the beginning of its answer in the form that the instruction asks for.

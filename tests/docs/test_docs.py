@@ -61,7 +61,6 @@ OPTIONS = {
     "python -m eval.tables": "",
     "python -m eval.streaming*--text": "--tokens 300 --choice_tokens 80 --window 32 --lengths 80",
     "python -m eval.streaming": "",
-    "python -m eval.needles.run": "--limit 1 --lengths 1024",
 }
 # How each program of the pages is started. What is typed into a chat: the first !exit may answer whether to continue.
 PROGRAMS = {"python": "", "titans-hf": "-m titans_hf", "trl": "-m trl.cli.main"}

@@ -15,7 +15,6 @@ from eval_common import BOOK
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eval.needles.passkey import NOISE
 from eval.streaming import conversation, facts, readers, ruler, tasks
 from eval.streaming.__main__ import SCORES, main
 from eval.streaming.mixtures import MIXTURES, fit_shares
@@ -305,7 +304,7 @@ def ruler_texts() -> list[str]:
     """The words of lm-eval's own prompts."""
     from lm_eval.tasks.ruler import cwe_utils, fwe_utils, vt_utils
 
-    return [cwe_utils.TEMPLATE, fwe_utils.TEMPLATE, vt_utils.TEMPLATE, " ".join(cwe_utils.WORDS[:2000]), NOISE]
+    return [cwe_utils.TEMPLATE, fwe_utils.TEMPLATE, vt_utils.TEMPLATE, " ".join(cwe_utils.WORDS[:2000])]
 
 
 @pytest.mark.parametrize("task", ruler.GENERATED)

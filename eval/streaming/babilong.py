@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from eval.needles.passkey import SEED
 from titans_hf.cli.shared.text_files import find_files, read_text
 
+SEED = 42
 # A full stop after a title or an initial ends no sentence.
 SENTENCE_END = re.compile(r"(?<!\bMr\.)(?<!\bMrs\.)(?<!\bDr\.)(?<!\bSt\.)(?<!\b[A-Z]\.)(?<=[.!?])([\"')]*)\s+")
 
