@@ -40,12 +40,6 @@ def test_size_does_not_grow(variant):
     assert storage_bytes(long) <= long.num_bytes
 
 
-def test_update_is_refused():
-    """update() raises NotImplementedError."""
-    with pytest.raises(NotImplementedError, match="TitansCache"):
-        TitansCache(shared_model("mag").config).update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), 0)
-
-
 @pytest.mark.parametrize("variant", TWO_VARIANTS)
 def test_use_cache_makes_one(variant):
     """`use_cache` and `cache` decide which cache is returned, as in every Transformers model."""

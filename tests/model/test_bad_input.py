@@ -7,7 +7,6 @@ import itertools
 import pytest
 import torch
 from common import (
-    SIZES,
     TWO_VARIANTS,
     VARIANTS,
     assert_same,
@@ -80,6 +79,14 @@ def test_masks_of_other_values(value):
     refuse(shared_model("mag"), "not additive", input_ids=IDS, attention_mask=torch.zeros(2, 6))  # masks nothing
 
 
+SHAPING = {
+    "depth": dict(memory_depth=3),
+    "expansion": dict(memory_expansion=3),
+    "heads": dict(memory_num_heads=2),
+    "convolution": dict(memory_conv_kernel=3),
+    "chunk": dict(memory_chunk_size=8),
+    "persistent": dict(num_persistent_tokens=2),
+}
 NOT_IDS = r"`input_ids` must be \(B, T\) with at least one row and one column, but is"
 NOT_EMBEDDINGS = r"`inputs_embeds` must be \(B, T, hidden\) with at least one row and one column, but is"
 EMBEDDINGS = torch.zeros(2, 6, 32, dtype=torch.float64)
@@ -142,43 +149,20 @@ def test_cache_of_a_checkpoints_own_code():
         TitansCache(shared_model("mag").config).merge(other)
 
 
-SIZES_THAT_SHOW = dict(
-    num_hidden_layers=3,
-    num_attention_heads=8,
-    num_key_value_heads=1,
-    head_dim=12,
-    sliding_window=11,
-    segment_length=12,
-    num_persistent_tokens=2,
-    memory_depth=3,
-    memory_expansion=3,
-    memory_num_heads=2,
-    memory_conv_kernel=3,
-    memory_chunk_size=8,
-)
-# Each with a variant that has it.
-OTHER_SIZES = [
-    ("mac" if name == "segment_length" else "mag" if name == "sliding_window" else variant, name)
-    for name, variant in zip(SIZES_THAT_SHOW, itertools.cycle(("mac", "mag", "mal")))
-] + [("lmm", "memory_num_heads"), ("lmm", "memory_chunk_size")]
-
-
-@covering(1, {"variant,name": OTHER_SIZES, "swap": [False, True]})
+@covering(1, {"variant": ("mac", "mag", "mal", "lmm"), "name": SHAPING, "swap": [False, True]})
 def test_cache_of_a_model_of_other_sizes(variant, name, swap):
-    """A cache of a model that differs in one size raises an error."""
-    changes = {name: SIZES_THAT_SHOW[name]}
-    if name == "num_attention_heads":
-        changes |= dict(head_dim=4, num_key_value_heads=4)
-    if name == "segment_length":
-        changes |= dict(memory_chunk_size=SIZES["memory_chunk_size"])
-    models = [shared_model(variant, num_hidden_layers=1), make_model(variant, **{"num_hidden_layers": 1, **changes})]
+    """A cache of a model that differs in one size raises an error, if the size matters in its variant."""
+    models = [shared_model(variant, num_hidden_layers=1), make_model(variant, num_hidden_layers=1, **SHAPING[name])]
     source, target = models[::-1] if swap else models
-    cache = read(source, make_ids(2, 9))[1]
-    refuse(target, "`cache`", cache, input_ids=IDS)
+    refuse(target, "`cache`", read(source, make_ids(2, 9))[1], input_ids=IDS)
 
 
 def test_cache_of_another_kind():
-    """A cache of another variant, read or reset, or of another class raises an error that names `cache`."""
+    """A cache of another variant, window or segment, read or reset, or of another class raises an error that names
+    `cache`.
+    """
+    for variant, changes in (("mag", dict(sliding_window=11)), ("mac", dict(segment_length=12))):
+        refuse(shared_model(variant), "`cache`", read(make_model(variant, **changes), make_ids(2, 9))[1], input_ids=IDS)
     for variant, other in itertools.combinations(VARIANTS, 2):
         cache = read(shared_model(other), make_ids(2, 9))[1]
         refuse(shared_model(variant), "`cache`", cache, input_ids=IDS)

@@ -1,12 +1,9 @@
 """Forecasts of time series: a stream is its series, normalisation, the cycle, loss, saving, errors."""
 
-import peft
 import pytest
 import torch
 from common import ATTENTIONS, TWO_VARIANTS, assert_same, assert_same_cache, redraw
 from covering import covering, in_one_test
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForTimeSeriesPrediction
 
 from titans_hf import TitansForTimeSeriesPrediction, TitansTimeSeriesConfig
 
@@ -228,27 +225,6 @@ def test_loss_and_gradients(variant, loss, function):
         assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.any(), name
 
 
-@covering(1, {"variant": TWO_VARIANTS, "cycle": [{}, CYCLE]})
-def test_round_trip(variant, cycle, tmp_path):
-    """A saved model loads by its Auto class with the same forecasts."""
-    model, values = make_model(variant, **cycle), make_values()
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForTimeSeriesPrediction.from_pretrained(tmp_path, dtype=torch.float64)
-    assert type(loaded) is TitansForTimeSeriesPrediction
-    with torch.no_grad():
-        assert_same(loaded(past_values=values)[0], model(past_values=values)[0])
-    config = AutoConfig.from_pretrained(tmp_path)
-    assert type(config) is TitansTimeSeriesConfig and config.to_diff_dict() == loaded.config.to_diff_dict()
-
-
-def test_a_new_model_is_initialised():
-    """The embedding and the head are drawn like all projections, and their biases are 0."""
-    config = TitansTimeSeriesConfig(hidden_size=64)
-    model = AutoModelForTimeSeriesPrediction.from_config(config)
-    for layer in (model.model.get_input_embeddings(), model.head):
-        assert 0.8 < layer.weight.std() / config.initializer_range < 1.2 and not layer.bias.any()
-
-
 def test_half_precision():
     """In bfloat16 the forecast keeps the values' dtype and is near float32's. Values in float16 of any size give a
     finite forecast and loss, those of the same values in float32.
@@ -264,14 +240,6 @@ def test_half_precision():
     assert error.abs().max() < 0.1 * ((exact.prediction_outputs - exact.loc) / exact.scale).std()
     assert half.loss.isfinite() and half.loss == single.loss
     assert half.prediction_outputs.equal(single.prediction_outputs)
-
-
-def test_an_adapter_without_targets():
-    """`LoraConfig()` without targets adapts the memory's projections, as of language models."""
-    model = peft.get_peft_model(make_model(), peft.LoraConfig(r=2))
-    adapted = {name.split(".")[-1] for name, x in model.named_modules() if isinstance(x, peft.tuners.lora.Linear)}
-    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    assert model(past_values=make_values()).prediction_outputs.shape == (2, 10, 3)
 
 
 NAN = torch.full((2, 60, 3), float("nan"))
@@ -329,20 +297,3 @@ def test_lengths_and_values_to_fit_that_do_not_fit():
         model(past_values=x, attention_mask=None)[0] for x in (counts, counts.float())
     )  # as PEFT calls it
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
-
-
-@in_one_test(
-    "changes,message",
-    [
-        (dict(context_length=21), "`context_length` .21. must be a multiple of `patch_length` .4."),
-        (dict(prediction_length=0), "`prediction_length` must be at least 1, but is 0"),
-        (dict(head_dropout=2), "`head_dropout` must be from 0 to 1, but is 2"),
-        (dict(loss="nll"), "loss"),
-        (dict(cycle_length=-1), "`cycle_length` must be at least 0, but is -1"),
-        (dict(num_input_channels=0), "`num_input_channels` must be at least 1, but is 0"),
-    ],
-)
-def test_configurations_that_are_not_possible(changes, message):
-    """An impossible field raises an error that names it."""
-    with pytest.raises((ValueError, StrictDataclassError), match=message):
-        TitansTimeSeriesConfig(**SIZES | changes)
