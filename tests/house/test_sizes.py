@@ -1,0 +1,19 @@
+"""The project keeps the sizes that CONTRIBUTING.md names."""
+
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LINES = {"*.py": 32_000, "tests/*.py": 14_000}
+WORDS = {"README.md": 600, "docs/dev/log.md": 8_500}  # bars of tables not counted
+
+
+def test_python_and_pages_keep_their_sizes():
+    """What is added takes the place of something: otherwise every change would make the project longer."""
+    for pattern, most in LINES.items():
+        tracked = subprocess.run(["git", "ls-files", pattern], cwd=ROOT, capture_output=True, text=True, check=True)
+        found = sum(len((ROOT / name).read_bytes().splitlines()) for name in tracked.stdout.split())
+        assert 0 < found <= most, f"{pattern}: {found} lines, at most {most}"
+    for name, most in WORDS.items():
+        found = sum(bool(set(x) - set("|-")) for x in (ROOT / name).read_text(encoding="utf-8").split())
+        assert found <= most, f"{name}: {found} words, at most {most}"
