@@ -1,4 +1,4 @@
-"""Tables and the picture of finished runs: gains over the window alone, their intervals over texts, and facts."""
+"""Tables and pictures of finished runs: gains over the window alone, facts found, and their intervals over texts."""
 
 from collections import defaultdict
 from itertools import pairwise
@@ -14,32 +14,37 @@ from titans_hf.cli.shared.markdown_tables import markdown_table
 
 EDGES = (0, 1024, 2048, 4096, 8192, 16384, 32768)
 BY_LENGTH = ("ruler", "babilong")  # tasks whose lengths are columns
-BASE, RIVAL = "window", "full"
-LABELS = {  # of the methods in the picture
-    "both": "fast weights and list",
+BASE, RIVAL, OURS = "window", "full", "passages"
+NOT_FOUND = ("absent", "given")  # kinds of answers that are not a text's facts
+LABELS = {  # of the methods in the pictures
+    "passages": "passages",
+    "fast-passages": "passages, fast weights",
     "fast": "fast weights",
-    "start": "fitted start, no learning",
-    "list": "the list",
+    "both": "fast weights and list",
     "full": "full attention",
-    "full-start": "full attention, fitted start",
-    "full-both": "full attention, fast weights and list",
-    "longer 18 MB": "a longer window",
-    "tova 4 MB": "TOVA",
+    "window": "window",
+    "pasted": "the passage pasted",
+    "search": "longest match",
+    "longer 18 MB": "longer window",
     "tova 4 MB 4 bits": "TOVA, 4 bits",
     "sgd": "SGD",
-    "bm25": "BM25",
     "window+knn-4mb": "kNN",
     "window+neural+match": "neural cache and match",
-    "window+match": "longest match",
 }
+COLOURS = {"passages": "tab:red", "fast-passages": "tab:orange", "fast": "tab:blue", "both": "tab:purple"}  # of ours
 
 
 def interval(values: np.ndarray, form: str = ".3f") -> str:
     """Formats a mean over texts with its 95 % interval by Student's t."""
     if len(values) < 2:
         return f"{values.mean():{form}}"
-    half = student.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
+    half = half_width(values)
     return f"{values.mean():{form}} [{values.mean() - half:{form}}, {values.mean() + half:{form}}]"
+
+
+def half_width(values: np.ndarray) -> float:
+    """Returns half of the 95 % interval of a mean over texts."""
+    return student.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
 
 
 def group(records: list[Record], task: str) -> dict[tuple[str, int], dict[str, dict[str, Record]]]:
@@ -49,7 +54,8 @@ def group(records: list[Record], task: str) -> dict[tuple[str, int], dict[str, d
         run = record["run"]
         if run["task"] == task:
             loss = task == "loss"  # a seed is of the fit there, and of the questions with facts
-            method = f"{run['method']}, fit {run['seed']}" if loss and run["seed"] else run["method"]
+            method = run["method"].replace("window+search", "search")
+            method = f"{method}, fit {run['seed']}" if loss and run["seed"] else method
             groups[run["data"], run["window"]][method][run["text"] if loss else f"{run['text']} {run['seed']}"] = record
     return groups
 
@@ -94,6 +100,15 @@ def floor_of(answers: list[list]) -> str:
     return f"{max(*map(values.count, values), sum(1 / len(answer[4]) for answer in answers)):.3g} of {len(answers)}"
 
 
+def found_by_text(methods: dict[str, dict[str, Record]], name: str) -> dict[str, float]:
+    """Returns the share of right answers of each text, for facts that were told."""
+    told = {
+        text: [x for x in record["result"]["answers"] if x[0] not in NOT_FOUND]
+        for text, record in methods[name].items()
+    }
+    return {text: float(np.mean([x[3] for x in answers])) for text, answers in told.items() if answers}
+
+
 def answers_table(methods: dict[str, dict[str, Record]]) -> str:
     """Formats how many answers of each kind are right, of texts of each length."""
     found = {name: defaultdict(list) for name in methods}
@@ -102,14 +117,18 @@ def answers_table(methods: dict[str, dict[str, Record]]) -> str:
             length = record["run"]["text"].partition(", ")[2] if record["run"]["task"] in BY_LENGTH else ""
             for answer in record["result"]["answers"]:
                 found[name][f"{answer[0]} {length}".strip()].append(answer)
-    kinds, rows = sorted({kind for x in found.values() for kind in x}), []
+    kinds, rows = sorted({kind for x in found.values() for kind in x if kind != "given"}), []
+    ours = found_by_text(methods, OURS) if OURS in methods else {}
     for name, of_kind in found.items():
         right = [f"{sum(x[3] for x in of_kind[kind]):.3g} of {len(of_kind[kind])}" for kind in kinds]
         told = [x[4] for y in of_kind.values() for x in y if len(x) == 5 and x[0] != "absent"]
-        rows.append([name, *right, f"{np.mean(told):.1f}" if told and isinstance(told[0], float) else ""])
+        its = found_by_text(methods, name)
+        both = sorted(ours.keys() & its.keys())
+        paired = interval(np.array([ours[x] - its[x] for x in both])) if both and name != OURS else ""
+        rows.append([name, *right, f"{np.mean(told):.3f}" if told and isinstance(told[0], float) else "", paired])
     floors = [max((floor_of(x[kind]) for x in found.values()), key=len) for kind in kinds]
-    rows += [["most frequent answer, or any", *floors, ""]] if any(floors) else []
-    return markdown_table(["method", *kinds, "log p of told answers"], rows)
+    rows += [["most frequent answer, or any", *floors, "", ""]] if any(floors) else []
+    return markdown_table(["method", *kinds, "log p", f"{OURS} minus it, share found"], rows)
 
 
 def tables(records: list[Record]) -> list[str]:
@@ -119,29 +138,59 @@ def tables(records: list[Record]) -> list[str]:
         if BASE not in methods:  # a gain is over the window alone
             continue
         result.append(f"## {data}, window {window}\n\n{loss_table(methods, 256)}")
-    for task in ("facts", *BY_LENGTH, "conversation"):
+    for task in sorted({x["run"]["task"] for x in records} - {"loss"}):
         for (data, window), methods in group(records, task).items():
             result.append(f"## {task}, {data}, window {window}\n\n{answers_table(methods)}")
     return result
 
 
 def plot(records: list[Record], path: Path) -> None:
-    """Draws the gain of each method of LABELS that has read all texts against its bytes beyond the window."""
-    groups = {key: x for key, x in group(records, "loss").items() if BASE in x and RIVAL in x}
-    rows = (len(groups) + 1) // 2
-    figure = Figure(figsize=(12, 4.5 * rows), layout="constrained")
-    for axes, ((data, window), methods) in zip(
-        np.ravel(figure.subplots(rows, 2, squeeze=False)), groups.items(), strict=False
-    ):
-        found = {name: gains(methods, name) for name in LABELS if name in methods}
-        found = {name: (more, gain.mean()) for name, (gain, more) in found.items() if len(gain) == len(methods[BASE])}
-        top, lowest = max(y for _, y in found.values()), {}
-        for name, (x, y) in sorted(found.items(), key=lambda item: -item[1][1]):
-            axes.semilogx(x, y, "o")
-            side, place = ("left", x * 1.3) if x < 1e5 or 2e6 < x < 1e8 else ("right", x / 1.3)
-            height = lowest[side, x > 2e6] = min(y, lowest.get((side, x > 2e6), np.inf) - top / 22)  # one below another
-            axes.text(place, height, LABELS[name], fontsize=9, va="bottom" if x > 1e8 else "center", ha=side)
-        axes.axhline(0, color="gray", linewidth=1)
-        axes.set(title=f"{data}, {len(methods[BASE])} texts, window {window}", ylabel="gain (nats per token)")
-        axes.set(xlabel="bytes beyond the window", xlim=(5e3, 1e9))
+    """Draws what each method of LABELS gains or finds against its bytes beyond the window, with intervals over texts:
+    the loss of each kind of texts of which full attention has read all, and facts.
+    """
+    panels = {}
+    for (data, window), methods in group(records, "loss").items():
+        if BASE not in methods or RIVAL not in methods:
+            continue
+        found = {name: gains(methods, name) for name in LABELS if name in methods and name != BASE}
+        found = {x: (more, gain.mean(1)) for x, (gain, more) in found.items() if len(gain) == len(methods[BASE])}
+        if found:
+            panels[f"{data}, {len(methods[BASE])} texts, window {window}"] = "gain (nats per token)", found
+    for (data, window), methods in group(records, "facts").items():
+        if not {BASE, OURS} <= methods.keys():
+            continue
+        base = {text: record["bytes"] for text, record in methods[BASE].items()}
+        found = {}
+        for name in (x for x in LABELS if x in methods):
+            of_text = {x: y for x, y in found_by_text(methods, name).items() if x in base}
+            more = np.mean([methods[name][x]["bytes"] - base[x] for x in of_text])
+            found[name] = max(more, 1e3), 100 * np.array(list(of_text.values()))
+        panels[f"facts, {data}, {len(base)} texts, window {window}"] = "facts found, %", found
+    if not panels:
+        raise ValueError("--plot: --output has no losses of a window and full attention, and no facts of passages")
+    figure = Figure(figsize=(12, 4.2 * ((len(panels) + 1) // 2)), layout="constrained")
+    all_axes = np.ravel(figure.subplots((len(panels) + 1) // 2, 2, squeeze=False))
+    for axes in all_axes[len(panels) :]:
+        axes.remove()
+    for axes, (title, (unit, found)) in zip(all_axes, panels.items(), strict=False):
+        draw(axes, found)
+        axes.axhline(0, color="lightgray", linewidth=1, zorder=0)
+        axes.set(title=title, ylabel=unit, xlabel="bytes beyond the window")
     save_figure(figure, path)
+
+
+def draw(axes, found: dict[str, tuple[float, np.ndarray]]) -> None:
+    """Draws methods by bytes and values of texts. Labels stand in a column on the right, none above another."""
+    tops = [y.mean() + (half_width(y) if len(y) > 1 else 0) for _, y in found.values()]
+    gap, below = max(tops) / 14, np.inf
+    for name, (x, y) in sorted(found.items(), key=lambda item: -item[1][1].mean()):
+        colour = COLOURS.get(name, "gray")
+        half = half_width(y) if len(y) > 1 else 0
+        axes.errorbar(x, y.mean(), half, fmt="o", color=colour, capsize=3, elinewidth=1)
+        below = min(y.mean(), below - gap)
+        text = {"xytext": (1.03, below), "textcoords": axes.get_yaxis_transform(), "va": "center", "fontsize": 9}
+        arrow = {"arrowstyle": "-", "color": colour, "linewidth": 0.4, "alpha": 0.6}
+        axes.annotate(LABELS[name], (x, y.mean()), arrowprops=arrow, annotation_clip=False, color=colour, **text)
+    axes.set_xscale("log")
+    axes.margins(x=0.1)
+    axes.set_ylim(min(0, below - gap, axes.get_ylim()[0]), None)

@@ -59,7 +59,7 @@ OPTIONS = {
     "--epochs 1 --learning_rates 1e-2",
     "python -m eval.tables runs/dna": "--baselines cnn",
     "python -m eval.tables": "",
-    "python -m eval.streaming*--text": "--tokens 300 --choice_tokens 80 --window 32 --lengths 80",
+    "python -m eval.streaming*--text": "--tokens 300 --window 100 --lengths 80",
     "python -m eval.streaming": "",
 }
 # How each program of the pages is started. What is typed into a chat: the first !exit may answer whether to continue.
