@@ -120,11 +120,13 @@ class MemoryCache(Cache):
         return self.recorded is not None
 
     def num_bytes(self) -> dict[str, int]:
-        """Returns the bytes of the state by part: "window", "fast_weights", "list" and "chunk" (its token ids)."""
-        parts = {"window": sum(x.numel() * x.element_size() for x in _layer_tensors(self.layers))}
-        names = {**dict.fromkeys(("B", "S", "start"), "fast_weights"), "list": "list", "chunk": "chunk"}
+        """Returns the bytes of the state by part: "keys and values" of the window and states of recurrent layers,
+        "fast_weights", and by their names other parts, such as "list" and "chunk" (its token ids).
+        """
+        parts = {"keys and values": sum(x.numel() * x.element_size() for x in _layer_tensors(self.layers))}
         for name, x in self.state.items():
-            part = names[name.partition(".")[0]]
+            part = name.partition(".")[0]
+            part = "fast_weights" if part in ("B", "S", "start") else part
             parts[part] = parts.get(part, 0) + x.numel() * x.element_size()
         return parts
 
