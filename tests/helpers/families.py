@@ -13,6 +13,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from titans_hf.remember import MemoryCache, forget, remember
 from titans_hf.remember.fast_weights import FastWeights, decoder_layers, linear_sizes, random_fast_weights
+from titans_hf.remember.parts import PARTS
+from titans_hf.remember.passages import Passages
 from titans_hf.remember.token_list import TokenList
 
 # One value for each field that some configuration has; a configuration takes those that it has.
@@ -65,6 +67,8 @@ OTHERS = (
 REFUSED = "bloom falcon jamba mamba mpt".split()
 WINDOW, CHUNK = 12, 8
 PIECES = [5, 1, 1, 9, 1, 20, 8]
+PASSAGES = Passages(block=4, before=1, after=3, query=6, every=4)
+RECALLED = 32  # tokens before a recall
 NOT_ADAPTED = ("q_proj", "k_proj", "router", "gate", "shared_expert_gate")
 
 
@@ -118,7 +122,7 @@ def differences(model: PreTrainedModel, window: int | None = WINDOW) -> dict[str
     with as_double():
         before = model(ids).logits
         fast, chosen = small_memory(model)
-        remember(model, window, fast_weights=fast, token_list=chosen)
+        remember(model, window, PARTS, passages=PASSAGES, fast_weights=fast, token_list=chosen)
         whole, cache = model(ids).logits, MemoryCache(model)
         pieces = torch.cat([model(x, cache=cache).logits for x in ids.split(PIECES, 1)], 1)
         padded, mask = ids.clone(), torch.ones_like(ids)
@@ -128,6 +132,7 @@ def differences(model: PreTrainedModel, window: int | None = WINDOW) -> dict[str
         made = model.generate(padded, attention_mask=mask, **settings)[:, 45:]
         expected = [model.generate(x, **settings)[0, x.shape[1] :] for x in (ids[:1, :40], ids[1:])]
         alone = model(ids[:1]).logits
+        recalled = recalls_of(model, ids) if model.memory.passages is not None else [whole]
         model.set_memory_learning(False)
         off = model(ids).logits
         after = forget(model)(ids).logits
@@ -137,25 +142,54 @@ def differences(model: PreTrainedModel, window: int | None = WINDOW) -> dict[str
         "padding": max(distance(of_padded[0, 5:], whole[0, :40]), distance(of_padded[1], whole[1])),
         "row alone": distance(alone, whole[:1]),
         "generated": distance(made, torch.stack(expected)),
+        "recall": max((distance(x, recalled[0]) for x in recalled[1:]), default=0.0),
         "forgotten": distance(after, before),
         "learning": distance(off, whole),
     }
 
 
+def recalls_of(model: PreTrainedModel, ids: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the logits after a recall: of one call, of pieces, of the rows alone, and of left-padded rows."""
+    padded = torch.cat([torch.zeros(2, 5, dtype=torch.int64), ids], 1)
+    alone = torch.cat([after_recall(model, x, [7]) for x in ids.split(1)])
+    return [
+        after_recall(model, ids, [7]),
+        after_recall(model, ids, [5, 1, 1]),
+        alone,
+        after_recall(model, padded, [7], 5),
+    ]
+
+
+def after_recall(model: PreTrainedModel, ids: torch.Tensor, cuts: list[int], padding: int = 0) -> torch.Tensor:
+    """Returns the logits after the token RECALLED, at which all rows recall, read in pieces; `padding` columns of
+    padding stand in front.
+    """
+    cache, first = MemoryCache(model), padding + RECALLED
+    mask = (torch.arange(first) >= padding).long().expand(len(ids), -1)
+    model(ids[:, :first], attention_mask=mask, cache=cache)
+    pieces = ids[:, first : first + sum(cuts)].split(cuts, 1)
+    logits = [model(x, cache=cache, recall=True if i == 0 else None).logits for i, x in enumerate(pieces)]
+    if not cache.recalled[0][0].numel():
+        raise ValueError("no passage was found")
+    return torch.cat(logits, 1)
+
+
 def page() -> Iterator[str]:
     """Yields the lines of docs/families.md."""
     yield "# Families of models that `remember` was tried with\n"
-    yield "Random models of four layers in float64, window 12, chunks of 8 tokens, a list, and fast weights on all"
-    yield "linear layers but queries and keys. The columns are the largest differences of logits from one call over 45"
-    yield f"tokens. *Learning* is the largest change of logits by learning. Transformers {transformers.__version__};"
+    yield "Random models of four layers in float64, window 12, chunks of 8 tokens, passages, a list, fast weights"
+    yield "on all linear layers but queries and keys. The columns are the largest differences of logits from one"
+    yield "call over 45 tokens. *Recall* compares seven tokens after a recall: in pieces, of a row alone, with padding"
+    yield "on the left (0 where no layer has full attention, which passages need). *Learning* is the largest change"
+    yield f"of logits by learning. Transformers {transformers.__version__};"
     yield "made by `python tests/helpers/families.py > docs/families.md`.\n"
-    yield "| model_type | in pieces | left padding | row alone | learning |"
-    yield "|---|---|---|---|---|"
+    yield "| model_type | in pieces | left padding | row alone | recall | learning |"
+    yield "|---|---|---|---|---|---|"
     for family in sorted(CHOSEN + OTHERS):
         found = differences(small_model(family))
         if found["generated"] or found["forgotten"]:
             raise ValueError(f"{family} generates otherwise, or is not the original when it is forgotten: {found}")
-        cells = [f"{found[x]:.0e}" for x in ("pieces", "padding", "row alone")]
+        cells = [f"{found[x]:.0e}" for x in ("pieces", "padding", "row alone", "recall")]
         yield f"| {family} | {' | '.join(cells)} | {found['learning']:.1f} |"
         print(family, file=sys.stderr)
     yield f"\nRaise an error when they are given to `remember`: {', '.join(REFUSED)}."

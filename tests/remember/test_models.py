@@ -118,8 +118,12 @@ def test_quantised_weights(tmp_path):
 
 
 def test_defaults():
-    """Without fitted parameters the value projections of the upper half of the layers but the last learn."""
-    model = remember(small_model(num_hidden_layers=6), 12)
+    """By default a memory has passages and a window of 1,024; without a fit the value projections of the upper half of
+    the layers but the last learn.
+    """
+    memory = remember(small_model()).memory
+    assert memory.window == 1024 and memory.passages and not memory.fast_weights and not memory.token_list
+    model = remember(small_model(num_hidden_layers=6), 12, ("fast_weights",))
     assert {*model.memory.fast_weights.directions} == {f"model.layers.{i}.self_attn.v_proj" for i in (3, 4)}
     cache = MemoryCache(model)
     with torch.no_grad():

@@ -333,6 +333,7 @@ def test_own_samples_are_not_learned():
         remember(model, 12, fast_weights=small_fast_weights(model), token_list=small_list(), learn_from=learn_from)
         cache = MemoryCache(model)
         made = model.generate(TOKENS[:1, :20], cache=cache, max_new_tokens=40, do_sample=False)
+        cache.read_unread(model)
         prompt, everything = MemoryCache(model), MemoryCache(model)
         with torch.no_grad():
             model(TOKENS[:1, :20], cache=prompt)
@@ -519,7 +520,7 @@ def test_reset(model):
     ("arguments", "message"),
     [
         ({"window": 1}, "`window` must be None or a whole number of at least 2, got 1"),
-        ({"memory": ("lists",)}, "`memory` may hold 'fast_weights' and 'list', got"),
+        ({"memory": ("lists",)}, "`memory` may hold 'passages', 'fast_weights', 'list', got"),
         ({"learn_from": "x"}, "`learn_from` must be"),
         ({"first_token": 53}, "`first_token` must be a token of the model, 0 to 52, got 53"),
     ],

@@ -24,7 +24,7 @@ from transformers.utils import cached_file
 
 from ..cache_files import check_tensor
 from .fast_weights import FLOATS, FastWeights, Step, layer_sizes
-from .parts import FAST_WEIGHTS, LIST, Memory, check_settings, choose_first_token, memory_of
+from .parts import FAST_WEIGHTS, LIST, PASSAGES, Memory, check_settings, choose_first_token, memory_of
 from .token_list import ReadOut, TokenList
 
 WEIGHTS = "adapter.safetensors"
@@ -199,7 +199,7 @@ def load_adapter(
     except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError, HFValidationError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
         raise ValueError(f"`adapter` {adapter} does not fit this {type(model).__name__}: {reason}") from error
-    parts = {"memory": list(config.memory), "fast_weights": fast_weights, "token_list": token_list}
+    parts = {"memory": [PASSAGES, *config.memory], "fast_weights": fast_weights, "token_list": token_list}
     return {"window": config.window, "first_token": first_token, "learn_from": config.learn_from, **parts}
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,29 +19,41 @@ from transformers import PreTrainedModel
 from transformers.utils.deprecation import deprecate_kwarg
 
 from ..generation_titans import EndedRowsMixin
-from . import reading
+from . import reading, recall
 from .adapter import load_adapter
 from .cache import MemoryCache
 from .columns import CallColumns
 from .fast_weights import FastWeights, decoder_layers, random_fast_weights
-from .parts import FAST_WEIGHTS, LIST, PARTS, Memory, base_model, check_settings, choose_first_token
+from .parts import FAST_WEIGHTS, LIST, PARTS, PASSAGES, Memory, base_model, check_settings, choose_first_token
+from .passages import Passages
 from .titans_layer import is_titans
 from .token_list import TokenList
-from .window import PREFIX, register_attention, set_window_attention
+from .window import PREFIX, KeyValueLayer, register_attention, set_window_attention
 
 FEED_FORWARD = ("mlp", "feed_forward", "ffn", "feedforward", "block_sparse_moe", "moe", "mixer")
+WINDOW = 1024  # without an adapter
 CHECK_LENGTH, CHECK_WINDOW = 24, 8  # of the text that a new memory is tried with, in tokens
 # Of logits, relative to the largest; 0.1 in other dtypes. Many float64 models compute partly in float32.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
-_PROMPT: ContextVar[int | None] = ContextVar("prompt", default=None)  # columns of the prompt of `generate()`
+
+
+class Generation(NamedTuple):
+    """A call of `generate()`: the columns of its prompt, and its own cache, which others use inside of it."""
+
+    num_columns: int
+    caches: list[MemoryCache]
+
+
+_GENERATION: ContextVar[Generation | None] = ContextVar("generation", default=None)
 
 
 def remember(
     model: PreTrainedModel,
     window: int | str | None = "auto",
-    memory: Sequence[str] = PARTS,
+    memory: Sequence[str] | None = None,
     *,
     adapter: str | Path | None = None,
+    passages: Passages | None = None,
     fast_weights: FastWeights | None = None,
     token_list: TokenList | None = None,
     first_token: int | None = None,
@@ -51,9 +64,12 @@ def remember(
     Args:
         model: any causal language model of Transformers that uses the attention interface, also inside of PEFT's.
         window: tokens that a query of a full-attention layer sees. None keeps full attention. Sliding and recurrent
-            layers stay as they are. "auto" is the window of the adapter, and None without one.
-        memory: "fast_weights", "list", both or none.
+            layers stay as they are. "auto" is the window of the adapter, without one 1,024, and None for a Titans.
+        memory: which of "passages" (text that has left the window is read again where it is asked for), "fast_weights"
+            and "list". None is passages and the parts that are passed or that the adapter has, or fast weights for a
+            Titans. Without a window no text leaves it, and there are no passages.
         adapter: a folder, or a name on the Hub, with fitted fast weights and list, as `save_adapter` writes it.
+        passages: settings of passages.
         fast_weights: fitted fast weights; by default random directions on the value projections, which need no fit.
         token_list: a fitted list; by default a random projection with a cautious read-out.
         first_token: the token of the sink, by default the model's begin token.
@@ -66,9 +82,12 @@ def remember(
     whole, model = model, base_model(model)
     if hasattr(model, "memory"):
         raise ValueError("`model` has a memory already: call `forget(model)` first.")
+    if memory is None:
+        given = {PASSAGES: not is_titans(model), FAST_WEIGHTS: fast_weights, LIST: token_list}
+        memory = PARTS if adapter is not None else [name for name, x in given.items() if x] or [FAST_WEIGHTS]
     memory = (memory,) if isinstance(memory, str) else memory
     if unknown := set(memory) - set(PARTS):
-        raise ValueError(f"`memory` may hold {' and '.join(map(repr, PARTS))}, got {sorted(unknown)}.")
+        raise ValueError(f"`memory` may hold {', '.join(map(repr, PARTS))}, got {sorted(unknown)}.")
     if adapter is not None:
         found = load_adapter(model, adapter)
         memory = [x for x in memory if x in found["memory"]]
@@ -76,7 +95,9 @@ def remember(
         given = {"first_token": first_token, "learn_from": learn_from, "fast_weights": fast_weights}
         given["token_list"] = token_list
         first_token, learn_from, fast_weights, token_list = (found[k] if x is None else x for k, x in given.items())
-    window, learn_from = None if window == "auto" else window, learn_from or "read"
+    if window == "auto":
+        window = None if is_titans(model) else WINDOW
+    learn_from = learn_from or "read"
     check_settings(model, window, learn_from)
     if fast_weights is not None:
         fast_weights.check(model)
@@ -91,6 +112,7 @@ def remember(
     parameters = inspect.signature(own.forward).parameters
     new = Memory(
         window=window,
+        passages=None if window is None or PASSAGES not in memory else passages or Passages(),
         fast_weights=fast_weights if FAST_WEIGHTS in memory else None,
         token_list=token_list if LIST in memory else None,
         first_token=choose_first_token(model, first_token),
@@ -140,7 +162,10 @@ def attach(model: PreTrainedModel, memory: Memory) -> None:
     if memory.token_list is not None:
         memory.hooks.append(feed_forward(model).register_forward_pre_hook(reading.capture_mlp_inputs))
     stop_checkpointing(model)
-    memory.has_states = any(hasattr(x, "mark_start") for x in MemoryCache(model).layers)
+    layers = MemoryCache(model).layers
+    memory.has_states = any(hasattr(x, "mark_start") for x in layers)
+    if not any(isinstance(x, KeyValueLayer) and not x.is_sliding for x in layers):
+        memory.passages = None  # no layer could see them
     model.__class__ = remembering_class(type(model))
     _set_hooked_forward(model)
 
@@ -265,19 +290,28 @@ class RememberingModel(EndedRowsMixin):
                 kind = generation_config.cache_implementation
                 raise ValueError(f"`cache_implementation` must be None for a model with a memory, got {kind!r}.")
             model_kwargs["cache"] = MemoryCache(self)
-        if generation_config.is_assistant:
-            model_kwargs["cache"].activate_past_recording()
+        if isinstance(cache := model_kwargs.get("cache"), MemoryCache):
+            generation = _GENERATION.get()
+            generation.caches.append(cache)
+            cache.prompt_end, cache.recalled = generation.num_columns, []
+            if generation_config.is_assistant:
+                cache.activate_past_recording()
 
     def generate(self, inputs: Tensor | None = None, *args, **kwargs):
         """Generates as the model's own class does; with learn_from="read" the memory does not learn the generated
-        tokens.
+        tokens. Rows recall at the last token of the prompt, and again after every `passages.every` generated tokens.
         """
         prompt = kwargs.get("input_ids") if inputs is None else inputs
-        token = _PROMPT.set(None if prompt is None else prompt.shape[-1])
+        number = 1 if prompt is None or not prompt.numel() else prompt.shape[-1]  # Transformers begins with one token
+        generation = Generation(number, [])
+        token = _GENERATION.set(generation)
         try:
             return super().generate(inputs, *args, **kwargs)
         finally:
-            _PROMPT.reset(token)
+            _GENERATION.reset(token)
+            for cache in generation.caches:
+                cache.prompt_end = None
+                cache.end_recall()
 
 
 def remembering_class(own: type) -> type:
@@ -313,15 +347,23 @@ def _forward(model: PreTrainedModel, own: type, arguments: dict):
     if ids is None:
         raise ValueError("`input_ids` must be given to a model with a memory: it learns which token follows.")
     returns_cache = arguments.pop("use_cache", None) is not False or cache is not None
+    recalls = arguments.pop("recall", None)
     return_dict, to_keep = arguments.pop("return_dict", None), arguments.pop("logits_to_keep", 0)
     asked = {x: arguments.pop(x) for x in ("output_hidden_states", "output_router_logits") if x in arguments}
     mask, positions = arguments.pop("attention_mask", None), arguments.pop("position_ids", None)
     cache = MemoryCache(model) if cache is None else cache
     columns = _columns(model, cache, ids, mask, positions)
+    columns = _of_generation(model, cache, columns, returns_cache)
     loss_arguments = {x: arguments.pop(x) for x in ("num_items_in_batch",) if x in arguments}
     _check_others(arguments)
     number = to_keep if isinstance(to_keep, int) and to_keep and labels is None else ids.shape[1]
-    logits, of_layers, output = reading.read(model, cache, columns, min(number, ids.shape[1]), asked)
+    if recalls is False:
+        cache.end_recall()
+    elif recalls and model.memory.passages is None and model.memory.window is not None:
+        raise ValueError("`recall` needs a memory with passages, which need a layer of full attention with a window.")
+    elif recalls and model.memory.passages is not None and len(cache.seen):
+        recall.recall(model, cache, torch.arange(len(cache.seen)))
+    logits, of_layers, output = recall.read(model, cache, columns, min(number, ids.shape[1]), asked)
     if not isinstance(to_keep, int):
         logits = logits[:, to_keep]
     output.logits, output.loss = logits, None
@@ -364,7 +406,7 @@ def _columns(
     model: PreTrainedModel, cache: MemoryCache, ids: Tensor, mask: Tensor | None, positions: Tensor | None
 ) -> CallColumns:
     """Returns the columns of a call. A token whose position is 0 begins a document, if the call has one before."""
-    length, prompt, begin = ids.shape[1], _PROMPT.get(), cache.get_seq_length()
+    length = ids.shape[1]
     real = torch.ones(ids.shape, dtype=torch.bool)
     if mask is not None:
         if mask.dim() != 2 or mask.shape[1] < length or len(mask) != len(ids):
@@ -377,7 +419,28 @@ def _columns(
         is_first = positions[:, -length:].cpu() == 0
         starts = is_first & real & (real.cumsum(1) > 1)
     learning = torch.full_like(real, model.memory.learning)
-    learns = real & learning
-    if prompt is not None and model.memory.learn_from == "read":
-        learns = learns & (begin + torch.arange(length) < prompt)
-    return CallColumns(ids, real, starts, learns, learning)
+    return CallColumns(ids, real, starts, real & learning, learning, torch.zeros_like(real))
+
+
+def _of_generation(
+    model: PreTrainedModel, cache: MemoryCache, columns: CallColumns, returns_cache: bool
+) -> CallColumns:
+    """Returns the columns of a call inside of `generate()`: which are learned, and after which the rows recall. Of any
+    other cache than that of `generate()`, as guidance has it, the first call is the prompt.
+    """
+    if (generation := _GENERATION.get()) is None:
+        return columns
+    memory, length, begin = model.memory, columns.ids.shape[1], cache.get_seq_length()
+    if cache.prompt_end is None:
+        cache.prompt_end = begin + length if returns_cache else generation.num_columns
+    number = begin + torch.arange(length) - cache.prompt_end  # of own tokens before each, (T,)
+    if memory.learn_from == "read":
+        columns = columns._replace(learns=columns.learns & (number < 0))
+    if memory.passages is not None:
+        every, since = memory.passages.every, number[None] + 1
+        if cache.prompt_end == 0 and cache.since_recall is not None:  # each row by its own last recall
+            since = cache.since_recall[:, None] + 1 + torch.arange(length)
+        columns = columns._replace(recalls=((since >= 0) & (since % every == 0)).expand(columns.ids.shape))
+    if begin + length >= cache.prompt_end:
+        cache.prompt_end = 0  # all that follows is an answer
+    return columns

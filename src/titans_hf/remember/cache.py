@@ -4,6 +4,7 @@ Shapes: R rows, C tokens of a chunk.
 """
 
 import copy
+import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from . import files
+from . import files, passages
 from .columns import CallColumns
 from .parts import memory_of
 from .titans_layer import TitansLayer, is_titans
@@ -33,9 +34,12 @@ class MemoryCache(Cache):
 
     layers: keys and values of the window, states of recurrent layers. seen (R,) int64, on the CPU: tokens that each row
     has read. steps (R,) int64, on the CPU: chunks whose step was taken or left out. state: other tensors with rows by
-    name: "B.*" and "S.*" of the fast weights, "list.*", and "chunk.ids" (R, C) and "chunk.learns" (R, C), the last C
-    tokens.
-    num_columns: columns that were read, padding included.
+    name: "B.*" and "S.*" of the fast weights, "list.*", "passages.ids" (R, N), the text, and "chunk.ids" (R, C) and
+    "chunk.learns" (R, C), the last C tokens.
+    num_columns: columns that were read, padding included. unread: the last of them, which are to be read again after
+    `crop`, or were read only in the branch.
+    branch: the cache that sees the passages, see `recall`; since_recall (R,) int64: columns read there; None without a
+    recall. recalled: the rows (F,) and passages (F, S) of each recall since the last `generate()` began.
 
     Raises ValueError for a model without `remember`.
     """
@@ -48,6 +52,10 @@ class MemoryCache(Cache):
         self.num_columns = self.first_column = 0
         self.recorded: list[Recorded] | None = None
         self.unread: CallColumns | None = None
+        self.branch: MemoryCache | None = None
+        self.since_recall: Tensor | None = None
+        self.recalled: list[tuple[Tensor, Tensor]] = []
+        self.prompt_end: int | None = None  # in `generate()`: columns of the prompt, by `get_seq_length`
         self.about: dict[str, Any] = {}  # any JSON, saved with the memory
         self.seen_in_folders: dict[Path, dict | None] = {}  # see `cache_files.write_memory`
         if is_titans(model):
@@ -67,7 +75,7 @@ class MemoryCache(Cache):
             self.seen = self.steps = torch.zeros(rows, dtype=torch.int64)
             self.state, self.device = self.memory.initial_state(model, rows, device), device
             self._clear_layers()
-            self._restart_recording()
+            self.restart_recording()
         elif len(self.seen) != rows:
             raise ValueError(f"`input_ids` must have the {len(self.seen)} rows of `cache`, got {rows}.")
 
@@ -105,8 +113,7 @@ class MemoryCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Returns the number of columns read since the last `start_prompt`."""
-        unread = 0 if self.unread is None else self.unread.ids.shape[1]
-        return self.num_columns - self.first_column + unread
+        return self.num_columns - self.first_column
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1
@@ -121,7 +128,7 @@ class MemoryCache(Cache):
 
     def num_bytes(self) -> dict[str, int]:
         """Returns the bytes of the state by part: "keys and values" of the window and states of recurrent layers,
-        "fast_weights", and by their names other parts, such as "list" and "chunk" (its token ids).
+        "fast_weights", and by their names other parts, such as "passages" (the text's token ids).
         """
         parts = {"keys and values": sum(x.numel() * x.element_size() for x in _layer_tensors(self.layers))}
         for name, x in self.state.items():
@@ -136,7 +143,7 @@ class MemoryCache(Cache):
         norms = [x.flatten(1).square().sum(1) for name, x in self.state.items() if name.startswith("B.")]
         length = [f"{x:.3g}" for x in torch.stack(norms).sum(0).sqrt().tolist()] if norms else []
         return (
-            f"MemoryCache(tokens read {self.seen.tolist()}, |fast weights| [{', '.join(length)}], "
+            f"MemoryCache(tokens read {self.num_tokens_seen.tolist()}, |fast weights| [{', '.join(length)}], "
             f"list entries {entries}; {sizes})"
         )
 
@@ -149,8 +156,10 @@ class MemoryCache(Cache):
         self, folder: str | os.PathLike, model: PreTrainedModel, *, model_fingerprint: dict | None = None
     ) -> None:
         """Saves the memory in a folder, atomically. See `files.save`."""
-        self.read_unread(model)
-        files.save(self, folder, model_fingerprint or files.memory_fingerprint(model))
+        plain = copy.copy(self)
+        plain.read_unread(model)
+        files.save(plain, folder, model_fingerprint or files.memory_fingerprint(model))
+        self.seen_in_folders = plain.seen_in_folders
 
     @classmethod
     def from_pretrained(
@@ -166,7 +175,9 @@ class MemoryCache(Cache):
             new.layers = [layer.map(function) if hasattr(layer, "map") else layer for layer in self.layers]
             new.seen, new.steps = function(self.seen), function(self.steps)
             new.state = {name: function(x) for name, x in self.state.items()}
-            new.unread = None if self.unread is None else self.unread.map(function)
+            for name in ("unread", "branch"):
+                setattr(new, name, None if (x := getattr(self, name)) is None else x.map(function))
+            new.since_recall = None if self.since_recall is None else function(self.since_recall)
         return new
 
     def __copy__(self) -> "MemoryCache":
@@ -176,7 +187,19 @@ class MemoryCache(Cache):
         new.state, new.about = dict(self.state), copy.deepcopy(self.about)
         new.seen_in_folders = dict(self.seen_in_folders)
         new.recorded = None if self.recorded is None else list(self.recorded)
+        new.branch, new.recalled = copy.copy(self.branch), list(self.recalled)
         return new
+
+    def as_branch(self) -> "MemoryCache":
+        """Returns a copy that may see passages: without the text's ids, and without columns to be read again."""
+        new = copy.copy(self)
+        new.unread = new.branch = new.since_recall = new.recorded = None
+        new.state.pop(passages.NAME, None)
+        return new
+
+    def end_recall(self) -> None:
+        """Lets the text go on without passages in sight."""
+        self.branch = self.since_recall = None
 
     def take(self, rows: Tensor) -> "MemoryCache":
         """Returns the cache of some rows (I,) int64."""
@@ -187,6 +210,10 @@ class MemoryCache(Cache):
 
     def _drop_empty_columns(self) -> None:
         most = max(self.seen.tolist(), default=0)
+        if (store := self.state.get(passages.NAME)) is not None:
+            self.state[passages.NAME] = store[:, max(0, store.shape[1] - most) :]
+        if self.branch is not None:
+            self.branch._drop_empty_columns()
         for layer in self.layers:
             if isinstance(layer, KeyValueLayer):
                 layer.last_columns(most)
@@ -204,15 +231,25 @@ class MemoryCache(Cache):
 
     def put_state(self, rows: Tensor, state: dict[str, Tensor]) -> None:
         """Replaces some rows (I,) int64 of the tensors of `state`."""
-        self.state = {name: x.index_copy(0, rows.to(x.device), state[name].to(x)) for name, x in self.state.items()}
+        old, new = self.state, dict(state)
+        if passages.NAME in old:
+            old, new = passages.of_one_width(old, new)
+        self.state = {name: x.index_copy(0, rows.to(x.device), new[name].to(x)) for name, x in old.items()}
 
     def append_rows(self, other: "MemoryCache") -> None:
         """Appends the rows of another cache of the same model. Both must have read something. A cache that records can
-        be cropped from here on.
+        be cropped from here on. If only one of the caches sees passages, the other's rows go on in its branch, without
+        a passage.
         """
-        number, length = len(other.seen), self.get_seq_length()
+        number = len(other.seen)
+        branches = [x.branch for x in (self, other)]
+        if self.since_recall is not None or other.since_recall is not None:
+            since = [x.since_recall for x in (self, other)]
+            since = [torch.zeros_like(x.seen) if y is None else y for x, y in zip((self, other), since, strict=True)]
+            branches = [x.as_branch() if x.branch is None else copy.copy(x.branch) for x in (self, other)]
+            branches[0].append_rows(branches[1])
         unread = [CallColumns.none(len(x.seen)) if x.unread is None else x.unread for x in (self, other)]
-        self.unread = None
+        self.unread = self.branch = self.since_recall = None
         self._become(lambda x: torch.cat([x, x[:1].expand(number, *x.shape[1:])]))
         self.put(torch.arange(len(self.seen) - number, len(self.seen)), other)
         self.sinks = self.sinks | other.sinks
@@ -220,8 +257,9 @@ class MemoryCache(Cache):
         if most:  # the shorter of the two has padding in front
             padded = (x.map(lambda y: pad(y.to(self.device), (most - y.shape[1], 0))) for x in unread)
             self.unread = CallColumns(*map(torch.cat, zip(*padded, strict=True)))
-        self.num_columns += length - self.get_seq_length()
-        self._restart_recording()
+        if branches[0] is not None:
+            self.branch, self.since_recall = branches[0], torch.cat(since)
+        self.restart_recording()
 
     def reset_rows(self, model: PreTrainedModel, rows: Tensor) -> None:
         """Lets some rows (I,) int64 begin a new text with an empty memory. A cache that records can be cropped from
@@ -230,7 +268,7 @@ class MemoryCache(Cache):
         self.read_unread(model)
         if len(self.seen):
             self.clear_rows(model, rows)
-            self._restart_recording()
+            self.restart_recording()
 
     def clear_rows(self, model: PreTrainedModel, rows: Tensor) -> None:
         """Empties the memory of some rows (I,) int64, of a cache without unread columns."""
@@ -241,8 +279,35 @@ class MemoryCache(Cache):
         self.put(rows, new)
         self._drop_empty_columns()
 
+    def note_unread(self, columns: CallColumns) -> None:
+        """Notes columns that were read only in the branch."""
+        self.unread = columns if self.unread is None else self.unread.join(columns)
+        self.num_columns += columns.ids.shape[1]
+        self.since_recall = self.since_recall + columns.ids.shape[1]
+        if self.recorded is not None:
+            last = self.recorded[-1]
+            self.recorded[-1] = last._replace(columns=last.columns.join(columns))
+
+    def take_unread(self, begin: int = 0) -> CallColumns:
+        """Takes the unread columns from `begin` on out of the cache, and returns them."""
+        unread = CallColumns.none(len(self.seen)) if self.unread is None else self.unread
+        taken = unread.at(begin, unread.ids.shape[1])
+        number = taken.ids.shape[1]
+        self.unread, self.num_columns = unread.at(0, begin) if begin else None, self.num_columns - number
+        if self.recorded and number:  # they are recorded again
+            last = self.recorded[-1]
+            self.recorded[-1] = last._replace(columns=last.columns.at(0, last.columns.ids.shape[1] - number))
+        return taken
+
+    def note_recall(self) -> None:
+        """Notes, for `crop`, that the rows recall after the last column that was recorded."""
+        if self.recorded and (columns := self.recorded[-1].columns).ids.shape[1]:
+            recalls = torch.cat([columns.recalls[:, :-1], torch.ones_like(columns.recalls[:, -1:])], 1)
+            self.recorded[-1] = self.recorded[-1]._replace(columns=columns._replace(recalls=recalls))
+
     def read_unread(self, model: PreTrainedModel) -> None:
-        """Reads the columns that `crop` has left to be read again."""
+        """Ends a recall, and reads the columns that are to be read again."""
+        self.end_recall()
         if self.unread is not None:
             with torch.no_grad():
                 model(input_ids=self.unread.ids[:, :0], cache=self)
@@ -256,6 +321,8 @@ class MemoryCache(Cache):
         """Forgets everything that was read."""
         self.seen = self.steps = torch.zeros(0, dtype=torch.int64)
         self.state, self.unread, self.num_columns, self.first_column = {}, None, 0, 0
+        self.recalled = []
+        self.end_recall()
         self.recorded = None if self.recorded is None else []
         for layer in self.layers:
             if isinstance(layer, StateLayer):
@@ -290,9 +357,9 @@ class MemoryCache(Cache):
         """Lets `crop` remove columns from here on: the state at the starts of the last chunks is kept."""
         if self.recorded is None:
             self.recorded = []
-            self._restart_recording()
+            self.restart_recording()
 
-    def _restart_recording(self) -> None:
+    def restart_recording(self) -> None:
         if self.recorded is not None:
             self.recorded = []
             if len(self.seen):
@@ -300,7 +367,9 @@ class MemoryCache(Cache):
 
     def _note_state(self, columns: CallColumns) -> None:
         before = copy.copy(self)
+        before.num_columns -= 0 if self.unread is None else self.unread.ids.shape[1]
         before.recorded = before.unread = None
+        before.end_recall()
         self.recorded.append(Recorded(before, columns))
 
     @property
@@ -339,18 +408,26 @@ class MemoryCache(Cache):
             raise ValueError(
                 "`crop` needs a cache that records: call `cache.activate_past_recording()` before reading."
             )
-        end = self.num_columns + (0 if self.unread is None else self.unread.ids.shape[1])
-        fitting = [i for i, x in enumerate(self.recorded) if x.cache.num_columns <= end - number]
+        end = self.num_columns - number
+        fitting = [i for i, x in enumerate(self.recorded) if x.cache.num_columns <= end]
         if not fitting:
-            most = end - self.recorded[0].cache.num_columns if self.recorded else 0
+            most = self.num_columns - self.recorded[0].cache.num_columns if self.recorded else 0
             raise ValueError(f"`tokens_to_remove` must be at least -{most}, by the recorded columns, got {-number}.")
+        first = self.recorded[0].cache.num_columns
+        columns = functools.reduce(CallColumns.join, (x.columns for x in self.recorded)).at(0, end - first)
+        recall = None
+        if self.since_recall is not None:  # the last one stays in force: it is made again, from before it
+            recall = max((first + 1 + columns.recalls.any(0).nonzero()[:, 0]).tolist(), default=None)
+            fitting = [i for i in fitting if recall is None or self.recorded[i].cache.num_columns <= recall]
         recorded = self.recorded[: fitting[-1] + 1]
-        kept, columns = recorded[-1]
-        columns = columns.at(0, end - number - kept.num_columns)
-        own = {name: getattr(self, name) for name in ("first_column", "about", "seen_in_folders")}
+        kept = recorded[-1].cache
+        columns = columns.at(kept.num_columns - first, end - first)
+        names = ("first_column", "about", "seen_in_folders", "recalled", "prompt_end")
+        own = {name: getattr(self, name) for name in names}
         self.__dict__.update(copy.copy(kept).__dict__ | own)
         self.recorded = [*recorded[:-1], Recorded(kept, columns)]
-        self.unread = columns if columns.ids.shape[1] else None
+        self.num_columns, self.unread = end, columns if columns.ids.shape[1] else None
+        self.since_recall = None if recall is None else torch.full_like(self.seen, end - recall)
 
 
 class Recorded(NamedTuple):

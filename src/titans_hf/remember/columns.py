@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 class CallColumns(NamedTuple):
-    """ids (R, T) int64; real, starts, learns and learning (R, T) bool: whether a column is a token, begins a document,
-    may be learned, and was read with learning on.
+    """ids (R, T) int64; real, starts, learns, learning and recalls (R, T) bool: whether a column is a token, begins a
+    document, may be learned, was read with learning on, and whether the row recalls a passage after it.
     """
 
     ids: Tensor
@@ -20,11 +20,22 @@ class CallColumns(NamedTuple):
     starts: Tensor
     learns: Tensor
     learning: Tensor
+    recalls: Tensor
 
     @classmethod
     def none(cls, rows: int) -> "CallColumns":
-        empty = torch.zeros(rows, 0, dtype=torch.bool)
-        return cls(empty.long(), empty, empty, empty, empty)
+        return cls.of_text(torch.zeros(rows, 0, dtype=torch.int64))
+
+    @classmethod
+    def of_text(cls, ids: Tensor) -> "CallColumns":
+        """Returns columns (R, T) of text that is not learned."""
+        no = torch.zeros(ids.shape, dtype=torch.bool)
+        return cls(ids, ~no, no, no, no, no)
+
+    def quiet(self) -> "CallColumns":
+        """Returns the columns with learning off."""
+        no = torch.zeros_like(self.learns)
+        return self._replace(learns=no, learning=no, recalls=no)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "CallColumns":
         return CallColumns(*map(function, self))

@@ -16,6 +16,7 @@ from .window import KeyValueLayer, StateLayer
 
 KEYS = ("keys", "values")
 STATES = ("conv_states", "recurrent_states")
+MARKS = ("start", "earlier")  # states of a recurrent layer as they were before a chunk
 TOKENS = ("ids", "tokens", "contexts", "recent")  # ends of the names of tensors that hold tokens of the model
 NUMBER = 64  # of numbers of each weight that the fingerprint depends on
 
@@ -54,7 +55,7 @@ def load(cache: Cache, folder: str | os.PathLike, model: PreTrainedModel, finger
         if missing := forms.keys() - tensors.keys():
             raise ValueError(f"it lacks the tensor {min(missing)}")
         for name, x in tensors.items():
-            if (form := forms.get(name.replace(".start.", "."))) is None:
+            if (form := forms.get(name.replace(".start.", ".").replace(".earlier.", "."))) is None:
                 raise ValueError(f"it has the tensor {name}, which no layer has")
             _check_like(name, x, form, cache, model)
             tensors[name] = x.to(cache.device)
@@ -94,8 +95,8 @@ def layer_tensors(cache: Cache) -> dict[str, Tensor]:
             found |= {f"{index}.{name}": getattr(layer, name) for name in KEYS}
         if isinstance(layer, StateLayer):
             groups = {name: getattr(layer, name) for name in STATES}
-            if layer.start is not None:
-                groups |= {f"start.{name}": x for name, x in zip(STATES, layer.start, strict=True)}
+            for mark in MARKS:
+                groups |= {f"{mark}.{name}": x for name, x in zip(STATES, getattr(layer, mark) or (), strict=False)}
             for group, states in groups.items():
                 found |= {f"{index}.{group}.{i}": x for i, x in states.items() if x is not None}
     return found
@@ -135,15 +136,15 @@ def _fill(layer, tensors: dict[str, Tensor]) -> None:
         layer.keys, layer.values = (tensors.pop(x) for x in KEYS)
         layer.is_initialized = True
     if isinstance(layer, StateLayer):
-        start: tuple[dict, dict] = ({}, {})
+        layer.start, layer.earlier = ({}, {}), ({}, {})
         for i in range(layer.number_of_states):
-            for group, of_start in zip(STATES, start, strict=True):
+            for j, group in enumerate(STATES):
                 getattr(layer, group)[i] = tensors.pop(f"{group}.{i}", None)
-                of_start[i] = tensors.pop(f"start.{group}.{i}", None)
+                for mark in MARKS:
+                    getattr(layer, mark)[j][i] = tensors.pop(f"{mark}.{group}.{i}", None)
             conv, recurrent = layer.conv_states[i], layer.recurrent_states[i]
             layer.is_conv_states_initialized[i] = conv is not None
             layer.is_recurrent_states_initialized[i] = recurrent is not None
             layer.has_previous_state[i] = conv is not None or recurrent is not None
             if conv is not None:
                 layer.conv_kernel_size[i], layer.device, layer.dtype = conv.shape[-1], conv.device, conv.dtype
-        layer.start = start

@@ -8,21 +8,24 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .fast_weights import FastWeights
+from .passages import Passages
 from .titans_layer import is_titans
 from .token_list import TokenList
 
-FAST_WEIGHTS, LIST = PARTS = ("fast_weights", "list")
+PASSAGES, FAST_WEIGHTS, LIST = PARTS = ("passages", "fast_weights", "list")
 
 
 @dataclass
 class Memory:
     """What `remember` adds to a model; the states of texts are in `MemoryCache`.
 
-    window: tokens that a query of full attention sees, None for all. fast_weights, token_list: None if there is none.
+    window: tokens that a query of full attention sees, None for all. passages, fast_weights, token_list: None if there
+    is none.
     first_token: the token of the sink. learn_from: "read" or "all". forward: the model's own.
     """
 
     window: int | None
+    passages: Passages | None
     fast_weights: FastWeights | None
     token_list: TokenList | None
     first_token: int
@@ -44,8 +47,20 @@ class Memory:
 
     @property
     def extra_columns(self) -> int:
-        """Columns that the window keeps beyond what a query sees, from which a chunk can be read again."""
-        return 0 if self.fast_weights is None else self.chunk
+        """Columns that the window keeps beyond what a query sees, from which the last tokens can be read again."""
+        of_chunk = 0 if self.fast_weights is None else self.chunk
+        return of_chunk if self.passages is None else max(of_chunk, self.most_again)
+
+    @property
+    def most_again(self) -> int:
+        """Most tokens that a recall reads again: recurrent layers go back to the start of a chunk."""
+        query = self.passages.query
+        return query if not self.has_states else self.chunk + query // 4 - 1
+
+    @property
+    def needs_marks(self) -> bool:
+        """Whether recurrent layers note their states at the starts of chunks."""
+        return self.has_states and (self.fast_weights is not None or self.passages is not None)
 
     def initial_state(self, model: PreTrainedModel, rows: int, device: torch.device) -> dict[str, Tensor]:
         """Returns the tensors of a `MemoryCache` before the first token."""
@@ -57,6 +72,8 @@ class Memory:
         if self.token_list is not None:
             vocabulary = model.get_output_embeddings().weight.shape[0]
             state |= self.token_list.initial_state(rows, vocabulary, dtype, device)
+        if self.passages is not None:
+            state |= self.passages.initial_state(rows, device)
         return state
 
 

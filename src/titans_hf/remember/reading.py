@@ -24,6 +24,7 @@ from .cache import MemoryCache
 from .columns import CallColumns
 from .fast_weights import IGNORED
 from .parts import Memory
+from .passages import NAME
 from .titans_layer import is_titans, titans_cache
 from .window import KeyValueLayer, StateLayer
 
@@ -50,11 +51,7 @@ def read(
     output = CausalLMOutputWithPast()
     with torch.inference_mode(False), torch.set_grad_enabled(with_graph), cache.guarded():
         cache.begin(model, len(columns.ids), columns.ids.device)
-        if cache.unread is not None:
-            unread, cache.unread = cache.unread, None
-            if cache.recorded:  # they are recorded again
-                cache.recorded[-1] = cache.recorded[-1]._replace(columns=unread.at(0, 0))
-            read(model, cache, unread, 0, {})
+        read_unread(model, cache)
         ids = columns.ids.to(torch.int64, copy=True)  # ids from `inference_mode` cannot be part of a graph
         on_cpu = CallColumns(ids, *(x.cpu() for x in columns[1:]))
         length, begin, first = ids.shape[1], 0, cache.num_columns
@@ -85,6 +82,22 @@ def read(
     return _joined(kept, length - num_kept, length), {name: x for name, x in joined.items() if x}, output
 
 
+def read_unread(model: PreTrainedModel, cache: MemoryCache, rows: Tensor | None = None) -> None:
+    """Reads the columns that are to be read again, plainly; with rows (I,) int64, those of some rows."""
+    if cache.unread is None:
+        return
+    unread, left = cache.take_unread(), None
+    if rows is not None and len(rows) < len(unread.ids):
+        others = torch.ones(len(unread.ids), 1, dtype=torch.bool).index_fill(0, rows, False)
+        left, unread = (unread._replace(real=unread.real.cpu() & x) for x in (others, ~others))
+        used = left.real.any(0)
+        left = left.map(lambda x: x[:, used.to(x.device)]) if bool(used.any()) else None
+    read(model, cache, unread, 0, {})
+    cache.unread = left
+    if left is not None:
+        cache.restart_recording()
+
+
 def next_piece(memory: Memory, cache: MemoryCache, columns: CallColumns, begin: int) -> tuple[int, Tensor]:
     """Returns the end of the piece that starts at a column, and its rows (I,) int64."""
     real, learning = columns.real, columns.learning
@@ -97,7 +110,7 @@ def next_piece(memory: Memory, cache: MemoryCache, columns: CallColumns, begin: 
         return end, rows
     seen = torch.where(columns.starts[rows, begin], 0, cache.seen[rows])
     limits = []
-    if memory.fast_weights is not None and (memory.has_states or bool(learning[:, begin].any())):
+    if memory.needs_marks or (memory.fast_weights is not None and bool(learning[:, begin].any())):
         limits.append(memory.chunk - seen % memory.chunk)
     if cache.recorded is not None and real.shape[1] - begin <= 2 * memory.chunk and cache.is_ahead:
         end = begin + 1  # the state before the next token has learned it: after that token, it can be kept
@@ -126,10 +139,10 @@ def _read_piece(
     fast, chunk = memory.fast_weights, memory.chunk
     if fast is not None:
         take_due_steps(model, cache, piece)
-        at_start = cache.seen % chunk == 0
-        for layer in cache.layers if bool(at_start.any()) else ():
+    if memory.needs_marks and bool((at_start := cache.seen % chunk == 0).any()):
+        for layer in cache.layers:
             if isinstance(layer, StateLayer):
-                layer.mark_start(at_start)
+                layer.mark_start(at_start, memory.passages is not None)
     seen, length = cache.seen, piece.ids.shape[1]
     finished = None if fast is None else _finished_chunk(memory, cache, piece, following)
     captured: dict = {}
@@ -153,6 +166,8 @@ def _read_piece(
         if is_titans(model) and not bool(piece.learning.any()):
             # In a second reading of the chunk, its own memory would learn these tokens: the chunk's step is left out.
             cache.steps = torch.maximum(cache.steps, (cache.seen + chunk - 1) // chunk)
+    if NAME in cache.state:
+        cache.state[NAME] = memory.passages.append(cache.state[NAME], piece.ids)
     if memory.token_list is not None:
         mlp_inputs = captured["mlp_inputs"] if with_graph else captured["mlp_inputs"].detach()
         mlp_inputs = mlp_inputs.reshape(len(seen), -1, mlp_inputs.shape[-1])[:, -length:]
@@ -181,11 +196,13 @@ def take_due_steps(model: PreTrainedModel, cache: MemoryCache, piece: CallColumn
     cache.steps = torch.where(cache.seen % chunk == 0, cache.seen // chunk, cache.steps)
 
 
-def rewind(cache: MemoryCache, number: int) -> None:
-    """Takes back the last tokens of each row from the layers, so that they can be read again by the same weights."""
+def rewind(cache: MemoryCache, number: int, is_earlier: bool = False) -> None:
+    """Takes back the last tokens of each row from the layers, so that they can be read again by the same weights: at
+    most to the start of the unfinished chunk, with `is_earlier` to that of the chunk before it, where there are states.
+    """
     for layer in cache.layers if number else ():
         if isinstance(layer, (KeyValueLayer, StateLayer)):
-            layer.rewind(number)
+            layer.rewind(number, is_earlier)
     cache.seen = cache.seen - number
 
 
@@ -198,7 +215,8 @@ def _finished_chunk(
     length, earlier = piece.ids.shape[1], cache.seen % memory.chunk
     ends = (earlier + length == memory.chunk) & (cache.seen % SINK_BLOCK >= earlier)
     ends &= cache.steps <= cache.seen // memory.chunk
-    if not bool(piece.learning.any()) or not bool(ends.all()) or bool(following.starts.any()):
+    learning = bool(piece.learning.any()) and bool(following.learning.any())
+    if not learning or not bool(ends.all()) or bool(following.starts.any()):
         return None
     kept = ((cache.state["chunk.ids"], piece.ids), (cache.state["chunk.learns"], piece.learns))
     ids, learns = (torch.cat([x[:, length:], new.to(x.device)], 1) for x, new in kept)

@@ -32,7 +32,7 @@ class TitansLayer(StateLayer):
     def clear(self, rows: int) -> None:
         """Sets the state of `rows` rows that have read nothing."""
         self.set_state(self.initial_state(rows))
-        self.start = None
+        self.start = self.earlier = None
 
     def set_state(self, state: LayerState) -> None:
         """Keeps a state, without its graph."""

@@ -57,6 +57,7 @@ class KeyValueLayer(CacheLayerMixin):
     window: tokens that a query sees, itself included; None for all. extra: further columns that are kept, from which
     tokens can be read again. seen (B,) int64, on the CPU: tokens that each row has read; columns before a row's first
     token are not valid. sink: keys and values (B, H, 1, D) in front of the others; None while no query sees them.
+    passage: keys and values (B, H, S, D) between sink and window, in rows with sees_passage (B,) bool.
     before: the layer as it was before a call that may fail, None outside of such a call.
     """
 
@@ -67,6 +68,8 @@ class KeyValueLayer(CacheLayerMixin):
         self.window, self.extra, self.is_sliding = window, extra, is_sliding
         self.seen = torch.zeros(1, dtype=torch.int64)
         self.sink: tuple[Tensor, Tensor] | None = None
+        self.passage: tuple[Tensor, Tensor] | None = None
+        self.sees_passage = torch.zeros(1, dtype=torch.bool)
         self.before: KeyValueLayer | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -79,7 +82,7 @@ class KeyValueLayer(CacheLayerMixin):
         return held if self.window is None else min(held, self.window - 1)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Appends keys and values (B, H, T, D) and returns all visible to the call, (B, H, sink + P + T, D)."""
+        """Appends keys and values (B, H, T, D) and returns all visible to the call, (B, H, sink + S + P + T, D)."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         length = key_states.shape[-2]
@@ -90,8 +93,9 @@ class KeyValueLayer(CacheLayerMixin):
             before.keys, before.values = (x[..., : before.keys.shape[-2], :].detach() for x in new)  # not kept twice
         self.keys, self.values = (self._kept(x, length) for x in new)
         visible = [x[..., -number:, :] for x in new]
-        if self.sink is not None:
-            visible = [torch.cat([sink.to(x.dtype), x], -2) for sink, x in zip(self.sink, visible, strict=True)]
+        for front in (self.passage, self.sink):
+            if front is not None:
+                visible = [torch.cat([x.to(y.dtype), y], -2) for x, y in zip(front, visible, strict=True)]
         return visible[0], visible[1]
 
     def _kept(self, x: Tensor, length: int) -> Tensor:
@@ -101,7 +105,8 @@ class KeyValueLayer(CacheLayerMixin):
         return x.detach()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return (self.sink is not None) + self.num_past() + query_length, LayerOffset(self)
+        front = (self.sink is not None) + (0 if self.passage is None else self.passage[0].shape[-2])
+        return front + self.num_past() + query_length, LayerOffset(self)
 
     def get_seq_length(self) -> int:
         return int(self.seen.max())
@@ -112,10 +117,16 @@ class KeyValueLayer(CacheLayerMixin):
     def map(self, function: Callable[[Tensor], Tensor]) -> "KeyValueLayer":
         """Returns a copy with `function` of each tensor that has a row dimension."""
         new = copy.copy(self)
-        new.before = None
-        if self.is_initialized:
-            new.keys, new.values = function(self.keys), function(self.values)
+        new._map_tensors(function)
         return new
+
+    def _map_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.before = None
+        if self.is_initialized:
+            self.keys, self.values = function(self.keys), function(self.values)
+        if self.passage is not None:
+            self.passage = (function(self.passage[0]), function(self.passage[1]))
+            self.sees_passage = function(self.sees_passage)
 
     def last_columns(self, number: int) -> None:
         """Keeps the last `number` columns."""
@@ -126,8 +137,9 @@ class KeyValueLayer(CacheLayerMixin):
         """Lets the layer's `rows` rows have read nothing."""
         if self.is_initialized:
             self.keys, self.values = self.keys[..., :0, :].clone(), self.values[..., :0, :].clone()
+        self.passage = None
 
-    def rewind(self, number: int) -> None:
+    def rewind(self, number: int, is_earlier: bool = False) -> None:
         """Drops the last `number` columns."""
         self.keys, self.values = (x[..., : x.shape[-2] - number, :] for x in (self.keys, self.values))
 
@@ -145,18 +157,29 @@ class KeyValueLayer(CacheLayerMixin):
             old, new = padded(self, name, num_rows), padded(other, name, len(rows))
             setattr(self, name, old.index_copy(0, rows.to(old.device), new.to(old.dtype)))
         self.is_initialized = bool(known)
+        if self.passage is None and other.passage is not None:
+            self.passage = tuple(x.new_zeros(num_rows, *x.shape[1:]) for x in other.passage)
+            self.sees_passage = torch.zeros(num_rows, dtype=torch.bool)
+        if self.passage is not None:
+            new = other.passage or [x[:1].expand(len(rows), *x.shape[1:]) for x in self.passage]
+            pairs = zip(self.passage, new, strict=True)
+            self.passage = tuple(old.index_copy(0, rows.to(old.device), x.to(old)) for old, x in pairs)
+            sees = other.sees_passage if other.passage is not None else torch.zeros(len(rows), dtype=torch.bool)
+            self.sees_passage = self.sees_passage.index_copy(0, rows, sees)
 
 
 class StateLayer(LinearAttentionLayer):
     """States of a recurrent layer, which are replaced, never changed in place: gradients can pass through a call.
 
-    start: the states before the unfinished chunk, from which it can be read again.
+    start: the states before the unfinished chunk, from which it can be read again. earlier: the states before the chunk
+    before that one.
     """
 
     def __init__(self, number_of_states: int = 1, **kwargs):
         super().__init__(number_of_states=number_of_states, **kwargs)
         self.record_past = True  # otherwise models write a single token's convolution state in place
         self.start: tuple[dict, dict] | None = None
+        self.earlier: tuple[dict, dict] | None = None
 
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs
@@ -183,22 +206,19 @@ class StateLayer(LinearAttentionLayer):
         """Prepares a call of a single token, in which some models write the recurrent state in place."""
         self.recurrent_states = {i: None if x is None else x.clone() for i, x in self.recurrent_states.items()}
 
-    def mark_start(self, rows: Tensor) -> None:
+    def mark_start(self, rows: Tensor, keeps_earlier: bool) -> None:
         """Notes the states of rows (B,) bool as the states before a chunk."""
-        now = (self.conv_states, self.recurrent_states)
-        if self.start is None or bool(rows.all()):
-            self.start = (dict(now[0]), dict(now[1]))
-            return
-        merged = []
-        for old, new in zip(self.start, now, strict=True):
-            merged.append({i: _where_rows(rows, new[i], old[i]) for i in new})
-        self.start = (merged[0], merged[1])
+        if keeps_earlier and self.start is not None:
+            self.earlier = _merged(rows, self.start, self.earlier)
+        self.start = _merged(rows, (self.conv_states, self.recurrent_states), self.start)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "StateLayer":
         new = copy.copy(self)
         apply = lambda states: {i: None if x is None else function(x) for i, x in states.items()}  # noqa: E731
         new.conv_states, new.recurrent_states = apply(self.conv_states), apply(self.recurrent_states)
-        new.start = None if self.start is None else (apply(self.start[0]), apply(self.start[1]))
+        for name in ("start", "earlier"):
+            marked = getattr(self, name)
+            setattr(new, name, None if marked is None else (apply(marked[0]), apply(marked[1])))
         for name in ("has_previous_state", "is_conv_states_initialized", "is_recurrent_states_initialized"):
             setattr(new, name, dict(getattr(self, name)))
         new.conv_kernel_size = dict(self.conv_kernel_size)
@@ -211,12 +231,12 @@ class StateLayer(LinearAttentionLayer):
     def clear(self, rows: int) -> None:
         """Lets the layer's `rows` rows have read nothing."""
         zeros = StateLayer.map(self, torch.zeros_like)
-        for name in ("conv_states", "recurrent_states", "start"):
+        for name in ("conv_states", "recurrent_states", "start", "earlier"):
             setattr(self, name, getattr(zeros, name))
 
-    def rewind(self, number: int) -> None:
-        """Goes back to the states before the unfinished chunk."""
-        conv, recurrent = self.start
+    def rewind(self, number: int, is_earlier: bool = False) -> None:
+        """Goes back to the states before the unfinished chunk, or to `earlier`."""
+        conv, recurrent = self.earlier if is_earlier else self.start
         self.conv_states, self.recurrent_states = dict(conv), dict(recurrent)
         for i in range(self.number_of_states):
             self.has_previous_state[i] = self.conv_states[i] is not None or self.recurrent_states[i] is not None
@@ -225,11 +245,14 @@ class StateLayer(LinearAttentionLayer):
         """Replaces the rows `rows` by the rows of another layer."""
         for name in ("conv_states", "recurrent_states"):
             _put_states(getattr(self, name), getattr(other, name), rows, num_rows)
-        if self.start is not None or other.start is not None:
-            nothing = dict.fromkeys(range(self.number_of_states))
-            self.start, new = ((nothing.copy(), nothing.copy()) if x is None else x for x in (self.start, other.start))
-            for own, of_rows in zip(self.start, new, strict=True):
-                _put_states(own, of_rows, rows, num_rows)
+        for name in ("start", "earlier"):
+            marks = [getattr(x, name) for x in (self, other)]
+            if any(x is not None for x in marks):
+                nothing = dict.fromkeys(range(self.number_of_states))
+                mark, new = ((nothing.copy(), nothing.copy()) if x is None else x for x in marks)
+                setattr(self, name, mark)
+                for own, of_rows in zip(mark, new, strict=True):
+                    _put_states(own, of_rows, rows, num_rows)
         for name in ("has_previous_state", "is_conv_states_initialized", "is_recurrent_states_initialized"):
             getattr(self, name).update(getattr(other, name))
         self.conv_kernel_size, self.device, self.dtype = dict(other.conv_kernel_size), other.device, other.dtype
@@ -249,9 +272,7 @@ class StateAndKeyValueLayer(StateLayer, KeyValueLayer):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "StateAndKeyValueLayer":
         new = StateLayer.map(self, function)
-        new.before = None
-        if self.is_initialized:
-            new.keys, new.values = function(self.keys), function(self.values)
+        new._map_tensors(function)
         return new
 
     def forget_empty_rows(self) -> None:
@@ -261,8 +282,8 @@ class StateAndKeyValueLayer(StateLayer, KeyValueLayer):
         StateLayer.clear(self, rows)
         KeyValueLayer.clear(self, rows)
 
-    def rewind(self, number: int) -> None:
-        StateLayer.rewind(self, number)
+    def rewind(self, number: int, is_earlier: bool = False) -> None:
+        StateLayer.rewind(self, number, is_earlier)
         KeyValueLayer.rewind(self, number)
 
     def put(self, rows: Tensor, other: "StateAndKeyValueLayer", num_rows: int) -> None:
@@ -388,11 +409,11 @@ def _is_plain(layer: KeyValueLayer, length: int) -> bool:
     """Returns whether all rows have read equally many tokens, and none leaves the window in a call of `length`."""
     seen = int(layer.seen.max())
     fits = layer.window is None or seen + length <= layer.window
-    return fits and layer.sink is None and layer.num_past() == seen == int(layer.seen.min())
+    return fits and layer.sink is None and layer.passage is None and layer.num_past() == seen == int(layer.seen.min())
 
 
 def visible_columns(layer: KeyValueLayer, length: int, mask_function: Callable, device: torch.device | str) -> Tensor:
-    """Returns (B, 1, T, sink + P + T) bool on a device, True where a query sees a key."""
+    """Returns (B, 1, T, sink + S + P + T) bool on a device, True where a query sees a key."""
     past, seen = layer.num_past(), layer.seen.to(device)[:, None, None, None]
     queries = seen + torch.arange(length, device=device)[:, None]  # (B, 1, T, 1) positions in the row
     keys = seen - past + torch.arange(past + length, device=device)  # (B, 1, 1, P + T)
@@ -400,6 +421,9 @@ def visible_columns(layer: KeyValueLayer, length: int, mask_function: Callable, 
     allowed = mask_function(rows, torch.zeros_like(rows), queries, keys) & (keys >= 0)
     if layer.window is not None:
         allowed = allowed & (queries - keys < layer.window)
+    if layer.passage is not None:
+        sees = layer.sees_passage.to(device)[:, None, None, None]
+        allowed = torch.cat([sees.expand(*allowed.shape[:3], layer.passage[0].shape[-2]), allowed], -1)
     if layer.sink is not None:
         allowed = torch.cat([queries >= layer.window, allowed], -1)
     return allowed
@@ -407,6 +431,14 @@ def visible_columns(layer: KeyValueLayer, length: int, mask_function: Callable, 
 
 def _left_padded(x: Tensor, columns: int) -> Tensor:
     return nn.functional.pad(x, (0, 0, columns - x.shape[-2], 0))
+
+
+def _merged(rows: Tensor, new: tuple[dict, dict], old: tuple[dict, dict] | None) -> tuple[dict, dict]:
+    """Returns the states `new` in rows (B,) bool, and `old` in the others."""
+    if old is None or bool(rows.all()):
+        return dict(new[0]), dict(new[1])
+    first, second = ({i: _where_rows(rows, y[i], x.get(i)) for i in y} for x, y in zip(old, new, strict=True))
+    return first, second
 
 
 def _where_rows(rows: Tensor, new: Tensor | None, old: Tensor | None) -> Tensor | None:

@@ -1,0 +1,156 @@
+"""Recall: a passage of a row's text is read again, and then the row's last tokens once more, with the passage in sight.
+
+A row recalls at one of its tokens. `Passages.choose` chooses the passage by the tokens up to that one. The passage is
+read alone behind the sink, at positions right before the window; its keys and values stand between sink and window. All
+that follows is read in a branch of the cache, which sees the passage until the row's next recall.
+
+What is recalled leaves no trace: what follows is noted in `MemoryCache.unread`. It is read plainly, without the
+passage, before the next recall, or where the text goes on. The branch learns nothing.
+
+Shapes: R rows, T columns, S tokens of a passage, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from . import reading
+from .cache import MemoryCache
+from .columns import CallColumns
+from .passages import NAME
+from .window import KeyValueLayer, make_layers
+
+
+def read(
+    model: PreTrainedModel, cache: MemoryCache, columns: CallColumns, num_kept: int, arguments: dict
+) -> tuple[Tensor, dict[str, tuple[Tensor, ...]], object]:
+    """Reads columns as `reading.read` does. Rows recall after the columns that say so; the logits of such a column are
+    those that see the passage.
+    """
+    if cache.since_recall is None and not bool(columns.recalls.any()):
+        return reading.read(model, cache, columns, num_kept, arguments)
+    length, begin, results = columns.ids.shape[1], 0, []
+    ends = sorted({*(columns.recalls.any(0).nonzero()[:, 0] + 1).tolist(), length})
+    with torch.inference_mode(False), torch.set_grad_enabled(torch.is_grad_enabled()), cache.guarded():
+        columns = columns.map(lambda x: x.clone())
+        for end in ends:
+            part, wanted = columns.at(begin, end), min(end - begin, max(0, end - (length - num_kept)))
+            results.append(_read_part(model, cache, part, wanted, arguments))
+            begin = end
+    logits, of_layers, outputs = zip(*results, strict=True)
+    joined = {name: [torch.cat(x, 1) for x in zip(*(y[name] for y in of_layers), strict=True)] for name in of_layers[0]}
+    return torch.cat(logits, 1), {name: tuple(x) for name, x in joined.items()}, outputs[-1]
+
+
+def _read_part(
+    model: PreTrainedModel, cache: MemoryCache, part: CallColumns, num_kept: int, arguments: dict
+) -> tuple[Tensor, dict[str, tuple[Tensor, ...]], object]:
+    """Reads columns in the branch, if there is one, and recalls after the last of them in the rows that ask for it."""
+    if cache.since_recall is None:
+        logits, *others = reading.read(model, cache, part, num_kept, arguments)
+    else:
+        logits, *others = reading.read(model, branch_of(model, cache), part.quiet(), num_kept, arguments)
+        cache.note_unread(part)
+    rows = part.recalls[:, -1:].any(1).nonzero()[:, 0]
+    if len(rows):
+        found, of_rows = recall(model, cache, rows)
+        kept = part.real[found, -1]
+        if num_kept and bool(kept.any()):
+            found, of_rows = found[kept].to(logits.device), of_rows[kept.to(of_rows.device)]
+            logits = torch.cat([logits[:, :-1], logits[:, -1:].index_copy(0, found, of_rows.to(logits))], 1)
+    return logits, *others
+
+
+def branch_of(model: PreTrainedModel, cache: MemoryCache) -> MemoryCache:
+    """Returns the branch that sees the passage of each row; after `crop` it is made again."""
+    if cache.branch is None:
+        points = [] if cache.unread is None else (cache.unread.recalls.any(0).nonzero()[:, 0] + 1).tolist()
+        rest = cache.take_unread(max(points, default=0))
+        recall(model, cache, torch.arange(len(cache.seen)))
+        reading.read(model, cache.branch, rest.quiet(), 0, {})
+        cache.note_unread(rest)
+    return cache.branch
+
+
+@torch.no_grad()
+def recall(model: PreTrainedModel, cache: MemoryCache, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Lets rows (I,) recall at their last token. Returns the rows (F,) for which there was a passage, and the logits
+    (F, 1, V) after that token.
+    """
+    with torch.inference_mode(False):
+        reading.read_unread(model, cache, rows)
+        branch = (cache if len(rows) == len(cache.seen) else cache.take(rows)).as_branch()
+        found, passages, logits = look_back(model, branch, cache.state[NAME][rows.to(cache.state[NAME].device)])
+        cache.recalled = [*cache.recalled, (rows[found], passages)]
+        if cache.branch is None:
+            cache.branch, cache.since_recall = cache.as_branch(), torch.zeros(len(cache.seen), dtype=torch.int64)
+        if len(rows) == len(cache.seen):
+            cache.branch = branch
+        else:
+            cache.branch.put(rows, branch)
+        cache.since_recall = cache.since_recall.index_fill(0, rows, 0)
+        cache.note_recall()
+    return rows[found], logits
+
+
+def look_back(model: PreTrainedModel, branch: MemoryCache, texts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Lets a branch see the passages of its rows, whose texts (R, N) end at the same column, and reads the last tokens
+    of the rows once more. Returns the rows (F,) with a passage, the passages (F, S), and the logits (F, 1, V) after the
+    rows' last token.
+    """
+    memory, texts, seen = model.memory, texts.cpu().long(), branch.seen.tolist()
+    passages, begins, groups = {}, {}, {}
+    for row, number in enumerate(seen):
+        ids = texts[row, max(0, texts.shape[1] - number) :]
+        begin = memory.passages.choose(ids, number, memory.window)
+        if begin is not None:
+            passages[row] = ids[begin : begin + memory.passages.size]
+            begins[row] = number - len(ids) + begin
+            groups.setdefault(_tokens_again(model, number), []).append(row)
+    found, logits = [], [torch.zeros(0, 1, 1)]
+    for (number, is_earlier), members in groups.items():
+        rows = torch.tensor(members)
+        ids = torch.stack([passages[row] for row in members])
+        again = branch.take(rows)
+        reading.rewind(again, number, is_earlier)
+        read_passage(model, again, ids, torch.tensor([begins[row] for row in members]))
+        last = CallColumns.of_text(texts[rows, texts.shape[1] - number :].to(branch.device))
+        logits.append(reading.read(model, again, last, 1, {})[0])
+        branch.put(rows, again)
+        found += members
+    chosen = torch.stack([passages[row] for row in found]) if found else texts[:0]
+    return torch.tensor(found, dtype=torch.int64), chosen, torch.cat(logits[1:] if found else logits)
+
+
+def _tokens_again(model: PreTrainedModel, seen: int) -> tuple[int, bool]:
+    """Returns how many of the last tokens of a row are read again, and whether this begins before the row's unfinished
+    chunk: recurrent layers can go back to the starts of the last two chunks.
+    """
+    memory = model.memory
+    query = memory.passages.query
+    if not memory.has_states:
+        return min(query, seen), False
+    number = (seen - 1) % memory.chunk + 1
+    is_earlier = number < query // 4 and number + memory.chunk <= seen
+    return (number + memory.chunk if is_earlier else number), is_earlier
+
+
+def read_passage(model: PreTrainedModel, cache: MemoryCache, ids: Tensor, begins: Tensor) -> None:
+    """Reads passages (R, S) alone behind the sink, without fast weights, and puts their keys and values in front of the
+    window of a cache. begins (R,): positions of the passages in their texts, which none leaves to the back.
+    """
+    memory, size = model.memory, ids.shape[1]
+    empty = MemoryCache(model)
+    empty.layers = make_layers(model, None, 0)
+    first = torch.full((len(ids), 1), memory.first_token)
+    arguments = {"input_ids": torch.cat([first, ids], 1).to(cache.device), "cache": empty, "use_cache": True}
+    if memory.takes_positions:
+        begins = torch.maximum(begins, cache.seen - memory.window - size + 1).clamp(min=1)
+        arguments["position_ids"] = (begins[:, None] + torch.arange(-1, size)).to(cache.device)
+    if memory.takes_logits_to_keep:
+        arguments["logits_to_keep"] = 1
+    memory.forward(model, return_dict=True, **arguments)
+    for layer, new in zip(cache.layers, empty.layers, strict=True):
+        if isinstance(layer, KeyValueLayer) and not layer.is_sliding and new.is_initialized:
+            layer.passage = (new.keys[..., 1:, :], new.values[..., 1:, :])
+            layer.sees_passage = torch.ones(len(ids), dtype=torch.bool)

@@ -1,0 +1,277 @@
+"""A row recalls the passage that its last tokens ask for, exactly, and nothing of it stays."""
+
+import copy
+import math
+import random
+
+import families
+import pytest
+import torch
+from remember_models import small_fast_weights, small_model
+from torch.testing import assert_close
+from transformers import DynamicCache
+
+from titans_hf.remember import MemoryCache, forget, reading, recall, remember
+from titans_hf.remember.columns import CallColumns
+from titans_hf.remember.passages import Passages
+
+SETTINGS = Passages(block=4, before=1, after=3, query=8, every=6)
+TOKENS = torch.randint(3, 53, (4, 90), generator=torch.Generator().manual_seed(7))
+WINDOW = 12
+
+
+def close(a, b, atol=1e-12):
+    assert_close(a, b, atol=atol, rtol=0)
+
+
+def recalling(memory=("passages", "fast_weights"), family="llama"):
+    model = small_model() if family == "llama" else families.small_model(family)
+    fast = small_fast_weights(model) if family == "llama" else families.small_memory(model)[0]
+    return remember(model, WINDOW, memory, passages=SETTINGS, fast_weights=fast)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return recalling()
+
+
+@torch.no_grad()
+def read(model, ids, cache, **arguments):
+    return model(ids, cache=cache, **arguments).logits
+
+
+def choose_slowly(ids: list[int], window: int, settings: Passages) -> int | None:
+    """The choice by sets of terms, of a whole text."""
+    terms = lambda i: {(ids[i],)} | ({(ids[i - 1], ids[i])} if i else set())  # noqa: E731
+    number = (len(ids) - max(window - 1, settings.after)) // settings.block - 1
+    if number < 1:
+        return None
+    begins = [settings.block * i for i in range(number)]
+    spans = [set().union(*(terms(i) for i in range(x, x + 2 * settings.block))) for x in begins]
+    scores, asked = [0] * number, set()
+    for age in range(settings.query):
+        for term in sorted(terms(len(ids) - 1 - age) - asked):
+            asked.add(term)
+            having = [term in x for x in spans]
+            idf = math.log1p((number - sum(having) + 0.5) / (sum(having) + 0.5))
+            weight = round(1024 * settings.decay**age * idf)
+            scores = [x + weight * y for x, y in zip(scores, having, strict=True)]
+    fitting = [x for x, score in zip(begins, scores, strict=True) if 10 * score >= 9 * max(scores) > 0]
+    return max(0, fitting[-1] - settings.before) if fitting else None
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, Passages()])
+def test_the_choice(settings):
+    """The passage is the one that sets of terms give, wherever the text was begun to be kept."""
+    generator, found = torch.Generator().manual_seed(1), 0
+    for length in range(30, 700, 29):
+        ids = torch.randint(0, 40, (length,), generator=generator).square() // 40  # small ones are frequent
+        begin = settings.choose(ids, length, WINDOW)
+        assert begin == choose_slowly(ids.tolist(), WINDOW, settings)
+        found += begin is not None
+    assert found > 15
+    kept = ids[5:]
+    later = settings.choose(kept, length, WINDOW)
+    assert (5 + later + settings.before) % settings.block == 0
+
+
+@torch.no_grad()
+def recall_slowly(original, ids, at: int):
+    """Logits after each of the tokens from at - 1 on, of a row that recalls at the token at - 1: one call of the model
+    over sink, passage and text, where a passage is alone behind the sink and the text sees it from the query on.
+    """
+    begin, size, query = choose_slowly(ids[:at].tolist(), WINDOW, SETTINGS), SETTINGS.size, SETTINGS.query
+    first = max(1, begin, at - query - WINDOW - size + 1)
+    passage = [1, *ids[begin : begin + size].tolist()]
+    alone, sink, cache = DynamicCache(), DynamicCache(), DynamicCache()
+    original(torch.tensor([passage]), position_ids=torch.arange(first - 1, first + size)[None], cache=alone)
+    original(torch.tensor([[1]]), position_ids=torch.zeros(1, 1, dtype=torch.int64), cache=sink)
+    for layer, (a, b) in enumerate(zip(sink.layers, alone.layers, strict=True)):
+        cache.update(*(torch.cat([x, y[:, :, 1:]], 2) for x, y in ((a.keys, b.keys), (a.values, b.values))), layer)
+    for low, high, sees in ((0, at - query, False), (at - query, len(ids), True)):
+        position = torch.arange(low, high)[:, None]
+        key = torch.arange(high)[None]
+        text = (key <= position) & (position - key < WINDOW)
+        front = torch.cat([position >= WINDOW, torch.full((high - low, size), sees)], 1)
+        mask = torch.zeros(high - low, 1 + size + high, dtype=torch.float64)
+        mask = mask.masked_fill(~torch.cat([front, text], 1), -torch.inf)[None, None]
+        logits = original(ids[None, low:high], attention_mask=mask, position_ids=position.T, cache=cache).logits
+    return logits[0, query - 1 :]
+
+
+@pytest.mark.parametrize("at", [40, 47, 60])
+def test_the_slow_reference(at):
+    """What a row reads after a recall is what one mask over sink, passage, window and the tokens read again gives."""
+    model, ids = recalling(("passages",)), TOKENS[0]
+    cache, branch = MemoryCache(model), None
+    read(model, ids[None, :at], cache)
+    branch = copy.copy(cache)
+    again = model.generate(ids[None, :at], cache=MemoryCache(model), max_new_tokens=1, do_sample=False)[0, -1]
+    logits = read(model, ids[None, at:], branch, recall=True)[0]
+    expected = recall_slowly(forget(model), ids, at)
+    close(logits, expected[1:])
+    assert int(expected[0].argmax()) == again
+
+
+def test_random_programs(model):
+    """Random pieces, padding, copies, orders and repetitions of rows and rows that join, with recalls in between, keep
+    the logits of each row alone that recalls at the same tokens.
+    """
+    choose = random.Random(5)
+
+    def alone(row: int, recalls: list[int], length: int) -> torch.Tensor:
+        cache, found, begin = MemoryCache(model), [], 0
+        for end in [*recalls, length]:
+            found.append(read(model, TOKENS[row : row + 1, begin:end], cache, recall=begin in recalls or None)[0])
+            begin = end
+        return torch.cat(found)
+
+    for _ in range(5):
+        cache, rows = MemoryCache(model), [0, 1, 2, 3]
+        places, found, recalls, has_joined = [0] * 4, [[] for _ in rows], [[] for _ in rows], False
+        while min(places) < 60:
+            length, recall = choose.choice([1, 1, 3, 8, 16, 30]), choose.random() < 0.3 and min(places) > 0
+            mask = torch.tensor([[choose.random() < 0.8 for _ in range(length)] for _ in rows]).long()
+            counts = mask.cumsum(1) - 1
+            ids = torch.stack([TOKENS[r, (p + c).clamp(0, 89)] for r, p, c in zip(rows, places, counts, strict=True)])
+            mask = mask * torch.stack([p + c < 90 for p, c in zip(places, counts, strict=True)]).long()
+            if recall:
+                recalls = [[*x, p] for x, p in zip(recalls, places, strict=True)]
+            logits = read(model, ids * mask, cache, attention_mask=mask, recall=recall or None)
+            for i in range(len(rows)):
+                found[i].append(logits[i, mask[i].bool()])
+                places[i] += int(mask[i].sum())
+            action = choose.choice(["none", "order", "repeat", "copy", "replace"])
+            if action in ("order", "repeat"):
+                order = torch.tensor(choose.choice([[3, 2, 1, 0], [1, 0, 3, 2], [0, 0, 2, 3]]))
+                if action == "order":
+                    cache.reorder_cache(order)
+                else:
+                    cache.batch_repeat_interleave(2)
+                    cache.batch_select_indices(2 * order + 1)
+                rows, places, found, recalls = ([x[i] for i in order] for x in (rows, places, found, recalls))
+                found = [list(x) for x in found]
+            if action == "copy":
+                read(model, TOKENS[:, :9], copy.deepcopy(cache))
+            if action == "replace" and recalls[0] and not has_joined:
+                new, length, has_joined = MemoryCache(model), choose.choice([20, 50]), True
+                first = read(model, TOKENS[rows[0]][None, : length - 5], new)[0]
+                second = read(model, TOKENS[rows[0]][None, length - 5 : length], new, recall=True)[0]
+                cache.batch_select_indices(torch.tensor([1, 2, 3]))
+                cache.append_rows(new)
+                rows, places, found = [*rows[1:], rows[0]], [*places[1:], length], [*found[1:], [first, second]]
+                recalls = [*recalls[1:], [length - 5]]
+        for row, pieces, at in zip(rows, found, recalls, strict=True):
+            logits = torch.cat(pieces)
+            close(logits, alone(row, sorted({*at}), len(logits)))
+
+
+def own(ids: torch.Tensor) -> CallColumns:
+    """Columns of tokens that the model made: they are read, and not learned."""
+    columns = CallColumns.of_text(ids)
+    return columns._replace(learning=columns.real)
+
+
+@torch.no_grad()
+def generate_slowly(model, ids: torch.Tensor, number: int) -> list[int]:
+    """Greedy tokens, with a reading of the whole text anew for each recall."""
+    made = []
+    for begin in range(0, number, SETTINGS.every):
+        cache = MemoryCache(model)
+        read(model, ids, cache)
+        if made:
+            reading.read(model, cache, own(torch.tensor([made])), 1, {})
+        found, logits = recall.recall(model, cache, torch.arange(1))
+        assert len(found)
+        for _ in range(begin, min(number, begin + SETTINGS.every)):
+            made.append(int(logits[0, -1].argmax()))
+            logits = recall.read(model, cache, own(torch.tensor([made[-1:]])), 1, {})[0]
+    return made
+
+
+def test_generation(model):
+    """`generate()` recalls at the prompt's end and after every 6 own tokens, for each row of a padded batch; assisted
+    decoding, whose rejected tokens are cropped, and a model whose answer stands beside others' make the same tokens.
+    """
+    settings, texts = {"max_new_tokens": 21, "do_sample": False}, (TOKENS[:1, :50], TOKENS[1:2, :38])
+    expected = [generate_slowly(model, ids, 21) for ids in texts]
+    padded, mask = torch.zeros(2, 50, dtype=torch.int64), torch.ones(2, 50, dtype=torch.int64)
+    padded[0], padded[1, 12:], mask[1, :12] = texts[0], texts[1], 0
+    assert model.generate(padded, attention_mask=mask, **settings)[:, 50:].tolist() == expected
+    for ids, tokens in zip(texts, expected, strict=True):
+        for number in (3, 9):
+            made = model.generate(ids, prompt_lookup_num_tokens=number, **settings)
+            assert made[0, ids.shape[1] :].tolist() == tokens
+    model.memory.passages, passages = None, model.memory.passages
+    try:
+        assert model.generate(texts[0], **settings)[0, 50:].tolist() != expected[0]
+    finally:
+        model.memory.passages = passages
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_no_trace(family, tmp_path):
+    """After an answer, and in a memory saved in the middle of one, the text goes on as if the answer had been read
+    without a passage; the cache that was saved goes on with it.
+    """
+    with families.as_double():
+        _no_trace(recalling(family=family), tmp_path)
+
+
+def _no_trace(model, tmp_path):
+    cache, plain, ids = MemoryCache(model), MemoryCache(model), TOKENS[:2, :50]
+    made = model.generate(ids, cache=cache, max_new_tokens=20, do_sample=False)[:, 50:69]
+    read(model, ids, plain)
+    with torch.no_grad():
+        reading.read(model, plain, own(made), 1, {})
+    assert cache.recalled and cache.num_tokens_seen.tolist() == plain.num_tokens_seen.tolist()
+    going_on = copy.copy(plain)
+    expected = read(model, TOKENS[:2, 50:], going_on)
+    close(read(model, TOKENS[:2, 50:], cache), expected, atol=1e-10)
+    for name, x in going_on.state.items():
+        close(cache.state[name], x, atol=1e-10)
+    cache = copy.copy(plain)
+    begun = read(model, TOKENS[:2, 50:60], cache, recall=True)
+    cache.save_pretrained(tmp_path, model)
+    loaded = MemoryCache.from_pretrained(tmp_path, model)
+    close(read(model, TOKENS[:2, 60:], loaded), expected[:, 10:], atol=1e-10)
+    whole = read(model, TOKENS[:2, 50:], copy.copy(plain), recall=True)
+    assert not whole.isclose(expected).all()
+    close(torch.cat([begun, read(model, TOKENS[:2, 60:], cache)], 1), whole, atol=1e-10)
+    close(
+        read(model, TOKENS[:2, 60:], copy.copy(loaded), recall=False), read(model, TOKENS[:2, 60:], loaded), atol=1e-10
+    )
+
+
+def test_crop(model):
+    """Columns cropped after a recall, or across one, leave no trace in what sees the passage."""
+    ids = TOKENS[:1]
+    for kept, removed in ((55, 5), (55, 20), (70, 3)):
+        cache = MemoryCache(model)
+        cache.activate_past_recording()
+        read(model, ids[:, :50], cache)
+        read(model, ids[:, 50:60], cache, recall=True)
+        read(model, ids[:, 60:70], cache)
+        if kept == 70:
+            read(model, ids[:, 70:71], cache, recall=True)
+            removed = 1
+        cache.crop(-(70 - kept if kept < 70 else removed))
+        expected = MemoryCache(model)
+        read(model, ids[:, :50], expected)
+        read(model, ids[:, 50:kept], expected, recall=True)
+        if kept == 70:
+            read(model, ids[:, 70:70], expected, recall=True)
+        close(read(model, ids[:, kept:80], cache), read(model, ids[:, kept:80], expected))
+
+
+def test_texts_and_arguments_without_a_passage():
+    """Up to the window a model that recalls is the original to the bit; `recall` without passages is an error."""
+    model = recalling(("passages",))
+    logits = read(model, TOKENS[:, :WINDOW], MemoryCache(model))
+    cache = MemoryCache(model)
+    read(model, TOKENS[:, :6], cache)
+    close(read(model, TOKENS[:, 6:WINDOW], cache, recall=True), logits[:, 6:])
+    assert read(forget(model), TOKENS[:, :WINDOW], None).equal(logits)
+    model = remember(model, WINDOW, ("fast_weights",))
+    with pytest.raises(ValueError, match="`recall` needs a memory with passages"):
+        model(TOKENS, recall=True)
