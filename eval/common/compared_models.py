@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -15,48 +15,33 @@ from titans_hf.cli.training.model import parse_value
 
 WINDOW = 64  # tokens that attention sees in Mistral, MAG and MAL, and of a segment in MAC
 VARIANTS = ("lmm", "mag", "mac", "mal")
-FORM = "delta"  # the memory's form in published runs whose settings name no other, as `memory_form=titans`
-BASELINES = ("llama", "mistral", "gated-deltanet", "mamba2")
-NAMES = (*VARIANTS, *BASELINES)
 HYBRID = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
 LAYER_TYPES = {"gated-deltanet": ["linear_attention"], "qwen3-next": HYBRID, "olmo-hybrid": HYBRID}  # repeated
+SHAPE = {"num_hidden_layers": 4, "num_attention_heads": 4, "tie_word_embeddings": True}
+SHAPE |= {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
 
 
-class Sizes(NamedTuple):
-    """The sizes that compared models share unless their settings say otherwise: fields of every configuration, fields
-    of Titans or Mamba2 alone, and the longest text of models that have such a field.
+def make_config(name: str, free: int, settings: dict[str, Any]) -> PreTrainedConfig:
+    """Makes a config; `free` is the size of the MLPs, in Mamba2, which has none, the number of layers. `settings`,
+    which have `hidden_size`, replace fields.
     """
-
-    shape: dict[str, Any]
-    titans: dict[str, Any] = {}
-    mamba2: dict[str, Any] = {}
-    max_positions: int = 1 << 17
-
-
-SHAPE = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "pad_token_id": 0, "bos_token_id": None}
-SHAPE |= {"eos_token_id": None, "tie_word_embeddings": True, "initializer_range": 0.05}
-TRAINED = Sizes(SHAPE, {"memory_form": FORM}, {"chunk_size": 64})
-
-
-def make_config(name: str, free: int, settings: dict[str, Any], sizes: Sizes = TRAINED) -> PreTrainedConfig:
-    """Makes a config; `free` is the size of the MLPs, in Mamba2, which has none, the number of layers."""
-    heads = sizes.shape["num_attention_heads"]
-    head_dim = sizes.shape["hidden_size"] // heads
+    shape = SHAPE | settings
+    heads = shape["num_attention_heads"]
+    head_dim = shape["hidden_size"] // heads
     if name == "mamba2":
-        parts = {"num_heads": 2 * heads, "head_dim": head_dim, "n_groups": 1, "state_size": 64} | sizes.mamba2
-        shape = {field: value for field, value in sizes.shape.items() if field != "num_attention_heads"}
-        return transformers.Mamba2Config(**parts | shape | settings | {"num_hidden_layers": free})
-    shape = sizes.shape | {"num_key_value_heads": heads, "intermediate_size": free} | settings
+        del shape["num_attention_heads"]
+        parts = {"num_heads": 2 * heads, "head_dim": head_dim, "n_groups": 1, "state_size": 64}
+        return transformers.Mamba2Config(**parts | shape | {"num_hidden_layers": free})
+    shape = {"num_key_value_heads": heads, "intermediate_size": free} | shape
     if name in VARIANTS:
-        windows = {"sliding_window": WINDOW, "segment_length": WINDOW}
-        return TitansConfig(**{"variant": name} | windows | sizes.titans | shape)
-    shape["max_position_embeddings"] = sizes.max_positions
+        return TitansConfig(**{"variant": name, "sliding_window": WINDOW, "segment_length": WINDOW} | shape)
+    shape["max_position_embeddings"] = 1 << 20
     if name == "mistral":
         return transformers.MistralConfig(**shape, sliding_window=WINDOW)
     if name == "llama":
         return transformers.LlamaConfig(**shape)
-    shape = {f"linear_num_{part}_heads": heads for part in ("key", "value")} | shape
-    shape = {f"linear_{part}_head_dim": head_dim for part in ("key", "value")} | shape
+    shape |= {f"linear_num_{part}_heads": heads for part in ("key", "value")}
+    shape |= {f"linear_{part}_head_dim": head_dim for part in ("key", "value")}
     types = LAYER_TYPES[name]
     shape["layer_types"] = (types * shape["num_hidden_layers"])[: shape["num_hidden_layers"]]
     if name == "olmo-hybrid":
@@ -64,7 +49,7 @@ def make_config(name: str, free: int, settings: dict[str, Any], sizes: Sizes = T
     return transformers.Qwen3NextConfig(**shape, head_dim=head_dim, num_experts=0)
 
 
-def fit_config(name: str, num_parameters: int, settings: dict[str, Any], sizes: Sizes = TRAINED) -> PreTrainedConfig:
+def fit_config(name: str, num_parameters: int, settings: dict[str, Any]) -> PreTrainedConfig:
     """Makes a config with about `num_parameters`, unless the settings fix the size of the MLPs.
 
     The parameters are linear in the size of the MLPs, here a multiple of 8; of Mamba2, which has none, in the number of
@@ -72,16 +57,16 @@ def fit_config(name: str, num_parameters: int, settings: dict[str, Any], sizes: 
     """
     has_mlp = name != "mamba2"
     free = "intermediate_size" if has_mlp else "num_hidden_layers"
-    if free in settings:
-        return make_config(name, settings[free], settings, sizes)
+    if has_mlp and free in settings:
+        return make_config(name, settings[free], settings)
     first, second, step = (64, 128, 8) if has_mlp else (1, 2, 1)
-    counts = [count_parameters(make_config(name, size, settings, sizes)) for size in (first, second)]
+    counts = [count_parameters(make_config(name, size, settings)) for size in (first, second)]
     each = (counts[1] - counts[0]) / (second - first)
     exact = first + (num_parameters - counts[0]) / each
     if exact < step / 2:  # a network without MLPs is another architecture: its attention and memory do an MLP's work
         smallest = round(counts[0] - (first - step) * each)
         raise ValueError(f"the parameters of {name} must be at least {smallest}, but are {num_parameters}")
-    return make_config(name, step * round(exact / step), settings, sizes)
+    return make_config(name, step * round(exact / step), settings)
 
 
 def count_parameters(config: PreTrainedConfig) -> int:

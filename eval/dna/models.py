@@ -14,7 +14,7 @@ from titans_hf import TitansConfig
 MEMORY_OFF = "-off"
 NAMES = (*VARIANTS, *(name + MEMORY_OFF for name in VARIANTS), "llama", "mamba2", "cnn")
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
-MEMORY = {"memory_num_heads": 1, "memory_chunk_size": 32}
+MEMORY = {"memory_form": "delta", "memory_num_heads": 1, "memory_chunk_size": 32}
 
 
 class ConvolutionalClassifier(nn.Module):
@@ -85,6 +85,7 @@ def config_of(name: str, classes: list[str], shape: dict[str, Any], settings: di
     check_fields("TitansConfig", TitansConfig(), settings)
     if name == "cnn":
         return PreTrainedConfig(**fields)
+    fields["initializer_range"] = 0.05
     if name == "mamba2":
         fields |= {"num_heads": 4, "head_dim": width // 2, "state_size": 16, "chunk_size": 16}
     else:

@@ -33,8 +33,8 @@ def test_models_are_of_equal_size(name):
     """Every compared model is within 6 % of the nominal size, in two sizes."""
     for size in ("tiny", "30m"):
         shape, parameters = bench.SIZES[size]
-        sizes = bench.Sizes(bench.SHAPE | dict(zip(bench.FIELDS, shape, strict=True)))
-        assert abs(count_parameters(bench.fit_config(name, parameters, {}, sizes)) / parameters - 1) < 0.06, size
+        sizes = bench.SHAPE | dict(zip(bench.FIELDS, shape, strict=True))
+        assert abs(count_parameters(bench.fit_config(name, parameters, sizes)) / parameters - 1) < 0.06, size
 
 
 def test_models(tmp_path, monkeypatch, capsys):
