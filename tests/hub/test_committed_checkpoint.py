@@ -26,8 +26,23 @@ def test_it_is_small_and_predicts_english():
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     assert type(model) is TitansForCausalLM and model.dtype == torch.bfloat16
     assert not found["missing_keys"] and not found["unexpected_keys"]
-    assert (model.config.memory_form, model.config.memory_update_rule) == ("titans", "delta")
+    assert (model.config.memory_form, model.config.memory_update_rule) == ("delta", "delta")
     inputs = tokenizer(TEXT, return_tensors="pt")
     assert tokenizer.decode(inputs.input_ids[0]) == TEXT and len(tokenizer) == model.config.vocab_size
     with torch.no_grad():
         assert model(**inputs, labels=inputs.input_ids).loss < 5
+
+
+@torch.no_grad()
+def test_it_recalls_what_it_has_read():
+    """The same sentences, read again beyond the window, are easier by a nat, by the memory alone."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(FOLDER), AutoTokenizer.from_pretrained(FOLDER)
+    ids = tokenizer(TEXT, return_tensors="pt").input_ids
+    other = torch.randint(2, 4096, (1, 100), generator=torch.Generator().manual_seed(0))
+    assert other.shape[1] > model.config.sliding_window
+    for learns in (True, False):
+        model.set_memory_learning(learns)
+        first = model(ids, labels=ids)
+        model(other, cache=first.cache)
+        gain = first.loss - model(ids, labels=ids, cache=first.cache).loss
+        assert gain > 0.7 if learns else gain.abs() < 0.4
