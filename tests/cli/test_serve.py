@@ -76,7 +76,7 @@ BAD_REQUESTS = [
         CHAT,
         {"messages": MESSAGES, "max_tokens": 10**15},
         400,
-        "`max_tokens` is 1000000000000000, but may be at most 4096",
+        "`max_tokens` is 1000000000000000, but may be from 1 to 4096",
     ),
     ("completions", {"prompt": "a", "max_tokens": 0}, 422, "`max_tokens` is 0"),
     ("completions", {"prompt": "a", "max_tokens": "few"}, 422, '`max_tokens` is "few"'),
@@ -84,7 +84,12 @@ BAD_REQUESTS = [
     ("completions", {"prompt": "a", "temperature": -1}, 422, "`temperature` is -1"),
     ("completions", {"prompt": "a", "n": 2}, 422, "`n` is 2"),
     (CHAT, {"messages": MESSAGES, "logprobs": True}, 422, "`logprobs` is true"),
-    (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, 422, "`response_format.type` is"),
+    (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, 422, "`response_format` is"),
+    ("completions", {"prompt": "a", "temperature": 1e-300}, 400, "`temperature` is 1e-300, but may be from 0.001"),
+    ("completions", {"prompt": "a", "stop": "b" * 20_000}, 400, "letters of all stop strings` is 20000"),
+    (CHAT, {"messages": MESSAGES, "stop": ["b"] * 300}, 400, "number of stop strings` is 300"),
+    ("completions", {"prompt": "a", "generation_config": '{"num_beams": 17}'}, 400, "`num_beams` is 17, but"),
+    ("completions", {"prompt": "a", "generation_config": '{"num_beams": 0}'}, 400, "`num_beams` is 0, but"),
     ("responses", {"input": "a", "previous_response_id": "x"}, 422, "`previous_response_id` is"),
 ]
 
@@ -96,10 +101,21 @@ def test_bad_requests(server, checkpoint, subtests):
     for endpoint, body, status, line in BAD_REQUESTS:
         with subtests.test(line), pytest.raises(urllib.error.HTTPError) as error:
             complete(f"{server}/v1/{endpoint}", checkpoint, **body)
-        detail = json.load(error.value)["detail"]
-        assert error.value.code == status and line in detail and "\n" not in detail
+        answer = json.load(error.value)
+        assert error.value.code == status and line in answer["detail"] and "\n" not in answer["detail"]
+        assert answer["error"]["message"] == answer["detail"]  # which OpenAI's client shows
     neutral = {"n": 1, "logprobs": False, "response_format": {"type": "text"}, "presence_penalty": 0}
     complete(f"{server}/v1/{CHAT}", checkpoint, messages=MESSAGES, **neutral).close()
+
+
+def test_several_answers_to_one_request(server, checkpoint):
+    """A generation config that asks for several answers gets the one that is returned: no others are computed."""
+    answers = []
+    for more in ({}, {"num_return_sequences": 5000, "return_dict_in_generate": True}):
+        config = json.dumps({"do_sample": True, **more})
+        with complete(f"{server}/v1/completions", checkpoint, prompt=PROMPT, generation_config=config) as response:
+            answers.append(json.load(response)["choices"][0]["text"])
+    assert answers[0] == answers[1]
 
 
 def test_the_stop_string_is_left_out(server, checkpoint, expected):

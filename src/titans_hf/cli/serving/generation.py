@@ -1,6 +1,6 @@
 """Generates the answers of a server: side by side, from snapshots, up to a limit, while the client is there.
 
-The server of transformers asks a `GenerateManager` for each answer; `TitansGenerateManager` takes its place.
+The server of transformers asks its `GenerateManager` for each answer: here a `TitansGenerateManager`.
 """
 
 import asyncio
@@ -12,6 +12,8 @@ import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
+from math import inf
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import regex
@@ -30,29 +32,26 @@ from titans_hf.cli.serving.slots import Slot, Slots, Turn
 from titans_hf.cli.serving.snapshots import OPENING, Snapshots, kind_of_cache
 
 LEAST_LIMIT = 4096
+LEAST_TEMPERATURE = 1e-3  # below it logits overflow
+MOST_STOPS, MOST_STOP_LETTERS = 16, 512  # transformers compares each letter with the whole vocabulary: a second
 PIECE = 1024  # tokens of a prompt that are read between the steps of those that generate
 
 
 class ServerOptions(NamedTuple):
-    """max_tokens: of an answer; None for the default. slots: requests that a model answers at once. snapshots: of each
-    model; 0 for none. memory: the folder of the one from which every request starts.
-    """
+    """The command's options. max_tokens: None for the default."""
 
     max_tokens: int | None = None
     slots: int = 1
     snapshots: int = 0
-    snapshot_folder: str | None = None
+    snapshot_folder: Path | None = None
     memory: str | None = None
 
 
 class TitansGenerateManager(GenerateManager):
-    """Answers requests in threads, as many at once as there are slots."""
+    """Answers the requests to a model in threads, as many at once as there are slots."""
 
-    options = ServerOptions()
-
-    def __init__(self):
-        super().__init__()
-        self.threads = ThreadPoolExecutor(self.options.slots)
+    def __init__(self, options: ServerOptions):
+        self.options, self.threads = options, ThreadPoolExecutor(options.slots)
 
     def submit(self, fn, *args, **kwargs) -> Future:
         return self.threads.submit(fn, *args, **kwargs)
@@ -72,20 +71,30 @@ class TitansGenerateManager(GenerateManager):
 
     def _prepare(self, model: PreTrainedModel, inputs: dict, config: GenerationConfig) -> PreTrainedModel:
         """Returns what generates for the request of this context. Raises HTTPException (400) for an empty prompt, and
-        for a longer answer than the limit.
+        for settings, of the request or the checkpoint, that would take too much time or memory.
         """
         request = REQUEST.get()
         if not inputs["input_ids"].numel():
             raise HTTPException(400, "the prompt has no token: send a text that is not empty")
+        config.num_return_sequences, config.return_dict_in_generate = 1, False  # the server returns one text
+        if request.temperature or (request.temperature is None and request.top_p is not None):
+            config.do_sample = True  # transformers samples only where the checkpoint says so
+        if not config.do_sample:
+            config.temperature = None  # else transformers warns of it
         limit = self.options.max_tokens or max(LEAST_LIMIT, getattr(model.config, "max_position_embeddings", 0))
         length = config.max_length if config.max_new_tokens is None else config.max_new_tokens
-        if length is not None and length > limit:
-            if request.asks_length:
-                raise HTTPException(400, f"`max_tokens` is {length}, but may be at most {limit}")
-            config.max_new_tokens = limit
-        if request.temperature or (request.temperature is None and request.top_p is not None):
-            # transformers samples only where the checkpoint says so
-            config.do_sample = True
+        if length is not None and length > limit and not request.asks_length:
+            length = config.max_new_tokens = limit
+        stops = [config.stop_strings] if isinstance(config.stop_strings, str) else config.stop_strings or []
+        for name, value, least, most in (
+            ("max_tokens", length, 1, limit),
+            ("num_beams", config.num_beams, 1, self.options.slots),
+            ("temperature", config.temperature, LEAST_TEMPERATURE, inf),
+            ("the number of stop strings", len(stops), 0, MOST_STOPS),
+            ("the number of letters of all stop strings", sum(map(len, stops)), 0, MOST_STOP_LETTERS),
+        ):
+            if value is not None and not least <= value <= most:
+                raise HTTPException(400, f"`{name}` is {value}, but may be from {least} to {most}")
         asking = copy.copy(model)
         asking.generate = functools.partial(model.served.generate, request)
         return asking
@@ -117,18 +126,7 @@ class ServedModel:
             return copy.copy(self.start)
         return self.kind(self.model.config if self.kind is TitansCache else self.model)
 
-    def bytes_of_snapshot(self) -> int:
-        """Returns the bytes of a cache with a full window, for which it reads as many tokens; 0 for other models."""
-        if self.kind is None:
-            return 0
-        window = self.model.config.kv_cache_length if self.kind is TitansCache else self.model.memory.window or 0
-        ids, cache = torch.zeros(1, window + 1, dtype=torch.long, device=self.model.device), self.new_cache()
-        self._read(ids, cache)
-        return cache.num_bytes if self.kind is TitansCache else sum(cache.num_bytes().values())
-
-    def generate(
-        self, request: ServedRequest, input_ids: Tensor, generation_config: GenerationConfig, **inputs
-    ) -> Tensor:
+    def generate(self, request: ServedRequest, input_ids: Tensor, generation_config, **inputs) -> Tensor:
         """Generates from input_ids (1, T) as the model does. Raises HTTPException (503) once nobody waits for it."""
         request.check()
         inputs |= {"generation_config": generation_config, "stopping_criteria": StoppingCriteriaList([request.check])}
@@ -137,14 +135,14 @@ class ServedModel:
         if not self._takes_slot(generation_config, inputs):
             return self._run(self._generate_alone, turn, input_ids, inputs)
         slot = Slot(self._read_prompt(request, input_ids))
-        asking, inputs["cache"] = copy.copy(self.model), slot.cache
+        asking = copy.copy(self.model)
         asking.forward = functools.wraps(self.model.forward)(functools.partial(self._forward, slot, turn))
         try:
             with turn:
-                ids = asking.generate(input_ids, **inputs)
+                ids = asking.generate(input_ids, cache=slot.cache, **inputs)
         finally:
             cache = self.slots.leave(slot)
-        learns_from_answers = self.model.config.model_type == "titans" or self.model.memory.learn_from == "all"
+        learns_from_answers = self.kind is TitansCache or self.model.memory.learn_from == "all"
         if self.snapshots.most and learns_from_answers:  # else the cache is not that of a model which has read them
             self._run(self.snapshots.keep, request.owner, ids[0, : cache.get_seq_length()].cpu(), cache)
         return ids
@@ -153,18 +151,15 @@ class ServedModel:
         return (
             self.kind is not None
             and config.get_generation_mode() in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-            and config.num_return_sequences in (None, 1)
             and config.use_cache is not False
             and config.cache_implementation is None
-            and not config.return_dict_in_generate
             and bool(inputs.get("attention_mask", torch.ones(1)).all())
         )
 
     def _generate_alone(self, turn: Turn, input_ids: Tensor, inputs: dict) -> Tensor:
         if self.start is not None:
-            config = inputs["generation_config"]
             inputs["cache"] = self.new_cache()
-            inputs["cache"].batch_repeat_interleave(max(config.num_beams or 1, config.num_return_sequences or 1))
+            inputs["cache"].batch_repeat_interleave(inputs["generation_config"].num_beams or 1)
         with turn:
             return self.model.generate(input_ids, **inputs)
 
@@ -184,9 +179,6 @@ class ServedModel:
     def _call(self, **arguments) -> Any:
         return self.model(**arguments)
 
-    def _read(self, ids: Tensor, cache: Cache) -> None:
-        self._call(input_ids=ids, use_cache=True, logits_to_keep=1, cache=cache)
-
     def _read_prompt(self, request: ServedRequest, input_ids: Tensor) -> Cache:
         """Returns a cache that has read all but the last tokens of a prompt, from the longest snapshot. Snapshots are
         kept where the prompt parts from others, and near its end.
@@ -203,9 +195,10 @@ class ServedModel:
             cuts = tuple(range(PIECE - at % PIECE + 1, end - at, PIECE))
             for piece in input_ids[:, at:end].tensor_split(cuts, 1):
                 request.check()
-                self._run(self._read, piece, cache)
-            kept = copy.copy(cache)
-            self._run(self.snapshots.keep, request.owner, ids[:end], kept, request.chat() if end == last else None)
+                read = functools.partial(self._call, input_ids=piece, use_cache=True, logits_to_keep=1, cache=cache)
+                self._run(read)
+            chat = request.chat() if end == last else None
+            self._run(self.snapshots.keep, request.owner, ids[:end], copy.copy(cache), chat)
             at = end
         return cache
 
@@ -239,5 +232,4 @@ async def _until_stop(queue: asyncio.Queue, stops: regex.Pattern) -> AsyncIterat
 def _stop_pattern(config: GenerationConfig) -> regex.Pattern:
     """Returns what finds the first stop string; without any, it finds nothing."""
     stops = config.stop_strings or []
-    stops = [stops] if isinstance(stops, str) else stops
-    return regex.compile("|".join(map(regex.escape, stops)) or "(?!)")
+    return regex.compile("|".join(map(regex.escape, [stops] if isinstance(stops, str) else stops)) or "(?!)")

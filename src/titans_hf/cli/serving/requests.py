@@ -7,29 +7,30 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from fastapi import FastAPI, HTTPException
 from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
-from pydantic import BaseModel, Field, Json, ValidationError
-from starlette.middleware import Middleware
-from starlette.middleware.base import BaseHTTPMiddleware
+from pydantic import BaseModel, Field, FiniteFloat, Json, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 from torch import Tensor
+from transformers import GenerationConfig
+from transformers.cli.serving.utils import BaseHandler
 from transformers.utils import logging
 
 from titans_hf.cli.shared.command_line import message_of
 
 logger = logging.get_logger(__name__)
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+# Fields that transformers ignores and that change no answer, and values that ask for nothing.
+HARMLESS = set("include metadata parallel_tool_calls prediction service_tier store stream_options user".split())
+NOTHING = (None, False, 0, "auto", "disabled", ["text"], {"type": "text"}, {"format": {"type": "text"}})
 
 NumTokens = Annotated[int, Field(ge=1)]
 StopString = Annotated[str, Field(min_length=1)]
-Zero = Annotated[float, Field(ge=0, le=0)]
-TextFormat = dict[Literal["type"], Literal["text"]]
 
 
 class ChatMessage(BaseModel, extra="allow"):
@@ -38,8 +39,8 @@ class ChatMessage(BaseModel, extra="allow"):
 
 
 class ServedRequest(BaseModel):
-    """The fields of a request. Those that are not served would change the answer, but transformers ignores them: only
-    the value that changes nothing is allowed. Fields that are not named may have any value.
+    """The fields of a request that are served. The server sets `owner`, what the client has sent to tell users apart,
+    and `gone`, whether nobody waits for the answer.
     """
 
     messages: list[ChatMessage] = Field(None, min_length=1)
@@ -47,45 +48,19 @@ class ServedRequest(BaseModel):
     max_tokens: NumTokens | None = None
     max_completion_tokens: NumTokens | None = None
     max_output_tokens: NumTokens | None = None
-    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
+    temperature: FiniteFloat | None = Field(None, ge=0)
     top_p: float | None = Field(None, ge=0, le=1)
-    frequency_penalty: float | None = Field(None, gt=-1, allow_inf_nan=False)
+    frequency_penalty: FiniteFloat | None = Field(None, gt=-1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     stop: StopString | list[StopString] | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: dict[int, FiniteFloat] | None = None
     stream: bool | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     generation_config: Json[dict[str, Any]] | None = None
     user: str | None = None
-    # Not served.
-    n: Literal[1] | None = None
-    best_of: Literal[1] | None = None
-    logprobs: Literal[False] | None = None
-    top_logprobs: Literal[0] | None = None
-    echo: Literal[False] | None = None
-    presence_penalty: Zero | None = None
-    response_format: TextFormat | None = None
-    text: dict[Literal["format"], TextFormat] | None = None
-    tool_choice: Literal["auto"] | None = None
-    functions: None = None
-    function_call: None = None
-    reasoning_effort: None = None
-    modalities: list[Literal["text"]] | None = None
-    audio: None = None
-    web_search_options: None = None
-    previous_response_id: None = None
-    background: Literal[False] | None = None
-    truncation: Literal["disabled"] | None = None
-    max_tool_calls: None = None
-    # Set by the server: the header, and whether nobody waits for the answer.
-    authorization: str | None = None
+    owner: tuple = ()
     gone: bool = False
-
-    @property
-    def owner(self) -> tuple:
-        """What the client has sent to tell users apart."""
-        return self.authorization, self.user
 
     @property
     def asks_length(self) -> bool:
@@ -110,18 +85,37 @@ class ServedRequest(BaseModel):
 REQUEST: ContextVar[ServedRequest] = ContextVar("REQUEST")
 
 
+class CheckedHandler(BaseHandler):
+    """Refuses what transformers would ignore. Seeds nothing: each request has random numbers of its own."""
+
+    def _validate_request(self, body: dict) -> None:
+        for name in (body.keys() & self._unused_fields) - HARMLESS:
+            if body[name] not in NOTHING and (name, body[name]) not in (("n", 1), ("best_of", 1)):
+                raise HTTPException(422, f"`{name}` is {_shown(body[name])}: it is not served")
+        super()._validate_request(body)
+
+    def _build_generation_config(self, body: dict, *args, **kwargs) -> GenerationConfig:
+        return super()._build_generation_config({**body, "seed": None}, *args, **kwargs)
+
+
 def check_requests(app: FastAPI) -> FastAPI:
     """Adds the checks to a server. An error of the request that the server finds later is status 400 with one line."""
-    app.user_middleware.append(Middleware(BaseHTTPMiddleware, dispatch=check))
-    for kind in (ValueError, TypeError, KeyError, TemplateError):
+    app.middleware("http")(check)
+    for kind in (HTTPException, ValueError, TypeError, KeyError, TemplateError):
         app.add_exception_handler(kind, _refuse)
     return app
 
 
 async def _refuse(request: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, HTTPException):
+        return _error(error.status_code, error.detail)
     logger.warning(f"A request is refused: {error!r}", exc_info=error)
-    line = f"the request lacks {error}" if isinstance(error, KeyError) else message_of(error)
-    return JSONResponse({"detail": line}, status_code=400)
+    return _error(400, f"the request lacks {error}" if isinstance(error, KeyError) else message_of(error))
+
+
+def _error(status: int, line: Any) -> JSONResponse:
+    """Returns an error as transformers gives it, and as OpenAI's client shows it."""
+    return JSONResponse({"detail": line, "error": {"message": str(line)}}, status_code=status)
 
 
 async def check(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
@@ -131,8 +125,8 @@ async def check(request: Request, answer: Callable[[Request], Awaitable[Response
     try:
         served = ServedRequest.model_validate_json(await request.body())
     except ValidationError as error:
-        return JSONResponse({"detail": _line(error)}, status_code=422)
-    served.authorization, served.gone = request.headers.get("authorization"), False
+        return _error(422, _line(error))
+    served.owner, served.gone = (request.headers.get("authorization"), served.user), False
     REQUEST.set(served)
 
     async def watch() -> None:
@@ -147,10 +141,13 @@ async def check(request: Request, answer: Callable[[Request], Awaitable[Response
 def _line(error: ValidationError) -> str:
     """Returns a line that names the first field that is wrong, its value and what it may be."""
     first = error.errors(include_url=False)[0]
-    name = ".".join(map(str, first["loc"]))
+    name, message = ".".join(map(str, first["loc"])), first["msg"]
     if not name:
-        return f"the request is not JSON: {first['msg']}"
+        return f"the request is not JSON: {message}"
     if first["type"] == "missing":
         return f"`{name}` is missing"
-    value = json.dumps(first["input"], default=str)
-    return f"`{name}` is {value[:80]}: {first['msg'][:1].lower()}{first['msg'][1:]}"
+    return f"`{name}` is {_shown(first['input'])}: {message[:1].lower()}{message[1:]}"
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, default=str)[:80]

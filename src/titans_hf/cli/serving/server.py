@@ -1,69 +1,89 @@
-"""The command `serve` of transformers (as of 5.24) with our parts: checks of MODEL and of requests, a saved memory to
-start from, snapshots, answers side by side, and a limit of the answers.
-"""
+"""The command `serve`: the parts of transformers' server (as of 5.24), with our answers, loading and checks."""
 
-import functools
+import json
 import shutil
 import signal
 import tempfile
+from collections import defaultdict
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import click
+import torch
+import transformers
 import uvicorn
-from transformers import AutoConfig, PreTrainedModel
-from transformers.cli.serving import model_manager, server, utils
+from filelock import FileLock, Timeout
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.response import ResponseHandler
+from transformers.cli.serving.server import build_server
+from transformers.cli.serving.systemone import SystemOneHandler
+from transformers.cli.serving.transcription import TranscriptionHandler
+from transformers.cli.serving.utils import GenerationState, split_revision
+from transformers.cli.transformers import app as transformers_app
 from transformers.utils import logging
 
 from titans_hf.cli.serving.generation import ServedModel, ServerOptions, TitansGenerateManager
-from titans_hf.cli.serving.requests import check_requests
+from titans_hf.cli.serving.requests import CheckedHandler, check_requests
 from titans_hf.cli.shared.checkpoints import check_checkpoint
 
-logger = logging.get_logger(__name__)
 SECONDS_TO_END = 3  # that running requests have after SIGTERM or Ctrl-C
+LOCK = "lock"  # in a server's own folder of snapshots, held while the server runs
+OPTIONS = (
+    ("memory", None, "Folder of a saved memory, from which every request starts."),
+    ("max_tokens", None, "Most tokens of an answer; by default 4,096, or the model's context where that is longer."),
+    ("slots", 16, "Requests that a model with a memory answers at once, as rows of one batch; others wait."),
+    ("snapshots", 64, "Snapshots of read texts that are kept in memory for each model; 0 for none."),
+    ("snapshot_folder", None, "Folder for 16 times as many further snapshots. They are removed at the end."),
+)
+LEAST = {"max_tokens": 1, "slots": 1, "snapshots": 0}
 
 
-OPTIONS = {
-    "memory": {"metavar": "DIR", "help": "Folder of a saved memory, from which every request starts."},
-    "max_tokens": {
-        "type": click.IntRange(min=1),
-        "metavar": "N",
-        "help": "Most tokens of an answer. By default 4,096, or the model's length of context where that is larger.",
-    },
-    "slots": {
-        "type": click.IntRange(min=1),
-        "metavar": "N",
-        "default": 16,
-        "help": "Requests that are answered at once by a model with a memory, as rows of one batch; others wait.",
-    },
-    "snapshots": {
-        "type": click.IntRange(min=0),
-        "metavar": "N",
-        "default": 64,
-        "help": "Snapshots of read texts that are kept in memory for each model; 0 for none.",
-    },
-    "snapshot_folder": {
-        "type": click.Path(file_okay=False, path_type=Path),
-        "metavar": "DIR",
-        "help": "Folder for snapshots that have no place in memory, 16 times as many. They are removed at the end.",
-    },
-}
+def make_command() -> click.Command:
+    """Returns the command with transformers' options and ours, without those of continuous batching, which pages keys
+    and values, and samples all requests alike.
+    """
+    theirs = transformers_app.commands["serve"]
+    kept = [x for x in theirs.params if not x.name.startswith(("cb_", "continuous_batching", "non_blocking"))]
+    for name, default, text in OPTIONS:
+        kind = click.IntRange(LEAST[name]) if name in LEAST else None
+        kept.append(click.Option([f"--{name}"], type=kind, default=default, help=text, show_default=True))
+    return click.Command("serve", params=kept, callback=serve, help=theirs.help)
 
 
-def extend(command: click.Command) -> None:
-    """Adds the options and the checks to the command `serve`."""
-    serve = command.callback
-
-    def serve_with(memory: str | None, snapshot_folder: Path | None, **options) -> object:
-        check_options(options["force_model"], memory, options["compile"])
-        own = {name: options.pop(name) for name in ("max_tokens", "slots", "snapshots")}
-        if snapshot_folder is not None:
-            snapshot_folder.mkdir(parents=True, exist_ok=True)
-            snapshot_folder = tempfile.mkdtemp(prefix="server-", dir=snapshot_folder)
-        replace_parts(ServerOptions(**own, memory=memory, snapshot_folder=snapshot_folder))
-        return serve(**options)
-
-    command.params += [click.Option([f"--{name}"], show_default=True, **facts) for name, facts in OPTIONS.items()]
-    command.callback = serve_with
+def serve(*, compile: bool, host: str, port: int, enable_cors: bool, log_level: str, reasoning: str, **options) -> None:
+    """Runs the server until a signal ends it. Raises ValueError for a bad option, model or memory."""
+    check_options(options["force_model"], options["memory"], compile)
+    logging.get_logger("transformers").setLevel(logging.log_levels[log_level])
+    seed, template, decisions = (options.pop(x) for x in ("default_seed", "chat_template_kwargs", "decision_config"))
+    if seed is not None:
+        torch.manual_seed(seed)
+    template = json.loads(template or "{}") | ({} if reasoning == "auto" else {"enable_thinking": reasoning == "on"})
+    own = ServerOptions(**{name: options.pop(name) for name, *_ in OPTIONS})
+    if own.snapshot_folder is not None:
+        folder, _lock = make_own_folder(Path(own.snapshot_folder))
+        own = own._replace(snapshot_folder=folder)
+    models, state = parts = Models(own, **options), State(own, compile)
+    chat, text, response = (
+        type(x.__name__, (CheckedHandler, x), {}) for x in (ChatCompletionHandler, CompletionHandler, ResponseHandler)
+    )
+    app = build_server(
+        models,
+        chat(*parts, template),
+        text(*parts),
+        response(*parts, template),
+        TranscriptionHandler(*parts),
+        SystemOneHandler(*parts, template, decisions),
+        state,
+        enable_cors,
+    )
+    config = uvicorn.Config(check_requests(app), host=host, port=port, timeout_graceful_shutdown=SECONDS_TO_END)
+    # The server then ends by the signal itself, as after SIGTERM: collecting Python's garbage would take seconds.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    uvicorn.Server(config).run()
 
 
 def check_options(model: str | None, memory: str | None, compiles: bool) -> None:
@@ -76,35 +96,55 @@ def check_options(model: str | None, memory: str | None, compiles: bool) -> None
         check_checkpoint(model, "MODEL")
 
 
-def replace_parts(options: ServerOptions) -> None:
-    """Puts our parts in the places of those of the server."""
+def make_own_folder(parent: Path) -> tuple[Path, FileLock]:
+    """Makes a folder for the snapshots of this server, with a lock that is held as long as it runs. Removes the folders
+    of servers that were killed.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    for path in parent.glob(f"server-*/{LOCK}"):
+        with suppress(Timeout), FileLock(path, blocking=False):
+            shutil.rmtree(path.parent, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix="server-", dir=parent))
+    lock = FileLock(folder / LOCK)
+    lock.acquire()
+    return folder, lock
 
-    class Models(model_manager.ModelManager):
-        def _load_model(self, *args, **kwargs) -> PreTrainedModel:
-            model = super()._load_model(*args, **kwargs)
-            model.served = ServedModel(model, options)
-            if options.snapshots and (size := model.served.bytes_of_snapshot()):
-                total = options.snapshots * size / 1e9
-                print(f"Snapshots: up to {options.snapshots} of {size / 1e6:,.1f} MB, {total:,.2f} GB", flush=True)
-            return model
 
-        def _load_processor(self, name: str, **kwargs) -> object:
-            config = AutoConfig.from_pretrained(name) if Path(name).is_dir() else None
-            base = getattr(config, "base_model_name_or_path", None)  # of an adapter of `remember`
-            is_own = not base or (Path(name) / "tokenizer_config.json").is_file()
-            return super()._load_processor(name if is_own else base, **kwargs)
+class State(GenerationState):
+    def __init__(self, options: ServerOptions, compile: bool):
+        super().__init__(compile=compile)
+        self.managers = defaultdict(partial(TitansGenerateManager, options))
 
-        def shutdown(self) -> None:
-            super().shutdown()
-            if options.snapshot_folder is not None:
-                shutil.rmtree(options.snapshot_folder, ignore_errors=True)
+    def get_manager(self, model_id: str, use_cb: bool = False) -> TitansGenerateManager:
+        return self.managers[model_id]
 
-    model_manager.ModelManager = Models
-    TitansGenerateManager.options = options
-    utils.GenerateManager = TitansGenerateManager
-    utils.set_torch_seed = lambda seed: None  # each request has random numbers of its own
-    build = server.build_server
-    server.build_server = lambda *args, **kwargs: check_requests(build(*args, **kwargs))
-    uvicorn.Config = functools.partial(uvicorn.Config, timeout_graceful_shutdown=SECONDS_TO_END)
-    # The server then ends by the signal itself, as after SIGTERM: collecting Python's garbage would take seconds.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+class Models(ModelManager):
+    """Loads Titans and adapters of `remember` too. Each model has a `ServedModel` as its attribute `served`."""
+
+    def __init__(self, options: ServerOptions, **loading):
+        self.options = options
+        super().__init__(**loading)
+
+    def _load_model(self, name: str, *args, gguf_file: str | None = None, **kwargs) -> PreTrainedModel:
+        path, revision = split_revision(name)
+        place = {"revision": revision, "trust_remote_code": self.trust_remote_code}
+        if gguf_file or hasattr(transformers, AutoConfig.from_pretrained(path, **place).architectures[0]):
+            model = super()._load_model(name, *args, gguf_file=gguf_file, **kwargs)
+        else:  # a class that the module `transformers` does not have
+            place |= {"dtype": self.dtype, "device_map": self.device, "attn_implementation": self.attn_implementation}
+            quantization = self.get_quantization_config()
+            model = AutoModelForCausalLM.from_pretrained(path, quantization_config=quantization, **place)
+        model.served = ServedModel(model, self.options)
+        return model
+
+    def _load_processor(self, name: str, **kwargs) -> object:
+        config = AutoConfig.from_pretrained(name) if Path(name).is_dir() else None
+        base = getattr(config, "base_model_name_or_path", None)  # of an adapter of `remember`
+        is_own = not base or (Path(name) / "tokenizer_config.json").is_file()
+        return super()._load_processor(name if is_own else base, **kwargs)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.options.snapshot_folder is not None:
+            shutil.rmtree(self.options.snapshot_folder, ignore_errors=True)

@@ -45,20 +45,17 @@ class Slots:
     def logits(self, slot: Slot, ids: Tensor) -> Tensor:
         """Returns the logits (1, 1, V) after a token (1, 1)."""
         slot.ids, slot.context, slot.logits = ids, copy_context(), Future()
-        self.submit(self._ask, slot)
+        self.submit(self._step, slot)
         return slot.logits.result()
 
     def leave(self, slot: Slot) -> Cache | None:
         """Ends a request, and returns its cache; None after an error."""
         return slot.cache if slot.logits is None else self.submit(self._take, slot).result()
 
-    def _ask(self, slot: Slot) -> None:
-        self.asked.append(slot)
-        self._step()
-
     @torch.no_grad()
-    def _step(self) -> None:
-        """Calls the model if all rows, or new ones alone, have asked."""
+    def _step(self, *new: Slot) -> None:
+        """Notes who asks, and calls the model if all rows, or new ones alone, have asked."""
+        self.asked += new
         if not self.asked or not {*self.rows} <= {*self.asked}:
             return
         asked, self.asked = self.asked, []
@@ -106,22 +103,15 @@ class Slots:
 
 
 class Turn:
-    """Lets one request at a time compute outside of the model, with random numbers of its own.
-
-    lock: that of the model.
-    """
+    """Lets one request at a time compute outside of the model, by the model's `lock`, with its own random numbers."""
 
     def __init__(self, lock: threading.Lock, device: torch.device, seed: int):
         self.lock, self.seed, self.state = lock, seed, None
         self.source = torch if device.type == "cpu" else torch.get_device_module(device)
 
-    def __enter__(self) -> "Turn":
+    def __enter__(self) -> None:
         self.lock.acquire()
-        if self.state is None:
-            torch.manual_seed(self.seed)
-        else:
-            self.source.set_rng_state(self.state)
-        return self
+        torch.manual_seed(self.seed) if self.state is None else self.source.set_rng_state(self.state)
 
     def __exit__(self, *error) -> None:
         self.state = self.source.get_rng_state()

@@ -1,11 +1,10 @@
 """Snapshots: copies of a model's cache by the token ids that it has read, from which later requests continue."""
 
 import copy
-import shutil
-import tempfile
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -49,13 +48,15 @@ class Snapshot:
     ids: Tensor
     cache: Cache | None
     chat: int | None
-    folder: Path | None = None
+    folder: TemporaryDirectory | None = None  # is removed with the snapshot
 
 
 class Snapshots:
-    """The snapshots of a model that were used last: `most` in memory, and more in `folder` where there is one."""
+    """The snapshots of a model that were used last: `most` in memory, and more in `folder` where there is one. One that
+    cannot be written or read is dropped, and its text is read anew.
+    """
 
-    def __init__(self, model: PreTrainedModel, most: int, folder: Path | None):
+    def __init__(self, model: PreTrainedModel, most: int, folder: str | Path | None):
         self.model, self.most, self.folder = model, most, folder
         self.kept: list[Snapshot] = []  # those used last at the end
 
@@ -64,56 +65,65 @@ class Snapshots:
         None if there is none; how many it has read; and how many ids begin as those of any of the user's snapshots.
         """
         common = [(num_common(x.ids, ids), x) for x in self.kept if x.user == request.owner]
-        usable = [x for number, x in common if number == len(x.ids) < len(ids)]
-        found = max(usable, key=lambda x: len(x.ids), default=None)
+        usable = sorted((x for number, x in common if number == len(x.ids) < len(ids)), key=lambda x: -len(x.ids))
+        found = next(filter(self._use, usable), None)
         at = 0 if found is None else len(found.ids)
-        logger.warning(f"[Snapshot] {at} of {len(ids)} tokens were read before")
+        held = [x.cache for x in self.kept if x.cache is not None]
+        size = sum(x.num_bytes if isinstance(x, TitansCache) else sum(x.num_bytes().values()) for x in held) / 1e6
+        logger.warning(f"[Snapshot] {at} of {len(ids)} tokens were read before; {len(held)} snapshots: {size:,.1f} MB")
         chat = request.chat(before_last_answer=True)
         earlier = [x for x in self.kept if x.chat is not None and x.chat == chat]
         if earlier and all(num_common(x.ids, ids) < len(x.ids) - OPENING for x in earlier):
             logger.warning_once(REWRITTEN)
         shared = max((number for number, _ in common), default=0)
-        return None if found is None else self._copy(found), at, shared
+        return None if found is None else copy.copy(found.cache), at, shared
 
-    def _copy(self, snapshot: Snapshot) -> Cache:
+    def _use(self, snapshot: Snapshot) -> bool:
+        """Notes that a snapshot is used, and loads it if need be. Returns False if it cannot be loaded."""
         self.kept.remove(snapshot)
         if snapshot.cache is None:
-            kind = kind_of_cache(self.model)
-            snapshot.cache = kind.from_pretrained(snapshot.folder, self.model, model_fingerprint=self.fingerprint)
+            kind, facts = kind_of_cache(self.model), self.fingerprint
+            try:
+                snapshot.cache = kind.from_pretrained(snapshot.folder.name, self.model, model_fingerprint=facts)
+            except (OSError, ValueError) as error:
+                logger.warning(f"[Snapshot] one is dropped: {error}")
+                return False
         self._append(snapshot)
-        return copy.copy(snapshot.cache)
+        return True
 
     def keep(self, user: tuple, ids: Tensor, cache: Cache, chat: int | None = None) -> None:
         """Keeps a cache that has read ids (T,), which must not be used otherwise."""
-        for x in [x for x in self.kept if x.user == user and torch.equal(x.ids, ids)]:
-            self._drop(x)
+        self.kept = [x for x in self.kept if x.user != user or not torch.equal(x.ids, ids)]
         self._append(Snapshot(user, ids.clone(), cache, chat))
 
     def _append(self, snapshot: Snapshot) -> None:
         self.kept.append(snapshot)
         held = [x for x in self.kept if x.cache is not None]
         for old in held[: -self.most]:
-            self._spill(old) if self.folder is not None else self._drop(old)
-        for old in self.kept[: -IN_FOLDER * self.most]:
-            self._drop(old)
+            if self.folder is None or not self._spill(old):
+                self.kept.remove(old)
+        self.kept = self.kept[-IN_FOLDER * self.most :]
 
-    def _drop(self, snapshot: Snapshot) -> None:
-        self.kept.remove(snapshot)
-        if snapshot.folder is not None:
-            shutil.rmtree(snapshot.folder, ignore_errors=True)
-
-    def _spill(self, snapshot: Snapshot) -> None:
+    def _spill(self, snapshot: Snapshot) -> bool:
+        """Moves a snapshot to the folder. Returns False if it cannot be written."""
         if snapshot.folder is None:
-            Path(self.folder).mkdir(exist_ok=True)
-            snapshot.folder = Path(tempfile.mkdtemp(dir=self.folder))
-            snapshot.cache.save_pretrained(snapshot.folder, self.model, model_fingerprint=self.fingerprint)
+            try:
+                Path(self.folder).mkdir(exist_ok=True)
+                folder = TemporaryDirectory(dir=self.folder, ignore_cleanup_errors=True)
+                snapshot.cache.save_pretrained(folder.name, self.model, model_fingerprint=self.fingerprint)
+            except (OSError, ValueError) as error:
+                logger.warning(f"[Snapshot] one is dropped: {error}")
+                return False
+            snapshot.folder = folder
         snapshot.cache = None
+        return True
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
         """What a saved cache of the model depends on: weights are read for it, once."""
-        module = cache_files if kind_of_cache(self.model) is TitansCache else files
-        return module.fingerprint(self.model)
+        if kind_of_cache(self.model) is TitansCache:
+            return cache_files.model_fingerprint(self.model)
+        return files.memory_fingerprint(self.model)
 
 
 def num_common(a: Tensor, b: Tensor) -> int:
