@@ -55,6 +55,17 @@ def test_read_and_ask(folder, capsys):
     assert capsys.readouterr().out == f"{PROMPT}{continuation(chr(10).join(TEXTS) + PROMPT)}\n"
 
 
+def test_ask_shows_the_passage(folder, capsys):
+    """The passage that an answer saw is the place of the text in which the prompt stands."""
+    (folder / "long.txt").write_text(f"{TEXTS[1]} {TEXTS[0]}" + "He wrote 17 letters, 9 of them by night. " * 9)
+    options = ["--memory", "memory", "--window", "16"]
+    read.main(["llama", "long.txt", *options])
+    capsys.readouterr()
+    ask.main(["llama", *options, "--prompt", PROMPT, "--max_new_tokens", "9", "--show_passage"])
+    shown, text = capsys.readouterr().out.split("]\n", 1)
+    assert shown.startswith("[read again: ") and TEXTS[0] in shown and text.startswith(PROMPT)
+
+
 def test_the_memory_of_another_window(folder):
     """A memory is of one window, and a Titans has its own."""
     read.main(["llama", "a.txt", "--memory", "memory", "--window", "16"])
@@ -66,7 +77,7 @@ def test_surprise(folder, monkeypatch):
     """The page of an adapter has each word's loss, and what the memory gains: by pieces the numbers of one call."""
     monkeypatch.setattr(surprise, "PIECE", 10)
     model, tokenizer = AutoModelForCausalLM.from_pretrained("llama").eval(), byte_tokenizer()
-    save_adapter(remember(model, 16), "adapter")
+    save_adapter(remember(model, 16, ("fast_weights", "list")), "adapter")
     tokenizer.save_pretrained("adapter")
     (folder / "text.txt").write_text(text := TEXTS[0] * 3)
     surprise.main(["adapter", "text.txt", "--output", "look"])

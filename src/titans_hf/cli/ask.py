@@ -74,6 +74,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add_model_options(parser)
     parser.add_argument("--memory", type=Path, required=True, help="the folder that titans-hf read has saved to")
     parser.add_argument("--prompt", action="append", help="a text to be continued; may be given several times")
+    parser.add_argument("--show_passage", action="store_true", help="show what was read again for each prompt")
     parser.add_argument("--keep", action="store_true", help="prompts and answers become part of the saved memory")
     parser.add_argument("--max_new_tokens", type=int, default=64, help="the longest answer, in tokens")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 for the most probable token")
@@ -105,8 +106,13 @@ def main(argv: list[str] | None = None) -> None:
         memory = cache
         if args.keep:  # another process may have read on since the last prompt
             memory = load_cache(args.memory, model, facts)
-        texts = answer(model, tokenizer, copy.copy(memory), prompts, options)
-        for prompt, text in zip(prompts, texts, strict=True):
+        branch = copy.copy(memory)
+        texts = answer(model, tokenizer, branch, prompts, options)
+        rows, passages = branch.recalled[0] if getattr(branch, "recalled", None) else ((), ())
+        read_again = {int(row): tokenizer.decode(ids) for row, ids in zip(rows, passages, strict=True)}
+        for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+            if args.show_passage:
+                print(f"[read again: {read_again.get(row, 'nothing')}]", flush=True)
             print(f"{prompt}{text}" if args.prompt else text, flush=True)
             if args.keep:
                 learn(model, tokenizer, memory, prompt + text)

@@ -2,7 +2,7 @@
 importing this module.
 
 Nothing is cut: a context may have any length and is read in pieces, in constant memory. The choices of one question
-share the reading of their context.
+share the reading of their context, at whose end a memory with passages recalls.
 """
 
 import copy
@@ -85,12 +85,18 @@ class TitansLM(HFLM):
                     progress.update(len(part))
         return results
 
-    def _read(self, cache: AnyCache, ids: Tensor, real: Tensor, keep: Tensor | int) -> Iterator[tuple[slice, Tensor]]:
-        """Reads ids (B, T) where `real` (B, T), and yields each piece with the logits of the columns to `keep`."""
+    def _read(
+        self, cache: AnyCache, ids: Tensor, real: Tensor, keep: Tensor | int, recalls: bool = False
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Reads ids (B, T) where `real` (B, T), and yields each piece with the logits of the columns to `keep`.
+        With `recalls`, a memory with passages recalls before the first piece.
+        """
+        recalls = recalls and getattr(getattr(self.model, "memory", None), "passages", None) is not None
         starts = range(0, ids.shape[1], self.piece_length)
         for start in tqdm(starts, desc="Reading", unit_scale=self.piece_length, unit="token", leave=False, delay=5):
             piece = slice(start, start + self.piece_length)
             given = {"attention_mask": real[:, piece].to(self.device), "logits_to_keep": keep}
+            given |= {"recall": True} if recalls and start == 0 else {}
             with torch.autocast(self.device.type, self.mixed_precision_dtype, enabled=bool(self.mixed_precision_dtype)):
                 yield piece, self.model(ids[:, piece].to(self.device), cache=cache, use_cache=True, **given).logits
 
@@ -102,7 +108,7 @@ class TitansLM(HFLM):
         targets, _ = _pad([continuation for _, continuation in ends])
         total = torch.zeros(len(ends), dtype=torch.float64)
         greedy = torch.ones(len(ends), dtype=torch.bool)
-        for piece, logits in self._read(cache, ids, real, 0):
+        for piece, logits in self._read(cache, ids, real, 0, recalls=True):
             log_probs, best = F.log_softmax(logits, -1, dtype=self.softmax_dtype), logits.argmax(-1).cpu()
             chosen = log_probs.gather(2, targets[:, piece, None].to(self.device))[..., 0].cpu().double()
             total += chosen.where(real[:, piece], 0).sum(1)
