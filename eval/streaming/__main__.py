@@ -1,6 +1,6 @@
 """What a frozen model remembers: the loss of texts, facts, needles and chats by each way to read beyond a window.
 
-    python -m eval.streaming MODEL --methods window full fast --data novels --text data/books/test \\
+    python -m eval.streaming MODEL --methods window full passages --data novels --text data/books/test \\
         --output eval/results/streaming.jsonl
     python -m eval.streaming --output eval/results/streaming.jsonl --plot docs/streaming.png   # the tables
 
@@ -13,7 +13,8 @@ Every text is read in pieces, as a stream. With --task
 Methods:
 
     full       attention to all tokens                     window     --window tokens and a sink
-    search     the token after the longest match           fast, both, start   titans_hf.remember; both: with the list;
+    search     the token after the longest match           pasted     the passage as text in a fresh window
+    passages, fast, fast-passages, both, start             titans_hf.remember; both: fast weights and list;
                                                            start: B_0, without learning
 
 "full-" before a method of `remember` keeps full attention.
@@ -35,11 +36,13 @@ from titans_hf.cli.shared.command_line import run_command
 BENCHMARK = "streaming"
 REMEMBER = {
     "window": {"memory": ()},
+    "passages": {"memory": ("passages",)},
     "fast": {"memory": ("fast_weights",)},
+    "fast-passages": {"memory": ("fast_weights", "passages")},
     "both": {"memory": ("fast_weights", "list")},
     "start": {"memory": ("fast_weights",), "learning": False},
 }
-METHODS = ("full", "search", *REMEMBER, "full-fast", "full-both", "full-start")
+METHODS = ("full", "search", "pasted", *REMEMBER, "full-fast", "full-both", "full-start")
 
 
 def make_reader(name: str, args: argparse.Namespace) -> readers.Reader:
@@ -47,8 +50,8 @@ def make_reader(name: str, args: argparse.Namespace) -> readers.Reader:
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
     if name == "full":
         return readers.Reader(model)
-    if name == "search":
-        return readers.Search(model, args.window)
+    if name in ("search", "pasted"):
+        return (readers.Search if name == "search" else readers.Pasted)(model, args.window)
     options = REMEMBER[name.removeprefix("full-")]
     if args.adapter and "fast_weights" in options["memory"]:
         options = options | {"adapter": args.adapter}

@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.generation import StoppingCriteriaList
 
 from titans_hf.remember import MemoryCache, remember
+from titans_hf.remember.passages import Passages
 
 LONGEST, CERTAIN = 16, 0.99  # tokens of a match, and the probability of the token after it
 TOKEN_BYTES = 4  # of a token of a text
@@ -74,7 +75,7 @@ class Reader:
 
 
 class Remember(Reader):
-    """A model with `titans_hf.remember`."""
+    """A model with `titans_hf.remember`, which recalls where it is asked, if it has passages."""
 
     piece = 512
 
@@ -82,7 +83,7 @@ class Remember(Reader):
         self, model: PreTrainedModel, window: int | None, memory: tuple[str, ...], learning: bool = True, **options
     ):
         super().__init__(model)
-        self.window = window
+        self.window, self.recalls = window, "passages" in memory
         self.settings |= {name: Path(x).name for name, x in options.items()}
         remember(model, window, memory, **options).set_memory_learning(learning)
         if not learning:  # the whole start: its share could not be learned
@@ -99,8 +100,9 @@ class Remember(Reader):
 
     @torch.no_grad()
     def after(self, ids: Tensor) -> Tensor:
-        """Returns the log probabilities after each of the next tokens (T, V), of a branch."""
-        output = self.model(ids[None], cache=copy.copy(self.cache))
+        """Returns the log probabilities after each of the next tokens (T, V), of a branch that recalls before them."""
+        options = {"recall": True} if self.recalls and self.start else {}
+        output = self.model(ids[None], cache=copy.copy(self.cache), **options)
         return output.logits[0].float().log_softmax(-1)
 
     def generate(self, ids: Tensor, most: int, is_done: Callable[[list[int]], bool] = lambda said: False) -> list[int]:
@@ -157,3 +159,49 @@ class Search(Remember):
         return result
 
     generate = Reader.generate
+
+
+class Pasted(Reader):
+    """Plain retrieval: where it is asked, a fresh window reads the begin token, the passage that `remember` would read
+    again, as text, and the last tokens. It keeps the ids alone, and reads nothing before it is asked.
+    """
+
+    def __init__(self, model: PreTrainedModel, window: int):
+        super().__init__(model)
+        self.window, self.passages = window, Passages()
+        self.first = model.config.get_text_config(decoder=True).bos_token_id or 0
+
+    def begin(self) -> None:
+        """Forgets the text."""
+        super().begin()
+        self.ids, self.opened = torch.zeros(0, dtype=torch.int64), False
+
+    def state_bytes(self) -> int:
+        """Returns the bytes of the text."""
+        return TOKEN_BYTES * len(self.ids)
+
+    def read_on(self, ids: Tensor) -> None:
+        """Notes tokens (T,)."""
+        self.ids = torch.cat([self.ids, ids])
+
+    def after(self, ids: Tensor) -> Tensor:
+        """Returns the log probabilities after each of the next tokens (T, V) in a fresh window."""
+        text = torch.cat([self.ids, ids])
+        super().begin()
+        return super().read(self.prompt(text, len(ids)))[-len(ids) :]
+
+    def prompt(self, text: Tensor, num_asked: int) -> Tensor:
+        """Returns what a fresh window reads: at most `window` tokens. The passage is chosen before the asked ones."""
+        known = text[: len(text) - num_asked]
+        begin = self.passages.choose(known, len(known), self.window) if len(text) > self.window else None
+        passage = text[:0] if begin is None else text[begin : begin + self.passages.size]
+        rest = text[max(0, len(text) - (self.window - 1 - len(passage))) :]
+        return torch.cat([torch.tensor([self.first] if len(text) > self.window else []).long(), passage, rest])
+
+    def generate(self, ids: Tensor, most: int, is_done: Callable[[list[int]], bool] = lambda said: False) -> list[int]:
+        """Reads tokens (T,) in a fresh window, and answers greedily. A chat goes on after all but the last token."""
+        self.read_on(ids)
+        super().begin()
+        said = super().generate(self.prompt(self.ids, 0), most, is_done)
+        self.read_on(torch.tensor(said[:-1], dtype=torch.int64))
+        return said

@@ -33,6 +33,8 @@ READERS = {
     "window": lambda model: readers.Remember(model, WINDOW, ()),
     "search": lambda model: readers.Search(model, WINDOW),
     "fast": lambda model: readers.Remember(model, WINDOW, ("fast_weights",)),
+    "passages": lambda model: readers.Remember(model, WINDOW, ("passages",)),
+    "pasted": lambda model: readers.Pasted(model, WINDOW),
 }
 
 
@@ -67,13 +69,18 @@ def test_a_branch_leaves_nothing(name):
         torch.testing.assert_close(said[1].exp().sum(1), torch.ones(80))
 
 
-def test_what_is_searched_is_found():
-    """The longest match says the next token of a text that is repeated."""
+def test_what_is_searched_or_pasted_is_found():
+    """The longest match says the next token of a text that is repeated; the passage that holds the query's words is
+    pasted in front of the last tokens of a window."""
     ids = torch.randperm(1000, generator=torch.Generator().manual_seed(1))
-    search = readers.Search(tiny_model(1000), WINDOW)
-    search.begin()
-    search.read_on(ids)
+    search, pasted = readers.Search(tiny_model(1000), WINDOW), readers.Pasted(tiny_model(1000), 200)
+    for reader in (search, pasted):
+        reader.begin()
+        reader.read_on(ids)
     assert search.after(ids[300:320]).argmax(1)[1:].tolist() == ids[302:321].tolist()
+    prompt = pasted.prompt(torch.cat([ids, ids[300:320]]), 0).tolist()
+    assert len(prompt) == 200 and prompt[-20:] == ids[300:320].tolist()
+    assert str(ids[295:330].tolist())[1:-1] in str(prompt) and prompt[0] == pasted.first
 
 
 def test_facts_occur_in_no_other_file():
@@ -182,7 +189,7 @@ def test_runs_become_lines_and_tables(task, tokenizer, tmp_path, capsys):
         (tmp_path / "stories" / f"{kind}_x_test.txt").write_text(text)
     output = ["--output", str(tmp_path / "runs.jsonl")]
     lengths = {"facts": ["100", "300"], "ruler": ["1500"], "babilong": ["0", "300"]}.get(task, [])
-    methods = ["window", "full", "search", "fast"][: 2 if task == "loss" else 4]
+    methods = ["window", "full", "pasted", "passages"][: 2 if task == "loss" else 4]
     command = [str(tmp_path / "model"), "--task", task, "--methods", *methods, "--window=100", "--number=2",
                "--tokens=520", "--kinds", "niah_single_2", "--text", str(tmp_path / "texts"), "--place=0", *output,
                "--stories", str(tmp_path / "stories"), *(["--lengths", *lengths] if lengths else [])]  # fmt: skip
@@ -202,7 +209,7 @@ def test_runs_become_lines_and_tables(task, tokenizer, tmp_path, capsys):
     main(command)
     assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == len(records)
     capsys.readouterr()
-    main([*output, *(["--plot", str(tmp_path / "plot.png")] if task == "loss" else [])])
+    main([*output, *(["--plot", str(tmp_path / "plot.png")] if task in ("loss", "facts") else [])])
     printed = capsys.readouterr().out
     assert f"## {'' if task == 'loss' else task + ', '}texts, window 100" in printed
     if task != "loss":
