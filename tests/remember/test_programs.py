@@ -1,12 +1,18 @@
 """`remember` inside of other people's programs: threads, trainers, PEFT, accelerate, torch.compile."""
 
+import copy
+import inspect
+
+import families
+import pytest
 import torch
-from remember_models import small_model
+from remember_models import remembering, small_model
+from torch.testing import assert_close
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from titans_hf.remember import forget, remember
+from titans_hf.remember import MemoryCache, forget, remember
 
 TOKENS = torch.randint(3, 53, (4, 90), generator=torch.Generator().manual_seed(7))
 
@@ -35,3 +41,84 @@ def test_a_call_changes_nothing_that_other_threads_read():
     model(TOKENS)
     assert len(seen) > 3 and all(x == ("watched", "remember_watched", before) for x in seen)
     assert forget(model).model.layers[0].gradient_checkpointing
+
+
+def test_the_backbone_alone_is_not_the_model():
+    """A trainer that calls backbone and head itself, as TRL's do, would train the model without its memory."""
+    model = remembering()
+    with pytest.raises(RuntimeError, match="LlamaModel was called without its memory"):
+        model.base_model(TOKENS)
+    forget(model).base_model(TOKENS)
+
+
+def test_adapters_of_rows():
+    """PEFT gives each row of a call an adapter; rows that are read apart would have another row's."""
+    peft = pytest.importorskip("peft")
+    model = remember(peft.get_peft_model(small_model(), peft.LoraConfig(target_modules=["q_proj"])).eval(), 12, ())
+    model(TOKENS)
+    with pytest.raises(ValueError, match="PEFT's `adapter_names` must be None"):
+        model(TOKENS, adapter_names=["default", "__base__"] * 2)
+
+
+def test_a_forward_of_the_instance():
+    """torch.compile and accelerate put a forward on the model itself, and accelerate unwraps it again."""
+    model, other = remembering(), small_model()
+    expected, own = model(TOKENS).logits, other(TOKENS).logits
+    assert inspect.unwrap(model.forward.__func__)(model, TOKENS).logits.equal(expected)
+    model.forward = model.forward
+    assert forget(model)(TOKENS).logits.equal(own)
+    other.forward = other.forward
+    with pytest.raises(ValueError, match=r"`model\.forward` was replaced"):
+        remember(other, 12, ())
+
+
+def test_weights_of_inference_mode():
+    """Weights that were made or moved under inference_mode cannot learn: `remember` says so, not the first chunk."""
+    model = small_model()
+    with torch.inference_mode():
+        model.float()
+    with pytest.raises(ValueError, match=r"weights from `torch\.inference_mode"):
+        remember(model, 12)
+
+
+@torch.no_grad()
+def test_a_model_copied_with_its_cache():
+    """The copies belong together, also after a crop."""
+    model = remembering()
+    cache = MemoryCache(model)
+    cache.activate_past_recording()
+    model(TOKENS[:, :30], cache=cache)
+    other, copied = copy.deepcopy((model, cache))
+    copied.crop(-4)
+    assert_close(other(TOKENS[:, 26:], cache=copied).logits, model(TOKENS).logits[:, 26:], atol=1e-12, rtol=0)
+
+
+def test_token_types():
+    """A tokenizer may return token types that the model itself ignores."""
+    model = remembering()
+    with torch.no_grad():
+        assert model(TOKENS, token_type_ids=torch.zeros_like(TOKENS)).logits.equal(model(TOKENS).logits)
+
+
+@torch.no_grad()
+def test_a_row_that_has_read_nothing_joins():
+    """The states of recurrent layers stay."""
+    model = remember(families.small_model("qwen3_next"), 6, ("fast_weights",))
+    cache, empty = MemoryCache(model), MemoryCache(model)
+    model(TOKENS[:1, :6], cache=cache)
+    alone = model(TOKENS[:1, 6:9], cache=copy.copy(cache)).logits
+    model(TOKENS[:1, :4], attention_mask=torch.zeros(1, 4), cache=empty)
+    cache.append_rows(empty)
+    assert_close(model(TOKENS[:2, 6:9], cache=cache).logits[:1], alone, atol=1e-6, rtol=0)
+
+
+def test_a_single_token_has_a_gradient():
+    """Bamba writes the state of a recurrent layer in place, in a call of a single token, as in a chunk of 1."""
+    model = families.small_model("bamba")
+    fast, _ = families.small_memory(model)
+    fast.step.chunk = 1
+    remember(model, 6, ("fast_weights",), fast_weights=fast)
+    cache = MemoryCache(model)
+    model(TOKENS[:1, :3], labels=TOKENS[:1, :3], cache=cache).loss.backward()
+    states = [x for layer in cache.layers for x in getattr(layer, "recurrent_states", {}).values()]
+    assert states and not any(x.requires_grad for x in states)

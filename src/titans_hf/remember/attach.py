@@ -82,6 +82,10 @@ def remember(
     whole, model = model, base_model(model)
     if hasattr(model, "memory"):
         raise ValueError("`model` has a memory already: call `forget(model)` first.")
+    if "forward" in model.__dict__ and "_old_forward" not in model.__dict__:
+        raise ValueError("`model.forward` was replaced, as torch.compile and accelerate do: call `remember` before.")
+    if any(x.is_inference() for x in model.state_dict().values()):
+        raise ValueError("`model` has weights from `torch.inference_mode()`, by which nothing learns: load it outside.")
     if memory is None:
         given = {PASSAGES: not is_titans(model), FAST_WEIGHTS: fast_weights, LIST: token_list}
         memory = PARTS if adapter is not None else [name for name, x in given.items() if x] or [FAST_WEIGHTS]
@@ -146,6 +150,9 @@ def forget(model: PreTrainedModel) -> PreTrainedModel:
     if issubclass(type(model), RememberingModel):
         model.__class__ = type(model).__bases__[1]
         _set_hooked_forward(model)
+    if "_old_forward" not in model.__dict__:  # what was compiled, or wrapped by accelerate, reads with the memory
+        model.__dict__.pop("forward", None)
+        model.__dict__.pop("_original_forward", None)
     for module in memory.checkpointed:
         module.gradient_checkpointing = True
     model.set_attn_implementation(memory.own_attention)
@@ -161,6 +168,8 @@ def attach(model: PreTrainedModel, memory: Memory) -> None:
         memory.hooks += memory.fast_weights.attach(model)
     if memory.token_list is not None:
         memory.hooks.append(feed_forward(model).register_forward_pre_hook(reading.capture_mlp_inputs))
+    if model.base_model is not model:
+        memory.hooks.append(model.base_model.register_forward_pre_hook(reading.check_backbone))
     stop_checkpointing(model)
     layers = MemoryCache(model).layers
     memory.has_states = any(hasattr(x, "mark_start") for x in layers)
@@ -317,11 +326,16 @@ class RememberingModel(EndedRowsMixin):
 def remembering_class(own: type) -> type:
     """Returns the subclass of a model's class that reads with a memory, under the same name."""
 
-    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    signature = inspect.signature(own.forward)
+
     @functools.wraps(own.forward)
     def forward(self, *args, **kwargs):
-        return _forward(self, own, _bound(own, self, args, kwargs))
+        names = [*signature.parameters][1 : 1 + len(args)]
+        return _forward(self, own, dict(zip(names, args, strict=True)) | kwargs)
 
+    del forward.__wrapped__  # accelerate would unwrap the model's own forward
+    forward.__signature__ = signature
+    forward = deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")(forward)
     names = {"forward": forward, "__module__": own.__module__, "__doc__": own.__doc__, "__qualname__": own.__qualname__}
     return type(own.__name__, (RememberingModel, own), names)
 
@@ -330,12 +344,6 @@ def _new_instance(own: type) -> RememberingModel:
     """Returns a model without state, whose class reads with a memory."""
     made = remembering_class(own)
     return made.__new__(made)
-
-
-def _bound(own: type, model: PreTrainedModel, args: tuple, kwargs: dict) -> dict:
-    """Returns the arguments of a call by name."""
-    names = list(inspect.signature(own.forward).parameters)[1 : 1 + len(args)]
-    return dict(zip(names, args, strict=True)) | kwargs
 
 
 def _forward(model: PreTrainedModel, own: type, arguments: dict):
@@ -355,7 +363,7 @@ def _forward(model: PreTrainedModel, own: type, arguments: dict):
     columns = _columns(model, cache, ids, mask, positions)
     columns = _of_generation(model, cache, columns, returns_cache)
     loss_arguments = {x: arguments.pop(x) for x in ("num_items_in_batch",) if x in arguments}
-    _check_others(arguments)
+    _check_others(model, arguments)
     number = to_keep if isinstance(to_keep, int) and to_keep and labels is None else ids.shape[1]
     if recalls is False:
         cache.end_recall()
@@ -393,8 +401,14 @@ def _add_auxiliary_loss(model: PreTrainedModel, own: type, output, real: Tensor)
             output.loss = output.loss + model.router_aux_loss_coef * output.aux_loss.to(output.loss.device)
 
 
-def _check_others(arguments: dict) -> None:
-    """Raises ValueError for an argument that reading in pieces would change."""
+def _check_others(model: PreTrainedModel, arguments: dict) -> None:
+    """Raises ValueError for an argument that reading in pieces would change, also one that PEFT's model keeps."""
+    layers = (x for x in model.modules() if hasattr(x, "lora_A")) if hasattr(model, "peft_config") else ()
+    for hook in next((x._forward_pre_hooks.values() for x in layers), ()):
+        for name in {"adapter_names", "alora_offsets"} & getattr(hook, "keywords", {}).keys():
+            raise ValueError(f"PEFT's `{name}` must be None for a model with a memory, which reads rows apart.")
+    if "token_type_ids" in arguments and "token_type_ids" not in inspect.signature(model.memory.forward).parameters:
+        del arguments["token_type_ids"]  # the model itself has no use for it
     if arguments.pop("output_attentions", None):
         raise ValueError("`output_attentions` must be False for a model with a memory: a call is read in pieces.")
     for name, value in arguments.items():

@@ -149,6 +149,10 @@ class MemoryCache(Cache):
 
     def __deepcopy__(self, memo: dict) -> "MemoryCache":
         new = self.map(torch.clone)
+        new.memory = memo.get(id(self.memory), self.memory)  # of the model that is copied with it
+        for layer in new.layers:
+            if isinstance(layer, TitansLayer):
+                layer.module = memo.get(id(layer.module), layer.module)
         new.recorded = None if self.recorded is None else list(self.recorded)
         return new
 
@@ -422,7 +426,7 @@ class MemoryCache(Cache):
         recorded = self.recorded[: fitting[-1] + 1]
         kept = recorded[-1].cache
         columns = columns.at(kept.num_columns - first, end - first)
-        names = ("first_column", "about", "seen_in_folders", "recalled", "prompt_end")
+        names = ("memory", "first_column", "about", "seen_in_folders", "recalled", "prompt_end")
         own = {name: getattr(self, name) for name in names}
         self.__dict__.update(copy.copy(kept).__dict__ | own)
         self.recorded = [*recorded[:-1], Recorded(kept, columns)]

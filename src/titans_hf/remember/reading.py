@@ -13,6 +13,7 @@ Shapes: R rows, T columns, C tokens of a chunk, V vocabulary.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 
 import torch
@@ -26,18 +27,29 @@ from .fast_weights import IGNORED
 from .parts import Memory
 from .passages import NAME
 from .titans_layer import is_titans, titans_cache
-from .window import KeyValueLayer, StateLayer
+from .window import KeyValueLayer, StateLayer, copied_states
 
 SINK_BLOCK = 1024  # tokens that share a sink: it is `window` to `window` + SINK_BLOCK tokens away
 PIECE = 1024  # most tokens of a piece whose logits are all needed
 OF_LAYERS = ("hidden_states", "router_logits")  # outputs that a model may return for each layer
 _CAPTURED: ContextVar[dict | None] = ContextVar("captured", default=None)
+_READING: ContextVar[bool] = ContextVar("reading", default=False)
 
 
 def capture_mlp_inputs(module, args: tuple) -> None:
     """A forward pre-hook of the last layer's feed-forward network: notes its input during a piece."""
     if (captured := _CAPTURED.get()) is not None:
         captured["mlp_inputs"] = args[0]
+
+
+def check_backbone(backbone, args: tuple) -> None:
+    """A forward pre-hook of the model's backbone: raises RuntimeError where the backbone would read without memory."""
+    if not _READING.get():
+        raise RuntimeError(
+            f"{type(backbone).__name__} was called without its memory: call the model that `remember` returned, or "
+            "`forget` it first. TRL's trainers call the backbone themselves, so they train a model before `remember`; "
+            "Transformers' Trainer trains it with its memory."
+        )
 
 
 def read(
@@ -266,22 +278,27 @@ def call(
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, KeyValueLayer):
             layer.seen, layer.sink = cache.seen, None if layer.is_sliding else sinks[index]
-        if isinstance(layer, StateLayer) and ids.shape[1] == 1:
-            layer.before_token()
     given = titans_cache(model, cache.layers, cache.seen) if is_titans(model) else cache
     arguments = {"input_ids": ids, "cache": given, "use_cache": True, "return_dict": True, **arguments}
     if memory.takes_positions:
         arguments["position_ids"] = positions.to(ids.device)
-    if weights is None:
-        output = memory.forward(model, **arguments)
-    else:
-        with memory.fast_weights.active(weights):
-            output = memory.forward(model, **arguments)
+    states = copied_states(cache.layers) if ids.shape[1] == 1 else nullcontext()
+    with states, nullcontext() if weights is None else memory.fast_weights.active(weights):
+        output = _forward(model, arguments)
     if given is not cache:
         for layer, of_titans in zip(cache.layers, given.layers, strict=True):
             layer.set_state(of_titans.state)
     cache.seen = cache.seen + ids.shape[1]
     return output
+
+
+def _forward(model: PreTrainedModel, arguments: dict) -> object:
+    """Calls the model's own forward."""
+    token = _READING.set(True)
+    try:
+        return model.memory.forward(model, **arguments)
+    finally:
+        _READING.reset(token)
 
 
 def _sinks(model: PreTrainedModel, cache: MemoryCache, length: int) -> list:
@@ -310,7 +327,7 @@ def sink_of(model: PreTrainedModel, cache: MemoryCache, block: int) -> list:
         if memory.takes_positions:
             position = max(0, block * SINK_BLOCK - memory.window)
             arguments["position_ids"] = torch.full((1, 1), position, device=device)
-        memory.forward(model, use_cache=True, return_dict=True, **arguments)
+        _forward(model, {"use_cache": True, "return_dict": True, **arguments})
         cache.sinks[block] = [
             (x.keys, x.values) if isinstance(x, KeyValueLayer) and not x.is_sliding and x.is_initialized else None
             for x in empty.layers

@@ -19,6 +19,8 @@ class TitansLayer(StateLayer):
     module: the layer's mixer. form: a state of one row, of which only the structure counts.
     """
 
+    written_in_place = False
+
     def __init__(self, module: TitansMixer):
         self.module = module
         with torch.no_grad():
@@ -42,9 +44,6 @@ class TitansLayer(StateLayer):
     def state(self) -> LayerState:
         """Returns the state."""
         return with_tensors(self.form, self.recurrent_states.values())
-
-    def before_token(self) -> None:
-        """Does nothing: a Titans replaces its state."""
 
     def forget_empty_rows(self) -> None:
         """Sets the learned state, if the layer has rows."""

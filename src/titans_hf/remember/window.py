@@ -19,7 +19,8 @@ Shapes: B rows, T tokens of a call, P columns of the past, H heads of keys and v
 import copy
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -175,6 +176,8 @@ class StateLayer(LinearAttentionLayer):
     before that one.
     """
 
+    written_in_place = True  # by some models, in a call of a single token
+
     def __init__(self, number_of_states: int = 1, **kwargs):
         super().__init__(number_of_states=number_of_states, **kwargs)
         self.record_past = True  # otherwise models write a single token's convolution state in place
@@ -201,10 +204,6 @@ class StateLayer(LinearAttentionLayer):
         self.is_recurrent_states_initialized[state_idx] = True
         self.recurrent_states[state_idx] = recurrent_states.detach()
         return recurrent_states
-
-    def before_token(self) -> None:
-        """Prepares a call of a single token, in which some models write the recurrent state in place."""
-        self.recurrent_states = {i: None if x is None else x.clone() for i, x in self.recurrent_states.items()}
 
     def mark_start(self, rows: Tensor, keeps_earlier: bool) -> None:
         """Notes the states of rows (B,) bool as the states before a chunk."""
@@ -254,8 +253,30 @@ class StateLayer(LinearAttentionLayer):
                 for own, of_rows in zip(mark, new, strict=True):
                     _put_states(own, of_rows, rows, num_rows)
         for name in ("has_previous_state", "is_conv_states_initialized", "is_recurrent_states_initialized"):
-            getattr(self, name).update(getattr(other, name))
-        self.conv_kernel_size, self.device, self.dtype = dict(other.conv_kernel_size), other.device, other.dtype
+            own = getattr(self, name)
+            own.update({i: x or own[i] for i, x in getattr(other, name).items()})
+        if any(other.is_conv_states_initialized.values()):
+            self.conv_kernel_size, self.device, self.dtype = dict(other.conv_kernel_size), other.device, other.dtype
+
+
+@contextmanager
+def copied_states(layers: list) -> Iterator[None]:
+    """For a call of a single token: recurrent states are copies, which the model may write in place, and a backward
+    pass keeps them as they were before that.
+    """
+    layers = [x for x in layers if isinstance(x, StateLayer) and x.written_in_place]
+    for layer in layers:
+        layer.recurrent_states = {i: None if x is None else x.clone() for i, x in layer.recurrent_states.items()}
+    states = [x for layer in layers for x in layer.recurrent_states.values() if x is not None]
+    written = {x.untyped_storage().data_ptr() for x in states}
+
+    def kept(x: Tensor) -> Tensor:
+        return x.clone() if x.untyped_storage().data_ptr() in written else x
+
+    with torch.autograd.graph.saved_tensors_hooks(kept, lambda x: x) if written else nullcontext():
+        yield
+    for layer in layers:
+        layer.recurrent_states = {i: None if x is None else x.detach() for i, x in layer.recurrent_states.items()}
 
 
 class StateAndKeyValueLayer(StateLayer, KeyValueLayer):
