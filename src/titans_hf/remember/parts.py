@@ -1,7 +1,9 @@
 """What `remember` adds to a model."""
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from .titans_layer import is_titans
 from .token_list import TokenList
 
 PASSAGES, FAST_WEIGHTS, LIST = PARTS = ("passages", "fast_weights", "list")
+READING: ContextVar[bool] = ContextVar("reading", default=False)
 
 
 @dataclass
@@ -39,6 +42,14 @@ class Memory:
     takes_logits_to_keep: bool = True
     hooks: list = field(default_factory=list)
     checkpointed: list = field(default_factory=list)  # modules that had gradient checkpointing, which is off
+
+    def call(self, model: PreTrainedModel, **arguments: Any) -> Any:
+        """Calls the model's own forward, as a part of a reading."""
+        token = READING.set(True)
+        try:
+            return self.forward(model, **arguments)
+        finally:
+            READING.reset(token)
 
     @property
     def chunk(self) -> int:

@@ -24,7 +24,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from .cache import MemoryCache
 from .columns import CallColumns
 from .fast_weights import IGNORED
-from .parts import Memory
+from .parts import READING, Memory
 from .passages import NAME
 from .titans_layer import is_titans, titans_cache
 from .window import KeyValueLayer, StateLayer, copied_states
@@ -33,7 +33,6 @@ SINK_BLOCK = 1024  # tokens that share a sink: it is `window` to `window` + SINK
 PIECE = 1024  # most tokens of a piece whose logits are all needed
 OF_LAYERS = ("hidden_states", "router_logits")  # outputs that a model may return for each layer
 _CAPTURED: ContextVar[dict | None] = ContextVar("captured", default=None)
-_READING: ContextVar[bool] = ContextVar("reading", default=False)
 
 
 def capture_mlp_inputs(module, args: tuple) -> None:
@@ -44,7 +43,7 @@ def capture_mlp_inputs(module, args: tuple) -> None:
 
 def check_backbone(backbone, args: tuple) -> None:
     """A forward pre-hook of the model's backbone: raises RuntimeError where the backbone would read without memory."""
-    if not _READING.get():
+    if not READING.get():
         raise RuntimeError(
             f"{type(backbone).__name__} was called without its memory: call the model that `remember` returned, or "
             "`forget` it first. TRL's trainers call the backbone themselves, so they train a model before `remember`; "
@@ -284,21 +283,12 @@ def call(
         arguments["position_ids"] = positions.to(ids.device)
     states = copied_states(cache.layers) if ids.shape[1] == 1 else nullcontext()
     with states, nullcontext() if weights is None else memory.fast_weights.active(weights):
-        output = _forward(model, arguments)
+        output = memory.call(model, **arguments)
     if given is not cache:
         for layer, of_titans in zip(cache.layers, given.layers, strict=True):
             layer.set_state(of_titans.state)
     cache.seen = cache.seen + ids.shape[1]
     return output
-
-
-def _forward(model: PreTrainedModel, arguments: dict) -> object:
-    """Calls the model's own forward."""
-    token = _READING.set(True)
-    try:
-        return model.memory.forward(model, **arguments)
-    finally:
-        _READING.reset(token)
 
 
 def _sinks(model: PreTrainedModel, cache: MemoryCache, length: int) -> list:
@@ -327,7 +317,7 @@ def sink_of(model: PreTrainedModel, cache: MemoryCache, block: int) -> list:
         if memory.takes_positions:
             position = max(0, block * SINK_BLOCK - memory.window)
             arguments["position_ids"] = torch.full((1, 1), position, device=device)
-        _forward(model, {"use_cache": True, "return_dict": True, **arguments})
+        memory.call(model, use_cache=True, return_dict=True, **arguments)
         cache.sinks[block] = [
             (x.keys, x.values) if isinstance(x, KeyValueLayer) and not x.is_sliding and x.is_initialized else None
             for x in empty.layers

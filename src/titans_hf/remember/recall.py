@@ -149,7 +149,7 @@ def read_passage(model: PreTrainedModel, cache: MemoryCache, ids: Tensor, begins
         arguments["position_ids"] = (begins[:, None] + torch.arange(-1, size)).to(cache.device)
     if memory.takes_logits_to_keep:
         arguments["logits_to_keep"] = 1
-    memory.forward(model, return_dict=True, **arguments)
+    memory.call(model, return_dict=True, **arguments)
     for layer, new in zip(cache.layers, empty.layers, strict=True):
         if isinstance(layer, KeyValueLayer) and not layer.is_sliding and new.is_initialized:
             layer.passage = (new.keys[..., 1:, :], new.values[..., 1:, :])
