@@ -235,7 +235,7 @@ def main(argv: list[str] | None = None) -> None:
     check_minimums(args, max_tokens=1)
     check_folder(args.output, "--output")
     text, title = read_text(args.text), " ".join(f"{Path(args.model).name}: {Path(args.text).name}".split())
-    model, tokenizer = load_with_memory(args)
+    model, tokenizer = load_with_memory(args, ("fast_weights",))  # the part that learns
     ids, spans = tokenize(tokenizer, text)
     if not 0 < len(ids) <= args.max_tokens:
         raise ValueError(f"TEXT {args.text} has {len(ids)} tokens; it may have 1 to {args.max_tokens} (--max_tokens)")
