@@ -4,8 +4,8 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LINES = {"*.py": 32_000, "tests/*.py": 14_000}
-WORDS = {"README.md": 600, "docs/dev/log.md": 8_500}  # bars of tables not counted
+LINES = {"*.py": 32_500, "tests/*.py": 14_500}
+WORDS = {"README.md": 600, "docs/dev/log.md": 9_000}  # bars of tables not counted
 
 
 def test_python_and_pages_keep_their_sizes():
