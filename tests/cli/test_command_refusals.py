@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from byte_model import save_byte_model
 from covering import in_one_test
-from tiny_run import LLAMA, TITANS
+from tiny_run import LLAMA
 
 import titans_hf_console as console
 from titans_hf.cli.training.tokenizer import byte_tokenizer
@@ -27,7 +27,6 @@ def folder(tmp_path, monkeypatch):
     tokenizer.eos_token = None
     tokenizer.save_pretrained("without-eos")
     Path("tiny.json").write_text(json.dumps(LLAMA))
-    Path("titans.json").write_text(json.dumps(TITANS))
     for name, content in {
         "a": b"Es war einmal. " * 99,
         "bad": b"caf\xe9 au lait",
@@ -54,7 +53,6 @@ TRAIN = (
 )
 TUNE = "train --train_data a.txt --output_dir out --use_cpu true"
 START = "give either --config and --tokenizer, .*, or --model_name_or_path"
-CARRY = f"{TRAIN} --config titans.json --carry_memory true"
 FORECAST = "forecast data.csv --output out"
 FIT = "fit model --text a.txt --output out"
 INPUTS = {
@@ -80,11 +78,6 @@ INPUTS = {
     f"{TRAIN} --output_dir run-2": r"run-2 holds a trained model \(model.safetensors\)",
     f"{TRAIN} --output_dir run-3": r"run-3 holds a trained model \(adapter_model.bin\)",
     f"{TRAIN} --train_only memory": "--train_only memory: this model has no memory",
-    f"{TRAIN} --carry_memory true": "--carry_memory cannot be combined with a llama model",
-    f"{CARRY} --gradient_checkpointing true": "--carry_memory cannot be combined with gradient checkpointing",
-    f"{CARRY} --auto_find_batch_size true": "--carry_memory cannot be combined with --auto_find_batch_size",
-    f"{CARRY} --max_eval_blocks 1": "--carry_memory cannot be combined with --max_eval_blocks",
-    f"{CARRY} --streaming true": "--carry_memory cannot be combined with --streaming",
     f"{TRAIN} --streaming true --max_steps 2": "no text beside the held-out documents: give --eval_data",
     f"{TRAIN} --streaming true --eval_data a.txt": "max_steps has to be specified",
     f"{TRAIN} --model_name_or_path x": START,

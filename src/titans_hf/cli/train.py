@@ -31,12 +31,6 @@ from titans_hf.cli.shared import checkpoints
 from titans_hf.cli.shared.argument_checks import check_minimums
 from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.training.arguments import RunArguments, show_help
-from titans_hf.cli.training.carried_memory import (
-    CarriedMemoryTrainer,
-    ContiguousBatches,
-    check_carry_memory,
-    collate_contiguous,
-)
 from titans_hf.cli.training.checkpoints import RunFacts, find_checkpoint
 from titans_hf.cli.training.data import Blocks, PackedBlocks, RepeatedPassages, collate, load_blocks
 from titans_hf.cli.training.model import freeze_all_but_memory, load_config
@@ -85,8 +79,6 @@ def check_arguments(run: RunArguments, training: TrainingArguments) -> None:
     if training.gradient_accumulation_steps is None:
         device_tokens = training.train_batch_size * training.world_size * run.block_length
         training.gradient_accumulation_steps = max(1, round(run.tokens_per_step / device_tokens))
-    if run.carry_memory:
-        training.train_sampling_strategy = "sequential"
 
 
 def make_trainer(
@@ -96,19 +88,14 @@ def make_trainer(
     tokenizer: PreTrainedTokenizerBase,
     blocks: Blocks,
 ) -> CardTrainer:
-    (train_data, eval_data, tokens_per_byte), trainer_class, collator = blocks, CardTrainer, collate
+    train_data = blocks.train
     if run.repeat_passages:
-        if run.carry_memory or not isinstance(train_data, PackedBlocks):
+        if not isinstance(train_data, PackedBlocks):
             raise ValueError(
-                f"--repeat_passages must be 0 with --carry_memory, with --streaming and for rows of input_ids, but is "
-                f"{run.repeat_passages}: it makes blocks of texts anew"
+                f"--repeat_passages must be 0 with --streaming and for rows of input_ids, but is {run.repeat_passages}: "
+                "it makes blocks of texts anew"
             )
         train_data = RepeatedPassages(train_data, run.repeat_passages, training.seed)
-    if run.carry_memory:
-        trainer_class, collator = CarriedMemoryTrainer, collate_contiguous
-        train_rows, eval_rows = (training.world_size * n for n in (training.train_batch_size, training.eval_batch_size))
-        train_data = ContiguousBatches(train_data, train_rows, tokenizer.eos_token_id)
-        eval_data = ContiguousBatches(eval_data, eval_rows, tokenizer.eos_token_id)
     set_seed(training.seed)
     if run.model_name_or_path is None:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -117,14 +104,14 @@ def make_trainer(
         model = checkpoints.load_model(run.model_name_or_path, "--model_name_or_path", **options)
     if run.train_only == "memory":
         freeze_all_but_memory(model)
-    return trainer_class(
+    return CardTrainer(
         model=model,
         args=training,
         train_dataset=train_data,
-        eval_dataset=eval_data,
-        data_collator=collator,
+        eval_dataset=blocks.evaluation,
+        data_collator=collate,
         processing_class=tokenizer,
-        compute_metrics=partial(perplexity, tokens_per_byte=tokens_per_byte),
+        compute_metrics=partial(perplexity, tokens_per_byte=blocks.tokens_per_byte),
         callbacks=[TimeLimit(run.max_minutes)] if run.max_minutes else None,
     )
 
@@ -137,8 +124,6 @@ def train(argv: list[str] | None) -> dict[str, float]:
     named = "--tokenizer" if run.tokenizer else "--model_name_or_path"
     tokenizer = load_tokenizer(run.tokenizer or run.model_name_or_path, named)
     config = load_config(run, tokenizer)
-    if run.carry_memory:
-        check_carry_memory(config, training, run)
     with training.main_process_first(desc="preparing the data"):
         blocks = load_blocks(run, tokenizer, training.seed)
     trainer = make_trainer(run, training, config, tokenizer, blocks)

@@ -60,11 +60,6 @@ class RunArguments:
         "reason to recall (docs/train.md); 0 for none.",
         0.0,
     )
-    carry_memory: bool = option(
-        "For long documents (Titans only): every row of a batch continues the same row of the batch before, with its "
-        "memory; gradients stay within a block. The blocks come in order, never shuffled.",
-        False,
-    )
     max_minutes: float | None = option("Stop, evaluate and save after this time; the schedule does not change.", None)
     license: str | None = option("Licence of the weights for the model card, as the Hub names it (cc-by-4.0).", None)
 

@@ -17,7 +17,7 @@ FEW_STEPS = 100
 RECORD = "run.json"  # the file that a run writes once it has ended
 PATTERN = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 # Facts that a run shares with the checkpoint that it resumes, as `run_folder.describe` names them.
-COMPARED = ("block_length", "rows", "repeat_passages", "seed", "train_tokens", "eval_tokens")
+COMPARED = ("block_length", "repeat_passages", "seed", "train_tokens", "eval_tokens")
 # Fields of a configuration that do not change the trained function.
 NOT_COMPARED = ("transformers_version", "auto_map", "use_cache", "dtype", "architectures", "_name_or_path")
 

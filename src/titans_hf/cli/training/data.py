@@ -13,7 +13,7 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset, DatasetDict, Features, IterableDataset, List, Value, load_dataset, load_from_disk
 from datasets.exceptions import DatasetGenerationError
-from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from titans_hf.cli.shared.hub import go_offline_without_network
@@ -209,22 +209,17 @@ def count_tokens(blocks: PackedBlocks | Dataset) -> int:
     return sum(map(len, blocks.with_format(None)["input_ids"]))
 
 
-def pad_rows(rows: list[dict[str, torch.Tensor]], padding: dict[str, int]) -> dict[str, torch.Tensor]:
-    """Pads the named tensors of all rows on the right; there is an attention_mask only if a row is padded."""
-    lengths = torch.tensor([len(row["input_ids"]) for row in rows])
-    length = max(1, int(lengths.max()))  # with carried memory, all rows may have ended
-    batch = {
-        name: torch.stack([pad(row[name], (0, length - len(row[name])), value=value) for row in rows])
-        for name, value in padding.items()
-    }
-    if (lengths < length).any():
-        batch["attention_mask"] = (torch.arange(length) < lengths[:, None]).long()
-    return batch
-
-
 def collate(blocks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Joins blocks to a batch. All tokens of a block without labels are learnt."""
-    return pad_rows([{"labels": block["input_ids"]} | block for block in blocks], {"input_ids": 0, "labels": -100})
+    """Joins blocks to a batch, padded on the right; it has an attention_mask only if a block is shorter than another.
+    All tokens of a block without labels are learnt.
+    """
+    ids = [block["input_ids"] for block in blocks]
+    labels = [block.get("labels", block["input_ids"]) for block in blocks]
+    batch = {"input_ids": pad_sequence(ids, True), "labels": pad_sequence(labels, True, -100)}
+    lengths = torch.tensor([len(row) for row in ids])
+    if (lengths < lengths.max()).any():
+        batch["attention_mask"] = (torch.arange(lengths.max()) < lengths[:, None]).long()
+    return batch
 
 
 def load_splits(

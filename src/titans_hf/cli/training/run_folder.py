@@ -31,7 +31,6 @@ class CardTrainer(Trainer):
         """Returns summed loss and number of predicted tokens of every row, as `train.perplexity` takes them."""
         inputs = self._prepare_inputs(inputs)
         targets = F.pad(inputs.pop("labels")[:, 1:], (0, 1), value=-100)
-        targets = inputs.pop("shift_labels", targets)
         with torch.no_grad(), self.compute_loss_context_manager():
             logits = model(**inputs, use_cache=False).logits
         losses = F.cross_entropy(logits.mT.float(), targets, reduction="none")
@@ -65,7 +64,6 @@ def describe(run: RunArguments, args: TrainingArguments, blocks: Blocks) -> dict
         "held_out": run.eval_data is None,
         "hub": [] if Path(run.train_data).exists() else [run.train_data],
         "block_length": run.block_length,
-        "rows": args.train_batch_size * args.world_size if run.carry_memory else None,  # the order of the blocks
         "repeat_passages": run.repeat_passages,
         "seed": args.seed,
         "train_tokens": None if run.streaming else count_tokens(blocks.train),
