@@ -1,4 +1,4 @@
-"""Damaged checkpoints: one line that names the checkpoint, the file and what is wrong with it."""
+"""Damaged checkpoints: one line that names the checkpoint and what is wrong with it."""
 
 import json
 import shutil
@@ -13,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from titans_hf import TitansForSequenceClassification
 from titans_hf.cli import merge, read
 from titans_hf.cli.serving.server import check_options
-from titans_hf.cli.shared.checkpoints import find_damage
 from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 
@@ -35,12 +34,7 @@ def folder(tmp_path, monkeypatch):
 
 def cut(file: Path) -> str:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    return f"MODEL model has damaged weights: {file.name} is cut off or damaged"
-
-
-def remove(file: Path) -> str:
-    file.unlink()
-    return f"MODEL model has damaged weights: {file.name} is missing"
+    return "has damaged weights: "
 
 
 def of_other_sizes(file: Path) -> str:
@@ -72,7 +66,7 @@ def configure(**changes):
     return damage
 
 
-@pytest.mark.parametrize("damage", [cut, remove, of_other_sizes, without_head, configure(), configure(hidden_size="x")])
+@pytest.mark.parametrize("damage", [cut, of_other_sizes, without_head, configure(), configure(hidden_size="x")])
 def test_what_is_damaged_is_named(damage, folder, monkeypatch, capsys):
     """A command ends in one line that names the checkpoint and what is wrong with it, before any output. The other
     commands load by the same functions.
@@ -101,7 +95,7 @@ def test_adapters_that_cannot_be_merged(folder):
         merge.main(["adapter", "out"])
     cut(folder / "adapter" / "adapter_model.safetensors")
     shutil.copytree("whole", "model", dirs_exist_ok=True)
-    with pytest.raises(ValueError, match=r"ADAPTER adapter has damaged weights: adapter_model.safetensors is cut off"):
+    with pytest.raises(ValueError, match="ADAPTER adapter has damaged weights: "):
         merge.main(["adapter", "out"])
     assert not (folder / "out").exists()
 
@@ -113,17 +107,3 @@ def test_serving_checks_the_checkpoint(folder):
     expected = cut(sorted((folder / "model").glob("*.safetensors"))[0])
     with pytest.raises(ValueError, match=expected):
         check_options("model", None, False)
-
-
-def test_files_that_are_cut_off(folder, tmp_path_factory):
-    """An index without its map, half an archive of pickled weights and an empty one are damage. An older pickle is
-    none: it would be refused though it loads.
-    """
-    assert find_damage(folder / "model") is None
-    for content in ("", '{"weight_map": 3}', "[]"):
-        (folder / "model" / "model.safetensors.index.json").write_text(content)
-        assert find_damage(folder / "model").startswith("model.safetensors.index.json is cut off or damaged")
-    pickled = tmp_path_factory.mktemp("pickled")
-    for content, whole in ((b"\x80\x02}q\x00.", True), (b"PK\x03\x04 and no more", False), (b"", False)):
-        (pickled / "pytorch_model.bin").write_bytes(content)
-        assert (find_damage(pickled) is None) == whole

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 import titans_hf  # noqa: F401  registers the model type "titans"
 from titans_hf.cli.shared.checkpoints import (
     check_checkpoint,
-    check_weights,
     load_config,
     load_model,
     load_tokenizer,
@@ -79,11 +78,10 @@ def main(argv: list[str] | None = None) -> None:
     if args.output.exists():
         raise ValueError(f"OUTPUT {args.output} exists: give the name of a new folder")
     tokenizer, base = load_tokenizer(args.adapter, "ADAPTER"), base_model(args.adapter)
-    check_weights(args.adapter, "ADAPTER")
     model = load_model(base, f"ADAPTER {args.adapter}: its model", dtype="auto")
     if len(tokenizer) > model.config.vocab_size:
         model.resize_token_embeddings(len(tokenizer))
-    with loading_weights(base, f"ADAPTER {args.adapter}: its model"):
+    with loading_weights(args.adapter, "ADAPTER"):
         merged = merge_adapter(PeftModel.from_pretrained(model, args.adapter))
     merged.config.use_cache = True  # Trainer saves false: plain calls of the model would return no cache
     merged.save_pretrained(args.output)

@@ -1,16 +1,12 @@
-"""Checks and loads the parts of a checkpoint. A part that does not load raises a ValueError that names checkpoint and
-file.
-"""
+"""Loads the parts of a checkpoint. A part that does not load raises a ValueError that names the checkpoint."""
 
-import json
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -25,60 +21,24 @@ from titans_hf.cli.shared.hub import go_offline_without_network
 SIZES_DIFFER = "ignore_mismatched_sizes"  # in the RuntimeError of transformers
 
 
-def find_damage(folder: Path) -> str | None:
-    """Returns which weights file is damaged or missing, and how; None if all are whole. Only headers are read."""
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, "pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            return f"{file.name} is cut off or damaged ({error})"
-    for index in sorted(folder.glob("*.index.json")):
-        try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return f"{index.name} is cut off or damaged: it has no weight_map"
-        if missing := sorted(name for name in names if not (folder / name).exists()):
-            return f"{missing[0]} is missing"
-    for file in sorted(folder.glob("*.bin")):
-        with file.open("rb") as stream:
-            start = stream.read(2)
-        if not start or (start == b"PK" and not zipfile.is_zipfile(file)):  # older files are not archives
-            return f"{file.name} is cut off"
-    return None
-
-
-def check_weights(path: str | Path, argument: str) -> None:
-    """Raises ValueError for a folder of damaged weights; a name on the Hub is not looked at."""
-    if damage := find_damage(Path(path)):
-        raise ValueError(f"{argument} {path} has damaged weights: {damage}")
-
-
 def check_checkpoint(path: str | Path, argument: str) -> None:
     """Checks a checkpoint before another package loads it. No weights are read; a name on the Hub is not looked at.
 
-    Raises ValueError for a folder whose configuration does not load or whose weights are damaged, and for a Titans that
-    `load_model` refuses.
+    Raises ValueError for a folder whose configuration does not load, and for a Titans that `load_model` refuses.
     """
     go_offline_without_network(path)
-    if Path(path).is_dir():
-        is_titans = load_config(path, argument).model_type == "titans"  # another model may have another head
-        check_weights(path, argument)
-        if is_titans:
-            load_model(path, argument, device_map="meta")
+    if Path(path).is_dir() and load_config(path, argument).model_type == "titans":  # others may have another head
+        load_model(path, argument, device_map="meta")
 
 
 @contextmanager
 def loading_weights(path: str | Path, argument: str) -> Iterator[None]:
-    """Checks the weights of a checkpoint before a block that loads them.
-
-    Raises ValueError for damaged weights, and for weights of other sizes than the configuration's; transformers prints
-    a list of them.
+    """Raises ValueError for weights that the block cannot load because a file is damaged, or because they have other
+    sizes than the configuration's; transformers prints a list of them.
     """
-    check_weights(path, argument)
     try:
         yield
-    except SafetensorError as error:  # of a checkpoint from the Hub
+    except SafetensorError as error:
         raise ValueError(f"{argument} {path} has damaged weights: {error}") from error
     except RuntimeError as error:
         if SIZES_DIFFER not in str(error):

@@ -11,8 +11,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from titans_hf.cli.shared.checkpoints import find_damage
-
 FEW_STEPS = 100
 RECORD = "run.json"  # the file that a run writes once it has ended
 PATTERN = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
@@ -69,16 +67,10 @@ def find_checkpoint(args: TrainingArguments) -> str | None:
             raise ValueError(f"{folder} holds a trained model ({file.name}): give another --output_dir")
         return None
     for checkpoint in [steps[x] for x in sorted(steps, reverse=True)] if wanted.lower() == "true" else [Path(wanted)]:
-        if not (reason := what_is_missing(checkpoint)):
+        try:
+            json.loads((checkpoint / TRAINER_STATE_NAME).read_text())
             return str(checkpoint)
-        warnings.warn(f"{checkpoint} is incomplete and skipped: {reason}", stacklevel=2)
+        except (OSError, ValueError):
+            reason = f"it holds no readable {TRAINER_STATE_NAME}, which is written last"
+            warnings.warn(f"{checkpoint} is incomplete and skipped: {reason}", stacklevel=2)
     raise FileNotFoundError(f"--resume_from_checkpoint {wanted}: no complete checkpoint (--output_dir {folder})")
-
-
-def what_is_missing(checkpoint: Path) -> str | None:
-    """Returns why a checkpoint cannot be resumed, None for a complete one. Trainer writes its state last."""
-    try:
-        json.loads((checkpoint / TRAINER_STATE_NAME).read_text())
-    except (OSError, ValueError):
-        return f"it holds no readable {TRAINER_STATE_NAME}, which is written last"
-    return find_damage(checkpoint)
