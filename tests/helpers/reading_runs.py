@@ -62,12 +62,12 @@ def run_read(paths, *texts, **changes) -> read.Reading:
 
 
 def stop_reading_at(number, monkeypatch) -> None:
-    """Makes a reading raise KeyboardInterrupt when it has counted `number` tokens or more."""
-    count = read.Reading._count
+    """Makes a reading raise KeyboardInterrupt when it has read `number` tokens or more of a text."""
+    whole = read.Reading.read
 
-    def counted(self, tokens):
-        count(self, tokens)
+    def read_piece(self, ids):
+        whole(self, ids)
         if self.num_read >= number:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(read.Reading, "_count", counted)
+    monkeypatch.setattr(read.Reading, "read", read_piece)

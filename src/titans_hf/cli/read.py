@@ -3,162 +3,115 @@
     titans-hf read MODEL TEXT... --memory DIR
 
 TEXT is a file, a folder or - for standard input. In a folder and its subfolders the files with one of --suffixes are
-read, sorted by path. A README.md is read only if there is no other file. All texts are tokenized as one text, with a
-line end between two of them. The memory is saved every --save_seconds. After an interruption, the same command checks
-that the texts are the same and resumes from the last save; further texts may be given at the end. With --append, TEXT
-is read after all texts that the memory has read. A repeated --append continues an interrupted one, and reads nothing if
-the first was complete. A memory contains the texts that it has read: treat it like the texts themselves.
+read, sorted by path. A README.md is read only if there is no other file. Every text is tokenized by itself; a line end
+comes before each text but the first. The memory is saved every --save_seconds. After an interruption, the same command
+checks that the texts are the same and resumes from the last save; further texts may be given at the end. With --append,
+TEXT is read after all texts that the memory has read. A repeated --append goes on where it ended, and reads nothing if
+it was complete. A memory contains the texts that it has read: treat it like the texts themselves.
 """
 
 import argparse
 import hashlib
-import io
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from titans_hf.cache_files import DESCRIPTION
 from titans_hf.cli.shared.argument_checks import add_model_options, check_folder, check_minimums
 from titans_hf.cli.shared.command_line import HelpFormatter, run_command
 from titans_hf.cli.shared.memories import AnyCache, fingerprint_for_memories, load_cache, load_with_memory, new_cache
-from titans_hf.cli.shared.text_files import TEXT_SUFFIXES, describe_files, find_files
-from titans_hf.cli.shared.text_ids import encode_in_windows
-
-BLOCK = 1 << 14  # letters of a text that are read at once
+from titans_hf.cli.shared.text_files import TEXT_SUFFIXES, describe_files, find_files, read_text
+from titans_hf.cli.shared.text_ids import encode
 
 
-def list_texts(texts: list[str], suffixes: list[str]) -> list[Path | None]:
-    """Lists the files of all arguments, None for standard input; prints which files of a folder are left out. Raises
+def list_texts(texts: list[str], suffixes: list[str]) -> list[Path]:
+    """Lists the files of all arguments, "-" for standard input; prints which files of a folder are left out. Raises
     ValueError for a path without files.
     """
     files = []
     for text in texts:
-        found = [None] if text == "-" else find_files(text, "TEXT", suffixes)
+        found = [Path(text)] if text == "-" else find_files(text, "TEXT", suffixes)
         if text != "-" and (description := describe_files(text, found, "--suffixes")):
             print(description, file=sys.stderr)
         files += found
     return files
 
 
-class TokenStream:
-    """Tokenizes the texts in order, as one text with a line end between two of them.
-
-    num_bytes: number of bytes of the texts so far, without byte order marks and with a byte for a line end.
-    """
-
-    def __init__(self, files: list[Path | None], tokenizer: PreTrainedTokenizerBase):
-        self.num_bytes = 0
-        self.ids, self.pending = encode_in_windows(tokenizer, self._pieces(files)), np.empty(0, np.int32)
-
-    def _pieces(self, files: list[Path | None]) -> Iterator[str]:
-        """Yields the texts in pieces. Raises ValueError, naming the file, for a text that is not UTF-8."""
-        for number, file in enumerate(files):
-            if number:
-                yield "\n"
-            data = sys.stdin.buffer if file is None else file.open("rb")
-            with io.TextIOWrapper(data, encoding="utf-8-sig") as stream:
-                try:
-                    while text := stream.read(BLOCK):
-                        self.num_bytes += len(text.encode())
-                        yield text
-                except UnicodeDecodeError as error:
-                    raise ValueError(f"TEXT {file or '-'} is not UTF-8: {error}") from error
-
-    def next_tokens(self, number: int) -> np.ndarray:
-        """Returns the next `number` tokens; fewer at the end of the texts."""
-        found = [self.pending]
-        while sum(map(len, found)) < number and (ids := next(self.ids, None)) is not None:
-            found.append(np.array(ids, np.int32))
-        joined = np.concatenate(found)
-        self.pending = joined[number:]
-        return joined[:number]
-
-    def put_back(self, tokens: np.ndarray) -> None:
-        """Puts back tokens that `next_tokens` has returned: it returns them again."""
-        self.pending = np.concatenate([tokens, self.pending])
-
-
 class Reading:
-    """Reads texts into the memory of a folder, `piece` tokens at a time.
+    """Reads texts into the memory of a folder.
 
-    num_read: number of tokens of the texts that the memory has read. finished: True once all texts have been read.
+    digests: SHA-256 of each text that was begun. num_read: number of tokens read of the last one.
     """
 
-    def __init__(self, model: PreTrainedModel, folder: Path, stream: TokenStream, piece: int):
-        self.model, self.folder, self.stream, self.piece = model, folder, stream, piece
+    def __init__(self, model: PreTrainedModel, folder: Path):
+        self.model, self.folder = model, folder
         self.fingerprint = fingerprint_for_memories(model)  # hashes all weights of a Titans: once, not at every save
-        self.num_read, self.finished, self.digest = 0, False, hashlib.sha256()
+        self.digests, self.num_read = [], 0
         self.cache = new_cache(model)
         self.cache.seen_in_folders[folder.resolve()] = None  # a memory of another process is not replaced
 
-    def resume(self, append: bool) -> None:
-        """Loads the memory of the folder, if it has one, and skips the tokens that it has read. With `append` it skips
-        tokens only if TEXT is the text that the memory has read last, or begins with the part that the memory has read.
+    def resume(self, texts: list[str], append: bool) -> None:
+        """Loads the memory of the folder, if it has one. If the texts begin with the texts of its last reading, this
+        reading goes on there.
 
-        Raises ValueError if it has read other texts, unless `append` is set.
+        Raises ValueError if the memory has read other texts, unless `append` is set.
         """
         if not (self.folder / DESCRIPTION).exists():
             return
         self.cache = load_cache(self.folder, self.model, self.fingerprint)
-        before = read_before(self.cache.about)
-        if before is None:
-            if append:
-                return
-            raise ValueError(f"--memory {self.folder} was not made by reading texts: give --append to read on")
-        tokens = self.stream.next_tokens(before["tokens"])
-        more = self.stream.next_tokens(1)
-        self.stream.put_back(more)
-        same = hashlib.sha256(tokens.astype("<i4").tobytes()).hexdigest() == before["sha256"]
-        if same and not (append and before["finished"] and len(more)):
-            self._count(tokens)
-        elif append:
-            self.stream.put_back(tokens)
-        else:
+        digests, num_read = read_before(self.cache.about)
+        if digests and digests == [digest_of(text) for text in texts[: len(digests)]]:
+            self.digests, self.num_read = digests, num_read
+        elif not append:
+            made = f"has read {len(digests):,} other texts" if digests else "was not made by reading texts"
             raise ValueError(
-                f"--memory {self.folder} has read {before['tokens']:,} tokens of other texts: give the texts that it "
-                "has read, or --append to read other texts after them"
+                f"--memory {self.folder} {made}: give the texts that it has read, or --append to read TEXT after them"
             )
 
-    def read(self) -> bool:
-        """Reads the next tokens; returns False if there were none."""
-        tokens = self.stream.next_tokens(self.piece)
-        if len(tokens):
-            ids = torch.tensor(tokens[None], dtype=torch.int64, device=self.model.device)
-            with torch.inference_mode():
-                self.model(ids, cache=self.cache, use_cache=True, logits_to_keep=1).logits.cpu()  # waits for a GPU
-            self._count(tokens)
-        self.finished = not len(tokens)
-        return not self.finished
+    def pieces(self, texts: list[str], tokenize: Any, size: int) -> Iterator[tuple[Tensor, float]]:
+        """Yields the ids (T,) of at most `size` tokens that were not read yet, and how many letters they are."""
+        for number, text in enumerate(texts):
+            if number < len(self.digests) - 1:
+                continue
+            if number == len(self.digests):
+                self.digests, self.num_read = [*self.digests, digest_of(text)], 0
+            ids = torch.tensor(tokenize("\n" * (number > 0) + text), dtype=torch.int64)
+            for piece in ids[self.num_read :].split(size):
+                yield piece, len(text) * len(piece) / len(ids) if len(ids) else 0.0
 
-    def _count(self, tokens: np.ndarray) -> None:
-        self.digest.update(tokens.astype("<i4").tobytes())
-        self.num_read += len(tokens)
+    def read(self, ids: Tensor) -> None:
+        """Reads ids (T,) of the last text into the memory."""
+        with torch.inference_mode():
+            ids = ids[None].to(self.model.device)
+            self.model(ids, cache=self.cache, use_cache=True, logits_to_keep=1).logits.cpu()  # waits for a GPU
+        self.num_read += ids.shape[1]
 
     def save(self) -> None:
         """Saves the memory, with a record of the texts that it has read."""
-        record = {"tokens": self.num_read, "sha256": self.digest.hexdigest(), "finished": self.finished}
-        self.cache.about["reading"] = record
+        self.cache.about["reading"] = {"texts": self.digests, "tokens": self.num_read}
         self.cache.save_pretrained(self.folder, self.model, model_fingerprint=self.fingerprint)
 
 
-def read_before(about: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the record of `Reading.save`: the number of tokens read of the last texts, their digest, and whether all
-    were read. None for a memory without a record. Raises ValueError for a damaged record.
+def digest_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_before(about: dict[str, Any]) -> tuple[list[str], int]:
+    """Returns the record of `Reading.save`: the digests of the last texts, and the tokens read of the last of them. A
+    memory without a record has read no text. Raises ValueError for a damaged record.
     """
-    reading = about.get("reading")
-    if reading is None:
-        return None
-    types = {"tokens": int, "sha256": str, "finished": bool}
-    if not isinstance(reading, dict) or any(type(reading.get(name)) is not kind for name, kind in types.items()):
-        raise ValueError(f"the memory's `about` is damaged: its reading is {reading!r:.80}")
-    return reading
+    reading = about.get("reading") or {"texts": [], "tokens": 0}
+    match reading:
+        case {"texts": [*digests], "tokens": int(num_read)}:
+            return digests, num_read
+    raise ValueError(f"the memory's `about` is damaged: its reading is {reading!r:.80}")
 
 
 def num_listed(cache: AnyCache) -> int | None:
@@ -168,11 +121,6 @@ def num_listed(cache: AnyCache) -> int | None:
     if (positions := getattr(cache, "state", {}).get("list.positions")) is None or positions[0, 0] < 0:
         return None
     return int(cache.seen[0] - positions[0, 0])
-
-
-def size_of(files: list[Path | None]) -> int | None:
-    """Returns the bytes of all files; None if one is standard input or another pipe."""
-    return sum(file.stat().st_size for file in files) if all(file and file.is_file() for file in files) else None
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -192,18 +140,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> Reading:
     args = parse(argv)
-    files = list_texts(args.texts, args.suffixes)
+    texts = [read_text(file, "TEXT") for file in list_texts(args.texts, args.suffixes)]
+    if not any(texts):
+        raise ValueError(f"TEXT {' '.join(args.texts)} holds no text")
     model, tokenizer = load_with_memory(args)
-    stream = TokenStream(files, tokenizer)
-    reading = Reading(model, args.memory, stream, args.piece)
-    reading.resume(args.append)
-    before = f"; {reading.num_read:,} tokens have been read before" if reading.num_read else ""
-    print(f"reading {len(files):,} text{'s'[: len(files) > 1]}{before}", file=sys.stderr)
-    skipped, saved_at, warned = reading.num_read, time.monotonic(), False
-    with tqdm(total=size_of(files), unit="B", unit_scale=True, desc="reading") as bar:
-        while reading.read():
-            bar.update(stream.num_bytes - bar.n)
-            bar.set_postfix_str(f"{reading.num_read:,} tokens")
+    reading = Reading(model, args.memory)
+    reading.resume(texts, args.append)
+    print(f"reading {len(texts):,} text{'s'[: len(texts) > 1]}", file=sys.stderr)
+    num_tokens, saved_at, warned = 0, time.monotonic(), False
+    with tqdm(total=sum(map(len, texts)), unit=" letters", unit_scale=True, desc="reading") as bar:
+        for piece, letters in reading.pieces(texts, lambda text: encode(tokenizer, text).input_ids, args.piece):
+            reading.read(piece)
+            num_tokens += len(piece)
+            bar.update(letters)
+            bar.set_postfix_str(f"{num_tokens:,} tokens")
             if not warned and (listed := num_listed(reading.cache)) is not None:
                 warned = True
                 tqdm.write(
@@ -214,10 +164,8 @@ def main(argv: list[str] | None = None) -> Reading:
             if time.monotonic() - saved_at >= args.save_seconds:
                 reading.save()
                 saved_at = time.monotonic()
-    if not reading.num_read:
-        raise ValueError(f"TEXT {' '.join(args.texts)} holds no text")
     reading.save()
-    if 0 < skipped == reading.num_read:
+    if not num_tokens:
         print("All of TEXT had been read already. To read it again, give it twice, without --append.", file=sys.stderr)
     return reading
 

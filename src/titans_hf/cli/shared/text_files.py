@@ -1,5 +1,6 @@
 """Lists the files of a folder by their suffix, and reads them."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,8 +50,17 @@ def _visible_files(folder: Path) -> list[Path]:
 
 
 def read_text(file: Path, argument: str) -> str:
-    """Reads a file in UTF-8, without its byte order mark. Raises ValueError, naming the file, for another encoding."""
+    r"""Reads a file, or standard input for "-", in UTF-8, without its byte order mark and with line ends \n.
+
+    Raises ValueError, naming the file, for another encoding.
+    """
+    data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
     try:
-        return file.read_text(encoding="utf-8-sig")
+        return normalize_newlines(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ValueError(f"{argument} {file} is not UTF-8: {error}") from error
+
+
+def normalize_newlines(text: str) -> str:
+    r"""Replaces the line ends \r\n and \r by \n, as Python's text mode does."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")

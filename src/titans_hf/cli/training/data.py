@@ -17,8 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from titans_hf.cli.shared.hub import go_offline_without_network
-from titans_hf.cli.shared.text_files import describe_files, find_files
-from titans_hf.cli.shared.text_ids import encode, normalize_newlines
+from titans_hf.cli.shared.text_files import describe_files, find_files, normalize_newlines
+from titans_hf.cli.shared.text_ids import encode
 from titans_hf.cli.training.arguments import RunArguments
 from titans_hf.cli.training.tokenizer import FIRST_BYTE, is_byte_tokenizer
 
