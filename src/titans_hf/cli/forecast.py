@@ -48,7 +48,7 @@ TRAINING = {  # options: their defaults and helps
     "patience": (3, "evaluations without a lower validation loss that end the training"),
     "seed": (0, "seed of the weights and of the order of windows"),
 }
-ERRORS = ["mean absolute error", "of the last value repeated"]
+SPANS = {"1D": "day", "7D": "week"}
 MOST_PANELS = 8  # channels that are drawn
 
 
@@ -97,20 +97,33 @@ def check_args(args: argparse.Namespace) -> None:
 
 @torch.inference_mode()
 def absolute_errors(
-    model: TitansForTimeSeriesPrediction, windows: Windows, scaling: Scaling, batch_size: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the mean absolute error (C,) of each channel, of the model and of the last value repeated, in the units
-    of the series. It needs the memory of `batch_size` windows.
+    model: TitansForTimeSeriesPrediction, windows: Windows, scaling: Scaling, batch_size: int, repeats: dict[int, str]
+) -> pd.DataFrame:
+    """Returns the mean absolute error of each channel (rows) in the units of the series, of the model and of the last
+    rows repeated: of `repeats`, numbers of rows with their names, the number with the least error. It needs the memory
+    of `batch_size` windows.
     """
     model.eval()
-    sums = torch.zeros(2, windows.values.shape[1], dtype=torch.float64)
+    sums, steps = torch.zeros(1 + len(repeats), windows.values.shape[1], dtype=torch.float64), range(windows.horizon)
     for batch in torch.utils.data.DataLoader(windows, batch_size):
         past, position = (batch[name].to(model.device) for name in ("past_values", "cycle_position"))
+        now = batch["cycle_position"][:, None] + windows.look_back
+        guesses = [windows.values[now - n + torch.tensor(steps) % n] for n in repeats]  # (B, horizon, C) each
         forecast = model(past, cycle_position=position).prediction_outputs.cpu()
-        for row, guess in enumerate((forecast, batch["past_values"][:, -1:])):
+        for row, guess in enumerate([forecast, *guesses]):
             sums[row] += (guess - batch["future_values"]).abs().double().sum((0, 1))
-    model_error, last_error = (sums / (len(windows) * windows.horizon)).numpy() * scaling.std
-    return model_error, last_error
+    best = int(sums[1:].mean(1).argmin())
+    errors = (sums[[0, 1 + best]] / (len(windows) * windows.horizon)).numpy() * scaling.std
+    return pd.DataFrame(errors.T, columns=["mean absolute error", f"of the last {[*repeats.values()][best]} repeated"])
+
+
+def rows_to_repeat(series: pd.DataFrame, cycle_length: int, most: int) -> dict[int, str]:
+    """Returns the numbers of rows, at most `most`, that a simple forecast repeats, with their names: the last value, a
+    cycle, a day and a week.
+    """
+    step = pd.Timedelta(np.median(np.diff(series.index)))
+    spans = {round(pd.Timedelta(span) / step): name for span, name in SPANS.items()}
+    return {n: name for n, name in ({cycle_length: "cycle"} | spans | {1: "value"}).items() if 1 <= n <= most}
 
 
 def train(args: argparse.Namespace, series: pd.DataFrame) -> tuple[TitansForTimeSeriesPrediction, dict[str, Any]]:
@@ -150,11 +163,12 @@ def train(args: argparse.Namespace, series: pd.DataFrame) -> tuple[TitansForTime
     }
     model.save_pretrained(args.output)
     (args.output / FACTS).write_text(json.dumps(facts) + "\n", encoding="utf-8")
-    errors = pd.DataFrame(absolute_errors(model, validation, scaling, args.batch_size), ERRORS, list(series)).T
+    repeats = rows_to_repeat(series, args.cycle_length, validation.rows.start)
+    errors = absolute_errors(model, validation, scaling, args.batch_size, repeats).set_index(series.columns)
     lines = [[name, *(f"{error:.4g}" for error in row)] for name, *row in errors.itertuples()]
-    print(markdown_table(["column", *ERRORS], lines), flush=True)
-    if worse := errors.index[errors[ERRORS[0]] > errors[ERRORS[1]]].tolist():
-        print(f"the model is worse than the last value repeated for: {', '.join(worse)}", flush=True)
+    print(markdown_table(["column", *errors], lines), flush=True)
+    if worse := errors.index[errors.iloc[:, 0] > errors.iloc[:, 1]].tolist():
+        print(f"the model's error is larger for: {', '.join(worse)}", flush=True)
     return model, facts
 
 
@@ -188,7 +202,8 @@ def select_columns(series: pd.DataFrame, facts: dict[str, Any], args: argparse.N
 def forecast(
     model: TitansForTimeSeriesPrediction, facts: dict[str, Any], series: pd.DataFrame, horizon: int | None
 ) -> pd.DataFrame:
-    """Returns the rows that follow the series, in its units; the index has their times.
+    """Returns the rows that follow the series, in its units, to six digits of a channel's deviation; the index has
+    their times.
 
     They are made from the last rows, as many as in training. Raises ValueError for a horizon that the model cannot
     reach.
@@ -203,13 +218,16 @@ def forecast(
         future = model.generate(past, horizon, cycle_position=position).sequences
     except ValueError as error:
         raise ValueError(f"--horizon {horizon}: {error}") from error
-    values = scaling.unscale(future[0].cpu())
+    digits = 5 - np.floor(np.log10(scaling.std)).astype(int)
+    values = np.stack([x.round(n) for x, n in zip(scaling.unscale(future[0].cpu()).T, digits, strict=True)], axis=1)
     times = pd.date_range(end, periods=len(values) + 1, freq=step)[-len(values) :]
     return pd.DataFrame(values, times.rename(series.index.name), series.columns)
 
 
-def draw(future: pd.DataFrame, series: pd.DataFrame, path: Path) -> None:
-    """Draws the end of the series and its forecast, a panel for each channel; one legend stands above all panels."""
+def draw(future: pd.DataFrame, before: pd.DataFrame | None, series: pd.DataFrame, path: Path) -> None:
+    """Draws the end of the series, its forecast and `before`, the forecast of the series' own last rows from the rows
+    before them, a panel for each channel; one legend stands above all panels.
+    """
     names = series.columns[:MOST_PANELS]
     measured = series[-max(2 * len(future), 96) :]
     figure = Figure(figsize=(9, 1 + 2.2 * len(names)), layout="constrained")
@@ -219,8 +237,11 @@ def draw(future: pd.DataFrame, series: pd.DataFrame, path: Path) -> None:
             *axes.plot(measured.index, measured[name], color="gray", label="measured"),
             *axes.plot(future.index, future[name], color="tab:red", label="forecast"),
         ]
+        if before is not None:
+            label = "forecast of the last measured rows from those before"
+            lines += axes.plot(before.index, before[name], color="tab:red", linestyle=":", label=label)
         axes.set_title(name, loc="left", parse_math=False)
-    figure.legend(handles=lines, loc="outside upper right", ncols=2, frameon=False)
+    figure.legend(handles=lines, loc="outside upper right", ncols=3, frameon=False)
     panels[-1].tick_params(axis="x", rotation=30)
     figure.savefig(path, dpi=120)
 
@@ -237,10 +258,13 @@ def main(argv: list[str] | None = None) -> None:
     if (row := uneven_step(series.index)) is not None:
         print(f"DATA {args.data}: row {row} is not at the usual step: rows are taken as if none were missing")
     future = forecast(model, facts, series, args.horizon)
+    rest, before = series[: -len(future)], None
+    if len(rest) >= model.config.context_length:
+        before = forecast(model, facts, rest, len(future))
     args.output.mkdir(parents=True, exist_ok=True)
     table, picture = args.output / TABLE, args.output / PICTURE
     future.to_csv(table, float_format="%.15g")
-    draw(future, series, picture)
+    draw(future, before, series, picture)
     print(f"{len(future)} rows from {future.index[0]} to {future.index[-1]}\n{table}\n{picture}")
 
 
