@@ -10,6 +10,7 @@ step are by default as in the Titans paper (arXiv 2501.00663, first version, sec
 import gc
 import math
 import os
+import sys
 import time
 from functools import partial
 
@@ -31,7 +32,7 @@ from titans_hf.cli.shared import checkpoints
 from titans_hf.cli.shared.argument_checks import check_minimums
 from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.training.arguments import RunArguments, show_help
-from titans_hf.cli.training.checkpoints import RunFacts, find_checkpoint
+from titans_hf.cli.training.checkpoints import RunFacts, find_checkpoint, how_to_go_on
 from titans_hf.cli.training.data import Blocks, PackedBlocks, RepeatedPassages, collate, load_blocks
 from titans_hf.cli.training.model import freeze_all_but_memory, load_config
 from titans_hf.cli.training.run_folder import CardTrainer, describe, save_results
@@ -135,7 +136,11 @@ def train(argv: list[str] | None) -> dict[str, float]:
     if training.push_to_hub and trainer.is_world_process_zero():
         # With the configuration comes the code, which a push during the training needs.
         trainer.model.config.save_pretrained(training.output_dir)
-    trainer.train(resume_from_checkpoint=checkpoint)
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    except KeyboardInterrupt:
+        trainer.accelerator.print(how_to_go_on(trainer.state.global_step, training), file=sys.stderr)
+        raise
     metrics = save_results(trainer, record)
     if training.push_to_hub:
         trainer.push_to_hub()

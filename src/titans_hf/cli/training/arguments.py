@@ -9,6 +9,7 @@ from typing import Any, Literal
 from titans_hf.cli.shared.command_line import HelpFormatter
 
 HELP_ALL = "--help_all"
+USAGE = "titans-hf train --train_data DATA --output_dir FOLDER [options]"
 
 
 def option(help: str, default: Any = MISSING) -> Any:
@@ -60,7 +61,9 @@ class RunArguments:
         "reason to recall (docs/train.md); 0 for none.",
         0.0,
     )
-    max_minutes: float | None = option("Stop, evaluate and save after this time; the schedule does not change.", None)
+    max_minutes: float | None = option(
+        "Stop, evaluate and save after this time. The learning rate's schedule does not change; the card says so.", None
+    )
     license: str | None = option("Licence of the weights for the model card, as the Hub names it (cc-by-4.0).", None)
 
 
@@ -98,7 +101,7 @@ def show_help(description: str, argv: list[str] | None) -> None:
         return
     others = ", ".join(f"--{name} {value}" for name, value in (PAPER | OURS).items() if value is not None)
     parser = ArgumentParser(
-        usage="titans-hf train --train_data DATA --output_dir FOLDER [options]",
+        usage=USAGE,
         description=description,
         epilog=textwrap.fill(f"Options of TrainingArguments that have another default here: {others}.", 100),
         formatter_class=HelpFormatter,

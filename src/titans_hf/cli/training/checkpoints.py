@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 FEW_STEPS = 100
 RECORD = "run.json"  # the file that a run writes once it has ended
@@ -74,3 +74,12 @@ def find_checkpoint(args: TrainingArguments) -> str | None:
             reason = f"it holds no readable {TRAINER_STATE_NAME}, which is written last"
             warnings.warn(f"{checkpoint} is incomplete and skipped: {reason}", stacklevel=2)
     raise FileNotFoundError(f"--resume_from_checkpoint {wanted}: no complete checkpoint (--output_dir {folder})")
+
+
+def how_to_go_on(step: int, args: TrainingArguments) -> str:
+    """Says what an interrupted run has lost, and by which option the same command goes on."""
+    last = get_last_checkpoint(args.output_dir)
+    if last is None:
+        return f"stopped at step {step}, before the first checkpoint: the run begins anew (--save_steps saves sooner)"
+    lost = step - int(PATTERN.fullmatch(Path(last).name)[1])
+    return f"stopped at step {step}: the same command with --resume_from_checkpoint true goes on, {lost} steps are lost"

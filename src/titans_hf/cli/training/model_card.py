@@ -10,6 +10,7 @@ from titans_hf.cli.shared.cards import fill_template
 from titans_hf.cli.shared.markdown_tables import markdown_table
 from titans_hf.configuration_titans import TitansConfig, field_facts
 
+LOSSES = "losses.png"  # the picture of the losses
 PROCEDURE = "## Training procedure"  # Trainer's section of hyperparameters, results and versions
 
 
@@ -20,6 +21,8 @@ def fill_card(card: ModelCard, config: TitansConfig, record: dict) -> ModelCard:
     card.data.pipeline_tag, card.data.tags = "text-generation", [config.model_type, config.variant]
     card.data.datasets = record["hub"] or None
     labels = {"eval_loss": "nats per token", "eval_perplexity": "perplexity", "eval_bits_per_byte": "bits per byte"}
+    labels["eval_loss_memory_off"] = "nats per token with the memory off"
+    stopped = f" (stopped; {record['planned_steps']:,} were planned)" * (record["steps"] < record["planned_steps"])
     facts = {
         x: fact for x, fact in field_facts(TitansConfig).items() if fact["card"] and config.variant in fact["variants"]
     }
@@ -36,6 +39,8 @@ def fill_card(card: ModelCard, config: TitansConfig, record: dict) -> ModelCard:
         train=escape(record["train_data"]),
         tokens=record["tokens_seen"],
         steps=record["steps"],
+        stopped=stopped,
+        losses=LOSSES,
         block_length=record["block_length"],
         best=f" The weights are of step {best:,}, the best in evaluation." if best else "",
         evaluated_on=escape(record["eval_data"]) + " (held out)" * record["held_out"],

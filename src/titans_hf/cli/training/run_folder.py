@@ -7,12 +7,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from huggingface_hub import ModelCard
+from matplotlib.figure import Figure
 from transformers import Trainer
 
+from titans_hf.cli.shared.figures import save_figure
 from titans_hf.cli.training.arguments import RunArguments
 from titans_hf.cli.training.checkpoints import RECORD
 from titans_hf.cli.training.data import Blocks, count_tokens
-from titans_hf.cli.training.model_card import fill_card
+from titans_hf.cli.training.model_card import LOSSES, fill_card
 from titans_hf.cli.training.trainer_arguments import TrainingArguments
 
 
@@ -42,11 +44,25 @@ class CardTrainer(Trainer):
             return
         file, config = Path(self.args.output_dir) / "README.md", self.model.config
         record = json.loads(file.with_name(RECORD).read_text())
-        for log in [log for log in self.state.log_history if "train_loss" not in log]:
+        # A resumed run's first logs come sorted from a file. The table has the columns of its first line in all lines.
+        history = self.state.log_history = [dict(sorted(log.items())) for log in self.state.log_history]
+        for log in [log for log in history if "train_loss" not in log]:
             log.pop("train_runtime", None)  # Trainer takes the first log with it for the last: its table would be empty
         super().create_model_card(*args, **kwargs | {"license": record["license"]})
         if config.model_type == "titans":
+            draw_losses(history, file.with_name(LOSSES))
             fill_card(ModelCard.load(file), config, record).save(file)
+
+
+def draw_losses(history: list[dict[str, float]], path: Path) -> None:
+    """Draws the losses of a run's logs by step."""
+    figure = Figure(figsize=(8, 3.5), layout="constrained")
+    axes = figure.subplots()
+    for key, label in {"loss": "training", "eval_loss": "evaluation"}.items():
+        logs = [log for log in history if key in log]
+        axes.plot([log["step"] for log in logs], [log[key] for log in logs], label=label)
+    axes.set(xlabel="step", ylabel="nats per token")
+    save_figure(figure, path)
 
 
 def public_name(source: str | None) -> str | None:
@@ -77,6 +93,10 @@ def save_results(trainer: CardTrainer, record: dict) -> dict[str, float]:
     trainer.save_model(_internal_call=True)  # an external call would push the unfinished folder
     trainer.save_state()
     metrics = trainer.evaluate()
+    if hasattr(trainer.model, "set_memory_learning"):
+        trainer.model.set_memory_learning(False)
+        metrics["eval_loss_memory_off"] = trainer.evaluate(metric_key_prefix="memory_off")["memory_off_loss"]
+        trainer.model.set_memory_learning(True)
     trainer.log_metrics("eval", metrics)
     trainer.save_metrics("eval", metrics)
     if trainer.is_world_process_zero():
@@ -85,6 +105,7 @@ def save_results(trainer: CardTrainer, record: dict) -> dict[str, float]:
             "model_type": trainer.model.config.model_type,
             "parameters": trainer.model.num_parameters(),
             "steps": state.global_step,
+            "planned_steps": state.max_steps,
             "best_step": state.best_global_step if args.load_best_model_at_end else None,
             "tokens_seen": state.num_input_tokens_seen,
             "metrics": metrics,
