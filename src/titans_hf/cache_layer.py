@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from .memory_state import MemoryState, map_tensors, named_tensors, tensors_of, where_rows
+from .memory_state import MemoryState, map_tensors, named_tensors, shapes_of, tensors_of, where_rows
 from .token_grid import Columns, pad_before
 
 
@@ -66,6 +66,8 @@ class LayerState:
     conv_state: Tensor
     kv_cache: KeyValueCache | WindowCache | None = None
     segment_weights: tuple[Tensor, ...] = ()
+
+    __repr__ = shapes_of
 
     def map(self, fn: Callable[..., Tensor], *others: "LayerState") -> "LayerState":
         """Applies `fn` to every tensor, with the tensors of `others` as further arguments."""

@@ -87,6 +87,11 @@ class TitansCache(Cache):
         state = self.layers[layer].state
         return () if state is None else state.memory.weights
 
+    def memory_momentum(self, layer: int) -> tuple[Tensor, ...]:
+        """Returns the momentum of the weights that `memory_weights` returns; empty without momentum."""
+        state = self.layers[layer].state
+        return () if state is None else state.memory.momentum
+
     def __repr__(self) -> str:
         if self.batch_size == -1:
             read = "nothing read yet"

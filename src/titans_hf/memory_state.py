@@ -33,6 +33,11 @@ def named_tensors(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from named_tensors(child, f"{path}.{name}" if path else str(name))
 
 
+def shapes_of(tree: Any) -> str:
+    """Formats the class of a tree with the names and shapes of its tensors, in place of their numbers."""
+    return f"{type(tree).__name__}({', '.join(f'{name} {tuple(x.shape)}' for name, x in named_tensors(tree))})"
+
+
 def tensors_of(tree: Any) -> list[Tensor]:
     """Returns the tensors of a tree, in the order in which `with_tensors` takes them."""
     return [x for _, x in named_tensors(tree)]
@@ -62,6 +67,8 @@ class MemoryState:
     momentum: tuple[Tensor, ...]
     anchor: tuple[Tensor, ...]
     num_seen: Tensor | None = None
+
+    __repr__ = shapes_of
 
     @classmethod
     def initial(

@@ -259,7 +259,12 @@ class NeuralMemory(nn.Module):
         hidden_states (B, T, hidden), T at least 1; state: returned by the call before, None before the first token.
         Returns the output (B, T, hidden) and the state after the last token, in float32 at least. `state` is not
         changed: several calls can continue it. `state.map(Tensor.detach)` cuts the graph of a training step.
+
+        Raises ValueError for hidden_states of another shape.
         """
+        size, shape = self.config.hidden_size, tuple(hidden_states.shape)
+        if len(shape) != 3 or shape[1] < 1 or shape[2] != size:
+            raise ValueError(f"`hidden_states` must be (batch, tokens, {size}) by `hidden_size`, but is {shape}.")
         if state is None:
             memory = self.initial_state(len(hidden_states), hidden_states.dtype)
             state = LayerState(memory, self.initial_conv_state(memory, hidden_states.dtype))

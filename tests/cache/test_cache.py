@@ -102,6 +102,7 @@ def test_weights_of_the_memory():
     read(model, make_ids(2, 9), None, cache)
     weights = cache.memory_weights(1)
     assert [x.shape[:2] for x in weights] == [(2, 4)] * model.config.memory_depth
+    assert [x.shape for x in cache.memory_momentum(1)] == [x.shape for x in weights] * model.config.memory_momentum
     kept = [x.clone() for x in weights]
     read(model, make_ids(2, 1), None, cache)
     assert all(map(torch.equal, weights, kept)) and not torch.equal(cache.memory_weights(1)[0], kept[0])

@@ -1,5 +1,6 @@
 """README and docs: links have a target, and commands and Python blocks run unchanged."""
 
+import inspect
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from series_files import write_series
 from served import free_port
 from transformers import AutoModelForCausalLM
 
-from scripts import api_page
+import titans_hf
 from titans_hf.cli import demo
 
 ROOT = Path(__file__).parents[2]
@@ -167,9 +168,12 @@ def test_an_entry_of_the_log_is_short():
         assert len(heading) <= 80 and len(words) <= 60 and re.fullmatch(r"`[0-9a-f]{7,}`", commit), heading
 
 
-def test_the_api_page_is_of_these_docstrings():
-    """docs/api.md is what `python -m scripts.api_page` prints."""
-    assert (ROOT / "docs" / "api.md").read_text(encoding="utf-8") == api_page.page(), "run it again"
+def test_the_api_page_has_every_public_name():
+    """docs/api.md has every public name, and every argument of `remember`."""
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    arguments = [f"| `{name}` |" for name in inspect.signature(titans_hf.remember).parameters]
+    assert not [name for name in arguments if name not in page]
+    assert not [name for name in titans_hf.__all__ if not re.search(rf"`{name}\b", page)]
 
 
 def test_blocks_are_of_languages_that_are_run():

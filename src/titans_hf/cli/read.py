@@ -83,8 +83,8 @@ class Reading:
             if number == len(self.digests):
                 self.digests, self.num_read = [*self.digests, digest_of(text)], 0
             ids = torch.tensor(tokenize("\n" * (number > 0) + text), dtype=torch.int64)
-            for piece in ids[self.num_read :].split(size):
-                yield piece, len(text) * len(piece) / len(ids) if len(ids) else 0.0
+            while len(piece := ids[self.num_read : self.num_read + size]):  # `read` counts its tokens
+                yield piece, len(text) * len(piece) / len(ids)
 
     def read(self, ids: Tensor) -> None:
         """Reads ids (T,) of the last text into the memory."""

@@ -93,8 +93,8 @@ def make_trainer(
     if run.repeat_passages:
         if not isinstance(train_data, PackedBlocks):
             raise ValueError(
-                f"--repeat_passages must be 0 with --streaming and for rows of input_ids, but is {run.repeat_passages}: "
-                "it makes blocks of texts anew"
+                f"--repeat_passages must be 0 with --streaming and for rows of input_ids, but is "
+                f"{run.repeat_passages}: it makes blocks of texts anew"
             )
         train_data = RepeatedPassages(train_data, run.repeat_passages, training.seed)
     set_seed(training.seed)
