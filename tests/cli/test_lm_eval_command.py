@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from byte_model import save_byte_model
+from datasets.exceptions import DatasetGenerationError
 
 import titans_hf_console as console
 from titans_hf import TitansConfig, TitansModel
@@ -41,6 +42,21 @@ def test_a_prompt_is_read_whole_in_constant_memory(monkeypatch, tmp_path):
     *pieces, _ = [size for size in calls if size > 1]
     assert len(prompt) > 3000 and max(calls) == 512 and pieces == [512] * len(pieces)
     assert len(prompt) <= sum(calls) <= len(prompt) + NUM_NEW
+
+
+def test_a_task_without_rows_is_one_line(monkeypatch, capsys):
+    """A task's data file that holds no rows ends in one line."""
+    pytest.importorskip("lm_eval")
+    from titans_hf.cli import lm_eval_command
+
+    def without_rows():
+        raise DatasetGenerationError("An error occurred") from ValueError("no rows")
+
+    monkeypatch.setattr(lm_eval_command, "cli_evaluate", without_rows)
+    monkeypatch.setattr(sys, "argv", ["titans-hf", "lm-eval", "run"])
+    with pytest.raises(SystemExit):
+        console.main()
+    assert capsys.readouterr().err.endswith("error: the data of a task cannot be read: no rows\n")
 
 
 def test_the_limit_is_no_field_of_the_configuration(tmp_path):
