@@ -43,6 +43,14 @@ def test_help_of_all_options(capsys):
         assert not ended.value.code and "--block_length" in text and ("--torch_compile_backend" in text) == has_all
 
 
+def test_an_error_of_arguments_is_two_lines(capsys):
+    """A missing option ends in a line of usage and a line that names it, not under all options."""
+    with pytest.raises(SystemExit):
+        train.main(["--output_dir", "out"])
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage.startswith("usage: titans-hf train ") and "--train_data" in error
+
+
 def test_paper_defaults(options):
     """Defaults are the paper's learning rate, weight decay, schedule, optimizer and tokens per step."""
     parser = make_parser()

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from tiny_run import LLAMA, SHORT, TITANS, StopAt, losses
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from titans_hf.cli import train
@@ -38,6 +38,7 @@ def test_time_limit_stops_evaluates_and_saves(options, tmp_path):
     train.main(options(max_minutes=1e-9))
     assert get_last_checkpoint(tmp_path / "out").endswith("checkpoint-1")
     assert [step for step, _ in losses(tmp_path / "out", "eval_loss")] == [1]
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["planned_steps"] == 8
 
 
 def test_what_is_resumed(options, tmp_path):
@@ -62,6 +63,31 @@ def test_what_is_resumed(options, tmp_path):
     assert json.loads(run.read_text())["steps"] == 2
     train.main(options(TITANS, **again))
     assert json.loads(run.read_text())["steps"] == 4
+    table = (tmp_path / "out" / "README.md").read_text().split("### Training results")[1]
+    heading, _, *rows = [line.split("|") for line in table.splitlines() if "|" in line]
+    column = [name.strip() for name in heading].index("Validation Loss")
+    shown = [float(row[column]) for row in rows]  # of the checkpoint's logs and of the new ones
+    assert shown == pytest.approx([x for _, x in losses(tmp_path / "out", "eval_loss")], abs=1e-4) and len(shown) == 2
+
+
+class Interrupt(TrainerCallback):
+    """Stands in for TimeLimit: Ctrl-C after the third step."""
+
+    def __init__(self, minutes):
+        pass
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_says_how_to_go_on(options, monkeypatch, capsys):
+    """Ctrl-C ends with the option that goes on, and the steps that are lost."""
+    monkeypatch.setattr(train, "TimeLimit", Interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train.main(options(LLAMA, max_minutes=1, save_steps=2, eval_steps=2))
+    said = "stopped at step 3: the same command with --resume_from_checkpoint true goes on, 1 steps are lost\n"
+    assert capsys.readouterr().err.endswith(said)
 
 
 def test_a_checkpoint_that_was_cut_off_is_skipped(options, tmp_path):

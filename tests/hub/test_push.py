@@ -77,6 +77,9 @@ def test_the_folder_of_a_run(options, tmp_path, texts):
         f"From scratch on texts: {record['tokens_seen']:,} tokens in 2 steps, in blocks of 32.",
         f"Evaluated on c.txt, {record['eval_tokens']:,} tokens: nats per token {metrics['eval_loss']:.4f}, ",
         'from_pretrained("someone/small", trust_remote_code=True)',
+        f"nats per token with the memory off {metrics['eval_loss_memory_off']:.4f}",
+        "![Losses by step](losses.png)",
+        "do_sample=True",
         "Weights: cc-by-4.0.",
     ):
         assert text in card.text, text
