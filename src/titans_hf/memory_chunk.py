@@ -15,7 +15,7 @@ after it.
 
 From chunk to chunk go only the deltas and the state. Everything else is computed for all chunks of the group at once,
 because larger products take less time: before the chunks the products of the gates, after them the reads, whose weights
-are known by then.
+are known by then. W and S of a layer are parts of one tensor, so that one product serves both.
 
 By eq. 16, all errors of a chunk are taken at the weights of its start: where the keys of several tokens agree, each of
 their steps corrects the whole error, and the sum of the steps overshoots. The delta rule (`UpdateRule.delta_rule`)
@@ -29,8 +29,9 @@ with beta, f and G after token i-1, and c_i = 2 / max(1, |h_i|^2). Divided by c_
 with 1 / c_i on its diagonal. A step of theta = 1/2 makes the memory return v_i for h_i (if |h_i| >= 1); smaller steps
 do not overshoot. With one layer and without momentum, this is the gated delta rule (arXiv 2412.06464).
 
-Shapes: ... or N batch and heads, P chunks of the group, C tokens of a chunk; weights (N, d_in, d_out). Tensors of the
-whole group have P * N in the place of N, chunk after chunk.
+Shapes: ... or N batch and heads, P chunks of the group, C tokens of a chunk; weights (N, d_in, d_out); M parts of a
+layer's state, its weights and, with momentum, its momentum. Tensors of the whole group have P * N in the place of N,
+chunk after chunk.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,26 +44,16 @@ from torch import Tensor
 from torch.linalg import solve_triangular
 from torch.nn.functional import pad
 
-from .memory_network import (
-    GradientFactors,
-    TokenNorms,
-    UpdateRule,
-    apply_layers,
-    gradient_factors,
-    single_layer_factors,
-    token_surprise,
-    with_last_deltas,
-)
-from .memory_state import MemorizeOutput, MemoryInputs, MemoryState, where_rows
+from .memory_network import Limits, UpdateRule, apply_layers, gradient_factors, token_surprise
+from .memory_state import MemorizeOutput, MemoryInputs, MemoryState, map_tensors, where_rows
 
 
 class GateProducts(NamedTuple):
     """Factors by which the start of a chunk and its tokens' gradients enter later weights and momenta."""
 
     gradient_to_weights: Tensor  # G (..., C, C): share of token i's gradient in the weights after token t
-    weights_decay: Tensor  # beta (..., C): share of the chunk-start weights in the weights after token t
+    start_to_weights: Tensor  # beta, f (..., C, M): shares of the chunk's start in the weights after token t
     # None without momentum:
-    momentum_to_weights: Tensor | None  # f (..., C): share of the chunk-start momentum in the weights after token t
     gradient_to_momentum: Tensor | None  # E_Ti theta_i (..., C): share of token i's gradient in the final momentum
     momentum_decay: Tensor | None  # m_T (...): share of the chunk-start momentum in the momentum at the chunk's end
 
@@ -100,143 +91,136 @@ def gate_products(
         retain_products = retain_products * filled[..., None, :]
     weights_decay = log_retain.cumsum(-1).exp()  # beta
     if log_momentum_decay is None:  # the gradients are the steps: E is the identity
-        products = GateProducts(retain_products * inner_lr[..., None, :], weights_decay, None, None, None)
+        products = GateProducts(retain_products * inner_lr[..., None, :], weights_decay[..., None], None, None)
         return products, (retain_products, retain_products, None, None)
     momentum_products = segment_products(log_momentum_decay)  # E
     first_decay = log_momentum_decay[..., :1].exp()  # times the first column of E it is m, and of R E it is f
     combined_products = retain_products @ momentum_products  # R E: (..., C, C) @ (..., C, C)
     products = GateProducts(
         gradient_to_weights=combined_products * inner_lr[..., None, :],  # G = (R E) diag(theta)
-        weights_decay=weights_decay,
-        momentum_to_weights=combined_products[..., 0] * first_decay,  # f = R m
+        start_to_weights=torch.stack([weights_decay, combined_products[..., 0] * first_decay], -1),  # f = R m
         gradient_to_momentum=momentum_products[..., -1, :] * inner_lr,  # E_T diag(theta)
         momentum_decay=momentum_products[..., -1, 0] * first_decay[..., 0],  # m_T
     )
     return products, (retain_products, combined_products, momentum_products, first_decay)
 
 
-class ChunkLayer(NamedTuple):
-    """One layer of the memory network in a chunk, or the gradients with respect to it.
-
-    offset (W), momentum (S) (N, d_in, d_out): at the chunk's start; the offset is the weights minus the decay target,
-    the momentum None without momentum.
-    inputs h (N, C, d_in), deltas (N, C, d_out): the factors of the tokens' gradients; deltas None before the delta rule
-    computes them.
-    decay_target (M_0) (N, d_in, d_out): the weights that forgetting decays to; None for 0.
-    """
-
-    offset: Tensor
-    momentum: Tensor | None
-    inputs: Tensor
-    deltas: Tensor | None
-    decay_target: Tensor | None
-
-
 class EndGates(NamedTuple):
     """The gate products after a chunk's last token: shares of the chunk's start and of the gradients in the end."""
 
-    weights_decay: Tensor  # beta_T (N, 1, 1)
-    gradient_to_weights: Tensor  # G_T (N, C, 1)
-    # None without momentum:
-    momentum_to_weights: Tensor | None  # f_T (N, 1, 1)
-    gradient_to_momentum: Tensor | None  # E_T theta (N, C, 1)
-    momentum_decay: Tensor | None  # m_T (N, 1, 1)
+    decay: Tensor  # beta_T, m_T (N, M, 1, 1)
+    momentum_to_weights: Tensor | None  # f_T (N, 1, 1); None without momentum
+    steps: Tensor  # G_T, E_T theta (N, C, M, 1)
 
     @classmethod
     def of(cls, gates: GateProducts) -> "EndGates":
         """Selects the products after the last token."""
-        of_weights = gates.weights_decay[..., -1:, None], gates.gradient_to_weights[..., -1, :, None]
+        decay, steps = gates.start_to_weights[..., -1, :1], gates.gradient_to_weights[..., -1, :, None]
         if gates.momentum_decay is None:
-            return cls(*of_weights, None, None, None)
-        of_momentum = gates.gradient_to_momentum[..., None], gates.momentum_decay[..., None, None]
-        return cls(*of_weights, gates.momentum_to_weights[..., -1:, None], *of_momentum)
+            return cls(decay[..., None, None], None, steps[..., None])
+        decay = torch.cat([decay, gates.momentum_decay[..., None]], -1)
+        steps = torch.cat([steps, gates.gradient_to_momentum[..., None]], -1)
+        return cls(decay[..., None, None], gates.start_to_weights[..., -1, 1, None, None], steps[..., None])
 
 
 class EarlierGates(NamedTuple):
     """The gate products before each token, which are the products after the token before it."""
 
     system: Tensor  # row i: G_{i-1} (N, C, C), 1/2 at column i and 0 from there on
-    weights_decay: Tensor  # beta (N, C, 1), 1 before the first token
-    momentum_to_weights: Tensor | None  # f (N, C, 1), 0 before the first token; None without momentum
+    start: Tensor  # beta, f (N, C, M, 1); before the first token 1 and 0
 
     @classmethod
     def of(cls, gates: GateProducts) -> "EarlierGates":
         """Shifts the products after each token by one token."""
-        f, system = gates.momentum_to_weights, pad(gates.gradient_to_weights, (0, 0, 1, -1))
+        system = pad(gates.gradient_to_weights, (0, 0, 1, -1))
         system.diagonal(dim1=-2, dim2=-1).fill_(0.5)
-        return cls(
-            system,
-            pad(gates.weights_decay, (1, -1), value=1.0)[..., None],
-            None if f is None else pad(f, (1, -1))[..., None],
-        )
+        start = pad(gates.start_to_weights, (0, 0, 1, -1))
+        start[..., 0, 0] = 1.0
+        return cls(system, start[..., None])
 
 
-class ChunkFactors(NamedTuple):
-    """The layers of the memory network in one chunk, the weights at which gradients were taken (empty if none were),
-    and the gradient factors. With the delta rule also the scores h h^T of the last layer's inputs and the lower
-    triangular matrix A of the system that its deltas solve, (N, C, C) each; None without the delta rule.
+class GroupGates(NamedTuple):
+    """The gate products of a group, one entry per layer of the memory network, all the same unless the inputs have
+    gates per layer; what their backward needs; and of the last layer, with the delta rule, `EarlierGates`.
     """
 
-    layers: list[ChunkLayer]
-    anchor: tuple[Tensor, ...]
-    factors: GradientFactors
-    scores: Tensor | None
-    system: Tensor | None
+    products: tuple[GateProducts, ...]
+    intermediates: tuple[Tensor | None, ...]
+    ends: tuple[EndGates, ...]
+    earlier: EarlierGates | None
+
+    @classmethod
+    def of(cls, inputs: MemoryInputs, depth: int, rule: UpdateRule) -> "GroupGates":
+        """Computes the products from inputs (P * N, C, ...)."""
+        gates, filled = (inputs.inner_lr, inputs.log_momentum_decay, inputs.log_retain), inputs.filled
+        if inputs.has_gates_per_layer:
+            filled = None if filled is None else filled[:, None]
+            joined, kept = gate_products(*(None if x is None else x.mT for x in gates), filled)  # (N, L, C)
+            layers = [map_tensors(lambda x, i=i: x.select(1, i), joined) for i in range(depth)]
+            ends = tuple(map(EndGates.of, layers))
+        else:
+            products, kept = gate_products(*gates, filled)
+            layers, ends = [products] * depth, (EndGates.of(products),) * depth
+        return cls(tuple(layers), kept, ends, EarlierGates.of(layers[-1]) if rule.delta_rule else None)
+
+    def factors_of_inputs(self, layer: int) -> Tensor:
+        """Returns the factors (P * N, C, K, 1) with which a layer's inputs enter the products of a chunk: `steps`, and
+        before them, in the last layer with the delta rule, `EarlierGates.start`.
+        """
+        is_last = self.earlier is not None and layer == len(self.ends) - 1
+        return torch.cat([self.earlier.start, self.ends[layer].steps], 2) if is_last else self.ends[layer].steps
 
 
-class GroupIntermediates(NamedTuple):
-    """The gate products and gradient factors of a group, with which the reads and the backward start, and the state at
-    the end of the group.
-
-    inputs, layers: of the whole group. gates: of the whole group, one entry per layer of the memory network, all equal
-    unless `inputs` has gates per layer. gate_intermediates: from `gate_products`. end_gates: as `gates`, but only one
-    entry if all are equal. earlier_gates: of the last layer, with the delta rule.
+class GroupStates(NamedTuple):
+    """The states at the starts of a group's chunks: for each layer W and S, (P * N, M, d_in, d_out), where W is the
+    weights minus the decay target; and the anchors (P * N, d_in, d_out), None where all chunks start in this call, so
+    that the anchors are the weights.
     """
 
-    inputs: MemoryInputs
-    gates: tuple[GateProducts, ...]
-    gate_intermediates: tuple[Tensor | None, ...]
-    end_gates: list[EndGates]
-    earlier_gates: EarlierGates | None
-    norms: TokenNorms | None
-    layers: tuple[ChunkLayer, ...]
-    chunks: list[ChunkFactors]
-    state: MemoryState
+    layers: tuple[Tensor, ...]
+    anchors: tuple[Tensor, ...] | None
 
 
-class GroupFunctions(NamedTuple):
-    """The functions of one group of chunks: `group_forward`, `group_intermediates` and `group_backward`, as they are or
-    compiled.
-    """
-
-    forward: Callable[..., MemorizeOutput]
-    intermediates: Callable[..., GroupIntermediates]
-    backward: Callable[..., tuple[MemoryInputs, MemoryState, list[Tensor]]]
+def weights_of(layer: Tensor, target: Tensor | None) -> Tensor:
+    """Returns the weights (N, d_in, d_out) from W and S (N, M, d_in, d_out)."""
+    return layer[:, 0] if target is None else layer[:, 0] + target
 
 
-def unstack(tree: Any, num_chunks: int) -> list[Any]:
+def unstack(tree: Any, num_chunks: int) -> Sequence[Any]:
     """Splits tensors of a group (P * N, ...) into views, one for each of its chunks (N, ...)."""
-    if tree is None:
-        return [None] * num_chunks
     if num_chunks == 1:
         return [tree]
     if isinstance(tree, Tensor):
         return tree.chunk(num_chunks)
-    parts = zip(*(unstack(x, num_chunks) for x in tree), strict=True) if tree else [()] * num_chunks
-    return [_like(tree, part) for part in parts]
+    if not tree:
+        return [tree] * num_chunks
+    parts = zip(*(unstack(x, num_chunks) for x in tree), strict=True)
+    return [type(tree)(*part) if hasattr(tree, "_fields") else part for part in parts]
 
 
-def stack(parts: Sequence[Any]) -> Any:
-    """Joins the tensors of consecutive chunks (N, ...), or trees of them: (P * N, ...)."""
-    tree = parts[0]
-    if tree is None or isinstance(tree, Tensor):
-        return tree if tree is None or len(parts) == 1 else torch.cat(parts)
-    return _like(tree, [stack(x) for x in zip(*parts, strict=True)])
+def stack(parts: Sequence[Tensor]) -> Tensor:
+    """Joins the tensors of consecutive chunks (N, ...): (P * N, ...)."""
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def _like(tree: Any, children: Sequence[Any]) -> Any:
-    """Returns a NamedTuple, tuple or list like `tree` with other children."""
-    return type(tree)(*children) if hasattr(tree, "_fields") else type(tree)(children)
+class ChunkLayer(NamedTuple):
+    """One layer of the memory network in the chunks of a group, or the gradients with respect to it.
+
+    states (P * N, M, d_in, d_out): W and S at the chunks' starts. inputs h (P * N, C, d_in), deltas (P * N, C, d_out):
+    the factors of the tokens' gradients. decay_target (P * N, d_in, d_out): M_0; None for 0.
+    """
+
+    states: Tensor
+    inputs: Tensor
+    deltas: Tensor
+    decay_target: Tensor | None
+
+
+class GroupFunctions(NamedTuple):
+    """The functions of one group of chunks: `group_forward` and `group_backward`, as they are or compiled."""
+
+    forward: Callable[..., tuple[MemorizeOutput, GroupStates]]
+    backward: Callable[..., tuple[MemoryInputs, MemoryState, list[Tensor]]]
 
 
 def with_anchor(state: MemoryState, starts: Tensor | None) -> MemoryState:
@@ -258,105 +242,118 @@ def group_forward(
     starts: Tensor | None,
     rule: UpdateRule,
     needs_surprise: bool,
-) -> MemorizeOutput:
+) -> tuple[MemorizeOutput, GroupStates]:
     """Computes the retrieved values of a group's queries, the tokens' surprise if it is needed, both (P * N, C, ...),
-    and the state at the group's end. The arguments are as in `group_intermediates`.
-    """
-    group = group_intermediates(inputs, state, decay_target, starts, rule)
-    retrieved = apply_layers(group.inputs.queries, reads_of_layers(group), rule.network)
-    surprise = None
-    if needs_surprise:
-        h, deltas = [x.inputs for x in group.layers], [x.deltas for x in group.layers]
-        surprise = token_surprise(group.chunks[0].factors._replace(inputs=h, deltas=deltas))
-    return MemorizeOutput(retrieved, surprise, group.state)
-
-
-def group_intermediates(
-    inputs: MemoryInputs,
-    state: MemoryState,
-    decay_target: Sequence[Tensor],
-    starts: Tensor | None,
-    rule: UpdateRule,
-) -> GroupIntermediates:
-    """Computes gate products and gradient factors from a group's inputs and the state at its start.
+    and the state at the group's end; and the states at its chunks' starts, with which the backward begins.
 
     inputs: (P, N, C, ...). state: its anchor is the first chunk's. starts: (P, N) bool, True where a chunk starts; None
     for everywhere.
     """
     num_chunks, depth = len(inputs.keys), len(state.weights)
     inputs = inputs.map(lambda x: x.flatten(0, 1))
-    gates, gate_intermediates = _gates_of_layers(inputs, depth)
-    shared = not inputs.has_gates_per_layer
-    end_gates = [EndGates.of(gates[0])] if shared else [EndGates.of(x) for x in gates]
-    earlier_gates = EarlierGates.of(gates[-1]) if rule.delta_rule else None
-    norms = TokenNorms.of(inputs.keys, inputs.values, rule) if state.anchor else None
-    of_chunks = zip(
-        unstack(inputs.keys, num_chunks),
-        unstack(inputs.values, num_chunks),
-        unstack(norms, num_chunks),
-        zip(*(unstack(x, num_chunks) for x in end_gates), strict=True),
-        unstack(earlier_gates, num_chunks),
-        strict=True,
-    )
-    chunks = []
-    for chunk, (keys, values, norms_of_chunk, end, earlier) in enumerate(of_chunks):
-        if chunk > 0:
-            state = with_anchor(state, None if starts is None else starts[chunk])
-        chunks.append(_chunk_factors(keys, values, norms_of_chunk, state, decay_target, earlier, rule))
-        state = _end_of_chunk(chunks[-1].layers, end, state.anchor)
-    of_group = []
-    for i, of_layer in enumerate(zip(*(x.layers for x in chunks), strict=True)):
-        target = of_layer[0].decay_target
-        target = stack([target] * num_chunks)
-        h = inputs.keys if i == 0 else stack([x.inputs for x in of_layer])
-        offset, momentum, deltas = (
-            stack([getattr(x, field) for x in of_layer]) for field in ("offset", "momentum", "deltas")
-        )
-        of_group.append(ChunkLayer(offset, momentum, h, deltas, target))
-    return GroupIntermediates(
-        inputs, gates, gate_intermediates, end_gates, earlier_gates, norms, tuple(of_group), chunks, state
-    )
+    gates = GroupGates.of(inputs, depth, rule)
+    states, h, deltas, after = scan_group(inputs, state, decay_target, starts, rule, gates, num_chunks)
+    layers = list(map(ChunkLayer, states.layers, h, deltas, repeated(decay_target, num_chunks, depth)))
+    retrieved = apply_layers(inputs.queries, reads_of_layers(layers, gates), rule.network)
+    surprise = token_surprise(h, deltas, rule) if needs_surprise else None
+    return MemorizeOutput(retrieved, surprise, after), states
 
 
-def _gates_of_layers(inputs: MemoryInputs, depth: int) -> tuple[tuple[GateProducts, ...], tuple[Tensor | None, ...]]:
-    """Computes the gate products of each layer of the memory network, and the intermediate results of all layers."""
-    gates, filled = (inputs.inner_lr, inputs.log_momentum_decay, inputs.log_retain), inputs.filled
-    if not inputs.has_gates_per_layer:
-        products, intermediates = gate_products(*gates, filled)
-        return (products,) * depth, intermediates
-    filled = None if filled is None else filled[:, None]
-    products, intermediates = gate_products(*(None if x is None else x.mT for x in gates), filled)  # (N, L, C)
-    layers = ([None if x is None else x.select(1, layer) for x in products] for layer in range(depth))
-    return tuple(GateProducts(*layer) for layer in layers), intermediates
-
-
-def _chunk_factors(
-    keys: Tensor,
-    values: Tensor,
-    norms: TokenNorms | None,
+def scan_group(
+    inputs: MemoryInputs,
     state: MemoryState,
     decay_target: Sequence[Tensor],
-    earlier: EarlierGates | None,
+    starts: Tensor | None,
     rule: UpdateRule,
-) -> ChunkFactors:
-    """Computes one chunk's gradient factors from the state at its start."""
-    offsets = [w - m for w, m in zip(state.weights, decay_target, strict=True)] if decay_target else state.weights
-    targets, momentum = decay_target or [None] * len(offsets), state.momentum or [None] * len(offsets)
-    factors = gradient_factors(keys, values, state.anchor, rule, norms) if state.anchor else None
-    scores = system = None
-    if rule.delta_rule:
-        last = ChunkLayer(offsets[-1], momentum[-1], factors.inputs[-1] if factors else keys, None, targets[-1])
-        deltas, scores, system = token_deltas(last, values, earlier)
-        factors = with_last_deltas(factors, deltas) if factors else single_layer_factors(keys, deltas)
-    parts = (offsets, momentum, factors.inputs, factors.deltas, targets)
-    layers = [ChunkLayer(*x) for x in zip(*parts, strict=True)]
-    return ChunkFactors(layers, state.anchor, factors, scores, system)
+    gates: GroupGates,
+    num_chunks: int,
+) -> tuple[GroupStates, list[Tensor], list[Tensor], MemoryState]:
+    """Computes what goes from chunk to chunk of a group whose inputs are (P * N, C, ...): the states at the chunks'
+    starts, each layer's inputs (P * N, C, d_in) and deltas (P * N, C, d_out), and the state at the group's end.
+    """
+    depth, anchor = len(state.weights), state.anchor
+    targets, momentum = decay_target or [None] * depth, [[x] for x in state.momentum] or [[]] * depth
+    offsets = [w if m is None else w - m for w, m in zip(state.weights, targets, strict=True)]
+    layers = [torch.stack([w, *s], 1) for w, s in zip(offsets, momentum, strict=True)]
+    limits = Limits.of(inputs.keys, inputs.values, rule) if anchor else None
+    factors = tuple(map(gates.factors_of_inputs, range(depth)))
+    scaled_keys = scaled(inputs.keys, factors[0])
+    ends = gates.ends if inputs.has_gates_per_layer else gates.ends[:1]
+    of_chunks = (inputs.keys, inputs.values, scaled_keys, limits, ends, gates.earlier, factors[1:])
+    all_layers, anchors, all_h, all_deltas = [], [], [], []
+    chunks = unstack(of_chunks, num_chunks)
+    for p, (keys, values, scaled_h, of_clips, ends, earlier, factors_of_chunk) in enumerate(chunks):
+        if p > 0 and anchor:
+            weights = tuple(map(weights_of, layers, targets))
+            anchor = weights if starts is None else tuple(map(partial(where_rows, starts[p]), weights, anchor))
+        all_layers.append(layers)
+        anchors.append(anchor)
+        h, deltas = [keys], []
+        if anchor:
+            of_gradients = gradient_factors(keys, values, anchor, rule, of_clips)
+            h, deltas = list(of_gradients.inputs), list(of_gradients.deltas)
+        scaled_inputs = [scaled_h, *map(scaled, h[1:], factors_of_chunk)]
+        if earlier is not None:
+            last = layers[-1]
+            of_start = scaled_inputs[-1][..., : last.shape[1] * last.shape[2]]
+            deltas[depth - 1 :] = [token_deltas(h[-1], of_start, last, targets[-1], values, earlier)]
+        layers = list(map(next_state, layers, ends if len(ends) == depth else ends * depth, scaled_inputs, deltas))
+        all_h.append(h)
+        all_deltas.append(deltas)
+    joined = [[stack(x) for x in zip(*parts, strict=True)] for parts in (all_layers, all_deltas)]
+    all_h = [inputs.keys, *(stack(x) for x in list(zip(*all_h, strict=True))[1:])]
+    kept = None if starts is None else tuple(stack(x) for x in zip(*anchors, strict=True))
+    after = tuple(map(weights_of, layers, targets)), tuple(x[:, 1] for x in layers if state.momentum)
+    after = MemoryState(*(tuple(x.contiguous() for x in part) for part in after), anchor)
+    return GroupStates(tuple(joined[0]), kept), all_h, joined[1], after
 
 
-def reads_of_layers(group: GroupIntermediates) -> list[Callable[[Tensor], Tensor]]:
+def scaled(x: Tensor, factors: Tensor) -> Tensor:
+    """Multiplies each token by K factors (N, C, K, 1), side by side: (N, C, d) -> (N, C, K * d)."""
+    return (x[:, :, None] * factors).flatten(2)
+
+
+def next_state(layer: Tensor, gates: EndGates, scaled_inputs: Tensor, deltas: Tensor) -> Tensor:
+    """Computes a layer's W and S at a chunk's end (eq. 13-14, unrolled, and 18); scaled_inputs (N, C, K * d_in): at its
+    end [G_T h | E_T theta h].
+
+    W_T = beta_T W + f_T S - h^T diag(G_T) delta        S_T = m_T S - h^T diag(E_T theta) delta
+    """
+    after = gates.decay * layer
+    if gates.momentum_to_weights is not None:
+        after[:, 0].addcmul_(gates.momentum_to_weights, layer[:, 1])
+    joined = after.flatten(1, 2)  # (N, M * d_in, d_out), a view
+    joined.baddbmm_(scaled_inputs[..., -joined.shape[1] :].mT, deltas, alpha=-1)  # (N, M * d_in, C) @ (N, C, d_out)
+    return after
+
+
+def token_deltas(
+    h: Tensor, scaled_inputs: Tensor, layer: Tensor, target: Tensor | None, values: Tensor, gates: EarlierGates
+) -> Tensor:
+    """Computes the last layer's deltas of a chunk's tokens with values (N, C, d_out) by the delta rule; scaled_inputs:
+    [beta h | f h] (N, C, M * d_in).
+    """
+    error = start_error(h, scaled_inputs, layer, target, values)
+    return solve_triangular(delta_system(h, gates)[1], error, upper=False)
+
+
+def start_error(h: Tensor, scaled_inputs: Tensor, layer: Tensor, target: Tensor | None, values: Tensor) -> Tensor:
+    """Computes e_0 = beta h W + f h S + h M_0 - v (N, C, d_out)."""
+    error = torch.bmm(scaled_inputs, layer.flatten(1, 2))  # (N, C, M * d_in) @ (N, M * d_in, d_out)
+    return (error if target is None else error.baddbmm_(h, target)).sub_(values)
+
+
+def delta_system(h: Tensor, gates: EarlierGates) -> tuple[Tensor, Tensor]:
+    """Computes the scores h h^T and the matrix A of A delta = e_0, (N, C, C); on A's diagonal max(1, |h|^2) / 2."""
+    scores = torch.bmm(h, h.mT)
+    system = scores * gates.system
+    system.diagonal(dim1=-2, dim2=-1).clamp_(min=0.5)
+    return scores, system
+
+
+def reads_of_layers(layers: Sequence[ChunkLayer], gates: GroupGates) -> list[Callable[[Tensor], Tensor]]:
     """Returns each layer as a function that multiplies every token by the layer's weights after that token."""
-    pairs = zip(group.layers, group.gates, strict=True)
-    return [partial(read_layer, layer=layer, gates=gates) for layer, gates in pairs]
+    return [partial(read_layer, layer=x, gates=y) for x, y in zip(layers, gates.products, strict=True)]
 
 
 def read_layer(x: Tensor, layer: ChunkLayer, gates: GateProducts) -> Tensor:
@@ -365,59 +362,12 @@ def read_layer(x: Tensor, layer: ChunkLayer, gates: GateProducts) -> Tensor:
     x_t M_t = beta_t x_t W + f_t x_t S - sum_{i<=t} G_ti (x_t . h_i) delta_i + x_t M_0    (eq. 13-16, unrolled)
     """
     scores = torch.bmm(x, layer.inputs.mT) * gates.gradient_to_weights  # (N, C, d_in) @ (N, d_in, C): (x h^T) o G
-    if x.shape[-1] > layer.offset.shape[-1]:
-        output = gates.weights_decay[..., None] * torch.bmm(x, layer.offset)  # beta (x W): (N, d_in, d_out)
-        if layer.momentum is not None:
-            output.addcmul_(gates.momentum_to_weights[..., None], torch.bmm(x, layer.momentum))  # + f (x S)
-    else:
-        output = torch.bmm(gates.weights_decay[..., None] * x, layer.offset)
-        if layer.momentum is not None:
-            output.baddbmm_(gates.momentum_to_weights[..., None] * x, layer.momentum)
+    output = torch.bmm(scaled(x, gates.start_to_weights[..., None]), layer.states.flatten(1, 2))
     if layer.decay_target is not None:
         output.baddbmm_(x, layer.decay_target)  # + x M_0
     return output.baddbmm_(scores, layer.deltas, alpha=-1)  # - ((x h^T) o G) delta: (N, C, C) @ (N, C, d_out)
 
 
-def _end_of_chunk(layers: Sequence[ChunkLayer], gates: Sequence[EndGates], anchor: tuple[Tensor, ...]) -> MemoryState:
-    """Computes the state at a chunk's end, with the anchor of the chunk (eq. 13-14, unrolled, and 18).
-
-    M_T = beta_T W + f_T S - h^T diag(G_T) delta + M_0        S_T = m_T S - h^T diag(E_T theta) delta
-    """
-    weights, momentum = [], []
-    for layer, end in zip(layers, gates if len(gates) > 1 else gates * len(layers), strict=True):
-        if layer.decay_target is None:
-            weights.append(end.weights_decay * layer.offset)
-        else:
-            weights.append(torch.addcmul(layer.decay_target, end.weights_decay, layer.offset))
-        if layer.momentum is not None:
-            weights[-1].addcmul_(end.momentum_to_weights, layer.momentum)
-            momentum.append(end.momentum_decay * layer.momentum)
-            add_scaled_product(momentum[-1], layer.inputs, end.gradient_to_momentum, layer.deltas, alpha=-1)
-        add_scaled_product(weights[-1], layer.inputs, end.gradient_to_weights, layer.deltas, alpha=-1)
-    return MemoryState(tuple(weights), tuple(momentum), anchor)
-
-
-def token_deltas(layer: ChunkLayer, values: Tensor, gates: EarlierGates) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the last layer's deltas of a chunk's tokens with values (N, C, d_out); the scores h h^T and the system A
-    are for the backward.
-    """
-    h = layer.inputs
-    error = torch.baddbmm(values, gates.weights_decay * h, layer.offset, beta=-1)  # (N, C, d_in) @ (N, d_in, d_out)
-    if layer.momentum is not None:
-        error = error.baddbmm(gates.momentum_to_weights * h, layer.momentum)
-    if layer.decay_target is not None:
-        error = error.baddbmm(h, layer.decay_target)
-    # A delta = e_0 with the error e_0 at the chunk's start; on A's diagonal max(1, |h|^2) / 2
-    scores = torch.bmm(h, h.mT)  # (N, C, C)
-    system = scores * gates.system
-    system.diagonal(dim1=-2, dim2=-1).clamp_(min=0.5)
-    return solve_triangular(system, error, upper=False), scores, system
-
-
-def add_scaled_product(total: Tensor, inputs: Tensor, factor: Tensor, grad: Tensor, alpha: float = 1.0) -> Tensor:
-    """Adds alpha x^T diag(factor) grad to the total (N, d_in, d_out) in place: x (N, C, d_in), factor (N, C, 1), grad
-    (N, C, d_out). The factor is applied to the narrower of x and grad.
-    """
-    if inputs.shape[-1] > grad.shape[-1]:
-        return total.baddbmm_(inputs.mT, factor * grad, alpha=alpha)  # (N, d_in, C) @ (N, C, d_out)
-    return total.baddbmm_((factor * inputs).mT, grad, alpha=alpha)
+def repeated(decay_target: Sequence[Tensor], num_chunks: int, depth: int) -> list[Tensor | None]:
+    """Repeats each layer's M_0 (N, d_in, d_out) for all chunks, (P * N, d_in, d_out); None for 0."""
+    return [x if num_chunks == 1 else x.repeat(num_chunks, 1, 1) for x in decay_target] or [None] * depth

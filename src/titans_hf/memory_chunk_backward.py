@@ -9,7 +9,8 @@ Shapes: as in `memory_chunk`.
 """
 
 from collections.abc import Sequence
-from functools import partial, reduce
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,23 +18,31 @@ from torch.linalg import solve_triangular
 from torch.nn.functional import pad
 
 from .memory_chunk import (
-    ChunkFactors,
     ChunkLayer,
-    EarlierGates,
-    EndGates,
     GateProducts,
-    GroupIntermediates,
-    add_scaled_product,
+    GroupGates,
+    GroupStates,
+    delta_system,
     reads_of_layers,
+    repeated,
+    scaled,
+    scan_group,
     stack,
+    start_error,
     unstack,
+    weights_of,
     zero_empty_slots,
 )
 from .memory_network import (
     FactorsDerivatives,
+    GradientFactors,
+    Limits,
+    UpdateRule,
     factors_derivatives,
+    gradient_factors,
     gradient_factors_backward,
     layer_inputs,
+    silu_backward,
     tokens_backward,
 )
 from .memory_state import Gates, MemoryInputs, MemoryState, where_rows
@@ -53,149 +62,212 @@ def with_anchor_backward(grads: MemoryState, starts: Tensor | None) -> MemorySta
     return MemoryState(tuple(map(torch.add, grads.weights, to_weights)), grads.momentum, to_anchor)
 
 
+class DeltaRule(NamedTuple):
+    """What the delta rule's backward needs of the last layer, for all chunks at once."""
+
+    scores: Tensor  # h h^T (P * N, C, C)
+    inverse: Tensor  # A^-1 (P * N, C, C)
+    grad_scores: Tensor  # the gradient of A with respect to the scores (P * N, C, C)
+    start: Tensor  # beta, f before each token (P * N, C, M, 1)
+    of_start: Tensor  # [beta h | f h] (P * N, C, M * d_in)
+
+
 def group_backward(
     grad_retrieved: Tensor,
-    group: GroupIntermediates,
-    grads: MemoryState,
+    inputs: MemoryInputs,
+    start: GroupStates | MemoryState,
+    decay_target: Sequence[Tensor],
     starts: Tensor | None,
+    rule: UpdateRule,
+    grads: MemoryState,
 ) -> tuple[MemoryInputs, MemoryState, list[Tensor]]:
     """Computes the backward of `group_forward` of an MLP whose layers share their gates, from the gradients with
     respect to the retrieved values (P * N, C, D) and to the state at the group's end (an empty anchor has gradient 0).
     Returns the gradients with respect to the inputs (P * N, C, ...), the state at the group's start and the decay
     target (empty for 0).
+
+    start: the states at the chunks' starts, or that at the group's start, from which they are computed again.
     """
-    depth = len(group.layers)
-    # 1. The queries' way through the layers once more: the input of each, and silu' before it
-    inputs, slopes = layer_inputs(group.inputs.queries, reads_of_layers(group))
-    # 2. The reads of each layer, from the last to the first. `layers` collects the gradients of all chunks.
-    grad, layers, gates = grad_retrieved, [], []
+    num_chunks = len(inputs.keys)
+    inputs, depth = inputs.map(lambda x: x.flatten(0, 1)), len(grads.weights)
+    gates = GroupGates.of(inputs, depth, rule)
+    if isinstance(start, MemoryState):
+        start = scan_group(inputs, start, decay_target, starts, rule, gates, num_chunks)[0]
+    targets = repeated(decay_target, num_chunks, depth)
+    # 1. The tokens' gradients, and the delta rule's system
+    factors, h, deltas, anchor, derivatives, delta_rule = None, [inputs.keys], [], (), None, None
+    if rule.needs_anchor(depth):
+        anchor = start.anchors or tuple(map(weights_of, start.layers, targets))
+        limits = Limits.of(inputs.keys, inputs.values, rule)
+        factors = gradient_factors(inputs.keys, inputs.values, anchor, rule, limits)
+        h, deltas, derivatives = list(factors.inputs), list(factors.deltas), factors_derivatives(factors)
+    if rule.delta_rule:
+        delta_rule, delta = _delta_rule(inputs, h[-1], start.layers[-1], targets[-1], gates)
+        deltas[depth - 1 :] = [delta]
+    layers = list(map(ChunkLayer, start.layers, h, deltas, targets))
+    # 2. The reads of each layer, from the last to the first, of the queries on their way through the layers once more
+    queries, pre_activations = layer_inputs(inputs.queries, reads_of_layers(layers, gates))
+    grad, totals, of_gates = grad_retrieved, [], []
     for i in reversed(range(depth)):
-        grad, of_layer, of_gates = _read_backward(grad, inputs[i], group.layers[i], group.gates[i])
-        layers.insert(0, of_layer)
-        gates.insert(0, of_gates)
-        grad = grad.mul_(slopes[i - 1]) if i > 0 else grad
-    # 3. From the last chunk to the first: the states at the chunks' ends and the deltas
-    derivatives, num_rows = _derivatives(group), len(grads.weights[0])
-    grads, of_ends, of_deltas, of_factors = _chunks_backward(group, layers, derivatives, grads, starts)
-    # 4. The decay target, and the products of the gates at the ends and before each token
-    grad_target = []
-    for i, (layer, total) in enumerate(zip(group.layers, layers, strict=True)):
-        of_weights, *of_end = stack([x[i] for x in of_ends])
-        gates[i] = _with_end_gates(gates[i], layer, of_weights, *of_end)
-        if layer.decay_target is not None:  # the offset is the weights minus the target
-            grad_target.append(total.decay_target.add_(of_weights).sub_(total.offset))
+        grad, of_layer, of_products = _read_backward(grad, queries[i], layers[i], gates.products[i])
+        totals.insert(0, of_layer)
+        of_gates.append(of_products)
+        grad = silu_backward(grad, pre_activations[i - 1]) if i > 0 else grad
+    # 3. From the last chunk to the first: the states at the chunks' starts and the deltas
+    of_anchor = (factors, derivatives, anchor)
+    before, after, chain = _chunks_backward(
+        layers, totals, gates, delta_rule, of_anchor, decay_target, starts, rule, grads, num_chunks
+    )
+    # 4. The keys, which no earlier chunk depends on
+    grad_keys = totals[0].inputs
+    chain.products[0] = _steps_backward(grad_keys, layers[0], after[0], gates.ends[0].steps)
     grad_values = None
-    if of_deltas:
-        error, *of_gates = stack(of_deltas)
-        gates.append(_earlier_gates_backward(*of_gates, group.layers[-1]))
+    if delta_rule is not None:
+        error = stack(chain.errors)
+        if depth == 1:
+            chain.of_errors[:] = [_error_backward(grad_keys, error, layers[-1], delta_rule)]
         grad_values = -error
-        if grad_target:
-            grad_target[-1].baddbmm_(group.layers[-1].inputs.mT, error)  # (N, d_in, C) @ (N, C, d_out)
-    grad_target = [x.unflatten(0, (-1, num_rows)).sum(0) for x in grad_target]
-    # 5. Keys and values in the gradient factors
-    if of_factors:
-        tokens, first_weights = group.inputs, stack([x.anchor[0] for x in group.chunks])
-        of_tokens = derivatives, tokens.keys, tokens.values, first_weights, layers[0].inputs
-        of_values = tokens_backward(*stack(of_factors), *of_tokens)
+        grad_products, product = (stack(x) for x in zip(*chain.of_errors, strict=True))
+        of_gates.append(_earlier_gates_backward(grad_products * delta_rule.scores, product, h[-1]))
+        if decay_target:
+            of_target = torch.bmm(h[-1].mT, error).unflatten(0, (num_chunks, -1)).sum(0)  # (N, d_in, C) @ (N, C, d_out)
+            chain.grad_target[-1].add_(of_target)
+    if chain.of_factors:
+        of_tokens = map(stack, zip(*((x, y, *z) for x, y, z in chain.of_factors), strict=True))
+        output, of_error, *log_limits = of_tokens
+        of_values = tokens_backward(output, of_error, log_limits, derivatives, inputs.values, anchor[0], grad_keys)
         grad_values = of_values if grad_values is None else grad_values.add_(of_values)
-    # 6. The gates, whose products all layers share
-    products = GateProducts(*map(_sum_of_given, zip(*gates, strict=True)))
-    inner_lr, filled = group.inputs.inner_lr, group.inputs.filled
-    grad_gates = gate_products_backward(products, group.gates[0], group.gate_intermediates, inner_lr, filled)
-    return MemoryInputs(grad, layers[0].inputs, grad_values, *grad_gates), grads, grad_target
+    # 5. The gates, whose products all layers share
+    for i, layer in enumerate(layers):
+        of_gates[depth - 1 - i] = _with_end_gates(of_gates[depth - 1 - i], layer, after[i], chain.products[i])
+        if decay_target:
+            chain.grad_target[i].add_(totals[i].decay_target.unflatten(0, (num_chunks, -1)).sum(0))
+    products = GateProducts(*map(_sum_of_given, zip(*of_gates, strict=True)))
+    grad_gates = gate_products_backward(
+        products, gates.products[0], gates.intermediates, inputs.inner_lr, inputs.filled
+    )
+    return MemoryInputs(grad, grad_keys, grad_values, *grad_gates), before, chain.grad_target
+
+
+def _delta_rule(
+    inputs: MemoryInputs, h: Tensor, states: Tensor, target: Tensor | None, gates: GroupGates
+) -> tuple[DeltaRule, Tensor]:
+    """Computes the delta rule's system and the deltas of all chunks."""
+    of_start = scaled(h, gates.earlier.start)
+    scores, system = delta_system(h, gates.earlier)
+    identity = torch.eye(system.shape[-1], dtype=system.dtype, device=system.device).expand_as(system)
+    inverse = solve_triangular(system, identity, upper=False)
+    delta = torch.bmm(inverse, start_error(h, of_start, states, target, inputs.values))
+    grad_scores = -gates.earlier.system
+    grad_scores.diagonal(dim1=-2, dim2=-1).mul_(system.diagonal(dim1=-2, dim2=-1) > 0.5)
+    return DeltaRule(scores, inverse, grad_scores, gates.earlier.start, of_start), delta
+
+
+class ChainGradients(NamedTuple):
+    """What the chunks' backward leaves for all chunks at once: lists with an entry per chunk, or per layer."""
+
+    errors: list[Tensor]  # with respect to e_0 (N, C, d_out)
+    of_errors: list[tuple[Tensor, Tensor]]  # of `_error_backward`
+    products: list  # of `_steps_backward` of each layer, (P * N, C, M, d_in)
+    of_factors: list[tuple]  # of `gradient_factors_backward`
+    grad_target: list[Tensor]  # with respect to M_0 of each layer (N, d_in, d_out)
 
 
 def _chunks_backward(
-    group: GroupIntermediates,
     layers: Sequence[ChunkLayer],
-    derivatives: FactorsDerivatives | None,
-    grads: MemoryState,
+    totals: Sequence[ChunkLayer],
+    gates: GroupGates,
+    delta_rule: DeltaRule | None,
+    of_anchor: tuple[GradientFactors | None, FactorsDerivatives | None, tuple[Tensor, ...]],
+    decay_target: Sequence[Tensor],
     starts: Tensor | None,
-) -> tuple[MemoryState, list[list], list[tuple], list[tuple]]:
-    """Computes the backward of the chunks' ends, of `token_deltas` and of the gradient factors, from the last chunk to
-    the first. Adds gradients to `layers`, in place.
+    rule: UpdateRule,
+    grads: MemoryState,
+    num_chunks: int,
+) -> tuple[MemoryState, list[Tensor], ChainGradients]:
+    """Computes the backward of `scan_group` from the last chunk to the first. `totals` has the gradients by the reads;
+    adds to them, in place, but for the first layer's inputs.
 
-    Returns the gradients with respect to the state at the group's start, and for each chunk three results: of
-    `_end_backward` for each layer, of `_token_deltas_backward` (with the delta rule), and of
-    `gradient_factors_backward` for the tokens (with an anchor).
+    Returns the gradients with respect to the state at the group's start, for each layer those with respect to the
+    states at the chunks' ends (P * N, M, d_in, d_out), and what is left.
     """
-    num_chunks, depth = len(group.chunks), len(group.layers)
-    of_chunks = zip(
-        group.chunks,
-        zip(*(unstack(x._replace(decay_target=None), num_chunks) for x in layers), strict=True),
-        unstack(group.end_gates[0], num_chunks),
-        unstack(group.earlier_gates, num_chunks),
-        unstack(derivatives, num_chunks),
-        range(num_chunks),
-        strict=True,
-    )
-    of_ends, of_deltas, of_factors = [], [], []
-    for chunk, total, end, earlier, of_factor, p in reversed(list(of_chunks)):
-        momentum = grads.momentum or [None] * depth
-        arguments = zip(grads.weights, momentum, chunk.layers, total, strict=True)
-        of_ends.insert(0, [_end_backward(*x, end) for x in arguments])
-        h, deltas = [x.inputs for x in total], [x.deltas for x in total]
-        if chunk.system is not None:
-            of_deltas.insert(0, _token_deltas_backward(deltas[-1], chunk, earlier, total[-1]))
+    depth, has_momentum, carried = len(layers), bool(grads.momentum), list(grads.anchor)
+    states = []  # of each layer at the chunks' starts, and at the group's end: (P + 1, N, M, d_in, d_out)
+    for i, total in enumerate(totals):
+        at_end = torch.stack([grads.weights[i], *(x[i] for x in [grads.momentum] * has_momentum)], 1)
+        states.append(torch.cat([total.states, at_end]).unflatten(0, (num_chunks + 1, -1)))
+    steps = [scaled(x.inputs, end.steps) for x, end in zip(layers, gates.ends, strict=True)]
+    result = ChainGradients([], [], [[] for _ in layers], [], [x.clone() for x in grads.weights if decay_target])
+    of_reads = tuple((x.inputs, x.deltas) for x in totals)
+    of_chunks = (tuple(layers[1:]), of_reads, gates.ends[0], delta_rule, of_anchor, tuple(steps))
+    chunks = unstack(of_chunks, num_chunks)
+    for p in reversed(range(num_chunks)):
+        own, total, end, of_rule, (factors, derivatives, anchor), scaled_steps = chunks[p]
+        for i in range(depth):
+            at_start, at_end = states[i][p], states[i][p + 1]
+            total[i][1].baddbmm_(scaled_steps[i], at_end.flatten(1, 2), alpha=-1)
+            at_start.addcmul_(end.decay, at_end)
+            if has_momentum:
+                at_start[:, 1].addcmul_(end.momentum_to_weights, at_end[:, 0])
+            if i > 0:
+                result.products[i].insert(0, _steps_backward(total[i][0], own[i - 1], at_end, end.steps))
+        h, deltas = [None, *(x for x, _ in total[1:])], [x for _, x in total]
+        if of_rule is not None:
+            error = torch.bmm(of_rule.inverse.mT, deltas[-1])  # A delta = e_0: with respect to e_0, A^-T grad
+            states[-1][p].flatten(1, 2).baddbmm_(of_rule.of_start.mT, error)
+            if depth > 1:
+                result.of_errors.insert(0, _error_backward(h[-1], error, own[-1], of_rule))
+            result.errors.insert(0, error)
             deltas[-1] = None
-        grad_anchor = ()
-        if chunk.anchor:
-            of_weights, of_tokens = gradient_factors_backward(chunk.factors, of_factor, chunk.anchor, h, deltas)
-            of_factors.insert(0, of_tokens)
-            grad_anchor = tuple(map(torch.add, of_weights, grads.anchor) if grads.anchor else of_weights)
-        of_momentum = tuple(x.momentum for x in total if x.momentum is not None)
-        grads = MemoryState(tuple(x.offset for x in total), of_momentum, grad_anchor)
-        if p > 0:
-            grads = with_anchor_backward(grads, None if starts is None else starts[p])
-    return grads, of_ends, of_deltas, of_factors
+        if anchor:
+            of_weights, (output, of_error, logs) = gradient_factors_backward(
+                factors, derivatives, anchor, rule, h, deltas
+            )
+            result.of_factors.insert(0, (output, of_error, logs))
+            carried = list(map(torch.add, of_weights, carried)) if carried else of_weights
+            if p > 0:  # to the weights where the chunk starts, to the chunk before elsewhere
+                to_weights, carried = carried, []
+                if starts is not None:
+                    carried = [where_rows(starts[p], torch.zeros_like(x), x) for x in to_weights]
+                    to_weights = list(map(torch.sub, to_weights, carried))
+                for i, x in enumerate(to_weights):
+                    states[i][p, :, 0].add_(x)
+                    if decay_target:  # these weights are W + M_0
+                        result.grad_target[i].add_(x)
+    for i in range(1, depth):
+        result.products[i] = stack(result.products[i])
+    for total, of_states in zip(result.grad_target, states, strict=False):
+        total.sub_(of_states[0, :, 0])
+    at_start = [tuple(x[0, :, m].contiguous() for x in states) for m in range(1 + has_momentum)]
+    before = MemoryState(at_start[0], at_start[1] if has_momentum else (), tuple(carried))
+    return before, [x[1:].flatten(0, 1) for x in states], result
 
 
-def _derivatives(group: GroupIntermediates) -> FactorsDerivatives | None:
-    """Computes the derivatives of the gradient factors of all chunks at once; None without factors."""
-    if not group.chunks[0].anchor:
-        return None
-    kept = [chunk.factors.intermediates for chunk in group.chunks]
-    norms = [] if group.norms is None else stack([[*x.delta_norms, x.error_norm] for x in kept])
-    pre_activations = stack([x.pre_activations for x in kept])
-    return factors_derivatives([x.inputs for x in group.layers], pre_activations, norms, group.norms)
-
-
-def _sum_of_given(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Sums the gradients that are not None, in place of the first; None if there are none."""
-    given = [x for x in parts if x is not None]
-    return reduce(Tensor.add_, given) if given else None
-
-
-def _token_deltas_backward(
-    grad: Tensor, chunk: ChunkFactors, gates: EarlierGates, total: ChunkLayer
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Computes the backward of `token_deltas` from the gradient with respect to the deltas. Adds the gradients with
-    respect to W, S and h to `total`, in place. Returns the gradients with respect to the error at the chunk's start
-    (N, C, d_out) and to G_{i-1} (N, C, C), and the products of the error's gradient with W^T and S^T (N, C, d_in).
+def _steps_backward(grad_inputs: Tensor, layer: ChunkLayer, at_end: Tensor, factors: Tensor) -> Tensor:
+    """Computes the backward of -h^T diag(factors) delta, with factors (N, C, M, 1), with respect to h from the gradient
+    (N, M, d_in, d_out), and subtracts it from `grad_inputs`, in place. Returns its product with the deltas, (N, C, M,
+    d_in).
     """
-    layer = chunk.layers[-1]
-    h, deltas = layer.inputs, layer.deltas
-    # 1. A delta = e_0: with respect to e_0, A^-T grad; from the right, which copies least
-    grad_error = solve_triangular(chunk.system, grad.mT, upper=False, left=False).mT
-    # 2. A = (h h^T) o G before each token, but for the diagonal where it is 1/2
-    grad_products = torch.bmm(grad_error, deltas.mT).neg_()  # (N, C, d_out) @ (N, d_out, C)
-    grad_scores = grad_products * gates.system
-    is_square = chunk.system.diagonal(dim1=-2, dim2=-1) > 0.5
-    grad_scores.diagonal(dim1=-2, dim2=-1).mul_(is_square)
-    grad_products.mul_(chunk.scores)
-    total.inputs.baddbmm_(grad_scores, h).baddbmm_(grad_scores.mT, h)
-    # 3. beta h W + f h S + h M_0
-    from_weights = torch.bmm(grad_error, layer.offset.mT)  # (N, C, d_out) @ (N, d_out, d_in)
-    total.inputs.addcmul_(gates.weights_decay, from_weights)
-    add_scaled_product(total.offset, h, gates.weights_decay, grad_error)
-    from_momentum = None
-    if layer.momentum is not None:
-        from_momentum = torch.bmm(grad_error, layer.momentum.mT)
-        total.inputs.addcmul_(gates.momentum_to_weights, from_momentum)
-        add_scaled_product(total.momentum, h, gates.momentum_to_weights, grad_error)
+    product = torch.bmm(layer.deltas, at_end.flatten(1, 2).mT).unflatten(-1, (-1, grad_inputs.shape[-1]))
+    for part in range(product.shape[2]):
+        grad_inputs.addcmul_(factors[:, :, part], product[:, :, part], value=-1)
+    return product
+
+
+def _error_backward(grad_inputs: Tensor, error: Tensor, layer: ChunkLayer, rule: DeltaRule) -> tuple[Tensor, Tensor]:
+    """Computes the backward of A delta = e_0 with respect to h from the gradient with respect to e_0 (N, C, d_out), and
+    adds it to `grad_inputs`, in place. Returns the products of that gradient with the deltas (N, C, C), and with W and
+    S (N, C, M, d_in).
+    """
+    grad_products = torch.bmm(error, layer.deltas.mT)  # (N, C, d_out) @ (N, d_out, C)
+    grad_scores = grad_products * rule.grad_scores
+    grad_inputs.baddbmm_(grad_scores + grad_scores.mT, layer.inputs)
+    product = torch.bmm(error, layer.states.flatten(1, 2).mT).unflatten(-1, (-1, grad_inputs.shape[-1]))
+    for part in range(product.shape[2]):
+        grad_inputs.addcmul_(rule.start[:, :, part], product[:, :, part])
     if layer.decay_target is not None:
-        total.inputs.baddbmm_(grad_error, layer.decay_target.mT)
-    return grad_error, grad_products, from_weights, from_momentum
+        grad_inputs.baddbmm_(error, layer.decay_target.mT)
+    return grad_products, product
 
 
 def _read_backward(
@@ -204,110 +276,57 @@ def _read_backward(
     """Computes the backward of `read_layer` with respect to x, the layer and the gates, from the gradient with respect
     to the output (N, C, d_out).
     """
-    h, deltas = layer.inputs, layer.deltas
+    h, deltas, start = layer.inputs, layer.deltas, gates.start_to_weights[..., None]
     # 1. ((x h^T) o G) delta: with respect to G and, as `grad_scores`, to x h^T
     scores, grad_scores = torch.bmm(x, h.mT), torch.bmm(grad, deltas.mT)  # (N, C, C)
     grad_products = (scores * grad_scores).neg_()
     scores, grad_scores = scores.mul_(gates.gradient_to_weights), grad_scores.mul_(gates.gradient_to_weights)
     grad_deltas = torch.bmm(scores.mT, grad).neg_()
     grad_inputs = torch.bmm(grad_scores.mT, x).neg_()
-    # 2. beta (x W) and f (x S)
-    grad_x, grad_beta, grad_offset = _scaled_product_backward(grad, x, gates.weights_decay[..., None], layer.offset)
-    grad_x.baddbmm_(grad_scores, h, alpha=-1)
-    grad_f = grad_momentum = grad_target = None
-    if layer.momentum is not None:
-        f = gates.momentum_to_weights[..., None]
-        from_momentum, grad_f, grad_momentum = _scaled_product_backward(grad, x, f, layer.momentum)
-        grad_x.add_(from_momentum)
+    # 2. beta (x W) + f (x S)
+    joined = layer.states.flatten(1, 2)  # (N, M * d_in, d_out)
+    product = torch.bmm(grad, joined.mT).unflatten(-1, (-1, x.shape[-1]))  # (N, C, M, d_in)
+    grad_start = (product * x[:, :, None]).sum(-1)
+    grad_states = torch.bmm(scaled(x, start).mT, grad).view_as(layer.states)
+    grad_x = product.mul_(start).sum(2).baddbmm_(grad_scores, h, alpha=-1)
     # 3. x M_0
+    grad_target = None
     if layer.decay_target is not None:
         grad_x.baddbmm_(grad, layer.decay_target.mT)
         grad_target = torch.bmm(x.mT, grad)
-    grad_layer = ChunkLayer(grad_offset, grad_momentum, grad_inputs, grad_deltas, grad_target)
-    return grad_x, grad_layer, GateProducts(grad_products, grad_beta, grad_f, None, None)
+    grad_layer = ChunkLayer(grad_states, grad_inputs, grad_deltas, grad_target)
+    return grad_x, grad_layer, GateProducts(grad_products, grad_start, None, None)
 
 
-def _scaled_product_backward(
-    grad: Tensor, inputs: Tensor, factor: Tensor, weights: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the gradients of factor x W with respect to x (N, C, d_in), factor (N, C) and W (N, d_in, d_out) from
-    the gradient of the product (N, C, d_out); the factor is given as (N, C, 1).
+def _with_end_gates(total: GateProducts, layer: ChunkLayer, at_end: Tensor, product: Tensor) -> GateProducts:
+    """Adds the gradients with respect to `EndGates`, from the gradients with respect to the states at the chunks' ends
+    (N, M, d_in, d_out) and their products with the deltas (N, C, M, d_in), to `total`, the gradients with respect to
+    the gate products of one layer.
     """
-    from_weights = torch.bmm(grad, weights.mT)  # (N, C, d_out) @ (N, d_out, d_in)
-    grad_factor = (inputs * from_weights).sum(-1)
-    wide = inputs.shape[-1] > grad.shape[-1]  # then the factor is applied to the gradient
-    scaled, grad = (inputs, factor * grad) if wide else (factor * inputs, grad)
-    return from_weights.mul_(factor), grad_factor, torch.bmm(scaled.mT, grad)
-
-
-def _end_backward(
-    grad_weights: Tensor, grad_momentum: Tensor | None, layer: ChunkLayer, total: ChunkLayer, end: EndGates
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Computes the backward of `_end_of_chunk` for one layer; adds the gradients with respect to the layer to `total`,
-    in place. Returns the tensors that the gradients with respect to the gates need: the given gradients with respect to
-    weights and momentum at the end (N, d_in, d_out), and their products with the deltas (N, C, d_in), or with the
-    inputs if they are wider (N, C, d_out).
-    """
-    total.offset.addcmul_(end.weights_decay, grad_weights)
-    weights_product = _subtract_steps_backward(grad_weights, layer, total, end.gradient_to_weights)
-    momentum_product = None
-    if layer.momentum is not None:
-        total.momentum.addcmul_(end.momentum_to_weights, grad_weights)
-        total.momentum.addcmul_(end.momentum_decay, grad_momentum)
-        momentum_product = _subtract_steps_backward(grad_momentum, layer, total, end.gradient_to_momentum)
-    return grad_weights, grad_momentum, weights_product, momentum_product
-
-
-def _subtract_steps_backward(grad: Tensor, layer: ChunkLayer, total: ChunkLayer, factor: Tensor) -> Tensor:
-    """Adds the gradients of -h^T diag(factor) delta with respect to h and delta to `total`, in place; returns the
-    product of the gradient (N, d_in, d_out) with delta, or with h if that is wider.
-    """
-    h, deltas = layer.inputs, layer.deltas
-    if h.shape[-1] > deltas.shape[-1]:
-        product = torch.bmm(h, grad)  # (N, C, d_in) @ (N, d_in, d_out)
-        total.deltas.addcmul_(factor, product, value=-1)
-        total.inputs.baddbmm_(factor * deltas, grad.mT, alpha=-1)
-    else:
-        product = torch.bmm(deltas, grad.mT)  # (N, C, d_out) @ (N, d_out, d_in)
-        total.inputs.addcmul_(factor, product, value=-1)
-        total.deltas.baddbmm_(factor * h, grad, alpha=-1)
-    return product
-
-
-def _with_end_gates(
-    total: GateProducts,
-    layer: ChunkLayer,
-    weights: Tensor,
-    momentum: Tensor | None,
-    weights_product: Tensor,
-    momentum_product: Tensor | None,
-) -> GateProducts:
-    """Adds the gradients with respect to `EndGates`, computed from the results of `_end_backward`, to `total`, the
-    gradients with respect to the gate products of one layer.
-    """
-    narrower = layer.deltas if layer.inputs.shape[-1] > layer.deltas.shape[-1] else layer.inputs
-    total.gradient_to_weights[..., -1, :] -= (narrower * weights_product).sum(-1)
-    total.weights_decay[..., -1] += (weights * layer.offset).sum((-2, -1))
-    if layer.momentum is None:
+    of_steps = (layer.inputs[:, :, None] * product).sum(-1).neg_()  # G_T, E_T theta
+    of_decay = (at_end * layer.states).sum((-2, -1))  # beta_T, m_T
+    total.gradient_to_weights[..., -1, :] += of_steps[..., 0]
+    total.start_to_weights[..., -1, 0] += of_decay[..., 0]
+    if of_decay.shape[-1] == 1:
         return total
-    total.momentum_to_weights[..., -1] += (weights * layer.momentum).sum((-2, -1))
-    return total._replace(
-        gradient_to_momentum=(narrower * momentum_product).sum(-1).neg_(),
-        momentum_decay=(momentum * layer.momentum).sum((-2, -1)),
-    )
+    total.start_to_weights[..., -1, 1] += (at_end[:, 0] * layer.states[:, 1]).sum((-2, -1))
+    return total._replace(gradient_to_momentum=of_steps[..., 1], momentum_decay=of_decay[..., 1])
 
 
-def _earlier_gates_backward(
-    products: Tensor, from_weights: Tensor, from_momentum: Tensor | None, layer: ChunkLayer
-) -> GateProducts:
-    """Computes the gradients with respect to the gate products from the results of `_token_deltas_backward`. These
-    concern `EarlierGates`, whose products before token i are the products after token i - 1.
+def _earlier_gates_backward(grad_products: Tensor, product: Tensor, h: Tensor) -> GateProducts:
+    """Computes the gradients with respect to the gate products from the results of `_error_backward`, the first times
+    the scores. These concern `EarlierGates`, whose products before token i are the products after token i - 1.
     """
-    grad_f = None
-    if from_momentum is not None:
-        grad_f = pad((layer.inputs * from_momentum).sum(-1), (-1, 1))
-    grad_beta = pad((layer.inputs * from_weights).sum(-1), (-1, 1))
-    return GateProducts(pad(products, (0, 0, -1, 1)), grad_beta, grad_f, None, None)
+    grad_start = (h[:, :, None] * product).sum(-1)
+    return GateProducts(-pad(grad_products, (0, 0, -1, 1)), pad(grad_start, (0, 0, -1, 1)), None, None)
+
+
+def _sum_of_given(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Sums the gradients that are not None, in place of the first; None if there are none."""
+    first, *others = [x for x in parts if x is not None] or [None]
+    for x in others:
+        first.add_(x)
+    return first
 
 
 def gate_products_backward(
@@ -323,12 +342,12 @@ def gate_products_backward(
     # 1. G = (R E) diag(theta), f = eta_0 (R E)_0 and E_T diag(theta), with respect to theta and R E
     grad_lr = (grad.gradient_to_weights * combined).sum(-2)
     grad_combined = grad.gradient_to_weights * inner_lr[..., None, :]
-    grad_beta = _suffix_sums(grad.weights_decay * products.weights_decay)
+    grad_beta = _suffix_sums(grad.start_to_weights[..., 0] * products.start_to_weights[..., 0])
     if momentum is None:
         grad_log_retain = _segment_sums_backward(grad_combined * retain) + grad_beta
         return Gates(*zero_empty_slots(filled, grad_lr, None, grad_log_retain))
     grad_lr = grad_lr + grad.gradient_to_momentum * momentum[..., -1, :]
-    grad_combined[..., 0] += grad.momentum_to_weights * first_decay
+    grad_combined[..., 0] += grad.start_to_weights[..., 1] * first_decay
     # 2. R E, E_T diag(theta) and m_T = eta_0 E_T0, with respect to R and E
     grad_retain = grad_combined @ momentum.mT
     grad_momentum = retain.mT @ grad_combined
@@ -336,7 +355,7 @@ def gate_products_backward(
     grad_momentum[..., -1, 0] += grad.momentum_decay * first_decay[..., 0]
     # 3. R and beta with respect to log(1 - alpha), E and eta_0 with respect to log eta
     grad_log_decay = _segment_sums_backward(grad_momentum * momentum)
-    of_first = (grad.momentum_to_weights * products.momentum_to_weights).sum(-1)
+    of_first = (grad.start_to_weights[..., 1] * products.start_to_weights[..., 1]).sum(-1)
     grad_log_decay[..., 0] += of_first + grad.momentum_decay * products.momentum_decay
     grads = (grad_lr, grad_log_decay, _segment_sums_backward(grad_retain * retain) + grad_beta)
     return Gates(*zero_empty_slots(filled, *grads))

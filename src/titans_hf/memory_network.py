@@ -21,6 +21,7 @@ from torch.nn.functional import gelu, layer_norm, silu
 
 Network = Literal["mlp", "residual"]
 SMALLEST_LIMIT = 1e-30  # of a clip, where a value is 0
+SMALLEST_LENGTH = 1e-12  # of a layer's input, by which a limit is divided
 NORM_EPSILON = 1e-5  # of LN: PyTorch's default, because the paper gives none
 
 
@@ -45,21 +46,22 @@ def read(weights: Sequence[Tensor], queries: Tensor, network: Network) -> Tensor
 
 
 def layer_inputs(x: Tensor, layers: Sequence[Callable[[Tensor], Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
-    """Computes the input of every layer in `apply_layers` of an MLP, and silu' before every layer but the first, for
+    """Computes the input of every layer in `apply_layers` of an MLP, and what every layer but the last puts out, for
     the backward.
     """
-    inputs, slopes = [x], []
+    inputs, pre_activations = [x], []
     for layer in layers[:-1]:
-        pre_activation = layer(inputs[-1])
-        sigmoid = torch.sigmoid(pre_activation)
-        inputs.append(pre_activation.mul_(sigmoid))
-        slopes.append(_silu_slope(inputs[-1], sigmoid))
-    return inputs, slopes
+        pre_activations.append(layer(inputs[-1]))
+        inputs.append(silu(pre_activations[-1]))
+    return inputs, pre_activations
 
 
-def _silu_slope(activation: Tensor, sigmoid: Tensor) -> Tensor:
-    """Computes silu'(z) = s + silu(z) (1 - s) from silu(z) and s = sigmoid(z)."""
-    return torch.addcmul(activation + sigmoid, activation, sigmoid, value=-1)
+def silu_backward(gradient: Tensor, z: Tensor) -> Tensor:
+    """Computes gradient * silu'(z)."""
+    if torch.is_grad_enabled() and (gradient.requires_grad or z.requires_grad):  # the kernel has no derivative
+        sigmoid = torch.sigmoid(z)
+        return gradient * (sigmoid + z * sigmoid * (1 - sigmoid))
+    return torch.ops.aten.silu_backward.default(gradient, z)
 
 
 def lengths(x: Tensor) -> Tensor:
@@ -107,50 +109,54 @@ class UpdateRule(NamedTuple):
         return depth > 1 or not self.delta_rule
 
 
-class FactorsIntermediates(NamedTuple):
-    """The intermediate results that the backward of `gradient_factors` of an MLP needs: lists with one entry per layer,
-    or per hidden layer.
-    """
-
-    pre_activations: list[Tensor]  # z, hidden layers: the next layer's input is silu(z)
-    slopes: list[Tensor]  # silu'(z)
-    grad_activations: list[Tensor]  # gradient of the loss with respect to silu(z)
-    unclipped_deltas: list[Tensor]  # (..., T, d_out)
-    delta_norms: list[Tensor]  # (..., T, 1), of the unclipped deltas whose layers' gradients are clipped
-    delta_scales: list[Tensor]  # (..., T, 1), by which the unclipped deltas were multiplied; empty without a clip
-    error: Tensor  # M(k) - v, before clipping
-    error_norm: Tensor | None  # (..., T, 1); None without a clip
-    error_scale: Tensor | None  # (..., T, 1): delta_L = error_scale * error; None without a clip, and then 2
-
-
 class GradientFactors(NamedTuple):
-    """The gradient of |M(k) - v|^2 (eq. 12) in every layer as one rank-one matrix per token, inputs[l] (x) deltas[l];
-    lists with one entry per layer.
+    """The gradient of |M(k) - v|^2 (eq. 12) in every layer as one rank-one matrix per token, inputs[l] (x) deltas[l],
+    and what its backward needs of an MLP's: tuples with an entry per layer, or per hidden layer.
     """
 
-    inputs: list[Tensor]  # h (..., T, d_in)
-    deltas: list[Tensor]  # (..., T, d_out), clipped; in hidden layers times `hidden_step`
-    intermediates: FactorsIntermediates | None  # None in a residual network, and without an anchor
-    hidden_step: float = 1.0
+    inputs: tuple[Tensor, ...]  # h (..., T, d_in)
+    deltas: tuple[Tensor, ...]  # (..., T, d_out), clipped; in hidden layers times `hidden_step`
+    pre_activations: tuple[Tensor, ...] = ()  # z, hidden layers: the next layer's input is silu(z)
+    grad_activations: tuple[Tensor, ...] = ()  # gradient of the loss with respect to silu(z)
+    unclipped_deltas: tuple[Tensor, ...] = ()  # (..., T, d_out)
+    delta_norms: tuple[Tensor, ...] = ()  # (..., T, 1), of the unclipped deltas whose layers' gradients are clipped
+    delta_limits: tuple[Tensor, ...] = ()  # (..., T, 1), of these norms
+    delta_scales: tuple[Tensor, ...] = ()  # (..., T, 1), by which the unclipped deltas were multiplied
+    error: Tensor | None = None  # M(k) - v, before clipping
+    error_norm: Tensor | None = None  # (..., T, 1); None without a clip
+    error_scale: Tensor | None = None  # (..., T, 1): delta_L = error_scale * error; None without a clip, and then 2
 
 
-class TokenNorms(NamedTuple):
-    """The norms of the tokens that clips compare with: |k| and kappa |v|, at least `SMALLEST_LIMIT`; (..., T, 1)."""
+class Limits(NamedTuple):
+    """The lengths above which clips act on a token, (..., T, 1) each, and their products with the factor of what is
+    clipped.
 
-    keys: Tensor
-    limit: Tensor
+    error, twice_error: kappa |v|, at least `SMALLEST_LIMIT`, and twice that. first, first_step: of the first layer's
+    delta, 4 kappa |v| / |k|, and that times `UpdateRule.hidden_factor`.
+    """
+
+    error: Tensor
+    twice_error: Tensor
+    first: Tensor
+    first_step: Tensor
 
     @classmethod
-    def of(cls, keys: Tensor, values: Tensor, rule: UpdateRule) -> "TokenNorms | None":
-        """Computes the norms; None without a clip."""
+    def of(cls, keys: Tensor, values: Tensor, rule: UpdateRule) -> "Limits | None":
+        """Computes the limits; None without a clip."""
         if rule.error_clip is None:
             return None
-        limit = rule.error_clip * lengths(values)
-        return cls(lengths(keys), limit.clamp(min=SMALLEST_LIMIT))
+        error = (rule.error_clip * lengths(values)).clamp(min=SMALLEST_LIMIT)
+        first = _delta_limit(error, keys)
+        return cls(error, 2 * error, first, first if rule.hidden_factor == 1 else rule.hidden_factor * first)
+
+
+def _delta_limit(error_limit: Tensor, inputs: Tensor) -> Tensor:
+    """Computes the largest length of a layer's delta, so that its gradient's is 4 kappa |v|."""
+    return 4 * error_limit / lengths(inputs).clamp(min=SMALLEST_LENGTH)
 
 
 def gradient_factors(
-    keys: Tensor, values: Tensor, weights: Sequence[Tensor], rule: UpdateRule, norms: TokenNorms | None = None
+    keys: Tensor, values: Tensor, weights: Sequence[Tensor], rule: UpdateRule, limits: Limits | None = None
 ) -> GradientFactors:
     """Computes the gradient of the memory's loss (eq. 12), factored: keys, values (..., T, D), weights (..., d_in,
     d_out).
@@ -160,58 +166,53 @@ def gradient_factors(
     weights then grow at most linearly with the number of tokens, whatever the tokens are. The last layer's gradient is
     not clipped with the delta rule, which replaces it.
 
-    norms: `TokenNorms.of(keys, values, rule)`, if already known.
+    limits: `Limits.of(keys, values, rule)`, if already known.
     """
-    norms = TokenNorms.of(keys, values, rule) if norms is None else norms
+    limits = Limits.of(keys, values, rule) if limits is None else limits
     if rule.network == "residual":
-        return _residual_gradient_factors(keys, values, weights, rule, norms)
-    inputs, pre_activations, slopes = [keys], [], []
+        return _residual_gradient_factors(keys, values, weights, rule, limits)
+    inputs, pre_activations, grad_activations = [keys], [], []
     for weight in weights[:-1]:
         pre_activations.append(inputs[-1] @ weight)
-        sigmoid = torch.sigmoid(pre_activations[-1])
-        inputs.append(pre_activations[-1] * sigmoid)
-        slopes.append(_silu_slope(inputs[-1], sigmoid))
+        inputs.append(silu(pre_activations[-1]))
     error = (inputs[-1] @ weights[-1]).sub_(values)
     error_norm = error_scale = None
-    if norms is not None:
+    if limits is not None:
         error_norm = lengths(error)
-        error_scale = 2 * clip_scale(error_norm, norms.limit)
+        error_scale = limits.twice_error / torch.maximum(error_norm, limits.error)
     unclipped = [(2 if error_scale is None else error_scale) * error]
-    grad_activations = []
-    for weight, slope in zip(weights[:0:-1], slopes[::-1], strict=True):
+    for weight, z in zip(weights[:0:-1], pre_activations[::-1], strict=True):
         grad_activations.insert(0, unclipped[0] @ weight.mT)
-        unclipped.insert(0, grad_activations[0] * slope)
-    number = len(inputs) - rule.delta_rule
-    deltas, delta_norms, scales = _clip_deltas(inputs, unclipped, norms, number, rule.hidden_factor)
-    before_clip = (pre_activations, slopes, grad_activations, unclipped)
-    intermediates = FactorsIntermediates(*before_clip, delta_norms, scales, error, error_norm, error_scale)
-    return GradientFactors(inputs, deltas, intermediates, rule.hidden_factor)
+        unclipped.insert(0, silu_backward(grad_activations[0], z))
+    clips = _clip_deltas(inputs, unclipped, limits, len(inputs) - rule.delta_rule, rule.hidden_factor)
+    kept = map(tuple, (inputs, clips[0], pre_activations, grad_activations, unclipped, *clips[1:]))
+    return GradientFactors(*kept, error, error_norm, error_scale)
 
 
 def _clip_deltas(
-    inputs: list[Tensor], unclipped: list[Tensor], norms: TokenNorms | None, number: int, hidden_step: float = 1.0
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    inputs: list[Tensor], unclipped: list[Tensor], limits: Limits | None, number: int, hidden_step: float = 1.0
+) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
     """Clips the gradient of each of the first `number` layers at 4 kappa |v|, and multiplies it by `hidden_step`. The
     delta rule leaves the last layer's gradient as it is. Returns the deltas, and for each clipped layer the norm before
-    the clip and the factor.
+    the clip, its limit and the factor.
     """
-    if norms is None:
+    if limits is None:
         stepped = [d if hidden_step == 1 else hidden_step * d for d in unclipped[:number]]
-        return stepped + unclipped[number:], [], []
-    result = [], [], []
+        return stepped + unclipped[number:], [], [], []
+    result = [], [], [], []
     for i, (h, delta) in enumerate(zip(inputs[:number], unclipped, strict=False)):
-        norm, limit = lengths(delta), 4 * norms.limit
-        input_norm = norms.keys if i == 0 else lengths(h)
-        scale = clip_scale(input_norm * norm, limit)
-        scale = scale if hidden_step == 1 else hidden_step * scale
-        for x, of_layer in zip(result, (scale * delta, norm, scale), strict=True):
+        norm, limit, stepped = lengths(delta), limits.first, limits.first_step
+        if i > 0:
+            limit = _delta_limit(limits.error, h)
+            stepped = limit if hidden_step == 1 else hidden_step * limit
+        scale = stepped / torch.maximum(norm, limit)
+        for x, of_layer in zip(result, (scale * delta, norm, limit, scale), strict=True):
             x.append(of_layer)
-    deltas, delta_norms, scales = result
-    return deltas + unclipped[number:], delta_norms, scales
+    return result[0] + unclipped[number:], *result[1:]
 
 
 def _residual_gradient_factors(
-    keys: Tensor, values: Tensor, weights: Sequence[Tensor], rule: UpdateRule, norms: TokenNorms | None
+    keys: Tensor, values: Tensor, weights: Sequence[Tensor], rule: UpdateRule, limits: Limits | None
 ) -> GradientFactors:
     """Computes `gradient_factors` of M(k) = k + LN(z_L), z_L = W_L gelu(... gelu(W_1 k))."""
     inputs, slopes = [keys], []
@@ -224,14 +225,14 @@ def _residual_gradient_factors(
     inverse = torch.rsqrt(variance + NORM_EPSILON)
     normed = (z - mean) * inverse  # LN(z)
     error = keys + normed - values
-    error_scale = 2 if norms is None else 2 * clip_scale(lengths(error), norms.limit)
+    error_scale = 2 if limits is None else 2 * clip_scale(lengths(error), limits.error)
     grad = error_scale * error
     # LN'(z)^T g = (g - mean(g) - LN(z) mean(g LN(z))) / sqrt(var(z) + epsilon)
     centred = grad - grad.mean(-1, keepdim=True) - normed * (grad * normed).mean(-1, keepdim=True)
     deltas = [centred * inverse]
     for weight, slope in zip(weights[:0:-1], slopes[::-1], strict=True):
         deltas.insert(0, (deltas[0] @ weight.mT) * slope)
-    return GradientFactors(inputs, _clip_deltas(inputs, deltas, norms, len(inputs))[0], None)
+    return GradientFactors(tuple(inputs), tuple(_clip_deltas(inputs, deltas, limits, len(inputs))[0]))
 
 
 def _gelu_slope(z: Tensor) -> Tensor:
@@ -239,64 +240,50 @@ def _gelu_slope(z: Tensor) -> Tensor:
     return torch.special.ndtr(z) + z * torch.exp(-z.square() / 2) * (2 * torch.pi) ** -0.5
 
 
-def single_layer_factors(keys: Tensor, deltas: Tensor) -> GradientFactors:
-    """Returns the gradient factors of a memory of one layer with the deltas of the delta rule (..., T, d_out)."""
-    return GradientFactors([keys], [deltas], None)
-
-
-def with_last_deltas(factors: GradientFactors, deltas: Tensor) -> GradientFactors:
-    """Replaces the deltas of the last layer by the delta rule's (..., T, d_out)."""
-    return factors._replace(deltas=[*factors.deltas[:-1], deltas])
-
-
 def gradient_norm(inputs: Tensor, delta: Tensor) -> Tensor:
     """Computes the norm of each token's gradient of one layer, |h (x) delta| = |h| |delta|: (..., T, 1)."""
     return lengths(inputs) * lengths(delta)
 
 
-def token_surprise(factors: GradientFactors) -> Tensor:
+def token_surprise(inputs: Sequence[Tensor], deltas: Sequence[Tensor], rule: UpdateRule) -> Tensor:
     """Computes the norm of each token's clipped gradient over all layers, before `hidden_step`: (..., T)."""
-    norms = torch.cat([gradient_norm(h, d) for h, d in zip(factors.inputs, factors.deltas, strict=True)], dim=-1)
-    if factors.hidden_step != 1:
-        norms = torch.cat([norms[..., :-1] / factors.hidden_step, norms[..., -1:]], dim=-1)
+    norms = torch.cat([gradient_norm(h, d) for h, d in zip(inputs, deltas, strict=True)], dim=-1)
+    if rule.hidden_factor != 1:
+        norms = torch.cat([norms[..., :-1] / rule.hidden_factor, norms[..., -1:]], dim=-1)
     return norms.norm(dim=-1)
 
 
 class FactorsDerivatives(NamedTuple):
-    """The factors of the backward of `gradient_factors` of an MLP that follow from the forward alone. `curvatures` has
-    an entry per hidden layer. The other lists have an entry per clip: of each layer's gradient, and last of the error.
+    """The factors of the backward of `gradient_factors` of an MLP that follow from the forward alone. The first two
+    have an entry per hidden layer. The others have an entry per clip: of each layer's gradient, and last of the error.
     """
 
-    curvatures: list[Tensor]  # silu''(z)
-    clipped: list[Tensor]  # (..., T, 1) bool, True where the clip applies
-    over_square: list[Tensor]  # `clipped` over the squared norm of the unclipped delta, or of the error
-    over_input_square: list[Tensor]  # `clipped` over the squared norm of the layer's input
+    slopes: tuple[Tensor, ...]  # silu'(z)
+    bends: tuple[Tensor, ...]  # silu''(z) times the gradient with respect to silu(z)
+    clipped: tuple[Tensor, ...]  # (..., T, 1) bool, True where the clip applies
+    terms: tuple[Tensor, ...]  # x / |x|^2 of the unclipped delta, or of the error, where the clip applies, else 0
+    input_terms: tuple[Tensor, ...]  # x / |x|^2 of the layer's input, where the clip applies, else 0
 
 
-def factors_derivatives(
-    inputs: Sequence[Tensor], pre_activations: Sequence[Tensor], clip_norms: Sequence[Tensor], norms: TokenNorms | None
-) -> FactorsDerivatives:
-    """Computes silu'' and the derivatives of the clips.
-
-    inputs (..., T, d_in): of each layer. clip_norms (..., T, 1): `delta_norms`, and last `error_norm`; empty without a
-    clip.
-    """
-    result = FactorsDerivatives([], [], [], [])
-    for z, h in zip(pre_activations, inputs[1:], strict=True):
-        # silu''(z) = s (1 - s) (2 + z - 2 silu(z)), s = sigmoid(z)
+def factors_derivatives(factors: GradientFactors) -> FactorsDerivatives:
+    """Computes silu', silu'' and the derivatives of the clips."""
+    slopes, bends, clipped, terms, input_terms = [], [], [], [], []
+    of_hidden = zip(factors.pre_activations, factors.inputs[1:], factors.grad_activations, strict=True)
+    for z, h, gradient in of_hidden:
+        # silu'(z) = s + silu(z) (1 - s), silu''(z) = s (1 - s) (2 + z - 2 silu(z)), s = sigmoid(z)
         sigmoid = torch.sigmoid(z)
+        slopes.append(torch.addcmul(h + sigmoid, h, sigmoid, value=-1))
         curvature = torch.sub(z, h, alpha=2).add_(2)
-        result.curvatures.append(curvature.mul_(sigmoid.addcmul(sigmoid, sigmoid, value=-1)))
-    for i, norm in enumerate(clip_norms):
-        if i == len(clip_norms) - 1:
-            clipped = norm > norms.limit
-        else:
-            input_norm = norms.keys if i == 0 else lengths(inputs[i])
-            clipped = input_norm * norm > 4 * norms.limit
-            result.over_input_square.append(_over_square(clipped, input_norm))
-        result.clipped.append(clipped)
-        result.over_square.append(_over_square(clipped, norm))
-    return result
+        bends.append(curvature.mul_(sigmoid.addcmul(sigmoid, sigmoid, value=-1)).mul_(gradient))
+    of_clips = factors.inputs, factors.unclipped_deltas, factors.delta_norms, factors.delta_limits
+    for h, delta, norm, limit in zip(*of_clips, strict=False):
+        clipped.append(norm > limit)
+        terms.append(_over_square(clipped[-1], norm) * delta)
+        input_terms.append(_over_square(clipped[-1], lengths(h)) * h)
+    if factors.error_scale is not None:
+        clipped.append(factors.error_scale < 2)
+        terms.append(_over_square(clipped[-1], factors.error_norm) * factors.error)
+    return FactorsDerivatives(*map(tuple, (slopes, bends, clipped, terms, input_terms)))
 
 
 def _over_square(x: Tensor, norm: Tensor) -> Tensor:
@@ -308,59 +295,57 @@ def gradient_factors_backward(
     factors: GradientFactors,
     derivatives: FactorsDerivatives,
     weights: Sequence[Tensor],
-    grad_inputs: list[Tensor],
+    rule: UpdateRule,
+    grad_inputs: list[Tensor | None],
     grad_deltas: list[Tensor | None],
-) -> tuple[list[Tensor], tuple[Tensor, Tensor, list[Tensor]]]:
+) -> tuple[list[Tensor], tuple[Tensor, Tensor, tuple[Tensor, ...]]]:
     """Computes the backward of `gradient_factors` of an MLP from the gradients with respect to the factors' inputs and
-    deltas, which are overwritten; None for the last layer's deltas with the delta rule.
+    deltas, which are overwritten; None for the first layer's inputs, and for the last layer's deltas with the delta
+    rule.
 
     Returns the gradients with respect to the weights, and the first three arguments of `tokens_backward`, which
     computes the gradients with respect to keys and values: with respect to the first layer's output and to the error,
     (N, T, d_out) each, and for each clip to the logarithm of its limit, where the clip applies, (N, T, 1).
     """
-    last, kept = len(weights) - 1, factors.intermediates
+    last = len(weights) - 1
     # 1. The clip of each layer's gradient. Its limit is a multiple of |v|: gradients with respect to its logarithm.
     log_limits = []
-    for i, scale in enumerate(kept.delta_scales):
+    for i, scale in enumerate(factors.delta_scales):
         log_limits.append((grad_deltas[i] * factors.deltas[i]).sum(-1, keepdim=True))
-        clip_term = log_limits[-1] * derivatives.over_square[i]
-        grad_deltas[i].mul_(scale).addcmul_(clip_term, kept.unclipped_deltas[i], value=-1)
+        grad_deltas[i].mul_(scale).addcmul_(log_limits[-1], derivatives.terms[i], value=-1)
         if i > 0:
-            clip_term = log_limits[-1] * derivatives.over_input_square[i]
-            grad_inputs[i].addcmul_(clip_term, factors.inputs[i], value=-1)
-    if not kept.delta_scales and factors.hidden_step != 1:
+            grad_inputs[i].addcmul_(log_limits[-1], derivatives.input_terms[i], value=-1)
+    if not factors.delta_scales and rule.hidden_factor != 1:
         for grad in grad_deltas[:-1]:
-            grad.mul_(factors.hidden_step)
+            grad.mul_(rule.hidden_factor)
     # 2. delta_i = silu'(z_i) o (delta_{i+1} W_{i+1}^T), from the first layer to the last
     grad_slopes, grad_weights = [], []
     for i in range(last):
-        grad_activation = grad_deltas[i] * kept.slopes[i]
-        grad_slopes.append(grad_deltas[i].mul_(kept.grad_activations[i]))
+        grad_activation = grad_deltas[i] * derivatives.slopes[i]
+        grad_slopes.append(grad_deltas[i].mul_(derivatives.bends[i]))
         # (N, d_in, T) @ (N, T, d_out), (N, T, d_in) @ (N, d_in, d_out)
-        grad_weights.append(torch.bmm(grad_activation.mT, kept.unclipped_deltas[i + 1]))
+        grad_weights.append(torch.bmm(grad_activation.mT, factors.unclipped_deltas[i + 1]))
         if grad_deltas[i + 1] is None:
             grad_deltas[i + 1] = torch.bmm(grad_activation, weights[i + 1])
         else:
             grad_deltas[i + 1].baddbmm_(grad_activation, weights[i + 1])
     # 3. delta_L = 2 e, with the clip of e = M(k) - v
     grad_error = grad_deltas[last]
-    if kept.error_scale is None:
+    if factors.error_scale is None:
         grad_error.mul_(2)
     else:
-        log_limits.append((grad_error * kept.unclipped_deltas[last]).sum(-1, keepdim=True))
-        clip_term = log_limits[-1] * derivatives.over_square[-1]
-        grad_error.mul_(kept.error_scale).addcmul_(clip_term, kept.error, value=-1)
+        log_limits.append((grad_error * factors.unclipped_deltas[last]).sum(-1, keepdim=True))
+        grad_error.mul_(factors.error_scale).addcmul_(log_limits[-1], derivatives.terms[-1], value=-1)
     # 4. z_i = h_i W_i and h_{i+1} = silu(z_i), from the last layer to the first
     grad_output = grad_error
     for i in reversed(range(len(weights))):
         if i < last:
-            grad_output = grad_slopes[i].mul_(derivatives.curvatures[i])
-            grad_output.addcmul_(grad_inputs[i + 1], kept.slopes[i])
+            grad_output = grad_slopes[i].addcmul_(grad_inputs[i + 1], derivatives.slopes[i])
         if i > 0:
             grad_weights[i - 1].baddbmm_(factors.inputs[i].mT, grad_output)  # (N, d_in, T) @ (N, T, d_out)
             grad_inputs[i].baddbmm_(grad_output, weights[i].mT)  # (N, T, d_out) @ (N, d_out, d_in)
     grad_weights.insert(0, torch.bmm(factors.inputs[0].mT, grad_output))
-    return grad_weights, (grad_output, grad_error, log_limits)
+    return grad_weights, (grad_output, grad_error, tuple(log_limits))
 
 
 def tokens_backward(
@@ -368,7 +353,6 @@ def tokens_backward(
     grad_error: Tensor,
     log_limits: Sequence[Tensor],
     derivatives: FactorsDerivatives,
-    keys: Tensor,
     values: Tensor,
     first_weights: Tensor,
     grad_keys: Tensor,
@@ -379,9 +363,8 @@ def tokens_backward(
     grad_keys.baddbmm_(grad_output, first_weights.mT)  # (N, T, d_out) @ (N, d_out, d_in)
     grad_values = -grad_error
     if log_limits:
-        if derivatives.over_input_square:
-            clip_term = log_limits[0] * derivatives.over_input_square[0]
-            grad_keys.addcmul_(clip_term, keys, value=-1)
+        if derivatives.input_terms:
+            grad_keys.addcmul_(log_limits[0], derivatives.input_terms[0], value=-1)
         of_limit = sum(x * y for x, y in zip(log_limits, derivatives.clipped, strict=True))
         grad_values.addcmul_(_over_square(of_limit, lengths(values)), values)
     return grad_values

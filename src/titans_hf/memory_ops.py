@@ -1,8 +1,8 @@
 """The update and the read of the memory, `memorize`: in chunks by the dual form, or one token by the equations.
 
 The scan over groups of chunks: the state at the end of a group is the state at the start of the next group. For the
-backward, by hand or by autograd, the scan keeps the state at the start of each group. Everything within a group is
-recomputed.
+backward by hand, the scan keeps the states at the starts of all chunks where they are small (`KEPT_BYTES`), otherwise,
+and for autograd, the state at the start of each group. Everything else within a group is computed again.
 
 Shapes: B batch, H heads, T tokens, D head size; weights (B, H, d_in, d_out). Within the scan: N batch and heads, T
 tokens, C tokens of a chunk; weights (N, d_in, d_out).
@@ -19,16 +19,13 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers.utils import logging
 
-from .memory_chunk import GroupFunctions, group_forward, group_intermediates, unstack, with_anchor
+from .memory_chunk import GroupFunctions, GroupStates, group_forward, unstack, with_anchor
 from .memory_chunk_backward import group_backward, with_anchor_backward
 from .memory_network import (
-    GradientFactors,
     UpdateRule,
     gradient_factors,
     read,
-    single_layer_factors,
     token_surprise,
-    with_last_deltas,
 )
 from .memory_state import (
     MemorizeOutput,
@@ -42,9 +39,13 @@ from .memory_state import (
 )
 from .token_grid import TokenGrid
 
-# Chunks of a group: the scan keeps every fourth state for the backward, and larger products take less time.
-CHECKPOINT_INTERVAL = 4
-GROUP_FUNCTIONS = GroupFunctions(group_forward, group_intermediates, group_backward)
+# Chunks of a group, whose products are computed together: on a CPU more of them leave the cache, on a GPU every group
+# costs the host some launches more.
+GROUP_SIZES = {"cpu": 4, "cuda": 32}
+# The states of all chunks are kept for the backward where they take at most this many times the bytes of the tokens'
+# queries, keys and values; elsewhere that of each group's start, from which the others are computed again.
+KEPT_BYTES = 4
+GROUP_FUNCTIONS = GroupFunctions(group_forward, group_backward)
 _compiled: GroupFunctions | None = None
 
 logger = logging.get_logger(f"transformers.{__name__}")  # `transformers.logging.set_verbosity_info()` shows its lines
@@ -74,16 +75,16 @@ def groups_of_chunks(
     chunk_size: int,
     chunk_starts: Tensor | None,
     compiled: GroupFunctions | None,
+    group_size: int,
 ) -> list[Group]:
-    """Returns the groups of chunks in which T tokens are read: groups of `CHECKPOINT_INTERVAL` chunks, a group of the
-    remaining full chunks (compiled: a group for each, so that only two shapes are compiled), and the last chunk if it
-    is shorter.
+    """Returns the groups of chunks in which T tokens are read: groups of `group_size` chunks, a group of the remaining
+    full chunks (compiled: a group for each, so that only two shapes are compiled), and the last chunk if it is shorter.
 
     compiled: functions for groups of full chunks; None for the plain functions of `memory_chunk`.
     """
     num_chunks, rest = num_tokens // chunk_size, num_tokens % chunk_size
-    left = num_chunks % CHECKPOINT_INTERVAL
-    numbers = [CHECKPOINT_INTERVAL] * (num_chunks // CHECKPOINT_INTERVAL)
+    left = num_chunks % group_size
+    numbers = [group_size] * (num_chunks // group_size)
     if left:
         numbers += [1] * left if compiled is not None else [left]
     groups = [(number, chunk_size, compiled or GROUP_FUNCTIONS) for number in numbers]
@@ -157,7 +158,8 @@ def memorize_on_grid(
     arguments, chunk_starts = _scan_arguments(inputs, state, decay_target, grid, chunk_size)
     by_hand = rule.network == "mlp" and not inputs.has_gates_per_layer  # the backward
     compiled = _compiled if by_hand and not compiling else None
-    groups = groups_of_chunks(grid.num_slots, chunk_size, chunk_starts, compiled)
+    group_size = GROUP_SIZES.get(grid.row_starts.device.type, 4)
+    groups = groups_of_chunks(grid.num_slots, chunk_size, chunk_starts, compiled, group_size)
     scan = (groups, rule, grid.needs_surprise)
     needs_backward = not compiling and _needs_gradients(arguments)  # a compiler makes its own backward
     if needs_backward and by_hand:
@@ -215,7 +217,8 @@ def read_constant_memory(
         starts_chunk = -state.num_seen % chunk_size < num_tokens  # a chunk that began before keeps its anchor
         anchor = tuple(map(partial(where_rows, starts_chunk), state.weights, state.anchor))
     with torch.no_grad():
-        surprise = token_surprise(_factors_at(inputs, state.weights if needs_anchor else (), state.weights, rule))
+        factors = _factors_at(inputs, state.weights if needs_anchor else (), state.weights, rule)
+        surprise = token_surprise(*factors, rule)
     after = replace(state, anchor=anchor, num_seen=state.num_seen + num_tokens)
     retrieved = read(state.weights, inputs.queries, rule.network)
     # DistributedDataParallel waits for a gradient of every parameter, the gates' included.
@@ -226,18 +229,18 @@ def read_constant_memory(
 
 def _factors_at(
     inputs: MemoryInputs, anchor: tuple[Tensor, ...], weights: tuple[Tensor, ...], rule: UpdateRule
-) -> GradientFactors:
-    """Computes the gradient of the memory's loss at the anchor A, grad l(A; k, v) (eq. 12, 16). With the delta rule,
-    the last layer's is taken at the weights before the token, grad l(M_{t-1}; k, v) (eq. 10); without an anchor (),
-    only this one is computed.
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Computes the gradient of the memory's loss at the anchor A, grad l(A; k, v) (eq. 12, 16), as inputs and deltas of
+    each layer. With the delta rule, the last layer's is taken at the weights before the token, grad l(M_{t-1}; k, v)
+    (eq. 10); without an anchor (), only this one is computed.
     """
-    if not anchor:
-        return single_layer_factors(inputs.keys, single_token_delta(inputs.keys, inputs.values, weights[0]))
-    factors = gradient_factors(inputs.keys, inputs.values, anchor, rule)
+    h, deltas = [inputs.keys], []
+    if anchor:
+        factors = gradient_factors(inputs.keys, inputs.values, anchor, rule)
+        h, deltas = list(factors.inputs), list(factors.deltas)
     if rule.delta_rule:
-        delta = single_token_delta(factors.inputs[-1], inputs.values, weights[-1])
-        factors = with_last_deltas(factors, delta)
-    return factors
+        deltas[len(weights) - 1 :] = [single_token_delta(h[-1], inputs.values, weights[-1])]
+    return h, deltas
 
 
 def single_token_delta(inputs: Tensor, value: Tensor, weights: Tensor) -> Tensor:
@@ -260,7 +263,7 @@ def _memorize_token(
     if state.anchor:
         at_chunk_start = partial(where_rows, state.num_seen % chunk_size == 0)
         anchor = tuple(map(at_chunk_start, state.weights, state.anchor))
-    factors = _factors_at(inputs, anchor, state.weights, rule)
+    h, deltas = _factors_at(inputs, anchor, state.weights, rule)
     theta, retain = (_of_layers(x, inputs, len(state.weights)) for x in (inputs.inner_lr, inputs.log_retain.exp()))
     # (1 - alpha_t) M_{t-1} + alpha_t M_0 (eq. 13)
     if decay_target:
@@ -268,18 +271,18 @@ def _memorize_token(
     else:
         weights = tuple(x * w for x, w in zip(retain, state.weights, strict=True))
     # S_t = eta_t S_{t-1} - theta_t h (x) delta (eq. 10, 14)
-    gradients, momentum = zip(theta, factors.inputs, factors.deltas, strict=True), ()
+    gradients, momentum = zip(theta, h, deltas, strict=True), ()
     if state.momentum:
         eta = _of_layers(inputs.log_momentum_decay.exp(), inputs, len(weights))
         momentum = tuple(eta * s for eta, s in zip(eta, state.momentum, strict=True))
-    for step, (theta, h, delta) in zip(momentum or weights, gradients, strict=True):
-        step.addcmul_(h.mT, theta * delta, value=-1)
+    for step, (theta, x, delta) in zip(momentum or weights, gradients, strict=True):
+        step.addcmul_(x.mT, theta * delta, value=-1)
     if momentum:
         for w, s in zip(weights, momentum, strict=True):
             w.add_(s)  # M_t = ... + S_t: eq. 13
     state = MemoryState(weights, momentum, anchor, state.num_seen + 1)
     retrieved = read(weights, inputs.queries, rule.network)  # y_t: eq. 15
-    return MemorizeOutput(retrieved, token_surprise(factors).detach(), state)
+    return MemorizeOutput(retrieved, token_surprise(h, deltas, rule).detach(), state)
 
 
 def _needs_gradients(tree: Any) -> bool:
@@ -296,28 +299,34 @@ def scan_chunks(
     rule: UpdateRule,
     needs_surprise: bool,
     arguments: ScanArguments,
-    checkpoints: list[MemoryState] | None = None,
+    kept: list[MemoryState | GroupStates] | None = None,
     recomputes: bool = False,
 ) -> MemorizeOutput:
-    """Updates and reads the memory, group of chunks after group. The surprise is None unless it is needed. Appends the
-    state at the start of each group to `checkpoints`.
+    """Updates and reads the memory, group of chunks after group. The surprise is None unless it is needed. Appends to
+    `kept` what the backward of each group starts with: the states at the starts of its chunks, or at its own start.
 
     recomputes: keep only the state at each group's start for autograd, and recompute the group in the backward; for
     memories whose backward is not written by hand.
     """
     (inputs, state, decay_target), retrieved, surprise = arguments, [], []
+    keeps_all = kept is not None and _keeps_all_states(state, inputs, groups[0][1])
     for (num_chunks, _, functions, starts), tokens in zip(groups, _split_inputs(inputs, groups), strict=True):
         state = with_anchor(state, None if starts is None else starts[0])
-        if checkpoints is not None:
-            checkpoints.append(state)
         forward = functions.forward
         if recomputes:
             forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
-        output = forward(tokens, state, decay_target, starts, rule, needs_surprise)
+        output, states = forward(tokens, state, decay_target, starts, rule, needs_surprise)
+        if kept is not None:
+            kept.append(states if keeps_all else state)
         retrieved += unstack(output.retrieved, num_chunks)
         surprise += unstack(output.surprise, num_chunks)
         state = output.state
     return MemorizeOutput(torch.cat(retrieved, dim=1), torch.cat(surprise, dim=1) if needs_surprise else None, state)
+
+
+def _keeps_all_states(state: MemoryState, inputs: MemoryInputs, chunk_size: int) -> bool:
+    of_states = sum(x.numel() for x in (*state.weights, *state.momentum)) * inputs.keys.shape[1] / chunk_size
+    return of_states <= KEPT_BYTES * 3 * inputs.keys.numel()
 
 
 def _form(tree: Any) -> Any:
@@ -331,13 +340,13 @@ class _ChunkScan(torch.autograd.Function):
     def forward(
         ctx, groups: Sequence[Group], rule: UpdateRule, needs_surprise: bool, form: ScanArguments, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        (inputs, state, decay_target), checkpoints = with_tensors(form, tensors), []
+        (inputs, state, decay_target), kept = with_tensors(form, tensors), []
         detached = map_tensors(Tensor.detach, (inputs, state, decay_target))
-        output = scan_chunks(groups, rule, needs_surprise, detached, checkpoints)
+        output = scan_chunks(groups, rule, needs_surprise, detached, kept)
         if output.surprise is not None:
             ctx.mark_non_differentiable(output.surprise)
-        saved = (inputs, checkpoints, decay_target)
-        ctx.groups, ctx.rule, ctx.form = groups, rule, _form(saved)
+        saved = (inputs, tuple(kept), decay_target)
+        ctx.groups, ctx.rule, ctx.form, ctx.of_state = groups, rule, _form(saved), _form(state)
         ctx.save_for_backward(*tensors_of(saved))
         return output.retrieved, output.surprise, *tensors_of(output.state)
 
@@ -346,22 +355,22 @@ class _ChunkScan(torch.autograd.Function):
     def backward(ctx, grad_retrieved: Tensor, _: Tensor, *grad_state: Tensor) -> tuple[Tensor | None, ...]:
         # Read once: under checkpointing, reading `saved_tensors` recomputes them.
         # Detached, and the gradients contiguous, so that a compiled function fits every call.
-        inputs, checkpoints, decay_target = with_tensors(ctx.form, map(Tensor.detach, ctx.saved_tensors))
+        inputs, kept, decay_target = with_tensors(ctx.form, map(Tensor.detach, ctx.saved_tensors))
         groups = ctx.groups
         tokens, grad_outputs = _split_inputs(inputs, groups), _split(grad_retrieved, groups)
-        grads, grad_inputs = with_tensors(checkpoints[0], map(Tensor.contiguous, grad_state)), []
+        grads, grad_inputs = with_tensors(ctx.of_state, map(Tensor.contiguous, grad_state)), []
         grad_target = [torch.zeros_like(x) for x in decay_target]
         with torch.autocast(grad_retrieved.device.type, enabled=False):
-            for (num_chunks, _, functions, starts), state in zip(groups[::-1], checkpoints[::-1], strict=True):
-                recomputed = functions.intermediates(tokens.pop(), state, decay_target, starts, ctx.rule)
+            for (num_chunks, _, functions, starts), start in zip(groups[::-1], kept[::-1], strict=True):
                 grad_output = grad_outputs.pop().flatten(0, 1)
-                of_inputs, of_state, of_target = functions.backward(grad_output, recomputed, grads, starts)
+                arguments = (grad_output, tokens.pop(), start, decay_target, starts, ctx.rule, grads)
+                of_inputs, of_state, of_target = functions.backward(*arguments)
                 grad_inputs = unstack(of_inputs, num_chunks) + grad_inputs
                 for total, gradient in zip(grad_target, of_target, strict=True):
                     total.add_(gradient)
                 grads = with_anchor_backward(of_state, None if starts is None else starts[0])
-                if state.anchor and not grads.anchor:
-                    grads = replace(grads, anchor=tuple(map(torch.zeros_like, state.anchor)))
+                if ctx.of_state.anchor and not grads.anchor:
+                    grads = replace(grads, anchor=tuple(map(torch.zeros_like, grads.weights)))
         joined = zip(inputs, _join_inputs(grad_inputs), strict=True)
         return *(None,) * 4, *(grad for x, grad in joined if x is not None), *tensors_of(grads), *grad_target
 

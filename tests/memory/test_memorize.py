@@ -19,8 +19,9 @@ from memorize_runs import (
     without_momentum,
 )
 
+from titans_hf import memory_ops
 from titans_hf.memory_network import UpdateRule
-from titans_hf.memory_ops import CHECKPOINT_INTERVAL, memorize
+from titans_hf.memory_ops import memorize
 from titans_hf.memory_reference import memorize_reference
 from titans_hf.memory_state import MemoryState, tensors_of
 
@@ -98,18 +99,22 @@ def test_gradient_at_zero_error_is_finite():
         assert all(x.isfinite().all() for x in (*outputs, *gradients))
 
 
-@pytest.mark.parametrize("network", ["mlp", "residual"])
-def test_training_keeps_the_states_that_some_chunks_start_with(network):
-    """Besides its inputs, training stores the state of every CHECKPOINT_INTERVAL-th chunk alone; where autograd makes
-    the backward, the anchors too.
+@pytest.mark.parametrize("network,kept_bytes", [("mlp", memory_ops.KEPT_BYTES), ("mlp", 0), ("residual", 0)])
+def test_training_keeps_states(network, kept_bytes, monkeypatch):
+    """Besides its inputs, training stores the states of all chunks where they are small, elsewhere those of the groups'
+    starts alone, and computes the same; where autograd makes the backward, the anchors too.
     """
-    state, inputs = make_state(2, [0, 0, 0]), make_inputs(10 * CHUNK).map(torch.Tensor.requires_grad_)
+    state, inputs = make_state(2, [0, 0, 0]), make_inputs(10 * CHUNK)
+    arguments = (inputs, state, UpdateRule(1.0, network=network))
+    expected = run(memorize, *arguments)
+    monkeypatch.setattr(memory_ops, "KEPT_BYTES", kept_bytes)
+    assert_same(run(memorize, *arguments), expected)
     kept = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.data_ptr(), x), lambda x: x):
-        memorize(inputs, state, UpdateRule(1.0, network=network), chunk_size=CHUNK)
+        memorize(inputs.map(torch.Tensor.requires_grad_), *arguments[1:], chunk_size=CHUNK)
     by_hand = network == "mlp"
     of_states = (*state.weights, *state.momentum) if by_hand else tensors_of(state)
-    number = -(-10 // CHECKPOINT_INTERVAL) * sum(x.numel() for x in of_states)
+    number = (10 if kept_bytes else -(-10 // memory_ops.GROUP_SIZES["cpu"])) * sum(x.numel() for x in of_states)
     of_inputs = sum(x.numel() for x in inputs if x is not None)
     assert number * by_hand <= sum(x.numel() for x in kept.values()) < number + 3 * of_inputs
 
