@@ -358,7 +358,8 @@ def register_attention(own: str) -> str:
 
 
 def _attention(own: str) -> Callable:
-    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args, **kwargs):
+    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, *args, **kwargs):
+        mask = attention_mask  # some families pass it by its name
         used = own
         if mask is not None and _takes_no_mask(own):
             used = "sdpa"
