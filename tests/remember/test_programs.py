@@ -122,3 +122,25 @@ def test_a_single_token_has_a_gradient():
     model(TOKENS[:1, :3], labels=TOKENS[:1, :3], cache=cache).loss.backward()
     states = [x for layer in cache.layers for x in getattr(layer, "recurrent_states", {}).values()]
     assert states and not any(x.requires_grad for x in states)
+
+
+def test_the_gradient_of_a_batch():
+    """It is the sum of its texts' gradients, whatever the lengths, and the cache goes on as each text's own."""
+    model, lengths = remembering(), torch.tensor([30, 7, 0, 41])
+    cache = MemoryCache(model)
+    mask = (torch.arange(41) < lengths[:, None]).long()
+
+    def gradient(ids, mask, **arguments):
+        model.zero_grad()
+        output = model(ids, attention_mask=mask, output_hidden_states=True, **arguments)
+        (output.logits * mask[..., None]).square().sum().backward()
+        return torch.cat([x.grad.flatten() for x in model.parameters()]), output.hidden_states[-1]
+
+    whole, states = gradient(TOKENS[:, :41], mask, cache=cache)
+    alone = [gradient(TOKENS[i : i + 1, :n], mask[i : i + 1, :n]) for i, n in enumerate(lengths) if n]
+    assert_close(whole, sum(x for x, _ in alone), atol=1e-9, rtol=1e-9)
+    assert_close(states[3:], alone[-1][1], atol=1e-12, rtol=0)
+    assert cache.seen.equal(lengths)
+    with torch.no_grad():
+        read_on = model(TOKENS[:, 41:60], cache=cache).logits[3:]
+        assert_close(read_on, model(TOKENS[3:, :60]).logits[:, 41:], atol=1e-12, rtol=0)

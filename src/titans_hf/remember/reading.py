@@ -109,6 +109,41 @@ def read_unread(model: PreTrainedModel, cache: MemoryCache, rows: Tensor | None 
         cache.restart_recording()
 
 
+def read_in_training(
+    model: PreTrainedModel, cache: MemoryCache, columns: CallColumns, num_kept: int, arguments: dict
+) -> tuple[Tensor, dict[str, tuple[Tensor, ...]], object]:
+    """As `read`. If weights are trained, rows that end at different columns are read one kind after another: a graph
+    ends where a piece ends, which is then an end of the row itself, as if the row were read alone.
+    """
+    is_trained = torch.is_grad_enabled() and any(x.requires_grad for x in model.parameters())
+    if not is_trained or cache.recorded is not None or cache.unread is not None:
+        return read(model, cache, columns, num_kept, arguments)
+    real = columns.real.cpu()
+    seen = cache.seen if len(cache.seen) == len(real) else torch.zeros(len(real), dtype=torch.int64)
+    facts = torch.cat([real, columns.starts.cpu(), columns.learning.cpu(), seen[:, None]], 1)
+    kind = facts.unique(dim=0, return_inverse=True)[1]
+    kind = torch.where(real.any(1), kind, kind[real.any(1).int().argmax()])  # a row without tokens cuts no other
+    if bool((kind == kind[0]).all()):
+        return read(model, cache, columns, num_kept, arguments)
+    groups, found = [(kind == x).nonzero()[:, 0] for x in kind.unique()], []
+    with cache.guarded():
+        cache.begin(model, len(real), columns.ids.device)
+        for rows in groups:
+            part = cache.take(rows)
+            of_rows = columns.map(lambda x, rows=rows: x[rows.to(x.device)])
+            found.append(read(model, part, of_rows, num_kept, arguments))
+            cache.put(rows, part)
+        cache.num_columns += columns.ids.shape[1]
+    logits, of_layers, outputs = zip(*found, strict=True)
+    order = torch.cat(groups).argsort()
+
+    def joined(parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat([*parts])[order.to(parts[0].device)]
+
+    layers = {name: tuple(map(joined, zip(*(x[name] for x in of_layers), strict=True))) for name in of_layers[0]}
+    return joined(logits), layers, outputs[-1]
+
+
 def next_piece(memory: Memory, cache: MemoryCache, columns: CallColumns, begin: int) -> tuple[int, Tensor]:
     """Returns the end of the piece that starts at a column, and its rows (I,) int64."""
     real, learning = columns.real, columns.learning

@@ -28,7 +28,7 @@ def read(
     those that see the passage.
     """
     if cache.since_recall is None and not bool(columns.recalls.any()):
-        return reading.read(model, cache, columns, num_kept, arguments)
+        return reading.read_in_training(model, cache, columns, num_kept, arguments)
     length, begin, results = columns.ids.shape[1], 0, []
     ends = sorted({*(columns.recalls.any(0).nonzero()[:, 0] + 1).tolist(), length})
     with torch.inference_mode(False), torch.set_grad_enabled(torch.is_grad_enabled()), cache.guarded():
