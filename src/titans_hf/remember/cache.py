@@ -138,14 +138,13 @@ class MemoryCache(Cache):
         return parts
 
     def __repr__(self) -> str:
+        facts = [f"tokens read {self.num_tokens_seen.tolist()}"]
+        if norms := [x.flatten(1).square().sum(1) for name, x in self.state.items() if name.startswith("B.")]:
+            facts.append(f"|fast weights| {[round(x, 3) for x in torch.stack(norms).sum(0).sqrt().tolist()]}")
+        if (tokens := self.state.get("list.tokens")) is not None:
+            facts.append(f"list entries {(tokens >= 0).sum(1).tolist()}")
         sizes = ", ".join(f"{name} {size / 1e6:.2f} MB" for name, size in self.num_bytes().items())
-        entries = [int((x >= 0).sum()) for x in self.state.get("list.tokens", ())]
-        norms = [x.flatten(1).square().sum(1) for name, x in self.state.items() if name.startswith("B.")]
-        length = [f"{x:.3g}" for x in torch.stack(norms).sum(0).sqrt().tolist()] if norms else []
-        return (
-            f"MemoryCache(tokens read {self.num_tokens_seen.tolist()}, |fast weights| [{', '.join(length)}], "
-            f"list entries {entries}; {sizes})"
-        )
+        return f"MemoryCache({', '.join(facts)}; {sizes})"
 
     def __deepcopy__(self, memo: dict) -> "MemoryCache":
         new = self.map(torch.clone)
