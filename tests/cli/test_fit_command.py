@@ -15,7 +15,7 @@ from titans_hf.remember import adapter
 from titans_hf.remember.fit import fit as stages
 from titans_hf.remember.fit import fit_list
 
-OPTIONS = ["--tokens=1200", "--length=400", "--recalls=1", "--window=32", "--rank=2", "--device=cpu"]
+OPTIONS = ["--tokens=1200", "--length=400", "--window=32", "--rank=2", "--device=cpu"]
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_an_adapter_from_texts(folder, capsys):
     """
     fit.main([str(folder / "model"), "--text", str(folder / "texts"), "--output", str(folder / "new"), *OPTIONS])
     text = capsys.readouterr().out
-    assert "4 files (.txt)" in text and "1,200 tokens of text in 3 parts, 1 recalls; at most about " in text
+    assert "4 files (.txt)" in text and "1,200 tokens of text in 3 parts; at most about " in text
     assert text.count("by thousands of tokens +") == 2 and text.endswith("new\n")
     model = AutoModelForCausalLM.from_pretrained(folder / "new")
     tokenizer = AutoTokenizer.from_pretrained(folder / "new")

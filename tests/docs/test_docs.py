@@ -47,7 +47,7 @@ OPTIONS = {
     "titans-hf serve": "--device cpu",
     "titans-hf train": "--max_steps 2 --use_cpu true",
     "trl sft": "--max_steps 2 --report_to none",
-    "titans-hf fit": "--tokens 600 --length 300 --recalls 2 --window 64",
+    "titans-hf fit": "--tokens 600 --length 300 --window 64",
     "titans-hf ask": "--max_new_tokens 4",
     "titans-hf forecast*--model": "",
     "titans-hf forecast": "--max_steps 2 --eval_steps 1",

@@ -177,9 +177,5 @@ def test_bad_arguments():
     model = small_model()
     with pytest.raises(ValueError, match="`documents` must be tensors"):
         fit_memory(model, [torch.ones(1, dtype=torch.int64)])
-    with pytest.raises(ValueError, match="`recalls` must be pairs"):
-        fit_memory(model, [names_text(0)], [(names_text(1), names_text(1))])
     with pytest.raises(ValueError, match="`rank` must be"):
         fit_memory(model, [names_text(0)], rank=0)
-    with pytest.raises(ValueError, match="`recall_share` must be"):
-        fit_memory(model, [names_text(0)], recall_share=float("nan"))

@@ -3,8 +3,7 @@
 titans-hf fit HuggingFaceTB/SmolLM2-135M-Instruct --text books/ --output my-adapter
 
 The output is an adapter of 1 to 3 MB, which `remember`, `AutoModelForCausalLM` and the other commands load with its
-model. Texts of the kind that the model is to read serve best. The fit also reads --recalls made texts: facts are told,
-a part of the given texts follows, and the facts are asked for. After an interruption, the same command continues.
+model. Texts of the kind that the model is to read serve best. After an interruption, the same command continues.
 --tokens 8000 is a fit of minutes.
 """
 
@@ -28,7 +27,6 @@ from titans_hf.cli.shared.text_files import describe_files, find_files, read_tex
 from titans_hf.cli.shared.text_ids import encode
 from titans_hf.remember.fit import FitResult, fit_memory, num_readings
 from titans_hf.remember.fit.fit_list import Gains
-from titans_hf.remember.fit.recalls import make_recalls
 
 BLOCK = 2_000_000  # characters that are tokenized at once
 TIMED = 129  # tokens by which the time is estimated
@@ -77,9 +75,9 @@ def seconds_per_token(model: PreTrainedModel, ids: Tensor, window: int | None) -
         forget(model)
 
 
-def describe_gains(gains: Gains, number: int) -> str:
-    """Describes the mean gain of each thousand tokens of the first `number` texts."""
-    columns, before, after = (torch.cat(x[:number]) for x in gains)
+def describe_gains(gains: Gains) -> str:
+    """Describes the mean gain of each thousand tokens of the texts."""
+    columns, before, after = map(torch.cat, gains)
     thousands = (columns // 1000).unique().tolist()
     of_each = [f"{float((before - after)[columns // 1000 == i].mean()):+.3f}" for i in thousands]
     return f"loss {before.mean():.3f}, then {after.mean():.3f}; by thousands of tokens {', '.join(of_each)}"
@@ -87,11 +85,10 @@ def describe_gains(gains: Gains, number: int) -> str:
 
 def report(result: FitResult) -> str:
     """Describes the gains of a fit, in nats per token."""
-    fast = describe_gains(result.fast_weights, len(result.fast_weights.columns))
     return (
         f"rate {result.rate:g}\n"
-        f"fast weights over the window alone: {fast}\n"
-        f"list over the fast weights: {describe_gains(result.token_list, result.number)}\n"
+        f"fast weights over the window alone: {describe_gains(result.fast_weights)}\n"
+        f"list over the fast weights: {describe_gains(result.token_list)}\n"
         "measured on the texts of the fit themselves"
     )
 
@@ -107,15 +104,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=6144, help="tokens of a text's part, which is read by itself")
     parser.add_argument("--rank", type=int, default=8, help="rank of the fast weights")
     parser.add_argument("--entries", type=int, default=5400, help="entries of the list of surprising tokens")
-    text = "texts to recall facts from, half of them chats; by default one for 2,800 of --tokens"
-    parser.add_argument("--recalls", type=int, help=text)
-    parser.add_argument("--recall_share", type=float, default=0.05, help="weight of all answers; texts have weight 1")
     parser.add_argument("--licence", help="the adapter's licence, for its card, such as apache-2.0")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the parts, the recalls and the fit")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the parts and of the fit")
     parser.add_argument("--device", help="cpu, cuda, ... (default: the GPU if there is one)")
     args = parser.parse_args(argv)
-    check_minimums(args, tokens=2, length=2, window=2, rank=1, entries=1, recalls=0, recall_share=0)
-    args.recalls = args.tokens // 2800 if args.recalls is None else args.recalls
+    check_minimums(args, tokens=2, length=2, window=2, rank=1, entries=1)
     if args.output.exists():
         raise ValueError(f"--output {args.output} exists: give the name of a new folder")
     check_folder(args.output, "--output")
@@ -134,24 +127,22 @@ def main(argv: list[str] | None = None) -> None:
     documents = cut_texts(files, tokenizer, args.length, args.tokens, args.seed)
     if not documents:
         raise ValueError(f"--text {' '.join(args.text)} holds no text")
-    recalls = make_recalls(documents, tokenizer, args.recalls, args.seed)
     model = load_model(args.model, "MODEL", dtype="auto").to(device).eval().requires_grad_(False)
     number = sum(map(len, documents))
-    minutes = seconds_per_token(model, documents[0], args.window) * num_readings(documents, recalls) / 60
+    minutes = seconds_per_token(model, documents[0], args.window) * num_readings(documents) / 60
     for path in args.text:
         if (line := describe_files(path, find_files(path, "--text"))) is not None:
             print(line)
-    parts = f"{len(documents)} parts, {len(recalls)} recalls"
-    print(f"{number:,} tokens of text in {parts}; at most about {minutes:.0f} minutes")
+    print(f"{number:,} tokens of text in {len(documents)} parts; at most about {minutes:.0f} minutes")
     if number < args.tokens:
         print(f"note: --text has fewer than the {args.tokens:,} tokens of --tokens")
     state = args.output.parent / f".{args.output.name}.fit"
-    options = {name: getattr(args, name) for name in ("window", "rank", "entries", "recall_share", "seed")}
-    result = fit_memory(model, documents, recalls, folder=state, **options)
+    options = {name: getattr(args, name) for name in ("window", "rank", "entries", "seed")}
+    result = fit_memory(model, documents, folder=state, **options)
     print(report(result))
     names = sorted({file.name for file in files})
     shown = ", ".join(names[:20]) + (f" and {len(names) - 20} others" if len(names) > 20 else "")
-    facts = {"texts": shown, "tokens": number, "recalls": len(recalls), "seed": args.seed, "rate": result.rate}
+    facts = {"texts": shown, "tokens": number, "seed": args.seed, "rate": result.rate}
     new = state / args.output.name  # renamed when it is whole: an interrupted command goes on by its state
     save_adapter(model, new, fit=facts, licence=args.licence, tokenizer=tokenizer)
     new.rename(args.output)

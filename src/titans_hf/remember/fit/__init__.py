@@ -1,4 +1,4 @@
-"""Fits the memory of `remember` to texts: fast weights (`fit`), the list (`fit_list`), invented texts (`recalls`)."""
+"""Fits the memory of `remember` to texts: fast weights (`fit`), the list (`fit_list`)."""
 
 from .fit import FitResult, fit_memory, num_readings
 

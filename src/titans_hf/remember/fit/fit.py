@@ -265,24 +265,21 @@ def fit_start(
 
 class FitResult(NamedTuple):
     """The gains of a fit. rate: theta. fast_weights: over the window alone, on the texts by which rates were compared.
-    token_list: over the fast weights, on the documents and recalls; the first `number` texts are documents.
+    token_list: over the fast weights, on the documents.
     """
 
     rate: float
     fast_weights: Gains
     token_list: Gains
-    number: int
 
 
 def fit_memory(
     model: PreTrainedModel,
     documents: Sequence[Tensor],
-    recalls: Sequence[tuple[Tensor, Tensor]] = (),
     *,
     window: int | str | None = "model",
     rank: int = 8,
     entries: int = 5400,
-    recall_share: float = 0.05,
     seed: int = 0,
     folder: str | Path | None = None,
     progress: bool = True,
@@ -292,12 +289,10 @@ def fit_memory(
     Args:
         model: a causal language model, with a memory or without, also inside of PEFT's.
         documents: ids (T,) of texts of the kind that the model is to read, each read by itself; some 90,000 tokens.
-        recalls: texts in which facts are asked for, ids (T,) and is_answer (T,) bool, as `make_recalls` returns them.
         window: tokens that a query of full attention sees; None for all; "model" for its memory's, else 1,024, and
             for a Titans, which has its own, None.
         rank: r, of the fast weights.
         entries: of the list.
-        recall_share: the weight of all answers together in the fit of the list; the documents have weight 1.
         seed: of the sketches of gradients.
         folder: keeps the state of the fit: after an interruption, a fit with the same arguments continues there.
         progress: show bars on standard error.
@@ -306,15 +301,13 @@ def fit_memory(
     raised is as it was before.
     """
     model, documents = base_model(model), [torch.as_tensor(x).long() for x in documents]
-    _check(documents, recalls, rank, recall_share)
+    _check(documents, rank)
     own = getattr(model, "memory", None)
     if window == "model":
         window = own.window if own is not None else None if is_titans(model) else 1024
-    ids = torch.cat([*documents, *(x for pair in recalls for x in pair)]).long().cpu()
-    digest = hashlib.sha256(ids.numpy().tobytes()).hexdigest()
-    lengths = [len(x) for x in documents], [len(x) for x, _ in recalls]
+    digest = hashlib.sha256(torch.cat(documents).cpu().numpy().tobytes()).hexdigest()
     own_key = (model.name_or_path, type(model).__name__, weight_facts(model, NUMBER)["weights"])
-    key = (*own_key, window, rank, entries, recall_share, seed, lengths, digest)
+    key = (*own_key, window, rank, entries, seed, [len(x) for x in documents], digest)
     saved = Saved(None if folder is None else Path(folder), repr(key))
     first_token = None if own is None else own.first_token
     if own is not None:
@@ -323,7 +316,7 @@ def fit_memory(
         with frozen(model):
             fit = _Fit(model, window, first_token, saved, progress)
             fast_weights, moments, rate, gains = fit.fast_weights(documents, rank, seed)
-            token_list, of_list = fit.token_list(fast_weights, moments, documents, recalls, entries, recall_share)
+            token_list, of_list = fit.token_list(fast_weights, moments, documents, entries)
         remember(model, window, fast_weights=fast_weights, token_list=token_list, first_token=first_token)
     except BaseException:
         if own is not None:
@@ -331,7 +324,7 @@ def fit_memory(
         raise
     if own is not None:
         model.memory.learn_from, model.memory.learning = own.learn_from, own.learning
-    return FitResult(rate, gains, of_list, len(documents))
+    return FitResult(rate, gains, of_list)
 
 
 def parts_of(fast_weights: FastWeights | None, token_list: TokenList | None) -> list[str]:
@@ -347,17 +340,11 @@ def _remember_as(model: PreTrainedModel, own: Memory) -> None:
     model.memory.learning = own.learning
 
 
-def _check(documents, recalls, rank, recall_share) -> None:
+def _check(documents, rank) -> None:
     if not len(documents) or any(x.dim() != 1 or len(x) < 2 for x in documents):
         raise ValueError("`documents` must be tensors (T,) of at least two ids.")
-    if any(
-        ids.dim() != 1 or ids.shape != is_answer.shape or is_answer.dtype != torch.bool for ids, is_answer in recalls
-    ):
-        raise ValueError("`recalls` must be pairs of ids (T,) and is_answer (T,) bool.")
     if not isinstance(rank, int) or rank < 1:
         raise ValueError(f"`rank` must be a whole number of at least 1, got {rank!r}.")
-    if not 0 <= recall_share < float("inf"):
-        raise ValueError(f"`recall_share` must be a number of at least 0, got {recall_share!r}.")
 
 
 def parts_for(documents: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -370,10 +357,10 @@ def parts_for(documents: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     )
 
 
-def num_readings(documents: Sequence[Tensor], recalls: Sequence[tuple[Tensor, Tensor]]) -> int:
+def num_readings(documents: Sequence[Tensor]) -> int:
     """Returns how many tokens a fit reads at most; a token counts as often as it is read."""
     texts, compared = (sum(map(len, x)) for x in parts_for(documents))
-    return 3 * texts + (NUM_RATES + 2) * compared + sum(map(len, documents)) + sum(len(x) for x, _ in recalls)
+    return 3 * texts + (NUM_RATES + 2) * compared + sum(map(len, documents))
 
 
 class _Fit:
@@ -421,25 +408,13 @@ class _Fit:
         return fast, moments, rate, Gains([torch.arange(len(x)) for x in before], before, after)
 
     def token_list(
-        self,
-        fast_weights: FastWeights,
-        moments: Moments,
-        documents: Sequence[Tensor],
-        recalls: Sequence[tuple[Tensor, Tensor]],
-        entries: int,
-        recall_share: float,
+        self, fast_weights: FastWeights, moments: Moments, documents: Sequence[Tensor], entries: int
     ) -> tuple[TokenList, Gains]:
         """Fits the list to texts that are read with the fast weights."""
         size = moments.total.shape[0]
         center, projection = moments.keys(min(KEY_SIZE, size))
-        texts, weights = list(documents), [torch.ones(len(x)) for x in documents]
-        num_answers = max(1, sum(int(is_answer.sum()) for _, is_answer in recalls))
-        heavy = recall_share * sum(map(len, documents)) / num_answers
-        for ids, is_answer in recalls:
-            texts.append(ids)
-            weights.append(torch.where(is_answer, heavy, 1.0))
         collector = Collector(center, projection, ReadOut.cautious(), entries=entries)
-        with self.memory(fast_weights, collector), self.bar("the list", sum(map(len, texts))) as bar:
-            evidence = collect(self.model, texts, weights, self.saved, bar)
+        with self.memory(fast_weights, collector), self.bar("the list", sum(map(len, documents))) as bar:
+            evidence = collect(self.model, documents, self.saved, bar)
         read_out, gains = fit_read_out(evidence)
         return TokenList(center, projection, read_out, entries=entries), gains

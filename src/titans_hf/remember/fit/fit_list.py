@@ -80,26 +80,24 @@ class Moments:
 
 class Evidence(NamedTuple):
     """Some columns of a text: columns (C,), their places; targets (1, C), the tokens after them; log_p (1, C), the
-    model's log probabilities of the targets; weight (1, C) of the targets' losses; found, the entries that the columns
-    find.
+    model's log probabilities of the targets; found, the entries that the columns find.
     """
 
     columns: Tensor
     targets: Tensor
     log_p: Tensor
-    weight: Tensor
     found: Found
 
     def flat(self) -> list[Tensor]:
         """Returns the tensors in the order of `of`."""
         shape = self.found.similarity.shape
         *found, tokens = (x.expand(shape) for x in (*self.found.facts, self.found.visible, self.found.tokens))
-        return [*self[:4], self.found.similarity, *found, tokens, self.found.entropy]
+        return [*self[:3], self.found.similarity, *found, tokens, self.found.entropy]
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> "Evidence":
-        columns, targets, log_p, weight, similarity, *facts, visible, tokens, entropy = tensors
-        return cls(columns, targets, log_p, weight, Found(similarity, tuple(facts), visible, tokens, entropy))
+        columns, targets, log_p, similarity, *facts, visible, tokens, entropy = tensors
+        return cls(columns, targets, log_p, Found(similarity, tuple(facts), visible, tokens, entropy))
 
 
 def merge(parts: Sequence[Evidence]) -> list[Evidence]:
@@ -124,12 +122,10 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 class Collector(TokenList):
     """A list that notes the entries found at chosen columns, and leaves the logits as they are.
 
-    documents: ids (T,) of the texts of a call, one per row. weights: of the loss of each of their tokens. wanted (T,)
-    bool: the columns that are noted.
+    documents: ids (T,) of the texts of a call, one per row. wanted (T,) bool: the columns that are noted.
     """
 
     documents: Sequence[Tensor] = ()
-    weights: Sequence[Tensor] = ()
     wanted: Sequence[Tensor] = ()
     evidence: list[list[Evidence]]
 
@@ -156,8 +152,7 @@ class Collector(TokenList):
             return
         targets = self.documents[document][begin + chosen + 1][None]
         log_p = logits[here].to(found.similarity.dtype).log_softmax(-1).cpu().gather(-1, targets.mT).mT
-        weight = self.weights[document][begin + chosen + 1][None].to(log_p.dtype)
-        self.evidence[document].append(Evidence(begin + chosen, targets, log_p, weight, found))
+        self.evidence[document].append(Evidence(begin + chosen, targets, log_p, found))
 
 
 def _row(found: Found, row: int) -> Found:
@@ -184,34 +179,22 @@ def read_texts(model: PreTrainedModel, texts: Sequence[Tensor]) -> None:
         model(ids.to(device), attention_mask=mask.to(device), logits_to_keep=1, cache=MemoryCache(model))
 
 
-def choose_columns(weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns for each text (T,) bool, the columns to look at, and (T,), the weights of the tokens after them.
-
-    Chosen are all columns whose next token has a weight above 1, and every n-th of the other columns with a positive
-    weight, about NUM_COLUMNS of them, with n times the weight.
-    """
-    others = sum(int(((x[1:] > 0) & (x[1:] <= 1)).sum()) for x in weights)
-    stride, wanted, counted = max(1, math.ceil(others / NUM_COLUMNS)), [], []
-    for weight in weights:
-        chosen = pad(weight[1:] > 1, (0, 1))
-        chosen[((weight[1:] > 0) & ~chosen[:-1]).nonzero()[::stride, 0]] = True
-        wanted.append(chosen)
-        counted.append(torch.where(weight > 1, weight, stride * weight))
-    return wanted, counted
+def choose_columns(documents: Sequence[Tensor]) -> list[Tensor]:
+    """Returns for each text (T,) bool, the columns to look at: every n-th that a token follows, about NUM_COLUMNS."""
+    stride = max(1, math.ceil(sum(len(x) - 1 for x in documents) / NUM_COLUMNS))
+    places = [torch.arange(len(x)) for x in documents]
+    return [(x % stride == 0) & (x < len(x) - 1) for x in places]
 
 
-def collect(
-    model: PreTrainedModel, documents: Sequence[Tensor], weights: Sequence[Tensor], saved: Any, bar: tqdm
-) -> list[list[Evidence]]:
+def collect(model: PreTrainedModel, documents: Sequence[Tensor], saved: Any, bar: tqdm) -> list[list[Evidence]]:
     """Reads the documents with a memory whose list is a `Collector`; returns the evidence on the CPU."""
-    collector, (wanted, weights) = model.memory.token_list, choose_columns(weights)
+    collector, wanted = model.memory.token_list, choose_columns(documents)
     evidence: list[list[Evidence]] = [[] for _ in documents]
     order = sorted(range(len(documents)), key=lambda i: len(documents[i]))
     for begin in range(0, len(order), ROWS):
         group, stage = order[begin : begin + ROWS], f"list-{begin}"
         if not (tensors := saved.load(stage)):
-            of_group = ([x[i] for i in group] for x in (documents, weights, wanted))
-            collector.documents, collector.weights, collector.wanted = of_group
+            collector.documents, collector.wanted = ([x[i] for i in group] for x in (documents, wanted))
             collector.evidence = [[] for _ in group]
             read_texts(model, collector.documents)
             for i, parts in enumerate(collector.evidence):
@@ -247,21 +230,21 @@ class _Numbers(NamedTuple):
 
 
 def fit_read_out(documents: Sequence[Sequence[Evidence]]) -> tuple[ReadOut, Gains]:
-    """Returns the sharpness, entry weights and gate at which the weighted mean of the losses is at a minimum, and the
-    losses at the columns of the documents.
+    """Returns the sharpness, entry weights and gate at which the mean of the losses is at a minimum, and the losses
+    at the columns of the documents.
 
     Raises ValueError if no column finds an entry.
     """
     evidence = [x for parts in documents for x in parts]
     if not evidence:
         raise ValueError("`documents` must have surprising tokens with tokens after them, but the list wrote none.")
-    total, number = sum(x.weight.sum() for x in evidence), sum(x.weight.numel() for x in evidence)
-    cautious = [x.to(total.dtype) for x in ReadOut.cautious()]
+    number, dtype = sum(len(x.columns) for x in evidence), evidence[0].log_p.dtype
+    cautious = [x.to(dtype) for x in ReadOut.cautious()]
     with torch.no_grad():
         features = torch.cat([x.found.read(*cautious[:2])[0][x.found.visible.any(-1)] for x in evidence])
     mean, deviation = features.mean(0), features.std(0, correction=0).clamp(min=0.05)
     # While it is fitted, the gate has features of mean 0 and deviation 1.
-    values = [*cautious[:2], torch.zeros(NUM_FEATURES + 1, dtype=total.dtype)]
+    values = [*cautious[:2], torch.zeros(NUM_FEATURES + 1, dtype=dtype)]
     values[2][-1] = START
     values = [x.requires_grad_() for x in values]
 
@@ -277,7 +260,7 @@ def fit_read_out(documents: Sequence[Sequence[Evidence]]) -> tuple[ReadOut, Gain
         loss = values[2][:-1].square().sum() / (2 * number)  # the prior
         loss.backward()
         for x in evidence:
-            part = (x.weight * numbers().losses(x)).sum() / total
+            part = numbers().losses(x).sum() / number
             part.backward()
             loss = loss.detach() + part.detach()
         return loss
