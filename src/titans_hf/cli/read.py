@@ -107,8 +107,8 @@ def read_before(about: dict[str, Any]) -> tuple[list[str], int]:
     """Returns the record of `Reading.save`: the digests of the last texts, and the tokens read of the last of them. A
     memory without a record has read no text. Raises ValueError for a damaged record.
     """
-    reading = about.get("reading") or {"texts": [], "tokens": 0}
-    match reading:
+    reading = about.get("reading")
+    match {"texts": [], "tokens": 0} if reading is None else reading:
         case {"texts": [*digests], "tokens": int(num_read)}:
             return digests, num_read
     raise ValueError(f"the memory's `about` is damaged: its reading is {reading!r:.80}")
@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> Reading:
         for piece, letters in reading.pieces(texts, lambda text: encode(tokenizer, text).input_ids, args.piece):
             reading.read(piece)
             num_tokens += len(piece)
-            bar.update(letters)
+            bar.update(min(letters, bar.total - bar.n))  # sums of shares may be above the total
             bar.set_postfix_str(f"{num_tokens:,} tokens")
             if not warned and (listed := num_listed(reading.cache)) is not None:
                 warned = True
