@@ -4,7 +4,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LINES = {"*.py": 32_500, "tests/*.py": 14_500}
+LINES = {"*.py": 31_250, "tests/*.py": 14_000}
 WORDS = {"README.md": 600, "docs/dev/log.md": 9_000}  # bars of tables not counted
 
 
