@@ -30,7 +30,7 @@ from .modeling_titans import (
     TitansPreTrainedModel,
 )
 from .neural_memory import NeuralMemory
-from .remember import MemoryCache, RememberConfig, RememberForCausalLM, fit_memory, forget, save_adapter
+from .remember import MemoryCache, RememberConfig, RememberForCausalLM, fit_memory, forget, remembering, save_adapter
 from .time_series_titans import TitansForTimeSeriesPrediction, TitansTimeSeriesConfig
 
 if TYPE_CHECKING:
@@ -70,5 +70,6 @@ __all__ = [
     "memorize",
     "memorize_reference",
     "remember",
+    "remembering",
     "save_adapter",
 ]

@@ -7,6 +7,7 @@ from remember_models import KINDS, remembering, small_fast_weights, small_list, 
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
+import titans_hf
 from titans_hf.remember import MemoryCache, forget, remember
 
 TOKENS = torch.randint(3, 53, (2, 60), generator=torch.Generator().manual_seed(7))
@@ -91,6 +92,17 @@ def test_tied_head_and_names():
     assert_close(pieces, whole, atol=1e-12, rtol=0)
     assert [name for name, _ in model.named_parameters()] == names
     assert model.config.to_dict() == config and type(model).__name__ == "LlamaForCausalLM"
+
+
+@torch.no_grad()
+def test_a_memory_for_a_block():
+    """Inside of the block the model remembers, with the arguments of `remember`; an error ends the memory too."""
+    model = small_model()
+    before, expected = model(TOKENS).logits, remembering(memory=())(TOKENS).logits
+    with pytest.raises(KeyError), titans_hf.remembering(model, 12, ()) as same:
+        assert same is model and model(TOKENS).logits.equal(expected)
+        raise KeyError
+    assert not hasattr(model, "memory") and model(TOKENS).logits.equal(before)
 
 
 def test_saving_the_model(tmp_path):

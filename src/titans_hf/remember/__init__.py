@@ -9,12 +9,21 @@ from inspect import signature
 from types import ModuleType
 
 from .adapter import RememberConfig, save_adapter
-from .attach import forget, remember
+from .attach import forget, remember, remembering
 from .auto import RememberForCausalLM
 from .cache import MemoryCache
 from .fit import fit_memory
 
-__all__ = ["MemoryCache", "RememberConfig", "RememberForCausalLM", "fit_memory", "forget", "remember", "save_adapter"]
+__all__ = [
+    "MemoryCache",
+    "RememberConfig",
+    "RememberForCausalLM",
+    "fit_memory",
+    "forget",
+    "remember",
+    "remembering",
+    "save_adapter",
+]
 
 
 class CallablePackage(ModuleType):

@@ -7,7 +7,8 @@ The model keeps its weights, its class's name and its files. Its class becomes a
 import functools
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
@@ -159,6 +160,16 @@ def forget(model: PreTrainedModel) -> PreTrainedModel:
     if is_titans(model):
         model.set_memory_learning(memory.own_learning)
     return whole
+
+
+@contextmanager
+def remembering(model: PreTrainedModel, *args, **kwargs) -> Iterator[PreTrainedModel]:
+    """Gives a model a memory inside of a block, with the arguments of `remember`; at the block's end it forgets."""
+    remember(model, *args, **kwargs)
+    try:
+        yield model
+    finally:
+        forget(model)
 
 
 def attach(model: PreTrainedModel, memory: Memory) -> None:
