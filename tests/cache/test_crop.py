@@ -22,8 +22,8 @@ from titans_hf import TitansCache
 GREEDY = dict(do_sample=False, pad_token_id=0)
 
 
-def recording_cache(model, ids, sizes=None) -> TitansCache:
-    cache = read(model, ids, sizes)[1] if ids.shape[1] else TitansCache(model.config)
+def recording_cache(model, ids) -> TitansCache:
+    cache = read(model, ids)[1] if ids.shape[1] else TitansCache(model.config)
     cache.activate_past_recording()
     return cache
 

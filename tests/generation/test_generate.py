@@ -28,9 +28,9 @@ def greedy_by_recomputing(model, ids, steps: int) -> torch.Tensor:
     return ids
 
 
-def is_greedy(model, ids, start: int, mask=None) -> bool:
+def is_greedy(model, ids, start: int) -> bool:
     """Whether every token from `start` on is what one forward pass over all of them would have chosen."""
-    return torch.equal(full_logits(model, ids, mask)[:, start - 1 : -1].argmax(-1), ids[:, start:])
+    return torch.equal(full_logits(model, ids)[:, start - 1 : -1].argmax(-1), ids[:, start:])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -11,9 +11,9 @@ B, H, D, CHUNK = 3, 2, 4, 4
 TOLERANCE = 1e-10
 
 
-def make_state(depth: int, num_seen: list[int], scale: float = 0.7) -> MemoryState:
+def make_state(depth: int, num_seen: list[int]) -> MemoryState:
     def layers():
-        return tuple(scale * torch.randn(B, H, *shape, dtype=torch.float64) for shape in layer_shapes(D, depth, 2))
+        return tuple(0.7 * torch.randn(B, H, *shape, dtype=torch.float64) for shape in layer_shapes(D, depth, 2))
 
     return MemoryState(layers(), layers(), layers(), torch.tensor(num_seen))
 

@@ -245,7 +245,7 @@ def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
 
 
 def random_fast_weights(
-    model: PreTrainedModel, kinds: Sequence[str], layers: Sequence[int], rank: int, rate: float, seed: int = 0
+    model: PreTrainedModel, kinds: Sequence[str], layers: Sequence[int], rank: int, rate: float
 ) -> FastWeights:
     """Returns fast weights with random directions, A ~ N(0, 1 / in): they need no fit.
 
@@ -256,6 +256,6 @@ def random_fast_weights(
         raise ValueError(
             f"`kinds` must name linear layers of a decoder layer of {type(model).__name__}, got {kinds!r}."
         )
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     directions = {x: torch.randn(rank, i, generator=generator) / i**0.5 for x, (i, _) in sizes.items()}
     return FastWeights(directions, dict.fromkeys(sizes, rate), {x: o for x, (_, o) in sizes.items()})
