@@ -183,7 +183,9 @@ def test_a_call_that_fails(window):
 
 
 def test_a_cache_that_does_not_fit(model):
-    """A cache that was made for another model is an error, as is one of two rows in a call of four."""
+    """A cache that was made for another model is an error, as is one of two rows in a call of four, and one with a list
+    of before the model had more tokens.
+    """
     cache = MemoryCache(model)
     with torch.no_grad():
         with pytest.raises(ValueError, match="`MemoryCache"):
@@ -191,6 +193,11 @@ def test_a_cache_that_does_not_fit(model):
         model(TOKENS[:2, :5], cache=cache)
         with pytest.raises(ValueError, match="the 2 rows of `cache`, got 4"):
             model(TOKENS[:, :5], cache=cache)
+        resized = remembering()
+        cache = resized(TOKENS[:2, :5]).cache
+        resized.resize_token_embeddings(60)
+        with pytest.raises(ValueError, match="made for 53 tokens, and the model has 60"):
+            resized(TOKENS[:2, :5], cache=cache)
 
 
 @pytest.mark.parametrize("removed", [1, 3, 8, 15])
