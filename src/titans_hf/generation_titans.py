@@ -170,7 +170,7 @@ class TitansGenerationMixin(EndedRowsMixin):
             _check_surprise(generation_config, generation_mode)
         if given is not None:
             if isinstance(given, TitansCache):
-                _check_prompt(generation_config, model_kwargs, generation_mode)
+                check_prompt(generation_config, model_kwargs, generation_mode)
                 # generate() then undoes a token that it read beyond the result, because the caller keeps the cache.
                 given._is_user_defined = True
             return
@@ -273,7 +273,7 @@ def _has_several_documents(positions: Tensor, mask: Tensor | None) -> bool:
     return bool(((positions == 0) & real & (real.cumsum(-1) > 1)).any())
 
 
-def _check_prompt(generation_config, model_kwargs: dict, generation_mode: GenerationMode) -> None:
+def check_prompt(generation_config, model_kwargs: dict, generation_mode: GenerationMode) -> None:
     """Raises ValueError if part of the prompt would be read twice or not at all: Transformers assumes that a prompt
     contains all ids, or embeddings, since the cache was created. With ids, the mask may cover columns that the cache
     has read; with embeddings it may not.

@@ -275,3 +275,12 @@ def test_texts_and_arguments_without_a_passage():
     model = remember(model, WINDOW, ("fast_weights",))
     with pytest.raises(ValueError, match="`recall` needs a memory with passages"):
         model(TOKENS, recall=True)
+
+
+def test_a_prompt_without_what_was_read(model):
+    """A second prompt without the first, or drafts that would read the first again, are errors that say what to do."""
+    cache = MemoryCache(model)
+    read(model, TOKENS[:1, :30], cache)
+    for length, arguments in ((5, {}), (60, {"prompt_lookup_num_tokens": 3}), (60, {"use_cache": False})):
+        with pytest.raises(ValueError, match=r"cache\.start_prompt\(\)|`use_cache` must be True"):
+            model.generate(TOKENS[:1, :length], cache=cache, max_new_tokens=3, **arguments)

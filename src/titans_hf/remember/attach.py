@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.deprecation import deprecate_kwarg
 
-from ..generation_titans import EndedRowsMixin
+from ..generation_titans import EndedRowsMixin, check_prompt
 from . import reading, recall
 from .adapter import load_adapter
 from .cache import MemoryCache
@@ -303,9 +303,11 @@ class RememberingModel(EndedRowsMixin):
         super().gradient_checkpointing_disable()
         stop_checkpointing(self)
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args, **kwargs):
         """Gives `generate()` a `MemoryCache`: Transformers would make a cache by the configuration."""
-        if model_kwargs.get("cache") is None and generation_config.use_cache is not False:
+        if isinstance(model_kwargs.get("cache"), MemoryCache):
+            check_prompt(generation_config, model_kwargs, generation_mode)
+        elif model_kwargs.get("cache") is None and generation_config.use_cache is not False:
             if generation_config.cache_implementation is not None:
                 kind = generation_config.cache_implementation
                 raise ValueError(f"`cache_implementation` must be None for a model with a memory, got {kind!r}.")
