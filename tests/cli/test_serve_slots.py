@@ -16,6 +16,7 @@ from titans_hf.cli.serving.requests import ServedRequest
 from titans_hf.cli.serving.server import make_own_folder
 from titans_hf.cli.serving.snapshots import Snapshots, kind_of_cache
 from titans_hf.remember import remember
+from titans_hf.remember.passages import Passages
 
 SIZES = {"vocab_size": 100, "eos_token_id": 1, "pad_token_id": 0}
 
@@ -29,7 +30,9 @@ def make_served(kind: str) -> tuple:
         shapes = {"num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.3, "bos_token_id": None}
         config = LlamaConfig(hidden_size=32, intermediate_size=48, **shapes, **SIZES)
         window = None if kind == "full" else 32
-        model = remember(LlamaForCausalLM(config).eval(), window, learn_from="all" if kind == "all" else "read")
+        parts = {"memory": ("passages", "fast_weights"), "passages": Passages(4, 1, 3, query=8, every=6)}
+        learn_from = "all" if kind == "all" else "read"
+        model = remember(LlamaForCausalLM(config).eval(), window, **parts, learn_from=learn_from)
     model.generation_config.eos_token_id = None
     return model, ServedModel(model, ServerOptions(slots=8, snapshots=8))
 
@@ -43,7 +46,7 @@ def settings(number: int) -> GenerationConfig:
 @pytest.mark.parametrize("kind", ["mac", "mag", "mal", "lmm", "read", "all", "full"])
 def test_answers_side_by_side(kind):
     """Requests of other lengths and settings, which come and go while others are answered, get their own answers,
-    greedy or with a seed. Most tokens come from calls with several rows.
+    greedy or with a seed; rows recall at their own tokens. Most tokens come from calls with several rows.
     """
     model, served = make_served(kind)
     choose, rows, forward = random.Random(0), [], model.forward

@@ -26,7 +26,7 @@ from transformers.cli.serving.utils import GenerateManager
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from titans_hf import TitansCache
+from titans_hf import MemoryCache, TitansCache
 from titans_hf.cli.serving.requests import REQUEST, ServedRequest
 from titans_hf.cli.serving.slots import Slot, Slots, Turn
 from titans_hf.cli.serving.snapshots import OPENING, Snapshots, kind_of_cache
@@ -142,6 +142,8 @@ class ServedModel:
                 ids = asking.generate(input_ids, cache=slot.cache, **inputs)
         finally:
             cache = self.slots.leave(slot)
+            if isinstance(cache, MemoryCache):
+                cache.end_recall()
         learns_from_answers = self.kind is TitansCache or self.model.memory.learn_from == "all"
         if self.snapshots.most and learns_from_answers:  # else the cache is not that of a model which has read them
             self._run(self.snapshots.keep, request.owner, ids[0, : cache.get_seq_length()].cpu(), cache)
