@@ -73,12 +73,15 @@ def test_a_forward_of_the_instance():
 
 
 def test_weights_of_inference_mode():
-    """Weights that were made or moved under inference_mode cannot learn: `remember` says so, not the first chunk."""
+    """Beside weights that were made or moved under inference_mode no fast weights learn: `remember` says so, not the
+    first chunk. Passages need no gradient.
+    """
     model = small_model()
     with torch.inference_mode():
         model.float()
     with pytest.raises(ValueError, match=r"weights from `torch\.inference_mode"):
-        remember(model, 12)
+        remember(model, 12, ("fast_weights",))
+    assert remember(model, 12).generate(TOKENS[:1], max_new_tokens=2).shape[1] == TOKENS.shape[1] + 2
 
 
 @torch.no_grad()

@@ -85,8 +85,6 @@ def remember(
         raise ValueError("`model` has a memory already: call `forget(model)` first.")
     if "forward" in model.__dict__ and "_old_forward" not in model.__dict__:
         raise ValueError("`model.forward` was replaced, as torch.compile and accelerate do: call `remember` before.")
-    if any(x.is_inference() for x in model.state_dict().values()):
-        raise ValueError("`model` has weights from `torch.inference_mode()`, by which nothing learns: load it outside.")
     if memory is None:
         given = {PASSAGES: not is_titans(model), FAST_WEIGHTS: fast_weights, LIST: token_list}
         memory = PARTS if adapter is not None else [name for name, x in given.items() if x] or [FAST_WEIGHTS]
@@ -106,6 +104,8 @@ def remember(
     check_settings(model, window, learn_from)
     if fast_weights is not None:
         fast_weights.check(model)
+    if FAST_WEIGHTS in memory and any(x.is_inference() for x in model.state_dict().values()):
+        raise ValueError("`model` has weights from `torch.inference_mode()`, by which nothing learns: load it outside.")
     config = model.config.get_text_config(decoder=True)
     if fast_weights is None and FAST_WEIGHTS in memory:
         fast_weights = default_fast_weights(model)
