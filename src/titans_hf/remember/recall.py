@@ -31,7 +31,8 @@ def read(
         return reading.read_in_training(model, cache, columns, num_kept, arguments)
     length, begin, results = columns.ids.shape[1], 0, []
     ends = sorted({*(columns.recalls.any(0).nonzero()[:, 0] + 1).tolist(), length})
-    with torch.inference_mode(False), torch.set_grad_enabled(torch.is_grad_enabled()), cache.guarded():
+    with_graph = torch.is_grad_enabled()  # leaving inference_mode turns gradients on
+    with torch.inference_mode(False), torch.set_grad_enabled(with_graph), cache.guarded():
         columns = columns.map(lambda x: x.clone())
         for end in ends:
             part, wanted = columns.at(begin, end), min(end - begin, max(0, end - (length - num_kept)))
@@ -72,12 +73,11 @@ def branch_of(model: PreTrainedModel, cache: MemoryCache) -> MemoryCache:
     return cache.branch
 
 
-@torch.no_grad()
 def recall(model: PreTrainedModel, cache: MemoryCache, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Lets rows (I,) recall at their last token. Returns the rows (F,) for which there was a passage, and the logits
     (F, 1, V) after that token.
     """
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), torch.no_grad():
         reading.read_unread(model, cache, rows)
         branch = (cache if len(rows) == len(cache.seen) else cache.take(rows)).as_branch()
         found, passages, logits = look_back(model, branch, cache.state[NAME][rows.to(cache.state[NAME].device)])
