@@ -275,6 +275,10 @@ def test_texts_and_arguments_without_a_passage():
     model = remember(model, WINDOW, ("fast_weights",))
     with pytest.raises(ValueError, match="`recall` needs a memory with passages"):
         model(TOKENS, recall=True)
+    model = recalling()
+    cache = model(TOKENS[:, :50]).cache
+    with pytest.raises(ValueError, match="A document that begins after a recall"):
+        model(TOKENS[:, :9], cache=cache, recall=True, position_ids=torch.arange(9).expand(4, 9) % 5)
 
 
 def test_a_prompt_without_what_was_read(model):

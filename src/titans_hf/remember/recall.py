@@ -50,6 +50,8 @@ def _read_part(
     if cache.since_recall is None:
         logits, *others = reading.read(model, cache, part, num_kept, arguments)
     else:
+        if cache.memory.fast_weights is not None and bool((part.starts & part.learning).any()):
+            raise ValueError("A document that begins after a recall would not be learned: call with `recall=False`.")
         logits, *others = reading.read(model, branch_of(model, cache), part.quiet(), num_kept, arguments)
         cache.note_unread(part)
     rows = part.recalls[:, -1:].any(1).nonzero()[:, 0]

@@ -142,10 +142,10 @@ class ServedModel:
                 ids = asking.generate(input_ids, cache=slot.cache, **inputs)
         finally:
             cache = self.slots.leave(slot)
-            if isinstance(cache, MemoryCache):
-                cache.end_recall()
         learns_from_answers = self.kind is TitansCache or self.model.memory.learn_from == "all"
         if self.snapshots.most and learns_from_answers:  # else the cache is not that of a model which has read them
+            if isinstance(cache, MemoryCache):
+                self._run(cache.read_unread, self.model)
             self._run(self.snapshots.keep, request.owner, ids[0, : cache.get_seq_length()].cpu(), cache)
         return ids
 
