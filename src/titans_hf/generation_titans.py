@@ -106,6 +106,12 @@ class EndedRowsMixin(GenerationMixin):
             model_kwargs["attention_mask"] = finished.masked(model_kwargs.get("attention_mask"))
         return model_kwargs
 
+    def init_continuous_batching(self, *args, **kwargs):
+        """Raises NotImplementedError."""
+        raise NotImplementedError(
+            "Continuous batching pages keys and values; a memory has none. Use generate() with a padded batch."
+        )
+
 
 class TitansGenerationMixin(EndedRowsMixin):
     """`generate()` for Titans. The memory is updated with every token that is generated.
@@ -205,12 +211,6 @@ class TitansGenerationMixin(EndedRowsMixin):
         finally:
             for layer in new:
                 layer.record_past, layer.recorded = False, None
-
-    def init_continuous_batching(self, *args, **kwargs):
-        """Raises NotImplementedError."""
-        raise NotImplementedError(
-            "Continuous batching pages keys and values; a Titans memory has none. Use generate() with a padded batch."
-        )
 
     @staticmethod
     def create_masks_for_generate(

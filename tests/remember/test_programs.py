@@ -147,3 +147,9 @@ def test_the_gradient_of_a_batch():
     with torch.no_grad():
         read_on = model(TOKENS[:, 41:60], cache=cache).logits[3:]
         assert_close(read_on, model(TOKENS[3:, :60]).logits[:, 41:], atol=1e-12, rtol=0)
+
+
+def test_continuous_batching_is_refused():
+    """The refusal advises a batch with padding, not another attention, which would not help."""
+    with pytest.raises(NotImplementedError, match="padded batch"):
+        remembering().generate_batch([[5, 6, 7]])
