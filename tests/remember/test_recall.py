@@ -232,12 +232,14 @@ def _no_trace(model, tmp_path):
         close(cache.state[name], x, atol=1e-10)
     cache = copy.copy(plain)
     begun = read(model, TOKENS[:2, 50:60], cache, recall=True)
+    other, copied = copy.deepcopy((model, cache))
     cache.save_pretrained(tmp_path, model)
     loaded = MemoryCache.from_pretrained(tmp_path, model)
     close(read(model, TOKENS[:2, 60:], loaded), expected[:, 10:], atol=1e-10)
     whole = read(model, TOKENS[:2, 50:], copy.copy(plain), recall=True)
     assert not whole.isclose(expected).all()
     close(torch.cat([begun, read(model, TOKENS[:2, 60:], cache)], 1), whole, atol=1e-10)
+    close(read(other, TOKENS[:2, 60:], copied), whole[:, 10:], atol=1e-10)
     close(
         read(model, TOKENS[:2, 60:], copy.copy(loaded), recall=False), read(model, TOKENS[:2, 60:], loaded), atol=1e-10
     )

@@ -158,6 +158,7 @@ class MemoryCache(Cache):
         for layer in new.layers:
             if isinstance(layer, TitansLayer):
                 layer.module = memo.get(id(layer.module), layer.module)
+        new.branch = copy.deepcopy(self.branch, memo)
         new.recorded = None if self.recorded is None else list(self.recorded)
         return new
 
