@@ -266,6 +266,18 @@ def test_crop(model):
         close(read(model, ids[:, kept:80], cache), read(model, ids[:, kept:80], expected))
 
 
+def test_crop_to_a_recall_that_began_a_recording(model):
+    """A recall at the place from which a cache records stays in force."""
+    cache, expected = MemoryCache(model), MemoryCache(model)
+    for x in (cache, expected):
+        read(model, TOKENS[:1, :50], x)
+    cache.activate_past_recording()
+    read(model, TOKENS[:1, 50:60], cache, recall=True)
+    cache.crop(-4)
+    read(model, TOKENS[:1, 50:56], expected, recall=True)
+    close(read(model, TOKENS[:1, 56:], cache), read(model, TOKENS[:1, 56:], expected))
+
+
 def test_texts_and_arguments_without_a_passage():
     """Up to the window a model that recalls is the original to the bit; `recall` without passages is an error."""
     model = recalling(("passages",))

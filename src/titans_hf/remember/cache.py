@@ -311,9 +311,11 @@ class MemoryCache(Cache):
 
     def note_recall(self) -> None:
         """Notes, for `crop`, that the rows recall after the last column that was recorded."""
-        if self.recorded and (columns := self.recorded[-1].columns).ids.shape[1]:
+        if self.recorded:
+            last, columns = self.recorded[-1], self.recorded[-1].columns
             recalls = torch.cat([columns.recalls[:, :-1], torch.ones_like(columns.recalls[:, -1:])], 1)
-            self.recorded[-1] = self.recorded[-1]._replace(columns=columns._replace(recalls=recalls))
+            new = last._replace(columns=columns._replace(recalls=recalls))
+            self.recorded[-1] = new if columns.ids.shape[1] else last._replace(recalls=True)
 
     def read_unread(self, model: PreTrainedModel) -> None:
         """Ends a recall, and reads the columns that are to be read again."""
@@ -361,7 +363,8 @@ class MemoryCache(Cache):
         recorded = self.recorded
         self.__dict__.update(self.map(function).__dict__)
         if recorded is not None:
-            self.recorded = [Recorded(x.cache.map(function), x.columns.map(function)) for x in recorded]
+            mapped = lambda x: x._replace(cache=x.cache.map(function), columns=x.columns.map(function))  # noqa: E731
+            self.recorded = [mapped(x) for x in recorded]
 
     def activate_past_recording(self) -> None:
         """Lets `crop` remove columns from here on: the state at the starts of the last chunks is kept."""
@@ -427,7 +430,9 @@ class MemoryCache(Cache):
         columns = functools.reduce(CallColumns.join, (x.columns for x in self.recorded)).at(0, end - first)
         recall = None
         if self.since_recall is not None:  # the last one stays in force: it is made again, from before it
-            recall = max((first + 1 + columns.recalls.any(0).nonzero()[:, 0]).tolist(), default=None)
+            points = (first + 1 + columns.recalls.any(0).nonzero()[:, 0]).tolist()
+            points += [x.cache.num_columns for x in self.recorded if x.recalls and x.cache.num_columns <= end]
+            recall = max(points, default=None)
             fitting = [i for i in fitting if recall is None or self.recorded[i].cache.num_columns <= recall]
         recorded = self.recorded[: fitting[-1] + 1]
         kept = recorded[-1].cache
@@ -435,16 +440,19 @@ class MemoryCache(Cache):
         names = ("memory", "first_column", "about", "seen_in_folders", "recalled", "prompt_end")
         own = {name: getattr(self, name) for name in names}
         self.__dict__.update(copy.copy(kept).__dict__ | own)
-        self.recorded = [*recorded[:-1], Recorded(kept, columns)]
+        self.recorded = [*recorded[:-1], recorded[-1]._replace(columns=columns)]
         self.num_columns, self.unread = end, columns if columns.ids.shape[1] else None
         self.since_recall = None if recall is None else torch.full_like(self.seen, end - recall)
 
 
 class Recorded(NamedTuple):
-    """A cache as it was, and the columns that were read, or are to be read again, from there to the next one."""
+    """A cache as it was, whether its rows recall there, and the columns that were read, or are to be read again, from
+    there to the next one.
+    """
 
     cache: MemoryCache
     columns: CallColumns
+    recalls: bool = False
 
 
 def _layer_tensors(layers: list) -> list[Tensor]:
