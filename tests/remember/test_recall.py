@@ -245,6 +245,14 @@ def _no_trace(model, tmp_path):
     )
 
 
+def test_a_row_that_has_read_nothing(model):
+    """It recalls as a text that begins with a recall: no passage, and nothing is learned before it is read plainly."""
+    cache, mask = MemoryCache(model), torch.tensor([[1], [0]]).expand(2, 50)
+    read(model, TOKENS[:2, :50], cache, attention_mask=mask)
+    found = read(model, TOKENS[:2, 50:80], cache, recall=True)
+    close(found[1:], read(model, TOKENS[1:2, 50:80], MemoryCache(model), recall=True))
+
+
 def test_crop(model):
     """Columns cropped after a recall, or across one, leave no trace in what sees the passage."""
     ids = TOKENS[:1]

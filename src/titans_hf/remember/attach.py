@@ -382,7 +382,8 @@ def _forward(model: PreTrainedModel, own: type, arguments: dict):
         cache.end_recall()
     elif recalls and model.memory.passages is None and model.memory.window is not None:
         raise ValueError("`recall` needs a memory with passages, which need a layer of full attention with a window.")
-    elif recalls and model.memory.passages is not None and len(cache.seen):
+    elif recalls and model.memory.passages is not None:
+        cache.begin(model, len(ids), ids.device)
         recall.recall(model, cache, torch.arange(len(cache.seen)))
     logits, of_layers, output = recall.read(model, cache, columns, min(number, ids.shape[1]), asked)
     if not isinstance(to_keep, int):

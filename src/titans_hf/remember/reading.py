@@ -278,6 +278,7 @@ def _labels(ids: Tensor, learns: Tensor, following: CallColumns) -> Tensor | Non
         return None
     labels = torch.cat([ids[:, 1:], following.ids.to(ids.device)], 1)
     learns = torch.cat([learns[:, 1:].to(ids.device), following.learns.to(ids.device)], 1)
+    learns = learns & following.learning.to(ids.device)  # a step is taken if learning is on when the last label arrives
     return torch.where(learns, labels, IGNORED) if bool(learns.any()) else None
 
 
