@@ -177,7 +177,8 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
         f"a Transformer with a window of {WINDOW} tokens, which cannot see that far, recalls {window:.0%}. "
         "Gated DeltaNet with our initialisation recalls them too: docs/results.md."
     )
-    console.print(f"Plot, figures and both models: {args.output_dir}. README.md shows how to ask the Titans yourself.")
+    console.print(f"Plot, figures and both models: {args.output_dir}.")
+    console.print("examples/a_memory_learns.ipynb asks the Titans for facts after 1,000 words.")
     return results
 
 
