@@ -1,12 +1,16 @@
 """Small models with `remember`, in float64."""
 
+import random
+
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from titans_hf.remember import remember
 from titans_hf.remember.fast_weights import random_fast_weights
+from titans_hf.remember.passages import Passages
 from titans_hf.remember.token_list import TokenList
 
+SETTINGS = Passages(block=4, before=1, after=3, query=8, every=6)
 KINDS = ("v_proj", "o_proj", "up_proj", "gate_proj", "down_proj")
 
 
@@ -48,4 +52,17 @@ def small_list(**fields):
 
 def remembering(window=12, memory=("fast_weights", "list"), **fields):
     model = small_model(**fields)
-    return remember(model, window, memory, fast_weights=small_fast_weights(model), token_list=small_list())
+    parts = {"passages": SETTINGS, "fast_weights": small_fast_weights(model), "token_list": small_list()}
+    return remember(model, window, memory, **parts)
+
+
+def ragged_call(choose: random.Random, tokens: torch.Tensor, rows: list[int], places: list[int], length: int) -> tuple:
+    """Returns ids and mask (R, length) of the next tokens of texts (N, T), with padding anywhere: of the text rows[i]
+    from places[i] on.
+    """
+    end = tokens.shape[1]
+    mask = torch.tensor([[choose.random() < 0.8 for _ in range(length)] for _ in rows]).long()
+    counts = mask.cumsum(1) - 1
+    ids = [tokens[r, (p + c).clamp(0, end - 1)] for r, p, c in zip(rows, places, counts, strict=True)]
+    mask = mask * torch.stack([p + c < end for p, c in zip(places, counts, strict=True)]).long()
+    return torch.stack(ids) * mask, mask

@@ -7,7 +7,7 @@ import random
 import families
 import pytest
 import torch
-from remember_models import remembering, small_fast_weights, small_list, small_model
+from remember_models import ragged_call, remembering, small_fast_weights, small_list, small_model
 from remember_reference import mix_slowly, read_slowly
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
@@ -22,6 +22,7 @@ from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
 from titans_hf.remember import MemoryCache, forget, reading, remember
+from titans_hf.remember.parts import PARTS
 from titans_hf.remember.token_list import TokenList
 
 TOKENS = torch.randint(3, 53, (4, 90), generator=torch.Generator().manual_seed(7))
@@ -78,23 +79,30 @@ def test_the_share_of_the_start_is_bounded():
 
 @pytest.mark.parametrize("window", [12, None])
 def test_random_programs(window, monkeypatch):
-    """Random pieces, padding anywhere, copies, orders and repetitions of rows, and rows that leave for others that have
-    read alone, keep each row's logits and state, with sinks of as many positions as there are rows.
+    """Random pieces, padding anywhere, copies, orders and repetitions of rows, rows that leave for others that have
+    read alone, and recalls in between keep the logits of each row alone that recalls at the same tokens, with sinks of
+    as many positions as there are rows.
     """
     monkeypatch.setattr(reading, "SINK_BLOCK", 16)
-    model, choose = remembering(window), random.Random(3)
-    alone = [whole(model, ids[None])[0] for ids in TOKENS]
-    for _ in range(6):
+    model, choose = remembering(window, PARTS), random.Random(3)
+
+    def alone(row: int, recalls: list[int], length: int) -> torch.Tensor:
+        cache, found, begin = MemoryCache(model), [], 0
+        for end in sorted({*recalls, length}):
+            ids, recall = TOKENS[row : row + 1, begin:end], begin in recalls or None
+            found.append(whole(model, ids, cache=cache, recall=recall)[0])
+            begin = end
+        return torch.cat(found)
+
+    for _ in range(8):
         cache, rows = MemoryCache(model), [0, 1, 2, 3]
-        places, found = [0, 0, 0, 0], [[] for _ in rows]
+        places, found, recalls = [0] * 4, [[] for _ in rows], [[] for _ in rows]
         while min(places) < 60:
-            length = choose.choice([1, 1, 3, 8, 16, 30])
-            mask = torch.tensor([[choose.random() < 0.8 for _ in range(length)] for _ in rows]).long()
-            counts = mask.cumsum(1) - 1
-            ids = torch.stack([TOKENS[r, (p + c).clamp(0, 89)] for r, p, c in zip(rows, places, counts, strict=True)])
-            mask = mask * torch.stack([p + c < 90 for p, c in zip(places, counts, strict=True)]).long()
-            with torch.no_grad():
-                logits = model(ids * mask, attention_mask=mask, cache=cache).logits
+            length, recall = choose.choice([1, 1, 3, 8, 16, 30]), choose.random() < 0.2
+            ids, mask = ragged_call(choose, TOKENS, rows, places, length)
+            if recall:
+                recalls = [[*x, p] for x, p in zip(recalls, places, strict=True)]
+            logits = whole(model, ids, attention_mask=mask, cache=cache, recall=recall or None)
             for i in range(len(rows)):
                 found[i].append(logits[i, mask[i].bool()])
                 places[i] += int(mask[i].sum())
@@ -106,22 +114,23 @@ def test_random_programs(window, monkeypatch):
                 else:
                     cache.batch_repeat_interleave(2)
                     cache.batch_select_indices(2 * order + 1)
-                rows, places, found = ([x[i] for i in order] for x in (rows, places, found))
+                rows, places, found, recalls = ([x[i] for i in order] for x in (rows, places, found, recalls))
                 found = [list(x) for x in found]
             if action == "replace" and min(places):
                 new, length = MemoryCache(model), choose.choice([1, 20, 50])
-                with torch.no_grad():
-                    logits = model(TOKENS[rows[0]][None, :length], cache=new).logits[0]
+                logits = [whole(model, TOKENS[rows[0]][None, :length], cache=new)[0]]
+                recalls = [*recalls[1:], []]
+                if cache.since_recall is not None:  # else fast weights of this row would learn later than alone
+                    logits.append(whole(model, TOKENS[rows[0]][None, length : length + 5], cache=new, recall=True)[0])
+                    recalls[-1], length = [length], length + 5
                 cache.batch_select_indices(torch.tensor([1, 2, 3]))
                 cache.append_rows(new)
-                rows, places, found = [*rows[1:], rows[0]], [*places[1:], length], [*found[1:], [logits]]
+                rows, places, found = [*rows[1:], rows[0]], [*places[1:], length], [*found[1:], logits]
             if action == "copy":
-                branch = copy.copy(cache)
-                with torch.no_grad():
-                    model(TOKENS[:, :9], cache=branch)
-        for row, pieces in zip(rows, found, strict=True):
+                whole(model, TOKENS[:, :9], cache=choose.choice([copy.copy, copy.deepcopy])(cache))
+        for row, pieces, at in zip(rows, found, recalls, strict=True):
             logits = torch.cat(pieces)
-            close(logits, alone[row][: len(logits)])
+            close(logits, alone(row, at, len(logits)))
 
 
 @pytest.mark.parametrize("begins", [(21, 7), (24, 7), (24, 16)])

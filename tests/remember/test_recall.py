@@ -2,12 +2,11 @@
 
 import copy
 import math
-import random
 
 import families
 import pytest
 import torch
-from remember_models import small_fast_weights, small_model
+from remember_models import SETTINGS, small_fast_weights, small_model
 from torch.testing import assert_close
 from transformers import DynamicCache
 
@@ -15,7 +14,6 @@ from titans_hf.remember import MemoryCache, forget, reading, recall, remember
 from titans_hf.remember.columns import CallColumns
 from titans_hf.remember.passages import Passages
 
-SETTINGS = Passages(block=4, before=1, after=3, query=8, every=6)
 TOKENS = torch.randint(3, 53, (4, 90), generator=torch.Generator().manual_seed(7))
 WINDOW = 12
 
@@ -103,67 +101,13 @@ def recall_slowly(original, ids, at: int):
 def test_the_slow_reference(at):
     """What a row reads after a recall is what one mask over sink, passage, window and the tokens read again gives."""
     model, ids = recalling(("passages",)), TOKENS[0]
-    cache, branch = MemoryCache(model), None
+    cache = MemoryCache(model)
     read(model, ids[None, :at], cache)
-    branch = copy.copy(cache)
     again = model.generate(ids[None, :at], cache=MemoryCache(model), max_new_tokens=1, do_sample=False)[0, -1]
-    logits = read(model, ids[None, at:], branch, recall=True)[0]
+    logits = read(model, ids[None, at:], cache, recall=True)[0]
     expected = recall_slowly(forget(model), ids, at)
     close(logits, expected[1:])
     assert int(expected[0].argmax()) == again
-
-
-def test_random_programs(model):
-    """Random pieces, padding, copies, orders and repetitions of rows and rows that join, with recalls in between, keep
-    the logits of each row alone that recalls at the same tokens.
-    """
-    choose = random.Random(5)
-
-    def alone(row: int, recalls: list[int], length: int) -> torch.Tensor:
-        cache, found, begin = MemoryCache(model), [], 0
-        for end in [*recalls, length]:
-            found.append(read(model, TOKENS[row : row + 1, begin:end], cache, recall=begin in recalls or None)[0])
-            begin = end
-        return torch.cat(found)
-
-    for _ in range(5):
-        cache, rows = MemoryCache(model), [0, 1, 2, 3]
-        places, found, recalls, has_joined = [0] * 4, [[] for _ in rows], [[] for _ in rows], False
-        while min(places) < 60:
-            length, recall = choose.choice([1, 1, 3, 8, 16, 30]), choose.random() < 0.3 and min(places) > 0
-            mask = torch.tensor([[choose.random() < 0.8 for _ in range(length)] for _ in rows]).long()
-            counts = mask.cumsum(1) - 1
-            ids = torch.stack([TOKENS[r, (p + c).clamp(0, 89)] for r, p, c in zip(rows, places, counts, strict=True)])
-            mask = mask * torch.stack([p + c < 90 for p, c in zip(places, counts, strict=True)]).long()
-            if recall:
-                recalls = [[*x, p] for x, p in zip(recalls, places, strict=True)]
-            logits = read(model, ids * mask, cache, attention_mask=mask, recall=recall or None)
-            for i in range(len(rows)):
-                found[i].append(logits[i, mask[i].bool()])
-                places[i] += int(mask[i].sum())
-            action = choose.choice(["none", "order", "repeat", "copy", "replace"])
-            if action in ("order", "repeat"):
-                order = torch.tensor(choose.choice([[3, 2, 1, 0], [1, 0, 3, 2], [0, 0, 2, 3]]))
-                if action == "order":
-                    cache.reorder_cache(order)
-                else:
-                    cache.batch_repeat_interleave(2)
-                    cache.batch_select_indices(2 * order + 1)
-                rows, places, found, recalls = ([x[i] for i in order] for x in (rows, places, found, recalls))
-                found = [list(x) for x in found]
-            if action == "copy":
-                read(model, TOKENS[:, :9], copy.deepcopy(cache))
-            if action == "replace" and recalls[0] and not has_joined:
-                new, length, has_joined = MemoryCache(model), choose.choice([20, 50]), True
-                first = read(model, TOKENS[rows[0]][None, : length - 5], new)[0]
-                second = read(model, TOKENS[rows[0]][None, length - 5 : length], new, recall=True)[0]
-                cache.batch_select_indices(torch.tensor([1, 2, 3]))
-                cache.append_rows(new)
-                rows, places, found = [*rows[1:], rows[0]], [*places[1:], length], [*found[1:], [first, second]]
-                recalls = [*recalls[1:], [length - 5]]
-        for row, pieces, at in zip(rows, found, recalls, strict=True):
-            logits = torch.cat(pieces)
-            close(logits, alone(row, sorted({*at}), len(logits)))
 
 
 def own(ids: torch.Tensor) -> CallColumns:
@@ -253,37 +197,39 @@ def test_a_row_that_has_read_nothing(model):
     close(found[1:], read(model, TOKENS[1:2, 50:80], MemoryCache(model), recall=True))
 
 
-def test_crop(model):
-    """Columns cropped after a recall, or across one, leave no trace in what sees the passage."""
+@pytest.mark.parametrize("begins_at_the_recall", [False, True])
+def test_crop(model, begins_at_the_recall):
+    """Columns cropped after a recall, or across the next one, leave no trace in what sees the passage, also in a cache
+    that records from the recall on.
+    """
     ids = TOKENS[:1]
-    for kept, removed in ((55, 5), (55, 20), (70, 3)):
-        cache = MemoryCache(model)
+    for kept in (55, 65, 70):
+        cache, expected = MemoryCache(model), MemoryCache(model)
+        if not begins_at_the_recall:
+            cache.activate_past_recording()
+        for x in (cache, expected):
+            read(model, ids[:, :50], x)
         cache.activate_past_recording()
-        read(model, ids[:, :50], cache)
         read(model, ids[:, 50:60], cache, recall=True)
         read(model, ids[:, 60:70], cache)
-        if kept == 70:
-            read(model, ids[:, 70:71], cache, recall=True)
-            removed = 1
-        cache.crop(-(70 - kept if kept < 70 else removed))
-        expected = MemoryCache(model)
-        read(model, ids[:, :50], expected)
         read(model, ids[:, 50:kept], expected, recall=True)
         if kept == 70:
+            read(model, ids[:, 70:71], cache, recall=True)
             read(model, ids[:, 70:70], expected, recall=True)
+        cache.crop(kept - cache.num_columns)
         close(read(model, ids[:, kept:80], cache), read(model, ids[:, kept:80], expected))
 
 
-def test_crop_to_a_recall_that_began_a_recording(model):
-    """A recall at the place from which a cache records stays in force."""
-    cache, expected = MemoryCache(model), MemoryCache(model)
-    for x in (cache, expected):
-        read(model, TOKENS[:1, :50], x)
-    cache.activate_past_recording()
+def test_a_call_that_fails(model):
+    """After an error a cache is as it was, also in what it was going to read again."""
+    cache, bad = MemoryCache(model), torch.full((1, 9), 53)
+    read(model, TOKENS[:1, :50], cache)
     read(model, TOKENS[:1, 50:60], cache, recall=True)
-    cache.crop(-4)
-    read(model, TOKENS[:1, 50:56], expected, recall=True)
-    close(read(model, TOKENS[:1, 56:], cache), read(model, TOKENS[:1, 56:], expected))
+    expected = read(model, TOKENS[:1, 60:80], copy.copy(cache))
+    for recalls in (True, None, False):
+        with pytest.raises(IndexError):
+            read(model, bad, cache, recall=recalls)
+        close(read(model, TOKENS[:1, 60:80], copy.copy(cache)), expected)
 
 
 def test_texts_and_arguments_without_a_passage():

@@ -1,4 +1,4 @@
-"""`remember(model)`: gives a causal language model of Transformers a memory that learns while it reads, in place.
+"""`remember(model)`: gives a causal language model of Transformers a memory of what it has read, in place.
 
 The model keeps its weights, its class's name and its files. Its class becomes a subclass of its own class whose
 `forward` reads with a `MemoryCache`; `forget` undoes that.
@@ -60,7 +60,7 @@ def remember(
     first_token: int | None = None,
     learn_from: str | None = None,
 ) -> PreTrainedModel:
-    """Gives a causal language model a memory that learns while the model reads, in place, and returns the model.
+    """Gives a causal language model a memory of the text that it has read, in place, and returns the model.
 
     Args:
         model: any causal language model of Transformers that uses the attention interface, also inside of PEFT's.
@@ -378,14 +378,9 @@ def _forward(model: PreTrainedModel, own: type, arguments: dict):
     loss_arguments = {x: arguments.pop(x) for x in ("num_items_in_batch",) if x in arguments}
     _check_others(model, arguments)
     number = to_keep if isinstance(to_keep, int) and to_keep and labels is None else ids.shape[1]
-    if recalls is False:
-        cache.end_recall()
-    elif recalls and model.memory.passages is None and model.memory.window is not None:
+    if recalls and model.memory.passages is None and model.memory.window is not None:
         raise ValueError("`recall` needs a memory with passages, which need a layer of full attention with a window.")
-    elif recalls and model.memory.passages is not None:
-        cache.begin(model, len(ids), ids.device)
-        recall.recall(model, cache, torch.arange(len(cache.seen)))
-    logits, of_layers, output = recall.read(model, cache, columns, min(number, ids.shape[1]), asked)
+    logits, of_layers, output = recall.read(model, cache, columns, min(number, ids.shape[1]), asked, recalls)
     if not isinstance(to_keep, int):
         logits = logits[:, to_keep]
     output.logits, output.loss = logits, None

@@ -1,4 +1,4 @@
-"""The cache of a model with `remember`: window, sink, fast weights and list of each row, as plain tensors.
+"""The cache of a model with `remember`: window, passages, fast weights and list of each row, as plain tensors.
 
 Shapes: R rows, C tokens of a chunk.
 """
@@ -55,7 +55,7 @@ class MemoryCache(Cache):
         self.branch: MemoryCache | None = None
         self.since_recall: Tensor | None = None
         self.recalled: list[tuple[Tensor, Tensor]] = []
-        self.prompt_end: int | None = None  # in `generate()`: columns of the prompt, by `get_seq_length`
+        self.prompt_end: int | None = None  # in `generate()`: columns of the prompt, by `get_seq_length`; 0 after it
         self.about: dict[str, Any] = {}  # any JSON, saved with the memory
         self.seen_in_folders: dict[Path, dict | None] = {}  # see `cache_files.write_memory`
         if is_titans(model):

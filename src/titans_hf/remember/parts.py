@@ -52,6 +52,12 @@ class Memory:
             READING.reset(token)
 
     @property
+    def parts(self) -> list[str]:
+        """The names of the parts that there are."""
+        own = (self.passages, self.fast_weights, self.token_list)
+        return [name for name, x in zip(PARTS, own, strict=True) if x is not None]
+
+    @property
     def chunk(self) -> int:
         """Tokens of a chunk."""
         return 64 if self.fast_weights is None else self.fast_weights.step.chunk
@@ -60,13 +66,21 @@ class Memory:
     def extra_columns(self) -> int:
         """Columns that the window keeps beyond what a query sees, from which the last tokens can be read again."""
         of_chunk = 0 if self.fast_weights is None else self.chunk
-        return of_chunk if self.passages is None else max(of_chunk, self.most_again)
+        if self.passages is None:
+            return of_chunk
+        query = self.passages.query  # most tokens of `tokens_again`:
+        return max(of_chunk, self.chunk + query // 4 - 1 if self.has_states else query)
 
-    @property
-    def most_again(self) -> int:
-        """Most tokens that a recall reads again: recurrent layers go back to the start of a chunk."""
+    def tokens_again(self, seen: int) -> tuple[int, bool]:
+        """Returns how many of the last tokens of a row of `seen` tokens a recall reads again, and whether this begins
+        before the row's unfinished chunk: recurrent layers can go back to the starts of the last two chunks.
+        """
         query = self.passages.query
-        return query if not self.has_states else self.chunk + query // 4 - 1
+        if not self.has_states:
+            return min(query, seen), False
+        number = (seen - 1) % self.chunk + 1
+        is_earlier = number < query // 4 and number + self.chunk <= seen
+        return (number + self.chunk if is_earlier else number), is_earlier
 
     @property
     def needs_marks(self) -> bool:

@@ -27,7 +27,7 @@ from .fast_weights import IGNORED
 from .parts import READING, Memory
 from .passages import NAME
 from .titans_layer import is_titans, titans_cache
-from .window import KeyValueLayer, StateLayer, copied_states
+from .window import KeyValueLayer, StateLayer, copied_states, make_layers
 
 SINK_BLOCK = 1024  # tokens that share a sink: it is `window` to `window` + SINK_BLOCK tokens away
 PIECE = 1024  # most tokens of a piece whose logits are all needed
@@ -344,23 +344,33 @@ def _sinks(model: PreTrainedModel, cache: MemoryCache, length: int) -> list:
 @torch.no_grad()
 def sink_of(model: PreTrainedModel, cache: MemoryCache, block: int) -> list:
     """Returns the sink of the positions of a block: keys and values (1, H, 1, D) for each layer with full attention,
-    of the first token, read alone by the model without fast weights, `window` positions before the block.
+    of the first token, `window` positions before the block.
     """
     if block not in cache.sinks:
-        memory, empty = model.memory, MemoryCache(model)
-        device = cache.device
-        arguments = {"input_ids": torch.full((1, 1), memory.first_token, device=device), "cache": empty}
-        if memory.takes_positions:
-            position = max(0, block * SINK_BLOCK - memory.window)
-            arguments["position_ids"] = torch.full((1, 1), position, device=device)
-        memory.call(model, use_cache=True, return_dict=True, **arguments)
+        ids = torch.full((1, 1), model.memory.first_token)
+        begin = torch.tensor([max(0, block * SINK_BLOCK - model.memory.window)])
         cache.sinks[block] = [
             (x.keys, x.values) if isinstance(x, KeyValueLayer) and not x.is_sliding and x.is_initialized else None
-            for x in empty.layers
+            for x in read_alone(model, cache, ids, begin)
         ]
         while len(cache.sinks) > len(cache.seen) + 3:
             del cache.sinks[next(iter(cache.sinks))]  # the oldest, never this block
     return cache.sinks[block]
+
+
+def read_alone(model: PreTrainedModel, cache: MemoryCache, ids: Tensor, begins: Tensor) -> list:
+    """Returns the layers of a new cache after ids (R, T), read alone by the model without fast weights and without a
+    window, at the positions from begins (R,) on; on the device of `cache`.
+    """
+    memory, empty = model.memory, MemoryCache(model)
+    empty.layers = make_layers(model, None, 0)
+    arguments = {"input_ids": ids.to(cache.device), "cache": empty, "use_cache": True, "return_dict": True}
+    if memory.takes_positions:
+        arguments["position_ids"] = (begins[:, None] + torch.arange(ids.shape[1])).to(cache.device)
+    if memory.takes_logits_to_keep:
+        arguments["logits_to_keep"] = 1
+    memory.call(model, **arguments)
+    return empty.layers
 
 
 def _joined(pieces: Sequence[tuple[int, Tensor]], begin: int, end: int) -> Tensor:

@@ -18,21 +18,32 @@ from . import reading
 from .cache import MemoryCache
 from .columns import CallColumns
 from .passages import NAME
-from .window import KeyValueLayer, make_layers
+from .window import KeyValueLayer
 
 
 def read(
-    model: PreTrainedModel, cache: MemoryCache, columns: CallColumns, num_kept: int, arguments: dict
+    model: PreTrainedModel,
+    cache: MemoryCache,
+    columns: CallColumns,
+    num_kept: int,
+    arguments: dict,
+    recalls: bool | None = None,
 ) -> tuple[Tensor, dict[str, tuple[Tensor, ...]], object]:
     """Reads columns as `reading.read` does. Rows recall after the columns that say so; the logits of such a column are
-    those that see the passage.
+    those that see the passage. recalls: True lets all rows recall before the first column, False ends their recall.
     """
-    if cache.since_recall is None and not bool(columns.recalls.any()):
+    recalls = None if model.memory.passages is None else recalls
+    if not recalls and cache.since_recall is None and not bool(columns.recalls.any()):
         return reading.read_in_training(model, cache, columns, num_kept, arguments)
     length, begin, results = columns.ids.shape[1], 0, []
     ends = sorted({*(columns.recalls.any(0).nonzero()[:, 0] + 1).tolist(), length})
     with_graph = torch.is_grad_enabled()  # leaving inference_mode turns gradients on
     with torch.inference_mode(False), torch.set_grad_enabled(with_graph), cache.guarded():
+        if recalls is False:
+            cache.end_recall()
+        elif recalls:
+            cache.begin(model, len(columns.ids), columns.ids.device)
+            recall(model, cache, torch.arange(len(cache.seen)))
         columns = columns.map(lambda x: x.clone())
         for end in ends:
             part, wanted = columns.at(begin, end), min(end - begin, max(0, end - (length - num_kept)))
@@ -48,7 +59,7 @@ def _read_part(
 ) -> tuple[Tensor, dict[str, tuple[Tensor, ...]], object]:
     """Reads columns in the branch, if there is one, and recalls after the last of them in the rows that ask for it."""
     if cache.since_recall is None:
-        logits, *others = reading.read(model, cache, part, num_kept, arguments)
+        logits, *others = reading.read_in_training(model, cache, part, num_kept, arguments)
     else:
         if cache.memory.fast_weights is not None and bool((part.starts & part.learning).any()):
             raise ValueError("A document that begins after a recall would not be learned: call with `recall=False`.")
@@ -108,7 +119,7 @@ def look_back(model: PreTrainedModel, branch: MemoryCache, texts: Tensor) -> tup
         if begin is not None:
             passages[row] = ids[begin : begin + memory.passages.size]
             begins[row] = number - len(ids) + begin
-            groups.setdefault(_tokens_again(model, number), []).append(row)
+            groups.setdefault(memory.tokens_again(number), []).append(row)
     found, logits = [], [torch.zeros(0, 1, 1)]
     for (number, is_earlier), members in groups.items():
         rows = torch.tensor(members)
@@ -124,35 +135,15 @@ def look_back(model: PreTrainedModel, branch: MemoryCache, texts: Tensor) -> tup
     return torch.tensor(found, dtype=torch.int64), chosen, torch.cat(logits[1:] if found else logits)
 
 
-def _tokens_again(model: PreTrainedModel, seen: int) -> tuple[int, bool]:
-    """Returns how many of the last tokens of a row are read again, and whether this begins before the row's unfinished
-    chunk: recurrent layers can go back to the starts of the last two chunks.
-    """
-    memory = model.memory
-    query = memory.passages.query
-    if not memory.has_states:
-        return min(query, seen), False
-    number = (seen - 1) % memory.chunk + 1
-    is_earlier = number < query // 4 and number + memory.chunk <= seen
-    return (number + memory.chunk if is_earlier else number), is_earlier
-
-
 def read_passage(model: PreTrainedModel, cache: MemoryCache, ids: Tensor, begins: Tensor) -> None:
     """Reads passages (R, S) alone behind the sink, without fast weights, and puts their keys and values in front of the
     window of a cache. begins (R,): positions of the passages in their texts, which none leaves to the back.
     """
     memory, size = model.memory, ids.shape[1]
-    empty = MemoryCache(model)
-    empty.layers = make_layers(model, None, 0)
     first = torch.full((len(ids), 1), memory.first_token)
-    arguments = {"input_ids": torch.cat([first, ids], 1).to(cache.device), "cache": empty, "use_cache": True}
-    if memory.takes_positions:
-        begins = torch.maximum(begins, cache.seen - memory.window - size + 1).clamp(min=1)
-        arguments["position_ids"] = (begins[:, None] + torch.arange(-1, size)).to(cache.device)
-    if memory.takes_logits_to_keep:
-        arguments["logits_to_keep"] = 1
-    memory.call(model, return_dict=True, **arguments)
-    for layer, new in zip(cache.layers, empty.layers, strict=True):
+    begins = torch.maximum(begins, cache.seen - memory.window - size + 1).clamp(min=1)
+    alone = reading.read_alone(model, cache, torch.cat([first, ids], 1), begins - 1)
+    for layer, new in zip(cache.layers, alone, strict=True):
         if isinstance(layer, KeyValueLayer) and not layer.is_sliding and new.is_initialized:
             layer.passage = (new.keys[..., 1:, :], new.values[..., 1:, :])
             layer.sees_passage = torch.ones(len(ids), dtype=torch.bool)
