@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaFor
 from titans_hf import fit_memory, forget, remember
 from titans_hf.remember.fit import fit, fit_list
 from titans_hf.remember.fit.fit import Saved, fast_layers, fit_directions
+from titans_hf.remember.passages import Passages
 
 SIZES = dict(
     vocab_size=50,
@@ -162,13 +163,14 @@ def test_an_interrupted_fit_goes_on(tmp_path, monkeypatch):
 def test_a_fit_that_fails_changes_nothing():
     """After an error the model has the memory that it had, or none, and reads as before."""
     plain, ids = small_model(), names_text(1)
-    model = remember(small_model(), 16, learn_from="all")
+    model = remember(small_model(), 16, learn_from="all", passages=Passages(every=9))
     model.set_memory_learning(False)
     expected = [x(ids[None]).logits for x in (plain, model)]
     for x in (plain, model):
         with pytest.raises(ValueError, match="`documents` must have surprising tokens"):
             fit_memory(x, [ids[:2]], rank=2, window=16, progress=False)
     assert not hasattr(plain, "memory") and model.memory.learn_from == "all" and not model.memory_learning
+    assert model.memory.passages == Passages(every=9)
     assert all(torch.equal(x(ids[None]).logits, y) for x, y in zip((plain, model), expected, strict=True))
 
 

@@ -126,7 +126,7 @@ def save_adapter(
         # The path of a folder must hold in any working directory.
         base_model_name_or_path=str(Path(base).resolve()) if base and Path(base).is_dir() else base,
         window=memory.window,
-        memory=[name for name, x in ((FAST_WEIGHTS, fast), (LIST, found)) if x is not None],
+        memory=[name for name in memory.parts if name != PASSAGES],
         learn_from=memory.learn_from,
         first_token=memory.first_token,
         rank=None if fast is None else max(map(len, fast.directions.values())),

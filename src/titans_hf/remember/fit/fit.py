@@ -317,7 +317,8 @@ def fit_memory(
             fit = _Fit(model, window, first_token, saved, progress)
             fast_weights, moments, rate, gains = fit.fast_weights(documents, rank, seed)
             token_list, of_list = fit.token_list(fast_weights, moments, documents, entries)
-        remember(model, window, fast_weights=fast_weights, token_list=token_list, first_token=first_token)
+        kept = {"first_token": first_token, "passages": None if own is None else own.passages}
+        remember(model, window, fast_weights=fast_weights, token_list=token_list, **kept)
     except BaseException:
         if own is not None:
             _remember_as(model, own)
@@ -327,16 +328,10 @@ def fit_memory(
     return FitResult(rate, gains, of_list)
 
 
-def parts_of(fast_weights: FastWeights | None, token_list: TokenList | None) -> list[str]:
-    """Returns the names of the parts that are not None."""
-    return [name for name, x in ((FAST_WEIGHTS, fast_weights), (LIST, token_list)) if x is not None]
-
-
 def _remember_as(model: PreTrainedModel, own: Memory) -> None:
     """Gives a model the memory that it had."""
-    names = ("fast_weights", "token_list", "first_token", "learn_from")
-    arguments = {name: getattr(own, name) for name in names}
-    remember(model, own.window, parts_of(own.fast_weights, own.token_list), **arguments)
+    names = ("passages", "fast_weights", "token_list", "first_token", "learn_from")
+    remember(model, own.window, own.parts, **{name: getattr(own, name) for name in names})
     model.memory.learning = own.learning
 
 
@@ -373,7 +368,7 @@ class _Fit:
     @contextmanager
     def memory(self, fast_weights: FastWeights | None, token_list) -> Iterator[None]:
         """Gives the model a memory inside of the block."""
-        memory = parts_of(fast_weights, token_list)
+        memory = [name for name, x in ((FAST_WEIGHTS, fast_weights), (LIST, token_list)) if x is not None]
         arguments = {"fast_weights": fast_weights, "token_list": token_list, "first_token": self.first_token}
         remember(self.model, self.window, memory, **arguments)
         try:
