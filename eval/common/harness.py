@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, set_seed
+from transformers import set_seed
 
 from eval.common.compared_models import parse_settings
 from eval.common.records import FILE, Record, append_record, describe_commit, file_of, find_finished, read_records
@@ -62,9 +62,7 @@ def run_of(kind: type[Run], args: Namespace, **own: Any) -> Run:
     return kind(**{name: value for name, value in vars(args).items() if name in names} | own)
 
 
-def record_run(
-    benchmark: str, run: Run, config: PreTrainedConfig | None, make: Callable[[], dict[str, Any]], output: Path
-) -> Record:
+def record_run(benchmark: str, run: Run, make: Callable[[], dict[str, Any]], output: Path) -> Record:
     """Returns the record of a run. If `output`, a folder or a JSON Lines file, has none, `make` trains and returns
     the results, and the record is written.
     """
@@ -72,8 +70,7 @@ def record_run(
         return record
     start = time.time()
     set_seed(run.seed)
-    record = {"benchmark": benchmark, "name": run.name, "run": asdict(run)}
-    record |= {"config": None if config is None else config.to_diff_dict(), **make()}
+    record = {"benchmark": benchmark, "name": run.name, "run": asdict(run), **make()}
     record |= {
         "commit": describe_commit(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",

@@ -9,9 +9,9 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from sklearn.model_selection import StratifiedGroupKFold
 
-from eval.dna.sequences import BASES, reverse_complement
+from eval.dna.sequences import reverse_complement
 
-K = 32  # bases in common that join two sequences, as many as fit into 64 bits
+K = 32  # bases in common that join two sequences
 VALIDATION_PARTS = 10  # a tenth of the sequences that are not tested
 
 
@@ -29,38 +29,15 @@ def group_sequences(sequences: pd.DataFrame) -> np.ndarray:
     A group is a connected component of the graph whose edges join sequences that have K bases in a row in common, on
     the same strand or with the other's reverse complement, and sequences that are equal on either strand.
     """
-    texts = sequences["seq"].tolist()
-    either_strand = np.array([min(text, reverse_complement(text)) for text in texts])
-    kinds = [_kmers(texts), (either_strand, np.arange(len(texts)))]
-    left, right = np.concatenate([_shared(*kind) for kind in kinds]).T
-    graph = coo_array((np.ones(len(left), bool), (left, right)), shape=(len(texts),) * 2)
+    first, edges = {}, []  # the first sequence with a stretch
+    for row, text in enumerate(sequences["seq"]):
+        other = reverse_complement(text)
+        pairs = ((text[i : i + K], other[len(text) - K - i : len(text) - i]) for i in range(len(text) - K + 1))
+        stretches = {min(pair) for pair in pairs if "N" not in pair[0]} | {min(text, other)}
+        edges += [(row, owner) for owner in {first.setdefault(x, row) for x in stretches} if owner != row]
+    left, right = np.array(edges, dtype=int).reshape(-1, 2).T
+    graph = coo_array((np.ones(len(edges), bool), (left, right)), shape=(len(sequences),) * 2)
     return connected_components(graph, directed=False)[1]
-
-
-def _kmers(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the K-mers without N of all texts, uint64, the lesser of both strands, and the texts that they are of."""
-    joined = "N".join([*texts, ""])
-    table = np.zeros(128, np.uint64)
-    table[[ord(base) for base in BASES]] = range(len(BASES))  # A, C, G, T are 0 to 3: 3 - code is the complement
-    codes = table[np.frombuffer(joined.encode(), np.uint8)]
-    size = max(0, len(codes) - K + 1)
-    forward, backward = np.zeros(size, np.uint64), np.zeros(size, np.uint64)
-    for i in range(K):
-        base = codes[i : i + size] & np.uint64(3)
-        forward = forward << np.uint64(2) | base
-        backward |= (np.uint64(3) - base) << np.uint64(2 * i)
-    before = np.concatenate([[0], np.cumsum(codes == BASES.index("N"))])
-    whole = before[K:] == before[:size]
-    owners = np.repeat(np.arange(len(texts)), [len(text) + 1 for text in texts])[:size]
-    return np.minimum(forward, backward)[whole], owners[whole]
-
-
-def _shared(keys: np.ndarray, owners: np.ndarray) -> np.ndarray:
-    """Returns edges (E, 2) that connect all owners of each key."""
-    order = np.lexsort((owners, keys))
-    keys, owners = keys[order], owners[order]
-    joined = (keys[1:] == keys[:-1]) & (owners[1:] != owners[:-1])
-    return np.stack([owners[:-1][joined], owners[1:][joined]], 1)
 
 
 def make_folds(sequences: pd.DataFrame, number: int) -> list[Fold]:

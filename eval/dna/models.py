@@ -24,10 +24,10 @@ class ConvolutionalClassifier(nn.Module):
 
     CHANNELS, KERNEL, EMBEDDING, HIDDEN = (16, 8, 4), 8, 100, 512
 
-    def __init__(self, vocab_size: int, pad_token_id: int, length: int, num_labels: int):
+    def __init__(self, length: int, num_labels: int):
         super().__init__()
-        self.length, self.pad_token_id = length, pad_token_id
-        self.embed = nn.Embedding(vocab_size, self.EMBEDDING)
+        self.length = length
+        self.embed = nn.Embedding(VOCAB_SIZE, self.EMBEDDING)
         layers: list[nn.Module] = []
         for before, after in zip((self.EMBEDDING, *self.CHANNELS), self.CHANNELS, strict=False):
             layers += [nn.Conv1d(before, after, self.KERNEL), nn.BatchNorm1d(after), nn.ReLU(), nn.MaxPool1d(2)]
@@ -40,7 +40,7 @@ class ConvolutionalClassifier(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> SequenceClassifierOutput:
         """Classifies input_ids (B, T): logits (B, classes), and the loss with labels (B,)."""
         missing = self.length - input_ids.shape[1]  # negative where the sequences are too long
-        x = self.embed(nn.functional.pad(input_ids, (0, missing), value=self.pad_token_id))
+        x = self.embed(nn.functional.pad(input_ids, (0, missing), value=PAD))
         return _output(self.layers(x.mT), labels)
 
 
@@ -65,13 +65,18 @@ def _output(logits: Tensor, labels: Tensor | None) -> SequenceClassifierOutput:
     return SequenceClassifierOutput(loss=loss, logits=logits)
 
 
-def config_of(name: str, classes: list[str], shape: dict[str, Any], settings: dict[str, Any]) -> PreTrainedConfig:
-    """Makes the config of a model of about shape["parameters"] parameters; `settings` replace fields of Titans. The CNN
-    has a fixed size: its config has tokens and classes only.
+def build_model(
+    name: str, classes: list[str], longest: int, shape: dict[str, Any], settings: dict[str, Any]
+) -> nn.Module:
+    """Builds a model of about shape["parameters"] parameters with random weights; `settings` replace fields of Titans.
+    The CNN has a fixed size, for sequences of at most `longest` tokens.
 
     Raises ValueError for a setting that is not possible.
     """
-    width = shape["hidden_size"]
+    check_fields("TitansConfig", TitansConfig(), settings)
+    if name == "cnn":
+        return ConvolutionalClassifier(longest, len(classes))
+    width, variant = shape["hidden_size"], name.removesuffix(MEMORY_OFF)
     fields = {
         "vocab_size": VOCAB_SIZE,
         "pad_token_id": PAD,
@@ -80,12 +85,8 @@ def config_of(name: str, classes: list[str], shape: dict[str, Any], settings: di
         "label2id": {label: i for i, label in enumerate(classes)},
         "hidden_size": width,
         "use_cache": False,
+        "initializer_range": 0.05,
     }
-    variant = name.removesuffix(MEMORY_OFF)
-    check_fields("TitansConfig", TitansConfig(), settings)
-    if name == "cnn":
-        return PreTrainedConfig(**fields)
-    fields["initializer_range"] = 0.05
     if name == "mamba2":
         fields |= {"num_heads": 4, "head_dim": width // 2, "state_size": 16, "chunk_size": 16}
     else:
@@ -93,13 +94,7 @@ def config_of(name: str, classes: list[str], shape: dict[str, Any], settings: di
     if variant in VARIANTS:
         fields |= MEMORY | settings | ({"memory_max_lr": 0} if name.endswith(MEMORY_OFF) else {})
     with named_errors(f"the model {name}"):
-        return fit_config(variant, shape["parameters"], fields)
-
-
-def build_model(name: str, config: PreTrainedConfig, length: int) -> nn.Module:
-    """Builds a model with random weights for sequences of at most `length` tokens, which only the CNN depends on."""
-    if name == "cnn":
-        return ConvolutionalClassifier(config.vocab_size, config.pad_token_id, length, config.num_labels)
+        config = fit_config(variant, shape["parameters"], fields)
     if name == "mamba2":
         return Mamba2ForSequenceClassification(config)
     return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
