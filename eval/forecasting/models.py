@@ -1,4 +1,4 @@
-"""Models that forecast time series: Titans, PatchTST of transformers, and linear ones of a few lines."""
+"""Models that forecast time series: Titans, PatchTST of transformers, and a linear one."""
 
 from typing import Any, NamedTuple
 
@@ -9,8 +9,10 @@ from eval.common.compared_models import check_fields, named_errors
 from titans_hf import TitansForTimeSeriesPrediction, TitansTimeSeriesConfig
 from titans_hf.time_series_titans import LearnedCycle
 
-NAMES = ("titans", "titans-off", "patchtst", "rlinear", "repeat-last")
 EPSILON = 1e-5
+# PatchTST as published for ETTh1 and ETTh2: patches of 16 in steps of 8, 3 layers of width 16.
+PATCHTST = dict(num_hidden_layers=3, d_model=16, num_attention_heads=4, ffn_dim=128, pooling_type=None, scaling="std")
+PATCHTST |= dict(positional_dropout=0.3, path_dropout=0.3, ff_dropout=0.3, attention_dropout=0.0)
 
 
 class ForecastTask(NamedTuple):
@@ -50,13 +52,6 @@ class Forecaster(nn.Module):
         return loss | {"prediction_outputs": forecast}
 
 
-class RepeatLast(Forecaster):
-    """Forecasts the last value."""
-
-    def forecast(self, past_values):
-        return past_values[:, -1:].expand(-1, self.task.horizon, -1)
-
-
 class RLinear(Forecaster):
     """One linear map for all channels, of values normalised by the window's mean and standard deviation."""
 
@@ -71,54 +66,32 @@ class RLinear(Forecaster):
 
 
 class PatchTST(Forecaster):
-    """PatchTST of transformers as published for ETTh1 and ETTh2: patches of 16 in steps of 8, 3 layers of width 16."""
-
-    SETTINGS = dict(
-        num_hidden_layers=3,
-        d_model=16,
-        num_attention_heads=4,
-        ffn_dim=128,
-        positional_dropout=0.3,
-        path_dropout=0.3,
-        ff_dropout=0.3,
-        attention_dropout=0.0,
-        pooling_type=None,
-        scaling="std",
-    )
+    """PatchTST of transformers."""
 
     def __init__(self, task: ForecastTask):
         super().__init__(task)
         patch = min(16, task.look_back // 2)
-        lengths = {"context_length": task.look_back, "patch_length": patch, "patch_stride": max(1, patch // 2)}
-        lengths["prediction_length"] = task.horizon
-        config = PatchTSTConfig(num_input_channels=task.num_channels, **lengths, **self.SETTINGS)
-        self.model = PatchTSTForPrediction(config)
+        lengths = dict(context_length=task.look_back, patch_length=patch, patch_stride=max(1, patch // 2))
+        lengths |= dict(prediction_length=task.horizon, num_input_channels=task.num_channels)
+        self.model = PatchTSTForPrediction(PatchTSTConfig(**lengths, **PATCHTST))
 
     def forecast(self, past_values):
         return self.model(past_values=past_values).prediction_outputs
 
 
-BASELINES = {"patchtst": PatchTST, "rlinear": RLinear, "repeat-last": RepeatLast}
+BASELINES = {"patchtst": PatchTST, "rlinear": RLinear}
+NAMES = ("titans", "titans-off", *BASELINES)
 
 
-def config_of(name: str, task: ForecastTask, settings: dict[str, Any]) -> TitansTimeSeriesConfig | None:
-    """Makes the configuration of a Titans, with `settings` as its fields; the baselines have none.
+def build_model(name: str, task: ForecastTask, settings: dict[str, Any]) -> nn.Module:
+    """Builds a model with random weights; `settings` are fields of the configuration of a Titans.
 
     Raises ValueError for a setting that is not possible.
     """
     if name in BASELINES:
-        return None
+        return BASELINES[name](task)
     check_fields("TitansTimeSeriesConfig", TitansTimeSeriesConfig(), settings)
-    of_task = dict(prediction_length=task.horizon, cycle_length=task.cycle_length)
-    of_task["num_input_channels"] = task.num_channels
-    if given := settings.keys() & of_task.keys():
-        raise ValueError(f"--set {', '.join(sorted(given))}: set by the command for all models")
-    off = {"memory_max_lr": 0} if name == "titans-off" else {}
+    fields = {"context_length": task.look_back} | settings | ({"memory_max_lr": 0} if name == "titans-off" else {})
+    fields |= dict(prediction_length=task.horizon, cycle_length=task.cycle_length, num_input_channels=task.num_channels)
     with named_errors(f"--set for {name}"):
-        return TitansTimeSeriesConfig(**{"context_length": task.look_back} | settings | off | of_task)
-
-
-def build_model(name: str, task: ForecastTask, settings: dict[str, Any]) -> nn.Module:
-    """Builds a model with random weights; raises what `config_of` does."""
-    config = config_of(name, task, settings)
-    return BASELINES[name](task) if config is None else TitansForTimeSeriesPrediction(config)
+        return TitansForTimeSeriesPrediction(TitansTimeSeriesConfig(**fields))

@@ -1,7 +1,5 @@
 """The tables of forecasts, with the paper's figures."""
 
-from collections.abc import Iterable
-
 import pandas as pd
 
 from eval.common.records import Record
@@ -24,22 +22,18 @@ def cell(runs: pd.DataFrame, horizons: list[int]) -> str:
 
 
 def table(runs: pd.DataFrame, data: str, look_back: int, horizons: list[int]) -> str:
-    """Makes the table of a series: a row per model, a column per horizon, and their mean."""
-    columns = [*([horizons] if len(horizons) > 1 else []), *([horizon] for horizon in horizons)]
+    """Makes the table of a series: a row per model, a column for the mean over horizons and one per horizon."""
+    columns = [horizons, *([x] for x in horizons)]
     lines = []
     for row, of_row in runs.groupby("row"):
         sizes = " to ".join(f"{x:,}" for x in sorted({of_row["parameters"].min(), of_row["parameters"].max()}))
         lines.append([row, sizes, of_row.index.unique("seed").size, *(cell(of_row, x) for x in columns)])
-    paper = look_back == PAPER["look_back"] and horizons == PAPER["horizons"] and data in PAPER["columns"]
-    for name, figures in PAPER["rows"].items() if paper else ():
-        of_data = " / ".join(f"{x:.3f}" for x in figures[PAPER["columns"].index(data)])
-        lines.append([f"paper: {name}", "", "", of_data, *["–"] * len(horizons)])
-    headings = [numbers(x) if len(x) == 1 else f"mean of {numbers(x)}" for x in columns]
-    return f"## {data}, look-back {look_back}\n\n" + markdown_table(["model", "parameters", "seeds", *headings], lines)
-
-
-def numbers(values: Iterable[int]) -> str:
-    return ", ".join(map(str, values))
+    if look_back == PAPER["look_back"] and horizons == PAPER["horizons"] and data in PAPER["columns"]:
+        for name, figures in PAPER["rows"].items():
+            of_data = " / ".join(f"{x:.3f}" for x in figures[PAPER["columns"].index(data)])
+            lines.append([f"paper: {name}", "", "", of_data, *["–"] * len(horizons)])
+    heading = ["model", "parameters", "seeds", "mean", *horizons]
+    return f"## {data}, look-back {look_back}\n\n" + markdown_table(heading, lines)
 
 
 def make_report(records: list[Record], baselines: list[str]) -> list[str]:

@@ -54,7 +54,7 @@ OPTIONS = {
     "titans-hf lm-eval*--include_path": "--limit 1 --device cpu",
     "titans-hf lm-eval": None,
     "titans-hf": "",
-    "python -m eval.forecasting.run": "--split 0.6 0.2 0.2 --look_back 48 --horizons 8 --models titans --seeds 0 "
+    "python -m eval.forecasting.run": "--split 0.8 0.3 0.2 --look_back 48 --horizons 8 --models titans --seeds 0 "
     "--max_steps 2 --eval_steps 1",
     "python -m eval.dna.run": "--models mag-off cnn --parameters 4000 --hidden_size 16 --num_hidden_layers 1 --folds 2 "
     "--epochs 1 --learning_rates 1e-2",
