@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.linalg import solve_triangular
 from torch.nn.functional import pad
 
 from .memory_chunk import (
@@ -27,6 +26,7 @@ from .memory_chunk import (
     repeated,
     scaled,
     scan_group,
+    solve,
     stack,
     start_error,
     unstack,
@@ -156,7 +156,7 @@ def _delta_rule(
     of_start = scaled(h, gates.earlier.start)
     scores, system = delta_system(h, gates.earlier)
     identity = torch.eye(system.shape[-1], dtype=system.dtype, device=system.device).expand_as(system)
-    inverse = solve_triangular(system, identity, upper=False)
+    inverse = solve(system, identity)
     delta = torch.bmm(inverse, start_error(h, of_start, states, target, inputs.values))
     grad_scores = -gates.earlier.system
     grad_scores.diagonal(dim1=-2, dim2=-1).mul_(system.diagonal(dim1=-2, dim2=-1) > 0.5)

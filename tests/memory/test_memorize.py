@@ -1,6 +1,7 @@
 """The dual form and the single step against the autograd token loop, in float64."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from memorize_runs import (
     without_momentum,
 )
 
-from titans_hf import memory_ops
+from titans_hf import memory_chunk, memory_ops
 from titans_hf.memory_network import UpdateRule
 from titans_hf.memory_ops import memorize
 from titans_hf.memory_reference import memorize_reference
@@ -54,12 +55,17 @@ def make_gates(length: int, depth: int, **options) -> dict[str, torch.Tensor]:
         "momentum,forget": [("gate", True), ("off", True), ("none", True), ("gate", False), ("none", False)],
         "num_seen": [[0, 0, 0], [2, 2, 2], [5, 0, 3]],
         "length": [1, 3, 4, 13, 22],
+        "solved_by_halves": [set(), {"cpu"}],
     },
 )
-def test_every_form_equals_the_reference(form, depth, momentum, forget, num_seen, length):
+def test_every_form_equals_the_reference(
+    form, depth, momentum, forget, num_seen, length, solved_by_halves, monkeypatch
+):
     """Outputs, state, surprise and every gradient are those of the token loop, at every phase of the chunk, for keys on
-    both sides of length 1, with and without a decay target; with a momentum, with one whose gate is 0, and with none.
+    both sides of length 1, with and without a decay target; with a momentum, with one whose gate is 0, and with none;
+    with the systems of the delta rule solved as on a CPU and as on a GPU.
     """
+    monkeypatch.setattr(memory_chunk, "SOLVED_BY_HALVES", solved_by_halves)
     torch.manual_seed(length)
     rule, gates_per_layer, factor = FORMS[form]
     state, options = make_state(depth, num_seen), dict(momentum=momentum == "gate", forget=forget)
@@ -73,6 +79,27 @@ def test_every_form_equals_the_reference(form, depth, momentum, forget, num_seen
     for decay_target in ((), make_decay_target(depth)):
         arguments = (inputs, state, rule, decay_target)
         assert_same(run(memorize, *arguments), run(memorize_reference, *arguments))
+
+
+@pytest.mark.parametrize("dtype,allowed", [(torch.float64, 1e-14), (torch.float32, 1e-6)])
+def test_a_system_is_solved_by_halves(dtype, allowed, monkeypatch):
+    """The solution by halves and its gradients are those of `solve_triangular`, with 64 equal keys too."""
+    monkeypatch.setattr(memory_chunk, "SOLVED_BY_HALVES", {"cpu"})
+    torch.manual_seed(0)
+    for size, same in ((64, False), (64, True), (37, False), (1, False)):
+        keys, right = torch.nn.functional.normalize(torch.randn(2, 3, size, 16, dtype=torch.float64), dim=-1)
+        keys = keys[:, :1].expand_as(keys) if same else keys
+        system = torch.tril(keys @ keys.mT * torch.rand(size, size), -1) + 0.5 * torch.eye(size)
+
+        def results(solve, dtype, given=(system, right)):
+            given = [x.to(dtype).requires_grad_() for x in given]
+            solution = solve(*given)
+            of_system, of_right = torch.autograd.grad(solution.square().sum(), given)
+            return solution, of_system.tril(), of_right
+
+        exact = results(partial(torch.linalg.solve_triangular, upper=False), torch.float64)
+        for ours, theirs in zip(results(memory_chunk.solve, dtype), exact, strict=True):
+            assert (ours - theirs).norm() <= allowed * theirs.norm()
 
 
 def test_forgetting_leads_back_to_the_initial_weights():
