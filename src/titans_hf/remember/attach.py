@@ -4,7 +4,6 @@ The model keeps its weights, its class's name and its files. Its class becomes a
 `forward` reads with a `MemoryCache`; `forget` undoes that.
 """
 
-import functools
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,10 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 from transformers.utils.deprecation import deprecate_kwarg
 
 from ..generation_titans import EndedRowsMixin, check_prompt
-from . import reading, recall
+from . import reading
+from . import recall as recalling
 from .adapter import load_adapter
 from .cache import MemoryCache
 from .columns import CallColumns
@@ -114,7 +115,6 @@ def remember(
     if token_list is not None:
         token_list = replace(token_list, window=window)
     own = type(model)
-    parameters = inspect.signature(own.forward).parameters
     new = Memory(
         window=window,
         passages=None if window is None or PASSAGES not in memory else passages or Passages(),
@@ -123,8 +123,7 @@ def remember(
         first_token=choose_first_token(model, first_token),
         learn_from=learn_from,
         forward=own.forward,
-        takes_positions="position_ids" in parameters and not is_titans(model),
-        takes_logits_to_keep="logits_to_keep" in parameters,
+        arguments=frozenset(inspect.signature(own.forward).parameters),
     )
     own_attention = model.config.get_text_config(decoder=True)._attn_implementation
     if is_titans(model):
@@ -338,19 +337,16 @@ class RememberingModel(EndedRowsMixin):
 
 def remembering_class(own: type) -> type:
     """Returns the subclass of a model's class that reads with a memory, under the same name."""
-
     signature = inspect.signature(own.forward)
+    names = [*signature.parameters][1:]
 
-    @functools.wraps(own.forward)
     def forward(self, *args, **kwargs):
-        names = [*signature.parameters][1 : 1 + len(args)]
-        return _forward(self, own, dict(zip(names, args, strict=True)) | kwargs)
+        return _forward(self, **dict(zip(names[: len(args)], args, strict=True)), **kwargs)
 
-    del forward.__wrapped__  # accelerate would unwrap the model's own forward
     forward.__signature__ = signature
     forward = deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")(forward)
-    names = {"forward": forward, "__module__": own.__module__, "__doc__": own.__doc__, "__qualname__": own.__qualname__}
-    return type(own.__name__, (RememberingModel, own), names)
+    fields = {name: getattr(own, name) for name in ("__module__", "__doc__", "__qualname__")}
+    return type(own.__name__, (RememberingModel, own), {"forward": forward} | fields)
 
 
 def _new_instance(own: type) -> RememberingModel:
@@ -359,55 +355,62 @@ def _new_instance(own: type) -> RememberingModel:
     return made.__new__(made)
 
 
-def _forward(model: PreTrainedModel, own: type, arguments: dict):
+def _forward(
+    model: PreTrainedModel,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cache: MemoryCache | None = None,
+    labels: Tensor | None = None,
+    use_cache: bool | None = None,
+    logits_to_keep: int | Tensor = 0,
+    recall: bool | None = None,
+    return_dict: bool | None = None,
+    num_items_in_batch: int | Tensor | None = None,
+    output_hidden_states: bool | None = None,
+    output_router_logits: bool | None = None,
+    **others,
+) -> CausalLMOutputWithPast | tuple:
     """The forward pass with a memory: logits of every column, 0 at padding."""
-    cache = arguments.pop("cache", None)
     if cache is not None and not isinstance(cache, MemoryCache):
         raise ValueError(f"`cache` must be a MemoryCache for a model with a memory, got {type(cache).__name__}.")
-    ids, labels = arguments.pop("input_ids", None), arguments.pop("labels", None)
-    if ids is None:
+    if input_ids is None:
         raise ValueError("`input_ids` must be given to a model with a memory: it learns which token follows.")
-    returns_cache = arguments.pop("use_cache", None) is not False or cache is not None
-    recalls = arguments.pop("recall", None)
-    return_dict, to_keep = arguments.pop("return_dict", None), arguments.pop("logits_to_keep", 0)
-    asked = {x: arguments.pop(x) for x in ("output_hidden_states", "output_router_logits") if x in arguments}
-    mask, positions = arguments.pop("attention_mask", None), arguments.pop("position_ids", None)
-    cache = MemoryCache(model) if cache is None else cache
-    columns = _columns(model, cache, ids, mask, positions)
-    columns = _of_generation(model, cache, columns, returns_cache)
-    loss_arguments = {x: arguments.pop(x) for x in ("num_items_in_batch",) if x in arguments}
-    _check_others(model, arguments)
-    number = to_keep if isinstance(to_keep, int) and to_keep and labels is None else ids.shape[1]
-    if recalls and model.memory.passages is None and model.memory.window is not None:
+    if recall and model.memory.passages is None and model.memory.window is not None:
         raise ValueError("`recall` needs a memory with passages, which need a layer of full attention with a window.")
-    logits, of_layers, output = recall.read(model, cache, columns, min(number, ids.shape[1]), asked, recalls)
-    if not isinstance(to_keep, int):
-        logits = logits[:, to_keep]
-    output.logits, output.loss = logits, None
-    for name, x in of_layers.items():
-        output[name] = x
-    if labels is not None:
-        size = model.config.get_text_config(decoder=True).vocab_size
-        output.loss = model.loss_function(logits=logits, labels=labels, vocab_size=size, **loss_arguments)
-    if "router_logits" in of_layers:
-        _add_auxiliary_loss(model, own, output, columns.real)
+    _check_others(model, others)
+    returns_cache = use_cache is not False or cache is not None
+    cache = MemoryCache(model) if cache is None else cache
+    columns = _columns(model, input_ids, attention_mask, position_ids)
+    columns = _of_generation(model, cache, columns, returns_cache)
+    length, is_number = input_ids.shape[1], isinstance(logits_to_keep, int)
+    num_kept = min(logits_to_keep, length) if is_number and logits_to_keep and labels is None else length
+    asked = {"output_hidden_states": output_hidden_states, "output_router_logits": output_router_logits}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    logits, of_layers = recalling.read(model, cache, columns, num_kept, asked, recall)
+    output = {"logits": logits if is_number else logits[:, logits_to_keep], **of_layers}
     output["cache"] = cache if returns_cache else None
-    given = {x: value for x, value in output.items() if value is not None}
-    result = type(output)(**given)
+    if labels is not None:
+        options = {"vocab_size": model.config.get_text_config(decoder=True).vocab_size}
+        options["num_items_in_batch"] = num_items_in_batch
+        output["loss"] = model.loss_function(logits=output["logits"], labels=labels, **options)
+    if "router_logits" in output:
+        _add_auxiliary_loss(model, output, columns.real)
+    result = (MoeCausalLMOutputWithPast if "router_logits" in output else CausalLMOutputWithPast)(**output)
     return result.to_tuple() if return_dict is False else result
 
 
-def _add_auxiliary_loss(model: PreTrainedModel, own: type, output, real: Tensor) -> None:
+def _add_auxiliary_loss(model: PreTrainedModel, output: dict, real: Tensor) -> None:
     """Adds the loss of a mixture of experts over all tokens of a call, from router logits (R, T, experts), which become
     (R * T, experts), as the model returns them.
     """
-    output.router_logits = tuple(x.flatten(0, 1) for x in output.router_logits)
-    of_routers = getattr(sys.modules[own.__module__], "load_balancing_loss_func", None)
+    routers = output["router_logits"] = tuple(x.flatten(0, 1) for x in output["router_logits"])
+    of_routers = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
     if of_routers is not None:
         mask = None if bool(real.all()) else real
-        output.aux_loss = of_routers(output.router_logits, model.num_experts, model.num_experts_per_tok, mask)
-        if output.loss is not None:
-            output.loss = output.loss + model.router_aux_loss_coef * output.aux_loss.to(output.loss.device)
+        loss = output["aux_loss"] = of_routers(routers, model.num_experts, model.num_experts_per_tok, mask)
+        if "loss" in output:
+            output["loss"] = output["loss"] + model.router_aux_loss_coef * loss.to(output["loss"].device)
 
 
 def _check_others(model: PreTrainedModel, arguments: dict) -> None:
@@ -416,8 +419,8 @@ def _check_others(model: PreTrainedModel, arguments: dict) -> None:
     for hook in next((x._forward_pre_hooks.values() for x in layers), ()):
         for name in {"adapter_names", "alora_offsets"} & getattr(hook, "keywords", {}).keys():
             raise ValueError(f"PEFT's `{name}` must be None for a model with a memory, which reads rows apart.")
-    if "token_type_ids" in arguments and "token_type_ids" not in inspect.signature(model.memory.forward).parameters:
-        del arguments["token_type_ids"]  # the model itself has no use for it
+    if "token_type_ids" not in model.memory.arguments:
+        arguments.pop("token_type_ids", None)
     if arguments.pop("output_attentions", None):
         raise ValueError("`output_attentions` must be False for a model with a memory: a call is read in pieces.")
     for name, value in arguments.items():
@@ -425,9 +428,7 @@ def _check_others(model: PreTrainedModel, arguments: dict) -> None:
             raise ValueError(f"`{name}` has no meaning for a model with a memory, which reads `input_ids` in pieces.")
 
 
-def _columns(
-    model: PreTrainedModel, cache: MemoryCache, ids: Tensor, mask: Tensor | None, positions: Tensor | None
-) -> CallColumns:
+def _columns(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> CallColumns:
     """Returns the columns of a call. A token whose position is 0 begins a document, if the call has one before."""
     length = ids.shape[1]
     real = torch.ones(ids.shape, dtype=torch.bool)

@@ -24,7 +24,8 @@ class Memory:
 
     window: tokens that a query of full attention sees, None for all. passages, fast_weights, token_list: None if there
     is none.
-    first_token: the token of the sink. learn_from: "read" or "all". forward: the model's own.
+    first_token: the token of the sink. learn_from: "read" or "all". forward: the model's own,
+    with these `arguments`.
     """
 
     window: int | None
@@ -34,12 +35,11 @@ class Memory:
     first_token: int
     learn_from: str
     forward: Callable
+    arguments: frozenset[str]
     own_attention: str = ""
     own_learning: bool = True
     learning: bool = True
     has_states: bool = False
-    takes_positions: bool = True
-    takes_logits_to_keep: bool = True
     hooks: list = field(default_factory=list)
     checkpointed: list = field(default_factory=list)  # modules that had gradient checkpointing, which is off
 

@@ -19,7 +19,6 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .cache import MemoryCache
 from .columns import CallColumns
@@ -53,13 +52,12 @@ def check_backbone(backbone, args: tuple) -> None:
 
 def read(
     model: PreTrainedModel, cache: MemoryCache, columns: CallColumns, num_kept: int, arguments: dict
-) -> tuple[Tensor, dict[str, tuple[Tensor, ...]], object]:
-    """Reads columns, updates the cache, and returns the logits (R, num_kept, V) of the last columns, 0 at padding; the
-    outputs OF_LAYERS that the model returns, for each layer (R, T, ...), 0 at padding; and the model's output for the
-    last piece. A call that raises an error leaves the cache as it was.
+) -> tuple[Tensor, dict[str, tuple[Tensor, ...]]]:
+    """Reads columns, updates the cache, and returns the logits (R, num_kept, V) of the last columns, 0 at padding, and
+    the outputs OF_LAYERS that the model returns, for each layer (R, T, ...), 0 at padding. A call that raises an error
+    leaves the cache as it was.
     """
     with_graph, kept, of_layers = torch.is_grad_enabled(), [], {name: [] for name in OF_LAYERS}
-    output = CausalLMOutputWithPast()
     with torch.inference_mode(False), torch.set_grad_enabled(with_graph), cache.guarded():
         cache.begin(model, len(columns.ids), columns.ids.device)
         read_unread(model, cache)
@@ -90,7 +88,7 @@ def read(
         size = model.get_output_embeddings().weight.shape[0]
         kept.append((length, torch.zeros(len(ids), 0, size, dtype=model.dtype, device=cache.device)))
     joined = {name: tuple(_joined(x, 0, length) for x in zip(*found, strict=True)) for name, found in of_layers.items()}
-    return _joined(kept, length - num_kept, length), {name: x for name, x in joined.items() if x}, output
+    return _joined(kept, length - num_kept, length), {name: x for name, x in joined.items() if x}
 
 
 def read_unread(model: PreTrainedModel, cache: MemoryCache, rows: Tensor | None = None) -> None:
@@ -111,7 +109,7 @@ def read_unread(model: PreTrainedModel, cache: MemoryCache, rows: Tensor | None 
 
 def read_in_training(
     model: PreTrainedModel, cache: MemoryCache, columns: CallColumns, num_kept: int, arguments: dict
-) -> tuple[Tensor, dict[str, tuple[Tensor, ...]], object]:
+) -> tuple[Tensor, dict[str, tuple[Tensor, ...]]]:
     """As `read`. If weights are trained, rows that end at different columns are read one kind after another: a graph
     ends where a piece ends, which is then an end of the row itself, as if the row were read alone.
     """
@@ -134,14 +132,14 @@ def read_in_training(
             found.append(read(model, part, of_rows, num_kept, arguments))
             cache.put(rows, part)
         cache.num_columns += columns.ids.shape[1]
-    logits, of_layers, outputs = zip(*found, strict=True)
+    logits, of_layers = zip(*found, strict=True)
     order = torch.cat(groups).argsort()
 
     def joined(parts: Sequence[Tensor]) -> Tensor:
         return torch.cat([*parts])[order.to(parts[0].device)]
 
     layers = {name: tuple(map(joined, zip(*(x[name] for x in of_layers), strict=True))) for name in of_layers[0]}
-    return joined(logits), layers, outputs[-1]
+    return joined(logits), layers
 
 
 def next_piece(memory: Memory, cache: MemoryCache, columns: CallColumns, begin: int) -> tuple[int, Tensor]:
@@ -196,7 +194,7 @@ def _read_piece(
     try:
         if finished is None:
             weights = None if fast is None else fast.weights(cache.state)
-            if memory.token_list is None and memory.takes_logits_to_keep:
+            if memory.token_list is None and "logits_to_keep" in memory.arguments:
                 arguments = arguments | {"logits_to_keep": num_kept}
             output = call(model, cache, piece.ids, weights, arguments)
         else:
@@ -308,15 +306,14 @@ def call(
 ) -> object:
     """Calls the model itself with ids (R, T), which are real tokens, and counts them."""
     memory = model.memory
-    positions = cache.seen[:, None] + torch.arange(ids.shape[1])
     sinks = _sinks(model, cache, ids.shape[1])
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, KeyValueLayer):
             layer.seen, layer.sink = cache.seen, None if layer.is_sliding else sinks[index]
     given = titans_cache(model, cache.layers, cache.seen) if is_titans(model) else cache
     arguments = {"input_ids": ids, "cache": given, "use_cache": True, "return_dict": True, **arguments}
-    if memory.takes_positions:
-        arguments["position_ids"] = positions.to(ids.device)
+    if given is cache and "position_ids" in memory.arguments:
+        arguments["position_ids"] = (cache.seen[:, None] + torch.arange(ids.shape[1])).to(ids.device)
     states = copied_states(cache.layers) if ids.shape[1] == 1 else nullcontext()
     with states, nullcontext() if weights is None else memory.fast_weights.active(weights):
         output = memory.call(model, **arguments)
@@ -365,9 +362,9 @@ def read_alone(model: PreTrainedModel, cache: MemoryCache, ids: Tensor, begins: 
     memory, empty = model.memory, MemoryCache(model)
     empty.layers = make_layers(model, None, 0)
     arguments = {"input_ids": ids.to(cache.device), "cache": empty, "use_cache": True, "return_dict": True}
-    if memory.takes_positions:
+    if "position_ids" in memory.arguments:
         arguments["position_ids"] = (begins[:, None] + torch.arange(ids.shape[1])).to(cache.device)
-    if memory.takes_logits_to_keep:
+    if "logits_to_keep" in memory.arguments:
         arguments["logits_to_keep"] = 1
     memory.call(model, **arguments)
     return empty.layers

@@ -28,7 +28,7 @@ def read(
     num_kept: int,
     arguments: dict,
     recalls: bool | None = None,
-) -> tuple[Tensor, dict[str, tuple[Tensor, ...]], object]:
+) -> tuple[Tensor, dict[str, tuple[Tensor, ...]]]:
     """Reads columns as `reading.read` does. Rows recall after the columns that say so; the logits of such a column are
     those that see the passage. recalls: True lets all rows recall before the first column, False ends their recall.
     """
@@ -49,14 +49,14 @@ def read(
             part, wanted = columns.at(begin, end), min(end - begin, max(0, end - (length - num_kept)))
             results.append(_read_part(model, cache, part, wanted, arguments))
             begin = end
-    logits, of_layers, outputs = zip(*results, strict=True)
+    logits, of_layers = zip(*results, strict=True)
     joined = {name: [torch.cat(x, 1) for x in zip(*(y[name] for y in of_layers), strict=True)] for name in of_layers[0]}
-    return torch.cat(logits, 1), {name: tuple(x) for name, x in joined.items()}, outputs[-1]
+    return torch.cat(logits, 1), {name: tuple(x) for name, x in joined.items()}
 
 
 def _read_part(
     model: PreTrainedModel, cache: MemoryCache, part: CallColumns, num_kept: int, arguments: dict
-) -> tuple[Tensor, dict[str, tuple[Tensor, ...]], object]:
+) -> tuple[Tensor, dict[str, tuple[Tensor, ...]]]:
     """Reads columns in the branch, if there is one, and recalls after the last of them in the rows that ask for it."""
     if cache.since_recall is None:
         logits, *others = reading.read_in_training(model, cache, part, num_kept, arguments)
