@@ -39,8 +39,7 @@ long: .venv/dev.stamp
 
 conformance: .venv/conformance.stamp
 	mkdir -p build && $(BIN)/python tests/helpers/families.py > build/families.md
-	$(BIN)/python tests/conformance/run.py --markdown build/conformance/table.md \
-		$(if $(SOURCE),--source $(SOURCE))
+	$(BIN)/python tests/conformance/run.py $(if $(SOURCE),--source $(SOURCE))
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .

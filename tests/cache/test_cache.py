@@ -11,15 +11,24 @@ from common import (
     assert_same_cache,
     full_logits,
     left_pad,
+    make_config,
     make_ids,
     make_model,
     read,
+    redraw,
     shared_model,
     tensors,
 )
 from covering import covering
 
-from titans_hf import TitansCache
+from titans_hf import (
+    TitansCache,
+    TitansForQuestionAnswering,
+    TitansForSequenceClassification,
+    TitansForTokenClassification,
+)
+
+HEADS = (TitansForQuestionAnswering, TitansForSequenceClassification, TitansForTokenClassification)
 
 
 def storage_bytes(cache: TitansCache) -> int:
@@ -38,17 +47,6 @@ def test_size_does_not_grow(variant):
     assert stepped.num_bytes == short.num_bytes
     assert storage_bytes(long) <= storage_bytes(short)
     assert storage_bytes(long) <= long.num_bytes
-
-
-@pytest.mark.parametrize("variant", TWO_VARIANTS)
-def test_use_cache_makes_one(variant):
-    """`use_cache` and `cache` decide which cache is returned, as in every Transformers model."""
-    model, ids = shared_model(variant), make_ids(1, 9)
-    with torch.no_grad():
-        assert isinstance(model(ids).cache, TitansCache)  # config.use_cache
-        assert model(ids, use_cache=False).cache is None
-        cache = TitansCache(model.config)
-        assert model(ids, cache=cache, use_cache=True).cache is cache
 
 
 @pytest.mark.parametrize("variant", ATTENTIONS)
@@ -113,10 +111,13 @@ def test_the_deprecated_name_of_the_cache():
     """`past_key_values` is the cache too: otherwise a call would read its tokens without it, and say nothing."""
     model, ids = shared_model("mag"), make_ids(1, 30)
     cache = read(model, ids[:, :20])[1]
+    heads = [redraw(kind(make_config("mag")).double()).eval() for kind in HEADS]
     with torch.no_grad():
-        for call in (model, model.model):
-            found = [call(ids[:, 20:], **{name: copy.copy(cache)}) for name in ("cache", "past_key_values")]
-            assert torch.equal(found[0][0], found[1][0]) and found[1].cache.get_seq_length() == 30
+        for call in (model, model.model, *heads):
+            given = ({"cache": copy.copy(cache)}, {"past_key_values": copy.copy(cache)}, {})
+            first, second, alone = (call(ids[:, 20:], **x)[0] for x in given)
+            assert torch.equal(first, second) and not torch.equal(first, alone)
+            assert given[1]["past_key_values"].get_seq_length() == 30
 
 
 def test_a_cache_is_printed():

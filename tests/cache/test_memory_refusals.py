@@ -70,14 +70,8 @@ def no_tensors(folder: Path) -> None:
     describe(folder, sha256=cache_files._checksum(tensor_file(folder)))
 
 
-def move_to(place: str):
-    def damage(folder: Path) -> None:
-        elsewhere = folder / place if place == "below" else folder.parent / f"{folder.name}-elsewhere"
-        elsewhere.mkdir()
-        moved = shutil.move(tensor_file(folder), elsewhere)
-        describe(folder, file=str(moved) if place == "absolute" else os.path.relpath(moved, folder))
-
-    return damage
+def move_above(folder: Path) -> None:
+    describe(folder, file=os.path.relpath(shutil.move(tensor_file(folder), folder.parent), folder))
 
 
 def described(*lost: str, **changes):
@@ -124,10 +118,6 @@ def filled(name: str, value: float):
     return rewritten(change)
 
 
-def restarts(tensors, metadata):
-    tensors |= {f"{i}.restart": torch.zeros(3, dtype=torch.bool) for i in range(2)}
-
-
 def says(scalars: dict | str):
     return rewritten(lambda tensors, metadata: scalars if isinstance(scalars, dict) else {"cache": scalars})
 
@@ -138,29 +128,21 @@ DAMAGES = {
     "a file that is cut": (lambda x: os.truncate(tensor_file(x), 900), "is damaged or was altered: its sha256"),
     "one bit": (alter, "is damaged or was altered: its sha256"),
     "no file": (lambda folder: tensor_file(folder).unlink(), "names the file 'memory-.*', which is not there"),
-    "above": (move_to(".."), "names the file"),
-    "absolute": (move_to("absolute"), "names the file"),
-    "below": (move_to("below"), "names the file"),
+    "above": (move_above, "names the file"),
     "lost": (described("file"), "it lacks 'file'"),
     "version": (described(format_version="3"), "version '3', not 'titans-memory', version 3"),
     "half": (lambda x: os.truncate(x / "memory.json", 100), "Unterminated string"),
-    "object": (written("{}"), ""),
     "bytes": (written(b"\xff\xfe"), ""),
     "lacks a layer": (without("1."), "lacks the tensor 1.state.conv_state"),
-    "lacks momentum": (without("0.state.memory.momentum.1"), "lacks the tensor 0.state.memory.momentum.1"),
     "long window": (replaced(KEYS, lambda x: torch.cat([x, x], 1)), r"keys has the shape \(2, 22, .*, not \(2, 11, "),
     "third layer": (replaced("2.state.conv_state", lambda _: torch.zeros(1)), "has the tensor 2.state.conv_state"),
     "one restart": (replaced("0.restart", lambda _: NO_ROWS), "lacks the tensor 1.restart"),
-    "three restarts": (rewritten(restarts), "has the shape"),
     "part of a record": (replaced("0.recorded.inputs", lambda _: torch.zeros(2, 3, 32)), "lacks the tensor 0.recorded"),
-    "short": (replaced(CONV, lambda x: x[:, 1:].clone()), r"conv_state has the shape \(2, 2, 96\), not \(2, 3"),
-    "a scalar": (replaced(CONV, lambda x: torch.zeros(())), r"conv_state has the shape"),
     "nan": (filled(CONV, float("nan")), "conv_state holds numbers that are not finite"),
     "float32": (replaced(WEIGHTS, torch.Tensor.float), "weights.0 has the dtype torch.float32, not torch.f"),
     "count": (filled("0.state.memory.num_seen", -1), "num_seen holds numbers from -1 to 60, not from 0"),
     "no scalars": (says({"others": ""}), "it lacks 'cache'"),
     "columns": (says('{"num_columns": -1, "record_past": false}'), "has num_columns -1"),
-    "record": (says('{"num_columns": 60, "record_past": 0}'), "and record_past 0"),
 }
 
 
@@ -189,26 +171,13 @@ def test_a_folder_without_a_memory(tmp_path):
         TitansCache.from_pretrained(tmp_path, shared_model("mag"))
 
 
-def circular() -> dict:
-    about: dict = {}
-    about["about"] = about
-    return about
-
-
-def nested() -> dict:
-    about: dict = {}
-    for _ in range(100_000):
-        about = {"about": about}
-    return about
-
-
-@in_one_test("make", [lambda: {"when": object()}, circular, nested, lambda: None, lambda: "text"])
-def test_an_about_that_is_not_json_leaves_nothing(make, tmp_path):
-    """An `about` that is not JSON raises an error before anything is written."""
+def test_an_about_that_is_not_json_leaves_nothing(tmp_path):
+    """An `about` that is not a JSON object raises an error before anything is written."""
     cache = read(shared_model("mag"), make_ids(2, 9))[1]
-    cache.about = make()
-    with pytest.raises(ValueError, match=f"the memory in {tmp_path / 'new'} cannot be saved: "):
-        cache.save_pretrained(tmp_path / "new", shared_model("mag"))
+    for about in ({"when": object()}, "text"):
+        cache.about = about
+        with pytest.raises(ValueError, match=f"the memory in {tmp_path / 'new'} cannot be saved: "):
+            cache.save_pretrained(tmp_path / "new", shared_model("mag"))
     assert not (tmp_path / "new").exists() or not names(tmp_path / "new")
 
 

@@ -74,11 +74,3 @@ def test_what_killed_saves_left_is_removed(tmp_path):
     memory_of(0).save_pretrained(tmp_path, shared_model("mag"))
     (file,) = tmp_path.glob("memory-" + "[0-9a-f]" * 16 + ".safetensors")
     assert names(tmp_path) == {"memory.json", file.name} | strangers
-
-
-def test_one_memory_has_one_checksum(tmp_path):
-    """The same memory saved several times has one checksum."""
-    for i in range(5):
-        memory_of(0).save_pretrained(tmp_path / str(i), shared_model("mag"))
-    sums = {cache_files.read_description(tmp_path / str(i))["sha256"] for i in range(5)}
-    assert len(sums) == 1

@@ -5,10 +5,8 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +16,6 @@ from byte_model import save_byte_model, save_llama
 from covering import in_one_test
 from eval_common import BOOK, make_data
 from series_files import write_series
-from served import free_port
 from transformers import AutoModelForCausalLM
 
 import titans_hf
@@ -29,30 +26,26 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "eva
 LOG = ROOT / "docs" / "dev" / "log.md"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # What the commands write or is transformers' own, and so is no file of the project.
-WRITTEN = {"forecast.png", "series.json", "run.json", "trainer_state.json", "memory.json", "table.md"}
-WRITTEN |= {"build/conformance/table.md", "generation/test_utils.py", "exporters/test_export.py"}
-# Packages that the development environment does not have: their blocks run where they are installed. Where torchao
-# 0.18 is, every import of transformers imports it too, which prints four lines on stderr.
+WRITTEN = {"forecast.png", "series.json", "run.json", "trainer_state.json", "memory.json"}
+WRITTEN |= {"generation/test_utils.py", "exporters/test_export.py"}
+# Packages that the development environment does not have: their blocks run where they are installed.
 OPTIONAL = {"from torchao": "torchao", "BitsAndBytesConfig": "bitsandbytes"}
-# Options that make a command short, by how it begins; the first entry that fits counts. None: the command is not run,
-# since it needs the network, a GPU, other machines or minutes.
+# What makes a command short, by how it begins; the first entry that fits counts. None: the command is not run, since it
+# needs the network, a GPU, other machines or minutes, or is a server, which tests/cli/test_serve.py asks.
 OPTIONS = {
-    **dict.fromkeys(("git", "pip", "hf", "make", "accelerate", "python -m pytest")),
+    **dict.fromkeys(("git", "pip", "hf", "make", "curl", "accelerate", "python -m pytest")),
+    **dict.fromkeys(("titans-hf serve", "titans-hf chat", "titans-hf lm-eval run .*--metadata", ".*--tasks lambada")),
     **dict.fromkeys(("python -m scripts.bench gpu --output", "python -m scripts.bench decode --compile")),
-    "curl": "--fail --silent --show-error",
-    "python -m scripts.bench memory": "",
-    "python -m scripts.bench gpu": "",
+    "python -m scripts.bench (memory|gpu)": "",
     "python -m scripts.bench models": "--lengths 32 --size tiny --repeats 1",
     "python -m scripts.bench decode": "--contexts 32 --steps 2 --size tiny",
-    "titans-hf serve": "--device cpu",
     "titans-hf train": "--max_steps 2 --use_cpu true",
     "trl sft": "--max_steps 2 --report_to none",
     "titans-hf fit": "--tokens 600 --length 300 --window 64",
     "titans-hf ask": "--max_new_tokens 4",
-    "titans-hf forecast*--model": "",
+    "titans-hf forecast .*--model": "",
     "titans-hf forecast": "--max_steps 2 --eval_steps 1",
-    "titans-hf lm-eval*--include_path": "--limit 1 --device cpu",
-    "titans-hf lm-eval": None,
+    "titans-hf lm-eval": "--limit 1 --device cpu",
     "titans-hf": "",
     "python -m eval.forecasting.run": "--split 0.8 0.3 0.2 --look_back 48 --horizons 8 --models titans --seeds 0 "
     "--max_steps 2 --eval_steps 1",
@@ -60,39 +53,11 @@ OPTIONS = {
     "--epochs 1 --learning_rates 1e-2",
     "python -m eval.tables runs/dna": "--baselines cnn",
     "python -m eval.tables": "",
-    "python -m eval.streaming*--text": "--tokens 300 --window 100 --lengths 80",
+    "python -m eval.streaming .*--text": "--tokens 300 --window 100 --lengths 80",
     "python -m eval.streaming": "",
 }
-# How each program of the pages is started. What is typed into a chat: the first !exit may answer whether to continue.
-PROGRAMS = {"python": "", "titans-hf": "-m titans_hf", "trl": "-m trl.cli.main"}
-STARTS = {name: f"{sys.executable} {start}" for name, start in PROGRAMS.items()} | {"curl": "/usr/bin/curl"}
-STARTS |= dict.fromkeys(("pip", "git", "make", "hf", "accelerate"), "false")
-DO = {known: "return 0" if short is None else f'set -- "$@" {short}' for known, short in OPTIONS.items()}
-CASES = [f"{known}*) {do} ;;".replace(" ", r"\ ", known.count(" ")) for known, do in DO.items()]
-# Shell functions in the place of the programs. A server, which a reader leaves running in a terminal, runs in the
-# background on a free port; where another block of the page starts it, the first request does.
-SHELL = """
-_serve() {
-  $TITANS_HF "$@" --port $PORT > server.log 2>&1 &
-  until /usr/bin/curl -sf localhost:$PORT/health; do kill -0 $! || { cat server.log >&2; exit 1; }; sleep 0.2; done
-  served=1
-}
-_call() {
-  local program=$1 start=$2; shift 2
-  case "$program $*" in
-CASES
-  *) echo "no test knows the command $program $*" >&2; exit 1 ;;
-  esac
-  touch ran
-  [[ $program != titans-hf || $1 != serve ]] || { _serve "$@"; return; }
-  if [[ "$*" == *localhost:8000* ]]; then
-    [ -n "${served-}" ] || _serve serve --device cpu
-    unset HF_HUB_OFFLINE  # with it, huggingface_hub's client, which chats, asks no server at all
-  fi
-  $start "${@//localhost:8000/localhost:$PORT}" <<< $'Who is there?\\n!exit\\n!exit\\n'
-}
-""".replace("CASES", "\n".join(CASES))
-SHELL += "".join(f'{name}() {{ _call {name} "{start}" "$@"; }}\n' for name, start in STARTS.items())
+STARTS = {"python": "", "titans-hf": "-m titans_hf", "trl": "-m trl.cli.main"}
+PROGRAMS = {x.split()[0] for x in OPTIONS if not x.startswith(".")}
 
 
 class Block(NamedTuple):
@@ -116,9 +81,25 @@ for page in sorted((ROOT / "examples").glob("*.ipynb")):
     BLOCKS.append(Block(page, 1, "python", code))
 
 
+def program_of(text: str) -> str:
+    """Returns the commands of a bash block that are run, each with what makes it short, and all other lines."""
+    lines = []
+    for line in re.sub(r" *\\\n *", " ", text).splitlines():
+        name, *_ = [*line.split(), ""]
+        if name in PROGRAMS:
+            known = next(x for x in OPTIONS if re.match(x, line))
+            command = (
+                f"{sys.executable} {STARTS.get(name)}{line.partition(' #')[0].removeprefix(name)} {OPTIONS[known]}"
+            )
+            line = "" if OPTIONS[known] is None else command
+        lines.append(line)
+    return "\n".join(lines)
+
+
 def each(language: str) -> list:
-    """Makes a slow test of each block, a long one of those with a table's commands."""
+    """Makes a slow test of each block of which something is run, a long one of those with a table's commands."""
     found = {f"{x.page.relative_to(ROOT)}:{x.line}": x for x in BLOCKS if x.language == language}
+    found = {name: x for name, x in found.items() if language != "bash" or sys.executable in program_of(x.text)}
     marks = {name: "long" if x.page.name in ("results.md", "speed.md") else "slow" for name, x in found.items()}
     return [pytest.param(x, id=name, marks=getattr(pytest.mark, marks[name])) for name, x in found.items()]
 
@@ -222,17 +203,12 @@ def workplace(stage, tmp_path):
     return Path(shutil.copytree(stage, tmp_path / "checkout", symlinks=True))
 
 
-def run(command: list[str], folder: Path, timeout: float, **variables: str) -> None:
-    """Runs a block in `folder`, offline, with caches of its own. A server that it starts ends with it."""
-    caches = {"HF_HOME": str(folder.parent / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    options = dict(cwd=folder, env=os.environ | caches | variables, stdin=subprocess.DEVNULL, text=True)
-    with subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True, **options) as process:
-        try:
-            _, errors = process.communicate(timeout=timeout)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-    assert process.returncode == 0, errors[-4000:]
+def run(command: list[str], folder: Path, timeout: float) -> None:
+    """Runs a block in `folder`, offline, with caches of its own."""
+    own = {"HF_HOME": str(folder.parent / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    options = dict(cwd=folder, env=os.environ | own, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(command, timeout=timeout, **options)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 @pytest.mark.timeout(900)
@@ -242,10 +218,7 @@ def test_commands_run(block, workplace):
     # What the block makes is not there yet: it would be a reader's second run otherwise.
     for trained in re.findall(r"(?:--output_dir|titans-hf merge \S+) (\S+)", block.text):
         shutil.rmtree(workplace / trained, ignore_errors=True)
-    own = {"PATH": "/usr/bin:/bin", "PORT": str(free_port()), "TITANS_HF": STARTS["titans-hf"]}
-    run(["bash", "-euc", SHELL + block.text], workplace, 850, **own)
-    if not (workplace / "ran").exists():
-        pytest.skip("it needs the network, a GPU, other machines or minutes")
+    run(["bash", "-euc", program_of(block.text)], workplace, 850)
 
 
 @pytest.mark.parametrize("block", each("python"))

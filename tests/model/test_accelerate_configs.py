@@ -13,26 +13,6 @@ from safetensors.torch import load_file
 from tiny_run import TITANS
 
 CONFIGS = Path(__file__).parents[2] / "src" / "titans_hf" / "cli" / "configs" / "accelerate"
-# Runs titans-hf train with FSDP on CPU, where Accelerate would use DDP instead.
-FSDP_WORKER = """
-import os, sys
-from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
-from titans_hf.cli import train
-
-plain_init = AcceleratorState.__init__
-
-def init_with_fsdp(self, *args, fsdp_plugin=None, **kwargs):
-    plain_init(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-    if fsdp_plugin is not None:
-        self.fsdp_plugin = fsdp_plugin
-
-assert os.environ["ACCELERATE_USE_FSDP"] == "true"
-AcceleratorState.__init__ = init_with_fsdp
-# A property counts more than what Accelerate writes into the state.
-AcceleratorState.distributed_type = property(lambda self: DistributedType.FSDP, lambda self, value: None)
-train.main(sys.argv[1:])
-"""
 
 
 @pytest.fixture
@@ -70,26 +50,18 @@ def wait(processes: list[subprocess.Popen], folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_processes_train_like_one(start, tmp_path):
-    """Training by DDP on two machines of one process each, and by FSDP2 on two processes, saves the weights of one
-    process.
+    """Training by DDP on two machines of one process each saves the weights of one process. FSDP is compared in
+    test_distributed.py.
     """
     wait([start(["titans_hf", "train"], "alone", 4)], tmp_path)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    launch = ["accelerate.commands.launch", "--num_processes", "2", "--config_file"]
-    nodes = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port, "--machine_rank"]
-    ddp = [*launch, str(CONFIGS / "ddp.yaml"), *nodes]
-    wait([start([*ddp, rank, "-m", "titans_hf", "train"], "ddp", 2) for rank in "01"], tmp_path)
-    (tmp_path / "worker.py").write_text(FSDP_WORKER)
-    wait([start([*launch, str(CONFIGS / "fsdp2.yaml"), "worker.py"], "fsdp2", 2)], tmp_path)
-
-    expected = load_file(tmp_path / "alone" / "model.safetensors")
-    for name in ("ddp", "fsdp2"):
-        assert (tmp_path / name / "checkpoint-4" / "rng_state_1.pth").exists()  # the second process was there
-        found = load_file(tmp_path / name / "model.safetensors")
-        assert found.keys() == expected.keys()
-        for parameter, value in expected.items():
-            torch.testing.assert_close(found[parameter], value, rtol=1e-4, atol=1e-6, msg=f"{name}: {parameter}")
-    # The optimizer's state of a sharded run is saved in another file.
-    assert (tmp_path / "fsdp2" / "checkpoint-4" / "optimizer.bin").exists()
+    launch = ["accelerate.commands.launch", "--num_processes", "2", "--config_file", str(CONFIGS / "ddp.yaml")]
+    launch += ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port, "--machine_rank"]
+    wait([start([*launch, rank, "-m", "titans_hf", "train"], "ddp", 2) for rank in "01"], tmp_path)
+    expected, found = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "ddp"))
+    assert (tmp_path / "ddp" / "checkpoint-4" / "rng_state_1.pth").exists()  # the second process was there
+    assert found.keys() == expected.keys()
+    for parameter, value in expected.items():
+        torch.testing.assert_close(found[parameter], value, rtol=1e-4, atol=1e-6, msg=parameter)

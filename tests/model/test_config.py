@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from common import PAPER, VARIANTS, make_config, make_ids, make_model, shared_model
-from covering import covering, in_one_test
+from common import PAPER, make_config, make_ids, make_model, shared_model
+from covering import in_one_test
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, DynamicCache
 from transformers.testing_utils import CaptureLogger
@@ -172,23 +172,6 @@ def test_a_value_that_is_set_later_is_refused_too(name, value, tmp_path):
         TitansForCausalLM(config)
     with pytest.raises(REFUSALS, match=name):
         TitansForCausalLM.from_pretrained(tmp_path, **{name: value})
-
-
-CHANGES = [
-    dict(memory_error_clip=None, head_dim=12, eos_token_id=[2, 3]),
-    dict(memory_momentum=False, rope_parameters={"rope_theta": 5.0, "partial_rotary_factor": 1.0}),
-]
-
-
-@covering(1, {"variant": VARIANTS, "changes": CHANGES})
-def test_round_trip_through_json(variant, changes, tmp_path):
-    """A saved config loads with the same values, None included."""
-    config = make_config(variant, **changes)
-    config.save_pretrained(tmp_path)
-    loaded = AutoConfig.from_pretrained(tmp_path)
-    assert type(loaded) is TitansConfig and loaded.model_type == "titans"
-    for name in field_facts(TitansConfig):
-        assert getattr(loaded, name) == getattr(config, name), name
 
 
 @pytest.mark.parametrize("variant", ["mag", "lmm"])

@@ -7,7 +7,6 @@ import torch
 from common import (
     ATTENTIONS,
     PAPER,
-    TWO_VARIANTS,
     VARIANTS,
     assert_same,
     assert_same_gradients,
@@ -17,29 +16,10 @@ from common import (
     make_ids,
     make_model,
     read,
-    shared_model,
 )
 from covering import covering
 
 from titans_hf import TitansCache
-
-
-@pytest.mark.parametrize("variant", TWO_VARIANTS)
-def test_loss_is_cross_entropy_of_the_next_token(variant):
-    """The loss is the mean cross entropy of next tokens, without ignored labels."""
-    model, ids = shared_model(variant), make_ids(3, 20)
-    labels = ids.clone()
-    labels[0, :9] = labels[2, 5] = -100
-    logits = full_logits(model, ids)[:, :-1]
-    kept = labels[:, 1:] != -100
-    losses = -logits.log_softmax(-1)[kept].gather(-1, labels[:, 1:][kept][:, None])
-    with torch.no_grad():
-        # Transformers computes every loss in float32
-        assert_same(model(ids, labels=labels).loss.double(), losses.mean(), 1e-5)
-        assert_same(model(ids, labels=labels, num_items_in_batch=100).loss.double(), losses.sum() / 100, 1e-5)
-        items = torch.tensor(100)
-        assert_same(model(ids, labels=labels, num_items_in_batch=items).loss.double(), losses.sum() / 100, 1e-5)
-        assert model(ids).loss is None
 
 
 @covering(1, {"variant": VARIANTS, "changes": [{}, PAPER]})
