@@ -72,7 +72,7 @@ def test_the_memory_of_another_window(folder):
 
 def test_surprise(folder, monkeypatch):
     """An adapter's picture has each token's loss, and what the memory gains: by pieces the numbers of one call."""
-    monkeypatch.setattr(surprise, "PIECE", 10)
+    monkeypatch.setattr(surprise, "TOKENS_OF_A_CALL", 10)
     model, tokenizer, drawn, draw = AutoModelForCausalLM.from_pretrained("llama"), byte_tokenizer(), [], surprise.draw
     save_adapter(remember(model.eval(), 16, ("fast_weights", "list")), "adapter")
     tokenizer.save_pretrained("adapter")

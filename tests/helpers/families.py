@@ -12,7 +12,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from titans_hf.remember import MemoryCache, forget, remember
-from titans_hf.remember.fast_weights import FastWeights, decoder_layers, linear_sizes, random_fast_weights
+from titans_hf.remember.fast_weights import FastWeights, decoder_layers, random_fast_weights
 from titans_hf.remember.parts import PARTS
 from titans_hf.remember.passages import Passages
 from titans_hf.remember.token_list import TokenList
@@ -69,7 +69,6 @@ WINDOW, CHUNK = 12, 8
 PIECES = [5, 1, 1, 9, 1, 20, 8]
 PASSAGES = Passages(block=4, before=1, after=3, query=6, every=4)
 RECALLED = 32  # tokens before a recall
-NOT_ADAPTED = ("q_proj", "k_proj", "router", "gate", "shared_expert_gate")
 
 
 class as_double:
@@ -103,9 +102,7 @@ def small_model(family: str) -> PreTrainedModel:
 
 def small_memory(model: PreTrainedModel) -> tuple[FastWeights, TokenList]:
     """Returns fast weights of every linear layer but those of queries and keys, and a list that is trusted."""
-    layers = decoder_layers(model)[1]
-    names = {name.rpartition(".")[2] for name, x in layers.named_modules() if linear_sizes(x)}
-    fast = random_fast_weights(model, sorted(names - set(NOT_ADAPTED)), range(len(layers)), rank=3, rate=0.3)
+    fast = random_fast_weights(model, range(len(decoder_layers(model)[1])), rank=3, rate=0.3)
     fast.step.chunk, fast.step.momentum, fast.step.retain, fast.step.max_gradient = CHUNK, 0.3, 0.99, None
     chosen = TokenList.random(32, 8, entries=20, threshold=1.0)
     gate = {"gate_bias": torch.tensor([-1.0]), "gate_weight": torch.linspace(-0.3, 0.3, 10)}

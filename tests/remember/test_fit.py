@@ -76,7 +76,7 @@ def test_directions_are_those_of_the_gradients():
     the fourth root of its share: in a plain model without a window, by backward.
     """
     model, texts = small_model().double(), [names_text(i, 40) for i in range(3)]
-    sizes, products = fast_layers(model), {}
+    sizes, products = fast_layers(model, 2), {}
     for ids in texts:
         model.zero_grad()
         cross_entropy(model(ids[None]).logits[0, :-1], ids[1:], reduction="sum").div(len(ids)).backward()

@@ -502,7 +502,7 @@ def test_logits_that_are_not_kept():
         expected = whole(model, prompt)[:, -2:]
         columns.clear()
         close(whole(model, prompt, logits_to_keep=2), expected)
-        assert max(columns) == (2 if memory == () else reading.PIECE)
+        assert max(columns) == (2 if memory == () else reading.TOKENS_OF_A_PIECE)
 
 
 def test_auxiliary_loss():

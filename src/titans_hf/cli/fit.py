@@ -28,7 +28,7 @@ from titans_hf.cli.shared.text_ids import encode
 from titans_hf.remember.fit import FitResult, fit_memory, num_readings
 from titans_hf.remember.fit.fit_list import Gains
 
-BLOCK = 2_000_000  # characters that are tokenized at once
+LETTERS_AT_ONCE = 2_000_000  # that are tokenized
 TIMED = 129  # tokens by which the time is estimated
 
 
@@ -56,7 +56,7 @@ def cut_texts(
 def parts_of(file: Path, tokenizer: PreTrainedTokenizerBase, length: int, choose: random.Random) -> Iterator[Tensor]:
     """Yields the parts of a file in random order; parts shorter than `length` come last in their block."""
     text = read_text(file, "--text")
-    blocks = [text[begin : begin + BLOCK] for begin in range(0, len(text), BLOCK)]
+    blocks = [text[begin : begin + LETTERS_AT_ONCE] for begin in range(0, len(text), LETTERS_AT_ONCE)]
     for block in choose.sample(blocks, len(blocks)):
         parts = list(torch.tensor(encode(tokenizer, block).input_ids, dtype=torch.int64).split(length))
         yield from sorted(choose.sample(parts, len(parts)), key=lambda x: len(x) < length)

@@ -23,7 +23,7 @@ from titans_hf.cli.shared.memories import load_with_memory, new_cache
 from titans_hf.cli.shared.text_files import read_text
 from titans_hf.cli.shared.text_ids import encode
 
-PIECE = 2048  # tokens read at once
+TOKENS_OF_A_CALL = 2048
 WHOLE_MODEL = "whole model"  # the row of a model other than a Titans
 QUANTITIES = {
     "gradient_norm": "gradient norm (surprise)",
@@ -54,7 +54,7 @@ def measure(model: PreTrainedModel, ids: list[int]) -> np.ndarray:
 
 
 def _pieces(model: PreTrainedModel, ids: list[int]) -> tqdm:
-    return tqdm(torch.tensor(ids, device=model.device).split(PIECE), desc="reading", unit="piece")
+    return tqdm(torch.tensor(ids, device=model.device).split(TOKENS_OF_A_CALL), desc="reading", unit="piece")
 
 
 @torch.no_grad()

@@ -25,14 +25,15 @@ from . import recall as recalling
 from .adapter import load_adapter
 from .cache import MemoryCache
 from .columns import CallColumns
-from .fast_weights import FastWeights, decoder_layers, random_fast_weights
+from .fast_weights import FastWeights, decoder_layers, linear_layers, random_fast_weights
 from .parts import FAST_WEIGHTS, LIST, PARTS, PASSAGES, Memory, base_model, check_settings, choose_first_token
 from .passages import Passages
 from .titans_layer import is_titans
 from .token_list import TokenList
 from .window import PREFIX, KeyValueLayer, register_attention, set_window_attention
 
-FEED_FORWARD = ("mlp", "feed_forward", "ffn", "feedforward", "block_sparse_moe", "moe", "mixer")
+# Value projections alone, else joined with others, else outputs. Values have the shape of keys: only names differ.
+VALUES = ("v_proj",), ("qkv_proj", "c_attn", "query_key_value", "Wqkv"), ("o_proj", "out_proj", "down_proj")
 WINDOW = 1024  # without an adapter
 CHECK_LENGTH, CHECK_WINDOW = 24, 8  # of the text that a new memory is tried with, in tokens
 # Of logits, relative to the largest; 0.1 in other dtypes. Many float64 models compute partly in float32.
@@ -206,22 +207,20 @@ def default_fast_weights(model: PreTrainedModel) -> FastWeights:
     """Returns random directions on the value projections of the upper half of the layers, without the last layer."""
     number = len(decoder_layers(model)[1])
     layers = range(number // 2, max(number - 1, number // 2 + 1))
-    for kinds in (("v_proj",), ("qkv_proj", "c_attn", "query_key_value", "Wqkv"), ("o_proj", "out_proj", "down_proj")):
-        try:
-            return random_fast_weights(model, kinds, layers, rank=16, rate=4.0)
-        except ValueError:
-            continue
-    raise ValueError(
-        f"`model` is a {type(model).__name__}, whose value projections were not found: pass `fast_weights`."
-    )
+    kinds = next((x for x in VALUES if linear_layers(model, layers, x)), None)
+    if kinds is None:
+        raise ValueError(f"`model` is a {type(model).__name__} without known value projections: pass `fast_weights`.")
+    return random_fast_weights(model, layers, kinds, rank=16, rate=4.0)
 
 
 def feed_forward(model: PreTrainedModel) -> torch.nn.Module:
-    """Returns the feed-forward network of a model's last layer, or, if it is not found, its output embeddings."""
-    last = decoder_layers(model)[1][-1]
-    for name in FEED_FORWARD:
-        if isinstance(getattr(last, name, None), torch.nn.Module):
-            return getattr(last, name)
+    """Returns the feed-forward network of a model's last layer, its first part with matrices and a single input, or, if
+    there is none, the output embeddings.
+    """
+    for part in decoder_layers(model)[1][-1].children():
+        inputs = [*inspect.signature(type(part).forward).parameters][1:]
+        if len(inputs) == 1 and any(x.dim() > 1 for x in part.parameters()):
+            return part
     return model.get_output_embeddings()
 
 

@@ -2,7 +2,7 @@
 
     y = W x + B (A x)                         A (r, in) is fixed, B (out, r) belongs to one row of the batch
     L = (1 / C) sum of -log p(x_{i+1})        over the C tokens x_i of a chunk, keys and values of earlier chunks fixed
-    S <- eta S - theta dL/dB                  the surprise, Titans eq. 10 with the model's own loss
+    S <- eta S - theta dL/dB                  the step, Titans eq. 10 with the model's own loss
     c' = c - theta_0 <dL/dB, B_0>             the share of the start B_0 that the row takes, 0 at first: a sum over
                                               all matrices, since dL/dc = <dL/dB, B_0>
     B <- c' B_0 + alpha (B - c B_0) + S       Titans eq. 13 toward c B_0: alpha = 1 forgets nothing
@@ -16,6 +16,7 @@ Shapes: R rows, T tokens, r rank, `in` and `out` the sizes of a linear layer.
 """
 
 import functools
+import re
 from collections.abc import Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -33,7 +34,7 @@ BASE_LAYER = ".base_layer"  # PEFT's name of the layer inside of an adapted laye
 IGNORED = -100  # the label of a token that is not learned
 SHARES = (-1.0, 2.0)  # bounds of c, for bursts of garbage: texts of four kinds stayed within 0 and 1.4
 SHARE = "start"  # the name of c in the state
-BLOCK = 8  # tokens whose distributions a processor's cache holds
+TOKENS_AT_ONCE = 8  # whose distributions a processor's cache holds
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 LARGEST = 1e6  # of a rate and of other numbers without a natural limit
 LIMITS = {  # of the fields of `Step`: least, most, and kinds other than int and float
@@ -145,7 +146,7 @@ class FastWeights:
         gradient, dtype = torch.empty_like(logits), torch.promote_types(logits.dtype, torch.float32)
         labels = labels.to(logits.device).flatten()[:, None]
         shares = (labels != IGNORED).to(dtype) / self.step.chunk
-        size = BLOCK if logits.device.type == "cpu" else max(1, labels.numel())
+        size = TOKENS_AT_ONCE if logits.device.type == "cpu" else max(1, labels.numel())
         blocks = (x.split(size) for x in (gradient.flatten(0, 1), logits.flatten(0, 1), labels.clamp(min=0), shares))
         for out, of_block, label, share in zip(*blocks, strict=True):
             p = of_block.softmax(-1, dtype=dtype).mul_(share)
@@ -180,10 +181,10 @@ class FastWeights:
             if self.step.retain != 1:
                 kept = old.to(start) * start if name in self.start else 0.0
                 after = after - (1 - self.step.retain) * (before - kept)
-            surprise = -self.rates[name] * gradient
+            step = -self.rates[name] * gradient
             if self.step.momentum:
-                surprise = new[f"S.{name}"] = self.step.momentum * state[f"S.{name}"] + surprise
-            new[f"B.{name}"] = after + surprise
+                step = new[f"S.{name}"] = self.step.momentum * state[f"S.{name}"] + step
+            new[f"B.{name}"] = after + step
         return new
 
 
@@ -204,18 +205,24 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     raise ValueError(f"`model` is a {type(model).__name__}, whose {number} decoder layers were not found.")
 
 
-def linear_layers(model: PreTrainedModel, kinds: Sequence[str], layers: Sequence[int]) -> dict[str, tuple[int, int]]:
-    """Returns the sizes (in, out) by name of the linear layers of `kinds` ("v_proj", ...) in some decoder layers.
+def linear_layers(
+    model: PreTrainedModel, layers: Sequence[int], kinds: Sequence[str] | None = None
+) -> dict[str, tuple[int, int]]:
+    """Returns the sizes (in, out) by name of the linear layers in some decoder layers: those of `kinds` ("v_proj",
+    ...), or all but queries, keys and routers, which hold nothing of what was read.
 
     Experts of a mixture are left out: their inputs are not the tokens of the call in order. A layer with an adapter of
     PEFT keeps its name; the adapter's term is added after the fast weights' term.
     """
     root, found = decoder_layers(model)[0], {}
+    left_out = re.compile("expert" if kinds else r"expert|router|(^|\.)[qk]_")
     for index in layers:
         for name, module in model.get_submodule(f"{root}.{index}").named_modules():
-            name = name.removesuffix(BASE_LAYER)
-            if name.rpartition(".")[2] in kinds and "expert" not in name and (sizes := linear_sizes(module)):
-                found[f"{root}.{index}.{name}"] = sizes
+            name = f"{root}.{index}.{name}".removesuffix(BASE_LAYER)
+            is_wanted = not left_out.search(name) and (kinds is None or name.rpartition(".")[2] in kinds)
+            is_inside = any(name.startswith(f"{x}.") for x in found)  # an adapter's own layer
+            if is_wanted and not is_inside and (sizes := linear_sizes(module)):
+                found[name] = sizes
     return found
 
 
@@ -245,17 +252,10 @@ def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
 
 
 def random_fast_weights(
-    model: PreTrainedModel, kinds: Sequence[str], layers: Sequence[int], rank: int, rate: float
+    model: PreTrainedModel, layers: Sequence[int], kinds: Sequence[str] | None = None, *, rank: int, rate: float
 ) -> FastWeights:
-    """Returns fast weights with random directions, A ~ N(0, 1 / in): they need no fit.
-
-    Raises ValueError if the model has no layer of `kinds`.
-    """
-    sizes = linear_layers(model, kinds, layers)
-    if not sizes:
-        raise ValueError(
-            f"`kinds` must name linear layers of a decoder layer of {type(model).__name__}, got {kinds!r}."
-        )
+    """Returns fast weights of `linear_layers` with random directions, A ~ N(0, 1 / in): they need no fit."""
+    sizes = linear_layers(model, layers, kinds)
     generator = torch.Generator().manual_seed(0)
     directions = {x: torch.randn(rank, i, generator=generator) / i**0.5 for x, (i, _) in sizes.items()}
     return FastWeights(directions, dict.fromkeys(sizes, rate), {x: o for x, (_, o) in sizes.items()})

@@ -29,7 +29,7 @@ from .titans_layer import is_titans, titans_cache
 from .window import KeyValueLayer, StateLayer, copied_states, make_layers
 
 SINK_BLOCK = 1024  # tokens that share a sink: it is `window` to `window` + SINK_BLOCK tokens away
-PIECE = 1024  # most tokens of a piece whose logits are all needed
+TOKENS_OF_A_PIECE = 1024  # most tokens of a piece whose logits are all needed
 OF_LAYERS = ("hidden_states", "router_logits")  # outputs that a model may return for each layer
 _CAPTURED: ContextVar[dict | None] = ContextVar("captured", default=None)
 
@@ -161,7 +161,7 @@ def next_piece(memory: Memory, cache: MemoryCache, columns: CallColumns, begin: 
     if memory.window is not None:
         limits.append(torch.where(seen < memory.window, memory.window - seen, SINK_BLOCK - seen % SINK_BLOCK))
     if memory.token_list is not None:
-        limits.append(PIECE - seen % PIECE)
+        limits.append(TOKENS_OF_A_PIECE - seen % TOKENS_OF_A_PIECE)
     return min([end, *(begin + int(x.min()) for x in limits)]), rows
 
 

@@ -34,7 +34,7 @@ from titans_hf.cli.serving.snapshots import OPENING, Snapshots, kind_of_cache
 LEAST_LIMIT = 4096
 LEAST_TEMPERATURE = 1e-3  # below it logits overflow
 MOST_STOPS, MOST_STOP_LETTERS = 16, 512  # transformers compares each letter with the whole vocabulary: a second
-PIECE = 1024  # tokens of a prompt that are read between the steps of those that generate
+TOKENS_OF_A_CALL = 1024  # of a prompt, between the steps of those that generate
 
 
 class ServerOptions(NamedTuple):
@@ -194,7 +194,7 @@ class ServedModel:
             if end - at < OPENING:
                 continue
             # A token after the multiples: it is the label of a chunk that ends there.
-            cuts = tuple(range(PIECE - at % PIECE + 1, end - at, PIECE))
+            cuts = tuple(range(TOKENS_OF_A_CALL - at % TOKENS_OF_A_CALL + 1, end - at, TOKENS_OF_A_CALL))
             for piece in input_ids[:, at:end].tensor_split(cuts, 1):
                 request.check()
                 read = functools.partial(self._call, input_ids=piece, use_cache=True, logits_to_keep=1, cache=cache)

@@ -34,14 +34,9 @@ from ..titans_layer import is_titans
 from ..token_list import ReadOut, TokenList
 from .fit_list import DOCUMENT, ROWS, Collector, Gains, Moments, Recorder, collect, fit_read_out, read_texts
 
-KINDS = (  # of the linear layers that get fast weights: values, outputs and feed-forward networks, by families' names
-    *("v_proj", "o_proj", "up_proj", "gate_proj", "down_proj"),
-    *("qkv_proj", "gate_up_proj", "c_attn", "c_proj", "c_fc", "Wqkv", "query_key_value", "kv_b_proj", "out_proj"),
-    *("dense", "dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2", "w1", "w2", "w3"),
-)
 SKETCH = 128  # rows of a sketch of the gradients
 FLOOR = 1e-4  # least s_i / s_1
-PIECE = 256  # tokens of a call
+TOKENS_OF_A_CALL = 256
 FIRST_RATE, NUM_RATES = 0.05, 5
 KEY_SIZE = 64  # of the list
 TEXT, COMPARED = 1024, 2048  # tokens of a text for directions and start, and of one by which rates are compared
@@ -101,14 +96,15 @@ class Saved:
             file.with_suffix(".new").replace(file)
 
 
-def fast_layers(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
-    """Returns the sizes (in, out) by name of the linear layers that get fast weights: the layers of KINDS in the upper
-    half of the decoder layers, without the last. Raises ValueError if there are none.
+def fast_layers(model: PreTrainedModel, rank: int) -> dict[str, tuple[int, int]]:
+    """Returns the sizes (in, out), which are at least `rank`, by name of the linear layers that get fast weights: those
+    in the upper half of the decoder layers, without the last. Raises ValueError if there are none.
     """
     number = len(decoder_layers(model)[1])
-    sizes = linear_layers(model, KINDS, range(number // 2, max(number - 1, number // 2 + 1)))
+    sizes = linear_layers(model, range(number // 2, max(number - 1, number // 2 + 1)))
+    sizes = {name: x for name, x in sizes.items() if min(x) >= rank}
     if not sizes:
-        raise ValueError(f"`model` is a {type(model).__name__}, without a linear layer named {', '.join(KINDS)}.")
+        raise ValueError(f"`model` is a {type(model).__name__}, without a linear layer larger than `rank` {rank}.")
     return sizes
 
 
@@ -116,7 +112,7 @@ def fit_directions(
     model: PreTrainedModel, texts: Sequence[Tensor], rank: int, saved: Saved, bar: tqdm, seed: int = 0
 ) -> dict[str, Tensor]:
     """Computes A (r, in) by the names of `fast_layers`, of a model that reads with a memory without parts."""
-    sizes, state = fast_layers(model), saved.load("directions")
+    sizes, state = fast_layers(model, rank), saved.load("directions")
     begin = int(state.pop("begin", 0))
     sketches = state or {name: torch.zeros(SKETCH, size) for name, (size, _) in sizes.items()}
     bar.update(sum(map(len, texts[:begin])))
@@ -158,7 +154,7 @@ def _sketches(
     targets = torch.cat([ids[1:], ids.new_full((1,), -100)])
     hooks = [modules[name].register_forward_hook(probe(name)) for name in sizes]
     try:
-        for tokens, labels in zip(ids.split(PIECE), targets.split(PIECE), strict=True):
+        for tokens, labels in zip(ids.split(TOKENS_OF_A_CALL), targets.split(TOKENS_OF_A_CALL), strict=True):
             with torch.enable_grad():
                 logits = model(tokens.to(device)[None], cache=cache).logits[0].float()
                 loss = cross_entropy(logits, labels.to(logits.device), reduction="sum") / len(ids)
@@ -387,7 +383,7 @@ class _Fit:
         number, number_compared = sum(map(len, texts)), sum(map(len, compared))
         with self.memory(None, None), self.bar("directions", number) as bar:
             directions = fit_directions(model, texts, rank, saved, bar, seed)
-        outputs = {name: out for name, (_, out) in fast_layers(model).items()}
+        outputs = {name: out for name, (_, out) in fast_layers(model, rank).items()}
         fast = FastWeights(directions, dict.fromkeys(directions, FIRST_RATE), outputs)
         with self.memory(fast, Recorder()):
             with self.bar("rate", NUM_RATES * number_compared) as bar:
