@@ -144,8 +144,11 @@ class TitansConfig(PreTrainedConfig):
         memory_max_lr (`float`, *optional*):
             Largest step size (theta, eq. 10); 0 turns the memory off. Default: 1/2 with the delta
             rule, otherwise 1 / b in chunks of b tokens, and 2 / (L b) from L = 3 layers on. A larger value warns: with
-            repeated keys updates overshoot, and rounding errors and gradients grow exponentially. With the delta rule,
-            hidden layers take steps of theta / (2 b), theta / 128 at most.
+            repeated keys updates overshoot, and rounding errors and gradients grow exponentially.
+        memory_hidden_step (`float`, *optional*):
+            Steps of hidden layers with the delta rule, in units of theta. Default: 1 / (2 b), 1/128 at most. With 0
+            only the last layer learns at test time, and its inputs are learned features: it costs what a linear memory
+            costs, and has fla's kernel where there is no momentum.
         memory_recurrence (`str`, by form):
             `"paper"`: eq. 10-14 as stated. `"stable"`: forgetting leads back to the learned initial weights instead of
             0, where a network of several layers has no gradient; theta is multiplied by 1 - eta, so that a gradient's
@@ -246,6 +249,7 @@ class TitansConfig(PreTrainedConfig):
         state="shape",
     )
     memory_max_lr: int | float | None = setting(None, at_least=0, derived=lambda config: config.max_stable_lr)
+    memory_hidden_step: int | float | None = setting(None, at_least=0, at_most=1)
     memory_recurrence: Literal["stable", "paper"] | None = setting(None)
     memory_momentum: bool | None = setting(
         None,
@@ -415,6 +419,11 @@ class TitansConfig(PreTrainedConfig):
             raise ValueError(
                 "`memory_update_rule` must be 'chunk' with `memory_network='residual'`, but is 'delta': the errors are "
                 "not linear in the last layer's weights."
+            )
+        if self.memory_hidden_step is not None and self.memory_update_rule != "delta":
+            raise ValueError(
+                "`memory_hidden_step` must be None with `memory_update_rule='chunk'`, whose layers all take the same "
+                f"step, but is {self.memory_hidden_step}."
             )
         check_multiple("hidden_size", self.hidden_size, "memory_num_heads", self.memory_num_heads)
         if self.variant == "lmm":

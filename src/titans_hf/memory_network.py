@@ -82,7 +82,8 @@ class UpdateRule(NamedTuple):
     start; with an MLP only.
     network: "mlp", or "residual" with the delta rule off.
     hidden_step: with the delta rule, the factor of theta in hidden layers. Their gradients in a chunk are all taken at
-    the same weights, so the sum of their steps can overshoot; the last layer's cannot.
+    the same weights, so the sum of their steps can overshoot; the last layer's cannot. With 0 the hidden layers are
+    constant, neither updated nor forgotten, and the memory is a linear one of learned features.
     """
 
     error_clip: float | None
@@ -95,6 +96,11 @@ class UpdateRule(NamedTuple):
         """The factor of the hidden layers' steps, 1 without the delta rule."""
         return self.hidden_step if self.delta_rule else 1.0
 
+    @property
+    def fixes_hidden_layers(self) -> bool:
+        """True if only the last layer learns."""
+        return self.hidden_factor == 0
+
     def check(self) -> None:
         """Raises ValueError for an unknown network, and for the delta rule with a network other than an MLP."""
         if self.network not in get_args(Network):
@@ -106,7 +112,7 @@ class UpdateRule(NamedTuple):
         """True if any gradient is taken at the weights of the chunk's start. With the delta rule, only the last layer's
         is not.
         """
-        return depth > 1 or not self.delta_rule
+        return (depth > 1 and not self.fixes_hidden_layers) or not self.delta_rule
 
 
 class GradientFactors(NamedTuple):

@@ -24,10 +24,12 @@ from .memory_chunk_backward import group_backward, with_anchor_backward
 from .memory_network import (
     UpdateRule,
     gradient_factors,
+    layer_inputs,
     read,
     token_surprise,
 )
 from .memory_state import (
+    Gates,
     MemorizeOutput,
     MemoryInputs,
     MemoryState,
@@ -143,6 +145,9 @@ def memorize_on_grid(
     updates: False to read the memory only.
     """
     _check(inputs, state, rule)
+    options = dict(chunk_size=chunk_size, kernel=kernel, updates=updates)
+    if rule.fixes_hidden_layers and len(state.weights) > 1:
+        return _memorize_features(inputs, state, rule, grid, decay_target=decay_target[-1:], **options)
     is_single, compiling = grid.is_single_token, torch.compiler.is_compiling()
     if not updates:
         return read_constant_memory(inputs, state, rule, chunk_size, grid)
@@ -170,6 +175,24 @@ def memorize_on_grid(
     retrieved, surprise, after = map_tensors(lambda x: x.unflatten(0, rows_and_heads), output)
     after = replace(after, num_seen=state.num_seen + grid.row_ends - grid.row_starts)
     return MemorizeOutput(retrieved, None if surprise is None else surprise.detach(), after)
+
+
+def _memorize_features(
+    inputs: MemoryInputs, state: MemoryState, rule: UpdateRule, grid: TokenGrid, **options
+) -> MemorizeOutput:
+    """Computes `memorize_on_grid` with constant hidden layers, as a linear memory of their outputs."""
+    layers = [partial(torch.matmul, other=weight) for weight in state.weights]
+    queries, keys = (layer_inputs(x, layers)[0][-1] for x in (inputs.queries, inputs.keys))
+    inputs = inputs._replace(queries=queries, keys=keys)
+    if inputs.has_gates_per_layer:
+        of_last = {name: getattr(inputs, name) for name in Gates._fields}
+        inputs = inputs._replace(**{name: None if x is None else x[..., -1] for name, x in of_last.items()})
+    last = MemoryState(state.weights[-1:], state.momentum[-1:], (), state.num_seen)
+    output = memorize_on_grid(inputs, last, rule, grid, **options)
+    weights = (*state.weights[:-1], *output.state.weights)
+    return output._replace(
+        state=MemoryState(weights, (*state.momentum[:-1], *output.state.momentum), (), output.state.num_seen)
+    )
 
 
 def _scan_arguments(

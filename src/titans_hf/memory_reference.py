@@ -84,17 +84,21 @@ def memorize_reference(
         theta, eta, retain = ([x[..., None, None] for x in gate[:, :, t].unbind(-1)] for gate in gates)
         new_chunk = (num_seen % chunk_size == 0)[:, None, None, None]
         anchor = tuple(torch.where(new_chunk, w, a) for w, a in zip(weights, anchor, strict=True))  # eq. 16
+        if rule.fixes_hidden_layers:
+            anchor = (*weights[:-1], anchor[-1])
         gradients = gradient_of_loss(anchor, key, value, error_clip, network)
         gradients = [_clip_gradient(g, value, error_clip) for g in gradients]
         if delta_rule:
             gradients[-1] = _last_layer_gradient(anchor[:-1], weights[-1], key, value)
-        surprise.append(_norm(gradients))
+        surprise.append(_norm(gradients[-1:] if rule.fixes_hidden_layers else gradients))
         if delta_rule:
             gradients[:-1] = [hidden_step * g for g in gradients[:-1]]
-        parts = zip(eta, momentum, theta, gradients, strict=True)
+        parts, before = zip(eta, momentum, theta, gradients, strict=True), (weights, momentum)
         momentum = tuple(eta * s - theta * g for eta, s, theta, g in parts)  # eq. 10, 14
         parts = zip(retain, weights, momentum, decay_target, strict=True)
         weights = tuple(retain * m + (1 - retain) * m_0 + s for retain, m, s, m_0 in parts)  # eq. 13
+        if rule.fixes_hidden_layers:
+            weights, momentum = ((*x[:-1], y[-1]) for x, y in zip(before, (weights, momentum), strict=True))
         retrieved.append(_memory(weights, query, network))  # eq. 15
         num_seen = num_seen + 1
     after = MemoryState(weights, momentum if has_momentum else (), anchor, num_seen)

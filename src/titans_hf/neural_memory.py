@@ -212,7 +212,8 @@ class NeuralMemory(nn.Module):
         self.forget = TokenGate(size, num_gates, config.memory_forget_bias) if config.memory_forget else None  # alpha
         is_delta = config.memory_update_rule == "delta"
         # A hidden layer's gradients of a chunk are taken at the same weights: the sum of larger steps overshoots.
-        hidden_step = min(LARGEST_HIDDEN_STEP, 1 / (2 * config.memory_chunk_size)) if is_delta else 1.0
+        largest = min(LARGEST_HIDDEN_STEP, 1 / (2 * config.memory_chunk_size))
+        hidden_step = largest if config.memory_hidden_step is None else config.memory_hidden_step
         self.rule = UpdateRule(config.memory_error_clip, is_delta, config.memory_network, hidden_step)
         shapes = layer_shapes(self.head_dim, config.memory_depth, config.memory_expansion)
         self.stable = config.memory_recurrence == "stable"

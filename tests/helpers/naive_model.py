@@ -78,7 +78,7 @@ class NaiveMemory:
         eta = gate.get("eta", torch.zeros_like(gate["theta"]))
         is_delta = c.memory_update_rule == "delta"
         eta = eta / 3 if is_delta else eta
-        hidden_step = 1 / (2 * max(64, c.memory_chunk_size)) if is_delta else 1.0
+        hidden_step = 1 / (2 * max(64, c.memory_chunk_size)) if c.memory_hidden_step is None else c.memory_hidden_step
         alpha = gate.get("alpha", torch.zeros_like(eta))
         stable = c.memory_recurrence == "stable"
         theta = c.memory_max_lr * gate["theta"] * (1 - eta if stable else 1)

@@ -33,11 +33,13 @@ FORMS = {
     "chunk": (UpdateRule(1.0), False, 1.0),
     "plain loss": (UpdateRule(None), False, 0.01),
     "delta": (UpdateRule(1.0, delta_rule=True, hidden_step=0.3), False, 1.0),
+    "delta, hidden layers fixed": (UpdateRule(1.0, delta_rule=True, hidden_step=0.0), False, 1.0),
     "residual": (UpdateRule(1.0, network="residual"), False, 0.1),
     "residual, plain loss": (UpdateRule(None, network="residual"), False, 0.1),
     "residual, gates per layer": (UpdateRule(None, network="residual"), True, 0.1),
     "gates per layer": (UpdateRule(1.0), True, 1.0),
     "delta, gates per layer": (UpdateRule(1.0, delta_rule=True), True, 1.0),
+    "delta, hidden layers fixed, gates per layer": (UpdateRule(1.0, delta_rule=True, hidden_step=0.0), True, 1.0),
 }
 
 

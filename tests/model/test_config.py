@@ -114,6 +114,7 @@ BAD_VALUES = {
     "num_persistent_tokens": [-1, 1.5, None],
     "memory_depth": [0],
     "memory_max_lr": [-0.1, NOT_A_NUMBER, float("inf"), "fast"],
+    "memory_hidden_step": [-0.1, 1.5],
     "memory_conv_noise": [-0.1],
     "memory_error_clip": [0, NOT_A_NUMBER, "none"],
     "memory_recurrence": ["plain"],
@@ -151,6 +152,7 @@ def test_a_subclass_checks_the_ranges_of_its_base():
     [
         dict(num_attention_heads=4, num_key_value_heads=3),
         dict(memory_network="residual", memory_update_rule="delta"),
+        dict(memory_update_rule="chunk", memory_hidden_step=0.0),
         dict(hidden_size=32, memory_num_heads=5),
         dict(variant="mac", segment_length=10, memory_chunk_size=4),
     ],

@@ -22,6 +22,7 @@ CHANGES = {
     "no persistent tokens": dict(num_persistent_tokens=0),
     "linear memory": dict(memory_depth=1),
     "deep memory": dict(memory_depth=3),
+    "hidden layers fixed": dict(memory_hidden_step=0.0),
     "no momentum": dict(memory_momentum=False),
     "no forgetting": dict(memory_forget=False),
     "neither": dict(memory_momentum=False, memory_forget=False),

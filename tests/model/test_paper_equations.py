@@ -25,6 +25,7 @@ CHANGES = {
     "persistent tokens over two chunks": dict(num_persistent_tokens=7),
     "linear memory": dict(memory_depth=1),
     "deep memory": dict(memory_depth=3, memory_expansion=1),
+    "hidden layers fixed": dict(memory_hidden_step=0.0),
     "no momentum": dict(memory_momentum=False),
     "no forgetting": dict(memory_forget=False),
     "memory off": dict(memory_max_lr=0.0),
