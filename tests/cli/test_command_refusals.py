@@ -126,6 +126,9 @@ INPUTS = {
     f"{FORECAST} --model no-model --max_steps 3": "--max_steps is an option of training, but --model",
     f"{FORECAST} --model no-model": "--model no-model is not a checkpoint",
     "serve model --continuous-batching": "--continuous-batching",
+    "serve --memory m": "--memory m needs MODEL",
+    "serve model --memory m --compile": "--memory m cannot be used with --compile",
+    "serve model --memory m": "m is not a memory folder",  # when it starts
     "chat model http://127.0.0.1:9/v1": "refused. titans-hf serve MODEL starts one",
     "trian": "there is no command trian, only train, ",
 }

@@ -82,15 +82,10 @@ def test_a_model_is_saved_before_its_errors_are_measured(tmp_path, monkeypatch, 
     measurement takes more windows at once than --batch_size; else 200 columns would need a gigabyte. The errors are in
     the units of the file, over all windows of the last fifth of the rows.
     """
-    sizes, run = [], TitansForTimeSeriesPrediction.forward
-    monkeypatch.setattr(
-        TitansForTimeSeriesPrediction,
-        "forward",
-        lambda self, past_values, *args, **kwargs: (
-            sizes.append(len(past_values)) or run(self, past_values, *args, **kwargs)
-        ),
-    )
-    data = write_series(tmp_path / "waves.csv", rows=200)
+    sizes, data = [], write_series(tmp_path / "waves.csv", rows=200)
+    run = TitansForTimeSeriesPrediction.forward
+    note = lambda model, past_values, **given: sizes.append(len(past_values)) or run(model, past_values, **given)  # noqa: E731
+    monkeypatch.setattr(TitansForTimeSeriesPrediction, "forward", note)
     table = pd.read_csv(data)
     table["c0"] += 9 * np.sin(np.arange(200) / 24 * 2 * np.pi)  # a day
     table.to_csv(data, index=False)
@@ -104,10 +99,8 @@ def test_a_model_is_saved_before_its_errors_are_measured(tmp_path, monkeypatch, 
     monkeypatch.setattr(forecast, "absolute_errors", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         call(data, tmp_path / "model", "--horizon", 8, *STEPS)
-    pd.testing.assert_frame_equal(
-        call(data, tmp_path / "out", "--model", tmp_path / "model"),
-        call(data, tmp_path / "out", "--model", tmp_path / "whole"),
-    )
+    rows = [call(data, tmp_path / "out", "--model", tmp_path / name) for name in ("model", "whole")]
+    pd.testing.assert_frame_equal(*rows)
 
 
 def bad_data(folder, number=100, freq="h"):

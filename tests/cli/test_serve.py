@@ -12,12 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from common import make_model
 from served import COMMAND, NUM_TOKENS, complete, running_server, save_letters, serving
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from titans_hf import TitansCache
-from titans_hf.cli.training.tokenizer import byte_tokenizer
 from titans_hf.remember import MemoryCache
 
 pytestmark = pytest.mark.slow
@@ -227,24 +225,3 @@ def test_parallel_requests_start_from_a_memory(kind, number, tmp_path):
         for _ in range(2):
             assert list(users.map(answer, prompts)) == expected
     assert {path.name: path.read_bytes() for path in memory.iterdir()} == saved
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--memory", "memory"], "--memory memory needs MODEL"),
-        (["OTHER", "--memory", "memory"], "memory"),
-        (["MODEL", "--memory", "memory", "--compile"], "--memory memory cannot be used with --compile"),
-    ],
-)
-def test_a_memory_that_cannot_be_served(options, message, checkpoint, tmp_path):
-    """A wrong --memory ends the server at its start with one line."""
-    save_memory(checkpoint, tmp_path / "memory")
-    model = make_model("mac", seed=1, dtype=torch.float32, vocab_size=320, eos_token_id=1, pad_token_id=0)
-    model.save_pretrained(tmp_path / "other")
-    byte_tokenizer().save_pretrained(tmp_path / "other")
-    paths = {"MODEL": str(checkpoint), "OTHER": str(tmp_path / "other")}
-    command = [*COMMAND, "serve", *(paths.get(option, option) for option in options), "--device", "cpu"]
-    served = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert served.returncode == 2, served.stderr
-    assert message in served.stderr.splitlines()[-1] and "Traceback" not in served.stderr

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 from covering import in_one_test
-from eval_common import BOOK, SHARED, STORIES, needs_shared_data
+from eval_common import BOOK, STORIES
 
 from eval.streaming import babilong
 from titans_hf.cli.training.tokenizer import byte_tokenizer
@@ -65,11 +65,3 @@ def test_facts_lie_anywhere_or_alone(folder):
     (alone,) = babilong.make_samples(iter([one]), folder / "books", TOKENIZER, 0)
     assert alone == {"input": one.facts[0], "question": one.text, "target": one.answer}
     assert list(babilong.make_samples(iter([one]), folder / "books", TOKENIZER, 20)) == []
-
-
-@needs_shared_data
-def test_the_files_have_a_thousand_questions():
-    """Each test file has a thousand questions, whose answers are six or seven words."""
-    for i in range(1, 6):
-        answers = [x.answer for x in babilong.read_questions(SHARED / "babi" / "en-10k", f"qa{i}")]
-        assert len(answers) == 1000 and len({*answers}) == (7 if i == 5 else 6)

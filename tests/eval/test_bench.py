@@ -126,13 +126,3 @@ def test_parts_of_the_command_for_a_gpu(tmp_path):
         run(tmp_path, *GPU, "test-gpu", "remember-qwen3", "--seconds", "0.01")
     first, second = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
     assert second["part"] == "remember-qwen3" and first["status"] == second["status"] == "longer than 0.01 seconds"
-
-
-@pytest.mark.slow
-def test_a_part_that_fails_for_a_gpu(tmp_path):
-    """A part that fails says why, and the rows of the next part follow."""
-    with pytest.raises(SystemExit, match="failed: memory-delta-fla"):
-        run(tmp_path, *GPU, "memory-delta-fla", "memory-delta-torch")
-    failed, row, part = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
-    assert failed["status"] and "not 'cuda'" in failed["printed"][-1]
-    assert row["both tokens/s"] > 0 and (part["part"], part["status"]) == ("memory-delta-torch", 0)

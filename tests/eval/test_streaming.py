@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from eval_common import BOOK
+from remember_models import small_model
 from torch.nn.functional import cross_entropy
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval.streaming import chat, facts, readers, ruler, tasks
 from eval.streaming.__main__ import main
@@ -38,16 +38,8 @@ READERS = {
 }
 
 
-def tiny_model(vocabulary: int = 60) -> LlamaForCausalLM:
-    """A random Llama whose predictions are far from uniform."""
-    torch.manual_seed(0)
-    sizes = dict(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
-    )
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **sizes)).eval()
-    for x in model.parameters():
-        x.data *= 3
-    return model
+def tiny_model(vocabulary: int = 60):
+    return small_model(vocab_size=vocabulary).float()
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -73,7 +65,10 @@ def test_what_is_searched_or_pasted_is_found():
     """The longest match says the next token of a text that is repeated; the passage that holds the query's words is
     pasted in front of the last tokens of a window."""
     ids = torch.randperm(1000, generator=torch.Generator().manual_seed(1))
-    search, pasted = readers.Search(tiny_model(1000), WINDOW), readers.Pasted(tiny_model(1000), 200)
+    search, pasted = (
+        readers.Search(tiny_model(1000), WINDOW),
+        readers.Pasted(tiny_model(1000), 200),
+    )
     for reader in (search, pasted):
         reader.begin()
         reader.read_on(ids)

@@ -6,7 +6,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from common import TWO_VARIANTS, assert_same, make_ids, make_model, read, shared_model, tensors
-from covering import covering, in_one_test
+from covering import covering
 from transformers.generation.utils import DeferredStopCheck
 
 from titans_hf import TitansCache
@@ -30,20 +30,9 @@ def test_assisted_generation_reads_what_was_read_once(variant, drafts):
     assert torch.equal(model.generate(prompt, cache=cache, **drafts, **GREEDY), expected[:, 21:])
 
 
-@in_one_test("length", [0, 7, 15, 21])
-def test_a_prompt_that_lacks_what_was_read_is_refused(length):
-    """A prompt no longer than the columns read raises an error that names start_prompt()."""
-    model = shared_model("mag")
-    cache = read(model, make_ids(2, 21))[1]
-    kept = copy.deepcopy(tensors(cache))
-    with pytest.raises(ValueError, match=r"start_prompt\(\)"):
-        model.generate(make_ids(2, 21)[:, :length], cache=cache, **GREEDY)
-    assert all(map(torch.equal, kept, tensors(cache)))
-
-
 def test_what_would_read_twice_or_not_at_all_is_refused():
-    """A cache with `use_cache=False`, embeddings of new tokens with the mask of all, embeddings in pieces, and a cache
-    of fewer rows raise an error that says what to do.
+    """A prompt no longer than the columns read, a cache with `use_cache=False`, embeddings of new tokens with the mask
+    of all, embeddings in pieces, and a cache of fewer rows raise an error that says what to do.
     """
     model, ids = shared_model("mag"), make_ids(2, 29)
     cache = read(model, ids[:, :9])[1]
@@ -60,6 +49,9 @@ def test_what_would_read_twice_or_not_at_all_is_refused():
             model.generate(cache=cache, **settings, **GREEDY)
     with pytest.raises(ValueError, match="`prefill_chunk_size` must be None with `inputs_embeds`"):
         model.generate(inputs_embeds=embeds, prefill_chunk_size=4, **GREEDY)
+    for length in (0, 8, 9):
+        with pytest.raises(ValueError, match=r"start_prompt\(\)"):
+            model.generate(ids[:, :length], cache=cache, **GREEDY)
     one = read(model, ids[:1, :9])[1]
     with pytest.raises(ValueError, match=r"batch size is 1, not 2; `batch_repeat_interleave\(2\)` repeats"):
         model(ids[:, 9:], cache=one)

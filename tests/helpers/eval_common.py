@@ -3,10 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
-SHARED = Path(__file__).parents[3] / "shared" / "data"
-needs_shared_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the texts of docs/results.md are absent")
 BOOK = "It was dark. Mr. Darcy came! 'Who is there?' she said. Nobody was. The wind (it blew.) fell.\n" * 400
 STORIES = {
     "qa1_single-supporting-fact": "1 Mary went to the hall.\n2 John ran to the garden.\n3 Where is Mary? \thall\t1\n"

@@ -3,6 +3,7 @@
 import random
 
 import torch
+from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from titans_hf.remember import remember
@@ -10,8 +11,13 @@ from titans_hf.remember.fast_weights import random_fast_weights
 from titans_hf.remember.passages import Passages
 from titans_hf.remember.token_list import TokenList
 
+TOKENS = torch.randint(3, 53, (4, 90), generator=torch.Generator().manual_seed(7))
 SETTINGS = Passages(block=4, before=1, after=3, query=8, every=6)
 KINDS = ("v_proj", "o_proj", "up_proj", "gate_proj", "down_proj")
+
+
+def close(a, b, atol=1e-12):
+    assert_close(a, b, atol=atol, rtol=0)
 
 
 def small_config(**fields) -> LlamaConfig:

@@ -1,6 +1,5 @@
 """What titans-hf train publishes: the card, and the files of a push."""
 
-import itertools
 import json
 import re
 import shutil
@@ -98,16 +97,14 @@ def test_names_that_are_markup(options, tmp_path):
     train.main(options(TITANS, **SHORT))
     record = json.loads((tmp_path / "out" / RECORD).read_text()) | {"license": "mit"}
 
-    def card(variant: str = "mag", **changes) -> ModelCard:
+    def card(**changes) -> ModelCard:
         made = ModelCard(f"---\nlibrary_name: transformers\n---\n# draft\n\n{PROCEDURE}\n\nby Trainer\n")
-        return fill_card(made, make_config(variant), record | changes)
+        return fill_card(made, make_config("mag"), record | changes)
 
-    for variant, field in itertools.product(["mag", "lmm"], ["license", "name", "train_data", "eval_data"]):
-        hostile, plain = card(variant, **{field: HOSTILE}), card(variant)
-        again = ModelCard(hostile.content)
-        assert again.data.to_dict().keys() == plain.data.to_dict().keys()
-        assert len(hostile.text.splitlines()) == len(plain.text.splitlines()) and SHOWN in hostile.text
-        assert again.text.endswith(f"{PROCEDURE}\n\nby Trainer\n") and "draft" not in again.text
+    for field in ("license", "name", "train_data", "eval_data"):
+        hostile = ModelCard(card(**{field: HOSTILE}).content)
+        assert len(hostile.text.splitlines()) == len(card().text.splitlines()) and SHOWN in hostile.text
+        assert hostile.text.endswith(f"{PROCEDURE}\n\nby Trainer\n") and "draft" not in hostile.text
     text = card(name='x" + exit() + "; rm y').text
     assert 'from_pretrained("x\\" + exit() + \\"; rm y", trust' in text
     assert "serve 'x\" + exit() + \"; rm y'\n" in text

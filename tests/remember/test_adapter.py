@@ -147,19 +147,13 @@ def test_a_memory_of_before_the_adapter(model, base, tmp_path):
 
 @pytest.mark.parametrize("change,message", [
     ({"step": {"chunk": 0}}, "`step` chunk must be a whole number from 1 to 65536, got 0"),
-    ({"step": {"chunk": 8.0}}, "got 8.0"),
     ({"step": {"momentum": math.nan}}, "`step` momentum must be a number from 0 to 1, got nan"),
-    ({"step": {"momentum": None}}, "got None"),
-    ({"step": {"retain": 1e300}}, "`step` retain must"),
     ({"step": {"start_rate": math.inf}}, "`step` start_rate must"),
     ({"step": {"max_gradient": "20"}}, "`step` max_gradient must"),
     ({"step": {"x": 1}}, "unexpected keyword argument 'x'"),
     ({"token_list": {"entries": True}}, "`token_list` entries must"),
     ({"token_list": {"threshold": -1}}, "`token_list` threshold must"),
     ({"first_token": 1.5}, "`first_token` must be a token of the model, 0 to 52, got 1.5"),
-    ({"first_token": "1"}, "got '1'"),
-    ({"window": "12"}, "`window` must"),
-    ({"learn_from": []}, "`learn_from` must"),
     ({"memory": [["list"]]}, "unhashable"),
 ])  # fmt: skip
 def test_settings_that_no_fit_makes(base, adapter, change, message):

@@ -4,10 +4,9 @@ import copy
 
 import pytest
 import torch
-from accelerate import cpu_offload, disk_offload
 from families import as_double, small_memory
 from families import small_model as small_family
-from remember_models import remembering, small_fast_weights, small_model
+from remember_models import TOKENS, close, remembering, small_fast_weights, small_model
 from safetensors.torch import load_file
 from test_titans import titans
 from torch.testing import assert_close
@@ -15,7 +14,6 @@ from torch.testing import assert_close
 from titans_hf.remember import MemoryCache, remember
 from titans_hf.remember.files import memory_fingerprint
 
-TOKENS = torch.randint(3, 53, (4, 90), generator=torch.Generator().manual_seed(7))
 FAMILIES = ("llama", "llama, full attention", "qwen3_next", "titans")
 
 
@@ -30,10 +28,6 @@ def of_family(name: str):
     model = titans(variant="mag") if family == "titans" else small_family(family)
     fast, chosen = small_memory(model)
     return remember(model, None if full or family == "titans" else 12, fast_weights=fast, token_list=chosen)
-
-
-def close(a, b, atol=1e-12):
-    assert_close(a, b, atol=atol, rtol=0)
 
 
 def test_files(model, tmp_path):
@@ -74,11 +68,8 @@ def test_crafted_files(model, tmp_path):
         model(TOKENS[:2, :45], cache=cache)
     changes = {
         "fewer columns": lambda x: setattr(x.layers[0], "keys", x.layers[0].keys[..., 1:, :]),
-        "other heads": lambda x: setattr(x.layers[1], "values", x.layers[1].values[:, :1]),
-        "one row": lambda x: setattr(x.layers[1], "values", x.layers[1].values[:1]),
         "no layer": lambda x: setattr(x.layers[2], "is_initialized", False),
         "a token beyond the vocabulary": lambda x: x.state.update({"chunk.ids": x.state["chunk.ids"] + 53}),
-        "another dtype": lambda x: x.state.update({"list.keys": x.state["list.keys"].int()}),
         "negative counts": lambda x: setattr(x, "seen", x.seen - 100),
         "no steps": lambda x: setattr(x, "steps", x.steps[:1]),
     }
@@ -132,14 +123,6 @@ def test_rows_that_were_reset(family, tmp_path):
             assert found[0].keys() - found[1].keys() <= {x for x in found[0] if ".start." in x}, name
             for x, y in ((found[0][x], found[1][x]) for x in found[1] if x != "first_column"):
                 assert_close(x, y, atol=1e-9, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_offloaded_weights(tied, tmp_path):
-    """A memory belongs to its model also when accelerate keeps the model's weights elsewhere."""
-    expected = memory_fingerprint(remember(small_model(tie_word_embeddings=tied), 12))
-    for offload in (lambda x: cpu_offload(x, "cpu"), lambda x: disk_offload(x, tmp_path, "cpu")):
-        assert memory_fingerprint(offload(remember(small_model(tie_word_embeddings=tied), 12))) == expected
 
 
 def test_the_order_of_the_fast_weights():

@@ -7,7 +7,7 @@ import random
 import families
 import pytest
 import torch
-from remember_models import ragged_call, remembering, small_fast_weights, small_list, small_model
+from remember_models import TOKENS, close, ragged_call, remembering, small_fast_weights, small_list, small_model
 from remember_reference import mix_slowly, read_slowly
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
@@ -25,16 +25,10 @@ from titans_hf.remember import MemoryCache, forget, reading, remember
 from titans_hf.remember.parts import PARTS
 from titans_hf.remember.token_list import TokenList
 
-TOKENS = torch.randint(3, 53, (4, 90), generator=torch.Generator().manual_seed(7))
-
 
 @pytest.fixture(scope="module")
 def model():
     return remembering()
-
-
-def close(a, b, atol=1e-12):
-    assert_close(a, b, atol=atol, rtol=0)
 
 
 @torch.no_grad()
@@ -521,15 +515,6 @@ def test_auxiliary_loss():
     assert_close([after.loss, after.aux_loss], [before.loss, before.aux_loss])
     for x, y in zip(after.router_logits, before.router_logits, strict=True):
         assert_close(x[mask.flatten() > 0], y[mask.flatten() > 0])
-
-
-def test_reset(model):
-    """A cache that was reset reads as a new one."""
-    cache = MemoryCache(model)
-    with torch.no_grad():
-        model(TOKENS[:3], cache=cache)
-        cache.reset()
-        close(model(TOKENS[:1], cache=cache).logits, whole(model, TOKENS[:1]))
 
 
 @pytest.mark.parametrize(

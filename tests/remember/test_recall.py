@@ -6,20 +6,14 @@ import math
 import families
 import pytest
 import torch
-from remember_models import SETTINGS, small_fast_weights, small_model
-from torch.testing import assert_close
+from remember_models import SETTINGS, TOKENS, close, small_fast_weights, small_model
 from transformers import DynamicCache
 
 from titans_hf.remember import MemoryCache, forget, reading, recall, remember
 from titans_hf.remember.columns import CallColumns
 from titans_hf.remember.passages import Passages
 
-TOKENS = torch.randint(3, 53, (4, 90), generator=torch.Generator().manual_seed(7))
 WINDOW = 12
-
-
-def close(a, b, atol=1e-12):
-    assert_close(a, b, atol=atol, rtol=0)
 
 
 def recalling(memory=("passages", "fast_weights"), family="llama"):

@@ -100,9 +100,3 @@ def test_a_fit_and_its_adapter(tmp_path):
     with torch.no_grad():
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
         assert_close(loaded(IDS).logits, model(IDS).logits)
-
-
-def test_a_window_is_an_error():
-    """A Titans has a window of its own."""
-    with pytest.raises(ValueError, match="`window` must be None for a Titans, which has a window of its own, got 16"):
-        remember(titans(variant="lmm"), window=16)

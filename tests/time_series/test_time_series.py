@@ -243,7 +243,6 @@ def test_half_precision():
 
 
 NAN = torch.full((2, 60, 3), float("nan"))
-NO_ARGUMENTS = ("past_observed_mask", "labels", "inputs_embeds")
 
 
 @in_one_test(
@@ -255,15 +254,13 @@ NO_ARGUMENTS = ("past_observed_mask", "labels", "inputs_embeds")
             (2, 22, 3): "a multiple of `patch_length` .4.",
             (0, 40, 3): "but is .0, 40, 3.",
         }.items()),
-        *(({}, {"past_values": x}, "`past_values` must be finite") for x in (NAN, NAN.nan_to_num(float("inf")))),
-        *(({}, {name: torch.zeros(2, 15)}, f"`{name}` is not an argument of a forecast") for name in NO_ARGUMENTS),
+        ({}, {"past_values": NAN}, "`past_values` must be finite"),
+        ({}, {"labels": torch.zeros(2, 15)}, "`labels` is not an argument of a forecast"),
         ({}, {"future_values": torch.zeros(2, 1, 3)}, r"`future_values` must be \(2, 10, 3\), but is \(2, 1, 3\)"),
         ({}, {"state": {}, "past_values": torch.zeros(1, 60, 3)}, "`state` must have `series` 1, but has 2"),
         ({}, {"state": {}, "past_values": torch.zeros(3, 60, 2)}, "`state` must have `series` 3, but has 2"),
         ({}, {"state": {}, "past_values": torch.zeros(2, 2, 3)}, "`past_values` must be .* at least 4, but is"),
-        *(({}, {"state": {name: value}}, f"`state` must have `{name}` .*, but has {value}") for name, value in {
-            "context_length": 40, "patch_length": 5, "hidden_size": 32,
-        }.items()),
+        ({}, {"state": {"context_length": 40}}, "`state` must have `context_length` .*, but has 40"),
         (CYCLE, {"state": CYCLE, "cycle_position": POSITION}, "`cycle_position` must be None after a `state`"),
         (CYCLE, {"cycle_position": POSITION[:1]}, r"`cycle_position` must be \(2,\) int64, but is \(1,\) torch.int64"),
         (CYCLE, {"cycle_position": POSITION / 2}, r"must be \(2,\) int64, but is \(2,\) torch.float32"),
