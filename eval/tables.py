@@ -10,7 +10,8 @@ from pathlib import Path
 
 from eval.common.records import file_of, read_lines, read_records
 from eval.common.tables import report_of_rows
-from titans_hf.cli.shared.command_line import HelpFormatter, run_command
+from titans_hf.cli.shared.command_line import run_command
+from titans_hf_console import HelpFormatter
 
 OWN_TABLES = ("dna", "forecasting")
 

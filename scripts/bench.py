@@ -38,9 +38,10 @@ from scripts.measure import least_seconds, peak_bytes, seconds, unless_out_of_me
 from titans_hf import MemoryCache, TitansConfig
 from titans_hf import remember as give_memory
 from titans_hf.cli.shared.argument_checks import check_minimums
-from titans_hf.cli.shared.command_line import HelpFormatter, run_command
+from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.shared.devices import choose_device
 from titans_hf.cli.shared.markdown_tables import markdown_table
+from titans_hf_console import HelpFormatter
 
 NAMES = (*VARIANTS, "llama", "mistral", "mamba2", "qwen3-next", "olmo-hybrid", "gated-deltanet")
 WITHOUT_CACHE = "gated-deltanet"  # a Qwen3-Next without attention, of which transformers cannot keep a cache

@@ -1,42 +1,317 @@
-"""The command `titans-hf`: its subcommands are the modules of `titans_hf.cli`.
+"""The command `titans-hf`: its subcommands, which are modules of `titans_hf.cli`, and their options.
 
-This module lies beside the package, because importing anything of the package imports torch and transformers first.
-That takes seconds, which `titans-hf --help` does not need.
+This module lies beside the package and needs the standard library alone: importing anything of the package imports
+torch and transformers first. That takes seconds, which help does not need. The docstring of an `..._options` is the
+command's help.
 """
 
-import __future__
-
-import ast
+import argparse
+import inspect
 import sys
-from contextlib import suppress
+import textwrap
+from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from importlib import import_module
-from importlib.abc import MetaPathFinder
 from importlib.metadata import version
-from importlib.util import find_spec, module_from_spec
+from pathlib import Path
+from typing import Any, Literal
 
+TEXT_SUFFIXES = (".txt", ".md")
 TRANSFORMERS_CLI = "titans_hf.cli.serve"
-# By name: the module whose `main()` a command runs, a summary, and the extra of the wheel that it needs.
-COMMANDS = {
-    "train": ("titans_hf.cli.train", "train or fine-tune a causal language model", "train"),
-    "fit": ("titans_hf.cli.fit", "fit a memory to texts, for any causal language model", None),
-    "merge": ("titans_hf.cli.merge", "merge a LoRA adapter into its model", "finetune"),
-    "read": ("titans_hf.cli.read", "read texts into a memory and save it", "train"),
-    "ask": ("titans_hf.cli.ask", "answer prompts from a saved memory", "train"),
-    "surprise": ("titans_hf.cli.surprise", "show how much each word changed the memory", "train"),
-    "serve": (TRANSFORMERS_CLI, "serve a checkpoint over HTTP, with OpenAI's API", "serve"),
-    "chat": (TRANSFORMERS_CLI, "chat with a served checkpoint", "serve"),
-    "forecast": ("titans_hf.cli.forecast", "forecast the time series of a CSV file", "train"),
-    "lm-eval": ("titans_hf.cli.lm_eval_command", "run lm-eval's own command line, for any task", "eval"),
-    "demo": ("titans_hf.cli.demo", "train two small models and compare their recall", "demo"),
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows a description as it is written, and the default of every option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        without = action.default is None or action.default is False
+        return action.help if without else super()._get_help_string(action)
+
+
+def option(help: str, default: Any = MISSING) -> Any:
+    """Makes a field that HfArgumentParser shows with its help; without a default it must be given."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class RunArguments:
+    train_data: str = option(
+        "A file (.txt, .md, .json, .jsonl, .csv, .tsv, .parquet), a folder of such files, or a data set, saved or on "
+        "the Hub. A text file is one document. All documents are one stream, cut into blocks. Rows with the columns "
+        "input_ids and labels are used as blocks."
+    )
+    config: str | None = option(
+        "Train from scratch: a JSON file with a model_type, a folder with a config.json, or a name such as tiny-mag.",
+        None,
+    )
+    model_name_or_path: str | None = option("Start from the weights of a checkpoint: a folder or a Hub name.", None)
+    config_overrides: str = option(
+        "Such as hidden_size=64,memory_forget=false,sliding_window=null; values in JSON, else text.", ""
+    )
+    tokenizer: str | None = option(
+        "A folder, a Hub name, or `bytes`: one token per byte of UTF-8. Default: the checkpoint's.", None
+    )
+    eval_data: str | None = option(
+        "Like train_data. Default: train_data's validation split, else its last --eval_fraction of blocks.", None
+    )
+    dataset_config: str | None = option("Configuration of a data set on the Hub.", None)
+    text_column: str = option("Column of the data that holds the text.", "text")
+    eval_fraction: float = option("Share of the blocks held out without eval data.", 0.01)
+    streaming: bool = option(
+        "Read the data while training, without a copy on disk; needs --max_steps. Evaluation takes --max_eval_blocks "
+        "(default 100) blocks; without --eval_data, from as many documents at the start of the training data.",
+        False,
+    )
+    block_length: int = option("Tokens in a training sequence.", 1024)
+    max_eval_blocks: int | None = option("Evaluate on this many blocks, evenly spread, instead of all.", None)
+    preprocessing_num_workers: int | None = option("Processes that tokenize.", None)
+    tokens_per_step: int = option(
+        "Tokens in an optimizer step (paper: 0.5M), rounded to a multiple of the batch on all devices.", 2**19
+    )
+    train_only: Literal["memory"] | None = option(
+        "`memory`: train only the parameters of the memories; the optimizer keeps no state of other parameters.",
+        None,
+    )
+    repeat_passages: float = option(
+        "Share of the training blocks in which earlier passages of 16 to 160 tokens come again, which gives a memory a "
+        "reason to recall (docs/train.md); 0 for none.",
+        0.0,
+    )
+    max_minutes: float | None = option(
+        "Stop, evaluate and save after this time. The learning rate's schedule does not change; the card says so.", None
+    )
+    license: str | None = option("Licence of the weights for the model card, as the Hub names it (cc-by-4.0).", None)
+
+
+PAPER = dict(learning_rate=4e-4, lr_scheduler_type="cosine", weight_decay=0.1)  # section 5.1 of the first version
+OURS = dict(
+    warmup_steps=0.02,  # below 1: a share of all steps
+    adam_beta2=0.95,
+    num_train_epochs=1.0,
+    gradient_accumulation_steps=None,  # follows from --tokens_per_step
+    use_cache=True,  # Trainer would save configurations whose plain calls return no memory
+    remove_unused_columns=False,  # the collators take all columns
+    include_num_input_tokens_seen=True,  # the loss curve is drawn over the tokens
+    logging_nan_inf_filter=False,
+    logging_steps=10,
+    eval_strategy="steps",
+    save_strategy=None,
+    save_steps=None,
+    save_total_limit=2,
+    load_best_model_at_end=None,
+    metric_for_best_model="eval_loss",
+)
+
+
+TRAIN_USAGE = "titans-hf train --train_data DATA --output_dir FOLDER [options]"
+
+
+def train_options(parser: argparse.ArgumentParser) -> None:
+    """Trains or fine-tunes a causal language model: Titans, or any other model type that transformers knows.
+
+        titans-hf train --config tiny-mag --tokenizer bytes --train_data FOLDER --output_dir runs/tiny
+        titans-hf train --model_name_or_path runs/tiny --train_data FILE.jsonl --output_dir runs/tuned
+
+    Every option of transformers' TrainingArguments can be given too. Learning rate, schedule, weight decay and
+    tokens per step are by default as in the Titans paper (arXiv 2501.00663, first version, section 5.1).
+    """
+    others = ", ".join(f"--{name} {value}" for name, value in (PAPER | OURS).items() if value is not None)
+    parser.usage = TRAIN_USAGE
+    parser.epilog = textwrap.fill(f"Options of TrainingArguments that have another default here: {others}.", 100)
+    parser.add_argument("--output_dir", required=True, help="Folder of the checkpoints, the model and its card.")
+    for x in fields(RunArguments):
+        needed = x.default is MISSING
+        default = None if needed else x.default
+        parser.add_argument(f"--{x.name}", required=needed, default=default, help=x.metadata["help"])
+
+
+def fit_options(parser: argparse.ArgumentParser) -> None:
+    """Fits a memory to texts for any causal language model: no weight of the model is trained.
+
+    titans-hf fit HuggingFaceTB/SmolLM2-135M-Instruct --text books/ --output my-adapter
+
+    The output is an adapter of 1 to 3 MB, which `remember`, `AutoModelForCausalLM` and the other commands load with its
+    model. Texts of the kind that the model is to read serve best. After an interruption, the same command continues.
+    --tokens 8000 is a fit of minutes.
+    """
+    parser.add_argument("model", metavar="MODEL", help="a causal language model: a folder or a name on the Hub")
+    parser.add_argument("--text", nargs="+", required=True, help="files, or folders of files, to fit the memory to")
+    parser.add_argument("--output", type=Path, required=True, help="a new folder for the adapter")
+    window = "tokens that a token attends to, itself included (default: 1024; a Titans has its own)"
+    parser.add_argument("--window", type=int, help=window)
+    parser.add_argument("--tokens", type=int, default=90_000, help="tokens of text to read, from all files together")
+    parser.add_argument("--length", type=int, default=6144, help="tokens of a text's part, which is read by itself")
+    parser.add_argument("--rank", type=int, default=8, help="rank of the fast weights")
+    parser.add_argument("--entries", type=int, default=5400, help="entries of the list of surprising tokens")
+    parser.add_argument("--licence", help="the adapter's licence, for its card, such as apache-2.0")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the parts and of the fit")
+    parser.add_argument("--device", help="cpu, cuda, ... (default: the GPU if there is one)")
+
+
+def merge_options(parser: argparse.ArgumentParser) -> None:
+    """Merges an adapter (LoRA) into the weights of the model that it was trained on, and saves model and tokenizer.
+
+    titans-hf merge runs/tiny-mag-lora runs/tiny-mag-merged
+    """
+    parser.add_argument("adapter", type=Path, help="the folder of the adapter, which names its model")
+    parser.add_argument("output", type=Path, help="a new folder for the merged model")
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Adds MODEL, --adapter, --window and --device to a command that reads with a memory."""
+    text = "a Titans, any causal language model, or an adapter of `titans-hf fit`: a folder or a name on the Hub"
+    parser.add_argument("model", metavar="MODEL", help=text)
+    parser.add_argument("--adapter", help="for a MODEL other than a Titans: the fitted memory, a folder or a name")
+    parser.add_argument(
+        "--window", type=int, help="for a MODEL other than Titans: tokens of attention (default: the adapter's, or all)"
+    )
+    parser.add_argument("--device", help="cpu, cuda, ... (default: the GPU if there is one)")
+
+
+def read_options(parser: argparse.ArgumentParser) -> None:
+    """Reads any amount of text into a memory, for titans-hf ask to answer from.
+
+        titans-hf read MODEL TEXT... --memory DIR
+
+    TEXT is a file, a folder or - for standard input. In a folder and its subfolders the files with one of
+    --suffixes are read, sorted by path. A README.md is read only if there is no other file. Every text is tokenized
+    by itself; a line end comes before each text but the first. The memory is saved every --save_seconds. After an
+    interruption, the same command checks that the texts are the same and resumes from the last save; further texts
+    may be given at the end. With --append, TEXT is read after all texts that the memory has read. A repeated
+    --append goes on where it ended, and reads nothing if it was complete. A memory contains the texts that it has
+    read: treat it like the texts themselves.
+    """
+    add_model_options(parser)
+    parser.add_argument("texts", metavar="TEXT", nargs="+", help="a file, a folder, or - for standard input")
+    parser.add_argument("--memory", type=Path, required=True, help="the folder to save to, and to resume from")
+    parser.add_argument("--suffixes", nargs="+", default=TEXT_SUFFIXES, help="endings of a folder's files to read")
+    parser.add_argument("--save_seconds", type=float, default=60, help="seconds between two saves")
+    parser.add_argument("--piece", type=int, default=4096, help="tokens read at once; fewer need less working memory")
+    parser.add_argument("--append", action="store_true", help="read TEXT after all texts that the memory has read")
+
+
+def ask_options(parser: argparse.ArgumentParser) -> None:
+    """Answers prompts from a memory saved by titans-hf read, without reading the texts again.
+
+        titans-hf ask MODEL --memory DIR --prompt "The key was" --prompt "The door was"
+        titans-hf ask MODEL --memory DIR     # asks for prompts, until an empty line
+
+    Every prompt is continued from the saved memory, which does not change. With --keep, each prompt and its answer
+    are read into the memory, which is then saved.
+    """
+    add_model_options(parser)
+    parser.add_argument("--memory", type=Path, required=True, help="the folder that titans-hf read has saved to")
+    parser.add_argument("--prompt", action="append", help="a text to be continued; may be given several times")
+    parser.add_argument("--show_passage", action="store_true", help="show what was read again for each prompt")
+    parser.add_argument("--keep", action="store_true", help="prompts and answers become part of the saved memory")
+    parser.add_argument("--max_new_tokens", type=int, default=64, help="the longest answer, in tokens")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 for the most probable token")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draws with a --temperature above 0")
+
+
+def surprise_options(parser: argparse.ArgumentParser) -> None:
+    """Draws the memory's surprise at each token of a text: surprise.png.
+
+        titans-hf surprise MODEL TEXT --output DIR
+
+    TEXT is a file, or - for standard input. For a Titans, the picture shows by layer and token the norm of the
+    gradient by which the memory learns a token (its surprise; paper, eq. 12), and the gates of that update: theta
+    (learning rate), eta (momentum decay, 0 without momentum), alpha (forgetting rate). Any other model gets a
+    memory. Its surprise is the loss of a token; the memory's gain is the loss with learning off minus this loss.
+    """
+    add_model_options(parser)
+    parser.add_argument("text", metavar="TEXT", help="a file, or - for standard input")
+    parser.add_argument("--output", type=Path, required=True, help="the folder for surprise.png")
+    parser.add_argument("--max_tokens", type=int, default=20_000, help="the longest text that is drawn")
+
+
+FORECAST_TRAINING = {  # options: their defaults and helps
+    "look_back": (96, "rows that a forecast reads, a multiple of 8"),
+    "cycle_length": (0, "rows of a cycle, such as 24 for hourly rows; 0: none"),
+    "loss": ("mse", "mse, the squared error, or mae, the absolute error"),
+    "validation": (0.2, "share of the rows, at the end, that chooses the weights"),
+    "learning_rate": (3e-3, "AdamW's learning rate at first; it falls to 0 as a cosine"),
+    "batch_size": (32, "windows of a training step, and of a step of the evaluation; each has all columns"),
+    "max_steps": (1000, "training steps at most"),
+    "eval_steps": (100, "training steps between two evaluations"),
+    "patience": (3, "evaluations without a lower validation loss that end the training"),
+    "seed": (0, "seed of the weights and of the order of windows"),
 }
-# Transformers and lm-eval make the help of these commands; `argparse` alone makes the help of the others.
-OTHER_PARSERS = {"serve", "chat", "lm-eval"}
+
+
+def forecast_options(parser: argparse.ArgumentParser) -> None:
+    """Trains a Titans on the time series of a CSV file, or loads it, and writes the values that follow.
+
+        titans-hf forecast load.csv --horizon 96 --output runs/load
+        titans-hf forecast load-of-today.csv --model runs/load --output runs/load-of-today
+
+    The file has a column of dates and one for each channel. The values are written to forecast.csv, in the units of
+    the file, and drawn in forecast.png. The last rows of a file that a model is trained on choose its weights
+    (--validation).
+    """
+    parser.add_argument("data", type=Path, metavar="DATA.csv", help="a column of dates, and one for each channel")
+    parser.add_argument("--output", type=Path, required=True, help="folder of forecast.csv, the picture and the model")
+    parser.add_argument("--horizon", type=int, help="rows to forecast; default with --model: as in training")
+    parser.add_argument("--model", type=Path, help="folder of a model of this command: nothing is trained")
+    parser.add_argument("--time_column", help="name of the column of dates; default: the first column")
+    parser.add_argument("--date_format", help="format of the dates, such as %%d/%%m/%%Y, or s, ms, ... since 1970")
+    training = parser.add_argument_group("training (not with --model)")
+    for name, (default, text) in FORECAST_TRAINING.items():
+        choices = ("mse", "mae") if name == "loss" else None
+        training.add_argument(f"--{name}", type=type(default), default=default, choices=choices, help=text)
+
+
+def demo_options(parser: argparse.ArgumentParser) -> None:
+    """Trains two small models on key-value recall within minutes, then asks both at growing distances.
+
+    Both get "k1 v1 ... k6 v6 filler k?" and have to answer the v that came with that k. They are trained with at
+    most 16 tokens of filler and asked with up to 1024, through `generate()`. The Titans stores the pairs in the
+    weights of its memory (the default variant, LMM, has no attention); the Transformer (Mistral) has a sliding
+    window only. The symbols are words, so that people can ask the saved model themselves: keys are names, values
+    cities.
+    """
+    parser.add_argument(
+        "--variant",
+        choices=("mac", "mag", "mal", "lmm"),
+        default="lmm",
+        help="the model's variant; lmm has no attention",
+    )
+    parser.add_argument("--steps", type=int, default=600, help="optimizer steps of 32 sequences")
+    parser.add_argument("--questions", type=int, default=128, help="sequences asked per distance")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights, the training texts and the questions")
+    parser.add_argument(
+        "--output_dir", type=Path, default=Path("runs/demo"), help="folder of the models, the figures and the plot"
+    )
+
+
+# By name: the module whose `main()` a command runs, a summary, the extra of the wheel that it needs, and its options;
+# None where transformers and lm-eval parse them.
+COMMANDS = {
+    "train": ("titans_hf.cli.train", "train or fine-tune a causal language model", "train", train_options),
+    "fit": ("titans_hf.cli.fit", "fit a memory to texts, for any causal language model", None, fit_options),
+    "merge": ("titans_hf.cli.merge", "merge a LoRA adapter into its model", "finetune", merge_options),
+    "read": ("titans_hf.cli.read", "read texts into a memory and save it", "train", read_options),
+    "ask": ("titans_hf.cli.ask", "answer prompts from a saved memory", "train", ask_options),
+    "surprise": ("titans_hf.cli.surprise", "show how much each word changed the memory", "train", surprise_options),
+    "serve": (TRANSFORMERS_CLI, "serve a checkpoint over HTTP, with OpenAI's API", "serve", None),
+    "chat": (TRANSFORMERS_CLI, "chat with a served checkpoint", "serve", None),
+    "forecast": ("titans_hf.cli.forecast", "forecast the time series of a CSV file", "train", forecast_options),
+    "lm-eval": ("titans_hf.cli.lm_eval_command", "run lm-eval's own command line, for any task", "eval", None),
+    "demo": ("titans_hf.cli.demo", "train two small models and compare their recall", "demo", demo_options),
+}
+
+
+def parse(name: str, argv: list[str] | None) -> argparse.Namespace:
+    """Parses the arguments of a command, None for those of `sys.argv`."""
+    options = COMMANDS[name][3]
+    parser = argparse.ArgumentParser(description=inspect.cleandoc(options.__doc__), formatter_class=HelpFormatter)
+    options(parser)
+    return parser.parse_args(argv)
 
 
 def usage() -> str:
     """Returns the help of `titans-hf`."""
-    rows = "\n".join(f"  {name:<12}{summary}" for name, (_, summary, _) in COMMANDS.items())
+    rows = "\n".join(f"  {name:<12}{summary}" for name, (_, summary, *_) in COMMANDS.items())
     return (
         f"usage: titans-hf COMMAND [options]\n\ncommands:\n{rows}\n\n"
         "titans-hf COMMAND --help shows the options of a command, titans-hf --version the version.\n"
@@ -52,46 +327,20 @@ def main() -> None:
     elif name == "--version":
         print(f"titans-hf {version('titans-hf')}")
     elif name in COMMANDS:
-        if sys.argv[2:] in (["-h"], ["--help"]) and name not in OTHER_PARSERS and "titans_hf" not in sys.modules:
-            show_help(name)
+        module, *_, options = COMMANDS[name]
+        # transformers' command line parses `serve` and `chat` itself; the others parse the arguments after their name.
+        sys.argv[:2] = ["titans-hf", name] if module == TRANSFORMERS_CLI else [f"titans-hf {name}"]
+        if options is not None and {"-h", "--help"} & {*sys.argv[1:]}:
+            parse(name, ["--help"])
         import_module("titans_hf.cli.shared.command_line").run_command(partial(_run, name))
     else:
         print(f"titans-hf: error: there is no command {name}, only {', '.join(COMMANDS)}", file=sys.stderr)
         raise SystemExit(2)
 
 
-class _StandardLibraryAlone(MetaPathFinder):
-    """Refuses to import anything but the standard library and the package's own modules."""
-
-    def find_spec(self, fullname, path=None, target=None):
-        if fullname.partition(".")[0] not in {"titans_hf", *sys.stdlib_module_names}:
-            raise ModuleNotFoundError(f"{fullname} is not needed for help", name=fullname)
-
-
-def show_help(name: str) -> None:
-    """Shows a command's help without importing torch and transformers, which takes seconds, and exits.
-
-    A command parses its arguments before anything else. So its module is run without the statements that need other
-    packages, and its `main` ends when its parser has shown the help.
-    """
-    sys.meta_path.insert(0, _StandardLibraryAlone())
-    sys.modules["titans_hf"] = module_from_spec(find_spec("titans_hf"))  # without running its __init__
-    sys.argv = [f"titans-hf {name}", "--help"]
-    spec = find_spec(COMMANDS[name][0])
-    tree = ast.parse(spec.loader.get_source(spec.name))
-    module = {"__name__": spec.name, "__doc__": ast.get_docstring(tree, clean=False)}
-    for statement in tree.body:
-        code = ast.Module([statement], type_ignores=[])
-        with suppress(ImportError, NameError):
-            exec(compile(code, spec.origin, "exec", __future__.annotations.compiler_flag), module)
-    module["main"]()
-
-
 def _run(name: str) -> None:
     """Imports the command's module and runs its `main`. Raises ModuleNotFoundError that names the extra to install."""
-    module, _, extra = COMMANDS[name]
-    # transformers' command line parses `serve` and `chat` itself; the others parse the arguments after their own name.
-    sys.argv[:2] = ["titans-hf", name] if module == TRANSFORMERS_CLI else [f"titans-hf {name}"]
+    module, _, extra, _ = COMMANDS[name]
     try:
         main = import_module(module).main
     except ModuleNotFoundError as error:

@@ -14,7 +14,7 @@ from transformers import set_seed
 from eval.common.compared_models import parse_settings
 from eval.common.records import FILE, Record, append_record, describe_commit, file_of, find_finished, read_records
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
-from titans_hf.cli.shared.command_line import HelpFormatter
+from titans_hf_console import HelpFormatter
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import venv
 import zipfile
-from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 
@@ -23,12 +22,11 @@ def call(monkeypatch, *arguments) -> None:
     console.main()
 
 
-@pytest.mark.parametrize("name", [None, *sorted(console.COMMANDS.keys() - console.OTHER_PARSERS)])
-def test_help_imports_no_model(name, monkeypatch, capsys):
-    """`titans-hf` alone lists every command. This list, and the help of a command that `argparse` alone parses, need no
-    other package for the same text.
+@pytest.mark.parametrize("name", [None, *sorted(name for name, (*_, options) in console.COMMANDS.items() if options)])
+def test_help_imports_no_model(name):
+    """`titans-hf` alone lists every command. This list, and the help of a command whose options are ours, need no other
+    package.
     """
-    monkeypatch.setenv("COLUMNS", "100")
     arguments = [] if name is None else [name, "--help"]
     code = (
         f"import sys; sys.argv = ['titans-hf', *{arguments}]\n"
@@ -38,10 +36,7 @@ def test_help_imports_no_model(name, monkeypatch, capsys):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert name or all(f"\n  {command} " in done.stdout for command in console.COMMANDS)
-    with pytest.raises(SystemExit) if name else nullcontext():
-        call(monkeypatch, *arguments)
-    assert capsys.readouterr().out == done.stdout
+    assert all(f"\n  {x}" in done.stdout for x in (["-h, --help"] if name else console.COMMANDS))
 
 
 @in_one_test("name", console.COMMANDS)

@@ -46,7 +46,7 @@ def test_commands_read_the_same_texts(paths, capsys):
     (paths.texts / "notes.md").write_bytes("eins\r\nzwei\r\n\r\ndrei\r".encode("utf-8-sig"))
     for name in ("README.md", "code.py"):
         (paths.texts / name).write_text("not a text")
-    taken = read.list_texts([str(paths.texts)], read.TEXT_SUFFIXES)
+    taken = read.list_texts([str(paths.texts)], (".txt", ".md"))
     said = capsys.readouterr().err.replace(" (--suffixes sets which endings are read)", "")
     assert said.endswith("(.md, .txt); left out: README.md, code.py\n")
     assert [path.name for path in read.list_texts([str(paths.texts)], [".py"])] == ["code.py"]

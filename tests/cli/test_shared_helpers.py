@@ -12,9 +12,10 @@ from tqdm.auto import tqdm as auto_tqdm
 from titans_hf.cli.shared import command_line
 from titans_hf.cli.shared.argument_checks import check_minimums
 from titans_hf.cli.shared.checkpoints import load_config, load_tokenizer
-from titans_hf.cli.shared.command_line import HelpFormatter, run_command
+from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.shared.markdown_tables import markdown_table
 from titans_hf.cli.shared.text_files import describe_files, find_files
+from titans_hf_console import HelpFormatter
 
 
 def test_a_cell_stays_within_its_row_and_column():

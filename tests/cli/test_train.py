@@ -10,8 +10,8 @@ from tiny_run import LAUNCH, LLAMA, SHORT, TITANS, losses
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from titans_hf.cli import train
-from titans_hf.cli.training.arguments import RunArguments
 from titans_hf.cli.training.data import load_splits, make_blocks
+from titans_hf_console import RunArguments
 
 pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
 

@@ -11,7 +11,6 @@ from tiny_run import real_tokens
 from transformers import ByT5Tokenizer
 
 from titans_hf.cli import train
-from titans_hf.cli.training.arguments import RunArguments
 from titans_hf.cli.training.data import (
     PackedBlocks,
     RepeatedPassages,
@@ -23,6 +22,7 @@ from titans_hf.cli.training.data import (
     make_blocks,
 )
 from titans_hf.cli.training.tokenizer import byte_tokenizer, is_byte_tokenizer, load_tokenizer
+from titans_hf_console import RunArguments
 
 pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
 

@@ -13,9 +13,9 @@ from tiny_run import SHORT, TITANS, real_tokens
 
 from titans_hf.cli import train
 from titans_hf.cli.training import data
-from titans_hf.cli.training.arguments import RunArguments
 from titans_hf.cli.training.data import load_blocks, load_splits, make_blocks
 from titans_hf.cli.training.tokenizer import byte_tokenizer, load_tokenizer
+from titans_hf_console import RunArguments
 
 pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
 

@@ -9,10 +9,10 @@ from covering import in_one_test
 from tiny_run import LLAMA, TITANS
 
 from titans_hf.cli import train
-from titans_hf.cli.training.arguments import RunArguments
 from titans_hf.cli.training.model import load_config
 from titans_hf.cli.training.tokenizer import byte_tokenizer
 from titans_hf.cli.training.trainer_arguments import make_parser
+from titans_hf_console import RunArguments
 
 pytestmark = pytest.mark.usefixtures("own_cache_and_no_network")
 
@@ -32,15 +32,6 @@ def test_tokens_per_step(options, given, accumulated):
     run, training = make_parser().parse_args_into_dataclasses(options(**given))
     train.check_arguments(run, training)
     assert training.gradient_accumulation_steps == accumulated
-
-
-def test_help_of_all_options(capsys):
-    """--help has the command's own options, --help_all those of TrainingArguments too."""
-    for option, has_all in (("--help", False), ("--help_all", True)):
-        with pytest.raises(SystemExit) as ended:
-            train.main([option])
-        text = capsys.readouterr().out
-        assert not ended.value.code and "--block_length" in text and ("--torch_compile_backend" in text) == has_all
 
 
 def test_an_error_of_arguments_is_two_lines(capsys):

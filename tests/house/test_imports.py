@@ -1,4 +1,4 @@
-"""Imports go down only: scripts, benchmarks (eval), the console, commands (titans_hf.cli), `remember`, the model."""
+"""Imports go down only: scripts, benchmarks (eval), commands (titans_hf.cli), the console, `remember`, the model."""
 
 import ast
 import inspect
@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2]
 LAYERS = {
     "titans_hf": "src/titans_hf/*.py",
     "titans_hf.remember": "src/titans_hf/remember",
-    "titans_hf.cli": "src/titans_hf/cli",
     "titans_hf_console": "src/*.py",
+    "titans_hf.cli": "src/titans_hf/cli",
     "eval": "eval",
     "scripts": "scripts",
 }

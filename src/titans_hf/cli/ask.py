@@ -1,26 +1,19 @@
-"""Answers prompts from a memory saved by titans-hf read, without reading the texts again.
-
-    titans-hf ask MODEL --memory DIR --prompt "The key was" --prompt "The door was"
-    titans-hf ask MODEL --memory DIR     # asks for prompts, until an empty line
-
-Every prompt is continued from the saved memory, which does not change. With --keep, each prompt and its answer are read
-into the memory, which is then saved.
-"""
+"""Answers prompts from a memory saved by titans-hf read, without reading the texts again."""
 
 import argparse
 import copy
 import sys
-from pathlib import Path
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from titans_hf.cache_files import read_description
-from titans_hf.cli.shared.argument_checks import add_model_options, check_minimums
-from titans_hf.cli.shared.command_line import HelpFormatter, run_command
+from titans_hf.cli.shared.argument_checks import check_minimums
+from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.shared.memories import AnyCache, fingerprint_for_memories, load_cache, load_with_memory
 from titans_hf.cli.shared.text_ids import decode_answer, encode, pad_left
+from titans_hf_console import parse as parse_options
 
 
 def answer(
@@ -70,16 +63,7 @@ def learn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: Any
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add_model_options(parser)
-    parser.add_argument("--memory", type=Path, required=True, help="the folder that titans-hf read has saved to")
-    parser.add_argument("--prompt", action="append", help="a text to be continued; may be given several times")
-    parser.add_argument("--show_passage", action="store_true", help="show what was read again for each prompt")
-    parser.add_argument("--keep", action="store_true", help="prompts and answers become part of the saved memory")
-    parser.add_argument("--max_new_tokens", type=int, default=64, help="the longest answer, in tokens")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 for the most probable token")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the draws with a --temperature above 0")
-    args = parser.parse_args(argv)
+    args = parse_options("ask", argv)
     if args.prompt is not None and not all(args.prompt):
         raise ValueError("--prompt is empty")
     check_minimums(args, max_new_tokens=1, temperature=0, seed=0)

@@ -1,10 +1,4 @@
-"""Trains two small models on key-value recall within minutes, then asks both at growing distances.
-
-Both get "k1 v1 ... k6 v6 filler k?" and have to answer the v that came with that k. They are trained with at most 16
-tokens of filler and asked with up to 1024, through `generate()`. The Titans stores the pairs in the weights of its
-memory (the default variant, LMM, has no attention); the Transformer (Mistral) has a sliding window only. The symbols
-are words, so that people can ask the saved model themselves: keys are names, values cities.
-"""
+"""Trains two small models on key-value recall within minutes, then asks both at growing distances."""
 
 import argparse
 import json
@@ -28,8 +22,9 @@ from transformers.utils import logging
 
 import titans_hf
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
-from titans_hf.cli.shared.command_line import HelpFormatter, run_command
+from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.shared.figures import save_figure
+from titans_hf_console import parse
 
 NAMES = """Ada Ben Cleo Dan Eve Finn Gus Hugo Ida Jon Kim Lea Max Nora Otto Pia Quin Rosa Sam Tom Uma Vera Will Xenia
     Yuri Zoe Anna Bob Carl Dora Emil Fay""".split()
@@ -143,20 +138,7 @@ def train_and_ask(args: argparse.Namespace) -> tuple[dict[str, list[float]], dic
 
 
 def main(argv: list[str] | None = None) -> dict[str, list[float]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    parser.add_argument(
-        "--variant",
-        choices=("mac", "mag", "mal", "lmm"),
-        default="lmm",
-        help="the model's variant; lmm has no attention",
-    )
-    parser.add_argument("--steps", type=int, default=600, help="optimizer steps of 32 sequences")
-    parser.add_argument("--questions", type=int, default=128, help="sequences asked per distance")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the weights, the training texts and the questions")
-    parser.add_argument(
-        "--output_dir", type=Path, default=Path("runs/demo"), help="folder of the models, the figures and the plot"
-    )
-    args = parser.parse_args(argv)
+    args = parse("demo", argv)
     check_minimums(args, steps=1, questions=1, seed=0)
     check_folder(args.output_dir, "--output_dir")
     logging.set_verbosity_error()

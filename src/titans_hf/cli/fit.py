@@ -1,11 +1,4 @@
-"""Fits a memory to texts for any causal language model: no weight of the model is trained.
-
-titans-hf fit HuggingFaceTB/SmolLM2-135M-Instruct --text books/ --output my-adapter
-
-The output is an adapter of 1 to 3 MB, which `remember`, `AutoModelForCausalLM` and the other commands load with its
-model. Texts of the kind that the model is to read serve best. After an interruption, the same command continues.
---tokens 8000 is a fit of minutes.
-"""
+"""Fits a memory to texts for any causal language model: no weight of the model is trained."""
 
 import argparse
 import random
@@ -21,12 +14,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from titans_hf import MemoryCache, forget, remember, save_adapter
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
 from titans_hf.cli.shared.checkpoints import load_config, load_model, load_tokenizer
-from titans_hf.cli.shared.command_line import HelpFormatter, run_command
+from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.shared.devices import choose_device
 from titans_hf.cli.shared.text_files import describe_files, find_files, read_text
 from titans_hf.cli.shared.text_ids import encode
 from titans_hf.remember.fit import FitResult, fit_memory, num_readings
 from titans_hf.remember.fit.fit_list import Gains
+from titans_hf_console import parse as parse_options
 
 LETTERS_AT_ONCE = 2_000_000  # that are tokenized
 TIMED = 129  # tokens by which the time is estimated
@@ -94,20 +88,7 @@ def report(result: FitResult) -> str:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    parser.add_argument("model", metavar="MODEL", help="a causal language model: a folder or a name on the Hub")
-    parser.add_argument("--text", nargs="+", required=True, help="files, or folders of files, to fit the memory to")
-    parser.add_argument("--output", type=Path, required=True, help="a new folder for the adapter")
-    window = "tokens that a token attends to, itself included (default: 1024; a Titans has its own)"
-    parser.add_argument("--window", type=int, help=window)
-    parser.add_argument("--tokens", type=int, default=90_000, help="tokens of text to read, from all files together")
-    parser.add_argument("--length", type=int, default=6144, help="tokens of a text's part, which is read by itself")
-    parser.add_argument("--rank", type=int, default=8, help="rank of the fast weights")
-    parser.add_argument("--entries", type=int, default=5400, help="entries of the list of surprising tokens")
-    parser.add_argument("--licence", help="the adapter's licence, for its card, such as apache-2.0")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the parts and of the fit")
-    parser.add_argument("--device", help="cpu, cuda, ... (default: the GPU if there is one)")
-    args = parser.parse_args(argv)
+    args = parse_options("fit", argv)
     check_minimums(args, tokens=2, length=2, window=2, rank=1, entries=1)
     if args.output.exists():
         raise ValueError(f"--output {args.output} exists: give the name of a new folder")

@@ -1,11 +1,4 @@
-"""Trains a Titans on the time series of a CSV file, or loads it, and writes the values that follow.
-
-    titans-hf forecast load.csv --horizon 96 --output runs/load
-    titans-hf forecast load-of-today.csv --model runs/load --output runs/load-of-today
-
-The file has a column of dates and one for each channel. The values are written to forecast.csv, in the units of the
-file, and drawn in forecast.png. The last rows of a file that a model is trained on choose its weights (--validation).
-"""
+"""Trains a Titans on the time series of a CSV file, or loads it, and writes the values that follow."""
 
 import argparse
 import json
@@ -21,7 +14,7 @@ from transformers import set_seed
 from titans_hf import TitansForTimeSeriesPrediction, TitansTimeSeriesConfig
 from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
 from titans_hf.cli.shared.checkpoints import load_config, loading_weights
-from titans_hf.cli.shared.command_line import HelpFormatter, run_command
+from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.shared.fitting import fit_forecaster
 from titans_hf.cli.shared.markdown_tables import markdown_table
 from titans_hf.cli.shared.time_series import (
@@ -33,39 +26,12 @@ from titans_hf.cli.shared.time_series import (
     steps_between,
     uneven_step,
 )
+from titans_hf_console import FORECAST_TRAINING, parse
 
 TABLE, PICTURE = "forecast.csv", "forecast.png"
 FACTS = "series.json"  # beside a model: facts of its training data
-TRAINING = {  # options: their defaults and helps
-    "look_back": (96, "rows that a forecast reads, a multiple of 8"),
-    "cycle_length": (0, "rows of a cycle, such as 24 for hourly rows; 0: none"),
-    "loss": ("mse", "mse, the squared error, or mae, the absolute error"),
-    "validation": (0.2, "share of the rows, at the end, that chooses the weights"),
-    "learning_rate": (3e-3, "AdamW's learning rate at first; it falls to 0 as a cosine"),
-    "batch_size": (32, "windows of a training step, and of a step of the evaluation; each has all columns"),
-    "max_steps": (1000, "training steps at most"),
-    "eval_steps": (100, "training steps between two evaluations"),
-    "patience": (3, "evaluations without a lower validation loss that end the training"),
-    "seed": (0, "seed of the weights and of the order of windows"),
-}
 SPANS = {"1D": "day", "7D": "week"}
 MOST_PANELS = 8  # channels that are drawn
-
-
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parses the command line, without checking whether the values are possible."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    parser.add_argument("data", type=Path, metavar="DATA.csv", help="a column of dates, and one for each channel")
-    parser.add_argument("--output", type=Path, required=True, help="folder of forecast.csv, the picture and the model")
-    parser.add_argument("--horizon", type=int, help="rows to forecast; default with --model: as in training")
-    parser.add_argument("--model", type=Path, help="folder of a model of this command: nothing is trained")
-    parser.add_argument("--time_column", help="name of the column of dates; default: the first column")
-    parser.add_argument("--date_format", help="format of the dates, such as %%d/%%m/%%Y, or s, ms, ... since 1970")
-    training = parser.add_argument_group("training (not with --model)")
-    for name, (default, text) in TRAINING.items():
-        choices = ("mse", "mae") if name == "loss" else None
-        training.add_argument(f"--{name}", type=type(default), default=default, choices=choices, help=text)
-    return parser.parse_args(argv)
 
 
 def check_args(args: argparse.Namespace) -> None:
@@ -76,7 +42,7 @@ def check_args(args: argparse.Namespace) -> None:
     if args.data.resolve() == (args.output / TABLE).resolve():
         raise ValueError(f"--output {args.output}: DATA {args.data} lies there, and would be written over")
     if args.model is not None:
-        given = [name for name, (default, _) in TRAINING.items() if getattr(args, name) != default]
+        given = [name for name, (default, _) in FORECAST_TRAINING.items() if getattr(args, name) != default]
         if given:
             raise ValueError(
                 f"--{given[0]} is an option of training, but --model {args.model} is already trained: leave one out"
@@ -159,7 +125,7 @@ def train(args: argparse.Namespace, series: pd.DataFrame) -> tuple[TitansForTime
         "last_time": str(series.index[-1]),
         "rows": [len(training.rows), len(validation.rows)],
         "best_step": trainer.state.best_global_step,
-        "options": {name: getattr(args, name) for name in ("horizon", *TRAINING)},
+        "options": {name: getattr(args, name) for name in ("horizon", *FORECAST_TRAINING)},
     }
     model.save_pretrained(args.output)
     (args.output / FACTS).write_text(json.dumps(facts) + "\n", encoding="utf-8")
@@ -247,7 +213,7 @@ def draw(future: pd.DataFrame, before: pd.DataFrame | None, series: pd.DataFrame
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse_args(argv)
+    args = parse("forecast", argv)
     check_args(args)
     series = read_series(args.data, args.time_column, args.date_format)
     if args.model is None:

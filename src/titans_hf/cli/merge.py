@@ -1,9 +1,5 @@
-"""Merges an adapter (LoRA) into the weights of the model that it was trained on, and saves model and tokenizer.
+"""Merges an adapter (LoRA) into the weights of the model that it was trained on, and saves model and tokenizer."""
 
-titans-hf merge runs/tiny-mag-lora runs/tiny-mag-merged
-"""
-
-import argparse
 from pathlib import Path
 
 import torch
@@ -19,6 +15,7 @@ from titans_hf.cli.shared.checkpoints import (
     loading_weights,
 )
 from titans_hf.cli.shared.command_line import run_command
+from titans_hf_console import parse
 
 
 def base_model(adapter: Path) -> str:
@@ -69,10 +66,7 @@ def merge_adapter(adapted: PeftModel) -> PreTrainedModel:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("adapter", type=Path, help="the folder of the adapter, which names its model")
-    parser.add_argument("output", type=Path, help="a new folder for the merged model")
-    args = parser.parse_args(argv)
+    args = parse("merge", argv)
     if not (args.adapter / "adapter_config.json").is_file():
         raise ValueError(f"ADAPTER {args.adapter} is not an adapter's folder: it has no adapter_config.json")
     if args.output.exists():

@@ -1,16 +1,5 @@
-"""Reads any amount of text into a memory, for titans-hf ask to answer from.
+"""Reads any amount of text into a memory, for titans-hf ask to answer from."""
 
-    titans-hf read MODEL TEXT... --memory DIR
-
-TEXT is a file, a folder or - for standard input. In a folder and its subfolders the files with one of --suffixes are
-read, sorted by path. A README.md is read only if there is no other file. Every text is tokenized by itself; a line end
-comes before each text but the first. The memory is saved every --save_seconds. After an interruption, the same command
-checks that the texts are the same and resumes from the last save; further texts may be given at the end. With --append,
-TEXT is read after all texts that the memory has read. A repeated --append goes on where it ended, and reads nothing if
-it was complete. A memory contains the texts that it has read: treat it like the texts themselves.
-"""
-
-import argparse
 import hashlib
 import sys
 import time
@@ -24,11 +13,12 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from titans_hf.cache_files import DESCRIPTION
-from titans_hf.cli.shared.argument_checks import add_model_options, check_folder, check_minimums
-from titans_hf.cli.shared.command_line import HelpFormatter, run_command
+from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
+from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.shared.memories import AnyCache, fingerprint_for_memories, load_cache, load_with_memory, new_cache
-from titans_hf.cli.shared.text_files import TEXT_SUFFIXES, describe_files, find_files, read_text
+from titans_hf.cli.shared.text_files import describe_files, find_files, read_text
 from titans_hf.cli.shared.text_ids import encode
+from titans_hf_console import parse
 
 
 def list_texts(texts: list[str], suffixes: list[str]) -> list[Path]:
@@ -123,23 +113,10 @@ def num_listed(cache: AnyCache) -> int | None:
     return int(cache.seen[0] - positions[0, 0])
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add_model_options(parser)
-    parser.add_argument("texts", metavar="TEXT", nargs="+", help="a file, a folder, or - for standard input")
-    parser.add_argument("--memory", type=Path, required=True, help="the folder to save to, and to resume from")
-    parser.add_argument("--suffixes", nargs="+", default=TEXT_SUFFIXES, help="endings of a folder's files to read")
-    parser.add_argument("--save_seconds", type=float, default=60, help="seconds between two saves")
-    parser.add_argument("--piece", type=int, default=4096, help="tokens read at once; fewer need less working memory")
-    parser.add_argument("--append", action="store_true", help="read TEXT after all texts that the memory has read")
-    args = parser.parse_args(argv)
+def main(argv: list[str] | None = None) -> Reading:
+    args = parse("read", argv)
     check_minimums(args, save_seconds=0, piece=1)
     check_folder(args.memory, "--memory")
-    return args
-
-
-def main(argv: list[str] | None = None) -> Reading:
-    args = parse(argv)
     texts = [read_text(file, "TEXT") for file in list_texts(args.texts, args.suffixes)]
     if not any(texts):
         raise ValueError(f"TEXT {' '.join(args.texts)} holds no text")

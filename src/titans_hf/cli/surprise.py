@@ -1,14 +1,5 @@
-"""Draws the memory's surprise at each token of a text: surprise.png.
+"""Draws the memory's surprise at each token of a text: surprise.png."""
 
-    titans-hf surprise MODEL TEXT --output DIR
-
-TEXT is a file, or - for standard input. For a Titans, the picture shows by layer and token the norm of the gradient by
-which the memory learns a token (its surprise; paper, eq. 12), and the gates of that update: theta (learning rate), eta
-(momentum decay, 0 without momentum), alpha (forgetting rate). Any other model gets a memory. Its surprise is the loss
-of a token; the memory's gain is the loss with learning off minus this loss.
-"""
-
-import argparse
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +8,12 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from titans_hf.cli.shared.argument_checks import add_model_options, check_folder, check_minimums
-from titans_hf.cli.shared.command_line import HelpFormatter, run_command
+from titans_hf.cli.shared.argument_checks import check_folder, check_minimums
+from titans_hf.cli.shared.command_line import run_command
 from titans_hf.cli.shared.memories import load_with_memory, new_cache
 from titans_hf.cli.shared.text_files import read_text
 from titans_hf.cli.shared.text_ids import encode
+from titans_hf_console import parse
 
 TOKENS_OF_A_CALL = 2048
 WHOLE_MODEL = "whole model"  # the row of a model other than a Titans
@@ -101,12 +93,7 @@ def draw(path: Path, title: str, values: np.ndarray, is_titans: bool) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add_model_options(parser)
-    parser.add_argument("text", metavar="TEXT", help="a file, or - for standard input")
-    parser.add_argument("--output", type=Path, required=True, help="the folder for surprise.png")
-    parser.add_argument("--max_tokens", type=int, default=20_000, help="the longest text that is drawn")
-    args = parser.parse_args(argv)
+    args = parse("surprise", argv)
     check_minimums(args, max_tokens=1)
     check_folder(args.output, "--output")
     text = read_text(Path(args.text), "TEXT")

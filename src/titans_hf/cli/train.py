@@ -1,11 +1,4 @@
-"""Trains or fine-tunes a causal language model: Titans, or any other model type that transformers knows.
-
-    titans-hf train --config tiny-mag --tokenizer bytes --train_data FOLDER --output_dir runs/tiny
-    titans-hf train --model_name_or_path runs/tiny --train_data FILE.jsonl --output_dir runs/tuned
-
-Every option of transformers' TrainingArguments can be given too. Learning rate, schedule, weight decay and tokens per
-step are by default as in the Titans paper (arXiv 2501.00663, first version, section 5.1).
-"""
+"""Trains or fine-tunes a causal language model: Titans, or any other model type that transformers knows."""
 
 import gc
 import math
@@ -31,13 +24,13 @@ import titans_hf  # noqa: F401  registers the model type "titans"
 from titans_hf.cli.shared import checkpoints
 from titans_hf.cli.shared.argument_checks import check_minimums
 from titans_hf.cli.shared.command_line import run_command
-from titans_hf.cli.training.arguments import RunArguments, show_help
 from titans_hf.cli.training.checkpoints import RunFacts, find_checkpoint, how_to_go_on
 from titans_hf.cli.training.data import Blocks, PackedBlocks, RepeatedPassages, collate, load_blocks
 from titans_hf.cli.training.model import freeze_all_but_memory, load_config
 from titans_hf.cli.training.run_folder import CardTrainer, describe, save_results
 from titans_hf.cli.training.tokenizer import load_tokenizer
 from titans_hf.cli.training.trainer_arguments import TrainingArguments, make_parser
+from titans_hf_console import RunArguments
 
 
 class TimeLimit(TrainerCallback):
@@ -149,7 +142,6 @@ def train(argv: list[str] | None) -> dict[str, float]:
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Trains and saves the model; returns its metrics."""
-    show_help(__doc__, argv)
     metrics = train(argv)
     # A process that exits while connected may abort. The model's wrapper goes first: if its reference to the group
     # were the last one, the group would hold Python's lock, and wait for ever for a thread of Gloo that wants the lock.

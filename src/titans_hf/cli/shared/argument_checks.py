@@ -5,17 +5,6 @@ from pathlib import Path
 from typing import Any
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Adds MODEL, --adapter, --window and --device to a command that reads with a memory."""
-    text = "a Titans, any causal language model, or an adapter of `titans-hf fit`: a folder or a name on the Hub"
-    parser.add_argument("model", metavar="MODEL", help=text)
-    parser.add_argument("--adapter", help="for a MODEL other than a Titans: the fitted memory, a folder or a name")
-    parser.add_argument(
-        "--window", type=int, help="for a MODEL other than Titans: tokens of attention (default: the adapter's, or all)"
-    )
-    parser.add_argument("--device", help="cpu, cuda, ... (default: the GPU if there is one)")
-
-
 def check_minimums(args: argparse.Namespace | Any, **minimums: float) -> None:
     """Raises ValueError for an option that has a value below its minimum, or nan. An option that was not given (None)
     is not checked.

@@ -1,6 +1,5 @@
 """Runs a command so that bad input ends in one line on standard error."""
 
-import argparse
 import os
 import sys
 from collections.abc import Callable
@@ -9,14 +8,6 @@ from pathlib import Path
 
 DEBUG = "TITANS_HF_DEBUG"
 LINE_SECONDS = 60  # between two lines of a progress bar in a log file
-
-
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows a description as it is written, and the default of every option that has one."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        without = action.default is None or action.default is False
-        return action.help if without else super()._get_help_string(action)
 
 
 def quieten_progress() -> None:
@@ -40,7 +31,7 @@ def run_command(main: Callable[[], object]) -> None:
     Caught are ValueError, OSError, damaged weights and missing packages. With the environment variable
     TITANS_HF_DEBUG=1 the traceback is shown instead. Ctrl-C exits with status 130.
     """
-    from safetensors import SafetensorError  # here, because help needs the standard library alone
+    from safetensors import SafetensorError
 
     quieten_progress()
     try:

@@ -18,7 +18,7 @@ AnyCache = TitansCache | MemoryCache
 def load_with_memory(
     args: argparse.Namespace, memory: tuple[str, ...] | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Loads the model that the options of `add_model_options` name, with a memory, and its tokenizer.
+    """Loads the model that the command's options name, with a memory, and its tokenizer.
 
     memory: the parts without an adapter, by default those of `remember`.
 

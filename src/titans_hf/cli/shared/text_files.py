@@ -4,7 +4,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-TEXT_SUFFIXES = (".txt", ".md")
+from titans_hf_console import TEXT_SUFFIXES
+
 NAMED = 5  # files left out that are named; further files are only counted
 
 

@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from titans_hf.cli.shared.hub import go_offline_without_network
 from titans_hf.cli.shared.text_files import describe_files, find_files, normalize_newlines
 from titans_hf.cli.shared.text_ids import encode
-from titans_hf.cli.training.arguments import RunArguments
 from titans_hf.cli.training.tokenizer import FIRST_BYTE, is_byte_tokenizer
+from titans_hf_console import RunArguments
 
 # A document at a time: the builder of `datasets` would otherwise hold a thousand of them before it writes any.
 # A byte order mark at the beginning of a text is not part of it.

@@ -9,7 +9,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from titans_hf.cli.shared import checkpoints
-from titans_hf.cli.training.arguments import RunArguments
+from titans_hf_console import RunArguments
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 PYTHON_WORDS = {"True": True, "False": False, "None": None}

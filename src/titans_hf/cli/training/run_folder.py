@@ -11,11 +11,11 @@ from matplotlib.figure import Figure
 from transformers import Trainer
 
 from titans_hf.cli.shared.figures import save_figure
-from titans_hf.cli.training.arguments import RunArguments
 from titans_hf.cli.training.checkpoints import RECORD
 from titans_hf.cli.training.data import Blocks, count_tokens
 from titans_hf.cli.training.model_card import LOSSES, fill_card
 from titans_hf.cli.training.trainer_arguments import TrainingArguments
+from titans_hf_console import RunArguments
 
 
 class CardTrainer(Trainer):

@@ -8,7 +8,7 @@ import transformers
 from transformers import HfArgumentParser
 from transformers.utils import is_torch_bf16_gpu_available
 
-from titans_hf.cli.training.arguments import OURS, PAPER, USAGE, RunArguments
+from titans_hf_console import OURS, PAPER, TRAIN_USAGE, RunArguments
 
 
 @dataclass
@@ -25,7 +25,7 @@ class TrainingArguments(transformers.TrainingArguments):
 
 
 def make_parser() -> HfArgumentParser:
-    parser = HfArgumentParser((RunArguments, TrainingArguments), usage=USAGE)
+    parser = HfArgumentParser((RunArguments, TrainingArguments), usage=TRAIN_USAGE)
     parser.set_defaults(**PAPER, **OURS)
     parser.set_defaults(disable_tqdm=not sys.stderr.isatty())  # else a log file gets the bar with each line of losses
     parser.set_defaults(bf16=is_torch_bf16_gpu_available(), dataloader_pin_memory=torch.cuda.is_available())
