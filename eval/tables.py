@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 from eval.common.records import file_of, read_lines, read_records
-from eval.common.tables import report_of_rows
+from eval.common.tables import plot_runs, report_of_rows
 from titans_hf.cli.shared.command_line import run_command
 from titans_hf_console import HelpFormatter
 
@@ -30,6 +30,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--each_seed", action="store_true", help="each seed's result instead of their mean; not of DNA and forecasts"
     )
+    parser.add_argument("--plot", type=Path, help="a picture: a panel for each row, a line for each run")
     args = parser.parse_args(argv)
     file = file_of(args.runs)
     benchmark = next((run.get("benchmark") for run in (read_lines(file) if file.exists() else [])), None)
@@ -45,6 +46,9 @@ def main(argv: list[str] | None = None) -> None:
     else:
         report = report_of_rows(shown, args.baselines, args.each_seed)
     print("\n\n".join(report))
+    if args.plot:
+        order = args.rows or sorted(rows)
+        plot_runs(sorted(shown, key=lambda record: order.index(record["run"]["row"])), args.plot)
 
 
 if __name__ == "__main__":
