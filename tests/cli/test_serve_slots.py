@@ -4,17 +4,14 @@ import functools
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 from common import make_model
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from titans_hf.cli.serving.generation import ServedModel, ServerOptions
+from titans_hf.cli.serving.generation import ServedModel
 from titans_hf.cli.serving.requests import ServedRequest
-from titans_hf.cli.serving.server import make_own_folder
-from titans_hf.cli.serving.snapshots import Snapshots, kind_of_cache
 from titans_hf.remember import remember
 from titans_hf.remember.passages import Passages
 
@@ -34,7 +31,7 @@ def make_served(kind: str) -> tuple:
         learn_from = "all" if kind == "all" else "read"
         model = remember(LlamaForCausalLM(config).eval(), window, **parts, learn_from=learn_from)
     model.generation_config.eos_token_id = None
-    return model, ServedModel(model, ServerOptions(slots=8, snapshots=8))
+    return model, ServedModel(model, snapshots=8)
 
 
 def settings(number: int) -> GenerationConfig:
@@ -90,40 +87,3 @@ def test_a_failed_step():
     assert any(isinstance(x.exception(), MemoryError) for x in answers)
     failing.clear()
     assert served.generate(ServedRequest(), ids, settings(9)).equal(expected)
-
-
-@pytest.mark.parametrize("kind", ["mag", "read"])
-def test_a_snapshot_that_cannot_be_written_or_read(kind, tmp_path, monkeypatch):
-    """A full disk, a missing file and a damaged one cost their snapshot alone: its text is read anew."""
-    model, served = make_served(kind)
-    texts = torch.arange(2, 66).reshape(4, 16)
-    caches = []
-    for ids in texts:
-        caches.append(served.new_cache())
-        served._call(input_ids=ids[None], cache=caches[-1])
-
-    def known(number: int) -> int:
-        return kept.branch(ServedRequest(), torch.cat([texts[number], torch.tensor([5])]))[1]
-
-    kept, save = Snapshots(model, 1, tmp_path), kind_of_cache(model).save_pretrained
-    monkeypatch.setattr(kind_of_cache(model), "save_pretrained", lambda *args, **options: Path("/dev/full/x").stat())
-    for ids, cache in zip(texts[:2], caches, strict=False):
-        kept.keep((), ids, cache)
-    monkeypatch.setattr(kind_of_cache(model), "save_pretrained", save)
-    assert [known(i) for i in range(2)] == [0, 16]
-    for ids, cache in zip(texts[2:], caches[2:], strict=True):
-        kept.keep((), ids, cache)
-    (missing,), (damaged,) = (list(Path(x.folder.name).glob("*.safetensors")) for x in kept.kept[:2])
-    missing.unlink()
-    damaged.write_bytes(b"x" * 9)
-    assert [known(i) for i in range(1, 4)] == [0, 0, 16]
-    assert not list(tmp_path.glob("*/*.safetensors"))
-
-
-def test_folders_of_killed_servers(tmp_path):
-    """A server removes the snapshots of servers that were killed, whose lock nobody holds, and no others."""
-    (killed, lock), (running, _lock) = make_own_folder(tmp_path), make_own_folder(tmp_path)
-    assert killed.exists()
-    lock.release()
-    new, _own = make_own_folder(tmp_path)
-    assert {*tmp_path.iterdir()} == {running, new}

@@ -13,8 +13,7 @@ from collections.abc import AsyncIterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from math import inf
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import regex
 import torch
@@ -37,21 +36,11 @@ MOST_STOPS, MOST_STOP_LETTERS = 16, 512  # transformers compares each letter wit
 TOKENS_OF_A_CALL = 1024  # of a prompt, between the steps of those that generate
 
 
-class ServerOptions(NamedTuple):
-    """The command's options. max_tokens: None for the default."""
-
-    max_tokens: int | None = None
-    slots: int = 1
-    snapshots: int = 0
-    snapshot_folder: Path | None = None
-    memory: str | None = None
-
-
 class TitansGenerateManager(GenerateManager):
-    """Answers the requests to a model in threads, as many at once as there are slots."""
+    """Answers the requests to a model in threads, as many at once as there are slots. max_tokens: None by default."""
 
-    def __init__(self, options: ServerOptions):
-        self.options, self.threads = options, ThreadPoolExecutor(options.slots)
+    def __init__(self, slots: int, max_tokens: int | None):
+        self.slots, self.max_tokens, self.threads = slots, max_tokens, ThreadPoolExecutor(slots)
 
     def submit(self, fn, *args, **kwargs) -> Future:
         return self.threads.submit(fn, *args, **kwargs)
@@ -81,14 +70,14 @@ class TitansGenerateManager(GenerateManager):
             config.do_sample = True  # transformers samples only where the checkpoint says so
         if not config.do_sample:
             config.temperature = None  # else transformers warns of it
-        limit = self.options.max_tokens or max(LEAST_LIMIT, getattr(model.config, "max_position_embeddings", 0))
+        limit = self.max_tokens or max(LEAST_LIMIT, getattr(model.config, "max_position_embeddings", 0))
         length = config.max_length if config.max_new_tokens is None else config.max_new_tokens
         if length is not None and length > limit and not request.asks_length:
             length = config.max_new_tokens = limit
         stops = [config.stop_strings] if isinstance(config.stop_strings, str) else config.stop_strings or []
         for name, value, least, most in (
             ("max_tokens", length, 1, limit),
-            ("num_beams", config.num_beams, 1, self.options.slots),
+            ("num_beams", config.num_beams, 1, self.slots),
             ("temperature", config.temperature, LEAST_TEMPERATURE, inf),
             ("the number of stop strings", len(stops), 0, MOST_STOPS),
             ("the number of letters of all stop strings", sum(map(len, stops)), 0, MOST_STOP_LETTERS),
@@ -107,17 +96,17 @@ class ServedModel:
     another model.
     """
 
-    def __init__(self, model: PreTrainedModel, options: ServerOptions):
+    def __init__(self, model: PreTrainedModel, snapshots: int, memory: str | None = None):
         self.model, self.start, self.kind = model, None, kind_of_cache(model)
-        if options.memory is not None:
+        if memory is not None:
             if self.kind is None:
                 name = model.config.name_or_path
-                raise ValueError(f"--memory {options.memory}: {name} is a {model.config.model_type} without a memory")
-            self.start = self.kind.from_pretrained(options.memory, model)
+                raise ValueError(f"--memory {memory}: {name} is a {model.config.model_type} without a memory")
+            self.start = self.kind.from_pretrained(memory, model)
             self.start.start_prompt()
         self.thread = ThreadPoolExecutor(1)
         self.slots = Slots(model, self.thread.submit)
-        self.snapshots = Snapshots(model, options.snapshots, options.snapshot_folder)
+        self.snapshots = Snapshots(snapshots)
         self.turn, self.seeds = threading.Lock(), random.Random(torch.initial_seed())
 
     def new_cache(self) -> Cache:
@@ -188,7 +177,7 @@ class ServedModel:
         ids, last = input_ids[0].cpu(), input_ids.shape[1] - OPENING
         if not self.snapshots.most:
             return self.new_cache()
-        found, at, shared = self._run(self.snapshots.branch, request, ids)
+        found, at, shared = self._run(self.snapshots.branch, request.owner, ids)
         cache = self.new_cache() if found is None else found
         for end in sorted({min(shared, last), last}):
             if end - at < OPENING:
@@ -199,8 +188,7 @@ class ServedModel:
                 request.check()
                 read = functools.partial(self._call, input_ids=piece, use_cache=True, logits_to_keep=1, cache=cache)
                 self._run(read)
-            chat = request.chat() if end == last else None
-            self._run(self.snapshots.keep, request.owner, ids[:end], copy.copy(cache), chat)
+            self._run(self.snapshots.keep, request.owner, ids[:end], copy.copy(cache))
             at = end
         return cache
 

@@ -67,14 +67,6 @@ class ServedRequest(BaseModel):
         lengths = (self.max_tokens, self.max_completion_tokens, self.max_output_tokens, self.generation_config)
         return any(x is not None for x in lengths)
 
-    def chat(self, before_last_answer: bool = False) -> int | None:
-        """Returns a hash of the messages, or of those before the last answer; None without."""
-        messages = self.messages or []
-        if before_last_answer:
-            answers = [i for i, x in enumerate(messages) if x.role == "assistant"]
-            messages = messages[: answers[-1]] if answers else []
-        return hash(json.dumps([x.model_dump() for x in messages], sort_keys=True)) if messages else None
-
     def check(self, input_ids: Tensor | None = None, scores: Tensor | None = None, **kwargs) -> Tensor | None:
         """Raises HTTPException (503) if nobody waits for the answer. As a stopping criterion, ends no row otherwise."""
         if self.gone:

@@ -1,11 +1,8 @@
 """The command `serve`: the parts of transformers' server (as of 5.24), with our answers, loading and checks."""
 
 import json
-import shutil
 import signal
-import tempfile
 from collections import defaultdict
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +10,6 @@ import click
 import torch
 import transformers
 import uvicorn
-from filelock import FileLock, Timeout
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
@@ -26,18 +22,16 @@ from transformers.cli.serving.utils import GenerationState, split_revision
 from transformers.cli.transformers import app as transformers_app
 from transformers.utils import logging
 
-from titans_hf.cli.serving.generation import ServedModel, ServerOptions, TitansGenerateManager
+from titans_hf.cli.serving.generation import ServedModel, TitansGenerateManager
 from titans_hf.cli.serving.requests import CheckedHandler, check_requests
 from titans_hf.cli.shared.checkpoints import check_checkpoint
 
 SECONDS_TO_END = 3  # that running requests have after SIGTERM or Ctrl-C
-LOCK = "lock"  # in a server's own folder of snapshots, held while the server runs
 OPTIONS = (
     ("memory", None, "Folder of a saved memory, from which every request starts."),
     ("max_tokens", None, "Most tokens of an answer; by default 4,096, or the model's context where that is longer."),
     ("slots", 16, "Requests that a model with a memory answers at once, as rows of one batch; others wait."),
-    ("snapshots", 64, "Snapshots of read texts that are kept in memory for each model; 0 for none."),
-    ("snapshot_folder", None, "Folder for 16 times as many further snapshots. They are removed at the end."),
+    ("snapshots", 64, "Snapshots of read texts that are kept for each model; 0 for none."),
 )
 LEAST = {"max_tokens": 1, "slots": 1, "snapshots": 0}
 
@@ -62,11 +56,8 @@ def serve(*, compile: bool, host: str, port: int, enable_cors: bool, log_level: 
     if seed is not None:
         torch.manual_seed(seed)
     template = json.loads(template or "{}") | ({} if reasoning == "auto" else {"enable_thinking": reasoning == "on"})
-    own = ServerOptions(**{name: options.pop(name) for name, *_ in OPTIONS})
-    if own.snapshot_folder is not None:
-        folder, _lock = make_own_folder(Path(own.snapshot_folder))
-        own = own._replace(snapshot_folder=folder)
-    models, state = parts = Models(own, **options), State(own, compile)
+    state = State(compile, slots=options.pop("slots"), max_tokens=options.pop("max_tokens"))
+    models, _ = parts = Models(**options), state
     chat, text, response = (
         type(x.__name__, (CheckedHandler, x), {}) for x in (ChatCompletionHandler, CompletionHandler, ResponseHandler)
     )
@@ -96,24 +87,10 @@ def check_options(model: str | None, memory: str | None, compiles: bool) -> None
         check_checkpoint(model, "MODEL")
 
 
-def make_own_folder(parent: Path) -> tuple[Path, FileLock]:
-    """Makes a folder for the snapshots of this server, with a lock that is held as long as it runs. Removes the folders
-    of servers that were killed.
-    """
-    parent.mkdir(parents=True, exist_ok=True)
-    for path in parent.glob(f"server-*/{LOCK}"):
-        with suppress(Timeout), FileLock(path, blocking=False):
-            shutil.rmtree(path.parent, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix="server-", dir=parent))
-    lock = FileLock(folder / LOCK)
-    lock.acquire()
-    return folder, lock
-
-
 class State(GenerationState):
-    def __init__(self, options: ServerOptions, compile: bool):
+    def __init__(self, compile: bool, **options):
         super().__init__(compile=compile)
-        self.managers = defaultdict(partial(TitansGenerateManager, options))
+        self.managers = defaultdict(partial(TitansGenerateManager, **options))
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> TitansGenerateManager:
         return self.managers[model_id]
@@ -122,8 +99,8 @@ class State(GenerationState):
 class Models(ModelManager):
     """Loads Titans and adapters of `remember` too. Each model has a `ServedModel` as its attribute `served`."""
 
-    def __init__(self, options: ServerOptions, **loading):
-        self.options = options
+    def __init__(self, memory: str | None, snapshots: int, **loading):
+        self.memory, self.snapshots = memory, snapshots
         super().__init__(**loading)
 
     def _load_model(self, name: str, *args, gguf_file: str | None = None, **kwargs) -> PreTrainedModel:
@@ -135,7 +112,7 @@ class Models(ModelManager):
             place |= {"dtype": self.dtype, "device_map": self.device, "attn_implementation": self.attn_implementation}
             quantization = self.get_quantization_config()
             model = AutoModelForCausalLM.from_pretrained(path, quantization_config=quantization, **place)
-        model.served = ServedModel(model, self.options)
+        model.served = ServedModel(model, self.snapshots, self.memory)
         return model
 
     def _load_processor(self, name: str, **kwargs) -> object:
@@ -143,8 +120,3 @@ class Models(ModelManager):
         base = getattr(config, "base_model_name_or_path", None)  # of an adapter of `remember`
         is_own = not base or (Path(name) / "tokenizer_config.json").is_file()
         return super()._load_processor(name if is_own else base, **kwargs)
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        if self.options.snapshot_folder is not None:
-            shutil.rmtree(self.options.snapshot_folder, ignore_errors=True)
