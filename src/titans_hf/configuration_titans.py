@@ -178,11 +178,12 @@ class TitansConfig(PreTrainedConfig):
             Clips errors |M(k) - v| at this multiple of |v|. `None`: no clip, the paper's squared error. The last
             layer's errors are never clipped with the delta rule.
         memory_kernel (`str`, defaults to `"auto"`):
-            The program that updates the memory. `"torch"`: PyTorch. `"fla"`: the kernel `chunk_comba` of flash-linear-
-            attention (`pip install -e ".[gpu]"`), for several tokens and a linear memory with the delta rule and
+            The program that updates the memory. `"torch"`: plain PyTorch. `"fla"`: the kernel `chunk_comba` of flash-
+            linear-attention (`pip install -e ".[gpu]"`), for several tokens and a linear memory with the delta rule and
             without momentum, with heads of at most 256. It needs CUDA and float32, and raises an error elsewhere.
-            `"auto"`: fla's where possible, PyTorch elsewhere, in compiled models too. PyTorch computes single tokens
-            and calls with `output_surprise`.
+            `"auto"`: fla's where possible, PyTorch elsewhere, in compiled models too; on CUDA the kernels of several
+            chunks are then started at once, as a CUDA graph, which holds some memory and gives the same results.
+            PyTorch computes single tokens and calls with `output_surprise`.
 
         > Defaults by form
 

@@ -78,8 +78,8 @@ def group_backward(
     start: GroupStates | MemoryState,
     decay_target: Sequence[Tensor],
     starts: Tensor | None,
-    rule: UpdateRule,
     grads: MemoryState,
+    rule: UpdateRule,
 ) -> tuple[MemoryInputs, MemoryState, list[Tensor]]:
     """Computes the backward of `group_forward` of an MLP whose layers share their gates, from the gradients with
     respect to the retrieved values (P * N, C, D) and to the state at the group's end (an empty anchor has gradient 0).

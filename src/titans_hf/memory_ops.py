@@ -11,6 +11,7 @@ tokens, C tokens of a chunk; weights (N, d_in, d_out).
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from transformers.utils import logging
 
 from .memory_chunk import GroupFunctions, GroupStates, group_forward, unstack, with_anchor
 from .memory_chunk_backward import group_backward, with_anchor_backward
+from .memory_graphs import RECORDINGS, Recorded
 from .memory_network import (
     UpdateRule,
     gradient_factors,
@@ -42,12 +44,15 @@ from .memory_state import (
 from .token_grid import TokenGrid
 
 # Chunks of a group, whose products are computed together: on a CPU more of them leave the cache, on a GPU every group
-# costs the host some launches more.
+# costs the host some launches more. A product (C, C) of all chunks, rows and heads of a group takes at most
+# `GROUP_BYTES` if the group has more than four chunks.
 GROUP_SIZES = {"cpu": 4, "cuda": 32}
+GROUP_BYTES = 1 << 26
 # The states of all chunks are kept for the backward where they take at most this many times the bytes of the tokens'
 # queries, keys and values; elsewhere that of each group's start, from which the others are computed again.
 KEPT_BYTES = 4
 GROUP_FUNCTIONS = GroupFunctions(group_forward, group_backward)
+GRAPHS = GroupFunctions(Recorded(group_forward, num_trees=4), Recorded(group_backward, num_trees=6))
 _compiled: GroupFunctions | None = None
 
 logger = logging.get_logger(f"transformers.{__name__}")  # `transformers.logging.set_verbosity_info()` shows its lines
@@ -76,21 +81,26 @@ def groups_of_chunks(
     num_tokens: int,
     chunk_size: int,
     chunk_starts: Tensor | None,
-    compiled: GroupFunctions | None,
     group_size: int,
+    functions: GroupFunctions,
 ) -> list[Group]:
     """Returns the groups of chunks in which T tokens are read: groups of `group_size` chunks, a group of the remaining
-    full chunks (compiled: a group for each, so that only two shapes are compiled), and the last chunk if it is shorter.
+    full chunks, and the last chunk if it is shorter.
 
-    compiled: functions for groups of full chunks; None for the plain functions of `memory_chunk`.
+    functions: for groups of full chunks. So that few shapes are compiled, a compiled group of the remaining chunks has
+    one of them; so that few are recorded, one that is recorded has a power of two.
     """
     num_chunks, rest = num_tokens // chunk_size, num_tokens % chunk_size
-    left = num_chunks % group_size
+    left, is_compiled = num_chunks % group_size, functions is _compiled
     numbers = [group_size] * (num_chunks // group_size)
-    if left:
-        numbers += [1] * left if compiled is not None else [left]
-    groups = [(number, chunk_size, compiled or GROUP_FUNCTIONS) for number in numbers]
-    groups += [(1, rest, GROUP_FUNCTIONS)] if rest else []
+    if is_compiled:
+        numbers += [1] * left
+    elif functions is GRAPHS:
+        numbers += [1 << i for i in reversed(range(left.bit_length())) if left >> i & 1]
+    elif left:
+        numbers.append(left)
+    groups = [(number, chunk_size, functions) for number in numbers]
+    groups += [(1, rest, GROUP_FUNCTIONS if is_compiled else functions)] if rest else []
     starts = [None] * len(groups)
     if chunk_starts is not None:
         starts = chunk_starts.split([number for number, *_ in groups])
@@ -141,7 +151,8 @@ def memorize_on_grid(
     """Computes `memorize` for tokens on the slots of a grid whose size is a multiple of `chunk_size`, in the state's
     dtype. The results at empty slots are undefined. The surprise may be None unless the grid asks for it.
 
-    kernel: a value of `TitansConfig.memory_kernel`. fla's kernel reads only several tokens without surprise.
+    kernel: a value of `TitansConfig.memory_kernel`. fla's kernel reads only several tokens without surprise. With
+        "auto", PyTorch's functions on CUDA are replayed as graphs (`memory_graphs`).
     updates: False to read the memory only.
     """
     _check(inputs, state, rule)
@@ -162,11 +173,18 @@ def memorize_on_grid(
     rows_and_heads = inputs.inner_lr.shape[:2]
     arguments, chunk_starts = _scan_arguments(inputs, state, decay_target, grid, chunk_size)
     by_hand = rule.network == "mlp" and not inputs.has_gates_per_layer  # the backward
-    compiled = _compiled if by_hand and not compiling else None
-    group_size = GROUP_SIZES.get(grid.row_starts.device.type, 4)
-    groups = groups_of_chunks(grid.num_slots, chunk_size, chunk_starts, compiled, group_size)
-    scan = (groups, rule, grid.needs_surprise)
     needs_backward = not compiling and _needs_gradients(arguments)  # a compiler makes its own backward
+    functions, device = GROUP_FUNCTIONS, inputs.keys.device.type
+    if by_hand and not compiling and _compiled is not None:
+        functions = _compiled
+    elif kernel == "auto" and device in RECORDINGS and not compiling and (by_hand or not needs_backward):
+        functions = GRAPHS
+    group_size = GROUP_SIZES.get(device, 4)
+    if group_size > 4 and not compiling:
+        bytes_of_chunk = rows_and_heads.numel() * chunk_size**2 * inputs.keys.element_size()
+        group_size = min(group_size, max(4, GROUP_BYTES // max(1, bytes_of_chunk)))
+    groups = groups_of_chunks(grid.num_slots, chunk_size, chunk_starts, group_size, functions)
+    scan = (groups, rule, grid.needs_surprise)
     if needs_backward and by_hand:
         retrieved, surprise, *after = _ChunkScan.apply(*scan, _form(arguments), *tensors_of(arguments))
         output = MemorizeOutput(retrieved, surprise, with_tensors(arguments[1], after))
@@ -322,11 +340,12 @@ def scan_chunks(
     rule: UpdateRule,
     needs_surprise: bool,
     arguments: ScanArguments,
-    kept: list[MemoryState | GroupStates] | None = None,
+    kept: list[tuple[MemoryInputs, MemoryState | GroupStates]] | None = None,
     recomputes: bool = False,
 ) -> MemorizeOutput:
     """Updates and reads the memory, group of chunks after group. The surprise is None unless it is needed. Appends to
-    `kept` what the backward of each group starts with: the states at the starts of its chunks, or at its own start.
+    `kept` what the backward of each group starts with: its inputs, and the states at the starts of its chunks, or at
+    its own start.
 
     recomputes: keep only the state at each group's start for autograd, and recompute the group in the backward; for
     memories whose backward is not written by hand.
@@ -340,11 +359,11 @@ def scan_chunks(
             forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
         output, states = forward(tokens, state, decay_target, starts, rule, needs_surprise)
         if kept is not None:
-            kept.append(states if keeps_all else state)
+            kept.append((tokens, states if keeps_all else state))
         retrieved += unstack(output.retrieved, num_chunks)
         surprise += unstack(output.surprise, num_chunks)
         state = output.state
-    return MemorizeOutput(torch.cat(retrieved, dim=1), torch.cat(surprise, dim=1) if needs_surprise else None, state)
+    return MemorizeOutput(_join(retrieved), _join(surprise) if needs_surprise else None, state)
 
 
 def _keeps_all_states(state: MemoryState, inputs: MemoryInputs, chunk_size: int) -> bool:
@@ -368,34 +387,40 @@ class _ChunkScan(torch.autograd.Function):
         output = scan_chunks(groups, rule, needs_surprise, detached, kept)
         if output.surprise is not None:
             ctx.mark_non_differentiable(output.surprise)
-        saved = (inputs, tuple(kept), decay_target)
-        ctx.groups, ctx.rule, ctx.form, ctx.of_state = groups, rule, _form(saved), _form(state)
+        saved = (tuple(kept), decay_target)
+        ctx.groups, ctx.rule, ctx.form = groups, rule, _form(saved)
+        ctx.of_state = map_tensors(partial(torch.empty_like, device="meta"), state)
         ctx.save_for_backward(*tensors_of(saved))
+        ctx.set_materialize_grads(False)
         return output.retrieved, output.surprise, *tensors_of(output.state)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_retrieved: Tensor, _: Tensor, *grad_state: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad_retrieved: Tensor | None, _: None, *grad_state: Tensor | None) -> tuple[Tensor | None, ...]:
         # Read once: under checkpointing, reading `saved_tensors` recomputes them.
         # Detached, and the gradients contiguous, so that a compiled function fits every call.
-        inputs, kept, decay_target = with_tensors(ctx.form, map(Tensor.detach, ctx.saved_tensors))
-        groups = ctx.groups
-        tokens, grad_outputs = _split_inputs(inputs, groups), _split(grad_retrieved, groups)
-        grads, grad_inputs = with_tensors(ctx.of_state, map(Tensor.contiguous, grad_state)), []
-        grad_target = [torch.zeros_like(x) for x in decay_target]
-        with torch.autocast(grad_retrieved.device.type, enabled=False):
-            for (num_chunks, _, functions, starts), start in zip(groups[::-1], kept[::-1], strict=True):
+        kept, decay_target = with_tensors(ctx.form, map(Tensor.detach, ctx.saved_tensors))
+        groups, (inputs, _), grad_inputs, grad_target = ctx.groups, kept[0], [], None
+        zeros = tuple(torch.zeros_like(x, device=inputs.keys.device) for x in ctx.of_state.weights)
+        parts = zip(grad_state, cycle(zeros), strict=False)  # weights, momentum and anchor have equal shapes
+        grads = with_tensors(ctx.of_state, (zero if x is None else x.contiguous() for x, zero in parts))
+        if grad_retrieved is None:
+            grad_outputs = [torch.zeros_like(tokens.queries) for tokens, _ in kept]
+        else:
+            grad_outputs = _split(grad_retrieved, groups)
+        with torch.autocast(inputs.keys.device.type, enabled=False):
+            for (num_chunks, _, functions, starts), (tokens, start) in zip(groups[::-1], kept[::-1], strict=True):
                 grad_output = grad_outputs.pop().flatten(0, 1)
-                arguments = (grad_output, tokens.pop(), start, decay_target, starts, ctx.rule, grads)
+                arguments = (grad_output, tokens, start, decay_target, starts, grads, ctx.rule)
                 of_inputs, of_state, of_target = functions.backward(*arguments)
                 grad_inputs = unstack(of_inputs, num_chunks) + grad_inputs
-                for total, gradient in zip(grad_target, of_target, strict=True):
-                    total.add_(gradient)
+                grad_target = of_target if grad_target is None else list(map(torch.add, grad_target, of_target))
                 grads = with_anchor_backward(of_state, None if starts is None else starts[0])
                 if ctx.of_state.anchor and not grads.anchor:
-                    grads = replace(grads, anchor=tuple(map(torch.zeros_like, grads.weights)))
-        joined = zip(inputs, _join_inputs(grad_inputs), strict=True)
-        return *(None,) * 4, *(grad for x, grad in joined if x is not None), *tensors_of(grads), *grad_target
+                    grads = replace(grads, anchor=zeros)
+        joined = zip(inputs, zip(*grad_inputs, strict=True), strict=True)
+        joined = [None if parts[0] is None else _join(parts) for x, parts in joined if x is not None]
+        return *(None,) * 4, *joined, *tensors_of(grads), *grad_target
 
 
 def _split(x: Tensor, groups: Sequence[Group]) -> list[Tensor]:
@@ -414,9 +439,9 @@ def _split_inputs(inputs: MemoryInputs, groups: Sequence[Group]) -> list[MemoryI
     return [with_tensors(inputs, part) for part in parts]
 
 
-def _join_inputs(chunks: Sequence[MemoryInputs]) -> MemoryInputs:
-    """Concatenates the gradients of all chunks; `filled` has none."""
-    return MemoryInputs(*(None if parts[0] is None else torch.cat(parts, dim=1) for parts in zip(*chunks, strict=True)))
+def _join(parts: Sequence[Tensor]) -> Tensor:
+    """Joins the tokens of consecutive chunks (N, C, ...): (N, T, ...)."""
+    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
 
 def choose_kernel(
