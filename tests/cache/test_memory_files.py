@@ -102,23 +102,18 @@ def test_an_interrupted_save_leaves_the_memory_before(step, memory, monkeypatch)
 
 def test_push_to_hub(monkeypatch, memory):
     """push_to_hub() uploads a loadable memory to a private repository."""
-    model, folder = memory
-    calls = {}
+    (model, folder), calls = memory, []
 
-    def create_repo(api, name, **kwargs):
-        calls["create"] = kwargs
-        return SimpleNamespace(repo_id=f"someone/{name}")
-
-    def upload_folder(api, *, repo_id, folder_path, **kwargs):
+    def upload(api, *, repo_id, folder_path, **options):
         shutil.copytree(folder_path, folder / "pushed")
-        calls["upload"] = (repo_id, kwargs)
+        calls.append((repo_id, options))
 
-    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", create_repo)
-    monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", upload_folder)
+    repository = SimpleNamespace(repo_id="someone/my-memory")
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", lambda *_, **given: calls.append(given) or repository)
+    monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", upload)
     cache = read(model, IDS)[1]
     cache.push_to_hub("my-memory", model, commit_message="read")
-    assert calls["create"]["private"] is True
-    assert calls["upload"] == ("someone/my-memory", {"commit_message": "read"})
+    assert calls[0]["private"] is True and calls[1] == ("someone/my-memory", {"commit_message": "read"})
     assert_equal(TitansCache.from_pretrained(folder / "pushed", model), cache)
 
 

@@ -165,12 +165,6 @@ def test_a_rewritten_file_loads(memory):
     assert TitansCache.from_pretrained(folder, model).get_seq_length() == 60
 
 
-def test_a_folder_without_a_memory(tmp_path):
-    """A folder without memory.json raises FileNotFoundError."""
-    with pytest.raises(FileNotFoundError, match=r"is not a memory folder: it holds no memory.json"):
-        TitansCache.from_pretrained(tmp_path, shared_model("mag"))
-
-
 def test_an_about_that_is_not_json_leaves_nothing(tmp_path):
     """An `about` that is not a JSON object raises an error before anything is written."""
     cache = read(shared_model("mag"), make_ids(2, 9))[1]

@@ -63,13 +63,6 @@ def test_ask_shows_the_passage(folder, capsys):
     assert shown.startswith("[read again: ") and TEXTS[0] in shown and text.startswith(PROMPT)
 
 
-def test_the_memory_of_another_window(folder):
-    """A memory is of one window, and a Titans has its own."""
-    read.main(["llama", "a.txt", "--memory", "memory", "--window", "16"])
-    with pytest.raises(ValueError, match=r"memory.*its window is 16, not 20"):
-        ask.main(["llama", "--memory", "memory", "--window", "20", "--prompt", PROMPT])
-
-
 def test_surprise(folder, monkeypatch):
     """An adapter's picture has each token's loss, and what the memory gains: by pieces the numbers of one call."""
     monkeypatch.setattr(surprise, "TOKENS_OF_A_CALL", 10)

@@ -10,9 +10,7 @@ from common import (
     full_logits,
     left_pad,
     make_ids,
-    read,
     shared_model,
-    tensors,
 )
 from covering import covering
 from transformers import StaticCache
@@ -60,20 +58,6 @@ def test_inputs_embeds(variant, padded):
     expected = model.generate(ids, **options)
     assert torch.equal(model.generate(inputs_embeds=embeds, **options), expected[:, 29:])
     assert torch.equal(model.generate(ids, inputs_embeds=embeds, **options), expected)
-
-
-@pytest.mark.parametrize("variant", TWO_VARIANTS)
-def test_logits_to_keep(variant):
-    """`logits_to_keep` returns the chosen positions and leaves the cache's states the same."""
-    model, ids = shared_model(variant), make_ids(2, 17)
-    whole, after = read(model, ids)
-    for keep, expected in ((0, whole), (1, whole[:, -1:]), (5, whole[:, -5:])):
-        assert_same(full_logits(model, ids, logits_to_keep=keep), expected)
-    index = torch.tensor([0, 3, 16])
-    cache = TitansCache(model.config)
-    with torch.no_grad():
-        assert_same(model(ids, logits_to_keep=index, cache=cache).logits, whole[:, index])
-    assert all(torch.equal(a, b) for a, b in zip(tensors(cache), tensors(after), strict=True))
 
 
 @covering(2, {"variant": ATTENTIONS, "implementation": ["dynamic", "static"], "padded": [False, True]})
