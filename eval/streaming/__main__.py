@@ -9,6 +9,7 @@ Every text is read in pieces, as a stream. With --task
     loss       each --text is scored token by token       ruler      needles, of --kinds
     facts      20 are told, a text is read, 20 questions   babilong   qa1 to qa3 of --stories, in the first --text
     chat       12 conversations: new answers, and the log probability of given ones
+    told       a chat that tells 20 facts, reads a text, and asks for each in a turn
 
 Methods:
 
@@ -83,9 +84,9 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL", nargs="?", help="a folder or a name on the Hub; without: the tables")
     parser.add_argument("--methods", nargs="+", default=["window", "full"], choices=METHODS, metavar="METHOD")
-    parser.add_argument("--task", choices=["loss", "facts", "ruler", "babilong", "chat"], default="loss")
+    parser.add_argument("--task", choices=["loss", "facts", "ruler", "babilong", "chat", "told"], default="loss")
     parser.add_argument("--kinds", nargs="+", choices=ruler.KINDS, default=list(ruler.KINDS), metavar="KIND")
-    parser.add_argument("--number", type=int, default=12, help="prompts of a kind of ruler, stories of one of babilong")
+    parser.add_argument("--number", type=int, default=12, help="prompts or stories of a kind, told chats")
     parser.add_argument("--stories", type=Path, help="the folder of bAbI's files, with --task babilong")
     parser.add_argument("--data", default="texts", help="the name of the texts in the record")
     parser.add_argument("--text", type=Path, nargs="+", help="files or folders; a .raw file is cut into its articles")

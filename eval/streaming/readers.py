@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.generation import StoppingCriteriaList
 
 from titans_hf.remember import MemoryCache, remember
+from titans_hf.remember.parts import end_tokens
 from titans_hf.remember.passages import Passages
 
 LONGEST, CERTAIN = 16, 0.99  # tokens of a match, and the probability of the token after it
@@ -168,7 +169,7 @@ class Pasted(Reader):
 
     def __init__(self, model: PreTrainedModel, window: int):
         super().__init__(model)
-        self.window, self.passages = window, Passages()
+        self.window, self.passages = window, Passages(end_tokens=end_tokens(model))
         self.first = model.config.get_text_config(decoder=True).bos_token_id or 0
 
     def begin(self) -> None:

@@ -25,7 +25,7 @@ class Task(NamedTuple):
     ids: Tensor | None = None
     answers: list[Answer] = []
     parts: list[tuple[str, list[Question]]] = []
-    chat: tuple[int, str] | None = None  # its number and the text before it
+    chat: tuple[int | str, str] | None = None  # its number, or the seed of what is told; and the text before it
 
 
 def make_tasks(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> list[Task]:
@@ -35,7 +35,7 @@ def make_tasks(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> 
         kinds = product(args.lengths, stories.BEGUN)
         return [Task(f"{kind}, {length} tokens", parts=make(kind, length)) for length, kind in kinds]
     longest = max(args.lengths, default=0)
-    needed = {"loss": args.tokens, "facts": longest, "ruler": 2 * longest, "chat": chat.TOKENS}
+    needed = {"loss": args.tokens, "facts": longest, "ruler": 2 * longest, "chat": chat.TOKENS, "told": chat.TOKENS}
     texts = {}
     for path in args.text:
         texts |= load_texts(path, tokenizer, needed[args.task], args.place)
@@ -51,6 +51,11 @@ def make_tasks(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> 
             tasks.append(Task(f"{name}, {length} tokens", *make_text(filler, tokenizer, seed)))
         return tasks
     fillers = [tokenizer.decode(texts[name]) for name in names]
+    if args.task == "told":
+        seeds = [f"{args.data} {i} {args.seed}" for i in range(min(args.number, len(names)))]
+        return [
+            Task(f"{name}, told", chat=x) for name, x in zip(names, zip(seeds, fillers, strict=False), strict=False)
+        ]
     if args.task == "chat":
         chats = zip(range(len(chat.CHATS)), cycle(fillers), strict=False)
         return [Task(f"chat {i}", chat=(i, filler)) for i, filler in chats]
@@ -105,7 +110,8 @@ def ask_facts(reader: Reader, task: Task, tokenizer: PreTrainedTokenizerBase) ->
 def perform(task: Task, reader: Reader, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, Any], int, int]:
     """Reads a text: the result, the bytes of the reader's state, and the tokens."""
     if task.chat is not None:
-        found = chat.answers(reader, *task.chat, tokenizer)
+        answer = chat.answers if isinstance(task.chat[0], int) else chat.told_answers
+        found = answer(reader, *task.chat, tokenizer)
         return {"answers": found}, reader.state_bytes(), reader.start
     reader.begin()
     if task.answers:

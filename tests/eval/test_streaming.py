@@ -167,7 +167,7 @@ def test_chats_lie_within_the_window_or_behind_a_text(tokenizer):
             said.append(new[2])
 
 
-@pytest.mark.parametrize("task", ["loss", "facts", "ruler", "babilong", "chat"])
+@pytest.mark.parametrize("task", ["loss", "facts", "ruler", "babilong", "chat", "told"])
 def test_runs_become_lines_and_tables(task, tokenizer, tmp_path, capsys):
     """A command writes a line for each text and method, leaves out those that are there, and prints the tables; what
     full attention says is what the model says alone."""
@@ -190,7 +190,7 @@ def test_runs_become_lines_and_tables(task, tokenizer, tmp_path, capsys):
                "--stories", str(tmp_path / "stories"), *(["--lengths", *lengths] if lengths else [])]  # fmt: skip
     main(command)
     records = [json.loads(x) for x in (tmp_path / "runs.jsonl").read_text().splitlines()]
-    texts = {"loss": 2, "facts": 2, "ruler": 1, "babilong": 6, "chat": 12}[task]
+    texts = {"loss": 2, "facts": 2, "ruler": 1, "babilong": 6, "chat": 12, "told": 2}[task]
     assert len(records) == texts * len(methods) and all(x["bytes"] > 0 for x in records)
     for record in (x for x in records if x["run"]["method"] == "full"):
         if task == "loss":

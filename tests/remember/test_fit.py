@@ -170,7 +170,7 @@ def test_a_fit_that_fails_changes_nothing():
         with pytest.raises(ValueError, match="`documents` must have surprising tokens"):
             fit_memory(x, [ids[:2]], rank=2, window=16, progress=False)
     assert not hasattr(plain, "memory") and model.memory.learn_from == "all" and not model.memory_learning
-    assert model.memory.passages == Passages(every=9)
+    assert model.memory.passages.every == 9
     assert all(torch.equal(x(ids[None]).logits, y) for x, y in zip((plain, model), expected, strict=True))
 
 

@@ -67,10 +67,21 @@ def test_the_choice(settings):
     assert (5 + later + settings.before) % settings.block == 0
 
 
+def test_a_header_asks_for_nothing():
+    """What a prompt ends with, from an end token on, is no part of the query if it followed an end token before."""
+    end, settings = 2, Passages(block=4, before=0, after=0, query=8, end_tokens=(2,))
+    told, question, header = [10, 11, 12, 13, 14, 15, 16, 17], [10, 11], [end, 5, 6]
+    ids = [*told, *range(20, 40), *header, *range(40, 48), *question]
+    for last, begin in ((header, 0), ([end, 5, 7], 28), ([], 0)):
+        text = torch.tensor([*ids, *last])
+        assert settings.choose(text, len(text), 9) == begin
+
+
 @torch.no_grad()
 def recall_slowly(original, ids, at: int):
     """Logits after each of the tokens from at - 1 on, of a row that recalls at the token at - 1: one call of the model
-    over sink, passage and text, where a passage is alone behind the sink and the text sees it from the query on.
+    over sink, passage and text, where a passage is alone behind the sink and the text sees it from the query on, with
+    the logarithm of `copies` added to what a query makes of a key.
     """
     begin, size, query = choose_slowly(ids[:at].tolist(), WINDOW, SETTINGS), SETTINGS.size, SETTINGS.query
     first = max(1, begin, at - query - WINDOW - size + 1)
@@ -86,6 +97,7 @@ def recall_slowly(original, ids, at: int):
         text = (key <= position) & (position - key < WINDOW)
         front = torch.cat([position >= WINDOW, torch.full((high - low, size), sees)], 1)
         mask = torch.zeros(high - low, 1 + size + high, dtype=torch.float64)
+        mask[:, 1 : 1 + size] = math.log(SETTINGS.copies)
         mask = mask.masked_fill(~torch.cat([front, text], 1), -torch.inf)[None, None]
         logits = original(ids[None, low:high], attention_mask=mask, position_ids=position.T, cache=cache).logits
     return logits[0, query - 1 :]

@@ -26,7 +26,17 @@ from .adapter import load_adapter
 from .cache import MemoryCache
 from .columns import CallColumns
 from .fast_weights import FastWeights, decoder_layers, linear_layers, random_fast_weights
-from .parts import FAST_WEIGHTS, LIST, PARTS, PASSAGES, Memory, base_model, check_settings, choose_first_token
+from .parts import (
+    FAST_WEIGHTS,
+    LIST,
+    PARTS,
+    PASSAGES,
+    Memory,
+    base_model,
+    check_settings,
+    choose_first_token,
+    end_tokens,
+)
 from .passages import Passages
 from .titans_layer import is_titans
 from .token_list import TokenList
@@ -115,10 +125,13 @@ def remember(
         token_list = TokenList.random(config.hidden_size)
     if token_list is not None:
         token_list = replace(token_list, window=window)
+    passages = passages or Passages()
+    if passages.end_tokens is None:
+        passages = replace(passages, end_tokens=end_tokens(model))
     own = type(model)
     new = Memory(
         window=window,
-        passages=None if window is None or PASSAGES not in memory else passages or Passages(),
+        passages=None if window is None or PASSAGES not in memory else passages,
         fast_weights=fast_weights if FAST_WEIGHTS in memory else None,
         token_list=token_list if LIST in memory else None,
         first_token=choose_first_token(model, first_token),

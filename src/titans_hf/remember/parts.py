@@ -136,3 +136,10 @@ def choose_first_token(model: PreTrainedModel, given: int | None) -> int:
     if type(token) is not int or not 0 <= token < size:
         raise ValueError(f"`first_token` must be a token of the model, 0 to {size - 1}, got {token!r}.")
     return token
+
+
+def end_tokens(model: PreTrainedModel) -> tuple[int, ...]:
+    """Returns the tokens at which the model's generation ends, which in a chat end a turn."""
+    settings = model.generation_config or model.config.get_text_config(decoder=True)
+    tokens = settings.eos_token_id
+    return tuple(tokens) if isinstance(tokens, (list, tuple)) else () if tokens is None else (int(tokens),)

@@ -7,6 +7,9 @@ A term is a token or two neighbouring tokens; its age counts the tokens after it
 is two neighbouring blocks, all of whose tokens have left the window. The newest of the spans with at least .9 of the
 best score is chosen. Scores are whole numbers: neither a batch, nor a cut, nor a device can turn a near tie.
 
+In a chat a prompt ends with the header of the answer. The header asks for nothing, and the newest turn has it too: the
+query is what stands before it.
+
 Sources: idf as in BM25 (Robertson and Zaragoza 2009). Settings were chosen on the texts of the log's entry.
 Shapes: R rows, N tokens of a text.
 """
@@ -28,7 +31,9 @@ class Passages:
 
     block: a span has two. before, after: read beside the span. query: the last tokens, which are the query and are read
     once more with the passage in sight. every: own tokens from one recall to the next. decay: of the weight of a term
-    for each token after it. max_tokens: of a row's store, whose oldest tokens are dropped.
+    for each token after it. max_tokens: of a row's store, whose oldest tokens are dropped. copies: how many times keys
+    and values of a passage stand in sight: its attention counts so many times. end_tokens: of a turn; None: the
+    model's.
     """
 
     block: int = 32
@@ -38,6 +43,8 @@ class Passages:
     every: int = 64
     decay: float = 0.8
     max_tokens: int = 1_048_576
+    copies: int = 1
+    end_tokens: tuple[int, ...] | None = None
 
     @property
     def size(self) -> int:
@@ -61,7 +68,8 @@ class Passages:
         number = (len(ids) - max(window - 1, self.after)) // self.block  # blocks
         if number < 2:
             return None
-        query = ids[-self.query - 1 :].flip(0)  # the newest first, and the token before the oldest
+        asked = ids[: len(ids) - self._header(ids)]
+        query = asked[-self.query - 1 :].flip(0)  # the newest first, and the token before the oldest
         distinct, where = query.unique(return_inverse=True)
         index = ids.new_full((int(ids.max()) + 1,), NO_TOKEN)  # by token: its number among the query's
         index[distinct] = torch.arange(len(distinct))
@@ -77,6 +85,16 @@ class Passages:
             return None
         span = int((10 * score >= 9 * best).nonzero()[-1])
         return first + max(0, span * self.block - self.before)
+
+    def _header(self, ids: Tensor) -> int:
+        """Returns how many tokens at the end of ids (N,) are a header: from the last end token of the query on, if the
+        same tokens followed an end token before.
+        """
+        ends = torch.isin(ids, ids.new_tensor(self.end_tokens or ())).nonzero()[:, 0]
+        if not len(ends) or (length := len(ids) - int(ends[-1])) > self.query:
+            return 0
+        earlier = ends[:-1, None] + torch.arange(length)  # (ends, tokens of the header)
+        return length if bool((ids[earlier] == ids[-length:]).all(1).any()) else 0
 
     def _scores(self, found: Tensor, blocks: Tensor, wanted: Tensor, number: int) -> Tensor:
         """Returns the scores (number - 1,) of spans: terms (F,) were found in `blocks` (F,); wanted (Q,): those of the
